@@ -1,0 +1,165 @@
+# PhOS. `make help` lists the targets. install.sh calls `make build`; .ci/run calls `make check test`.
+#
+# Variables: BUILD (where outputs go), PYTHON, CC, CUDA_INCLUDE (folder of cuda.h), CRIU_INCLUDE (folder of
+# criu-plugin.h), SANITIZE (for example address,undefined; give it a BUILD of its own), PYTEST_ARGS.
+
+BUILD ?= build
+CC := $(if $(filter default,$(origin CC)),gcc,$(CC))
+PYTHON ?= $(firstword $(wildcard .prefix/lib/phos/venv/bin/python .venv/bin/python) $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python) python3)
+CUDA_INCLUDE ?= build/cuda/include
+CRIU_INCLUDE ?= $(firstword $(wildcard build/criu/usr/include/criu .prefix/lib/phos/criu/usr/include/criu) /usr/include/criu)
+SANITIZE ?=
+PYTEST_ARGS ?=
+
+GEN := $(BUILD)/gen
+comma := ,
+export PYTHONPATH := $(CURDIR)
+export PYTHONDONTWRITEBYTECODE := 1
+
+CFLAGS ?= -g
+# -fno-plt and friends are left alone: all three libraries live in other people's processes, so they are plain PIC with
+# everything hidden that is not marked. -D_GNU_SOURCE is spelled as the sources spell it (empty), so both may be there.
+ALL_CFLAGS := -std=gnu11 -O2 -Wall -Wextra -Werror -fvisibility=hidden -fPIC -pthread -MMD -MP -D_GNU_SOURCE= \
+	-include packaging/portable.h -I$(GEN) $(CFLAGS) $(if $(SANITIZE),-fsanitize=$(SANITIZE) -fno-omit-frame-pointer)
+ALL_LDFLAGS := -shared -pthread -Wl,-z,relro,-z,now $(if $(SANITIZE),-fsanitize=$(SANITIZE),-Wl$(comma)-z$(comma)defs) $(LDFLAGS)
+# Static, and hidden: an application may well use another version of protobuf-c itself.
+PROTOBUF_C := -Wl,--exclude-libs,ALL -l:libprotobuf-c.a
+
+PROTOS := $(wildcard proto/*.proto)
+PROTO_PY := $(PROTOS:proto/%.proto=phos/gen/%_pb2.py)
+WIRE := $(GEN)/wire.pb-c
+
+FRONTEND_SRC := $(wildcard frontend/*.c)
+SOFTGPU_SRC := $(wildcard softgpu/*.c)
+PLUGIN_SRC := $(wildcard criu_plugin/*.c)
+
+# A folder whose sources do not exist (a partial checkout) is skipped.
+FRONTEND := $(if $(FRONTEND_SRC),$(BUILD)/lib/libphos.so)
+SOFTGPU := $(if $(SOFTGPU_SRC),$(BUILD)/softgpu/libcuda.so.1)
+PLUGIN := $(if $(PLUGIN_SRC),$(BUILD)/plugin/phos_plugin.so)
+
+# The two generators write what their folders' sources include: `SCRIPT --output FOLDER` fills FOLDER.
+GEN_API := $(wildcard frontend/gen_api.py)
+GEN_STUBS := $(wildcard softgpu/gen_stubs.py)
+GENERATED := $(if $(GEN_API),$(GEN)/api.stamp) $(if $(GEN_STUBS),$(GEN)/stubs.stamp)
+
+.PHONY: help build frontend softgpu plugin gen check lint fresh test test-gpu hostile bench docs clean
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SECONDARY:
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+build: frontend softgpu plugin gen ## everything native, and everything generated
+
+frontend: $(FRONTEND) ## libphos.so, preloaded into applications
+softgpu: $(SOFTGPU) ## the software GPU, a libcuda.so.1 for machines without one
+plugin: $(PLUGIN) ## phos_plugin.so, loaded by CRIU
+
+# ---- generated sources ----------------------------------------------------------------------------------------------
+
+gen: $(PROTO_PY) $(WIRE).c $(GENERATED) ## protobuf code in C and Python, and what the list of driver entry points makes
+
+$(WIRE).c: proto/wire.proto
+	@mkdir -p $(@D)
+	protoc-c --proto_path=proto --c_out=$(@D) $<
+$(WIRE).h: $(WIRE).c ;
+
+$(GEN)/%.desc: proto/%.proto
+	@mkdir -p $(@D)
+	protoc --proto_path=proto --descriptor_set_out=$@ $<
+
+phos/gen/%_pb2.py: $(GEN)/%.desc packaging/gen_python.py
+	$(PYTHON) packaging/gen_python.py $< $@
+
+$(GEN)/api.stamp: $(GEN_API) frontend/cuda_api.def
+	@mkdir -p $(@D)
+	$(PYTHON) $(GEN_API) --output $(@D)
+	@touch $@
+
+$(GEN)/stubs.stamp: $(GEN_STUBS) $(GEN_API) frontend/cuda_api.def
+	@mkdir -p $(@D)
+	$(PYTHON) $(GEN_STUBS) --output $(@D)
+	@touch $@
+
+# ---- native code ----------------------------------------------------------------------------------------------------
+
+OBJ := $(BUILD)/obj
+FRONTEND_OBJ := $(FRONTEND_SRC:%.c=$(OBJ)/%.o)
+SOFTGPU_OBJ := $(SOFTGPU_SRC:%.c=$(OBJ)/%.o)
+PLUGIN_OBJ := $(PLUGIN_SRC:%.c=$(OBJ)/%.o)
+WIRE_OBJ := $(OBJ)/gen/wire.pb-c.o
+ALL_OBJ := $(FRONTEND_OBJ) $(SOFTGPU_OBJ) $(PLUGIN_OBJ) $(WIRE_OBJ)
+
+$(OBJ)/frontend/%.o: frontend/%.c Makefile | $(WIRE).c $(GENERATED)
+	@mkdir -p $(@D)
+	$(CC) $(ALL_CFLAGS) -Ifrontend -isystem $(CUDA_INCLUDE) -c -o $@ $<
+
+$(OBJ)/softgpu/%.o: softgpu/%.c Makefile | $(GENERATED)
+	@mkdir -p $(@D)
+	$(CC) $(ALL_CFLAGS) -Isoftgpu -isystem $(CUDA_INCLUDE) -c -o $@ $<
+
+$(OBJ)/criu_plugin/%.o: criu_plugin/%.c Makefile | $(WIRE).c
+	@mkdir -p $(@D)
+	$(CC) $(ALL_CFLAGS) -Icriu_plugin -isystem $(CRIU_INCLUDE) -c -o $@ $<
+
+$(WIRE_OBJ): $(WIRE).c Makefile
+	@mkdir -p $(@D)
+	$(CC) $(ALL_CFLAGS) -Wno-unused-parameter -c -o $@ $<
+
+# A version script beside the sources, where there is one, says what is exported under which version.
+link_map = $(addprefix -Wl$(comma)--version-script=,$(wildcard $(1)))
+
+$(BUILD)/lib/libphos.so: $(FRONTEND_OBJ) $(WIRE_OBJ) $(wildcard frontend/libphos.map)
+	@mkdir -p $(@D)
+	$(CC) $(ALL_LDFLAGS) -Wl,-soname,libphos.so $(call link_map,frontend/libphos.map) -o $@ \
+		$(FRONTEND_OBJ) $(WIRE_OBJ) $(PROTOBUF_C) -ldl
+
+$(BUILD)/softgpu/libcuda.so.1: $(SOFTGPU_OBJ) $(wildcard softgpu/libcuda.map)
+	@mkdir -p $(@D)
+	$(CC) $(ALL_LDFLAGS) -Wl,-soname,libcuda.so.1 $(call link_map,softgpu/libcuda.map) -o $@ \
+		$(SOFTGPU_OBJ) -lm -ldl
+	ln -sf libcuda.so.1 $(@D)/libcuda.so
+
+# Not -z defs: the plugin calls functions that the criu binary exports.
+$(BUILD)/plugin/phos_plugin.so: $(PLUGIN_OBJ) $(WIRE_OBJ)
+	@mkdir -p $(@D)
+	$(CC) $(filter-out -Wl$(comma)-z$(comma)defs,$(ALL_LDFLAGS)) -o $@ $(PLUGIN_OBJ) $(WIRE_OBJ) $(PROTOBUF_C)
+
+-include $(ALL_OBJ:.o=.d)
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+check: build lint fresh ## build, lint, and see that what is generated is up to date
+
+PY_SOURCES := $(wildcard cli gpu_engine images tests bench examples packaging frontend/*.py softgpu/*.py)
+
+lint: gen ## ruff, its formatter, mypy, shell syntax
+	$(PYTHON) -m ruff check $(PY_SOURCES)
+	$(PYTHON) -m ruff format --check $(PY_SOURCES)
+	$(PYTHON) -m mypy
+	@for script in install.sh .ci/run $(wildcard packaging/*); do \
+		case "$$(head -c 64 $$script | head -n 1)" in *bash*) bash -n $$script;; *"/sh"*) sh -n $$script;; esac || exit 1; done
+
+# What the generators make from the committed sources must not differ from anything committed.
+fresh: gen
+	@test -z "$(GEN_API)" || ! $(PYTHON) $(GEN_API) --help 2>&1 | grep -q -e --check || $(PYTHON) $(GEN_API) --check
+
+test: build ## everything that needs no GPU
+	$(PYTHON) -m pytest tests/unit tests/integration tests/test_layering.py $(PYTEST_ARGS)
+
+test-gpu: build ## the tests that need an NVIDIA GPU
+	$(PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)
+
+hostile: build ## programs that misbehave under the frontend
+	$(PYTHON) -m pytest tests/hostile $(PYTEST_ARGS)
+
+bench: build ## measure; results go to bench/results
+	$(PYTHON) -m phos.cli bench
+
+docs: gen ## the pages that are generated from sources
+	@test -z "$(GEN_API)" || $(PYTHON) $(GEN_API) --docs docs/driver-api.md
+
+clean: ## remove every output
+	rm -rf $(BUILD) phos/gen
