@@ -1,0 +1,109 @@
+"""File-system helpers shared by writer and reader."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import xxhash
+
+T = TypeVar("T")
+
+# f_type values of statfs(2): file systems that keep their data in memory, where O_DIRECT has nothing to bypass.
+_MEMORY_FILE_SYSTEMS = frozenset({0x01021994, 0x858458F6, 0x958458F6})  # tmpfs, ramfs, hugetlbfs
+
+_READ_SIZE = 1 << 20  # small enough to stay in a core's cache between reading and hashing
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def describe_path(fd: int) -> str:
+    """The path of an open directory, for messages."""
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return "the image directory"
+
+
+def free_bytes(fd: int) -> int:
+    """What an unprivileged writer may still use of the file system; 0 if it cannot be told."""
+    try:
+        status = os.fstatvfs(fd)
+    except OSError:
+        return 0
+    return status.f_bavail * status.f_frsize
+
+
+def lives_in_memory(fd: int) -> bool:
+    """True if the file or directory lies in tmpfs or another file system without a disk."""
+    buffer = (ctypes.c_long * 32)()  # struct statfs is 120 bytes on the 64-bit machines we run on; f_type comes first
+    if _libc.fstatfs(fd, buffer) != 0:
+        return False
+    return (buffer[0] & 0xFFFFFFFF) in _MEMORY_FILE_SYSTEMS
+
+
+def address_of(view: memoryview) -> int:
+    """The address of a writable buffer's first byte."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def thread_count(wanted: int | None = None) -> int:
+    """`wanted`, or as many threads as this process has cores, at most 16."""
+    return wanted or max(1, min(16, len(os.sched_getaffinity(0))))
+
+
+def run_in_threads(actions: Sequence[Callable[[], T]], threads: int | None = None) -> list[T]:
+    """Run all actions; results in their order. All are run to their end; then the first error in that order is raised."""
+    if len(actions) <= 1:
+        return [action() for action in actions]
+    with ThreadPoolExecutor(thread_count(threads), thread_name_prefix="phos-image") as pool:
+        futures = [pool.submit(action) for action in actions]
+    return [future.result() for future in futures]
+
+
+def hash_segment(fd: int, offset: int, length: int) -> bytes:
+    """XXH3-128 of a part of a file; EOFError if the file ends before it does."""
+    state = xxhash.xxh3_128()
+    with mmap.mmap(-1, _READ_SIZE) as buffer, memoryview(buffer) as view:
+        while length:
+            n = os.preadv(fd, [view[: min(length, _READ_SIZE)]], offset)
+            if n == 0:
+                raise EOFError(f"the file ends at byte {offset}")
+            state.update(view[:n])
+            offset += n
+            length -= n
+    return state.digest()
+
+
+def hash_files(directory: int, names: Sequence[str], segment_size: int) -> list[tuple[int, list[bytes]]]:
+    """(size, hash of each segment) of each file. OSError names the file; a file that shrinks meanwhile is one too."""
+    descriptors: list[int] = []
+    jobs: list[Callable[[], bytes]] = []
+    sizes: list[int] = []
+
+    def job(name: str, fd: int, offset: int, length: int) -> bytes:
+        try:
+            return hash_segment(fd, offset, length)
+        except EOFError as error:
+            raise OSError(5, f"{name} shrank while it was read: {error}") from None
+
+    opened: dict[str, int] = {}
+    try:
+        for name in names:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+            descriptors.append(fd)
+            opened[name] = fd
+            size = os.fstat(fd).st_size
+            sizes.append(size)
+            for offset in range(0, size, segment_size):
+                length = min(segment_size, size - offset)
+                jobs.append(lambda n=name, f=fd, o=offset, c=length: job(n, f, o, c))  # type: ignore[misc]
+        hashes = iter(run_in_threads(jobs))
+        return [(size, [next(hashes) for _ in range(0, size, segment_size)]) for size in sizes]
+    finally:
+        for fd in descriptors:
+            os.close(fd)

@@ -1,0 +1,524 @@
+"""Reading an image set: what is in it, where the data lies, and whether all of it is as it was written."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import final
+
+from phos.gen import phos_image_pb2 as pb
+from phos.images import formats
+from phos.images.errors import ImageError
+from phos.images.files import address_of, hash_segment, lives_in_memory, run_in_threads
+from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey, digest
+from phos.images.table import block_key, complaint_about, inventory_blocks, name_of
+
+EXTENT_LIMIT = 32 << 20
+
+Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all), from one thread at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Neighbouring chunks of one block that can be read at once: at most EXTENT_LIMIT bytes, or one chunk."""
+
+    block: BlockKey
+    offset: int  # in the block
+    length: int
+    stripe: int | None  # which data file; None: zeros, stored nowhere
+    file_offset: int
+    hashes: tuple[bytes, ...]  # one per chunk; none for zeros
+    chunk_size: int
+
+
+class BlockTable:
+    """Where one block's chunks lie."""
+
+    __slots__ = ("_message", "key")
+
+    def __init__(self, message: pb.BlockTable) -> None:
+        self._message = message
+        self.key: BlockKey = (message.session, message.block)
+
+    @property
+    def size(self) -> int:
+        return self._message.size
+
+    @property
+    def chunk_size(self) -> int:
+        return self._message.chunk_size
+
+    @property
+    def runs(self) -> list[pb.Run]:
+        return list(self._message.runs)
+
+    def bytes_of(self, kind: int) -> int:
+        """How much of the block is of that Run.Kind."""
+        return sum(r.length for r in self._message.runs if r.kind == kind)
+
+    def extents(self, limit: int = EXTENT_LIMIT) -> Iterator[Extent]:
+        """The block from its beginning to its end."""
+        chunk = self.chunk_size
+        step = max(1, limit // chunk) * chunk
+        for run in self._message.runs:
+            hashes = run.hashes
+            for at in range(0, run.length, step):
+                length = min(step, run.length - at)
+                first = at // chunk
+                last = first + -(-length // chunk)
+                yield Extent(
+                    block=self.key,
+                    offset=run.offset + at,
+                    length=length,
+                    stripe=None if run.kind == pb.Run.ZERO else run.stripe,
+                    file_offset=0 if run.kind == pb.Run.ZERO else run.file_offset + at,
+                    hashes=tuple(hashes[i * HASH_SIZE : (i + 1) * HASH_SIZE] for i in range(first, last))
+                    if hashes
+                    else (),
+                    chunk_size=chunk,
+                )
+
+
+class _DataFile:
+    """The descriptors of one data file: through the page cache and, where it pays, past it."""
+
+    __slots__ = ("buffered", "direct", "name")
+
+    def __init__(self, directory: int, stripe: int, direct: bool | None) -> None:
+        self.name = formats.data_file(stripe)
+        self.direct = -1
+        self.buffered = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+        if direct is None:
+            direct = not lives_in_memory(self.buffered)
+        if direct:
+            with suppress(OSError):  # a file system that does not take O_DIRECT
+                self.direct = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT, dir_fd=directory)
+
+    def close(self) -> None:
+        for fd in (self.buffered, self.direct):
+            if fd >= 0:
+                os.close(fd)
+        self.buffered = self.direct = -1
+
+
+@final
+class Image:
+    """An image that may be trusted as far as `open` can tell without reading the data.
+
+    inventory  what is in it.
+    record     the commit record.
+    blocks     the chunk tables by block key.
+    path       the directory, for messages.
+    problems   what `open_damaged` found wrong; empty after `open`.
+
+    May be used by several threads at once. A context manager; close() must not be called while another thread reads.
+    """
+
+    def __init__(self, directory: int, *, direct: bool | None) -> None:
+        """Use `open` or `open_damaged`."""
+        self._directory = directory
+        self._direct = direct
+        self._lock = threading.Lock()  # guards _data
+        self._data: dict[int, _DataFile] = {}
+        self.path = Path(os.readlink(f"/proc/self/fd/{directory}"))
+        self.problems: list[str] = []
+        self.inventory = pb.Inventory()
+        self.record = pb.CommitRecord()
+        self.blocks: dict[BlockKey, BlockTable] = {}
+
+    # -------------------------------------------------------------------------------------------------------- open
+
+    @classmethod
+    def open(cls, directory: int | str | os.PathLike[str], *, direct: bool | None = None) -> Image:
+        """Open an image set, by path or by a directory's descriptor (duplicated; the caller keeps its own).
+
+        direct: read past the page cache: True, False, or None for where it pays.
+        Raises ImageError, with a sentence, if there is no image, or it is not complete, not of this version, or any of
+        its files is missing, of another size than was committed or, for inventory and chunk tables, of other content.
+        """
+        image = cls.open_damaged(directory, direct=direct)
+        if image.problems:
+            problems = image.problems
+            image.close()
+            more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
+            raise ImageError(problems[0] + more, problems)
+        return image
+
+    @classmethod
+    def open_damaged(cls, directory: int | str | os.PathLike[str], *, direct: bool | None = None) -> Image:
+        """Like `open`, but files that are missing, cut off or altered only become `problems`.
+
+        Still raises ImageError if the commit record cannot be trusted: then nothing can be said about the rest.
+        """
+        image = cls(_open_directory(directory), direct=direct)
+        try:
+            image._load_record()
+            image._check_sizes()
+            image._load_metadata()
+        except BaseException:
+            image.close()
+            raise
+        return image
+
+    def __enter__(self) -> Image:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for data in self._data.values():
+            data.close()
+        self._data.clear()
+        if self._directory >= 0:
+            os.close(self._directory)
+            self._directory = -1
+
+    def _load_record(self) -> None:
+        name = formats.COMMIT_FILE
+        try:
+            raw = self._read_file(name)
+        except FileNotFoundError:
+            raise ImageError(self._why_no_record()) from None
+        except OSError as error:
+            raise ImageError(f"{self.path / name} cannot be read: {error.strerror}") from error
+        where = str(self.path / name)
+        entries = formats.parse_file(raw, where, formats.COMMIT)
+        seal_at = [at for at, _ in formats.split_frames(raw, where)][1]
+        if entries[1].seal != digest(memoryview(raw)[:seal_at]) or len(raw) != seal_at + 4 + entries[1].ByteSize():
+            raise ImageError(f"{where} is damaged: its seal does not match its content")
+        self.record = entries[0].record
+        if self.record.format_version != formats.FORMAT_VERSION:
+            raise ImageError(
+                f"{self.path} holds an image of format version {self.record.format_version}; this PhOS reads version "
+                f"{formats.FORMAT_VERSION}: use the release that made it"
+            )
+
+    def _why_no_record(self) -> str:
+        names = set(os.listdir(self._directory))
+        if any(formats.is_ours(n) for n in names):
+            return (
+                f"the image in {self.path} is incomplete: it has no commit record ({formats.COMMIT_FILE}), so the "
+                "checkpoint is still being written, or failed or was cut off; it cannot be used"
+            )
+        if formats.CRIU_INVENTORY_FILE in names:
+            return (
+                f"{self.path} holds a CRIU image made without PhOS: it has no GPU data; restore it with `criu restore` "
+                "and without `--lib phos`"
+            )
+        return f"{self.path} holds no image" + ("" if names else " (it is empty)")
+
+    def _check_sizes(self) -> None:
+        for file in self.record.files:
+            where = self.path / file.name
+            if "/" in file.name or file.name in ("", ".", ".."):
+                raise ImageError(f"{self.path / formats.COMMIT_FILE} names a file outside the image: {file.name!r}")
+            try:
+                status = os.stat(file.name, dir_fd=self._directory)
+            except FileNotFoundError:
+                self.problems.append(f"{where} is missing")
+                continue
+            except OSError as error:
+                self.problems.append(f"{where} cannot be read: {error.strerror}")
+                continue
+            if status.st_size < file.size:
+                self.problems.append(f"{where} is cut off: it has {status.st_size} bytes instead of {file.size}")
+            elif status.st_size > file.size:
+                self.problems.append(f"{where} has {status.st_size} bytes instead of {file.size}: it was changed")
+
+    def _load_metadata(self) -> None:
+        inventory = self._load_checked(formats.INVENTORY)
+        tables = self._load_checked(formats.CHUNKS)
+        if inventory is None or tables is None:
+            return
+        self.inventory = inventory[0]
+        where = self.path / formats.INVENTORY_FILE
+        if self.inventory.format_version != self.record.format_version:
+            self.problems.append(f"{where} is of format version {self.inventory.format_version}")
+        if self.inventory.image_id != self.record.image_id:
+            self.problems.append(f"{where} belongs to another image")
+        if self.inventory.HasField("parent"):
+            self.problems.append(f"{self.path} builds on a parent image, which this version of PhOS cannot read")
+        self._check_tables(tables)
+
+    def _load_checked(self, format_: formats.Format) -> list | None:  # type: ignore[type-arg]
+        """A metadata file's messages, or None and a problem noted."""
+        where = str(self.path / format_.file)
+        file = next((f for f in self.record.files if f.name == format_.file), None)
+        if file is None:
+            self.problems.append(f"{self.path / formats.COMMIT_FILE} does not name {format_.file}")
+            return None
+        try:
+            raw = self._read_file(format_.file)
+        except OSError:
+            return None  # _check_sizes has said so
+        view = memoryview(raw)
+        step = file.segment_size or formats.SEGMENT_SIZE
+        if len(raw) != file.size or [digest(view[i : i + step]) for i in range(0, len(raw), step)] != list(file.hashes):
+            if len(raw) == file.size:
+                self.problems.append(f"{where} is damaged: its hash is not the committed one")
+            return None
+        try:
+            return formats.parse_file(raw, where, format_)
+        except ImageError as error:
+            self.problems.append(str(error))
+            return None
+
+    def _check_tables(self, tables: list[pb.BlockTable]) -> None:
+        where = self.path / formats.CHUNKS_FILE
+        sizes = {f.name: f.size for f in self.record.files}
+        for table in tables:
+            key = (table.session, table.block)
+            complaint = complaint_about(table)
+            for run in table.runs:
+                if run.kind == pb.Run.PARENT:
+                    complaint = complaint or "lies in a parent image, which this version of PhOS cannot read"
+                elif run.kind == pb.Run.DATA:
+                    name = formats.data_file(run.stripe)
+                    if run.file_offset + run.length > sizes.get(name, 0):
+                        complaint = complaint or f"reaches past the end of {name}"
+            if key in self.blocks:
+                complaint = complaint or "is there twice"
+            if complaint:
+                self.problems.append(f"{where}: {name_of(key)} {complaint}")
+            else:
+                self.blocks[key] = BlockTable(table)
+        try:
+            wanted = inventory_blocks(self.inventory)
+        except ImageError as error:
+            self.problems.append(f"{self.path / formats.INVENTORY_FILE}: {error}")
+            return
+        tabled = {(t.session, t.block): t.size for t in tables}
+        for key in sorted(wanted.keys() | tabled.keys()):
+            if wanted.get(key) != tabled.get(key):
+                self.problems.append(
+                    f"{where}: {name_of(key)} has {tabled.get(key, 'no')} bytes here and {wanted.get(key, 'none')} in the inventory"
+                )
+
+    def _read_file(self, name: str) -> bytes:
+        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._directory)
+        with open(fd, "rb", buffering=0) as file:
+            return file.readall()
+
+    # -------------------------------------------------------------------------------------------------------- data
+
+    def extents(self, key: BlockKey) -> Iterator[Extent]:
+        """A block's extents in offset order; KeyError if the image has no such block."""
+        return self.blocks[key].extents()
+
+    def read_into(self, extent: Extent, buffer: memoryview) -> None:
+        """Fill the first `extent.length` bytes of a writable buffer and check every chunk against its hash.
+
+        A page-aligned buffer lets the disk write into it directly. Raises ImageError naming file, offset, process and
+        buffer if the data cannot be read or is not what was written; the buffer's content is then undefined.
+        """
+        view = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
+        view = view[: extent.length]
+        if len(view) < extent.length:
+            raise ValueError(f"the buffer has {len(view)} bytes, the extent {extent.length}")
+        if extent.stripe is None:
+            ctypes.memset(address_of(view), 0, extent.length)
+            return
+        bad = self._read_and_check(extent, view)
+        if bad:
+            raise ImageError(bad[0] + (f" (and {len(bad) - 1} more chunks)" if len(bad) > 1 else ""), bad)
+
+    def _read_and_check(self, extent: Extent, view: memoryview) -> list[str]:
+        """Reads; returns one problem per chunk that is not as it was written (ImageError if it cannot be read)."""
+        assert extent.stripe is not None
+        data = self._data_file(extent.stripe)
+        chunk = extent.chunk_size
+        bad: list[str] = []
+        # From memory a chunk at a time, so that it is hashed while it is in the cache; from a disk all at once.
+        whole = data.direct >= 0
+        try:
+            if whole:
+                self._read_direct(data, view, extent.file_offset)
+            for i, hash_ in enumerate(extent.hashes):
+                piece = view[i * chunk : (i + 1) * chunk]
+                if not whole:
+                    _read_fully(data.buffered, piece, extent.file_offset + i * chunk)
+                if digest(piece) != hash_:
+                    bad.append(
+                        self._describe(extent, i * chunk, len(piece), "is damaged: its hash is not the one written")
+                    )
+        except (OSError, EOFError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            raise ImageError(self._describe(extent, 0, extent.length, f"cannot be read: {reason}")) from error
+        return bad
+
+    def _read_direct(self, data: _DataFile, view: memoryview, offset: int) -> None:
+        """Read what the page cache has from there, the rest past it."""
+        done = 0
+        with suppress(BlockingIOError):
+            done = os.preadv(data.buffered, [view], offset, os.RWF_NOWAIT) & ~(ALIGNMENT - 1)
+        # Whole pages only; a block's odd tail, and memory that is not page-aligned, go through the page cache.
+        end = len(view) & ~(ALIGNMENT - 1)
+        if address_of(view) % ALIGNMENT == 0:
+            while done < end:
+                try:
+                    n = os.preadv(data.direct, [view[done:end]], offset + done)
+                except OSError as error:
+                    if error.errno == errno.EINVAL:
+                        break
+                    raise
+                if n == 0:
+                    raise EOFError("the file ends before it")
+                done += n & ~(ALIGNMENT - 1)
+                if n & (ALIGNMENT - 1):
+                    break  # the last page of the file, cut off; the buffered read says what is missing
+        if done < len(view):
+            _read_fully(data.buffered, view[done:], offset + done)
+
+    def _data_file(self, stripe: int) -> _DataFile:
+        with self._lock:
+            data = self._data.get(stripe)
+            if data is None:
+                try:
+                    data = _DataFile(self._directory, stripe, self._direct)
+                except OSError as error:
+                    where = self.path / formats.data_file(stripe)
+                    raise ImageError(f"{where} cannot be read: {error.strerror}") from error
+                self._data[stripe] = data
+            return data
+
+    def _describe(self, extent: Extent, at: int, length: int, what: str) -> str:
+        where = self.path / formats.data_file(extent.stripe or 0)
+        return (
+            f"{where}, byte {extent.file_offset + at}: {length} bytes of {self.owner_of(extent.block, extent.offset + at, length)}"
+            f" (byte {extent.offset + at} of {name_of(extent.block)}) {what}"
+        )
+
+    def owner_of(self, key: BlockKey, offset: int, length: int) -> str:
+        """Whose buffer a part of a block belongs to, for messages: 'the buffer at 0x… of process 12 (python)'."""
+        for process in self.inventory.processes:
+            numbers = {b.block for b in process.blocks if block_key(process, b) == key}
+            if not numbers:
+                continue
+            who = f"process {process.pid} ({os.path.basename(process.executable)})"
+            hit = [
+                a
+                for a in process.allocations
+                if a.block in numbers and a.offset < offset + length and offset < a.offset + a.size
+            ]
+            if hit:
+                first = min(hit, key=lambda a: a.offset)
+                more = f" and {len(hit) - 1} more" if len(hit) > 1 else ""
+                return f"the buffer at {first.address:#x}{more} of {who}"
+            return f"memory of {who}"
+        return "memory of no process"
+
+    # ------------------------------------------------------------------------------------------------------ verify
+
+    def verify(self, progress: Progress | None = None, threads: int | None = None) -> list[str]:
+        """Check every hash of every file, CRIU's too, with as many threads as there are cores (or `threads`).
+
+        Returns all problems, in the order of the files, and never stops at the first; an empty list means that every
+        byte of the image is the one that was written. `progress` is called with (bytes done, bytes in all).
+        """
+        present = {e.name for e in os.scandir(self._directory)}
+        known = {f.name for f in self.record.files} | {formats.COMMIT_FILE}
+        problems = list(self.problems)
+        problems += [
+            f"{self.path / name} does not belong to the image: it was put there after the checkpoint"
+            for name in sorted(present - known)
+            if formats.is_criu_image(name) or formats.is_ours(name)
+        ]
+        jobs: list[tuple[int, Callable[[], list[str]]]] = []
+        for table in self.blocks.values():
+            for extent in table.extents():
+                if extent.stripe is not None and formats.data_file(extent.stripe) in present:
+                    jobs.append((extent.length, lambda e=extent: self._verify_extent(e)))  # type: ignore[misc]
+        for file in self.record.files:
+            if file.origin == pb.File.CRIU and file.name in present:
+                step = file.segment_size or formats.SEGMENT_SIZE
+                if len(file.hashes) != -(-file.size // step):
+                    problems.append(f"{self.path / formats.COMMIT_FILE} lacks hashes of {file.name}")
+                    continue
+                for i, hash_ in enumerate(file.hashes):
+                    length = min(step, file.size - i * step)
+                    jobs.append(
+                        (length, lambda n=file.name, o=i * step, c=length, h=hash_: self._verify_segment(n, o, c, h))
+                    )  # type: ignore[misc]
+        total = sum(size for size, _ in jobs)
+        done = 0
+        lock = threading.Lock()  # guards done, and lets one thread at a time report
+
+        def run(size: int, job: Callable[[], list[str]]) -> list[str]:
+            nonlocal done
+            found = job()
+            with lock:
+                done += size
+                if progress:
+                    progress(done, total)
+            return found
+
+        if progress:
+            progress(0, total)
+        found = run_in_threads([lambda s=s, j=j: run(s, j) for s, j in jobs], threads)  # type: ignore[misc]
+        for part in found:
+            problems += part
+        return problems
+
+    def _verify_extent(self, extent: Extent) -> list[str]:
+        with mmap.mmap(-1, formats.align_up(extent.length)) as memory, memoryview(memory) as view:
+            try:
+                with view[: extent.length] as part:
+                    return self._read_and_check(extent, part)
+            except ImageError as error:
+                return error.problems
+
+    def _verify_segment(self, name: str, offset: int, length: int, expected: bytes) -> list[str]:
+        where = self.path / name
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._directory)
+            try:
+                actual = hash_segment(fd, offset, length)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            return [f"{where} cannot be read: {error.strerror}"]
+        except EOFError:
+            return []  # its size has been complained about
+        if actual == expected:
+            return []
+        return [f"{where} is damaged: bytes {offset} to {offset + length} have another hash than the committed one"]
+
+
+def _read_fully(fd: int, view: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(view):
+        n = os.preadv(fd, [view[done:]], offset + done)
+        if n == 0:
+            raise EOFError("the file ends before it")
+        done += n
+
+
+def _open_directory(directory: int | str | os.PathLike[str]) -> int:
+    try:
+        if isinstance(directory, int):
+            fd = fcntl.fcntl(directory, fcntl.F_DUPFD_CLOEXEC, 0)
+            os.listdir(fd)
+            return fd
+        return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise ImageError(f"there is no directory {os.fspath(directory)!s}") from None  # type: ignore[arg-type]
+    except NotADirectoryError:
+        raise ImageError(f"{directory} is not a directory; an image is a directory") from None
+    except OSError as error:
+        raise ImageError(f"{directory} cannot be opened: {error.strerror}") from error
+
+
+__all__ = ["BlockTable", "Extent", "Image", "ImageError"]
