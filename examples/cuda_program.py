@@ -7,26 +7,17 @@ GPU alike, and print the same digits on both, because
   multiply and an add into one unless the source says `__fmaf_rn`), and in an order that the source fixes;
 - what is added by atomics is integer, so the order in which threads come by does not matter.
 
-A program prints `ITERATION <n> ...` lines and, as its last line, `RESULT <16 hex digits>`: a digest chained over every
-iteration, so that a program that was stopped, stored and brought back at any moment must print the very same line.
-Lines that begin with `#` describe the machine and are not part of the result.
+What the programs print is report.py's.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import os
 import sys
-import time
-from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
 from cuda.bindings import driver, nvrtc  # type: ignore[import-untyped]
-
-MASK_64 = (1 << 64) - 1
 
 # `--fmad=false`: a contracted multiply-add rounds once instead of twice, and whether the compiler contracts is its own
 # choice. The other three are NVRTC's defaults, spelled out because the reference outputs depend on them.
@@ -177,6 +168,10 @@ class Device:
         """Compile `source`, with the digest kernel in front of it, for this device and load it."""
         return Module(compile_ptx(DIGEST_SOURCE + source, supported_architecture(self.major, self.minor), name), name)
 
+    def describe(self) -> str:
+        """Say which device this is."""
+        return f"{self.name}, compute capability {self.major}.{self.minor}"
+
     def synchronize(self) -> None:
         """Wait until the device has done all it was given."""
         check(driver.cuCtxSynchronize(), "wait for the device")
@@ -268,56 +263,6 @@ class Event:
         check(driver.cuEventRecord(self.handle, stream.handle), "record an event")
 
 
-def parser(description: str, *, iterations: int, size: int, size_help: str) -> argparse.ArgumentParser:
-    """Return the options that every example has, with this example's default sizes."""
-    options = argparse.ArgumentParser(description=description)
-    options.add_argument("--iterations", type=int, default=iterations, metavar="N", help="how many (%(default)s)")
-    options.add_argument("--size", type=int, default=size, metavar="N", help=f"{size_help} (%(default)s)")
-    options.add_argument("--every", type=int, default=1, metavar="K", help="print every K-th iteration (%(default)s)")
-    options.add_argument(
-        "--iteration-seconds", type=float, default=0.0, metavar="S", help="sleep S seconds after each iteration"
-    )
-    options.add_argument("--report", type=Path, metavar="FILE", help="append the printed lines to FILE as well")
-    return options
-
-
-class Report:
-    """Prints a program's lines and chains its digests.
-
-    The file of --report is opened for each line and closed again: between lines the process holds no descriptor of it,
-    so an image of the process can be restored after the file has grown.
-    """
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.chain = 0
-        self.iteration = 0
-
-    def line(self, text: str) -> None:
-        """Print one line, and append it to the report file if there is one."""
-        print(text, flush=True)
-        if self.options.report is not None:
-            with open(self.options.report, "a", encoding="utf-8") as file:
-                file.write(text + "\n")
-
-    def device(self, device: Device) -> None:
-        """Print which device and which process this is."""
-        self.line(f"# {device.name}, compute capability {device.major}.{device.minor}, process {os.getpid()}")
-
-    def step(self, digest: int, text: str = "") -> None:
-        """End an iteration: chain its digest, print its line if it is its turn, sleep if told to."""
-        self.iteration += 1
-        self.chain = (self.chain * 0x100000001B3 + digest) & MASK_64
-        if self.iteration % self.options.every == 0 or self.iteration == self.options.iterations:
-            self.line(f"ITERATION {self.iteration} digest {digest:016x}{' ' + text if text else ''}")
-        if self.options.iteration_seconds > 0:
-            time.sleep(self.options.iteration_seconds)
-
-    def result(self) -> None:
-        """Print the last line."""
-        self.line(f"RESULT {self.chain:016x}")
-
-
 def fail(error: CudaError) -> NoReturn:
     """End the program with the error's sentence on stderr and exit status 1."""
     print(error, file=sys.stderr)
@@ -342,8 +287,3 @@ def u64(value: int) -> ctypes.c_uint64:
 def f32(value: float) -> ctypes.c_float:
     """A 32-bit float kernel argument, rounded to nearest."""
     return ctypes.c_float(value)
-
-
-def total(sizes: Sequence[int]) -> int:
-    """Return the sum of digests, modulo 2**64."""
-    return sum(sizes) & MASK_64

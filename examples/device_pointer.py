@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 
 from cuda.bindings import driver  # type: ignore[import-untyped]
-from cuda_program import Buffer, CudaError, Device, Report, blocks_for, check, fail, parser, total, u32
+from cuda_program import Buffer, CudaError, Device, blocks_for, check, fail, u32
+from report import Report, parser, total
 
 SOURCE = r"""
 __device__ u32 *target;
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     report = Report(options)
     count = options.size
     with Device() as device:
-        report.device(device)
+        report.device(device.describe())
         module = device.load(SOURCE, "device_pointer.cu")
         buffers = [Buffer(4 * count), Buffer(4 * count)]
         for name, buffer in zip(("target", "other"), buffers, strict=True):

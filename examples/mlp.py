@@ -13,14 +13,15 @@ import itertools
 import struct
 from dataclasses import dataclass
 
-from cuda_program import Buffer, CudaError, Device, Report, blocks_for, f32, fail, parser, total, u32
+from cuda_program import Buffer, CudaError, Device, blocks_for, f32, fail, u32
+from report import Report, parser, total
 
 SOURCE = r"""
 #define TILE 16
 
 // c[m][n] = sum over k of a[m][k] * b[k][n], each operand read through its two strides, so that transposed
-// operands need no copy. `bias` (one per column) and `gate` (the output is kept where gate > 0, else 0) may be null. The sum runs
-// over k in order, one fused multiply-add at a time.
+// operands need no copy. `bias` (one per column) and `gate` (the output is kept where gate > 0, else 0) may be null.
+// The sum runs over k in order, one fused multiply-add at a time.
 extern "C" __global__ void product(const float *a, u32 a_row, u32 a_column, const float *b, u32 b_row, u32 b_column,
                                    float *c, u32 rows, u32 columns, u32 depth, const float *bias, const float *gate,
                                    u32 rectify)
@@ -296,7 +297,7 @@ def run(options: argparse.Namespace) -> None:
     """Train as the options say."""
     report = Report(options)
     with Device() as device:
-        report.device(device)
+        report.device(device.describe())
         widths = [options.size] * (options.hidden + 1) + [max(1, options.size // 4)]
         network = Network(device, widths, options.batch)
         for iteration in range(1, options.iterations + 1):

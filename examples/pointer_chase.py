@@ -2,8 +2,8 @@
 """Chase pointers through device memory.
 
 Four buffers hold the nodes of one ring; each node holds the device address of the next one, in whichever buffer that
-is. The addresses are written once. A restore that put any buffer elsewhere, or mixed two of them up, ends in a fault or in
-another digest. The digest is made of node numbers, not of addresses, so it is the same on every machine.
+is. The addresses are written once. A restore that put any buffer elsewhere, or mixed two of them up, ends in a fault or
+in another digest. The digest is made of node numbers, not of addresses, so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 
-from cuda_program import Buffer, CudaError, Device, Report, blocks_for, fail, parser, total, u32
+from cuda_program import Buffer, CudaError, Device, blocks_for, fail, u32
+from report import Report, parser, total
 
 SOURCE = r"""
 #define PARTS 4
@@ -98,7 +99,7 @@ def run(options: argparse.Namespace) -> None:
     report = Report(options)
     count, walkers = 1 << options.size, options.walkers
     with Device() as device:
-        report.device(device)
+        report.device(device.describe())
         module = device.load(SOURCE, "pointer_chase.cu")
         buffers = [Buffer(count // PARTS * NODE_SIZE) for _ in range(PARTS)]
         parts = Parts((ctypes.c_uint64 * PARTS)(*(buffer.address for buffer in buffers)))

@@ -12,21 +12,8 @@ import argparse
 import ctypes
 
 from cuda.bindings import driver  # type: ignore[import-untyped]
-from cuda_program import (
-    Buffer,
-    CudaError,
-    Device,
-    Event,
-    Report,
-    Stream,
-    blocks_for,
-    check,
-    f32,
-    fail,
-    parser,
-    u32,
-    u64,
-)
+from cuda_program import Buffer, CudaError, Device, Event, Stream, blocks_for, check, f32, fail, u32, u64
+from report import Report, parser
 
 SOURCE = r"""
 // One step for the rows first .. first + rows - 1 of a grid that is `width` wide; its border stays as it is.
@@ -79,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
     report = Report(options)
     width = options.size
     with Device() as device:
-        report.device(device)
+        report.device(device.describe())
         module = device.load(SOURCE, "stencil.cu")
         grids = [Buffer(4 * width * width) for _ in range(2)]
         module.launch("prepare", blocks_for(width * width, 128), 128, grids[0], u32(width))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 
-from cuda_program import Buffer, CudaError, Device, Report, blocks_for, fail, parser, total
+from cuda_program import Buffer, CudaError, Device, blocks_for, fail
+from report import Report, parser, total
 
 SOURCE = r"""
 struct span { u32 *values; u32 count; };
@@ -72,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
     report = Report(options)
     count = options.size
     with Device() as device:
-        report.device(device)
+        report.device(device.describe())
         module = device.load(SOURCE, "struct_argument.cu")
         values, counter = Buffer(4 * count), Buffer(8)
         outputs = [Buffer(4 * count) for _ in range(3)]

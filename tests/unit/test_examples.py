@@ -45,7 +45,7 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("architecture", ["compute_80", "compute_90"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_compiles_without_a_gpu(name: str, architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NVRTC makes PTX of every example, and none of it contains an approximation that a device may round as it likes."""
+    """NVRTC makes PTX of every example, and none of it holds an approximation that a device may round as it likes."""
     program, shared = load(name, monkeypatch), load("cuda_program", monkeypatch)
     try:
         ptx = shared.compile_ptx(shared.DIGEST_SOURCE + program.SOURCE, architecture, name).decode()
