@@ -7,7 +7,7 @@ BUILD ?= build
 CC := $(if $(filter default,$(origin CC)),gcc,$(CC))
 PYTHON ?= $(firstword $(wildcard .prefix/lib/phos/venv/bin/python .venv/bin/python) $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python) python3)
 CUDA_INCLUDE ?= build/cuda/include
-CRIU_INCLUDE ?= $(firstword $(wildcard build/criu/usr/include/criu .prefix/lib/phos/criu/usr/include/criu) /usr/include/criu)
+CRIU_INCLUDE ?= $(firstword $(wildcard build/criu/include .prefix/lib/phos/criu/include) /usr/include/criu)
 SANITIZE ?=
 PYTEST_ARGS ?=
 
@@ -73,15 +73,24 @@ $(GEN)/%.desc: proto/%.proto
 phos/gen/%_pb2.py: $(GEN)/%.desc packaging/gen_python.py
 	$(PYTHON) packaging/gen_python.py $< $@
 
-$(GEN)/api.stamp: $(GEN_API) frontend/cuda_api.def
-	@mkdir -p $(@D)
-	$(PYTHON) $(GEN_API) --output $(@D)
+# Outputs that come out as before keep their time stamp, so that a change in one source does not rebuild all of them.
+define generate
+	@mkdir -p $(GEN)/new
+	$(PYTHON) $(1) --output $(GEN)/new
+	@for file in $(GEN)/new/*; do cmp -s $$file $(GEN)/$${file##*/} || cp $$file $(GEN)/; done
+	@rm -r $(GEN)/new
 	@touch $@
+endef
 
-$(GEN)/stubs.stamp: $(GEN_STUBS) $(GEN_API) frontend/cuda_api.def
-	@mkdir -p $(@D)
-	$(PYTHON) $(GEN_STUBS) --output $(@D)
-	@touch $@
+$(GEN)/api.stamp: $(GEN_API) frontend/cuda_api.def
+	$(call generate,$(GEN_API))
+
+# Which entry points are implemented is read from the sources.
+$(GEN)/stubs.stamp: $(GEN_STUBS) frontend/cuda_api.def $(SOFTGPU_SRC) | $(filter %/api.stamp,$(GENERATED))
+	$(call generate,$(GEN_STUBS))
+
+$(GEN)/phos_%: | $(GENERATED) ;
+$(GEN)/softgpu_%: | $(GENERATED) ;
 
 # ---- native code ----------------------------------------------------------------------------------------------------
 
@@ -133,7 +142,7 @@ $(BUILD)/plugin/phos_plugin.so: $(PLUGIN_OBJ) $(WIRE_OBJ)
 
 check: build lint fresh ## build, lint, and see that what is generated is up to date
 
-PY_SOURCES := $(wildcard cli gpu_engine images tests bench examples packaging frontend/*.py softgpu/*.py)
+PY_SOURCES := $(wildcard phos/*.py cli gpu_engine images tests bench examples packaging frontend/*.py softgpu/*.py)
 
 lint: gen ## ruff, its formatter, mypy, shell syntax
 	$(PYTHON) -m ruff check $(PY_SOURCES)
@@ -142,9 +151,9 @@ lint: gen ## ruff, its formatter, mypy, shell syntax
 	@for script in install.sh .ci/run $(wildcard packaging/*); do \
 		case "$$(head -c 64 $$script | head -n 1)" in *bash*) bash -n $$script;; *"/sh"*) sh -n $$script;; esac || exit 1; done
 
-# What the generators make from the committed sources must not differ from anything committed.
-fresh: gen
-	@test -z "$(GEN_API)" || ! $(PYTHON) $(GEN_API) --help 2>&1 | grep -q -e --check || $(PYTHON) $(GEN_API) --check
+# Pages generated from sources are committed: making them again must change nothing.
+fresh: docs
+	@git diff --exit-code --stat -- docs || { echo "make docs changed committed pages: commit them" >&2; exit 1; }
 
 test: build ## everything that needs no GPU
 	$(PYTHON) -m pytest tests/unit tests/integration tests/test_layering.py $(PYTEST_ARGS)
@@ -159,7 +168,7 @@ bench: build ## measure; results go to bench/results
 	$(PYTHON) -m phos.cli bench
 
 docs: gen ## the pages that are generated from sources
-	@test -z "$(GEN_API)" || $(PYTHON) $(GEN_API) --docs docs/driver-api.md
+	$(if $(GEN_API),@if $(PYTHON) $(GEN_API) --help | grep -q -e --docs; then $(PYTHON) $(GEN_API) --docs docs/driver-api.md; fi)
 
 clean: ## remove every output
 	rm -rf $(BUILD) phos/gen

@@ -45,7 +45,7 @@ def single_file(descriptor_set: bytes) -> bytes:
         raise ValueError("this is not a descriptor set written by protoc --descriptor_set_out")
     length, at = read_varint(descriptor_set, 1)
     if at + length != len(descriptor_set):
-        raise ValueError("the descriptor set holds more than one schema; compile one at a time, without --include_imports")
+        raise ValueError("the descriptor set holds several schemas; compile one at a time, without --include_imports")
     return descriptor_set[at:]
 
 
