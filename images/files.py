@@ -7,6 +7,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import xxhash
@@ -91,17 +92,15 @@ def hash_files(directory: int, names: Sequence[str], segment_size: int) -> list[
         except EOFError as error:
             raise OSError(5, f"{name} shrank while it was read: {error}") from None
 
-    opened: dict[str, int] = {}
     try:
         for name in names:
             fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
             descriptors.append(fd)
-            opened[name] = fd
             size = os.fstat(fd).st_size
             sizes.append(size)
             for offset in range(0, size, segment_size):
                 length = min(segment_size, size - offset)
-                jobs.append(lambda n=name, f=fd, o=offset, c=length: job(n, f, o, c))  # type: ignore[misc]
+                jobs.append(partial(job, name, fd, offset, length))
         hashes = iter(run_in_threads(jobs))
         return [(size, [next(hashes) for _ in range(0, size, segment_size)]) for size in sizes]
     finally:

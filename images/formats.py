@@ -72,7 +72,8 @@ def align_up(value: int) -> int:
 
 def digest(data: Any) -> bytes:
     """XXH3-128 of a buffer, canonical form. Releases the GIL for anything of a chunk's size."""
-    return xxhash.xxh3_128_digest(data)
+    hash_: bytes = xxhash.xxh3_128_digest(data)
+    return hash_
 
 
 _zero_digests: dict[int, bytes] = {}  # benign race: two threads store the same value
@@ -135,7 +136,7 @@ def frame_header(format_: Format) -> bytes:
 
 
 def frame(message: Message) -> bytes:
-    body = message.SerializeToString()
+    body: bytes = message.SerializeToString()
     return _U32.pack(len(body)) + body
 
 

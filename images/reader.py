@@ -11,9 +11,10 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Any, final
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
@@ -23,6 +24,7 @@ from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey, digest
 from phos.images.table import block_key, complaint_about, inventory_blocks, name_of
 
 EXTENT_LIMIT = 32 << 20
+_VERIFY_LIMIT = 8 << 20  # what verify reads at once: less, so that a core's cache holds some of it
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from one thread at a time."""
@@ -253,7 +255,7 @@ class Image:
             self.problems.append(f"{self.path} builds on a parent image, which this version of PhOS cannot read")
         self._check_tables(tables)
 
-    def _load_checked(self, format_: formats.Format) -> list | None:  # type: ignore[type-arg]
+    def _load_checked(self, format_: formats.Format) -> list[Any] | None:
         """A metadata file's messages, or None and a problem noted."""
         where = str(self.path / format_.file)
         file = next((f for f in self.record.files if f.name == format_.file), None)
@@ -437,10 +439,11 @@ class Image:
             if formats.is_criu_image(name) or formats.is_ours(name)
         ]
         jobs: list[tuple[int, Callable[[], list[str]]]] = []
+        memory = threading.local()  # each thread's buffer, kept: fresh pages cost more than the hashing
         for table in self.blocks.values():
-            for extent in table.extents():
+            for extent in table.extents(_VERIFY_LIMIT):
                 if extent.stripe is not None and formats.data_file(extent.stripe) in present:
-                    jobs.append((extent.length, lambda e=extent: self._verify_extent(e)))  # type: ignore[misc]
+                    jobs.append((extent.length, partial(self._verify_extent, extent, memory)))
         for file in self.record.files:
             if file.origin == pb.File.CRIU and file.name in present:
                 step = file.segment_size or formats.SEGMENT_SIZE
@@ -449,9 +452,7 @@ class Image:
                     continue
                 for i, hash_ in enumerate(file.hashes):
                     length = min(step, file.size - i * step)
-                    jobs.append(
-                        (length, lambda n=file.name, o=i * step, c=length, h=hash_: self._verify_segment(n, o, c, h))
-                    )  # type: ignore[misc]
+                    jobs.append((length, partial(self._verify_segment, file.name, i * step, length, hash_)))
         total = sum(size for size, _ in jobs)
         done = 0
         lock = threading.Lock()  # guards done, and lets one thread at a time report
@@ -467,18 +468,19 @@ class Image:
 
         if progress:
             progress(0, total)
-        found = run_in_threads([lambda s=s, j=j: run(s, j) for s, j in jobs], threads)  # type: ignore[misc]
+        found = run_in_threads([partial(run, s, j) for s, j in jobs], threads)
         for part in found:
             problems += part
         return problems
 
-    def _verify_extent(self, extent: Extent) -> list[str]:
-        with mmap.mmap(-1, formats.align_up(extent.length)) as memory, memoryview(memory) as view:
-            try:
-                with view[: extent.length] as part:
-                    return self._read_and_check(extent, part)
-            except ImageError as error:
-                return error.problems
+    def _verify_extent(self, extent: Extent, memory: threading.local) -> list[str]:
+        view = getattr(memory, "view", None)
+        if view is None or len(view) < extent.length:
+            view = memory.view = memoryview(mmap.mmap(-1, formats.align_up(extent.length)))
+        try:
+            return self._read_and_check(extent, view[: extent.length])
+        except ImageError as error:
+            return error.problems
 
     def _verify_segment(self, name: str, offset: int, length: int, expected: bytes) -> list[str]:
         where = self.path / name

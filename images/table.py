@@ -115,7 +115,7 @@ def _fill(table: pb.BlockTable, groups: list[list[WrittenRun]]) -> None:
         first = group[0]
         data = first.kind == pb.Run.DATA
         table.runs.add(
-            kind=first.kind,  # type: ignore[arg-type]
+            kind=first.kind,
             offset=first.offset,
             length=sum(r.length for r in group),
             stripe=first.stripe if data else 0,

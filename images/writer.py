@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import TracebackType
 from typing import final
 
@@ -266,7 +267,7 @@ class ImageWriter:
     def _commit(self, inventory: pb.Inventory) -> None:
         timings: list[pb.Timing] = []
 
-        def timed(phase: str, action: Callable[[], None]) -> None:
+        def timed(phase: str, action: Callable[[], object]) -> None:
             began = time.monotonic()
             action()
             timings.append(pb.Timing(phase=phase, seconds=time.monotonic() - began))
@@ -276,7 +277,7 @@ class ImageWriter:
         for s in self._stripes:
             if not s.end:
                 self._remove(s.name)
-        timed("sync GPU data", lambda: run_in_threads([lambda s=s: self._finish_stripe(s) for s in used]))
+        timed("sync GPU data", lambda: run_in_threads([partial(self._finish_stripe, s) for s in used]))
 
         copy = pb.Inventory()
         copy.CopyFrom(inventory)
@@ -358,7 +359,7 @@ class ImageWriter:
                     os.close(fd)
 
         hashed = hash_files(self._directory, names, formats.SEGMENT_SIZE)
-        run_in_threads([lambda n=n: sync(n) for n in names])
+        run_in_threads([partial(sync, n) for n in names])
         return [
             pb.File(name=n, size=size, origin=pb.File.CRIU, segment_size=formats.SEGMENT_SIZE, hashes=hashes)
             for n, (size, hashes) in zip(names, hashed, strict=True)
