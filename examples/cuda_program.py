@@ -17,7 +17,7 @@ import sys
 from types import TracebackType
 from typing import Any, NoReturn
 
-from cuda.bindings import driver, nvrtc  # type: ignore[import-untyped]
+from cuda.bindings import driver, nvrtc
 
 # `--fmad=false`: a contracted multiply-add rounds once instead of twice, and whether the compiler contracts is its own
 # choice. The other three are NVRTC's defaults, spelled out because the reference outputs depend on them.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 
-from cuda.bindings import driver  # type: ignore[import-untyped]
+from cuda.bindings import driver
 from cuda_program import Buffer, CudaError, Device, blocks_for, check, fail, u32
 from report import Report, parser, total
 

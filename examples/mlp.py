@@ -204,6 +204,7 @@ class Network:
         b: tuple[Buffer, int, int],
         c: Buffer,
         shape: tuple[int, int, int],
+        *,
         bias: Buffer | None = None,
         gate: Buffer | None = None,
         rectify: bool = False,

@@ -172,15 +172,20 @@ def deterministic() -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
 
 
-def main() -> None:
-    """Run the program."""
+def command_line() -> argparse.ArgumentParser:
+    """Return the program's options."""
     options = parser("Train with PyTorch, deterministically.", iterations=200, size=64, size_help="the model's width")
     options.add_argument("--model", choices=("conv", "transformer"), default="conv")
     options.add_argument("--graph", action="store_true", help="capture the training step in a CUDA graph")
     options.add_argument("--compile", action="store_true", help="compile the model with torch.compile")
     options.add_argument("--batch", type=int, default=64, metavar="N", help="samples in a batch (%(default)s)")
     options.add_argument("--seed", type=int, default=1)
-    chosen = options.parse_args()
+    return options
+
+
+def main() -> None:
+    """Run the program."""
+    chosen = command_line().parse_args()
     deterministic()
     report = Report(chosen)
     report.device(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}")

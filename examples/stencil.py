@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 
-from cuda.bindings import driver  # type: ignore[import-untyped]
+from cuda.bindings import driver
 from cuda_program import Buffer, CudaError, Device, Event, Stream, blocks_for, check, f32, fail, u32, u64
 from report import Report, parser
 

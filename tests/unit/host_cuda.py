@@ -1,4 +1,3 @@
-# ruff: noqa: N802, D102  # the methods have the names of the driver's functions, and do what those do
 """An independent oracle for the examples: their kernels compiled as C++, behind a fake cuda.bindings.driver.
 
 It shares nothing with the software GPU: no PTX, no interpreter, another compiler. Kernels run at once and in the

@@ -1,0 +1,325 @@
+#!/usr/bin/env python3
+"""Whole dumps and whole restores of a program with gigabytes of buffers: PhOS against NVIDIA's driver checkpoint.
+
+For each size and place, in one run: PhOS (`criu dump --lib phos`, `criu restore -d --lib phos`) and the peer (the
+driver's own checkpoint of the process, then the same CRIU without a plugin; back in the opposite order). The copy
+bandwidth of the GPU and the sequential rate of the disk are measured beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import driver_checkpoint
+import harness
+import machine
+import process
+from harness import Results
+from process import ProcessError, Program
+
+GB = 1_000_000_000
+HOST_RESERVE = 6 << 30  # left free for everybody else
+# Stop-the-world: all of these pass before the application runs again (of the dump, those that the image records).
+STALL_PHASES = ("quiesce", "detach", "driver checkpoint", "CRIU freeze and dump", "driver restore", "attach")
+
+
+def rate(size: float, seconds: float) -> float:
+    """Return GB a second; 0 if the time is not known."""
+    return size / seconds / GB if seconds > 0 else 0.0
+
+
+class Bench:
+    """One run of the benchmark."""
+
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        self.chosen = chosen
+        self.results = Results(chosen, "dump-restore", "Whole dump and restore, PhOS and the driver's own checkpoint")
+        self.places = {"memory": chosen.memory_folder, "disk": chosen.disk_folder}
+        self.repeats = chosen.repeats or (1 if chosen.smoke else 2)
+
+    def machine(self, largest: int) -> None:
+        """Measure what the machine can do by itself."""
+        chosen = self.chosen
+        if not chosen.smoke:
+            wanted = min(2 * largest + (16 << 30), chosen.touch_gib << 30)
+            seconds = machine.touch_memory(wanted)
+            self.results.environment["memory_gib"] = round(machine.meminfo("MemTotal") / 2**30, 1)
+            print(f"Touched {wanted >> 30} GiB of host memory in {seconds:.1f} s.", flush=True)
+        size = 1 << 20 if chosen.smoke else 256 << 20
+        down, up = machine.copy_bandwidth(chosen.device, size)
+        self.results.summary["copy device to pinned host, GB/s"] = down / GB
+        self.results.summary["copy pinned host to device, GB/s"] = up / GB
+        if "disk" in chosen.places:
+            best = (0.0, 0.0)
+            size = 32 << 20 if chosen.smoke else chosen.disk_gib << 30
+            for writers in (1, 4):
+                write, read = machine.disk_rate(self.places["disk"], size, writers)
+                best = (max(best[0], write), max(best[1], read))
+            self.results.summary["disk, sequential write, GB/s"] = best[0] / GB
+            self.results.summary["disk, sequential read, GB/s"] = best[1] / GB
+
+    def program(self, size: int, *, frontend: bool) -> Program:
+        """Start the program and wait until its buffers are filled and it computes."""
+        work = self.chosen.work
+        script = process.PROGRAMS / "buffers.py" if self.chosen.smoke else process.EXAMPLES / "pytorch_buffers.py"
+        # 512 MB a buffer, as a large model's layers have, but at least eight.
+        options = ["--bytes", str(size), "--buffers", str(max(8, size // (GB // 2)))]
+        options += ["--check-file", str(work / "check")]
+        (work / "check").unlink(missing_ok=True)
+        program = Program(
+            process.python_program(script, *options),
+            work,
+            self.chosen.device,
+            frontend,
+            name="phos" if frontend else "peer",
+        )
+        program.start().wait_for("^READY", 300)
+        program.wait_iterations(20)
+        return program
+
+    def check(self, program: Program) -> bool:
+        """Let the program compare every word with what it must be."""
+        start = len(program.lines())
+        (self.chosen.work / "check").touch()
+        return program.wait_for("^CHECK", 300, after=start).startswith("CHECK ok")
+
+    def image(self, place: str) -> Path:
+        """Return an empty folder for an image."""
+        folder = Path(self.places[place]) / "phos-bench-image"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        return folder
+
+    def room(self, place: str, size: int, *, peer: bool) -> str:
+        """Say why an image of this size does not fit; empty if it does."""
+        free = shutil.disk_usage(self.places[place]).free
+        if free < size + GB:
+            return f"the image needs {size / GB:.0f} GB and {self.places[place]} has {free / GB:.0f} GB free"
+        if self.chosen.smoke:
+            return ""
+        # Memory: an image in /dev/shm, and with the peer the process holds its GPU's data in host memory as well.
+        needed = (size if place == "memory" else 0) + (size if peer else 3 << 30)
+        # Memory may still be growing: what counts is what the machine was told it has.
+        available = max(machine.meminfo("MemAvailable"), (self.chosen.touch_gib << 30)) - HOST_RESERVE
+        if needed > available:
+            return f"it needs {needed / GB:.0f} GB of host memory and {available / GB:.0f} GB are there"
+        return ""
+
+    def phos(self, size: int, place: str) -> dict[str, Any]:
+        """One dump, kill and restore with PhOS."""
+        folder = self.image(place)
+        program = self.program(size, frontend=True)
+        try:
+            daemon = process.daemon_pid()
+            machine.reset_peak(daemon)
+            dump = process.criu_dump(program, folder)
+            phases = process.timings(folder)
+            stored = process.folder_size(folder)
+            peak = machine.peak_resident(daemon)
+            if place == "disk":
+                machine.drop_page_cache()
+            returned, computing = process.criu_restore(program, folder)
+            peak = max(peak, machine.peak_resident(daemon))
+            right = self.check(program)
+        finally:
+            program.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+        data = phases.get("GPU data", 0.0)
+        return {
+            "dump_s": dump,
+            "restore_computing_s": computing,
+            "restore_returned_s": returned,
+            "data_right": right,
+            "image_gb": stored / GB,
+            "dump_data_gb_s": rate(size, data),
+            "restore_whole_gb_s": rate(size, computing),
+            "phosd_peak_gb": peak / GB,
+            "phases": phases,
+        }
+
+    def peer(self, size: int, place: str, *, driver_only: bool) -> dict[str, Any]:
+        """One dump, kill and restore with the driver and CRIU; or the driver's part alone, without a kill."""
+        folder = self.image(place)
+        program = self.program(size, frontend=False)
+        try:
+            start = time.perf_counter()
+            steps = driver_checkpoint.suspend(program.pid)
+            dump = time.perf_counter() - start
+            restore, stored = 0.0, 0
+            if not driver_only:
+                steps["CRIU dump"] = process.criu_dump(program, folder, plugin=False)
+                dump = time.perf_counter() - start
+                stored = process.folder_size(folder)
+                if place == "disk":
+                    machine.drop_page_cache()
+            lines = len(program.lines())
+            start = time.perf_counter()
+            if not driver_only:
+                steps["CRIU restore"], _ = process.criu_restore(program, folder, plugin=False)
+            steps.update(driver_checkpoint.resume(program.pid))
+            returned = time.perf_counter() - start
+            process.wait_until(lambda: len(program.lines()) > lines, 60, "the peer's program to compute")
+            restore = time.perf_counter() - start
+            right = self.check(program)
+        finally:
+            program.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+        return {
+            "dump_s": dump,
+            "restore_computing_s": restore,
+            "restore_returned_s": returned,
+            "data_right": right,
+            "image_gb": stored / GB,
+            "phases": steps,
+        }
+
+    def measure(self, system: str, size: int, place: str) -> None:
+        """Measure one system at one size and place, and store the medians."""
+        label = f"{size / GB:g} GB" if size >= GB else f"{size / 1e6:g} MB"
+        key = f"{system} {label} {place}"
+        reason = self.room(place, size, peer=system == "peer")
+        driver_only = bool(reason) and system == "peer"
+        if reason and not driver_only:
+            self.results.note(f"{key}: not measured, {reason}.")
+            return
+        if driver_only:
+            if place == "disk":
+                return  # the driver's part has nothing to do with the place: measured once, for memory
+            self.results.note(f"{key}: the driver's part alone, without CRIU: {reason}.")
+        runs: list[dict[str, Any]] = []
+        began = time.monotonic()
+        for _ in range(self.repeats):
+            took = (time.monotonic() - began) / max(1, len(runs))
+            if runs and harness.time_left(self.chosen) < 1.2 * took:
+                break
+            runs.append(self.peer(size, place, driver_only=driver_only) if system == "peer" else self.phos(size, place))
+        row: dict[str, Any] = {"system": system, "size": label, "bytes": size, "place": place, "runs": len(runs)}
+        row["driver_only"] = driver_only
+        for name, value in runs[0].items():
+            if isinstance(value, bool):
+                row[name] = all(run[name] for run in runs)
+            elif isinstance(value, float | int):
+                row[name] = harness.median(run[name] for run in runs)
+        row["phases"] = {
+            phase: harness.median(run["phases"].get(phase, 0.0) for run in runs) for phase in runs[0]["phases"]
+        }
+        row["each"] = runs
+        self.results.add(key, **row)
+
+    def run(self) -> None:
+        """Measure everything that was asked for, smallest first, while there is time."""
+        chosen = self.chosen
+        sizes = sorted(chosen.sizes)
+        self.machine(sizes[-1])
+        if "peer" in chosen.systems:
+            os.environ.update(process.device_environment(chosen.device))
+            driver_checkpoint.start_driver()
+        failures = 0
+        for size in sizes:
+            for place in chosen.places:
+                for system in chosen.systems:
+                    if harness.time_left(chosen) <= 0:
+                        self.results.note(f"{system} {size / GB:g} GB {place}: no time left.")
+                        continue
+                    try:
+                        self.measure(system, size, place)
+                    except (ProcessError, driver_checkpoint.DriverCheckpointError) as error:
+                        failures += 1
+                        print(error, file=sys.stderr, flush=True)
+                        self.results.note(f"{system} {size / GB:g} GB {place}: failed. {str(error).splitlines()[0]}")
+        self.results.finish(self.tables())
+        wrong = [row["key"] for row in self.results.rows.values() if not row["data_right"]]
+        if wrong:
+            print(f"The data was not right after a restore: {', '.join(wrong)}.", file=sys.stderr)
+        if wrong or failures:
+            raise SystemExit(1)
+
+    def tables(self) -> list[str]:
+        """Return the comparison, the rates, and where the time went."""
+        rows = list(self.results.rows.values())
+        by_key = {(row["system"], row["size"], row["place"]): row for row in rows}
+        compared, rates = [], []
+        summary = self.results.summary
+        for row in rows:
+            if row["system"] != "phos":
+                continue
+            peer = by_key.get(("peer", row["size"], row["place"]))
+            cells = [row["size"], row["place"], row["dump_s"], row["restore_computing_s"], row["restore_returned_s"]]
+            if peer:
+                note = " (driver only)" if peer["driver_only"] else ""
+                cells += [f"{peer['dump_s']:.2f}{note}", f"{peer['restore_computing_s']:.2f}{note}"]
+                cells += [peer["dump_s"] / row["dump_s"], peer["restore_computing_s"] / row["restore_computing_s"]]
+            compared.append([*cells, *[""] * (9 - len(cells)), row["data_right"]])
+            disk = row["place"] == "disk"
+            limit = summary.get("disk, sequential write, GB/s" if disk else "copy device to pinned host, GB/s", 0)
+            back = summary.get("disk, sequential read, GB/s" if disk else "copy pinned host to device, GB/s", 0)
+            down, up = row["dump_data_gb_s"], row["restore_whole_gb_s"]
+            rates.append([row["size"], row["place"], down, 100 * down / limit if limit else ""])
+            rates[-1] += [up, 100 * up / back if back else "", row["phosd_peak_gb"], row["image_gb"]]
+        text = [
+            "Seconds, medians. A restore ends when the program has computed its next iteration.",
+            "",
+            harness.table(
+                [
+                    *("size", "image in", "PhOS dump", "PhOS restore", "command returned"),
+                    *("peer dump", "peer restore", "dump, times as fast", "restore, times as fast", "data right"),
+                ],
+                compared,
+            ),
+            "",
+            "GB/s of GPU data, and percent of what the machine does by itself (copies, or the disk). The restore's rate"
+            " counts the whole restore.",
+            "",
+            harness.table(
+                ["size", "image in", "dump", "%", "restore", "%", "phosd's peak resident GB", "image GB"], rates
+            ),
+            "",
+            "Where the dump's time went, seconds:",
+            "",
+        ]
+        for system in ("phos", "peer"):
+            chosen = [row for row in rows if row["system"] == system]
+            phases = list(dict.fromkeys(phase for row in chosen for phase in row["phases"]))
+            if phases:
+                cells = [[row["key"], *(row["phases"].get(phase, "") for phase in phases)] for row in chosen]
+                text += [harness.table(["", *phases], cells), ""]
+        return text
+
+
+def sizes(text: str) -> list[int]:
+    """Parse a list of sizes in GB."""
+    return [int(float(part) * GB) for part in text.split(",")]
+
+
+def names(text: str) -> list[str]:
+    """Parse a list of words."""
+    return text.split(",")
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = harness.options(__doc__ or "")
+    parser.add_argument("--sizes", type=sizes, metavar="GB,...", help="of the buffers (8,32,64)")
+    parser.add_argument("--places", type=names, metavar="P,...", help="memory, disk (both)")
+    parser.add_argument("--systems", type=names, default=["phos", "peer"], metavar="S,...", help="phos, peer (both)")
+    parser.add_argument("--memory-folder", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
+    parser.add_argument("--disk-folder", type=Path, default=Path("/var/tmp"), metavar="DIR", help="(%(default)s)")
+    parser.add_argument("--touch-gib", type=int, default=112, metavar="N", help="host memory to touch before timing")
+    parser.add_argument(
+        "--disk-gib", type=int, default=6, metavar="N", help="written to measure the disk (%(default)s)"
+    )
+    chosen = harness.prepare(parser)
+    chosen.sizes = chosen.sizes or ([8_000_000] if chosen.smoke else sizes("8,32,64"))
+    chosen.places = chosen.places or ["memory", "disk"]
+    Bench(chosen).run()
+
+
+if __name__ == "__main__":
+    main()

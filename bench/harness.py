@@ -1,0 +1,239 @@
+"""What every benchmark shares: its options, the description of the machine, statistics, and the result files.
+
+A result is one JSON file and one readable table, named <date>-<gpu>-<benchmark>. Rows carry a key; a second run on the
+same day replaces the rows it measured again and keeps the others, so that a benchmark can be run in parts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import process
+
+RESULTS = process.ROOT / "bench" / "results"
+
+
+def options(description: str, *, budget: float = 500.0) -> argparse.ArgumentParser:
+    """Return the options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--device", choices=("nvidia", "software"), default="nvidia", help="(%(default)s)")
+    parser.add_argument(
+        "--smoke",
+        action="store_true",
+        help="tiny sizes on the software GPU: shows that the script works, measures nothing",
+    )
+    parser.add_argument("--repeats", type=int, metavar="N", help="how often each measurement is made")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=budget,
+        metavar="S",
+        help="begin no further measurement after S seconds (%(default)s)",
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="where results go (%(default)s)")
+    parser.add_argument(
+        "--work", type=Path, default=Path("/tmp/phos-bench"), metavar="DIR", help="for reports and logs (%(default)s)"
+    )
+    return parser
+
+
+def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line, choose the software GPU for smoke runs, and make the folders."""
+    chosen = parser.parse_args()
+    if chosen.smoke:
+        chosen.device = "software"
+    chosen.started = time.monotonic()
+    shutil.rmtree(chosen.work, ignore_errors=True)
+    chosen.work.mkdir(parents=True)
+    process.adopt_orphans()
+    return chosen
+
+
+def time_left(chosen: argparse.Namespace) -> float:
+    """Return the seconds of the budget that are left."""
+    return float(chosen.budget - (time.monotonic() - chosen.started))
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip()
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return ""
+
+
+def _first_match(pattern: str, path: str) -> str:
+    try:
+        found = re.search(pattern, Path(path).read_text())
+    except OSError:
+        return ""
+    return found.group(1).strip() if found else ""
+
+
+def environment(device: str) -> dict[str, Any]:
+    """Describe machine and versions. What is not there is left empty, never guessed."""
+    if device == "nvidia":
+        query = _output("nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+        gpu, driver, memory = [*[*query.splitlines(), ""][0].split(", "), "", "", ""][:3]
+    else:
+        gpu, driver, memory = "PhOS Software GPU", "", os.environ.get("SOFTGPU_MEMORY", "")
+    versions = "import torch; print(torch.__version__, torch.version.cuda)"
+    torch = _output(sys.executable, "-c", versions).split() if device == "nvidia" else []
+    bindings = "import importlib.metadata as m; print(m.version('cuda-bindings'))"
+    commit = os.environ.get("PHOS_COMMIT") or _output("git", "-C", str(process.ROOT), "rev-parse", "HEAD")
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit,
+        "device": device,
+        "gpu": gpu,
+        "gpu_memory": memory,
+        "driver": driver,
+        "cuda": torch[1] if len(torch) > 1 else "",
+        "pytorch": torch[0] if torch else "",
+        "cuda_bindings": _output(sys.executable, "-c", bindings),
+        "criu": _first_line(_output(process.CRIU, "--version")),
+        "python": platform.python_version(),
+        "kernel": platform.release(),
+        "cpu": _first_match(r"model name\s*:\s*(.*)", "/proc/cpuinfo"),
+        "cores": os.cpu_count(),
+        "memory_gib": round(int(_first_match(r"MemTotal:\s*(\d+)", "/proc/meminfo") or 0) / 2**20, 1),
+    }
+
+
+def _first_line(text: str) -> str:
+    return text.splitlines()[0].removeprefix("Version: ") if text else ""
+
+
+class Results:
+    """The rows of one benchmark, written out after each so that nothing is lost when time runs out."""
+
+    def __init__(self, chosen: argparse.Namespace, name: str, title: str) -> None:
+        self.title = title
+        self.environment = environment(chosen.device)
+        self.notes: list[str] = []
+        gpu = re.sub(r"[^a-z0-9]+", "-", self.environment["gpu"].lower().removeprefix("nvidia ")).strip("-")
+        kind = "smoke" if chosen.smoke else (gpu or "unknown")
+        day = self.environment["date"][:10]
+        chosen.results.mkdir(parents=True, exist_ok=True)
+        self.path: Path = chosen.results / f"{day}-{kind}-{name}.json"
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.summary: dict[str, Any] = {}
+        if self.path.exists():
+            stored = json.loads(self.path.read_text())
+            if stored["environment"]["commit"] == self.environment["commit"]:
+                self.rows = {row["key"]: row for row in stored["rows"]}
+                self.summary = stored["summary"]
+                self.notes = stored["notes"]
+
+    def add(self, key: str, **values: Any) -> None:
+        """Store a row, in place of an earlier one with this key, and write the files."""
+        self.rows[key] = {"key": key, **values}
+        shown = " ".join(f"{name}={show(value)}" for name, value in values.items() if not isinstance(value, dict))
+        print(f"[{time.strftime('%H:%M:%S')}] {key}: {shown}", flush=True)
+        self.write()
+
+    def note(self, text: str) -> None:
+        """Add a sentence under the table, once."""
+        print(text, flush=True)
+        if text not in self.notes:
+            self.notes.append(text)
+        self.write()
+
+    def write(self, tables: Iterable[str] = ()) -> None:
+        """Write the JSON file and the table."""
+        content = {
+            "benchmark": self.title,
+            "environment": self.environment,
+            "summary": self.summary,
+            "notes": self.notes,
+            "rows": list(self.rows.values()),
+        }
+        scratch = self.path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(content, indent=1) + "\n")
+        scratch.rename(self.path)
+        text = [f"# {self.title}", "", self.machine(), ""]
+        text += [*tables] or [self.default_table()]
+        if self.summary:
+            text += ["", *(f"- {name}: {show(value)}" for name, value in self.summary.items())]
+        text += ["", *(f"- {note}" for note in self.notes)]
+        self.path.with_suffix(".md").write_text("\n".join(text).rstrip() + "\n")
+
+    def machine(self) -> str:
+        """Return the sentence that says where this was measured."""
+        e = self.environment
+        parts = [
+            e["gpu"] or "no GPU",
+            f"driver {e['driver']}" if e["driver"] else "",
+            f"CUDA {e['cuda']}" if e["cuda"] else "",
+        ]
+        parts += [f"PyTorch {e['pytorch']}" if e["pytorch"] else "", f"CRIU {e['criu']}" if e["criu"] else "no CRIU"]
+        parts += [f"Linux {e['kernel']}", f"{e['cpu']}, {e['cores']} cores, {e['memory_gib']} GiB"]
+        return f"{', '.join(part for part in parts if part)}; {e['date']}, commit {e['commit'][:12] or 'unknown'}."
+
+    def default_table(self) -> str:
+        """Return all rows as one table: a column for each value that is not itself a table."""
+        columns: list[str] = []
+        for row in self.rows.values():
+            columns += [
+                name for name, value in row.items() if name not in columns and not isinstance(value, dict | list)
+            ]
+        return table(columns, [[row.get(name, "") for name in columns] for row in self.rows.values()])
+
+    def finish(self, tables: Sequence[str] = ()) -> None:
+        """Write the files a last time, print the table, and name the files."""
+        self.write(tables)
+        print(self.path.with_suffix(".md").read_text())
+        out = os.environ.get("OUT")
+        if out:
+            for path in (self.path, self.path.with_suffix(".md")):
+                shutil.copy(path, out)
+        print(f"Wrote {self.path} and {self.path.with_suffix('.md').name}")
+
+
+def show(value: Any) -> str:
+    """Return a number with three or four significant digits; anything else as it is."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        if value == 0:
+            return "0"
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return str(value)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a Markdown table."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    lines += ["| " + " | ".join(show(value) for value in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def median(values: Iterable[float]) -> float:
+    """Return the median; 0 for nothing."""
+    listed = list(values)
+    return statistics.median(listed) if listed else 0.0
+
+
+def paired_percent(without: Sequence[float], with_: Sequence[float]) -> tuple[float, float]:
+    """Compare measurements made in pairs, one right after the other.
+
+    Returns the median over the pairs of how much larger the second is, in percent, and the half width of the middle
+    half of the pairs' percentages: what the first is worth.
+    """
+    percents = sorted(100.0 * (b / a - 1.0) for a, b in zip(without, with_, strict=True))
+    if len(percents) < 4:
+        return median(percents), (percents[-1] - percents[0]) / 2 if percents else 0.0
+    quarters = statistics.quantiles(percents, n=4)
+    return median(percents), (quarters[2] - quarters[0]) / 2

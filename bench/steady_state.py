@@ -1,0 +1,134 @@
+#!/usr/bin/env python3
+"""What the frontend costs while nobody takes a checkpoint.
+
+Each measurement is a pair of processes, one without and one with the frontend, one right after the other and in turns
+first; what counts is the median over the pairs. Launch-bound: a C program that launches empty kernels and does nothing
+else, so this is the dearest a launch can look. Allocation: cuMemAlloc and cuMemFree from 512 bytes to 1 GiB. Training:
+the PyTorch example, small enough to be bound by launches, and as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import harness
+import process
+from harness import Results
+
+SIZES = (512, 4096, 65536, 1 << 20, 2 << 20, 16 << 20, 128 << 20, 1 << 30)
+
+
+class Bench:
+    """One run of the benchmark."""
+
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        self.chosen = chosen
+        self.results = Results(chosen, "steady-state", "The cost of the frontend while no checkpoint is taken")
+        self.pairs = chosen.repeats or (1 if chosen.smoke else 9)
+        self.program = chosen.work / "launch_rate"
+        source = process.PROGRAMS / "launch_rate.c"
+        process.command(["gcc", "-O2", "-std=gnu11", "-o", str(self.program), str(source), "-ldl"], 60)
+
+    def output(self, command: Sequence[str], *, frontend: bool) -> str:
+        """Run a program to its end, with or without the frontend; return what it printed."""
+        chosen = self.chosen
+        if frontend:
+            command = [process.PHOS_GPU, "run", "--device", chosen.device, "--", *command]
+        environment = None if frontend else process.device_environment(chosen.device)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+        if done.returncode != 0:
+            raise process.ProcessError(f"`{' '.join(command)}` failed: {done.stderr[-2000:]}")
+        return done.stdout
+
+    def pair(self, command: Sequence[str], number: int) -> tuple[str, str]:
+        """Run a program without and with the frontend; which goes first alternates."""
+        order = (False, True) if number % 2 == 0 else (True, False)
+        outputs = {frontend: self.output(command, frontend=frontend) for frontend in order}
+        return outputs[False], outputs[True]
+
+    def rate(self, key: str, unit: str, command: Sequence[str], pairs: int) -> None:
+        """Measure a program that prints one number a batch; a process counts with its median batch."""
+        without: list[float] = []
+        with_: list[float] = []
+        for number in range(pairs):
+            if number and harness.time_left(self.chosen) <= 0:
+                break
+            for values, output in zip((without, with_), self.pair(command, number), strict=True):
+                values.append(harness.median(float(line) for line in output.split()))
+        percent, spread = harness.paired_percent(without, with_)
+        self.results.add(
+            key,
+            what=key,
+            unit=unit,
+            without=harness.median(without),
+            with_frontend=harness.median(with_),
+            percent=percent,
+            spread_percent=spread,
+            pairs=len(without),
+            each=[without, with_],
+        )
+
+    def memory(self) -> None:
+        """Measure cuMemAlloc and cuMemFree."""
+        sizes = SIZES[:4] if self.chosen.smoke else SIZES
+        rounds = "5" if self.chosen.smoke else "200"
+        command = [str(self.program), "memory", rounds, *(str(size) for size in sizes)]
+        outputs = []
+        for number in range(self.pairs):
+            if number and harness.time_left(self.chosen) <= 0:
+                break
+            outputs.append(self.pair(command, number))
+        for row, size in enumerate(sizes):
+            for column, call in ((1, "cuMemAlloc"), (2, "cuMemFree")):
+                without = [float(pair[0].splitlines()[row].split()[column]) / 1000 for pair in outputs]
+                with_ = [float(pair[1].splitlines()[row].split()[column]) / 1000 for pair in outputs]
+                percent, spread = harness.paired_percent(without, with_)
+                key = f"{call} {size if size < 1024 else f'{size >> 10} Ki' if size < 1 << 20 else f'{size >> 20} Mi'}B"
+                self.results.add(
+                    key,
+                    what=key,
+                    unit="µs",
+                    without=harness.median(without),
+                    with_frontend=harness.median(with_),
+                    percent=percent,
+                    spread_percent=spread,
+                    pairs=len(outputs),
+                    each=[without, with_],
+                )
+
+    def run(self) -> None:
+        """Measure everything, the most telling first."""
+        chosen = self.chosen
+        batches, launches = ("3", "50") if chosen.smoke else ("40", "5000")
+        for kind, key in (("launch", "launch, submission"), ("finish", "launch, until done")):
+            self.rate(key, "ns", [str(self.program), kind, batches, launches], self.pairs)
+        self.memory()
+        if not chosen.smoke:
+            script = process.PROGRAMS / "train_rate.py"
+            for key, options in (
+                ("training step, conv net", ["--model", "conv", "--batch", "16"]),
+                ("training step, transformer", ["--model", "transformer", "--batch", "8"]),
+                ("training step, transformer as a CUDA graph", ["--model", "transformer", "--batch", "8", "--graph"]),
+            ):
+                if harness.time_left(chosen) <= 0:
+                    self.results.note(f"{key}: no time left.")
+                    continue
+                self.rate(key, "ms", process.python_program(script, "20", "50", *options), max(1, self.pairs // 2 + 1))
+        columns = ["what", "unit", "without", "with_frontend", "percent", "spread_percent", "pairs"]
+        rows = [[row[name] for name in columns] for row in self.results.rows.values()]
+        names = ["", "unit", "without", "with the frontend", "% more", "± %", "pairs"]
+        self.results.finish([harness.table(names, rows)])
+
+
+def main() -> None:
+    """Run the benchmark."""
+    Bench(harness.prepare(harness.options(__doc__ or "", budget=400))).run()
+
+
+if __name__ == "__main__":
+    main()
