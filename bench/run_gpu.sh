@@ -1,0 +1,107 @@
+#!/bin/sh
+# Everything that needs a GPU, on one machine and in order of importance: install offline, test, measure.
+#
+#   bench/run_gpu.sh BUNDLE [PART...]
+#
+# BUNDLE: a folder, or a .tar/.tar.gz/.tar.zst of one, made by `install.sh` where there was a registry; `-` if PhOS is
+# installed already. PARTs: install doctor tests dump32 correctness steady dump8 toggle dump64 (default: all, in this
+# order). Each part has its own time limit and ends with a line `PART name: status, seconds`; parts that do not fit
+# into PHOS_GPU_SECONDS (default 530) any more are named and left for another call. Results go to bench/results and to
+# $OUT, if that is set.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+
+bundle=${1:?usage: bench/run_gpu.sh BUNDLE|- [PART...]}
+shift
+[ $# -gt 0 ] || set -- install doctor tests dump32 correctness steady dump8 toggle dump64
+
+start=$(date +%s)
+total=${PHOS_GPU_SECONDS:-530}
+prefix=${PHOS_PREFIX:-/usr/local}
+python=${PHOS_BENCH_PYTHON:-python3} # the one that has PyTorch
+results=bench/results
+logs=${OUT:-$results}
+PATH=$prefix/bin:$PATH
+export PATH PYTHONUNBUFFERED=1
+mkdir -p "$results" "$logs"
+status=0
+left_out=
+
+left() { echo $((total - $(date +%s) + start)); }
+
+# part NAME SECONDS COMMAND...: run with a time limit, log to a file, and show the end of the log.
+part() {
+    name=$1 limit=$2
+    shift 2
+    now=$(left)
+    # Less than a third of the time it may need would only produce a failure.
+    if [ "$now" -lt $((limit / 3)) ]; then
+        left_out="$left_out $name"
+        return 0
+    fi
+    [ "$now" -ge "$limit" ] || limit=$now
+    began=$(date +%s)
+    echo "=== $name (at most $limit s)"
+    timeout --kill-after=15 "$limit" "$@" >"$logs/$name.log" 2>&1
+    code=$?
+    tail -n "${PHOS_GPU_TAIL:-60}" "$logs/$name.log"
+    case $code in
+    0) word=passed ;;
+    124 | 137) word="stopped at its time limit" status=1 ;;
+    *) word="failed with status $code" status=1 ;;
+    esac
+    echo "PART $name: $word, $(($(date +%s) - began)) s"
+    return "$code"
+}
+
+unpack_and_install() {
+    case $bundle in
+    -) return 0 ;;
+    *.tar | *.tar.gz | *.tgz | *.tar.zst)
+        mkdir -p /tmp/phos-bundle
+        tar -C /tmp/phos-bundle -xf "$bundle" || return 1
+        bundle=$(dirname "$(find /tmp/phos-bundle -maxdepth 3 -name install.sh | head -n 1)")
+        ;;
+    esac
+    sh "$bundle/install.sh" --offline --prefix "$prefix"
+}
+
+# The budget of a benchmark: what is left, less the time to finish what it has begun.
+measure() {
+    name=$1 seconds=$2 script=$3
+    shift 3
+    budget=$(($(left) - 40))
+    [ "$budget" -lt "$seconds" ] || budget=$seconds
+    part "$name" $((seconds + 40)) "$python" "bench/$script.py" --budget "$budget" "$@"
+}
+
+for wanted in "$@"; do
+    case $wanted in
+    install)
+        if [ "$bundle" != - ]; then
+            # In this shell, not under timeout: a function.
+            echo "=== install"
+            unpack_and_install >"$logs/install.log" 2>&1
+            code=$?
+            tail -n 20 "$logs/install.log"
+            echo "PART install: status $code, $(($(date +%s) - start)) s"
+            [ "$code" -eq 0 ] || exit 1
+        fi
+        ;;
+    doctor) part doctor 60 phos-gpu doctor ;;
+    tests) part tests 300 "$python" -m pytest tests/gpu -x -q --timeout 150 -p no:cacheprovider ${PHOS_GPU_TESTS:-} ;;
+    dump8) measure dump8 150 dump_restore --sizes 8 ;;
+    dump32) measure dump32 300 dump_restore --sizes 32 ;;
+    dump64) measure dump64 300 dump_restore --sizes 64 --repeats 1 ;;
+    steady) measure steady 240 steady_state ;;
+    correctness) measure correctness 420 correctness ;;
+    toggle) measure toggle 150 toggle ;;
+    *)
+        echo "run_gpu.sh: there is no part named $wanted" >&2
+        exit 2
+        ;;
+    esac
+done
+
+[ -z "$left_out" ] || echo "No time left for:$left_out. Call again: $0 -$left_out"
+exit "$status"
