@@ -3,8 +3,8 @@
 #
 #   bench/run_gpu.sh BUNDLE [PART...]
 #
-# BUNDLE: a folder, or a .tar/.tar.gz/.tar.zst of one, made by `install.sh` where there was a registry; `-` if PhOS is
-# installed already. PARTs: install doctor tests dump32 correctness steady dump8 toggle dump64 (default: all, in this
+# BUNDLE: a folder made by `install.sh --bundle` where there was a registry, or a .tar, .tar.gz or .tar.zst of one, which
+# is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already. PARTs: install doctor tests dump32 correctness steady dump8 toggle dump64 (default: all, in this
 # order). Each part has its own time limit and ends with a line `PART name: status, seconds`; parts that do not fit
 # into PHOS_GPU_SECONDS (default 530) any more are named and left for another call. Results go to bench/results and to
 # $OUT, if that is set.
@@ -17,12 +17,10 @@ shift
 
 start=$(date +%s)
 total=${PHOS_GPU_SECONDS:-530}
-prefix=${PHOS_PREFIX:-/usr/local}
 python=${PHOS_BENCH_PYTHON:-python3} # the one that has PyTorch
 results=bench/results
 logs=${OUT:-$results}
-PATH=$prefix/bin:$PATH
-export PATH PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1
 mkdir -p "$results" "$logs"
 status=0
 left_out=
@@ -54,17 +52,24 @@ part() {
     return "$code"
 }
 
-unpack_and_install() {
-    case $bundle in
-    -) return 0 ;;
-    *.tar | *.tar.gz | *.tgz | *.tar.zst)
-        mkdir -p /tmp/phos-bundle
-        tar -C /tmp/phos-bundle -xf "$bundle" || return 1
-        bundle=$(dirname "$(find /tmp/phos-bundle -maxdepth 3 -name install.sh | head -n 1)")
-        ;;
-    esac
-    sh "$bundle/install.sh" --offline --prefix "$prefix"
-}
+# A bundle is set up where it lies, so an archive is unpacked to a place that stays.
+case $bundle in
+-) ;;
+*.tar | *.tar.gz | *.tgz | *.tar.zst)
+    unpack=${PHOS_UNPACK:-/opt/phos-bundle}
+    if [ ! -e "$unpack/unpacked" ]; then
+        mkdir -p "$unpack" && tar -C "$unpack" -xf "$bundle" || exit 1
+        touch "$unpack/unpacked"
+    fi
+    installer=$(find "$unpack" -path '*/lib/phos/install.sh' | head -n 1)
+    ;;
+*) installer=$(readlink -f "$bundle/lib/phos/install.sh") ;;
+esac
+if [ "$bundle" != - ]; then
+    [ -f "${installer:-}" ] || { echo "run_gpu.sh: $bundle holds no lib/phos/install.sh: not a bundle" >&2; exit 1; }
+    PATH=${installer%/lib/phos/install.sh}/bin:$PATH
+    export PATH
+fi
 
 # The budget of a benchmark: what is left, less the time to finish what it has begun.
 measure() {
@@ -78,15 +83,8 @@ measure() {
 for wanted in "$@"; do
     case $wanted in
     install)
-        if [ "$bundle" != - ]; then
-            # In this shell, not under timeout: a function.
-            echo "=== install"
-            unpack_and_install >"$logs/install.log" 2>&1
-            code=$?
-            tail -n 20 "$logs/install.log"
-            echo "PART install: status $code, $(($(date +%s) - start)) s"
-            [ "$code" -eq 0 ] || exit 1
-        fi
+        # Nothing after it makes sense without it.
+        [ "$bundle" = - ] || part install 180 "$installer" --offline --python "${PHOS_PYTHON:-$python}" || exit 1
         ;;
     doctor) part doctor 60 phos-gpu doctor ;;
     tests) part tests 300 "$python" -m pytest tests/gpu -x -q --timeout 150 -p no:cacheprovider ${PHOS_GPU_TESTS:-} ;;
