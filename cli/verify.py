@@ -17,7 +17,7 @@ from phos.images.summary import SCHEMA
 
 
 class _Lines:
-    """Progress for those who are no terminal: a line on stderr at every tenth, but none for what is done in a moment."""
+    """Progress where there is no terminal: a line on stderr at every tenth, but none for what is done in a moment."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + 2.0

@@ -58,7 +58,7 @@ def thread_count(wanted: int | None = None) -> int:
 
 
 def run_in_threads(actions: Sequence[Callable[[], T]], threads: int | None = None) -> list[T]:
-    """Run all actions; results in their order. All are run to their end; then the first error in that order is raised."""
+    """Run all actions to their end; then return the results, or raise the first error, in the actions' order."""
     if len(actions) <= 1:
         return [action() for action in actions]
     with ThreadPoolExecutor(thread_count(threads), thread_name_prefix="phos-image") as pool:

@@ -153,8 +153,9 @@ def split_frames(raw: bytes, name: str, start: int = 8) -> Iterator[tuple[int, b
             raise ImageError(f"{name} is cut off at byte {len(raw)}, inside a length field")
         (size,) = _U32.unpack_from(raw, at)
         if size > len(raw) - at - 4:
+            left = len(raw) - at - 4
             raise ImageError(
-                f"{name} is cut off or damaged: the message at byte {at} claims {size} bytes, {len(raw) - at - 4} follow"
+                f"{name} is cut off or damaged: the message at byte {at} claims {size} bytes, {left} follow"
             )
         yield at, raw[at + 4 : at + 4 + size]
         at += 4 + size

@@ -304,10 +304,9 @@ class Image:
             return
         tabled = {(t.session, t.block): t.size for t in tables}
         for key in sorted(wanted.keys() | tabled.keys()):
-            if wanted.get(key) != tabled.get(key):
-                self.problems.append(
-                    f"{where}: {name_of(key)} has {tabled.get(key, 'no')} bytes here and {wanted.get(key, 'none')} in the inventory"
-                )
+            here, there = tabled.get(key, "no"), wanted.get(key, "none")
+            if here != there:
+                self.problems.append(f"{where}: {name_of(key)} has {here} bytes here and {there} in the inventory")
 
     def _read_file(self, name: str) -> bytes:
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._directory)
@@ -398,8 +397,9 @@ class Image:
 
     def _describe(self, extent: Extent, at: int, length: int, what: str) -> str:
         where = self.path / formats.data_file(extent.stripe or 0)
+        owner = self.owner_of(extent.block, extent.offset + at, length)
         return (
-            f"{where}, byte {extent.file_offset + at}: {length} bytes of {self.owner_of(extent.block, extent.offset + at, length)}"
+            f"{where}, byte {extent.file_offset + at}: {length} bytes of {owner}"
             f" (byte {extent.offset + at} of {name_of(extent.block)}) {what}"
         )
 

@@ -42,16 +42,15 @@ def inventory_blocks(inventory: pb.Inventory) -> dict[BlockKey, int]:
         for block in process.blocks:
             key = block_key(process, block)
             if sizes.setdefault(key, block.size) != block.size:
-                raise ImageError(
-                    f"the inventory gives {name_of(key)} two sizes, {sizes[key]} and {block.size} (process {process.pid})"
-                )
+                raise ImageError(f"the inventory gives {name_of(key)} two sizes, {sizes[key]} and {block.size}")
     return sizes
 
 
 def build_tables(runs: Iterable[WrittenRun], inventory: pb.Inventory, chunk_size: int) -> list[pb.BlockTable]:
     """One table per block of the inventory, sorted by key.
 
-    Raises ImageError if a block lacks data, has data past its end or in a short chunk before it, or is not in the inventory.
+    Raises ImageError if a block lacks data, has data past its end or in a short chunk before it, or is not in the
+    inventory.
     """
     sizes = inventory_blocks(inventory)
     by_block: dict[BlockKey, list[WrittenRun]] = {key: [] for key in sizes}
@@ -133,7 +132,8 @@ def complaint_about(table: pb.BlockTable) -> str:
     end = 0
     for run in table.runs:
         if run.offset != end:
-            return f"{'overlaps' if run.offset < end else 'is missing'} at bytes {min(end, run.offset)} to {max(end, run.offset)}"
+            what = "overlaps" if run.offset < end else "is missing"
+            return f"{what} at bytes {min(end, run.offset)} to {max(end, run.offset)}"
         if run.length == 0 or run.offset % table.chunk_size:
             return f"has a part at byte {run.offset} that is empty or does not begin at a chunk"
         end += run.length

@@ -1,7 +1,7 @@
 """Writing an image set: GPU data in stripes, then inventory, chunk tables and, last, the commit record.
 
-Lock order: `_Stripe.lock` before `ImageWriter._failure_lock`. A stripe's lock is held for the whole of a write(), so that
-abort() and commit() never close a descriptor under a thread that writes to it.
+Lock order: `_Stripe.lock` before `ImageWriter._failure_lock`. A stripe's lock is held for the whole of a write(), so
+that abort() and commit() never close a descriptor under a thread that writes to it.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ImageWriter:
     The files it makes carry no commit record until the very end, so a crash at any moment leaves no image that opens.
 
     directory   an open descriptor of the directory; it is duplicated, the caller keeps its own.
-    stripes     how many data files, at most one write() at a time in each. A file's inode lock serialises its writers, so
-                this is the number of threads that can write at once.
+    stripes     how many data files, at most one write() at a time in each. A file's inode lock serialises its writers,
+                so this is the number of threads that can write at once.
     chunk_size  bytes, a multiple of 4096.
     direct      O_DIRECT: True demands it, False avoids it, None uses it where the file system takes it and has a disk
                 behind it (in tmpfs there is no page cache to bypass).
@@ -145,8 +145,8 @@ class ImageWriter:
                 raise
 
     def _append(self, s: _Stripe, block: BlockKey, offset: int, view: memoryview) -> None:
-        # On O_DIRECT the whole call goes out in one pwritev, so that the disk sees one large request. Through memory each
-        # chunk is written right after it was hashed, while it is still in the processor's cache.
+        # On O_DIRECT the whole call goes out in one pwritev, so that the disk sees one large request. Through memory
+        # each chunk is written right after it was hashed, while it is still in the processor's cache.
         chunk, length, direct = self._chunk_size, len(view), s.direct
         pending: list[memoryview] = []
         hashes: list[bytes] = []
@@ -215,7 +215,7 @@ class ImageWriter:
                 n = os.pwritev(s.fd, pieces[:_IOV_MAX], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and s.direct and self._set_direct(s, False):
-                    continue  # memory or file system not fit for O_DIRECT after all: through the page cache from here on
+                    continue  # memory or file system not fit for O_DIRECT after all: through the page cache from now on
                 raise self._write_error(s.name, error, size - done) from error
             if n == 0:
                 raise self._write_error(s.name, OSError(errno.EIO, "the file took no bytes"), size - done)
@@ -414,8 +414,8 @@ class ImageWriter:
         ours = sorted(n for n in names if formats.is_ours(n))
         if ours:
             raise ImageError(
-                f"{self._path} is not empty: it holds the remains of an image that was not finished, or one that is being "
-                f"written now ({', '.join(ours[:3])}); choose another directory or remove them"
+                f"{self._path} is not empty: it holds the remains of an image that was not finished, or one that is "
+                f"being written now ({', '.join(ours[:3])}); choose another directory or remove them"
             )
         if formats.CRIU_INVENTORY_FILE in names:
             # CRIU writes it at the very end of a dump, so this one is of an earlier dump.
