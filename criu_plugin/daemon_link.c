@@ -1,0 +1,254 @@
+/*
+ * The connection to phosd: one per run of CRIU, one request at a time (proto/wire.proto).
+ *
+ * It is opened by the first request and closed only by the end of CRIU's process, because its end of file is what tells
+ * phosd that CRIU has let the tasks go (or was killed). CRIU forks helpers while it restores: CLOEXEC does not close it
+ * in those, but none of them outlives the tasks' release.
+ */
+#include "phos_plugin.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "wire.pb-c.h"
+
+#define PACKET_LIMIT (64 << 10)
+
+/* Longest step behind one request: quiesce, detach and the driver's checkpoint of processes without the frontend. */
+#define REQUEST_TIMEOUT_S 600
+
+typedef Phos__Wire__Envelope Envelope;
+
+/* CRIU calls hooks from its main thread only: no lock. */
+static struct {
+	int fd;
+	uint64_t next_id;
+	bool dumping;
+} link_ = { .fd = -1, .next_id = 1 };
+
+static const char *socket_path(char *buffer, size_t size)
+{
+	const char *named = getenv("PHOS_SOCKET");
+	const char *runtime = getenv("XDG_RUNTIME_DIR");
+
+	if (named && *named)
+		return named;
+	if (geteuid() == 0 || access("/run/phos/phosd.sock", F_OK) == 0)
+		return "/run/phos/phosd.sock";
+	if (runtime)
+		snprintf(buffer, size, "%s/phos/phosd.sock", runtime);
+	else
+		snprintf(buffer, size, "/tmp/phos-%u/phos/phosd.sock", geteuid());
+	return buffer;
+}
+
+static int link_open(void)
+{
+	struct sockaddr_un address = { .sun_family = AF_UNIX };
+	char buffer[sizeof(address.sun_path)];
+	const char *path = socket_path(buffer, sizeof(buffer));
+	int fd;
+
+	if (link_.fd >= 0)
+		return 0;
+	if (strlen(path) >= sizeof(address.sun_path)) {
+		pr_err("the socket path %s is too long; set PHOS_SOCKET to a shorter one\n", path);
+		return -1;
+	}
+	strcpy(address.sun_path, path);
+	fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+	if (fd < 0) {
+		pr_err("cannot make a socket: %s\n", strerror(errno));
+		return -1;
+	}
+	if (connect(fd, (struct sockaddr *)&address, sizeof(address))) {
+		pr_err("phosd does not answer at %s (%s); start it with 'phosd --ensure'\n", path, strerror(errno));
+		close(fd);
+		return -1;
+	}
+	link_.fd = fd;
+	return 0;
+}
+
+static int send_packet(const Envelope *envelope, int descriptor)
+{
+	union {
+		struct cmsghdr header;
+		char space[CMSG_SPACE(sizeof(int))];
+	} control = {};
+	uint8_t packet[PACKET_LIMIT];
+	struct iovec data = { .iov_base = packet };
+	struct msghdr message = { .msg_iov = &data, .msg_iovlen = 1 };
+	size_t size = phos__wire__envelope__get_packed_size(envelope);
+	ssize_t sent;
+
+	if (size > sizeof(packet))
+		return -EMSGSIZE;
+	data.iov_len = phos__wire__envelope__pack(envelope, packet);
+	if (descriptor >= 0) {
+		message.msg_control = &control;
+		message.msg_controllen = sizeof(control);
+		control.header.cmsg_level = SOL_SOCKET;
+		control.header.cmsg_type = SCM_RIGHTS;
+		control.header.cmsg_len = CMSG_LEN(sizeof(int));
+		memcpy(CMSG_DATA(&control.header), &descriptor, sizeof(int));
+	}
+	do {
+		sent = sendmsg(link_.fd, &message, MSG_NOSIGNAL);
+	} while (sent < 0 && errno == EINTR);
+	return sent < 0 ? -errno : 0;
+}
+
+/*
+ * Wait for the answer. CRIU's alarm interrupts system calls while it freezes tasks (10 s unless --timeout says more, and
+ * the launcher does): that is its warning, not the end of the request, so EINTR only leads to another look at the clock.
+ */
+static Envelope *receive_packet(uint64_t id)
+{
+	static uint8_t packet[PACKET_LIMIT];
+	struct pollfd ready = { .fd = link_.fd, .events = POLLIN };
+	time_t deadline = time(NULL) + REQUEST_TIMEOUT_S;
+
+	for (;;) {
+		Envelope *envelope;
+		ssize_t size;
+		int count = poll(&ready, 1, 1000);
+
+		if (count < 0 && errno != EINTR)
+			return NULL;
+		if (count <= 0) {
+			if (time(NULL) > deadline) {
+				errno = ETIMEDOUT;
+				return NULL;
+			}
+			continue;
+		}
+		size = recv(link_.fd, packet, sizeof(packet), MSG_DONTWAIT);
+		if (size < 0 && (errno == EINTR || errno == EAGAIN))
+			continue;
+		if (size <= 0) {
+			if (size == 0)
+				errno = ECONNRESET;
+			return NULL;
+		}
+		envelope = phos__wire__envelope__unpack(NULL, size, packet);
+		if (!envelope) {
+			errno = EPROTO;
+			return NULL;
+		}
+		if (envelope->id == id)
+			return envelope;
+		phos__wire__envelope__free_unpacked(envelope, NULL);
+	}
+}
+
+static int request(Envelope *envelope, int descriptor, const char *what)
+{
+	Envelope *answer;
+	int ret = -1, error;
+
+	envelope->id = link_.next_id++;
+	error = send_packet(envelope, descriptor);
+	if (error) {
+		pr_err("phosd has gone away before '%s': %s\n", what, strerror(-error));
+		return -1;
+	}
+	answer = receive_packet(envelope->id);
+	if (!answer) {
+		pr_err("phosd gave no answer to '%s': %s\n", what, strerror(errno));
+		return -1;
+	}
+	if (answer->body_case != PHOS__WIRE__ENVELOPE__BODY_DONE) {
+		pr_err("phosd answered '%s' with something else\n", what);
+		goto out;
+	}
+	for (size_t i = 0; i < answer->done->n_warnings; i++)
+		pr_warn("%s\n", answer->done->warnings[i]);
+	if (answer->done->error && *answer->done->error) {
+		pr_err("%s\n", answer->done->error);
+		goto out;
+	}
+	ret = 0;
+out:
+	phos__wire__envelope__free_unpacked(answer, NULL);
+	return ret;
+}
+
+int phos_link_dump_begin(int pid)
+{
+	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
+	Phos__Wire__DumpBegin begin = PHOS__WIRE__DUMP_BEGIN__INIT;
+	const char *version = getenv("PHOS_CRIU_VERSION");
+
+	if (link_.dumping)
+		return 0; /* a child of the root: phosd has seen to the whole tree already */
+	if (link_open())
+		return -1;
+	begin.pid = pid;
+	begin.criu_pid = getpid();
+	if (version)
+		begin.criu_version = (char *)version;
+	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_DUMP_BEGIN;
+	envelope.dump_begin = &begin;
+	if (request(&envelope, criu_get_image_dir(), "begin the checkpoint"))
+		return -1;
+	link_.dumping = true;
+	return 0;
+}
+
+void phos_link_dump_end(int result)
+{
+	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
+	Phos__Wire__DumpEnd end = PHOS__WIRE__DUMP_END__INIT;
+
+	if (!link_.dumping)
+		return;
+	end.result = result;
+	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_DUMP_END;
+	envelope.dump_end = &end;
+	(void)request(&envelope, -1, "end the checkpoint");
+}
+
+int phos_link_restore_begin(void)
+{
+	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
+	Phos__Wire__RestoreBegin begin = PHOS__WIRE__RESTORE_BEGIN__INIT;
+
+	if (link_open())
+		return -1;
+	begin.criu_pid = getpid();
+	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_RESTORE_BEGIN;
+	envelope.restore_begin = &begin;
+	return request(&envelope, criu_get_image_dir(), "begin the restore");
+}
+
+int phos_link_task_restored(int pid)
+{
+	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
+	Phos__Wire__TaskRestored restored = PHOS__WIRE__TASK_RESTORED__INIT;
+
+	restored.pid = pid;
+	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_RESTORED;
+	envelope.task_restored = &restored;
+	return request(&envelope, -1, "take over a restored task");
+}
+
+void phos_link_restore_end(int result)
+{
+	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
+	Phos__Wire__RestoreEnd end = PHOS__WIRE__RESTORE_END__INIT;
+
+	if (link_.fd < 0)
+		return;
+	end.result = result;
+	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_RESTORE_END;
+	envelope.restore_end = &end;
+	(void)request(&envelope, -1, "end the restore");
+}

@@ -1,0 +1,22 @@
+#ifndef PHOS_PLUGIN_H
+#define PHOS_PLUGIN_H
+
+#include <criu-plugin.h>
+
+/*
+ * CRIU's log, exported to its plugins. The header that Debian packages for it (criu-log.h) needs one that is not packaged.
+ * Levels: 1 error, 2 warning, 3 info.
+ */
+extern void print_on_level(unsigned int level, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
+#define pr_err(format, ...) print_on_level(1, "Error: phos: " format, ##__VA_ARGS__)
+#define pr_warn(format, ...) print_on_level(2, "Warn: phos: " format, ##__VA_ARGS__)
+
+/* All return 0, or a negative number after they have logged why. One thread: CRIU calls hooks from its main thread only. */
+int phos_link_dump_begin(int pid);
+void phos_link_dump_end(int result);
+int phos_link_restore_begin(void);
+int phos_link_task_restored(int pid);
+void phos_link_restore_end(int result);
+
+#endif

@@ -1,0 +1,106 @@
+"""``phosd``: the daemon as a program."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import resource
+import signal
+import socket
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import click
+
+from phos.gpu_engine.daemon import client
+from phos.gpu_engine.daemon.paths import socket_path
+from phos.gpu_engine.errors import PhosError
+from phos.gpu_engine.installation import device_kind, load_driver
+
+
+def _version() -> str:
+    try:
+        return metadata.version("phos")
+    except metadata.PackageNotFoundError:
+        return "source tree"
+
+
+def _listen(path: Path) -> socket.socket:
+    """Bind the socket; only one phosd may serve a folder.
+
+    Raises:
+        PhosError: another phosd runs there.
+    """
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    lock = os.open(path.parent / "phosd.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends
+    except OSError as error:
+        raise PhosError(f"Another phosd already serves {path}.") from error
+    os.ftruncate(lock, 0)
+    os.write(lock, f"{os.getpid()}\n".encode())
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(path))
+    # Any user may connect: what a peer may do is decided by its credentials (SO_PEERCRED), request by request.
+    path.chmod(0o666 if os.geteuid() == 0 else 0o600)
+    return listener
+
+
+@click.command(name="phosd")
+@click.option(
+    "--socket",
+    "path",
+    type=click.Path(path_type=Path),
+    help="Socket path. Default: PHOS_SOCKET or /run/phos/phosd.sock.",
+)
+@click.option(
+    "--ensure", is_flag=True, help="Start phosd in the background unless it runs, wait until it answers, and exit."
+)
+@click.option("--stop", is_flag=True, help="Ask the running phosd to end.")
+@click.option("--verbose", is_flag=True, help="Log every step.")
+def main(path: Path | None, ensure: bool, stop: bool, verbose: bool) -> None:
+    """The PhOS daemon: holds the GPU memory of processes under 'phos-gpu run', checkpoints and restores them."""
+    path = path or socket_path()
+    try:
+        if ensure:
+            client.ensure(path)
+            return
+        if stop:
+            client.shutdown(path)
+            return
+        _run(path, verbose)
+    except PhosError as error:
+        click.echo(f"phosd: {error}", err=True)
+        sys.exit(int(error.exit_status))
+
+
+def _run(path: Path, verbose: bool) -> None:
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(threadName)s: %(message)s",
+        stream=sys.stderr,
+    )
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor for each block of each process
+    load_driver(device_kind())
+    from phos.gpu_engine.daemon.server import Daemon  # loads cuda-python, so not before load_driver
+
+    listener = _listen(path)
+    daemon = Daemon(path, _version())
+    signal.signal(signal.SIGTERM, lambda *_: daemon.stop(listener))
+    signal.signal(signal.SIGINT, lambda *_: daemon.stop(listener))
+    listener.listen(128)
+    logging.getLogger(__name__).info(
+        "phosd serves %s: %s", path, ", ".join(gpu.name for gpu in daemon.gpus) or "no GPU"
+    )
+    daemon.serve(listener)
+    path.unlink(missing_ok=True)
+    sys.stdout.flush()
+    os._exit(0)  # worker threads may sit in driver calls; the keeper holds what has to live on
+
+
+if __name__ == "__main__":
+    main()

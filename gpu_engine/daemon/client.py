@@ -1,0 +1,162 @@
+"""Speaking to phosd from phos-gpu and the criu launcher.
+
+``python -m phos.gpu_engine.daemon.client wait [--restore] DIRECTORY`` is what the launcher runs: it waits until the
+image in DIRECTORY is committed (or its processes compute again) and exits 0, or says what went wrong and exits with
+another status.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.paths import log_file, socket_path
+from phos.gpu_engine.errors import DaemonUnavailable, PhosError
+
+START_SECONDS = 30.0
+"""How long phosd may take to start; initialising the driver on a machine without persistence mode takes seconds."""
+
+
+def connect(path: Path | None = None) -> socket.socket:
+    """A connection to the running phosd.
+
+    Raises:
+        DaemonUnavailable: none answers there.
+    """
+    path = path or socket_path()
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.connect(str(path))
+    except OSError as error:
+        connection.close()
+        raise DaemonUnavailable(
+            f"phosd does not answer at {path} ({error.strerror}). "
+            "Start it with 'phosd --ensure' or 'systemctl start phosd'."
+        ) from error
+    return connection
+
+
+def ensure(path: Path | None = None) -> None:
+    """Start phosd in the background unless it runs, and wait until it answers.
+
+    Raises:
+        DaemonUnavailable: it did not come up; the message carries the end of its log.
+    """
+    path = path or socket_path()
+    try:
+        connect(path).close()
+        return
+    except DaemonUnavailable:
+        pass
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with open(log_file(path), "ab") as log:
+        environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "phos.gpu_engine.daemon", "--socket", str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env=environment,
+            cwd="/",
+        )
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            connect(path).close()
+            return
+        except DaemonUnavailable:
+            if process.poll() not in (None, 0):
+                try:
+                    connect(path).close()  # another one was started at the same moment, and won
+                    return
+                except DaemonUnavailable:
+                    break
+            time.sleep(0.01)
+    tail = log_file(path).read_text(errors="replace").strip().splitlines()[-3:]
+    raise DaemonUnavailable(f"phosd could not be started at {path}: {' '.join(tail)} (log: {log_file(path)})")
+
+
+def request(path: Path | None, descriptors: list[int] | None = None, **body: object) -> wire_pb2.Envelope:
+    """One request, one answer."""
+    with connect(path) as connection:
+        wire.send(connection, wire_pb2.Envelope(id=1, **body), descriptors or [])  # type: ignore[arg-type]
+        answer = wire.receive(connection)
+    if answer is None:
+        raise DaemonUnavailable("phosd ended before it answered.")
+    wire.close_all(answer[1])
+    return answer[0]
+
+
+def status(path: Path | None = None) -> wire_pb2.Status:
+    """What phosd knows of GPUs, processes and jobs."""
+    return request(path, status_request=wire_pb2.StatusRequest()).status
+
+
+def shutdown(path: Path | None = None) -> None:
+    """Ask phosd to end. Applications run on; their memory stays held by the keeper."""
+    done = request(path, shutdown=wire_pb2.Shutdown()).done
+    if done.error:
+        raise PhosError(done.error)
+
+
+def wait_image(
+    directory: Path,
+    *,
+    restore: bool = False,
+    timeout: float = 3600.0,
+    progress: Callable[[wire_pb2.ImageState], None] | None = None,
+    path: Path | None = None,
+) -> wire_pb2.ImageState:
+    """Wait until the job on an image directory has ended, or ``timeout`` seconds have passed.
+
+    ``progress`` is called about ten times a second.
+
+    Raises:
+        DaemonUnavailable: phosd is not there, or died; the image is then not whole unless it says so itself.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with connect(path) as connection:
+            asked = wire_pb2.WaitImage(timeout_s=timeout, progress=progress is not None, restore=restore)
+            wire.send(connection, wire_pb2.Envelope(id=1, wait_image=asked), [descriptor])
+            while True:
+                answer = wire.receive(connection)
+                if answer is None:
+                    raise DaemonUnavailable(f"phosd died while the image in {directory} was being worked on.")
+                state = answer[0].image_state
+                if state.final:
+                    return state
+                if progress:
+                    progress(state)
+    finally:
+        os.close(descriptor)
+
+
+def main() -> int:
+    """The launcher's helper; see the module's text."""
+    arguments = sys.argv[1:]
+    restore = "--restore" in arguments
+    names = [argument for argument in arguments if not argument.startswith("--")]
+    if len(names) != 2 or names[0] != "wait":
+        print("usage: python -m phos.gpu_engine.daemon.client wait [--restore] DIRECTORY", file=sys.stderr)
+        return 2
+    try:
+        state = wait_image(Path(names[1]), restore=restore)
+    except (PhosError, OSError) as error:
+        print(f"phos: {error}", file=sys.stderr)
+        return 3
+    if state.error:
+        print(f"phos: {state.error}", file=sys.stderr)
+    return 0 if state.state in ("committed", "attached", "none") and not state.error else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

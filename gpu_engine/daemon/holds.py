@@ -1,0 +1,48 @@
+"""Holds: how a detached process waits without a descriptor.
+
+CRIU refuses a process with a socket connected to phosd, and cannot be asked when exactly it freezes one. So a detached
+frontend only looks, with readlink(), for ``hold/<session>`` beside phosd's socket: while that link names a living phosd
+it waits; when the link is gone it connects. The link's text is ``<pid>:<start time>`` of phosd (field 22 of
+/proc/PID/stat), so that a hold left behind by a phosd that was killed is recognised.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def start_time(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat (clock ticks since boot), or None when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])
+
+
+class Holds:
+    """The holds that this phosd has made."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        self._text = f"{os.getpid()}:{start_time(os.getpid())}"
+
+    def _path(self, session: bytes) -> Path:
+        return self._folder / session.hex()
+
+    def place(self, session: bytes) -> None:
+        """From now on the session's frontend waits once it is detached."""
+        self.release(session)
+        self._path(session).symlink_to(self._text)
+
+    def release(self, session: bytes) -> None:
+        """The session's frontend may connect."""
+        self._path(session).unlink(missing_ok=True)
+
+    def clear_stale(self) -> None:
+        """Remove what another, dead phosd left behind."""
+        for path in self._folder.iterdir():
+            if path.is_symlink() and os.readlink(path) != self._text:
+                path.unlink(missing_ok=True)

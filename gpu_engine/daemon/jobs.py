@@ -1,0 +1,89 @@
+"""The checkpoints and restores that phosd has done lately, by image directory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Protocol
+
+from phos.gen import wire_pb2
+from phos.gpu_engine.copier import Progress
+
+REMEMBERED = 64
+
+
+class Job(Protocol):
+    """What the table shows of a checkpoint or restore."""
+
+    kind: str
+    path: str
+    state: str
+    error: str
+    since: float
+    progress: Progress
+
+    @property
+    def pids(self) -> list[int]:
+        """Its processes."""
+
+
+class JobTable:
+    """Jobs by the identity (device, inode) of their image directory, so that any path to it finds them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _jobs
+        self._jobs: list[tuple[tuple[int, int], Job | None]] = []
+
+    @staticmethod
+    def _identity(directory: int) -> tuple[int, int]:
+        status = os.fstat(directory)
+        return status.st_dev, status.st_ino
+
+    def add(self, directory: int, job: Job) -> None:
+        """Remember a job; the newest for a directory counts."""
+        with self._lock:
+            self._jobs = [*self._jobs, (self._identity(directory), job)][-REMEMBERED:]
+
+    def none_for(self, directory: int) -> None:
+        """Remember that the last dump into this directory had no GPU part."""
+        with self._lock:
+            self._jobs = [*self._jobs, (self._identity(directory), None)][-REMEMBERED:]
+
+    @staticmethod
+    def is_plain_criu(directory: int) -> bool:
+        """Whether a directory holds CRIU's files and none of ours."""
+        names = set(os.listdir(directory))
+        return "inventory.img" in names and not any(name.startswith("phos-") for name in names)
+
+    def state(self, directory: int, kind: str) -> wire_pb2.ImageState:
+        """Where the newest job of that kind for a directory stands; ``none`` if it had no GPU part."""
+        identity = self._identity(directory)
+        with self._lock:
+            for known, job in reversed(self._jobs):
+                if known != identity:
+                    continue
+                if job is None:
+                    return wire_pb2.ImageState(state="none")
+                if job.kind == kind:
+                    return wire_pb2.ImageState(
+                        state=job.state, error=job.error, bytes_done=job.progress.done, bytes_total=job.progress.total
+                    )
+        return wire_pb2.ImageState(state="unknown", error="phosd knows of no such job for this directory.")
+
+    def report(self) -> list[wire_pb2.Status.Job]:
+        """All remembered jobs, oldest first."""
+        with self._lock:
+            return [
+                wire_pb2.Status.Job(
+                    image=job.path,
+                    kind=job.kind,
+                    state=job.state,
+                    bytes_done=job.progress.done,
+                    bytes_total=job.progress.total,
+                    error=job.error,
+                    since=job.since,
+                    pids=job.pids,
+                )
+                for _, job in self._jobs
+                if job is not None
+            ]

@@ -1,0 +1,152 @@
+"""The keeper: a small process that outlives phosd and holds a second copy of every block's descriptor.
+
+A frontend that was detached and attached again has its memory from imported descriptors, and the driver does not
+export those a second time (DESIGN §2). If phosd alone held them, killing it would make that memory unreachable for
+every later checkpoint. The keeper does nothing else than hold them, so there is little that could kill it.
+
+It runs as ``python -I -S keeper.py FOLDER`` with the standard library alone, speaks to one phosd at a time, and ends
+when it holds nothing and no phosd has been there for a while. A process's descriptors are dropped when the process has
+ended and no phosd is connected (with one connected, phosd decides: an image may still be written from them).
+
+Packets are JSON objects on a SOCK_SEQPACKET socket. From phosd: ``{"op": "add", "session": hex, "pid": n, "block": n,
+"size": n, "device": n}`` with a descriptor; ``{"op": "remove", "session": hex, "block": n | null}`` (null: the whole
+session); ``{"op": "pid", "session": hex, "pid": n}``; ``{"op": "list"}``, answered by one packet for each block, its
+descriptor beside it, and a last ``{"end": true}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import Any
+
+LONELY_SECONDS = 10.0
+"""How long a keeper that holds nothing waits for a phosd before it ends."""
+
+
+class Keeper:
+    """State of the keeper: one listening socket, at most one phosd, and the descriptors by session and block."""
+
+    def __init__(self, folder: str) -> None:
+        self.path = os.path.join(folder, "keeper.sock")
+        self.held: dict[str, dict[int, tuple[int, dict[str, Any]]]] = {}
+        self.pidfds: dict[str, int] = {}
+        self.peer: socket.socket | None = None
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+        self.listener.bind(self.path)
+        os.chmod(self.path, 0o600)
+        self.listener.listen(4)
+
+    def run(self) -> None:
+        """Serve until nothing is held and no phosd has come for a while."""
+        while True:
+            poll = select.poll()  # not select(): descriptor numbers go far beyond its 1024
+            poll.register(self.listener, select.POLLIN)
+            if self.peer:
+                poll.register(self.peer, select.POLLIN)
+            else:
+                for pidfd in self.pidfds.values():
+                    poll.register(pidfd, select.POLLIN)
+            lonely = not self.peer and not self.held
+            ready = {descriptor for descriptor, _ in poll.poll(LONELY_SECONDS * 1000 if lonely else None)}
+            if not ready and lonely:
+                os.unlink(self.path)
+                return
+            for session in [s for s, pidfd in self.pidfds.items() if pidfd in ready]:
+                self.drop(session)
+            if self.peer and self.peer.fileno() in ready:
+                self.serve()
+            if self.listener.fileno() in ready:
+                self.accept()
+
+    def accept(self) -> None:
+        """Take a new phosd; an old one that is still connected is dead or dying."""
+        connection, _ = self.listener.accept()
+        if self.peer:
+            self.peer.close()
+        self.peer = connection
+
+    def serve(self) -> None:
+        """One packet from phosd."""
+        assert self.peer
+        try:
+            payload, descriptors, _, _ = socket.recv_fds(self.peer, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+        except OSError:
+            payload, descriptors = b"", []
+        if not payload:
+            self.peer.close()
+            self.peer = None
+            return
+        request = json.loads(payload)
+        operation = request.pop("op")
+        if operation == "add":
+            self.add(request, descriptors[0])
+        elif operation == "remove":
+            self.remove(request["session"], request["block"])
+        elif operation == "pid":
+            self.watch(request["session"], request["pid"])
+        elif operation == "list":
+            self.list()
+
+    def add(self, record: dict[str, Any], descriptor: int) -> None:
+        """Hold a block's descriptor."""
+        blocks = self.held.setdefault(record["session"], {})
+        if record["block"] in blocks:
+            os.close(blocks[record["block"]][0])
+        blocks[record["block"]] = (descriptor, record)
+        if record["session"] not in self.pidfds:
+            self.watch(record["session"], record["pid"])
+
+    def watch(self, session: str, pid: int) -> None:
+        """The session now lives in process ``pid``."""
+        if session in self.pidfds:
+            os.close(self.pidfds.pop(session))
+        with contextlib.suppress(OSError):  # it has ended already: phosd will say what to drop
+            self.pidfds[session] = os.pidfd_open(pid)
+
+    def remove(self, session: str, block: int | None) -> None:
+        """Let a block go, or a whole session."""
+        if block is None:
+            self.drop(session)
+        elif session in self.held and block in self.held[session]:
+            os.close(self.held[session].pop(block)[0])
+
+    def drop(self, session: str) -> None:
+        """Let everything of a session go."""
+        for descriptor, _ in self.held.pop(session, {}).values():
+            os.close(descriptor)
+        if session in self.pidfds:
+            os.close(self.pidfds.pop(session))
+
+    def list(self) -> None:
+        """Hand copies of everything to phosd."""
+        assert self.peer
+        try:
+            for blocks in self.held.values():
+                for descriptor, record in blocks.values():
+                    socket.send_fds(self.peer, [json.dumps(record).encode()], [descriptor])
+            self.peer.send(b'{"end": true}')
+        except OSError:
+            pass  # phosd died while asking; the next one asks again
+
+
+def main() -> None:
+    """Run as a program of its own, away from phosd's session, so that what kills phosd's group spares it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    Keeper(sys.argv[1]).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The physical-memory broker: every block of every session, by the descriptor that keeps it alive.
+
+A block is one physical allocation (one ``cuMemCreate``). Whoever holds its descriptor holds the memory: an application
+maps it, phosd copies it, and it is freed when the last of them lets go (DESIGN §1).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+
+from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.daemon.keeper_link import KeeperLink
+
+
+class Broker:
+    """All blocks that phosd holds. Methods may be called from any thread."""
+
+    def __init__(self, keeper: KeeperLink) -> None:
+        self._keeper = keeper
+        self._lock = threading.Lock()  # guards _blocks
+        self._blocks: dict[BlockKey, Block] = {}
+
+    def adopt_from_keeper(self) -> dict[bytes, int]:
+        """After a start: take over what the keeper holds from an earlier phosd. Returns session → pid."""
+        sessions: dict[bytes, int] = {}
+        for held in self._keeper.held():
+            key = (held.session, held.block)
+            self._blocks[key] = Block(key, held.size, held.device, held.descriptor)
+            sessions[held.session] = held.pid
+        return sessions
+
+    def add(self, block: Block, pid: int) -> None:
+        """Hold a new block; the descriptor becomes the broker's. A block registered again replaces its former self."""
+        with self._lock:
+            former = self._blocks.pop(block.key, None)
+            self._blocks[block.key] = block
+        if former:
+            os.close(former.descriptor)
+        self._keeper.add(block.key[0], pid, block.key[1], block.size, block.device, block.descriptor)
+
+    def remove(self, key: BlockKey) -> None:
+        """The block's owner has freed it."""
+        with self._lock:
+            block = self._blocks.pop(key, None)
+        if block:
+            os.close(block.descriptor)
+            self._keeper.remove(*key)
+
+    def drop_session(self, session: bytes) -> int:
+        """Let all of a session's memory go; returns the bytes."""
+        with self._lock:
+            gone = [self._blocks.pop(key) for key in list(self._blocks) if key[0] == session]
+        for block in gone:
+            os.close(block.descriptor)
+        self._keeper.remove(session, None)
+        return sum(block.size for block in gone)
+
+    def moved(self, session: bytes, pid: int) -> None:
+        """The session now lives in process ``pid``."""
+        self._keeper.moved(session, pid)
+
+    def get(self, key: BlockKey) -> Block | None:
+        """A block, if it is held."""
+        with self._lock:
+            return self._blocks.get(key)
+
+    def of_session(self, session: bytes) -> list[Block]:
+        """A session's own blocks, by number."""
+        with self._lock:
+            return sorted((b for k, b in self._blocks.items() if k[0] == session), key=lambda b: b.key[1])
+
+    def borrow(self, keys: Iterable[BlockKey]) -> list[Block]:
+        """Copies of blocks with descriptors of their own, which the caller closes: for a copy that outlives the owner.
+
+        Raises:
+            KeyError: one of them is not held.
+        """
+        with self._lock:
+            wanted = [self._blocks[key] for key in keys]
+            return [Block(b.key, b.size, b.device, os.dup(b.descriptor), b.by_application) for b in wanted]

@@ -1,0 +1,347 @@
+"""A session: phosd's end of one process under the frontend, over all the connections that the process makes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable
+
+from phos.gen import phos_image_pb2 as pb
+from phos.gen import wire_pb2
+from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.holds import Holds
+from phos.gpu_engine.daemon.memory import Broker
+from phos.gpu_engine.daemon.states import SessionState, StateMachine
+from phos.gpu_engine.errors import CheckpointFailed, PhosError, ProtocolError
+from phos.gpu_engine.inventory import LoadedModule
+from phos.gpu_engine.process import (
+    Allocation,
+    Detached,
+    HostAllocation,
+    MappedBlock,
+    QuiesceTimes,
+    UncarriedState,
+)
+
+log = logging.getLogger(__name__)
+
+ANSWER_SECONDS = 60.0
+"""How long a frontend may take for a request that involves no waiting for the GPU."""
+
+
+class _Request:
+    """A request on its way: filled by the receiving thread."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.answer: wire_pb2.Envelope | None = None
+        self.descriptors: list[int] = []
+
+
+class Session:
+    """One process under the frontend. Implements :class:`phos.gpu_engine.process.GatedProcess`."""
+
+    def __init__(self, session: bytes, pid: int, uid: int, broker: Broker, holds: Holds, state: SessionState) -> None:
+        self.session = session
+        self.pid = pid
+        self.uid = uid
+        self.executable = ""
+        self.driver_version = 0
+        self.devices: dict[int, bytes] = {}
+        self.machine = StateMachine(state)
+        self.uncarried: dict[str, UncarriedState] = {}
+        self.modules: list[LoadedModule] = []
+        self.detached: Detached | None = None
+        self.lost_reason = ""
+        self.announced_blocks = 0
+        self._received_blocks = 0
+        self._ordinals: dict[int, int] = {}  # the process's numbering of GPUs → phosd's
+        self._broker = broker
+        self._holds = holds
+        self._connection: wire.Connection | None = None
+        self._lock = threading.Lock()  # guards _requests, _next_id, _connection, _imports
+        self._requests: dict[int, _Request] = {}
+        self._next_id = 1
+        self._imports: dict[int, BlockKey] = {}  # block numbers that stand for another session's blocks
+
+    # Connections.
+
+    def connected(self, connection: wire.Connection, hello: wire_pb2.Hello, ordinals: dict[bytes, int]) -> None:
+        """A frontend said hello; ``ordinals`` gives phosd's number of each GPU by its UUID."""
+        with self._lock:
+            former, self._connection = self._connection, connection
+        if former:
+            former.shutdown()
+        self.pid = connection.pid
+        self.executable = hello.executable
+        self.driver_version = hello.driver_version
+        self.devices = {device.ordinal: device.uuid for device in hello.devices}
+        self.announced_blocks = hello.blocks
+        self._received_blocks = 0
+        self._ordinals = {n: ordinals[uuid] for n, uuid in self.devices.items() if uuid in ordinals}
+
+    @property
+    def table_complete(self) -> bool:
+        """Whether every block that Hello announced has been registered."""
+        return self._received_blocks >= self.announced_blocks
+
+    def gpu_ordinals(self) -> list[int]:
+        """phosd's numbers of the GPUs the process sees, in the process's order."""
+        return [self._ordinals[n] for n in sorted(self._ordinals)]
+
+    def disconnected(self, connection: wire.Connection) -> None:
+        """The connection ended: on purpose (detached), by a fault, or with the process."""
+        with self._lock:
+            if self._connection is not connection:
+                return
+            self._connection = None
+            waiting, self._requests = list(self._requests.values()), {}
+        for request in waiting:
+            request.done.set()
+
+    def handle(self, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
+        """One packet from the frontend; the descriptors become the session's."""
+        kind = envelope.WhichOneof("body")
+        if kind in ("done", "quiesce_done", "detach_done", "attach_done"):
+            with self._lock:
+                request = self._requests.pop(envelope.id, None)
+            if request is None:
+                wire.close_all(descriptors)
+                return
+            request.answer, request.descriptors = envelope, descriptors
+            request.done.set()
+        elif kind == "block_added":
+            self._block_added(envelope.block_added, descriptors)
+        elif kind == "block_removed":
+            self._block_removed(envelope.block_removed.block)
+        elif kind == "uncarried":
+            report = envelope.uncarried
+            self.uncarried[report.kind] = UncarriedState(report.kind, report.count, report.bytes)
+        elif kind == "module_loaded":
+            wire.close_all(descriptors)
+            loaded = envelope.module_loaded
+            self.modules.append(LoadedModule(loaded.entry_point, loaded.size, loaded.path, loaded.offset))
+        else:
+            wire.close_all(descriptors)
+            raise ProtocolError(f"Process {self.pid} sent an unexpected packet ({kind}).")
+
+    def _block_added(self, added: wire_pb2.BlockAdded, descriptors: list[int]) -> None:
+        self._received_blocks += 1
+        if added.owner_session:
+            with self._lock:
+                self._imports[added.block] = (added.owner_session, added.owner_block)
+            wire.close_all(descriptors)
+            return
+        key = (self.session, added.block)
+        if added.descriptor_lost:
+            wire.close_all(descriptors)
+            if self._broker.get(key) is None:
+                log.error(
+                    "Process %d: the descriptor of a %d byte block is lost (phosd and its keeper were both killed).",
+                    self.pid,
+                    added.size,
+                )
+            return
+        if len(descriptors) != 1:
+            wire.close_all(descriptors)
+            raise ProtocolError(f"Process {self.pid} announced block {added.block} without its descriptor.")
+        by_application = added.owner == wire_pb2.BlockAdded.APPLICATION
+        device = self._ordinals.get(added.device, added.device)
+        self._broker.add(Block(key, added.size, device, descriptors[0], by_application), self.pid)
+
+    def _block_removed(self, number: int) -> None:
+        with self._lock:
+            imported = self._imports.pop(number, None)
+        if imported is None:
+            self._broker.remove((self.session, number))
+
+    def _call(
+        self, timeout: float, descriptors: Iterable[int] = (), **body: object
+    ) -> tuple[wire_pb2.Envelope, list[int]]:
+        """Send a request and wait for its answer."""
+        request = _Request()
+        with self._lock:
+            connection = self._connection
+            number, self._next_id = self._next_id, self._next_id + 1
+            if connection is not None:
+                self._requests[number] = request
+        if connection is None:
+            raise CheckpointFailed(f"Process {self.pid} ({self.executable}) is not connected to phosd.")
+        step = next(iter(body))
+        try:
+            connection.send(wire_pb2.Envelope(id=number, **body), descriptors)  # type: ignore[arg-type]
+        except OSError as error:
+            raise CheckpointFailed(f"Process {self.pid} ({self.executable}) has gone away ({error}).") from error
+        if not request.done.wait(timeout):
+            with self._lock:
+                self._requests.pop(number, None)
+            raise CheckpointFailed(
+                f"Process {self.pid} ({self.executable}) did not answer '{step}' within {timeout:.0f} s. Is it stopped?"
+            )
+        if request.answer is None:
+            raise CheckpointFailed(
+                f"Process {self.pid} ({self.executable}) ended, or closed its connection, at '{step}'."
+            )
+        return request.answer, request.descriptors
+
+    # GatedProcess.
+
+    def quiesce(self, timeout: float) -> QuiesceTimes:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        answer, _ = self._call(timeout + ANSWER_SECONDS, quiesce=wire_pb2.Quiesce(timeout_ms=int(timeout * 1000)))
+        done = answer.quiesce_done
+        if done.error:
+            raise CheckpointFailed(f"Process {self.pid} ({self.executable}) could not be quiesced: {done.error}")
+        self.machine.to(SessionState.QUIESCED)
+        return QuiesceTimes(done.gate_ns * 1e-9, done.synchronize_ns * 1e-9)
+
+    def detach(self, *, reduce_stack: bool, huge_pages: bool) -> Detached:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        self._holds.place(self.session)
+        try:
+            answer, descriptors = self._call(
+                ANSWER_SECONDS, detach=wire_pb2.Detach(reduce_stack=reduce_stack, huge_pages=huge_pages)
+            )
+            done = answer.detach_done
+            if done.error:
+                wire.close_all(descriptors)
+                raise CheckpointFailed(
+                    f"Process {self.pid} ({self.executable}) could not give its GPU memory over: {done.error}"
+                )
+        except PhosError:
+            self._holds.release(self.session)
+            raise
+        self.machine.to(SessionState.DETACHED)
+        self.detached = self._parse_map(done, descriptors)
+        return self.detached
+
+    def _parse_map(self, done: wire_pb2.DetachDone, descriptors: list[int]) -> Detached:
+        memory = wire_pb2.MemoryMap()
+        if descriptors:
+            with open(descriptors[0], "rb") as file:
+                memory.ParseFromString(file.read())
+            wire.close_all(descriptors[1:])
+        blocks = [
+            MappedBlock(
+                number=block.block,
+                key=(block.owner_session, block.owner_block) if block.owner_session else (self.session, block.block),
+                size=block.size,
+                device=self._ordinals.get(block.device, block.device),
+            )
+            for block in memory.blocks
+        ]
+        return Detached(
+            blocks=blocks,
+            allocations=[Allocation(a.address, a.size, a.block, a.offset, a.entry_point) for a in memory.allocations],
+            host_allocations=[HostAllocation(h.address, h.size, h.entry_point) for h in memory.host_allocations],
+            uncarried=[UncarriedState(u.kind, u.count, u.bytes) for u in memory.uncarried],
+            unmap=done.unmap_ns * 1e-9,
+            reduce=done.reduce_ns * 1e-9,
+        )
+
+    def open(self) -> None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        self._call(ANSWER_SECONDS, open=wire_pb2.Open())
+        self.machine.to(SessionState.RUNNING)
+
+    def allow_attach(self) -> None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        self.machine.to(SessionState.RETURNING)
+        self._holds.release(self.session)
+
+    def lose(self, reason: str) -> None:
+        """Its memory is gone: tell the frontend when it asks."""
+        self.lost_reason = reason
+        self.machine.to(SessionState.LOST)
+        self._holds.release(self.session)
+
+    def wait_attached(self, timeout: float) -> None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        state = self.machine.wait_for(SessionState.RUNNING, timeout=timeout)
+        if state is not SessionState.RUNNING:
+            raise CheckpointFailed(
+                f"Process {self.pid} ({self.executable}) did not come back within {timeout:.0f} s (it is {state.value}"
+                + (f": {self.lost_reason}" if self.lost_reason else "")
+                + ")."
+            )
+
+    def own_blocks(self) -> list[Block]:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        return self._broker.of_session(self.session)
+
+    # Attach, run by the thread of the connection that asked.
+
+    def attach(self) -> tuple[float, float]:
+        """Hand the frontend its descriptors, let it map them, open its gate. Returns (seconds mapping, seconds undoing).
+
+        Raises:
+            PhosError: it could not; the session can be asked again.
+        """
+        numbers = [(block.key[1], block.key) for block in self._broker.of_session(self.session)]
+        if self.detached is not None:
+            numbers = [(block.number, block.key) for block in self.detached.blocks]
+        borrowed = self._broker.borrow(key for _, key in numbers)
+        try:
+            for start in range(0, len(borrowed), wire.DESCRIPTOR_LIMIT):
+                part = slice(start, start + wire.DESCRIPTOR_LIMIT)
+                self._tell(
+                    [block.descriptor for block in borrowed[part]],
+                    attach_blocks=wire_pb2.AttachBlocks(block=[number for number, _ in numbers[part]]),
+                )
+        finally:
+            wire.close_all(block.descriptor for block in borrowed)
+        answer, _ = self._call(ANSWER_SECONDS, attach=wire_pb2.Attach(blocks=len(numbers)))
+        done = answer.attach_done
+        if done.error:
+            raise PhosError(f"Process {self.pid} ({self.executable}) could not map its GPU memory again: {done.error}")
+        self._call(ANSWER_SECONDS, open=wire_pb2.Open())
+        self.detached = None
+        return done.map_ns * 1e-9, done.undo_ns * 1e-9
+
+    def _tell(self, descriptors: list[int], **body: object) -> None:
+        with self._lock:
+            connection = self._connection
+        if connection is None:
+            raise PhosError(f"Process {self.pid} ({self.executable}) closed its connection while it was attached.")
+        try:
+            connection.send(wire_pb2.Envelope(**body), descriptors)  # type: ignore[arg-type]
+        except OSError as error:
+            raise PhosError(f"Process {self.pid} ({self.executable}) has gone away ({error}).") from error
+
+    def alive(self) -> bool:
+        """Whether the process still exists (a zombie does not count)."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
+        except OSError:
+            return False
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the frontend is connected now."""
+        with self._lock:
+            return self._connection is not None
+
+    def restored_from(self, message: pb.Process, imports: dict[int, BlockKey]) -> None:
+        """Take over what the image knows: executable, modules, and whose blocks the process maps."""
+        self.executable = message.executable
+        self.modules = [LoadedModule(m.entry_point, m.size, m.path, m.offset) for m in message.modules]
+        self.uncarried = {u.kind: UncarriedState(u.kind, u.count, u.bytes) for u in message.uncarried}
+        self.detached = Detached(
+            blocks=[
+                MappedBlock(b.block, imports.get(b.block, (self.session, b.block)), b.size, b.device)
+                for b in message.blocks
+            ]
+        )
+        with self._lock:
+            self._imports = dict(imports)
+
+
+def executable_of(pid: int) -> str:
+    """The path of a process's program, or its name when the link cannot be read."""
+    try:
+        return os.readlink(f"/proc/{pid}/exe")
+    except OSError:
+        return "?"

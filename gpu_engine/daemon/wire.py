@@ -1,0 +1,104 @@
+"""Packets of the control protocol (proto/wire.proto) over a SOCK_SEQPACKET Unix connection."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterable
+
+from phos.gen import wire_pb2
+from phos.gpu_engine.errors import ProtocolError
+
+PACKET_LIMIT = 64 << 10
+"""Largest packet in bytes."""
+
+DESCRIPTOR_LIMIT = 200
+"""Most descriptors beside one packet; the kernel's own limit is 253 (SCM_MAX_FD)."""
+
+PROTOCOL_VERSION = 1
+
+
+def send(connection: socket.socket, envelope: wire_pb2.Envelope, descriptors: Iterable[int] = ()) -> None:
+    """Send one packet with the descriptors beside it; they stay the caller's.
+
+    Raises:
+        OSError: the connection is broken.
+    """
+    payload = envelope.SerializeToString()
+    if len(payload) > PACKET_LIMIT:
+        raise ProtocolError(f"A packet of {len(payload)} bytes does not fit the limit of {PACKET_LIMIT}.")
+    socket.send_fds(connection, [payload], list(descriptors), socket.MSG_NOSIGNAL)
+
+
+def receive(connection: socket.socket) -> tuple[wire_pb2.Envelope, list[int]] | None:
+    """The next packet and the descriptors beside it (now the caller's), or None when the peer is gone."""
+    try:
+        payload, descriptors, flags, _ = socket.recv_fds(
+            connection, PACKET_LIMIT, DESCRIPTOR_LIMIT, socket.MSG_CMSG_CLOEXEC
+        )
+    except ConnectionResetError:
+        return None
+    if not payload:
+        close_all(descriptors)
+        return None
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        close_all(descriptors)
+        raise ProtocolError("A packet was cut off: too long, or more descriptors than this process may open.")
+    envelope = wire_pb2.Envelope()
+    try:
+        envelope.ParseFromString(payload)
+    except Exception as error:
+        close_all(descriptors)
+        raise ProtocolError(f"A packet of {len(payload)} bytes is not a message of the control protocol.") from error
+    return envelope, list(descriptors)
+
+
+def close_all(descriptors: Iterable[int]) -> None:
+    """Close descriptors that nobody wants."""
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """(pid, uid, gid) of the process that connected, from the kernel (SO_PEERCRED)."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, gid = struct.unpack("3i", raw)
+    return pid, uid, gid
+
+
+class Connection:
+    """A connection whose packets may be sent from several threads."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._send_lock = threading.Lock()  # one packet at a time
+        self.pid, self.uid, self.gid = peer_credentials(connection)
+
+    def send(self, envelope: wire_pb2.Envelope, descriptors: Iterable[int] = ()) -> None:
+        """See :func:`send`."""
+        with self._send_lock:
+            send(self._socket, envelope, descriptors)
+
+    def reply(self, request_id: int, **body: object) -> None:
+        """Answer a request; a peer that has gone away meanwhile is no error."""
+        try:
+            self.send(wire_pb2.Envelope(id=request_id, **body))  # type: ignore[arg-type]
+        except OSError:
+            pass
+
+    def receive(self) -> tuple[wire_pb2.Envelope, list[int]] | None:
+        """See :func:`receive`."""
+        return receive(self._socket)
+
+    def shutdown(self) -> None:
+        """Wake the receiving thread with an end of file."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()

@@ -1,0 +1,83 @@
+"""Exceptions of the GPU engine and the exit status each one means at a command line.
+
+Every message is a sentence that a person can act on: what failed, on which process, GPU or file, and what to do.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitStatus(IntEnum):
+    """Exit statuses of ``phos-gpu`` and ``phosd``; docs/cli.md lists them for users."""
+
+    OK = 0
+    BAD_IMAGE = 1
+    USAGE = 2
+    NO_DAEMON = 3
+    NO_PROCESS = 4
+    NOT_PERMITTED = 5
+    UNSUPPORTED = 6
+    FAILED = 7
+
+
+class PhosError(Exception):
+    """Base of every error that PhOS reports to a person."""
+
+    exit_status = ExitStatus.FAILED
+
+
+class UsageError(PhosError):
+    """A command line or an environment variable says something that has no meaning."""
+
+    exit_status = ExitStatus.USAGE
+
+
+class DaemonUnavailable(PhosError):
+    """phosd is not running, could not be started, or went away during a request."""
+
+    exit_status = ExitStatus.NO_DAEMON
+
+
+class NoSuchProcess(PhosError):
+    """The process named does not exist, or holds no CUDA context."""
+
+    exit_status = ExitStatus.NO_PROCESS
+
+
+class NotPermitted(PhosError):
+    """The caller may not do this to that process or image."""
+
+    exit_status = ExitStatus.NOT_PERMITTED
+
+
+class Unsupported(PhosError):
+    """The driver, the kernel, the GPU or CRIU cannot do what was asked."""
+
+    exit_status = ExitStatus.UNSUPPORTED
+
+
+class ProtocolError(PhosError):
+    """A peer sent something that does not fit the control protocol (proto/wire.proto)."""
+
+
+class DriverError(PhosError):
+    """A call of the CUDA driver API failed.
+
+    ``code`` is the CUresult as an integer, ``name`` its spelling in cuda.h, ``call`` the entry point.
+    """
+
+    def __init__(self, call: str, code: int, name: str, context: str = "") -> None:
+        self.call = call
+        self.code = code
+        self.name = name
+        detail = f" {context}" if context else ""
+        super().__init__(f"The CUDA driver's {call}{detail} failed with error {code} ({name}).")
+
+
+class CheckpointFailed(PhosError):
+    """A checkpoint was given up; the processes have been brought back to where they were."""
+
+
+class RestoreFailed(PhosError):
+    """A restore was given up; nothing of it is left running."""

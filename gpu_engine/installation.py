@@ -1,0 +1,90 @@
+"""Where PhOS's own files are, and which GPU is meant: the machine's, or the software GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+from phos.gpu_engine.errors import Unsupported, UsageError
+
+
+def home() -> Path:
+    """The folder that holds lib/, softgpu/, plugin/ and criu/: the prefix's lib/phos, or build/ in a clone."""
+    if named := os.environ.get("PHOS_HOME"):
+        return Path(named)
+    installed = Path(sys.prefix).parent
+    if (installed / "lib" / "libphos.so").exists() and (installed / "bin").is_dir():
+        return installed
+    return Path(__file__).resolve().parents[1] / "build"
+
+
+def launcher(name: str) -> Path:
+    """The launcher ``criu``, ``phosd`` or ``phos-gpu``."""
+    installed = home() / "bin" / name
+    return installed if installed.exists() else home().parent / "packaging" / name
+
+
+def frontend_library() -> Path:
+    """libphos.so.
+
+    Raises:
+        Unsupported: it has not been built.
+    """
+    return _existing(home() / "lib" / "libphos.so")
+
+
+def software_gpu_folder() -> Path:
+    """The folder with the software GPU's libcuda.so.1.
+
+    Raises:
+        Unsupported: it has not been built.
+    """
+    return _existing(home() / "softgpu" / "libcuda.so.1").parent
+
+
+def examples_folder() -> Path:
+    """The example programs."""
+    installed = home() / "examples"
+    return _existing(installed if installed.exists() else home().parent / "examples")
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        raise Unsupported(f"{path} is missing: PhOS is not completely installed. Run install.sh again (or make build).")
+    return path
+
+
+def device_kind(asked: str | None = None) -> str:
+    """``nvidia`` or ``software``; ``asked`` (else PHOS_DEVICE, else ``auto``) may leave the choice to what there is.
+
+    Raises:
+        UsageError: another word.
+    """
+    wanted = asked or os.environ.get("PHOS_DEVICE", "auto")
+    if wanted in ("nvidia", "software"):
+        return wanted
+    if wanted != "auto":
+        raise UsageError(f"'{wanted}' is no device: PHOS_DEVICE and --device take auto, nvidia or software.")
+    return "nvidia" if os.path.exists("/dev/nvidiactl") else "software"
+
+
+def load_driver(kind: str) -> None:
+    """Make ``libcuda.so.1`` mean the right library in this process, before cuda-python asks for it."""
+    if kind == "software":
+        # A library that is loaded already answers to its soname whatever the search path.
+        ctypes.CDLL(str(software_gpu_folder() / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
+
+
+def application_environment(kind: str, socket: Path) -> dict[str, str]:
+    """What a program needs in its environment to run under the frontend on that device."""
+    environment = {"PHOS_SOCKET": str(socket), "PHOS_DEVICE": kind}
+    preload = os.environ.get("LD_PRELOAD", "")
+    environment["LD_PRELOAD"] = f"{frontend_library()}{' ' + preload if preload else ''}"
+    if kind == "software":
+        path = os.environ.get("LD_LIBRARY_PATH", "")
+        environment["LD_LIBRARY_PATH"] = f"{software_gpu_folder()}{':' + path if path else ''}"
+    # How a detached frontend starts a new phosd when the old one has been killed.
+    environment["PHOS_DAEMON_COMMAND"] = f"{launcher('phosd')} --ensure --socket {socket}"
+    return environment

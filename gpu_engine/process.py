@@ -1,0 +1,105 @@
+"""What a protocol asks of a process that is being checkpointed or restored. Protocols know no sockets: phosd's sessions
+implement :class:`GatedProcess`, and :class:`ForeignProcess` stands for one that runs without the frontend."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from phos.gpu_engine.blocks import Block, BlockKey
+
+
+@dataclass(frozen=True)
+class QuiesceTimes:
+    """Seconds until no thread was inside the driver, and until every context was idle."""
+
+    gate: float
+    synchronise: float
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """A range that the application asked for; bytes."""
+
+    address: int
+    size: int
+    block: int
+    offset: int
+    entry_point: str
+
+
+@dataclass(frozen=True)
+class HostAllocation:
+    """Page-locked host memory; bytes."""
+
+    address: int
+    size: int
+    entry_point: str
+
+
+@dataclass(frozen=True)
+class UncarriedState:
+    """GPU state that the driver, not PhOS, saves: always right, but slow, and part of CRIU's pages."""
+
+    kind: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MappedBlock:
+    """A block that a process maps, and whose it is (its own key, or the exporter's)."""
+
+    number: int
+    key: BlockKey
+    size: int
+    device: int
+
+
+@dataclass
+class Detached:
+    """What detach answered: the process's memory map and the seconds it took."""
+
+    blocks: list[MappedBlock] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
+    host_allocations: list[HostAllocation] = field(default_factory=list)
+    uncarried: list[UncarriedState] = field(default_factory=list)
+    unmap: float = 0.0
+    reduce: float = 0.0
+
+
+class GatedProcess(Protocol):
+    """A process under the frontend, as the protocols see it."""
+
+    pid: int
+    session: bytes
+    executable: str
+
+    def quiesce(self, timeout: float) -> QuiesceTimes:
+        """Close the gate and wait until the GPU is idle; on failure the gate is open again."""
+
+    def detach(self, *, reduce_stack: bool, huge_pages: bool) -> Detached:
+        """Drop every mapping and handle; on failure everything is mapped as before."""
+
+    def open(self) -> None:
+        """Open the gate of a process that is quiesced and attached."""
+
+    def allow_attach(self) -> None:
+        """The driver's part is back (restored and unlocked): the frontend may come and attach."""
+
+    def wait_attached(self, timeout: float) -> None:
+        """Wait until the frontend has attached and opened its gate."""
+
+    def own_blocks(self) -> list[Block]:
+        """The blocks whose owner this process is."""
+
+    def alive(self) -> bool:
+        """Whether the process still exists (a zombie does not count)."""
+
+
+@dataclass(frozen=True)
+class ForeignProcess:
+    """A process that uses CUDA without the frontend: the driver alone saves all its GPU memory."""
+
+    pid: int
+    executable: str

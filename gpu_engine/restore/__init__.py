@@ -1,0 +1,1 @@
+"""Restore protocols: bringing processes back from an image (DESIGN §4)."""

@@ -1,0 +1,239 @@
+"""Eager restore: every byte of GPU data is back before the processes compute again.
+
+phosd creates the physical memory and fills it while CRIU brings the CPU side back; the driver's part follows as soon as
+CRIU lets a process go; then the frontend attaches (DESIGN §4).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from phos.gen import phos_image_pb2 as pb
+from phos.gpu_engine import driver, toggle
+from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.copier import Cancelled, Copier, Progress
+from phos.gpu_engine.errors import DriverError, NoSuchProcess, RestoreFailed
+from phos.gpu_engine.timeline import Timeline
+from phos.images.errors import ImageError
+from phos.images.reader import Extent, Image
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class RestoredProcess:
+    """A process under the frontend as the image describes it; ``pid`` is the image's."""
+
+    message: pb.Process
+    pid: int
+    session: bytes
+    imports: dict[int, BlockKey] = field(default_factory=dict)
+
+
+def match_gpus(wanted: list[pb.Gpu], present: list[driver.Gpu]) -> tuple[dict[int, int], dict[str, str]]:
+    """Which GPU here takes the place of which GPU of the image.
+
+    Returns (image ordinal → ordinal here, old UUID → new UUID for the driver; empty when all are the same).
+
+    Raises:
+        RestoreFailed: too few GPUs, or of another model.
+    """
+    by_uuid = {gpu.uuid: gpu for gpu in present}
+    names = [driver.format_uuid(gpu.uuid) for gpu in wanted]
+    if all(name in by_uuid for name in names):
+        return {old.ordinal: by_uuid[name].ordinal for old, name in zip(wanted, names, strict=True)}, {}
+    if len(wanted) > len(present):
+        raise RestoreFailed(
+            f"The image needs {len(wanted)} GPU(s), this machine shows {len(present)}. "
+            "Restore on a machine with as many, or make more visible (CUDA_VISIBLE_DEVICES)."
+        )
+    ordinals: dict[int, int] = {}
+    pairs: dict[str, str] = {}
+    free = list(present)
+    for old, name in zip(wanted, names, strict=True):
+        same = [g for g in free if g.name == old.name and g.compute_capability == (old.major, old.minor)]
+        if not same:
+            raise RestoreFailed(
+                f"The image was made on {old.name} (compute capability {old.major}.{old.minor}); this machine has "
+                f"{', '.join(sorted({gpu.name for gpu in free})) or 'no further GPU'}. "
+                "The driver restores only onto the same model."
+            )
+        chosen = next((g for g in same if g.uuid == name), same[0])
+        free.remove(chosen)
+        ordinals[old.ordinal] = chosen.ordinal
+        pairs[name] = chosen.uuid
+    for gpu in free:  # the driver's list must name every visible GPU (DESIGN §2)
+        pairs.setdefault(gpu.uuid, gpu.uuid)
+    return ordinals, pairs
+
+
+class EagerRestore:
+    """One restore of an image."""
+
+    kind = "restore"
+
+    def __init__(self, directory: int, path: str, copier: Copier) -> None:
+        """``directory`` is an open descriptor of the image directory; it stays the caller's.
+
+        Raises:
+            ImageError: there is no whole image in it.
+        """
+        self.path = path
+        self.state = "loading"
+        self.error = ""
+        self.since = time.time()
+        self.timeline = Timeline()
+        self.progress = Progress(0, [0] * copier.threads)
+        self._copier = copier
+        self._cancelled = threading.Event()
+        self._loaded = threading.Event()
+        self._driver_ready: set[int] = set()
+        self._pids: list[int] = []
+        self._lock = threading.Lock()  # guards _driver_ready, _pids, state, error
+        self._image = Image.open(directory)
+        self._gpu_pairs: dict[str, str] = {}
+        self._ordinals: dict[int, int] = {}
+        inventory = self._image.inventory
+        self.processes = [
+            RestoredProcess(
+                message=process,
+                pid=process.pid,
+                session=process.session,
+                imports={b.block: (b.owner_session, b.owner_block) for b in process.blocks if b.owner_session},
+            )
+            for process in inventory.processes
+            if process.under_frontend
+        ]
+
+    @property
+    def pids(self) -> list[int]:
+        """The real pids restored so far."""
+        return list(self._pids)
+
+    def begin(self, register: Callable[[RestoredProcess, list[Block]], None]) -> None:
+        """Check the GPUs, create the memory, hand each process's blocks to ``register``, start loading.
+
+        Raises:
+            RestoreFailed: and nothing is left behind.
+        """
+        present = driver.gpus()
+        used = {block.device for process in self._image.inventory.processes for block in process.blocks}
+        wanted = [gpu for gpu in self._image.inventory.gpus if gpu.ordinal in used or not used]
+        self._ordinals, self._gpu_pairs = match_gpus(list(self._image.inventory.gpus) or wanted, present)
+        blocks = self._create_blocks()
+        self.progress.total = sum(block.size for block in blocks.values())
+        borrowed = [Block(b.key, b.size, b.device, os.dup(b.descriptor), b.by_application) for b in blocks.values()]
+        for process in self.processes:
+            register(process, [block for key, block in blocks.items() if key[0] == process.session])
+        threading.Thread(target=self._load, args=(borrowed,), name="load").start()
+
+    def _create_blocks(self) -> dict[BlockKey, Block]:
+        owners: dict[BlockKey, tuple[int, bool]] = {}
+        for process in self._image.inventory.processes:
+            for block in process.blocks:
+                key = (
+                    block.owner_session or process.session,
+                    block.owner_block if block.owner_session else block.block,
+                )
+                owners[key] = (self._ordinals[block.device], block.owner == pb.Block.APPLICATION)
+        needed: dict[int, int] = {}
+        for key, (device, _) in owners.items():
+            needed[device] = needed.get(device, 0) + self._image.blocks[key].size
+        for device, size in needed.items():
+            free = driver.context(device).free_memory()
+            if size > free:
+                raise RestoreFailed(
+                    f"The image needs {size / 1e9:.2f} GB on GPU {device}, which has {free / 1e9:.2f} GB free. "
+                    "End what else uses that GPU (nvidia-smi shows it) and restore again."
+                )
+        blocks: dict[BlockKey, Block] = {}
+        try:
+            with self.timeline.phase("create GPU memory"):
+                for key, (device, by_application) in owners.items():
+                    size = self._image.blocks[key].size
+                    blocks[key] = Block(key, size, device, driver.context(device).create_block(size), by_application)
+        except DriverError as error:
+            for block in blocks.values():
+                os.close(block.descriptor)
+            raise RestoreFailed(f"GPU memory for the image could not be created: {error}") from error
+        return blocks
+
+    def _load(self, borrowed: list[Block]) -> None:
+        try:
+            extents: list[tuple[Block, int, int, Extent | None]] = []
+            for block in borrowed:
+                for extent in self._image.blocks[block.key].extents(self._copier.slot_bytes):
+                    source = None if extent.stripe is None else extent
+                    extents.append((block, extent.offset, extent.length, source))
+            with self.timeline.phase("GPU data", concurrent=True):
+                self._copier.load(extents, self._image.read_into, self.progress, self._cancelled)
+            with self._lock:
+                if self.state == "loading":
+                    self.state = "loaded"
+        except Cancelled:
+            pass
+        except (ImageError, DriverError, OSError) as error:
+            self.fail(f"Loading GPU memory from {self.path} failed: {error}")
+        finally:
+            for block in borrowed:
+                os.close(block.descriptor)
+            self._image.close()
+            self._loaded.set()
+
+    def task_restored(self, pid: int) -> None:
+        """CRIU has put a process together and is about to let it go; returns when the driver's part is back.
+
+        Runs in a thread of its own: the driver waits for the process to run.
+        """
+        if driver.checkpoint_state(pid) is None:
+            return  # a process of the tree that never used CUDA
+        with self._lock:
+            self._pids.append(pid)
+        try:
+            with self.timeline.phase("driver restore"):
+                toggle.revive(pid, self._gpu_pairs or None)
+        except NoSuchProcess:
+            return  # CRIU gave up and killed it
+        except DriverError as error:
+            self.fail(f"The driver could not restore process {pid}: {error}")
+            return
+        with self._lock:
+            self._driver_ready.add(pid)
+
+    def ready(self, pid: int) -> bool:
+        """Whether the frontend in ``pid`` may attach now."""
+        with self._lock:
+            return pid in self._driver_ready and self._loaded.is_set() and self.state in ("loaded", "attached")
+
+    def attached(self, pid: int) -> None:
+        """A process computes again."""
+        with self._lock:
+            self._driver_ready.discard(pid)
+            if not self._driver_ready and self.state == "loaded":
+                self.state = "attached"
+
+    def fail(self, reason: str) -> None:
+        """Give the whole restore up: no process of it may go on without its memory."""
+        with self._lock:
+            if self.state in ("failed", "attached"):
+                return
+            self.state = "failed"
+            self.error = reason
+            pids = list(self._pids)
+        log.error("%s", reason)
+        self._cancelled.set()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def settle(self) -> None:
+        """Nobody will ask any more: stop loading and let the directory go."""
+        self._cancelled.set()
+        self._loaded.wait()
