@@ -102,6 +102,7 @@ if [ "$mode" = uninstall ]; then
             [ ! -e "$home/displaced/$folder/$command" ] || mv "$home/displaced/$folder/$command" "$prefix/$folder/"
         done
     done
+    [ "$(readlink "$prefix/install.sh" || true)" != lib/phos/install.sh ] || rm -f "$prefix/install.sh"
     rm -rf "$home"
     # Only if empty: the prefix may be shared, and may not have been ours.
     rmdir "$prefix/bin" "$prefix/lib" "$prefix" 2>/dev/null || true
@@ -331,20 +332,29 @@ put() {
     mv -T "$2.new" "$2"
 }
 
+put_link() {
+    mkdir -p "$(dirname "$2")"
+    rm -rf "$2"
+    ln -s "$1" "$2"
+}
+
 install_files() {
     step "Installing into $prefix"
     local file
     for file in criu phos-gpu phosd layout.sh supervise.py; do
         put "$source/packaging/$file" "$home/bin/$file"
     done
-    put "$source/build/lib/libphos.so" "$home/lib/libphos.so"
-    put "$source/build/softgpu/libcuda.so.1" "$home/softgpu/libcuda.so.1"
+    # For developers links, so that `make build` is all it takes to try a change.
+    local place=put
+    [ -z "$dev" ] || [ "$mode" = bundle ] || place=put_link
+    $place "$source/build/lib/libphos.so" "$home/lib/libphos.so"
+    $place "$source/build/softgpu/libcuda.so.1" "$home/softgpu/libcuda.so.1"
     ln -sf libcuda.so.1 "$home/softgpu/libcuda.so"
     # CRIU loads every library of this folder, and the first plugin that answers a hook ends the chain: ours alone.
     rm -rf "$home/plugin"
-    put "$source/build/plugin/phos_plugin.so" "$home/plugin/phos_plugin.so"
-    put "$source/examples" "$home/examples"
-    find "$home/examples" -name __pycache__ -prune -exec rm -rf {} +
+    $place "$source/build/plugin/phos_plugin.so" "$home/plugin/phos_plugin.so"
+    $place "$source/examples" "$home/examples"
+    [ -L "$home/examples" ] || find "$home/examples" -name __pycache__ -prune -exec rm -rf {} +
     if [ "$mode" != bundle ]; then install_package; fi
     install_links
     install_unit
@@ -522,6 +532,7 @@ offline)
     say "$("$home/venv/bin/python" --version), from $base_python"
     "$home/venv/bin/python" -I "$home/packaging/unpack_wheels.py" "$home/wheels" "${modules[@]}" || exit 1
     source=$home
+    ln -sfn lib/phos/install.sh "$prefix/install.sh"
     install_links
     install_unit
     finish

@@ -67,10 +67,10 @@ def main(argv: list[str]) -> int:
     importlib.invalidate_caches()
     missing = [module for module in argv[2:] if not found(module)]
     if missing:
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
         print(
-            f"Python {sys.version_info.major}.{sys.version_info.minor} lacks {', '.join(missing)}, and this folder holds "
-            "no wheel that fits: make the bundle with --for-python "
-            f"{sys.version_info.major}.{sys.version_info.minor}, or install these packages here.",
+            f"Python {version} lacks {', '.join(missing)}, and this folder holds no wheel that fits: make the bundle with "
+            f"--for-python {version}, or install these packages here.",
             file=sys.stderr,
         )
         return 1
