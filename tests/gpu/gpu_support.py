@@ -1,0 +1,32 @@
+"""Names that the tests on a real GPU import; conftest.py puts this folder and bench/ on the path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import process
+
+DEVICE = os.environ.get("PHOS_TEST_DEVICE", "nvidia")
+PROGRAMS = Path(__file__).resolve().parent / "programs"
+Starter = Callable[..., process.Program]
+
+
+def example(name: str, *options: str) -> list[str]:
+    """Return the command that runs an example."""
+    return process.python_program(process.EXAMPLES / f"{name}.py", *options)
+
+
+def reference(name: str) -> list[str]:
+    """Return the stored output of an example with its default sizes."""
+    return (process.EXAMPLES / "reference" / f"{name}.txt").read_text().splitlines()
+
+
+def without_repeats(lines: Sequence[str]) -> list[str]:
+    """Drop lines that were printed again.
+
+    An iteration that was cut between its computing and its printing, or that ran on after a dump that left the program
+    running, is printed once more after the restore. It must be the same line, or it is not dropped here.
+    """
+    return list(dict.fromkeys(lines))
