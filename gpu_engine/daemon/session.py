@@ -274,7 +274,7 @@ class Session:
     # Attach, run by the thread of the connection that asked.
 
     def attach(self) -> tuple[float, float]:
-        """Hand the frontend its descriptors, let it map them, open its gate. Returns (seconds mapping, seconds undoing).
+        """Hand the frontend its descriptors, let it map them, open its gate. Returns (mapping, undoing) in s.
 
         Raises:
             PhosError: it could not; the session can be asked again.

@@ -1,0 +1,1 @@
+"""``phos-gpu``: one file a subcommand, listed in main.py."""

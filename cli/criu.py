@@ -1,0 +1,63 @@
+"""Starting CRIU through the launcher for phos-gpu's own commands, with what a person needs to know of a failure."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from phos.gpu_engine.errors import NoSuchProcess, UsageError
+from phos.gpu_engine.installation import launcher
+
+_NOISE = re.compile(r"RLIMIT|Warn ")
+
+
+def image_directory(path: Path, *, create: bool) -> Path:
+    """The image directory, made if asked.
+
+    Raises:
+        UsageError: it is missing, not a directory, or (to be written to) not empty.
+    """
+    if create:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"The image directory {path} cannot be made: {error.strerror}.") from error
+        if any(path.iterdir()):
+            raise UsageError(f"{path} is not empty. Name a new directory, or remove the image that is in it.")
+    elif not path.is_dir():
+        raise UsageError(f"There is no image directory {path}.")
+    return path
+
+
+def needs_shell_job(pid: int) -> bool:
+    """Whether CRIU must be told --shell-job: the process belongs to a session whose leader is outside its tree.
+
+    Raises:
+        NoSuchProcess: there is no such process.
+    """
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError as error:
+        raise NoSuchProcess(f"There is no process {pid}.") from error
+    except PermissionError:
+        pass
+    tree = {pid} | {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    return os.getsid(pid) not in tree
+
+
+def run_criu(arguments: list[str], directory: Path, log_name: str) -> tuple[int, str]:
+    """Run CRIU with its log in the image directory. Returns (exit status, the errors in it and from phosd)."""
+    command = [str(launcher("criu")), *arguments, "--lib", "phos", "-D", str(directory), "-o", log_name, "-v3"]
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    errors = [line for line in (result.stderr + result.stdout).splitlines() if line.strip()]
+    log = directory / log_name
+    if result.returncode != 0 and log.exists():
+        found = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
+        errors = [re.sub(r"^\([\d.]+\)\s*(\d+:)?\s*", "", line) for line in found if not _NOISE.search(line)][
+            :8
+        ] + errors
+    return result.returncode, "\n".join(dict.fromkeys(errors))

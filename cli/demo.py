@@ -1,0 +1,201 @@
+"""``phos-gpu demo``: the main job, end to end, on the machine's GPU or the software GPU.
+
+A program trains a small network. It is run once without interruption; then again, dumped by CRIU in the middle, killed,
+inspected, restored, and run to its end. Both results must be the same to the last bit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+import psutil
+from rich.console import Console
+
+from phos.cli.run import device_option
+from phos.gpu_engine.daemon import client
+from phos.gpu_engine.errors import CheckpointFailed, PhosError, Unsupported
+from phos.gpu_engine.installation import device_kind, examples_folder, launcher
+
+EXAMPLES = ("mlp", "pointer_chase", "struct_argument", "device_pointer", "stencil")
+
+PROGRAM_SECONDS = 300.0
+
+
+class Demo:
+    """One run of the demo; every step prints what it does and how long it took."""
+
+    def __init__(self, device: str, example: str, iterations: int, folder: Path) -> None:
+        self.device = device
+        self.example = example
+        self.iterations = iterations
+        self.folder = folder
+        self.image = folder / "image"
+        self.console = Console(highlight=False, soft_wrap=True)
+        self.step = 0
+        self.environment = {**os.environ, "PHOS_SOCKET": str(folder / "phosd.sock"), "PHOS_DEVICE": device}
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """A step: its text at once, its time when it is done."""
+        self.step += 1
+        self.console.print(f"{self.step}. {what} ...", end=" ")
+        began = time.perf_counter()
+        yield
+        self.console.print(f"{time.perf_counter() - began:.2f} s")
+
+    def command(self, *words: str) -> str:
+        """Run one of our commands and return what it printed.
+
+        Raises:
+            CheckpointFailed: it failed.
+        """
+        result = subprocess.run(
+            [str(launcher(words[0])), *words[1:]],
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if result.returncode != 0:
+            raise CheckpointFailed(f"'{' '.join(words)}' failed:\n{result.stdout}{result.stderr}")
+        return result.stdout
+
+    def start(self, output: Path) -> subprocess.Popen[bytes]:
+        """Start the example under the frontend, with nothing of this terminal in it (CRIU would have to save that)."""
+        program = [sys.executable, str(examples_folder() / f"{self.example}.py"), "--iterations", str(self.iterations)]
+        with open(output, "wb") as file:
+            return subprocess.Popen(
+                [str(launcher("phos-gpu")), "run", "--", *program],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                cwd=self.folder,
+            )
+
+    def result(self, output: Path) -> str:
+        """The program's RESULT line.
+
+        Raises:
+            CheckpointFailed: it has none.
+        """
+        lines = output.read_text(errors="replace").splitlines()
+        for line in lines:
+            if line.startswith("RESULT"):
+                return line.split()[1]
+        raise CheckpointFailed(f"The program printed no result; its last lines: {' | '.join(lines[-5:])}")
+
+    def wait_iteration(self, output: Path, wanted: int, process: subprocess.Popen[bytes]) -> int:
+        """Wait until the program has done ``wanted`` iterations; returns how many it has."""
+        deadline = time.monotonic() + PROGRAM_SECONDS
+        while time.monotonic() < deadline:
+            done = sum(line.startswith("ITERATION") for line in output.read_text(errors="replace").splitlines())
+            if done >= wanted:
+                return done
+            if process.poll() is not None:
+                break
+            time.sleep(0.005)
+        raise CheckpointFailed(f"The program did not get to iteration {wanted}: {output.read_text()[-500:]}")
+
+    def run(self) -> None:
+        """All steps.
+
+        Raises:
+            PhosError: one failed.
+        """
+        kind = "NVIDIA's GPU" if self.device == "nvidia" else "the software GPU (a stand-in that runs PTX on the CPU)"
+        self.console.print(f"Example '{self.example}', {self.iterations} iterations, on {kind}.")
+        whole, interrupted = self.folder / "whole.log", self.folder / "interrupted.log"
+        with self.timed("Start phosd, the daemon that will hold the GPU memory"):
+            self.command("phosd", "--ensure")
+        with self.timed("Run the program without interruption"):
+            process = self.start(whole)
+            process.wait(PROGRAM_SECONDS)
+        expected = self.result(whole)
+        with self.timed("Start it again and let it compute half of the way"):
+            process = self.start(interrupted)
+            self.wait_iteration(interrupted, self.iterations // 2, process)
+        arguments = ["-t", str(process.pid), "-D", str(self.image), "-o", "dump.log"]
+        self.image.mkdir()
+        with self.timed(f"criu dump --lib phos -t {process.pid} -D image/"):
+            self.command("criu", "dump", "--lib", "phos", *arguments)
+            process.wait(60)
+        done = sum(line.startswith("ITERATION") for line in interrupted.read_text().splitlines())
+        self.console.print(f"   The process is gone; it had done {done} of {self.iterations} iterations.")
+        with self.timed("phos-gpu inspect image/"):
+            summary = self.command("phos-gpu", "inspect", str(self.image))
+        self.console.print("\n".join(f"   {line}" for line in summary.splitlines()))
+        with self.timed("phos-gpu verify image/"):
+            self.command("phos-gpu", "verify", str(self.image))
+        with self.timed("criu restore --lib phos -d -D image/"):
+            self.command("criu", "restore", "--lib", "phos", "-d", "-D", str(self.image), "-o", "restore.log")
+        with self.timed("Let it compute to its end"):
+            _wait_end(process.pid)
+        found = self.result(interrupted)
+        if found != expected:
+            raise CheckpointFailed(f"The results differ: {expected} without interruption, {found} after the restore.")
+        self.console.print(f"Both runs end with the same result, {found}: nothing was lost.")
+
+    def clean_up(self) -> None:
+        """End what the demo started."""
+        for process in psutil.process_iter(["environ"]):
+            environment = process.info["environ"] or {}
+            if environment.get("PHOS_SOCKET") == self.environment["PHOS_SOCKET"] and process.pid != os.getpid():
+                try:
+                    os.kill(process.pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+
+
+def _wait_end(pid: int) -> None:
+    """Wait for a process that is not our child (CRIU restored it)."""
+    try:
+        psutil.Process(pid).wait(PROGRAM_SECONDS)
+    except psutil.NoSuchProcess:
+        pass
+    except psutil.TimeoutExpired as error:
+        raise CheckpointFailed(f"The restored process {pid} did not end within {PROGRAM_SECONDS:.0f} s.") from error
+
+
+@click.command()
+@device_option
+@click.option("--example", type=click.Choice(EXAMPLES), default="mlp", show_default=True)
+@click.option("--iterations", type=click.IntRange(4), default=24, show_default=True)
+@click.option("--keep", is_flag=True, help="Keep the image and the programs' output.")
+def demo(device: str | None, example: str, iterations: int, keep: bool) -> None:
+    """Start a GPU program, dump it with CRIU, kill it, inspect the image, restore it, and compare the results.
+
+    Uses a phosd of its own; what runs under the machine's phosd is not touched. Needs root.
+    """
+    if os.geteuid() != 0:
+        raise Unsupported("The demo needs root, because CRIU does. Run it with sudo.")
+    folder = Path(tempfile.mkdtemp(prefix="phos-demo-"))
+    run = Demo(device_kind(device), example, iterations, folder)
+    try:
+        run.run()
+    except (PhosError, subprocess.TimeoutExpired):
+        keep = True
+        click.echo()
+        raise
+    finally:
+        try:
+            client.shutdown(folder / "phosd.sock")
+        except PhosError:
+            pass
+        run.clean_up()
+        if keep:
+            click.echo(f"Kept: {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,41 @@
+"""``phos-gpu run``: start a program under the frontend."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+
+import click
+
+from phos.gpu_engine.daemon import client
+from phos.gpu_engine.daemon.paths import socket_path
+from phos.gpu_engine.errors import UsageError
+from phos.gpu_engine.installation import application_environment, device_kind
+
+device_option = click.option(
+    "--device",
+    type=click.Choice(["auto", "nvidia", "software"]),
+    default=None,
+    help="Which GPU. Default: PHOS_DEVICE, else auto: NVIDIA's where there is one.",
+)
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@device_option
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def run(device: str | None, command: tuple[str, ...]) -> None:
+    """Run COMMAND so that it can be checkpointed: phos-gpu run -- python train.py
+
+    COMMAND replaces this process: its pid, exit status and signals are its own. phosd is started if it does not run.
+    """
+    kind = device_kind(device)
+    socket = socket_path()
+    os.environ["PHOS_DEVICE"] = kind
+    client.ensure(socket)
+    program = shutil.which(command[0])
+    if program is None:
+        raise UsageError(f"There is no program '{command[0]}' on the PATH.")
+    os.environ.update(application_environment(kind, socket))
+    sys.stdout.flush()
+    os.execv(program, list(command))

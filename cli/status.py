@@ -1,0 +1,72 @@
+"""``phos-gpu status``: what phosd holds."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import click
+from google.protobuf.json_format import MessageToDict
+from rich.console import Console
+from rich.table import Table
+
+from phos.cli.inspect import printable, size_text
+from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import client
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def status(as_json: bool) -> None:
+    """Show phosd's GPUs, processes under PhOS (memory, state, what is not carried) and its checkpoints and restores."""
+    answer = client.status()
+    if as_json:
+        fields = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        for process, message in zip(fields["processes"], answer.processes, strict=True):
+            process["session"] = message.session.hex()
+        click.echo(json.dumps(fields, indent=2))
+        return
+    _show(answer)
+
+
+def _show(answer: wire_pb2.Status) -> None:
+    console = Console()
+    up = time.time() - answer.since
+    console.print(
+        f"phosd {answer.version}, pid {answer.pid}, {answer.mode} device, CUDA {answer.driver_version // 1000}."
+        f"{answer.driver_version % 1000 // 10}, up {up:.0f} s, pinned ring {size_text(answer.ring_bytes)}"
+    )
+    gpus = Table("GPU", "Name", "Total", "Free", "Held for processes", title="GPUs", title_justify="left")
+    for gpu in answer.gpus:
+        free = size_text(gpu.free) if gpu.free else "-"
+        gpus.add_row(str(gpu.ordinal), gpu.name, size_text(gpu.total), free, size_text(gpu.held))
+    console.print(gpus)
+    if answer.processes:
+        table = Table(
+            "Pid", "Program", "State", "Blocks", "Memory", "Not carried (the driver saves it)", title="Processes"
+        )
+        for process in answer.processes:
+            rest = ", ".join(f"{u.kind}: {u.count} ({size_text(u.bytes)})" for u in process.uncarried) or "nothing"
+            table.add_row(
+                str(process.pid),
+                printable(process.executable),
+                process.state,
+                str(process.blocks),
+                size_text(process.bytes),
+                rest,
+            )
+        console.print(table)
+    else:
+        console.print("No process runs under PhOS. Start one with 'phos-gpu run -- COMMAND'.")
+    if answer.jobs:
+        table = Table("Image", "Job", "State", "Copied", "Processes", "Error", title="Checkpoints and restores")
+        for job in answer.jobs:
+            table.add_row(
+                printable(job.image),
+                job.kind,
+                job.state,
+                f"{size_text(job.bytes_done)} of {size_text(job.bytes_total)}",
+                " ".join(map(str, job.pids)),
+                job.error,
+            )
+        console.print(table)

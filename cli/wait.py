@@ -1,0 +1,24 @@
+"""``phos-gpu wait``: until an image is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from phos.cli.criu import image_directory
+from phos.gpu_engine.daemon import client
+from phos.gpu_engine.errors import CheckpointFailed
+
+
+@click.command()
+@click.argument("image", type=click.Path(path_type=Path))
+@click.option("--restore", is_flag=True, help="Wait for a restore from IMAGE instead of a checkpoint into it.")
+@click.option("--timeout", type=float, default=3600.0, show_default=True, help="Seconds.")
+def wait(image: Path, restore: bool, timeout: float) -> None:
+    """Wait until the checkpoint being written to IMAGE is committed, or the restore from it computes again."""
+    state = client.wait_image(image_directory(image, create=False), restore=restore, timeout=timeout)
+    if state.state == "unknown" and (image / "phos-commit.img").exists() and not restore:
+        return  # made before this phosd was started; inspect and verify say more
+    if state.error or state.state not in ("committed", "attached"):
+        raise CheckpointFailed(state.error or f"The job on {image} is {state.state}.")
