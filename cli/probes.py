@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from phos.cli import places
+from phos.gpu_engine import installation as places
 from phos.gpu_engine.daemon.paths import socket_path
 
 SYS_USERFAULTFD = 323  # x86-64
@@ -32,7 +32,7 @@ CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SYS_PTRACE": 19, "CAP_CHECKPOINT_RESTO
 OLDEST_CRIU = (4, 1)
 OLDEST_DRIVER = 570  # the first with the checkpoint API
 RING = 2 << 30  # phosd's page-locked ring, by default
-DESCRIPTORS = 65536  # one per block of GPU memory; PyTorch with 80 GB holds some hundreds, fragmented ones thousands
+DESCRIPTORS = 16384  # one per block of GPU memory: hundreds in a PyTorch process, thousands in a fragmented one
 GIB = 1 << 30
 
 
@@ -182,7 +182,7 @@ def criu() -> Iterator[Finding]:
         found = "; ".join(errors[:3]) or f"exit status {status}"
         yield Finding("criu check", "missing", found, "run as root; in a container, with --privileged")
     found_on_path = shutil.which("criu")
-    if places.home() and found_on_path and os.path.realpath(found_on_path) != os.path.realpath(launcher):
+    if found_on_path and os.path.realpath(found_on_path) != os.path.realpath(launcher):
         yield Finding(
             "criu on PATH",
             "warning",
@@ -194,7 +194,7 @@ def criu() -> Iterator[Finding]:
 
 def plugin() -> Finding:
     """Whether CRIU can load the plugin: there, alone, its symbols all provided."""
-    path = places.plugin()
+    path = places.home() / "plugin" / "phos_plugin.so"
     if not path.exists():
         return Finding("plugin", "missing", f"{path} is not there", "run install.sh again")
     others = [other.name for other in path.parent.glob("*.so") if other != path]
@@ -243,7 +243,7 @@ if status == 0:
 
 def gpu() -> Iterator[Finding]:
     """The driver and its GPUs; or the software GPU."""
-    software = places.software_gpu() / "libcuda.so.1"
+    software = places.home() / "softgpu" / "libcuda.so.1"
     soft = "the software GPU is there" if software.exists() else "and no software GPU either"
     module = re.search(r"NVRM version:.*?\s(\d+)\.(\d+(?:\.\d+)?)\s", _read("/proc/driver/nvidia/version") + " ")
     if module is None:
@@ -331,8 +331,10 @@ def _limit(name: str, kind: int, wanted: int, unit: str, remedy: str) -> Finding
     text = "unlimited" if soft == unlimited else f"{soft}{unit}"
     if soft == unlimited or soft >= wanted:
         return Finding(name, "ok", text)
-    if hard == unlimited or hard >= wanted or os.geteuid() == 0:
-        return Finding(name, "ok", f"{text}, which phosd raises")
+    if kind == resource.RLIMIT_NOFILE and (hard == unlimited or hard >= wanted):
+        return Finding(name, "ok", f"{text}, which phosd raises to {hard}")
+    if kind == resource.RLIMIT_MEMLOCK and os.geteuid() == 0:
+        return Finding(name, "ok", f"{text}, which does not bind root")
     return Finding(name, "warning", text, remedy)
 
 
@@ -382,7 +384,7 @@ def limits() -> Iterator[Finding]:
 
 def installation() -> Iterator[Finding]:
     """Our own parts, and whether a phosd answers."""
-    frontend = places.frontend()
+    frontend = places.home() / "lib" / "libphos.so"
     if frontend.exists():
         yield Finding("frontend", "ok", str(frontend))
     else:

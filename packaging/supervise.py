@@ -65,9 +65,8 @@ def main(argv: list[str]) -> int:
     if isinstance(client, Exception):
         sys.stderr.write(f"criu: CRIU is done, but the GPU's part cannot be waited for: {client}\n")
         return 1
-    if action == "dump":
-        return 0 if client.main(["wait", images]) == 0 else 1  # type: ignore[attr-defined]
-    return 0 if client.main(["wait", "--restore", images]) == 0 else 1  # type: ignore[attr-defined]
+    sys.argv = ["criu", "wait", images] if action == "dump" else ["criu", "wait", "--restore", images]
+    return 0 if client.main() == 0 else 1  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

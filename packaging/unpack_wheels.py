@@ -69,8 +69,8 @@ def main(argv: list[str]) -> int:
     if missing:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         print(
-            f"Python {version} lacks {', '.join(missing)}, and this folder holds no wheel that fits: make the bundle with "
-            f"--for-python {version}, or install these packages here.",
+            f"Python {version} lacks {', '.join(missing)}, and this folder holds no wheel that fits: make the bundle "
+            f"with --for-python {version}, or install these packages here.",
             file=sys.stderr,
         )
         return 1

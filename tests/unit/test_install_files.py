@@ -1,0 +1,219 @@
+"""What the installation is made of, without installing: scripts, the package's contents, the doctor, the tools."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from click.testing import CliRunner
+
+from phos.cli import doctor, probes
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = [
+    "install.sh",
+    ".ci/run",
+    *(f"packaging/{name}" for name in ("criu", "phosd", "phos-gpu", "layout.sh", "fetch-criu")),
+]
+
+
+def load(name: str) -> ModuleType:
+    specification = importlib.util.spec_from_file_location(name, ROOT / "packaging" / f"{name}.py")
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_parse(script: str) -> None:
+    text = (ROOT / script).read_text()
+    shell = "bash" if text.startswith("#!/bin/bash") else "sh"
+    subprocess.run([shell, "-n", str(ROOT / script)], check=True)
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "packaging/layout.sh"])
+def test_scripts_can_be_run(script: str) -> None:
+    assert os.access(ROOT / script, os.X_OK)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_name_no_registry(script: str) -> None:
+    """Packages come from where this machine's apt and pip are configured to get them."""
+    assert not re.search(r"https?://", (ROOT / script).read_text())
+
+
+def test_help_lists_every_option() -> None:
+    text = subprocess.run([ROOT / "install.sh", "--help"], capture_output=True, text=True, check=True).stdout
+    parsed = set(re.findall(r"^    (--[a-z-]+)\)", (ROOT / "install.sh").read_text(), re.M))
+    assert parsed
+    assert [option for option in sorted(parsed) if option not in text] == []
+
+
+@pytest.mark.parametrize("arguments", [["--no-such"], ["--prefix"], ["--prefix", ""], ["extra"], ["--offline"]])
+def test_bad_options_are_refused(arguments: list[str], tmp_path: Path) -> None:
+    done = subprocess.run([ROOT / "install.sh", *arguments], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("install.sh: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_uninstalling_nothing_harms_nothing(tmp_path: Path) -> None:
+    for name in ("bin/criu", "bin/other", "lib/libother.so", "sbin/criu"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("someone else's")
+    before = sorted(tmp_path.rglob("*"))
+    subprocess.run([ROOT / "install.sh", "--prefix", tmp_path, "--uninstall"], check=True, capture_output=True)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_uninstall_removes_what_is_ours_and_brings_back_what_was_there(tmp_path: Path) -> None:
+    home = tmp_path / "lib" / "phos"
+    (home / "bin").mkdir(parents=True)
+    (home / "displaced" / "bin").mkdir(parents=True)
+    (home / "displaced" / "bin" / "criu").write_text("someone else's")
+    (tmp_path / "bin").mkdir()
+    for command in ("criu", "phos-gpu", "phosd"):
+        (home / "bin" / command).touch()
+        (tmp_path / "bin" / command).symlink_to(f"../lib/phos/bin/{command}")
+    subprocess.run([ROOT / "install.sh", "--prefix", tmp_path, "--uninstall"], check=True, capture_output=True)
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["bin", "bin/criu"]
+    assert (tmp_path / "bin" / "criu").read_text() == "someone else's"
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
+    if importlib.util.find_spec("setuptools") is None and importlib.util.find_spec("pip") is None:
+        pytest.fail("neither setuptools nor pip is there to build a wheel with")
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for folder in ("phos", "cli", "gpu_engine", "images"):
+        shutil.copytree(ROOT / folder, clone / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", clone)
+    (clone / "README.md").write_text("PhOS\n")
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(tmp_path), str(clone)]
+    subprocess.run(build, check=True, stdin=subprocess.DEVNULL)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    wanted = {f"phos/{path.relative_to(clone / 'phos')}" for path in (clone / "phos").rglob("*.py")}
+    for folder in ("cli", "gpu_engine", "images"):  # behind links, which rglob does not follow
+        wanted |= {f"phos/{path.relative_to(clone)}" for path in (clone / folder).rglob("*.py")}
+    assert wanted <= held
+    assert {
+        name for name in held - wanted if not name.endswith((".cu", ".def", ".h", ".json", ".pyi", ".txt", "py.typed"))
+    } == set()
+
+
+def test_a_schema_becomes_the_same_messages_as_protoc_makes(tmp_path: Path) -> None:
+    protoc = shutil.which("protoc")
+    if protoc is None:
+        pytest.skip("protoc is not installed")
+    proto = tmp_path / "sample.proto"
+    proto.write_text(
+        'syntax = "proto3"; package sample; enum Kind { NONE = 0; SOME = 1; }\n'
+        "message Outer { message Inner { repeated uint64 sizes = 1; } Inner inner = 1; Kind kind = 2;"
+        " oneof one { string a = 3; bytes b = 4; } }"
+    )
+    subprocess.run([protoc, f"--proto_path={tmp_path}", f"--descriptor_set_out={tmp_path}/set", proto], check=True)
+    assert load("gen_python").main(["", f"{tmp_path}/set", f"{tmp_path}/made/sample_pb2.py"]) == 0
+    check = (
+        "import sample_pb2 as s; m = s.Outer(kind=s.SOME, b=b'x'); m.inner.sizes.extend([1, 300]);"
+        "data = m.SerializeToString(); assert data == bytes.fromhex('0a050a0301ac0210012201') + b'x', data.hex();"
+        "assert s.Outer.FromString(data) == m and s.Kind.Name(1) == 'SOME' and s.Outer.Inner().sizes == []"
+    )
+    subprocess.run([sys.executable, "-c", check], cwd=tmp_path / "made", check=True)
+
+
+def test_two_schemas_at_once_are_refused(tmp_path: Path) -> None:
+    gen_python = load("gen_python")
+    one = b"\x0a\x08\x0a\x06a.prot"
+    assert gen_python.single_file(one) == one[2:]
+    with pytest.raises(ValueError, match="several"):
+        gen_python.single_file(one + one)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("a-1-py3-none-any.whl", True),
+        ("a-1-py2.py3-none-any.whl", True),
+        ("a-1-cp3{minor}-cp3{minor}-manylinux_2_17_x86_64.whl", True),
+        ("a-1-cp3{minor}-cp3{minor}t-manylinux_2_17_x86_64.whl", False),
+        ("a-1-cp39-abi3-manylinux2014_x86_64.whl", True),
+        ("a-1-cp399-abi3-manylinux2014_x86_64.whl", False),
+        ("a-1-cp39-cp39-manylinux2014_x86_64.whl", False),
+        ("a-1-py2-none-any.whl", False),
+    ],
+)
+def test_wheels_are_chosen_by_their_names(name: str, expected: bool) -> None:
+    fits = load("unpack_wheels").fits
+    assert fits(Path(name.format(minor=sys.version_info.minor))) is expected
+
+
+def finding(name: str, state: str) -> probes.Finding:
+    return probes.Finding(name, state, "as found", "do this" if state != "ok" else "")
+
+
+@pytest.mark.parametrize(("states", "status"), [(["ok"], 0), (["ok", "warning"], 0), (["ok", "missing", "warning"], 1)])
+def test_doctor_says_all_and_fails_only_for_what_is_needed(
+    monkeypatch: pytest.MonkeyPatch, states: list[str], status: int
+) -> None:
+    findings = [finding(f"thing {number}", state) for number, state in enumerate(states)]
+    monkeypatch.setattr(doctor, "GROUPS", (("things", lambda: iter(findings)),))
+    plain = CliRunner().invoke(doctor.command, [])
+    assert plain.exit_code == status
+    for one in findings:
+        assert f"{one.name}: as found" in plain.output
+    assert plain.output.count("do this") == len(states) - states.count("ok")
+    answer = json.loads(CliRunner().invoke(doctor.command, ["--json"]).output)
+    assert answer["ok"] is (status == 0)
+    assert [entry["state"] for entry in answer["findings"]] == states
+
+
+def test_doctor_survives_a_probe_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(doctor, "GROUPS", (("broken", broken), ("fine", lambda: iter([finding("fine", "ok")]))))
+    result = CliRunner().invoke(doctor.command, [])
+    assert result.exit_code == 0
+    assert "no such thing" in result.output
+    assert "fine: as found" in result.output
+
+
+def test_probes_agree_with_this_machine() -> None:
+    rows = {row.name: row for row in [*probes.kernel(), *probes.permissions(), *probes.limits()]}
+    assert rows["kernel"].found == os.uname().release
+    assert all(row.state in ("ok", "warning", "missing") and row.found for row in rows.values())
+    assert all(row.remedy for row in rows.values() if row.state != "ok")
+    if os.geteuid() == 0:
+        assert rows["userfaultfd"].state == "ok"
+
+
+def plugin_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> probes.Finding:
+    monkeypatch.setenv("PHOS_HOME", str(tmp_path))
+    return probes.plugin()
+
+
+def test_a_plugin_folder_must_hold_our_plugin_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert plugin_row(tmp_path, monkeypatch).state == "missing"
+    plugin = tmp_path / "plugin" / "phos_plugin.so"
+    plugin.parent.mkdir()
+    plugin.write_bytes(b"no library")
+    assert plugin_row(tmp_path, monkeypatch).state == "missing"
+    source = tmp_path / "plugin.c"
+    source.write_text("int CR_PLUGIN_DESC;\n")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", plugin, source], check=True)
+    assert plugin_row(tmp_path, monkeypatch).state == "ok"
+    (plugin.parent / "other_plugin.so").touch()
+    assert plugin_row(tmp_path, monkeypatch).state == "warning"

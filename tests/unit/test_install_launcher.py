@@ -1,0 +1,332 @@
+"""The launchers: what `criu` makes of its command line, in a copy of packaging/ with a CRIU that prints its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
+
+FAKE_CRIU = """#!/bin/sh
+printf '%s\\n' "$@" > "$FAKE/argv"
+cat > "$FAKE/stdin"
+[ -z "$FAKE_SLEEP" ] || { echo $$ > "$FAKE/pid"; exec sleep "$FAKE_SLEEP"; }
+[ -z "$FAKE_SIGNAL" ] || kill -"$FAKE_SIGNAL" $$
+exit "${FAKE_STATUS:-0}"
+"""
+FAKE_PHOSD = """#!/bin/sh
+echo "$@" >> "$FAKE/phosd"
+exit "${FAKE_PHOSD_STATUS:-0}"
+"""
+FAKE_CLIENT = """
+import json, os, sys
+def main():
+    json.dump(sys.argv[1:], open(os.environ["FAKE"] + "/client", "w"))
+    return int(os.environ.get("FAKE_CLIENT_STATUS", "0"))
+"""
+
+Run = Callable[..., "Outcome"]
+
+
+class Outcome:
+    """What one run of the launcher did."""
+
+    def __init__(self, status: int, stderr: str, record: Path) -> None:
+        self.status, self.stderr, self.record = status, stderr, record
+
+    def _read(self, name: str) -> str | None:
+        path = self.record / name
+        return path.read_text() if path.exists() else None
+
+    @property
+    def argv(self) -> list[str] | None:
+        """CRIU's arguments; None if it was not started."""
+        text = self._read("argv")
+        return None if text is None else text.split("\n")[:-1]
+
+    @property
+    def phosd(self) -> list[str]:
+        return (self._read("phosd") or "").splitlines()
+
+    @property
+    def waited(self) -> list[str] | None:
+        text = self._read("client")
+        return None if text is None else json.loads(text)
+
+    @property
+    def stdin(self) -> str | None:
+        return self._read("stdin")
+
+
+def write_program(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A clone with the real launcher and everything around it faked. A blank in its name, as people have."""
+    root = tmp_path / "a clone"
+    (root / "packaging").mkdir(parents=True)
+    for name in ("criu", "layout.sh", "supervise.py"):
+        shutil.copy(PACKAGING / name, root / "packaging" / name)
+    write_program(root / "packaging" / "phosd", FAKE_PHOSD)
+    write_program(root / "fake-criu", FAKE_CRIU)
+    plugin = root / "build" / "plugin" / "phos_plugin.so"
+    plugin.parent.mkdir(parents=True)
+    plugin.touch()
+    for package in ("phos", "phos/gpu_engine", "phos/gpu_engine/daemon"):
+        (root / package).mkdir()
+        (root / package / "__init__.py").touch()
+    (root / "phos/gpu_engine/daemon/client.py").write_text(FAKE_CLIENT)
+    return root
+
+
+@pytest.fixture
+def environment(tree: Path, tmp_path: Path) -> dict[str, str]:
+    record = tmp_path / "record"
+    record.mkdir()
+    return {
+        **{key: value for key, value in os.environ.items() if not key.startswith(("PHOS", "FAKE", "PYTHON", "CRIU"))},
+        "FAKE": str(record),
+        "PHOS_CRIU": str(tree / "fake-criu"),
+        "PHOS_PYTHON": sys.executable,
+        "PHOS_SOCKET": str(tmp_path / "phosd.sock"),
+    }
+
+
+@pytest.fixture
+def run(tree: Path, environment: dict[str, str]) -> Run:
+    def call(*arguments: str, stdin: str = "", **settings: str) -> Outcome:
+        done = subprocess.run(
+            [str(tree / "packaging" / "criu"), *arguments],
+            env={**environment, **settings},
+            input=stdin,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+        return Outcome(done.returncode, done.stderr, Path(environment["FAKE"]))
+
+    return call
+
+
+def plugins(tree: Path) -> str:
+    return str(tree / "build" / "plugin")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check"],
+        ["--version"],
+        [],
+        ["dump", "-t", "5", "-D", "image", "-vvvv", "-o", "dump.log"],
+        ["dump", "--lib", "/usr/lib/criu", "-t", "5"],
+        ["check", "--log-file", "phos"],  # phos is the name of a log here
+        ["restore", "-D", "phos"],
+        ["restore", "-o", "phos", "--root=phos"],
+        ["restore", "--exec-cmd", "--", "program", "--lib", "phos"],
+        ["check", "--lib", "phosphor"],
+        ["check", "-v4Lphos"],  # -v takes the rest of its word
+        ["check", "--li", "phos"],  # ambiguous: CRIU shall say so
+        ["dump", "", "two words", "--lib"],
+        ["dump", "-t", "5", "--lib", "phos", "--lib", "elsewhere"],  # the last one counts
+    ],
+)
+def test_other_command_lines_are_handed_on_unchanged(run: Run, tree: Path, arguments: list[str]) -> None:
+    outcome = run(*arguments, stdin="typed", FAKE_STATUS="7")
+    expected = [plugins(tree) if word == "phos" and "elsewhere" in arguments else word for word in arguments]
+    assert outcome.argv == (expected or [""])
+    assert outcome.status == 7
+    assert outcome.stdin == "typed"
+    assert outcome.phosd == []
+    assert outcome.waited is None
+
+
+@pytest.mark.parametrize(
+    ("spelling", "expected"),
+    [
+        (["--lib", "phos"], ["--lib", "{}"]),
+        (["--libdir", "phos"], ["--libdir", "{}"]),
+        (["--lib=phos"], ["--lib={}"]),
+        (["--libdir=phos"], ["--libdir={}"]),
+        (["-L", "phos"], ["-L", "{}"]),
+        (["-Lphos"], ["-L{}"]),
+        (["-jlLphos"], ["-jlL{}"]),
+        (["-jL", "phos"], ["-jL", "{}"]),
+    ],
+)
+def test_every_spelling_of_the_plugin_folder(run: Run, tree: Path, spelling: list[str], expected: list[str]) -> None:
+    outcome = run("check", *spelling, "-v4")
+    assert outcome.argv == ["check", *[word.format(plugins(tree)) for word in expected], "-v4"]
+    outcome = run(*spelling, "check")
+    assert outcome.argv == [*[word.format(plugins(tree)) for word in expected], "check"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "folder"),
+    [
+        (["-D", "image"], "image"),
+        (["-Dimage"], "image"),
+        (["--images-dir", "image"], "image"),
+        (["--images-dir=image"], "image"),
+        (["--im", "image"], "image"),
+        (["-RD", "image"], "image"),
+        (["--images-dir", "one", "-D", "two words"], "two words"),
+        (["-W", "work", "-o", "-D"], "."),  # -D is the name of a log here
+        ([], "."),
+    ],
+)
+def test_dump_waits_for_the_image(run: Run, tree: Path, arguments: list[str], folder: str) -> None:
+    outcome = run("dump", "--lib", "phos", "-t", "5", *arguments, stdin="typed")
+    assert outcome.status == 0
+    assert outcome.argv == ["--timeout", "600", "dump", "--lib", plugins(tree), "-t", "5", *arguments]
+    assert outcome.phosd == ["--ensure"]
+    assert outcome.waited == ["wait", folder]
+    assert outcome.stdin == "typed"
+
+
+@pytest.mark.parametrize("given", [["--timeout", "30"], ["--timeout=30"], ["--timeo", "30"]])
+def test_dump_keeps_the_callers_timeout(run: Run, tree: Path, given: list[str]) -> None:
+    outcome = run("dump", *given, "-t", "5", "-Lphos")
+    assert outcome.argv == ["dump", *given, "-t", "5", f"-L{plugins(tree)}"]
+
+
+def test_dump_fails_when_the_image_is_not_whole(run: Run) -> None:
+    outcome = run("dump", "--lib", "phos", "-t", "5", FAKE_CLIENT_STATUS="3")
+    assert outcome.status == 1
+
+
+def test_a_failed_dump_is_not_waited_for_and_leaves_a_living_phosd(run: Run) -> None:
+    outcome = run("dump", "--lib", "phos", "-t", "5", FAKE_STATUS="9")
+    assert outcome.status == 9
+    assert outcome.waited is None
+    assert outcome.phosd == ["--ensure", "--ensure"]
+
+
+def test_nothing_is_dumped_without_phosd(run: Run) -> None:
+    outcome = run("dump", "--lib", "phos", "-t", "5", FAKE_PHOSD_STATUS="1")
+    assert outcome.status == 1
+    assert outcome.argv is None
+    assert "phosd could not be started" in outcome.stderr
+
+
+def test_a_missing_plugin_is_said(run: Run, tree: Path) -> None:
+    (tree / "build" / "plugin" / "phos_plugin.so").unlink()
+    outcome = run("dump", "--lib", "phos", "-t", "5")
+    assert outcome.status == 1
+    assert outcome.argv is None
+    assert "install.sh" in outcome.stderr
+
+
+def test_restore_starts_phosd_and_becomes_criu(run: Run, tree: Path) -> None:
+    outcome = run("restore", "--lazy-pages", "--lib", "phos", "-D", "image", FAKE_STATUS="4")
+    assert outcome.argv == ["restore", "--lazy-pages", "--lib", plugins(tree), "-D", "image"]
+    assert outcome.phosd == ["--ensure"]
+    assert outcome.waited is None
+    assert outcome.status == 4
+
+
+@pytest.mark.parametrize("detached", ["-d", "-dv4", "--restore-detached", "--restore-det"])
+def test_detached_restore_waits_for_the_gpu(run: Run, detached: str) -> None:
+    outcome = run("restore", detached, "--lib", "phos", "-D", "image")
+    assert outcome.status == 0
+    assert outcome.waited == ["wait", "--restore", "image"]
+    assert run("restore", detached, "--lib", "phos", FAKE_CLIENT_STATUS="1").status == 1
+
+
+def test_death_by_signal_is_passed_up(run: Run) -> None:
+    outcome = run("dump", "--lib", "phos", "-t", "5", FAKE_SIGNAL="TERM")
+    assert outcome.status == -signal.SIGTERM
+    assert outcome.waited is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_are_passed_down(tree: Path, environment: dict[str, str], number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [str(tree / "packaging" / "criu"), "dump", "--lib", "phos", "-t", "5"],
+        env={**environment, "FAKE_SLEEP": "60"},
+        stdin=subprocess.DEVNULL,
+    ) as launcher:
+        note = Path(environment["FAKE"], "pid")
+        deadline = time.monotonic() + 10
+        while not (note.exists() and note.read_text().strip()):
+            assert time.monotonic() < deadline, "the fake CRIU did not start"
+            time.sleep(0.01)
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=10) == -number
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(note.read_text()), 0)
+
+
+def test_a_listening_phosd_is_seen_without_python(run: Run, environment: dict[str, str]) -> None:
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(environment["PHOS_SOCKET"])
+        outcome = run("restore", "--lib", "phos")
+        assert outcome.phosd == ["--ensure"], "bound, but nobody listens"
+        server.listen()
+        outcome = run("restore", "--lib", "phos")
+        assert outcome.phosd == ["--ensure"], "the one of before"
+
+
+def test_the_launcher_adds_little_to_a_restore(run: Run, environment: dict[str, str]) -> None:
+    import socket
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+        server.bind(environment["PHOS_SOCKET"])
+        server.listen()
+        best = 1.0
+        for _ in range(10):
+            start = time.perf_counter()
+            run("restore", "--lazy-pages", "--lib", "phos", "-D", "image", "-vvvv", "--log-file", "restore.log")
+            best = min(best, time.perf_counter() - start)
+    assert best < 0.030
+
+
+def test_links_to_the_launcher_find_home(run: Run, tree: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "criu").symlink_to("../a clone/packaging/criu")
+    path = f"{tmp_path / 'bin'}:{environment['PATH']}"
+    subprocess.run(["criu", "check", "-Lphos"], env={**environment, "PATH": path}, check=True, stdin=subprocess.DEVNULL)
+    assert Path(environment["FAKE"], "argv").read_text().splitlines() == ["check", f"-L{plugins(tree)}"]
+
+
+def test_installed_layout_starts_criu_through_its_own_loader(
+    tree: Path, environment: dict[str, str], tmp_path: Path
+) -> None:
+    home = tmp_path / "prefix" / "lib" / "phos"
+    (home / "bin").mkdir(parents=True)
+    for name in ("criu", "layout.sh", "supervise.py"):
+        shutil.copy(PACKAGING / name, home / "bin" / name)
+    write_program(home / "criu" / "loader" / "criu", FAKE_CRIU)
+    del environment["PHOS_CRIU"]
+    subprocess.run([str(home / "bin" / "criu"), "check", "x"], env=environment, check=True, stdin=subprocess.DEVNULL)
+    library, program = str(home / "criu" / "lib"), str(home / "criu" / "bin" / "criu")
+    started = Path(environment["FAKE"], "argv").read_text().splitlines()
+    assert started == ["--library-path", library, "--argv0", "criu", program, "check", "x"]
+
+
+def test_an_installation_without_criu_says_so(environment: dict[str, str], tmp_path: Path) -> None:
+    home = tmp_path / "lib" / "phos" / "bin"
+    home.mkdir(parents=True)
+    for name in ("criu", "layout.sh"):
+        shutil.copy(PACKAGING / name, home / name)
+    del environment["PHOS_CRIU"]
+    done = subprocess.run([str(home / "criu"), "check"], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "run install.sh" in done.stderr
