@@ -7,6 +7,7 @@ same day replaces the rows it measured again and keeps the others, so that a ben
 from __future__ import annotations
 
 import argparse
+import atexit
 import datetime
 import json
 import os
@@ -59,6 +60,10 @@ def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
     shutil.rmtree(chosen.work, ignore_errors=True)
     chosen.work.mkdir(parents=True)
     process.adopt_orphans()
+    os.environ["PHOS_DEVICE"] = chosen.device  # for phosd, whichever command starts it
+    if chosen.smoke and "PHOS_SOCKET" not in os.environ:
+        os.environ["PHOS_SOCKET"] = str(chosen.work / "phosd.sock")  # away from a phosd that serves somebody
+        atexit.register(process.stop_daemon)
     return chosen
 
 

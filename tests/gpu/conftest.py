@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[2] / "bench")]
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 import process
 from gpu_support import DEVICE, Starter
 from process import Program
@@ -52,8 +53,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _adopt_orphans() -> None:
+def _environment() -> None:
     process.adopt_orphans()
+    os.environ["PHOS_DEVICE"] = DEVICE  # for phosd, whichever command starts it
 
 
 @pytest.fixture

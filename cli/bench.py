@@ -1,0 +1,54 @@
+"""``phos-gpu bench``: list the benchmarks, or run one."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from phos.gpu_engine.errors import Unsupported, UsageError
+from phos.gpu_engine.installation import home
+
+BENCHMARKS = {
+    "dump_restore": "Whole dumps and restores of gigabytes of buffers, against the driver's own checkpoint.",
+    "steady_state": "What the frontend costs while no checkpoint is taken.",
+    "correctness": "Training interrupted at random moments prints the same losses, bit for bit.",
+    "toggle": "The stall of a dump that leaves the program running, by toggle reducer.",
+}
+
+
+def folder() -> Path:
+    """Return the folder of the scripts: the clone's, or the one that was installed.
+
+    Raises:
+        Unsupported: this installation has none.
+    """
+    for candidate in (home() / "bench", home().parent / "bench"):
+        if (candidate / "harness.py").exists():
+            return candidate
+    raise Unsupported("This installation has no benchmarks: run `phos-gpu bench` from a clone of the source.")
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--python", metavar="PROGRAM", help="The Python that has PyTorch. Default: python3 on the PATH.")
+@click.argument("name", required=False)
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+def bench(python: str | None, name: str | None, options: tuple[str, ...]) -> None:
+    """Run the benchmark NAME with its own OPTIONS; without a name, list them.
+
+    `phos-gpu bench NAME --help` shows a benchmark's options. `--smoke` runs it in seconds on the software GPU, to see
+    that it works; the numbers then mean nothing. Exit status: the benchmark's own.
+    """
+    if name is None:
+        click.echo("\n".join(f"{known:14} {text}" for known, text in BENCHMARKS.items()))
+        return
+    script = name.replace("-", "_")
+    if script not in BENCHMARKS:
+        raise UsageError(f"There is no benchmark '{name}'. There are: {', '.join(BENCHMARKS)}.")
+    # The venv of PhOS has no PyTorch, but it has all that a smoke run needs.
+    program = python or (sys.executable if "--smoke" in options else shutil.which("python3") or sys.executable)
+    done = subprocess.run([program, str(folder() / f"{script}.py"), *options], check=False)
+    sys.exit(done.returncode)

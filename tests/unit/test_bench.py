@@ -1,0 +1,164 @@
+"""The machinery of the benchmarks: statistics, result files, and programs that go through the real CRIU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+import harness
+import machine
+import process
+from process import ProcessError, Program
+
+ROOT = process.ROOT
+CRIU = shutil.which(process.CRIU) or str(ROOT / "build" / "criu" / "criu")
+needs_criu = pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists(CRIU), reason="needs root and CRIU")
+
+TICKER = """
+import sys
+sys.path.insert(0, {examples!r})
+from report import Report, parser
+options = parser("A program without a GPU.", iterations=60).parse_args()
+report = Report(options)
+for iteration in range(options.iterations):
+    report.step(iteration * 7919)
+report.result()
+"""
+
+
+@pytest.fixture
+def ticker(tmp_path: Path) -> Program:
+    """Return a program that prints iterations and uses no GPU, not yet started."""
+    script = tmp_path / "ticker.py"
+    script.write_text(TICKER.format(examples=str(ROOT / "examples")))
+    return Program([sys.executable, str(script), "--iteration-seconds", "0.02"], tmp_path, "none", frontend=False)
+
+
+@pytest.fixture(autouse=True)
+def _no_software_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "software_gpu_folder", lambda: Path("/nonexistent"))
+
+
+def test_pairs_are_compared_one_by_one() -> None:
+    """A drift that hits both of a pair alike does not count; one wild pair does not either."""
+    without, with_ = [10.0, 20.0, 30.0, 40.0, 50.0], [10.1, 20.2, 30.3, 40.4, 100.0]
+    percent, _ = harness.paired_percent(without, with_)
+    assert percent == pytest.approx(1.0)
+    assert harness.paired_percent([10.0, 10.0], [10.0, 12.0]) == pytest.approx((10.0, 10.0))
+
+
+def test_a_table_shows_numbers_short_and_words_whole() -> None:
+    """Three digits, yes and no, Markdown."""
+    text = harness.table(["a", "b"], [[1234.5, True], [0.012345, "x"]])
+    assert text.splitlines() == ["| a | b |", "| --- | --- |", "| 1234 | yes |", "| 0.0123 | x |"]
+
+
+def options(folder: Path) -> argparse.Namespace:
+    """Return the options that Results reads."""
+    return argparse.Namespace(device="software", smoke=True, results=folder)
+
+
+def test_a_second_run_of_one_commit_adds_to_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are replaced by key and kept otherwise; another commit begins anew."""
+    monkeypatch.setenv("PHOS_COMMIT", "one")
+    first = harness.Results(options(tmp_path), "name", "Title")
+    first.add("a", value=1.0)
+    first.add("b", value=2.0)
+    second = harness.Results(options(tmp_path), "name", "Title")
+    second.add("b", value=3.0)
+    second.finish()
+    stored = json.loads(second.path.read_text())
+    assert [(row["key"], row["value"]) for row in stored["rows"]] == [("a", 1.0), ("b", 3.0)]
+    assert stored["environment"]["commit"] == "one"
+    assert "| b | 3 |" in second.path.with_suffix(".md").read_text()
+    monkeypatch.setenv("PHOS_COMMIT", "two")
+    assert harness.Results(options(tmp_path), "name", "Title").rows == {}
+
+
+def test_results_are_copied_to_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is given back keeps nothing but $OUT."""
+    (tmp_path / "out").mkdir()
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    results = harness.Results(options(tmp_path), "name", "Title")
+    results.add("a", value=1)
+    results.finish()
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".json", ".md"}
+
+
+def test_the_disk_rate_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Both directions are measured, and the files are gone."""
+    try:
+        write, read = machine.disk_rate(tmp_path, 32 << 20, 2)
+    except OSError as error:
+        pytest.skip(f"no O_DIRECT here: {error}")
+    assert write > 1e6
+    assert read > 1e6
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_peak_memory_begins_anew_when_reset() -> None:
+    """The peak of this process falls back to what it holds now."""
+    large = bytearray(os.urandom(1)) * (64 << 20)
+    before = machine.peak_resident(os.getpid())
+    del large
+    machine.reset_peak(os.getpid())
+    assert before - machine.peak_resident(os.getpid()) > 48 << 20
+
+
+def test_waiting_for_a_program_that_ended_names_it(ticker: Program) -> None:
+    """No time-out is sat out, and its last lines are in the message."""
+    ticker.start()
+    ticker.wait_for("^ITERATION 2 ")
+    os.kill(ticker.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(ProcessError, match=r"ended before it printed 'NEVER'.*ITERATION"):
+        ticker.wait_for("NEVER", 60)
+    assert time.monotonic() - began < 10
+    ticker.kill()
+    assert not os.path.exists(f"/proc/{ticker.pid}")
+
+
+def test_a_failing_command_shows_its_status_and_output() -> None:
+    """What the command said is what one needs to know."""
+    with pytest.raises(ProcessError, match=r"failed with status 3:\nno luck"):
+        process.command(["sh", "-c", "echo no luck >&2; exit 3"], 10)
+
+
+def test_keys_are_found_at_any_depth() -> None:
+    """The JSON of inspect may move them."""
+    tree: Any = {"a": [{"b": 1}, {"timings": [2]}]}
+    assert process.find_key(tree, "timings") == [2]
+    assert process.find_key(tree, "c") is None
+
+
+@needs_criu
+@pytest.mark.root
+def test_a_program_goes_through_criu_and_back(ticker: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dump and kill, restore, dump and run on, kill, restore again: the lines are those of one life."""
+    monkeypatch.setattr(process, "CRIU", CRIU)
+    process.adopt_orphans()
+    ticker.start()
+    ticker.wait_for("^ITERATION 3 ")
+    for number, leave_running in enumerate((False, True)):
+        folder = tmp_path / f"image{number}"
+        folder.mkdir()
+        process.criu_dump(ticker, folder, leave_running=leave_running, plugin=False)
+        assert ticker.alive() == leave_running
+        if leave_running:
+            ticker.wait_iterations(3)
+            ticker.kill()
+        returned, _ = process.criu_restore(ticker, folder, plugin=False)
+        assert returned > 0
+        ticker.wait_iterations(2)
+    lines = list(dict.fromkeys(ticker.finish()))
+    assert [line.split()[1] for line in lines[:-1]] == [str(number) for number in range(1, 61)]
