@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -69,14 +70,16 @@ def run_in_threads(actions: Sequence[Callable[[], T]], threads: int | None = Non
 def hash_segment(fd: int, offset: int, length: int) -> bytes:
     """XXH3-128 of a part of a file; EOFError if the file ends before it does."""
     state = xxhash.xxh3_128()
-    with mmap.mmap(-1, _READ_SIZE) as buffer, memoryview(buffer) as view:
-        while length:
-            n = os.preadv(fd, [view[: min(length, _READ_SIZE)]], offset)
-            if n == 0:
-                raise EOFError(f"the file ends at byte {offset}")
-            state.update(view[:n])
-            offset += n
-            length -= n
+    # Freed with the last reference, not closed here: a traceback may still refer to it, and close() would then raise
+    # an error of its own over the one that matters.
+    view = memoryview(mmap.mmap(-1, _READ_SIZE))
+    while length:
+        n = os.preadv(fd, [view[: min(length, _READ_SIZE)]], offset)
+        if n == 0:
+            raise EOFError(f"the file ends at byte {offset}")
+        state.update(view[:n])
+        offset += n
+        length -= n
     return state.digest()
 
 
@@ -90,7 +93,9 @@ def hash_files(directory: int, names: Sequence[str], segment_size: int) -> list[
         try:
             return hash_segment(fd, offset, length)
         except EOFError as error:
-            raise OSError(5, f"{name} shrank while it was read: {error}") from None
+            raise OSError(errno.EIO, f"it shrank while it was read: {error}", name) from None
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, name) from error
 
     try:
         for name in names:

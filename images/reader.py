@@ -363,7 +363,7 @@ class Image:
     def _read_direct(self, data: _DataFile, view: memoryview, offset: int) -> None:
         """Read what the page cache has from there, the rest past it."""
         done = 0
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # nothing there, or a file system that cannot tell; what is really wrong shows below
             done = os.preadv(data.buffered, [view], offset, os.RWF_NOWAIT) & ~(ALIGNMENT - 1)
         # Whole pages only; a block's odd tail, and memory that is not page-aligned, go through the page cache.
         end = len(view) & ~(ALIGNMENT - 1)

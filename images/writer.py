@@ -226,10 +226,9 @@ class ImageWriter:
                 pieces[0] = pieces[0][n:]
 
     def _write_padded(self, s: _Stripe, tail: memoryview, offset: int) -> None:
-        with mmap.mmap(-1, ALIGNMENT) as page:
-            page[: len(tail)] = tail
-            with memoryview(page) as view:
-                self._write_pieces(s, [view[:]], offset, ALIGNMENT)
+        page = mmap.mmap(-1, ALIGNMENT)
+        page[: len(tail)] = tail
+        self._write_pieces(s, [memoryview(page)], offset, ALIGNMENT)
 
     def _set_direct(self, s: _Stripe, on: bool) -> bool:
         flags = fcntl.fcntl(s.fd, fcntl.F_GETFL)
@@ -255,7 +254,7 @@ class ImageWriter:
         try:
             self._commit(inventory)
         except OSError as error:
-            failure = self._write_error("", error, 0)
+            failure = self._write_error(error.filename if isinstance(error.filename, str) else "", error, 0)
             self._fail(failure)
             raise failure from error
         except ImageError as error:
@@ -463,7 +462,8 @@ class ImageWriter:
                 f"{where}: {what}: {needed} more bytes were needed, {free_bytes(self._directory)} are free, "
                 f"{self.bytes_written} of GPU data had been written; make room or choose another directory"
             )
-        return ImageError(f"{where} cannot be written: {error.strerror or error} ({needed} bytes were to follow)")
+        follow = f" ({needed} bytes were to follow)" if needed else ""
+        return ImageError(f"{where} cannot be written, or read back: {error.strerror or error}{follow}")
 
 
 def _segments(raw: bytes) -> list[bytes]:
