@@ -1,0 +1,529 @@
+/* Contexts: primary and created, the per-thread stack of current ones, limits, peers. */
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <string.h>
+
+#include "softgpu.h"
+
+#define STACK_DEPTH 64
+static _Thread_local struct {
+    CUcontext entries[STACK_DEPTH];
+    unsigned depth;
+} stack;
+
+/* All live contexts; under registry_lock, which is never held while another lock is taken. */
+static pthread_mutex_t registry_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct sg_context **registry;
+static size_t registry_count, registry_capacity;
+
+static const size_t default_limits[CU_LIMIT_MAX] = {
+    [CU_LIMIT_STACK_SIZE] = 1024,
+    [CU_LIMIT_PRINTF_FIFO_SIZE] = 8 << 20,
+    [CU_LIMIT_MALLOC_HEAP_SIZE] = 8 << 20,
+    [CU_LIMIT_DEV_RUNTIME_SYNC_DEPTH] = 2,
+    [CU_LIMIT_DEV_RUNTIME_PENDING_LAUNCH_COUNT] = 2048,
+    [CU_LIMIT_MAX_L2_FETCH_GRANULARITY] = 64,
+};
+
+static struct sg_context *context_create(struct sg_device *device, unsigned flags, bool primary)
+{
+    struct sg_context *context = calloc(1, sizeof(*context));
+    if (!context)
+        return NULL;
+    context->device = device;
+    context->primary = primary;
+    context->flags = flags;
+    context->api_version = 3020;
+    context->id = sg_next_id();
+    context->peers = 1u << device->ordinal;
+    memcpy(context->limits, default_limits, sizeof(default_limits));
+    pthread_mutex_init(&context->lock, NULL);
+    context->legacy = sg_stream_create(context, 0, 0);
+    if (!context->legacy || !sg_handle_add(context, SG_CONTEXT)) {
+        if (context->legacy)
+            sg_stream_destroy(context->legacy);
+        free(context);
+        return NULL;
+    }
+    context->legacy->legacy = true;
+    pthread_mutex_lock(&registry_lock);
+    if (registry_count == registry_capacity) {
+        size_t capacity = registry_capacity ? registry_capacity * 2 : 8;
+        struct sg_context **grown = realloc(registry, capacity * sizeof(*registry));
+        if (grown) {
+            registry = grown;
+            registry_capacity = capacity;
+        }
+    }
+    bool room = registry_count < registry_capacity;
+    if (room)
+        registry[registry_count++] = context;
+    pthread_mutex_unlock(&registry_lock);
+    if (!room) {
+        sg_handle_remove(context, SG_CONTEXT);
+        sg_stream_destroy(context->legacy);
+        free(context);
+        return NULL;
+    }
+    return context;
+}
+
+/* Waits for the context's work, then frees what it owns. The structure itself stays allocated (a few hundred bytes): late
+ * operations and events of other contexts may still point to it. */
+static void context_destroy(struct sg_context *context)
+{
+    if (!sg_handle_remove(context, SG_CONTEXT))
+        return;
+    pthread_mutex_lock(&registry_lock);
+    for (size_t i = 0; i < registry_count; i++)
+        if (registry[i] == context) {
+            registry[i] = registry[--registry_count];
+            break;
+        }
+    pthread_mutex_unlock(&registry_lock);
+    sg_context_synchronize(context);
+    for (;;) {
+        pthread_mutex_lock(&context->lock);
+        struct sg_stream *stream = context->streams;
+        pthread_mutex_unlock(&context->lock);
+        if (!stream)
+            break;
+        sg_stream_destroy(stream);
+    }
+    while (context->modules)
+        sg_module_destroy(context->modules);
+    sg_memory_free_context(context);
+}
+
+void sg_contexts_each(void (*visit)(struct sg_context *, void *), void *cookie)
+{
+    pthread_mutex_lock(&registry_lock);
+    size_t count = registry_count;
+    struct sg_context **copy = malloc((count + 1) * sizeof(*copy));
+    if (copy && count)
+        memcpy(copy, registry, count * sizeof(*copy));
+    pthread_mutex_unlock(&registry_lock);
+    for (size_t i = 0; copy && i < count; i++)
+        visit(copy[i], cookie);
+    free(copy);
+}
+
+struct sg_context *sg_context_first(int device)
+{
+    struct sg_context *found = NULL;
+    pthread_mutex_lock(&registry_lock);
+    for (size_t i = 0; i < registry_count && !found; i++)
+        if (registry[i]->device->ordinal == device)
+            found = registry[i];
+    pthread_mutex_unlock(&registry_lock);
+    return found;
+}
+
+void sg_context_fail(struct sg_context *context, CUresult error)
+{
+    int none = 0;
+    atomic_compare_exchange_strong(&context->sticky, &none, (int)error);
+}
+
+CUresult sg_context_current(struct sg_context **out)
+{
+    if (!stack.depth || !stack.entries[stack.depth - 1])
+        return CUDA_ERROR_INVALID_CONTEXT;
+    return sg_context_get(stack.entries[stack.depth - 1], out);
+}
+
+CUresult sg_context_get(CUcontext handle, struct sg_context **out)
+{
+    if (!handle)
+        return sg_context_current(out);
+    if (!sg_handle_is(handle, SG_CONTEXT))
+        return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+    *out = (struct sg_context *)handle;
+    return (CUresult)atomic_load_explicit(&(*out)->sticky, memory_order_relaxed);
+}
+
+CUresult sg_primary_retain(struct sg_device *device, struct sg_context **out)
+{
+    CUresult result = CUDA_SUCCESS;
+    pthread_mutex_lock(&device->lock);
+    if (!device->primary)
+        device->primary = context_create(device, device->primary_flags, true);
+    if (device->primary) {
+        device->primary_references++;
+        *out = device->primary;
+    } else {
+        result = CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    pthread_mutex_unlock(&device->lock);
+    return result;
+}
+
+CUresult softgpu_cuDevicePrimaryCtxRetain(CUcontext *pctx, CUdevice dev)
+{
+    struct sg_device *device = sg_device(dev);
+    if (!pctx)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!device)
+        return CUDA_ERROR_INVALID_DEVICE;
+    struct sg_context *context;
+    CUresult result = sg_primary_retain(device, &context);
+    if (result == CUDA_SUCCESS)
+        *pctx = (CUcontext)context;
+    return result;
+}
+
+static CUresult primary_drop(CUdevice dev, bool reset)
+{
+    struct sg_device *device = sg_device(dev);
+    if (!device)
+        return CUDA_ERROR_INVALID_DEVICE;
+    struct sg_context *victim = NULL;
+    CUresult result = CUDA_SUCCESS;
+    pthread_mutex_lock(&device->lock);
+    if (!reset && !device->primary_references)
+        result = CUDA_ERROR_INVALID_CONTEXT;
+    else if (reset || --device->primary_references == 0) {
+        victim = device->primary;
+        device->primary = NULL;
+        device->primary_references = 0;
+    }
+    pthread_mutex_unlock(&device->lock);
+    if (victim)
+        context_destroy(victim);
+    return result;
+}
+
+CUresult softgpu_cuDevicePrimaryCtxRelease_v2(CUdevice dev)
+{
+    return primary_drop(dev, false);
+}
+
+CUresult softgpu_cuDevicePrimaryCtxReset_v2(CUdevice dev)
+{
+    return primary_drop(dev, true);
+}
+
+CUresult softgpu_cuDevicePrimaryCtxSetFlags_v2(CUdevice dev, unsigned int flags)
+{
+    struct sg_device *device = sg_device(dev);
+    if (!device)
+        return CUDA_ERROR_INVALID_DEVICE;
+    pthread_mutex_lock(&device->lock);
+    device->primary_flags = flags;
+    if (device->primary)
+        device->primary->flags = flags;
+    pthread_mutex_unlock(&device->lock);
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuDevicePrimaryCtxGetState(CUdevice dev, unsigned int *flags, int *active)
+{
+    struct sg_device *device = sg_device(dev);
+    if (!device)
+        return CUDA_ERROR_INVALID_DEVICE;
+    if (!flags || !active)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&device->lock);
+    *flags = device->primary_flags;
+    *active = device->primary != NULL;
+    pthread_mutex_unlock(&device->lock);
+    return CUDA_SUCCESS;
+}
+
+static CUresult push(CUcontext context)
+{
+    if (stack.depth == STACK_DEPTH)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    stack.entries[stack.depth++] = context;
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuCtxCreate_v2(CUcontext *pctx, unsigned int flags, CUdevice dev)
+{
+    struct sg_device *device = sg_device(dev);
+    if (!pctx)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!device)
+        return CUDA_ERROR_INVALID_DEVICE;
+    struct sg_context *context = context_create(device, flags, false);
+    if (!context)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult result = push((CUcontext)context);
+    if (result != CUDA_SUCCESS)
+        context_destroy(context);
+    else
+        *pctx = (CUcontext)context;
+    return result;
+}
+
+CUresult softgpu_cuCtxCreate_v3(CUcontext *pctx, CUexecAffinityParam *paramsArray, int numParams, unsigned int flags, CUdevice dev)
+{
+    if (paramsArray || numParams)
+        return CUDA_ERROR_UNSUPPORTED_EXEC_AFFINITY;
+    return softgpu_cuCtxCreate_v2(pctx, flags, dev);
+}
+
+CUresult softgpu_cuCtxCreate_v4(CUcontext *pctx, CUctxCreateParams *ctxCreateParams, unsigned int flags, CUdevice dev)
+{
+    if (ctxCreateParams && (ctxCreateParams->execAffinityParams || ctxCreateParams->cigParams))
+        return CUDA_ERROR_NOT_SUPPORTED;
+    return softgpu_cuCtxCreate_v2(pctx, flags, dev);
+}
+
+CUresult softgpu_cuCtxDestroy_v2(CUcontext ctx)
+{
+    if (!sg_handle_is(ctx, SG_CONTEXT))
+        return ctx ? CUDA_ERROR_CONTEXT_IS_DESTROYED : CUDA_ERROR_INVALID_VALUE;
+    if (((struct sg_context *)ctx)->primary)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (stack.depth && stack.entries[stack.depth - 1] == ctx)
+        stack.depth--;
+    context_destroy((struct sg_context *)ctx);
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuCtxPushCurrent_v2(CUcontext ctx)
+{
+    if (!sg_handle_is(ctx, SG_CONTEXT))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    return push(ctx);
+}
+
+CUresult softgpu_cuCtxPopCurrent_v2(CUcontext *pctx)
+{
+    if (!stack.depth)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    CUcontext top = stack.entries[--stack.depth];
+    if (pctx)
+        *pctx = top;
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuCtxSetCurrent(CUcontext ctx)
+{
+    if (ctx && !sg_handle_is(ctx, SG_CONTEXT))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (!ctx) {
+        if (stack.depth)
+            stack.depth--;
+        return CUDA_SUCCESS;
+    }
+    if (!stack.depth)
+        return push(ctx);
+    stack.entries[stack.depth - 1] = ctx;
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuCtxGetCurrent(CUcontext *pctx)
+{
+    if (!pctx)
+        return CUDA_ERROR_INVALID_VALUE;
+    *pctx = stack.depth ? stack.entries[stack.depth - 1] : NULL;
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuCtxGetDevice(CUdevice *device)
+{
+    struct sg_context *context;
+    if (!device)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!stack.depth || !sg_handle_is(stack.entries[stack.depth - 1], SG_CONTEXT))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    context = (struct sg_context *)stack.entries[stack.depth - 1];
+    *device = context->device->ordinal;
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuCtxGetDevice_v2(CUdevice *device, CUcontext ctx)
+{
+    if (!ctx)
+        return softgpu_cuCtxGetDevice(device);
+    if (!device)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!sg_handle_is(ctx, SG_CONTEXT))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    *device = ((struct sg_context *)ctx)->device->ordinal;
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuCtxGetId(CUcontext ctx, unsigned long long *ctxId)
+{
+    struct sg_context *context;
+    if (!ctxId)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = sg_context_get(ctx, &context);
+    if (result == CUDA_SUCCESS)
+        *ctxId = context->id;
+    return result;
+}
+
+CUresult softgpu_cuCtxGetApiVersion(CUcontext ctx, unsigned int *version)
+{
+    struct sg_context *context;
+    if (!version)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = sg_context_get(ctx, &context);
+    if (result == CUDA_SUCCESS)
+        *version = context->api_version;
+    return result;
+}
+
+CUresult softgpu_cuCtxGetFlags(unsigned int *flags)
+{
+    struct sg_context *context;
+    CUresult result = sg_context_current(&context);
+    if (result == CUDA_SUCCESS && !flags)
+        result = CUDA_ERROR_INVALID_VALUE;
+    if (result == CUDA_SUCCESS)
+        *flags = context->flags;
+    return result;
+}
+
+CUresult softgpu_cuCtxSetFlags(unsigned int flags)
+{
+    struct sg_context *context;
+    CUresult result = sg_context_current(&context);
+    if (result == CUDA_SUCCESS)
+        context->flags = flags;
+    return result;
+}
+
+CUresult softgpu_cuCtxSynchronize_v2(CUcontext ctx)
+{
+    struct sg_context *context;
+    CUresult result = sg_context_get(ctx, &context);
+    return result == CUDA_SUCCESS ? sg_context_synchronize(context) : result;
+}
+
+CUresult softgpu_cuCtxSynchronize(void)
+{
+    return softgpu_cuCtxSynchronize_v2(NULL);
+}
+
+CUresult softgpu_cuCtxSetLimit(CUlimit limit, size_t value)
+{
+    struct sg_context *context;
+    CUresult result = sg_context_current(&context);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (limit >= CU_LIMIT_MAX)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (limit == CU_LIMIT_STACK_SIZE)
+        value = (value + 15) / 16 * 16; /* the driver rounds up too */
+    pthread_mutex_lock(&context->lock);
+    context->limits[limit] = value;
+    pthread_mutex_unlock(&context->lock);
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuCtxGetLimit(size_t *pvalue, CUlimit limit)
+{
+    struct sg_context *context;
+    CUresult result = sg_context_current(&context);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (!pvalue || limit >= CU_LIMIT_MAX)
+        return CUDA_ERROR_INVALID_VALUE;
+    pthread_mutex_lock(&context->lock);
+    *pvalue = context->limits[limit];
+    pthread_mutex_unlock(&context->lock);
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuCtxGetCacheConfig(CUfunc_cache *pconfig)
+{
+    struct sg_context *context;
+    CUresult result = sg_context_current(&context);
+    if (result == CUDA_SUCCESS && !pconfig)
+        result = CUDA_ERROR_INVALID_VALUE;
+    if (result == CUDA_SUCCESS)
+        *pconfig = context->cache;
+    return result;
+}
+
+CUresult softgpu_cuCtxSetCacheConfig(CUfunc_cache config)
+{
+    struct sg_context *context;
+    CUresult result = sg_context_current(&context);
+    if (result == CUDA_SUCCESS)
+        context->cache = config;
+    return result;
+}
+
+CUresult softgpu_cuCtxGetSharedMemConfig(CUsharedconfig *pConfig)
+{
+    struct sg_context *context;
+    CUresult result = sg_context_current(&context);
+    if (result == CUDA_SUCCESS && !pConfig)
+        result = CUDA_ERROR_INVALID_VALUE;
+    if (result == CUDA_SUCCESS)
+        *pConfig = context->shared_config;
+    return result;
+}
+
+CUresult softgpu_cuCtxSetSharedMemConfig(CUsharedconfig config)
+{
+    struct sg_context *context;
+    CUresult result = sg_context_current(&context);
+    if (result == CUDA_SUCCESS)
+        context->shared_config = config;
+    return result;
+}
+
+CUresult softgpu_cuCtxGetStreamPriorityRange(int *leastPriority, int *greatestPriority)
+{
+    struct sg_context *context;
+    CUresult result = sg_context_current(&context);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (leastPriority)
+        *leastPriority = 0;
+    if (greatestPriority)
+        *greatestPriority = -5;
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuCtxResetPersistingL2Cache(void)
+{
+    struct sg_context *context;
+    return sg_context_current(&context);
+}
+
+CUresult softgpu_cuCtxEnablePeerAccess(CUcontext peerContext, unsigned int Flags)
+{
+    struct sg_context *context, *peer;
+    if (Flags)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = sg_context_current(&context);
+    if (result == CUDA_SUCCESS)
+        result = peerContext ? sg_context_get(peerContext, &peer) : CUDA_ERROR_INVALID_CONTEXT;
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (peer->device == context->device)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    uint32_t bit = 1u << peer->device->ordinal;
+    pthread_mutex_lock(&context->lock);
+    if (context->peers & bit)
+        result = CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
+    context->peers |= bit;
+    pthread_mutex_unlock(&context->lock);
+    return result;
+}
+
+CUresult softgpu_cuCtxDisablePeerAccess(CUcontext peerContext)
+{
+    struct sg_context *context, *peer;
+    CUresult result = sg_context_current(&context);
+    if (result == CUDA_SUCCESS)
+        result = peerContext ? sg_context_get(peerContext, &peer) : CUDA_ERROR_INVALID_CONTEXT;
+    if (result != CUDA_SUCCESS)
+        return result;
+    uint32_t bit = 1u << peer->device->ordinal;
+    pthread_mutex_lock(&context->lock);
+    if (!(context->peers & bit) || peer->device == context->device)
+        result = CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
+    else
+        context->peers &= ~bit;
+    pthread_mutex_unlock(&context->lock);
+    return result;
+}
