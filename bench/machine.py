@@ -154,6 +154,17 @@ def disk_rate(folder: Path, size: int, writers: int) -> tuple[float, float]:
     return rates[0], rates[1]
 
 
+def enlarge_tmpfs(folder: Path, size: int) -> None:
+    """Let a tmpfs hold `size` bytes.
+
+    Its default limit is half of the memory that the machine had when it was mounted, and this one's memory has grown.
+    Only what is too small is changed, and only the limit.
+    """
+    stat = os.statvfs(folder)
+    if os.path.ismount(folder) and stat.f_blocks * stat.f_frsize < size:
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(folder)], check=False)
+
+
 def drop_page_cache() -> None:
     """Write everything out and forget what was read, so that a restore from disk reads the disk."""
     os.sync()
