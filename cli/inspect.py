@@ -31,7 +31,7 @@ def refuse(command: str, error: ImageError, as_json: bool) -> None:
         click.echo(json.dumps({"schema": SCHEMA, "complete": False, "error": str(error), "problems": error.problems}))
     else:
         click.echo(f"phos-gpu {command}: {error}", err=True)
-    sys.exit(error.exit_code)
+    sys.exit(error.exit_status)
 
 
 def size_text(size: int) -> str:
@@ -58,7 +58,7 @@ def printable(text: str) -> str:
 @json_option
 @click.option("--buffers", is_flag=True, help="List all buffers instead of the largest ten.")
 @click.option("--decode", is_flag=True, help="IMAGE is one of PhOS's own .img files: print its messages as JSON.")
-def command(image: str, as_json: bool, buffers: bool, decode: bool) -> None:
+def inspect(image: str, as_json: bool, buffers: bool, decode: bool) -> None:
     """Show what is in the image set in directory IMAGE.
 
     Processes, GPUs, buffers by size, what was saved by whom, and how long it took. Needs no GPU, no phosd and no

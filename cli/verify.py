@@ -58,7 +58,7 @@ def _check(image: Image, threads: int | None) -> tuple[list[str], int]:
 @image_argument
 @json_option
 @click.option("--threads", type=click.IntRange(1, 256), help="How many threads read and hash; default: one a core.")
-def command(image: str, as_json: bool, threads: int | None) -> None:
+def verify(image: str, as_json: bool, threads: int | None) -> None:
     """Check every hash of the image set in directory IMAGE: PhOS's files and CRIU's.
 
     Lists every problem, with the file, the place in it, and whose buffer it hits. Changes nothing.

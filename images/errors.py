@@ -14,7 +14,7 @@ class ImageError(Exception):
     (leaving its `with` block does it).
     """
 
-    exit_code = 1
+    exit_status = 1
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
