@@ -152,10 +152,10 @@ system_criu() {
 }
 
 packages_needed() {
-    local package
-    for package in ca-certificates debian-archive-keyring gcc libc6-dev libprotobuf-c-dev make protobuf-c-compiler \
-        protobuf-compiler; do
-        # debian-archive-keyring belongs to the private CRIU, which Debian's kin alone can fetch.
+    local package keyring=debian-archive-keyring
+    # It verifies where the private CRIU comes from. Ubuntu's own is always there.
+    if grep -q '^ID=ubuntu' /etc/os-release && [ -z "${PHOS_DEBIAN_MIRROR:-}" ]; then keyring=; fi
+    for package in ca-certificates $keyring gcc libc6-dev libprotobuf-c-dev make protobuf-c-compiler protobuf-compiler; do
         dpkg-query -W -f '${Status}\n' "$package" 2>/dev/null | grep -q '^install ok installed$' || echo "$package"
     done
     # Debian splits venv's bootstrap off its Python; only that Python needs it.
@@ -367,6 +367,11 @@ install_package() {
     if [ -n "$dev" ]; then
         rm -rf "$site/phos" "$site"/phos-*.dist-info
         printf '%s\n' "$source" >"$site/phos-clone.pth"
+        # What asks for the package's version asks its metadata.
+        local version
+        version=$(sed -n 's/^version = "\(.*\)"$/\1/p' "$source/pyproject.toml")
+        mkdir -p "$site/phos-$version.dist-info"
+        printf 'Metadata-Version: 2.1\nName: phos\nVersion: %s\n' "$version" >"$site/phos-$version.dist-info/METADATA"
         say "the Python package is the clone in $source (--dev)"
         return
     fi

@@ -73,7 +73,7 @@ def conclusion(findings: list[Finding]) -> str:
 
 @click.command("doctor")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def command(as_json: bool) -> None:
+def doctor(as_json: bool) -> None:
     """Say what this machine offers and lacks, and what to do about it.
 
     Exit status: 0 if PhOS can work here (with a GPU, or without one on the software GPU), 1 if something it needs is

@@ -170,12 +170,12 @@ def test_doctor_says_all_and_fails_only_for_what_is_needed(
 ) -> None:
     findings = [finding(f"thing {number}", state) for number, state in enumerate(states)]
     monkeypatch.setattr(doctor, "GROUPS", (("things", lambda: iter(findings)),))
-    plain = CliRunner().invoke(doctor.command, [])
+    plain = CliRunner().invoke(doctor.doctor, [])
     assert plain.exit_code == status
     for one in findings:
         assert f"{one.name}: as found" in plain.output
     assert plain.output.count("do this") == len(states) - states.count("ok")
-    answer = json.loads(CliRunner().invoke(doctor.command, ["--json"]).output)
+    answer = json.loads(CliRunner().invoke(doctor.doctor, ["--json"]).output)
     assert answer["ok"] is (status == 0)
     assert [entry["state"] for entry in answer["findings"]] == states
 
@@ -185,7 +185,7 @@ def test_doctor_survives_a_probe_that_fails(monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError("no such thing")
 
     monkeypatch.setattr(doctor, "GROUPS", (("broken", broken), ("fine", lambda: iter([finding("fine", "ok")]))))
-    result = CliRunner().invoke(doctor.command, [])
+    result = CliRunner().invoke(doctor.doctor, [])
     assert result.exit_code == 0
     assert "no such thing" in result.output
     assert "fine: as found" in result.output
