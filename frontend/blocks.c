@@ -1,0 +1,198 @@
+#include "blocks.h"
+#include "control.h"
+#include "log.h"
+#include "track.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+pthread_mutex_t phos_memory_lock = PTHREAD_MUTEX_INITIALIZER;
+struct phos_block phos_blocks = {.next = &phos_blocks, .previous = &phos_blocks};
+struct phos_ranges phos_mappings;
+uint64_t phos_block_bytes;
+static uint64_t last_id;
+
+#define BUCKETS 4096
+static struct phos_block *by_id[BUCKETS]; /* guarded by phos_memory_lock */
+
+struct phos_relaxed phos_relax(void)
+{
+    struct phos_relaxed relaxed = {false, CU_STREAM_CAPTURE_MODE_RELAXED};
+    if (phos_captures() && phos_real.cuThreadExchangeStreamCaptureMode(&relaxed.before) == CUDA_SUCCESS)
+        relaxed.changed = true;
+    return relaxed;
+}
+
+void phos_unrelax(struct phos_relaxed *relaxed)
+{
+    if (relaxed->changed)
+        phos_real.cuThreadExchangeStreamCaptureMode(&relaxed->before);
+}
+
+static struct phos_block *block_new(size_t size, CUdevice device, enum phos_owner owner)
+{
+    struct phos_block *block = calloc(1, sizeof *block);
+    if (!block)
+        return NULL;
+    block->id = ++last_id;
+    block->size = size;
+    block->device = device;
+    block->owner = owner;
+    block->next = &phos_blocks;
+    block->previous = phos_blocks.previous;
+    phos_blocks.previous->next = block;
+    phos_blocks.previous = block;
+    block->chain = by_id[block->id % BUCKETS];
+    by_id[block->id % BUCKETS] = block;
+    phos_block_bytes += size;
+    return block;
+}
+
+static void block_delete(struct phos_block *block)
+{
+    block->next->previous = block->previous;
+    block->previous->next = block->next;
+    struct phos_block **link = &by_id[block->id % BUCKETS];
+    while (*link != block)
+        link = &(*link)->chain;
+    *link = block->chain;
+    phos_block_bytes -= block->size;
+    phos_control_block_gone(block);
+    free(block);
+}
+
+CUresult phos_block_create(size_t size, const CUmemAllocationProp *properties, unsigned long long flags,
+                           enum phos_owner owner, struct phos_block **out)
+{
+    CUmemAllocationProp wanted = *properties;
+    wanted.requestedHandleTypes |= CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    CUmemGenericAllocationHandle handle;
+    CUresult result = phos_real.cuMemCreate(&handle, size, &wanted, flags);
+    if (result != CUDA_SUCCESS)
+        return result;
+    struct phos_block *block = block_new(size, properties->location.id, owner);
+    if (!block) {
+        phos_real.cuMemRelease(handle);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    block->handle = handle;
+    block->properties = *properties;
+    *out = block;
+    phos_control_block_new(block);
+    return CUDA_SUCCESS;
+}
+
+struct phos_block *phos_block_adopt(CUmemGenericAllocationHandle handle, size_t size, CUdevice device,
+                                    const uint8_t *session, uint64_t number)
+{
+    struct phos_block *block = block_new(size, device, PHOS_OWNER_APPLICATION);
+    if (!block)
+        return NULL;
+    block->handle = handle;
+    block->imported = true;
+    if (session) {
+        memcpy(block->owner_session, session, sizeof block->owner_session);
+        block->owner_block = number;
+    }
+    phos_real.cuMemGetAllocationPropertiesFromHandle(&block->properties, handle);
+    phos_control_block_new(block);
+    return block;
+}
+
+CUresult phos_block_settle(struct phos_block *block)
+{
+    if (block->references || block->mappings || block->pins)
+        return CUDA_SUCCESS;
+    CUresult result = block->handle ? phos_real.cuMemRelease(block->handle) : CUDA_SUCCESS;
+    block_delete(block);
+    return result;
+}
+
+struct phos_block *phos_block_find(uint64_t id)
+{
+    for (struct phos_block *b = by_id[id % BUCKETS]; b; b = b->chain)
+        if (b->id == id)
+            return b;
+    return NULL;
+}
+
+struct phos_block *phos_block_of(const uint8_t *session, uint64_t number)
+{
+    for (struct phos_block *b = phos_blocks.previous; b != &phos_blocks; b = b->previous)
+        if (b->owner_block == number && !memcmp(b->owner_session, session, sizeof b->owner_session))
+            return b;
+    return NULL;
+}
+
+struct phos_mapping *phos_mapping_at(CUdeviceptr address)
+{
+    return (struct phos_mapping *)phos_ranges_find(&phos_mappings, address);
+}
+
+CUresult phos_map(CUdeviceptr address, size_t size, size_t offset, struct phos_block *block, unsigned long long flags,
+                  struct phos_mapping **out)
+{
+    struct phos_mapping *mapping = calloc(1, sizeof *mapping);
+    if (!mapping)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult result = phos_real.cuMemMap(address, size, offset, block->handle, flags);
+    if (result == CUDA_SUCCESS) {
+        *mapping = (struct phos_mapping){
+            .range = {address, size}, .offset = offset, .block = block, .flags = flags};
+        if (phos_ranges_add(&phos_mappings, &mapping->range)) {
+            block->mappings++;
+            if (out)
+                *out = mapping;
+            return CUDA_SUCCESS;
+        }
+        phos_real.cuMemUnmap(address, size);
+        result = CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    free(mapping);
+    return result;
+}
+
+CUresult phos_unmap(struct phos_mapping *mapping)
+{
+    CUresult result = phos_real.cuMemUnmap(mapping->range.address, mapping->range.size);
+    if (result != CUDA_SUCCESS)
+        return result;
+    phos_ranges_remove(&phos_mappings, &mapping->range);
+    struct phos_block *block = mapping->block;
+    free(mapping->access);
+    free(mapping);
+    block->mappings--;
+    return phos_block_settle(block);
+}
+
+static bool access_record(struct phos_mapping *mapping, const CUmemAccessDesc *access)
+{
+    for (uint32_t i = 0; i < mapping->access_count; i++)
+        if (mapping->access[i].location.type == access->location.type &&
+            mapping->access[i].location.id == access->location.id) {
+            mapping->access[i].flags = access->flags;
+            return true;
+        }
+    struct phos_access *grown = realloc(mapping->access, (mapping->access_count + 1) * sizeof *grown);
+    if (!grown)
+        return false;
+    mapping->access = grown;
+    mapping->access[mapping->access_count++] = (struct phos_access){access->location, access->flags};
+    return true;
+}
+
+CUresult phos_set_access(CUdeviceptr address, size_t size, const CUmemAccessDesc *access, size_t count)
+{
+    CUresult result = phos_real.cuMemSetAccess(address, size, access, count);
+    if (result != CUDA_SUCCESS)
+        return result;
+    for (size_t at = phos_ranges_first(&phos_mappings, address); at < phos_mappings.count; at++) {
+        struct phos_mapping *mapping = (struct phos_mapping *)phos_mappings.items[at];
+        if (mapping->range.address >= address + size)
+            break;
+        for (size_t i = 0; i < count; i++)
+            if (!access_record(mapping, &access[i]))
+                return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    return CUDA_SUCCESS;
+}

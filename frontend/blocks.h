@@ -1,0 +1,86 @@
+/* Blocks and mappings: the physical memory of this process and where it is mapped, whoever asked for it. Everything in
+ * here that is carried can be taken away (detach) and put back (attach) without the application noticing.
+ *
+ * One lock, phos_memory_lock, guards all memory bookkeeping (blocks, mappings, arenas, spans, pools, host allocations).
+ * It is taken inside the gate, by application threads, or by the control thread; never while waiting for the GPU. */
+#pragma once
+#include "error.h"
+#include "phos_api.h"
+#include "ranges.h"
+
+#include <pthread.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+extern pthread_mutex_t phos_memory_lock;
+
+enum phos_owner { PHOS_OWNER_FRONTEND = 1, PHOS_OWNER_APPLICATION = 2 }; /* as in wire.proto */
+
+/* One physical allocation: one cuMemCreate, or one import. */
+struct phos_block {
+    uint64_t id; /* never reused */
+    size_t size;
+    CUdevice device;
+    enum phos_owner owner;
+    CUmemGenericAllocationHandle handle; /* the driver's; 0 while detached */
+    CUmemAllocationProp properties;      /* as the application gave them, or ours */
+    uint32_t references;                 /* handles the application holds */
+    uint32_t mappings;
+    uint32_t pins;                       /* the control thread is exporting it */
+    bool imported;                       /* the handle came from a descriptor: cannot be exported (again) */
+    bool attached_once;                  /* likewise, by attach */
+    uint64_t registered;                 /* the connection on which phosd was told, 0: not yet */
+    uint8_t owner_session[16];           /* of memory first exported by another session, and its number there */
+    uint64_t owner_block;
+    struct phos_block *next, *previous;  /* all blocks */
+    struct phos_block *chain;            /* those whose numbers share a bucket */
+};
+
+struct phos_access {
+    CUmemLocation location;
+    CUmemAccess_flags flags;
+};
+
+struct phos_mapping {
+    struct phos_range range;
+    size_t offset; /* in the block */
+    struct phos_block *block;
+    unsigned long long flags;
+    struct phos_access *access;
+    uint32_t access_count;
+    bool absent;            /* unmapped by detach */
+    struct phos_span *span; /* what our allocator keeps there; NULL: the application's */
+};
+
+extern struct phos_block phos_blocks;      /* head of the list */
+extern struct phos_ranges phos_mappings;   /* of struct phos_mapping */
+extern uint64_t phos_block_bytes;          /* of all blocks */
+
+/* All of these: with phos_memory_lock held. */
+
+/* Creates physical memory and tells phosd soon. */
+CUresult phos_block_create(size_t size, const CUmemAllocationProp *properties, unsigned long long flags,
+                           enum phos_owner owner, struct phos_block **block) PHOS_CHECKED;
+/* A handle that was imported; `session` NULL: from a descriptor that is not one of our tokens. */
+struct phos_block *phos_block_adopt(CUmemGenericAllocationHandle handle, size_t size, CUdevice device,
+                                    const uint8_t *session, uint64_t number);
+/* Gives physical memory back once nothing refers to it. */
+CUresult phos_block_settle(struct phos_block *block);
+struct phos_block *phos_block_find(uint64_t id);
+struct phos_block *phos_block_of(const uint8_t *session, uint64_t number);
+
+CUresult phos_map(CUdeviceptr address, size_t size, size_t offset, struct phos_block *block, unsigned long long flags,
+                  struct phos_mapping **mapping) PHOS_CHECKED;
+CUresult phos_unmap(struct phos_mapping *mapping) PHOS_CHECKED;
+/* Sets access in the driver and, if it agrees, in the record of every mapping in the range. */
+CUresult phos_set_access(CUdeviceptr address, size_t size, const CUmemAccessDesc *access, size_t count) PHOS_CHECKED;
+struct phos_mapping *phos_mapping_at(CUdeviceptr address);
+
+/* Stream captures: our own driver calls must neither fail because of one nor spoil it. Cheap while there is none. */
+struct phos_relaxed {
+    bool changed;
+    CUstreamCaptureMode before;
+};
+struct phos_relaxed phos_relax(void);
+void phos_unrelax(struct phos_relaxed *relaxed);
+#define PHOS_RELAXED __attribute__((cleanup(phos_unrelax), unused)) struct phos_relaxed relaxed_ = phos_relax()

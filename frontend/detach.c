@@ -1,0 +1,403 @@
+/* Detach: take away everything that is carried. Attach: put it back, at the same addresses, with the same access. */
+#include "detach.h"
+#include "arena.h"
+#include "blocks.h"
+#include "cleanup.h"
+#include "host.h"
+#include "log.h"
+#include "memory.h"
+#include "runtime.h"
+#include "track.h"
+#include "wire.pb-c.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+static struct phos_context *reduced; /* whose stack limit is to be put back; the control thread's own */
+static size_t reduced_count;
+
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+bool phos_quiesce(struct phos_error *error)
+{
+    size_t count;
+    PHOS_FREES struct phos_context *list = phos_contexts(&count);
+    if (!list)
+        return phos_fail(error, CUDA_SUCCESS, "out of host memory");
+    for (size_t i = 0; i < count; i++) {
+        CUcontext popped;
+        CUresult result = phos_real.cuCtxPushCurrent_v2(list[i].context);
+        if (result == CUDA_SUCCESS) {
+            result = phos_real.cuCtxSynchronize();
+            phos_real.cuCtxPopCurrent_v2(&popped);
+        }
+        if (result == CUDA_ERROR_CONTEXT_IS_DESTROYED || result == CUDA_ERROR_INVALID_CONTEXT)
+            continue; /* destroyed without our hearing of it */
+        if (result != CUDA_SUCCESS)
+            return phos_fail(error, result, "device %d cannot be brought to rest", list[i].device);
+    }
+    return true;
+}
+
+/* ---- the stack limit: local memory for every thread that could run is most of what the driver saves itself ---- */
+
+static bool set_stack(CUcontext context, size_t value)
+{
+    CUcontext popped;
+    if (phos_real.cuCtxPushCurrent_v2(context) != CUDA_SUCCESS)
+        return false;
+    CUresult result = phos_real.cuCtxSetLimit(CU_LIMIT_STACK_SIZE, value);
+    phos_real.cuCtxPopCurrent_v2(&popped);
+    return result == CUDA_SUCCESS;
+}
+
+static void stack_restore(void)
+{
+    for (size_t i = 0; i < reduced_count; i++)
+        if (reduced[i].stack_reduced && !set_stack(reduced[i].context, reduced[i].stack_limit))
+            phos_warn("the stack limit of device %d could not be put back to %zu bytes", reduced[i].device,
+                      reduced[i].stack_limit);
+    free(reduced);
+    reduced = NULL;
+    reduced_count = 0;
+}
+
+static void stack_reduce(void)
+{
+    reduced = phos_contexts(&reduced_count);
+    for (size_t i = 0; i < reduced_count; i++) {
+        CUcontext popped;
+        if (phos_real.cuCtxPushCurrent_v2(reduced[i].context) != CUDA_SUCCESS)
+            continue;
+        bool known = phos_real.cuCtxGetLimit(&reduced[i].stack_limit, CU_LIMIT_STACK_SIZE) == CUDA_SUCCESS;
+        phos_real.cuCtxPopCurrent_v2(&popped);
+        /* Nothing is running, and nothing will before the limit is back. */
+        reduced[i].stack_reduced = known && (set_stack(reduced[i].context, 0) || set_stack(reduced[i].context, 128));
+    }
+}
+
+/* ---- mapping ---- */
+
+static struct phos_mapping *mapping_at(size_t index)
+{
+    return (struct phos_mapping *)phos_mappings.items[index];
+}
+
+static bool same_access(const struct phos_mapping *a, const struct phos_mapping *b)
+{
+    if (a->access_count != b->access_count)
+        return false;
+    for (uint32_t i = 0; i < a->access_count; i++)
+        if (a->access[i].location.type != b->access[i].location.type ||
+            a->access[i].location.id != b->access[i].location.id || a->access[i].flags != b->access[i].flags)
+            return false;
+    return true;
+}
+
+static CUresult apply_access(const struct phos_mapping *mapping, CUdeviceptr address, size_t size)
+{
+    CUmemAccessDesc list[PHOS_DEVICES + 8];
+    uint32_t count = 0;
+    for (uint32_t i = 0; i < mapping->access_count && count < sizeof list / sizeof *list; i++)
+        if (mapping->access[i].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE) /* which a new mapping has anyway */
+            list[count++] = (CUmemAccessDesc){mapping->access[i].location, mapping->access[i].flags};
+    return count ? phos_real.cuMemSetAccess(address, size, list, count) : CUDA_SUCCESS;
+}
+
+/* Maps every absent mapping again: runs of neighbours with equal access get it by one call. */
+static bool map_all(struct phos_error *error)
+{
+    for (size_t i = 0; i < phos_mappings.count; i++) {
+        struct phos_mapping *m = mapping_at(i);
+        if (!m->absent)
+            continue;
+        CUresult result = phos_real.cuMemMap(m->range.address, m->range.size, m->offset, m->block->handle, m->flags);
+        if (result != CUDA_SUCCESS)
+            return phos_fail(error, result, "block %llu cannot be mapped at 0x%llx", (unsigned long long)m->block->id,
+                             (unsigned long long)m->range.address);
+        m->absent = false;
+    }
+    for (size_t i = 0, end; i < phos_mappings.count; i = end) {
+        struct phos_mapping *first = mapping_at(i);
+        uint64_t size = first->range.size, arena_end = phos_arena_end(first->range.address);
+        for (end = i + 1; end < phos_mappings.count; end++) {
+            struct phos_mapping *m = mapping_at(end);
+            if (m->range.address != first->range.address + size || !same_access(first, m) ||
+                m->range.address == arena_end || phos_arena_end(m->range.address) != arena_end)
+                break;
+            size += m->range.size;
+        }
+        CUresult result = apply_access(first, first->range.address, size);
+        /* Neighbours in different reservations of the application may not share a call. */
+        if (result != CUDA_SUCCESS && end > i + 1) {
+            result = CUDA_SUCCESS;
+            for (size_t k = i; k < end && result == CUDA_SUCCESS; k++)
+                result = apply_access(mapping_at(k), mapping_at(k)->range.address, mapping_at(k)->range.size);
+        }
+        if (result != CUDA_SUCCESS)
+            return phos_fail(error, result, "access to memory at 0x%llx cannot be set",
+                             (unsigned long long)first->range.address);
+    }
+    return true;
+}
+
+static bool unmap_all(struct phos_error *error)
+{
+    for (size_t i = 0; i < phos_mappings.count; i++) {
+        struct phos_mapping *m = mapping_at(i);
+        CUresult result = phos_real.cuMemUnmap(m->range.address, m->range.size);
+        if (result != CUDA_SUCCESS)
+            return phos_fail(error, result, "memory at 0x%llx cannot be unmapped", (unsigned long long)m->range.address);
+        m->absent = true;
+    }
+    return true;
+}
+
+/* Any live context: host registration and unmapping want one to be current. */
+static bool enter_context(void)
+{
+    size_t count;
+    PHOS_FREES struct phos_context *list = phos_contexts(&count);
+    for (size_t i = 0; list && i < count; i++)
+        if (phos_real.cuCtxPushCurrent_v2(list[i].context) == CUDA_SUCCESS)
+            return true;
+    return false;
+}
+
+static void leave_context(bool entered)
+{
+    CUcontext popped;
+    if (entered)
+        phos_real.cuCtxPopCurrent_v2(&popped);
+}
+
+bool phos_detach(bool reduce_stack, bool huge_pages, struct phos_detached *done, struct phos_error *error)
+{
+    bool entered = enter_context();
+    PHOS_LOCKED(&phos_memory_lock);
+    uint64_t start = now_ns();
+    bool ok = phos_host_unregister_all(&done->host_bytes, error) && unmap_all(error);
+    if (!ok) {
+        struct phos_error undo = {0};
+        if (!map_all(&undo) || !phos_host_register_all(&undo))
+            phos_warn("after a failed detach: %s", undo.text);
+        leave_context(entered);
+        return false;
+    }
+    for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next) {
+        /* Cannot fail for a handle that is ours, and there would be no way back from here. */
+        CUresult result = b->handle ? phos_real.cuMemRelease(b->handle) : CUDA_SUCCESS;
+        if (result != CUDA_SUCCESS)
+            phos_warn("block %llu could not be released (error %d)", (unsigned long long)b->id, (int)result);
+        b->handle = 0;
+        done->blocks++;
+        done->bytes += b->size;
+    }
+    done->unmap_ns = now_ns() - start;
+    start = now_ns();
+    if (reduce_stack)
+        stack_reduce();
+    phos_mmap_arm(huge_pages);
+    done->reduce_ns = now_ns() - start;
+    leave_context(entered);
+    return true;
+}
+
+bool phos_attach_block(uint64_t id, int descriptor, struct phos_error *error)
+{
+    PHOS_CLOSES int closed = descriptor;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_block *block = phos_block_find(id);
+    if (!block)
+        return phos_fail(error, CUDA_SUCCESS, "phosd sent block %llu, which this process does not have",
+                         (unsigned long long)id);
+    if (block->handle)
+        return true; /* from a connection that broke before all had come */
+    CUresult result = phos_real.cuMemImportFromShareableHandle(&block->handle, (void *)(intptr_t)descriptor,
+                                                               CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    if (result != CUDA_SUCCESS) {
+        block->handle = 0;
+        return phos_fail(error, result, "block %llu cannot be imported", (unsigned long long)id);
+    }
+    block->attached_once = true;
+    return true;
+}
+
+bool phos_attach(uint64_t blocks, uint64_t *map_ns, uint64_t *undo_ns, struct phos_error *error)
+{
+    bool entered = enter_context();
+    PHOS_LOCKED(&phos_memory_lock);
+    uint64_t start = now_ns(), there = 0;
+    bool ok = true;
+    for (struct phos_block *b = phos_blocks.next; ok && b != &phos_blocks; b = b->next) {
+        there++;
+        if (!b->handle)
+            ok = phos_fail(error, CUDA_SUCCESS, "phosd did not send block %llu", (unsigned long long)b->id);
+    }
+    if (ok && blocks && there != blocks)
+        ok = phos_fail(error, CUDA_SUCCESS, "phosd has %llu blocks of this process, the process %llu",
+                       (unsigned long long)blocks, (unsigned long long)there);
+    if (ok && !map_all(error)) {
+        ok = false;
+        for (size_t i = 0; i < phos_mappings.count; i++) {
+            struct phos_mapping *m = mapping_at(i);
+            if (!m->absent && phos_real.cuMemUnmap(m->range.address, m->range.size) == CUDA_SUCCESS)
+                m->absent = true;
+        }
+    }
+    *map_ns = now_ns() - start;
+    start = now_ns();
+    if (ok) {
+        phos_mmap_arm(false);
+        stack_restore();
+        struct phos_error host = {0};
+        if (!phos_host_register_all(&host))
+            phos_warn("pinned memory is pageable from now on: %s", host.text);
+    }
+    *undo_ns = now_ns() - start;
+    leave_context(entered);
+    return ok;
+}
+
+/* ---- the memory map ---- */
+
+struct collected {
+    Phos__Wire__MemoryMap__Allocation **list;
+    size_t count, capacity;
+    bool failed;
+};
+
+static void collect(struct phos_allocation *allocation, void *cookie)
+{
+    struct collected *all = cookie;
+    if (allocation->state != PHOS_LIVE)
+        return;
+    if (all->count == all->capacity) {
+        size_t capacity = all->capacity ? all->capacity * 2 : 256;
+        void *grown = realloc(all->list, capacity * sizeof *all->list);
+        if (!grown) {
+            all->failed = true;
+            return;
+        }
+        all->list = grown;
+        all->capacity = capacity;
+    }
+    Phos__Wire__MemoryMap__Allocation *a = malloc(sizeof *a);
+    if (!a) {
+        all->failed = true;
+        return;
+    }
+    phos__wire__memory_map__allocation__init(a);
+    a->address = allocation->address;
+    a->size = allocation->size;
+    a->block = allocation->span->mapping->block->id;
+    a->offset = allocation->address - allocation->span->mapping->range.address;
+    a->entry_point = (char *)allocation->entry_point;
+    all->list[all->count++] = a;
+}
+
+/* The application's own mappings: one allocation each. */
+static void collect_mappings(struct collected *all)
+{
+    for (size_t i = 0; i < phos_mappings.count; i++) {
+        struct phos_mapping *m = mapping_at(i);
+        if (m->span && m->span->kind != PHOS_SPAN_IMPORTED)
+            continue;
+        struct phos_span span = {.mapping = m};
+        struct phos_allocation a = {.address = m->range.address,
+                                    .size = m->range.size,
+                                    .state = PHOS_LIVE,
+                                    .span = &span,
+                                    .entry_point = m->span ? "cuIpcOpenMemHandle" : "cuMemMap"};
+        size_t before = all->count;
+        collect(&a, all);
+        if (all->count > before)
+            all->list[before]->offset = m->offset;
+    }
+}
+
+static int write_memfd(const void *bytes, size_t size)
+{
+    int file = memfd_create("phos-memory-map", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    for (size_t done = 0; file >= 0 && done < size;) {
+        ssize_t wrote = write(file, (const char *)bytes + done, size - done);
+        if (wrote < 0 && errno == EINTR)
+            continue;
+        if (wrote <= 0) {
+            int saved = errno;
+            close(file);
+            errno = saved;
+            return -1;
+        }
+        done += (size_t)wrote;
+    }
+    if (file >= 0)
+        lseek(file, 0, SEEK_SET);
+    return file;
+}
+
+int phos_memory_map(void)
+{
+    Phos__Wire__MemoryMap map = PHOS__WIRE__MEMORY_MAP__INIT;
+    struct collected all = {0};
+    PHOS_LOCKED(&phos_memory_lock);
+    phos_each_allocation(collect, &all);
+    collect_mappings(&all);
+    size_t block_count = 0, at = 0;
+    for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
+        block_count++;
+    PHOS_FREES Phos__Wire__MemoryMap__Block *blocks = calloc(block_count + 1, sizeof *blocks);
+    PHOS_FREES Phos__Wire__MemoryMap__Block **block_list = calloc(block_count + 1, sizeof *block_list);
+    for (struct phos_block *b = phos_blocks.next; blocks && block_list && b != &phos_blocks; b = b->next, at++) {
+        phos__wire__memory_map__block__init(&blocks[at]);
+        blocks[at].block = b->id;
+        blocks[at].size = b->size;
+        blocks[at].device = (uint32_t)(b->device < 0 ? 0 : b->device);
+        if (b->owner_block) {
+            blocks[at].owner_session = (ProtobufCBinaryData){sizeof b->owner_session, b->owner_session};
+            blocks[at].owner_block = b->owner_block;
+        }
+        block_list[at] = &blocks[at];
+    }
+    Phos__Wire__Uncarried kinds[PHOS_UNCARRIED_KINDS], *kind_list[PHOS_UNCARRIED_KINDS];
+    size_t kind_count = 0;
+    for (int k = 0; k < PHOS_UNCARRIED_KINDS; k++) {
+        Phos__Wire__Uncarried *u = &kinds[kind_count];
+        phos__wire__uncarried__init(u);
+        u->kind = (char *)phos_uncarried_names[k];
+        phos_uncarried_get(k, &u->count, &u->bytes);
+        if (u->count)
+            kind_list[kind_count++] = u;
+    }
+    size_t host_count;
+    PHOS_FREES Phos__Wire__MemoryMap__HostAllocation **host_list = phos_host_list(&host_count);
+    map.blocks = block_list;
+    map.n_blocks = block_count;
+    map.allocations = all.list;
+    map.n_allocations = all.count;
+    map.uncarried = kind_list;
+    map.n_uncarried = kind_count;
+    map.host_allocations = host_list;
+    map.n_host_allocations = host_count;
+    size_t size = phos__wire__memory_map__get_packed_size(&map);
+    PHOS_FREES uint8_t *bytes = malloc(size + 1);
+    int file = -1;
+    errno = ENOMEM;
+    if (blocks && block_list && host_list && bytes && !all.failed) {
+        phos__wire__memory_map__pack(&map, bytes);
+        file = write_memfd(bytes, size);
+    }
+    for (size_t i = 0; i < all.count; i++)
+        free(all.list[i]);
+    free(all.list);
+    return file;
+}

@@ -1,0 +1,25 @@
+/* Taking away everything that is carried, and putting it back. By the control thread, with the gate closed. */
+#pragma once
+#include "error.h"
+#include "phos_api.h"
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+struct phos_detached {
+    uint64_t unmap_ns, reduce_ns, blocks, bytes, host_bytes;
+};
+
+/* Waits for the work of every context. */
+bool phos_quiesce(struct phos_error *error) PHOS_CHECKED;
+/* All or nothing: after a failure everything is mapped as before. */
+bool phos_detach(bool reduce_stack, bool huge_pages, struct phos_detached *done, struct phos_error *error) PHOS_CHECKED;
+/* A memfd with a serialized MemoryMap, or -1. To be called before phos_detach, which keeps the records. */
+int phos_memory_map(void);
+
+/* One descriptor per block, in any order, then the rest at once. */
+bool phos_attach_block(uint64_t id, int descriptor, struct phos_error *error) PHOS_CHECKED;
+bool phos_attach(uint64_t blocks, uint64_t *map_ns, uint64_t *undo_ns, struct phos_error *error) PHOS_CHECKED;
+
+/* mmap.c: from here to there, large populated anonymous mappings (the driver's own host copies) get huge pages. */
+void phos_mmap_arm(bool armed);

@@ -1,0 +1,44 @@
+/* The expanded hooks: no policy here. What each one does follows from cuda_api.def and gen_api.py. */
+#include "gate.h"
+#include "log.h"
+#include "phos_api.h"
+#include "runtime.h"
+
+#include <stddef.h>
+
+#define HOOK_EXPORT(symbol, parameters) \
+    extern CUresult export_##symbol parameters __asm__(#symbol) \
+        __attribute__((alias("hook_" #symbol), visibility("default")))
+
+/* ABSENT: a program that was linked against libcuda, or that kept a pointer, but there is none to call. */
+static CUresult refused(enum phos_gate_answer answer)
+{
+    return answer == PHOS_GATE_REFUSED ? CUDA_ERROR_DEVICE_UNAVAILABLE : CUDA_ERROR_NOT_INITIALIZED;
+}
+
+#define HOOK_PASS(entry, call) \
+    uint32_t before_; \
+    enum phos_gate_answer answer_ = phos_gate_enter(entry, &before_); \
+    if (__builtin_expect(answer_ > PHOS_GATE_NESTED, 0)) \
+        return refused(answer_); \
+    CUresult result_ = call; \
+    phos_gate_leave(before_); \
+    return result_
+
+/* Nested calls go to the driver itself: they are the driver's own business, or made with a lock of ours held. So do
+ * calls while the frontend is not serving (before cuInit succeeded; in a forked child; after a failure of ours). */
+#define HOOK_SERVE(entry, call, direct) \
+    uint32_t before_; \
+    enum phos_gate_answer answer_ = phos_gate_enter(entry, &before_); \
+    if (__builtin_expect(answer_ > PHOS_GATE_NESTED, 0)) \
+        return refused(answer_); \
+    CUresult result_ = answer_ == PHOS_GATE_PASS && phos_serving() ? call : direct; \
+    phos_gate_leave(before_); \
+    return result_
+
+static inline CUstream phos_per_thread(CUstream stream)
+{
+    return stream ? stream : CU_STREAM_PER_THREAD;
+}
+
+#include "phos_hooks.inc"

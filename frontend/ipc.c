@@ -1,0 +1,258 @@
+#include "ipc.h"
+#include "cleanup.h"
+#include "control.h"
+#include "log.h"
+#include "memory.h"
+#include "runtime.h"
+#include "track.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+static const char token_magic[8] = {'P', 'h', 'O', 'S', 't', 'o', 'k', '1'};
+
+static uint64_t token_check(const struct phos_token *token)
+{
+    const unsigned char *bytes = (const unsigned char *)token;
+    uint64_t hash = 0xcbf29ce484222325ull;
+    for (size_t i = 0; i < offsetof(struct phos_token, check); i++)
+        hash = (hash ^ bytes[i]) * 0x100000001b3ull;
+    return hash;
+}
+
+/* With phos_memory_lock held. Memory that came from another session is passed on as what it is. */
+static void token_fill(struct phos_token *token, const struct phos_block *block, uint64_t offset, uint64_t size)
+{
+    memcpy(token->magic, token_magic, sizeof token->magic);
+    memcpy(token->session, block->owner_block ? block->owner_session : phos_session, sizeof token->session);
+    token->block = block->owner_block ? block->owner_block : block->id;
+    token->offset = offset;
+    token->size = size;
+    token->whole = block->size;
+    token->check = token_check(token);
+}
+
+static bool token_valid(const struct phos_token *token)
+{
+    return !memcmp(token->magic, token_magic, sizeof token->magic) && token->check == token_check(token);
+}
+
+bool phos_token_export(uint64_t id, void *shareable)
+{
+    struct phos_token token;
+    if (!phos_control_wait_registered(id, 1000))
+        return false;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_block *block = phos_block_find(id);
+        if (!block)
+            return false;
+        token_fill(&token, block, 0, block->size);
+    }
+    int file = memfd_create("phos-memory", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    if (file < 0)
+        return false;
+    if (write(file, &token, sizeof token) != sizeof token ||
+        fcntl(file, F_ADD_SEALS, F_SEAL_WRITE | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL)) {
+        close(file);
+        return false;
+    }
+    *(int *)shareable = file;
+    return true;
+}
+
+bool phos_token_read(int descriptor, struct phos_token *token)
+{
+    struct stat status;
+    /* Only a sealed memfd of that size is read: the driver's own descriptors are devices. */
+    if (fstat(descriptor, &status) || !S_ISREG(status.st_mode) || status.st_size != sizeof *token ||
+        fcntl(descriptor, F_GET_SEALS) < 0)
+        return false;
+    return pread(descriptor, token, sizeof *token, 0) == sizeof *token && token_valid(token);
+}
+
+CUresult phos_token_block(const struct phos_token *token, struct phos_block **out)
+{
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_block *block = memcmp(token->session, phos_session, sizeof phos_session)
+                                       ? phos_block_of(token->session, token->block)
+                                       : phos_block_find(token->block);
+        if (block) {
+            block->references++;
+            *out = block;
+            return CUDA_SUCCESS;
+        }
+    }
+    PHOS_CLOSES int descriptor = -1;
+    size_t size = 0;
+    CUdevice device = 0;
+    struct phos_error error;
+    bool resolved = false;
+    /* The exporter's message may be read after ours: the two connections are not ordered. */
+    for (int try = 0; try < 10 && !resolved; try++) {
+        error = (struct phos_error){0};
+        resolved = phos_control_resolve(token->session, token->block, &descriptor, &size, &device, &error);
+        if (!resolved)
+            nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+    }
+    if (!resolved) {
+        phos_warn("shared memory cannot be imported: %s", error.text);
+        return CUDA_ERROR_INVALID_VALUE;
+    }
+    CUmemGenericAllocationHandle handle;
+    CUresult result = phos_real.cuMemImportFromShareableHandle(&handle, (void *)(intptr_t)descriptor,
+                                                               CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    if (result != CUDA_SUCCESS)
+        return result;
+    /* Our numbering of devices, not the exporter's. */
+    CUmemAllocationProp properties = {0};
+    if (phos_real.cuMemGetAllocationPropertiesFromHandle(&properties, handle) == CUDA_SUCCESS &&
+        properties.location.type == CU_MEM_LOCATION_TYPE_DEVICE)
+        device = properties.location.id;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_block *block = phos_block_adopt(handle, token->whole, device, token->session, token->block);
+    if (!block) {
+        phos_real.cuMemRelease(handle);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    block->references++;
+    *out = block;
+    return CUDA_SUCCESS;
+}
+
+/* ---- the older form: a 64-byte handle that travels by whatever means ---- */
+
+CUresult serve_cuIpcGetMemHandle(CUipcMemHandle_v1 *handle, CUdeviceptr_v2 address)
+{
+    uint64_t id = 0;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_allocation *allocation = handle ? phos_allocation_at(address) : NULL;
+        if (allocation && !allocation->pool)
+            id = allocation->span->mapping->block->id;
+    }
+    if (!id) {
+        CUresult result = phos_real.cuIpcGetMemHandle(handle, address);
+        if (result == CUDA_SUCCESS)
+            phos_uncarried_add(PHOS_UNCARRIED_IPC, 1, 0);
+        return result;
+    }
+    if (!phos_control_wait_registered(id, 1000)) {
+        phos_warn_once("memory cannot be shared between processes while phosd is not there");
+        return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_allocation *allocation = phos_allocation_at(address);
+    if (!allocation)
+        return CUDA_ERROR_INVALID_VALUE;
+    struct phos_token token;
+    token_fill(&token, allocation->span->mapping->block, allocation->address - allocation->span->mapping->range.address,
+               allocation->size);
+    memcpy(handle, &token, sizeof token);
+    return CUDA_SUCCESS;
+}
+
+static CUresult open_token(CUdeviceptr *address, const struct phos_token *token)
+{
+    CUcontext context;
+    CUdevice device;
+    CUresult result = phos_current(&context, &device);
+    if (result != CUDA_SUCCESS)
+        return result;
+    if (!memcmp(token->session, phos_session, sizeof phos_session))
+        return CUDA_ERROR_INVALID_CONTEXT; /* the driver refuses its own handles likewise */
+    phos_context_seen(context, device);
+    struct phos_block *block;
+    result = phos_token_block(token, &block);
+    if (result != CUDA_SUCCESS)
+        return result;
+    PHOS_RELAXED;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_span *span = NULL;
+    for (size_t i = 0; i < phos_mappings.count && !span; i++) {
+        struct phos_mapping *mapping = (struct phos_mapping *)phos_mappings.items[i];
+        if (mapping->block == block && mapping->span && mapping->span->kind == PHOS_SPAN_IMPORTED)
+            span = mapping->span;
+    }
+    if (!span)
+        result = phos_map_imported(block, &span);
+    if (result == CUDA_SUCCESS && device != block->device) {
+        CUmemAccessDesc access = {{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+        result = phos_set_access(span->mapping->range.address, span->mapping->range.size, &access, 1);
+    }
+    block->references--; /* the mapping keeps it */
+    if (result != CUDA_SUCCESS) {
+        if (phos_block_settle(block) != CUDA_SUCCESS)
+            phos_debug("imported memory could not be released");
+        return result;
+    }
+    span->opens++;
+    *address = span->mapping->range.address + token->offset;
+    return CUDA_SUCCESS;
+}
+
+static CUresult ipc_open(CUdeviceptr_v2 *address, CUipcMemHandle_v1 handle, unsigned int flags,
+                         CUresult (*call)(CUdeviceptr_v2 *, CUipcMemHandle_v1, unsigned int))
+{
+    struct phos_token token;
+    memcpy(&token, &handle, sizeof token);
+    if (address && token_valid(&token))
+        return open_token(address, &token);
+    CUresult result = call(address, handle, flags);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_IPC, 1, 0);
+    return result;
+}
+
+CUresult serve_cuIpcOpenMemHandle_v2(CUdeviceptr_v2 *address, CUipcMemHandle_v1 handle, unsigned int flags)
+{
+    return ipc_open(address, handle, flags, phos_real.cuIpcOpenMemHandle_v2);
+}
+
+CUresult serve_cuIpcOpenMemHandle(CUdeviceptr_v2 *address, CUipcMemHandle_v1 handle, unsigned int flags)
+{
+    return ipc_open(address, handle, flags, phos_real.cuIpcOpenMemHandle);
+}
+
+CUresult serve_cuIpcCloseMemHandle(CUdeviceptr_v2 address)
+{
+    CUcontext context;
+    CUdevice device;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_mapping *mapping = phos_mapping_at(address);
+        if (!mapping || !mapping->span || mapping->span->kind != PHOS_SPAN_IMPORTED)
+            return phos_real.cuIpcCloseMemHandle(address);
+        if (mapping->span->opens > 1) {
+            mapping->span->opens--;
+            return CUDA_SUCCESS;
+        }
+    }
+    bool captured = false;
+    CUresult waited = phos_current(&context, &device);
+    if (waited == CUDA_SUCCESS)
+        waited = phos_synchronize(context, &captured);
+    PHOS_RELAXED;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_mapping *mapping = phos_mapping_at(address);
+    if (!mapping || !mapping->span || mapping->span->kind != PHOS_SPAN_IMPORTED)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (--mapping->span->opens)
+        return CUDA_SUCCESS;
+    return phos_unmap_imported(mapping->span);
+}
+
+CUresult serve_cuIpcGetEventHandle(CUipcEventHandle_v1 *handle, CUevent event)
+{
+    CUresult result = phos_real.cuIpcGetEventHandle(handle, event);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_IPC_EVENT, 1, 0);
+    return result;
+}

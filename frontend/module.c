@@ -1,0 +1,263 @@
+/* Modules as they are loaded. The driver gets the call first; then we note where the image is: in a loaded library's
+ * file, which costs one walk over the loaded libraries, or in memory that the application may free, which costs a copy.
+ * phosd is told by the control thread. */
+#include "module.h"
+#include "cleanup.h"
+#include "control.h"
+#include "log.h"
+#include "phos_api.h"
+
+#include <elf.h>
+#include <errno.h>
+#include <link.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+/* Copies are kept, for a phosd that comes later; programs that compile without end must not fill the memory. */
+#define COPIES_MOST ((size_t)256 << 20)
+#define IMAGE_MOST ((size_t)1 << 30)
+
+static pthread_mutex_t module_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the list; taken last */
+static struct phos_module *modules, *modules_last;
+static size_t copied;
+static bool untold;
+
+struct fatbin_wrapper {
+    uint32_t magic, version;
+    const void *data;
+    const void *other;
+};
+#define WRAPPER_MAGIC 0x466243b1u
+#define CONTAINER_MAGIC 0xBA55ED50u
+
+/* Bytes of the image that begins here, by its own headers; 0: unknown form. */
+static uint64_t image_size(const void **image)
+{
+    uint32_t magic;
+    memcpy(&magic, *image, sizeof magic);
+    if (magic == WRAPPER_MAGIC) {
+        struct fatbin_wrapper wrapper;
+        memcpy(&wrapper, *image, sizeof wrapper);
+        if (!wrapper.data)
+            return 0;
+        *image = wrapper.data;
+        memcpy(&magic, *image, sizeof magic);
+    }
+    if (magic == CONTAINER_MAGIC) { /* u32 magic, u16 version, u16 header size, u64 size of what follows */
+        uint16_t header;
+        uint64_t rest;
+        memcpy(&header, (const char *)*image + 6, sizeof header);
+        memcpy(&rest, (const char *)*image + 8, sizeof rest);
+        return header + rest;
+    }
+    if (!memcmp(*image, ELFMAG, SELFMAG)) {
+        Elf64_Ehdr elf;
+        memcpy(&elf, *image, sizeof elf);
+        uint64_t end = elf.e_shoff + (uint64_t)elf.e_shnum * elf.e_shentsize;
+        uint64_t segments = elf.e_phoff + (uint64_t)elf.e_phnum * elf.e_phentsize;
+        return end > segments ? end : segments;
+    }
+    const unsigned char *text = *image;
+    /* PTX begins with a comment, a directive or white space. */
+    if (*text == '/' || *text == '.' || *text == ' ' || *text == '\n' || *text == '\t' || *text == '\r')
+        return strlen((const char *)text) + 1;
+    return 0;
+}
+
+struct place {
+    uintptr_t address;
+    char *path;
+    uint64_t offset;
+};
+
+static int find_place(struct dl_phdr_info *info, size_t size, void *cookie)
+{
+    (void)size;
+    struct place *place = cookie;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *segment = &info->dlpi_phdr[i];
+        uintptr_t start = info->dlpi_addr + segment->p_vaddr;
+        if (segment->p_type != PT_LOAD || place->address - start >= segment->p_filesz || segment->p_flags & PF_W)
+            continue;
+        char self[4096];
+        const char *path = info->dlpi_name;
+        if (!path || !*path) {
+            ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
+            self[length > 0 ? length : 0] = 0;
+            path = self;
+        }
+        if (*path == '/')
+            place->path = strdup(path);
+        place->offset = segment->p_offset + (place->address - start);
+        return 1;
+    }
+    return 0;
+}
+
+static void note(struct phos_module *module)
+{
+    PHOS_LOCKED(&module_lock);
+    if (modules_last)
+        modules_last->next = module;
+    else
+        modules = module;
+    modules_last = module;
+    untold = true;
+    phos_control_kick();
+}
+
+static bool known_copy(const void *bytes, uint64_t size)
+{
+    PHOS_LOCKED(&module_lock);
+    for (struct phos_module *m = modules; m; m = m->next)
+        if (m->bytes && m->size == size && !memcmp(m->bytes, bytes, size))
+            return true;
+    return copied + size > COPIES_MOST;
+}
+
+static void note_image(const char *entry_point, const void *image)
+{
+    const void *start = image;
+    uint64_t size = image ? image_size(&start) : 0;
+    if (!size || size > IMAGE_MOST)
+        return;
+    struct phos_module *module = calloc(1, sizeof *module);
+    if (!module)
+        return;
+    module->entry_point = entry_point;
+    module->size = size;
+    struct place place = {.address = (uintptr_t)start};
+    dl_iterate_phdr(find_place, &place);
+    module->path = place.path;
+    module->offset = place.offset;
+    if (!module->path) {
+        if (known_copy(start, size) || !(module->bytes = malloc(size))) {
+            free(module);
+            return;
+        }
+        memcpy(module->bytes, start, size);
+        PHOS_LOCKED(&module_lock);
+        copied += size;
+    }
+    note(module);
+}
+
+static void note_file(const char *entry_point, const char *path)
+{
+    struct stat status;
+    struct phos_module *module = path && stat(path, &status) == 0 ? calloc(1, sizeof *module) : NULL;
+    if (!module)
+        return;
+    module->entry_point = entry_point;
+    module->path = realpath(path, NULL);
+    module->size = (uint64_t)status.st_size;
+    if (module->path)
+        note(module);
+    else
+        free(module);
+}
+
+static int memfd_of(const struct phos_module *module)
+{
+    int file = memfd_create("phos-module", MFD_CLOEXEC);
+    for (size_t done = 0; file >= 0 && done < module->size;) {
+        ssize_t wrote = write(file, (const char *)module->bytes + done, module->size - done);
+        if (wrote < 0 && errno == EINTR)
+            continue;
+        if (wrote <= 0) {
+            close(file);
+            return -1;
+        }
+        done += (size_t)wrote;
+    }
+    return file;
+}
+
+bool phos_modules_tell(bool (*send)(const struct phos_module *module, int descriptor))
+{
+    pthread_mutex_lock(&module_lock);
+    struct phos_module *module = untold ? modules : NULL;
+    untold = false;
+    pthread_mutex_unlock(&module_lock);
+    /* Records are never freed and only this thread marks them; the lock guards the links. */
+    while (module) {
+        if (!module->told) {
+            PHOS_CLOSES int file = module->bytes ? memfd_of(module) : -1;
+            if (!(module->bytes && file < 0) && !send(module, file))
+                return false;
+            module->told = true;
+        }
+        pthread_mutex_lock(&module_lock);
+        module = module->next;
+        pthread_mutex_unlock(&module_lock);
+    }
+    return true;
+}
+
+void phos_modules_untell(void)
+{
+    PHOS_LOCKED(&module_lock);
+    for (struct phos_module *m = modules; m; m = m->next)
+        m->told = false;
+    untold = modules != NULL;
+}
+
+static CUresult noted(CUresult result, const char *entry_point, const void *image)
+{
+    if (result == CUDA_SUCCESS)
+        note_image(entry_point, image);
+    return result;
+}
+
+CUresult serve_cuModuleLoad(CUmodule *module, const char *path)
+{
+    CUresult result = phos_real.cuModuleLoad(module, path);
+    if (result == CUDA_SUCCESS)
+        note_file("cuModuleLoad", path);
+    return result;
+}
+
+CUresult serve_cuModuleLoadData(CUmodule *module, const void *image)
+{
+    return noted(phos_real.cuModuleLoadData(module, image), "cuModuleLoadData", image);
+}
+
+CUresult serve_cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int count, CUjit_option *options,
+                                  void **values)
+{
+    return noted(phos_real.cuModuleLoadDataEx(module, image, count, options, values), "cuModuleLoadDataEx", image);
+}
+
+CUresult serve_cuModuleLoadFatBinary(CUmodule *module, const void *image)
+{
+    return noted(phos_real.cuModuleLoadFatBinary(module, image), "cuModuleLoadFatBinary", image);
+}
+
+CUresult serve_cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_option *jit_options, void **jit_values,
+                                 unsigned int jit_count, CUlibraryOption *options, void **values, unsigned int count)
+{
+    CUresult result =
+        phos_real.cuLibraryLoadData(library, code, jit_options, jit_values, jit_count, options, values, count);
+    return noted(result, "cuLibraryLoadData", code);
+}
+
+CUresult serve_cuLibraryLoadFromFile(CUlibrary *library, const char *path, CUjit_option *jit_options, void **jit_values,
+                                     unsigned int jit_count, CUlibraryOption *options, void **values, unsigned int count)
+{
+    CUresult result =
+        phos_real.cuLibraryLoadFromFile(library, path, jit_options, jit_values, jit_count, options, values, count);
+    if (result == CUDA_SUCCESS)
+        note_file("cuLibraryLoadFromFile", path);
+    return result;
+}
+
+CUresult serve_cuLinkComplete(CUlinkState state, void **cubin, size_t *size)
+{
+    CUresult result = phos_real.cuLinkComplete(state, cubin, size);
+    if (result == CUDA_SUCCESS && cubin)
+        note_image("cuLinkComplete", *cubin);
+    return result;
+}

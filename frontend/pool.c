@@ -1,0 +1,506 @@
+/* Stream-ordered allocation: cuMemAllocAsync and its relatives, from the same memory as cuMemAlloc.
+ *
+ * Freed memory waits in its pool, with an event recorded where it was freed. The stream that freed it may have it again
+ * at once (its work comes after); anybody may once the event has happened. What is captured into a graph is the graph's
+ * own and stays with the driver.
+ *
+ * Pools are the driver's (their handles, properties and access settings are real), only their memory is ours. Pools that
+ * can be exported, and imported ones, are left to the driver whole. */
+#include "pool.h"
+#include "cleanup.h"
+#include "log.h"
+#include "runtime.h"
+#include "track.h"
+
+#include <stdlib.h>
+
+struct pending {
+    struct phos_allocation *allocation;
+    CUevent event;
+    CUcontext context; /* of the event */
+    unsigned long long stream;
+    struct pending *next;
+};
+
+struct phos_pool {
+    CUmemoryPool handle;
+    CUdevice device;
+    bool carried, destroyed;
+    uint64_t used, used_high, waiting, reserved_high; /* bytes; reserved is used and waiting */
+    uint64_t live;
+    struct pending *pending; /* newest first */
+    struct phos_pool *next;
+};
+
+struct spare {
+    CUevent event;
+    CUcontext context;
+    struct spare *next;
+};
+
+/* Guarded by phos_memory_lock. */
+static struct phos_pool *pools;
+static struct spare *spares;
+
+static struct phos_pool *pool_add(CUmemoryPool handle, CUdevice device, bool carried)
+{
+    struct phos_pool *pool = calloc(1, sizeof *pool);
+    if (!pool)
+        return NULL;
+    pool->handle = handle;
+    pool->device = device;
+    pool->carried = carried;
+    pool->next = pools;
+    pools = pool;
+    return pool;
+}
+
+static struct phos_pool *pool_of(CUmemoryPool handle)
+{
+    for (struct phos_pool *pool = pools; pool; pool = pool->next)
+        if (pool->handle == handle && !pool->destroyed)
+            return pool;
+    for (CUdevice d = 0; d < phos_device_count; d++) {
+        CUmemoryPool usual;
+        if (phos_real.cuDeviceGetDefaultMemPool(&usual, d) == CUDA_SUCCESS && usual == handle)
+            return pool_add(handle, d, phos_devices[d].carried);
+    }
+    return NULL;
+}
+
+CUmemoryPool phos_pool_handle(const struct phos_pool *pool)
+{
+    return pool ? pool->handle : NULL;
+}
+
+static bool event_get(CUcontext context, CUevent *event)
+{
+    for (struct spare **link = &spares; *link; link = &(*link)->next)
+        if ((*link)->context == context) {
+            struct spare *spare = *link;
+            *event = spare->event;
+            *link = spare->next;
+            free(spare);
+            return true;
+        }
+    return phos_real.cuEventCreate(event, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS;
+}
+
+static void event_put(CUcontext context, CUevent event)
+{
+    struct spare *spare = malloc(sizeof *spare);
+    if (!spare) {
+        phos_real.cuEventDestroy_v2(event);
+        return;
+    }
+    *spare = (struct spare){event, context, spares};
+    spares = spare;
+}
+
+/* How much could be used of what was given out. */
+static size_t capacity_of(const struct phos_allocation *a)
+{
+    const struct phos_span *span = a->span;
+    return span->kind == PHOS_SPAN_LARGE ? span->mapping->range.size : (size_t)(span->slots[1].address - span->slots[0].address);
+}
+
+static void pending_take(struct phos_pool *pool, struct pending **link)
+{
+    struct pending *p = *link;
+    *link = p->next;
+    pool->waiting -= p->allocation->size;
+    event_put(p->context, p->event);
+    free(p);
+}
+
+static void pool_dispose_if_done(struct phos_pool *pool)
+{
+    if (!pool->destroyed || pool->pending || pool->live)
+        return;
+    for (struct phos_pool **link = &pools; *link; link = &(*link)->next)
+        if (*link == pool) {
+            *link = pool->next;
+            free(pool);
+            return;
+        }
+}
+
+static void pool_reap(struct phos_pool *pool, bool all)
+{
+    PHOS_RELAXED;
+    for (struct pending **link = &pool->pending; *link;) {
+        struct pending *p = *link;
+        if (!all && phos_real.cuEventQuery(p->event) != CUDA_SUCCESS) {
+            link = &p->next;
+            continue;
+        }
+        struct phos_allocation *allocation = p->allocation;
+        pending_take(pool, link);
+        phos_deallocate(allocation);
+    }
+}
+
+void phos_pool_reclaim(CUdevice device)
+{
+    for (struct phos_pool *pool = pools, *next; pool; pool = next) {
+        next = pool->next;
+        if (pool->device == device) {
+            pool_reap(pool, false);
+            pool_dispose_if_done(pool);
+        }
+    }
+}
+
+size_t phos_pool_cached(CUdevice device)
+{
+    size_t bytes = 0;
+    for (struct phos_pool *pool = pools; pool; pool = pool->next)
+        if (pool->device == device)
+            bytes += pool->waiting;
+    return bytes;
+}
+
+void phos_pool_context_ends(CUcontext context)
+{
+    for (struct phos_pool *pool = pools; pool; pool = pool->next)
+        for (struct pending **link = &pool->pending; *link;) {
+            struct pending *p = *link;
+            if (p->context != context) {
+                link = &p->next;
+                continue;
+            }
+            struct phos_allocation *allocation = p->allocation;
+            pending_take(pool, link);
+            phos_deallocate(allocation);
+        }
+    for (struct spare **link = &spares; *link;) {
+        struct spare *spare = *link;
+        if (spare->context != context) {
+            link = &spare->next;
+            continue;
+        }
+        *link = spare->next; /* the event ends with its context */
+        free(spare);
+    }
+}
+
+static unsigned long long stream_number(CUstream stream)
+{
+    unsigned long long number;
+    /* Never used again, unlike the handle; CUDA 12.0. */
+    if (phos_real.cuStreamGetId(stream, &number) == CUDA_SUCCESS)
+        return number;
+    return (unsigned long long)(uintptr_t)stream;
+}
+
+/* Captured, or not to be asked (the legacy stream during a capture): the driver's business. */
+static bool captured(CUstream stream)
+{
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    return phos_captures() && (phos_real.cuStreamIsCapturing(stream, &status) != CUDA_SUCCESS ||
+                               status != CU_STREAM_CAPTURE_STATUS_NONE);
+}
+
+static bool stream_context(CUstream stream, CUcontext *context, CUdevice *device)
+{
+    CUcontext current;
+    CUdevice here;
+    bool have = phos_current(&current, &here) == CUDA_SUCCESS;
+    if ((uintptr_t)stream <= 2) {
+        *context = current;
+        *device = here;
+        return have;
+    }
+    if (phos_real.cuStreamGetCtx(stream, context) != CUDA_SUCCESS)
+        return false;
+    if (have && *context == current) {
+        *device = here;
+        return true;
+    }
+    if (phos_real.cuCtxPushCurrent_v2(*context) != CUDA_SUCCESS)
+        return false;
+    have = phos_real.cuCtxGetDevice(device) == CUDA_SUCCESS && *device >= 0 && *device < phos_device_count;
+    phos_real.cuCtxPopCurrent_v2(&current);
+    return have;
+}
+
+static CUresult pool_allocate(struct phos_pool *pool, CUcontext context, size_t size, CUstream stream,
+                              const char *entry_point, CUdeviceptr *address)
+{
+    unsigned long long number = stream_number(stream);
+    struct phos_allocation *allocation = NULL;
+    for (struct pending **link = &pool->pending; *link; link = &(*link)->next) {
+        struct phos_allocation *a = (*link)->allocation;
+        size_t capacity = capacity_of(a);
+        if ((*link)->stream != number || capacity < size || capacity > size + size / 8 + 4096)
+            continue;
+        allocation = a;
+        pending_take(pool, link);
+        break;
+    }
+    if (!allocation) {
+        pool_reap(pool, false);
+        CUresult result = phos_allocate(pool->device, context, size, entry_point, &allocation);
+        if (result != CUDA_SUCCESS)
+            return result;
+    }
+    allocation->size = size;
+    allocation->context = context;
+    allocation->entry_point = entry_point;
+    allocation->pool = pool;
+    allocation->state = PHOS_LIVE;
+    pool->live++;
+    pool->used += size;
+    if (pool->used > pool->used_high)
+        pool->used_high = pool->used;
+    if (pool->used + pool->waiting > pool->reserved_high)
+        pool->reserved_high = pool->used + pool->waiting;
+    *address = allocation->address;
+    return CUDA_SUCCESS;
+}
+
+CUresult serve_cuMemAllocFromPoolAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CUmemoryPool handle, CUstream stream)
+{
+    CUcontext context;
+    CUdevice device;
+    bool valid = dptr && bytesize && handle && phos_policy.carry_pools && phos_policy.carry_device;
+    if (valid && captured(stream)) {
+        CUresult result = phos_real.cuMemAllocFromPoolAsync(dptr, bytesize, handle, stream);
+        if (result == CUDA_SUCCESS)
+            phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)bytesize);
+        return result;
+    }
+    if (valid && stream_context(stream, &context, &device)) {
+        phos_context_seen(context, device);
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_pool *pool = pool_of(handle);
+        if (pool && pool->carried)
+            return pool_allocate(pool, context, bytesize, stream, "cuMemAllocFromPoolAsync", dptr);
+    }
+    CUresult result = phos_real.cuMemAllocFromPoolAsync(dptr, bytesize, handle, stream);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_POOL, 1, (int64_t)bytesize);
+    return result;
+}
+
+CUresult serve_cuMemAllocAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CUstream stream)
+{
+    CUcontext context;
+    CUdevice device;
+    CUmemoryPool handle;
+    bool valid = dptr && bytesize && phos_policy.carry_pools && phos_policy.carry_device;
+    if (valid && captured(stream)) {
+        CUresult result = phos_real.cuMemAllocAsync(dptr, bytesize, stream);
+        if (result == CUDA_SUCCESS)
+            phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)bytesize);
+        return result;
+    }
+    if (valid && stream_context(stream, &context, &device) &&
+        phos_real.cuDeviceGetMemPool(&handle, device) == CUDA_SUCCESS) {
+        phos_context_seen(context, device);
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_pool *pool = pool_of(handle);
+        if (pool && pool->carried)
+            return pool_allocate(pool, context, bytesize, stream, "cuMemAllocAsync", dptr);
+    }
+    CUresult result = phos_real.cuMemAllocAsync(dptr, bytesize, stream);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_POOL, 1, (int64_t)bytesize);
+    return result;
+}
+
+/* Counts a pool's allocation as gone; its memory may follow later. */
+static void pool_forget(struct phos_allocation *allocation)
+{
+    struct phos_pool *pool = allocation->pool;
+    if (!pool)
+        return;
+    pool->live--;
+    pool->used -= allocation->size;
+}
+
+CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
+{
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_allocation *allocation = phos_allocation_at(dptr);
+        if (!allocation)
+            return phos_real.cuMemFreeAsync(dptr, stream);
+        if (allocation->address != dptr)
+            return CUDA_ERROR_INVALID_VALUE;
+    }
+    /* Freeing what was allocated outside into a graph: the driver knows no such memory, and says so. */
+    if (captured(stream))
+        return phos_real.cuMemFreeAsync(dptr, stream);
+    CUcontext context;
+    CUdevice device;
+    if (!stream_context(stream, &context, &device))
+        return CUDA_ERROR_INVALID_CONTEXT;
+    PHOS_RELAXED;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_allocation *allocation = phos_allocation_at(dptr);
+    if (!allocation || allocation->address != dptr)
+        return CUDA_ERROR_INVALID_VALUE;
+    struct pending *p = malloc(sizeof *p);
+    CUevent event = NULL;
+    CUcontext current = NULL;
+    phos_real.cuCtxGetCurrent(&current);
+    bool pushed = current != context && phos_real.cuCtxPushCurrent_v2(context) == CUDA_SUCCESS;
+    CUresult result = p && event_get(context, &event) ? phos_real.cuEventRecord(event, stream) : CUDA_ERROR_OUT_OF_MEMORY;
+    if (pushed)
+        phos_real.cuCtxPopCurrent_v2(&current);
+    if (result != CUDA_SUCCESS) {
+        if (event)
+            event_put(context, event);
+        free(p);
+        return result;
+    }
+    /* Memory of cuMemAlloc may be freed this way too: it waits with its device's usual pool. */
+    struct phos_pool *pool = allocation->pool;
+    pool_forget(allocation);
+    CUmemoryPool usual;
+    if (!pool && phos_real.cuDeviceGetDefaultMemPool(&usual, allocation->span->device) == CUDA_SUCCESS)
+        pool = pool_of(usual);
+    if (!pool) {
+        result = phos_real.cuEventSynchronize(event);
+        event_put(context, event);
+        free(p);
+        phos_deallocate(allocation);
+        return result;
+    }
+    allocation->state = PHOS_PENDING;
+    *p = (struct pending){allocation, event, context, stream_number(stream), pool->pending};
+    pool->pending = p;
+    pool->waiting += allocation->size;
+    return CUDA_SUCCESS;
+}
+
+CUresult phos_pool_free_now(struct phos_allocation *allocation)
+{
+    CUdeviceptr address = allocation->address;
+    CUcontext context = allocation->context;
+    bool captures;
+    pthread_mutex_unlock(&phos_memory_lock);
+    CUresult result = phos_synchronize(context, &captures);
+    if (captures)
+        result = serve_cuMemFreeAsync(address, CU_STREAM_LEGACY);
+    pthread_mutex_lock(&phos_memory_lock);
+    if (captures)
+        return result;
+    allocation = phos_allocation_at(address);
+    if (!allocation || allocation->address != address)
+        return CUDA_ERROR_INVALID_VALUE;
+    pool_forget(allocation);
+    struct phos_pool *pool = allocation->pool;
+    phos_deallocate(allocation);
+    if (pool)
+        pool_dispose_if_done(pool);
+    return result;
+}
+
+CUresult serve_cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps_v1 *props)
+{
+    CUresult result = phos_real.cuMemPoolCreate(pool, props);
+    if (result != CUDA_SUCCESS || !props)
+        return result;
+    CUdevice device = props->location.id;
+    bool ours = props->location.type == CU_MEM_LOCATION_TYPE_DEVICE && props->handleTypes == CU_MEM_HANDLE_TYPE_NONE &&
+                props->allocType == CU_MEM_ALLOCATION_TYPE_PINNED && device >= 0 && device < phos_device_count &&
+                phos_devices[device].carried;
+    PHOS_LOCKED(&phos_memory_lock);
+    if (ours && !pool_add(*pool, device, true))
+        phos_warn_once("out of host memory: a pool is left to the driver");
+    return result;
+}
+
+CUresult serve_cuMemPoolDestroy(CUmemoryPool handle)
+{
+    CUresult result = phos_real.cuMemPoolDestroy(handle);
+    if (result != CUDA_SUCCESS)
+        return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    for (struct phos_pool *pool = pools; pool; pool = pool->next)
+        if (pool->handle == handle && !pool->destroyed) {
+            pool->destroyed = true; /* it lives on until all its memory is freed */
+            pool_reap(pool, false);
+            pool_dispose_if_done(pool);
+            break;
+        }
+    return result;
+}
+
+CUresult serve_cuMemPoolTrimTo(CUmemoryPool handle, size_t keep)
+{
+    CUresult result = phos_real.cuMemPoolTrimTo(handle, keep);
+    if (result != CUDA_SUCCESS)
+        return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_pool *pool = pool_of(handle);
+    if (pool && pool->carried && pool->used + pool->waiting > keep) {
+        pool_reap(pool, false);
+        phos_cache_flush(pool->device);
+    }
+    return result;
+}
+
+CUresult serve_cuMemPoolSetAttribute(CUmemoryPool handle, CUmemPool_attribute attribute, void *value)
+{
+    CUresult result = phos_real.cuMemPoolSetAttribute(handle, attribute, value);
+    if (result != CUDA_SUCCESS)
+        return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_pool *pool = pool_of(handle);
+    if (pool && pool->carried) {
+        /* High marks can be set to zero only: they start again from now. */
+        if (attribute == CU_MEMPOOL_ATTR_USED_MEM_HIGH)
+            pool->used_high = pool->used;
+        if (attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)
+            pool->reserved_high = pool->used + pool->waiting;
+    }
+    return result;
+}
+
+CUresult serve_cuMemPoolGetAttribute(CUmemoryPool handle, CUmemPool_attribute attribute, void *value)
+{
+    CUresult result = phos_real.cuMemPoolGetAttribute(handle, attribute, value);
+    if (result != CUDA_SUCCESS || !value)
+        return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_pool *pool = pool_of(handle);
+    if (!pool || !pool->carried)
+        return result;
+    cuuint64_t *number = value; /* of these four; the others are flags and a threshold that the driver keeps */
+    if (attribute == CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
+        *number += pool->used;
+    else if (attribute == CU_MEMPOOL_ATTR_USED_MEM_HIGH)
+        *number += pool->used_high;
+    else if (attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)
+        *number += pool->used + pool->waiting;
+    else if (attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)
+        *number += pool->reserved_high;
+    return result;
+}
+
+CUresult serve_cuMemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc_v1 *map, size_t count)
+{
+    CUresult result = phos_real.cuMemPoolSetAccess(handle, map, count);
+    if (result != CUDA_SUCCESS)
+        return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_pool *pool = pool_of(handle);
+    /* Pools share blocks with other memory of their device: what one may, all may. It is taken back from none. */
+    for (size_t i = 0; pool && pool->carried && i < count && result == CUDA_SUCCESS; i++)
+        if (map[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE && map[i].location.id != pool->device &&
+            map[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+            result = phos_peer_access(pool->device, map[i].location.id, true);
+    return result;
+}
+
+CUresult serve_cuMemPoolImportFromShareableHandle(CUmemoryPool *pool, void *handle, CUmemAllocationHandleType type,
+                                                  unsigned long long flags)
+{
+    CUresult result = phos_real.cuMemPoolImportFromShareableHandle(pool, handle, type, flags);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_POOL, 1, 0);
+    return result;
+}

@@ -1,0 +1,13 @@
+/* Stream-ordered memory. With phos_memory_lock held, all of these. */
+#pragma once
+#include "memory.h"
+
+/* Gives back what freed stream-ordered memory the GPU is done with. */
+void phos_pool_reclaim(CUdevice device);
+/* Bytes of it that are only waiting to be given back. */
+size_t phos_pool_cached(CUdevice device);
+void phos_pool_context_ends(CUcontext context);
+/* cuMemFree of stream-ordered memory, which the driver allows: waits for the device. Releases and retakes the lock. */
+CUresult phos_pool_free_now(struct phos_allocation *allocation);
+/* The application's handle of a pool; NULL for NULL. */
+CUmemoryPool phos_pool_handle(const struct phos_pool *pool);

@@ -1,0 +1,89 @@
+/* Questions about memory, answered as for cuMemAlloc memory where VMM memory behind it would show. */
+#include "cleanup.h"
+#include "ipc.h"
+#include "memory.h"
+#include "pool.h"
+#include "runtime.h"
+
+CUresult serve_cuMemGetAddressRange_v2(CUdeviceptr_v2 *base, size_t *size, CUdeviceptr_v2 address)
+{
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_allocation *allocation = phos_allocation_at(address);
+        if (allocation) {
+            if (base)
+                *base = allocation->address;
+            if (size)
+                *size = allocation->size;
+            return CUDA_SUCCESS;
+        }
+    }
+    return phos_real.cuMemGetAddressRange_v2(base, size, address);
+}
+
+/* What of an allocation of ours differs from what the driver would say of its block. */
+static void adjust(const struct phos_allocation *allocation, CUpointer_attribute attribute, void *data)
+{
+    switch (attribute) {
+    case CU_POINTER_ATTRIBUTE_CONTEXT:
+        *(CUcontext *)data = allocation->pool ? NULL : allocation->context;
+        break;
+    case CU_POINTER_ATTRIBUTE_BUFFER_ID:
+        *(unsigned long long *)data = allocation->buffer;
+        break;
+    case CU_POINTER_ATTRIBUTE_RANGE_START_ADDR:
+        *(CUdeviceptr *)data = allocation->address;
+        break;
+    case CU_POINTER_ATTRIBUTE_RANGE_SIZE:
+        *(size_t *)data = allocation->size;
+        break;
+    case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+        *(int *)data = allocation->pool == NULL; /* by token */
+        break;
+    case CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES:
+        *(unsigned long long *)data = 0;
+        break;
+    case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
+        *(CUmemoryPool *)data = phos_pool_handle(allocation->pool);
+        break;
+    case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR:
+        *(CUdeviceptr *)data = allocation->address;
+        break;
+    case CU_POINTER_ATTRIBUTE_MAPPING_SIZE:
+        *(size_t *)data = allocation->size;
+        break;
+    default:
+        break;
+    }
+}
+
+CUresult serve_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr_v2 address)
+{
+    CUresult result = phos_real.cuPointerGetAttribute(data, attribute, address);
+    if (!data)
+        return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_allocation *allocation = phos_allocation_at(address);
+    if (!allocation)
+        return result;
+    /* Some are refused for VMM memory that cuMemAlloc memory has. */
+    if (result != CUDA_SUCCESS && attribute != CU_POINTER_ATTRIBUTE_CONTEXT &&
+        attribute != CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE && attribute != CU_POINTER_ATTRIBUTE_BUFFER_ID)
+        return result;
+    adjust(allocation, attribute, data);
+    return CUDA_SUCCESS;
+}
+
+CUresult serve_cuPointerGetAttributes(unsigned int count, CUpointer_attribute *attributes, void **data,
+                                      CUdeviceptr_v2 address)
+{
+    CUresult result = phos_real.cuPointerGetAttributes(count, attributes, data, address);
+    if (result != CUDA_SUCCESS || !attributes || !data)
+        return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_allocation *allocation = phos_allocation_at(address);
+    for (unsigned int i = 0; allocation && i < count; i++)
+        if (data[i])
+            adjust(allocation, attributes[i], data[i]);
+    return result;
+}

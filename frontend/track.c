@@ -1,0 +1,344 @@
+/* Contexts, peers, captures: the calls that make and end them. */
+#include "track.h"
+#include "cleanup.h"
+#include "log.h"
+#include "memory.h"
+#include "pool.h"
+#include "runtime.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+_Atomic int phos_capture_count;
+
+static pthread_mutex_t context_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the list; taken last */
+static struct phos_context *contexts;
+static size_t context_count, context_capacity;
+
+static bool context_known(CUcontext context)
+{
+    for (size_t i = 0; i < context_count; i++)
+        if (contexts[i].context == context)
+            return true;
+    return false;
+}
+
+void phos_context_seen(CUcontext context, CUdevice device)
+{
+    /* The usual case: the same one as last time. */
+    static __thread CUcontext last __attribute__((tls_model("initial-exec")));
+    static __thread uint64_t last_change __attribute__((tls_model("initial-exec")));
+    static _Atomic uint64_t changes = 1;
+    if (context == last && last_change == atomic_load_explicit(&changes, memory_order_relaxed))
+        return;
+    PHOS_LOCKED(&context_lock);
+    if (device < 0) { /* forget it */
+        for (size_t i = 0; i < context_count; i++)
+            if (contexts[i].context == context)
+                contexts[i--] = contexts[--context_count];
+        atomic_fetch_add(&changes, 1);
+        return;
+    }
+    if (!context_known(context)) {
+        if (context_count == context_capacity) {
+            size_t capacity = context_capacity ? context_capacity * 2 : 8;
+            struct phos_context *grown = realloc(contexts, capacity * sizeof *grown);
+            if (!grown)
+                return;
+            contexts = grown;
+            context_capacity = capacity;
+        }
+        contexts[context_count++] = (struct phos_context){.context = context, .device = device};
+        atomic_fetch_add(&changes, 1);
+    }
+    last = context;
+    last_change = atomic_load(&changes);
+}
+
+static void context_forget(CUcontext context)
+{
+    phos_context_seen(context, -1);
+}
+
+static void context_made(CUresult result, CUcontext *context, CUdevice device)
+{
+    if (result == CUDA_SUCCESS && context && *context && device >= 0)
+        phos_context_seen(*context, device);
+}
+
+/* Only from the control thread: retaining a primary context that is being released elsewhere would race. */
+struct phos_context *phos_contexts(size_t *count)
+{
+    for (int d = 0; d < phos_device_count; d++) {
+        /* The runtime library may make primary contexts through private tables. */
+        unsigned int flags;
+        int active = 0;
+        CUcontext primary;
+        if (phos_real.cuDevicePrimaryCtxGetState(d, &flags, &active) == CUDA_SUCCESS && active &&
+            phos_real.cuDevicePrimaryCtxRetain(&primary, d) == CUDA_SUCCESS) {
+            phos_context_seen(primary, d);
+            phos_real.cuDevicePrimaryCtxRelease_v2(d);
+        }
+    }
+    PHOS_LOCKED(&context_lock);
+    struct phos_context *copy = calloc(context_count + 1, sizeof *copy);
+    *count = copy ? context_count : 0;
+    if (copy)
+        memcpy(copy, contexts, context_count * sizeof *copy);
+    return copy;
+}
+
+/* Everything in a context ends with it. */
+static void context_ends(CUcontext context, CUdevice device)
+{
+    bool captured;
+    if (phos_synchronize(context, &captured) != CUDA_SUCCESS)
+        phos_debug("a context ends with an error pending");
+    size_t left = 0;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_pool_context_ends(context);
+        phos_free_context(context);
+        context_forget(context);
+        {
+            PHOS_LOCKED(&context_lock);
+            for (size_t i = 0; i < context_count; i++)
+                left += contexts[i].device == device;
+        }
+        if (!left)
+            phos_cache_flush(device);
+    }
+}
+
+CUresult serve_cuCtxCreate_v4(CUcontext *context, CUctxCreateParams *params, unsigned int flags, CUdevice device)
+{
+    CUresult result = phos_real.cuCtxCreate_v4(context, params, flags, device);
+    context_made(result, context, device);
+    return result;
+}
+
+CUresult serve_cuCtxCreate_v3(CUcontext *context, CUexecAffinityParam *params, int count, unsigned int flags,
+                              CUdevice_v1 device)
+{
+    CUresult result = phos_real.cuCtxCreate_v3(context, params, count, flags, device);
+    context_made(result, context, device);
+    return result;
+}
+
+CUresult serve_cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice_v1 device)
+{
+    CUresult result = phos_real.cuCtxCreate_v2(context, flags, device);
+    context_made(result, context, device);
+    return result;
+}
+
+CUresult serve_cuCtxCreate(CUcontext *context, unsigned int flags, CUdevice_v1 device)
+{
+    CUresult result = phos_real.cuCtxCreate(context, flags, device);
+    context_made(result, context, device);
+    return result;
+}
+
+CUresult serve_cuCtxFromGreenCtx(CUcontext *context, CUgreenCtx green)
+{
+    CUresult result = phos_real.cuCtxFromGreenCtx(context, green);
+    CUdevice device;
+    if (result == CUDA_SUCCESS && phos_real.cuCtxPushCurrent_v2(*context) == CUDA_SUCCESS) {
+        context_made(phos_real.cuCtxGetDevice(&device), context, device);
+        CUcontext popped;
+        phos_real.cuCtxPopCurrent_v2(&popped);
+    }
+    return result;
+}
+
+static CUdevice context_device(CUcontext context)
+{
+    PHOS_LOCKED(&context_lock);
+    for (size_t i = 0; i < context_count; i++)
+        if (contexts[i].context == context)
+            return contexts[i].device;
+    return -1;
+}
+
+static void context_destroying(CUcontext context)
+{
+    CUdevice device = context ? context_device(context) : -1;
+    if (device >= 0)
+        context_ends(context, device);
+}
+
+CUresult serve_cuCtxDestroy_v2(CUcontext context)
+{
+    context_destroying(context);
+    return phos_real.cuCtxDestroy_v2(context);
+}
+
+CUresult serve_cuCtxDestroy(CUcontext context)
+{
+    context_destroying(context);
+    return phos_real.cuCtxDestroy(context);
+}
+
+CUresult serve_cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice_v1 device)
+{
+    CUresult result = phos_real.cuDevicePrimaryCtxRetain(context, device);
+    context_made(result, context, device);
+    return result;
+}
+
+static bool primary_of(CUdevice device, CUcontext *primary)
+{
+    unsigned int flags;
+    int active = 0;
+    if (phos_real.cuDevicePrimaryCtxGetState(device, &flags, &active) != CUDA_SUCCESS || !active)
+        return false;
+    if (phos_real.cuDevicePrimaryCtxRetain(primary, device) != CUDA_SUCCESS)
+        return false;
+    phos_real.cuDevicePrimaryCtxRelease_v2(device);
+    return true;
+}
+
+static CUresult primary_released(CUdevice device, CUresult (*release)(CUdevice_v1))
+{
+    CUcontext primary = NULL;
+    bool had = primary_of(device, &primary);
+    CUresult result = release(device);
+    unsigned int flags;
+    int active = 1;
+    if (result == CUDA_SUCCESS && had && phos_real.cuDevicePrimaryCtxGetState(device, &flags, &active) == CUDA_SUCCESS &&
+        !active) {
+        /* Too late to wait for its work, which the driver did; its memory goes now. */
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_pool_context_ends(primary);
+        phos_free_context(primary);
+        context_forget(primary);
+        phos_cache_flush(device);
+    }
+    return result;
+}
+
+CUresult serve_cuDevicePrimaryCtxRelease_v2(CUdevice_v1 device)
+{
+    return primary_released(device, phos_real.cuDevicePrimaryCtxRelease_v2);
+}
+
+CUresult serve_cuDevicePrimaryCtxRelease(CUdevice_v1 device)
+{
+    return primary_released(device, phos_real.cuDevicePrimaryCtxRelease);
+}
+
+static void primary_resetting(CUdevice device)
+{
+    CUcontext primary = NULL;
+    if (primary_of(device, &primary))
+        context_ends(primary, device);
+}
+
+CUresult serve_cuDevicePrimaryCtxReset_v2(CUdevice_v1 device)
+{
+    primary_resetting(device);
+    return phos_real.cuDevicePrimaryCtxReset_v2(device);
+}
+
+CUresult serve_cuDevicePrimaryCtxReset(CUdevice_v1 device)
+{
+    primary_resetting(device);
+    return phos_real.cuDevicePrimaryCtxReset(device);
+}
+
+/* ---- peers: cuMemAlloc memory follows cuCtxEnablePeerAccess, VMM memory does not by itself ---- */
+
+static void peer_changed(CUcontext peer_context, bool allowed)
+{
+    CUcontext current;
+    CUdevice here, there = context_device(peer_context);
+    if (there < 0 || phos_current(&current, &here) != CUDA_SUCCESS || here == there)
+        return;
+    PHOS_LOCKED(&phos_memory_lock);
+    CUresult result = phos_peer_access(there, here, allowed);
+    if (result != CUDA_SUCCESS)
+        phos_warn("device %d could not be given access to all memory of device %d (error %d)", here, there, (int)result);
+}
+
+CUresult serve_cuCtxEnablePeerAccess(CUcontext peer, unsigned int flags)
+{
+    CUresult result = phos_real.cuCtxEnablePeerAccess(peer, flags);
+    if (result == CUDA_SUCCESS)
+        peer_changed(peer, true);
+    return result;
+}
+
+CUresult serve_cuCtxDisablePeerAccess(CUcontext peer)
+{
+    CUresult result = phos_real.cuCtxDisablePeerAccess(peer);
+    if (result == CUDA_SUCCESS)
+        peer_changed(peer, false);
+    return result;
+}
+
+/* ---- captures ---- */
+
+static CUresult capture_begun(CUresult result)
+{
+    if (result == CUDA_SUCCESS)
+        atomic_fetch_add(&phos_capture_count, 1);
+    return result;
+}
+
+CUresult serve_cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode)
+{
+    return capture_begun(phos_real.cuStreamBeginCapture_v2(stream, mode));
+}
+
+CUresult serve_cuStreamBeginCapture(CUstream stream)
+{
+    return capture_begun(phos_real.cuStreamBeginCapture(stream));
+}
+
+CUresult serve_cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const CUgraphNode *dependencies,
+                                           const CUgraphEdgeData *data, size_t count, CUstreamCaptureMode mode)
+{
+    return capture_begun(phos_real.cuStreamBeginCaptureToGraph(stream, graph, dependencies, data, count, mode));
+}
+
+CUresult serve_cuStreamEndCapture(CUstream stream, CUgraph *graph)
+{
+    /* A capture that was spoilt ends here too, with an error; one that was never begun does not count. */
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    bool capturing = phos_real.cuStreamIsCapturing(stream, &status) == CUDA_SUCCESS &&
+                     status != CU_STREAM_CAPTURE_STATUS_NONE;
+    CUresult result = phos_real.cuStreamEndCapture(stream, graph);
+    if (result == CUDA_SUCCESS ||
+        (capturing && (phos_real.cuStreamIsCapturing(stream, &status) != CUDA_SUCCESS ||
+                       status == CU_STREAM_CAPTURE_STATUS_NONE)))
+        if (atomic_fetch_sub(&phos_capture_count, 1) <= 0)
+            atomic_store(&phos_capture_count, 0);
+    return result;
+}
+
+/* A capture ends with its stream as well. */
+static bool capturing(CUstream stream)
+{
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    return phos_captures() && stream && phos_real.cuStreamIsCapturing(stream, &status) == CUDA_SUCCESS &&
+           status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+static CUresult stream_destroyed(CUresult result, bool captured)
+{
+    if (result == CUDA_SUCCESS && captured && atomic_fetch_sub(&phos_capture_count, 1) <= 0)
+        atomic_store(&phos_capture_count, 0);
+    return result;
+}
+
+CUresult serve_cuStreamDestroy_v2(CUstream stream)
+{
+    bool captured = capturing(stream);
+    return stream_destroyed(phos_real.cuStreamDestroy_v2(stream), captured);
+}
+
+CUresult serve_cuStreamDestroy(CUstream stream)
+{
+    bool captured = capturing(stream);
+    return stream_destroyed(phos_real.cuStreamDestroy(stream), captured);
+}

@@ -1,0 +1,45 @@
+/* What exists besides memory: contexts, stream captures, and what the driver itself has to save. */
+#pragma once
+#include "phos_api.h"
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+/* Streams being captured now. */
+extern _Atomic int phos_capture_count;
+static inline int phos_captures(void)
+{
+    return atomic_load_explicit(&phos_capture_count, memory_order_relaxed);
+}
+
+struct phos_context {
+    CUcontext context;
+    CUdevice device;
+    size_t stack_limit;  /* while detached with reduced limits: what to put back */
+    bool stack_reduced;
+};
+
+void phos_context_seen(CUcontext context, CUdevice device);
+/* A copy of the list of live contexts, primary ones that were made behind our back included; to be freed. */
+struct phos_context *phos_contexts(size_t *count);
+
+/* What the frontend cannot carry: totals by kind. */
+enum phos_uncarried {
+    PHOS_UNCARRIED_MANAGED,
+    PHOS_UNCARRIED_ARRAY,
+    PHOS_UNCARRIED_GRAPH_MEMORY,
+    PHOS_UNCARRIED_MULTICAST,
+    PHOS_UNCARRIED_EXTERNAL,
+    PHOS_UNCARRIED_DEVICE,
+    PHOS_UNCARRIED_VMM,
+    PHOS_UNCARRIED_HOST,
+    PHOS_UNCARRIED_POOL,
+    PHOS_UNCARRIED_IPC,
+    PHOS_UNCARRIED_IPC_EVENT,
+    PHOS_UNCARRIED_KINDS
+};
+extern const char *const phos_uncarried_names[PHOS_UNCARRIED_KINDS];
+void phos_uncarried_add(enum phos_uncarried kind, int64_t count, int64_t bytes);
+void phos_uncarried_get(enum phos_uncarried kind, uint64_t *count, uint64_t *bytes);
+/* A number that grows whenever a total changes. */
+uint64_t phos_uncarried_version(void);

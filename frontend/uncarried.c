@@ -1,0 +1,114 @@
+/* Memory that stays with the driver: passed through, counted, reported. Never silently wrong. */
+#include "cleanup.h"
+#include "phos_api.h"
+#include "track.h"
+
+#include <stdlib.h>
+
+const char *const phos_uncarried_names[PHOS_UNCARRIED_KINDS] = {
+    [PHOS_UNCARRIED_MANAGED] = "managed",     [PHOS_UNCARRIED_ARRAY] = "array",
+    [PHOS_UNCARRIED_GRAPH_MEMORY] = "graph-memory", [PHOS_UNCARRIED_MULTICAST] = "multicast",
+    [PHOS_UNCARRIED_EXTERNAL] = "external",   [PHOS_UNCARRIED_DEVICE] = "device",
+    [PHOS_UNCARRIED_VMM] = "vmm",             [PHOS_UNCARRIED_HOST] = "pinned-host",
+    [PHOS_UNCARRIED_POOL] = "pool",           [PHOS_UNCARRIED_IPC] = "ipc",
+    [PHOS_UNCARRIED_IPC_EVENT] = "ipc-event",
+};
+
+static struct {
+    _Atomic int64_t count, bytes;
+} totals[PHOS_UNCARRIED_KINDS];
+static _Atomic uint64_t version;
+
+void phos_uncarried_add(enum phos_uncarried kind, int64_t count, int64_t bytes)
+{
+    atomic_fetch_add(&totals[kind].count, count);
+    atomic_fetch_add(&totals[kind].bytes, bytes);
+    atomic_fetch_add(&version, 1);
+}
+
+void phos_uncarried_get(enum phos_uncarried kind, uint64_t *count, uint64_t *bytes)
+{
+    int64_t c = atomic_load(&totals[kind].count), b = atomic_load(&totals[kind].bytes);
+    *count = c > 0 ? (uint64_t)c : 0;
+    *bytes = b > 0 ? (uint64_t)b : 0;
+}
+
+uint64_t phos_uncarried_version(void)
+{
+    return atomic_load(&version);
+}
+
+CUresult serve_cuMemAllocManaged(CUdeviceptr_v2 *dptr, size_t bytesize, unsigned int flags)
+{
+    CUresult result = phos_real.cuMemAllocManaged(dptr, bytesize, flags);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_MANAGED, 1, (int64_t)bytesize);
+    return result;
+}
+
+/* Arrays: their sizes are opaque; the count is what matters to whoever asks. */
+static CUresult array_made(CUresult result, int64_t by)
+{
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_ARRAY, by, 0);
+    return result;
+}
+
+CUresult serve_cuArrayCreate_v2(CUarray *handle, const CUDA_ARRAY_DESCRIPTOR_v2 *descriptor)
+{
+    return array_made(phos_real.cuArrayCreate_v2(handle, descriptor), 1);
+}
+
+CUresult serve_cuArray3DCreate_v2(CUarray *handle, const CUDA_ARRAY3D_DESCRIPTOR_v2 *descriptor)
+{
+    return array_made(phos_real.cuArray3DCreate_v2(handle, descriptor), 1);
+}
+
+CUresult serve_cuArrayDestroy(CUarray array)
+{
+    return array_made(phos_real.cuArrayDestroy(array), -1);
+}
+
+CUresult serve_cuMipmappedArrayCreate(CUmipmappedArray *handle, const CUDA_ARRAY3D_DESCRIPTOR_v2 *descriptor,
+                                      unsigned int levels)
+{
+    return array_made(phos_real.cuMipmappedArrayCreate(handle, descriptor, levels), 1);
+}
+
+CUresult serve_cuMipmappedArrayDestroy(CUmipmappedArray array)
+{
+    return array_made(phos_real.cuMipmappedArrayDestroy(array), -1);
+}
+
+CUresult serve_cuImportExternalMemory(CUexternalMemory *memory, const CUDA_EXTERNAL_MEMORY_HANDLE_DESC_v1 *descriptor)
+{
+    CUresult result = phos_real.cuImportExternalMemory(memory, descriptor);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_EXTERNAL, 1, 0);
+    return result;
+}
+
+CUresult serve_cuDestroyExternalMemory(CUexternalMemory memory)
+{
+    CUresult result = phos_real.cuDestroyExternalMemory(memory);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_EXTERNAL, -1, 0);
+    return result;
+}
+
+CUresult serve_cuMulticastCreate(CUmemGenericAllocationHandle_v1 *handle, const CUmulticastObjectProp_v1 *properties)
+{
+    CUresult result = phos_real.cuMulticastCreate(handle, properties);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_MULTICAST, 1, (int64_t)(properties ? properties->size : 0));
+    return result;
+}
+
+CUresult serve_cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph graph, const CUgraphNode *dependencies, size_t count,
+                                      CUDA_MEM_ALLOC_NODE_PARAMS_v1 *parameters)
+{
+    CUresult result = phos_real.cuGraphAddMemAllocNode(node, graph, dependencies, count, parameters);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)(parameters ? parameters->bytesize : 0));
+    return result;
+}

@@ -1,0 +1,219 @@
+/* The application's own virtual memory management: the same calls, with handles of ours. A handle that the application
+ * holds survives detach and attach, the driver's does not. */
+#include "blocks.h"
+#include "cleanup.h"
+#include "control.h"
+#include "ipc.h"
+#include "log.h"
+#include "runtime.h"
+#include "track.h"
+
+#include <stdlib.h>
+
+/* A handle is the block's number under a tag that no driver's handle has had (those are small numbers or pointers). */
+#define HANDLE_TAG 0x50484F5300000000ull /* "PHOS" */
+#define HANDLE_MASK 0xFFFFFFFF00000000ull
+
+static CUmemGenericAllocationHandle handle_of(const struct phos_block *block)
+{
+    return HANDLE_TAG | block->id;
+}
+
+static struct phos_block *block_of(CUmemGenericAllocationHandle handle)
+{
+    struct phos_block *block = (handle & HANDLE_MASK) == HANDLE_TAG ? phos_block_find(handle & ~HANDLE_MASK) : NULL;
+    return block && block->references ? block : NULL;
+}
+
+CUresult serve_cuMemCreate(CUmemGenericAllocationHandle_v1 *handle, size_t size, const CUmemAllocationProp_v1 *prop,
+                           unsigned long long flags)
+{
+    bool plain = handle && prop && phos_policy.carry_device && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED &&
+                 !(prop->requestedHandleTypes & ~(unsigned)CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) &&
+                 prop->allocFlags.usage == 0;
+    if (plain && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE &&
+        (prop->location.id < 0 || prop->location.id >= phos_device_count || !phos_devices[prop->location.id].carried))
+        plain = false;
+    if (plain) {
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_block *block;
+        CUresult result = phos_block_create(size, prop, flags, PHOS_OWNER_APPLICATION, &block);
+        if (result == CUDA_SUCCESS) {
+            block->references = 1;
+            *handle = handle_of(block);
+        }
+        if (result != CUDA_ERROR_NOT_SUPPORTED && result != CUDA_ERROR_INVALID_VALUE)
+            return result;
+    }
+    CUresult result = phos_real.cuMemCreate(handle, size, prop, flags);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_VMM, 1, (int64_t)size);
+    return result;
+}
+
+CUresult serve_cuMemRelease(CUmemGenericAllocationHandle_v1 handle)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_block *block = block_of(handle);
+    if (!block)
+        return phos_real.cuMemRelease(handle);
+    block->references--;
+    return phos_block_settle(block);
+}
+
+CUresult serve_cuMemMap(CUdeviceptr_v2 ptr, size_t size, size_t offset, CUmemGenericAllocationHandle_v1 handle,
+                        unsigned long long flags)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_block *block = block_of(handle);
+    if (!block)
+        return phos_real.cuMemMap(ptr, size, offset, handle, flags);
+    return phos_map(ptr, size, offset, block, flags, NULL);
+}
+
+CUresult serve_cuMemUnmap(CUdeviceptr_v2 ptr, size_t size)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_mapping *mapping = phos_mapping_at(ptr);
+    if (!mapping)
+        return phos_real.cuMemUnmap(ptr, size);
+    /* The driver takes a range only if it is made of whole mappings; so do we, before anything is unmapped. */
+    for (CUdeviceptr at = ptr; at < ptr + size; at += mapping->range.size) {
+        mapping = phos_mapping_at(at);
+        if (!mapping || mapping->range.address != at || mapping->range.size > ptr + size - at || mapping->span)
+            return mapping && mapping->span ? CUDA_ERROR_INVALID_VALUE : phos_real.cuMemUnmap(ptr, size);
+    }
+    while (size) {
+        mapping = phos_mapping_at(ptr);
+        size_t part = mapping->range.size;
+        CUresult result = phos_unmap(mapping);
+        if (result != CUDA_SUCCESS)
+            return result;
+        ptr += part;
+        size -= part;
+    }
+    return CUDA_SUCCESS;
+}
+
+CUresult serve_cuMemSetAccess(CUdeviceptr_v2 ptr, size_t size, const CUmemAccessDesc_v1 *desc, size_t count)
+{
+    if (!desc)
+        return phos_real.cuMemSetAccess(ptr, size, desc, count);
+    PHOS_LOCKED(&phos_memory_lock);
+    return phos_set_access(ptr, size, desc, count);
+}
+
+CUresult serve_cuMemGetAccess(unsigned long long *flags, const CUmemLocation_v1 *location, CUdeviceptr_v2 ptr)
+{
+    return phos_real.cuMemGetAccess(flags, location, ptr);
+}
+
+CUresult serve_cuMemGetAllocationPropertiesFromHandle(CUmemAllocationProp_v1 *prop,
+                                                      CUmemGenericAllocationHandle_v1 handle)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_block *block = block_of(handle);
+    if (!block)
+        return phos_real.cuMemGetAllocationPropertiesFromHandle(prop, handle);
+    CUresult result = phos_real.cuMemGetAllocationPropertiesFromHandle(prop, block->handle);
+    if (result == CUDA_SUCCESS && prop)
+        prop->requestedHandleTypes = block->properties.requestedHandleTypes; /* without the one we added */
+    return result;
+}
+
+CUresult serve_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle_v1 *handle, void *addr)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_mapping *mapping = phos_mapping_at((CUdeviceptr)addr);
+    if (!mapping || !handle)
+        return phos_real.cuMemRetainAllocationHandle(handle, addr);
+    if (mapping->span)
+        return CUDA_ERROR_INVALID_VALUE; /* as for cuMemAlloc memory */
+    mapping->block->references++;
+    *handle = handle_of(mapping->block);
+    return CUDA_SUCCESS;
+}
+
+/* Reservations survive detach, the driver keeps them: they need no record. */
+CUresult serve_cuMemAddressReserve(CUdeviceptr_v2 *ptr, size_t size, size_t alignment, CUdeviceptr_v2 addr,
+                                   unsigned long long flags)
+{
+    PHOS_RELAXED;
+    return phos_real.cuMemAddressReserve(ptr, size, alignment, addr, flags);
+}
+
+CUresult serve_cuMemAddressFree(CUdeviceptr_v2 ptr, size_t size)
+{
+    return phos_real.cuMemAddressFree(ptr, size);
+}
+
+CUresult serve_cuMemExportToShareableHandle(void *shareable, CUmemGenericAllocationHandle_v1 handle,
+                                            CUmemAllocationHandleType type, unsigned long long flags)
+{
+    uint64_t id = 0;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_block *block = block_of(handle);
+        if (!block)
+            return phos_real.cuMemExportToShareableHandle(shareable, handle, type, flags);
+        bool allowed = block->imported || block->properties.requestedHandleTypes & (unsigned)type;
+        if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || !allowed || !shareable || flags)
+            return phos_real.cuMemExportToShareableHandle(shareable, block->handle, allowed ? type : 0, flags);
+        id = block->id;
+    }
+    if (phos_token_export(id, shareable))
+        return CUDA_SUCCESS;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_block *block = block_of(handle);
+    if (!block)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUresult result = phos_real.cuMemExportToShareableHandle(shareable, block->handle, type, flags);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_IPC, 1, (int64_t)block->size);
+    return result;
+}
+
+CUresult serve_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle_v1 *handle, void *os,
+                                              CUmemAllocationHandleType type)
+{
+    struct phos_token token;
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || !handle || !phos_token_read((int)(intptr_t)os, &token)) {
+        CUresult result = phos_real.cuMemImportFromShareableHandle(handle, os, type);
+        if (result == CUDA_SUCCESS)
+            phos_uncarried_add(PHOS_UNCARRIED_IPC, 1, 0);
+        return result;
+    }
+    struct phos_block *block;
+    CUresult result = phos_token_block(&token, &block);
+    if (result == CUDA_SUCCESS)
+        *handle = handle_of(block);
+    return result;
+}
+
+/* ---- handles inside other calls ---- */
+
+CUresult serve_cuMulticastBindMem(CUmemGenericAllocationHandle_v1 multicast, size_t multicast_offset,
+                                  CUmemGenericAllocationHandle_v1 memory, size_t offset, size_t size,
+                                  unsigned long long flags)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_block *block = block_of(memory);
+    return phos_real.cuMulticastBindMem(multicast, multicast_offset, block ? block->handle : memory, offset, size, flags);
+}
+
+CUresult serve_cuMemMapArrayAsync(CUarrayMapInfo_v1 *list, unsigned int count, CUstream stream)
+{
+    if (!list || !count)
+        return phos_real.cuMemMapArrayAsync(list, count, stream);
+    PHOS_FREES CUarrayMapInfo_v1 *copy = malloc(count * sizeof *copy);
+    if (!copy)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    PHOS_LOCKED(&phos_memory_lock);
+    for (unsigned int i = 0; i < count; i++) {
+        copy[i] = list[i];
+        struct phos_block *block = block_of(list[i].memHandle.memHandle);
+        if (block)
+            copy[i].memHandle.memHandle = block->handle;
+    }
+    return phos_real.cuMemMapArrayAsync(copy, count, stream);
+}
