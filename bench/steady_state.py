@@ -3,8 +3,9 @@
 
 Each measurement is a pair of processes, one without and one with the frontend, one right after the other and in turns
 first; what counts is the median over the pairs. Launch-bound: a C program that launches empty kernels and does nothing
-else, so this is the dearest a launch can look. Allocation: cuMemAlloc and cuMemFree from 512 bytes to 1 GiB. Training:
-the PyTorch example, small enough to be bound by launches, and as a CUDA graph.
+else, so this is the dearest a launch can look. Allocation: cuMemAlloc and cuMemFree from 512 bytes to 1 GiB, one at a
+time and with many alive at once. Training: the PyTorch example, small enough to be bound by launches, and as a CUDA
+graph.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ import process
 from harness import Results
 
 SIZES = (512, 4096, 65536, 1 << 20, 2 << 20, 16 << 20, 128 << 20, 1 << 30)
+
+
+def size_text(size: int) -> str:
+    """Return a power of two as 512 B, 4 KiB, 1 MiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size} {unit}"
+        size //= 1024
+    return f"{size} GiB"
 
 
 class Bench:
@@ -73,11 +83,10 @@ class Bench:
             each=[without, with_],
         )
 
-    def memory(self) -> None:
-        """Measure cuMemAlloc and cuMemFree."""
+    def memory(self, mode: str, argument: str, remark: str) -> None:
+        """Measure cuMemAlloc and cuMemFree in one of launch_rate's two ways."""
         sizes = SIZES[:4] if self.chosen.smoke else SIZES
-        rounds = "5" if self.chosen.smoke else "200"
-        command = [str(self.program), "memory", rounds, *(str(size) for size in sizes)]
+        command = [str(self.program), mode, argument, *(str(size) for size in sizes)]
         outputs = []
         for number in range(self.pairs):
             if number and harness.time_left(self.chosen) <= 0:
@@ -88,7 +97,7 @@ class Bench:
                 without = [float(pair[0].splitlines()[row].split()[column]) / 1000 for pair in outputs]
                 with_ = [float(pair[1].splitlines()[row].split()[column]) / 1000 for pair in outputs]
                 percent, spread = harness.paired_percent(without, with_)
-                key = f"{call} {size if size < 1024 else f'{size >> 10} Ki' if size < 1 << 20 else f'{size >> 20} Mi'}B"
+                key = f"{call} {size_text(size)}{remark}"
                 self.results.add(
                     key,
                     what=key,
@@ -107,7 +116,9 @@ class Bench:
         batches, launches = ("3", "50") if chosen.smoke else ("40", "5000")
         for kind, key in (("launch", "launch, submission"), ("finish", "launch, until done")):
             self.rate(key, "ns", [str(self.program), kind, batches, launches], self.pairs)
-        self.memory()
+        self.memory("memory", "5" if chosen.smoke else "200", "")
+        # Alive at once: the frontend cannot answer with what it has just been given back.
+        self.memory("many", "16" if chosen.smoke else "16384", ", many")
         if not chosen.smoke:
             script = process.PROGRAMS / "train_rate.py"
             for key, options in (

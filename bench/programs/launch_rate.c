@@ -3,7 +3,9 @@
 //
 //   launch_rate launch BATCHES LAUNCHES   one line a batch: nanoseconds per launch of an empty kernel, submission only
 //   launch_rate finish BATCHES LAUNCHES   likewise, including the wait for the batch
-//   launch_rate memory ROUNDS SIZE...     one line a size: SIZE, median nanoseconds of cuMemAlloc, of cuMemFree
+//   launch_rate memory ROUNDS SIZE...     one line a size: SIZE, median nanoseconds of cuMemAlloc, of cuMemFree, where
+//                                         each allocation is freed before the next is made
+//   launch_rate many MEGABYTES SIZE...    likewise, where up to 256 of a size, so many megabytes at most, are alive at once
 //
 // libcuda is opened and its functions are looked up by name, as cudart and PyTorch do.
 #include <dlfcn.h>
@@ -99,10 +101,32 @@ static void memory(unsigned rounds, unsigned long long size, uint64_t *allocatin
     printf("%llu %llu %llu\n", size, (unsigned long long)allocating[rounds / 2], (unsigned long long)freeing[rounds / 2]);
 }
 
+static void many(unsigned long long megabytes, unsigned long long size)
+{
+    int (*allocate)(uint64_t *, size_t) = (void *)find("cuMemAlloc_v2");
+    int (*release)(uint64_t) = (void *)find("cuMemFree_v2");
+    uint64_t addresses[256], allocating[256], freeing[256];
+    unsigned long long fit = (megabytes << 20) / size;
+    unsigned count = fit < 1 ? 1 : fit < 256 ? (unsigned)fit : 256;
+    for (unsigned i = 0; i < count; i++) {
+        uint64_t start = now();
+        check(allocate(&addresses[i], size), "cuMemAlloc");
+        allocating[i] = now() - start;
+    }
+    for (unsigned i = 0; i < count; i++) {
+        uint64_t start = now();
+        check(release(addresses[i]), "cuMemFree");
+        freeing[i] = now() - start;
+    }
+    qsort(allocating, count, sizeof *allocating, by_value);
+    qsort(freeing, count, sizeof *freeing, by_value);
+    printf("%llu %llu %llu\n", size, (unsigned long long)allocating[count / 2], (unsigned long long)freeing[count / 2]);
+}
+
 int main(int argc, char **argv)
 {
     if (argc < 4) {
-        fprintf(stderr, "usage: launch_rate launch|finish BATCHES LAUNCHES | memory ROUNDS SIZE...\n");
+        fprintf(stderr, "usage: launch_rate launch|finish BATCHES LAUNCHES | memory ROUNDS SIZE... | many MEGABYTES SIZE...\n");
         return 2;
     }
     library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -117,7 +141,10 @@ int main(int argc, char **argv)
     check(((int (*)(void **, int))find("cuDevicePrimaryCtxRetain"))(&context, device), "cuDevicePrimaryCtxRetain");
     check(((int (*)(void *))find("cuCtxSetCurrent"))(context), "cuCtxSetCurrent");
     unsigned rounds = (unsigned)atoi(argv[2]);
-    if (!strcmp(argv[1], "memory")) {
+    if (!strcmp(argv[1], "many")) {
+        for (int i = 3; i < argc; i++)
+            many(rounds, strtoull(argv[i], NULL, 10));
+    } else if (!strcmp(argv[1], "memory")) {
         uint64_t *allocating = calloc(rounds, sizeof *allocating), *freeing = calloc(rounds, sizeof *freeing);
         uint64_t kept;
         // A live allocation beside, as every program has: the first one makes the driver set up its pools.

@@ -62,7 +62,13 @@ def test_dump_restore(site: Site) -> None:
 def test_steady_state(site: Site) -> None:
     """Launches and allocations are measured in pairs."""
     rows = {row["key"]: row for row in smoke(site, "steady_state")["rows"]}
-    for key in ("launch, submission", "launch, until done", "cuMemAlloc 512B", "cuMemFree 1 MiB"):
+    for key in (
+        "launch, submission",
+        "launch, until done",
+        "cuMemAlloc 512 B",
+        "cuMemFree 1 MiB",
+        "cuMemAlloc 64 KiB, many",
+    ):
         assert rows[key]["pairs"] == 1
         assert rows[key]["without"] > 0
         assert rows[key]["with_frontend"] > 0
