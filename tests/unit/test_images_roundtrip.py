@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import io
+import json
 import os
 import random
 import tempfile
@@ -18,7 +21,18 @@ from phos.images.errors import ImageError
 from phos.images.files import lives_in_memory
 from phos.images.reader import EXTENT_LIMIT, Image
 from phos.images.writer import ImageWriter
-from tests.unit.image_sets import CHUNK, CONTENT, SESSION, aligned, inventory_of, page, read_block, skip, write_small
+from tests.unit.image_sets import (
+    CHUNK,
+    CONTENT,
+    SESSION,
+    aligned,
+    forbids_skips,
+    inventory_of,
+    page,
+    read_block,
+    skip,
+    write_small,
+)
 
 FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -281,3 +295,29 @@ def test_decoding_names_magic_and_entries(tmp_path):
 def test_magics_differ_from_each_other_and_fit_crius_framing():
     assert len({f.magic for f in formats.FORMATS}) == len({f.file for f in formats.FORMATS}) == len(formats.FORMATS)
     assert formats.frame_header(formats.INVENTORY)[:4] == (0x54564319).to_bytes(4, "little")
+
+
+def test_json_of_our_messages_can_be_turned_back(tmp_path):
+    write_small(tmp_path / "i")
+    for format_ in formats.FORMATS:
+        raw = (tmp_path / "i" / format_.file).read_bytes()
+        handler = formats.CritHandler(format_)
+        entries = handler.load(io.BytesIO(raw[8:]))
+        assert json.loads(json.dumps(entries)) == entries
+        assert handler.dumps(entries) == raw[8:]
+        assert handler.count(io.BytesIO(raw[8:])) == len(entries)
+
+
+def test_crit_knows_our_files(tmp_path):
+    """With CRIU's own pycriu, where install.sh has put it."""
+    pycriu = pytest.importorskip("pycriu") if not forbids_skips() else importlib.import_module("pycriu")
+    assert formats.register_with_pycriu()
+    write_small(tmp_path / "i")
+    for format_ in formats.FORMATS:
+        path = tmp_path / "i" / format_.file
+        with path.open("rb") as file:
+            decoded = pycriu.images.load(file)
+        assert decoded == formats.decode(path.read_bytes(), "")
+        with path.open("rb") as file:
+            assert pycriu.images.info(file)["count"] == len(decoded["entries"])
+        assert pycriu.images.dumps(decoded) == path.read_bytes()
