@@ -49,7 +49,7 @@ static int phos_plugin_resume_devices_late(int pid)
 }
 
 /* CRIU refuses a plugin that knows more hooks than itself: register up to CHECKPOINT_DEVICES (11) of CRIU 4.1, never more. */
-cr_plugin_desc_t CR_PLUGIN_DESC = {
+__attribute__((visibility("default"))) cr_plugin_desc_t CR_PLUGIN_DESC = {
 	.name = "phos_plugin",
 	.init = phos_plugin_init,
 	.exit = phos_plugin_exit,

@@ -1,0 +1,230 @@
+"""A private PhOS for a test: its own phosd, software GPU, programs and images; nothing of it survives the test."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from phos.gpu_engine.installation import examples_folder, home, launcher, software_gpu_folder
+
+PATIENCE = 90.0
+"""Seconds after which something that should have happened has not."""
+
+
+@dataclass
+class Program:
+    """A program under test, with its output in a file."""
+
+    process: subprocess.Popen[bytes]
+    output: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def lines(self) -> list[str]:
+        return self.output.read_text(errors="replace").splitlines()
+
+    def iterations(self) -> int:
+        return sum(line.startswith("ITERATION") for line in self.lines())
+
+    def result(self) -> str | None:
+        return next((line.split()[1] for line in self.lines() if line.startswith("RESULT")), None)
+
+    def alive(self) -> bool:
+        try:
+            return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
+    def wait_iterations(self, wanted: int) -> int:
+        """Wait until so many iterations are done."""
+        wait_until(lambda: self.iterations() >= wanted or not self.alive(), f"iteration {wanted} of {self.output}")
+        assert self.iterations() >= wanted, f"the program ended early: {self.lines()[-10:]}"
+        return self.iterations()
+
+    def wait_progress(self, more: int = 2) -> None:
+        """Wait until it has computed ``more`` iterations from now on, or ended with a result."""
+        before = self.iterations()
+        wait_until(
+            lambda: self.iterations() >= before + more or self.result() is not None or not self.alive(),
+            f"progress of {self.output}",
+        )
+        assert self.iterations() >= before + more or self.result() is not None, self.lines()[-10:]
+
+    def wait_result(self) -> str:
+        """Wait for its end (also when CRIU restored it, so that it is not our child) and return its result."""
+        wait_until(lambda: not self.alive(), f"the end of {self.output}")
+        found = self.result()
+        assert found is not None, f"no result: {self.lines()[-10:]}"
+        return found
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+    """Wait for a condition; fail with its description."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s in vain for {what}"
+        time.sleep(0.01)
+
+
+@dataclass
+class Site:
+    """Everything of one test; see conftest.py for its life."""
+
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    programs: list[Program] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.environment = {
+            **os.environ,
+            "PHOS_SOCKET": str(self.folder / "run" / "phosd.sock"),
+            "PHOS_DEVICE": "software",
+            "PHOS_TEST_SITE": str(self.folder),
+            "SOFTGPU_MEMORY": "2G",
+            **self.environment,
+        }
+
+    # Commands.
+
+    def run(self, *words: str, check: bool = True, **changes: str) -> subprocess.CompletedProcess[str]:
+        """Run one of our commands; ``changes`` go into its environment."""
+        command = [str(launcher(words[0])), *words[1:]]
+        result = subprocess.run(
+            command,
+            env={**self.environment, **changes},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
+            check=False,
+        )
+        if check:
+            assert result.returncode == 0, f"{' '.join(words)}: {result.returncode}\n{result.stdout}\n{result.stderr}"
+        return result
+
+    def start(self, *command: str, under: bool = True, **changes: str) -> Program:
+        """Start a program in a session of its own; ``under`` the frontend or on the software GPU alone."""
+        output = self.folder / f"program-{len(self.programs)}.log"
+        environment = {**self.environment, **changes}
+        if under:
+            command = (str(launcher("phos-gpu")), "run", "--", *command)
+        else:
+            environment["LD_LIBRARY_PATH"] = str(software_gpu_folder())
+        with open(output, "wb") as file:
+            process = subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                cwd=self.folder,
+            )
+        program = Program(process, output)
+        self.programs.append(program)
+        return program
+
+    def example(self, name: str, *options: str, under: bool = True, **changes: str) -> Program:
+        """Start one of the examples."""
+        return self.start(sys.executable, str(examples_folder() / f"{name}.py"), *options, under=under, **changes)
+
+    def image(self, name: str = "image") -> Path:
+        """A new, empty image directory."""
+        path = self.folder / name
+        path.mkdir()
+        return path
+
+    def dump(
+        self, program: Program, image: Path, *options: str, check: bool = True, **changes: str
+    ) -> subprocess.CompletedProcess[str]:
+        """``criu dump --lib phos``; without --leave-running the program is reaped, so that its pid is free."""
+        words = ["criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4"]
+        result = self.run(*words, *options, check=False, **changes)
+        if check:
+            assert result.returncode == 0, f"{result.stdout}{result.stderr}{self.errors(image / 'dump.log')}"
+            if "--leave-running" not in options:
+                program.process.wait(PATIENCE)
+        return result
+
+    def restore(
+        self, image: Path, *options: str, check: bool = True, **changes: str
+    ) -> subprocess.CompletedProcess[str]:
+        """``criu restore --lib phos -d``."""
+        words = ["criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4"]
+        result = self.run(*words, *options, check=False, **changes)
+        if check:
+            assert result.returncode == 0, f"{result.stdout}{result.stderr}{self.errors(image / 'restore.log')}"
+        return result
+
+    @staticmethod
+    def errors(log: Path) -> str:
+        """The error lines of a CRIU log."""
+        if not log.exists():
+            return "(no log)"
+        return "\n".join(line for line in log.read_text(errors="replace").splitlines() if "Error" in line)
+
+    def status(self) -> dict[str, Any]:
+        """``phos-gpu status --json``."""
+        parsed: dict[str, Any] = json.loads(self.run("phos-gpu", "status", "--json").stdout)
+        return parsed
+
+    def daemon_pid(self) -> int:
+        return int(self.status()["pid"])
+
+    # What is left.
+
+    def processes(self) -> list[psutil.Process]:
+        """Every process that belongs to this site."""
+        mine = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("PHOS_TEST_SITE") == str(self.folder) and process.pid != os.getpid():
+                    mine.append(process)
+            except psutil.Error:
+                pass
+        return mine
+
+    def gpu_memory(self) -> int:
+        """Bytes of software GPU memory that any process of the site holds, counted once (by memfd inode)."""
+        found: dict[int, int] = {}
+        for process in self.processes():
+            try:
+                for entry in Path(f"/proc/{process.pid}/fd").iterdir():
+                    if "memfd:softgpu-" in os.readlink(entry):
+                        status = entry.stat()
+                        found[status.st_ino] = status.st_size
+                for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
+                    if "memfd:softgpu-" in line:
+                        inode = int(line.split()[4])
+                        begin, end = (int(x, 16) for x in line.split()[0].split("-"))
+                        found.setdefault(inode, end - begin)
+            except (OSError, psutil.Error):
+                pass
+        return sum(found.values())
+
+    def close(self) -> None:
+        """End everything."""
+        for process in self.processes():
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.Error:
+                pass
+        for program in self.programs:
+            program.process.poll()
+
+
+def phos_home() -> Path:
+    """For tests that look at files of the installation."""
+    return home()

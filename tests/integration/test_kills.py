@@ -1,0 +1,160 @@
+"""kill -9 of CRIU, phosd and the application at every step: the application computes on correctly wherever it was
+running before, nothing leaks, and no partial image passes for a whole one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from phos.gpu_engine.installation import launcher
+from tests.integration.site import Program, Site, wait_until
+
+OPTIONS = ("--iterations", "60", "--iteration-seconds", "0.03")
+SLOW = {"SOFTGPU_TOGGLE_MS": "300"}
+
+
+def begin_dump(site: Site, program: Program, image: Path, *options: str) -> subprocess.Popen[bytes]:
+    """criu dump in the background."""
+    return subprocess.Popen(
+        [str(launcher("criu")), "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log",
+         "-v4", *options],
+        env=site.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def criu_processes(site: Site) -> list[int]:
+    """The processes of CRIU itself, not its launcher."""
+    found = []
+    for process in site.processes():
+        words = process.cmdline()
+        if any(word.endswith("bin/criu") for word in words) and "dump" in words and "python" not in words[0]:
+            found.append(process.pid)
+    return found
+
+
+def expected_result(site: Site) -> str:
+    return site.example("stencil", *OPTIONS, under=False).wait_result()
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.15, 0.3, 0.45, 0.6, 0.9])
+def test_criu_is_killed(site: Site, delay: float) -> None:
+    expected = expected_result(site)
+    program = site.example("stencil", *OPTIONS, **SLOW)
+    program.wait_iterations(5)
+    image = site.image()
+    dump = begin_dump(site, program, image, "--leave-running")
+    wait_until(lambda: criu_processes(site) or dump.poll() is not None, "CRIU")
+    time.sleep(delay)
+    for pid in criu_processes(site):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    status = dump.wait(60)
+    assert program.wait_result() == expected
+    whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
+    assert whole == (status == 0)
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.15, 0.3, 0.45, 0.6, 0.9])
+def test_phosd_is_killed_while_dumping(site: Site, delay: float) -> None:
+    expected = expected_result(site)
+    program = site.example("stencil", *OPTIONS, **SLOW)
+    program.wait_iterations(5)
+    daemon = site.daemon_pid()
+    image = site.image()
+    dump = begin_dump(site, program, image, "--leave-running")
+    wait_until(lambda: criu_processes(site) or dump.poll() is not None, "CRIU")
+    time.sleep(delay)
+    os.kill(daemon, signal.SIGKILL)
+    status = dump.wait(60)
+    assert program.wait_result() == expected
+    whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
+    assert whole or status != 0
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.15, 0.3, 0.6])
+def test_application_is_killed_while_dumping(site: Site, delay: float) -> None:
+    program = site.example("stencil", *OPTIONS, **SLOW)
+    program.wait_iterations(5)
+    image = site.image()
+    dump = begin_dump(site, program, image)
+    wait_until(lambda: criu_processes(site) or dump.poll() is not None, "CRIU")
+    time.sleep(delay)
+    try:
+        os.kill(program.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    status = dump.wait(60)
+    program.process.wait(30)
+    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
+    assert whole == (status == 0)
+    # phosd is fit for the next one.
+    again = site.example("stencil", *OPTIONS)
+    again.wait_iterations(3)
+    site.dump(again, site.image("next"))
+
+
+def test_phosd_is_killed_and_a_new_one_adopts(site: Site) -> None:
+    """Also after an attach, when the frontend's handles are imported ones and only the keeper has descriptors."""
+    expected = expected_result(site)
+    program = site.example("stencil", *OPTIONS)
+    program.wait_iterations(3)
+    for generation in range(3):
+        os.kill(site.daemon_pid(), signal.SIGKILL)
+        site.run("phosd", "--ensure")
+        program.wait_progress(2)
+        image = site.image(f"image-{generation}")
+        site.dump(program, image, "--leave-running")
+        site.run("phos-gpu", "verify", str(image))
+    assert program.wait_result() == expected
+
+
+def test_application_does_not_need_phosd(site: Site) -> None:
+    expected = expected_result(site)
+    program = site.example("stencil", *OPTIONS)
+    program.wait_iterations(3)
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    assert program.wait_result() == expected
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3])
+def test_phosd_is_killed_while_restoring(site: Site, delay: float) -> None:
+    expected = expected_result(site)
+    program = site.example("stencil", *OPTIONS)
+    program.wait_iterations(5)
+    image = site.image()
+    site.dump(program, image)
+    before = program.output.read_bytes()
+    daemon = site.daemon_pid()
+    restore = subprocess.Popen(
+        [str(launcher("criu")), "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4"],
+        env=site.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    time.sleep(delay)
+    os.kill(daemon, signal.SIGKILL)
+    status = restore.wait(60)
+    if status == 0:
+        assert program.wait_result() == expected
+        return
+    # Refused or given up: whatever was restored must not compute with memory it does not have.
+    time.sleep(1)
+    for pid in [p.pid for p in site.processes() if p.pid == program.pid]:
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not program.alive(), "the end of the half-restored process")
+    assert program.result() is None
+    program.output.write_bytes(before)
+    site.restore(image)
+    assert program.wait_result() == expected

@@ -1,0 +1,279 @@
+"""Bad input: each gets a sentence and a nonzero exit, and a running application runs on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phos.gpu_engine.errors import ExitStatus
+from tests.integration.site import Program, Site, wait_until
+
+ENDLESS = ("--iterations", "100000", "--iteration-seconds", "0.01")
+SHORT = ("--iterations", "20", "--iteration-seconds", "0.02")
+
+
+def endless(site: Site, **changes: str) -> Program:
+    """A program that would run for minutes."""
+    program = site.example("stencil", *ENDLESS, **changes)
+    program.wait_iterations(3)
+    return program
+
+
+def dumped(site: Site) -> tuple[Program, Path, str]:
+    """A dumped and killed program, its image, and the result it has to reach."""
+    expected = site.example("stencil", *SHORT, under=False).wait_result()
+    program = site.example("stencil", *SHORT)
+    program.wait_iterations(5)
+    image = site.image()
+    site.dump(program, image)
+    return program, image, expected
+
+
+# Checkpoint.
+
+
+def test_no_such_process(site: Site) -> None:
+    result = site.run("phos-gpu", "checkpoint", "4194000", str(site.folder / "new"), check=False)
+    assert result.returncode == ExitStatus.NO_PROCESS
+    assert "no process 4194000" in result.stderr
+
+
+def test_not_a_cuda_process(site: Site) -> None:
+    program = site.start("sleep", "60", under=False)
+    result = site.run("phos-gpu", "checkpoint", str(program.pid), str(site.folder / "new"), check=False)
+    assert result.returncode == ExitStatus.NO_PROCESS
+    assert "no CUDA context" in result.stderr
+    assert program.alive()
+
+
+def test_plain_process_goes_through_criu_alone(site: Site) -> None:
+    program = site.start("sleep", "1000", under=False)
+    image = site.image()
+    site.dump(program, image)
+    assert not list(image.glob("phos-*"))
+    site.restore(image)
+    wait_until(program.alive, "the restored sleep")
+
+
+def test_image_directory_not_empty(site: Site) -> None:
+    program = endless(site)
+    image = site.image()
+    (image / "something").write_text("else")
+    result = site.run("phos-gpu", "checkpoint", str(program.pid), str(image), check=False)
+    assert result.returncode == ExitStatus.USAGE
+    assert "not empty" in result.stderr
+    program.wait_progress()
+
+
+def test_image_directory_holds_an_image_already(site: Site) -> None:
+    program = endless(site)
+    image = site.image()
+    site.dump(program, image, "--leave-running")
+    before = {path.name: path.read_bytes() for path in image.glob("phos-*")}
+    result = site.dump(program, image, "--leave-running", check=False)
+    assert result.returncode != 0
+    assert {path.name: path.read_bytes() for path in image.glob("phos-*")} == before
+    program.wait_progress()
+
+
+def test_missing_image_directory_for_dump(site: Site) -> None:
+    program = endless(site)
+    result = site.dump(program, site.folder / "absent", check=False)
+    assert result.returncode != 0
+    program.wait_progress()
+
+
+def test_full_disk_leaves_the_program_running_and_no_image(site: Site) -> None:
+    program = endless(site)
+    small = site.folder / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(small)], check=True)
+    try:
+        image = small / "image"
+        image.mkdir()
+        result = site.dump(program, image, "-o", str(site.folder / "full.log"), "-W", str(site.folder), check=False)
+        assert result.returncode != 0
+        assert not (image / "phos-commit.img").exists()
+        program.wait_progress()
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def test_criu_fails_after_the_gpu_was_detached(site: Site, tmp_path: Path) -> None:
+    """A descriptor that CRIU cannot dump: it notices long after phosd has checkpointed the GPU side."""
+    wrapper = tmp_path / "with_userfaultfd.py"
+    wrapper.write_text(
+        "import ctypes, runpy, sys\n"
+        "keep = ctypes.CDLL(None).syscall(323, 1)  # userfaultfd(UFFD_USER_MODE_ONLY)\n"
+        "assert keep >= 0\n"
+        "sys.argv = sys.argv[1:]\n"
+        "sys.path.insert(0, sys.argv[0].rpartition('/')[0])\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    from phos.gpu_engine.installation import examples_folder
+
+    program = site.start(sys.executable, str(wrapper), str(examples_folder() / "stencil.py"), *ENDLESS)
+    program.wait_iterations(3)
+    image = site.image()
+    result = site.dump(program, image, check=False)
+    assert result.returncode != 0
+    program.wait_progress()
+    assert not (image / "phos-commit.img").exists()
+    wait_until(lambda: site.status()["jobs"][-1]["state"] == "failed", "the job's end")
+    assert "CRIU failed" in site.status()["jobs"][-1]["error"]
+
+
+def test_second_checkpoint_while_one_is_in_progress_is_refused(site: Site) -> None:
+    program = endless(site, SOFTGPU_TOGGLE_MS="1500")
+    first = subprocess.Popen(
+        ["sh", "-c", 'exec "$@"', "sh", *_dump_words(program, site.image("first"))],
+        env=site.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    wait_until(lambda: site.status()["processes"][0]["state"] != "running", "the first to have begun")
+    second = site.dump(program, site.image("second"), "--leave-running", check=False)
+    assert second.returncode != 0
+    assert "another checkpoint" in (site.folder / "second" / "dump.log").read_text()
+    assert first.wait(60) == 0
+    program.wait_progress()
+
+
+def _dump_words(program: Program, image: Path) -> list[str]:
+    from phos.gpu_engine.installation import launcher
+
+    return [
+        str(launcher("criu")), "dump", "--lib", "phos", "--leave-running",
+        "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4",
+    ]  # fmt: skip
+
+
+def test_wrong_user(site: Site) -> None:
+    program = endless(site)
+    import socket
+
+    from phos.gen import wire_pb2
+    from phos.gpu_engine.daemon import wire
+
+    image = site.image()
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:  # an ordinary user asks phosd for root's process
+        os.setgid(65534)
+        os.setuid(65534)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptor = os.open("/tmp", os.O_RDONLY)
+        try:
+            connection.connect(site.environment["PHOS_SOCKET"])
+            wire.send(connection, wire_pb2.Envelope(id=1, dump_begin=wire_pb2.DumpBegin(pid=program.pid)), [descriptor])
+            answer = wire.receive(connection)
+            os.write(write_end, (answer[0].done.error if answer else "no answer").encode())
+        except OSError as error:
+            os.write(write_end, f"not allowed to connect: {error}".encode())
+        os._exit(0)
+    os.close(write_end)
+    os.waitpid(child, 0)
+    with os.fdopen(read_end) as text:
+        assert "may not checkpoint" in (said := text.read()) or "not allowed" in said
+    assert not list(image.iterdir())
+    program.wait_progress()
+
+
+# Restore.
+
+
+def test_restore_of_a_missing_directory(site: Site) -> None:
+    result = site.run("phos-gpu", "restore", str(site.folder / "absent"), check=False)
+    assert result.returncode == ExitStatus.USAGE
+    assert "no image directory" in result.stderr
+
+
+def test_restore_of_a_directory_that_is_no_image(site: Site) -> None:
+    image = site.image()
+    (image / "notes.txt").write_text("nothing")
+    result = site.run("phos-gpu", "restore", str(image), check=False)
+    assert result.returncode != 0
+    assert str(image) in result.stderr
+
+
+def _largest(image: Path, pattern: str) -> Path:
+    return max(image.glob(pattern), key=lambda path: path.stat().st_size)
+
+
+def _flip(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "no commit record": lambda image: (image / "phos-commit.img").unlink(),
+    "truncated data": lambda image: os.truncate(_largest(image, "phos-data-*"), 4096),
+    "missing data": lambda image: _largest(image, "phos-data-*").unlink(),
+    "flipped bit in GPU data": lambda image: _flip(_largest(image, "phos-data-*")),
+    "flipped bit in the inventory": lambda image: _flip(image / "phos-inventory.img"),
+    "flipped bit in the chunk table": lambda image: _flip(image / "phos-chunks.img"),
+    "truncated pages of CRIU": lambda image: os.truncate(_largest(image, "pages-*"), 4096),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_image_is_refused_and_leaves_nothing_running(site: Site, damage: str) -> None:
+    program, image, _ = dumped(site)
+    DAMAGE[damage](image)
+    result = site.restore(image, check=False)
+    assert result.returncode != 0
+    wait_until(lambda: not program.alive(), "the end of what was restored")
+    assert program.result() is None
+    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    assert site.run("phos-gpu", "verify", str(image), check=False).returncode != 0
+
+
+def test_restore_on_another_model(site: Site) -> None:
+    program, image, expected = dumped(site)
+    site.run("phosd", "--stop")
+    site.run("phosd", "--ensure", SOFTGPU_NAME="Another GPU", SOFTGPU_UUID_SEED="other")
+    result = site.restore(image, check=False)
+    assert result.returncode != 0
+    assert "same model" in (image / "restore.log").read_text()
+    assert not program.alive()
+    del expected
+
+
+def test_restore_with_too_little_memory(site: Site) -> None:
+    program, image, _ = dumped(site)
+    site.run("phosd", "--stop")
+    site.run("phosd", "--ensure", SOFTGPU_MEMORY="4M")
+    result = site.restore(image, check=False)
+    assert result.returncode != 0
+    assert "free" in (image / "restore.log").read_text()
+    assert not program.alive()
+    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+
+
+def test_restore_while_the_process_still_runs(site: Site) -> None:
+    program = endless(site)
+    image = site.image()
+    site.dump(program, image, "--leave-running")
+    result = site.restore(image, check=False)
+    assert result.returncode != 0
+    assert "still runs" in (image / "restore.log").read_text()
+    program.wait_progress()
+
+
+def test_copy_of_an_image_restores(site: Site) -> None:
+    program, image, expected = dumped(site)
+    moved = site.folder / "moved"
+    shutil.copytree(image, moved)
+    shutil.rmtree(image)
+    site.restore(moved)
+    assert program.wait_result() == expected

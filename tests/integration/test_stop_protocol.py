@@ -1,0 +1,160 @@
+"""The stop protocol's promises: what was dumped comes back, anywhere in its run, as often as one likes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phos.gpu_engine.installation import examples_folder, launcher
+from tests.integration.site import Site, wait_until
+
+EXAMPLES = {
+    "mlp": ("--iterations", "16"),
+    "pointer_chase": ("--iterations", "20", "--iteration-seconds", "0.02"),
+    "struct_argument": ("--iterations", "20", "--iteration-seconds", "0.02"),
+    "device_pointer": ("--iterations", "20", "--iteration-seconds", "0.02"),
+    "stencil": ("--iterations", "20", "--iteration-seconds", "0.02"),
+}
+
+
+def uninterrupted(site: Site, name: str, *options: str) -> str:
+    """The result of a run that nothing disturbs, without PhOS in the process."""
+    return site.example(name, *options, under=False).wait_result()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_dump_kill_and_restore_gives_the_uninterrupted_result(site: Site, name: str) -> None:
+    expected = uninterrupted(site, name, *EXAMPLES[name])
+    program = site.example(name, *EXAMPLES[name])
+    program.wait_iterations(5)
+    image = site.image()
+    site.dump(program, image)
+    assert not program.alive()
+    assert program.result() is None
+    site.run("phos-gpu", "verify", str(image))
+    site.restore(image)
+    assert program.wait_result() == expected
+
+
+def test_leave_running_disturbs_nothing_and_the_image_is_whole(site: Site) -> None:
+    options = EXAMPLES["mlp"]
+    expected = uninterrupted(site, "mlp", *options)
+    program = site.example("mlp", *options)
+    program.wait_iterations(4)
+    image = site.image()
+    site.dump(program, image, "--leave-running")
+    at_dump = program.iterations()
+    assert program.wait_result() == expected
+    site.run("phos-gpu", "verify", str(image))
+    program.process.wait()
+    # The image holds the earlier moment: restored, it computes the rest again, to the same end.
+    text = "".join(f"{line}\n" for line in program.lines()[: at_dump + 1])
+    program.output.write_text(text)
+    site.restore(image)
+    wait_until(lambda: program.result() is not None, "the second end")
+    assert program.result() == expected
+
+
+def test_restore_twice_from_one_image(site: Site) -> None:
+    options = EXAMPLES["stencil"]
+    expected = uninterrupted(site, "stencil", *options)
+    program = site.example("stencil", *options)
+    program.wait_iterations(5)
+    image = site.image()
+    site.dump(program, image)
+    at_dump = program.output.read_bytes()
+    for _ in range(2):
+        program.output.write_bytes(at_dump)
+        site.restore(image)
+        assert program.wait_result() == expected
+
+
+def test_ten_generations(site: Site) -> None:
+    options = ("--iterations", "60", "--iteration-seconds", "0.02")
+    expected = uninterrupted(site, "device_pointer", *options)
+    program = site.example("device_pointer", *options)
+    for generation in range(10):
+        program.wait_progress(2)
+        assert program.result() is None, f"the program ended before generation {generation}"
+        image = site.image(f"generation-{generation}")
+        if generation == 0:
+            site.dump(program, image)
+        else:
+            site.dump(program, image, check=False)
+            wait_until(lambda: not program.alive(), "the end of the dumped process")
+        site.restore(image)
+    assert program.wait_result() == expected
+
+
+def test_restore_into_a_fresh_daemon(site: Site) -> None:
+    options = EXAMPLES["stencil"]
+    expected = uninterrupted(site, "stencil", *options)
+    program = site.example("stencil", *options)
+    program.wait_iterations(5)
+    image = site.image()
+    site.dump(program, image)
+    first = site.daemon_pid()
+    site.run("phosd", "--stop")
+    site.restore(image)
+    assert site.daemon_pid() != first
+    assert program.wait_result() == expected
+
+
+def test_lazy_pages_restore(site: Site) -> None:
+    options = EXAMPLES["stencil"]
+    expected = uninterrupted(site, "stencil", *options)
+    program = site.example("stencil", *options)
+    program.wait_iterations(5)
+    image = site.image()
+    site.dump(program, image)
+    server = subprocess.Popen(
+        [str(launcher("criu")), "lazy-pages", "-D", str(image), "-o", "lazy.log"], env=site.environment
+    )
+    try:
+        wait_until(lambda: (image / "lazy-pages.socket").exists(), "the lazy-pages server")
+        site.restore(image, "--lazy-pages")
+        assert program.wait_result() == expected
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_tree_of_cuda_processes(site: Site, tmp_path: Path) -> None:
+    """A parent and two children, each with its own context; all are in one image."""
+    script = tmp_path / "family.sh"
+    folder = examples_folder()
+    script.write_text(
+        f"{sys.executable} {folder}/stencil.py --iterations 40 --iteration-seconds 0.05 >a.log 2>&1 &\n"
+        f"{sys.executable} {folder}/struct_argument.py --iterations 40 --iteration-seconds 0.05 >b.log 2>&1 &\n"
+        "wait\necho RESULT family\n"
+    )
+    expected = {name: uninterrupted(site, name, "--iterations", "40") for name in ("stencil", "struct_argument")}
+    program = site.start("/bin/sh", str(script))
+    logs = {"stencil": site.folder / "a.log", "struct_argument": site.folder / "b.log"}
+    wait_until(
+        lambda: all(log.exists() and log.read_text().count("ITERATION") >= 5 for log in logs.values()), "both children"
+    )
+    image = site.image()
+    site.dump(program, image)
+    summary = json.loads(site.run("phos-gpu", "inspect", "--json", str(image)).stdout)
+    assert len(summary["processes"]) == 2
+    site.restore(image)
+    wait_until(lambda: not program.alive(), "the end of the family")
+    for name, log in logs.items():
+        assert f"RESULT {expected[name]}" in log.read_text()
+
+
+def test_process_without_the_frontend_is_saved_by_the_driver_with_a_warning(site: Site) -> None:
+    options = EXAMPLES["stencil"]
+    expected = uninterrupted(site, "stencil", *options)
+    program = site.example("stencil", *options, under=False)
+    program.wait_iterations(5)
+    image = site.image()
+    site.dump(program, image)
+    assert "was not started under 'phos-gpu run'" in (image / "dump.log").read_text()
+    site.restore(image)
+    assert program.wait_result() == expected
