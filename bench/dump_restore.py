@@ -62,7 +62,11 @@ class Bench:
             best = (0.0, 0.0)
             size = 32 << 20 if chosen.smoke else chosen.disk_gib << 30
             for writers in (1, 4):
-                write, read = machine.disk_rate(self.places["disk"], size, writers)
+                try:
+                    write, read = machine.disk_rate(self.places["disk"], size, writers)
+                except OSError as error:
+                    self.results.note(f"The rate of {self.places['disk']} could not be measured: {error}.")
+                    break
                 best = (max(best[0], write), max(best[1], read))
             self.results.summary["disk, sequential write, GB/s"] = best[0] / GB
             self.results.summary["disk, sequential read, GB/s"] = best[1] / GB

@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -60,6 +61,8 @@ def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
     shutil.rmtree(chosen.work, ignore_errors=True)
     chosen.work.mkdir(parents=True)
     process.adopt_orphans()
+    # `timeout` ends a benchmark with SIGTERM: leave by way of every `finally`, so that no program keeps the GPU.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     os.environ["PHOS_DEVICE"] = chosen.device  # for phosd, whichever command starts it
     if chosen.smoke and "PHOS_SOCKET" not in os.environ:
         os.environ["PHOS_SOCKET"] = str(chosen.work / "phosd.sock")  # away from a phosd that serves somebody

@@ -79,11 +79,17 @@ def overhead(directory: Path) -> float:
         return (time.monotonic() - began) / calls * 1e6
 
 
-def measure(directory: Path, threads: int, total: int, call: int, chunk: int, direct: bool | None) -> dict[str, object]:
+def measure(
+    directory: Path, threads: int, total: int, call: int, chunk: int, direct: bool | None, reserve: bool
+) -> dict[str, object]:
     each = total // threads // SLOT * SLOT
     slots = [random_slot() for _ in range(threads)]
     fd = os.open(directory, os.O_RDONLY)
     with ImageWriter(fd, stripes=threads, chunk_size=chunk, direct=direct) as writer:
+        began = time.monotonic()
+        if reserve and not writer.reserve(each * threads):
+            raise SystemExit(f"there is no room for {each * threads} bytes in {directory}")
+        reserved = time.monotonic() - began
 
         def write(i: int) -> None:
             view = memoryview(slots[i])
@@ -116,6 +122,7 @@ def measure(directory: Path, threads: int, total: int, call: int, chunk: int, di
         "call_bytes": call,
         "chunk_bytes": chunk,
         "direct": was_direct,
+        "reserve_s": round(reserved, 3) if reserve else None,
         "write_GB_s": round(size / written / 1e9, 2),
         "commit_s": round(commit, 3),
         "write_and_commit_GB_s": round(size / (written + commit) / 1e9, 2),
@@ -132,6 +139,7 @@ def main() -> None:
     parser.add_argument("--call", type=int, default=32, help="MiB a write() gets")
     parser.add_argument("--chunk", type=int, default=4, help="MiB")
     parser.add_argument("--direct", choices=["auto", "yes", "no"], default="auto")
+    parser.add_argument("--reserve", action="store_true", help="allocate the files' room first, timed apart")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     direct = {"auto": None, "yes": True, "no": False}[args.direct]
@@ -142,7 +150,7 @@ def main() -> None:
     try:
         (folder / "a").mkdir()
         (folder / "b").mkdir()
-        result = measure(folder / "a", args.threads, total, args.call << 20, args.chunk << 20, direct)
+        result = measure(folder / "a", args.threads, total, args.call << 20, args.chunk << 20, direct, args.reserve)
         result["overhead_us_per_call"] = round(overhead(folder / "b"), 1)
     finally:
         shutil.rmtree(folder)

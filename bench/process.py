@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -223,25 +224,30 @@ def log_errors(folder: Path, name: str) -> str:
 
 
 def command(arguments: Sequence[str], timeout: float, environment: dict[str, str] | None = None) -> tuple[float, str]:
-    """Run a command to its end; return its wall-clock seconds and its output. Raises ProcessError if it fails."""
-    start = time.perf_counter()
-    try:
-        done = subprocess.run(
-            arguments,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env=environment,
-            check=False,
+    """Run a command to its end; return its wall-clock seconds and its standard output.
+
+    Output goes to files: a daemon that the command started and that kept a pipe open would keep us waiting for its end.
+    Raises ProcessError, with what the command said, if it fails or takes longer than `timeout` seconds.
+    """
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        start = time.perf_counter()
+        child = subprocess.Popen(
+            arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, env=environment, close_fds=True
         )
-    except subprocess.TimeoutExpired as expired:
-        raise ProcessError(f"`{' '.join(arguments)}` took more than {timeout:.0f} s.") from expired
-    seconds = time.perf_counter() - start
-    if done.returncode != 0:
-        output = (done.stdout + done.stderr)[-3000:]
-        raise ProcessError(f"`{' '.join(arguments)}` failed with status {done.returncode}:\n{output}")
-    return seconds, done.stdout
+        try:
+            child.wait(timeout)
+        except subprocess.TimeoutExpired as expired:
+            child.kill()
+            child.wait()
+            raise ProcessError(f"`{' '.join(arguments)}` took more than {timeout:.0f} s.") from expired
+        seconds = time.perf_counter() - start
+        output.seek(0)
+        errors.seek(0)
+        text = output.read().decode(errors="replace")
+        if child.returncode != 0:
+            said = (text + errors.read().decode(errors="replace"))[-3000:]
+            raise ProcessError(f"`{' '.join(arguments)}` failed with status {child.returncode}:\n{said}")
+    return seconds, text
 
 
 def criu_dump(
@@ -272,16 +278,17 @@ def criu_restore(program: Program, folder: Path, *, plugin: bool = True, timeout
     before = len(program.lines())
     arguments = [CRIU, "restore", "-d", *_library(plugin, folder), "-D", str(folder), "-v4", "-o", "restore.log"]
     start = time.perf_counter()
-    child = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    with open(folder.parent / "restore.output", "wb") as output:
+        child = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
     computing = returned = 0.0
     while not returned or (plugin and not computing):
         now = time.perf_counter() - start
         if not returned and child.poll() is not None:
             returned = now
             if child.returncode != 0:
-                output = child.stdout.read().decode(errors="replace") if child.stdout else ""
+                said = (folder.parent / "restore.output").read_text(errors="replace")[-2000:]
                 raise ProcessError(
-                    f"`{' '.join(arguments)}` failed with status {child.returncode}:\n{output[-2000:]}\n"
+                    f"`{' '.join(arguments)}` failed with status {child.returncode}:\n{said}\n"
                     f"{log_errors(folder, 'restore.log')}"
                 )
         if plugin and not computing and len(program.lines()) > before:
@@ -296,8 +303,6 @@ def criu_restore(program: Program, folder: Path, *, plugin: bool = True, timeout
         if returned and not program.alive():
             raise ProcessError(f"The restored {program.name} ended.{program._tail()}")
         time.sleep(POLL_SECONDS)
-    if child.stdout:
-        child.stdout.close()
     return returned, computing
 
 

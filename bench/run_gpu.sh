@@ -4,26 +4,44 @@
 #   bench/run_gpu.sh BUNDLE [PART...]
 #
 # BUNDLE: a folder made by `install.sh --bundle` where there was a registry, or a .tar, .tar.gz or .tar.zst of one, which
-# is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already. PARTs: install doctor tests dump32 correctness steady dump8 toggle dump64 (default: all, in this
-# order). Each part has its own time limit and ends with a line `PART name: status, seconds`; parts that do not fit
-# into PHOS_GPU_SECONDS (default 530) any more are named and left for another call. Results go to bench/results and to
-# $OUT, if that is set.
+# is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already. PARTs: install doctor tests dump32 correctness frameworks steady dump8 toggle dump64 (default: all, in
+# this order). Each part has its own time limit and ends with a line `PART name: status, seconds`; parts that do not fit
+# into PHOS_GPU_SECONDS (default 530) any more are named and left for another call. Results go to bench/results, and
+# with the logs as one archive to $OUT, if that is set.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
 bundle=${1:?usage: bench/run_gpu.sh BUNDLE|- [PART...]}
 shift
-[ $# -gt 0 ] || set -- install doctor tests dump32 correctness steady dump8 toggle dump64
+[ $# -gt 0 ] || set -- install doctor tests dump32 correctness frameworks steady dump8 toggle dump64
 
 start=$(date +%s)
 total=${PHOS_GPU_SECONDS:-530}
 python=${PHOS_BENCH_PYTHON:-python3} # the one that has PyTorch
 results=bench/results
-logs=${OUT:-$results}
+logs=${PHOS_GPU_LOGS:-/tmp/phos-gpu-logs}
+out=${OUT:-}
+unset OUT
 export PYTHONUNBUFFERED=1
 mkdir -p "$results" "$logs"
 status=0
 left_out=
+
+# Everything started from here carries this mark in its environment, through any daemonising, so that a part that was
+# stopped leaves nothing behind that keeps GPU memory.
+export PHOS_GPU_RUN=$$.$start
+sweep() {
+    for environment in /proc/[0-9]*/environ; do
+        pid=${environment#/proc/}
+        pid=${pid%/environ}
+        [ "$pid" = $$ ] || ! grep -qz "^PHOS_GPU_RUN=$PHOS_GPU_RUN\$" "$environment" 2>/dev/null || kill -9 "$pid"
+    done 2>/dev/null
+}
+
+# One archive, renewed after each part: what was measured survives whatever ends this script.
+collect() {
+    [ -z "$out" ] || tar -czf "$out/phos-gpu-results.tar.gz" -C "$PWD" "$results" -C "$(dirname "$logs")" "$(basename "$logs")"
+}
 
 left() { echo $((total - $(date +%s) + start)); }
 
@@ -42,6 +60,8 @@ part() {
     echo "=== $name (at most $limit s)"
     timeout --kill-after=15 "$limit" "$@" >"$logs/$name.log" 2>&1
     code=$?
+    sweep
+    collect
     tail -n "${PHOS_GPU_TAIL:-60}" "$logs/$name.log"
     case $code in
     0) word=passed ;;
@@ -80,6 +100,14 @@ measure() {
     part "$name" $((seconds + 40)) "$python" "bench/$script.py" --budget "$budget" "$@"
 }
 
+# gpu_tests NAME SECONDS FILE...; PHOS_GPU_TESTS may hold more of pytest's arguments, such as `-k graph`.
+gpu_tests() {
+    name=$1 seconds=$2
+    shift 2
+    # shellcheck disable=SC2086  # several words
+    part "$name" "$seconds" "$python" -m pytest "$@" -v --tb=short --durations=0 -p no:cacheprovider ${PHOS_GPU_TESTS:-}
+}
+
 for wanted in "$@"; do
     case $wanted in
     install)
@@ -87,11 +115,12 @@ for wanted in "$@"; do
         [ "$bundle" = - ] || part install 180 "$installer" --offline --python "${PHOS_PYTHON:-$python}" || exit 1
         ;;
     doctor) part doctor 60 phos-gpu doctor ;;
-    tests) part tests 300 "$python" -m pytest tests/gpu -x -q --timeout 150 -p no:cacheprovider ${PHOS_GPU_TESTS:-} ;;
+    tests) gpu_tests tests 240 tests/gpu/test_examples.py tests/gpu/test_lifecycle.py ;;
+    frameworks) gpu_tests frameworks 480 tests/gpu/test_frameworks.py ;;
     dump8) measure dump8 150 dump_restore --sizes 8 ;;
     dump32) measure dump32 300 dump_restore --sizes 32 ;;
     dump64) measure dump64 300 dump_restore --sizes 64 --repeats 1 ;;
-    steady) measure steady 240 steady_state ;;
+    steady) measure steady 330 steady_state ;;
     correctness) measure correctness 420 correctness ;;
     toggle) measure toggle 150 toggle ;;
     *)

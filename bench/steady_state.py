@@ -11,7 +11,6 @@ graph.
 from __future__ import annotations
 
 import argparse
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,10 +49,7 @@ class Bench:
         if frontend:
             command = [process.PHOS_GPU, "run", "--device", chosen.device, "--", *command]
         environment = None if frontend else process.device_environment(chosen.device)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
-        if done.returncode != 0:
-            raise process.ProcessError(f"`{' '.join(command)}` failed: {done.stderr[-2000:]}")
-        return done.stdout
+        return process.command(command, 300, environment)[1]
 
     def pair(self, command: Sequence[str], number: int) -> tuple[str, str]:
         """Run a program without and with the frontend; which goes first alternates."""
@@ -129,7 +125,7 @@ class Bench:
                 if harness.time_left(chosen) <= 0:
                     self.results.note(f"{key}: no time left.")
                     continue
-                self.rate(key, "ms", process.python_program(script, "20", "50", *options), max(1, self.pairs // 2 + 1))
+                self.rate(key, "ms", process.python_program(script, "20", "50", *options), max(1, self.pairs // 3))
         columns = ["what", "unit", "without", "with_frontend", "percent", "spread_percent", "pairs"]
         rows = [[row[name] for name in columns] for row in self.results.rows.values()]
         names = ["", "unit", "without", "with the frontend", "% more", "± %", "pairs"]
