@@ -48,6 +48,14 @@ def lives_in_memory(fd: int) -> bool:
     return (buffer[0] & 0xFFFFFFFF) in _MEMORY_FILE_SYSTEMS
 
 
+def allocate(fd: int, offset: int, length: int) -> bool:
+    """fallocate(2): room for a part of a file, which grows to hold it. False if there is none, or it cannot be done.
+
+    Not os.posix_fallocate, which fills the file with writes where the file system has no such call.
+    """
+    return bool(_libc.fallocate(fd, 0, ctypes.c_long(offset), ctypes.c_long(length)) == 0)
+
+
 def address_of(view: memoryview) -> int:
     """The address of a writable buffer's first byte."""
     return ctypes.addressof(ctypes.c_char.from_buffer(view))

@@ -24,6 +24,7 @@ from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
 from phos.images.errors import ImageError
 from phos.images.files import (
+    allocate,
     describe_path,
     free_bytes,
     hash_files,
@@ -34,6 +35,7 @@ from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey, align_up, digest
 from phos.images.table import WrittenRun, build_tables
 
 _IOV_MAX = 1024  # Linux's UIO_MAXIOV
+_RESERVE_STEP = 16 << 20
 
 
 class _Stripe:
@@ -83,6 +85,7 @@ class ImageWriter:
         self._failure_lock = threading.Lock()
         self._failure: ImageError | None = None
         self._state = "writing"  # then "committed" or "aborted"
+        self._finishing = False  # set once, before the stripes are locked: reserve() is to end
         self._directory = os.dup(directory)
         self._path = describe_path(self._directory)
         try:
@@ -118,6 +121,27 @@ class ImageWriter:
         return sum(s.zero for s in self._stripes)
 
     # ------------------------------------------------------------------------------------------------------ data
+
+    def reserve(self, total: int) -> bool:
+        """Allocate room for `total` bytes of GPU data, spread evenly over the stripes, before the data is there.
+
+        Optional. In tmpfs finding a page costs as much as filling it, and this can be done while the processes still
+        run. May go on in a thread of its own beside write(): it steps aside for it every few milliseconds, and ends
+        early when the writer ends. What is not used is freed by commit(). False if there is not room for so much: then
+        nothing more is reserved, and it may still be enough if some of the data turns out to be zero.
+        """
+        each = align_up(-(-total // len(self._stripes)))
+        enough = run_in_threads([partial(self._reserve_stripe, s, each) for s in self._stripes], len(self._stripes))
+        return all(enough)
+
+    def _reserve_stripe(self, s: _Stripe, size: int) -> bool:
+        for at in range(0, size, _RESERVE_STEP):
+            with s.lock:
+                if s.fd < 0 or self._failure is not None or self._finishing:
+                    return True
+                if s.end <= at and not allocate(s.fd, at, min(_RESERVE_STEP, size - at)):
+                    return False
+        return True
 
     def write(self, stripe: int, block: BlockKey, offset: int, data: memoryview) -> None:
         """Append part of a block to a stripe's data file; returns when the kernel has taken the bytes.
@@ -248,6 +272,7 @@ class ImageWriter:
         writer fills in goes into a copy. Raises ImageError if the blocks of the inventory and the data written do not
         match, or a file cannot be written, read or synced; then there is no commit record, and abort() is what is left.
         """
+        self._finishing = True
         for s in self._stripes:
             with s.lock:
                 self._check_usable()

@@ -256,6 +256,17 @@ def test_full_disk_while_writing_data(small_disk, direct):
         assert image.verify() == []
 
 
+def test_reserving_more_than_there_is_says_so_and_harms_nothing(small_disk):
+    fd = os.open(small_disk, os.O_RDONLY)
+    with ImageWriter(fd, stripes=1, chunk_size=CHUNK) as writer:
+        assert not writer.reserve(1 << 30)
+        write_pages(writer, 100)
+        writer.commit(inventory_of({KEY: 100 * CHUNK}))
+    os.close(fd)
+    with Image.open(small_disk) as image:
+        assert image.verify() == []
+
+
 def fill(path: Path) -> None:
     """Write to a file until the file system takes no more."""
     with path.open("wb", buffering=0) as file, suppress(OSError):

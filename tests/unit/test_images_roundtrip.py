@@ -321,3 +321,38 @@ def test_crit_knows_our_files(tmp_path):
         with path.open("rb") as file:
             assert pycriu.images.info(file)["count"] == len(decoded["entries"])
         assert pycriu.images.dumps(decoded) == path.read_bytes()
+
+
+@pytest.mark.parametrize("direct", [None, False])
+def test_reserved_room_that_is_not_used_is_given_back(folder, direct):
+    before = os.statvfs(folder).f_bfree
+    fd = os.open(folder, os.O_RDONLY)
+    with ImageWriter(fd, stripes=2, chunk_size=CHUNK, direct=direct) as writer:
+        assert writer.reserve(64 << 20)
+        assert before - os.statvfs(folder).f_bfree > (50 << 20) // os.statvfs(folder).f_frsize
+        with aligned(page(1) + page(2)) as view:
+            writer.write(1, (SESSION, 1), 0, view)
+        writer.commit(inventory_of({(SESSION, 1): 2 * CHUNK}))
+    os.close(fd)
+    data = folder / "phos-data-1.raw"
+    assert (data.stat().st_size, data.stat().st_blocks * 512) == (2 * CHUNK, 2 * CHUNK)
+    assert not (folder / "phos-data-0.raw").exists()
+    with Image.open(folder) as image:
+        assert read_block(image, (SESSION, 1)) == page(1) + page(2)
+
+
+def test_reserving_goes_on_beside_writing(tmp_path):
+    fd = os.open(tmp_path, os.O_RDONLY)
+    with ImageWriter(fd, stripes=2, chunk_size=CHUNK) as writer:
+        thread = threading.Thread(target=writer.reserve, args=(256 << 20,))
+        thread.start()
+        for i in range(100):
+            with aligned(page(i)) as view:
+                writer.write(i % 2, (SESSION, 1), i * CHUNK, view)
+        writer.commit(inventory_of({(SESSION, 1): 100 * CHUNK}))
+        thread.join()
+    os.close(fd)
+    # and not 256 MiB; the file system may count a block of its own
+    assert sum(p.stat().st_blocks * 512 for p in tmp_path.glob("phos-data-*")) < 110 * CHUNK
+    with Image.open(tmp_path) as image:
+        assert read_block(image, (SESSION, 1)) == b"".join(page(i) for i in range(100))
