@@ -4,10 +4,12 @@
 #   bench/run_gpu.sh BUNDLE [PART...]
 #
 # BUNDLE: a folder made by `install.sh --bundle` where there was a registry, or a .tar, .tar.gz or .tar.zst of one, which
-# is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already. PARTs: install doctor tests dump32 correctness frameworks steady dump8 toggle dump64 (default: all, in
-# this order). Each part has its own time limit and ends with a line `PART name: status, seconds`; parts that do not fit
-# into PHOS_GPU_SECONDS (default 530) any more are named and left for another call. Results go to bench/results, and
-# with the logs as one archive to $OUT, if that is set.
+# is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already.
+# PARTs: install doctor tests dump32 correctness frameworks steady dump8 toggle dump64 (default: all, in this order).
+#
+# Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
+# (default 530) any more are named and left for another call. Results go to bench/results, and with the logs as one
+# archive to $OUT, if that is set. PHOS_BENCH_PYTHON is the Python that has PyTorch (default python3).
 set -u
 cd "$(dirname "$0")/.." || exit 1
 
