@@ -465,10 +465,18 @@ collect_wheels() {
         [ -z "$name" ] || rm -f "$wheels/${name//-/_}"-*.whl
     done
     build_wheel "$wheels"
-    # pycriu, as a wheel like the others.
+    # cuda-bindings carries the sources that its modules were compiled from, more than half of its size. unpack_wheels.py
+    # asks for no complete wheel. And pycriu becomes a wheel like the others.
     "$base_python" -I - "$home/criu/python" "$wheels" "$(cat "$home/criu/version")" <<'PYTHON'
 import pathlib, sys, zipfile
 folder, wheels, version = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+for wheel in wheels.glob("cuda_bindings-*.whl"):
+    slim = wheel.with_suffix(".slim")
+    with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(slim, "w", zipfile.ZIP_DEFLATED) as new:
+        for member in old.infolist():
+            if not member.filename.endswith((".cpp", ".pyx", ".pxd", ".pxi")):
+                new.writestr(member, old.read(member), zipfile.ZIP_DEFLATED)
+    slim.replace(wheel)
 with zipfile.ZipFile(wheels / f"pycriu-{version}-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as archive:
     for path in sorted(folder.rglob("*.py")):
         archive.write(path, path.relative_to(folder))

@@ -354,8 +354,9 @@ def limits() -> Iterator[Finding]:
         "",
         f"ulimit -n {DESCRIPTORS}, or LimitNOFILE={DESCRIPTORS} for its service",
     )
-    pages = re.search(r"\[(\w+)\]", _read("/sys/kernel/mm/transparent_hugepage/enabled"))
-    if pages is None or pages[1] == "never":
+    setting = _read("/sys/kernel/mm/transparent_hugepage/enabled")
+    pages = re.search(r"\[(\w+)\]", setting)
+    if pages is not None and pages[1] == "never":
         yield Finding(
             "huge pages",
             "warning",
@@ -363,7 +364,7 @@ def limits() -> Iterator[Finding]:
             "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled: the driver's checkpoint takes half the time",
         )
     else:
-        yield Finding("huge pages", "ok", pages[1])
+        yield Finding("huge pages", "ok", pages[1] if pages else "unknown: /sys cannot be read")
     try:
         shared = os.statvfs("/dev/shm")
     except OSError:
