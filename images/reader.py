@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -19,98 +16,15 @@ from typing import Any, final
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
 from phos.images.errors import ImageError
-from phos.images.files import address_of, hash_segment, lives_in_memory, run_in_threads
-from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey, digest
+from phos.images.extents import EXTENT_LIMIT, BlockTable, DataFile, Extent, read_fully
+from phos.images.files import address_of, hash_segment, run_in_threads
+from phos.images.formats import BlockKey, digest
 from phos.images.table import block_key, complaint_about, inventory_blocks, name_of
 
-EXTENT_LIMIT = 32 << 20
 _VERIFY_LIMIT = 8 << 20  # what verify reads at once: less, so that a core's cache holds some of it
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from one thread at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """Neighbouring chunks of one block that can be read at once: at most EXTENT_LIMIT bytes, or one chunk."""
-
-    block: BlockKey
-    offset: int  # in the block
-    length: int
-    stripe: int | None  # which data file; None: zeros, stored nowhere
-    file_offset: int
-    hashes: tuple[bytes, ...]  # one per chunk; none for zeros
-    chunk_size: int
-
-
-class BlockTable:
-    """Where one block's chunks lie."""
-
-    __slots__ = ("_message", "key")
-
-    def __init__(self, message: pb.BlockTable) -> None:
-        self._message = message
-        self.key: BlockKey = (message.session, message.block)
-
-    @property
-    def size(self) -> int:
-        return self._message.size
-
-    @property
-    def chunk_size(self) -> int:
-        return self._message.chunk_size
-
-    @property
-    def runs(self) -> list[pb.Run]:
-        return list(self._message.runs)
-
-    def bytes_of(self, kind: int) -> int:
-        """How much of the block is of that Run.Kind."""
-        return sum(r.length for r in self._message.runs if r.kind == kind)
-
-    def extents(self, limit: int = EXTENT_LIMIT) -> Iterator[Extent]:
-        """The block from its beginning to its end."""
-        chunk = self.chunk_size
-        step = max(1, limit // chunk) * chunk
-        for run in self._message.runs:
-            hashes = run.hashes
-            for at in range(0, run.length, step):
-                length = min(step, run.length - at)
-                first = at // chunk
-                last = first + -(-length // chunk)
-                yield Extent(
-                    block=self.key,
-                    offset=run.offset + at,
-                    length=length,
-                    stripe=None if run.kind == pb.Run.ZERO else run.stripe,
-                    file_offset=0 if run.kind == pb.Run.ZERO else run.file_offset + at,
-                    hashes=tuple(hashes[i * HASH_SIZE : (i + 1) * HASH_SIZE] for i in range(first, last))
-                    if hashes
-                    else (),
-                    chunk_size=chunk,
-                )
-
-
-class _DataFile:
-    """The descriptors of one data file: through the page cache and, where it pays, past it."""
-
-    __slots__ = ("buffered", "direct", "name")
-
-    def __init__(self, directory: int, stripe: int, direct: bool | None) -> None:
-        self.name = formats.data_file(stripe)
-        self.direct = -1
-        self.buffered = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
-        if direct is None:
-            direct = not lives_in_memory(self.buffered)
-        if direct:
-            with suppress(OSError):  # a file system that does not take O_DIRECT
-                self.direct = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT, dir_fd=directory)
-
-    def close(self) -> None:
-        for fd in (self.buffered, self.direct):
-            if fd >= 0:
-                os.close(fd)
-        self.buffered = self.direct = -1
 
 
 @final
@@ -131,7 +45,7 @@ class Image:
         self._directory = directory
         self._direct = direct
         self._lock = threading.Lock()  # guards _data
-        self._data: dict[int, _DataFile] = {}
+        self._data: dict[int, DataFile] = {}
         self.path = Path(os.readlink(f"/proc/self/fd/{directory}"))
         self.problems: list[str] = []
         self.inventory = pb.Inventory()
@@ -346,11 +260,11 @@ class Image:
         whole = data.direct >= 0
         try:
             if whole:
-                self._read_direct(data, view, extent.file_offset)
+                data.read_direct(view, extent.file_offset)
             for i, hash_ in enumerate(extent.hashes):
                 piece = view[i * chunk : (i + 1) * chunk]
                 if not whole:
-                    _read_fully(data.buffered, piece, extent.file_offset + i * chunk)
+                    read_fully(data.buffered, piece, extent.file_offset + i * chunk)
                 if digest(piece) != hash_:
                     bad.append(
                         self._describe(extent, i * chunk, len(piece), "is damaged: its hash is not the one written")
@@ -360,35 +274,12 @@ class Image:
             raise ImageError(self._describe(extent, 0, extent.length, f"cannot be read: {reason}")) from error
         return bad
 
-    def _read_direct(self, data: _DataFile, view: memoryview, offset: int) -> None:
-        """Read what the page cache has from there, the rest past it."""
-        done = 0
-        with suppress(OSError):  # nothing there, or a file system that cannot tell; what is really wrong shows below
-            done = os.preadv(data.buffered, [view], offset, os.RWF_NOWAIT) & ~(ALIGNMENT - 1)
-        # Whole pages only; a block's odd tail, and memory that is not page-aligned, go through the page cache.
-        end = len(view) & ~(ALIGNMENT - 1)
-        if address_of(view) % ALIGNMENT == 0:
-            while done < end:
-                try:
-                    n = os.preadv(data.direct, [view[done:end]], offset + done)
-                except OSError as error:
-                    if error.errno == errno.EINVAL:
-                        break
-                    raise
-                if n == 0:
-                    raise EOFError("the file ends before it")
-                done += n & ~(ALIGNMENT - 1)
-                if n & (ALIGNMENT - 1):
-                    break  # the last page of the file, cut off; the buffered read says what is missing
-        if done < len(view):
-            _read_fully(data.buffered, view[done:], offset + done)
-
-    def _data_file(self, stripe: int) -> _DataFile:
+    def _data_file(self, stripe: int) -> DataFile:
         with self._lock:
             data = self._data.get(stripe)
             if data is None:
                 try:
-                    data = _DataFile(self._directory, stripe, self._direct)
+                    data = DataFile(self._directory, stripe, self._direct)
                 except OSError as error:
                     where = self.path / formats.data_file(stripe)
                     raise ImageError(f"{where} cannot be read: {error.strerror}") from error
@@ -499,15 +390,6 @@ class Image:
         return [f"{where} is damaged: bytes {offset} to {offset + length} have another hash than the committed one"]
 
 
-def _read_fully(fd: int, view: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(view):
-        n = os.preadv(fd, [view[done:]], offset + done)
-        if n == 0:
-            raise EOFError("the file ends before it")
-        done += n
-
-
 def _open_directory(directory: int | str | os.PathLike[str]) -> int:
     try:
         if isinstance(directory, int):
@@ -523,4 +405,4 @@ def _open_directory(directory: int | str | os.PathLike[str]) -> int:
         raise ImageError(f"{directory} cannot be opened: {error.strerror}") from error
 
 
-__all__ = ["BlockTable", "Extent", "Image", "ImageError"]
+__all__ = ["EXTENT_LIMIT", "BlockTable", "Extent", "Image", "ImageError"]

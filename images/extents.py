@@ -1,0 +1,132 @@
+"""Where a block's chunks lie, and the files they are read from."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+
+from phos.gen import phos_image_pb2 as pb
+from phos.images import formats
+from phos.images.files import address_of, lives_in_memory
+from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey
+
+EXTENT_LIMIT = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Neighbouring chunks of one block that can be read at once: at most EXTENT_LIMIT bytes, or one chunk."""
+
+    block: BlockKey
+    offset: int  # in the block
+    length: int
+    stripe: int | None  # which data file; None: zeros, stored nowhere
+    file_offset: int
+    hashes: tuple[bytes, ...]  # one per chunk; none for zeros
+    chunk_size: int
+
+
+class BlockTable:
+    """Where one block's chunks lie."""
+
+    __slots__ = ("_message", "key")
+
+    def __init__(self, message: pb.BlockTable) -> None:
+        self._message = message
+        self.key: BlockKey = (message.session, message.block)
+
+    @property
+    def size(self) -> int:
+        return self._message.size
+
+    @property
+    def chunk_size(self) -> int:
+        return self._message.chunk_size
+
+    @property
+    def runs(self) -> list[pb.Run]:
+        return list(self._message.runs)
+
+    def bytes_of(self, kind: int) -> int:
+        """How much of the block is of that Run.Kind."""
+        return sum(r.length for r in self._message.runs if r.kind == kind)
+
+    def extents(self, limit: int = EXTENT_LIMIT) -> Iterator[Extent]:
+        """The block from its beginning to its end."""
+        chunk = self.chunk_size
+        step = max(1, limit // chunk) * chunk
+        for run in self._message.runs:
+            hashes = run.hashes
+            for at in range(0, run.length, step):
+                length = min(step, run.length - at)
+                first = at // chunk
+                last = first + -(-length // chunk)
+                yield Extent(
+                    block=self.key,
+                    offset=run.offset + at,
+                    length=length,
+                    stripe=None if run.kind == pb.Run.ZERO else run.stripe,
+                    file_offset=0 if run.kind == pb.Run.ZERO else run.file_offset + at,
+                    hashes=tuple(hashes[i * HASH_SIZE : (i + 1) * HASH_SIZE] for i in range(first, last))
+                    if hashes
+                    else (),
+                    chunk_size=chunk,
+                )
+
+
+class DataFile:
+    """The descriptors of one data file: through the page cache and, where it pays, past it."""
+
+    __slots__ = ("buffered", "direct", "name")
+
+    def __init__(self, directory: int, stripe: int, direct: bool | None) -> None:
+        self.name = formats.data_file(stripe)
+        self.direct = -1
+        self.buffered = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+        if direct is None:
+            direct = not lives_in_memory(self.buffered)
+        if direct:
+            with suppress(OSError):  # a file system that does not take O_DIRECT
+                self.direct = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT, dir_fd=directory)
+
+    def read_direct(self, view: memoryview, offset: int) -> None:
+        """Read what the page cache has from there, the rest past it."""
+        done = 0
+        with suppress(OSError):  # nothing there, or a file system that cannot tell; what is really wrong shows below
+            done = os.preadv(self.buffered, [view], offset, os.RWF_NOWAIT) & ~(ALIGNMENT - 1)
+        # Whole pages only; a block's odd tail, and memory that is not page-aligned, go through the page cache.
+        end = len(view) & ~(ALIGNMENT - 1)
+        if address_of(view) % ALIGNMENT == 0:
+            while done < end:
+                try:
+                    n = os.preadv(self.direct, [view[done:end]], offset + done)
+                except OSError as error:
+                    if error.errno == errno.EINVAL:
+                        break
+                    raise
+                if n == 0:
+                    raise EOFError("the file ends before it")
+                done += n & ~(ALIGNMENT - 1)
+                if n & (ALIGNMENT - 1):
+                    break  # the last page of the file, cut off; the buffered read says what is missing
+        if done < len(view):
+            read_fully(self.buffered, view[done:], offset + done)
+
+    def close(self) -> None:
+        for fd in (self.buffered, self.direct):
+            if fd >= 0:
+                os.close(fd)
+        self.buffered = self.direct = -1
+
+
+def read_fully(fd: int, view: memoryview, offset: int) -> None:
+    """Fill a buffer from a file; EOFError if the file ends before."""
+    done = 0
+    while done < len(view):
+        n = os.preadv(fd, [view[done:]], offset + done)
+        if n == 0:
+            raise EOFError("the file ends before it")
+        done += n
