@@ -1,0 +1,401 @@
+"""A small phosd for tests of the frontend: real sockets, real descriptors, no GPU of its own.
+
+It keeps what frontends send, and quiesces, detaches, attaches and opens them when a test says so. One thread a
+connection reads; tests call from theirs.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phos.gen import wire_pb2 as wire
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD = Path(os.environ.get("PHOS_BUILD", ROOT / "build"))
+LIBPHOS = BUILD / "lib" / "libphos.so"
+SOFTGPU = BUILD / "softgpu"
+PATIENCE = 30.0  # seconds; nothing here takes one
+
+
+def process_start(pid: int) -> int:
+    """Field 22 of /proc/PID/stat."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19])
+
+
+@dataclass
+class Block:
+    """A block as a frontend registered it."""
+
+    size: int
+    owner: int
+    descriptor: int  # -1: none came
+    lost: bool
+    owner_session: bytes
+    owner_block: int
+
+
+@dataclass
+class Session:
+    """One frontend, over all its connections."""
+
+    number: bytes
+    pid: int
+    blocks: dict[int, Block] = field(default_factory=dict)
+    uncarried: dict[str, tuple[int, int]] = field(default_factory=dict)
+    modules: list[tuple[str, str, int, int, bytes]] = field(default_factory=list)
+    connection: Connection | None = None
+    hellos: list[wire.Hello] = field(default_factory=list)
+    memory_map: wire.MemoryMap | None = None
+
+
+class Connection:
+    """One connection of one frontend."""
+
+    def __init__(self, daemon: FakePhosd, peer: socket.socket) -> None:
+        self.daemon = daemon
+        self.peer = peer
+        self.session: Session | None = None
+        self.replies: queue.Queue[tuple[wire.Envelope, list[int]]] = queue.Queue()
+        self.ended = threading.Event()
+        self.last_id = 100
+        self.lock = threading.Lock()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def send(self, envelope: wire.Envelope, descriptors: list[int] | None = None) -> None:
+        ancillary = []
+        if descriptors:
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors).tobytes())]
+        with self.lock:
+            self.peer.sendmsg([envelope.SerializeToString()], ancillary)
+
+    def ask(self, timeout: float = PATIENCE, **body: object) -> tuple[wire.Envelope, list[int]]:
+        """Send a request and wait for its reply. Raises queue.Empty if none comes."""
+        self.last_id += 1
+        self.send(wire.Envelope(id=self.last_id, **body))  # type: ignore[arg-type]
+        deadline = time.monotonic() + timeout
+        while True:
+            envelope, descriptors = self.replies.get(timeout=max(0.0, deadline - time.monotonic()))
+            if envelope.id == self.last_id:
+                return envelope, descriptors
+
+    def close(self) -> None:
+        self.peer.shutdown(socket.SHUT_RDWR)
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data, ancillary, flags, _ = self.peer.recvmsg(65536, socket.CMSG_SPACE(4 * 253), socket.MSG_CMSG_CLOEXEC)
+            except OSError:
+                data, ancillary, flags = b"", [], 0
+            assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+            if not data:
+                break
+            descriptors: list[int] = []
+            for _, _, content in ancillary:
+                descriptors += array.array("i", content[: len(content) // 4 * 4])
+            self._take(wire.Envelope.FromString(data), descriptors)
+        self.ended.set()
+        self.peer.close()
+
+    def _take(self, envelope: wire.Envelope, descriptors: list[int]) -> None:
+        kind = envelope.WhichOneof("body")
+        if kind == "hello":
+            self.session = self.daemon.sessions.setdefault(
+                envelope.hello.session, Session(envelope.hello.session, envelope.hello.pid)
+            )
+            self.session.hellos.append(envelope.hello)
+            if envelope.hello.state != wire.DETACHED:
+                self.session.blocks.clear()
+            self.session.connection = self
+            self.send(wire.Envelope(id=envelope.id, welcome=self.daemon.welcome(envelope.hello)))
+            self.daemon.arrivals.put(self)
+            return
+        if kind in ("quiesce_done", "detach_done", "attach_done", "done"):
+            self.replies.put((envelope, descriptors))
+            return
+        assert self.session is not None
+        if kind == "block_added":
+            added = envelope.block_added
+            assert added.block not in self.session.blocks, "a block was added twice"
+            self.session.blocks[added.block] = Block(
+                added.size, added.owner, descriptors[0] if descriptors else -1, added.descriptor_lost,
+                added.owner_session, added.owner_block,
+            )  # fmt: skip
+        elif kind == "block_removed":
+            removed = self.session.blocks.pop(envelope.block_removed.block)
+            if removed.descriptor >= 0:
+                os.close(removed.descriptor)
+        elif kind == "uncarried":
+            self.session.uncarried[envelope.uncarried.kind] = (envelope.uncarried.count, envelope.uncarried.bytes)
+        elif kind == "module_loaded":
+            module = envelope.module_loaded
+            content = b""
+            if descriptors:
+                content = os.pread(descriptors[0], module.size, 0)
+                os.close(descriptors[0])
+            self.session.modules.append((module.entry_point, module.path, module.offset, module.size, content))
+        elif kind == "token_resolve":
+            self._resolve(envelope)
+
+    def _resolve(self, envelope: wire.Envelope) -> None:
+        asked = envelope.token_resolve
+        owner = self.daemon.sessions.get(asked.session)
+        block = owner.blocks.get(asked.block) if owner else None
+        if block is None or block.descriptor < 0:
+            self.send(wire.Envelope(id=envelope.id, token_resolved=wire.TokenResolved(error="no such memory")))
+        else:
+            resolved = wire.TokenResolved(size=block.size, device=0)
+            self.send(wire.Envelope(id=envelope.id, token_resolved=resolved), [block.descriptor])
+
+
+class FakePhosd:
+    """Listens; a context manager."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="phos-test-"))
+        self.path = self.folder / "phosd.sock"
+        (self.folder / "hold").mkdir(exist_ok=True)
+        self.sessions: dict[bytes, Session] = {}
+        self.arrivals: queue.Queue[Connection] = queue.Queue()
+        self.action = wire.Welcome.ATTACH  # what a detached frontend is told
+        self.connections: list[Connection] = []
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.path.unlink(missing_ok=True)
+        self.listener.bind(str(self.path))
+        self.listener.listen(16)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> FakePhosd:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """As if killed."""
+        try:
+            self.listener.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass
+        self.listener.close()
+        self.path.unlink(missing_ok=True)
+        for connection in self.connections:
+            if not connection.ended.is_set():
+                connection.close()
+
+    def welcome(self, hello: wire.Hello) -> wire.Welcome:
+        if hello.state == wire.DETACHED:
+            return wire.Welcome(action=self.action, retry_ms=5, error="the test says so")
+        return wire.Welcome(action=wire.Welcome.STAY)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                peer, _ = self.listener.accept()
+            except OSError:
+                return
+            self.connections.append(Connection(self, peer))
+
+    def arrival(self, timeout: float = PATIENCE) -> Session:
+        """The next frontend that says hello."""
+        connection = self.arrivals.get(timeout=timeout)
+        assert connection.session is not None
+        return connection.session
+
+    def quiesce(self, session: Session, timeout_ms: int = 5000) -> wire.QuiesceDone:
+        assert session.connection is not None
+        return session.connection.ask(quiesce=wire.Quiesce(timeout_ms=timeout_ms))[0].quiesce_done
+
+    def open(self, session: Session) -> wire.Done:
+        assert session.connection is not None
+        return session.connection.ask(open=wire.Open())[0].done
+
+    def hold(self, session: Session) -> Path:
+        """Make the hold of a session."""
+        link = self.folder / "hold" / session.number.hex()
+        link.symlink_to(f"{os.getpid()}:{process_start(os.getpid())}")
+        return link
+
+    def detach(self, session: Session, *, reduce_stack: bool = True, huge_pages: bool = True) -> wire.DetachDone:
+        """Make the hold and detach. The hold stays if that succeeded."""
+        link = self.hold(session)
+        connection = session.connection
+        assert connection is not None
+        request = wire.Detach(reduce_stack=reduce_stack, huge_pages=huge_pages)
+        envelope, descriptors = connection.ask(detach=request)
+        done = envelope.detach_done
+        if done.error:
+            link.unlink()
+            return done
+        assert connection.ended.wait(PATIENCE), "the frontend kept its socket after DetachDone"
+        with os.fdopen(descriptors[0], "rb") as file:
+            session.memory_map = wire.MemoryMap.FromString(file.read())
+        return done
+
+    def attach(self, session: Session, blocks: dict[int, int] | None = None) -> wire.AttachDone:
+        """Remove the hold, wait for the frontend, and give it its memory; `blocks`: other descriptors than its own."""
+        (self.folder / "hold" / session.number.hex()).unlink()
+        assert self.arrival() is session
+        return self.give(session, blocks)
+
+    def give(self, session: Session, blocks: dict[int, int] | None = None) -> wire.AttachDone:
+        connection = session.connection
+        assert connection is not None
+        given = blocks if blocks is not None else {n: b.descriptor for n, b in session.blocks.items()}
+        numbers = list(given)
+        for at in range(0, len(numbers), 200):
+            part = numbers[at : at + 200]
+            message = wire.Envelope(attach_blocks=wire.AttachBlocks(block=part))
+            connection.send(message, [given[number] for number in part])
+        return connection.ask(attach=wire.Attach(blocks=len(numbers)))[0].attach_done
+
+    def toggle(self, session: Session) -> None:
+        """Quiesce, detach, attach, open; every step must succeed."""
+        for step in (self.quiesce, self.detach, self.attach, self.open):
+            error = step(session).error  # type: ignore[operator]
+            assert not error, f"{step.__name__}: {error}"
+
+
+PRELUDE = '''
+import ctypes, os, sys, threading, time
+from cuda.bindings import driver as cu
+
+def ok(result):
+    """The value of a driver call that must succeed."""
+    if int(result[0]):
+        raise AssertionError(f"driver error {result[0]!r}")
+    return result[1] if len(result) == 2 else result[1:]
+
+def start(device=0):
+    ok(cu.cuInit(0))
+    context = ok(cu.cuDevicePrimaryCtxRetain(ok(cu.cuDeviceGet(device))))
+    ok(cu.cuCtxSetCurrent(context))
+    return context
+
+def fill(pointer, size, value):
+    ok(cu.cuMemsetD8(pointer, value, size))
+
+def read(pointer, size):
+    data = bytearray(size)
+    ok(cu.cuMemcpyDtoH(data, pointer, size))
+    return bytes(data)
+
+def say(*words):
+    print(*words, flush=True)
+
+def heard():
+    return sys.stdin.readline().strip()
+'''
+
+
+class Program:
+    """A Python program under the frontend, on the software GPU, that one can talk to by lines."""
+
+    def __init__(self, phosd: FakePhosd | Path, body: str, **environment: str) -> None:
+        socket_path = phosd.path if isinstance(phosd, FakePhosd) else phosd
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", PRELUDE + textwrap.dedent(body)],
+            env=environment_for(socket_path) | environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        self.errors: list[str] = []
+        threading.Thread(target=self._read, daemon=True).start()
+        self.error_reader = threading.Thread(target=self._read_errors, daemon=True)
+        self.error_reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line.strip())
+        self.lines.put(None)
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        self.errors.extend(self.process.stderr)
+
+    @property
+    def stderr(self) -> str:
+        return "".join(self.errors)
+
+    def line(self, timeout: float = PATIENCE) -> str:
+        """The next line it says."""
+        line = self.lines.get(timeout=timeout)
+        if line is None:
+            self.error_reader.join(5)
+            raise AssertionError(f"the program ended with {self.process.wait()}: {self.stderr}")
+        return line
+
+    def tell(self, line: str = "go") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def finish(self, timeout: float = PATIENCE) -> None:
+        """Wait for a good end."""
+        status = self.process.wait(timeout)
+        self.error_reader.join(5)
+        assert status == 0, self.stderr
+
+    def descriptors(self) -> list[str]:
+        folder = f"/proc/{self.process.pid}/fd"
+        found = []
+        for name in os.listdir(folder):
+            try:
+                found.append(os.readlink(f"{folder}/{name}"))
+            except FileNotFoundError:
+                pass
+        return sorted(found)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def environment_for(socket_path: Path, *, preload: bool = True) -> dict[str, str]:
+    """The environment of a program on the software GPU, under the frontend or not."""
+    environment = dict(os.environ)
+    environment.pop("PHOS_DAEMON_COMMAND", None)
+    environment["LD_LIBRARY_PATH"] = str(SOFTGPU)
+    environment["PHOS_SOCKET"] = str(socket_path)
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment.setdefault("PHOS_LOG", "info")
+    if preload:
+        environment["LD_PRELOAD"] = str(LIBPHOS)
+    else:
+        environment.pop("LD_PRELOAD", None)
+    return environment
+
+
+@contextmanager
+def program(phosd: FakePhosd, body: str, **environment: str) -> Iterator[tuple[Program, Session]]:
+    """A program that has said hello; killed at the end unless it has ended."""
+    running = Program(phosd, body, **environment)
+    try:
+        yield running, phosd.arrival()
+    finally:
+        running.kill()
+
+
+def eventually(condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
+    """Wait until `condition` holds. Raises AssertionError when it does not in time."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.005)
