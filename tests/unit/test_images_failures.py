@@ -375,3 +375,28 @@ def test_sigkill_at_a_random_moment(tmp_path, delay):
         except ImageError:
             assert place == places[-1]  # all before it had been finished
     assert opened >= len(places) - 1
+
+
+# --------------------------------------------------------------------------------------------------------------- leaks
+
+
+def test_no_descriptor_is_left_open(tmp_path, directory):
+    """After a commit, an abort, a refusal, a read, a failed open: as many descriptors as before."""
+    before = os.listdir("/proc/self/fd")
+    write_small(tmp_path / "whole")
+    with Image.open(tmp_path / "whole") as image:
+        assert image.verify() == []
+    again = os.open(tmp_path / "whole", os.O_RDONLY)
+    with pytest.raises(ImageError):
+        ImageWriter(again, stripes=4)
+    os.close(again)
+    with ImageWriter(directory, stripes=4, chunk_size=CHUNK) as writer:
+        write_pages(writer, 1)
+    with ImageWriter(directory, stripes=4, chunk_size=CHUNK) as writer, pytest.raises(ImageError):
+        writer.commit(inventory_of({KEY: CHUNK}))
+    (tmp_path / "whole" / "phos-chunks.img").unlink()
+    with pytest.raises(ImageError):
+        Image.open(tmp_path / "whole")
+    with pytest.raises(ImageError):
+        Image.open(directory)
+    assert os.listdir("/proc/self/fd") == before
