@@ -353,17 +353,24 @@ struct sg_module {
 };
 /* Turns an image (PTX text, fatbin, its wrapper) into a parsed module; log receives the reason of a failure. */
 CUresult sg_image_load(const void *image, struct ptx_module **out, char *log, size_t log_size);
+/* A module's PTX text, malloc'ed and terminated. */
+CUresult sg_image_ptx(const void *image, char **text, size_t *length);
 CUresult sg_module_create(struct sg_context *context, struct ptx_module *ptx, bool owns_ptx, struct sg_module **out);
 void sg_module_destroy(struct sg_module *module);
 CUresult sg_module_global(struct sg_module *module, const char *name, uint64_t *address, size_t *size);
-CUresult sg_function_get(CUfunction handle, struct sg_function **out); /* accepts a CUkernel too, as the driver does */
+/* Accepts a CUkernel too, as the driver does: its function in `context` (null: the current one). */
+CUresult sg_function_get(CUfunction handle, struct sg_context *context, struct sg_function **out);
 struct sg_function *sg_module_function(struct sg_module *module, const char *name);
 CUresult sg_kernel_function(struct sg_kernel *kernel, struct sg_context *context, struct sg_function **out);
+void sg_library_forget_module(struct sg_library *library, struct sg_module *module);
+CUresult sg_function_attribute(const struct sg_function *function, CUfunction_attribute attribute, int *value);
+CUresult sg_function_set_attribute(struct sg_function *function, CUfunction_attribute attribute, int value);
+CUresult sg_jit_log(CUresult result, const char *log, unsigned count, CUjit_option *options, void **values);
 CUresult sg_read_file(const char *path, char **text, size_t *size);
 
 /* ---- launch.c ---- */
-CUresult sg_kernel_work_make(CUfunction handle, const unsigned grid[3], const unsigned block[3], size_t shared,
-                             void **params, void **extra, struct sg_kernel_work *out);
+CUresult sg_kernel_work_make(CUfunction handle, struct sg_context *context, const unsigned grid[3], const unsigned block[3],
+                             size_t shared, void **params, void **extra, struct sg_kernel_work *out);
 CUresult sg_kernel_work_run(const struct sg_kernel_work *work, struct sg_context *context);
 
 /* ---- pool.c ---- */
