@@ -44,11 +44,14 @@ def checkpoint(pid: int, image: Path, leave_running: bool, protocol: str, as_jso
             f"CRIU's log: {directory / 'dump.log'}"
         )
     seconds = time.perf_counter() - began
+    warnings = list(client.wait_image(directory).warnings)
     if as_json:
-        click.echo(json.dumps({"pid": pid, "image": str(directory), "seconds": round(seconds, 4), "warnings": errors}))
+        click.echo(
+            json.dumps({"pid": pid, "image": str(directory), "seconds": round(seconds, 4), "warnings": warnings})
+        )
     else:
-        if errors:
-            click.echo(errors, err=True)
+        for line in warnings:
+            click.echo(f"Warning: {line}", err=True)
         click.echo(f"Process {pid} is in {directory} ({seconds:.2f} s); 'phos-gpu inspect {directory}' shows what is.")
 
 

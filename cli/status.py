@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from typing import Any
 
 import click
-from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
@@ -21,12 +22,25 @@ def status(as_json: bool) -> None:
     """Show phosd's GPUs, processes under PhOS (memory, state, what is not carried) and its checkpoints and restores."""
     answer = client.status()
     if as_json:
-        fields = MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        for process, message in zip(fields["processes"], answer.processes, strict=True):
-            process["session"] = message.session.hex()
-        click.echo(json.dumps(fields, indent=2))
+        click.echo(json.dumps(_plain(answer), indent=2))
         return
     _show(answer)
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message as JSON's types: unlike protobuf's own JSON, 64-bit numbers stay numbers, and bytes become hex."""
+
+    def value(of: Any) -> Any:
+        if isinstance(of, Message):
+            return _plain(of)
+        return of.hex() if isinstance(of, bytes) else of
+
+    fields: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        content = getattr(message, field.name)
+        repeated = not isinstance(content, (str, bytes, int, float, Message))
+        fields[field.name] = [value(item) for item in content] if repeated else value(content)
+    return fields
 
 
 def _show(answer: wire_pb2.Status) -> None:

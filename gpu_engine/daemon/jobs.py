@@ -26,6 +26,9 @@ class Job(Protocol):
     def pids(self) -> list[int]:
         """Its processes."""
 
+    def warnings(self) -> list[str]:
+        """What a person should know although nothing failed."""
+
 
 class JobTable:
     """Jobs by the identity (device, inode) of their image directory, so that any path to it finds them."""
@@ -66,7 +69,11 @@ class JobTable:
                     return wire_pb2.ImageState(state="none")
                 if job.kind == kind:
                     return wire_pb2.ImageState(
-                        state=job.state, error=job.error, bytes_done=job.progress.done, bytes_total=job.progress.total
+                        state=job.state,
+                        error=job.error,
+                        bytes_done=job.progress.done,
+                        bytes_total=job.progress.total,
+                        warnings=job.warnings(),
                     )
         return wire_pb2.ImageState(state="unknown", error="phosd knows of no such job for this directory.")
 

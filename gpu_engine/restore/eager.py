@@ -117,6 +117,10 @@ class EagerRestore:
         """The real pids restored so far."""
         return list(self._pids)
 
+    def warnings(self) -> list[str]:
+        """Nothing that a restore would have to warn of."""
+        return []
+
     def begin(self, register: Callable[[RestoredProcess, list[Block]], None]) -> None:
         """Check the GPUs, create the memory, hand each process's blocks to ``register``, start loading.
 
@@ -177,6 +181,7 @@ class EagerRestore:
             with self._lock:
                 if self.state == "loading":
                     self.state = "loaded"
+            log.info("%s: %d bytes of GPU memory loaded", self.path, self.progress.total)
         except Cancelled:
             pass
         except (ImageError, DriverError, OSError) as error:
@@ -199,6 +204,7 @@ class EagerRestore:
         try:
             with self.timeline.phase("driver restore"):
                 toggle.revive(pid, self._gpu_pairs or None)
+            log.info("%s: the driver's part of process %d is back", self.path, pid)
         except NoSuchProcess:
             return  # CRIU gave up and killed it
         except DriverError as error:

@@ -99,6 +99,7 @@ class StopDump:
         self._toggled: list[int] = []
         self._records: list[inventory.ProcessRecord] = []
         self._frozen_at = 0.0
+        self._warnings: list[str] = []
         self._writer = ImageWriter(directory, stripes=copier.threads)
 
     @property
@@ -108,6 +109,9 @@ class StopDump:
 
     def warnings(self) -> list[str]:
         """What a person should know although the checkpoint goes on."""
+        return list(self._warnings)
+
+    def _find_warnings(self) -> list[str]:
         found = [
             f"Process {process.pid} ({process.executable}) was not started under 'phos-gpu run': the driver alone "
             "saves its GPU memory, into its own host memory and CRIU's pages. That is right, but many times slower."
@@ -135,9 +139,12 @@ class StopDump:
             CheckpointFailed: and everything runs as before.
         """
         try:
+            self._reserve()
             self._quiesce()
             with self.timeline.phase("detach"):
                 self._detach()
+            self._warnings = self._find_warnings()
+            log.info("%s: processes %s are detached", self.path, self.pids)
             self._records = [describe(p, self._detached[p.session]) for p in self.gated]
             self._borrowed = self._collect(borrow)
             self.progress.total = sum(block.size for block in self._borrowed)
@@ -149,6 +156,14 @@ class StopDump:
             self._give_up(str(error))
             raise CheckpointFailed(str(error)) from error
         self._frozen_at = self.timeline.now()
+
+    def _reserve(self) -> None:
+        """Allocate the image's room while the processes still compute: memory-backed file systems are slow at it."""
+        size = sum(block.size for process in self.gated for block in process.own_blocks())
+        if size:
+            with self.timeline.phase("reserve room"):
+                if not self._writer.reserve(size):
+                    log.info("%s: less room than %d bytes of GPU memory need if none of it is zeros", self.path, size)
 
     def _quiesce(self) -> None:
         """All gates at once: work of one process may wait for another's (collectives)."""
@@ -224,6 +239,7 @@ class StopDump:
 
     def criu_ended(self) -> None:
         """CRIU has dumped its part (or failed); the tasks are about to be released or killed."""
+        log.info("%s: CRIU has ended", self.path)
         self.timeline.add("CRIU freeze and dump", self._frozen_at)
 
     def finish(self, criu_result: int) -> None:
@@ -263,6 +279,7 @@ class StopDump:
             raise CheckpointFailed(self.error) from error
         self.error = back
         self.state = "committed"
+        log.info("%s: committed, %d bytes of GPU memory", self.path, self.progress.total)
 
     def _alive(self, pid: int) -> bool:
         return driver.checkpoint_state(pid) is not None
