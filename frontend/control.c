@@ -55,6 +55,7 @@ static uint64_t *fresh, *gone;   /* numbers of blocks to tell of */
 static size_t fresh_count, fresh_capacity, gone_count, gone_capacity;
 static uint64_t gone_told_ns;
 
+static atomic_bool nobody_there; /* the last attempt to connect failed */
 static _Atomic int wake_fd = -1;
 static atomic_bool wake_set; /* the eventfd is readable: no need to write again */
 
@@ -140,9 +141,9 @@ bool phos_control_wait_registered(uint64_t id, unsigned timeout_ms)
         {
             PHOS_LOCKED(&phos_memory_lock);
             struct phos_block *block = phos_block_find(id);
-            if (!block || !connection)
+            if (!block || (!connection && atomic_load(&nobody_there)))
                 return false;
-            if (block->registered == connection)
+            if (connection && block->registered == connection)
                 return true;
         }
         phos_control_kick();
@@ -742,6 +743,7 @@ static void *control_main(void *unused)
     phos_real.cuThreadExchangeStreamCaptureMode(&mode);
     for (;;) {
         int link = state == PHOS__WIRE__GATE_STATE__DETACHED ? phos_hold_wait() : phos_link_connect(phos_hold_socket());
+        atomic_store(&nobody_there, link < 0);
         if (link >= 0 && take_link(link))
             serve_connection();
         else

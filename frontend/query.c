@@ -5,6 +5,15 @@
 #include "pool.h"
 #include "runtime.h"
 
+/* What to ask the driver about: an address that the application does not own any more, though our block is still mapped
+ * there, must be as unknown as after a cuMemFree of the driver's. No allocation is at address 1. With the lock held. */
+static CUdeviceptr asked(CUdeviceptr address)
+{
+    struct phos_mapping *mapping = phos_mapping_at(address);
+    bool ours = mapping && mapping->span && mapping->span->kind != PHOS_SPAN_IMPORTED;
+    return ours && !phos_allocation_at(address) ? 1 : address;
+}
+
 CUresult serve_cuMemGetAddressRange_v2(CUdeviceptr_v2 *base, size_t *size, CUdeviceptr_v2 address)
 {
     {
@@ -17,6 +26,7 @@ CUresult serve_cuMemGetAddressRange_v2(CUdeviceptr_v2 *base, size_t *size, CUdev
                 *size = allocation->size;
             return CUDA_SUCCESS;
         }
+        address = asked(address);
     }
     return phos_real.cuMemGetAddressRange_v2(base, size, address);
 }
@@ -59,10 +69,10 @@ static void adjust(const struct phos_allocation *allocation, CUpointer_attribute
 
 CUresult serve_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr_v2 address)
 {
-    CUresult result = phos_real.cuPointerGetAttribute(data, attribute, address);
+    PHOS_LOCKED(&phos_memory_lock);
+    CUresult result = phos_real.cuPointerGetAttribute(data, attribute, asked(address));
     if (!data)
         return result;
-    PHOS_LOCKED(&phos_memory_lock);
     struct phos_allocation *allocation = phos_allocation_at(address);
     if (!allocation)
         return result;
@@ -77,10 +87,10 @@ CUresult serve_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, 
 CUresult serve_cuPointerGetAttributes(unsigned int count, CUpointer_attribute *attributes, void **data,
                                       CUdeviceptr_v2 address)
 {
-    CUresult result = phos_real.cuPointerGetAttributes(count, attributes, data, address);
+    PHOS_LOCKED(&phos_memory_lock);
+    CUresult result = phos_real.cuPointerGetAttributes(count, attributes, data, asked(address));
     if (result != CUDA_SUCCESS || !attributes || !data)
         return result;
-    PHOS_LOCKED(&phos_memory_lock);
     struct phos_allocation *allocation = phos_allocation_at(address);
     for (unsigned int i = 0; allocation && i < count; i++)
         if (data[i])

@@ -19,6 +19,9 @@ int phos_link_connect(const char *path)
     if (strlen(path) >= sizeof address.sun_path)
         return -1;
     strcpy(address.sun_path, path);
+    /* Asked every 100 ms for as long as there is no phosd: then not even a socket is made. */
+    if (access(path, F_OK))
+        return -1;
     int low = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     if (low < 0)
         return -1;

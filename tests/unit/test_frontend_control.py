@@ -1,0 +1,358 @@
+"""The control thread: phosd that comes late, dies, is started again; forks; shared memory; modules."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phos.gen import wire_pb2 as wire
+from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Program, eventually, program
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built"),
+]
+
+
+@pytest.fixture
+def phosd() -> Iterator[FakePhosd]:
+    with FakePhosd() as daemon:
+        yield daemon
+
+
+HOLDING = """
+start()
+p = [ok(cu.cuMemAlloc(3 << 20)) for _ in range(5)]
+for i, q in enumerate(p):
+    fill(q, 3 << 20, i + 1)
+say("ready")
+heard()
+assert all(read(q, 3 << 20) == bytes([i + 1]) * (3 << 20) for i, q in enumerate(p))
+say("same")
+"""
+
+
+def test_hello_says_who_and_what(phosd: FakePhosd) -> None:
+    with program(phosd, HOLDING) as (app, session):
+        app.line()
+        hello = session.hellos[0]
+        assert len(hello.session) == 16
+        assert hello.protocol == 1
+        assert hello.pid == app.process.pid
+        assert hello.state == wire.OPEN
+        assert hello.executable == os.path.realpath(sys.executable)
+        assert hello.driver_version == 13000
+        assert [(d.ordinal, len(d.uuid)) for d in hello.devices] == [(0, 16)]
+        app.tell()
+        app.finish()
+
+
+def test_phosd_that_comes_late_learns_everything(tmp_path: Path) -> None:
+    app = Program(tmp_path / "phosd.sock", HOLDING)
+    try:
+        assert app.line() == "ready"
+        assert not [d for d in app.descriptors() if d.startswith("socket:")]
+        with FakePhosd(tmp_path) as phosd:
+            session = phosd.arrival()
+            assert session.hellos[0].blocks == 5
+            eventually(lambda: len(session.blocks) == 5)
+            assert all(b.descriptor >= 0 for b in session.blocks.values())
+            phosd.toggle(session)
+            app.tell()
+            assert app.line() == "same"
+            app.finish()
+    finally:
+        app.kill()
+
+
+def test_phosd_dies_and_another_takes_over(tmp_path: Path) -> None:
+    first = FakePhosd(tmp_path)
+    with program(first, HOLDING) as (app, session):
+        app.line()
+        number = session.number
+        eventually(lambda: len(session.blocks) == 5)
+        first.toggle(session)  # the handles are imported ones from now on
+        kept = dict(session.blocks)
+        first.stop()
+        with FakePhosd(tmp_path) as second:
+            again = second.arrival()
+            assert again.number == number
+            eventually(lambda: len(again.blocks) == 5)
+            assert {n: b.size for n, b in again.blocks.items()} == {n: b.size for n, b in kept.items()}
+            assert all(b.lost == (b.descriptor < 0) for b in again.blocks.values())
+            for n, b in again.blocks.items():
+                if b.lost:
+                    b.descriptor = kept[n].descriptor  # its keeper process has it
+            second.toggle(again)
+            app.tell()
+            assert app.line() == "same"
+            app.finish()
+
+
+def test_phosd_that_dies_after_quiesce_leaves_the_application_running(phosd: FakePhosd) -> None:
+    with program(phosd, HOLDING) as (app, session):
+        app.line()
+        assert not phosd.quiesce(session).error
+        phosd.stop()
+        app.tell()
+        assert app.line() == "same"
+        app.finish()
+
+
+def test_a_new_phosd_is_started_when_the_holder_is_dead(tmp_path: Path) -> None:
+    """The hold names a phosd that is gone: the frontend starts the command it was given, without our preloads."""
+    first = FakePhosd(tmp_path)
+    script = tmp_path / "started.py"
+    script.write_text(
+        "import os, sys\n"
+        f"path = {str(tmp_path / 'started')!r}\n"
+        "open(path + '.new', 'w').write(repr((os.environ.get('LD_PRELOAD'), os.environ.get('LD_LIBRARY_PATH'),\n"
+        "    sorted(os.listdir('/proc/self/fd')), os.getsid(0) == os.getpid() or os.getpgid(0) != os.getppid())))\n"
+        "os.rename(path + '.new', path)\n"
+    )
+    settings = {
+        "PHOS_DAEMON_COMMAND": f"{sys.executable} {script}",
+        "PHOS_DAEMON_LIBRARY_PATH": "/somewhere/lib",
+    }
+    with program(first, HOLDING, **settings) as (app, session):
+        app.line()
+        assert not first.quiesce(session).error
+        assert not first.detach(session).error
+        hold = tmp_path / "hold" / session.number.hex()
+        dead = os.fork()
+        if dead == 0:
+            os._exit(0)
+        os.waitpid(dead, 0)
+        kept = dict(session.blocks)
+        (tmp_path / "new").symlink_to(f"{dead}:12345")
+        os.replace(tmp_path / "new", hold)  # there is no moment without a hold
+        first.stop()
+        eventually(lambda: (tmp_path / "started").exists(), 15)
+        preload, libraries, descriptors, alone = eval((tmp_path / "started").read_text())  # noqa: S307
+        assert preload is None
+        assert libraries == "/somewhere/lib"
+        assert len(descriptors) <= 5  # the three standard ones, the file it writes, the folder it lists
+        assert alone
+        hold.unlink()
+        with FakePhosd(tmp_path) as second:
+            again = second.arrival()
+            assert again.hellos[-1].state == wire.DETACHED
+            assert not second.give(again, {n: b.descriptor for n, b in kept.items()}).error
+            assert not second.open(again).error
+            app.tell()
+            assert app.line() == "same"
+            app.finish()
+
+
+def test_fork_after_cu_init_leaves_parent_and_child_alone(phosd: FakePhosd) -> None:
+    body = """
+    start()
+    p = ok(cu.cuMemAlloc(3 << 20))
+    fill(p, 3 << 20, 1)
+    time.sleep(0.3)
+    child = os.fork()
+    if child == 0:
+        sockets = [d for d in map(lambda n: os.readlink("/proc/self/fd/" + n) if os.path.islink("/proc/self/fd/" + n) else "",
+                                  os.listdir("/proc/self/fd")) if d.startswith("socket:")]
+        cu.cuMemAlloc(100)
+        cu.cuCtxSynchronize()
+        os._exit(len(sockets))
+    assert os.waitpid(child, 0)[1] == 0
+    say("ready")
+    heard()
+    assert read(p, 3 << 20) == bytes([1]) * (3 << 20)
+    say("same")
+    """
+    with program(phosd, body) as (app, session):
+        app.line()
+        phosd.toggle(session)
+        app.tell()
+        assert app.line() == "same"
+        app.finish()
+        assert len(phosd.sessions) == 1
+
+
+def test_fork_before_cu_init_makes_two_sessions(phosd: FakePhosd) -> None:
+    body = """
+    child = os.fork()
+    start()
+    p = ok(cu.cuMemAlloc(3 << 20))
+    fill(p, 3 << 20, 1)
+    time.sleep(0.3)
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    say("done")
+    """
+    with program(phosd, body) as (app, _):
+        phosd.arrival()
+        assert app.line() == "done"
+        app.finish()
+        assert len(phosd.sessions) == 2
+
+
+def test_exported_memory_travels_as_a_token_and_survives(phosd: FakePhosd) -> None:
+    exporter = """
+    import socket
+    start()
+    prop = cu.CUmemAllocationProp()
+    prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.location.id = 0
+    FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    prop.requestedHandleTypes = FD
+    unit = 2 << 20
+    handle = ok(cu.cuMemCreate(unit, prop, 0))
+    address = int(ok(cu.cuMemAddressReserve(unit, 0, 0, 0)))
+    ok(cu.cuMemMap(address, unit, 0, handle, 0))
+    access = cu.CUmemAccessDesc()
+    access.location = prop.location
+    access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    ok(cu.cuMemSetAccess(address, unit, [access], 1))
+    fill(address, unit, 5)
+    ok(cu.cuCtxSynchronize())
+    token = ok(cu.cuMemExportToShareableHandle(handle, FD, 0))
+    assert os.readlink("/proc/self/fd/%d" % int(token)).startswith("/memfd:phos-memory")
+    small = ok(cu.cuMemAlloc(1000)); other = ok(cu.cuMemAlloc(1000))
+    fill(other, 1000, 6)
+    ok(cu.cuCtxSynchronize())
+    say(os.getpid(), int(token), bytes(ok(cu.cuIpcGetMemHandle(other)).reserved).hex())
+    heard()
+    say(read(address, 4)[0], read(other, 4)[0])
+    heard()
+    """
+    importer = """
+    start()
+    pid, fd, legacy = heard().split()
+    FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    token = os.open("/proc/%s/fd/%s" % (pid, fd), os.O_RDONLY)
+    handle = ok(cu.cuMemImportFromShareableHandle(token, FD))
+    os.close(token)
+    unit = 2 << 20
+    address = int(ok(cu.cuMemAddressReserve(unit, 0, 0, 0)))
+    ok(cu.cuMemMap(address, unit, 0, handle, 0))
+    access = cu.CUmemAccessDesc()
+    access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.location.id = 0
+    access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    ok(cu.cuMemSetAccess(address, unit, [access], 1))
+    h = cu.CUipcMemHandle()
+    h.reserved = bytes.fromhex(legacy)
+    other = int(ok(cu.cuIpcOpenMemHandle(h, 1)))
+    assert read(address, unit) == bytes([5]) * unit and read(other, 1000) == bytes([6]) * 1000
+    say("imported")
+    heard()
+    assert read(address, unit) == bytes([5]) * unit and read(other, 1000) == bytes([6]) * 1000
+    fill(address, unit, 7); fill(other, 1000, 8)
+    ok(cu.cuCtxSynchronize())
+    say("written")
+    heard()
+    ok(cu.cuIpcCloseMemHandle(other))
+    ok(cu.cuMemUnmap(address, unit)); ok(cu.cuMemRelease(handle))
+    """
+    with program(phosd, exporter) as (one, first), program(phosd, importer) as (two, second):
+        two.tell(one.line())
+        assert two.line() == "imported"
+        eventually(lambda: len(second.blocks) == 2)
+        assert {b.owner_session for b in second.blocks.values()} == {first.number}
+        for session in (first, second):
+            assert not phosd.quiesce(session).error
+        for session in (first, second):
+            assert not phosd.detach(session).error
+        for session in (second, first):
+            given = {
+                n: first.blocks[b.owner_block].descriptor if b.owner_block else b.descriptor
+                for n, b in session.blocks.items()
+            }
+            assert not phosd.attach(session, given).error
+            assert not phosd.open(session).error
+        two.tell()
+        assert two.line() == "written"
+        one.tell()
+        assert one.line() == "7 8"
+        two.tell()
+        two.finish()
+        eventually(lambda: not second.blocks)
+        one.tell()
+        one.finish()
+
+
+PTX = r"""
+.version 7.0
+.target sm_70
+.address_size 64
+.visible .entry nothing() { ret; }
+"""
+
+
+def test_modules_are_recorded(phosd: FakePhosd, tmp_path: Path) -> None:
+    path = tmp_path / "module.ptx"
+    path.write_text(PTX)
+    body = f"""
+    start()
+    text = {PTX!r}.encode() + b"\\0"
+    for _ in range(2):
+        ok(cu.cuModuleLoadData(text))
+    ok(cu.cuModuleLoad({str(path)!r}.encode()))
+    say("ready")
+    heard()
+    """
+    with program(phosd, body) as (app, session):
+        app.line()
+        eventually(lambda: len(session.modules) == 2)
+        copy, file = session.modules
+        assert copy == ("cuModuleLoadData", "", 0, len(PTX) + 1, PTX.encode() + b"\0")
+        assert file == ("cuModuleLoad", str(path), 0, len(PTX), b"")
+        app.tell()
+        app.finish()
+
+
+def test_an_application_that_closes_our_descriptors(phosd: FakePhosd) -> None:
+    """Daemons close everything. The frontend must not write to what opens under its numbers next, and comes back."""
+    body = """
+    start()
+    p = ok(cu.cuMemAlloc(3 << 20))
+    fill(p, 3 << 20, 1)
+    time.sleep(0.2)
+    ours = [int(n) for n in os.listdir("/proc/self/fd")
+            if os.path.islink("/proc/self/fd/" + n) and os.readlink("/proc/self/fd/" + n).startswith(("socket:", "anon_inode:[eventfd"))]
+    assert len(ours) >= 2, ours
+    target = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
+    for n in ours:
+        os.dup2(target, n)
+    q = [ok(cu.cuMemAlloc(3 << 20)) for _ in range(3)]
+    time.sleep(3)
+    assert os.fstat(target).st_size in (0, 8 * len(ours), 8), os.fstat(target).st_size
+    say("ready")
+    heard()
+    assert read(p, 3 << 20) == bytes([1]) * (3 << 20)
+    """
+    with program(phosd, body) as (app, session):
+        assert phosd.arrival() is session
+        app.line()
+        eventually(lambda: len(session.blocks) == 4)
+        phosd.toggle(session)
+        app.tell()
+        app.finish()
+
+
+def test_a_process_that_exits_while_quiesced(phosd: FakePhosd) -> None:
+    body = """
+    start()
+    p = ok(cu.cuMemAlloc(3 << 20))
+    say("ready")
+    heard()
+    sys.exit(0)
+    """
+    with program(phosd, body) as (app, session):
+        app.line()
+        assert not phosd.quiesce(session).error
+        app.tell()
+        time.sleep(0.2)
+        phosd.open(session) if session.connection and not session.connection.ended.is_set() else None
+        app.finish()

@@ -1,0 +1,265 @@
+"""The four ways to the driver, and programs that have nothing to do with it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.unit.frontend_fake import BUILD, LIBPHOS, PRELUDE, ROOT, SOFTGPU, environment_for
+
+sys.path.insert(0, str(ROOT / "frontend"))
+import gen_api  # noqa: E402
+
+DRIVER = SOFTGPU / "libcuda.so.1"
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(not (LIBPHOS.exists() and DRIVER.exists()), reason="not built"),
+]
+ENTRIES = gen_api.parse(ROOT / "frontend" / "cuda_api.def")
+
+
+def _run(body: str, *, preload: bool = True, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(body)],
+        env=environment_for(Path("/nonexistent/phosd.sock"), preload=preload) | environment,
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+# Where an address lies: "phos", "driver", "none", or another library's name.
+WHERE = """
+import ctypes, sys
+class Info(ctypes.Structure):
+    _fields_ = [("path", ctypes.c_char_p), ("base", ctypes.c_void_p), ("name", ctypes.c_char_p), ("at", ctypes.c_void_p)]
+libc = ctypes.CDLL(None)
+libc.dladdr.argtypes = [ctypes.c_void_p, ctypes.POINTER(Info)]
+libc.dlsym.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+libc.dlsym.restype = ctypes.c_void_p
+def where(address):
+    if not address:
+        return "none"
+    info = Info()
+    assert libc.dladdr(address, ctypes.byref(info))
+    name = info.path.decode().rsplit("/", 1)[-1]
+    return {"libphos.so": "phos", "libcuda.so.1": "driver"}.get(name, name)
+"""
+
+
+def test_every_hooked_spelling_is_exported() -> None:
+    listing = subprocess.run(["nm", "-D", "--defined-only", LIBPHOS], capture_output=True, text=True, check=True).stdout
+    exported = {line.split()[2].split("@")[0] for line in listing.splitlines()}
+    hooked = {e.symbol for e in ENTRIES if e.hooked}
+    assert hooked | {"dlsym", "mmap"} == {name for name in exported if not name.startswith("phos_")}
+
+
+def test_dlsym_answers_with_wrappers_for_the_driver_only(tmp_path: Path) -> None:
+    other = tmp_path / "other.c"
+    other.write_text("int cuLaunchKernel(void) { return 42; }\nint cudnnCreate(void) { return 43; }\n")
+    library = tmp_path / "libother.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, other], check=True)
+    printed = _run(WHERE + f"""
+other = ctypes.CDLL({str(library)!r})
+print(where(libc.dlsym(None, b"cuInit")), where(libc.dlsym(other._handle, b"cuLaunchKernel")),
+      where(libc.dlsym(other._handle, b"cudnnCreate")))
+driver = ctypes.CDLL("libcuda.so.1")
+handle = driver._handle
+for name in (b"cuLaunchKernel", b"cuLaunchKernel_ptsz", b"cuMemAlloc_v2", b"cuInit", b"cuGetProcAddress_v2",
+             b"cuDeviceGetCount", b"cuGetExportTable", b"cuNoSuchThing"):
+    print(name.decode(), where(libc.dlsym(handle, name)))
+print(where(libc.dlsym(other._handle, b"cuLaunchKernel")))
+""")  # fmt: skip
+    assert printed.splitlines() == [
+        "none libother.so libother.so",
+        "cuLaunchKernel phos",
+        "cuLaunchKernel_ptsz phos",
+        "cuMemAlloc_v2 phos",
+        "cuInit phos",
+        "cuGetProcAddress_v2 phos",
+        "cuDeviceGetCount driver",
+        "cuGetExportTable driver",
+        "cuNoSuchThing none",
+        "libother.so",
+    ]
+
+
+def test_cu_get_proc_address_gives_the_wrapper_of_the_right_form() -> None:
+    """For every name, version and stream kind: the wrapper of exactly what the driver alone would give."""
+    body = WHERE + """
+driver = ctypes.CDLL("libcuda.so.1")
+get = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_int, ctypes.c_uint64,
+                       ctypes.POINTER(ctypes.c_int))(libc.dlsym(driver._handle, b"cuGetProcAddress_v2"))
+def symbol_of(address):
+    info = Info()
+    libc.dladdr(address, ctypes.byref(info))
+    return info.name.decode() if info.name else "?"
+import os
+for name in sys.stdin.read().split():
+    for version in (2000, 3020, 7000, 11000, 12000, 12080, 13000):
+        for flags in (0, 1, 2):
+            p, status = ctypes.c_void_p(), ctypes.c_int()
+            r = get(name.encode(), ctypes.byref(p), version, flags, ctypes.byref(status))
+            print(name, version, flags, r, where(p.value) if not r else "-", symbol_of(p.value) if not r and p.value else "-")
+"""
+    names = sorted({e.name for e in ENTRIES})
+    outputs = []
+    for preload in (False, True):
+        done = subprocess.run(
+            [sys.executable, "-c", body],
+            input="\n".join(names), capture_output=True, text=True, timeout=60, check=False,
+            env=environment_for(Path("/nonexistent/phosd.sock"), preload=preload),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        outputs.append([line.split() for line in done.stdout.splitlines()])
+    hooked = {e.symbol for e in ENTRIES if e.hooked}
+    wrapped = 0
+    assert len(outputs[0]) == len(outputs[1]) > 5000
+    for alone, under in zip(*outputs, strict=True):
+        assert alone[:4] == under[:4]
+        if alone[5] in hooked:
+            assert under[4] == "phos", (alone, under)
+            assert under[5] == alone[5], (alone, under)
+            wrapped += 1
+        else:
+            assert under[4:] == alone[4:], (alone, under)
+    assert wrapped > 3000
+
+
+def test_a_program_linked_against_the_driver(tmp_path: Path) -> None:
+    source = tmp_path / "linked.c"
+    source.write_text(
+        """
+        #include <stdio.h>
+        int cuInit(unsigned); int cuDeviceGet(int *, int); int cuDevicePrimaryCtxRetain(void **, int);
+        int cuCtxSetCurrent(void *); int cuMemAlloc_v2(unsigned long long *, unsigned long);
+        int main(void) {
+            int device; void *context; unsigned long long p = 0;
+            if (cuInit(0) || cuDeviceGet(&device, 0) || cuDevicePrimaryCtxRetain(&context, device)
+                || cuCtxSetCurrent(context) || cuMemAlloc_v2(&p, 100)) return 1;
+            printf("%llx\\n", p >> 40);
+            return 0;
+        }"""
+    )
+    program = tmp_path / "linked"
+    subprocess.run(["gcc", "-o", program, source, DRIVER], check=True)
+    environment = environment_for(Path("/nonexistent/phosd.sock"))
+    done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "60"), done.stderr
+
+
+@pytest.mark.parametrize("command", [["/bin/ls", "/"], ["/bin/bash", "-c", "echo $((1 + 2)) | cat"], ["/bin/true"]])
+def test_other_programs_are_left_alone(command: list[str]) -> None:
+    outputs = []
+    for preload in (False, True):
+        environment = environment_for(Path("/nonexistent/phosd.sock"), preload=preload)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+        outputs.append((done.stdout, done.stderr))
+    assert outputs[0] == outputs[1]
+
+
+def test_no_thread_and_no_socket_before_cu_init() -> None:
+    printed = _run(PRELUDE + """
+count = lambda: (len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))
+before = count()
+cu.cuDriverGetVersion()
+same = count() == before
+ok(cu.cuInit(0))
+time.sleep(0.05)
+say(same, len(os.listdir("/proc/self/task")) - before[0] >= 1, open("/proc/self/task/%d/comm" % max(map(int, os.listdir("/proc/self/task")))).read().strip())
+""")  # fmt: skip
+    assert printed.split()[:2] == ["True", "True"]
+
+
+def test_rtld_next_means_the_callers_next(tmp_path: Path) -> None:
+    """A second preloaded library that wraps a libc function by dlsym(RTLD_NEXT): we must not be taken for the caller."""
+    source = tmp_path / "second.c"
+    source.write_text(
+        """
+        #define _GNU_SOURCE
+        #include <dlfcn.h>
+        #include <sys/types.h>
+        pid_t getppid(void) {
+            pid_t (*next)(void) = dlsym(RTLD_NEXT, "getppid");
+            return next == getppid ? -1 : next() + 1000000000;
+        }"""
+    )
+    library = tmp_path / "libsecond.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source], check=True)
+    for order in (f"{LIBPHOS} {library}", f"{library} {LIBPHOS}"):
+        printed = _run("import os; print(os.getppid())", LD_PRELOAD=order)
+        assert int(printed) == os.getpid() + 1000000000
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the older version has another number elsewhere")
+def test_both_versions_of_dlsym_are_answered(tmp_path: Path) -> None:
+    source = tmp_path / "versions.c"
+    source.write_text(
+        """
+        #define _GNU_SOURCE
+        #include <dlfcn.h>
+        #include <stdio.h>
+        #include <string.h>
+        extern void *old(void *, const char *);
+        __asm__(".symver old, dlsym@GLIBC_2.2.5");
+        static int ours(void *address) {
+            Dl_info info;
+            return dladdr(address, &info) && strstr(info.dli_fname, "libphos.so") != NULL;
+        }
+        int main(void) {
+            void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+            printf("%d %d\\n", ours(old(driver, "cuLaunchKernel")), ours(dlsym(driver, "cuLaunchKernel")));
+            return 0;
+        }"""
+    )
+    program = tmp_path / "versions"
+    subprocess.run(["gcc", "-o", program, source], check=True)
+    environment = environment_for(Path("/nonexistent/phosd.sock"))
+    done = subprocess.run([program], env=environment, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.split() == ["1", "1"]
+
+
+def test_the_library_needs_no_glibc_newer_than_ubuntu_22_04() -> None:
+    listing = subprocess.run(["objdump", "-T", LIBPHOS], capture_output=True, text=True, check=True).stdout
+    versions = {tuple(map(int, v.split("."))) for v in re.findall(r"GLIBC_(\d+\.\d+)", listing)}
+    assert max(versions) <= (2, 35)
+    needed = subprocess.run(["readelf", "-d", LIBPHOS], capture_output=True, text=True, check=True).stdout
+    assert "protobuf" not in needed
+    assert "libcuda" not in needed
+
+
+def test_the_table_in_python_is_the_list() -> None:
+    from phos.gen import cuda_api
+
+    assert len(cuda_api.ENTRY_POINTS) == len(ENTRIES) == 634
+    assert {e.symbol for e in cuda_api.ENTRY_POINTS} == {e.symbol for e in ENTRIES}
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("cuX | cuX | 2000 | - | gate", "5 columns"),
+        ("cuX | cuX | 2000 | - | gate | int", "cannot tell type from name"),
+        ("cuX | cuX | 2000 | - | gate | int a\ncuX | cuX | 2000 | - | gate | int a", "comes twice"),
+    ],
+)
+def test_a_malformed_list_is_refused_with_its_line(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "list.def"
+    path.write_text("# heading\n\n" + line + "\n")
+    with pytest.raises(ValueError, match=r"list\.def, line \d: .*" + message):
+        gen_api.parse(path)
+
+
+def test_calls_of_a_lost_driver_answer_an_error(tmp_path: Path) -> None:
+    """A program that calls an exported symbol although no driver is there gets an error, not a crash."""
+    library = ctypes.CDLL(str(LIBPHOS))
+    assert BUILD.exists()
+    assert library.cuCtxSynchronize() == 3
+    assert library.cuInit(0) == 3
