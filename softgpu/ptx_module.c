@@ -27,7 +27,7 @@ static void parse_module(struct ptx_parser *p) {
     ptx_next(p);
     while (p->t.kind != PTX_T_END) {
         struct ptx_str s = p->t.text;
-        if (p->t.kind != PTX_T_DOT) ptx_fail(p, p->t.line, "a directive was expected here");
+        if (p->t.kind != PTX_T_DOT && version) ptx_fail(p, p->t.line, "a directive was expected here");
         if (!version && !ptx_is(s, "version") && !ptx_is(s, "file") && !ptx_is(s, "loc")) ptx_fail(p, p->t.line, "the text does not begin with '.version', so it is not PTX");
         if (ptx_is(s, "version")) {
             version = true;
