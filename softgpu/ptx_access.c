@@ -122,7 +122,7 @@ int ptx_resolve(struct ptx_worker *w, struct ptx_warp *warp, const struct ptx_fr
         step = w->stride;
     }
     if (all) {
-        for (uint32_t l = 0; l < PTX_WARP; l++) host[l] = base + (l * step + address[l]);
+        for (uint32_t l = 0; l < PTX_WARP; l++) host[l] = (unsigned char *)((uintptr_t)base + l * step + address[l]); /* of idle lanes: never used */
         return 0;
     }
     for (uint32_t left = m; left != 0; left &= left - 1) {

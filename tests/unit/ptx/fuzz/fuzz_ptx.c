@@ -116,10 +116,10 @@ int main(int argc, char **argv) {
     if (argc < 4) return 2;
     double seconds = atof(argv[1]);
     state = strtoull(argv[2], NULL, 10) * 0x9e3779b97f4a7c15u + 1;
-    size_t sizes[64];
-    char *texts[64];
+    size_t sizes[256];
+    char *texts[256];
     int count = 0;
-    for (int i = 3; i < argc && count < 64; i++)
+    for (int i = 3; i < argc && count < 256; i++)
         if ((texts[count] = read_file(argv[i], &sizes[count])) != NULL) count++;
     if (count == 0) return 2;
     unsigned long tried = 0, loaded = 0, ran = 0, slow = 0;
