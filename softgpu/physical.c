@@ -1,6 +1,7 @@
 /* Physical memory of the simulated GPUs: memfds, and the machine-wide account of them.
  *
- * A block of device memory is a memfd named "softgpu-<GPU>-<bytes>". It lives while any handle, mapping or descriptor of any
+ * A block of device memory is a memfd named "softgpu-<GPU>-<bytes>@<machine>", the last part being SOFTGPU_MACHINE: with it,
+ * test runs side by side simulate machines of their own. A block lives while any handle, mapping or descriptor of any
  * process does: the kernel counts, so nothing leaks when a process is killed. The used memory of a GPU is the sum over the
  * distinct memfds found open or mapped in /proc; a process of another user, whose entries cannot be read, does not count. */
 #define _GNU_SOURCE
@@ -87,8 +88,8 @@ static bool seen_add(struct seen *seen, uint64_t inode)
     return true;
 }
 
-/* "/memfd:softgpu-<GPU>-<bytes>…" → GPU and size. Host memory ("softgpu-host") is nobody's. */
-static bool parse_name(const char *path, int *physical, uint64_t *size)
+/* "/memfd:softgpu-<GPU>-<bytes>@<machine>…" → GPU and size. Host memory ("softgpu-host") is nobody's. */
+static bool parse_name(const char *path, int *physical, uint64_t *size, bool *ours)
 {
     if (strncmp(path, PREFIX, sizeof(PREFIX) - 1))
         return false;
@@ -99,7 +100,9 @@ static bool parse_name(const char *path, int *physical, uint64_t *size)
     *physical = (int)strtol(text, &end, 10);
     if (*end != '-' || *physical < 0 || *physical >= SG_MAX_DEVICES)
         return false;
-    *size = strtoull(end + 1, NULL, 10);
+    *size = strtoull(end + 1, &end, 10);
+    *ours = *end == '@' && !strncmp(end + 1, sg_settings()->machine, strlen(sg_settings()->machine)) &&
+            strchr(" \n", end[1 + strlen(sg_settings()->machine)]);
     return true;
 }
 
@@ -107,7 +110,8 @@ static void count(struct seen *seen, const char *path, uint64_t inode)
 {
     int physical;
     uint64_t size;
-    if (parse_name(path, &physical, &size) && seen_add(seen, inode))
+    bool ours;
+    if (parse_name(path, &physical, &size, &ours) && ours && seen_add(seen, inode))
         seen->used[physical] += size;
 }
 
@@ -132,7 +136,7 @@ static void scan_maps(struct seen *seen, const char *pid)
 
 static void scan_fds(struct seen *seen, const char *pid)
 {
-    char path[288], target[128];
+    char path[288], target[256];
     snprintf(path, sizeof(path), "/proc/%s/fd", pid);
     DIR *folder = opendir(path);
     if (!folder)
@@ -201,12 +205,12 @@ void sg_used_changed(int device, int64_t change)
 
 int sg_memfd(int device, size_t size, CUresult *error)
 {
-    char name[64];
+    char name[160];
     if (device < 0) {
         snprintf(name, sizeof(name), "softgpu-host-%zu", size);
     } else {
         int physical = sg_device(device)->physical;
-        snprintf(name, sizeof(name), "softgpu-%d-%zu", physical, size);
+        snprintf(name, sizeof(name), "softgpu-%d-%zu@%s", physical, size, sg_settings()->machine);
         uint64_t total = sg_settings()->memory;
         pthread_mutex_lock(&account_lock);
         uint64_t used = used_locked(physical);
@@ -240,7 +244,7 @@ int sg_memfd(int device, size_t size, CUresult *error)
 
 int sg_memfd_device(int fd)
 {
-    char path[288], target[128];
+    char path[288], target[256];
     snprintf(path, sizeof(path), "/proc/self/fd/%d", fd);
     ssize_t length = readlink(path, target, sizeof(target) - 1);
     if (length <= 0)
@@ -250,7 +254,8 @@ int sg_memfd_device(int fd)
     uint64_t size;
     if (!strncmp(target, PREFIX "host-", sizeof(PREFIX "host-") - 1))
         return -1;
-    if (!parse_name(target, &physical, &size))
+    bool ours;
+    if (!parse_name(target, &physical, &size, &ours))
         return -2;
     for (int i = 0; sg_device(i); i++)
         if (sg_device(i)->physical == physical)

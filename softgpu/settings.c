@@ -84,6 +84,9 @@ static void settings_read(void)
     settings.toggle_ms = (unsigned)number("SOFTGPU_TOGGLE_MS", 0);
     const char *name = getenv("SOFTGPU_NAME");
     snprintf(settings.name, sizeof(settings.name), "%s", name && *name ? name : "PhOS Software GPU");
+    const char *machine = getenv("SOFTGPU_MACHINE");
+    snprintf(settings.machine, sizeof(settings.machine), "%s", machine ? machine : "");
+    settings.machine[strcspn(settings.machine, " /")] = 0; /* it becomes part of a name in /proc/PID/maps */
 }
 
 const struct sg_settings *sg_settings(void)

@@ -35,6 +35,7 @@ struct sg_settings {
     int driver_version;
     unsigned threads;         /* host threads per kernel launch */
     unsigned toggle_ms;       /* least duration of a checkpoint and of a restore */
+    char machine[64];         /* processes with different values here do not see each other's memory in the account */
 };
 const struct sg_settings *sg_settings(void);
 void sg_log(const char *format, ...) __attribute__((format(printf, 1, 2))); /* one sentence on stderr */

@@ -1,0 +1,297 @@
+"""Streams, events, launches and graphs of the software GPU: order, asynchrony, simulated time, faults."""
+
+from __future__ import annotations
+
+from .softgpu_host import needs_softgpu, run
+
+pytestmark = needs_softgpu
+
+# A host function that holds a stream until `go` is set, and a way to queue it.
+HOLD = """
+start()
+go = threading.Event()
+hold_c = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: go.wait(20) and None)
+def hold(stream):
+    ok(cu.cuLaunchHostFunc(stream, cu.CUhostFn(_ptr=ctypes.addressof(hold_c)), 0))
+NOT_READY = E.CUDA_ERROR_NOT_READY
+p = ok(cu.cuMemAlloc(4096))
+ok(cu.cuMemsetD32(p, 0, 1024))
+ok(cu.cuCtxSynchronize())
+"""
+
+
+def test_the_legacy_stream_waits_for_blocking_streams_and_only_for_those() -> None:
+    run(
+        HOLD
+        + """
+blocking, free = ok(cu.cuStreamCreate(0)), ok(cu.cuStreamCreate(1))
+hold(blocking)
+ok(cu.cuMemsetD8Async(p, 1, 16, free))
+ok(cu.cuStreamSynchronize(free))            # not held up
+ok(cu.cuMemsetD8Async(p, 2, 16, 0))         # the legacy stream is
+assert cu.cuStreamQuery(0)[0] == NOT_READY
+ok(cu.cuMemsetD8Async(p, 3, 16, free))      # a non-blocking stream does not wait for it
+ok(cu.cuStreamSynchronize(free))
+other = ok(cu.cuStreamCreate(0))
+ok(cu.cuMemsetD8Async(p, 4, 16, other))     # a blocking one does
+assert cu.cuStreamQuery(other)[0] == NOT_READY
+go.set()
+ok(cu.cuStreamSynchronize(other))
+assert get(p, 1) == bytes([4])
+"""
+    )
+
+
+def test_events_order_streams_and_measure_time() -> None:
+    run(
+        HOLD
+        + """
+a, b = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))
+first, last = ok(cu.cuEventCreate(0)), ok(cu.cuEventCreate(0))
+ok(cu.cuEventRecord(first, a))
+hold(a)
+ok(cu.cuMemsetD8Async(p, 1, 16, a))
+ok(cu.cuEventRecord(last, a))
+ok(cu.cuStreamWaitEvent(b, last, 0))
+ok(cu.cuMemsetD8Async(p, 2, 16, b))
+time.sleep(0.05)
+assert cu.cuEventQuery(last)[0] == NOT_READY and cu.cuStreamQuery(b)[0] == NOT_READY
+assert cu.cuEventElapsedTime(first, last)[0] == NOT_READY
+go.set()
+ok(cu.cuStreamSynchronize(b))
+assert get(p, 1) == bytes([2])
+assert 40 < ok(cu.cuEventElapsedTime(first, last)) < 5000
+assert cu.cuEventDestroy(first)[0] == E.CUDA_SUCCESS and cu.cuEventDestroy(first)[0] == E.CUDA_ERROR_INVALID_HANDLE
+"""
+    )
+
+
+def test_copies_take_the_time_their_bandwidth_says_without_using_the_processor() -> None:
+    run(
+        """
+        start()
+        n = 8 * MIB
+        device, host = ok(cu.cuMemAlloc(n)), ok(cu.cuMemHostAlloc(n, 0))
+        streams = [ok(cu.cuStreamCreate(1)) for _ in range(3)]
+        def timed(*copies):
+            began, cpu = time.monotonic(), time.process_time()
+            for copy in copies: copy()
+            queued = time.monotonic() - began
+            ok(cu.cuCtxSynchronize())
+            return queued, time.monotonic() - began, time.process_time() - cpu
+        up = lambda i: lambda: ok(cu.cuMemcpyHtoDAsync(device, host, n, streams[i]))
+        down = lambda i: lambda: ok(cu.cuMemcpyDtoHAsync(host, device, n, streams[i]))
+        timed(up(0), down(1))  # threads and pages
+        queued, one, cpu = timed(up(0))
+        assert queued < 0.05 and 0.098 < one < 0.2 and cpu < 0.08, (queued, one, cpu)
+        assert 0.196 < timed(up(0), up(1))[1] < 0.32   # of one direction: one after the other
+        assert 0.098 < timed(up(0), down(1))[1] < 0.19  # of both: side by side
+        """,
+        SOFTGPU_COPY_BANDWIDTH="80M",
+    )
+
+
+def test_pageable_sources_may_change_as_soon_as_the_call_returns() -> None:
+    run(
+        HOLD
+        + """
+s = ok(cu.cuStreamCreate(1))
+source = bytearray(b"before")
+hold(s)
+ok(cu.cuMemcpyHtoDAsync(p, source, 6, s))
+source[:] = b"after!"
+go.set()
+ok(cu.cuStreamSynchronize(s))
+assert get(p, 6) == b"before"
+"""
+    )
+
+
+def test_launches_are_delayed_by_the_latency_set() -> None:
+    run(
+        """
+        start()
+        kernel, p, s = addn(), ok(cu.cuMemAlloc(64)), ok(cu.cuStreamCreate(1))
+        began = time.monotonic()
+        ok(launch(kernel, p, 1, 1, s))
+        assert time.monotonic() - began < 0.05
+        ok(cu.cuStreamSynchronize(s))
+        assert 0.1 <= time.monotonic() - began < 0.4
+        """,
+        SOFTGPU_LAUNCH_LATENCY=100000,
+    )
+
+
+def test_stream_memory_operations_wait_and_write() -> None:
+    run(
+        HOLD
+        + """
+a, b = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))
+ok(cu.cuStreamWaitValue32(a, p, 7, 1))
+ok(cu.cuMemsetD8Async(int(p) + 64, 9, 4, a))
+time.sleep(0.02)
+assert cu.cuStreamQuery(a)[0] == NOT_READY
+ok(cu.cuStreamWriteValue32(b, p, 7, 0))
+ok(cu.cuStreamSynchronize(a))
+assert get(int(p) + 64, 4) == bytes([9] * 4)
+"""
+    )
+
+
+def test_a_fault_in_a_kernel_is_named_and_sticks_to_its_context_only() -> None:
+    run(
+        """
+        start()
+        kernel, s = addn(), ok(cu.cuStreamCreate(0))
+        ok(launch(kernel, 0x1000, 1, 1, s))
+        assert cu.cuStreamSynchronize(s)[0] == E.CUDA_ERROR_ILLEGAL_ADDRESS
+        assert cu.cuMemGetInfo()[0] == E.CUDA_ERROR_ILLEGAL_ADDRESS
+        second = ok(cu.cuCtxCreate(None, 0, 0))
+        p = ok(cu.cuMemAlloc(16))
+        ok(cu.cuMemsetD8(p, 0, 16))
+        ok(launch(addn(), p, 4, 2))
+        assert words(p, 4) == [2] * 4
+        """,
+        error="0x1000",
+    )
+
+
+def test_bad_launches_are_refused_at_the_call() -> None:
+    run(
+        """
+        start()
+        kernel, p = addn(), ok(cu.cuMemAlloc(64))
+        bad = E.CUDA_ERROR_INVALID_VALUE
+        go = lambda grid, block, shared: cu.cuLaunchKernel(kernel, *grid, *block, shared, 0, arguments(p, 1, 1), 0)[0]
+        assert go((0, 1, 1), (1, 1, 1), 0) == bad and go((1, 1, 1), (1025, 1, 1), 0) == bad
+        assert go((1, 1, 1), (32, 32, 2), 0) == bad and go((1, 1, 1), (1, 1, 1), 50000) == bad
+        attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        ok(cu.cuFuncSetAttribute(kernel, attribute, 60000))
+        assert go((1, 1, 1), (1, 1, 1), 50000) == E.CUDA_SUCCESS
+        assert cu.cuLaunchKernel(cu.CUfunction(12345678), 1, 1, 1, 1, 1, 1, 0, 0, 0, 0)[0] == E.CUDA_ERROR_INVALID_HANDLE
+        ok(cu.cuCtxSynchronize())
+        """
+    )
+
+
+def test_threads_that_work_at_once_do_not_disturb_each_other() -> None:
+    run(
+        """
+        start()
+        kernel, context = addn(), ok(cu.cuCtxGetCurrent())
+        wrong = []
+        def work(seed):
+            ok(cu.cuCtxSetCurrent(context))
+            s = ok(cu.cuStreamCreate(1))
+            for _ in range(30):
+                p = ok(cu.cuMemAlloc(1024 * (1 + seed % 3) ** 6))
+                ok(cu.cuMemsetD32Async(p, seed, 200, s))
+                for _ in range(5): ok(launch(kernel, p, 200, 1, s))
+                ok(cu.cuStreamSynchronize(s))
+                if words(p, 200) != [seed + 5] * 200: wrong.append(seed)
+                ok(cu.cuMemFree(p))
+            ok(cu.cuStreamDestroy(s))
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+        for t in threads: t.start()
+        for t in threads: t.join()
+        assert not wrong
+        """
+    )
+
+
+CAPTURE = """
+start()
+kernel, p = addn(), ok(cu.cuMemAlloc(400))
+ok(cu.cuMemsetD32(p, 0, 100))
+MODE = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+a, b = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))
+e, f = ok(cu.cuEventCreate(2)), ok(cu.cuEventCreate(2))
+"""
+
+
+def test_a_capture_across_streams_becomes_a_graph_that_runs_again_and_again() -> None:
+    run(
+        CAPTURE
+        + """
+ok(cu.cuStreamBeginCapture(a, MODE))
+ok(launch(kernel, p, 100, 1, a))
+ok(cu.cuEventRecord(e, a))
+ok(cu.cuStreamWaitEvent(b, e, 0))
+ok(launch(kernel, p, 50, 10, b))
+ok(cu.cuMemsetD32Async(int(p) + 396, 7, 1, a))
+ok(cu.cuEventRecord(f, b))
+ok(cu.cuStreamWaitEvent(a, f, 0))
+ok(cu.cuMemcpyDtoDAsync(int(p) + 392, p, 4, a))
+info = ok(cu.cuStreamGetCaptureInfo(a))
+assert info[0] == cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
+assert cu.cuStreamQuery(a)[0] == E.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+graph = ok(cu.cuStreamEndCapture(a))
+ok(cu.cuStreamSynchronize(a))
+assert words(p, 100) == [0] * 100           # nothing ran
+nodes, count = ok(cu.cuGraphGetNodes(graph, 8))
+kinds = [ok(cu.cuGraphNodeGetType(n)).name.rsplit("_", 1)[1] for n in nodes[:count]]
+assert kinds == ["KERNEL", "KERNEL", "MEMSET", "MEMCPY"], kinds
+assert ok(cu.cuGraphGetRootNodes(graph, 8))[1] == 1
+assert ok(cu.cuGraphGetEdges(graph, 8))[3] == 4
+run = ok(cu.cuGraphInstantiate(graph, 0))
+ok(cu.cuGraphDestroy(graph))
+for _ in range(3): ok(cu.cuGraphLaunch(run, b))
+ok(cu.cuStreamSynchronize(b))
+assert words(p, 100) == [33] * 50 + [3] * 48 + [33, 7]
+"""
+    )
+
+
+def test_captures_that_go_wrong_say_how() -> None:
+    run(
+        CAPTURE
+        + """
+ok(cu.cuStreamBeginCapture(a, MODE))
+ok(cu.cuEventRecord(e, a))
+ok(cu.cuStreamWaitEvent(b, e, 0))
+ok(launch(kernel, p, 1, 1, b))
+assert cu.cuStreamEndCapture(a)[0] == E.CUDA_ERROR_STREAM_CAPTURE_UNJOINED
+assert ok(cu.cuStreamIsCapturing(b)) == cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+assert cu.cuStreamEndCapture(a)[0] == E.CUDA_ERROR_ILLEGAL_STATE
+blocking = ok(cu.cuStreamCreate(0))
+ok(cu.cuStreamBeginCapture(blocking, MODE))
+assert cu.cuMemsetD8Async(p, 0, 1, 0)[0] == E.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+assert cu.cuStreamEndCapture(blocking)[0] == E.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+assert cu.cuStreamBeginCapture(0, MODE)[0] == E.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+"""
+    )
+
+
+def test_graphs_are_built_by_hand_cloned_and_updated() -> None:
+    run(
+        CAPTURE
+        + """
+graph = ok(cu.cuGraphCreate(0))
+fill = cu.CUDA_MEMSET_NODE_PARAMS()
+fill.dst, fill.elementSize, fill.width, fill.height, fill.value = p, 4, 100, 1, 5
+first = ok(cu.cuGraphAddMemsetNode(graph, None, 0, fill, ok(cu.cuCtxGetCurrent())))
+k = cu.CUDA_KERNEL_NODE_PARAMS()
+k.func, k.gridDimX, k.gridDimY, k.gridDimZ, k.blockDimX, k.blockDimY, k.blockDimZ = kernel, 1, 1, 1, 128, 1, 1
+k.kernelParams = arguments(p, 100, 3)
+second = ok(cu.cuGraphAddKernelNode(graph, [first], 1, k))
+assert ok(cu.cuGraphNodeGetDependencies(second, 4))[2] == 1
+run_it = ok(cu.cuGraphInstantiate(graph, 0))
+ok(cu.cuGraphLaunch(run_it, a))
+k.kernelParams = arguments(p, 100, 30)
+ok(cu.cuGraphExecKernelNodeSetParams(run_it, second, k))
+ok(cu.cuStreamSynchronize(a))
+assert words(p, 100) == [8] * 100            # the launch before the update kept its parameters
+ok(cu.cuGraphLaunch(run_it, a))
+ok(cu.cuStreamSynchronize(a))
+assert words(p, 100) == [35] * 100
+clone = ok(cu.cuGraphClone(graph))
+twin = ok(cu.cuGraphNodeFindInClone(second, clone))
+assert ok(cu.cuGraphNodeGetType(twin)) == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+ok(cu.cuGraphNodeSetEnabled(run_it, second, 0))
+ok(cu.cuGraphLaunch(run_it, a))
+ok(cu.cuStreamSynchronize(a))
+assert words(p, 100) == [5] * 100
+assert cu.cuGraphAddDependencies(graph, [second], [first], None, 1)[0] == E.CUDA_SUCCESS
+assert cu.cuGraphInstantiate(graph, 0)[0] == E.CUDA_ERROR_INVALID_VALUE  # a cycle
+"""
+    )
