@@ -1,4 +1,4 @@
-/* Decoding of loads, stores and atomics. */
+/* Decoding of loads, stores, atomics and matrix instructions. */
 #include "ptx_parse.h"
 
 static uint32_t order_flags(const struct ptx_stmt *s) {
@@ -128,12 +128,71 @@ static bool decode_cp_async(struct ptx_parser *p, const struct ptx_stmt *s) {
     return true;
 }
 
+/* ldmatrix.sync.aligned.m8n8.x4{.trans}.shared.b16 {r, ...}, [p] */
+static bool decode_ldmatrix(struct ptx_parser *p, const struct ptx_stmt *s) {
+    ptx_need(p, s, 2);
+    uint32_t count = ptx_mod(s, "x1") ? 1 : ptx_mod(s, "x2") ? 2 : ptx_mod(s, "x4") ? 4 : 0, width;
+    if (!ptx_mod(s, "m8n8") || !ptx_mod(s, "b16") || count == 0) return false;
+    if (s->o[0].kind != PTX_O_VEC || s->o[0].count != count) ptx_fail(p, s->line, "ldmatrix.x%u needs a vector of %u registers", count, count);
+    struct ptx_ext *ext = ptx_alloc(p, sizeof *ext);
+    ext->count = count;
+    for (uint32_t i = 0; i < count; i++) {
+        const struct ptx_element *e = &s->o[0].v[i];
+        if (e->kind != PTX_O_REG || ptx_reg_width(e->type) != 4) ptx_fail(p, s->line, "ldmatrix needs registers of 32 bits");
+        ext->v[i] = e->slot;
+    }
+    int64_t addend;
+    enum ptx_space space = ptx_stmt_space(s);
+    int32_t a = ptx_address(p, &s->o[1], &addend, &width, &space);
+    struct ptx_ins *in = ptx_emit(p, PTX_LDMATRIX_OP);
+    in->a = a;
+    in->ext = ext;
+    in->imm = addend;
+    in->sub = (uint8_t)space;
+    in->aux = ptx_mod(s, "trans");
+    in->flags = (uint8_t)(width == 4 ? PTX_MEM_ADDRESS_32 : 0);
+    in->c = ptx_constant(p, PTX_FULL, 4);
+    return true;
+}
+
+/* mma.sync.aligned.m16n8k{8,16}.row.col.{f32,f16}.{f16,bf16}.{f16,bf16}.{f32,f16} d, a, b, c */
+static bool decode_mma(struct ptx_parser *p, const struct ptx_stmt *s) {
+    ptx_need(p, s, 4);
+    uint32_t k = ptx_mod(s, "m16n8k16") ? 16 : ptx_mod(s, "m16n8k8") ? 8 : 0, at = 0;
+    enum ptx_type dt = ptx_stmt_type(s, 0), t = ptx_stmt_type(s, 1), bt = ptx_stmt_type(s, 2), ct = ptx_stmt_type(s, 3);
+    if (k == 0 || !ptx_mod(s, "row") || !ptx_mod(s, "col") || (t != PTX_F16 && t != PTX_BF16) || bt != t || dt != ct || (dt != PTX_F32 && (dt != PTX_F16 || t != PTX_F16)))
+        return false;
+    uint32_t sums = dt == PTX_F32 ? 4 : 2, counts[4] = {k / 4, k / 8, sums, sums};
+    struct ptx_ext *ext = ptx_alloc(p, sizeof *ext);
+    for (uint32_t i = 0; i < 4; i++) {
+        const struct ptx_operand *o = &s->o[(i + 1) % 4]; /* a, b, c, then d */
+        uint32_t count = o->kind == PTX_O_VEC ? o->count : 1;
+        if (count != counts[i]) ptx_fail(p, s->line, "a factor of this product needs %u registers and has %u", counts[i], count);
+        for (uint32_t e = 0; e < count; e++) {
+            const struct ptx_element *r = o->kind == PTX_O_VEC ? &o->v[e] : &o->e;
+            bool reg = r->kind == PTX_O_REG && (o->kind == PTX_O_VEC || o->kind == PTX_O_REG);
+            if (i == 3 && (!reg || ptx_reg_width(r->type) != 4)) ptx_fail(p, s->line, "the result of a product needs registers of 32 bits");
+            if (i != 3 && o->kind != PTX_O_VEC && !reg) ptx_fail(p, s->line, "a factor of a product must be a register");
+            ext->v[at++] = i == 3 ? r->slot : ptx_source_element(p, r, i == 2 && dt == PTX_F32 ? PTX_F32 : PTX_B32);
+        }
+    }
+    struct ptx_ins *in = ptx_emit(p, PTX_MMA_OP);
+    in->ext = ext;
+    in->c = ptx_constant(p, PTX_FULL, 4);
+    in->type = (uint8_t)t;
+    in->sub = (uint8_t)dt;
+    in->aux = (uint8_t)k;
+    return true;
+}
+
 bool ptx_decode_memory(struct ptx_parser *p, const struct ptx_stmt *s) {
     struct ptx_str op = s->op;
     if (ptx_is(op, "ld") || ptx_is(op, "ldu")) return decode_ld_st(p, s, false);
     if (ptx_is(op, "st")) return decode_ld_st(p, s, true);
     if (ptx_is(op, "atom")) return decode_atomic(p, s, false);
     if (ptx_is(op, "red")) return decode_atomic(p, s, true);
+    if (ptx_is(op, "ldmatrix")) return decode_ldmatrix(p, s);
+    if (ptx_is(op, "mma")) return decode_mma(p, s);
     if (ptx_is(op, "cp")) return decode_cp_async(p, s);
     if (ptx_is(op, "prefetch") || ptx_is(op, "prefetchu") || ptx_is(op, "discard") || ptx_is(op, "pmevent") || ptx_is(op, "griddepcontrol") || ptx_is(op, "setmaxnreg")) {
         ptx_emit(p, PTX_NOP_OP);

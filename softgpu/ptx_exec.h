@@ -142,6 +142,10 @@ uint32_t ptx_compare_half(const struct ptx_ins *in, const void *a, const void *b
 uint32_t ptx_testp(const struct ptx_ins *in, const void *a);
 void ptx_int(const struct ptx_ins *in, void *d, const void *a, const void *b, const void *c, const void *e, uint32_t *carry, uint32_t m);
 
+/* ptx_mma.c: whole warps only */
+void ptx_mma(const struct ptx_frame *frame, const unsigned char *constants, const struct ptx_ins *in);
+int ptx_ldmatrix(struct ptx_worker *w, struct ptx_warp *warp, struct ptx_frame *frame, const struct ptx_ins *in);
+
 /* ptx_builtin.c */
 int ptx_builtin(struct ptx_worker *w, struct ptx_warp *warp, struct ptx_frame *frame, const struct ptx_ins *in, uint32_t m);
 

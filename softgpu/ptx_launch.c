@@ -19,7 +19,9 @@ struct ptx_shared_state {
 };
 
 static ptx_run_warp_fn choose(void) {
-#if defined(__x86_64__) && !defined(PTX_PORTABLE)
+#if defined(PTX_VARIANT) /* the tests try each */
+    return PTX_VARIANT;
+#elif defined(__x86_64__) && !defined(PTX_PORTABLE)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512cd"))
         return ptx_run_warp_v4;
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c")) return ptx_run_warp_v3;

@@ -350,6 +350,25 @@ def test_results_do_not_depend_on_the_number_of_host_threads() -> None:
     assert words(body, 96, 40, threads=1) == words(body, 96, 40, threads=4)
 
 
+def test_matrix_products_of_a_warp() -> None:
+    """A (16 x 16, rows) through ldmatrix, B (16 x 8, rows) through its transposing form, C = 1."""
+    rng = random.Random(3)
+    a, b = [rng.randint(-8, 8) for _ in range(256)], [rng.randint(-8, 8) for _ in range(128)]
+    memory = Buffer(struct.pack("<256e", *a) + struct.pack("<128e", *b))
+    body = """
+    .reg .f32 %c<4>; .shared .align 16 .b8 s[768]; mov.u32 %r2, s; mul.lo.u32 %r3, %r0, 16; add.u32 %r2, %r2, %r3; ld.param.u64 %d2, [m]; cvt.u64.u32 %d3, %r3; add.u64 %d2, %d2, %d3;
+    cp.async.cg.shared.global [%r2], [%d2], 16; setp.lt.u32 %p0, %r0, 16; @%p0 cp.async.cg.shared.global [%r2+512], [%d2+512], 16; cp.async.commit_group; cp.async.wait_group 0; bar.sync 0;
+    and.b32 %r4, %r0, 15; shl.b32 %r4, %r4, 5; shr.u32 %r5, %r0, 4; shl.b32 %r5, %r5, 4; add.u32 %r4, %r4, %r5; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r10, %r11, %r12, %r13}, [%r4];
+    and.b32 %r6, %r0, 15; shl.b32 %r6, %r6, 4; ldmatrix.sync.aligned.m8n8.x2.trans.shared::cta.b16 {%r14, %r15}, [%r6+512];
+    mov.f32 %f0, 0f3f800000; mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%c0, %c1, %c2, %c3}, {%r10, %r11, %r12, %r13}, {%r14, %r15}, {%f0, %f0, %f0, %f0};
+    shr.u32 %r7, %r0, 2; and.b32 %r8, %r0, 3; mul.lo.u32 %r7, %r7, 32; mad.lo.u32 %r7, %r8, 8, %r7; cvt.u64.u32 %d5, %r7; add.u64 %d6, %d0, %d5;
+    st.global.v2.f32 [%d6], {%c0, %c1}; st.global.v2.f32 [%d6+256], {%c2, %c3}; ret;
+    """
+    out = Buffer(512)
+    program(body, ", .param .u64 m").run("k", 1, 32, out, memory)
+    assert out.array(F32) == [1.0 + sum(a[r * 16 + i] * b[i * 8 + c] for i in range(16)) for r in range(16) for c in range(8)]
+
+
 # faults
 
 

@@ -89,6 +89,7 @@ def library() -> ctypes.CDLL:
     folder = Path(tempfile.mkdtemp(prefix="ptx-test-"))
     objects = []
     flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O2", "-fPIC", "-pthread"]
+    flags += os.environ.get("PTX_TEST_FLAGS", "").split()  # for example -DPTX_VARIANT=ptx_run_warp_base
     running = []
     for source in SOURCES:
         target = folder / (source.stem + ".o")
