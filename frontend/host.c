@@ -4,6 +4,7 @@
 #include "host.h"
 #include "blocks.h"
 #include "cleanup.h"
+#include "gate.h"
 #include "log.h"
 #include "memory.h"
 #include "runtime.h"
@@ -252,6 +253,8 @@ struct part {
 static void *register_part(void *argument)
 {
     struct part *part = argument;
+    if (part->first) /* a thread of its own, while the gate is closed */
+        phos_gate_exempt_self();
     for (size_t i = part->first; i < host_ranges.count; i += part->step) {
         struct host_memory *host = item(i);
         if (!host->absent)

@@ -139,6 +139,12 @@ static CUresult span_create(CUdevice device, size_t size, struct phos_span **out
     properties.allocFlags.gpuDirectRDMACapable = phos_devices[device].rdma;
     struct phos_block *block;
     CUresult result = phos_block_create(size, &properties, 0, PHOS_OWNER_FRONTEND, &block);
+    if (properties.allocFlags.gpuDirectRDMACapable &&
+        (result == CUDA_ERROR_NOT_SUPPORTED || result == CUDA_ERROR_INVALID_VALUE)) {
+        /* The device says it can, its surroundings (a virtual machine, MIG) say no. */
+        properties.allocFlags.gpuDirectRDMACapable = 0;
+        result = phos_block_create(size, &properties, 0, PHOS_OWNER_FRONTEND, &block);
+    }
     if (result != CUDA_SUCCESS)
         return result;
     result = span_map(block, PHOS_SPAN_LARGE, out);

@@ -92,7 +92,10 @@ class Connection:
                 return envelope, descriptors
 
     def close(self) -> None:
-        self.peer.shutdown(socket.SHUT_RDWR)
+        try:
+            self.peer.shutdown(socket.SHUT_RDWR)
+        except OSError:  # it ended by itself just now
+            pass
 
     def _read(self) -> None:
         while True:
@@ -283,7 +286,19 @@ def start(device=0):
     ok(cu.cuInit(0))
     context = ok(cu.cuDevicePrimaryCtxRetain(ok(cu.cuDeviceGet(device))))
     ok(cu.cuCtxSetCurrent(context))
+    # A program that ends at once may end before the control thread got to run, and phosd never hears of it.
+    while os.environ.get("PHOS_TEST_WAIT") and not connected():
+        time.sleep(0.001)
     return context
+
+def connected():
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if os.readlink("/proc/self/fd/" + name).startswith("socket:"):
+                return True
+        except OSError:
+            pass
+    return False
 
 def fill(pointer, size, value):
     ok(cu.cuMemsetD8(pointer, value, size))
@@ -308,7 +323,9 @@ class Program:
         socket_path = phosd.path if isinstance(phosd, FakePhosd) else phosd
         self.process = subprocess.Popen(
             [sys.executable, "-c", PRELUDE + textwrap.dedent(body)],
-            env=environment_for(socket_path) | environment,
+            env=environment_for(socket_path)
+            | ({"PHOS_TEST_WAIT": "1"} if isinstance(phosd, FakePhosd) else {})
+            | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

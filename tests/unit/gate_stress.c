@@ -136,7 +136,7 @@ static void straggler(void)
     check(!phos_gate_close(20000000, &who, pump), "the gate closed over a thread inside");
     check(who.entry == 77 && who.tid > 0 && who.tid != (int32_t)getpid(), "the straggler was not named");
     check(!phos_gate_is_closed(), "the gate stayed closed after a failure");
-    check(pumped > 10, "nothing was pumped while waiting");
+    check(pumped > 0, "nothing was pumped while waiting");
     atomic_store(&leave_now, true);
     check(phos_gate_close(5000000000u, &who, NULL), "the gate could not be closed after the straggler left");
     pthread_join(thread, NULL);

@@ -81,7 +81,7 @@ while True:
     say(__import__("json").dumps(answer))
 """
 
-POOLS = False
+POOLS = True
 
 SIZES = st.one_of(
     st.integers(1, 5000),
