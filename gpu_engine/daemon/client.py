@@ -8,8 +8,8 @@ another status.
 from __future__ import annotations
 
 import os
+import select
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -56,32 +56,51 @@ def ensure(path: Path | None = None) -> None:
     except DaemonUnavailable:
         pass
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    with open(log_file(path), "ab") as log:
-        environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "phos.gpu_engine.daemon", "--socket", str(path)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-            env=environment,
-            cwd="/",
-        )
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    lifeline = _start_orphan(
+        [sys.executable, "-m", "phos.gpu_engine.daemon", "--socket", str(path)], environment, log_file(path)
+    )
     deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        try:
-            connect(path).close()
-            return
-        except DaemonUnavailable:
-            if process.poll() not in (None, 0):
-                try:
-                    connect(path).close()  # another one was started at the same moment, and won
-                    return
-                except DaemonUnavailable:
+    try:
+        while time.monotonic() < deadline:
+            ended = bool(select.select([lifeline], [], [], 0.01)[0])
+            try:
+                connect(path).close()  # if ours has ended: another was started at the same moment, and won
+                return
+            except DaemonUnavailable:
+                if ended:
                     break
-            time.sleep(0.01)
+    finally:
+        os.close(lifeline)
     tail = log_file(path).read_text(errors="replace").strip().splitlines()[-3:]
     raise DaemonUnavailable(f"phosd could not be started at {path}: {' '.join(tail)} (log: {log_file(path)})")
+
+
+def _start_orphan(command: list[str], environment: dict[str, str], log: Path) -> int:
+    """Start a program that is nobody's child. Returns a descriptor that reads end of file when it has ended.
+
+    ``phos-gpu run`` becomes the application: were phosd its child, CRIU would dump phosd as part of the application.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        if os.fork() == 0:
+            try:
+                os.set_inheritable(write_end, True)
+                null = os.open(os.devnull, os.O_RDONLY)
+                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                os.dup2(null, 0)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                os.chdir("/")
+                os.execve(command[0], command, environment)
+            finally:
+                os._exit(127)
+        os._exit(0)
+    os.close(write_end)
+    os.waitpid(child, 0)
+    return read_end
 
 
 def request(path: Path | None, descriptors: list[int] | None = None, **body: object) -> wire_pb2.Envelope:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, toggle
@@ -101,6 +102,8 @@ class EagerRestore:
         self._gpu_pairs: dict[str, str] = {}
         self._ordinals: dict[int, int] = {}
         inventory = self._image.inventory
+        self._gated_pids = {process.pid for process in inventory.processes if process.under_frontend}
+        self._waiting_for = len(inventory.processes)
         self.processes = [
             RestoredProcess(
                 message=process,
@@ -210,8 +213,11 @@ class EagerRestore:
         except DriverError as error:
             self.fail(f"The driver could not restore process {pid}: {error}")
             return
-        with self._lock:
-            self._driver_ready.add(pid)
+        if _namespace_pid(pid) in self._gated_pids:
+            with self._lock:
+                self._driver_ready.add(pid)
+        else:
+            self._computes()  # without the frontend nothing else has to come back
 
     def ready(self, pid: int) -> bool:
         """Whether the frontend in ``pid`` may attach now."""
@@ -219,10 +225,16 @@ class EagerRestore:
             return pid in self._driver_ready and self._loaded.is_set() and self.state in ("loaded", "attached")
 
     def attached(self, pid: int) -> None:
-        """A process computes again."""
+        """A process under the frontend computes again."""
         with self._lock:
             self._driver_ready.discard(pid)
-            if not self._driver_ready and self.state == "loaded":
+        self._computes()
+
+    def _computes(self) -> None:
+        self._loaded.wait()
+        with self._lock:
+            self._waiting_for -= 1
+            if self._waiting_for == 0 and self.state == "loaded":
                 self.state = "attached"
 
     def fail(self, reason: str) -> None:
@@ -243,3 +255,14 @@ class EagerRestore:
         """Nobody will ask any more: stop loading and let the directory go."""
         self._cancelled.set()
         self._loaded.wait()
+
+
+def _namespace_pid(pid: int) -> int:
+    """A process's pid in its own pid namespace, which is the one that CRIU restores and the image names."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    except OSError:
+        pass
+    return pid

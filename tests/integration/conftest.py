@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.site import Site
+from tests.integration.site import Site, become_reaper
 
 
 @pytest.fixture
@@ -17,6 +17,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
     if os.geteuid() != 0:
         pytest.fail("the integration tests need root, because CRIU does")
     # Socket paths are limited to 107 bytes; pytest's own folders are longer than half of that.
+    become_reaper()
     made = Site(tmp_path)
     try:
         yield made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -42,6 +43,7 @@ class Program:
         return next((line.split()[1] for line in self.lines() if line.startswith("RESULT")), None)
 
     def alive(self) -> bool:
+        reap()
         try:
             return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
@@ -70,6 +72,26 @@ class Program:
         return found
 
 
+def become_reaper() -> None:
+    """What CRIU restores, and what loses its parent, becomes this process's child, so that its end frees its pid."""
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def reap() -> None:
+    """Collect ended children that no Popen object waits for."""
+    for child in psutil.Process().children():
+        try:
+            if child.status() == psutil.STATUS_ZOMBIE and child.pid not in _started:
+                os.waitpid(child.pid, os.WNOHANG)
+        except (psutil.NoSuchProcess, ChildProcessError):
+            pass
+
+
+_started: set[int] = set()
+"""Pids of Popen objects that have not been waited for; of this process's one thread."""
+
+
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
     """Wait for a condition; fail with its description."""
     deadline = time.monotonic() + seconds
@@ -91,6 +113,7 @@ class Site:
             **os.environ,
             "PHOS_SOCKET": str(self.folder / "run" / "phosd.sock"),
             "PHOS_DEVICE": "software",
+            "PHOS_PYTHON": sys.executable,
             "PHOS_TEST_SITE": str(self.folder),
             "SOFTGPU_MEMORY": "2G",
             **self.environment,
@@ -132,6 +155,7 @@ class Site:
                 start_new_session=True,
                 cwd=self.folder,
             )
+        _started.add(process.pid)
         program = Program(process, output)
         self.programs.append(program)
         return program
@@ -155,8 +179,34 @@ class Site:
         if check:
             assert result.returncode == 0, f"{result.stdout}{result.stderr}{self.errors(image / 'dump.log')}"
             if "--leave-running" not in options:
-                program.process.wait(PATIENCE)
+                self.gone(program)
         return result
+
+    def gone(self, program: Program) -> None:
+        """Wait until a program and its children have ended and their pids are free: CRIU restores under the same."""
+        program.process.poll()
+        _started.discard(program.pid)
+        wait_until(lambda: not program.alive() and not self._zombies(), f"the end of process {program.pid}")
+
+    @staticmethod
+    def _zombies() -> bool:
+        reap()
+        return any(
+            child.status() == psutil.STATUS_ZOMBIE and child.pid not in _started
+            for child in psutil.Process().children()
+        )
+
+    def background(self, *words: str, **changes: str) -> subprocess.Popen[bytes]:
+        """Start one of our commands and go on."""
+        process = subprocess.Popen(
+            [str(launcher(words[0])), *words[1:]],
+            env={**self.environment, **changes},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        _started.add(process.pid)
+        return process
 
     def restore(
         self, image: Path, *options: str, check: bool = True, **changes: str
@@ -223,6 +273,8 @@ class Site:
                 pass
         for program in self.programs:
             program.process.poll()
+            _started.discard(program.pid)
+        reap()
 
 
 def phos_home() -> Path:

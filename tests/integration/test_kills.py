@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from phos.gpu_engine.installation import launcher
 from tests.integration.site import Program, Site, wait_until
 
 OPTIONS = ("--iterations", "60", "--iteration-seconds", "0.03")
@@ -20,14 +19,8 @@ SLOW = {"SOFTGPU_TOGGLE_MS": "300"}
 
 def begin_dump(site: Site, program: Program, image: Path, *options: str) -> subprocess.Popen[bytes]:
     """criu dump in the background."""
-    return subprocess.Popen(
-        [str(launcher("criu")), "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log",
-         "-v4", *options],
-        env=site.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    words = ["criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4"]
+    return site.background(*words, *options)
 
 
 def criu_processes(site: Site) -> list[int]:
@@ -41,7 +34,7 @@ def criu_processes(site: Site) -> list[int]:
 
 
 def expected_result(site: Site) -> str:
-    return site.example("stencil", *OPTIONS, under=False).wait_result()
+    return site.example("stencil", *OPTIONS[:2], under=False).wait_result()
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.15, 0.3, 0.45, 0.6, 0.9])
@@ -94,7 +87,7 @@ def test_application_is_killed_while_dumping(site: Site, delay: float) -> None:
     except ProcessLookupError:
         pass
     status = dump.wait(60)
-    program.process.wait(30)
+    site.gone(program)
     wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
     whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
     assert whole == (status == 0)
@@ -136,13 +129,8 @@ def test_phosd_is_killed_while_restoring(site: Site, delay: float) -> None:
     site.dump(program, image)
     before = program.output.read_bytes()
     daemon = site.daemon_pid()
-    restore = subprocess.Popen(
-        [str(launcher("criu")), "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4"],
-        env=site.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    words = ["criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4"]
+    restore = site.background(*words)
     time.sleep(delay)
     os.kill(daemon, signal.SIGKILL)
     status = restore.wait(60)

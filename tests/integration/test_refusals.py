@@ -15,7 +15,7 @@ from phos.gpu_engine.errors import ExitStatus
 from tests.integration.site import Program, Site, wait_until
 
 ENDLESS = ("--iterations", "100000", "--iteration-seconds", "0.01")
-SHORT = ("--iterations", "20", "--iteration-seconds", "0.02")
+SHORT = ("--iterations", "40", "--iteration-seconds", "0.04")
 
 
 def endless(site: Site, **changes: str) -> Program:
@@ -27,7 +27,7 @@ def endless(site: Site, **changes: str) -> Program:
 
 def dumped(site: Site) -> tuple[Program, Path, str]:
     """A dumped and killed program, its image, and the result it has to reach."""
-    expected = site.example("stencil", *SHORT, under=False).wait_result()
+    expected = site.example("stencil", *SHORT[:2], under=False).wait_result()
     program = site.example("stencil", *SHORT)
     program.wait_iterations(5)
     image = site.image()
@@ -131,13 +131,7 @@ def test_criu_fails_after_the_gpu_was_detached(site: Site, tmp_path: Path) -> No
 
 def test_second_checkpoint_while_one_is_in_progress_is_refused(site: Site) -> None:
     program = endless(site, SOFTGPU_TOGGLE_MS="1500")
-    first = subprocess.Popen(
-        ["sh", "-c", 'exec "$@"', "sh", *_dump_words(program, site.image("first"))],
-        env=site.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    first = site.background(*_dump_words(program, site.image("first")))
     wait_until(lambda: site.status()["processes"][0]["state"] != "running", "the first to have begun")
     second = site.dump(program, site.image("second"), "--leave-running", check=False)
     assert second.returncode != 0
@@ -147,10 +141,8 @@ def test_second_checkpoint_while_one_is_in_progress_is_refused(site: Site) -> No
 
 
 def _dump_words(program: Program, image: Path) -> list[str]:
-    from phos.gpu_engine.installation import launcher
-
     return [
-        str(launcher("criu")), "dump", "--lib", "phos", "--leave-running",
+        "criu", "dump", "--lib", "phos", "--leave-running",
         "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4",
     ]  # fmt: skip
 
