@@ -8,6 +8,7 @@ one it finds at restore.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -97,6 +98,7 @@ class Program:
         self.errors = self.folder / f"{self.name}.stderr"
         self._child: subprocess.Popen[bytes] | None = None
         self._errors_size = 0
+        self._tree: list[int] = []
         self.pid = 0
 
     def start(self) -> Program:
@@ -171,8 +173,12 @@ class Program:
         if len(self.lines()) < start + count:
             raise ProcessError(f"{self.name} ended instead of computing on.{self._tail()}")
 
+    def before_dump(self) -> None:
+        """Note which processes belong to it: once the dump has killed them, nobody can tell."""
+        self._tree = descendants(self.pid)
+
     def dumped(self, killed: bool) -> None:
-        """Note that the process has been dumped; reap it if the dump killed it."""
+        """Note that the process has been dumped; reap it and its descendants if the dump killed them."""
         self._errors_size = self.errors.stat().st_size
         if killed:
             self.reap()
@@ -183,8 +189,11 @@ class Program:
 
     def kill(self) -> None:
         """End the process, if it is there, and reap it."""
-        if self.pid and self.alive():
-            os.kill(self.pid, signal.SIGKILL)
+        if self.pid:
+            self._tree = descendants(self.pid)
+            for pid in (self.pid, *self._tree):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self.reap()
 
     def reap(self, timeout: float = 60.0) -> None:
@@ -195,11 +204,11 @@ class Program:
                 if self._child.poll() is None and not self.alive():
                     continue
             else:
-                try:
-                    os.waitpid(self.pid, os.WNOHANG)
-                except ChildProcessError:
-                    pass  # never ours, or reaped already
-            if not os.path.exists(f"/proc/{self.pid}"):
+                reap_orphan(self.pid)
+            for pid in self._tree:
+                reap_orphan(pid)
+            if not any(os.path.exists(f"/proc/{pid}") for pid in (self.pid, *self._tree)):
+                self._tree = []
                 return
             if time.monotonic() > end:
                 raise ProcessError(f"Process {self.pid} ({self.name}) did not go away within {timeout:.0f} s.")
@@ -211,6 +220,22 @@ class Program:
         wait_until(lambda: not self.alive(), 60, f"{self.name} to exit")
         self.reap()
         return [line for line in self.lines() if not line.startswith("#")]
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the children of a process, their children, and so on."""
+    found: list[int] = []
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in listing.read_text().split():
+                found += [int(child), *descendants(int(child))]
+    return found
+
+
+def reap_orphan(pid: int) -> None:
+    """Collect the end of a process that became our child (see adopt_orphans), if it is one and has ended."""
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
 
 
 def log_errors(folder: Path, name: str) -> str:
@@ -260,6 +285,7 @@ def criu_dump(
         arguments += ["--timeout", "600"]  # the launcher sets the same for dumps with the plugin
     if leave_running:
         arguments.append("--leave-running")
+    program.before_dump()
     try:
         seconds, _ = command(arguments, timeout)
     except ProcessError as error:
@@ -359,10 +385,7 @@ def stop_daemon() -> None:
     os.kill(pid, signal.SIGTERM)
 
     def gone() -> bool:
-        try:
-            os.waitpid(pid, os.WNOHANG)  # adopted: see adopt_orphans()
-        except ChildProcessError:
-            pass
+        reap_orphan(pid)
         return not os.path.exists(f"/proc/{pid}")
 
     wait_until(gone, 30, "phosd to end")

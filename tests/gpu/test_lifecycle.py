@@ -85,6 +85,7 @@ def test_the_phos_gpu_commands_do_the_same(start: Starter, image: Path) -> None:
     """`phos-gpu checkpoint` and `phos-gpu restore` in place of criu's command lines."""
     program = start(example("struct_argument", "--iteration-seconds", "0.1"))
     program.wait_for("^ITERATION 5 ")
+    program.before_dump()
     process.command([PHOS_GPU, "checkpoint", str(program.pid), str(image)], 120)
     program.dumped(killed=True)
     subprocess.run([PHOS_GPU, "verify", str(image)], check=True, timeout=60, stdin=subprocess.DEVNULL)
