@@ -1,5 +1,6 @@
 """Control flow, exchange between threads, memory and faults of the PTX interpreter, with PTX written by hand."""
 
+# ruff: noqa: E501, E741, PT018
 from __future__ import annotations
 
 import ctypes
@@ -42,7 +43,15 @@ def program(body: str, extra: str = "", before: str = "") -> Module:
     return Module(HEADER + before + f".visible .entry k(.param .u64 o{extra}) {{" + PROLOGUE + body + "}")
 
 
-def words(body: str, block: int = 32, grid: int = 1, extra: str = "", before: str = "", arguments: tuple = (), **options: object) -> list[int]:
+def words(
+    body: str,
+    block: int = 32,
+    grid: int = 1,
+    extra: str = "",
+    before: str = "",
+    arguments: tuple = (),
+    **options: object,
+) -> list[int]:
     out = Buffer(4 * block * grid)
     program(body, extra, before).run("k", grid, block, out, *arguments, **options)
     return out.array(U32)
@@ -93,7 +102,10 @@ def test_random_control_flow_graphs_agree_with_one_thread_at_a_time() -> None:
     rng = random.Random(5)
     for _ in range(25):
         blocks = rng.randint(3, 9)
-        plan = [(rng.randrange(blocks + 1), rng.randrange(blocks + 1), rng.choice([3, 5, 7]), rng.randrange(3)) for _ in range(blocks)]
+        plan = [
+            (rng.randrange(blocks + 1), rng.randrange(blocks + 1), rng.choice([3, 5, 7]), rng.randrange(3))
+            for _ in range(blocks)
+        ]
         body = "mov.u32 %r2, %r0; mov.u32 %r3, 0;\n"
         for i, (yes, no, divisor, bias) in enumerate(plan):
             body += f"L{i}: add.u32 %r3, %r3, 1; setp.gt.u32 %p1, %r3, 60; @%p1 bra L{blocks};\n"
@@ -366,7 +378,9 @@ def test_matrix_products_of_a_warp() -> None:
     """
     out = Buffer(512)
     program(body, ", .param .u64 m").run("k", 1, 32, out, memory)
-    assert out.array(F32) == [1.0 + sum(a[r * 16 + i] * b[i * 8 + c] for i in range(16)) for r in range(16) for c in range(8)]
+    assert out.array(F32) == [
+        1.0 + sum(a[r * 16 + i] * b[i * 8 + c] for i in range(16)) for r in range(16) for c in range(8)
+    ]
 
 
 # faults
@@ -417,10 +431,23 @@ def test_assertions_say_what_failed_where() -> None:
 
 
 def test_unknown_instructions_only_matter_when_executed() -> None:
-    assert words("setp.eq.u32 %p0, %r0, 99; @%p0 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32; st.global.u32 [%d1], 3; ret;") == [3] * 32
+    assert (
+        words(
+            "setp.eq.u32 %p0, %r0, 99; @%p0 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r1], 32; st.global.u32 [%d1], 3; ret;"
+        )
+        == [3] * 32
+    )
 
 
-@pytest.mark.parametrize("grid, block, shared, want", [(1, 1025, 0, INVALID_VALUE), (0, 32, 0, INVALID_VALUE), (1, 32, 1 << 20, INVALID_VALUE), (1, 96, 0, OUT_OF_RESOURCES)])
+@pytest.mark.parametrize(
+    "grid, block, shared, want",
+    [
+        (1, 1025, 0, INVALID_VALUE),
+        (0, 32, 0, INVALID_VALUE),
+        (1, 32, 1 << 20, INVALID_VALUE),
+        (1, 96, 0, OUT_OF_RESOURCES),
+    ],
+)
 def test_launches_that_cannot_be(grid: int, block: int, shared: int, want: int) -> None:
     m = Module(HEADER + ".visible .entry k() .maxntid 64, 1, 1 { ret; }")
     assert m.launch("k", grid, block, shared=shared)[0] == want

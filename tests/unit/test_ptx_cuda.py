@@ -1,5 +1,6 @@
 """CUDA C kernels on the PTX interpreter: the checked-in PTX of ptx/kernels.cu, and the same source through NVRTC where it is installed."""
 
+# ruff: noqa: E501, E402
 from __future__ import annotations
 
 import ctypes
@@ -86,7 +87,9 @@ def test_mathematical_functions(module: Module) -> None:
     for v, single, double in zip(x, y.array(F32), z.array(F64), strict=True):
         want = math.sin(v) + math.exp(-v) * math.log(1 + v * v) + math.tanh(v) + 2.5**v
         assert single == pytest.approx(want, rel=1e-5, abs=2e-5)
-        assert double == pytest.approx(math.sqrt(v * v + 1) / 3 + math.exp(v / 10) + math.copysign(abs(v) ** (1 / 3), v), rel=1e-13)
+        assert double == pytest.approx(
+            math.sqrt(v * v + 1) / 3 + math.exp(v / 10) + math.copysign(abs(v) ** (1 / 3), v), rel=1e-13
+        )
 
 
 def test_switches(module: Module) -> None:
@@ -133,7 +136,9 @@ def test_pointer_chasing(module: Module) -> None:
 def test_printf() -> None:
     pytest.importorskip("cuda.bindings.nvrtc")
     try:
-        text = compile_cuda('extern "C" __global__ void k(double x) { printf("%s %d %5.2f %llx %c%%\\n", "lane", threadIdx.x, x, 1ull << 40, 65); }')
+        text = compile_cuda(
+            'extern "C" __global__ void k(double x) { printf("%s %d %5.2f %llx %c%%\\n", "lane", threadIdx.x, x, 1ull << 40, 65); }'
+        )
     except RuntimeError:
         pytest.skip("NVRTC is not installed")
     printed: list[str] = []

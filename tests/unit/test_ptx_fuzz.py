@@ -1,4 +1,4 @@
-"""Hostile texts: the PTX front end never crashes, reads past its text, or runs past a register; under ASan and UBSan."""
+"""Hostile texts: no crash, no read past the text, no write past a register; under ASan and UBSan."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 
 HERE = Path(__file__).parent / "ptx"
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = float(os.environ.get("PTX_FUZZ_SECONDS", "10"))
-FLAGS = "-std=gnu11 -D_GNU_SOURCE= -DPTX_PORTABLE -O1 -g -pthread -fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=alignment".split()
+SECONDS = float(os.environ.get("PTX_FUZZ_SECONDS", "8"))
+FLAGS = ["-std=gnu11", "-D_GNU_SOURCE=", "-DPTX_PORTABLE", "-O1", "-g", "-pthread"]
+FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=alignment"]
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +51,20 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_mutated_texts_neither_crash_the_loader_nor_the_interpreter(harness: Path, corpus: list[str], seed: int, tmp_path: Path) -> None:
-    done = subprocess.run([str(harness), str(SECONDS), str(seed), *corpus[seed - 1 :: 2]], cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS + 60)
+def test_mutated_texts_neither_crash_the_loader_nor_the_interpreter(
+    harness: Path, corpus: list[str], seed: int, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [str(harness), str(SECONDS), str(seed), *corpus[seed - 1 :: 2]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS + 60,
+        check=False,
+    )
     crash = tmp_path / "crash.ptx"
-    assert done.returncode == 0, done.stderr[-3000:] + (crash.read_text(errors="replace")[-2000:] if crash.exists() else "")
+    assert done.returncode == 0, done.stderr[-3000:] + (
+        crash.read_text(errors="replace")[-2000:] if crash.exists() else ""
+    )
     tried, loaded, ran = (int(part.split()[0]) for part in done.stdout.split(",")[:3])
-    assert tried > 500 and loaded > 50 and ran > 10, done.stdout
+    assert min(tried // 500, loaded // 50, ran // 10) > 0, done.stdout

@@ -1,5 +1,6 @@
 """Each arithmetic instruction of the PTX interpreter against Python's integers and struct's floats."""
 
+# ruff: noqa: E501, E731, PLR0124, PT018, SIM201
 from __future__ import annotations
 
 import ctypes
@@ -57,7 +58,10 @@ def kernel(instruction: str, d: str, operands: list[str]) -> str:
     def width(t: str) -> str:
         return {"f16x2": "32", "bf16x2": "32", "bf16": "16"}.get(t, t.lstrip("usbf"))
 
-    lines = [".visible .entry k(.param .u64 o, " + ", ".join(f".param .u64 p{i}" for i in range(len(operands))) + ")", "{"]
+    lines = [
+        ".visible .entry k(.param .u64 o, " + ", ".join(f".param .u64 p{i}" for i in range(len(operands))) + ")",
+        "{",
+    ]
     lines += [".reg .b16 %h<9>; .reg .b32 %r<9>; .reg .b64 %d<20>; .reg .b32 %t<4>; .reg .b64 %q<4>; .reg .pred %p<4>;"]
     lines += ["mov.u32 %t0, %tid.x; mad.lo.u32 %t0, %ctaid.x, 32, %t0; mul.wide.u32 %q0, %t0, 8;"]
     text = instruction
@@ -96,7 +100,9 @@ Case = tuple[str, str, list[str], Callable[..., int]]
 def integer_cases() -> list[Case]:
     cases: list[Case] = []
 
-    def add(name: str, t: str, function: Callable[..., int], count: int = 2, d: str | None = None, last: str | None = None) -> None:
+    def add(
+        name: str, t: str, function: Callable[..., int], count: int = 2, d: str | None = None, last: str | None = None
+    ) -> None:
         kinds = [t] * (count - 1) + [last or t] if count > 1 else [last or t]
         names = ", ".join("{" + n + "}" for n in "abce"[:count])
         cases.append((f"{name} {{d}}, {names}", d or t, kinds, function))
@@ -117,7 +123,7 @@ def integer_cases() -> list[Case]:
         add(f"max.{t}", t, lambda a, b, v=v: max(v(a), v(b)))
         add(f"sad.{t}", t, lambda a, b, c, v=v: abs(v(a) - v(b)) + c, 3)
         add(f"shr.{t}", t, lambda a, b, v=v: v(a) >> min(b & 0xFFFFFFFF, 200), 2, last="u32")
-        quotient = lambda a, b, v=v: (abs(v(a)) // abs(v(b))) * (1 if (v(a) < 0) == (v(b) < 0) else -1) if v(b) else -1  # noqa: E731
+        quotient = lambda a, b, v=v: (abs(v(a)) // abs(v(b))) * (1 if (v(a) < 0) == (v(b) < 0) else -1) if v(b) else -1
         add(f"div.{t}", t, quotient)
         add(f"rem.{t}", t, lambda a, b, v=v, q=quotient: v(a) - q(a, b) * v(b) if v(b) else v(a))
         if w < 64:
@@ -139,9 +145,16 @@ def integer_cases() -> list[Case]:
         add(f"clz.b{w}", f"b{w}", lambda a, m=m, w=w: w - (a & m).bit_length(), 1, d="u32")
         add(f"brev.b{w}", f"b{w}", lambda a, m=m, w=w: int(f"{a & m:0{w}b}"[::-1], 2), 1)
         add(f"bfind.u{w}", f"u{w}", lambda a, m=m: (a & m).bit_length() - 1, 1, d="u32")
-        find = lambda a, w=w: (~signed(a, w) if signed(a, w) < 0 else signed(a, w)).bit_length() - 1  # noqa: E731
+        find = lambda a, w=w: (~signed(a, w) if signed(a, w) < 0 else signed(a, w)).bit_length() - 1
         add(f"bfind.s{w}", f"s{w}", find, 1, d="u32")
-        cases.append((f"bfe.u{w} {{d}}, {{a}}, {{b}}, {{c}}", f"u{w}", [f"u{w}", "u32", "u32"], lambda a, b, c, m=m: (a & m) >> (b & 255) & ((1 << (c & 255)) - 1)))
+        cases.append(
+            (
+                f"bfe.u{w} {{d}}, {{a}}, {{b}}, {{c}}",
+                f"u{w}",
+                [f"u{w}", "u32", "u32"],
+                lambda a, b, c, m=m: (a & m) >> (b & 255) & ((1 << (c & 255)) - 1),
+            )
+        )
 
         def bfe_signed(a: int, b: int, c: int, w: int = w) -> int:
             b, c, x = b & 255, c & 255, signed(a, w)
@@ -155,7 +168,7 @@ def integer_cases() -> list[Case]:
             return (b & ~mask) | (a << c & mask)
 
         cases.append((f"bfi.b{w} {{d}}, {{a}}, {{b}}, {{c}}, {{e}}", f"b{w}", [f"b{w}", f"b{w}", "u32", "u32"], bfi))
-    both = lambda a, b: (b & 0xFFFFFFFF) << 32 | (a & 0xFFFFFFFF)  # noqa: E731
+    both = lambda a, b: (b & 0xFFFFFFFF) << 32 | (a & 0xFFFFFFFF)
     add("shf.l.wrap.b32", "b32", lambda a, b, c: both(a, b) << (c & 31) >> 32, 3)
     add("shf.r.wrap.b32", "b32", lambda a, b, c: both(a, b) >> (c & 31), 3)
     add("shf.l.clamp.b32", "b32", lambda a, b, c: both(a, b) << min(c & 0xFFFFFFFF, 32) >> 32, 3)
@@ -179,10 +192,10 @@ def integer_cases() -> list[Case]:
         return r
 
     add("prmt.b32", "b32", prmt, 3)
-    byte = lambda x, i: signed(x >> 8 * i, 8)  # noqa: E731
+    byte = lambda x, i: signed(x >> 8 * i, 8)
     add("dp4a.s32.s32", "s32", lambda a, b, c: c + sum(byte(a, i) * byte(b, i) for i in range(4)), 3)
     add("dp4a.u32.u32", "u32", lambda a, b, c: c + sum((a >> 8 * i & 255) * (b >> 8 * i & 255) for i in range(4)), 3)
-    clamp = lambda x: max(-(1 << 31), min((1 << 31) - 1, x))  # noqa: E731
+    clamp = lambda x: max(-(1 << 31), min((1 << 31) - 1, x))
     add("add.sat.s32", "s32", lambda a, b: clamp(signed(a, 32) + signed(b, 32)))
     add("sub.sat.s32", "s32", lambda a, b: clamp(signed(a, 32) - signed(b, 32)))
     add("mul24.lo.u32", "u32", lambda a, b: (a & 0xFFFFFF) * (b & 0xFFFFFF))
@@ -197,11 +210,40 @@ def integer_cases() -> list[Case]:
             tw = int(target[1:])
             low, high = (-(1 << tw - 1), (1 << tw - 1) - 1) if target[0] == "s" else (0, (1 << tw) - 1)
             if source != target:
-                cases.append((f"cvt.sat.{target}.{source} {{d}}, {{a}}", target, [held], lambda a, f=value, low=low, high=high: max(low, min(high, f(a)))))
-    cases.append(("{ add.cc.u32 {d}, {a}, {b}; addc.u32 {d}, {c}, {e}; }", "u32", ["u32"] * 4, lambda a, b, c, e: c + e + ((a & 0xFFFFFFFF) + (b & 0xFFFFFFFF) >> 32)))
-    cases.append(("{ sub.cc.u64 {d}, {a}, {b}; subc.u64 {d}, {c}, {e}; }", "u64", ["u64"] * 4, lambda a, b, c, e: c - e - (a < b)))
-    cases.append(("{ mad.lo.cc.u32 {d}, {a}, {b}, {c}; madc.hi.u32 {d}, {a}, {b}, {e}; }", "u32", ["u32"] * 4,
-                  lambda a, b, c, e: (((a & 0xFFFFFFFF) * (b & 0xFFFFFFFF)) >> 32) + e + ((((a * b) & 0xFFFFFFFF) + (c & 0xFFFFFFFF)) >> 32)))
+                cases.append(
+                    (
+                        f"cvt.sat.{target}.{source} {{d}}, {{a}}",
+                        target,
+                        [held],
+                        lambda a, f=value, low=low, high=high: max(low, min(high, f(a))),
+                    )
+                )
+    cases.append(
+        (
+            "{ add.cc.u32 {d}, {a}, {b}; addc.u32 {d}, {c}, {e}; }",
+            "u32",
+            ["u32"] * 4,
+            lambda a, b, c, e: c + e + ((a & 0xFFFFFFFF) + (b & 0xFFFFFFFF) >> 32),
+        )
+    )
+    cases.append(
+        (
+            "{ sub.cc.u64 {d}, {a}, {b}; subc.u64 {d}, {c}, {e}; }",
+            "u64",
+            ["u64"] * 4,
+            lambda a, b, c, e: c - e - (a < b),
+        )
+    )
+    cases.append(
+        (
+            "{ mad.lo.cc.u32 {d}, {a}, {b}, {c}; madc.hi.u32 {d}, {a}, {b}, {e}; }",
+            "u32",
+            ["u32"] * 4,
+            lambda a, b, c, e: (
+                (((a & 0xFFFFFFFF) * (b & 0xFFFFFFFF)) >> 32) + e + ((((a * b) & 0xFFFFFFFF) + (c & 0xFFFFFFFF)) >> 32)
+            ),
+        )
+    )
     return cases
 
 
@@ -240,6 +282,7 @@ def exact_f32(value: Fraction, negative_zero: bool = False) -> int:
 
 finite32 = st.integers(0, 0xFFFFFFFF).filter(lambda b: b >> 23 & 255 != 255)
 
+
 @pytest.fixture(scope="module")
 def float_modules() -> dict[str, Module]:
     texts = {
@@ -251,16 +294,24 @@ def float_modules() -> dict[str, Module]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(finite32, finite32, finite32), min_size=N, max_size=N))
-def test_f32_arithmetic_is_correctly_rounded(float_modules: dict[str, Module], rows: list[tuple[int, int, int]]) -> None:
+def test_f32_arithmetic_is_correctly_rounded(
+    float_modules: dict[str, Module], rows: list[tuple[int, int, int]]
+) -> None:
     a, b, c = ([r[i] for r in rows] for i in range(3))
-    sums, products, fused = apply(float_modules["add"], [a, b]), apply(float_modules["mul"], [a, b]), apply(float_modules["fma"], [a, b, c])
+    sums, products, fused = (
+        apply(float_modules["add"], [a, b]),
+        apply(float_modules["mul"], [a, b]),
+        apply(float_modules["fma"], [a, b, c]),
+    )
     quotients = apply(float_modules["div"], [a, b])
     for i in range(N):
         x, y, z = Fraction(f32(a[i])), Fraction(f32(b[i])), Fraction(f32(c[i]))
         sign = (a[i] ^ b[i]) >> 31
         assert sums[i] == exact_f32(x + y, bool(a[i] >> 31 and b[i] >> 31))
         assert products[i] == exact_f32(x * y, bool(sign))
-        assert fused[i] == exact_f32(x * y + z, bool(sign and c[i] >> 31 and x * y == 0) or bool(x * y == 0 and z == 0 and sign and c[i] >> 31))
+        assert fused[i] == exact_f32(
+            x * y + z, bool(sign and c[i] >> 31 and x * y == 0) or bool(x * y == 0 and z == 0 and sign and c[i] >> 31)
+        )
         if y != 0:
             assert quotients[i] == exact_f32(x / y, bool(sign))
 
@@ -309,7 +360,12 @@ def test_float_to_integer_conversions_clamp_and_round() -> None:
     cases = [2.5, 3.5, -2.5, -0.75, 1e20, -1e20, math.nan, 0.49999997, 300.7]
     bits = [f32_bits(x) for x in cases] + [0] * (N - len(cases))
     for mode, rounder in (("rni", round), ("rzi", math.trunc), ("rmi", math.floor), ("rpi", math.ceil)):
-        for t, low, high in (("s32", -(1 << 31), (1 << 31) - 1), ("u32", 0, (1 << 32) - 1), ("u16", 0, 65535), ("s64", -(1 << 63), (1 << 63) - 1)):
+        for t, low, high in (
+            ("s32", -(1 << 31), (1 << 31) - 1),
+            ("u32", 0, (1 << 32) - 1),
+            ("u16", 0, 65535),
+            ("s64", -(1 << 63), (1 << 63) - 1),
+        ):
             got = apply(Module(kernel(f"cvt.{mode}.{t}.f32 {{d}}, {{a}}", t, ["f32"])), [bits])
             for i, x in enumerate(cases):
                 want = 0 if math.isnan(x) else max(low, min(high, rounder(f32(bits[i]))))
@@ -328,7 +384,10 @@ def half_bits(value: float) -> int:
 
 
 def test_half_precision_agrees_with_struct_for_every_bit_pattern() -> None:
-    widen, narrow = Module(kernel("cvt.f32.f16 {d}, {a}", "f32", ["b16"])), Module(kernel("cvt.rn.f16.f32 {d}, {a}", "b16", ["f32"]))
+    widen, narrow = (
+        Module(kernel("cvt.f32.f16 {d}, {a}", "f32", ["b16"])),
+        Module(kernel("cvt.rn.f16.f32 {d}, {a}", "b16", ["f32"])),
+    )
     for start in range(0, 65536, 65536 // 16):
         bits = list(range(start, start + N))
         floats = apply(widen, [bits])
@@ -360,7 +419,9 @@ def test_packed_conversions_put_the_first_operand_above() -> None:
     a, b = [f32_bits(1.5)] * N, [f32_bits(-2.0)] * N
     assert apply(Module(kernel("cvt.rn.f16x2.f32 {d}, {a}, {b}", "f16x2", ["f32", "f32"])), [a, b])[0] == 0x3E00C000
     assert apply(Module(kernel("cvt.rn.bf16x2.f32 {d}, {a}, {b}", "bf16x2", ["f32", "f32"])), [a, b])[0] == 0x3FC0C000
-    assert apply(Module(kernel("cvt.rn.satfinite.e4m3x2.f32 {d}, {a}, {b}", "b16", ["f32", "f32"])), [a, b])[0] == 0x3CC0
+    assert (
+        apply(Module(kernel("cvt.rn.satfinite.e4m3x2.f32 {d}, {a}, {b}", "b16", ["f32", "f32"])), [a, b])[0] == 0x3CC0
+    )
 
 
 @pytest.mark.parametrize("name, function, low, high", [
@@ -368,7 +429,9 @@ def test_packed_conversions_put_the_first_operand_above() -> None:
     ("lg2.approx.f32", math.log2, 0.1, 1000.0), ("rsqrt.approx.f32", lambda x: x**-0.5, 0.1, 1000.0), ("sqrt.rn.f32", math.sqrt, 0.0, 1e9),
     ("tanh.approx.f32", math.tanh, -3.0, 3.0), ("rcp.approx.ftz.f32", lambda x: 1 / x, 0.1, 100.0), ("ex2.approx.ftz.f32", lambda x: 2.0**x, -20.0, 20.0),
 ])  # fmt: skip
-def test_approximate_functions_are_close(name: str, function: Callable[[float], float], low: float, high: float) -> None:
+def test_approximate_functions_are_close(
+    name: str, function: Callable[[float], float], low: float, high: float
+) -> None:
     rng = random.Random(1)
     a = [f32_bits(rng.uniform(low, high)) for _ in range(N)]
     for x, r in zip(a, apply(Module(kernel(f"{name} {{d}}, {{a}}", "f32", ["f32"])), [a]), strict=True):
@@ -395,7 +458,9 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 def test_float_comparisons_treat_nans_as_unordered(cmp: str) -> None:
     a, b = values(1, "f32"), values(2, "f32")
     b = [x if i % 5 == 0 else y for i, (x, y) in enumerate(zip(a, b, strict=True))]
-    got = apply(Module(kernel(f"setp.{cmp}.f32 %p0, {{a}}, {{b}}; selp.u32 {{d}}, 1, 0, %p0", "u32", ["f32", "f32"])), [a, b])
+    got = apply(
+        Module(kernel(f"setp.{cmp}.f32 %p0, {{a}}, {{b}}; selp.u32 {{d}}, 1, 0, %p0", "u32", ["f32", "f32"])), [a, b]
+    )
     for i in range(N):
         assert bool(got[i]) == COMPARISONS[cmp](f32(a[i]), f32(b[i])), (hex(a[i]), hex(b[i]))
 

@@ -1,7 +1,7 @@
 """The PTX interpreter of the software GPU, driven from Python without any libcuda.
 
-The sources are compiled into one shared object (once per test run and set of flags) and called through ctypes. Device memory is
-ordinary host memory that this module hands out; the interpreter asks for permission to touch it as the software GPU would make it ask.
+The sources are compiled into one shared object, once per test run, and called through ctypes. Device memory is ordinary
+host memory that this module hands out; the interpreter asks for permission to touch it as it asks the software GPU.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = sorted((ROOT / "softgpu").glob("ptx_*.c"))
@@ -154,12 +155,12 @@ class Buffer:
     def bytes(self) -> bytes:
         return ctypes.string_at(self.address, self.size)
 
-    def array(self, kind: type) -> list:
+    def array(self, kind: Any) -> list:
         count = self.size // ctypes.sizeof(kind)
         return list((kind * count).from_address(self.address))
 
 
-def array(kind: type, values: Sequence) -> Buffer:
+def array(kind: Any, values: Sequence) -> Buffer:
     """A buffer of C values."""
     return Buffer(bytes((kind * len(values))(*values)))
 
@@ -215,7 +216,7 @@ class Module:
         printed: list[str] | None = None,
         extra: Sequence[Buffer] = (),
     ) -> tuple[int, Fault]:
-        """Runs a kernel. Arguments: Buffer, int, float (as its parameter's size says) or bytes. Gives the result and the fault."""
+        """Runs a kernel. Arguments: Buffer, int, float (of its parameter's size) or bytes. Gives result and fault."""
         packed = bytearray(self.lib.ptx_kernel_param_bytes(self.kernels[kernel]))
         allowed = [*self.globals.values(), *extra]
         for (offset, size), value in zip(self.params(kernel), arguments, strict=True):
@@ -262,7 +263,9 @@ class Module:
         fault = Fault()
         return self.lib.ptx_launch_run(ctypes.byref(launch), ctypes.byref(fault)), fault
 
-    def run(self, kernel: str, grid: int | Sequence[int], block: int | Sequence[int], *arguments: object, **options: object) -> None:
+    def run(
+        self, kernel: str, grid: int | Sequence[int], block: int | Sequence[int], *arguments: object, **options: object
+    ) -> None:
         """launch(), which must succeed."""
         code, fault = self.launch(kernel, grid, block, *arguments, **options)  # type: ignore[arg-type]
         assert code == OK, f"{code}: {fault.message.decode()} block {list(fault.block)} thread {list(fault.thread)}"
