@@ -4,8 +4,8 @@
 Reads ``frontend/cuda_api.def`` and the C files of ``softgpu/`` and writes two files:
 
 ``softgpu_impl.h``
-    a prototype ``CUresult softgpu_<symbol>(...)`` for every entry point, so that the compiler checks each implementation
-    against the list;
+    a prototype ``CUresult softgpu_<symbol>(...)`` for every entry point, so that the compiler checks each
+    implementation against the list;
 ``softgpu_api.inc``
     the exported function of every entry point, and the table behind cuGetProcAddress.
 
@@ -121,7 +121,9 @@ def wrapper(index: int, entry: Entry, target: str | None) -> str:
     if target is None:
         # Every parameter is unused: a cast each keeps -Wextra quiet.
         unused = " ".join(f"(void)({name});" for _, name in entry.parameters)
-        body = f"    {unused}\n    return sg_unsupported({index});" if unused else f"    return sg_unsupported({index});"
+        body = (
+            f"    {unused}\n    return sg_unsupported({index});" if unused else f"    return sg_unsupported({index});"
+        )
     elif entry.symbol in ANYTIME:
         body = f"    return softgpu_{target}({entry.arguments});"
     else:
@@ -137,7 +139,7 @@ def wrapper(index: int, entry: Entry, target: str | None) -> str:
     # library defines the same name.
     return (
         f"static CUresult entry_{entry.symbol}({entry.declaration})\n{{\n{body}\n}}\n"
-        f"SG_EXPORT CUresult {entry.symbol}({entry.declaration}) __attribute__((alias(\"entry_{entry.symbol}\")));\n"
+        f'SG_EXPORT CUresult {entry.symbol}({entry.declaration}) __attribute__((alias("entry_{entry.symbol}")));\n'
     )
 
 
@@ -156,7 +158,12 @@ def generate(entries: list[Entry], defined: set[str]) -> tuple[str, str]:
     for index, entry in enumerate(entries):
         target = implementation(entry, entries, defined)
         body.append(wrapper(index, entry, target))
-        stream = {"legacy": "SG_STREAM_LEGACY", "ptsz": "SG_STREAM_PTSZ", "ptds": "SG_STREAM_PTSZ", "-": "SG_STREAM_ANY"}
+        stream = {
+            "legacy": "SG_STREAM_LEGACY",
+            "ptsz": "SG_STREAM_PTSZ",
+            "ptds": "SG_STREAM_PTSZ",
+            "-": "SG_STREAM_ANY",
+        }
         table.append(
             f'    {{"{entry.name}", "{entry.symbol}", {entry.version}, {stream[entry.stream]}, '
             f"{'true' if target else 'false'}, (void (*)(void))entry_{entry.symbol}}},\n"

@@ -81,7 +81,8 @@ PTX = b"""
  ld.param.u64 %rd1,[p]; ld.param.u32 %r1,[n]; ld.param.u32 %r2,[v];
  mov.u32 %r3,%ctaid.x; mov.u32 %r4,%ntid.x; mov.u32 %r5,%tid.x; mad.lo.u32 %r6,%r3,%r4,%r5;
  setp.ge.u32 %p1,%r6,%r1; @%p1 bra DONE;
- mul.wide.u32 %rd2,%r6,4; add.u64 %rd3,%rd1,%rd2; ld.global.u32 %r7,[%rd3]; add.u32 %r7,%r7,%r2; st.global.u32 [%rd3],%r7;
+ mul.wide.u32 %rd2,%r6,4; add.u64 %rd3,%rd1,%rd2;
+ ld.global.u32 %r7,[%rd3]; add.u32 %r7,%r7,%r2; st.global.u32 [%rd3],%r7;
 DONE: ret;
 }
 """
@@ -102,7 +103,9 @@ def words(address, n):
 
 def environment(**settings: object) -> dict[str, str]:
     """The environment of a program: the software GPU in front, its settings, and nothing of the caller's."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SOFTGPU_", "LD_PRELOAD", "PHOS_"))}
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SOFTGPU_", "LD_PRELOAD", "PHOS_"))
+    }
     kept["LD_LIBRARY_PATH"] = str(LIBRARY.parent)
     kept["SOFTGPU_MACHINE"] = MACHINE
     kept.update({name: str(value) for name, value in settings.items()})
@@ -115,7 +118,9 @@ def program(text: str) -> list[str]:
 
 def run(text: str, *, error: str = "", **settings: object) -> str:
     """Run a program to its end, which must be a good one; `error` must be in what it says on stderr. Returns stdout."""
-    done = subprocess.run(program(text), env=environment(**settings), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        program(text), check=False, env=environment(**settings), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert error in done.stderr, done.stderr
     return done.stdout
@@ -140,10 +145,13 @@ class Target:
     def __enter__(self) -> Target:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.process.kill()
         self.process.wait()
-        assert self.process.stdin and self.process.stdout
+        assert self.process.stdin
+        assert self.process.stdout
         self.process.stdin.close()
         self.process.stdout.close()
 
@@ -156,7 +164,11 @@ class Target:
 
     def expect(self, line: str) -> None:
         got = self.read()
-        assert got == line, got + "\n" + ("" if self.process.poll() is None else str(self.process.stdout and self.process.stdout.read()))
+        assert got == line, (
+            got
+            + "\n"
+            + ("" if self.process.poll() is None else str(self.process.stdout and self.process.stdout.read()))
+        )
 
     def tell(self, line: str = "") -> None:
         assert self.process.stdin

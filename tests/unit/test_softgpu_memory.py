@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from typing import Any
 
 from .softgpu_host import Target, needs_softgpu, run
 
@@ -55,7 +56,8 @@ def test_virtual_memory_follows_the_drivers_rules() -> None:
     run(
         """
         start()
-        G = ok(cu.cuMemGetAllocationGranularity(properties(), cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM))
+        least = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        G = ok(cu.cuMemGetAllocationGranularity(properties(), least))
         assert G == 2 * MIB
         bad = E.CUDA_ERROR_INVALID_VALUE
         assert cu.cuMemCreate(G + 1, properties(), 0)[0] == bad
@@ -117,7 +119,8 @@ def test_a_descriptor_shares_memory_between_processes_and_outlives_its_maker() -
         start()
         fd = int(sys.argv[-1]) if len(sys.argv) > 1 else int(os.environ["THE_FD"])
         handle = ok(cu.cuMemImportFromShareableHandle(fd, FD))
-        assert cu.cuMemExportToShareableHandle(handle, FD, 0)[0] != E.CUDA_SUCCESS  # an imported one cannot be exported again
+        # An imported one cannot be exported again.
+        assert cu.cuMemExportToShareableHandle(handle, FD, 0)[0] == E.CUDA_ERROR_INVALID_VALUE
         assert ok(cu.cuMemGetAllocationPropertiesFromHandle(handle)).location.id == 0
         os.close(fd)
         address = ok(cu.cuMemAddressReserve(4 * MIB, 0, 0, 0))
@@ -159,7 +162,7 @@ def test_the_account_is_machine_wide_and_death_gives_memory_back() -> None:
         ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
         print(ok(cu.cuMemGetInfo())[0] // MIB)
     """
-    settings = {"SOFTGPU_MEMORY": "16M", "SOFTGPU_DEVICES": 2}
+    settings: dict[str, Any] = {"SOFTGPU_MEMORY": "16M", "SOFTGPU_DEVICES": 2}
     with Target(holder, **settings) as one:
         one.expect("holding")
         first = run(other, **settings).split()
@@ -205,7 +208,8 @@ def test_a_forked_child_has_no_gpu_and_none_of_its_descriptors() -> None:
         for _ in range(10):
             pid = os.fork()
             if pid == 0:
-                links = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
+                paths = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+                links = [os.readlink(path) for path in paths if os.path.lexists(path)]
                 bad = [link for link in links if "softgpu" in link or "userfaultfd" in link or "perf_event" in link]
                 refused = cu.cuMemGetInfo()[0] == cu.cuInit(0)[0] == E.CUDA_ERROR_NOT_INITIALIZED
                 os._exit(0 if refused and not bad and "memfd:softgpu" not in open("/proc/self/maps").read() else 1)
@@ -244,6 +248,7 @@ def test_peers_see_each_others_memory_once_they_ask() -> None:
         start(0)
         memory = ok(cu.cuMemAlloc(16))
         ok(cu.cuMemsetD32(memory, 5, 4))
+        ok(cu.cuCtxSynchronize())  # streams of different contexts do not wait for each other
         zero = ok(cu.cuCtxGetCurrent())
         ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(1))))
         ok(cu.cuCtxEnablePeerAccess(zero, 0))
@@ -265,7 +270,8 @@ def test_peers_see_each_others_memory_once_they_ask() -> None:
 def test_named_allocation_faults_strike_when_told() -> None:
     body = """
         start()
-        print([cu.cuMemAlloc(16)[0].name for _ in range(4)].count("CUDA_ERROR_OUT_OF_MEMORY"), cu.cuMemAlloc(16)[0].name)
+        four = [cu.cuMemAlloc(16)[0].name for _ in range(4)]
+        print(four.count("CUDA_ERROR_OUT_OF_MEMORY"), cu.cuMemAlloc(16)[0].name)
     """
     assert run(body, SOFTGPU_FAULTS="alloc-oom-at:2").split() == ["1", "CUDA_SUCCESS"]
     assert run(body, SOFTGPU_FAULTS="alloc-oom-after:3").split() == ["1", "CUDA_ERROR_OUT_OF_MEMORY"]
@@ -275,7 +281,9 @@ def test_named_allocation_faults_strike_when_told() -> None:
 def test_a_dead_process_is_not_counted_for_longer_than_a_moment() -> None:
     with Target("start()\nmapped(8 * MIB)\nprint('up', flush=True)\ninput()") as one:
         one.expect("up")
-        with Target("start()\nwhile True:\n input(); f, t = ok(cu.cuMemGetInfo()); print((t - f) // MIB, flush=True)") as two:
+        with Target(
+            "start()\nwhile True:\n input(); f, t = ok(cu.cuMemGetInfo()); print((t - f) // MIB, flush=True)"
+        ) as two:
             two.tell()
             two.expect("8")
             one.process.kill()

@@ -16,7 +16,8 @@ import struct
 def entry(kind, payload, flags=0, arch=70, plain=None):
     packed = len(payload) if plain is not None else 0
     body = payload + bytes(-len(payload) % 8)
-    return struct.pack("<HHIQIIHHIIIQQQ", kind, 0x101, 64, len(body), packed, 0, 0, 7, arch, 0, 0, flags, 0, len(plain or b"")) + body
+    fields = kind, 0x101, 64, len(body), packed, 0, 0, 7, arch, 0, 0, flags, 0, len(plain or b"")
+    return struct.pack("<HHIQIIHHIIIQQQ", *fields) + body
 def container(*entries):
     body = b"".join(entries)
     return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
@@ -48,7 +49,8 @@ def test_bad_ptx_is_refused_with_its_line() -> None:
     run(
         """
         start()
-        assert cu.cuModuleLoadData(PTX.replace(b"mul.wide.u32 %rd2,%r6,4;", b"mul.wide.u32 %rd2,%nosuch,4;") + bytes(1))[0] == E.CUDA_ERROR_INVALID_PTX
+        bad = PTX.replace(b"mul.wide.u32 %rd2,%r6,4;", b"mul.wide.u32 %rd2,%nosuch,4;") + bytes(1)
+        assert cu.cuModuleLoadData(bad)[0] == E.CUDA_ERROR_INVALID_PTX
         assert cu.cuModuleLoadData(b"not a module" + bytes(1))[0] == E.CUDA_ERROR_INVALID_IMAGE
         """,
         error="line 12",

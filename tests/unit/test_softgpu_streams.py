@@ -168,7 +168,8 @@ def test_bad_launches_are_refused_at_the_call() -> None:
         attribute = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         ok(cu.cuFuncSetAttribute(kernel, attribute, 60000))
         assert go((1, 1, 1), (1, 1, 1), 50000) == E.CUDA_SUCCESS
-        assert cu.cuLaunchKernel(cu.CUfunction(12345678), 1, 1, 1, 1, 1, 1, 0, 0, 0, 0)[0] == E.CUDA_ERROR_INVALID_HANDLE
+        wild = cu.CUfunction(12345678)
+        assert cu.cuLaunchKernel(wild, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0)[0] == E.CUDA_ERROR_INVALID_HANDLE
         ok(cu.cuCtxSynchronize())
         """
     )

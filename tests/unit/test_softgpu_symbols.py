@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,9 @@ pytestmark = needs_softgpu
 
 def listed() -> list[list[str]]:
     lines = (ROOT / "frontend" / "cuda_api.def").read_text().splitlines()
-    return [[column.strip() for column in line.split("|")] for line in lines if line.strip() and not line.startswith("#")]
+    return [
+        [column.strip() for column in line.split("|")] for line in lines if line.strip() and not line.startswith("#")
+    ]
 
 
 def test_every_entry_point_of_the_list_is_exported_and_nothing_else() -> None:
@@ -29,13 +32,15 @@ def test_entry_points_are_found_by_version_and_stream_flavour() -> None:
         lib = ctypes.CDLL("libcuda.so.1")
         def find(name, version, flags=0):
             pointer, found = ctypes.c_void_p(), ctypes.c_int(-1)
-            result = lib.cuGetProcAddress_v2(name, ctypes.byref(pointer), version, ctypes.c_uint64(flags), ctypes.byref(found))
+            where, how = ctypes.byref(pointer), ctypes.byref(found)
+            result = lib.cuGetProcAddress_v2(name, where, version, ctypes.c_uint64(flags), how)
             return result, pointer.value, found.value
         def address(symbol):
             return ctypes.cast(getattr(lib, symbol), ctypes.c_void_p).value
         for name, version, flags, symbol in [
             (b"cuMemAlloc", 13000, 0, "cuMemAlloc_v2"), (b"cuMemAlloc", 3010, 0, "cuMemAlloc"),
-            (b"cuMemcpyHtoDAsync", 13000, 0, "cuMemcpyHtoDAsync_v2"), (b"cuMemcpyHtoDAsync", 13000, 2, "cuMemcpyHtoDAsync_v2_ptsz"),
+            (b"cuMemcpyHtoDAsync", 13000, 0, "cuMemcpyHtoDAsync_v2"),
+            (b"cuMemcpyHtoDAsync", 13000, 2, "cuMemcpyHtoDAsync_v2_ptsz"),
             (b"cuGetProcAddress", 11030, 0, "cuGetProcAddress"), (b"cuGetProcAddress", 12000, 0, "cuGetProcAddress_v2"),
         ]:
             assert find(name, version, flags) == (0, address(symbol), 0), name
@@ -51,7 +56,8 @@ def test_an_older_driver_lacks_what_came_later() -> None:
         lib = ctypes.CDLL("libcuda.so.1")
         version, pointer, found = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_int()
         assert lib.cuDriverGetVersion(ctypes.byref(version)) == 0 and version.value == 12000
-        assert lib.cuGetProcAddress_v2(b"cuCheckpointProcessLock", ctypes.byref(pointer), 13000, ctypes.c_uint64(0), ctypes.byref(found)) == 500
+        where, how, name = ctypes.byref(pointer), ctypes.byref(found), b"cuCheckpointProcessLock"
+        assert lib.cuGetProcAddress_v2(name, where, 13000, ctypes.c_uint64(0), how) == 500
         """,
         SOFTGPU_DRIVER_VERSION=12000,
     )
@@ -69,10 +75,11 @@ def test_what_is_not_simulated_answers_not_supported_and_calls_before_init_are_r
     )
 
 
-def test_the_generator_names_the_line_it_cannot_read(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_generator_names_the_line_it_cannot_read(tmp_path: Path) -> None:
     (tmp_path / "bad.def").write_text("cuInit | cuInit | 2000\n")
-    command = [sys.executable, ROOT / "softgpu" / "gen_stubs.py", "--list", tmp_path / "bad.def", "--output", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True)
+    script, bad = str(ROOT / "softgpu" / "gen_stubs.py"), str(tmp_path / "bad.def")
+    command = [sys.executable, script, "--list", bad, "--output", str(tmp_path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert "bad.def:1: expected 6 columns" in done.stderr
 
@@ -90,9 +97,11 @@ def test_devices_look_like_ones_frameworks_accept() -> None:
         """
         start()
         a = cu.CUdevice_attribute
-        asked = {n: ok(cu.cuDeviceGetAttribute(getattr(a, "CU_DEVICE_ATTRIBUTE_" + n), 1)) for n in (
-            "COMPUTE_CAPABILITY_MAJOR", "MULTIPROCESSOR_COUNT", "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "MEMORY_POOLS_SUPPORTED",
-            "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "UNIFIED_ADDRESSING", "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM")}
+        names = (
+            "COMPUTE_CAPABILITY_MAJOR", "MULTIPROCESSOR_COUNT", "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED",
+            "MEMORY_POOLS_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED", "UNIFIED_ADDRESSING",
+            "CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM")
+        asked = {n: ok(cu.cuDeviceGetAttribute(getattr(a, "CU_DEVICE_ATTRIBUTE_" + n), 1)) for n in names}
         assert list(asked.values()) == [9, 132, 1, 1, 1, 1, 1], asked
         assert ok(cu.cuDeviceGetUuid(0)).bytes != ok(cu.cuDeviceGetUuid(1)).bytes
         assert cu.cuDeviceGetAttribute(a.CU_DEVICE_ATTRIBUTE_WARP_SIZE, 2)[0] == E.CUDA_ERROR_INVALID_DEVICE
