@@ -294,7 +294,7 @@ def criu_dump(
     return seconds
 
 
-def criu_restore(program: Program, folder: Path, *, plugin: bool = True, timeout: float = 300.0) -> tuple[float, float]:
+def criu_restore(program: Program, folder: Path, *, plugin: bool = True, timeout: float = 120.0) -> tuple[float, float]:
     """Restore a program, detached.
 
     Returns the seconds until the command returned, and until the program had computed and printed its next iteration

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -20,6 +21,8 @@ EXAMPLES = ROOT / "examples"
 PROGRAMS = ("mlp", "pointer_chase", "struct_argument", "device_pointer", "stencil")
 SOFTWARE_GPU = ROOT / "build" / "softgpu" / "libcuda.so.1"
 FRONTEND = ROOT / "build" / "lib" / "libphos.so"
+
+Oracle = Callable[..., list[str]]
 
 needs_software_gpu = pytest.mark.skipif(not SOFTWARE_GPU.exists(), reason="the software GPU is not built: make softgpu")
 needs_frontend = pytest.mark.skipif(not FRONTEND.exists(), reason="the frontend is not built: make frontend")
@@ -64,20 +67,57 @@ def test_a_wrong_source_is_refused_with_the_compiler_s_log(monkeypatch: pytest.M
         shared.compile_ptx("\nnonsense", "compute_90", "bad.cu")
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_matches_the_reference_on_the_host_oracle(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """The stored reference is what the source says, computed by another compiler without any GPU in between."""
+@pytest.fixture
+def oracle(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Oracle:
+    """Return a function that runs an example on the host oracle and returns its result lines."""
+
+    def run(name: str, *options: str) -> list[str]:
+        return on_the_oracle(name, options, monkeypatch, capsys, tmp_path)
+
+    return run
+
+
+def on_the_oracle(
+    name: str,
+    options: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+) -> list[str]:
+    """Run an example with its kernels compiled for the host, behind a fake driver."""
     program, shared = load(name, monkeypatch), load("cuda_program", monkeypatch)
-    driver = host_cuda.HostDriver(tmp_path)
+    driver = host_cuda.HostDriver(folder)
     monkeypatch.setattr(shared, "driver", driver)
     if hasattr(program, "driver"):
         monkeypatch.setattr(program, "driver", driver)
     monkeypatch.setattr(shared, "compile_ptx", lambda source, architecture, name: source.encode())
     monkeypatch.setattr(shared, "supported_architecture", lambda major, minor: "host")
-    program.main([])
-    assert result_lines(capsys.readouterr().out) == reference(name)
+    program.main(list(options))
+    return result_lines(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_matches_the_reference_on_the_host_oracle(name: str, oracle: Oracle) -> None:
+    """The stored reference is what the source says, computed by another compiler without any GPU in between."""
+    assert oracle(name) == reference(name)
+
+
+@needs_software_gpu
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mlp", ("--size", "37", "--batch", "19", "--hidden", "3", "--iterations", "4")),
+        ("stencil", ("--size", "77", "--iterations", "5", "--steps", "3")),
+        ("struct_argument", ("--size", "1001", "--iterations", "6")),
+        ("device_pointer", ("--size", "999", "--iterations", "8")),
+        ("pointer_chase", ("--size", "9", "--walkers", "32", "--steps", "77", "--iterations", "3")),
+    ],
+)
+def test_sizes_that_fill_no_block_agree_with_the_oracle(name: str, options: tuple[str, ...], oracle: Oracle) -> None:
+    """Partial tiles, blocks and warps: the software GPU and the host compiler compute the same."""
+    done = run_example(name, *options)
+    assert done.returncode == 0, done.stderr
+    assert result_lines(done.stdout) == oracle(name, *options)
 
 
 def test_the_network_learns() -> None:
