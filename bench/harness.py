@@ -148,7 +148,9 @@ class Results:
     def add(self, key: str, **values: Any) -> None:
         """Store a row, in place of an earlier one with this key, and write the files."""
         self.rows[key] = {"key": key, **values}
-        shown = " ".join(f"{name}={show(value)}" for name, value in values.items() if not isinstance(value, dict | list))
+        shown = " ".join(
+            f"{name}={show(value)}" for name, value in values.items() if not isinstance(value, dict | list)
+        )
         print(f"[{time.strftime('%H:%M:%S')}] {key}: {shown}", flush=True)
         self.write()
 
