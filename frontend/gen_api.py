@@ -205,13 +205,15 @@ def header(entries: list[Entry]) -> str:
     out.append("    PHOS_API_COUNT\n};\n\n")
     out.append(
         "/* The driver's own functions. Every slot is callable once phos_resolve_bind() succeeded: what this driver\n"
-        " * lacks answers CUDA_ERROR_NOT_SUPPORTED. */\nunion phos_real {\n    void *slot[PHOS_API_COUNT];\n    struct {\n"
+        " * lacks answers CUDA_ERROR_NOT_SUPPORTED. */\n"
+        "union phos_real {\n    void *slot[PHOS_API_COUNT];\n    struct {\n"
     )
     out += [f"        CUresult (*{e.symbol})({e.declaration});\n" for e in entries]
     out.append("    };\n};\nextern union phos_real phos_real;\n\n")
     out.append(
-        "struct phos_api_row {\n    const char *symbol, *name;\n    int since;\n    char stream; /* 'l'egacy, 'p'er-thread, "
-        "'-' where it does not matter */\n    void *wrapper; /* NULL: not hooked */\n};\n"
+        "struct phos_api_row {\n    const char *symbol, *name;\n    int since;\n"
+        "    char stream; /* 'l'egacy, 'p'er-thread, '-' where it does not matter */\n"
+        "    void *wrapper; /* NULL: not hooked */\n};\n"
         "extern const struct phos_api_row phos_api_rows[PHOS_API_COUNT];\n"
         "/* Indices of phos_api_rows in the order of their symbols, for binary search. */\n"
         "extern const unsigned short phos_api_by_symbol[PHOS_API_COUNT];\n\n"
@@ -309,9 +311,8 @@ def docs_page(entries: list[Entry]) -> str:
         "| entry point | since CUDA | code |\n| --- | --- | --- |\n"
     )
     for e in kinds["served"]:
-        out.append(
-            f"| `{e.symbol}` | {e.since // 1000}.{e.since % 1000 // 10} | `frontend/{where.get(e.base, 'resolve.c')}` |\n"
-        )
+        since = f"{e.since // 1000}.{e.since % 1000 // 10}"
+        out.append(f"| `{e.symbol}` | {since} | `frontend/{where.get(e.base, 'resolve.c')}` |\n")
     for kind in ("gated", "passed"):
         out.append(f"\n## {kind.capitalize()}\n\n" + ", ".join(f"`{e.symbol}`" for e in kinds[kind]) + "\n")
     return "".join(out)
@@ -326,7 +327,7 @@ def write(path: Path, text: str) -> None:
 
 
 def main() -> int:
-    """See the module's docstring. Exit status 1: the list is malformed, or (--check) the committed page is out of date."""
+    """See the module's docstring. Exit status 1: the list is malformed, or (--check) the page is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="folder for phos_api.h and phos_hooks.inc")
     parser.add_argument("--docs", type=Path, help="write the page to this file")

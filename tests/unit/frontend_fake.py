@@ -100,7 +100,8 @@ class Connection:
     def _read(self) -> None:
         while True:
             try:
-                data, ancillary, flags, _ = self.peer.recvmsg(65536, socket.CMSG_SPACE(4 * 253), socket.MSG_CMSG_CLOEXEC)
+                room = socket.CMSG_SPACE(4 * 253)
+                data, ancillary, flags, _ = self.peer.recvmsg(65536, room, socket.MSG_CMSG_CLOEXEC)
             except OSError:
                 data, ancillary, flags = b"", [], 0
             assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
@@ -286,19 +287,7 @@ def start(device=0):
     ok(cu.cuInit(0))
     context = ok(cu.cuDevicePrimaryCtxRetain(ok(cu.cuDeviceGet(device))))
     ok(cu.cuCtxSetCurrent(context))
-    # A program that ends at once may end before the control thread got to run, and phosd never hears of it.
-    while os.environ.get("PHOS_TEST_WAIT") and not connected():
-        time.sleep(0.001)
     return context
-
-def connected():
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink("/proc/self/fd/" + name).startswith("socket:"):
-                return True
-        except OSError:
-            pass
-    return False
 
 def fill(pointer, size, value):
     ok(cu.cuMemsetD8(pointer, value, size))
@@ -307,6 +296,16 @@ def read(pointer, size):
     data = bytearray(size)
     ok(cu.cuMemcpyDtoH(data, pointer, size))
     return bytes(data)
+
+def descriptors():
+    """What is open, by number."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink("/proc/self/fd/" + name)
+        except OSError:
+            pass
+    return found
 
 def say(*words):
     print(*words, flush=True)
@@ -322,10 +321,9 @@ class Program:
     def __init__(self, phosd: FakePhosd | Path, body: str, **environment: str) -> None:
         socket_path = phosd.path if isinstance(phosd, FakePhosd) else phosd
         self.process = subprocess.Popen(
-            [sys.executable, "-c", PRELUDE + textwrap.dedent(body)],
-            env=environment_for(socket_path)
-            | ({"PHOS_TEST_WAIT": "1"} if isinstance(phosd, FakePhosd) else {})
-            | environment,
+            # The last line keeps it until finish(): a program that ends at once may end before phosd hears of it.
+            [sys.executable, "-c", PRELUDE + textwrap.dedent(body) + "\nheard()\n"],
+            env=environment_for(socket_path) | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -365,7 +363,12 @@ class Program:
         self.process.stdin.flush()
 
     def finish(self, timeout: float = PATIENCE) -> None:
-        """Wait for a good end."""
+        """Let it end, and wait for a good end."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.close()
+        except BrokenPipeError:
+            pass
         status = self.process.wait(timeout)
         self.error_reader.join(5)
         assert status == 0, self.stderr

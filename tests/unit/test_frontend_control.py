@@ -132,7 +132,7 @@ def test_a_new_phosd_is_started_when_the_holder_is_dead(tmp_path: Path) -> None:
         (tmp_path / "new").symlink_to(f"{dead}:12345")
         os.replace(tmp_path / "new", hold)  # there is no moment without a hold
         first.stop()
-        eventually(lambda: (tmp_path / "started").exists(), 15)
+        eventually((tmp_path / "started").exists, 15)
         preload, libraries, descriptors, alone = eval((tmp_path / "started").read_text())  # noqa: S307
         assert preload is None
         assert libraries == "/somewhere/lib"
@@ -157,8 +157,7 @@ def test_fork_after_cu_init_leaves_parent_and_child_alone(phosd: FakePhosd) -> N
     time.sleep(0.3)
     child = os.fork()
     if child == 0:
-        sockets = [d for d in map(lambda n: os.readlink("/proc/self/fd/" + n) if os.path.islink("/proc/self/fd/" + n) else "",
-                                  os.listdir("/proc/self/fd")) if d.startswith("socket:")]
+        sockets = [d for d in descriptors().values() if d.startswith("socket:")]
         cu.cuMemAlloc(100)
         cu.cuCtxSynchronize()
         os._exit(len(sockets))
@@ -319,8 +318,7 @@ def test_an_application_that_closes_our_descriptors(phosd: FakePhosd) -> None:
     p = ok(cu.cuMemAlloc(3 << 20))
     fill(p, 3 << 20, 1)
     time.sleep(0.2)
-    ours = [int(n) for n in os.listdir("/proc/self/fd")
-            if os.path.islink("/proc/self/fd/" + n) and os.readlink("/proc/self/fd/" + n).startswith(("socket:", "anon_inode:[eventfd"))]
+    ours = [n for n, d in descriptors().items() if d.startswith(("socket:", "anon_inode:[eventfd"))]
     assert len(ours) >= 2, ours
     target = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
     for n in ours:

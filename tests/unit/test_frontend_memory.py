@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from tests.unit.frontend_fake import (
     LIBPHOS,
@@ -81,8 +88,6 @@ while True:
     say(__import__("json").dumps(answer))
 """
 
-POOLS = True
-
 SIZES = st.one_of(
     st.integers(1, 5000),
     st.integers(1, 3 << 20),
@@ -111,7 +116,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(size=SIZES, ordered=st.booleans())
     def allocate(self, size: int, ordered: bool) -> None:
         self.value = self.value % 250 + 1
-        code, address = self.tell("alloc_async" if ordered and POOLS else "alloc", size, self.value)
+        code, address = self.tell("alloc_async" if ordered else "alloc", size, self.value)
         assert code == 0
         assert address % 512 == 0
         for other, length in self.live.items():
@@ -122,7 +127,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     @rule(data=st.data(), ordered=st.booleans())
     def free(self, data: st.DataObject, ordered: bool) -> None:
         address = data.draw(st.sampled_from(sorted(self.live)))
-        code, good = self.tell("free_async" if ordered and POOLS else "free", address)
+        code, good = self.tell("free_async" if ordered else "free", address)
         assert good, "content changed"
         assert code == 0
         del self.live[address]
@@ -186,8 +191,8 @@ p = ok(cu.cuMemAlloc(10000))
 note("free inside", cu.cuMemFree(int(p) + 512))
 note("range inside", cu.cuMemGetAddressRange(int(p) + 9999))
 A = cu.CUpointer_attribute
-for name in ("CU_POINTER_ATTRIBUTE_MEMORY_TYPE", "CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL", "CU_POINTER_ATTRIBUTE_RANGE_SIZE",
-             "CU_POINTER_ATTRIBUTE_IS_MANAGED", "CU_POINTER_ATTRIBUTE_MAPPED",
+for name in ("CU_POINTER_ATTRIBUTE_MEMORY_TYPE", "CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL",
+             "CU_POINTER_ATTRIBUTE_RANGE_SIZE", "CU_POINTER_ATTRIBUTE_IS_MANAGED", "CU_POINTER_ATTRIBUTE_MAPPED",
              "CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES"):
     code, value = cu.cuPointerGetAttribute(getattr(A, name), int(p) + 100)
     out.append([name, int(code), int(value) if not int(code) else None])
