@@ -279,7 +279,7 @@ def criu_dump(
     program: Program, folder: Path, *, leave_running: bool = False, plugin: bool = True, timeout: float = 300.0
 ) -> float:
     """Dump a program; return how many seconds the command took. With `plugin` false, CRIU runs without any plugin."""
-    arguments = [CRIU, "dump", *_library(plugin, folder), "-t", str(program.pid), "-D", str(folder), "-v4"]
+    arguments = [CRIU, "dump", *_library(plugin, program.folder), "-t", str(program.pid), "-D", str(folder), "-v4"]
     arguments += ["-o", "dump.log"]
     if not plugin:
         arguments += ["--timeout", "600"]  # the launcher sets the same for dumps with the plugin
@@ -302,9 +302,9 @@ def criu_restore(program: Program, folder: Path, *, plugin: bool = True, timeout
     """
     program.before_restore()
     before = len(program.lines())
-    arguments = [CRIU, "restore", "-d", *_library(plugin, folder), "-D", str(folder), "-v4", "-o", "restore.log"]
+    arguments = [CRIU, "restore", "-d", *_library(plugin, program.folder), "-D", str(folder), "-v4", "-o", "restore.log"]
     start = time.perf_counter()
-    with open(folder.parent / "restore.output", "wb") as output:
+    with open(program.folder / "restore.output", "wb") as output:
         child = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
     computing = returned = 0.0
     while not returned or (plugin and not computing):
@@ -312,7 +312,7 @@ def criu_restore(program: Program, folder: Path, *, plugin: bool = True, timeout
         if not returned and child.poll() is not None:
             returned = now
             if child.returncode != 0:
-                said = (folder.parent / "restore.output").read_text(errors="replace")[-2000:]
+                said = (program.folder / "restore.output").read_text(errors="replace")[-2000:]
                 raise ProcessError(
                     f"`{' '.join(arguments)}` failed with status {child.returncode}:\n{said}\n"
                     f"{log_errors(folder, 'restore.log')}"
@@ -335,7 +335,7 @@ def criu_restore(program: Program, folder: Path, *, plugin: bool = True, timeout
 def _library(plugin: bool, folder: Path) -> list[str]:
     if plugin:
         return ["--lib", "phos"]
-    empty = folder.parent / "no-plugins"
+    empty = folder / "no-plugins"
     empty.mkdir(exist_ok=True)
     return ["--libdir", str(empty)]
 
