@@ -302,7 +302,8 @@ def criu_restore(program: Program, folder: Path, *, plugin: bool = True, timeout
     """
     program.before_restore()
     before = len(program.lines())
-    arguments = [CRIU, "restore", "-d", *_library(plugin, program.folder), "-D", str(folder), "-v4", "-o", "restore.log"]
+    arguments = [CRIU, "restore", "-d", *_library(plugin, program.folder), "-D", str(folder), "-v4"]
+    arguments += ["-o", "restore.log"]
     start = time.perf_counter()
     with open(program.folder / "restore.output", "wb") as output:
         child = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
