@@ -227,39 +227,62 @@ static CUresult fill(uint64_t address, size_t pitch, unsigned value, unsigned el
     return result == CUDA_SUCCESS ? sg_submit(stream, &work, false, NULL) : result;
 }
 
-#define FILL(bits, type)                                                                                                      \
-    CUresult softgpu_cuMemsetD##bits##_v2(CUdeviceptr at, type value, size_t n)                                               \
-    {                                                                                                                         \
-        return fill(at, n * (bits / 8), value, bits / 8, n, 1, NULL);                                                         \
-    }                                                                                                                         \
-    CUresult softgpu_cuMemsetD##bits##Async(CUdeviceptr at, type value, size_t n, CUstream stream)                            \
-    {                                                                                                                         \
-        return fill(at, n * (bits / 8), value, bits / 8, n, 1, stream);                                                       \
-    }                                                                                                                         \
-    CUresult softgpu_cuMemsetD2D##bits##_v2(CUdeviceptr at, size_t pitch, type value, size_t width, size_t height)            \
-    {                                                                                                                         \
-        return fill(at, pitch, value, bits / 8, width, height, NULL);                                                         \
-    }                                                                                                                         \
-    CUresult softgpu_cuMemsetD2D##bits##Async(CUdeviceptr at, size_t pitch, type value, size_t width, size_t height,          \
-                                              CUstream stream)                                                                \
-    {                                                                                                                         \
-        return fill(at, pitch, value, bits / 8, width, height, stream);                                                       \
-    }
+CUresult softgpu_cuMemsetD8_v2(CUdeviceptr dstDevice, unsigned char uc, size_t N)
+{
+    return fill(dstDevice, N, uc, 1, N, 1, NULL);
+}
 
-/* gen_stubs.py looks for these at the start of a line:
-CUresult softgpu_cuMemsetD8_v2(
-CUresult softgpu_cuMemsetD16_v2(
-CUresult softgpu_cuMemsetD32_v2(
-CUresult softgpu_cuMemsetD8Async(
-CUresult softgpu_cuMemsetD16Async(
-CUresult softgpu_cuMemsetD32Async(
-CUresult softgpu_cuMemsetD2D8_v2(
-CUresult softgpu_cuMemsetD2D16_v2(
-CUresult softgpu_cuMemsetD2D32_v2(
-CUresult softgpu_cuMemsetD2D8Async(
-CUresult softgpu_cuMemsetD2D16Async(
-CUresult softgpu_cuMemsetD2D32Async(
-*/
-FILL(8, unsigned char)
-FILL(16, unsigned short)
-FILL(32, unsigned int)
+CUresult softgpu_cuMemsetD8Async(CUdeviceptr dstDevice, unsigned char uc, size_t N, CUstream hStream)
+{
+    return fill(dstDevice, N, uc, 1, N, 1, hStream);
+}
+
+CUresult softgpu_cuMemsetD2D8_v2(CUdeviceptr dstDevice, size_t dstPitch, unsigned char uc, size_t Width, size_t Height)
+{
+    return fill(dstDevice, dstPitch, uc, 1, Width, Height, NULL);
+}
+
+CUresult softgpu_cuMemsetD2D8Async(CUdeviceptr dstDevice, size_t dstPitch, unsigned char uc, size_t Width, size_t Height, CUstream hStream)
+{
+    return fill(dstDevice, dstPitch, uc, 1, Width, Height, hStream);
+}
+
+CUresult softgpu_cuMemsetD16_v2(CUdeviceptr dstDevice, unsigned short us, size_t N)
+{
+    return fill(dstDevice, N * 2, us, 2, N, 1, NULL);
+}
+
+CUresult softgpu_cuMemsetD16Async(CUdeviceptr dstDevice, unsigned short us, size_t N, CUstream hStream)
+{
+    return fill(dstDevice, N * 2, us, 2, N, 1, hStream);
+}
+
+CUresult softgpu_cuMemsetD2D16_v2(CUdeviceptr dstDevice, size_t dstPitch, unsigned short us, size_t Width, size_t Height)
+{
+    return fill(dstDevice, dstPitch, us, 2, Width, Height, NULL);
+}
+
+CUresult softgpu_cuMemsetD2D16Async(CUdeviceptr dstDevice, size_t dstPitch, unsigned short us, size_t Width, size_t Height, CUstream hStream)
+{
+    return fill(dstDevice, dstPitch, us, 2, Width, Height, hStream);
+}
+
+CUresult softgpu_cuMemsetD32_v2(CUdeviceptr dstDevice, unsigned int ui, size_t N)
+{
+    return fill(dstDevice, N * 4, ui, 4, N, 1, NULL);
+}
+
+CUresult softgpu_cuMemsetD32Async(CUdeviceptr dstDevice, unsigned int ui, size_t N, CUstream hStream)
+{
+    return fill(dstDevice, N * 4, ui, 4, N, 1, hStream);
+}
+
+CUresult softgpu_cuMemsetD2D32_v2(CUdeviceptr dstDevice, size_t dstPitch, unsigned int ui, size_t Width, size_t Height)
+{
+    return fill(dstDevice, dstPitch, ui, 4, Width, Height, NULL);
+}
+
+CUresult softgpu_cuMemsetD2D32Async(CUdeviceptr dstDevice, size_t dstPitch, unsigned int ui, size_t Width, size_t Height, CUstream hStream)
+{
+    return fill(dstDevice, dstPitch, ui, 4, Width, Height, hStream);
+}

@@ -53,6 +53,7 @@ void sg_fd_close_all(void)
 static pthread_mutex_t account_lock = PTHREAD_MUTEX_INITIALIZER;
 static uint64_t account_used[SG_MAX_DEVICES]; /* by physical GPU; under account_lock, like the two below */
 static uint64_t account_time;
+static bool account_stale; /* this process freed memory since the scan */
 struct seen {
     uint64_t *inodes; /* open addressing, 0 = free */
     size_t capacity, count;
@@ -168,6 +169,7 @@ static void account_scan(void)
     free(seen.inodes);
     memcpy(account_used, seen.used, sizeof(account_used));
     account_time = sg_now_ns();
+    account_stale = false;
 }
 
 static uint64_t used_locked(int physical)
@@ -181,16 +183,19 @@ uint64_t sg_used(int device)
 {
     int physical = sg_device(device)->physical;
     pthread_mutex_lock(&account_lock);
+    if (account_stale)
+        account_scan();
     uint64_t used = used_locked(physical);
     pthread_mutex_unlock(&account_lock);
     return used;
 }
 
-/* This process freed memory: what it freed need not be the last reference, so look again at the next question. */
+/* This process freed memory: what it freed need not be the last reference, so look again at the next question. An allocation
+ * does not wait for that: too high a figure is looked into before it refuses anything. */
 static void account_forget(void)
 {
     pthread_mutex_lock(&account_lock);
-    account_time = 0;
+    account_stale = true;
     pthread_mutex_unlock(&account_lock);
 }
 

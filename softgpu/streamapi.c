@@ -202,24 +202,31 @@ static CUresult memory_ops(struct sg_stream *stream, const struct sg_memory_op *
     return sg_submit(stream, &work, false, NULL);
 }
 
-#define MEMORY_OP(kind, bits, is_wait)                                                                                        \
-    CUresult softgpu_cuStream##kind##Value##bits##_v2(CUstream hStream, CUdeviceptr addr, cuuint##bits##_t value,             \
-                                                      unsigned int flags)                                                     \
-    {                                                                                                                         \
-        STREAM_OR_RETURN(true);                                                                                               \
-        struct sg_memory_op op = {is_wait, bits == 64, addr, value, flags};                                                   \
-        return memory_ops(stream, &op, 1);                                                                                    \
-    }
-/* gen_stubs.py looks for these at the start of a line:
-CUresult softgpu_cuStreamWaitValue32_v2(
-CUresult softgpu_cuStreamWaitValue64_v2(
-CUresult softgpu_cuStreamWriteValue32_v2(
-CUresult softgpu_cuStreamWriteValue64_v2(
-*/
-MEMORY_OP(Wait, 32, true)
-MEMORY_OP(Wait, 64, true)
-MEMORY_OP(Write, 32, false)
-MEMORY_OP(Write, 64, false)
+static CUresult memory_op(CUstream hStream, struct sg_memory_op op)
+{
+    STREAM_OR_RETURN(true);
+    return memory_ops(stream, &op, 1);
+}
+
+CUresult softgpu_cuStreamWaitValue32_v2(CUstream stream, CUdeviceptr addr, cuuint32_t value, unsigned int flags)
+{
+    return memory_op(stream, (struct sg_memory_op){true, false, addr, value, flags});
+}
+
+CUresult softgpu_cuStreamWaitValue64_v2(CUstream stream, CUdeviceptr addr, cuuint64_t value, unsigned int flags)
+{
+    return memory_op(stream, (struct sg_memory_op){true, true, addr, value, flags});
+}
+
+CUresult softgpu_cuStreamWriteValue32_v2(CUstream stream, CUdeviceptr addr, cuuint32_t value, unsigned int flags)
+{
+    return memory_op(stream, (struct sg_memory_op){false, false, addr, value, flags});
+}
+
+CUresult softgpu_cuStreamWriteValue64_v2(CUstream stream, CUdeviceptr addr, cuuint64_t value, unsigned int flags)
+{
+    return memory_op(stream, (struct sg_memory_op){false, true, addr, value, flags});
+}
 
 CUresult softgpu_cuStreamBatchMemOp_v2(CUstream hStream, unsigned int count, CUstreamBatchMemOpParams *paramArray, unsigned int flags)
 {

@@ -152,14 +152,8 @@ CUresult softgpu_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *handl
     return result;
 }
 
-CUresult softgpu_cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
-                          unsigned long long flags)
+static CUresult map(uint64_t ptr, size_t size, struct sg_physical *physical)
 {
-    struct sg_physical *physical = physical_get(handle);
-    if (!physical || offset || flags || !aligned(ptr, size) || size > physical->size)
-        return CUDA_ERROR_INVALID_VALUE;
-    if (sg_fault(SG_FAULT_MAP))
-        return CUDA_ERROR_OUT_OF_MEMORY;
     pthread_mutex_lock(&sg_map_lock);
     size_t next = sg_map_upper(&sg_ranges, ptr + size - 1);
     bool taken = next && ((struct sg_range *)sg_ranges.items[next - 1])->end > ptr;
@@ -183,6 +177,22 @@ CUresult softgpu_cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, CUmemGene
     range->physical = physical;
     pthread_mutex_unlock(&sg_map_lock);
     return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuMemMap(CUdeviceptr ptr, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
+                          unsigned long long flags)
+{
+    struct sg_physical *physical = physical_get(handle);
+    if (!physical || offset || flags || !aligned(ptr, size) || size > physical->size)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (sg_fault(SG_FAULT_MAP))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    /* One mapping at a time, so that two cannot find the same place free. */
+    static pthread_mutex_t one = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&one);
+    CUresult result = map(ptr, size, physical);
+    pthread_mutex_unlock(&one);
+    return result;
 }
 
 /* Under sg_map_lock: the mappings that cover [ptr, ptr+size) exactly, without gaps: index of the first, or -1. */
