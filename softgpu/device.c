@@ -27,11 +27,21 @@ struct sg_device *sg_device(CUdevice ordinal)
     return ordinal >= 0 && ordinal < device_count ? &devices[ordinal] : NULL;
 }
 
-/* The same on every machine and at every start: an image names the GPU it was taken on by this. */
+/* By this phosd and its tests know which libcuda they have loaded. */
+SG_EXPORT const char softgpu_version[] = "1";
+
+/*
+ * The same on every machine and at every start: an image names the GPU it was taken on by this. GPUs of another name are
+ * others (bytes 12 to 14: a hash of it).
+ */
 CUuuid sg_uuid_of(int physical)
 {
     CUuuid uuid;
     memcpy(uuid.bytes, "\x50\x68\x4f\x53soft\x80\x67pu\0\0\0\0", 16);
+    unsigned hash = 2166136261u; /* FNV-1a */
+    for (const char *letter = sg_settings()->name; *letter; letter++)
+        hash = (hash ^ (unsigned char)*letter) * 16777619u;
+    memcpy(uuid.bytes + 12, &hash, 3);
     uuid.bytes[15] = (char)physical;
     return uuid;
 }

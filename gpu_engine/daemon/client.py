@@ -120,10 +120,13 @@ def status(path: Path | None = None) -> wire_pb2.Status:
 
 
 def shutdown(path: Path | None = None) -> None:
-    """Ask phosd to end. Applications run on; their memory stays held by the keeper."""
-    done = request(path, shutdown=wire_pb2.Shutdown()).done
-    if done.error:
-        raise PhosError(done.error)
+    """Ask phosd to end, and wait until it has. Applications run on; their memory stays held by the keeper."""
+    with connect(path) as connection:
+        wire.send(connection, wire_pb2.Envelope(id=1, shutdown=wire_pb2.Shutdown()))
+        answer = wire.receive(connection)
+        if answer is not None and answer[0].done.error:
+            raise PhosError(answer[0].done.error)
+        wire.receive(connection)  # end of file: its process is gone
 
 
 def wait_image(

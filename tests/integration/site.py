@@ -116,6 +116,7 @@ class Site:
             "PHOS_PYTHON": sys.executable,
             "PHOS_TEST_SITE": str(self.folder),
             "SOFTGPU_MEMORY": "2G",
+            "SOFTGPU_MACHINE": self.folder.name,  # accounts of its own
             **self.environment,
         }
 
