@@ -81,7 +81,7 @@ static CUresult host_allocate(void **pointer, size_t size, unsigned int flags, c
     host->register_flags = CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP;
     host->flags = flags;
     host->mapping = memory;
-    host->registered_size = host->mapping_size;
+    host->registered_size = size; /* what the driver then says of its range */
     host->context = context;
     host->entry_point = entry_point;
     host->range = (struct phos_range){(uint64_t)(uintptr_t)memory, size};

@@ -51,8 +51,7 @@ static size_t cache_limit(CUdevice device)
 {
     if (phos_policy.cache_set)
         return phos_policy.cache_bytes;
-    size_t share = phos_devices[device].total / 64;
-    return share < ((size_t)512 << 20) ? share : (size_t)512 << 20;
+    return phos_devices[device].total / 64;
 }
 
 static void list_push(struct phos_span **head, struct phos_span *span)
@@ -237,7 +236,7 @@ static CUresult span_get(CUdevice device, size_t size, struct phos_span **span)
         return result;
     phos_pool_reclaim(device);
     phos_cache_flush(device);
-    for (long wait_ms = 1; wait_ms <= 64; wait_ms *= 2) {
+    for (long wait_ms = 1; wait_ms <= 256; wait_ms *= 2) {
         uint64_t owed = phos_control_owed();
         result = span_create(device, size, span);
         if (result != CUDA_ERROR_OUT_OF_MEMORY || !owed)
@@ -435,19 +434,23 @@ CUresult phos_current(CUcontext *context, CUdevice *device)
 
 CUresult phos_synchronize(CUcontext context, bool *captured)
 {
-    /* Synchronising a context while one of its streams is being captured is an error that also spoils the capture. */
+    /* Synchronising a context while one of its streams is being captured is an error that also spoils the capture, in
+     * whichever thread that is: none may begin meanwhile. */
+    pthread_rwlock_rdlock(&phos_capture_lock);
     *captured = phos_captures() > 0;
-    if (*captured)
-        return CUDA_SUCCESS;
     CUcontext current = NULL;
-    phos_real.cuCtxGetCurrent(&current);
-    if (current == context)
-        return phos_real.cuCtxSynchronize();
-    CUresult result = phos_real.cuCtxPushCurrent_v2(context);
-    if (result != CUDA_SUCCESS)
-        return result;
-    result = phos_real.cuCtxSynchronize();
-    phos_real.cuCtxPopCurrent_v2(&current);
+    CUresult result = CUDA_SUCCESS;
+    if (!*captured) {
+        phos_real.cuCtxGetCurrent(&current);
+        bool push = current != context;
+        result = push ? phos_real.cuCtxPushCurrent_v2(context) : CUDA_SUCCESS;
+        if (result == CUDA_SUCCESS) {
+            result = phos_real.cuCtxSynchronize();
+            if (push)
+                phos_real.cuCtxPopCurrent_v2(&current);
+        }
+    }
+    pthread_rwlock_unlock(&phos_capture_lock);
     return result;
 }
 

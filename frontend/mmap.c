@@ -25,7 +25,10 @@ void phos_mmap_arm(bool arm)
     atomic_store(&armed, arm);
 }
 
-static void *raw_mmap(void *address, size_t length, int protection, int flags, int descriptor, off_t offset)
+/* A sanitizer maps its shadow with this before it can check anything. */
+#define EARLY __attribute__((no_sanitize("address", "undefined", "thread")))
+
+static EARLY void *raw_mmap(void *address, size_t length, int protection, int flags, int descriptor, off_t offset)
 {
     return (void *)syscall(SYS_mmap, address, length, protection, flags, descriptor, offset);
 }
@@ -48,7 +51,7 @@ static void *huge_mmap(size_t length, int protection, int flags)
     return start;
 }
 
-__attribute__((visibility("default"))) void *mmap(void *address, size_t length, int protection, int flags, int descriptor,
+__attribute__((visibility("default"))) EARLY void *mmap(void *address, size_t length, int protection, int flags, int descriptor,
                                                   off_t offset)
 {
     const int want = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;

@@ -56,12 +56,6 @@ static void adjust(const struct phos_allocation *allocation, CUpointer_attribute
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
         *(CUmemoryPool *)data = phos_pool_handle(allocation->pool);
         break;
-    case CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR:
-        *(CUdeviceptr *)data = allocation->address;
-        break;
-    case CU_POINTER_ATTRIBUTE_MAPPING_SIZE:
-        *(size_t *)data = allocation->size;
-        break;
     default:
         break;
     }

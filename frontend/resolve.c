@@ -41,6 +41,8 @@
 #include <string.h>
 
 #define PHOS_EXPORT __attribute__((visibility("default")))
+/* Runs before a sanitizer's own start, which asks dlsym: it must not be instrumented. */
+#define PHOS_EARLY __attribute__((no_sanitize("address", "undefined", "thread")))
 
 typedef void *dlsym_function(void *restrict, const char *restrict);
 
@@ -49,7 +51,7 @@ static pthread_mutex_t bind_lock = PTHREAD_MUTEX_INITIALIZER;
 static _Atomic(void *) bound_base; /* load address of the libcuda behind phos_real, NULL while unbound */
 static _Atomic(dlsym_function *) dlsym_found;
 
-static __attribute__((noinline)) dlsym_function *dlsym_find(void)
+static PHOS_EARLY __attribute__((noinline)) dlsym_function *dlsym_find(void)
 {
     /* dlvsym may allocate, an allocator preloaded beside us may call dlsym from its first malloc, and here we are again:
      * such a call is told that there is no such symbol, as allocators must expect this early. */
@@ -66,7 +68,7 @@ static __attribute__((noinline)) dlsym_function *dlsym_find(void)
     return found;
 }
 
-static inline dlsym_function *dlsym_real(void)
+static inline PHOS_EARLY dlsym_function *dlsym_real(void)
 {
     dlsym_function *found = atomic_load_explicit(&dlsym_found, memory_order_relaxed);
     return __builtin_expect(found != NULL, 1) ? found : dlsym_find();
@@ -77,7 +79,7 @@ static CUresult absent_entry(void)
     return CUDA_ERROR_NOT_SUPPORTED;
 }
 
-int phos_resolve_symbol(const char *symbol)
+PHOS_EARLY int phos_resolve_symbol(const char *symbol)
 {
     int low = 0, high = PHOS_API_COUNT - 1;
     while (low <= high) {
@@ -172,7 +174,7 @@ static __attribute__((noinline)) void *dlsym_driver(void *handle, const char *na
     return wrapper && bind_holder_of(found) ? wrapper : found;
 }
 
-PHOS_EXPORT void *dlsym(void *restrict handle, const char *restrict name)
+PHOS_EXPORT PHOS_EARLY void *dlsym(void *restrict handle, const char *restrict name)
 {
     dlsym_function *real = dlsym_real();
     if (!real)

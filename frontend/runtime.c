@@ -108,6 +108,7 @@ static void fork_child(void)
     phos_control_forked();
     pthread_mutex_init(&phos_memory_lock, NULL);
     pthread_mutex_init(&start_lock, NULL);
+    pthread_rwlock_init(&phos_capture_lock, NULL);
 }
 
 void phos_runtime_started(void)

@@ -10,6 +10,8 @@
 #include <string.h>
 
 _Atomic int phos_capture_count;
+/* Writers first: a storm of frees must not keep a capture from beginning. */
+pthread_rwlock_t phos_capture_lock = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 
 static pthread_mutex_t context_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the list; taken last */
 static struct phos_context *contexts;
@@ -278,26 +280,35 @@ CUresult serve_cuCtxDisablePeerAccess(CUcontext peer)
 
 /* ---- captures ---- */
 
+static void capture_begins(void)
+{
+    pthread_rwlock_wrlock(&phos_capture_lock);
+}
+
 static CUresult capture_begun(CUresult result)
 {
     if (result == CUDA_SUCCESS)
         atomic_fetch_add(&phos_capture_count, 1);
+    pthread_rwlock_unlock(&phos_capture_lock);
     return result;
 }
 
 CUresult serve_cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode)
 {
+    capture_begins();
     return capture_begun(phos_real.cuStreamBeginCapture_v2(stream, mode));
 }
 
 CUresult serve_cuStreamBeginCapture(CUstream stream)
 {
+    capture_begins();
     return capture_begun(phos_real.cuStreamBeginCapture(stream));
 }
 
 CUresult serve_cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const CUgraphNode *dependencies,
                                            const CUgraphEdgeData *data, size_t count, CUstreamCaptureMode mode)
 {
+    capture_begins();
     return capture_begun(phos_real.cuStreamBeginCaptureToGraph(stream, graph, dependencies, data, count, mode));
 }
 

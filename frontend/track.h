@@ -1,11 +1,14 @@
 /* What exists besides memory: contexts, stream captures, and what the driver itself has to save. */
 #pragma once
 #include "phos_api.h"
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Streams being captured now. */
+/* Streams being captured now. The count grows with the lock held for writing, so that whoever holds it for reading and
+ * sees none can do what a capture would not survive. Nothing else is locked under it. */
+extern pthread_rwlock_t phos_capture_lock;
 extern _Atomic int phos_capture_count;
 static inline int phos_captures(void)
 {
