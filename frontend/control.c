@@ -11,9 +11,9 @@
 #include "hold.h"
 #include "log.h"
 #include "memory.h"
-#include "module.h"
 #include "pool.h"
 #include "runtime.h"
+#include "tell.h"
 #include "track.h"
 #include "wire_link.h"
 
@@ -30,10 +30,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#ifndef PHOS_VERSION
-#define PHOS_VERSION "0.1.0"
-#endif
-
 /* The control thread's own. */
 static Phos__Wire__GateState state = PHOS__WIRE__GATE_STATE__OPEN;
 static int link_fd = -1;
@@ -42,38 +38,9 @@ static ino_t link_inode;
 static struct phos_packet stash[8]; /* packets that came while the gate was closing */
 static size_t stashed;
 static struct phos_error attach_error;
-static uint64_t uncarried_told;
-static uint64_t last_report_ns;
-static struct {
-    uint64_t count, bytes;
-} told[PHOS_UNCARRIED_KINDS];
-
-/* Guarded by phos_memory_lock. */
-static uint64_t connection;      /* 0: none; grows with each */
-static uint64_t last_connection;
-static uint64_t *fresh, *gone;   /* numbers of blocks to tell of */
-static size_t fresh_count, fresh_capacity, gone_count, gone_capacity;
-static uint64_t gone_told_ns;
-
 static atomic_bool nobody_there; /* the last attempt to connect failed */
 static _Atomic int wake_fd = -1;
 static atomic_bool wake_set; /* the eventfd is readable: no need to write again */
-
-struct question {
-    uint64_t id;
-    uint8_t session[16];
-    uint64_t block;
-    bool asked, answered;
-    int descriptor;
-    size_t size;
-    CUdevice device;
-    char error[160];
-    struct question *next;
-};
-static pthread_mutex_t question_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the list and what is in it; taken last */
-static pthread_cond_t question_answered = PTHREAD_COND_INITIALIZER;
-static struct question *questions;
-static uint64_t last_question;
 
 static uint64_t now_ns(void)
 {
@@ -98,61 +65,12 @@ void phos_control_kick(void)
     }
 }
 
-static bool push(uint64_t **list, size_t *count, size_t *capacity, uint64_t value)
-{
-    if (*count == *capacity) {
-        size_t grown = *capacity ? *capacity * 2 : 64;
-        uint64_t *moved = realloc(*list, grown * sizeof **list);
-        if (!moved)
-            return false;
-        *list = moved;
-        *capacity = grown;
-    }
-    (*list)[(*count)++] = value;
-    return true;
-}
-
-void phos_control_block_new(struct phos_block *block)
-{
-    if (!connection)
-        return; /* connecting tells of every block there is */
-    if (!push(&fresh, &fresh_count, &fresh_capacity, block->id))
-        phos_warn_once("out of host memory: phosd was not told of a block");
-    phos_control_kick();
-}
-
-void phos_control_block_gone(struct phos_block *block)
-{
-    if (!connection || block->registered != connection)
-        return;
-    if (!push(&gone, &gone_count, &gone_capacity, block->id))
-        phos_warn_once("out of host memory: phosd keeps memory that was freed");
-    phos_control_kick();
-}
-
-uint64_t phos_control_owed(void)
-{
-    return gone_count + (now_ns() - gone_told_ns < 200000000u);
-}
-
-bool phos_control_wait_registered(uint64_t id, unsigned timeout_ms)
-{
-    for (unsigned waited = 0; waited < timeout_ms * 5; waited++) {
-        {
-            PHOS_LOCKED(&phos_memory_lock);
-            struct phos_block *block = phos_block_find(id);
-            if (!block || (!connection && atomic_load(&nobody_there)))
-                return false;
-            if (connection && block->registered == connection)
-                return true;
-        }
-        phos_control_kick();
-        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
-    }
-    return false;
-}
-
 /* ---- sending ---- */
+
+bool phos_tell_nobody(void)
+{
+    return atomic_load(&nobody_there);
+}
 
 static bool link_ours(void)
 {
@@ -160,229 +78,22 @@ static bool link_ours(void)
     return link_fd >= 0 && fstat(link_fd, &now) == 0 && now.st_dev == link_device && now.st_ino == link_inode;
 }
 
-static bool send_with(Phos__Wire__Envelope *envelope, const int *descriptors, size_t count)
+bool phos_tell_send(Phos__Wire__Envelope *envelope, const int *descriptors, size_t count)
 {
     return link_ours() && phos_link_send(link_fd, envelope, descriptors, count);
-}
-
-#define ENVELOPE(name, number, which, field, body) \
-    Phos__Wire__Envelope name = PHOS__WIRE__ENVELOPE__INIT; \
-    name.id = number; \
-    name.body_case = PHOS__WIRE__ENVELOPE__BODY_##which; \
-    name.field = body
-
-static bool tell_block(uint64_t id)
-{
-    Phos__Wire__BlockAdded added = PHOS__WIRE__BLOCK_ADDED__INIT;
-    CUmemGenericAllocationHandle handle;
-    bool exportable;
-    uint8_t owner[16];
-    struct phos_block *block;
-    {
-        PHOS_LOCKED(&phos_memory_lock);
-        block = phos_block_find(id);
-        if (!block || block->registered == connection)
-            return true;
-        block->pins++;
-        handle = block->handle;
-        exportable = !block->imported && !block->attached_once && handle;
-        added.block = id;
-        added.size = block->size;
-        added.device = (uint32_t)(block->device < 0 ? 0 : block->device);
-        added.owner = block->owner == PHOS_OWNER_FRONTEND ? PHOS__WIRE__BLOCK_ADDED__OWNER__FRONTEND
-                                                          : PHOS__WIRE__BLOCK_ADDED__OWNER__APPLICATION;
-        if (block->owner_block) {
-            memcpy(owner, block->owner_session, sizeof owner);
-            added.owner_session = (ProtobufCBinaryData){sizeof owner, owner};
-            added.owner_block = block->owner_block;
-        }
-    }
-    PHOS_CLOSES int descriptor = -1;
-    if (exportable) {
-        CUresult result = phos_real.cuMemExportToShareableHandle(&descriptor, handle,
-                                                                 CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
-        if (result != CUDA_SUCCESS) {
-            descriptor = -1;
-            phos_warn_once("a block of memory could not be exported to phosd (error %d)", (int)result);
-        }
-    }
-    added.descriptor_lost = descriptor < 0 && !added.owner_block;
-    ENVELOPE(envelope, 0, BLOCK_ADDED, block_added, &added);
-    bool sent = send_with(&envelope, &descriptor, descriptor >= 0);
-    PHOS_LOCKED(&phos_memory_lock);
-    block->pins--;
-    if (sent)
-        block->registered = connection;
-    if (phos_block_settle(block) != CUDA_SUCCESS)
-        phos_debug("a block freed while phosd was told of it could not be released");
-    return sent;
-}
-
-static bool tell_gone(void)
-{
-    PHOS_FREES uint64_t *list = NULL;
-    size_t count;
-    {
-        PHOS_LOCKED(&phos_memory_lock);
-        list = gone;
-        count = gone_count;
-        gone = NULL;
-        gone_count = gone_capacity = 0;
-        if (count)
-            gone_told_ns = now_ns();
-    }
-    for (size_t i = 0; i < count; i++) {
-        Phos__Wire__BlockRemoved removed = PHOS__WIRE__BLOCK_REMOVED__INIT;
-        removed.block = list[i];
-        ENVELOPE(envelope, 0, BLOCK_REMOVED, block_removed, &removed);
-        if (!send_with(&envelope, NULL, 0))
-            return false;
-    }
-    return true;
-}
-
-static bool tell_fresh(void)
-{
-    PHOS_FREES uint64_t *list = NULL;
-    size_t count;
-    {
-        PHOS_LOCKED(&phos_memory_lock);
-        list = fresh;
-        count = fresh_count;
-        fresh = NULL;
-        fresh_count = fresh_capacity = 0;
-    }
-    for (size_t i = 0; i < count; i++)
-        if (!tell_block(list[i]))
-            return false;
-    return true;
-}
-
-static bool tell_uncarried(bool now)
-{
-    uint64_t version = phos_uncarried_version();
-    if (version == uncarried_told || (!now && now_ns() - last_report_ns < 100000000u))
-        return true;
-    uncarried_told = version;
-    last_report_ns = now_ns();
-    for (int kind = 0; kind < PHOS_UNCARRIED_KINDS; kind++) {
-        Phos__Wire__Uncarried total = PHOS__WIRE__UNCARRIED__INIT;
-        total.kind = (char *)phos_uncarried_names[kind];
-        phos_uncarried_get(kind, &total.count, &total.bytes);
-        if (total.count == told[kind].count && total.bytes == told[kind].bytes)
-            continue;
-        ENVELOPE(envelope, 0, UNCARRIED, uncarried, &total);
-        if (!send_with(&envelope, NULL, 0))
-            return false;
-        told[kind].count = total.count;
-        told[kind].bytes = total.bytes;
-    }
-    return true;
-}
-
-static bool send_module(const struct phos_module *module, int descriptor)
-{
-    Phos__Wire__ModuleLoaded loaded = PHOS__WIRE__MODULE_LOADED__INIT;
-    loaded.entry_point = (char *)module->entry_point;
-    loaded.size = module->size;
-    loaded.path = module->path ? module->path : (char *)"";
-    loaded.offset = module->offset;
-    ENVELOPE(envelope, 0, MODULE_LOADED, module_loaded, &loaded);
-    return send_with(&envelope, &descriptor, descriptor >= 0);
-}
-
-static bool ask_questions(void)
-{
-    PHOS_LOCKED(&question_lock);
-    for (struct question *q = questions; q; q = q->next) {
-        if (q->asked)
-            continue;
-        Phos__Wire__TokenResolve resolve = PHOS__WIRE__TOKEN_RESOLVE__INIT;
-        resolve.session = (ProtobufCBinaryData){sizeof q->session, q->session};
-        resolve.block = q->block;
-        ENVELOPE(envelope, q->id, TOKEN_RESOLVE, token_resolve, &resolve);
-        if (!send_with(&envelope, NULL, 0))
-            return false;
-        q->asked = true;
-    }
-    return true;
-}
-
-/* Everything there is to tell. `now`: totals too, however recent the last report. */
-static bool tell_all(bool now)
-{
-    if (!ask_questions())
-        return false;
-    if (phos_exiting()) /* the driver may be going away: no more calls to it */
-        return true;
-    return tell_fresh() && tell_gone() && tell_uncarried(now) && phos_modules_tell(send_module);
-}
-
-/* ---- questions of other threads ---- */
-
-bool phos_control_resolve(const uint8_t session[16], uint64_t block, int *descriptor, size_t *size, CUdevice *device,
-                          struct phos_error *error)
-{
-    struct question question = {.block = block, .descriptor = -1};
-    memcpy(question.session, session, sizeof question.session);
-    struct timespec deadline;
-    clock_gettime(CLOCK_REALTIME, &deadline);
-    deadline.tv_sec += 5;
-    pthread_mutex_lock(&question_lock);
-    question.id = ++last_question;
-    question.next = questions;
-    questions = &question;
-    pthread_mutex_unlock(&question_lock);
-    phos_control_kick();
-    pthread_mutex_lock(&question_lock);
-    while (!question.answered && pthread_cond_timedwait(&question_answered, &question_lock, &deadline) != ETIMEDOUT)
-        continue;
-    struct question **link = &questions;
-    while (*link != &question)
-        link = &(*link)->next;
-    *link = question.next;
-    pthread_mutex_unlock(&question_lock);
-    if (!question.answered)
-        return phos_fail(error, CUDA_SUCCESS, "phosd did not answer for shared memory");
-    if (question.error[0])
-        return phos_fail(error, CUDA_SUCCESS, "%s", question.error);
-    *descriptor = question.descriptor;
-    *size = question.size;
-    *device = question.device;
-    return true;
-}
-
-static void answer_question(struct phos_packet *packet)
-{
-    Phos__Wire__TokenResolved *resolved = packet->envelope->token_resolved;
-    PHOS_LOCKED(&question_lock);
-    for (struct question *q = questions; q; q = q->next) {
-        if (q->id != packet->envelope->id || q->answered)
-            continue;
-        q->size = resolved->size;
-        q->device = (CUdevice)resolved->device;
-        snprintf(q->error, sizeof q->error, "%s", resolved->error);
-        if (packet->descriptor_count) {
-            q->descriptor = packet->descriptors[0];
-            packet->descriptors[0] = -1;
-        } else if (!q->error[0])
-            snprintf(q->error, sizeof q->error, "phosd sent no descriptor for shared memory");
-        q->answered = true;
-    }
-    pthread_cond_broadcast(&question_answered);
 }
 
 /* ---- what phosd asks ---- */
 
 static void pump(void)
 {
-    if (!tell_all(false))
+    if (!phos_tell_all(false))
         return;
     struct phos_packet packet;
     while (stashed < sizeof stash / sizeof *stash && link_ours() &&
            phos_link_receive(link_fd, &packet) == PHOS_RECEIVED) {
         if (packet.envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_TOKEN_RESOLVED) {
-            answer_question(&packet);
+            phos_tell_answer(&packet);
             phos_packet_free(&packet);
         } else
             stash[stashed++] = packet;
@@ -428,7 +139,7 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
             if (phos_quiesce(&error)) {
                 done.synchronize_ns = now_ns() - closed;
                 state = PHOS__WIRE__GATE_STATE__QUIESCED;
-                if (!tell_all(true))
+                if (!phos_tell_all(true))
                     return false;
             } else
                 phos_gate_open();
@@ -438,7 +149,7 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
     phos_debug("quiesce: %s, gate %.3f ms, synchronise %.3f ms", error.text[0] ? error.text : "done",
                (double)done.gate_ns / 1e6, (double)done.synchronize_ns / 1e6);
     ENVELOPE(envelope, id, QUIESCE_DONE, quiesce_done, &done);
-    return send_with(&envelope, NULL, 0);
+    return phos_tell_send(&envelope, NULL, 0);
 }
 
 static void drop_link(void)
@@ -451,9 +162,7 @@ static void drop_link(void)
     link_fd = -1;
     while (stashed)
         phos_packet_free(&stash[--stashed]);
-    PHOS_LOCKED(&phos_memory_lock);
-    connection = 0;
-    fresh_count = gone_count = 0;
+    phos_tell_end();
 }
 
 /* Answers whether to go on with this connection. */
@@ -472,7 +181,7 @@ static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
                 phos_pool_reclaim(d);
             phos_cache_flush(-1);
         }
-        if (!tell_all(true))
+        if (!phos_tell_all(true))
             return false;
         struct phos_detached taken = {0};
         map = phos_memory_map();
@@ -492,7 +201,7 @@ static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
     phos_debug("detach: %s, %llu blocks, unmap %.3f ms, reduce %.3f ms", error.text[0] ? error.text : "done",
                (unsigned long long)done.blocks, (double)done.unmap_ns / 1e6, (double)done.reduce_ns / 1e6);
     ENVELOPE(envelope, id, DETACH_DONE, detach_done, &done);
-    bool sent = send_with(&envelope, &map, map >= 0 && !error.text[0]);
+    bool sent = phos_tell_send(&envelope, &map, map >= 0 && !error.text[0]);
     return sent && state != PHOS__WIRE__GATE_STATE__DETACHED;
 }
 
@@ -517,9 +226,7 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
         phos_fail(&attach_error, CUDA_SUCCESS, "only a detached process can be attached");
     else if (!attach_error.text[0] && phos_attach(attach->blocks, &done.map_ns, &done.undo_ns, &attach_error)) {
         state = PHOS__WIRE__GATE_STATE__QUIESCED;
-        PHOS_LOCKED(&phos_memory_lock);
-        for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
-            b->registered = connection;
+        phos_tell_known();
     }
     struct phos_error error = attach_error;
     attach_error = (struct phos_error){0};
@@ -527,7 +234,7 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
     phos_debug("attach: %s, map %.3f ms, undo %.3f ms", error.text[0] ? error.text : "done", (double)done.map_ns / 1e6,
                (double)done.undo_ns / 1e6);
     ENVELOPE(envelope, id, ATTACH_DONE, attach_done, &done);
-    return send_with(&envelope, NULL, 0);
+    return phos_tell_send(&envelope, NULL, 0);
 }
 
 static bool on_open(uint64_t id)
@@ -540,7 +247,7 @@ static bool on_open(uint64_t id)
         phos_gate_open();
     }
     ENVELOPE(envelope, id, DONE, done, &done);
-    return send_with(&envelope, NULL, 0);
+    return phos_tell_send(&envelope, NULL, 0);
 }
 
 /* Answers whether to go on with this connection. */
@@ -580,7 +287,7 @@ static bool on_packet(struct phos_packet *packet)
     case PHOS__WIRE__ENVELOPE__BODY_OPEN:
         return on_open(e->id);
     case PHOS__WIRE__ENVELOPE__BODY_TOKEN_RESOLVED:
-        answer_question(packet);
+        phos_tell_answer(packet);
         return true;
     default: /* a newer phosd's; a Done that nobody waits for */
         return true;
@@ -588,78 +295,6 @@ static bool on_packet(struct phos_packet *packet)
 }
 
 /* ---- the connection ---- */
-
-static bool say_hello(uint64_t blocks)
-{
-    Phos__Wire__Hello hello = PHOS__WIRE__HELLO__INIT;
-    static char executable[512];
-    if (!executable[0]) {
-        ssize_t length = readlink("/proc/self/exe", executable, sizeof executable - 1);
-        executable[length > 0 ? length : 0] = 0;
-    }
-    Phos__Wire__Device devices[PHOS_DEVICES], *pointers[PHOS_DEVICES];
-    for (int d = 0; d < phos_device_count; d++) {
-        devices[d] = (Phos__Wire__Device)PHOS__WIRE__DEVICE__INIT;
-        devices[d].ordinal = (uint32_t)d;
-        devices[d].uuid = (ProtobufCBinaryData){16, phos_devices[d].uuid};
-        pointers[d] = &devices[d];
-    }
-    hello.session = (ProtobufCBinaryData){sizeof phos_session, phos_session};
-    hello.protocol = 1;
-    hello.pid = getpid();
-    hello.state = state;
-    hello.executable = executable;
-    hello.driver_version = (uint32_t)phos_driver_version;
-    hello.n_devices = (size_t)phos_device_count;
-    hello.devices = pointers;
-    hello.blocks = blocks;
-    hello.frontend_version = (char *)PHOS_VERSION;
-    /* A request: Welcome is its reply. */
-    ENVELOPE(envelope, 1, HELLO, hello, &hello);
-    return send_with(&envelope, NULL, 0);
-}
-
-/* Every block there is now, pinned, so that exactly as many BlockAdded follow as Hello says. */
-static uint64_t *pin_all(size_t *count)
-{
-    PHOS_LOCKED(&phos_memory_lock);
-    connection = ++last_connection;
-    fresh_count = gone_count = 0;
-    *count = 0;
-    if (state == PHOS__WIRE__GATE_STATE__DETACHED)
-        return NULL; /* phosd has them */
-    size_t there = 0;
-    for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
-        there++;
-    uint64_t *list = malloc((there + 1) * sizeof *list);
-    for (struct phos_block *b = phos_blocks.next; list && b != &phos_blocks; b = b->next) {
-        b->pins++;
-        list[(*count)++] = b->id;
-    }
-    return list;
-}
-
-static bool introduce(void)
-{
-    size_t count;
-    PHOS_FREES uint64_t *list = pin_all(&count);
-    bool ok = say_hello(count);
-    for (size_t i = 0; i < count; i++) {
-        ok = ok && !phos_exiting() && tell_block(list[i]);
-        PHOS_LOCKED(&phos_memory_lock);
-        struct phos_block *block = phos_block_find(list[i]);
-        block->pins--;
-        if (phos_block_settle(block) != CUDA_SUCCESS)
-            phos_debug("a block freed while phosd was told of it could not be released");
-    }
-    memset(told, 0, sizeof told);
-    uncarried_told = 0;
-    phos_modules_untell();
-    PHOS_LOCKED(&question_lock);
-    for (struct question *q = questions; q; q = q->next)
-        q->asked = false;
-    return ok;
-}
 
 static bool take_link(int link)
 {
@@ -687,15 +322,15 @@ static bool take_link(int link)
 /* Until the connection ends, by either side. */
 static void serve_connection(void)
 {
-    bool going = introduce();
+    bool going = phos_tell_begin(state);
     while (going) {
         bool detached = state == PHOS__WIRE__GATE_STATE__DETACHED;
-        if (!detached && !tell_all(false))
+        if (!detached && !phos_tell_all(false))
             break;
         int wake = atomic_load(&wake_fd);
         struct pollfd polled[2] = {{.fd = link_fd, .events = POLLIN}, {.fd = wake, .events = POLLIN}};
         /* Totals reported at most ten times a second; and a look every two seconds in case a wake-up got lost. */
-        bool later = !detached && phos_uncarried_version() != uncarried_told;
+        bool later = !detached && phos_tell_later();
         if (poll(polled, 2, later ? 100 : 2000) < 0 && errno != EINTR)
             break;
         if (!link_ours() || polled[0].revents & POLLNVAL)
@@ -782,7 +417,5 @@ void phos_control_forked(void)
     if (link_ours())
         close(link_fd);
     link_fd = -1;
-    connection = 0;
-    pthread_mutex_init(&question_lock, NULL);
-    questions = NULL;
+    phos_tell_forked();
 }

@@ -236,7 +236,7 @@ static CUresult span_get(CUdevice device, size_t size, struct phos_span **span)
         return result;
     phos_pool_reclaim(device);
     phos_cache_flush(device);
-    for (long wait_ms = 1; wait_ms <= 256; wait_ms *= 2) {
+    for (long wait_ms = 1; wait_ms <= 512; wait_ms *= 2) {
         uint64_t owed = phos_control_owed();
         result = span_create(device, size, span);
         if (result != CUDA_ERROR_OUT_OF_MEMORY || !owed)

@@ -1,0 +1,412 @@
+/* What phosd is told without being asked: hello, blocks as they come and go, totals, modules; and the questions of
+ * threads that import shared memory. Other threads leave word here; only the control thread sends. */
+#include "tell.h"
+#include "cleanup.h"
+#include "control.h"
+#include "log.h"
+#include "module.h"
+#include "runtime.h"
+#include "track.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#ifndef PHOS_VERSION
+#define PHOS_VERSION "0.1.0"
+#endif
+
+/* The control thread's own. */
+static uint64_t uncarried_told;
+static uint64_t last_report_ns;
+static struct {
+    uint64_t count, bytes;
+} told[PHOS_UNCARRIED_KINDS];
+
+/* Guarded by phos_memory_lock. */
+static uint64_t connection;      /* 0: none; grows with each */
+static uint64_t last_connection;
+static uint64_t *fresh, *gone;   /* numbers of blocks to tell of */
+static size_t fresh_count, fresh_capacity, gone_count, gone_capacity;
+static uint64_t gone_told_ns;
+
+struct question {
+    uint64_t id;
+    uint8_t session[16];
+    uint64_t block;
+    bool asked, answered;
+    int descriptor;
+    size_t size;
+    CUdevice device;
+    char error[160];
+    struct question *next;
+};
+static pthread_mutex_t question_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the list and what is in it; taken last */
+static pthread_cond_t question_answered = PTHREAD_COND_INITIALIZER;
+static struct question *questions;
+static uint64_t last_question;
+
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static bool push(uint64_t **list, size_t *count, size_t *capacity, uint64_t value)
+{
+    if (*count == *capacity) {
+        size_t grown = *capacity ? *capacity * 2 : 64;
+        uint64_t *moved = realloc(*list, grown * sizeof **list);
+        if (!moved)
+            return false;
+        *list = moved;
+        *capacity = grown;
+    }
+    (*list)[(*count)++] = value;
+    return true;
+}
+
+void phos_control_block_new(struct phos_block *block)
+{
+    if (!connection)
+        return; /* connecting tells of every block there is */
+    if (!push(&fresh, &fresh_count, &fresh_capacity, block->id))
+        phos_warn_once("out of host memory: phosd was not told of a block");
+    phos_control_kick();
+}
+
+void phos_control_block_gone(struct phos_block *block)
+{
+    if (!connection || block->registered != connection)
+        return;
+    if (!push(&gone, &gone_count, &gone_capacity, block->id))
+        phos_warn_once("out of host memory: phosd keeps memory that was freed");
+    phos_control_kick();
+}
+
+uint64_t phos_control_owed(void)
+{
+    return gone_count + (now_ns() - gone_told_ns < 1000000000u);
+}
+
+bool phos_control_wait_registered(uint64_t id, unsigned timeout_ms)
+{
+    for (unsigned waited = 0; waited < timeout_ms * 5; waited++) {
+        {
+            PHOS_LOCKED(&phos_memory_lock);
+            struct phos_block *block = phos_block_find(id);
+            if (!block || (!connection && phos_tell_nobody()))
+                return false;
+            if (connection && block->registered == connection)
+                return true;
+        }
+        phos_control_kick();
+        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    }
+    return false;
+}
+
+static bool tell_block(uint64_t id)
+{
+    Phos__Wire__BlockAdded added = PHOS__WIRE__BLOCK_ADDED__INIT;
+    CUmemGenericAllocationHandle handle;
+    bool exportable;
+    uint8_t owner[16];
+    struct phos_block *block;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        block = phos_block_find(id);
+        if (!block || block->registered == connection)
+            return true;
+        block->pins++;
+        handle = block->handle;
+        exportable = !block->imported && !block->attached_once && handle;
+        added.block = id;
+        added.size = block->size;
+        added.device = (uint32_t)(block->device < 0 ? 0 : block->device);
+        added.owner = block->owner == PHOS_OWNER_FRONTEND ? PHOS__WIRE__BLOCK_ADDED__OWNER__FRONTEND
+                                                          : PHOS__WIRE__BLOCK_ADDED__OWNER__APPLICATION;
+        if (block->owner_block) {
+            memcpy(owner, block->owner_session, sizeof owner);
+            added.owner_session = (ProtobufCBinaryData){sizeof owner, owner};
+            added.owner_block = block->owner_block;
+        }
+    }
+    PHOS_CLOSES int descriptor = -1;
+    if (exportable) {
+        CUresult result = phos_real.cuMemExportToShareableHandle(&descriptor, handle,
+                                                                 CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+        if (result != CUDA_SUCCESS) {
+            descriptor = -1;
+            phos_warn_once("a block of memory could not be exported to phosd (error %d)", (int)result);
+        }
+    }
+    added.descriptor_lost = descriptor < 0 && !added.owner_block;
+    ENVELOPE(envelope, 0, BLOCK_ADDED, block_added, &added);
+    bool sent = phos_tell_send(&envelope, &descriptor, descriptor >= 0);
+    PHOS_LOCKED(&phos_memory_lock);
+    block->pins--;
+    if (sent)
+        block->registered = connection;
+    if (phos_block_settle(block) != CUDA_SUCCESS)
+        phos_debug("a block freed while phosd was told of it could not be released");
+    return sent;
+}
+
+static bool tell_gone(void)
+{
+    PHOS_FREES uint64_t *list = NULL;
+    size_t count;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        list = gone;
+        count = gone_count;
+        gone = NULL;
+        gone_count = gone_capacity = 0;
+        if (count)
+            gone_told_ns = now_ns();
+    }
+    for (size_t i = 0; i < count; i++) {
+        Phos__Wire__BlockRemoved removed = PHOS__WIRE__BLOCK_REMOVED__INIT;
+        removed.block = list[i];
+        ENVELOPE(envelope, 0, BLOCK_REMOVED, block_removed, &removed);
+        if (!phos_tell_send(&envelope, NULL, 0))
+            return false;
+    }
+    return true;
+}
+
+static bool tell_fresh(void)
+{
+    PHOS_FREES uint64_t *list = NULL;
+    size_t count;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        list = fresh;
+        count = fresh_count;
+        fresh = NULL;
+        fresh_count = fresh_capacity = 0;
+    }
+    for (size_t i = 0; i < count; i++)
+        if (!tell_block(list[i]))
+            return false;
+    return true;
+}
+
+static bool tell_uncarried(bool now)
+{
+    uint64_t version = phos_uncarried_version();
+    if (version == uncarried_told || (!now && now_ns() - last_report_ns < 100000000u))
+        return true;
+    uncarried_told = version;
+    last_report_ns = now_ns();
+    for (int kind = 0; kind < PHOS_UNCARRIED_KINDS; kind++) {
+        Phos__Wire__Uncarried total = PHOS__WIRE__UNCARRIED__INIT;
+        total.kind = (char *)phos_uncarried_names[kind];
+        phos_uncarried_get(kind, &total.count, &total.bytes);
+        if (total.count == told[kind].count && total.bytes == told[kind].bytes)
+            continue;
+        ENVELOPE(envelope, 0, UNCARRIED, uncarried, &total);
+        if (!phos_tell_send(&envelope, NULL, 0))
+            return false;
+        told[kind].count = total.count;
+        told[kind].bytes = total.bytes;
+    }
+    return true;
+}
+
+static bool send_module(const struct phos_module *module, int descriptor)
+{
+    Phos__Wire__ModuleLoaded loaded = PHOS__WIRE__MODULE_LOADED__INIT;
+    loaded.entry_point = (char *)module->entry_point;
+    loaded.size = module->size;
+    loaded.path = module->path ? module->path : (char *)"";
+    loaded.offset = module->offset;
+    ENVELOPE(envelope, 0, MODULE_LOADED, module_loaded, &loaded);
+    return phos_tell_send(&envelope, &descriptor, descriptor >= 0);
+}
+
+static bool ask_questions(void)
+{
+    PHOS_LOCKED(&question_lock);
+    for (struct question *q = questions; q; q = q->next) {
+        if (q->asked)
+            continue;
+        Phos__Wire__TokenResolve resolve = PHOS__WIRE__TOKEN_RESOLVE__INIT;
+        resolve.session = (ProtobufCBinaryData){sizeof q->session, q->session};
+        resolve.block = q->block;
+        ENVELOPE(envelope, q->id, TOKEN_RESOLVE, token_resolve, &resolve);
+        if (!phos_tell_send(&envelope, NULL, 0))
+            return false;
+        q->asked = true;
+    }
+    return true;
+}
+
+/* Everything there is to tell. `now`: totals too, however recent the last report. */
+bool phos_tell_all(bool now)
+{
+    if (!ask_questions())
+        return false;
+    if (phos_exiting()) /* the driver may be going away: no more calls to it */
+        return true;
+    return tell_fresh() && tell_gone() && tell_uncarried(now) && phos_modules_tell(send_module);
+}
+
+/* ---- questions of other threads ---- */
+
+bool phos_control_resolve(const uint8_t session[16], uint64_t block, int *descriptor, size_t *size, CUdevice *device,
+                          struct phos_error *error)
+{
+    struct question question = {.block = block, .descriptor = -1};
+    memcpy(question.session, session, sizeof question.session);
+    struct timespec deadline;
+    clock_gettime(CLOCK_REALTIME, &deadline);
+    deadline.tv_sec += 5;
+    pthread_mutex_lock(&question_lock);
+    question.id = ++last_question;
+    question.next = questions;
+    questions = &question;
+    pthread_mutex_unlock(&question_lock);
+    phos_control_kick();
+    pthread_mutex_lock(&question_lock);
+    while (!question.answered && pthread_cond_timedwait(&question_answered, &question_lock, &deadline) != ETIMEDOUT)
+        continue;
+    struct question **link = &questions;
+    while (*link != &question)
+        link = &(*link)->next;
+    *link = question.next;
+    pthread_mutex_unlock(&question_lock);
+    if (!question.answered)
+        return phos_fail(error, CUDA_SUCCESS, "phosd did not answer for shared memory");
+    if (question.error[0])
+        return phos_fail(error, CUDA_SUCCESS, "%s", question.error);
+    *descriptor = question.descriptor;
+    *size = question.size;
+    *device = question.device;
+    return true;
+}
+
+void phos_tell_answer(struct phos_packet *packet)
+{
+    Phos__Wire__TokenResolved *resolved = packet->envelope->token_resolved;
+    PHOS_LOCKED(&question_lock);
+    for (struct question *q = questions; q; q = q->next) {
+        if (q->id != packet->envelope->id || q->answered)
+            continue;
+        q->size = resolved->size;
+        q->device = (CUdevice)resolved->device;
+        snprintf(q->error, sizeof q->error, "%s", resolved->error);
+        if (packet->descriptor_count) {
+            q->descriptor = packet->descriptors[0];
+            packet->descriptors[0] = -1;
+        } else if (!q->error[0])
+            snprintf(q->error, sizeof q->error, "phosd sent no descriptor for shared memory");
+        q->answered = true;
+    }
+    pthread_cond_broadcast(&question_answered);
+}
+
+static bool say_hello(uint64_t blocks, Phos__Wire__GateState state)
+{
+    Phos__Wire__Hello hello = PHOS__WIRE__HELLO__INIT;
+    static char executable[512];
+    if (!executable[0]) {
+        ssize_t length = readlink("/proc/self/exe", executable, sizeof executable - 1);
+        executable[length > 0 ? length : 0] = 0;
+    }
+    Phos__Wire__Device devices[PHOS_DEVICES], *pointers[PHOS_DEVICES];
+    for (int d = 0; d < phos_device_count; d++) {
+        devices[d] = (Phos__Wire__Device)PHOS__WIRE__DEVICE__INIT;
+        devices[d].ordinal = (uint32_t)d;
+        devices[d].uuid = (ProtobufCBinaryData){16, phos_devices[d].uuid};
+        pointers[d] = &devices[d];
+    }
+    hello.session = (ProtobufCBinaryData){sizeof phos_session, phos_session};
+    hello.protocol = 1;
+    hello.pid = getpid();
+    hello.state = state;
+    hello.executable = executable;
+    hello.driver_version = (uint32_t)phos_driver_version;
+    hello.n_devices = (size_t)phos_device_count;
+    hello.devices = pointers;
+    hello.blocks = blocks;
+    hello.frontend_version = (char *)PHOS_VERSION;
+    /* A request: Welcome is its reply. */
+    ENVELOPE(envelope, 1, HELLO, hello, &hello);
+    return phos_tell_send(&envelope, NULL, 0);
+}
+
+/* Every block there is now, pinned, so that exactly as many BlockAdded follow as Hello says. */
+static uint64_t *pin_all(size_t *count, bool detached)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    connection = ++last_connection;
+    fresh_count = gone_count = 0;
+    *count = 0;
+    if (detached)
+        return NULL; /* phosd has them */
+    size_t there = 0;
+    for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
+        there++;
+    uint64_t *list = malloc((there + 1) * sizeof *list);
+    for (struct phos_block *b = phos_blocks.next; list && b != &phos_blocks; b = b->next) {
+        b->pins++;
+        list[(*count)++] = b->id;
+    }
+    return list;
+}
+
+bool phos_tell_begin(Phos__Wire__GateState state)
+{
+    size_t count;
+    PHOS_FREES uint64_t *list = pin_all(&count, state == PHOS__WIRE__GATE_STATE__DETACHED);
+    bool ok = say_hello(count, state);
+    for (size_t i = 0; i < count; i++) {
+        ok = ok && !phos_exiting() && tell_block(list[i]);
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_block *block = phos_block_find(list[i]);
+        block->pins--;
+        if (phos_block_settle(block) != CUDA_SUCCESS)
+            phos_debug("a block freed while phosd was told of it could not be released");
+    }
+    memset(told, 0, sizeof told);
+    uncarried_told = 0;
+    phos_modules_untell();
+    PHOS_LOCKED(&question_lock);
+    for (struct question *q = questions; q; q = q->next)
+        q->asked = false;
+    return ok;
+}
+
+void phos_tell_end(void)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    connection = 0;
+    fresh_count = gone_count = 0;
+}
+
+void phos_tell_known(void)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
+        b->registered = connection;
+}
+
+bool phos_tell_later(void)
+{
+    return phos_uncarried_version() != uncarried_told;
+}
+
+void phos_tell_forked(void)
+{
+    connection = 0;
+    pthread_mutex_init(&question_lock, NULL);
+    questions = NULL;
+}

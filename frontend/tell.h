@@ -1,0 +1,29 @@
+/* What phosd is told; for control.c, by the control thread. */
+#pragma once
+#include "wire_link.h"
+#include <stdbool.h>
+#include <stddef.h>
+
+#define ENVELOPE(name, number, which, field, body) \
+    Phos__Wire__Envelope name = PHOS__WIRE__ENVELOPE__INIT; \
+    name.id = number; \
+    name.body_case = PHOS__WIRE__ENVELOPE__BODY_##which; \
+    name.field = body
+
+/* control.c: one packet over the connection. False: it is gone. */
+bool phos_tell_send(Phos__Wire__Envelope *envelope, const int *descriptors, size_t count);
+/* control.c: the last attempt to connect failed. Any thread. */
+bool phos_tell_nobody(void);
+
+/* A new connection: hello, then every block there is (none while detached, phosd has them). */
+bool phos_tell_begin(Phos__Wire__GateState state);
+void phos_tell_end(void);
+/* Everything there is to tell. `now`: totals too, however recent the last report. */
+bool phos_tell_all(bool now);
+/* Totals changed and are to be told a little later. */
+bool phos_tell_later(void);
+/* phosd knows every block by this connection: it just gave them all. */
+void phos_tell_known(void);
+/* TokenResolved came. */
+void phos_tell_answer(struct phos_packet *packet);
+void phos_tell_forked(void);
