@@ -88,6 +88,8 @@ def _run(path: Path, verbose: bool) -> None:
     load_driver(device_kind())
     from phos.gpu_engine.daemon.server import Daemon  # loads cuda-python, so not before load_driver
 
+    # Copying threads need the interpreter for microseconds at a time; by default one may wait 5 ms for it.
+    sys.setswitchinterval(0.0002)
     listener = _listen(path)
     daemon = Daemon(path, _version())
     signal.signal(signal.SIGTERM, lambda *_: daemon.stop(listener))
