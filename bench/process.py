@@ -369,6 +369,13 @@ def timings(folder: Path) -> dict[str, float]:
     return {entry["phase"]: float(entry["seconds"]) for entry in found}
 
 
+def restore_timings() -> dict[str, float]:
+    """Return the seconds of each phase of phosd's newest restore."""
+    _, text = command(["phos-gpu", "status", "--json"], 30)
+    jobs = [job for job in json.loads(text)["jobs"] if job["kind"] == "restore"]
+    return {phase["name"]: phase["seconds"] for phase in jobs[-1]["phases"]} if jobs else {}
+
+
 def daemon_pid() -> int:
     """Return phosd's pid; 0 if none answers."""
     try:

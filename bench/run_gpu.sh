@@ -120,7 +120,7 @@ for wanted in "$@"; do
     tests) gpu_tests tests 240 tests/gpu/test_examples.py tests/gpu/test_lifecycle.py ;;
     frameworks) gpu_tests frameworks 480 tests/gpu/test_frameworks.py ;;
     dump8) measure dump8 150 dump_restore --sizes 8 ;;
-    dump32) measure dump32 300 dump_restore --sizes 32 ;;
+    dump32) measure dump32 400 dump_restore --sizes 32 --disk-gib 30 ;;
     dump64) measure dump64 300 dump_restore --sizes 64 --repeats 1 ;;
     steady) measure steady 330 steady_state ;;
     correctness) measure correctness 420 correctness ;;

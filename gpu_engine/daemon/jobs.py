@@ -8,6 +8,7 @@ from typing import Protocol
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.copier import Progress
+from phos.gpu_engine.timeline import Timeline
 
 REMEMBERED = 64
 
@@ -21,6 +22,7 @@ class Job(Protocol):
     error: str
     since: float
     progress: Progress
+    timeline: Timeline
 
     @property
     def pids(self) -> list[int]:
@@ -90,6 +92,10 @@ class JobTable:
                     error=job.error,
                     since=job.since,
                     pids=job.pids,
+                    phases=[
+                        wire_pb2.Status.Phase(name=p.name, start=p.start, seconds=p.seconds, concurrent=p.concurrent)
+                        for p in job.timeline.phases()
+                    ],
                 )
                 for _, job in self._jobs
                 if job is not None
