@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import click
 
 from phos.gpu_engine.errors import Unsupported, UsageError
-from phos.gpu_engine.installation import home
+from phos.gpu_engine.installation import home, launcher
 
 BENCHMARKS = {
     "dump_restore": "Whole dumps and restores of gigabytes of buffers, against the driver's own checkpoint.",
@@ -50,5 +51,8 @@ def bench(python: str | None, name: str | None, options: tuple[str, ...]) -> Non
         raise UsageError(f"There is no benchmark '{name}'. There are: {', '.join(BENCHMARKS)}.")
     # The venv of PhOS has no PyTorch, but it has all that a smoke run needs.
     program = python or (sys.executable if "--smoke" in options else shutil.which("python3") or sys.executable)
-    done = subprocess.run([program, str(folder() / f"{script}.py"), *options], check=False)
+    # The commands of this installation, whatever the PATH has.
+    commands = {"PHOS_BENCH_CRIU": str(launcher("criu")), "PHOS_BENCH_PHOS_GPU": str(launcher("phos-gpu"))}
+    environment = {**commands, **os.environ}
+    done = subprocess.run([program, str(folder() / f"{script}.py"), *options], env=environment, check=False)
     sys.exit(done.returncode)

@@ -6,6 +6,7 @@ inspected, restored, and run to its end. Both results must be the same to the la
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -29,6 +30,10 @@ from phos.gpu_engine.installation import device_kind, examples_folder, launcher
 EXAMPLES = ("mlp", "pointer_chase", "struct_argument", "device_pointer", "stencil")
 
 PROGRAM_SECONDS = 300.0
+
+PACE = 0.05
+"""Seconds that the program which is going to be interrupted sleeps after each iteration: however fast the GPU, half of
+its iterations take longer than a dump takes to begin. Its result does not depend on it."""
 
 
 class Demo:
@@ -71,9 +76,25 @@ class Demo:
             raise CheckpointFailed(f"'{' '.join(words)}' failed:\n{result.stdout}{result.stderr}")
         return result.stdout
 
-    def start(self, output: Path) -> subprocess.Popen[bytes]:
+    def criu(self, action: str, *options: str) -> None:
+        """``criu dump`` or ``criu restore`` with our plugin.
+
+        Raises:
+            CheckpointFailed: it failed; the message has the error lines of CRIU's log, where CRIU puts them.
+        """
+        log = f"{action}.log"
+        try:
+            self.command("criu", action, "--lib", "phos", "-D", str(self.image), "-o", log, *options)
+        except CheckpointFailed as error:
+            written = self.image / log
+            lines = written.read_text(errors="replace").splitlines() if written.exists() else []
+            said = "\n".join(f"   {line}" for line in lines if "Error" in line)
+            raise CheckpointFailed(f"{str(error).rstrip()}\n{log} says:\n{said or '   no error'}") from error
+
+    def start(self, output: Path, pace: float = 0.0) -> subprocess.Popen[bytes]:
         """Start the example under the frontend, with nothing of this terminal in it (CRIU would have to save that)."""
         program = [sys.executable, str(examples_folder() / f"{self.example}.py"), "--iterations", str(self.iterations)]
+        program += ["--iteration-seconds", str(pace)]
         with open(output, "wb") as file:
             return subprocess.Popen(
                 [str(launcher("phos-gpu")), "run", "--", *program],
@@ -125,13 +146,12 @@ class Demo:
             process.wait(PROGRAM_SECONDS)
         expected = self.result(whole)
         with self.timed("Start it again and let it compute half of the way"):
-            process = self.start(interrupted)
+            process = self.start(interrupted, PACE)
             self.wait_iteration(interrupted, self.iterations // 2, process)
-        arguments = ["-t", str(process.pid), "-D", str(self.image), "-o", "dump.log"]
         self.image.mkdir()
         with self.timed(f"criu dump --lib phos -t {process.pid} -D image/"):
-            self.command("criu", "dump", "--lib", "phos", *arguments)
-            process.wait(60)
+            self.criu("dump", "-t", str(process.pid))
+            process.wait(60)  # and so its pid is free: the restored one has the same
         done = sum(line.startswith("ITERATION") for line in interrupted.read_text().splitlines())
         self.console.print(f"   The process is gone; it had done {done} of {self.iterations} iterations.")
         with self.timed("phos-gpu inspect image/"):
@@ -140,7 +160,7 @@ class Demo:
         with self.timed("phos-gpu verify image/"):
             self.command("phos-gpu", "verify", str(self.image))
         with self.timed("criu restore --lib phos -d -D image/"):
-            self.command("criu", "restore", "--lib", "phos", "-d", "-D", str(self.image), "-o", "restore.log")
+            self.criu("restore", "-d")
         with self.timed("Let it compute to its end"):
             _wait_end(process.pid)
         found = self.result(interrupted)
@@ -150,17 +170,28 @@ class Demo:
 
     def clean_up(self) -> None:
         """End what the demo started."""
+        ended = []
         for process in psutil.process_iter(["environ"]):
             environment = process.info["environ"] or {}
             if environment.get("PHOS_SOCKET") == self.environment["PHOS_SOCKET"] and process.pid != os.getpid():
                 try:
                     os.kill(process.pid, signal.SIGKILL)
+                    ended.append(process)
                 except ProcessLookupError:
                     pass
+        psutil.wait_procs(ended, timeout=10)
+
+
+def _become_reaper() -> None:
+    """What CRIU restores becomes our child, and so do orphans: in a container nobody else may free their pids."""
+    pr_set_child_subreaper = 36
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(pr_set_child_subreaper, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def _wait_end(pid: int) -> None:
-    """Wait for a process that is not our child (CRIU restored it)."""
+    """Wait for the process that CRIU restored."""
     try:
         psutil.Process(pid).wait(PROGRAM_SECONDS)
     except psutil.NoSuchProcess:
@@ -172,7 +203,7 @@ def _wait_end(pid: int) -> None:
 @click.command()
 @device_option
 @click.option("--example", type=click.Choice(EXAMPLES), default="mlp", show_default=True)
-@click.option("--iterations", type=click.IntRange(4), default=24, show_default=True)
+@click.option("--iterations", type=click.IntRange(4), default=40, show_default=True)
 @click.option("--keep", is_flag=True, help="Keep the image and the programs' output.")
 def demo(device: str | None, example: str, iterations: int, keep: bool) -> None:
     """Start a GPU program, dump it with CRIU, kill it, inspect the image, restore it, and compare the results.
@@ -181,6 +212,7 @@ def demo(device: str | None, example: str, iterations: int, keep: bool) -> None:
     """
     if os.geteuid() != 0:
         raise Unsupported("The demo needs root, because CRIU does. Run it with sudo.")
+    _become_reaper()
     folder = Path(tempfile.mkdtemp(prefix="phos-demo-"))
     run = Demo(device_kind(device), example, iterations, folder)
     try:
