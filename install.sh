@@ -353,8 +353,13 @@ install_files() {
     # CRIU loads every library of this folder, and the first plugin that answers a hook ends the chain: ours alone.
     rm -rf "$home/plugin"
     $place "$source/build/plugin/phos_plugin.so" "$home/plugin/phos_plugin.so"
-    $place "$source/examples" "$home/examples"
-    [ -L "$home/examples" ] || find "$home/examples" -name __pycache__ -prune -exec rm -rf {} +
+    local folder
+    for folder in examples bench; do
+        $place "$source/$folder" "$home/$folder"
+        [ -L "$home/$folder" ] || find "$home/$folder" -name __pycache__ -prune -exec rm -rf {} +
+    done
+    # What was measured elsewhere and earlier is the clone's to keep.
+    [ -L "$home/bench" ] || rm -rf "$home/bench/results"
     if [ "$mode" != bundle ]; then install_package; fi
     install_links
     install_unit

@@ -25,7 +25,8 @@ from typing import Any
 
 import process
 
-RESULTS = process.ROOT / "bench" / "results"
+# An installation keeps no results: they go where the caller stands.
+RESULTS = process.ROOT / "bench" / "results" if (process.ROOT / "pyproject.toml").exists() else Path("bench-results")
 
 
 def options(description: str, *, budget: float = 500.0) -> argparse.ArgumentParser:
