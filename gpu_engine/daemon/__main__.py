@@ -105,4 +105,4 @@ def _run(path: Path, verbose: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(prog_name="phosd")

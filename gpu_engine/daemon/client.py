@@ -57,9 +57,10 @@ def ensure(path: Path | None = None) -> None:
         pass
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    lifeline = _start_orphan(
-        [sys.executable, "-m", "phos.gpu_engine.daemon", "--socket", str(path)], environment, log_file(path)
-    )
+    # As isolated as we are: an installed phosd must not find the packages of the folder that a user stands in.
+    isolated = ["-I"] if sys.flags.isolated else []
+    command = [sys.executable, *isolated, "-m", "phos.gpu_engine.daemon", "--socket", str(path)]
+    lifeline = _start_orphan(command, environment, log_file(path))
     deadline = time.monotonic() + START_SECONDS
     try:
         while time.monotonic() < deadline:
