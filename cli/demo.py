@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +46,7 @@ class Demo:
         self.image = folder / "image"
         self.console = Console(highlight=False, soft_wrap=True)
         self.step = 0
+        self.inherited = psutil.Process().children(recursive=True)
         self.environment = {**os.environ, "PHOS_SOCKET": str(folder / "phosd.sock"), "PHOS_DEVICE": device}
 
     @contextmanager
@@ -169,17 +169,14 @@ class Demo:
         self.console.print(f"Both runs end with the same result, {found}: nothing was lost.")
 
     def clean_up(self) -> None:
-        """End what the demo started."""
-        ended = []
-        for process in psutil.process_iter(["environ"]):
-            environment = process.info["environ"] or {}
-            if environment.get("PHOS_SOCKET") == self.environment["PHOS_SOCKET"] and process.pid != os.getpid():
-                try:
-                    os.kill(process.pid, signal.SIGKILL)
-                    ended.append(process)
-                except ProcessLookupError:
-                    pass
-        psutil.wait_procs(ended, timeout=10)
+        """End what the demo started: all our descendants but those we were born with, for orphans come to us."""
+        mine = [child for child in psutil.Process().children(recursive=True) if child not in self.inherited]
+        for process in mine:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        psutil.wait_procs(mine, timeout=10)
 
 
 def _become_reaper() -> None:

@@ -1,0 +1,100 @@
+"""``phos-gpu demo`` on the software GPU: what it prints, what it returns, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phos.gpu_engine.installation import launcher
+from tests.integration.site import Site
+
+pytestmark = pytest.mark.root
+
+STEPS = (
+    "Start phosd",
+    "Run the program without interruption",
+    "Start it again",
+    "criu dump --lib phos",
+    "phos-gpu inspect",
+    "phos-gpu verify",
+    "criu restore --lib phos",
+    "Let it compute to its end",
+)
+
+
+def demo(site: Site, *options: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Run the demo with a temporary folder inside the site's."""
+    folder = site.folder / "tmp"
+    folder.mkdir(exist_ok=True)
+    return site.run("phos-gpu", "demo", "--device", "software", *options, check=False, TMPDIR=str(folder), **changes)
+
+
+def left(site: Site) -> list[Path]:
+    """What demos have kept."""
+    return list((site.folder / "tmp").iterdir())
+
+
+@pytest.mark.parametrize("example", ["mlp", "stencil"])
+def test_it_shows_every_step_and_the_same_result(site: Site, example: str) -> None:
+    done = demo(site, "--example", example)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = re.findall(r"^(\d)\. (.*) \.\.\. (\d+\.\d\d) s$", done.stdout, re.M)
+    assert [int(number) for number, _, _ in steps] == list(range(1, len(STEPS) + 1)), done.stdout
+    for (_, text, _), expected in zip(steps, STEPS, strict=True):
+        assert text.startswith(expected)
+    assert (found := re.search(r"it had done (\d+) of 40 iterations", done.stdout))
+    assert 20 <= int(found[1]) < 40
+    assert re.search(r"^   Complete  yes", done.stdout, re.M)
+    last = done.stdout.splitlines()[-1]
+    assert (same := re.fullmatch(r"Both runs end with the same result, ([0-9a-f]{16}): nothing was lost\.", last))
+    alone = site.example(example, "--iterations", "40", under=False)
+    assert alone.wait_result() == same[1]
+    assert left(site) == []
+    assert [p.pid for p in site.processes() if p.pid != alone.pid] == []
+
+
+def test_it_leaves_no_zombie_to_a_parent_that_does_not_reap(site: Site) -> None:
+    """As in a container whose first process is the user's own program."""
+    folder = site.folder / "tmp"
+    folder.mkdir()
+    script = (
+        "import ctypes, subprocess, sys\n"
+        "import psutil\n"
+        "ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans come here, and stay\n"
+        "done = subprocess.run(sys.argv[1:], stdin=subprocess.DEVNULL, capture_output=True, text=True)\n"
+        "assert done.returncode == 0, done.stdout + done.stderr\n"
+        "left = [(child.name(), child.status()) for child in psutil.Process().children(recursive=True)]\n"
+        "assert not left, left\n"
+    )
+    command = [str(launcher("phos-gpu")), "demo", "--device", "software"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *command],
+        env={**site.environment, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_it_shows_what_criu_says_when_it_fails(site: Site) -> None:
+    """Its complaints are in dump.log, and must reach the user."""
+    broken = site.folder / "criu"
+    broken.write_text(
+        "#!/bin/sh\n"
+        "for word; do case $previous in -D) folder=$word ;; -o) log=$word ;; esac; previous=$word; done\n"
+        'echo "(00.000001) Error (criu/plugin.c:1): no plugin today" >"$folder/$log"\n'
+        "exit 1\n"
+    )
+    broken.chmod(0o755)
+    done = demo(site, PHOS_CRIU=str(broken))
+    assert done.returncode != 0
+    assert "Error (criu/plugin.c:1): no plugin today" in done.stderr
+    (kept,) = left(site)
+    assert f"Kept: {kept}" in done.stdout
+    assert site.processes() == []
