@@ -10,6 +10,7 @@ pthread_mutex_t phos_memory_lock = PTHREAD_MUTEX_INITIALIZER;
 struct phos_block phos_blocks = {.next = &phos_blocks, .previous = &phos_blocks};
 struct phos_ranges phos_mappings;
 uint64_t phos_block_bytes;
+size_t phos_blocks_lingering;
 static uint64_t last_id;
 
 #define BUCKETS 4096
@@ -57,6 +58,7 @@ static void block_delete(struct phos_block *block)
         link = &(*link)->chain;
     *link = block->chain;
     phos_block_bytes -= block->size;
+    phos_blocks_lingering -= block->lingers;
     phos_control_block_gone(block);
     free(block);
 }
@@ -101,8 +103,13 @@ struct phos_block *phos_block_adopt(CUmemGenericAllocationHandle handle, size_t 
 
 CUresult phos_block_settle(struct phos_block *block)
 {
-    if (block->references || block->mappings || block->pins)
+    if (block->references || block->mappings)
         return CUDA_SUCCESS;
+    if (block->pins) {
+        phos_blocks_lingering += !block->lingers;
+        block->lingers = true;
+        return CUDA_SUCCESS;
+    }
     CUresult result = block->handle ? phos_real.cuMemRelease(block->handle) : CUDA_SUCCESS;
     block_delete(block);
     return result;

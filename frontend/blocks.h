@@ -29,6 +29,7 @@ struct phos_block {
     uint32_t pins;                       /* the control thread is exporting it */
     bool imported;                       /* the handle came from a descriptor: cannot be exported (again) */
     bool attached_once;                  /* likewise, by attach */
+    bool lingers;                        /* gone but for the pins */
     uint64_t registered;                 /* the connection on which phosd was told, 0: not yet */
     uint8_t owner_session[16];           /* of memory first exported by another session, and its number there */
     uint64_t owner_block;
@@ -55,6 +56,7 @@ struct phos_mapping {
 extern struct phos_block phos_blocks;      /* head of the list */
 extern struct phos_ranges phos_mappings;   /* of struct phos_mapping */
 extern uint64_t phos_block_bytes;          /* of all blocks */
+extern size_t phos_blocks_lingering;       /* blocks that only a pin keeps */
 
 /* All of these: with phos_memory_lock held. */
 

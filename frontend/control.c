@@ -40,7 +40,8 @@ static size_t stashed;
 static struct phos_error attach_error;
 static atomic_bool nobody_there; /* the last attempt to connect failed */
 static _Atomic int wake_fd = -1;
-static atomic_bool wake_set; /* the eventfd is readable: no need to write again */
+static atomic_bool wake_set; /* the control thread is awake, or the eventfd readable: no need to write */
+static atomic_bool hurried;  /* somebody waits */
 
 static uint64_t now_ns(void)
 {
@@ -54,15 +55,29 @@ static void sleep_ms(unsigned ms)
     nanosleep(&(struct timespec){ms / 1000, (long)(ms % 1000) * 1000000}, NULL);
 }
 
+static void wake(int descriptor)
+{
+    uint64_t one = 1;
+    if (write(descriptor, &one, sizeof one) < 0) {
+        /* Full (it is readable then) or closed by the application: the thread looks by itself now and then. */
+    }
+}
+
 void phos_control_kick(void)
 {
     int descriptor = atomic_load(&wake_fd);
     if (descriptor < 0 || atomic_exchange(&wake_set, true))
         return;
-    uint64_t one = 1;
-    if (write(descriptor, &one, sizeof one) < 0) {
-        /* Full (it is readable then) or closed by the application: the thread looks by itself now and then. */
-    }
+    wake(descriptor);
+}
+
+void phos_control_hurry(void)
+{
+    int descriptor = atomic_load(&wake_fd);
+    if (descriptor < 0 || atomic_exchange(&hurried, true))
+        return;
+    atomic_store(&wake_set, true);
+    wake(descriptor);
 }
 
 /* ---- sending ---- */
@@ -94,6 +109,9 @@ static void pump(void)
            phos_link_receive(link_fd, &packet) == PHOS_RECEIVED) {
         if (packet.envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_TOKEN_RESOLVED) {
             phos_tell_answer(&packet);
+            phos_packet_free(&packet);
+        } else if (packet.envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_DONE) {
+            phos_tell_settled(packet.envelope->id);
             phos_packet_free(&packet);
         } else
             stash[stashed++] = packet;
@@ -154,9 +172,12 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
 
 static void drop_link(void)
 {
-    int wake = atomic_exchange(&wake_fd, -1);
-    if (wake >= 0)
-        close(wake);
+    {
+        PHOS_LOCKED(&phos_memory_lock); /* with which most wake-ups are made: none goes to a descriptor that is closed */
+        int wake = atomic_exchange(&wake_fd, -1);
+        if (wake >= 0)
+            close(wake);
+    }
     if (link_ours())
         close(link_fd);
     link_fd = -1;
@@ -289,7 +310,10 @@ static bool on_packet(struct phos_packet *packet)
     case PHOS__WIRE__ENVELOPE__BODY_TOKEN_RESOLVED:
         phos_tell_answer(packet);
         return true;
-    default: /* a newer phosd's; a Done that nobody waits for */
+    case PHOS__WIRE__ENVELOPE__BODY_DONE:
+        phos_tell_settled(e->id);
+        return true;
+    default: /* a newer phosd's */
         return true;
     }
 }
@@ -314,9 +338,45 @@ static bool take_link(int link)
     link_fd = link;
     link_device = now.st_dev;
     link_inode = now.st_ino;
-    atomic_store(&wake_set, false);
+    atomic_store(&wake_set, true);
     atomic_store(&wake_fd, wake);
     return true;
+}
+
+static void drain(int wake)
+{
+    uint64_t ignored;
+    struct pollfd polled = {.fd = wake, .events = POLLIN};
+    if (poll(&polled, 1, 0) > 0 && polled.revents & POLLIN && read(wake, &ignored, sizeof ignored) < 0) {
+        /* Somebody else's by now; it is made anew with the next connection. */
+    }
+}
+
+/* Lets the application make its driver calls first (tell.c says why): until it made or freed no block for a
+ * millisecond, phosd speaks, somebody waits, or patience ends. Awake, it need not be woken for each of them. */
+static void step_aside(int wake)
+{
+    uint64_t before, after, patience;
+    while ((patience = phos_tell_patience(&before)) && !atomic_load(&hurried)) {
+        atomic_store(&wake_set, true);
+        drain(wake);
+        struct pollfd polled[2] = {{.fd = link_fd, .events = POLLIN}, {.fd = wake, .events = POLLIN}};
+        if (poll(polled, 2, 1))
+            return;
+        phos_tell_patience(&after);
+        if (after == before)
+            return;
+    }
+}
+
+/* Answers whether the connection lives. */
+static bool tell(int wake)
+{
+    step_aside(wake);
+    drain(wake);
+    /* In this order: who leaves word from here on finds both down, and wakes us. */
+    atomic_store(&wake_set, false);
+    return phos_tell_all(atomic_exchange(&hurried, false));
 }
 
 /* Until the connection ends, by either side. */
@@ -325,23 +385,19 @@ static void serve_connection(void)
     bool going = phos_tell_begin(state);
     while (going) {
         bool detached = state == PHOS__WIRE__GATE_STATE__DETACHED;
-        if (!detached && !phos_tell_all(false))
-            break;
         int wake = atomic_load(&wake_fd);
+        if (!detached && !tell(wake))
+            break;
         struct pollfd polled[2] = {{.fd = link_fd, .events = POLLIN}, {.fd = wake, .events = POLLIN}};
         /* Totals reported at most ten times a second; and a look every two seconds in case a wake-up got lost. */
-        bool later = !detached && phos_tell_later();
-        if (poll(polled, 2, later ? 100 : 2000) < 0 && errno != EINTR)
+        uint64_t changes;
+        int timeout = detached || !phos_tell_later() ? 2000 : 100;
+        if (!detached && phos_tell_patience(&changes))
+            timeout = 1;
+        if (poll(polled, 2, timeout) < 0 && errno != EINTR)
             break;
         if (!link_ours() || polled[0].revents & POLLNVAL)
             break;
-        if (polled[1].revents & POLLIN) {
-            uint64_t ignored;
-            if (read(wake, &ignored, sizeof ignored) < 0) {
-                /* Somebody else's by now; it is made anew with the next connection. */
-            }
-            atomic_store(&wake_set, false);
-        }
         for (;;) {
             struct phos_packet packet;
             if (stashed) {

@@ -9,16 +9,18 @@ void phos_control_start(void);
 /* In a forked child: forget thread and sockets. */
 void phos_control_forked(void);
 
-/* There is something new to tell phosd. Cheap; any thread. */
+/* There is something new to tell phosd. Cheap: a system call only if the control thread sleeps; any thread. */
 void phos_control_kick(void);
+/* Likewise, and somebody waits for it. */
+void phos_control_hurry(void);
 
 /* With phos_memory_lock held: a block came, or is going. No round trip, no descriptor is held: the control thread
  * exports it, sends it and closes the descriptor as soon as it gets to it. */
 void phos_control_block_new(struct phos_block *block);
 void phos_control_block_gone(struct phos_block *block);
-/* With phos_memory_lock held: blocks gone that phosd may not have heard of yet (and so keeps alive), plus those it was
- * told of moments ago. */
-uint64_t phos_control_owed(void);
+/* With phos_memory_lock held, which is let go of meanwhile: waits until phosd holds nothing any more of what was given back
+ * to the driver. False: there is nothing to wait for, or no phosd, or no answer in time. */
+bool phos_control_settle(unsigned timeout_ms);
 
 /* Waits until phosd was told of a block. False: no phosd, or not in time. Not with phos_memory_lock held. */
 bool phos_control_wait_registered(uint64_t block, unsigned timeout_ms);

@@ -1,8 +1,9 @@
 /* The allocator behind cuMemAlloc and its relatives.
  *
- *     span    a run of addresses with one block behind it, mapped: 2 MiB cut into equal slots (a slab), or one large
- *             allocation, or free and kept mapped for the next one (cached), or memory of another process (imported)
- *     allocation  what the application was given: a slot, or a large span
+ *     span        a run of addresses with one block behind it, mapped: cut into equal slots (a small slab), or into runs
+ *                 of 2 MiB units (a medium slab), or one large allocation, or free and kept mapped for the next one
+ *                 (cached), or memory of another process (imported)
+ *     allocation  what the application was given: a slot, a run, or a large span
  *
  * All metadata is in host memory. All functions here want phos_memory_lock held. */
 #pragma once
@@ -11,11 +12,13 @@
 #include "phos_api.h"
 
 #define PHOS_UNIT ((size_t)2 << 20) /* granularity of physical memory; softgpu and every GPU with VMM up to now */
+#define PHOS_ALIGNMENT ((size_t)512)        /* what cuMemAlloc gives on every GPU of this decade */
+#define PHOS_MEDIUM_UNITS 16                /* of a medium slab */
 
 struct phos_pool;
 
 enum phos_allocation_state {
-    PHOS_FREE,     /* a slot not in use */
+    PHOS_FREE,     /* a slot or unit not in use */
     PHOS_LIVE,     /* the application's */
     PHOS_PENDING,  /* freed, but work already queued may still touch it */
 };
@@ -29,21 +32,26 @@ struct phos_allocation {
     struct phos_pool *pool; /* of stream-ordered memory */
     struct phos_span *span;
     struct phos_allocation *next; /* in whatever list its state says */
-    uint32_t free_next;           /* in its slab's list of free slots */
+    uint32_t free_next;           /* in its small slab's list of free slots */
+    uint8_t units;                /* how many of its medium slab are its own */
     uint8_t state;
 };
 
-enum phos_span_kind { PHOS_SPAN_LARGE, PHOS_SPAN_SLAB, PHOS_SPAN_CACHED, PHOS_SPAN_IMPORTED };
+enum phos_span_kind { PHOS_SPAN_LARGE, PHOS_SPAN_SMALL, PHOS_SPAN_MEDIUM, PHOS_SPAN_CACHED, PHOS_SPAN_IMPORTED };
 
 struct phos_span {
     enum phos_span_kind kind;
     CUdevice device;
     struct phos_mapping *mapping;
-    struct phos_span *next, *previous; /* slabs with room, or cached spans, newest first */
-    struct phos_allocation whole;      /* LARGE */
-    struct phos_allocation *slots;     /* SLAB */
-    uint32_t slot_class, slot_count, used, free_slot;
-    uint32_t opens;                    /* IMPORTED: cuIpcOpenMemHandle calls not closed yet */
+    struct phos_span *next, *previous;     /* slabs with room, or cached spans of about this size */
+    struct phos_span *newer, *older;       /* CACHED: all of the device's */
+    struct phos_allocation whole;          /* LARGE */
+    struct phos_allocation *slots;         /* SMALL; MEDIUM: one a unit, that of its first unit stands for a run */
+    uint32_t list;                         /* SMALL: size class; MEDIUM: longest free run */
+    uint32_t slot_count, used, free_slot;
+    uint16_t free_units;                   /* MEDIUM: a bit each */
+    uint8_t unit_first[PHOS_MEDIUM_UNITS]; /* MEDIUM: where the run begins that a unit in use belongs to */
+    uint32_t opens;                        /* IMPORTED: cuIpcOpenMemHandle calls not closed yet */
 };
 
 /* May unlock and lock again while it waits for memory to come back. */
@@ -51,6 +59,10 @@ CUresult phos_allocate(CUdevice device, CUcontext context, size_t size, const ch
                        struct phos_allocation **allocation) PHOS_CHECKED;
 /* The GPU must be done with it. */
 void phos_deallocate(struct phos_allocation *allocation);
+/* It becomes another buffer at the same place. */
+void phos_allocation_renew(struct phos_allocation *allocation);
+/* How many bytes could be used of what was given out. */
+size_t phos_allocation_capacity(const struct phos_allocation *allocation);
 /* The live allocation that contains the address, or NULL. */
 struct phos_allocation *phos_allocation_at(CUdeviceptr address);
 /* Another process's memory, mapped. */
@@ -59,6 +71,8 @@ CUresult phos_unmap_imported(struct phos_span *span) PHOS_CHECKED;
 
 /* Gives freed memory that was kept mapped back to the driver; device -1: of all. */
 void phos_cache_flush(CUdevice device);
+/* Bytes free in blocks of ours: kept mapped, or in medium slabs that are in use. */
+size_t phos_cache_bytes(CUdevice device);
 /* Every allocation made in this context is gone; the context is idle. */
 void phos_free_context(CUcontext context);
 void phos_each_allocation(void (*visit)(struct phos_allocation *allocation, void *cookie), void *cookie);

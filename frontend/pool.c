@@ -97,13 +97,6 @@ static void event_put(CUcontext context, CUevent event)
     spares = spare;
 }
 
-/* How much could be used of what was given out. */
-static size_t capacity_of(const struct phos_allocation *a)
-{
-    const struct phos_span *span = a->span;
-    return span->kind == PHOS_SPAN_LARGE ? span->mapping->range.size : (size_t)(span->slots[1].address - span->slots[0].address);
-}
-
 static void pending_take(struct phos_pool *pool, struct pending **link)
 {
     struct pending *p = *link;
@@ -231,25 +224,29 @@ static CUresult pool_allocate(struct phos_pool *pool, CUcontext context, size_t 
     struct phos_allocation *allocation = NULL;
     for (struct pending **link = &pool->pending; *link; link = &(*link)->next) {
         struct phos_allocation *a = (*link)->allocation;
-        size_t capacity = capacity_of(a);
+        size_t capacity = phos_allocation_capacity(a);
         if ((*link)->stream != number || capacity < size || capacity > size + size / 8 + 4096)
             continue;
         allocation = a;
         pending_take(pool, link);
+        phos_allocation_renew(a);
         break;
     }
+    pool->live++; /* before allocating, which may let go of the lock: a pool with something live stays */
     if (!allocation) {
         pool_reap(pool, false);
         CUresult result = phos_allocate(pool->device, context, size, entry_point, &allocation);
-        if (result != CUDA_SUCCESS)
+        if (result != CUDA_SUCCESS) {
+            pool->live--;
+            pool_dispose_if_done(pool);
             return result;
+        }
     }
     allocation->size = size;
     allocation->context = context;
     allocation->entry_point = entry_point;
     allocation->pool = pool;
     allocation->state = PHOS_LIVE;
-    pool->live++;
     pool->used += size;
     if (pool->used > pool->used_high)
         pool->used_high = pool->used;

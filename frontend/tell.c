@@ -1,5 +1,9 @@
 /* What phosd is told without being asked: hello, blocks as they come and go, totals, modules; and the questions of
- * threads that import shared memory. Other threads leave word here; only the control thread sends. */
+ * threads that import shared memory. Other threads leave word here; only the control thread sends.
+ *
+ * Telling of a block is a driver call, and the driver lets one thread in at a time: while the application allocates or
+ * frees, telling waits until it pauses, for 20 ms at most. What somebody waits for, and what a quiesce needs, is told at
+ * once. */
 #include "tell.h"
 #include "cleanup.h"
 #include "control.h"
@@ -28,12 +32,28 @@ static struct {
     uint64_t count, bytes;
 } told[PHOS_UNCARRIED_KINDS];
 
+#define PATIENCE_NS 20000000u
+
+struct numbers {
+    uint64_t *list;
+    size_t count, capacity;
+};
+
 /* Guarded by phos_memory_lock. */
-static uint64_t connection;      /* 0: none; grows with each */
+static uint64_t connection; /* 0: none; grows with each */
 static uint64_t last_connection;
-static uint64_t *fresh, *gone;   /* numbers of blocks to tell of */
-static size_t fresh_count, fresh_capacity, gone_count, gone_capacity;
-static uint64_t gone_told_ns;
+static struct numbers fresh, gone;    /* blocks to tell of */
+static uint64_t gone_ever;            /* how many were put on the second list */
+static uint64_t settled;              /* as many of them phosd has let go of */
+static bool settle_wanted;
+static pthread_cond_t settle_changed = PTHREAD_COND_INITIALIZER;
+/* Read without the lock. */
+static _Atomic uint64_t block_changes;
+static _Atomic uint64_t untold_since; /* in ns; 0: there is nothing to tell */
+
+/* The control thread's own: the part of `fresh` that is being told, from `sending_at` on. */
+static struct numbers sending;
+static size_t sending_at;
 
 struct question {
     uint64_t id;
@@ -58,41 +78,72 @@ static uint64_t now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-static bool push(uint64_t **list, size_t *count, size_t *capacity, uint64_t value)
+static void push(struct numbers *numbers, uint64_t value)
 {
-    if (*count == *capacity) {
-        size_t grown = *capacity ? *capacity * 2 : 64;
-        uint64_t *moved = realloc(*list, grown * sizeof **list);
-        if (!moved)
-            return false;
-        *list = moved;
-        *capacity = grown;
+    atomic_fetch_add_explicit(&block_changes, 1, memory_order_relaxed);
+    if (!atomic_load_explicit(&untold_since, memory_order_relaxed))
+        atomic_store(&untold_since, now_ns());
+    if (numbers->count == numbers->capacity) {
+        size_t grown = numbers->capacity ? numbers->capacity * 2 : 64;
+        uint64_t *moved = realloc(numbers->list, grown * sizeof *moved);
+        if (!moved) {
+            phos_warn_once("out of host memory: phosd was not told of a block");
+            return;
+        }
+        numbers->list = moved;
+        numbers->capacity = grown;
     }
-    (*list)[(*count)++] = value;
-    return true;
+    numbers->list[numbers->count++] = value;
+    phos_control_kick();
 }
 
 void phos_control_block_new(struct phos_block *block)
 {
-    if (!connection)
-        return; /* connecting tells of every block there is */
-    if (!push(&fresh, &fresh_count, &fresh_capacity, block->id))
-        phos_warn_once("out of host memory: phosd was not told of a block");
-    phos_control_kick();
+    if (connection) /* else connecting tells of every block there is */
+        push(&fresh, block->id);
 }
 
 void phos_control_block_gone(struct phos_block *block)
 {
     if (!connection || block->registered != connection)
         return;
-    if (!push(&gone, &gone_count, &gone_capacity, block->id))
-        phos_warn_once("out of host memory: phosd keeps memory that was freed");
-    phos_control_kick();
+    gone_ever++;
+    push(&gone, block->id);
 }
 
-uint64_t phos_control_owed(void)
+bool phos_control_settle(unsigned timeout_ms)
 {
-    return gone_count + (now_ns() - gone_told_ns < 1000000000u);
+    uint64_t upto = gone_ever, mine = connection;
+    if (!mine || phos_exiting() || (!phos_blocks_lingering && settled >= upto))
+        return false;
+    struct timespec deadline;
+    clock_gettime(CLOCK_REALTIME, &deadline);
+    deadline.tv_sec += timeout_ms / 1000;
+    deadline.tv_nsec += (long)(timeout_ms % 1000) * 1000000;
+    if (deadline.tv_nsec >= 1000000000) {
+        deadline.tv_sec++;
+        deadline.tv_nsec -= 1000000000;
+    }
+    bool lingering = phos_blocks_lingering > 0;
+    int waited = 0;
+    while (waited != ETIMEDOUT && connection == mine && (lingering || settled < upto)) {
+        settle_wanted = true;
+        phos_control_hurry();
+        waited = pthread_cond_timedwait(&settle_changed, &phos_memory_lock, &deadline);
+        if (lingering && !phos_blocks_lingering) {
+            lingering = false;
+            upto = gone_ever;
+        }
+    }
+    return connection == mine && !lingering && settled >= upto;
+}
+
+void phos_tell_settled(uint64_t id)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    if (id > settled && id <= gone_ever)
+        settled = id;
+    pthread_cond_broadcast(&settle_changed);
 }
 
 bool phos_control_wait_registered(uint64_t id, unsigned timeout_ms)
@@ -106,7 +157,7 @@ bool phos_control_wait_registered(uint64_t id, unsigned timeout_ms)
             if (connection && block->registered == connection)
                 return true;
         }
-        phos_control_kick();
+        phos_control_hurry();
         nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
     }
     return false;
@@ -154,8 +205,11 @@ static bool tell_block(uint64_t id)
     block->pins--;
     if (sent)
         block->registered = connection;
+    bool lingered = block->lingers;
     if (phos_block_settle(block) != CUDA_SUCCESS)
         phos_debug("a block freed while phosd was told of it could not be released");
+    if (lingered)
+        pthread_cond_broadcast(&settle_changed);
     return sent;
 }
 
@@ -163,14 +217,17 @@ static bool tell_gone(void)
 {
     PHOS_FREES uint64_t *list = NULL;
     size_t count;
+    uint64_t upto = 0;
     {
         PHOS_LOCKED(&phos_memory_lock);
-        list = gone;
-        count = gone_count;
-        gone = NULL;
-        gone_count = gone_capacity = 0;
-        if (count)
-            gone_told_ns = now_ns();
+        list = gone.list;
+        count = gone.count;
+        gone = (struct numbers){0};
+        if (!fresh.count && sending_at == sending.count)
+            atomic_store(&untold_since, 0);
+        if (settle_wanted)
+            upto = gone_ever;
+        settle_wanted = false;
     }
     for (size_t i = 0; i < count; i++) {
         Phos__Wire__BlockRemoved removed = PHOS__WIRE__BLOCK_REMOVED__INIT;
@@ -179,24 +236,40 @@ static bool tell_gone(void)
         if (!phos_tell_send(&envelope, NULL, 0))
             return false;
     }
-    return true;
+    if (!upto)
+        return true;
+    /* No block: phosd answers when it is through with those before. */
+    Phos__Wire__BlockRemoved none = PHOS__WIRE__BLOCK_REMOVED__INIT;
+    ENVELOPE(envelope, upto, BLOCK_REMOVED, block_removed, &none);
+    return phos_tell_send(&envelope, NULL, 0);
 }
 
-static bool tell_fresh(void)
+/* `now`: all of them, and no pause for the application's own driver calls. */
+static bool tell_fresh(bool now)
 {
-    PHOS_FREES uint64_t *list = NULL;
-    size_t count;
-    {
-        PHOS_LOCKED(&phos_memory_lock);
-        list = fresh;
-        count = fresh_count;
-        fresh = NULL;
-        fresh_count = fresh_capacity = 0;
-    }
-    for (size_t i = 0; i < count; i++)
-        if (!tell_block(list[i]))
+    uint64_t before = atomic_load_explicit(&block_changes, memory_order_relaxed), after;
+    for (;;) {
+        if (sending_at == sending.count) {
+            free(sending.list);
+            sending_at = 0;
+            PHOS_LOCKED(&phos_memory_lock);
+            sending = fresh;
+            fresh = (struct numbers){0};
+        }
+        if (sending_at == sending.count)
+            return true;
+        if (!tell_block(sending.list[sending_at++]))
             return false;
-    return true;
+        if (!now && phos_tell_patience(&after) && after != before)
+            return true; /* it allocates again */
+    }
+}
+
+uint64_t phos_tell_patience(uint64_t *changes)
+{
+    *changes = atomic_load_explicit(&block_changes, memory_order_relaxed);
+    uint64_t since = atomic_load(&untold_since), waited = since ? now_ns() - since : PATIENCE_NS;
+    return waited < PATIENCE_NS ? PATIENCE_NS - waited : 0;
 }
 
 static bool tell_uncarried(bool now)
@@ -256,7 +329,7 @@ bool phos_tell_all(bool now)
         return false;
     if (phos_exiting()) /* the driver may be going away: no more calls to it */
         return true;
-    return tell_fresh() && tell_gone() && tell_uncarried(now) && phos_modules_tell(send_module);
+    return tell_fresh(now) && tell_gone() && tell_uncarried(now) && phos_modules_tell(send_module);
 }
 
 /* ---- questions of other threads ---- */
@@ -274,7 +347,7 @@ bool phos_control_resolve(const uint8_t session[16], uint64_t block, int *descri
     question.next = questions;
     questions = &question;
     pthread_mutex_unlock(&question_lock);
-    phos_control_kick();
+    phos_control_hurry();
     pthread_mutex_lock(&question_lock);
     while (!question.answered && pthread_cond_timedwait(&question_answered, &question_lock, &deadline) != ETIMEDOUT)
         continue;
@@ -343,12 +416,21 @@ static bool say_hello(uint64_t blocks, Phos__Wire__GateState state)
     return phos_tell_send(&envelope, NULL, 0);
 }
 
+/* With phos_memory_lock held. */
+static void forget_numbers(void)
+{
+    fresh.count = gone.count = sending.count = sending_at = 0;
+    atomic_store(&untold_since, 0);
+    settled = gone_ever;
+    settle_wanted = false;
+}
+
 /* Every block there is now, pinned, so that exactly as many BlockAdded follow as Hello says. */
 static uint64_t *pin_all(size_t *count, bool detached)
 {
     PHOS_LOCKED(&phos_memory_lock);
     connection = ++last_connection;
-    fresh_count = gone_count = 0;
+    forget_numbers();
     *count = 0;
     if (detached)
         return NULL; /* phosd has them */
@@ -389,7 +471,8 @@ void phos_tell_end(void)
 {
     PHOS_LOCKED(&phos_memory_lock);
     connection = 0;
-    fresh_count = gone_count = 0;
+    forget_numbers();
+    pthread_cond_broadcast(&settle_changed);
 }
 
 void phos_tell_known(void)
@@ -407,6 +490,8 @@ bool phos_tell_later(void)
 void phos_tell_forked(void)
 {
     connection = 0;
+    pthread_cond_init(&settle_changed, NULL);
+    pthread_cond_init(&question_answered, NULL);
     pthread_mutex_init(&question_lock, NULL);
     questions = NULL;
 }

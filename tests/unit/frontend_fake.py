@@ -59,6 +59,7 @@ class Session:
     connection: Connection | None = None
     hellos: list[wire.Hello] = field(default_factory=list)
     memory_map: wire.MemoryMap | None = None
+    settled: int = 0  # how often it asked whether freed memory was let go of
 
 
 class Connection:
@@ -139,9 +140,13 @@ class Connection:
                 added.owner_session, added.owner_block,
             )  # fmt: skip
         elif kind == "block_removed":
-            removed = self.session.blocks.pop(envelope.block_removed.block)
-            if removed.descriptor >= 0:
-                os.close(removed.descriptor)
+            if envelope.block_removed.block:
+                removed = self.session.blocks.pop(envelope.block_removed.block)
+                if removed.descriptor >= 0:
+                    os.close(removed.descriptor)
+            if envelope.id:
+                self.session.settled += 1
+                self.send(wire.Envelope(id=envelope.id, done=wire.Done()))
         elif kind == "uncarried":
             self.session.uncarried[envelope.uncarried.kind] = (envelope.uncarried.count, envelope.uncarried.bytes)
         elif kind == "module_loaded":
@@ -395,6 +400,7 @@ def environment_for(socket_path: Path, *, preload: bool = True) -> dict[str, str
     environment["LD_LIBRARY_PATH"] = str(SOFTGPU)
     environment["PHOS_SOCKET"] = str(socket_path)
     environment["PYTHONUNBUFFERED"] = "1"
+    environment["SOFTGPU_MACHINE"] = socket_path.parent.name  # whose memory no other test uses
     environment.setdefault("PHOS_LOG", "info")
     if preload:
         environment["LD_PRELOAD"] = str(LIBPHOS)

@@ -27,7 +27,7 @@ def phosd() -> Iterator[FakePhosd]:
 
 HOLDING = """
 start()
-p = [ok(cu.cuMemAlloc(3 << 20)) for _ in range(5)]
+p = [ok(cu.cuMemAlloc(17 << 20)) for _ in range(5)]  # large enough for a block each
 for i, q in enumerate(p):
     fill(q, 3 << 20, i + 1)
 say("ready")
@@ -323,7 +323,7 @@ def test_an_application_that_closes_our_descriptors(phosd: FakePhosd) -> None:
     target = os.open("/tmp", os.O_TMPFILE | os.O_RDWR)
     for n in ours:
         os.dup2(target, n)
-    q = [ok(cu.cuMemAlloc(3 << 20)) for _ in range(3)]
+    q = [ok(cu.cuMemAlloc(17 << 20)) for _ in range(3)]
     time.sleep(3)
     assert os.fstat(target).st_size in (0, 8 * len(ours), 8), os.fstat(target).st_size
     say("ready")

@@ -239,7 +239,7 @@ def test_pinned_memory_is_unpinned_and_pinned_again(phosd: FakePhosd) -> None:
 def test_failed_attach_says_why_and_can_be_tried_again(phosd: FakePhosd) -> None:
     body = """
     start()
-    p = ok(cu.cuMemAlloc(4 << 20)); q = ok(cu.cuMemAlloc(6 << 20))
+    p = ok(cu.cuMemAlloc(4 << 20)); q = ok(cu.cuMemAlloc(17 << 20))  # the one in a slab, the other by itself
     fill(p, 4 << 20, 3); fill(q, 6 << 20, 4)
     say("ready")
     heard()

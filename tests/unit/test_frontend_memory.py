@@ -88,11 +88,19 @@ while True:
     say(__import__("json").dumps(answer))
 """
 
+UNIT = 2 << 20
+SLAB = 16 * UNIT
 SIZES = st.one_of(
     st.integers(1, 5000),
     st.integers(1, 3 << 20),
     st.sampled_from([512, 513, 4096, 4097, 1 << 20, (1 << 20) + 1, 2 << 20, (2 << 20) + 1, 9 << 20]),
+    st.integers((1 << 20) + 1, 16 << 20),
+    st.sampled_from([16 << 20, (16 << 20) + 1, 20 << 20, 32 << 20]),
 )
+
+
+def is_medium(size: int) -> bool:
+    return 1 << 20 < size <= 16 << 20
 
 
 class AllocatorMachine(RuleBasedStateMachine):
@@ -148,6 +156,16 @@ class AllocatorMachine(RuleBasedStateMachine):
         blocks = {b.block: b.size for b in self.session.memory_map.blocks}
         for a in self.session.memory_map.allocations:
             assert a.offset + a.size <= blocks[a.block]
+            if is_medium(a.size):
+                assert blocks[a.block] == SLAB
+                assert a.offset % UNIT == 0
+        # Nothing is kept for what was freed: every block holds something.
+        assert {a.block for a in self.session.memory_map.allocations} == set(blocks)
+        mapped = {a.address - a.offset: blocks[a.block] for a in self.session.memory_map.allocations}
+        ends = 0
+        for base, size in sorted(mapped.items()):
+            assert base >= ends, "blocks overlap"
+            ends = base + size
 
     @rule()
     def contents(self) -> None:
@@ -159,6 +177,8 @@ class AllocatorMachine(RuleBasedStateMachine):
             return
         free, total = self.tell("info")
         assert 0 < free <= total
+        # What lives is not free. (What was freed is only when phosd has let go of it.)
+        assert sum(-(-size // UNIT) * UNIT for size in self.live.values() if size > 1 << 20) <= total - free
 
     def teardown(self) -> None:
         if hasattr(self, "app"):
@@ -255,7 +275,7 @@ def test_freed_memory_is_reported_free_and_given_back_when_needed(phosd: FakePho
 def test_blocks_are_registered_and_removed(phosd: FakePhosd) -> None:
     body = """
     start()
-    p = [ok(cu.cuMemAlloc(3 << 20)) for _ in range(40)]
+    p = [ok(cu.cuMemAlloc(3 << 20)) for _ in range(40)] + [ok(cu.cuMemAlloc(17 << 20)) for _ in range(7)]
     say("ready")
     heard()
     for q in p:
@@ -265,12 +285,174 @@ def test_blocks_are_registered_and_removed(phosd: FakePhosd) -> None:
     """
     with program(phosd, body, PHOS_CACHE_BYTES="0") as (app, session):
         app.line()
-        eventually(lambda: len(session.blocks) == 40)
-        assert all(b.descriptor >= 0 and b.size == 4 << 20 and not b.lost for b in session.blocks.values())
+        eventually(lambda: len(session.blocks) == 5 + 7)  # eight of 4 MiB a slab
+        assert all(b.descriptor >= 0 and not b.lost for b in session.blocks.values())
+        assert sorted(b.size for b in session.blocks.values()) == [18 << 20] * 7 + [SLAB] * 5
         app.tell()
         app.line()
         eventually(lambda: not session.blocks)
         app.tell()
+        app.finish()
+
+
+def test_medium_sizes_share_slabs_and_grow_together_again(phosd: FakePhosd) -> None:
+    body = """
+    start()
+    unit = 2 << 20
+    free, total = ok(cu.cuMemGetInfo())
+    a = [int(ok(cu.cuMemAlloc(2 * unit))) for _ in range(8)]
+    assert ok(cu.cuMemGetInfo())[0] == free - 16 * unit
+    base = min(a)
+    assert sorted(a) == [base + 2 * n * unit for n in range(8)]
+    # Best fit: the hole of two is taken before that of four.
+    for n in (1, 4, 5):
+        ok(cu.cuMemFree(base + 2 * n * unit))
+    assert ok(cu.cuMemGetInfo())[0] == free - 10 * unit
+    assert int(ok(cu.cuMemAlloc(2 * unit - 5))) == base + 2 * unit
+    assert int(ok(cu.cuMemAlloc(4 * unit))) == base + 8 * unit
+    # Neighbours freed in any order are one piece again.
+    for n in (3, 1, 2):
+        ok(cu.cuMemFree(base + 2 * n * unit))
+    big = int(ok(cu.cuMemAlloc(6 * unit)))
+    assert big == base + 2 * unit
+    fill(big, 6 * unit, 5)
+    assert int(ok(cu.cuMemGetAddressRange(big + 6 * unit - 1))[0]) == big
+    ok(cu.cuMemFree(big))
+    assert int(cu.cuMemGetAddressRange(big)[0]) != 0
+    assert int(cu.cuMemFree(big)[0]) != 0
+    assert int(cu.cuMemFree(base + unit)[0]) == 1  # inside the first
+    say(base)
+    heard()
+    for address in (base, base + 8 * unit, base + 12 * unit, base + 14 * unit):
+        ok(cu.cuMemFree(address))
+    assert ok(cu.cuMemGetInfo())[0] == free
+    say("done")
+    """
+    with program(phosd, body) as (app, session):
+        base = int(app.line())
+        phosd.toggle(session)
+        assert session.memory_map is not None
+        assert {(a.address - base) // UNIT: a.offset // UNIT for a in session.memory_map.allocations} == {
+            0: 0, 8: 8, 12: 12, 14: 14,
+        }  # fmt: skip
+        assert len(session.memory_map.blocks) == 1
+        app.tell()
+        assert app.line() == "done"
+        app.finish()
+
+
+def test_all_of_the_memory_can_be_had_in_medium_pieces(phosd: FakePhosd) -> None:
+    """Where no whole slab fits any more, blocks of the exact size still do; and free slabs go when memory is short."""
+    body = """
+    start()
+    free, total = ok(cu.cuMemGetInfo())
+    small = ok(cu.cuMemAlloc(100))
+    had = []
+    while True:
+        code, p = cu.cuMemAlloc(6 << 20)
+        if int(code):
+            assert int(code) == 2
+            break
+        had.append(p)
+    left, _ = ok(cu.cuMemGetInfo())
+    assert len(had) == (free - (2 << 20) - left) // (6 << 20)
+    scattered = (len(had) // 5) * (2 << 20)  # five in each slab leave a unit
+    assert left - scattered < 6 << 20, (left, scattered)
+    for p in had:
+        ok(cu.cuMemFree(p))
+    for _ in range(2):
+        everything = ok(cu.cuMemAlloc(free - (2 << 20)))
+        assert int(cu.cuMemAlloc(2 << 20)[0]) == 2
+        ok(cu.cuMemFree(everything))
+    say("done")
+    """
+    with program(phosd, body, SOFTGPU_MEMORY="300M", PHOS_CACHE_BYTES="100M") as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
+def test_medium_memory_of_another_process(phosd: FakePhosd) -> None:
+    """A handle names a place in a slab; the other pieces of the slab stay what they are."""
+    exporter = """
+    start()
+    pieces = [ok(cu.cuMemAlloc(5 << 20)) for _ in range(3)]
+    for n, p in enumerate(pieces):
+        fill(p, 5 << 20, n + 1)
+    ok(cu.cuCtxSynchronize())
+    say(*(bytes(ok(cu.cuIpcGetMemHandle(p)).reserved).hex() for p in pieces[1:]))
+    heard()
+    assert [read(p, 5 << 20) for p in pieces] == [bytes([v]) * (5 << 20) for v in (1, 9, 3)]
+    say("same")
+    """
+    importer = """
+    start()
+    opened = []
+    for text in heard().split():
+        h = cu.CUipcMemHandle()
+        h.reserved = bytes.fromhex(text)
+        opened.append(int(ok(cu.cuIpcOpenMemHandle(h, 1))))
+    assert [read(p, 5 << 20)[0] for p in opened] == [2, 3]
+    say("opened")
+    heard()
+    assert [read(p, 5 << 20)[-1] for p in opened] == [2, 3]
+    fill(opened[0], 5 << 20, 9)
+    ok(cu.cuCtxSynchronize())
+    for p in opened:
+        ok(cu.cuIpcCloseMemHandle(p))
+    say("closed")
+    """
+    with program(phosd, exporter) as (one, first), program(phosd, importer) as (two, second):
+        two.tell(one.line())
+        assert two.line() == "opened"
+        phosd.toggle(first)
+        assert not phosd.quiesce(second).error
+        assert not phosd.detach(second).error
+        given = {n: first.blocks[b.owner_block].descriptor for n, b in second.blocks.items()}
+        assert len(given) == 1
+        assert not phosd.attach(second, given).error
+        assert not phosd.open(second).error
+        two.tell()
+        assert two.line() == "closed"
+        one.tell()
+        assert one.line() == "same"
+        two.finish()
+        one.finish()
+
+
+def test_everything_is_told_before_a_process_is_quiesced(phosd: FakePhosd) -> None:
+    """Telling waits while the application allocates; a quiesce does not."""
+    body = """
+    context = start()
+    stop = threading.Event()
+    kept = []
+
+    def work():
+        ok(cu.cuCtxSetCurrent(context))
+        while not stop.is_set() and len(kept) < 2000:
+            kept.append(ok(cu.cuMemAlloc(17 << 20)))
+            ok(cu.cuMemFree(ok(cu.cuMemAlloc(33 << 20))))
+            time.sleep(0.0002)
+
+    t = threading.Thread(target=work)
+    t.start()
+    say("ready")
+    heard()
+    stop.set()
+    t.join()
+    say(len(kept))
+    """
+    with program(phosd, body, SOFTGPU_MEMORY="64G", PHOS_CACHE_BYTES="0") as (app, session):
+        app.line()
+        for _ in range(12):
+            assert not phosd.quiesce(session).error
+            told = dict(session.blocks)
+            assert not phosd.detach(session).error
+            assert session.memory_map is not None
+            assert {b.block for b in session.memory_map.blocks} == set(told)
+            assert not phosd.attach(session).error
+            assert not phosd.open(session).error
+        app.tell()
+        assert int(app.line()) > 0
         app.finish()
 
 

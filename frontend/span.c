@@ -1,0 +1,216 @@
+#include "span.h"
+#include "arena.h"
+#include "log.h"
+#include "runtime.h"
+
+#include <stdlib.h>
+
+/* Cached spans by size: one bucket for each number of units below 16, then eight a doubling. A request is served by
+ * what is up to an eighth larger, which lies in its own bucket or the next two: so looking costs the same however many
+ * spans are kept. */
+#define BUCKETS 256
+#define BUCKET_LOOK 8
+
+/* Per device; guarded by phos_memory_lock. */
+static struct device_spans {
+    struct phos_span *buckets[BUCKETS];
+    struct phos_span *newest, *oldest; /* all of them, by when they were freed */
+    size_t bytes;
+    uint64_t peers; /* bit p: device p may touch memory of this one */
+} spans[PHOS_DEVICES];
+
+static uint32_t bucket_of(size_t size)
+{
+    uint64_t units = size / PHOS_UNIT;
+    if (units < 16)
+        return (uint32_t)units;
+    uint32_t power = 63u - (uint32_t)__builtin_clzll(units);
+    uint32_t bucket = 16 + (power - 4) * 8 + (uint32_t)(units >> (power - 3) & 7);
+    return bucket < BUCKETS ? bucket : BUCKETS - 1;
+}
+
+static size_t cache_limit(CUdevice device)
+{
+    if (phos_policy.cache_set)
+        return phos_policy.cache_bytes;
+    return phos_devices[device].total / 64;
+}
+
+static uint32_t access_list(CUdevice device, CUmemAccessDesc list[PHOS_DEVICES])
+{
+    uint32_t count = 0;
+    list[count++] = (CUmemAccessDesc){{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    for (int peer = 0; peer < phos_device_count; peer++)
+        if (peer != device && spans[device].peers >> peer & 1)
+            list[count++] = (CUmemAccessDesc){{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = peer}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    return count;
+}
+
+static CUresult span_map(struct phos_block *block, enum phos_span_kind kind, struct phos_span **out)
+{
+    struct phos_span *span = calloc(1, sizeof *span);
+    if (!span)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    CUdeviceptr address;
+    CUresult result = phos_arena_take(block->device, block->size, &address);
+    if (result != CUDA_SUCCESS) {
+        free(span);
+        return result;
+    }
+    result = phos_map(address, block->size, 0, block, 0, &span->mapping);
+    if (result == CUDA_SUCCESS) {
+        CUmemAccessDesc access[PHOS_DEVICES];
+        uint32_t count = access_list(block->device, access);
+        result = phos_set_access(address, block->size, access, count);
+        if (result == CUDA_SUCCESS) {
+            span->kind = kind;
+            span->device = block->device;
+            span->mapping->span = span;
+            *out = span;
+            return CUDA_SUCCESS;
+        }
+        block->pins++; /* the caller disposes of it */
+        if (phos_unmap(span->mapping) != CUDA_SUCCESS)
+            phos_warn_once("cannot unmap memory whose access could not be set");
+        block->pins--;
+    }
+    phos_arena_give(address, block->size);
+    free(span);
+    return result;
+}
+
+/* Unmaps a span and lets go of its block. */
+static void span_destroy(struct phos_span *span)
+{
+    CUdeviceptr address = span->mapping->range.address;
+    size_t size = span->mapping->range.size;
+    span->mapping->span = NULL; /* should it refuse to be unmapped, it is nobody's */
+    CUresult result = phos_unmap(span->mapping);
+    if (result == CUDA_SUCCESS)
+        phos_arena_give(address, size);
+    else if (result != CUDA_ERROR_DEINITIALIZED)
+        phos_warn_once("cannot give memory back to the driver (error %d)", (int)result);
+    free(span->slots);
+    free(span);
+}
+
+CUresult phos_span_create(CUdevice device, size_t size, struct phos_span **out)
+{
+    CUmemAllocationProp properties = {
+        .type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};
+    properties.allocFlags.gpuDirectRDMACapable = phos_devices[device].rdma;
+    struct phos_block *block;
+    CUresult result = phos_block_create(size, &properties, 0, PHOS_OWNER_FRONTEND, &block);
+    if (properties.allocFlags.gpuDirectRDMACapable &&
+        (result == CUDA_ERROR_NOT_SUPPORTED || result == CUDA_ERROR_INVALID_VALUE)) {
+        /* The device says it can, its surroundings (a virtual machine, MIG) say no. */
+        properties.allocFlags.gpuDirectRDMACapable = 0;
+        result = phos_block_create(size, &properties, 0, PHOS_OWNER_FRONTEND, &block);
+    }
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = span_map(block, PHOS_SPAN_LARGE, out);
+    if (result != CUDA_SUCCESS && phos_block_settle(block) != CUDA_SUCCESS)
+        phos_warn_once("cannot release memory that could not be mapped");
+    return result;
+}
+
+CUresult phos_map_imported(struct phos_block *block, struct phos_span **span)
+{
+    return span_map(block, PHOS_SPAN_IMPORTED, span);
+}
+
+CUresult phos_unmap_imported(struct phos_span *span)
+{
+    span_destroy(span);
+    return CUDA_SUCCESS;
+}
+
+/* ---- freed spans that stay mapped ---- */
+
+static void cache_remove(struct device_spans *d, struct phos_span *span)
+{
+    *(span->newer ? &span->newer->older : &d->newest) = span->older;
+    *(span->older ? &span->older->newer : &d->oldest) = span->newer;
+    span->newer = span->older = NULL;
+    phos_span_unlink(&d->buckets[bucket_of(span->mapping->range.size)], span);
+    d->bytes -= span->mapping->range.size;
+}
+
+static void cache_trim(struct device_spans *d, size_t limit)
+{
+    while (d->oldest && d->bytes > limit) {
+        struct phos_span *span = d->oldest;
+        cache_remove(d, span);
+        span_destroy(span);
+    }
+}
+
+void phos_span_release(struct phos_span *span)
+{
+    struct device_spans *d = &spans[span->device];
+    size_t size = span->mapping->range.size, limit = cache_limit(span->device);
+    if (size > limit) {
+        span_destroy(span);
+        return;
+    }
+    free(span->slots);
+    span->slots = NULL;
+    span->kind = PHOS_SPAN_CACHED;
+    phos_span_push(&d->buckets[bucket_of(size)], span);
+    span->newer = NULL;
+    span->older = d->newest;
+    *(d->newest ? &d->newest->newer : &d->oldest) = span;
+    d->newest = span;
+    d->bytes += size;
+    cache_trim(d, limit);
+}
+
+struct phos_span *phos_span_reuse(CUdevice device, size_t size, size_t largest)
+{
+    struct device_spans *d = &spans[device];
+    for (uint32_t b = bucket_of(size), last = bucket_of(largest); d->bytes && b <= last; b++) {
+        struct phos_span *best = NULL;
+        unsigned looked = 0;
+        for (struct phos_span *s = d->buckets[b]; s && looked < BUCKET_LOOK; s = s->next, looked++) {
+            size_t have = s->mapping->range.size;
+            if (have >= size && have <= largest && (!best || have < best->mapping->range.size))
+                best = s;
+        }
+        if (best) {
+            cache_remove(d, best);
+            return best;
+        }
+    }
+    return NULL;
+}
+
+void phos_span_flush(CUdevice device)
+{
+    cache_trim(&spans[device], 0);
+}
+
+size_t phos_span_waiting(CUdevice device)
+{
+    return spans[device].bytes;
+}
+
+CUresult phos_peer_access(CUdevice device, CUdevice peer, bool allowed)
+{
+    if (allowed)
+        spans[device].peers |= 1ull << peer;
+    else
+        spans[device].peers &= ~(1ull << peer);
+    CUmemAccessDesc access = {{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = peer},
+                              allowed ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_NONE};
+    CUresult first = CUDA_SUCCESS;
+    for (size_t i = 0; i < phos_mappings.count; i++) {
+        struct phos_mapping *mapping = (struct phos_mapping *)phos_mappings.items[i];
+        if (!mapping->span || mapping->span->device != device)
+            continue;
+        CUresult result = phos_set_access(mapping->range.address, mapping->range.size, &access, 1);
+        if (result != CUDA_SUCCESS && first == CUDA_SUCCESS)
+            first = result;
+    }
+    return first;
+}
