@@ -23,8 +23,14 @@ device_option = click.option(
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @device_option
+@click.option(
+    "--connections",
+    type=click.IntRange(1, 32),
+    help="Hardware queues a context (CUDA_DEVICE_MAX_CONNECTIONS; the driver's default is 8). 1 makes checkpoints shorter, "
+    "but streams of COMMAND share one queue.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(device: str | None, command: tuple[str, ...]) -> None:
+def run(device: str | None, connections: int | None, command: tuple[str, ...]) -> None:
     """Run COMMAND so that it can be checkpointed: phos-gpu run -- python train.py
 
     COMMAND replaces this process: its pid, exit status and signals are its own. phosd is started if it does not run.
@@ -37,5 +43,7 @@ def run(device: str | None, command: tuple[str, ...]) -> None:
     if program is None:
         raise UsageError(f"There is no program '{command[0]}' on the PATH.")
     os.environ.update(application_environment(kind, socket))
+    if connections is not None:
+        os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)
     sys.stdout.flush()
     os.execv(program, list(command))
