@@ -26,8 +26,8 @@ device_option = click.option(
 @click.option(
     "--connections",
     type=click.IntRange(1, 32),
-    help="Hardware queues a context (CUDA_DEVICE_MAX_CONNECTIONS; the driver's default is 8). 1 makes checkpoints shorter, "
-    "but streams of COMMAND share one queue.",
+    help="Hardware queues a context (CUDA_DEVICE_MAX_CONNECTIONS; the driver's default is 8). With 1 checkpoints are "
+    "shorter, but streams of COMMAND share one queue.",
 )
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(device: str | None, connections: int | None, command: tuple[str, ...]) -> None:
