@@ -37,12 +37,17 @@ class Keeper:
         self.held: dict[str, dict[int, tuple[int, dict[str, Any]]]] = {}
         self.pidfds: dict[str, int] = {}
         self.peer: socket.socket | None = None
-        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.listener = self.listen()
+
+    def listen(self) -> socket.socket:
+        """A listening socket at our path."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
-        self.listener.bind(self.path)
+        listener.bind(self.path)
         os.chmod(self.path, 0o600)
-        self.listener.listen(4)
+        listener.listen(4)
+        return listener
 
     def run(self) -> None:
         """Serve until nothing is held and no phosd has come for a while."""
@@ -58,7 +63,14 @@ class Keeper:
             ready = {descriptor for descriptor, _ in poll.poll(LONELY_SECONDS * 1000 if lonely else None)}
             if not ready and lonely:
                 os.unlink(self.path)
-                return
+                # Nobody can come any more. Who came at the last moment is the one phosd of this folder, and waits for
+                # answers: serve it, and be found again.
+                if not select.select([self.listener], [], [], 0)[0]:
+                    return
+                self.accept()
+                self.listener.close()
+                self.listener = self.listen()
+                continue
             for session in [s for s, pidfd in self.pidfds.items() if pidfd in ready]:
                 self.drop(session)
             if self.peer and self.peer.fileno() in ready:
@@ -117,6 +129,8 @@ class Keeper:
             self.drop(session)
         elif session in self.held and block in self.held[session]:
             os.close(self.held[session].pop(block)[0])
+            if not self.held[session]:
+                self.drop(session)
 
     def drop(self, session: str) -> None:
         """Let everything of a session go."""
