@@ -19,7 +19,7 @@ void phos_control_hurry(void);
 void phos_control_block_new(struct phos_block *block);
 void phos_control_block_gone(struct phos_block *block);
 /* With phos_memory_lock held, which is let go of meanwhile: waits until phosd holds nothing any more of what was given back
- * to the driver. False: there is nothing to wait for, or no phosd, or no answer in time. */
+ * to the driver, or it goes away, or the time is over. False: there was nothing to wait for. */
 bool phos_control_settle(unsigned timeout_ms);
 
 /* Waits until phosd was told of a block. False: no phosd, or not in time. Not with phos_memory_lock held. */

@@ -117,6 +117,8 @@ class Connection:
 
     def _take(self, envelope: wire.Envelope, descriptors: list[int]) -> None:
         kind = envelope.WhichOneof("body")
+        if kind == "block_removed":
+            time.sleep(self.daemon.reluctance)
         if kind == "hello":
             self.session = self.daemon.sessions.setdefault(
                 envelope.hello.session, Session(envelope.hello.session, envelope.hello.pid)
@@ -146,7 +148,8 @@ class Connection:
                     os.close(removed.descriptor)
             if envelope.id:
                 self.session.settled += 1
-                self.send(wire.Envelope(id=envelope.id, done=wire.Done()))
+                if self.daemon.settles:
+                    self.send(wire.Envelope(id=envelope.id, done=wire.Done()))
         elif kind == "uncarried":
             self.session.uncarried[envelope.uncarried.kind] = (envelope.uncarried.count, envelope.uncarried.bytes)
         elif kind == "module_loaded":
@@ -180,6 +183,8 @@ class FakePhosd:
         self.sessions: dict[bytes, Session] = {}
         self.arrivals: queue.Queue[Connection] = queue.Queue()
         self.action = wire.Welcome.ATTACH  # what a detached frontend is told
+        self.reluctance = 0.0  # seconds it takes to let go of a block
+        self.settles = True  # whether it answers who waits for that
         self.connections: list[Connection] = []
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.path.unlink(missing_ok=True)

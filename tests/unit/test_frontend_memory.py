@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from tests.unit.frontend_fake import (
     SOFTGPU,
     FakePhosd,
     Program,
+    Session,
     environment_for,
     eventually,
     program,
@@ -368,6 +370,95 @@ def test_all_of_the_memory_can_be_had_in_medium_pieces(phosd: FakePhosd) -> None
     """
     with program(phosd, body, SOFTGPU_MEMORY="300M", PHOS_CACHE_BYTES="100M") as (app, _):
         assert app.line() == "done"
+        app.finish()
+
+
+SHORT_OF_MEMORY = """
+context = start()
+free, total = ok(cu.cuMemGetInfo())
+heard()
+pieces = [ok(cu.cuMemAlloc(20 << 20)) for _ in range(6)]
+say("told")
+heard()
+for p in pieces:
+    ok(cu.cuMemFree(p))
+begun = time.monotonic()
+code, everything = cu.cuMemAlloc(free)
+say(int(code), time.monotonic() - begun)
+"""
+
+
+def run_short(phosd: FakePhosd, app: Program, session: Session, reluctance: float) -> tuple[int, float]:
+    """The answer to asking for all memory just after much was freed, and how many seconds it took."""
+    app.tell()
+    assert app.line() == "told"
+    eventually(lambda: len(session.blocks) == 6)
+    phosd.reluctance = reluctance
+    app.tell()
+    code, seconds = app.line().split()
+    return int(code), float(seconds)
+
+
+SHORT = {"SOFTGPU_MEMORY": "200M", "PHOS_CACHE_BYTES": "0"}
+
+
+def test_freed_memory_is_waited_for_until_phosd_lets_go(phosd: FakePhosd) -> None:
+    with program(phosd, SHORT_OF_MEMORY, **SHORT) as (app, session):
+        code, seconds = run_short(phosd, app, session, 0.05)
+        assert code == 0
+        assert 0.25 < seconds < 0.9  # six times 0.05 s, and no more
+        assert session.settled == 1
+        app.finish()
+
+
+def test_a_phosd_that_does_not_answer_costs_a_second(phosd: FakePhosd) -> None:
+    phosd.settles = False
+    with program(phosd, SHORT_OF_MEMORY, **SHORT) as (app, session):
+        code, seconds = run_short(phosd, app, session, 0.3)
+        assert code == 2
+        assert 0.9 < seconds < 2
+        app.finish()
+
+
+def test_nobody_waits_for_a_phosd_that_has_gone(phosd: FakePhosd) -> None:
+    phosd.settles = False
+    with program(phosd, SHORT_OF_MEMORY, **SHORT) as (app, session):
+        threading.Thread(target=lambda: (eventually(lambda: session.settled > 0), phosd.stop())).start()
+        _, seconds = run_short(phosd, app, session, 0.02)
+        assert seconds < 0.7
+        app.finish()
+
+
+def test_who_waits_for_memory_does_not_hold_up_a_quiesce(phosd: FakePhosd) -> None:
+    phosd.settles = False
+    with program(phosd, SHORT_OF_MEMORY, **SHORT) as (app, session):
+        app.tell()
+        assert app.line() == "told"
+        eventually(lambda: len(session.blocks) == 6)
+        app.tell()
+        eventually(lambda: session.settled > 0)
+        done = phosd.quiesce(session)  # the waiting thread is inside: it leaves when its second is over
+        assert not done.error
+        assert done.gate_ns < 1.2e9
+        assert not phosd.open(session).error
+        assert app.line().startswith("0 ")  # the descriptors were closed, only the answer was missing
+        phosd.settles = True
+        app.finish()
+
+
+def test_nothing_freed_is_nothing_to_wait_for(phosd: FakePhosd) -> None:
+    body = """
+    start()
+    free, total = ok(cu.cuMemGetInfo())
+    p = ok(cu.cuMemAlloc(100 << 20))
+    begun = time.monotonic()
+    assert int(cu.cuMemAlloc(free)[0]) == 2
+    say(time.monotonic() - begun)
+    """
+    phosd.settles = False
+    with program(phosd, body, **SHORT) as (app, session):
+        assert float(app.line()) < 0.5
+        assert session.settled == 0
         app.finish()
 
 
