@@ -75,13 +75,15 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
             sleeper.kill()
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    """Start a keeper that gives up after LONELY seconds, and wait until it listens."""
+def start(folder: Path, more: str = "") -> subprocess.Popen[bytes]:
+    """Start a keeper that gives up after LONELY seconds, and wait until it listens; ``more`` is run before."""
     script = (
-        "import runpy, sys\n"
+        "import os, runpy, sys, time\n"
         "parts = runpy.run_path(sys.argv[1])\n"
         f"parts['Keeper'].run.__globals__['LONELY_SECONDS'] = {LONELY}\n"
-        "parts['Keeper'](sys.argv[2]).run()\n"
+        "keeper = parts['Keeper'](sys.argv[2])\n"
+        f"{more}"
+        "keeper.run()\n"
     )
     command = [sys.executable, "-I", "-S", "-c", script, keeper.__file__, str(folder)]
     started = subprocess.Popen(command, stdin=subprocess.DEVNULL)
@@ -179,32 +181,29 @@ def test_it_ends_when_all_it_held_was_freed(
 
 
 def test_a_phosd_that_comes_as_it_ends_is_served(process: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    """It connects after just the time for which a keeper bears to be alone: it finds one that serves, or starts one."""
-    before = {child.pid for child in psutil.Process().children()}
-    try:
-        for step in range(16):
-            old = start(tmp_path)
-            time.sleep(LONELY + (step - 12) * 0.001)
-            link = KeeperLink(tmp_path / "keeper.sock")
+    """It connects between the keeper's decision to end and the end of its socket: it is answered, and found again."""
+    # The keeper removes its socket when it has decided. Here it waits before that until `go` is there.
+    more = (
+        "def unlink(path, real=os.unlink):\n"
+        f"    open({str(tmp_path / 'ending')!r}, 'w').close()\n"
+        f"    while not os.path.exists({str(tmp_path / 'go')!r}):\n"
+        "        time.sleep(0.01)\n"
+        "    real(path)\n"
+        "os.unlink = unlink\n"
+    )
+    with start(tmp_path, more) as ending:
+        try:
+            wait_until((tmp_path / "ending").exists, "the keeper's decision")
+            first = KeeperLink(tmp_path / "keeper.sock")
+            (tmp_path / "go").touch()
             descriptor = memory(b"text")
-            link.add(SESSION, process.pid, 1, 4096, 0, descriptor)
+            first.add(SESSION, process.pid, 1, 4096, 0, descriptor)
             os.close(descriptor)
-            held = list(link.held())
-            assert [entry.block for entry in held] == [1]
-            os.close(held[0].descriptor)
-            link.close()
-            # The next phosd finds the same keeper.
-            again = KeeperLink(tmp_path / "keeper.sock")
-            assert [os.close(entry.descriptor) for entry in again.held()] == [None]
-            again.close()
-            for child in psutil.Process().children():
-                if child.pid not in before:
-                    child.kill()
-                    child.wait()
-            old.poll()
-            (tmp_path / "keeper.sock").unlink(missing_ok=True)
-    finally:
-        for child in psutil.Process().children():
-            if child.pid not in before:
-                child.kill()
-                child.wait()
+            assert [(held.block, os.close(held.descriptor)) for held in first.held()] == [(1, None)]
+            first.close()
+            second = KeeperLink(tmp_path / "keeper.sock")
+            assert [(held.block, os.close(held.descriptor)) for held in second.held()] == [(1, None)]
+            second.close()
+            assert ending.poll() is None
+        finally:
+            ending.kill()

@@ -57,6 +57,23 @@ def test_criu_is_killed(site: Site, delay: float) -> None:
     assert whole == (status == 0)
 
 
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 0.6])
+def test_interrupted_from_the_keyboard(site: Site, delay: float) -> None:
+    """Ctrl-C goes to the launcher; it must not leave the program without its GPU."""
+    expected = expected_result(site)
+    program = site.example("stencil", *OPTIONS, **SLOW)
+    program.wait_iterations(5)
+    image = site.image()
+    dump = begin_dump(site, program, image, "--leave-running")
+    wait_until(lambda: criu_processes(site) or dump.poll() is not None, "CRIU")
+    time.sleep(delay)
+    dump.send_signal(signal.SIGINT)
+    status = dump.wait(60)
+    assert program.wait_result() == expected
+    whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
+    assert whole or status != 0
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.15, 0.3, 0.45, 0.6, 0.9])
 def test_phosd_is_killed_while_dumping(site: Site, delay: float) -> None:
     expected = expected_result(site)

@@ -271,3 +271,38 @@ def test_copy_of_an_image_restores(site: Site) -> None:
     shutil.rmtree(image)
     site.restore(moved)
     assert program.wait_result() == expected
+
+
+# The daemon.
+
+
+def test_driver_without_the_checkpoint_api(site: Site) -> None:
+    result = site.run("phosd", "--ensure", SOFTGPU_DRIVER_VERSION="12040", check=False)
+    assert result.returncode != 0
+    assert "Install driver 570 or later" in result.stderr
+
+
+def test_status_without_a_daemon(site: Site) -> None:
+    result = site.run("phos-gpu", "status", check=False)
+    assert result.returncode == ExitStatus.NO_DAEMON
+    assert "phosd --ensure" in result.stderr
+
+
+def test_second_daemon_on_the_same_socket(site: Site) -> None:
+    program = endless(site)
+    result = site.run("phosd", check=False)
+    assert result.returncode != 0
+    assert "Another phosd already serves" in result.stderr
+    program.wait_progress()
+
+
+def test_unknown_device(site: Site) -> None:
+    result = site.run("phos-gpu", "run", "--", "true", PHOS_DEVICE="quantum", check=False)
+    assert result.returncode == ExitStatus.USAGE
+    assert "'quantum' is no device" in result.stderr
+
+
+def test_unknown_program(site: Site) -> None:
+    result = site.run("phos-gpu", "run", "--", "no-such-program", check=False)
+    assert result.returncode == ExitStatus.USAGE
+    assert "no program 'no-such-program'" in result.stderr
