@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -89,6 +90,33 @@ class _Worker:
             view.release()
 
 
+class MappedBlocks:
+    """Blocks in phosd's own address space. A mapping keeps its memory alive, whatever becomes of the descriptor.
+
+    Mapping takes the driver's lock, which the driver's checkpoint of another process holds for long: what can be mapped
+    before it should be.
+    """
+
+    def __init__(self) -> None:
+        self._mappings: dict[BlockKey, driver.Mapping] = {}
+
+    def add(self, blocks: Iterable[Block]) -> None:
+        """Map those that are not mapped yet; a failure leaves the others mapped."""
+        for block in blocks:
+            if block.key not in self._mappings:
+                self._mappings[block.key] = driver.context(block.device).map_block(block.descriptor, block.size)
+
+    def __getitem__(self, key: BlockKey) -> driver.Mapping:
+        return self._mappings[key]
+
+    def close(self) -> None:
+        """Unmap all, whatever fails."""
+        with ExitStack() as undo:
+            for mapping in self._mappings.values():
+                undo.callback(mapping.unmap)
+            self._mappings = {}
+
+
 class Copier:
     """The ring and its workers. Jobs use it one after another."""
 
@@ -107,6 +135,17 @@ class Copier:
     def ring_bytes(self) -> int:
         """Pinned memory in use; bytes."""
         return self._ring.size if self._ring else 0
+
+    @contextmanager
+    def _turn(self, cancelled: threading.Event) -> Iterator[None]:
+        """Wait for the ring, but not longer than the job is wanted: another's copy may take minutes."""
+        while not self._busy.acquire(timeout=0.05):
+            if cancelled.is_set():
+                raise Cancelled
+        try:
+            yield
+        finally:
+            self._busy.release()
 
     def prepare(self, device: int) -> None:
         """Pin the ring ahead of the first job (1 GiB takes about 0.5 s on an H100 machine)."""
@@ -135,8 +174,11 @@ class Copier:
         write: Callable[[int, BlockKey, int, memoryview], None],
         progress: Progress,
         cancelled: threading.Event,
+        mapped: MappedBlocks | None = None,
     ) -> None:
         """Copy whole blocks out; ``write(worker, key, offset, data)`` is called from each worker's own thread.
+
+        ``mapped`` may hold some of them already, and stays the caller's.
 
         Raises:
             Cancelled: ``cancelled`` was set.
@@ -144,16 +186,17 @@ class Copier:
         """
         if not blocks:
             return
-        with self._busy:
+        with self._turn(cancelled):
             self._prepare(blocks[0].device)
-            mappings = {b.key: driver.context(b.device).map_block(b.descriptor, b.size) for b in blocks}
+            mappings = mapped or MappedBlocks()
             try:
+                mappings.add(blocks)
                 self._run(
                     self._spans(blocks), lambda w, todo: self._save(w, todo, mappings, write, progress), cancelled
                 )
             finally:
-                for mapping in mappings.values():
-                    mapping.unmap()
+                if mapped is None:
+                    mappings.close()
 
     def _spans(self, blocks: Iterable[Block]) -> list[Span]:
         return [
@@ -166,7 +209,7 @@ class Copier:
         self,
         worker: _Worker,
         todo: Callable[[], Span | None],
-        mappings: dict[BlockKey, driver.Mapping],
+        mappings: MappedBlocks,
         write: Callable[[int, BlockKey, int, memoryview], None],
         progress: Progress,
     ) -> None:
@@ -206,21 +249,17 @@ class Copier:
         """
         if not extents:
             return
-        with self._busy:
+        with self._turn(cancelled):
             self._prepare(extents[0][0].device)
-            blocks = {extent[0].key: extent[0] for extent in extents}
-            mappings = {k: driver.context(b.device).map_block(b.descriptor, b.size) for k, b in blocks.items()}
-            try:
+            with closing(MappedBlocks()) as mappings:
+                mappings.add(extent[0] for extent in extents)
                 self._run(extents, lambda w, todo: self._load(w, todo, mappings, read, progress), cancelled)
-            finally:
-                for mapping in mappings.values():
-                    mapping.unmap()
 
     def _load(
         self,
         worker: _Worker,
         todo: Callable[[], tuple[Block, int, int, Item | None] | None],
-        mappings: dict[BlockKey, driver.Mapping],
+        mappings: MappedBlocks,
         read: Callable[[Item, memoryview], None],
         progress: Progress,
     ) -> None:

@@ -79,5 +79,13 @@ class CheckpointFailed(PhosError):
     """A checkpoint was given up; the processes have been brought back to where they were."""
 
 
+class MemoryLost(CheckpointFailed):
+    """GPU memory that a process maps is held by nobody any more."""
+
+
+class Unresponsive(CheckpointFailed):
+    """A process does not answer, and asking it again would not help: it is stopped, or has no time to run."""
+
+
 class RestoreFailed(PhosError):
     """A restore was given up; nothing of it is left running."""

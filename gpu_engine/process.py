@@ -87,6 +87,9 @@ class GatedProcess(Protocol):
     def allow_attach(self) -> None:
         """The driver's part is back (restored and unlocked): the frontend may come and attach."""
 
+    def lose(self, reason: str) -> None:
+        """The driver's part cannot be brought back: every CUDA call of the process fails from now on."""
+
     def wait_attached(self, timeout: float) -> None:
         """Wait until the frontend has attached and opened its gate."""
 

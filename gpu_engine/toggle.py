@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from phos.gpu_engine import driver
-from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess
+from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError
 
 log = logging.getLogger(__name__)
 
@@ -18,15 +20,59 @@ FOREIGN_LOCK_MS = 60_000
 """For a process without the frontend: its GPU work has to end first."""
 
 
-def in_parallel(action: Callable[[int], None], pids: Iterable[int]) -> None:
-    """Run ``action(pid)`` for all at once; raises the first failure after all have ended."""
-    wanted = list(pids)
-    if not wanted:
-        return
-    with ThreadPoolExecutor(len(wanted), thread_name_prefix="toggle") as pool:
-        for future in [pool.submit(action, pid) for pid in wanted]:
-            if error := future.exception():
-                raise error
+OUT_OF_MEMORY = 2
+"""CUDA_ERROR_OUT_OF_MEMORY: a restore that failed with it can be tried again."""
+
+
+class Step:
+    """One driver call, or a few, on one process, in a thread of its own.
+
+    The driver's calls wait for threads of the target process, so for ever if it is stopped (by a signal, by a
+    debugger), and nothing interrupts them. Whoever waits for a step can give up waiting; the step itself goes on when
+    the process does.
+    """
+
+    def __init__(self, action: Callable[[int], None], pid: int, after: Step | None = None) -> None:
+        """Start ``action(pid)``; if ``after`` is given, when that has ended."""
+        self.pid = pid
+        self.error: Exception | None = None
+        self._action = action
+        self._after = after
+        self._thread = threading.Thread(target=self._run, name=f"toggle-{pid}", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        if self._after is not None:
+            self._after._thread.join()
+        try:
+            self._action(self.pid)
+        except Exception as error:
+            self.error = error
+
+    def ended(self, seconds: float = 0.0) -> bool:
+        """Whether it has ended; waits so long for it."""
+        self._thread.join(max(0.0, seconds))
+        return not self._thread.is_alive()
+
+
+def wait_for(steps: Iterable[Step], seconds: float) -> list[Step]:
+    """Wait for all. Returns what has not ended: after ``seconds``, or when only stopped processes are left."""
+    left = list(steps)
+    deadline = time.monotonic() + seconds
+    while left and time.monotonic() < deadline:
+        left[0].ended(0.2)
+        left = [step for step in left if not step.ended()]
+        if left and all(is_stopped(step.pid) for step in left):
+            break
+    return left
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal (T in /proc) or by whoever traces it (t)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in ("T", "t")
+    except (OSError, IndexError):
+        return False
 
 
 def checkpoint(pid: int, lock_ms: int) -> None:
@@ -39,7 +85,12 @@ def checkpoint(pid: int, lock_ms: int) -> None:
         driver.checkpoint_lock(pid, lock_ms)
         driver.checkpoint_checkpoint(pid)
     except DriverError as error:
-        revive(pid)
+        if driver.checkpoint_state(pid) is None:
+            raise CheckpointFailed(f"Process {pid} ended while it was being checkpointed.") from error
+        try:
+            revive(pid)
+        except PhosError as second:
+            raise CheckpointFailed(f"Process {pid}: {error} Bringing it back failed as well: {second}") from error
         raise CheckpointFailed(f"Process {pid}: {error} The process goes on as before.") from error
 
 
@@ -49,6 +100,7 @@ def revive(pid: int, gpu_pairs: dict[str, str] | None = None) -> None:
     Raises:
         NoSuchProcess: it has ended.
         DriverError: the driver cannot restore it.
+        CheckpointFailed: the driver has given it up earlier.
     """
     state = driver.checkpoint_state(pid)
     if state is None:
@@ -58,3 +110,24 @@ def revive(pid: int, gpu_pairs: dict[str, str] | None = None) -> None:
         state = driver.checkpoint_state(pid)
     if state == "locked":
         driver.checkpoint_unlock(pid)
+    if state == "failed":
+        raise CheckpointFailed(f"The driver has lost the GPU state of process {pid} (it says 'failed').")
+
+
+def revive_when_there_is_room(pid: int) -> None:
+    """:func:`revive`, tried again every second while the GPU has too little memory for the process's own part.
+
+    Raises: as :func:`revive`.
+    """
+    said = False
+    while True:
+        try:
+            revive(pid)
+            return
+        except DriverError as error:
+            if error.code != OUT_OF_MEMORY or driver.checkpoint_state(pid) != "checkpointed":
+                raise
+            if not said:
+                log.warning("Process %d waits for GPU memory to become free: %s", pid, error)
+                said = True
+        time.sleep(1.0)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.copier import Progress
+from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.timeline import Timeline
 
 REMEMBERED = 64
@@ -30,6 +33,35 @@ class Job(Protocol):
 
     def warnings(self) -> list[str]:
         """What a person should know although nothing failed."""
+
+
+class Claims:
+    """Which processes a checkpoint has in its hands: at most one at a time has a process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _claimed
+        self._claimed: set[int] = set()
+
+    @contextmanager
+    def hold(self, pids: Iterable[int]) -> Iterator[None]:
+        """Claim processes for the time of the block.
+
+        Raises:
+            CheckpointFailed: another checkpoint has one of them.
+        """
+        wanted = set(pids)
+        with self._lock:
+            if taken := wanted & self._claimed:
+                raise CheckpointFailed(
+                    f"Process {min(taken)} is part of another checkpoint that is under way. "
+                    "Wait for it ('phos-gpu status' shows it)."
+                )
+            self._claimed |= wanted
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._claimed -= wanted
 
 
 class JobTable:

@@ -36,6 +36,7 @@ class Keeper:
         self.path = os.path.join(folder, "keeper.sock")
         self.held: dict[str, dict[int, tuple[int, dict[str, Any]]]] = {}
         self.pidfds: dict[str, int] = {}
+        self.ended: set[str] = set()  # sessions whose process had ended when they came: phosd will say what to drop
         self.peer: socket.socket | None = None
         self.listener = self.listen()
 
@@ -57,6 +58,8 @@ class Keeper:
             if self.peer:
                 poll.register(self.peer, select.POLLIN)
             else:
+                for session in list(self.ended):
+                    self.drop(session)
                 for pidfd in self.pidfds.values():
                     poll.register(pidfd, select.POLLIN)
             lonely = not self.peer and not self.held
@@ -92,36 +95,58 @@ class Keeper:
             payload, descriptors, _, _ = socket.recv_fds(self.peer, 4096, 1, socket.MSG_CMSG_CLOEXEC)
         except OSError:
             payload, descriptors = b"", []
+        descriptors = list(descriptors)
         if not payload:
             self.peer.close()
             self.peer = None
             return
-        request = json.loads(payload)
+        try:
+            self.obey(json.loads(payload), descriptors)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            pass  # nothing that a confused phosd says may cost the descriptors of others
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def obey(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        """Carry out one request; a descriptor that is kept is taken out of ``descriptors``."""
         operation = request.pop("op")
         if operation == "add":
-            self.add(request, descriptors[0])
+            if len(descriptors) == 1:  # none: this process may open no more
+                self.add(request, descriptors.pop())
         elif operation == "remove":
             self.remove(request["session"], request["block"])
         elif operation == "pid":
-            self.watch(request["session"], request["pid"])
+            self.moved(request["session"], request["pid"])
         elif operation == "list":
             self.list()
 
     def add(self, record: dict[str, Any], descriptor: int) -> None:
         """Hold a block's descriptor."""
-        blocks = self.held.setdefault(record["session"], {})
-        if record["block"] in blocks:
-            os.close(blocks[record["block"]][0])
-        blocks[record["block"]] = (descriptor, record)
-        if record["session"] not in self.pidfds:
-            self.watch(record["session"], record["pid"])
+        session, block = record["session"], record["block"]
+        blocks = self.held.setdefault(session, {})
+        if block in blocks:
+            os.close(blocks[block][0])
+        blocks[block] = (descriptor, record)
+        if session not in self.pidfds:
+            self.watch(session, record["pid"])
+
+    def moved(self, session: str, pid: int) -> None:
+        """The session was restored: it lives in process ``pid`` from now on, and so it says when it is asked."""
+        for _, record in self.held.get(session, {}).values():
+            record["pid"] = pid
+        self.watch(session, pid)
 
     def watch(self, session: str, pid: int) -> None:
-        """The session now lives in process ``pid``."""
+        """Notice the end of process ``pid``, in which the session lives."""
         if session in self.pidfds:
             os.close(self.pidfds.pop(session))
-        with contextlib.suppress(OSError):  # it has ended already: phosd will say what to drop
+        self.ended.discard(session)
+        try:
             self.pidfds[session] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self.ended.add(session)
+        except OSError:
+            pass  # no descriptor left: a process that lives must not lose its memory for that
 
     def remove(self, session: str, block: int | None) -> None:
         """Let a block go, or a whole session."""
@@ -134,6 +159,7 @@ class Keeper:
 
     def drop(self, session: str) -> None:
         """Let everything of a session go."""
+        self.ended.discard(session)
         for descriptor, _ in self.held.pop(session, {}).values():
             os.close(descriptor)
         if session in self.pidfds:

@@ -36,7 +36,8 @@ class KeeperLink:
     """The connection to the keeper. Losing it is survivable and logged: only a second crash would then lose memory."""
 
     def __init__(self, path: Path) -> None:
-        self._lock = threading.Lock()  # one packet, or one list, at a time
+        self._lock = threading.Lock()  # one packet, or one list, at a time; guards _gone
+        self._gone = False
         self._socket = self._connect(path)
 
     @staticmethod
@@ -68,11 +69,18 @@ class KeeperLink:
                 time.sleep(0.005)
 
     def _send(self, record: dict[str, object], descriptors: list[int]) -> None:
-        try:
-            with self._lock:
+        with self._lock:
+            if self._gone:
+                return
+            try:
                 socket.send_fds(self._socket, [json.dumps(record).encode()], descriptors, socket.MSG_NOSIGNAL)
-        except OSError as error:
-            log.warning("The keeper is gone (%s): if phosd is killed as well, GPU memory descriptors are lost.", error)
+            except OSError as error:
+                self._gone = True  # said once, not for every block
+                log.warning(
+                    "The keeper is gone (%s): if phosd is killed as well, GPU memory descriptors are lost. "
+                    "Restart phosd when that is convenient.",
+                    error,
+                )
 
     def add(self, session: bytes, pid: int, block: int, size: int, device: int, descriptor: int) -> None:
         """Give the keeper a copy of a block's descriptor."""

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
+from phos.gpu_engine.errors import DaemonUnavailable
 
 
 class Broker:
@@ -21,6 +22,17 @@ class Broker:
         self._keeper = keeper
         self._lock = threading.Lock()  # guards _blocks
         self._blocks: dict[BlockKey, Block] = {}
+        self._users: dict[bytes, int] = {}  # whose each session is; guarded by _lock
+
+    def belongs(self, session: bytes, uid: int) -> None:
+        """A session's process runs as this user."""
+        with self._lock:
+            self._users[session] = uid
+
+    def user_of(self, session: bytes) -> int | None:
+        """The user whose process a session is, if that is known."""
+        with self._lock:
+            return self._users.get(session)
 
     def adopt_from_keeper(self) -> dict[bytes, int]:
         """After a start: take over what the keeper holds from an earlier phosd. Returns session → pid."""
@@ -48,9 +60,18 @@ class Broker:
             os.close(block.descriptor)
             self._keeper.remove(*key)
 
+    def settle(self) -> None:
+        """Return when the keeper too has closed what was removed: it answers in order."""
+        try:
+            for held in self._keeper.held():
+                os.close(held.descriptor)
+        except (OSError, DaemonUnavailable):
+            pass  # without a keeper nothing but the broker holds anything
+
     def drop_session(self, session: bytes) -> int:
         """Let all of a session's memory go; returns the bytes."""
         with self._lock:
+            self._users.pop(session, None)
             gone = [self._blocks.pop(key) for key in list(self._blocks) if key[0] == session]
         for block in gone:
             os.close(block.descriptor)
@@ -76,7 +97,16 @@ class Broker:
 
         Raises:
             KeyError: one of them is not held.
+            OSError: phosd has no descriptors left.
         """
         with self._lock:
             wanted = [self._blocks[key] for key in keys]
-            return [Block(b.key, b.size, b.device, os.dup(b.descriptor), b.by_application) for b in wanted]
+            copies: list[Block] = []
+            try:
+                for b in wanted:
+                    copies.append(Block(b.key, b.size, b.device, os.dup(b.descriptor), b.by_application))
+            except OSError:
+                for block in copies:
+                    os.close(block.descriptor)
+                raise
+        return copies

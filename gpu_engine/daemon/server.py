@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
+import re
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -20,13 +23,21 @@ from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.holds import Holds
-from phos.gpu_engine.daemon.jobs import JobTable
+from phos.gpu_engine.daemon.jobs import Claims, JobTable
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
 from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.paths import hold_folder, keeper_socket
 from phos.gpu_engine.daemon.session import Session, executable_of
 from phos.gpu_engine.daemon.states import SessionState
-from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, PhosError, RestoreFailed
+from phos.gpu_engine.errors import (
+    CheckpointFailed,
+    MemoryLost,
+    NoSuchProcess,
+    NotPermitted,
+    PhosError,
+    ProtocolError,
+    RestoreFailed,
+)
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.restore.eager import EagerRestore, RestoredProcess
 from phos.gpu_engine.stop.dump import Settings, StopDump
@@ -37,8 +48,18 @@ log = logging.getLogger(__name__)
 REGISTER_SECONDS = 10.0
 """How long a process with the frontend in it may take to connect to a phosd that has just been started."""
 
+SESSION_BYTES = 16
+
 UNKNOWN_USER = -1
 """Of a session whose process has not been restored yet."""
+
+FIRST_PACKET_SECONDS = 30.0
+"""How long a peer that has connected may take to say what it wants."""
+
+SEND_SECONDS = 60.0
+"""How long a packet to a peer that reads nothing may block."""
+
+ATTACH_TRIES = 3
 
 RECONNECT_SECONDS = 5.0
 """After this long without a connection a process that still runs has replaced its program: its memory is dropped."""
@@ -56,13 +77,15 @@ class Daemon:
             phos=version, criu="", driver=driver.release(), cuda=cuda, device_kind=driver.kind()
         )
         self.jobs = JobTable()
+        self._claims = Claims()
         self.copier = Copier()
         self._ordinals = {bytes.fromhex(g.uuid.removeprefix("GPU-").replace("-", "")): g.ordinal for g in self.gpus}
         self._holds = Holds(hold_folder(path))
         self._broker = Broker(KeeperLink(keeper_socket(path)))
         self._sessions: dict[bytes, Session] = {}
         self._restores: dict[bytes, EagerRestore] = {}  # by session, until its process computes again
-        self._lock = threading.Lock()  # guards _sessions, _restores
+        self._lock = threading.Lock()  # guards _sessions, _restores, _prepared
+        self._restoring = threading.Lock()  # held while a restore looks for its processes and registers them
         self._prepared: set[int] = set()
         self._reaper = _Reaper(self._process_ended)
         self._stopping = threading.Event()
@@ -77,6 +100,7 @@ class Daemon:
         if not session.alive():
             self._broker.drop_session(number)
             return
+        self._broker.belongs(number, session.uid)
         self._sessions[number] = session
         self._reaper.watch(pid, session)
 
@@ -87,9 +111,18 @@ class Daemon:
         while not self._stopping.is_set():
             try:
                 connection, _ = listener.accept()
-            except OSError:
-                break
-            threading.Thread(target=self._serve_one, args=(wire.Connection(connection),), daemon=True).start()
+            except OSError as error:
+                if self._stopping.is_set() or error.errno in (errno.EBADF, errno.EINVAL, errno.ENOTSOCK):
+                    break
+                log.warning("A connection could not be accepted: %s", error)  # no descriptors left, for example
+                self._stopping.wait(0.2)
+                continue
+            try:
+                peer = wire.Connection(connection)
+                threading.Thread(target=self._serve_one, args=(peer,), daemon=True).start()
+            except (OSError, RuntimeError) as error:
+                log.warning("A connection could not be served: %s", error)
+                connection.close()
 
     def stop(self, listener: socket.socket) -> None:
         """End :meth:`serve`."""
@@ -103,9 +136,11 @@ class Daemon:
 
     def _serve_one(self, connection: wire.Connection) -> None:
         try:
+            connection.limit(receive=FIRST_PACKET_SECONDS, send=SEND_SECONDS)
             first = connection.receive()
             if first is None:
                 return
+            connection.limit(receive=0)
             envelope, descriptors = first
             kind = envelope.WhichOneof("body")
             if kind == "hello":
@@ -117,6 +152,8 @@ class Daemon:
                 self._serve_restore(connection, envelope, descriptors)
             else:
                 self._serve_client(connection, envelope, descriptors)
+        except BlockingIOError:
+            log.info("Process %d connected and said nothing.", connection.pid)
         except (PhosError, OSError) as error:
             log.warning("Connection of process %d: %s", connection.pid, error)
         except Exception:
@@ -128,6 +165,8 @@ class Daemon:
 
     def _serve_frontend(self, connection: wire.Connection, envelope: wire_pb2.Envelope) -> None:
         hello = envelope.hello
+        if len(hello.session) != SESSION_BYTES:
+            raise ProtocolError(f"Process {connection.pid} named a session of {len(hello.session)} bytes.")
         if hello.protocol != wire.PROTOCOL_VERSION:
             raise PhosError(
                 f"Process {connection.pid} speaks version {hello.protocol} of the control protocol, phosd "
@@ -135,19 +174,27 @@ class Daemon:
             )
         session = self._session_for(connection, hello)
         if hello.state != wire_pb2.DETACHED:
+            self._replace_program(session, connection.pid)
             session.connected(connection, hello, self._ordinals)
+            if session.machine.state is SessionState.QUIESCED:
+                # Its connection broke while it was quiesced, and it opened its gate for that.
+                session.machine.adopt(SessionState.RUNNING)
             connection.reply(envelope.id, welcome=wire_pb2.Welcome(action=wire_pb2.Welcome.STAY))
             self._reaper.watch(connection.pid, session)
             threading.Thread(target=self._prepare, args=(session.gpu_ordinals(),), daemon=True).start()
         else:
             answer = self._answer_detached(session, connection)
             if answer.action == wire_pb2.Welcome.ATTACH:
+                session.machine.to(SessionState.ATTACHING)  # a second connection at the same moment fails here
                 session.connected(connection, hello, self._ordinals)
-                session.machine.to(SessionState.ATTACHING)
             connection.reply(envelope.id, welcome=answer)
-            if answer.action != wire_pb2.Welcome.ATTACH:
+            if answer.action == wire_pb2.Welcome.RETRY:
                 return
             self._reaper.watch(connection.pid, session)
+            if answer.action == wire_pb2.Welcome.LOST:
+                while (packet := connection.receive()) is not None:
+                    wire.close_all(packet[1])  # hanging up would only make it ask again
+                return
             threading.Thread(target=self._attach, args=(session,), daemon=True).start()
         try:
             while (packet := connection.receive()) is not None:
@@ -155,7 +202,22 @@ class Daemon:
         finally:
             session.disconnected(connection)
             if session.machine.state in (SessionState.RUNNING, SessionState.QUIESCED):
-                threading.Timer(RECONNECT_SECONDS, self._expire, (session,)).start()
+                self._expire_later(session)
+
+    def _replace_program(self, session: Session, pid: int) -> None:
+        """A process has one session at a time: one that it had before ended with the program that it replaced."""
+        with self._lock:
+            former = [
+                other
+                for other in self._sessions.values()
+                if other.pid == pid
+                and other is not session
+                and not other.is_connected
+                and other.session not in self._restores
+                and other.machine.state in (SessionState.RUNNING, SessionState.QUIESCED)
+            ]
+        for other in former:
+            self._forget(other)
 
     def _session_for(self, connection: wire.Connection, hello: wire_pb2.Hello) -> Session:
         with self._lock:
@@ -166,11 +228,18 @@ class Daemon:
                 session.lost_reason = "phosd holds no GPU memory for this process: phosd and its keeper were restarted."
                 self._sessions[hello.session] = session
         if session.uid == UNKNOWN_USER:
+            with self._lock:
+                restore = self._restores.get(session.session)
+            if connection.uid != 0 and restore is not None and not restore.restored(connection.pid):
+                raise NotPermitted(f"Process {connection.pid} is not the one that is being restored.")
             session.uid = connection.uid
         if connection.uid not in (session.uid, 0):
             raise NotPermitted(
                 f"Process {connection.pid} of user {connection.uid} named a session of user {session.uid}."
             )
+        if session.is_connected and session.pid != connection.pid and session.alive():
+            raise NotPermitted(f"Process {connection.pid} named the session of process {session.pid}.")
+        self._broker.belongs(session.session, session.uid)
         return session
 
     def _answer_detached(self, session: Session, connection: wire.Connection) -> wire_pb2.Welcome:
@@ -199,17 +268,28 @@ class Daemon:
         try:
             began = restore.timeline.now() if restore else 0.0
             session.attach()
-            session.machine.to(SessionState.RUNNING)
+            if session.machine.state is not SessionState.ENDED:  # it may have been quick
+                session.machine.to(SessionState.RUNNING)
+            session.attach_failures = 0
             if restore:
                 restore.timeline.add("attach", began)
                 restore.attached(session.pid)
                 with self._lock:
                     self._restores.pop(session.session, None)
-        except PhosError as error:
-            log.error("%s", error)
+        except Exception as error:
+            if session.machine.state is SessionState.ENDED:
+                return  # said by whoever noticed
+            if isinstance(error, PhosError):
+                log.error("%s", error)
+            else:
+                log.exception("Process %d could not be attached", session.pid)
+            session.attach_failures += 1
             if restore:
                 restore.fail(str(error))
-            elif session.machine.state is SessionState.ATTACHING:
+            elif session.attach_failures < ATTACH_TRIES and not isinstance(error, MemoryLost):
+                session.machine.adopt(SessionState.RETURNING)
+                session.hang_up()  # it asks again
+            else:
                 session.lose(str(error))
 
     def _prepare(self, ordinals: Sequence[int]) -> None:
@@ -224,10 +304,21 @@ class Daemon:
             except PhosError as error:
                 log.warning("GPU %d could not be prepared: %s", ordinal, error)
 
-    def _expire(self, session: Session) -> None:
-        if not session.is_connected and session.machine.state in (SessionState.RUNNING, SessionState.QUIESCED):
-            log.info("Process %d has replaced its program, or closed its connection for good.", session.pid)
-            self._forget(session)
+    def _expire_later(self, session: Session) -> None:
+        timer = threading.Timer(RECONNECT_SECONDS, self._expire, (session, session.connections))
+        timer.daemon = True
+        timer.start()
+
+    def _expire(self, session: Session, connections: int) -> None:
+        if session.connections != connections or session.is_connected:
+            return  # it came back meanwhile
+        if session.machine.state not in (SessionState.RUNNING, SessionState.QUIESCED):
+            return
+        if toggle.is_stopped(session.pid):
+            self._expire_later(session)  # it cannot come back now
+            return
+        log.info("Process %d has replaced its program, or closed its connection for good.", session.pid)
+        self._forget(session)
 
     def _process_ended(self, session: Session) -> None:
         if not session.alive():
@@ -239,6 +330,7 @@ class Daemon:
                 return
             del self._sessions[session.session]
             self._restores.pop(session.session, None)
+        self._reaper.forget(session)
         session.machine.end()
         self._holds.release(session.session)
         freed = self._broker.drop_session(session.session)
@@ -248,41 +340,79 @@ class Daemon:
 
     def _serve_dump(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
         request = envelope.dump_begin
-        job: StopDump | None = None
-        try:
-            job = self._begin_dump(connection, request, descriptors[0])
-            connection.reply(envelope.id, done=wire_pb2.Done(warnings=job.warnings() if job else []))
-        except (PhosError, ImageError, OSError) as error:
-            log.error("Checkpoint of process %d: %s", request.pid, error)
-            connection.reply(envelope.id, done=wire_pb2.Done(error=str(error)))
-            return
-        finally:
-            wire.close_all(descriptors)
+        with ExitStack() as claim:
+            try:
+                job = self._begin_dump(connection, request, _only(descriptors), claim)
+            except Exception as error:
+                self._say_failure(f"Checkpoint of process {request.pid}", error)
+                connection.done(envelope.id, error=error if str(error) else repr(error))
+                return
+            finally:
+                wire.close_all(descriptors)
+            connection.done(envelope.id, warnings=job.warnings() if job else [])
+            result = -1
+            try:
+                result = self._follow_criu(connection, job, kills=not _leaves_alive(connection.pid))
+            except (PhosError, OSError) as error:
+                log.error("Checkpoint of process %d: CRIU's plugin is not to be understood: %s", request.pid, error)
+            # CRIU's process has ended: its tasks are killed, or run.
+            if job:
+                try:
+                    job.finish(result)
+                except CheckpointFailed as error:
+                    log.error("Checkpoint of process %d: %s", request.pid, error)
+                except Exception as error:
+                    log.exception("Checkpoint of process %d", request.pid)
+                    job.abandon(f"The checkpoint failed in an unforeseen way ({error!r}).")
+
+    @staticmethod
+    def _follow_criu(connection: wire.Connection, job: StopDump | None, *, kills: bool) -> int:
+        """Until CRIU's process ends. Returns its result; -1 if it did not say any, or was told to keep the tasks."""
         result = -1
         while (packet := connection.receive()) is not None:
-            if packet[0].WhichOneof("body") == "dump_end":
-                result = packet[0].dump_end.result
-                if job:
-                    job.criu_ended()
-                connection.reply(packet[0].id, done=wire_pb2.Done())
-        # CRIU's process has ended: its tasks are killed, or run.
-        if job:
+            wire.close_all(packet[1])
+            if packet[0].WhichOneof("body") != "dump_end":
+                connection.done(packet[0].id, error="phosd expects the end of the dump here.")
+                continue
+            result = packet[0].dump_end.result
             try:
-                job.finish(result)
+                if job:
+                    job.criu_ended(result, kills=kills)
             except CheckpointFailed as error:
-                log.error("Checkpoint of process %d: %s", request.pid, error)
+                result = -1
+                connection.done(packet[0].id, error=error)
+            else:
+                connection.done(packet[0].id)
+        return result
 
-    def _begin_dump(self, connection: wire.Connection, request: wire_pb2.DumpBegin, directory: int) -> StopDump | None:
+    @staticmethod
+    def _say_failure(what: str, error: Exception) -> None:
+        if isinstance(error, (PhosError, ImageError, OSError)):
+            log.error("%s: %s", what, error)
+        else:
+            log.error("%s", what, exc_info=error)
+
+    def _begin_dump(
+        self, connection: wire.Connection, request: wire_pb2.DumpBegin, directory: int, claim: ExitStack
+    ) -> StopDump | None:
         root = request.pid
         if not psutil.pid_exists(root):
             raise NoSuchProcess(f"There is no process {root}.")
         if connection.uid not in (0, _uid_of(root)):
             raise NotPermitted(f"User {connection.uid} may not checkpoint process {root} of user {_uid_of(root)}.")
-        gated, foreign = self._find_processes(root)
+        try:
+            gated, foreign = self._find_processes(root)
+        except psutil.NoSuchProcess as error:
+            raise NoSuchProcess(f"Process {root} has ended.") from error
         if not gated and not foreign:
             self.jobs.none_for(directory)
             return None
+        claim.enter_context(self._claims.hold([p.pid for p in gated] + [p.pid for p in foreign]))
         for session in gated:
+            if session.machine.state is SessionState.LOST:
+                raise CheckpointFailed(
+                    f"The GPU memory of process {session.pid} ({session.executable}) is lost: {session.lost_reason}"
+                )
             if session.machine.state is not SessionState.RUNNING:
                 raise CheckpointFailed(
                     f"Process {session.pid} ({session.executable}) is {session.machine.state.value}: "
@@ -322,12 +452,14 @@ class Daemon:
     def _describe(self, process: GatedProcess, detached: Detached) -> inventory.ProcessRecord:
         arguments, parent = inventory.command_line(process.pid)
         with self._lock:
-            session = self._sessions[process.session]
+            session = self._sessions.get(process.session)
+        if session is None:
+            raise CheckpointFailed(f"Process {process.pid} ({process.executable}) ended while it was checkpointed.")
         return inventory.ProcessRecord(
             pid=process.pid,
             session=process.session,
             executable=process.executable,
-            command_line=arguments,
+            command_line=[wire.sentence(argument) for argument in arguments],
             parent_pid=parent,
             detached=detached,
             own_blocks=process.own_blocks(),
@@ -339,64 +471,82 @@ class Daemon:
 
     def _serve_restore(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
         if connection.uid not in (0, os.geteuid()):
-            connection.reply(envelope.id, done=wire_pb2.Done(error=f"User {connection.uid} may not restore here."))
+            connection.done(envelope.id, error=f"User {connection.uid} may not restore here.")
             wire.close_all(descriptors)
             return
-        job: EagerRestore | None = None
         try:
-            job = self._begin_restore(descriptors[0])
-            connection.reply(envelope.id, done=wire_pb2.Done())
-        except (PhosError, ImageError, OSError) as error:
-            log.error("Restore: %s", error)
-            connection.reply(envelope.id, done=wire_pb2.Done(error=str(error)))
+            job = self._begin_restore(_only(descriptors))
+        except Exception as error:
+            self._say_failure("Restore", error)
+            connection.done(envelope.id, error=error if str(error) else repr(error))
             return
         finally:
             wire.close_all(descriptors)
+        connection.done(envelope.id)
         result: int | None = None
-        while (packet := connection.receive()) is not None:
-            kind = packet[0].WhichOneof("body")
-            if kind == "task_restored" and job:
-                pid = packet[0].task_restored.pid
-                threading.Thread(target=job.task_restored, args=(pid,), name=f"restore-{pid}").start()
-            elif kind == "restore_end":
-                result = packet[0].restore_end.result
-            connection.reply(packet[0].id, done=wire_pb2.Done())
+        try:
+            while (packet := connection.receive()) is not None:
+                wire.close_all(packet[1])
+                kind = packet[0].WhichOneof("body")
+                if kind == "task_restored" and job:
+                    job.take_task(packet[0].task_restored.pid)
+                elif kind == "restore_end":
+                    result = packet[0].restore_end.result
+                connection.done(packet[0].id)
+        except (PhosError, OSError) as error:
+            log.error("%s: CRIU's plugin is not to be understood: %s", job.path if job else "Restore", error)
         if job is None:
             return
         if result not in (None, 0) or (result is None and not job.pids):
             job.fail("CRIU failed; its own log says why (restore.log, or what -o names, or the terminal).")
+        job.watch_to_the_end()
         self._settle(job)
 
     def _begin_restore(self, directory: int) -> EagerRestore | None:
         if self.jobs.is_plain_criu(directory):
+            self.jobs.none_for(directory)
             log.warning("%s holds no GPU part: CRIU restores it alone.", os.readlink(f"/proc/self/fd/{directory}"))
             return None
         job = EagerRestore(directory, os.readlink(f"/proc/self/fd/{directory}"), self.copier)
+        with self._restoring:  # two restores of one image at the same moment: one of them finds the other's sessions
+            try:
+                self._refuse_living(job)
+            except BaseException:
+                job.close()
+                raise
+            self.jobs.add(directory, job)
+            try:
+                job.begin(lambda process, blocks: self._register(job, process, blocks))
+            except BaseException as error:
+                job.fail(str(error))
+                job.close()
+                self._settle(job)
+                raise
+        return job
+
+    def _refuse_living(self, job: EagerRestore) -> None:
         for process in job.processes:
             with self._lock:
                 existing = self._sessions.get(process.session)
-            if existing is not None and not existing.alive():
-                self._forget(existing)
-            elif existing is not None:
+                restore = self._restores.get(process.session)
+            if existing is None:
+                continue
+            if restore is not None and restore.state in ("loading", "loaded"):
+                raise RestoreFailed(f"The process of this image is being restored already, from {restore.path}.")
+            if existing.alive():
                 raise RestoreFailed(
                     f"The process of this image still runs as pid {existing.pid} ({existing.executable}). End it first."
                 )
-        self.jobs.add(directory, job)
-        try:
-            job.begin(lambda process, blocks: self._register(job, process, blocks))
-        except BaseException as error:
-            job.fail(str(error))
-            raise
-        return job
+            self._forget(existing)
 
     def _register(self, job: EagerRestore, process: RestoredProcess, blocks: list[Block]) -> None:
         session = Session(process.session, process.pid, UNKNOWN_USER, self._broker, self._holds, SessionState.DETACHED)
         session.restored_from(process.message, process.imports)
-        for block in blocks:
-            self._broker.add(block, os.getpid())  # the keeper watches phosd until the process exists
         with self._lock:
             self._sessions[process.session] = session
             self._restores[process.session] = job
+        for block in blocks:
+            self._broker.add(block, os.getpid())  # the keeper watches phosd until the process exists
 
     def _settle(self, job: EagerRestore) -> None:
         """CRIU is gone. Processes of a failed restore are dead: let their memory go."""
@@ -404,7 +554,8 @@ class Daemon:
             for process in job.processes:
                 with self._lock:
                     session = self._sessions.get(process.session)
-                if session is not None:
+                    ours = self._restores.get(process.session) is job
+                if session is not None and ours:
                     self._forget(session)
 
     # phos-gpu and the launcher.
@@ -414,7 +565,7 @@ class Daemon:
             while True:
                 kind = envelope.WhichOneof("body")
                 if kind == "status_request":
-                    connection.reply(envelope.id, status=self._status())
+                    connection.reply(envelope.id, status=self._status(connection.uid))
                 elif kind == "wait_image" and descriptors:
                     self._wait_image(connection, envelope, descriptors[0])
                 elif kind == "shutdown" and connection.uid in (0, os.geteuid()):
@@ -422,7 +573,7 @@ class Daemon:
                     self._stopping.set()
                     os.kill(os.getpid(), 15)
                 else:
-                    connection.reply(envelope.id, done=wire_pb2.Done(error=f"phosd does not take '{kind}' here."))
+                    connection.done(envelope.id, error=f"phosd does not take '{kind}' here.")
                 wire.close_all(descriptors)
                 descriptors = []
                 packet = connection.receive()
@@ -447,7 +598,7 @@ class Daemon:
                 return
             time.sleep(0.1 if request.progress else 0.005)
 
-    def _status(self) -> wire_pb2.Status:
+    def _status(self, viewer: int) -> wire_pb2.Status:
         status = wire_pb2.Status(
             pid=os.getpid(),
             version=self.versions.phos,
@@ -468,7 +619,8 @@ class Daemon:
                     pid=session.pid,
                     executable=session.executable,
                     state=session.machine.state.value,
-                    session=session.session,
+                    # A session's number opens its memory to the same user's processes: nobody else's business.
+                    session=session.session if viewer in (0, session.uid) else b"",
                     blocks=len(blocks),
                     bytes=sum(block.size for block in blocks),
                     uncarried=[
@@ -505,6 +657,7 @@ class _Reaper:
         self._ended = ended
         self._lock = threading.Lock()  # guards _watched
         self._watched: dict[int, tuple[int, Session]] = {}  # pidfd → (pid, session)
+        self._unwanted: set[int] = set()  # of those; closed by the thread that polls them. Guarded by _lock
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         threading.Thread(target=self._run, daemon=True, name="reaper").start()
 
@@ -520,13 +673,27 @@ class _Reaper:
             return
         with self._lock:
             self._watched[descriptor] = (pid, session)
-        os.write(self._wake_write, b"x")
+        self._wake()
+
+    def forget(self, session: Session) -> None:
+        """Nobody wants to know of this session's end any more."""
+        with self._lock:
+            self._unwanted |= {fd for fd, (_, watched) in self._watched.items() if watched is session}
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # full: it will wake
+            os.write(self._wake_write, b"x")
 
     def _run(self) -> None:
         while True:
             poll = select.poll()
             poll.register(self._wake_read, select.POLLIN)
             with self._lock:
+                for descriptor in self._unwanted:
+                    self._watched.pop(descriptor)
+                    os.close(descriptor)
+                self._unwanted = set()
                 for descriptor in self._watched:
                     poll.register(descriptor, select.POLLIN)
             for descriptor, _ in poll.poll():
@@ -535,8 +702,32 @@ class _Reaper:
                     continue
                 with self._lock:
                     _, session = self._watched.pop(descriptor)
+                    self._unwanted.discard(descriptor)
                 os.close(descriptor)
-                self._ended(session)
+                try:
+                    self._ended(session)
+                except Exception:
+                    log.exception("The end of process %d", session.pid)
+
+
+def _only(descriptors: list[int]) -> int:
+    """The one descriptor that has to come with a request: the image directory's."""
+    if len(descriptors) != 1:
+        raise ProtocolError("A checkpoint or restore needs the descriptor of its image directory.")
+    return descriptors[0]
+
+
+LEAVE = re.compile(r"--leave-(r\w*|s\w*)|-[A-CE-IKNP-VX-Za-npqsu-z]*[Rs].*")
+"""How ``--leave-running`` (-R) and ``--leave-stopped`` (-s) may look on CRIU's command line."""
+
+
+def _leaves_alive(criu: int) -> bool:
+    """Whether a CRIU that is dumping will leave its tasks alive. In doubt (an RPC client asked it): it will not."""
+    try:
+        words = Path(f"/proc/{criu}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return False
+    return any(LEAVE.fullmatch(word) for word in words)
 
 
 def _uid_of(pid: int) -> int:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from contextlib import suppress
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gen import wire_pb2
+from phos.gpu_engine import toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.states import SessionState, StateMachine
-from phos.gpu_engine.errors import CheckpointFailed, PhosError, ProtocolError
+from phos.gpu_engine.errors import CheckpointFailed, MemoryLost, PhosError, ProtocolError, Unresponsive
 from phos.gpu_engine.inventory import LoadedModule
 from phos.gpu_engine.process import (
     Allocation,
@@ -29,6 +30,14 @@ log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 60.0
 """How long a frontend may take for a request that involves no waiting for the GPU."""
+
+STOPPED_SECONDS = 1.0
+"""A process that was stopped for so long will not answer before somebody continues it."""
+
+MODULES_KEPT = 1 << 16
+KINDS_KEPT = 64
+TEXT_KEPT = 4096
+"""A frontend that has gone mad must not fill phosd's memory: modules, kinds of uncarried state, bytes of a text."""
 
 
 class _Request:
@@ -55,8 +64,11 @@ class Session:
         self.modules: list[LoadedModule] = []
         self.detached: Detached | None = None
         self.lost_reason = ""
+        self.connections = 0  # made so far
+        self.attach_failures = 0  # in a row
         self.announced_blocks = 0
-        self._received_blocks = 0
+        self._seen: set[int] | None = None  # the blocks registered over this connection, until the table is whole
+        self._granted: set[BlockKey] = set()  # blocks of others that the image says this process maps
         self._ordinals: dict[int, int] = {}  # the process's numbering of GPUs → phosd's
         self._broker = broker
         self._holds = holds
@@ -71,21 +83,39 @@ class Session:
     def connected(self, connection: wire.Connection, hello: wire_pb2.Hello, ordinals: dict[bytes, int]) -> None:
         """A frontend said hello; ``ordinals`` gives phosd's number of each GPU by its UUID."""
         with self._lock:
+            self.connections += 1
             former, self._connection = self._connection, connection
+            waiting, self._requests = list(self._requests.values()), {}
+            if hello.state != wire_pb2.DETACHED:
+                self._imports = {}  # told again
+        for request in waiting:  # asked over the former connection: no answer will come
+            request.done.set()
         if former:
             former.shutdown()
         self.pid = connection.pid
         self.executable = hello.executable
         self.driver_version = hello.driver_version
         self.devices = {device.ordinal: device.uuid for device in hello.devices}
+        self.modules = []  # told again over every connection, as the totals are
+        self.uncarried = {}
         self.announced_blocks = hello.blocks
-        self._received_blocks = 0
+        self._seen = None if hello.state == wire_pb2.DETACHED else set()
         self._ordinals = {n: ordinals[uuid] for n, uuid in self.devices.items() if uuid in ordinals}
+        self._settle_table()
 
     @property
     def table_complete(self) -> bool:
         """Whether every block that Hello announced has been registered."""
-        return self._received_blocks >= self.announced_blocks
+        return self._seen is None
+
+    def _settle_table(self) -> None:
+        """Once all blocks are registered: what was not among them was freed while no phosd was there to be told."""
+        if self._seen is None or len(self._seen) < self.announced_blocks:
+            return
+        for block in self._broker.of_session(self.session):
+            if block.key[1] not in self._seen:
+                self._broker.remove(block.key)
+        self._seen = None
 
     def gpu_ordinals(self) -> list[int]:
         """phosd's numbers of the GPUs the process sees, in the process's order."""
@@ -112,27 +142,72 @@ class Session:
                 return
             request.answer, request.descriptors = envelope, descriptors
             request.done.set()
-        elif kind == "block_added":
+            return
+        if kind == "block_added":
             self._block_added(envelope.block_added, descriptors)
-        elif kind == "block_removed":
+            return
+        wire.close_all(descriptors)
+        if kind == "block_removed":
             self._block_removed(envelope.block_removed.block)
+            if envelope.id:  # the process ran out of memory and waits for what it gave back
+                self._broker.settle()
+                self._tell([], envelope.id, done=wire_pb2.Done())
         elif kind == "uncarried":
             report = envelope.uncarried
-            self.uncarried[report.kind] = UncarriedState(report.kind, report.count, report.bytes)
+            if len(self.uncarried) < KINDS_KEPT or report.kind in self.uncarried:
+                kind_ = report.kind[:TEXT_KEPT]
+                self.uncarried[kind_] = UncarriedState(kind_, report.count, report.bytes)
         elif kind == "module_loaded":
-            wire.close_all(descriptors)
             loaded = envelope.module_loaded
-            self.modules.append(LoadedModule(loaded.entry_point, loaded.size, loaded.path, loaded.offset))
+            if len(self.modules) < MODULES_KEPT:
+                self.modules.append(
+                    LoadedModule(loaded.entry_point[:TEXT_KEPT], loaded.size, loaded.path[:TEXT_KEPT], loaded.offset)
+                )
+        elif kind == "token_resolve":
+            self._resolve(envelope.id, (envelope.token_resolve.session, envelope.token_resolve.block))
         else:
-            wire.close_all(descriptors)
             raise ProtocolError(f"Process {self.pid} sent an unexpected packet ({kind}).")
 
+    def _entitled(self, key: BlockKey) -> bool:
+        """Memory of another process goes only to the same user's processes and to root's (DESIGN §3)."""
+        return (
+            key[0] == self.session or key in self._granted or self.uid == 0 or self._broker.user_of(key[0]) == self.uid
+        )
+
+    def _resolve(self, number: int, key: BlockKey) -> None:
+        """Exported memory: the descriptor that a token stands for."""
+        resolved = wire_pb2.TokenResolved(error="phosd knows no such exported memory; its owner may have ended.")
+        try:
+            borrowed = self._broker.borrow([key]) if self._entitled(key) else []
+        except KeyError:
+            borrowed = []
+        if borrowed:
+            ordinals = {mine: theirs for theirs, mine in self._ordinals.items()}
+            if borrowed[0].device in ordinals:
+                resolved = wire_pb2.TokenResolved(size=borrowed[0].size, device=ordinals[borrowed[0].device])
+            else:
+                resolved.error = f"The memory is on GPU {borrowed[0].device}, which process {self.pid} does not see."
+        try:
+            self._tell([block.descriptor for block in borrowed if not resolved.error], number, token_resolved=resolved)
+        finally:
+            wire.close_all(block.descriptor for block in borrowed)
+
     def _block_added(self, added: wire_pb2.BlockAdded, descriptors: list[int]) -> None:
-        self._received_blocks += 1
+        if self._seen is not None:
+            self._seen.add(added.block)
+        try:
+            self._take_block(added, descriptors)
+        finally:
+            self._settle_table()
+
+    def _take_block(self, added: wire_pb2.BlockAdded, descriptors: list[int]) -> None:
         if added.owner_session:
-            with self._lock:
-                self._imports[added.block] = (added.owner_session, added.owner_block)
             wire.close_all(descriptors)
+            key = (added.owner_session, added.owner_block)
+            if not self._entitled(key):
+                raise ProtocolError(f"Process {self.pid} named memory of a process that is not its user's.")
+            with self._lock:
+                self._imports[added.block] = key
             return
         key = (self.session, added.block)
         if added.descriptor_lost:
@@ -157,10 +232,13 @@ class Session:
         if imported is None:
             self._broker.remove((self.session, number))
 
-    def _call(
-        self, timeout: float, descriptors: Iterable[int] = (), **body: object
-    ) -> tuple[wire_pb2.Envelope, list[int]]:
-        """Send a request and wait for its answer."""
+    def _call(self, timeout: float, *, patient: bool = False, **body: object) -> tuple[wire_pb2.Envelope, list[int]]:
+        """Send a request and wait for its answer. ``patient``: the time that the process is stopped does not count.
+
+        Raises:
+            Unresponsive: no answer in time, or (unless ``patient``) the process is stopped.
+            CheckpointFailed: the connection ended, or there is none.
+        """
         request = _Request()
         with self._lock:
             connection = self._connection
@@ -171,14 +249,31 @@ class Session:
             raise CheckpointFailed(f"Process {self.pid} ({self.executable}) is not connected to phosd.")
         step = next(iter(body))
         try:
-            connection.send(wire_pb2.Envelope(id=number, **body), descriptors)  # type: ignore[arg-type]
+            connection.send(wire_pb2.Envelope(id=number, **body))  # type: ignore[arg-type]
         except OSError as error:
-            raise CheckpointFailed(f"Process {self.pid} ({self.executable}) has gone away ({error}).") from error
-        if not request.done.wait(timeout):
             with self._lock:
                 self._requests.pop(number, None)
-            raise CheckpointFailed(
-                f"Process {self.pid} ({self.executable}) did not answer '{step}' within {timeout:.0f} s. Is it stopped?"
+            raise CheckpointFailed(f"Process {self.pid} ({self.executable}) has gone away ({error}).") from error
+        spent = stopped = 0.0
+        while not request.done.wait(slice_ := min(0.1, max(0.001, timeout))):
+            is_stopped = toggle.is_stopped(self.pid)
+            stopped = stopped + slice_ if is_stopped else 0.0
+            if not (patient and is_stopped):
+                spent += slice_
+            if spent < timeout and (patient or stopped < STOPPED_SECONDS):
+                continue
+            with self._lock:
+                self._requests.pop(number, None)
+            if request.done.is_set():
+                break  # at the last moment
+            if is_stopped:
+                raise Unresponsive(
+                    f"Process {self.pid} ({self.executable}) is stopped, by a signal or a debugger, and cannot answer "
+                    f"'{step}'. Continue it, then try again."
+                )
+            raise Unresponsive(
+                f"Process {self.pid} ({self.executable}) did not answer '{step}' within {timeout:.0f} s. "
+                "Does its GPU work ever end?"
             )
         if request.answer is None:
             raise CheckpointFailed(
@@ -190,7 +285,14 @@ class Session:
 
     def quiesce(self, timeout: float) -> QuiesceTimes:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
-        answer, _ = self._call(timeout + ANSWER_SECONDS, quiesce=wire_pb2.Quiesce(timeout_ms=int(timeout * 1000)))
+        try:
+            # The frontend keeps the time of its gate; waiting for the GPU's work itself cannot be interrupted.
+            answer, extra = self._call(3 * timeout, quiesce=wire_pb2.Quiesce(timeout_ms=max(1, int(timeout * 1000))))
+        except Unresponsive:
+            with suppress(PhosError):  # it will read the request some day: let it open its gate again then
+                self._tell([], open=wire_pb2.Open())
+            raise
+        wire.close_all(extra)
         done = answer.quiesce_done
         if done.error:
             raise CheckpointFailed(f"Process {self.pid} ({self.executable}) could not be quiesced: {done.error}")
@@ -199,8 +301,9 @@ class Session:
 
     def detach(self, *, reduce_stack: bool, huge_pages: bool) -> Detached:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
-        self._holds.place(self.session)
+        self.detached = None
         try:
+            self._holds.place(self.session)
             answer, descriptors = self._call(
                 ANSWER_SECONDS, detach=wire_pb2.Detach(reduce_stack=reduce_stack, huge_pages=huge_pages)
             )
@@ -210,19 +313,32 @@ class Session:
                 raise CheckpointFailed(
                     f"Process {self.pid} ({self.executable}) could not give its GPU memory over: {done.error}"
                 )
-        except PhosError:
+        except (PhosError, OSError):
+            # Should it detach after all, it will say so: it finds no hold and is attached again at once.
             self._holds.release(self.session)
             raise
         self.machine.to(SessionState.DETACHED)
-        self.detached = self._parse_map(done, descriptors)
+        try:
+            self.detached = self._parse_map(done, descriptors)
+        except Exception as error:
+            self.allow_attach()
+            raise CheckpointFailed(
+                f"Process {self.pid} ({self.executable}) gave its GPU memory over, but its map cannot be read: {error}"
+            ) from error
         return self.detached
 
     def _parse_map(self, done: wire_pb2.DetachDone, descriptors: list[int]) -> Detached:
         memory = wire_pb2.MemoryMap()
-        if descriptors:
-            with open(descriptors[0], "rb") as file:
+        try:
+            if len(descriptors) != 1:
+                raise ProtocolError("the memory map is missing.")
+            with open(descriptors[0], "rb", closefd=False) as file:
                 memory.ParseFromString(file.read())
-            wire.close_all(descriptors[1:])
+        finally:
+            wire.close_all(descriptors)
+        for block in memory.blocks:
+            if block.owner_session and not self._entitled((block.owner_session, block.owner_block)):
+                raise ProtocolError(f"block {block.block} belongs to another user's process.")
         blocks = [
             MappedBlock(
                 number=block.block,
@@ -243,8 +359,10 @@ class Session:
 
     def open(self) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
-        self._call(ANSWER_SECONDS, open=wire_pb2.Open())
-        self.machine.to(SessionState.RUNNING)
+        _, extra = self._call(ANSWER_SECONDS, open=wire_pb2.Open())
+        wire.close_all(extra)
+        if self.machine.state is not SessionState.RUNNING:  # it may have connected anew, and opened its gate for that
+            self.machine.to(SessionState.RUNNING)
 
     def allow_attach(self) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
@@ -256,16 +374,19 @@ class Session:
         self.lost_reason = reason
         self.machine.to(SessionState.LOST)
         self._holds.release(self.session)
+        with suppress(PhosError):  # if it is connected at this moment
+            self._tell([], welcome=wire_pb2.Welcome(action=wire_pb2.Welcome.LOST, error=reason))
 
     def wait_attached(self, timeout: float) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         state = self.machine.wait_for(SessionState.RUNNING, timeout=timeout)
-        if state is not SessionState.RUNNING:
+        if state in (SessionState.LOST, SessionState.ENDED):
             raise CheckpointFailed(
-                f"Process {self.pid} ({self.executable}) did not come back within {timeout:.0f} s (it is {state.value}"
-                + (f": {self.lost_reason}" if self.lost_reason else "")
-                + ")."
+                f"Process {self.pid} ({self.executable}) did not come back: it is {state.value}"
+                + (f" ({self.lost_reason})." if state is SessionState.LOST and self.lost_reason else ".")
             )
+        if state is not SessionState.RUNNING:
+            raise Unresponsive(f"Process {self.pid} ({self.executable}) has not come back (it is {state.value}).")
 
     def own_blocks(self) -> list[Block]:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
@@ -280,9 +401,19 @@ class Session:
             PhosError: it could not; the session can be asked again.
         """
         numbers = [(block.key[1], block.key) for block in self._broker.of_session(self.session)]
+        with self._lock:
+            numbers += list(self._imports.items())
         if self.detached is not None:
             numbers = [(block.number, block.key) for block in self.detached.blocks]
-        borrowed = self._broker.borrow(key for _, key in numbers)
+        try:
+            borrowed = self._broker.borrow(key for _, key in numbers)
+        except KeyError as error:
+            raise MemoryLost(
+                f"phosd no longer holds GPU memory block {error.args[0][1]} that process {self.pid} "
+                f"({self.executable}) maps."
+            ) from error
+        except OSError as error:
+            raise PhosError(f"phosd cannot hand process {self.pid} its memory: {error}") from error
         try:
             for start in range(0, len(borrowed), wire.DESCRIPTOR_LIMIT):
                 part = slice(start, start + wire.DESCRIPTOR_LIMIT)
@@ -292,21 +423,30 @@ class Session:
                 )
         finally:
             wire.close_all(block.descriptor for block in borrowed)
-        answer, _ = self._call(ANSWER_SECONDS, attach=wire_pb2.Attach(blocks=len(numbers)))
+        answer, extra = self._call(ANSWER_SECONDS, patient=True, attach=wire_pb2.Attach(blocks=len(numbers)))
+        wire.close_all(extra)
         done = answer.attach_done
         if done.error:
             raise PhosError(f"Process {self.pid} ({self.executable}) could not map its GPU memory again: {done.error}")
-        self._call(ANSWER_SECONDS, open=wire_pb2.Open())
+        _, extra = self._call(ANSWER_SECONDS, patient=True, open=wire_pb2.Open())
+        wire.close_all(extra)
         self.detached = None
         return done.map_ns * 1e-9, done.undo_ns * 1e-9
 
-    def _tell(self, descriptors: list[int], **body: object) -> None:
+    def hang_up(self) -> None:
+        """End the connection; the frontend will make another."""
+        with self._lock:
+            connection = self._connection
+        if connection is not None:
+            connection.shutdown()
+
+    def _tell(self, descriptors: list[int], number: int = 0, /, **body: object) -> None:
         with self._lock:
             connection = self._connection
         if connection is None:
             raise PhosError(f"Process {self.pid} ({self.executable}) closed its connection while it was attached.")
         try:
-            connection.send(wire_pb2.Envelope(**body), descriptors)  # type: ignore[arg-type]
+            connection.send(wire_pb2.Envelope(id=number, **body), descriptors)  # type: ignore[arg-type]
         except OSError as error:
             raise PhosError(f"Process {self.pid} ({self.executable}) has gone away ({error}).") from error
 
@@ -335,6 +475,7 @@ class Session:
                 for b in message.blocks
             ]
         )
+        self._granted = set(imports.values())
         with self._lock:
             self._imports = dict(imports)
 

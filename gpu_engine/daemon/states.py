@@ -61,11 +61,12 @@ class StateMachine:
             self._changed.notify_all()
 
     def adopt(self, state: SessionState) -> None:
-        """Take over a state that an earlier phosd left a process in."""
+        """Take over a state that the process itself reports, or that an earlier phosd left it in. The end stays."""
         with self._changed:
-            self._state = state
-            self.since = time.time()
-            self._changed.notify_all()
+            if self._state is not SessionState.ENDED:
+                self._state = state
+                self.since = time.time()
+                self._changed.notify_all()
 
     def end(self) -> None:
         """The process is gone, whatever it was doing."""

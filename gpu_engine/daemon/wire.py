@@ -20,6 +20,15 @@ DESCRIPTOR_LIMIT = 200
 PROTOCOL_VERSION = 1
 
 
+TEXT_LIMIT = 8000
+"""Longest sentence in a packet, in characters."""
+
+
+def sentence(text: object) -> str:
+    """A text that protobuf takes (no lone surrogates, as file names that are not UTF-8 have) and that fits a packet."""
+    return str(text)[:TEXT_LIMIT].encode(errors="replace").decode()
+
+
 def send(connection: socket.socket, envelope: wire_pb2.Envelope, descriptors: Iterable[int] = ()) -> None:
     """Send one packet with the descriptors beside it; they stay the caller's.
 
@@ -87,6 +96,19 @@ class Connection:
             self.send(wire_pb2.Envelope(id=request_id, **body))  # type: ignore[arg-type]
         except OSError:
             pass
+
+    def done(self, request_id: int, error: object = "", warnings: Iterable[str] = ()) -> None:
+        """Answer a request that wants no more than to know whether it was carried out."""
+        said = [sentence(warning)[:500] for warning in warnings]
+        kept = said[:50] + ([f"... and {len(said) - 50} more warnings."] if len(said) > 50 else [])
+        self.reply(request_id, done=wire_pb2.Done(error=sentence(error), warnings=kept))
+
+    def limit(self, *, receive: float | None = None, send: float | None = None) -> None:
+        """How long receiving and sending may block; seconds, 0 for ever. What takes longer raises BlockingIOError."""
+        for option, seconds in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
+            if seconds is not None:
+                value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+                self._socket.setsockopt(socket.SOL_SOCKET, option, value)
 
     def receive(self) -> tuple[wire_pb2.Envelope, list[int]] | None:
         """See :func:`receive`."""

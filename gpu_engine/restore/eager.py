@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import threading
 import time
@@ -20,7 +21,7 @@ from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Cancelled, Copier, Progress
-from phos.gpu_engine.errors import DriverError, NoSuchProcess, RestoreFailed
+from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
 from phos.images.reader import Extent, Image
@@ -96,8 +97,9 @@ class EagerRestore:
         self._cancelled = threading.Event()
         self._loaded = threading.Event()
         self._driver_ready: set[int] = set()
-        self._pids: list[int] = []
-        self._lock = threading.Lock()  # guards _driver_ready, _pids, state, error
+        self._pids: dict[int, int] = {}  # the tasks that CRIU has put together → pidfd, or -1
+        self._computing: set[int] = set()  # those of them that have all of their GPU state back
+        self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, state, error
         self._image = Image.open(directory)
         self._gpu_pairs: dict[str, str] = {}
         self._ordinals: dict[int, int] = {}
@@ -117,8 +119,14 @@ class EagerRestore:
 
     @property
     def pids(self) -> list[int]:
-        """The real pids restored so far."""
-        return list(self._pids)
+        """The real pids of the GPU processes restored so far."""
+        with self._lock:
+            return list(self._pids)
+
+    def restored(self, pid: int) -> bool:
+        """Whether CRIU has named this pid as one of the restored."""
+        with self._lock:
+            return pid in self._pids
 
     def warnings(self) -> list[str]:
         """Nothing that a restore would have to warn of."""
@@ -136,10 +144,26 @@ class EagerRestore:
         self._ordinals, self._gpu_pairs = match_gpus(list(self._image.inventory.gpus) or wanted, present)
         blocks = self._create_blocks()
         self.progress.total = sum(block.size for block in blocks.values())
-        borrowed = [Block(b.key, b.size, b.device, os.dup(b.descriptor), b.by_application) for b in blocks.values()]
-        for process in self.processes:
-            register(process, [block for key, block in blocks.items() if key[0] == process.session])
-        threading.Thread(target=self._load, args=(borrowed,), name="load").start()
+        unregistered = dict(blocks)
+        borrowed: list[Block] = []
+        try:
+            for b in blocks.values():
+                borrowed.append(Block(b.key, b.size, b.device, os.dup(b.descriptor), b.by_application))
+            for process in self.processes:
+                own = [unregistered.pop(key) for key in blocks if key[0] == process.session]
+                register(process, own)
+            if unregistered:
+                raise RestoreFailed("The image's processes map GPU memory of a process that is not in the image.")
+            threading.Thread(target=self._load, args=(borrowed,), name="load").start()
+        except BaseException:
+            for block in [*borrowed, *unregistered.values()]:
+                os.close(block.descriptor)
+            raise
+
+    def close(self) -> None:
+        """Let a restore go that never began loading."""
+        self._image.close()
+        self._loaded.set()
 
     def _create_blocks(self) -> dict[BlockKey, Block]:
         owners: dict[BlockKey, tuple[int, bool]] = {}
@@ -149,6 +173,11 @@ class EagerRestore:
                     block.owner_session or process.session,
                     block.owner_block if block.owner_session else block.block,
                 )
+                if block.device not in self._ordinals or key not in self._image.blocks:
+                    raise RestoreFailed(
+                        f"The image contradicts itself: block {block.block} of process {process.pid} "
+                        f"(GPU {block.device}) is not among its blocks and GPUs."
+                    )
                 owners[key] = (self._ordinals[block.device], block.owner == pb.Block.APPLICATION)
         needed: dict[int, int] = {}
         for key, (device, _) in owners.items():
@@ -187,7 +216,9 @@ class EagerRestore:
             log.info("%s: %d bytes of GPU memory loaded", self.path, self.progress.total)
         except Cancelled:
             pass
-        except (ImageError, DriverError, OSError) as error:
+        except Exception as error:
+            if not isinstance(error, (ImageError, DriverError, OSError)):
+                log.exception("%s: loading failed in an unforeseen way", self.path)
             self.fail(f"Loading GPU memory from {self.path} failed: {error}")
         finally:
             for block in borrowed:
@@ -200,24 +231,36 @@ class EagerRestore:
 
         Runs in a thread of its own: the driver waits for the process to run.
         """
-        if driver.checkpoint_state(pid) is None:
-            return  # a process of the tree that never used CUDA
-        with self._lock:
-            self._pids.append(pid)
         try:
             with self.timeline.phase("driver restore"):
                 toggle.revive(pid, self._gpu_pairs or None)
             log.info("%s: the driver's part of process %d is back", self.path, pid)
         except NoSuchProcess:
-            return  # CRIU gave up and killed it
-        except DriverError as error:
+            return  # it was killed; watch_to_the_end() says so
+        except PhosError as error:
             self.fail(f"The driver could not restore process {pid}: {error}")
             return
         if _namespace_pid(pid) in self._gated_pids:
             with self._lock:
                 self._driver_ready.add(pid)
         else:
-            self._computes()  # without the frontend nothing else has to come back
+            self._computes(pid)  # without the frontend nothing else has to come back
+
+    def take_task(self, pid: int) -> None:
+        """CRIU's plugin names a task that it is about to let go: bring the driver's part back beside it."""
+        if driver.checkpoint_state(pid) is None:
+            return  # a process of the tree that never used CUDA
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            pidfd = -1
+        with self._lock:
+            self._pids[pid] = pidfd
+            failed = self.state == "failed"
+        if failed:
+            self._kill(pid, pidfd)  # it must not go on without its memory
+            return
+        threading.Thread(target=self.task_restored, args=(pid,), name=f"restore-{pid}", daemon=True).start()
 
     def ready(self, pid: int) -> bool:
         """Whether the frontend in ``pid`` may attach now."""
@@ -228,13 +271,13 @@ class EagerRestore:
         """A process under the frontend computes again."""
         with self._lock:
             self._driver_ready.discard(pid)
-        self._computes()
+        self._computes(pid)
 
-    def _computes(self) -> None:
+    def _computes(self, pid: int) -> None:
         self._loaded.wait()
         with self._lock:
-            self._waiting_for -= 1
-            if self._waiting_for == 0 and self.state == "loaded":
+            self._computing.add(pid)
+            if len(self._computing) == self._waiting_for and self.state == "loaded":
                 self.state = "attached"
 
     def fail(self, reason: str) -> None:
@@ -244,17 +287,46 @@ class EagerRestore:
                 return
             self.state = "failed"
             self.error = reason
-            pids = list(self._pids)
+            tasks = list(self._pids.items())
         log.error("%s", reason)
         self._cancelled.set()
-        for pid in pids:
-            with suppress(ProcessLookupError):
+        for pid, pidfd in tasks:
+            self._kill(pid, pidfd)
+
+    @staticmethod
+    def _kill(pid: int, pidfd: int) -> None:
+        with suppress(ProcessLookupError):
+            if pidfd >= 0:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            else:
                 os.kill(pid, signal.SIGKILL)
 
-    def settle(self) -> None:
-        """Nobody will ask any more: stop loading and let the directory go."""
-        self._cancelled.set()
+    def watch_to_the_end(self) -> None:
+        """CRIU has ended. Wait until all processes compute; one that ends before that ends the restore."""
+        while True:
+            with self._lock:
+                if self.state not in ("loading", "loaded"):
+                    break
+                tasks = {pid: fd for pid, fd in self._pids.items() if pid not in self._computing}
+                missing = self._waiting_for - len(self._pids)
+            gone = [pid for pid, fd in tasks.items() if fd < 0 or _readable(fd)]
+            if gone:
+                self.fail(f"Process {gone[0]} ended before its GPU state was back.")
+            elif missing > 0:
+                self.fail(f"CRIU ended, and {missing} of the image's GPU processes are not there.")
+            else:
+                time.sleep(0.01)
         self._loaded.wait()
+        with self._lock:
+            descriptors, self._pids = [fd for fd in self._pids.values() if fd >= 0], dict.fromkeys(self._pids, -1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _readable(descriptor: int) -> bool:
+    poll = select.poll()  # not select(): descriptor numbers go far beyond its 1024
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _namespace_pid(pid: int) -> int:

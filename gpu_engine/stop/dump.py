@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 from phos.gpu_engine import driver, inventory, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.copier import Cancelled, Copier, Progress
-from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError
+from phos.gpu_engine.copier import Cancelled, Copier, MappedBlocks, Progress
+from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, Unresponsive, UsageError
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
@@ -30,8 +31,10 @@ log = logging.getLogger(__name__)
 BorrowBlocks = Callable[[Sequence[BlockKey]], list[Block]]
 DescribeProcess = Callable[[GatedProcess, Detached], inventory.ProcessRecord]
 
-RETURN_SECONDS = 120.0
-"""How long a released process may take to come back."""
+CHECKPOINT_SECONDS = 300.0
+"""How long the driver may take to checkpoint all processes: whole GPUs are copied of those without the frontend."""
+
+CRIU_FAILED = "CRIU failed; its own log says why (dump.log, or what -o names, or the terminal)."
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,22 @@ class Settings:
 
     quiesce_timeout: float = 60.0
     quiesce_tries: int = 3
+    return_timeout: float = 120.0
     reduce_stack: bool = True
     huge_pages: bool = True
 
     @staticmethod
     def from_environment() -> Settings:
-        """PHOS_QUIESCE_SECONDS, PHOS_REDUCERS (a comma-separated list of 'stack-limit' and 'huge-pages', or 'none')."""
+        """PHOS_QUIESCE_SECONDS; PHOS_RETURN_SECONDS (how long a released process may take to come back);
+        PHOS_REDUCERS (a comma-separated list of 'stack-limit' and 'huge-pages', or 'none').
+
+        Raises:
+            UsageError: one of them has no meaning.
+        """
         reducers = os.environ.get("PHOS_REDUCERS", "stack-limit,huge-pages").split(",")
         return Settings(
-            quiesce_timeout=float(os.environ.get("PHOS_QUIESCE_SECONDS", "60")),
+            quiesce_timeout=_seconds("PHOS_QUIESCE_SECONDS", 60.0),
+            return_timeout=_seconds("PHOS_RETURN_SECONDS", 120.0),
             reduce_stack="stack-limit" in reducers,
             huge_pages="huge-pages" in reducers,
         )
@@ -57,6 +67,17 @@ class Settings:
         """The names of the toggle reducers in use."""
         chosen = {"stack-limit": self.reduce_stack, "huge-pages": self.huge_pages}
         return [name for name, used in chosen.items() if used]
+
+
+def _seconds(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value < 1e6:
+        raise UsageError(f"{name}={text} in phosd's environment is no number of seconds.")
+    return value
 
 
 class StopDump:
@@ -94,12 +115,14 @@ class StopDump:
         self._copying: threading.Thread | None = None
         self._copy_failure: BaseException | None = None
         self._borrowed: list[Block] = []
+        self._mapped = MappedBlocks()
         self._detached: dict[bytes, Detached] = {}
         self._quiesced: list[GatedProcess] = []
-        self._toggled: list[int] = []
+        self._toggles: dict[int, toggle.Step] = {}
         self._records: list[inventory.ProcessRecord] = []
         self._frozen_at = 0.0
         self._warnings: list[str] = []
+        self._failure = ""  # why the image cannot be completed
         self._writer = ImageWriter(directory, stripes=copier.threads)
 
     @property
@@ -139,7 +162,7 @@ class StopDump:
             CheckpointFailed: and everything runs as before.
         """
         try:
-            self._reserve()
+            self._prepare(borrow)
             self._quiesce()
             with self.timeline.phase("detach"):
                 self._detach()
@@ -152,14 +175,30 @@ class StopDump:
             self._copying.start()
             with self.timeline.phase("driver checkpoint"):
                 self._checkpoint()
-        except (PhosError, OSError) as error:
+        except Exception as error:
+            if not isinstance(error, (PhosError, ImageError, OSError)):
+                log.exception("%s: the checkpoint failed in an unforeseen way", self.path)
+                error = CheckpointFailed(f"It failed in an unforeseen way ({error!r}); phosd's log has more.")
             self._give_up(str(error))
-            raise CheckpointFailed(str(error)) from error
+            raise CheckpointFailed(self.error) from error
         self._frozen_at = self.timeline.now()
 
-    def _reserve(self) -> None:
-        """Allocate the image's room while the processes still compute: memory-backed file systems are slow at it."""
-        size = sum(block.size for process in self.gated for block in process.own_blocks())
+    def _prepare(self, borrow: BorrowBlocks) -> None:
+        """What can be done while the processes still compute: room for the image, and phosd's mappings of their blocks.
+
+        Memory-backed file systems are slow at finding pages, and mapping would wait for the driver's checkpoint. The
+        processes may allocate and free meanwhile: what is new is mapped later, what is gone is not copied.
+        """
+        blocks = [block for process in self.gated for block in process.own_blocks()]
+        with self.timeline.phase("map blocks"):
+            for block in blocks:
+                with suppress(KeyError):  # freed since
+                    borrowed = borrow([block.key])
+                    try:
+                        self._mapped.add(borrowed)
+                    finally:
+                        os.close(borrowed[0].descriptor)
+        size = sum(block.size for block in blocks)
         if size:
             with self.timeline.phase("reserve room"):
                 if not self._writer.reserve(size):
@@ -177,6 +216,8 @@ class StopDump:
                 self._quiesced = [p for p in self.gated if not futures[p.session].exception()]
                 if not failures:
                     return
+                if stuck := [error for error in failures if isinstance(error, Unresponsive)]:
+                    raise stuck[0]
                 if attempt < self.settings.quiesce_tries:
                     for process in self._quiesced:
                         process.open()  # let the others' work finish
@@ -212,6 +253,10 @@ class StopDump:
         except KeyError as error:
             session, number = error.args[0]
             owner = next((p for p in self.gated if p.session == session), None)
+            if owner is not None and not owner.alive():
+                raise CheckpointFailed(
+                    f"Process {owner.pid} ({owner.executable}) ended while it was being checkpointed."
+                ) from error
             raise CheckpointFailed(
                 f"phosd has no descriptor of GPU memory block {number} of process {owner.pid if owner else '?'}: "
                 "phosd and its keeper were both killed since the process was last restored. Restart the process."
@@ -222,14 +267,22 @@ class StopDump:
 
         def one(pid: int) -> None:
             toggle.checkpoint(pid, toggle.FOREIGN_LOCK_MS if pid in foreign else toggle.LOCK_MS)
-            self._toggled.append(pid)
 
-        toggle.in_parallel(one, self.pids)
+        for pid in self.pids:
+            self._toggles[pid] = toggle.Step(one, pid)
+        for step in toggle.wait_for(self._toggles.values(), CHECKPOINT_SECONDS):
+            raise Unresponsive(
+                f"The driver could not checkpoint process {step.pid}: "
+                + ("it is stopped. Continue it first." if toggle.is_stopped(step.pid) else "it does not answer.")
+            )
+        for step in self._toggles.values():
+            if step.error is not None:
+                raise step.error
 
     def _copy(self) -> None:
         try:
             with self.timeline.phase("GPU data", concurrent=True):
-                self._copier.save(self._borrowed, self._writer.write, self.progress, self._cancelled)
+                self._copier.save(self._borrowed, self._writer.write, self.progress, self._cancelled, self._mapped)
         except BaseException as error:
             self._copy_failure = error
             if not isinstance(error, Cancelled):
@@ -237,10 +290,19 @@ class StopDump:
 
     # Step 2: CRIU has ended.
 
-    def criu_ended(self) -> None:
-        """CRIU has dumped its part (or failed); the tasks are about to be released or killed."""
+    def criu_ended(self, result: int, *, kills: bool) -> None:
+        """CRIU has dumped its part (or failed: ``result`` is not 0), and the tasks are still frozen.
+
+        If CRIU is about to kill them, the image is completed first: a process may be killed only when it is safe on
+        disk. Waiting costs it nothing. A process that is to run on is not kept waiting here (DESIGN §3).
+
+        Raises:
+            CheckpointFailed: the image cannot be completed, so the tasks must not be killed.
+        """
         log.info("%s: CRIU has ended", self.path)
         self.timeline.add("CRIU freeze and dump", self._frozen_at)
+        if result == 0 and kills:
+            self._complete()
 
     def finish(self, criu_result: int) -> None:
         """Bring back who is alive, and commit or withdraw the image. ``criu_result`` is CRIU's own, 0 for success.
@@ -248,36 +310,60 @@ class StopDump:
         Raises:
             CheckpointFailed: the image is withdrawn; the processes run.
         """
-        if criu_result != 0:
-            self._give_up("CRIU failed; its own log says why (dump.log, or what -o names, or the terminal).")
+        if self.state == "committed":
+            self._say_if_not_back(self._bring_back())
+            return
+        if criu_result != 0 or self._failure:
+            self._give_up(self._failure or CRIU_FAILED)
             raise CheckpointFailed(self.error)
+        self._wait_for_data()
+        back = self._bring_back()
+        try:
+            self._complete()
+        except CheckpointFailed as error:
+            self._withdraw(str(error) + (f" Then: {back}" if back else ""))
+            raise CheckpointFailed(self.error) from error
+        self._say_if_not_back(back)
+
+    def abandon(self, reason: str) -> None:
+        """Give the checkpoint up from wherever it stands, unless it has ended: nobody will call :meth:`finish`."""
+        if self.state == "writing":
+            self._give_up(reason)
+
+    def _say_if_not_back(self, problems: str) -> None:
+        if problems:
+            self.error = problems
+            log.error("%s: %s", self.path, problems)
+
+    def _wait_for_data(self) -> None:
+        if self._copying is None:
+            return
         began = self.timeline.now()
-        if self._copying:
-            self._copying.join()
+        self._copying.join()
+        self._copying = None
         self.timeline.add("wait for GPU data", began)
         self._return_blocks()
-        back = self._bring_back()
-        if self._copy_failure is not None:
-            self._withdraw(f"Copying GPU memory to {self.path} failed: {self._copy_failure}")
-            raise CheckpointFailed(self.error)
-        if back:
-            log.error("%s: %s", self.path, back)
-        message = inventory.build(
-            "stop",
-            self._records,
-            self.foreign,
-            driver.gpus(),
-            self.versions,
-            self.since,
-        )
-        message.reducers.extend(self.settings.reducers())
-        inventory.add_timings(message, self.timeline.phases(), self.timeline.now())
+
+    def _complete(self) -> None:
+        """Wait for the data and commit the image.
+
+        Raises:
+            CheckpointFailed: that was not possible; the image is not withdrawn yet.
+        """
+        self._wait_for_data()
         try:
+            if self._copy_failure is not None:
+                raise self._copy_failure
+            message = inventory.build("stop", self._records, self.foreign, driver.gpus(), self.versions, self.since)
+            message.reducers.extend(self.settings.reducers())
+            inventory.add_timings(message, self.timeline.phases(), self.timeline.now())
             self._writer.commit(message)
-        except (ImageError, OSError) as error:
-            self._withdraw(f"Completing the image in {self.path} failed: {error}")
-            raise CheckpointFailed(self.error) from error
-        self.error = back
+        except Exception as error:
+            if not isinstance(error, (PhosError, ImageError, OSError)):
+                log.exception("%s: completing the image failed in an unforeseen way", self.path)
+            what = "Copying GPU memory to" if error is self._copy_failure else "Completing the image in"
+            self._failure = f"{what} {self.path} failed: {error}"
+            raise CheckpointFailed(self._failure) from error
         self.state = "committed"
         log.info("%s: committed, %d bytes of GPU memory", self.path, self.progress.total)
 
@@ -285,37 +371,69 @@ class StopDump:
         return driver.checkpoint_state(pid) is not None
 
     def _bring_back(self) -> str:
-        """Driver restore, unlock, attach, open for every process that is still there. Returns what went wrong."""
+        """Driver restore, unlock, attach, open for every process that is still there. Returns what went wrong.
+
+        Each process returns by itself: one that is stopped, or finds no GPU memory, holds up nobody else, and comes
+        back when it can, however long after this method has returned.
+        """
         failures: list[str] = []
+        toggled = set(self._toggles)
+        gated = {p.pid: p for p in self.gated if p.session in self._detached}
+        allowed: list[GatedProcess] = []
 
         def revive(pid: int) -> None:
+            process = gated.get(pid)
             try:
-                toggle.revive(pid)
+                if pid in toggled:
+                    toggle.revive_when_there_is_room(pid)
             except NoSuchProcess:
-                pass  # CRIU has killed it, as asked
-            except DriverError as error:
+                return  # CRIU has killed it, as asked
+            except PhosError as error:
+                if process is not None and self._alive(pid):
+                    process.lose(str(error))
                 if self._alive(pid):
-                    failures.append(f"Process {pid}: {error} It stays stopped; its last state is in the image.")
+                    raise CheckpointFailed(f"Process {pid}: {error} Its CUDA calls fail from now on.") from error
+                return
+            if process is not None and process.alive():
+                process.allow_attach()
+                allowed.append(process)
 
-        living = [pid for pid in self._toggled if self._alive(pid)]
-        if living:
+        pids = [pid for pid in {*gated, *toggled} if pid in gated or self._alive(pid)]
+        steps = [toggle.Step(revive, pid, self._toggles.get(pid)) for pid in pids]
+        if steps:
             with self.timeline.phase("driver restore"):
-                toggle.in_parallel(revive, living)
-        self._toggled = []
-        with self.timeline.phase("attach"):
-            returning = []
-            for process in self.gated:
-                if process.session in self._detached and process.alive():
-                    process.allow_attach()
-                    returning.append(process)
-            for process in returning:
-                try:
-                    process.wait_attached(RETURN_SECONDS)
-                except PhosError as error:
-                    if process.alive():
-                        failures.append(str(error))
+                late = toggle.wait_for(steps, self.settings.return_timeout)
+            failures += [self._not_back(step.pid) for step in late if self._alive(step.pid)]
+            failures += [str(step.error) for step in steps if step.error is not None]
+        self._toggles = {}
+        deadline = time.monotonic() + self.settings.return_timeout
+        if gated:
+            with self.timeline.phase("attach"):
+                for process in list(allowed):
+                    self._wait_attached(process, deadline, failures)
         self._detached = {}
-        return " ".join(failures)
+        return " ".join(filter(None, failures))
+
+    def _wait_attached(self, process: GatedProcess, deadline: float, failures: list[str]) -> None:
+        while True:
+            try:
+                process.wait_attached(min(1.0, max(0.0, deadline - time.monotonic())))
+                return
+            except PhosError as error:
+                if not process.alive():
+                    return
+                if toggle.is_stopped(process.pid):
+                    failures.append(self._not_back(process.pid))
+                    return
+                if not isinstance(error, Unresponsive) or time.monotonic() > deadline:
+                    failures.append(str(error))
+                    return
+
+    def _not_back(self, pid: int) -> str:
+        if toggle.is_stopped(pid):
+            self._warnings.append(f"Process {pid} is stopped: its GPU state comes back when it is continued.")
+            return ""
+        return f"Process {pid} has not come back within {self.settings.return_timeout:.0f} s; phosd goes on trying."
 
     def _give_up(self, reason: str) -> None:
         """Undo everything, in the reverse order of doing it."""
@@ -326,7 +444,7 @@ class StopDump:
         detached = set(self._detached)
         problems = self._bring_back()
         for process in self._quiesced:
-            if process.session not in detached:
+            if process.session not in detached and process.alive():
                 try:
                     process.open()
                 except PhosError as error:
@@ -343,3 +461,7 @@ class StopDump:
         for block in self._borrowed:
             os.close(block.descriptor)
         self._borrowed = []
+        try:
+            self._mapped.close()
+        except DriverError as error:
+            log.warning("%s: %s", self.path, error)
