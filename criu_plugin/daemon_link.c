@@ -24,6 +24,9 @@
 /* Longest step behind one request: quiesce, detach and the driver's checkpoint of processes without the frontend. */
 #define REQUEST_TIMEOUT_S 600
 
+/* The end of a dump that kills: the image is completed behind it. Slow disks are slow; only phosd's death ends it earlier. */
+#define COMPLETION_TIMEOUT_S 86400
+
 typedef Phos__Wire__Envelope Envelope;
 
 /* CRIU calls hooks from its main thread only: no lock. */
@@ -110,11 +113,11 @@ static int send_packet(const Envelope *envelope, int descriptor)
  * Wait for the answer. CRIU's alarm interrupts system calls while it freezes tasks (10 s unless --timeout says more, and
  * the launcher does): that is its warning, not the end of the request, so EINTR only leads to another look at the clock.
  */
-static Envelope *receive_packet(uint64_t id)
+static Envelope *receive_packet(uint64_t id, int timeout_s)
 {
 	static uint8_t packet[PACKET_LIMIT];
 	struct pollfd ready = { .fd = link_.fd, .events = POLLIN };
-	time_t deadline = time(NULL) + REQUEST_TIMEOUT_S;
+	time_t deadline = time(NULL) + timeout_s;
 
 	for (;;) {
 		Envelope *envelope;
@@ -160,7 +163,9 @@ static int request(Envelope *envelope, int descriptor, const char *what)
 		pr_err("phosd has gone away before '%s': %s\n", what, strerror(-error));
 		return -1;
 	}
-	answer = receive_packet(envelope->id);
+	answer = receive_packet(envelope->id, envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_DUMP_END ?
+						     COMPLETION_TIMEOUT_S :
+						     REQUEST_TIMEOUT_S);
 	if (!answer) {
 		pr_err("phosd gave no answer to '%s': %s\n", what, strerror(errno));
 		return -1;
@@ -203,17 +208,17 @@ int phos_link_dump_begin(int pid)
 	return 0;
 }
 
-void phos_link_dump_end(int result)
+int phos_link_dump_end(int result)
 {
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__DumpEnd end = PHOS__WIRE__DUMP_END__INIT;
 
 	if (!link_.dumping)
-		return;
+		return 0;
 	end.result = result;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_DUMP_END;
 	envelope.dump_end = &end;
-	(void)request(&envelope, -1, "end the checkpoint");
+	return request(&envelope, -1, "end the checkpoint");
 }
 
 int phos_link_restore_begin(void)

@@ -5,18 +5,47 @@
  *   init(DUMP), PAUSE_DEVICES(root)      every task of the tree still runs; phosd quiesces, detaches and checkpoints all
  *                                        GPU processes of the tree here
  *   PAUSE_DEVICES(child)                 only after its parent has been frozen: nothing is left to do
- *   exit(DUMP, result)                   tasks still frozen; phosd must not be waited for. CRIU's exit closes the socket,
- *                                        and that tells phosd that the tasks are released or dead
+ *   exit(DUMP, result)                   tasks still frozen. If CRIU is going to kill them, phosd completes the image first;
+ *                                        if they are to run on it answers at once. CRIU's exit closes the socket, and that
+ *                                        tells phosd that the tasks are released or dead
  *   init(RESTORE)                        nothing exists yet: phosd may refuse the image or the GPUs
  *   RESUME_DEVICES_LATE(pid)             every task exists and is stopped; its return value is ignored by CRIU
  */
 #include "phos_plugin.h"
 
 #include <errno.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+/* What CRIU exports to its plugins without declaring it in a header (4.1.1: net.c, pstree.c, seize.c). */
+extern void network_unlock(void) __attribute__((weak));
+extern void pstree_switch_state(void *root, int state) __attribute__((weak));
+extern void *root_item __attribute__((weak));
+#define TASK_ALIVE 0x1
+
+static bool pre_dump; /* CRIU's main thread only */
+
+/*
+ * The image cannot be completed, and CRIU is about to kill the tasks for having dumped them. An exit hook returns nothing,
+ * so end CRIU here, as it ends itself after a failure: tasks released, network unlocked, exit status 1. Should a later
+ * CRIU not export these, its death releases the tasks as well.
+ */
+static __attribute__((noreturn)) void keep_tasks(void)
+{
+	pr_err("the image is not complete: the tasks are kept\n");
+	if (network_unlock)
+		network_unlock();
+	if (pstree_switch_state && &root_item)
+		pstree_switch_state(root_item, TASK_ALIVE);
+	_exit(EXIT_FAILURE);
+}
 
 static int phos_plugin_init(int stage)
 {
 	switch (stage) {
+	case CR_PLUGIN_STAGE__PRE_DUMP:
+		pre_dump = true;
+		return 0;
 	case CR_PLUGIN_STAGE__RESTORE:
 		return phos_link_restore_begin();
 	default:
@@ -28,7 +57,8 @@ static void phos_plugin_exit(int stage, int ret)
 {
 	switch (stage) {
 	case CR_PLUGIN_STAGE__DUMP:
-		phos_link_dump_end(ret);
+		if (phos_link_dump_end(ret) && !ret)
+			keep_tasks();
 		break;
 	case CR_PLUGIN_STAGE__RESTORE:
 		phos_link_restore_end(ret);
@@ -40,6 +70,8 @@ static void phos_plugin_exit(int stage, int ret)
 
 static int phos_plugin_pause_devices(int pid)
 {
+	if (pre_dump) /* memory only, and the tasks run on: nothing of the GPU is touched */
+		return 0;
 	return phos_link_dump_begin(pid);
 }
 

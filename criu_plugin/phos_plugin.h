@@ -14,7 +14,7 @@ extern void print_on_level(unsigned int level, const char *format, ...) __attrib
 
 /* All return 0, or a negative number after they have logged why. One thread: CRIU calls hooks from its main thread only. */
 int phos_link_dump_begin(int pid);
-void phos_link_dump_end(int result);
+int phos_link_dump_end(int result);
 int phos_link_restore_begin(void);
 int phos_link_task_restored(int pid);
 void phos_link_restore_end(int result);
