@@ -78,6 +78,10 @@ def test_a_carried_bundle_works(installed: Path) -> None:
     python = installed / "lib" / "phos" / "venv" / "bin" / "python"
     where = call(python, "-I", "-c", "import phos.images.reader, pycriu, cuda.bindings; print(phos.__file__)").stdout
     assert Path(where.strip()).is_relative_to(installed)
+    # The examples and the benchmarks came along, and find each other.
+    assert (installed / "lib" / "phos" / "examples" / "mlp.py").is_file()
+    assert "--smoke" in call(installed / "bin" / "phos-gpu", "bench", "steady_state", "--help").stdout
+    assert not (installed / "lib" / "phos" / "bench" / "results").exists()
 
 
 def test_no_file_remembers_the_clone(installed: Path) -> None:
