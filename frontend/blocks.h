@@ -29,6 +29,7 @@ struct phos_block {
     uint32_t pins;                       /* the control thread is exporting it */
     bool imported;                       /* the handle came from a descriptor: cannot be exported (again) */
     bool attached_once;                  /* likewise, by attach */
+    bool given;                          /* phosd, this one or a former, has had a descriptor of it */
     bool lingers;                        /* gone but for the pins */
     uint64_t registered;                 /* the connection on which phosd was told, 0: not yet */
     uint8_t owner_session[16];           /* of memory first exported by another session, and its number there */

@@ -157,6 +157,7 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
             if (phos_quiesce(&error)) {
                 done.synchronize_ns = now_ns() - closed;
                 state = PHOS__WIRE__GATE_STATE__QUIESCED;
+                phos_tell_again();
                 if (!phos_tell_all(true))
                     return false;
             } else
@@ -168,6 +169,51 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
                (double)done.gate_ns / 1e6, (double)done.synchronize_ns / 1e6);
     ENVELOPE(envelope, id, QUIESCE_DONE, quiesce_done, &done);
     return phos_tell_send(&envelope, NULL, 0);
+}
+
+/* For the way back from a detach that failed, with phos_memory_lock held and the gate closed. What else arrives is kept;
+ * a Done can only be for a thread that waited for memory, and none is inside. */
+static bool fetch_block(const uint8_t session[16], uint64_t block, int *descriptor, struct phos_error *error)
+{
+    static uint64_t last = (uint64_t)1 << 62; /* far from other threads' questions */
+    Phos__Wire__TokenResolve resolve = PHOS__WIRE__TOKEN_RESOLVE__INIT;
+    resolve.session = (ProtobufCBinaryData){16, (uint8_t *)session};
+    resolve.block = block;
+    ENVELOPE(envelope, ++last, TOKEN_RESOLVE, token_resolve, &resolve);
+    if (!phos_tell_send(&envelope, NULL, 0))
+        return phos_fail(error, CUDA_SUCCESS, "phosd is gone");
+    for (uint64_t end = now_ns() + 5000000000u; now_ns() < end && link_ours();) {
+        struct phos_packet packet;
+        struct pollfd polled = {.fd = link_fd, .events = POLLIN};
+        enum phos_received received = phos_link_receive(link_fd, &packet);
+        if (received == PHOS_RECEIVED_NOTHING) {
+            poll(&polled, 1, 100);
+            continue;
+        }
+        if (received == PHOS_RECEIVED_END)
+            break;
+        const Phos__Wire__Envelope *e = packet.envelope;
+        bool resolved = e->body_case == PHOS__WIRE__ENVELOPE__BODY_TOKEN_RESOLVED;
+        if (resolved && e->id == last) {
+            bool given = packet.descriptor_count && !e->token_resolved->error[0];
+            if (given) {
+                *descriptor = packet.descriptors[0];
+                packet.descriptors[0] = -1;
+            } else
+                phos_fail(error, CUDA_SUCCESS, "phosd gave no descriptor of block %llu: %s", (unsigned long long)block,
+                          e->token_resolved->error);
+            phos_packet_free(&packet);
+            return given;
+        }
+        if (resolved)
+            phos_tell_answer(&packet);
+        else if (e->body_case != PHOS__WIRE__ENVELOPE__BODY_DONE && stashed < sizeof stash / sizeof *stash) {
+            stash[stashed++] = packet;
+            continue;
+        }
+        phos_packet_free(&packet);
+    }
+    return phos_fail(error, CUDA_SUCCESS, "phosd did not answer for block %llu", (unsigned long long)block);
 }
 
 static void drop_link(void)
@@ -208,7 +254,7 @@ static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
         map = phos_memory_map();
         if (map < 0)
             phos_fail(&error, CUDA_SUCCESS, "the memory map could not be written: %s", strerror(errno));
-        else if (phos_detach(detach->reduce_stack, detach->huge_pages, &taken, &error)) {
+        else if (phos_detach(detach->reduce_stack, detach->huge_pages, fetch_block, &taken, &error)) {
             state = PHOS__WIRE__GATE_STATE__DETACHED;
             attach_error = (struct phos_error){0};
         }

@@ -3,6 +3,7 @@
 #include "arena.h"
 #include "blocks.h"
 #include "cleanup.h"
+#include "gate.h"
 #include "host.h"
 #include "log.h"
 #include "memory.h"
@@ -180,25 +181,81 @@ static void leave_context(bool entered)
         phos_real.cuCtxPopCurrent_v2(&popped);
 }
 
-bool phos_detach(bool reduce_stack, bool huge_pages, struct phos_detached *done, struct phos_error *error)
+static bool block_import(struct phos_block *block, int descriptor, struct phos_error *error)
+{
+    CUresult result = phos_real.cuMemImportFromShareableHandle(&block->handle, (void *)(intptr_t)descriptor,
+                                                               CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    if (result != CUDA_SUCCESS) {
+        block->handle = 0;
+        return phos_fail(error, result, "block %llu cannot be imported", (unsigned long long)block->id);
+    }
+    block->attached_once = block->given = true;
+    return true;
+}
+
+/* What phosd never got would be gone with its last handle. */
+static bool all_given(struct phos_error *error)
+{
+    for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
+        if (!b->given && !b->owner_block)
+            return phos_fail(error, CUDA_SUCCESS, "block %llu could not be exported to phosd", (unsigned long long)b->id);
+    return true;
+}
+
+static bool release_all(struct phos_error *error)
+{
+    for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next) {
+        CUresult result = b->handle ? phos_real.cuMemRelease(b->handle) : CUDA_SUCCESS;
+        if (result != CUDA_SUCCESS)
+            return phos_fail(error, result, "block %llu cannot be released", (unsigned long long)b->id);
+        b->handle = 0;
+    }
+    return true;
+}
+
+/* What was released before something failed, only phosd has. */
+static bool take_back(phos_fetch *fetch, struct phos_error *error)
+{
+    for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next) {
+        if (b->handle)
+            continue;
+        PHOS_CLOSES int descriptor = -1;
+        if (!fetch(b->owner_block ? b->owner_session : phos_session, b->owner_block ? b->owner_block : b->id, &descriptor,
+                   error) ||
+            !block_import(b, descriptor, error))
+            return false;
+    }
+    return true;
+}
+
+static void detach_undo(phos_fetch *fetch)
+{
+    struct phos_error undo = {0};
+    if (!take_back(fetch, &undo) || !map_all(&undo)) {
+        phos_warn("after a failed detach the GPU memory of this process could not be mapped again: %s; every CUDA call "
+                  "fails from now on",
+                  undo.text);
+        phos_gate_lose();
+    } else if (!phos_host_register_all(&undo))
+        phos_warn("pinned memory is pageable from now on: %s", undo.text);
+}
+
+bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct phos_detached *done,
+                 struct phos_error *error)
 {
     bool entered = enter_context();
     PHOS_LOCKED(&phos_memory_lock);
     uint64_t start = now_ns();
-    bool ok = phos_host_unregister_all(&done->host_bytes, error) && unmap_all(error);
-    if (!ok) {
-        struct phos_error undo = {0};
-        if (!map_all(&undo) || !phos_host_register_all(&undo))
-            phos_warn("after a failed detach: %s", undo.text);
+    if (!all_given(error)) {
+        leave_context(entered);
+        return false;
+    }
+    if (!phos_host_unregister_all(&done->host_bytes, error) || !unmap_all(error) || !release_all(error)) {
+        detach_undo(fetch);
         leave_context(entered);
         return false;
     }
     for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next) {
-        /* Cannot fail for a handle that is ours, and there would be no way back from here. */
-        CUresult result = b->handle ? phos_real.cuMemRelease(b->handle) : CUDA_SUCCESS;
-        if (result != CUDA_SUCCESS)
-            phos_warn("block %llu could not be released (error %d)", (unsigned long long)b->id, (int)result);
-        b->handle = 0;
         done->blocks++;
         done->bytes += b->size;
     }
@@ -222,14 +279,7 @@ bool phos_attach_block(uint64_t id, int descriptor, struct phos_error *error)
                          (unsigned long long)id);
     if (block->handle)
         return true; /* from a connection that broke before all had come */
-    CUresult result = phos_real.cuMemImportFromShareableHandle(&block->handle, (void *)(intptr_t)descriptor,
-                                                               CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
-    if (result != CUDA_SUCCESS) {
-        block->handle = 0;
-        return phos_fail(error, result, "block %llu cannot be imported", (unsigned long long)id);
-    }
-    block->attached_once = true;
-    return true;
+    return block_import(block, descriptor, error);
 }
 
 bool phos_attach(uint64_t blocks, uint64_t *map_ns, uint64_t *undo_ns, struct phos_error *error)

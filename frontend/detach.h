@@ -12,8 +12,12 @@ struct phos_detached {
 
 /* Waits for the work of every context. */
 bool phos_quiesce(struct phos_error *error) PHOS_CHECKED;
-/* All or nothing: after a failure everything is mapped as before. */
-bool phos_detach(bool reduce_stack, bool huge_pages, struct phos_detached *done, struct phos_error *error) PHOS_CHECKED;
+/* Gets phosd's descriptor of a block, this session's or another's. */
+typedef bool phos_fetch(const uint8_t session[16], uint64_t block, int *descriptor, struct phos_error *error);
+
+/* All or nothing: after a failure everything is mapped as before. Should even that fail, every call does from then on. */
+bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct phos_detached *done,
+                 struct phos_error *error) PHOS_CHECKED;
 /* A memfd with a serialized MemoryMap, or -1. To be called before phos_detach, which keeps the records. */
 int phos_memory_map(void);
 

@@ -43,6 +43,7 @@ struct numbers {
 static uint64_t connection; /* 0: none; grows with each */
 static uint64_t last_connection;
 static struct numbers fresh, gone;    /* blocks to tell of */
+static bool export_failed;            /* for one of those that there are; a quiesce tries again */
 static uint64_t gone_ever;            /* how many were put on the second list */
 static uint64_t settled;              /* as many of them phosd has let go of */
 static bool settle_wanted;
@@ -191,6 +192,7 @@ static bool tell_block(uint64_t id)
     }
     PHOS_CLOSES int descriptor = -1;
     if (exportable) {
+        /* It may fail for want of descriptors, which the application may yet close. */
         CUresult result = phos_real.cuMemExportToShareableHandle(&descriptor, handle,
                                                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
         if (result != CUDA_SUCCESS) {
@@ -205,6 +207,12 @@ static bool tell_block(uint64_t id)
     block->pins--;
     if (sent)
         block->registered = connection;
+    if (sent && descriptor >= 0)
+        block->given = true;
+    else if (exportable) {
+        block->given = false;
+        export_failed = true;
+    }
     bool lingered = block->lingers;
     if (phos_block_settle(block) != CUDA_SUCCESS)
         phos_debug("a block freed while phosd was told of it could not be released");
@@ -320,6 +328,17 @@ static bool ask_questions(void)
         q->asked = true;
     }
     return true;
+}
+
+void phos_tell_again(void)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    for (struct phos_block *b = phos_blocks.next; export_failed && b != &phos_blocks; b = b->next)
+        if (!b->given && !b->owner_block && b->registered) {
+            b->registered = 0;
+            push(&fresh, b->id);
+        }
+    export_failed = false;
 }
 
 /* Everything there is to tell. `now`: totals too, however recent the last report. */

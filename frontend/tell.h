@@ -20,6 +20,8 @@ bool phos_tell_begin(Phos__Wire__GateState state);
 void phos_tell_end(void);
 /* Everything there is to tell. `now`: totals too, however recent the last report. */
 bool phos_tell_all(bool now);
+/* Blocks that could not be exported are to be told of once more. */
+void phos_tell_again(void);
 /* Totals changed and are to be told a little later. */
 bool phos_tell_later(void);
 /* How long blocks that came or went may still wait to be told of, in ns, 0: not at all, or there are none. *changes grows

@@ -215,6 +215,8 @@ CUresult softgpu_cuMemHostUnregister(void *p)
     CUresult result = sg_context_current(&context);
     if (result != CUDA_SUCCESS)
         return result;
+    if (sg_fault(SG_FAULT_UNREGISTER))
+        return CUDA_ERROR_UNKNOWN;
     struct sg_range *range = take(p, is_registered);
     if (!range)
         return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;

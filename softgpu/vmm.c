@@ -124,6 +124,8 @@ CUresult softgpu_cuMemRelease(CUmemGenericAllocationHandle handle)
     struct sg_physical *physical = physical_get(handle);
     if (!physical)
         return CUDA_ERROR_INVALID_VALUE;
+    if (sg_fault(SG_FAULT_RELEASE))
+        return CUDA_ERROR_UNKNOWN;
     pthread_mutex_lock(&sg_map_lock); /* against a concurrent cuMemRetainAllocationHandle */
     bool last = atomic_fetch_sub(&physical->handles, 1) == 1;
     if (last)
@@ -217,6 +219,8 @@ static ssize_t covering(uint64_t ptr, size_t size, size_t *count)
 CUresult softgpu_cuMemUnmap(CUdeviceptr ptr, size_t size)
 {
     size_t count = 0;
+    if (sg_fault(SG_FAULT_UNMAP))
+        return CUDA_ERROR_UNKNOWN;
     sg_use_exclusive_begin();
     pthread_mutex_lock(&sg_map_lock);
     ssize_t first = covering(ptr, size, &count);
@@ -253,6 +257,8 @@ CUresult softgpu_cuMemSetAccess(CUdeviceptr ptr, size_t size, const CUmemAccessD
 {
     if (!desc || !count)
         return CUDA_ERROR_INVALID_VALUE;
+    if (sg_fault(SG_FAULT_ACCESS))
+        return CUDA_ERROR_OUT_OF_MEMORY;
     uint32_t read = 0, write = 0, touched = 0;
     for (size_t i = 0; i < count; i++) {
         int device;

@@ -136,7 +136,8 @@ class Connection:
         assert self.session is not None
         if kind == "block_added":
             added = envelope.block_added
-            assert added.block not in self.session.blocks, "a block was added twice"
+            former = self.session.blocks.get(added.block)
+            assert former is None or former.lost, "a block was added twice"
             self.session.blocks[added.block] = Block(
                 added.size, added.owner, descriptors[0] if descriptors else -1, added.descriptor_lost,
                 added.owner_session, added.owner_block,

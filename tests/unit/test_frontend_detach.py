@@ -346,3 +346,150 @@ def test_retry_asks_again_until_told_to_attach(phosd: FakePhosd) -> None:
         assert not phosd.open(session).error
         app.tell()
         app.finish()
+
+
+# Blocks: a medium slab and three of their own, in the order in which they were made. Pinned host memory: two pieces.
+EVERYTHING = """
+context = start()
+sizes = [3 << 20, 17 << 20, 19 << 20, 21 << 20]
+p = [ok(cu.cuMemAlloc(n)) for n in sizes]
+host = [int(ok(cu.cuMemHostAlloc(n, 0))) for n in (5 << 20, 100)]
+for i, (q, n) in enumerate(zip(p, sizes)):
+    fill(q, n, i + 1)
+ctypes.memset(host[0], 50, 5 << 20)
+ctypes.memset(host[1], 51, 100)
+ok(cu.cuCtxSynchronize())
+before = len(descriptors())
+
+def same():
+    for i, (q, n) in enumerate(zip(p, sizes)):
+        assert read(q, n) == bytes([i + 1]) * n, i
+        assert int(ok(cu.cuMemGetAddressRange(int(q) + n - 1))[0]) == int(q)
+    for h, n, value in zip(host, (5 << 20, 100), (50, 51)):
+        assert ctypes.string_at(h, n) == bytes([value]) * n
+        assert int(ok(cu.cuMemHostGetDevicePointer(h, 0))) == h
+    extra = ok(cu.cuMemAlloc(18 << 20))
+    ok(cu.cuMemcpyHtoDAsync(extra, host[0], 5 << 20, 0))
+    ok(cu.cuCtxSynchronize())
+    assert read(extra, 5 << 20) == bytes([50]) * (5 << 20)
+    ok(cu.cuMemFree(extra))
+
+say("ready")
+while heard() == "check":
+    same()
+    say("same")
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("unregister-fail-at:1", "cannot be unpinned"),
+        ("unregister-fail-at:2", "cannot be unpinned"),
+        ("unmap-fail-at:1", "cannot be unmapped"),
+        ("unmap-fail-at:4", "cannot be unmapped"),
+        ("release-fail-at:1", "cannot be released"),
+        ("release-fail-at:2", "cannot be released"),
+        ("release-fail-at:4", "cannot be released"),
+    ],
+)
+def test_a_detach_that_fails_leaves_everything_as_it_was(phosd: FakePhosd, fault: str, said: str) -> None:
+    with program(phosd, EVERYTHING, SOFTGPU_FAULTS=fault) as (app, session):
+        app.line()
+        assert not phosd.quiesce(session).error
+        blocks = dict(session.blocks)
+        assert len(blocks) == 4
+        done = phosd.detach(session)
+        assert said in done.error
+        assert not phosd.open(session).error
+        app.tell("check")
+        assert app.line() == "same"
+        # The fault strikes once: the next attempt succeeds, from the state that the first one left.
+        phosd.toggle(session)
+        app.tell("check")
+        assert app.line() == "same"
+        app.tell("enough")
+        app.finish()
+        assert app.stderr == "" or "fails from now on" not in app.stderr
+
+
+def test_memory_that_cannot_be_had_back_fails_every_call(phosd: FakePhosd) -> None:
+    """A handle cannot be released, and phosd has none of the others any more."""
+    body = (
+        EVERYTHING.split("say(", maxsplit=1)[0]
+        + """
+say("ready")
+heard()
+say(int(cu.cuMemsetD8(p[0], 1, 10)[0]))
+os._exit(0)
+"""
+    )
+    with program(phosd, body, SOFTGPU_FAULTS="release-fail-at:3") as (app, session):
+        app.line()
+        assert not phosd.quiesce(session).error
+        for block in session.blocks.values():
+            os.close(block.descriptor)
+            block.descriptor = -1
+        assert "cannot be released" in phosd.detach(session).error
+        assert not phosd.open(session).error
+        app.tell()
+        assert app.line() == "46"
+        eventually(lambda: "every CUDA call fails from now on" in app.stderr)
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("import-fail-at:1", "cannot be imported"),
+        ("import-fail-at:3", "cannot be imported"),
+        ("map-fail-at:5", "cannot be mapped"),  # four were for allocating
+        ("map-fail-at:7", "cannot be mapped"),
+        ("access-fail-at:5+", "access to memory"),
+    ],
+)
+def test_an_attach_that_fails_can_be_tried_again(phosd: FakePhosd, fault: str, said: str) -> None:
+    with program(phosd, EVERYTHING, SOFTGPU_FAULTS=fault) as (app, session):
+        app.line()
+        assert not phosd.quiesce(session).error
+        assert not phosd.detach(session).error
+        assert said in phosd.attach(session).error
+        assert "attached before" in phosd.open(session).error
+        if fault.endswith("+"):
+            assert said in phosd.give(session).error
+            return  # it strikes for ever: there is no way back
+        assert not phosd.give(session).error
+        assert not phosd.open(session).error
+        app.tell("check")
+        assert app.line() == "same"
+        phosd.toggle(session)
+        app.tell("check")
+        assert app.line() == "same"
+        app.tell("enough")
+        app.finish()
+
+
+def test_memory_that_cannot_be_pinned_again_stays_usable(phosd: FakePhosd) -> None:
+    with program(phosd, EVERYTHING, SOFTGPU_FAULTS="register-fail-at:3") as (app, session):
+        app.line()
+        phosd.toggle(session)
+        eventually(lambda: "pageable from now on" in app.stderr)
+        app.kill()
+
+
+def test_memory_that_could_not_be_exported_is_tried_again_and_else_not_detached(phosd: FakePhosd) -> None:
+    with program(phosd, EVERYTHING, SOFTGPU_FAULTS="export-fail-at:2") as (app, session):
+        app.line()
+        eventually(lambda: len(session.blocks) == 4)
+        phosd.toggle(session)
+        app.tell("check")
+        assert app.line() == "same"
+        app.kill()
+    with program(phosd, EVERYTHING, SOFTGPU_FAULTS="export-fail-at:2+") as (app, session):
+        app.line()
+        assert not phosd.quiesce(session).error
+        assert "could not be exported" in phosd.detach(session).error
+        assert not phosd.open(session).error
+        app.tell("check")
+        assert app.line() == "same"
+        app.tell("enough")
+        app.finish()
