@@ -47,6 +47,7 @@ put(large, data)
 private, handle = mapped(2 * MIB, shared=False)
 put(private, b"private")
 ok(cu.cuMemsetD32(small, 0, 100))
+ok(cu.cuCtxSynchronize())  # a memset may still run when it returns, and the stream below waits for no other
 stream, event = ok(cu.cuStreamCreate(1)), ok(cu.cuEventCreate(0))
 ok(cu.cuEventRecord(event, stream))
 host = ok(cu.cuMemHostAlloc(4096, 0))
