@@ -110,7 +110,9 @@ SERVED: dict[str, tuple[str, ...]] = {
     "uncarried.c": (
         "cuMemAllocManaged",
         "cuArrayCreate_v2",
+        "cuArrayCreate",
         "cuArray3DCreate_v2",
+        "cuArray3DCreate",
         "cuMipmappedArrayCreate",
         "cuArrayDestroy",
         "cuMipmappedArrayDestroy",
@@ -118,6 +120,8 @@ SERVED: dict[str, tuple[str, ...]] = {
         "cuDestroyExternalMemory",
         "cuMulticastCreate",
         "cuGraphAddMemAllocNode",
+        "cuGraphAddNode_v2",
+        "cuGraphAddNode",
     ),
 }
 

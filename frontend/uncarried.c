@@ -1,5 +1,5 @@
 /* Memory that stays with the driver: passed through, counted, reported. Never silently wrong. */
-#include "cleanup.h"
+#include "array_size.h"
 #include "phos_api.h"
 #include "track.h"
 
@@ -46,38 +46,76 @@ CUresult serve_cuMemAllocManaged(CUdeviceptr_v2 *dptr, size_t bytesize, unsigned
     return result;
 }
 
-/* Arrays: their sizes are opaque; the count is what matters to whoever asks. */
-static CUresult array_made(CUresult result, int64_t by)
+/* ---- arrays: the driver's alone, for their layout is; their descriptors say how large they are, at both ends ---- */
+
+static uint64_t array_bytes(CUarray array)
+{
+    CUDA_ARRAY3D_DESCRIPTOR_v2 descriptor;
+    return phos_real.cuArray3DGetDescriptor_v2(&descriptor, array) == CUDA_SUCCESS ? phos_array_bytes(&descriptor) : 0;
+}
+
+static uint64_t mipmapped_bytes(CUmipmappedArray array)
+{
+    enum { LEVELS = 32 };
+    uint64_t bytes = 0;
+    CUarray level;
+    for (unsigned int n = 0; n < LEVELS && phos_real.cuMipmappedArrayGetLevel(&level, array, n) == CUDA_SUCCESS; n++)
+        bytes += array_bytes(level);
+    return bytes;
+}
+
+static CUresult array_made(CUresult result, const CUarray *array)
 {
     if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_ARRAY, by, 0);
+        phos_uncarried_add(PHOS_UNCARRIED_ARRAY, 1, (int64_t)array_bytes(*array));
     return result;
 }
 
 CUresult serve_cuArrayCreate_v2(CUarray *handle, const CUDA_ARRAY_DESCRIPTOR_v2 *descriptor)
 {
-    return array_made(phos_real.cuArrayCreate_v2(handle, descriptor), 1);
+    return array_made(phos_real.cuArrayCreate_v2(handle, descriptor), handle);
+}
+
+CUresult serve_cuArrayCreate(CUarray *handle, const CUDA_ARRAY_DESCRIPTOR_v1 *descriptor)
+{
+    return array_made(phos_real.cuArrayCreate(handle, descriptor), handle);
 }
 
 CUresult serve_cuArray3DCreate_v2(CUarray *handle, const CUDA_ARRAY3D_DESCRIPTOR_v2 *descriptor)
 {
-    return array_made(phos_real.cuArray3DCreate_v2(handle, descriptor), 1);
+    return array_made(phos_real.cuArray3DCreate_v2(handle, descriptor), handle);
+}
+
+CUresult serve_cuArray3DCreate(CUarray *handle, const CUDA_ARRAY3D_DESCRIPTOR_v1 *descriptor)
+{
+    return array_made(phos_real.cuArray3DCreate(handle, descriptor), handle);
 }
 
 CUresult serve_cuArrayDestroy(CUarray array)
 {
-    return array_made(phos_real.cuArrayDestroy(array), -1);
+    uint64_t bytes = array_bytes(array);
+    CUresult result = phos_real.cuArrayDestroy(array);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_ARRAY, -1, -(int64_t)bytes);
+    return result;
 }
 
 CUresult serve_cuMipmappedArrayCreate(CUmipmappedArray *handle, const CUDA_ARRAY3D_DESCRIPTOR_v2 *descriptor,
                                       unsigned int levels)
 {
-    return array_made(phos_real.cuMipmappedArrayCreate(handle, descriptor, levels), 1);
+    CUresult result = phos_real.cuMipmappedArrayCreate(handle, descriptor, levels);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_ARRAY, 1, (int64_t)mipmapped_bytes(*handle));
+    return result;
 }
 
 CUresult serve_cuMipmappedArrayDestroy(CUmipmappedArray array)
 {
-    return array_made(phos_real.cuMipmappedArrayDestroy(array), -1);
+    uint64_t bytes = mipmapped_bytes(array);
+    CUresult result = phos_real.cuMipmappedArrayDestroy(array);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_ARRAY, -1, -(int64_t)bytes);
+    return result;
 }
 
 CUresult serve_cuImportExternalMemory(CUexternalMemory *memory, const CUDA_EXTERNAL_MEMORY_HANDLE_DESC_v1 *descriptor)
@@ -111,4 +149,23 @@ CUresult serve_cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph graph, const CU
     if (result == CUDA_SUCCESS)
         phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)(parameters ? parameters->bytesize : 0));
     return result;
+}
+
+static CUresult node_added(CUresult result, const CUgraphNodeParams *parameters)
+{
+    if (result == CUDA_SUCCESS && parameters && parameters->type == CU_GRAPH_NODE_TYPE_MEM_ALLOC)
+        phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)parameters->alloc.bytesize);
+    return result;
+}
+
+CUresult serve_cuGraphAddNode_v2(CUgraphNode *node, CUgraph graph, const CUgraphNode *dependencies,
+                                 const CUgraphEdgeData *data, size_t count, CUgraphNodeParams *parameters)
+{
+    return node_added(phos_real.cuGraphAddNode_v2(node, graph, dependencies, data, count, parameters), parameters);
+}
+
+CUresult serve_cuGraphAddNode(CUgraphNode *node, CUgraph graph, const CUgraphNode *dependencies, size_t count,
+                              CUgraphNodeParams *parameters)
+{
+    return node_added(phos_real.cuGraphAddNode(node, graph, dependencies, count, parameters), parameters);
 }
