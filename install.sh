@@ -155,7 +155,8 @@ packages_needed() {
     local package keyring=debian-archive-keyring
     # It verifies where the private CRIU comes from. Ubuntu's own is always there.
     if grep -q '^ID=ubuntu' /etc/os-release && [ -z "${PHOS_DEBIAN_MIRROR:-}" ]; then keyring=; fi
-    for package in ca-certificates $keyring gcc libc6-dev libprotobuf-c-dev make protobuf-c-compiler protobuf-compiler; do
+    for package in ca-certificates $keyring gcc libc6-dev libprotobuf-c-dev make protobuf-c-compiler protobuf-compiler \
+        ${dev:+g++}; do # the tests run the examples' kernels as C++ on the CPU
         dpkg-query -W -f '${Status}\n' "$package" 2>/dev/null | grep -q '^install ok installed$' || echo "$package"
     done
     # Debian splits venv's bootstrap off its Python; only that Python needs it.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -83,5 +85,6 @@ def test_criu_refuses_an_open_gpu_and_carries_a_checkpointed_one(tmp_path: Path)
         tell("", "step 3 0")
         tell("end", "end")
     finally:
-        subprocess.run(["kill", "-9", str(pid)], check=False, stderr=subprocess.DEVNULL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
         worker.wait()
