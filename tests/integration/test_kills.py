@@ -9,6 +9,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.integration.site import Program, Site, wait_until
@@ -27,7 +28,10 @@ def criu_processes(site: Site) -> list[int]:
     """The processes of CRIU itself, not its launcher."""
     found = []
     for process in site.processes():
-        words = process.cmdline()
+        try:
+            words = process.cmdline()
+        except psutil.Error:
+            continue  # it has just ended
         if any(word.endswith("bin/criu") for word in words) and "dump" in words and "python" not in words[0]:
             found.append(process.pid)
     return found
