@@ -266,12 +266,17 @@ class Site:
         return sum(found.values())
 
     def close(self) -> None:
-        """End everything."""
-        for process in self.processes():
-            try:
-                process.send_signal(signal.SIGKILL)
-            except psutil.Error:
-                pass
+        """End everything, also what something that is about to end still starts."""
+        found_none = 0
+        while found_none < 2:  # in the middle of an exec a process has no environment to be known by
+            mine = self.processes()
+            found_none = 0 if mine else found_none + 1
+            for process in mine:
+                try:
+                    process.send_signal(signal.SIGKILL)
+                except psutil.Error:
+                    pass
+            time.sleep(0.01)
         for program in self.programs:
             program.process.poll()
             _started.discard(program.pid)

@@ -120,8 +120,9 @@ def test_application_is_killed_while_dumping(site: Site, delay: float) -> None:
 
 def test_phosd_is_killed_and_a_new_one_adopts(site: Site) -> None:
     """Also after an attach, when the frontend's handles are imported ones and only the keeper has descriptors."""
-    expected = expected_result(site)
-    program = site.example("stencil", *OPTIONS)
+    options = ("--iterations", "250", "--iteration-seconds", "0.03")
+    expected = site.example("stencil", *options[:2], under=False).wait_result()
+    program = site.example("stencil", *options)
     program.wait_iterations(3)
     for generation in range(3):
         os.kill(site.daemon_pid(), signal.SIGKILL)
@@ -162,7 +163,7 @@ def test_phosd_is_killed_while_restoring(site: Site, delay: float) -> None:
     time.sleep(1)
     for pid in [p.pid for p in site.processes() if p.pid == program.pid]:
         os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not program.alive(), "the end of the half-restored process")
+    site.gone(program)
     assert program.result() is None
     program.output.write_bytes(before)
     site.restore(image)
