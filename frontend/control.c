@@ -58,9 +58,13 @@ static void sleep_ms(unsigned ms)
 static void wake(int descriptor)
 {
     uint64_t one = 1;
+    int cancel;
+    /* An application's thread must not end in here, where it may hold a lock of ours. */
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel);
     if (write(descriptor, &one, sizeof one) < 0) {
         /* Full (it is readable then) or closed by the application: the thread looks by itself now and then. */
     }
+    pthread_setcancelstate(cancel, &cancel);
 }
 
 void phos_control_kick(void)

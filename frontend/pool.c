@@ -376,6 +376,7 @@ CUresult phos_pool_free_now(struct phos_allocation *allocation)
 {
     CUdeviceptr address = allocation->address;
     CUcontext context = allocation->context;
+    unsigned long long buffer = allocation->buffer;
     bool captures;
     pthread_mutex_unlock(&phos_memory_lock);
     CUresult result = phos_synchronize(context, &captures);
@@ -385,7 +386,7 @@ CUresult phos_pool_free_now(struct phos_allocation *allocation)
     if (captures)
         return result;
     allocation = phos_allocation_at(address);
-    if (!allocation || allocation->address != address)
+    if (!allocation || allocation->buffer != buffer)
         return CUDA_ERROR_INVALID_VALUE;
     pool_forget(allocation);
     struct phos_pool *pool = allocation->pool;

@@ -18,6 +18,7 @@
 #define CLASSES 40
 #define MEDIUM_BYTES (PHOS_MEDIUM_UNITS * PHOS_UNIT)
 #define MEDIUM_LARGEST (MEDIUM_BYTES / 2)
+#define SCATTERED_PART 16 /* of the device's memory: how much may be free in medium slabs before there are no more */
 #define OWED_MS 1000 /* the longest wait for phosd to let go of memory that was freed */
 
 /* Per device; guarded by phos_memory_lock. */
@@ -188,6 +189,10 @@ static CUresult medium_get(CUdevice device, size_t size, struct phos_allocation 
             *out = medium_cut(slabs[device].medium[run], length);
             return CUDA_SUCCESS;
         }
+    /* Pieces that live long may keep many a slab from being given back, and what is free in them cannot serve large
+     * requests: beyond this, each gets a block of its own. */
+    if (slabs[device].medium_free * PHOS_UNIT > phos_devices[device].total / SCATTERED_PART)
+        return CUDA_ERROR_OUT_OF_MEMORY;
     struct phos_span *span;
     CUresult result = span_get(device, MEDIUM_BYTES, MEDIUM_BYTES, &span);
     if (result != CUDA_SUCCESS)
@@ -242,7 +247,7 @@ static CUresult try_allocate(CUdevice device, size_t size, struct phos_allocatio
         CUresult result = medium_get(device, size, out);
         if (result != CUDA_ERROR_OUT_OF_MEMORY)
             return result;
-        /* There is not that much left; perhaps there is as much as was asked for. */
+        /* No slab, or there is not that much left; perhaps there is as much as was asked for. */
     }
     return large_get(device, size, out);
 }

@@ -33,7 +33,8 @@ static size_t cache_limit(CUdevice device)
 {
     if (phos_policy.cache_set)
         return phos_policy.cache_bytes;
-    return phos_devices[device].total / 64;
+    size_t usual = phos_devices[device].total / 64;
+    return usual > PHOS_MEDIUM_UNITS * PHOS_UNIT ? usual : PHOS_MEDIUM_UNITS * PHOS_UNIT;
 }
 
 static uint32_t access_list(CUdevice device, CUmemAccessDesc list[PHOS_DEVICES])

@@ -126,7 +126,8 @@ bool phos_control_settle(unsigned timeout_ms)
         deadline.tv_nsec -= 1000000000;
     }
     bool lingering = phos_blocks_lingering > 0;
-    int waited = 0;
+    int waited = 0, cancel;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* it would end with the lock held */
     while (waited != ETIMEDOUT && connection == mine && (lingering || settled < upto)) {
         settle_wanted = true;
         phos_control_hurry();
@@ -136,6 +137,7 @@ bool phos_control_settle(unsigned timeout_ms)
             upto = gone_ever;
         }
     }
+    pthread_setcancelstate(cancel, &cancel);
     return true;
 }
 
@@ -476,6 +478,7 @@ bool phos_tell_begin(Phos__Wire__GateState state)
         block->pins--;
         if (phos_block_settle(block) != CUDA_SUCCESS)
             phos_debug("a block freed while phosd was told of it could not be released");
+        pthread_cond_broadcast(&settle_changed);
     }
     memset(told, 0, sizeof told);
     uncarried_told = 0;

@@ -83,12 +83,19 @@ class Connection:
             self.peer.sendmsg([envelope.SerializeToString()], ancillary)
 
     def ask(self, timeout: float = PATIENCE, **body: object) -> tuple[wire.Envelope, list[int]]:
-        """Send a request and wait for its reply. Raises queue.Empty if none comes."""
+        """Send a request and wait for its reply. Raises queue.Empty if none comes (any more)."""
         self.last_id += 1
         self.send(wire.Envelope(id=self.last_id, **body))  # type: ignore[arg-type]
         deadline = time.monotonic() + timeout
         while True:
-            envelope, descriptors = self.replies.get(timeout=max(0.0, deadline - time.monotonic()))
+            ended = self.ended.is_set()
+            try:
+                left = min(0.1, deadline - time.monotonic())
+                envelope, descriptors = self.replies.get(timeout=max(0.0, left))
+            except queue.Empty:
+                if ended or time.monotonic() > deadline:
+                    raise
+                continue
             if envelope.id == self.last_id:
                 return envelope, descriptors
 
