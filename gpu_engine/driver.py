@@ -280,6 +280,19 @@ def context(ordinal: int) -> Context:
         return _contexts[ordinal]
 
 
+def broken() -> str:
+    """What is wrong with phosd's contexts: an error that stays until the process ends (as after a bad copy), or ''."""
+    with _contexts_lock:
+        known = list(_contexts.values())
+    for made in known:
+        try:
+            made.use()
+            _check("cuCtxSynchronize", cuda.cuCtxSynchronize(), f"on GPU {made.ordinal}")
+        except DriverError as error:
+            return str(error)
+    return ""
+
+
 # The checkpoint API. CUDA driver API documentation, section "CUDA Checkpointing".
 
 

@@ -105,11 +105,16 @@ def revive(pid: int, gpu_pairs: dict[str, str] | None = None) -> None:
     state = driver.checkpoint_state(pid)
     if state is None:
         raise NoSuchProcess(f"Process {pid} has ended, or holds no CUDA context.")
-    if state == "checkpointed":
-        driver.checkpoint_restore(pid, gpu_pairs)
-        state = driver.checkpoint_state(pid)
-    if state == "locked":
-        driver.checkpoint_unlock(pid)
+    try:
+        if state == "checkpointed":
+            driver.checkpoint_restore(pid, gpu_pairs)
+            state = driver.checkpoint_state(pid)
+        if state == "locked":
+            driver.checkpoint_unlock(pid)
+    except DriverError as error:
+        if driver.checkpoint_state(pid) is None:
+            raise NoSuchProcess(f"Process {pid} ended while its GPU state was brought back.") from error
+        raise
     if state == "failed":
         raise CheckpointFailed(f"The driver has lost the GPU state of process {pid} (it says 'failed').")
 

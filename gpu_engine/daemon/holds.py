@@ -42,7 +42,7 @@ class Holds:
         self._path(session).unlink(missing_ok=True)
 
     def clear_stale(self) -> None:
-        """Remove what another, dead phosd left behind."""
+        """Remove what an earlier phosd left behind (it may have had our pid: see Daemon's renewal)."""
         for path in self._folder.iterdir():
-            if path.is_symlink() and os.readlink(path) != self._text:
+            if path.is_symlink():
                 path.unlink(missing_ok=True)

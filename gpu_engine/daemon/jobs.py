@@ -42,6 +42,11 @@ class Claims:
         self._lock = threading.Lock()  # guards _claimed
         self._claimed: set[int] = set()
 
+    def any(self) -> bool:
+        """Whether a checkpoint is under way."""
+        with self._lock:
+            return bool(self._claimed)
+
     @contextmanager
     def hold(self, pids: Iterable[int]) -> Iterator[None]:
         """Claim processes for the time of the block.

@@ -9,6 +9,7 @@ import os
 import re
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -49,6 +50,8 @@ REGISTER_SECONDS = 10.0
 """How long a process with the frontend in it may take to connect to a phosd that has just been started."""
 
 SESSION_BYTES = 16
+
+RENEWAL_SECONDS = 1.0
 
 UNKNOWN_USER = -1
 """Of a session whose process has not been restored yet."""
@@ -103,6 +106,24 @@ class Daemon:
         self._broker.belongs(number, session.uid)
         self._sessions[number] = session
         self._reaper.watch(pid, session)
+
+    def _renew_if_broken(self) -> None:
+        """After a failed job: phosd's own GPU context may be beyond repair, and with it every later job.
+
+        Only a new process gets a new context, so this one becomes one: applications reconnect, the keeper has their
+        memory. Waits for other jobs to end, and a moment for those who want to know how this one did.
+        """
+        if not (why := driver.broken()):
+            return
+        log.error("phosd starts anew, because its GPU context is lost: %s", why)
+        while True:
+            time.sleep(RENEWAL_SECONDS)
+            with self._lock:
+                restoring = any(job.state in ("loading", "loaded") for job in self._restores.values())
+            if not restoring and not self._claims.any():
+                break
+        logging.shutdown()
+        os.execv(sys.executable, sys.orig_argv)
 
     # Connections.
 
@@ -346,6 +367,7 @@ class Daemon:
             except Exception as error:
                 self._say_failure(f"Checkpoint of process {request.pid}", error)
                 connection.done(envelope.id, error=error if str(error) else repr(error))
+                threading.Thread(target=self._renew_if_broken, daemon=True, name="renew").start()
                 return
             finally:
                 wire.close_all(descriptors)
@@ -364,6 +386,8 @@ class Daemon:
                 except Exception as error:
                     log.exception("Checkpoint of process %d", request.pid)
                     job.abandon(f"The checkpoint failed in an unforeseen way ({error!r}).")
+        if job and job.state == "failed":
+            self._renew_if_broken()
 
     @staticmethod
     def _follow_criu(connection: wire.Connection, job: StopDump | None, *, kills: bool) -> int:
@@ -492,7 +516,8 @@ class Daemon:
                     job.take_task(packet[0].task_restored.pid)
                 elif kind == "restore_end":
                     result = packet[0].restore_end.result
-                connection.done(packet[0].id)
+                # CRIU's log is where a person looks first; CRIU itself may not know why its tasks were killed.
+                connection.done(packet[0].id, error=job.error if job and job.state == "failed" else "")
         except (PhosError, OSError) as error:
             log.error("%s: CRIU's plugin is not to be understood: %s", job.path if job else "Restore", error)
         if job is None:
@@ -551,6 +576,7 @@ class Daemon:
     def _settle(self, job: EagerRestore) -> None:
         """CRIU is gone. Processes of a failed restore are dead: let their memory go."""
         if job.state == "failed":
+            threading.Thread(target=self._renew_if_broken, daemon=True, name="renew").start()
             for process in job.processes:
                 with self._lock:
                     session = self._sessions.get(process.session)

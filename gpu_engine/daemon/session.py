@@ -68,6 +68,7 @@ class Session:
         self.attach_failures = 0  # in a row
         self.announced_blocks = 0
         self._seen: set[int] | None = None  # the blocks registered over this connection, until the table is whole
+        self._unheld: set[int] = set()  # blocks without a descriptor: to unmap them would be to lose them
         self._granted: set[BlockKey] = set()  # blocks of others that the image says this process maps
         self._ordinals: dict[int, int] = {}  # the process's numbering of GPUs → phosd's
         self._broker = broker
@@ -88,6 +89,7 @@ class Session:
             waiting, self._requests = list(self._requests.values()), {}
             if hello.state != wire_pb2.DETACHED:
                 self._imports = {}  # told again
+                self._unheld = set()
         for request in waiting:  # asked over the former connection: no answer will come
             request.done.set()
         if former:
@@ -214,10 +216,10 @@ class Session:
             wire.close_all(descriptors)
             if self._broker.get(key) is None:
                 log.error(
-                    "Process %d: the descriptor of a %d byte block is lost (phosd and its keeper were both killed).",
-                    self.pid,
-                    added.size,
+                    "Process %d: nobody has a descriptor of its %d byte block %d.", self.pid, added.size, added.block
                 )
+                with self._lock:
+                    self._unheld.add(added.block)
             return
         if len(descriptors) != 1:
             wire.close_all(descriptors)
@@ -228,6 +230,7 @@ class Session:
 
     def _block_removed(self, number: int) -> None:
         with self._lock:
+            self._unheld.discard(number)
             imported = self._imports.pop(number, None)
         if imported is None:
             self._broker.remove((self.session, number))
@@ -301,6 +304,7 @@ class Session:
 
     def detach(self, *, reduce_stack: bool, huge_pages: bool) -> Detached:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        self._refuse_to_lose()
         self.detached = None
         try:
             self._holds.place(self.session)
@@ -326,6 +330,17 @@ class Session:
                 f"Process {self.pid} ({self.executable}) gave its GPU memory over, but its map cannot be read: {error}"
             ) from error
         return self.detached
+
+    def _refuse_to_lose(self) -> None:
+        """Before anything is unmapped: is all that will be unmapped held here?"""
+        with self._lock:
+            missing = set(self._unheld) | {n for n, key in self._imports.items() if self._broker.get(key) is None}
+        if missing:
+            raise CheckpointFailed(
+                f"phosd has no descriptor of {len(missing)} GPU memory block(s) of process {self.pid} "
+                f"({self.executable}): the driver did not give one, or phosd and its keeper were both killed since the "
+                "process was last restored. It runs on, but it cannot be checkpointed; restart it."
+            )
 
     def _parse_map(self, done: wire_pb2.DetachDone, descriptors: list[int]) -> Detached:
         memory = wire_pb2.MemoryMap()

@@ -28,6 +28,9 @@ from phos.images.reader import Extent, Image
 
 log = logging.getLogger(__name__)
 
+MEMORY_PATIENCE = 1.0
+"""Seconds without more GPU memory becoming free after which there is too little."""
+
 
 @dataclass
 class RestoredProcess:
@@ -183,8 +186,7 @@ class EagerRestore:
         for key, (device, _) in owners.items():
             needed[device] = needed.get(device, 0) + self._image.blocks[key].size
         for device, size in needed.items():
-            free = driver.context(device).free_memory()
-            if size > free:
+            if size > (free := _wait_for_memory(device, size)):
                 raise RestoreFailed(
                     f"The image needs {size / 1e9:.2f} GB on GPU {device}, which has {free / 1e9:.2f} GB free. "
                     "End what else uses that GPU (nvidia-smi shows it) and restore again."
@@ -321,6 +323,22 @@ class EagerRestore:
             descriptors, self._pids = [fd for fd in self._pids.values() if fd >= 0], dict.fromkeys(self._pids, -1)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _wait_for_memory(device: int, size: int) -> int:
+    """Bytes free on a GPU; as long as others are letting go of theirs and ``size`` is not reached, wait.
+
+    What a process held that was killed a moment ago, by the dump for example, comes free piece by piece.
+    """
+    context = driver.context(device)
+    free, grew = context.free_memory(), time.monotonic()
+    while free < size and time.monotonic() - grew < MEMORY_PATIENCE:
+        time.sleep(0.02)
+        now = context.free_memory()
+        if now > free:
+            grew = time.monotonic()
+        free = now
+    return free
 
 
 def _readable(descriptor: int) -> bool:

@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
+import psutil
+
 from phos.gpu_engine import driver, inventory, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Cancelled, Copier, MappedBlocks, Progress
@@ -24,15 +26,14 @@ from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess,
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
+from phos.images.formats import COMMIT_FILE
+from phos.images.reader import Image
 from phos.images.writer import ImageWriter
 
 log = logging.getLogger(__name__)
 
 BorrowBlocks = Callable[[Sequence[BlockKey]], list[Block]]
 DescribeProcess = Callable[[GatedProcess, Detached], inventory.ProcessRecord]
-
-CHECKPOINT_SECONDS = 300.0
-"""How long the driver may take to checkpoint all processes: whole GPUs are copied of those without the frontend."""
 
 CRIU_FAILED = "CRIU failed; its own log says why (dump.log, or what -o names, or the terminal)."
 
@@ -43,14 +44,18 @@ class Settings:
 
     quiesce_timeout: float = 60.0
     quiesce_tries: int = 3
+    checkpoint_timeout: float = 300.0
     return_timeout: float = 120.0
     reduce_stack: bool = True
     huge_pages: bool = True
 
     @staticmethod
     def from_environment() -> Settings:
-        """PHOS_QUIESCE_SECONDS; PHOS_RETURN_SECONDS (how long a released process may take to come back);
-        PHOS_REDUCERS (a comma-separated list of 'stack-limit' and 'huge-pages', or 'none').
+        """What phosd's environment says.
+
+        PHOS_QUIESCE_SECONDS; PHOS_CHECKPOINT_SECONDS: how long the driver may take (whole GPUs are copied of processes
+        without the frontend); PHOS_RETURN_SECONDS: how long a released process may take to come back; PHOS_REDUCERS: a
+        comma-separated list of 'stack-limit' and 'huge-pages', or 'none'.
 
         Raises:
             UsageError: one of them has no meaning.
@@ -58,6 +63,7 @@ class Settings:
         reducers = os.environ.get("PHOS_REDUCERS", "stack-limit,huge-pages").split(",")
         return Settings(
             quiesce_timeout=_seconds("PHOS_QUIESCE_SECONDS", 60.0),
+            checkpoint_timeout=_seconds("PHOS_CHECKPOINT_SECONDS", 300.0),
             return_timeout=_seconds("PHOS_RETURN_SECONDS", 120.0),
             reduce_stack="stack-limit" in reducers,
             huge_pages="huge-pages" in reducers,
@@ -78,6 +84,18 @@ def _seconds(name: str, default: float) -> float:
     if not 0.0 < value < 1e6:
         raise UsageError(f"{name}={text} in phosd's environment is no number of seconds.")
     return value
+
+
+def _free_bytes(directory: int) -> int:
+    room = os.fstatvfs(directory)
+    return room.f_bavail * room.f_frsize
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.Error:
+        return 0
 
 
 class StopDump:
@@ -124,6 +142,7 @@ class StopDump:
         self._warnings: list[str] = []
         self._failure = ""  # why the image cannot be completed
         self._writer = ImageWriter(directory, stripes=copier.threads)
+        self._directory = os.dup(directory)
 
     @property
     def pids(self) -> list[int]:
@@ -199,7 +218,8 @@ class StopDump:
                     finally:
                         os.close(borrowed[0].descriptor)
         size = sum(block.size for block in blocks)
-        if size:
+        # What is reserved for data that turns out to be zeros would be missing for CRIU's pages.
+        if size and _free_bytes(self._directory) > size + sum(_resident_bytes(pid) for pid in self.pids):
             with self.timeline.phase("reserve room"):
                 if not self._writer.reserve(size):
                     log.info("%s: less room than %d bytes of GPU memory need if none of it is zeros", self.path, size)
@@ -270,7 +290,7 @@ class StopDump:
 
         for pid in self.pids:
             self._toggles[pid] = toggle.Step(one, pid)
-        for step in toggle.wait_for(self._toggles.values(), CHECKPOINT_SECONDS):
+        for step in toggle.wait_for(self._toggles.values(), self.settings.checkpoint_timeout):
             raise Unresponsive(
                 f"The driver could not checkpoint process {step.pid}: "
                 + ("it is stopped. Continue it first." if toggle.is_stopped(step.pid) else "it does not answer.")
@@ -358,12 +378,20 @@ class StopDump:
             message.reducers.extend(self.settings.reducers())
             inventory.add_timings(message, self.timeline.phases(), self.timeline.now())
             self._writer.commit(message)
+            # Nobody may have removed or cut a file meanwhile: this image is what a process is about to be killed for.
+            try:
+                Image.open(self._directory).close()
+            except ImageError:
+                with suppress(OSError):
+                    os.unlink(COMMIT_FILE, dir_fd=self._directory)
+                raise
         except Exception as error:
             if not isinstance(error, (PhosError, ImageError, OSError)):
                 log.exception("%s: completing the image failed in an unforeseen way", self.path)
             what = "Copying GPU memory to" if error is self._copy_failure else "Completing the image in"
             self._failure = f"{what} {self.path} failed: {error}"
             raise CheckpointFailed(self._failure) from error
+        self._close_directory()
         self.state = "committed"
         log.info("%s: committed, %d bytes of GPU memory", self.path, self.progress.total)
 
@@ -454,8 +482,14 @@ class StopDump:
 
     def _withdraw(self, reason: str) -> None:
         self._writer.abort()
+        self._close_directory()
         self.error = reason
         self.state = "failed"
+
+    def _close_directory(self) -> None:
+        if self._directory >= 0:
+            os.close(self._directory)
+        self._directory = -1
 
     def _return_blocks(self) -> None:
         for block in self._borrowed:
