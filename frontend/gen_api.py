@@ -52,6 +52,8 @@ SERVED: dict[str, tuple[str, ...]] = {
         "cuMemAllocAsync",
         "cuMemAllocFromPoolAsync",
         "cuMemFreeAsync",
+    ),
+    "pool_handle.c": (
         "cuMemPoolCreate",
         "cuMemPoolDestroy",
         "cuMemPoolTrimTo",

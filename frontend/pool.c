@@ -6,7 +6,7 @@
  *
  * Pools are the driver's (their handles, properties and access settings are real), only their memory is ours. Pools that
  * can be exported, and imported ones, are left to the driver whole. */
-#include "pool.h"
+#include "pool_private.h"
 #include "cleanup.h"
 #include "log.h"
 #include "runtime.h"
@@ -22,16 +22,6 @@ struct pending {
     struct pending *next;
 };
 
-struct phos_pool {
-    CUmemoryPool handle;
-    CUdevice device;
-    bool carried, destroyed;
-    uint64_t used, used_high, waiting, reserved_high; /* bytes; reserved is used and waiting */
-    uint64_t live;
-    struct pending *pending; /* newest first */
-    struct phos_pool *next;
-};
-
 struct spare {
     CUevent event;
     CUcontext context;
@@ -39,10 +29,10 @@ struct spare {
 };
 
 /* Guarded by phos_memory_lock. */
-static struct phos_pool *pools;
+struct phos_pool *phos_pools;
 static struct spare *spares;
 
-static struct phos_pool *pool_add(CUmemoryPool handle, CUdevice device, bool carried)
+struct phos_pool *phos_pool_add(CUmemoryPool handle, CUdevice device, bool carried)
 {
     struct phos_pool *pool = calloc(1, sizeof *pool);
     if (!pool)
@@ -50,20 +40,20 @@ static struct phos_pool *pool_add(CUmemoryPool handle, CUdevice device, bool car
     pool->handle = handle;
     pool->device = device;
     pool->carried = carried;
-    pool->next = pools;
-    pools = pool;
+    pool->next = phos_pools;
+    phos_pools = pool;
     return pool;
 }
 
-static struct phos_pool *pool_of(CUmemoryPool handle)
+struct phos_pool *phos_pool_of(CUmemoryPool handle)
 {
-    for (struct phos_pool *pool = pools; pool; pool = pool->next)
+    for (struct phos_pool *pool = phos_pools; pool; pool = pool->next)
         if (pool->handle == handle && !pool->destroyed)
             return pool;
     for (CUdevice d = 0; d < phos_device_count; d++) {
         CUmemoryPool usual;
         if (phos_real.cuDeviceGetDefaultMemPool(&usual, d) == CUDA_SUCCESS && usual == handle)
-            return pool_add(handle, d, phos_devices[d].carried);
+            return phos_pool_add(handle, d, phos_devices[d].carried);
     }
     return NULL;
 }
@@ -106,11 +96,11 @@ static void pending_take(struct phos_pool *pool, struct pending **link)
     free(p);
 }
 
-static void pool_dispose_if_done(struct phos_pool *pool)
+void phos_pool_dispose_if_done(struct phos_pool *pool)
 {
     if (!pool->destroyed || pool->pending || pool->live)
         return;
-    for (struct phos_pool **link = &pools; *link; link = &(*link)->next)
+    for (struct phos_pool **link = &phos_pools; *link; link = &(*link)->next)
         if (*link == pool) {
             *link = pool->next;
             free(pool);
@@ -118,7 +108,7 @@ static void pool_dispose_if_done(struct phos_pool *pool)
         }
 }
 
-static void pool_reap(struct phos_pool *pool, bool all)
+void phos_pool_reap(struct phos_pool *pool, bool all)
 {
     PHOS_RELAXED;
     for (struct pending **link = &pool->pending; *link;) {
@@ -135,11 +125,11 @@ static void pool_reap(struct phos_pool *pool, bool all)
 
 void phos_pool_reclaim(CUdevice device)
 {
-    for (struct phos_pool *pool = pools, *next; pool; pool = next) {
+    for (struct phos_pool *pool = phos_pools, *next; pool; pool = next) {
         next = pool->next;
         if (pool->device == device) {
-            pool_reap(pool, false);
-            pool_dispose_if_done(pool);
+            phos_pool_reap(pool, false);
+            phos_pool_dispose_if_done(pool);
         }
     }
 }
@@ -147,7 +137,7 @@ void phos_pool_reclaim(CUdevice device)
 size_t phos_pool_cached(CUdevice device)
 {
     size_t bytes = 0;
-    for (struct phos_pool *pool = pools; pool; pool = pool->next)
+    for (struct phos_pool *pool = phos_pools; pool; pool = pool->next)
         if (pool->device == device)
             bytes += pool->waiting;
     return bytes;
@@ -155,7 +145,7 @@ size_t phos_pool_cached(CUdevice device)
 
 void phos_pool_context_ends(CUcontext context)
 {
-    for (struct phos_pool *pool = pools; pool; pool = pool->next)
+    for (struct phos_pool *pool = phos_pools; pool; pool = pool->next)
         for (struct pending **link = &pool->pending; *link;) {
             struct pending *p = *link;
             if (p->context != context) {
@@ -234,11 +224,11 @@ static CUresult pool_allocate(struct phos_pool *pool, CUcontext context, size_t 
     }
     pool->live++; /* before allocating, which may let go of the lock: a pool with something live stays */
     if (!allocation) {
-        pool_reap(pool, false);
+        phos_pool_reap(pool, false);
         CUresult result = phos_allocate(pool->device, context, size, entry_point, &allocation);
         if (result != CUDA_SUCCESS) {
             pool->live--;
-            pool_dispose_if_done(pool);
+            phos_pool_dispose_if_done(pool);
             return result;
         }
     }
@@ -270,7 +260,7 @@ CUresult serve_cuMemAllocFromPoolAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CU
     if (valid && stream_context(stream, &context, &device)) {
         phos_context_seen(context, device);
         PHOS_LOCKED(&phos_memory_lock);
-        struct phos_pool *pool = pool_of(handle);
+        struct phos_pool *pool = phos_pool_of(handle);
         if (pool && pool->carried)
             return pool_allocate(pool, context, bytesize, stream, "cuMemAllocFromPoolAsync", dptr);
     }
@@ -296,7 +286,7 @@ CUresult serve_cuMemAllocAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CUstream s
         phos_real.cuDeviceGetMemPool(&handle, device) == CUDA_SUCCESS) {
         phos_context_seen(context, device);
         PHOS_LOCKED(&phos_memory_lock);
-        struct phos_pool *pool = pool_of(handle);
+        struct phos_pool *pool = phos_pool_of(handle);
         if (pool && pool->carried)
             return pool_allocate(pool, context, bytesize, stream, "cuMemAllocAsync", dptr);
     }
@@ -357,7 +347,7 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
     pool_forget(allocation);
     CUmemoryPool usual;
     if (!pool && phos_real.cuDeviceGetDefaultMemPool(&usual, allocation->span->device) == CUDA_SUCCESS)
-        pool = pool_of(usual);
+        pool = phos_pool_of(usual);
     if (!pool) {
         result = phos_real.cuEventSynchronize(event);
         event_put(context, event);
@@ -392,113 +382,6 @@ CUresult phos_pool_free_now(struct phos_allocation *allocation)
     struct phos_pool *pool = allocation->pool;
     phos_deallocate(allocation);
     if (pool)
-        pool_dispose_if_done(pool);
-    return result;
-}
-
-CUresult serve_cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps_v1 *props)
-{
-    CUresult result = phos_real.cuMemPoolCreate(pool, props);
-    if (result != CUDA_SUCCESS || !props)
-        return result;
-    CUdevice device = props->location.id;
-    bool ours = props->location.type == CU_MEM_LOCATION_TYPE_DEVICE && props->handleTypes == CU_MEM_HANDLE_TYPE_NONE &&
-                props->allocType == CU_MEM_ALLOCATION_TYPE_PINNED && device >= 0 && device < phos_device_count &&
-                phos_devices[device].carried;
-    PHOS_LOCKED(&phos_memory_lock);
-    if (ours && !pool_add(*pool, device, true))
-        phos_warn_once("out of host memory: a pool is left to the driver");
-    return result;
-}
-
-CUresult serve_cuMemPoolDestroy(CUmemoryPool handle)
-{
-    CUresult result = phos_real.cuMemPoolDestroy(handle);
-    if (result != CUDA_SUCCESS)
-        return result;
-    PHOS_LOCKED(&phos_memory_lock);
-    for (struct phos_pool *pool = pools; pool; pool = pool->next)
-        if (pool->handle == handle && !pool->destroyed) {
-            pool->destroyed = true; /* it lives on until all its memory is freed */
-            pool_reap(pool, false);
-            pool_dispose_if_done(pool);
-            break;
-        }
-    return result;
-}
-
-CUresult serve_cuMemPoolTrimTo(CUmemoryPool handle, size_t keep)
-{
-    CUresult result = phos_real.cuMemPoolTrimTo(handle, keep);
-    if (result != CUDA_SUCCESS)
-        return result;
-    PHOS_LOCKED(&phos_memory_lock);
-    struct phos_pool *pool = pool_of(handle);
-    if (pool && pool->carried && pool->used + pool->waiting > keep) {
-        pool_reap(pool, false);
-        phos_cache_flush(pool->device);
-    }
-    return result;
-}
-
-CUresult serve_cuMemPoolSetAttribute(CUmemoryPool handle, CUmemPool_attribute attribute, void *value)
-{
-    CUresult result = phos_real.cuMemPoolSetAttribute(handle, attribute, value);
-    if (result != CUDA_SUCCESS)
-        return result;
-    PHOS_LOCKED(&phos_memory_lock);
-    struct phos_pool *pool = pool_of(handle);
-    if (pool && pool->carried) {
-        /* High marks can be set to zero only: they start again from now. */
-        if (attribute == CU_MEMPOOL_ATTR_USED_MEM_HIGH)
-            pool->used_high = pool->used;
-        if (attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)
-            pool->reserved_high = pool->used + pool->waiting;
-    }
-    return result;
-}
-
-CUresult serve_cuMemPoolGetAttribute(CUmemoryPool handle, CUmemPool_attribute attribute, void *value)
-{
-    CUresult result = phos_real.cuMemPoolGetAttribute(handle, attribute, value);
-    if (result != CUDA_SUCCESS || !value)
-        return result;
-    PHOS_LOCKED(&phos_memory_lock);
-    struct phos_pool *pool = pool_of(handle);
-    if (!pool || !pool->carried)
-        return result;
-    cuuint64_t *number = value; /* of these four; the others are flags and a threshold that the driver keeps */
-    if (attribute == CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
-        *number += pool->used;
-    else if (attribute == CU_MEMPOOL_ATTR_USED_MEM_HIGH)
-        *number += pool->used_high;
-    else if (attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)
-        *number += pool->used + pool->waiting;
-    else if (attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)
-        *number += pool->reserved_high;
-    return result;
-}
-
-CUresult serve_cuMemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc_v1 *map, size_t count)
-{
-    CUresult result = phos_real.cuMemPoolSetAccess(handle, map, count);
-    if (result != CUDA_SUCCESS)
-        return result;
-    PHOS_LOCKED(&phos_memory_lock);
-    struct phos_pool *pool = pool_of(handle);
-    /* Pools share blocks with other memory of their device: what one may, all may. It is taken back from none. */
-    for (size_t i = 0; pool && pool->carried && i < count && result == CUDA_SUCCESS; i++)
-        if (map[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE && map[i].location.id != pool->device &&
-            map[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
-            result = phos_peer_access(pool->device, map[i].location.id, true);
-    return result;
-}
-
-CUresult serve_cuMemPoolImportFromShareableHandle(CUmemoryPool *pool, void *handle, CUmemAllocationHandleType type,
-                                                  unsigned long long flags)
-{
-    CUresult result = phos_real.cuMemPoolImportFromShareableHandle(pool, handle, type, flags);
-    if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_POOL, 1, 0);
+        phos_pool_dispose_if_done(pool);
     return result;
 }

@@ -1,5 +1,5 @@
-/* What phosd is told without being asked: hello, blocks as they come and go, totals, modules; and the questions of
- * threads that import shared memory. Other threads leave word here; only the control thread sends.
+/* What phosd is told without being asked: hello, blocks as they come and go, totals, modules. Other threads leave
+ * word here; only the control thread sends.
  *
  * Telling of a block is a driver call, and the driver lets one thread in at a time: while the application allocates or
  * frees, telling waits until it pauses, for 20 ms at most. What somebody waits for, and what a quiesce needs, is told at
@@ -55,22 +55,6 @@ static _Atomic uint64_t untold_since; /* in ns; 0: there is nothing to tell */
 /* The control thread's own: the part of `fresh` that is being told, from `sending_at` on. */
 static struct numbers sending;
 static size_t sending_at;
-
-struct question {
-    uint64_t id;
-    uint8_t session[16];
-    uint64_t block;
-    bool asked, answered;
-    int descriptor;
-    size_t size;
-    CUdevice device;
-    char error[160];
-    struct question *next;
-};
-static pthread_mutex_t question_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the list and what is in it; taken last */
-static pthread_cond_t question_answered = PTHREAD_COND_INITIALIZER;
-static struct question *questions;
-static uint64_t last_question;
 
 static uint64_t now_ns(void)
 {
@@ -315,23 +299,6 @@ static bool send_module(const struct phos_module *module, int descriptor)
     return phos_tell_send(&envelope, &descriptor, descriptor >= 0);
 }
 
-static bool ask_questions(void)
-{
-    PHOS_LOCKED(&question_lock);
-    for (struct question *q = questions; q; q = q->next) {
-        if (q->asked)
-            continue;
-        Phos__Wire__TokenResolve resolve = PHOS__WIRE__TOKEN_RESOLVE__INIT;
-        resolve.session = (ProtobufCBinaryData){sizeof q->session, q->session};
-        resolve.block = q->block;
-        ENVELOPE(envelope, q->id, TOKEN_RESOLVE, token_resolve, &resolve);
-        if (!phos_tell_send(&envelope, NULL, 0))
-            return false;
-        q->asked = true;
-    }
-    return true;
-}
-
 void phos_tell_again(void)
 {
     PHOS_LOCKED(&phos_memory_lock);
@@ -346,65 +313,11 @@ void phos_tell_again(void)
 /* Everything there is to tell. `now`: totals too, however recent the last report. */
 bool phos_tell_all(bool now)
 {
-    if (!ask_questions())
+    if (!phos_ask_all())
         return false;
     if (phos_exiting()) /* the driver may be going away: no more calls to it */
         return true;
     return tell_fresh(now) && tell_gone() && tell_uncarried(now) && phos_modules_tell(send_module);
-}
-
-/* ---- questions of other threads ---- */
-
-bool phos_control_resolve(const uint8_t session[16], uint64_t block, int *descriptor, size_t *size, CUdevice *device,
-                          struct phos_error *error)
-{
-    struct question question = {.block = block, .descriptor = -1};
-    memcpy(question.session, session, sizeof question.session);
-    struct timespec deadline;
-    clock_gettime(CLOCK_REALTIME, &deadline);
-    deadline.tv_sec += 5;
-    pthread_mutex_lock(&question_lock);
-    question.id = ++last_question;
-    question.next = questions;
-    questions = &question;
-    pthread_mutex_unlock(&question_lock);
-    phos_control_hurry();
-    pthread_mutex_lock(&question_lock);
-    while (!question.answered && pthread_cond_timedwait(&question_answered, &question_lock, &deadline) != ETIMEDOUT)
-        continue;
-    struct question **link = &questions;
-    while (*link != &question)
-        link = &(*link)->next;
-    *link = question.next;
-    pthread_mutex_unlock(&question_lock);
-    if (!question.answered)
-        return phos_fail(error, CUDA_SUCCESS, "phosd did not answer for shared memory");
-    if (question.error[0])
-        return phos_fail(error, CUDA_SUCCESS, "%s", question.error);
-    *descriptor = question.descriptor;
-    *size = question.size;
-    *device = question.device;
-    return true;
-}
-
-void phos_tell_answer(struct phos_packet *packet)
-{
-    Phos__Wire__TokenResolved *resolved = packet->envelope->token_resolved;
-    PHOS_LOCKED(&question_lock);
-    for (struct question *q = questions; q; q = q->next) {
-        if (q->id != packet->envelope->id || q->answered)
-            continue;
-        q->size = resolved->size;
-        q->device = (CUdevice)resolved->device;
-        snprintf(q->error, sizeof q->error, "%s", resolved->error);
-        if (packet->descriptor_count) {
-            q->descriptor = packet->descriptors[0];
-            packet->descriptors[0] = -1;
-        } else if (!q->error[0])
-            snprintf(q->error, sizeof q->error, "phosd sent no descriptor for shared memory");
-        q->answered = true;
-    }
-    pthread_cond_broadcast(&question_answered);
 }
 
 static bool say_hello(uint64_t blocks, Phos__Wire__GateState state)
@@ -483,9 +396,7 @@ bool phos_tell_begin(Phos__Wire__GateState state)
     memset(told, 0, sizeof told);
     uncarried_told = 0;
     phos_modules_untell();
-    PHOS_LOCKED(&question_lock);
-    for (struct question *q = questions; q; q = q->next)
-        q->asked = false;
+    phos_ask_again();
     return ok;
 }
 
@@ -513,7 +424,5 @@ void phos_tell_forked(void)
 {
     connection = 0;
     pthread_cond_init(&settle_changed, NULL);
-    pthread_cond_init(&question_answered, NULL);
-    pthread_mutex_init(&question_lock, NULL);
-    questions = NULL;
+    phos_ask_forked();
 }

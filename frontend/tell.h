@@ -31,6 +31,13 @@ uint64_t phos_tell_patience(uint64_t *changes);
 void phos_tell_settled(uint64_t id);
 /* phosd knows every block by this connection: it just gave them all. */
 void phos_tell_known(void);
+
+/* ask.c: sends what has not been asked yet by this connection. False: it is gone. */
+bool phos_ask_all(void);
 /* TokenResolved came. */
 void phos_tell_answer(struct phos_packet *packet);
+/* A new connection: all is to be asked again. */
+void phos_ask_again(void);
+void phos_ask_forked(void);
+
 void phos_tell_forked(void);

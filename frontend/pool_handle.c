@@ -1,0 +1,114 @@
+/* Pools themselves: made, destroyed, asked and told. The handles are the driver's; of its answers, what concerns memory is
+ * completed with what pool.c serves in its place. */
+#include "cleanup.h"
+#include "log.h"
+#include "pool_private.h"
+#include "runtime.h"
+#include "track.h"
+
+CUresult serve_cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps_v1 *props)
+{
+    CUresult result = phos_real.cuMemPoolCreate(pool, props);
+    if (result != CUDA_SUCCESS || !props)
+        return result;
+    CUdevice device = props->location.id;
+    bool ours = props->location.type == CU_MEM_LOCATION_TYPE_DEVICE && props->handleTypes == CU_MEM_HANDLE_TYPE_NONE &&
+                props->allocType == CU_MEM_ALLOCATION_TYPE_PINNED && device >= 0 && device < phos_device_count &&
+                phos_devices[device].carried;
+    PHOS_LOCKED(&phos_memory_lock);
+    if (ours && !phos_pool_add(*pool, device, true))
+        phos_warn_once("out of host memory: a pool is left to the driver");
+    return result;
+}
+
+CUresult serve_cuMemPoolDestroy(CUmemoryPool handle)
+{
+    CUresult result = phos_real.cuMemPoolDestroy(handle);
+    if (result != CUDA_SUCCESS)
+        return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    for (struct phos_pool *pool = phos_pools; pool; pool = pool->next)
+        if (pool->handle == handle && !pool->destroyed) {
+            pool->destroyed = true; /* it lives on until all its memory is freed */
+            phos_pool_reap(pool, false);
+            phos_pool_dispose_if_done(pool);
+            break;
+        }
+    return result;
+}
+
+CUresult serve_cuMemPoolTrimTo(CUmemoryPool handle, size_t keep)
+{
+    CUresult result = phos_real.cuMemPoolTrimTo(handle, keep);
+    if (result != CUDA_SUCCESS)
+        return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_pool *pool = phos_pool_of(handle);
+    if (pool && pool->carried && pool->used + pool->waiting > keep) {
+        phos_pool_reap(pool, false);
+        phos_cache_flush(pool->device);
+    }
+    return result;
+}
+
+CUresult serve_cuMemPoolSetAttribute(CUmemoryPool handle, CUmemPool_attribute attribute, void *value)
+{
+    CUresult result = phos_real.cuMemPoolSetAttribute(handle, attribute, value);
+    if (result != CUDA_SUCCESS)
+        return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_pool *pool = phos_pool_of(handle);
+    if (pool && pool->carried) {
+        /* High marks can be set to zero only: they start again from now. */
+        if (attribute == CU_MEMPOOL_ATTR_USED_MEM_HIGH)
+            pool->used_high = pool->used;
+        if (attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)
+            pool->reserved_high = pool->used + pool->waiting;
+    }
+    return result;
+}
+
+CUresult serve_cuMemPoolGetAttribute(CUmemoryPool handle, CUmemPool_attribute attribute, void *value)
+{
+    CUresult result = phos_real.cuMemPoolGetAttribute(handle, attribute, value);
+    if (result != CUDA_SUCCESS || !value)
+        return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_pool *pool = phos_pool_of(handle);
+    if (!pool || !pool->carried)
+        return result;
+    cuuint64_t *number = value; /* of these four; the others are flags and a threshold that the driver keeps */
+    if (attribute == CU_MEMPOOL_ATTR_USED_MEM_CURRENT)
+        *number += pool->used;
+    else if (attribute == CU_MEMPOOL_ATTR_USED_MEM_HIGH)
+        *number += pool->used_high;
+    else if (attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT)
+        *number += pool->used + pool->waiting;
+    else if (attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)
+        *number += pool->reserved_high;
+    return result;
+}
+
+CUresult serve_cuMemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc_v1 *map, size_t count)
+{
+    CUresult result = phos_real.cuMemPoolSetAccess(handle, map, count);
+    if (result != CUDA_SUCCESS)
+        return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_pool *pool = phos_pool_of(handle);
+    /* Pools share blocks with other memory of their device: what one may, all may. It is taken back from none. */
+    for (size_t i = 0; pool && pool->carried && i < count && result == CUDA_SUCCESS; i++)
+        if (map[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE && map[i].location.id != pool->device &&
+            map[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+            result = phos_peer_access(pool->device, map[i].location.id, true);
+    return result;
+}
+
+CUresult serve_cuMemPoolImportFromShareableHandle(CUmemoryPool *pool, void *handle, CUmemAllocationHandleType type,
+                                                  unsigned long long flags)
+{
+    CUresult result = phos_real.cuMemPoolImportFromShareableHandle(pool, handle, type, flags);
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_add(PHOS_UNCARRIED_POOL, 1, 0);
+    return result;
+}
