@@ -43,11 +43,13 @@ class Program:
         return next((line.split()[1] for line in self.lines() if line.startswith("RESULT")), None)
 
     def alive(self) -> bool:
+        """Whether it runs; once it does not, its pid is free for CRIU to restore it."""
+        if self.pid in _started:
+            if self.process.poll() is None:
+                return True
+            _started.discard(self.pid)
         reap()
-        try:
-            return psutil.Process(self.pid).status() != psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return False
+        return psutil.pid_exists(self.pid)
 
     def wait_iterations(self, wanted: int) -> int:
         """Wait until so many iterations are done."""
