@@ -50,6 +50,8 @@ bool phos_control_resolve(const uint8_t session[16], uint64_t block, int *descri
     struct timespec deadline;
     clock_gettime(CLOCK_REALTIME, &deadline);
     deadline.tv_sec += 5;
+    int cancel;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* the list has this stack's question */
     pthread_mutex_lock(&question_lock);
     question.id = ++last_question;
     question.next = questions;
@@ -64,6 +66,7 @@ bool phos_control_resolve(const uint8_t session[16], uint64_t block, int *descri
         link = &(*link)->next;
     *link = question.next;
     pthread_mutex_unlock(&question_lock);
+    pthread_setcancelstate(cancel, &cancel);
     if (!question.answered)
         return phos_fail(error, CUDA_SUCCESS, "phosd did not answer for shared memory");
     if (question.error[0])
