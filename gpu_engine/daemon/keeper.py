@@ -84,9 +84,19 @@ class Keeper:
     def accept(self) -> None:
         """Take a new phosd; an old one that is still connected is dead or dying."""
         connection, _ = self.listener.accept()
+        while self.pending():
+            self.serve()  # what it said before it died: a descriptor may be among it
         if self.peer:
             self.peer.close()
         self.peer = connection
+
+    def pending(self) -> bool:
+        """Whether phosd has said something, or has gone."""
+        if not self.peer:
+            return False
+        poll = select.poll()
+        poll.register(self.peer, select.POLLIN)
+        return bool(poll.poll(0))
 
     def serve(self) -> None:
         """One packet from phosd."""

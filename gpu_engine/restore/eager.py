@@ -62,7 +62,8 @@ def match_gpus(wanted: list[pb.Gpu], present: list[driver.Gpu]) -> tuple[dict[in
     ordinals: dict[int, int] = {}
     pairs: dict[str, str] = {}
     free = list(present)
-    for old, name in zip(wanted, names, strict=True):
+    # Whoever is still there stays where it is; only then may others take what is left.
+    for old, name in sorted(zip(wanted, names, strict=True), key=lambda pair: pair[1] not in by_uuid):
         same = [g for g in free if g.name == old.name and g.compute_capability == (old.major, old.minor)]
         if not same:
             raise RestoreFailed(

@@ -1,0 +1,379 @@
+"""Parts of phosd alone: the keeper, claims and the job table, which GPU takes whose place, bounded driver calls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phos.gen import phos_image_pb2 as pb
+from phos.gpu_engine import driver, toggle
+from phos.gpu_engine.copier import Progress
+from phos.gpu_engine.daemon import keeper
+from phos.gpu_engine.daemon.holds import Holds, start_time
+from phos.gpu_engine.daemon.jobs import REMEMBERED, Claims, JobTable
+from phos.gpu_engine.daemon.keeper_link import HeldBlock, KeeperLink
+from phos.gpu_engine.daemon.server import LEAVE
+from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, RestoreFailed, UsageError
+from phos.gpu_engine.restore.eager import match_gpus
+from phos.gpu_engine.stop.dump import Settings
+from phos.gpu_engine.timeline import Timeline
+
+SESSION, OTHER = bytes(16), bytes([7] * 16)
+
+
+def wait_until(condition: object, what: str) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, what
+        time.sleep(0.005)
+
+
+# The keeper, as a process of its own.
+
+
+class Kept:
+    """A keeper and a phosd's link to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "keeper.sock"
+        self.process = subprocess.Popen([sys.executable, "-I", "-S", keeper.__file__, str(folder)])
+        wait_until(self.path.exists, "the keeper")
+        self.link = KeeperLink(self.path)
+
+    def held(self) -> list[HeldBlock]:
+        found = list(self.link.held())
+        for block in found:
+            os.close(block.descriptor)
+        return found
+
+    def descriptors(self) -> int:
+        return sum("memfd:kept" in os.readlink(entry) for entry in Path(f"/proc/{self.process.pid}/fd").iterdir())
+
+    def another_phosd(self) -> None:
+        self.link.close()
+        self.link = KeeperLink(self.path)
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Iterator[Kept]:
+    made = Kept(tmp_path)
+    yield made
+    made.process.kill()
+    made.process.wait()
+    made.link.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    descriptor = os.memfd_create("kept")
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_keeper_hands_over_to_the_next_phosd(kept: Kept, memory: int) -> None:
+    for number in range(3):
+        kept.link.add(SESSION, os.getpid(), number, 2 << 20, 0, memory)
+    kept.link.remove(SESSION, 1)
+    kept.another_phosd()
+    assert [(b.session, b.pid, b.block) for b in kept.held()] == [(SESSION, os.getpid(), 0), (SESSION, os.getpid(), 2)]
+    kept.link.remove(SESSION, None)
+    assert kept.held() == []
+    assert kept.descriptors() == 0
+
+
+def test_keeper_names_the_process_a_session_was_restored_as(kept: Kept, memory: int) -> None:
+    """Before the restore phosd stands in for the process; a later phosd must find the process, not the dead phosd."""
+    stand_in = subprocess.Popen(["sleep", "60"])
+    kept.link.add(SESSION, stand_in.pid, 1, 2 << 20, 0, memory)
+    kept.link.moved(SESSION, os.getpid())
+    stand_in.kill()
+    stand_in.wait()
+    kept.another_phosd()
+    assert [b.pid for b in kept.held()] == [os.getpid()]
+
+
+def test_keeper_drops_what_ends_while_no_phosd_is_there(kept: Kept, memory: int) -> None:
+    living, ended = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["true"])
+    ended.wait()
+    kept.link.add(SESSION, living.pid, 1, 2 << 20, 0, memory)
+    kept.link.add(OTHER, ended.pid, 1, 2 << 20, 0, memory)  # it was gone before its block came
+    assert len(kept.held()) == 2
+    kept.link.close()
+    wait_until(lambda: kept.descriptors() == 1, "the block of the process that had ended")
+    living.kill()
+    living.wait()
+    wait_until(lambda: kept.descriptors() == 0, "the block of the process that was killed")
+    kept.link = KeeperLink(kept.path)
+
+
+@pytest.mark.parametrize(
+    "packet", [b"{", b"[]", b"null", b'{"op": "add"}', b'{"op": "remove", "session": []}', b'{"op": 3}', b"\xff\xfe"]
+)
+def test_keeper_survives_a_confused_phosd(kept: Kept, memory: int, packet: bytes) -> None:
+    kept.link.add(SESSION, os.getpid(), 1, 2 << 20, 0, memory)
+    kept.link._socket.send(packet)
+    assert [b.block for b in kept.held()] == [1]
+
+
+def test_loss_of_the_keeper_is_said_once(kept: Kept, memory: int, caplog: pytest.LogCaptureFixture) -> None:
+    kept.process.kill()
+    kept.process.wait()
+    for number in range(5):
+        kept.link.add(SESSION, os.getpid(), number, 2 << 20, 0, memory)
+    assert [record.getMessage()[:18] for record in caplog.records] == ["The keeper is gone"]
+
+
+# Holds.
+
+
+def test_holds_of_an_earlier_phosd_are_cleared_even_with_our_pid(tmp_path: Path) -> None:
+    former = Holds(tmp_path / "hold")
+    former.place(SESSION)
+    link = tmp_path / "hold" / SESSION.hex()
+    assert os.readlink(link) == f"{os.getpid()}:{start_time(os.getpid())}"
+    Holds(tmp_path / "hold").clear_stale()
+    assert not link.is_symlink()
+    former.release(SESSION)  # what is gone can be released
+
+
+# Claims and jobs.
+
+
+def test_two_checkpoints_cannot_have_one_process() -> None:
+    claims = Claims()
+    with claims.hold([1, 2]):
+        with pytest.raises(CheckpointFailed, match="Process 2 is part of another checkpoint"), claims.hold([2, 3]):
+            pass
+        with claims.hold([3]):
+            assert claims.any()
+    assert not claims.any()
+    with claims.hold([1, 2, 3]):
+        pass
+
+
+class FakeJob:
+    kind = "dump"
+    state = "writing"
+    error = ""
+    since = 0.0
+
+    def __init__(self, path: str = "", kind: str = "dump") -> None:
+        self.path = path
+        self.kind = kind
+        self.progress = Progress(10, [1, 2])
+        self.timeline = Timeline()
+        self.pids = [1]
+
+    def warnings(self) -> list[str]:
+        return ["take care"]
+
+
+def test_job_table(tmp_path: Path) -> None:
+    table = JobTable()
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    a, b = (os.open(folder, os.O_RDONLY) for folder in folders)
+    assert table.state(a, "dump").state == "unknown"
+    table.add(a, FakeJob("a"))
+    assert table.state(a, "dump").state == "writing"
+    assert table.state(a, "dump").bytes_done == 3
+    assert table.state(a, "restore").state == "unknown"
+    assert table.state(b, "dump").state == "unknown"
+    newer = FakeJob("a")
+    newer.state = "failed"
+    table.add(a, newer)
+    assert table.state(a, "dump").state == "failed", "the newest counts"
+    table.none_for(b)
+    assert table.state(b, "dump").state == "none"
+    assert table.state(b, "restore").state == "none"
+    for _ in range(REMEMBERED + 10):
+        table.add(b, FakeJob("b"))
+    assert len(table.report()) == REMEMBERED
+    os.close(a)
+    os.close(b)
+
+
+# Which GPU takes whose place.
+
+
+def image_gpu(ordinal: int, uuid: int, name: str = "H100", major: int = 9) -> pb.Gpu:
+    return pb.Gpu(ordinal=ordinal, uuid=bytes([uuid] * 16), name=name, major=major, minor=0)
+
+
+def present_gpu(ordinal: int, uuid: int, name: str = "H100", major: int = 9) -> driver.Gpu:
+    return driver.Gpu(ordinal, driver.format_uuid(bytes([uuid] * 16)), name, (major, 0), 80 << 30)
+
+
+def pairs(**moves: int) -> dict[str, str]:
+    return {driver.format_uuid(bytes([int(k[1:])] * 16)): driver.format_uuid(bytes([v] * 16)) for k, v in moves.items()}
+
+
+MATCHES = {
+    "the same": ([(0, 1)], [(0, 1)], {0: 0}, {}),
+    "the same in another order": ([(0, 1), (1, 2)], [(0, 2), (1, 1)], {0: 1, 1: 0}, {}),
+    "one of several": ([(0, 2)], [(0, 1), (1, 2)], {0: 1}, {}),
+    "another of the same model": ([(0, 1)], [(0, 9)], {0: 0}, pairs(u1=9)),
+    "the driver wants all that are visible": ([(0, 1)], [(0, 8), (1, 9)], {0: 0}, pairs(u1=8, u9=9)),
+    "one is the same, one moves": ([(0, 1), (1, 2)], [(0, 1), (1, 9)], {0: 0, 1: 1}, pairs(u1=1, u2=9)),
+    "who is still there stays": ([(0, 1), (1, 2)], [(0, 2), (1, 9)], {0: 1, 1: 0}, pairs(u1=9, u2=2)),
+}
+
+
+@pytest.mark.parametrize("name", MATCHES)
+def test_gpus_that_match(name: str) -> None:
+    wanted, present, ordinals, moves = MATCHES[name]
+    found = match_gpus([image_gpu(*gpu) for gpu in wanted], [present_gpu(*gpu) for gpu in present])
+    assert found == (ordinals, moves)
+
+
+def test_gpus_that_do_not_match() -> None:
+    with pytest.raises(RestoreFailed, match=r"needs 2 GPU\(s\), this machine shows 1"):
+        match_gpus([image_gpu(0, 1), image_gpu(1, 2)], [present_gpu(0, 1)])
+    with pytest.raises(RestoreFailed, match=r"made on H100 .*this machine has B200.*same model"):
+        match_gpus([image_gpu(0, 1)], [present_gpu(0, 9, "B200", 10)])
+    with pytest.raises(RestoreFailed, match="same model"):
+        match_gpus([image_gpu(0, 1), image_gpu(1, 2)], [present_gpu(0, 8), present_gpu(1, 9, "B200", 10)])
+
+
+# The driver's calls, which wait for the target process.
+
+
+def test_step_that_hangs_holds_up_nobody() -> None:
+    release = threading.Event()
+    order: list[str] = []
+
+    def hang(_pid: int) -> None:
+        release.wait(20)
+        order.append("first")
+
+    def after(_pid: int) -> None:
+        order.append("second")
+
+    hanging = toggle.Step(hang, os.getpid())
+    quick = toggle.Step(lambda _pid: None, os.getpid())
+    follower = toggle.Step(after, os.getpid(), hanging)
+    assert toggle.wait_for([hanging, quick], 0.3) == [hanging]
+    assert order == []
+    release.set()
+    assert toggle.wait_for([hanging, follower], 5) == []
+    assert order == ["first", "second"]
+
+
+def test_waiting_ends_when_only_stopped_processes_are_left() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    release = threading.Event()
+
+    def hang(_pid: int) -> None:
+        release.wait(20)
+
+    step = toggle.Step(hang, child.pid)
+    os.kill(child.pid, signal.SIGSTOP)
+    wait_until(lambda: toggle.is_stopped(child.pid), "the stop")
+    began = time.monotonic()
+    assert toggle.wait_for([step], 15) == [step]
+    assert time.monotonic() - began < 3
+    release.set()
+    child.kill()
+    child.wait()
+    assert not toggle.is_stopped(child.pid)
+
+
+class FakeDriver:
+    """The driver's checkpoint API for one process; what is in ``fail`` fails so often."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, state: str | None = "running", **fail: int) -> None:
+        self.state = state
+        self.fail = fail
+        self.code = 999
+        self.dies = False
+        monkeypatch.setattr(driver, "checkpoint_state", lambda _pid: self.state)
+        monkeypatch.setattr(driver, "checkpoint_lock", lambda _pid, _ms: self.go("lock", "locked"))
+        monkeypatch.setattr(driver, "checkpoint_checkpoint", lambda _pid: self.go("checkpoint", "checkpointed"))
+        monkeypatch.setattr(driver, "checkpoint_restore", lambda _pid, _pairs=None: self.go("restore", "locked"))
+        monkeypatch.setattr(driver, "checkpoint_unlock", lambda _pid: self.go("unlock", "running"))
+
+    def go(self, call: str, state: str) -> None:
+        if self.fail.get(call, 0) > 0:
+            self.fail[call] -= 1
+            if self.dies:
+                self.state = None
+            raise DriverError(call, self.code, "CUDA_ERROR_X")
+        self.state = state
+
+
+@pytest.mark.parametrize("call", ["lock", "checkpoint"])
+def test_checkpoint_that_fails_leaves_the_process_running(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    fake = FakeDriver(monkeypatch, "running", **{call: 1})
+    with pytest.raises(CheckpointFailed, match="goes on as before"):
+        toggle.checkpoint(1, 10)
+    assert fake.state == "running"
+    toggle.checkpoint(1, 10)
+    assert fake.state == "checkpointed"
+    toggle.revive(1)
+    assert fake.state == "running"
+
+
+def test_checkpoint_whose_undoing_fails_says_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDriver(monkeypatch, checkpoint=1, unlock=1)
+    with pytest.raises(CheckpointFailed, match=r"checkpoint failed .*Bringing it back failed as well.*unlock"):
+        toggle.checkpoint(1, 10)
+
+
+def test_process_that_ends_meanwhile_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDriver(monkeypatch, lock=1).dies = True
+    with pytest.raises(CheckpointFailed, match="ended while it was being checkpointed"):
+        toggle.checkpoint(1, 10)
+    FakeDriver(monkeypatch, "checkpointed", restore=1).dies = True
+    with pytest.raises(NoSuchProcess, match="ended while"):
+        toggle.revive(1)
+
+
+def test_process_that_the_driver_gave_up_is_not_called_revived(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDriver(monkeypatch, "failed")
+    with pytest.raises(CheckpointFailed, match="has lost the GPU state"):
+        toggle.revive(1)
+
+
+def test_only_lack_of_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver(monkeypatch, "checkpointed", restore=1)
+    fake.code = toggle.OUT_OF_MEMORY
+    toggle.revive_when_there_is_room(1)
+    assert fake.state == "running"
+    FakeDriver(monkeypatch, "checkpointed", restore=1)
+    with pytest.raises(DriverError):
+        toggle.revive_when_there_is_room(1)
+
+
+# Settings and command lines.
+
+
+def test_settings_without_meaning_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.from_environment() == Settings()
+    for text in ("soon", "-1", "0", "nan", "1e9"):
+        monkeypatch.setenv("PHOS_QUIESCE_SECONDS", text)
+        with pytest.raises(UsageError, match="PHOS_QUIESCE_SECONDS"):
+            Settings.from_environment()
+    monkeypatch.setenv("PHOS_QUIESCE_SECONDS", "2.5")
+    monkeypatch.setenv("PHOS_REDUCERS", "none")
+    assert Settings.from_environment() == Settings(quiesce_timeout=2.5, reduce_stack=False, huge_pages=False)
+
+
+@pytest.mark.parametrize("word", ["--leave-running", "--leave-r", "--leave-stopped", "-R", "-s", "-jR", "-vR", "-Rv4"])
+def test_options_that_leave_tasks_alive(word: str) -> None:
+    assert LEAVE.fullmatch(word)
+
+
+@pytest.mark.parametrize(
+    "word", ["-v4", "-D/tmp/Rs", "-ols", "-t12", "-j", "/x/-R", "--lib", "-L/plugins", "--shell-job"]
+)
+def test_options_that_do_not(word: str) -> None:
+    assert not LEAVE.fullmatch(word)
