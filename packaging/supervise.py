@@ -5,29 +5,84 @@
 The child shares this process's terminal, descriptors and process group; signals sent here go on to it, and its end,
 by status or by signal, is this process's end. CRIU is started before anything slow is imported: Python reads the
 daemon's client while CRIU works.
+
+A dump is ended by a signal only at a moment when CRIU traces no process: it works inside the processes that it traces,
+and one that it leaves in the middle of that dies of the breakpoint put there. What is sent from a keyboard reaches the
+whole process group, so CRIU ignores it and is ended from here.
 """
 
 import os
 import signal
 import sys
+import time
 
+KEYBOARD = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def run(command: list[str]) -> tuple[int, object]:
-    """Start command, import the client meanwhile, and return (wait status, the client module or why there is none)."""
+def state_of(pid: int) -> str:
+    """The letter of a process's state: T stopped, Z ended."""
+    with open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(") ")[2][0]
+
+
+def traces(pid: int) -> bool:
+    """Whether process pid traces another."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/status") as status:
+                    if f"\nTracerPid:\t{pid}\n" in status.read():
+                        return True
+            except OSError:
+                pass  # it has ended
+    return False
+
+
+def end_untraced(child: int) -> None:
+    """Kill the child as soon as it traces no process, or see it end by itself."""
+    while True:
+        os.kill(child, signal.SIGSTOP)  # between looking and killing it must not begin
+        while (state := state_of(child)) not in "TZ":
+            time.sleep(0.001)
+        if state == "Z":
+            return
+        if not traces(child):
+            os.kill(child, signal.SIGKILL)
+            return
+        os.kill(child, signal.SIGCONT)
+        time.sleep(0.005)
+
+
+def run(command: list[str], *, gently: bool) -> tuple[int, object]:
+    """Start command, import the client meanwhile, and return (wait status, the client module or why there is none).
+
+    ``gently``: a signal ends the command where it traces nobody; the wait status is as if it had had the signal itself.
+    """
     old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
     child = os.fork()
     if child == 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and ignoring is inherited
+        for number in KEYBOARD if gently else ():
+            signal.signal(number, signal.SIG_IGN)
         try:
             os.execvp(command[0], command)
         except OSError as error:
             os.write(2, f"criu: {command[0]} could not be started: {error.strerror}\n".encode())
         os._exit(127)
+    ended_by = 0
+
+    def forward(received: int, _frame: object) -> None:
+        nonlocal ended_by
+        if not gently:
+            os.kill(child, received)
+        elif not ended_by:
+            ended_by = received
+            end_untraced(child)
+
     for number in FORWARDED:
-        signal.signal(number, lambda received, _frame: os.kill(child, received))
+        signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
     client: object
     try:
@@ -37,6 +92,8 @@ def run(command: list[str]) -> tuple[int, object]:
     _, status = os.waitpid(child, 0)
     for number in FORWARDED:
         signal.signal(number, signal.SIG_DFL)
+    if ended_by and os.WIFSIGNALED(status):
+        status = ended_by
     return status, client
 
 
@@ -56,7 +113,7 @@ def finish(status: int) -> int:
 def main(argv: list[str]) -> int:
     """See the module's text. Returns CRIU's exit status, or 1 if CRIU succeeded and the GPU's part failed."""
     action, images, phosd, command = argv[1], argv[2], argv[3], argv[4:]
-    status, client = run(command)
+    status, client = run(command, gently=action == "dump")
     if status != 0:
         # Whatever happened, a process that was detached for this dump is brought back by a phosd that lives.
         if os.spawnv(os.P_WAIT, phosd, [phosd, "--ensure"]) != 0:

@@ -20,6 +20,7 @@ FAKE_CRIU = """#!/bin/sh
 printf '%s\\n' "$@" > "$FAKE/argv"
 cat > "$FAKE/stdin"
 [ -z "$FAKE_SLEEP" ] || { echo $$ > "$FAKE/pid"; exec sleep "$FAKE_SLEEP"; }
+[ -z "$FAKE_TRACE" ] || exec "$FAKE_PYTHON" -c "$FAKE_TRACER" "$FAKE_TRACE" "$FAKE/traced"
 [ -z "$FAKE_SIGNAL" ] || kill -"$FAKE_SIGNAL" $$
 exit "${FAKE_STATUS:-0}"
 """
@@ -270,6 +271,47 @@ def test_signals_are_passed_down(tree: Path, environment: dict[str, str], number
         assert launcher.wait(timeout=10) == -number
     with pytest.raises(ProcessLookupError):
         os.kill(int(note.read_text()), 0)
+
+
+# Seizes the process argv[1] for half a second, as CRIU does, and writes down that it began and that it let go.
+TRACER = """
+import ctypes, sys, time
+pid, note, ptrace = int(sys.argv[1]), sys.argv[2], ctypes.CDLL(None).ptrace
+def say(word):
+    with open(note, "a") as file:
+        file.write(word + " ")
+assert ptrace(0x4206, pid, None, None) == ptrace(0x4207, pid, None, None) == 0  # PTRACE_SEIZE, PTRACE_INTERRUPT
+say("seized")
+time.sleep(0.5)
+assert ptrace(17, pid, None, None) == 0  # PTRACE_DETACH
+say("detached")
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["launcher", "keyboard"])
+def test_no_signal_ends_a_dump_that_traces_a_process(tree: Path, environment: dict[str, str], group: bool) -> None:
+    """A process whose tracer ends while it works inside it dies of the tracer's breakpoint."""
+    changes = {"FAKE_PYTHON": sys.executable, "FAKE_TRACER": TRACER}
+    with subprocess.Popen(["sleep", "600"]) as traced:
+        try:
+            launcher = subprocess.Popen(
+                [str(tree / "packaging" / "criu"), "dump", "--lib", "phos", "-t", "5"],
+                env={**environment, **changes, "FAKE_TRACE": str(traced.pid)},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            note = Path(environment["FAKE"], "traced")
+            deadline = time.monotonic() + 10
+            while not (note.exists() and note.read_text()):
+                assert time.monotonic() < deadline, "the fake CRIU did not start"
+                time.sleep(0.01)
+            (os.killpg if group else os.kill)(launcher.pid, signal.SIGINT)
+            assert launcher.wait(timeout=10) == -signal.SIGINT
+            assert note.read_text() == "seized detached "
+            assert traced.poll() is None
+        finally:
+            traced.kill()
 
 
 def test_a_listening_phosd_is_seen_without_python(run: Run, environment: dict[str, str]) -> None:
