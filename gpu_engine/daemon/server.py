@@ -7,13 +7,12 @@ import errno
 import logging
 import os
 import re
-import select
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -28,6 +27,7 @@ from phos.gpu_engine.daemon.jobs import Claims, JobTable
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
 from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.paths import hold_folder, keeper_socket
+from phos.gpu_engine.daemon.reaper import Reaper
 from phos.gpu_engine.daemon.session import Session, executable_of
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import (
@@ -90,7 +90,7 @@ class Daemon:
         self._lock = threading.Lock()  # guards _sessions, _restores, _prepared
         self._restoring = threading.Lock()  # held while a restore looks for its processes and registers them
         self._prepared: set[int] = set()
-        self._reaper = _Reaper(self._process_ended)
+        self._reaper = Reaper(self._process_ended)
         self._stopping = threading.Event()
         for session, pid in self._broker.adopt_from_keeper().items():
             self._adopt(session, pid)
@@ -674,66 +674,6 @@ class Daemon:
             )
         status.jobs.extend(self.jobs.report())
         return status
-
-
-class _Reaper:
-    """Notices the end of processes by their pidfds."""
-
-    def __init__(self, ended: Callable[[Session], None]) -> None:
-        self._ended = ended
-        self._lock = threading.Lock()  # guards _watched
-        self._watched: dict[int, tuple[int, Session]] = {}  # pidfd → (pid, session)
-        self._unwanted: set[int] = set()  # of those; closed by the thread that polls them. Guarded by _lock
-        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        threading.Thread(target=self._run, daemon=True, name="reaper").start()
-
-    def watch(self, pid: int, session: Session) -> None:
-        """Report the end of ``pid``; at once if it is gone."""
-        with self._lock:
-            if any(known == (pid, session) for known in self._watched.values()):
-                return
-        try:
-            descriptor = os.pidfd_open(pid)
-        except OSError:
-            self._ended(session)
-            return
-        with self._lock:
-            self._watched[descriptor] = (pid, session)
-        self._wake()
-
-    def forget(self, session: Session) -> None:
-        """Nobody wants to know of this session's end any more."""
-        with self._lock:
-            self._unwanted |= {fd for fd, (_, watched) in self._watched.items() if watched is session}
-        self._wake()
-
-    def _wake(self) -> None:
-        with suppress(BlockingIOError):  # full: it will wake
-            os.write(self._wake_write, b"x")
-
-    def _run(self) -> None:
-        while True:
-            poll = select.poll()
-            poll.register(self._wake_read, select.POLLIN)
-            with self._lock:
-                for descriptor in self._unwanted:
-                    self._watched.pop(descriptor)
-                    os.close(descriptor)
-                self._unwanted = set()
-                for descriptor in self._watched:
-                    poll.register(descriptor, select.POLLIN)
-            for descriptor, _ in poll.poll():
-                if descriptor == self._wake_read:
-                    os.read(self._wake_read, 4096)
-                    continue
-                with self._lock:
-                    _, session = self._watched.pop(descriptor)
-                    self._unwanted.discard(descriptor)
-                os.close(descriptor)
-                try:
-                    self._ended(session)
-                except Exception:
-                    log.exception("The end of process %d", session.pid)
 
 
 def _only(descriptors: list[int]) -> int:

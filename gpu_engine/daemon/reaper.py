@@ -1,0 +1,74 @@
+"""Noticing the end of processes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from phos.gpu_engine.daemon.session import Session
+
+log = logging.getLogger(__name__)
+
+
+class Reaper:
+    """Notices the end of processes by their pidfds."""
+
+    def __init__(self, ended: Callable[[Session], None]) -> None:
+        self._ended = ended
+        self._lock = threading.Lock()  # guards _watched
+        self._watched: dict[int, tuple[int, Session]] = {}  # pidfd → (pid, session)
+        self._unwanted: set[int] = set()  # of those; closed by the thread that polls them. Guarded by _lock
+        self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        threading.Thread(target=self._run, daemon=True, name="reaper").start()
+
+    def watch(self, pid: int, session: Session) -> None:
+        """Report the end of ``pid``; at once if it is gone."""
+        with self._lock:
+            if any(known == (pid, session) for known in self._watched.values()):
+                return
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            self._ended(session)
+            return
+        with self._lock:
+            self._watched[descriptor] = (pid, session)
+        self._wake()
+
+    def forget(self, session: Session) -> None:
+        """Nobody wants to know of this session's end any more."""
+        with self._lock:
+            self._unwanted |= {fd for fd, (_, watched) in self._watched.items() if watched is session}
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(BlockingIOError):  # full: it will wake
+            os.write(self._wake_write, b"x")
+
+    def _run(self) -> None:
+        while True:
+            poll = select.poll()
+            poll.register(self._wake_read, select.POLLIN)
+            with self._lock:
+                for descriptor in self._unwanted:
+                    self._watched.pop(descriptor)
+                    os.close(descriptor)
+                self._unwanted = set()
+                for descriptor in self._watched:
+                    poll.register(descriptor, select.POLLIN)
+            for descriptor, _ in poll.poll():
+                if descriptor == self._wake_read:
+                    os.read(self._wake_read, 4096)
+                    continue
+                with self._lock:
+                    _, session = self._watched.pop(descriptor)
+                    self._unwanted.discard(descriptor)
+                os.close(descriptor)
+                try:
+                    self._ended(session)
+                except Exception:
+                    log.exception("The end of process %d", session.pid)
