@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from rich.console import Console
@@ -25,7 +25,7 @@ json_option = click.option(
 )
 
 
-def refuse(command: str, error: ImageError, as_json: bool) -> None:
+def refuse(command: str, error: ImageError, as_json: bool) -> NoReturn:
     """Say why an image is bad, on stderr, or as JSON on stdout; and end with the image's exit status, 1."""
     if as_json:
         click.echo(json.dumps({"schema": SCHEMA, "complete": False, "error": str(error), "problems": error.problems}))

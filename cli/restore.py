@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from phos.cli.criu import image_directory, run_criu
+from phos.cli.inspect import refuse
 from phos.cli.progress import ImageProgress
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import RestoreFailed
@@ -27,7 +28,7 @@ def restore(image: Path, as_json: bool) -> None:
         with Image.open(directory) as opened:
             pids = [process.pid for process in opened.inventory.processes]
     except ImageError as error:
-        raise RestoreFailed(str(error)) from error
+        refuse("restore", error, as_json)
     client.ensure()
     with ImageProgress(directory, restore=True, quiet=as_json):
         status, errors = run_criu(["restore", "--restore-detached", "--shell-job"], directory, "restore.log")

@@ -20,5 +20,7 @@ def wait(image: Path, restore: bool, timeout: float) -> None:
     state = client.wait_image(image_directory(image, create=False), restore=restore, timeout=timeout)
     if state.state == "unknown" and (image / "phos-commit.img").exists() and not restore:
         return  # made before this phosd was started; inspect and verify say more
+    if state.state == "none":
+        return  # the dump had no GPU part: CRIU's exit is all there is to wait for
     if state.error or state.state not in ("committed", "attached"):
         raise CheckpointFailed(state.error or f"The job on {image} is {state.state}.")

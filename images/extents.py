@@ -93,10 +93,11 @@ class DataFile:
                 self.direct = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT, dir_fd=directory)
 
     def read_direct(self, view: memoryview, offset: int) -> None:
-        """Read what the page cache has from there, the rest past it."""
+        """Read past the page cache.
+
+        Asking the page cache first (RWF_NOWAIT) would start the kernel's read-ahead, and the disk would read twice.
+        """
         done = 0
-        with suppress(OSError):  # nothing there, or a file system that cannot tell; what is really wrong shows below
-            done = os.preadv(self.buffered, [view], offset, os.RWF_NOWAIT) & ~(ALIGNMENT - 1)
         # Whole pages only; a block's odd tail, and memory that is not page-aligned, go through the page cache.
         end = len(view) & ~(ALIGNMENT - 1)
         if address_of(view) % ALIGNMENT == 0:
