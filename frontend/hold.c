@@ -74,7 +74,8 @@ const char *phos_hold_socket(void)
     return socket_path;
 }
 
-static bool start_time_is(pid_t pid, unsigned long long expected)
+/* Whether process pid is the one that started then, and has not ended: one that nobody reaps still has its number. */
+static bool lives_since(pid_t pid, unsigned long long start)
 {
     char path[64], text[1024];
     snprintf(path, sizeof path, "/proc/%d/stat", (int)pid);
@@ -86,15 +87,26 @@ static bool start_time_is(pid_t pid, unsigned long long expected)
         return false;
     text[length] = 0;
     const char *at = strrchr(text, ')'); /* the name before it may hold anything */
+    if (at && at[1] && (at[2] == 'Z' || at[2] == 'X'))
+        return false;
     for (int field = 2; at && field < 22; field++)
         at = strchr(at + 1, ' ');
-    return at && strtoull(at + 1, NULL, 10) == expected;
+    return at && strtoull(at + 1, NULL, 10) == start;
+}
+
+/* A process that has ended and that nobody reaps still takes signals, but has no program. Told without a descriptor. */
+static bool zombie(pid_t pid)
+{
+    char path[64], program[8];
+    snprintf(path, sizeof path, "/proc/%d/exe", (int)pid);
+    return readlink(path, program, sizeof program) < 0 && errno == ENOENT;
 }
 
 enum hold { HOLD_NONE, HOLD_ALIVE, HOLD_DEAD };
 
 static enum hold look(bool thoroughly)
 {
+    static char dead[64]; /* the control thread's alone: a target found dead stays so between thorough looks */
     char target[64];
     ssize_t length = readlink(hold_path, target, sizeof target - 1);
     if (length <= 0)
@@ -104,11 +116,17 @@ static enum hold look(bool thoroughly)
     long pid = strtol(target, &end, 10);
     if (pid <= 0 || *end != ':')
         return HOLD_DEAD;
-    if (kill((pid_t)pid, 0) && errno == ESRCH)
+    if (!strcmp(target, dead))
+        return HOLD_DEAD;
+    int failed = kill((pid_t)pid, 0) ? errno : 0;
+    if (failed == ESRCH || (!failed && zombie((pid_t)pid)))
         return HOLD_DEAD;
     /* A number used again. Reading /proc needs a descriptor for some microseconds, so this is for long waits only, in
      * which CRIU, whose phosd is alive, is not about to freeze us. */
-    return thoroughly && !start_time_is((pid_t)pid, strtoull(end + 1, NULL, 10)) ? HOLD_DEAD : HOLD_ALIVE;
+    if (!thoroughly || lives_since((pid_t)pid, strtoull(end + 1, NULL, 10)))
+        return HOLD_ALIVE;
+    memcpy(dead, target, (size_t)length + 1);
+    return HOLD_DEAD;
 }
 
 static void daemon_exec(void)

@@ -110,20 +110,27 @@ def finish(status: int) -> int:
     return code
 
 
+def bring_back(phosd: str) -> None:
+    """Whatever happened, a process that was detached for this dump is brought back by a phosd that lives."""
+    if os.spawnv(os.P_WAIT, phosd, [phosd, "--ensure"]) != 0:
+        sys.stderr.write("criu: phosd is not running and could not be started; run `phosd --ensure`.\n")
+
+
 def main(argv: list[str]) -> int:
     """See the module's text. Returns CRIU's exit status, or 1 if CRIU succeeded and the GPU's part failed."""
     action, images, phosd, command = argv[1], argv[2], argv[3], argv[4:]
     status, client = run(command, gently=action == "dump")
     if status != 0:
-        # Whatever happened, a process that was detached for this dump is brought back by a phosd that lives.
-        if os.spawnv(os.P_WAIT, phosd, [phosd, "--ensure"]) != 0:
-            sys.stderr.write("criu: phosd is not running and could not be started; run `phosd --ensure`.\n")
+        bring_back(phosd)
         return finish(status)
     if isinstance(client, Exception):
         sys.stderr.write(f"criu: CRIU is done, but the GPU's part cannot be waited for: {client}\n")
         return 1
     sys.argv = ["criu", "wait", images] if action == "dump" else ["criu", "wait", "--restore", images]
-    return 0 if client.main() == 0 else 1  # type: ignore[attr-defined]
+    if client.main() == 0:  # type: ignore[attr-defined]
+        return 0
+    bring_back(phosd)  # it may have died since CRIU was done
+    return 1
 
 
 if __name__ == "__main__":

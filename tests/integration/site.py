@@ -94,6 +94,14 @@ _started: set[int] = set()
 """Pids of Popen objects that have not been waited for; of this process's one thread."""
 
 
+def words(process: psutil.Process) -> list[str]:
+    """A process's command line; nothing if it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
     """Wait for a condition; fail with its description."""
     deadline = time.monotonic() + seconds

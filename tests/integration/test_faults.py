@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.site import Program, Site, wait_until
+from tests.integration.site import Program, Site, wait_until, words
 
 BLOCKS = """
 # GPU memory in many shapes, checked all the time; every word of it is known, so nothing can go wrong unseen.
@@ -547,10 +547,10 @@ def test_tree_that_changes_while_it_is_dumped(site: Site, mode: str) -> None:
         assert "WRONG" not in _text(log)
         assert "ERROR" not in _text(log)
     for process in site.processes():
-        if "family.py" in " ".join(process.cmdline()):
+        if "family.py" in " ".join(words(process)):
             process.kill()
     for process in site.processes():
-        if "blocks.py" in " ".join(process.cmdline()):
+        if "blocks.py" in " ".join(words(process)):
             process.kill()
     wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
     fit_for_the_next(site)

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.site import Program, Site, wait_until
+from tests.integration.site import Program, Site, wait_until, words
 
 OPTIONS = ("--iterations", "60", "--iteration-seconds", "0.03")
 SLOW = {"SOFTGPU_TOGGLE_MS": "300"}
@@ -28,11 +28,8 @@ def criu_processes(site: Site) -> list[int]:
     """The processes of CRIU itself, not its launcher."""
     found = []
     for process in site.processes():
-        try:
-            words = process.cmdline()
-        except psutil.Error:
-            continue  # it has just ended
-        if any(word.endswith("bin/criu") for word in words) and "dump" in words and "python" not in words[0]:
+        command = words(process)
+        if any(word.endswith("bin/criu") for word in command) and "dump" in command and "python" not in command[0]:
             found.append(process.pid)
     return found
 
@@ -93,6 +90,26 @@ def test_phosd_is_killed_while_dumping(site: Site, delay: float) -> None:
     assert program.wait_result() == expected
     whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
     assert whole or status != 0
+
+
+def test_phosd_is_killed_while_all_is_detached_and_nobody_reaps_it(site: Site) -> None:
+    """The frontend notices by itself, without the launcher, that its phosd is no more than a number."""
+    expected = expected_result(site)
+    program = site.example("stencil", *OPTIONS, SOFTGPU_TOGGLE_MS="2000")
+    program.wait_iterations(5)
+    daemon = site.daemon_pid()
+    dump = begin_dump(site, program, site.image(), "--leave-running")
+    hold = site.folder / "run" / "hold"
+    wait_until(lambda: hold.exists() and any(hold.iterdir()), "the detach")
+    for process in (*(p for p in site.processes() if "supervise.py" in " ".join(words(p))), psutil.Process(daemon)):
+        process.kill()
+    for pid in criu_processes(site):
+        os.kill(pid, signal.SIGKILL)
+    dump.wait(60)
+    before = program.iterations()
+    wait_until(lambda: program.iterations() > before, "the program's progress")
+    assert psutil.Process(daemon).status() == psutil.STATUS_ZOMBIE
+    assert program.wait_result() == expected
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.15, 0.3, 0.6])
