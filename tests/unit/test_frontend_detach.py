@@ -187,6 +187,7 @@ def test_application_vmm_comes_back_with_its_access(phosd: FakePhosd) -> None:
         ok(cu.cuMemRelease(h))
     ok(cu.cuMemAddressFree(int(base), 8 * unit))
     say("same")
+    heard()
     """
     with program(phosd, body) as (app, session):
         assert app.line() == "ready"
@@ -196,8 +197,9 @@ def test_application_vmm_comes_back_with_its_access(phosd: FakePhosd) -> None:
             phosd.toggle(session)
         app.tell()
         assert app.line() == "same"
-        app.finish()
         eventually(lambda: not session.blocks)
+        app.tell()
+        app.finish()
 
 
 def test_pinned_memory_is_unpinned_and_pinned_again(phosd: FakePhosd) -> None:
