@@ -75,6 +75,16 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
+def holds_cuda(pid: int) -> bool:
+    """Whether a process has a CUDA context, or, if it is stopped and the driver cannot ask it, may have one."""
+    if is_stopped(pid):
+        try:
+            return "/libcuda.so" in Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        except OSError:
+            return False
+    return driver.checkpoint_state(pid) is not None
+
+
 def checkpoint(pid: int, lock_ms: int) -> None:
     """Lock and checkpoint one process; if that fails the process is left running.
 

@@ -345,6 +345,20 @@ static CUresult ask(int pid, const struct arguments *arguments)
     return result;
 }
 
+/* Whether a tracer holds the process: state 't' in /proc. */
+static bool is_traced(int pid)
+{
+    char path[64], text[512];
+    snprintf(path, sizeof(path), "/proc/%d/stat", pid);
+    FILE *file = fopen(path, "re");
+    if (!file)
+        return false;
+    char *line = fgets(text, sizeof(text), file);
+    fclose(file);
+    char *end = line ? strrchr(line, ')') : NULL; /* the name before it may hold anything */
+    return end && end[1] == ' ' && end[2] == 't';
+}
+
 CUresult softgpu_cuCheckpointProcessGetState(int pid, CUprocessState *state)
 {
     uint64_t address;
@@ -352,6 +366,14 @@ CUresult softgpu_cuCheckpointProcessGetState(int pid, CUprocessState *state)
     if (!state)
         return CUDA_ERROR_INVALID_VALUE;
     CUresult result = find(pid, &address, &box);
+    /*
+     * The real driver asks a thread of the process (580.159.04: a restore in which phosd asked while CRIU still traced the
+     * process never ended), so this answers when the process runs.
+     */
+    while (result == CUDA_SUCCESS && is_traced(pid)) {
+        usleep(1000);
+        result = find(pid, &address, &box);
+    }
     if (result == CUDA_SUCCESS)
         *state = (CUprocessState)box.state;
     return result;

@@ -460,7 +460,7 @@ class Daemon:
                     if s.is_connected or s.machine.state is not SessionState.RUNNING
                 }
             gated = [by_pid[pid] for pid in tree if pid in by_pid]
-            others = [pid for pid in tree if pid not in by_pid and driver.checkpoint_state(pid) is not None]
+            others = [pid for pid in tree if pid not in by_pid and toggle.holds_cuda(pid)]
             late = [pid for pid in others if _has_frontend(pid)]
             if (not late and all(s.table_complete for s in gated)) or time.monotonic() > deadline:
                 break

@@ -109,6 +109,7 @@ class EagerRestore:
         self._ordinals: dict[int, int] = {}
         inventory = self._image.inventory
         self._gated_pids = {process.pid for process in inventory.processes if process.under_frontend}
+        self._image_pids = {process.pid for process in inventory.processes}
         self._waiting_for = len(inventory.processes)
         self.processes = [
             RestoredProcess(
@@ -250,8 +251,12 @@ class EagerRestore:
             self._computes(pid)  # without the frontend nothing else has to come back
 
     def take_task(self, pid: int) -> None:
-        """CRIU's plugin names a task that it is about to let go: bring the driver's part back beside it."""
-        if driver.checkpoint_state(pid) is None:
+        """CRIU's plugin names a task that it is about to let go: bring the driver's part back beside it.
+
+        The plugin, and with it the stopped task, waits for this: no driver call may be made here, because the driver's
+        calls on a process, GetState too, wait until that process runs.
+        """
+        if _namespace_pid(pid) not in self._image_pids:
             return  # a process of the tree that never used CUDA
         try:
             pidfd = os.pidfd_open(pid)
