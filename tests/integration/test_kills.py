@@ -55,7 +55,8 @@ def test_criu_is_killed(site: Site, delay: float) -> None:
     status = dump.wait(60)
     assert program.wait_result() == expected
     whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
-    assert whole == (status == 0)
+    assert whole or status != 0  # killed after the commit, it is whole although the command failed
+    assert (image / "phos-commit.img").exists() == whole
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 0.6])
@@ -128,7 +129,8 @@ def test_application_is_killed_while_dumping(site: Site, delay: float) -> None:
     site.gone(program)
     wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
     whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
-    assert whole == (status == 0)
+    assert whole or status != 0  # killed after the commit, it is whole although the command failed
+    assert (image / "phos-commit.img").exists() == whole
     # phosd is fit for the next one.
     again = site.example("stencil", *OPTIONS)
     again.wait_iterations(3)
