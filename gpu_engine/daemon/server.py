@@ -27,6 +27,7 @@ from phos.gpu_engine.daemon.jobs import Claims, JobTable
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
 from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.paths import hold_folder, keeper_socket
+from phos.gpu_engine.daemon.permissions import may_write
 from phos.gpu_engine.daemon.reaper import Reaper
 from phos.gpu_engine.daemon.session import Session, executable_of
 from phos.gpu_engine.daemon.states import SessionState
@@ -424,7 +425,7 @@ class Daemon:
             raise NoSuchProcess(f"There is no process {root}.")
         if connection.uid not in (0, _uid_of(root)):
             raise NotPermitted(f"User {connection.uid} may not checkpoint process {root} of user {_uid_of(root)}.")
-        if not _may_write(directory, connection.uid, connection.gid):
+        if not may_write(directory, connection.uid, connection.gid):
             # phosd writes with its own rights, and a descriptor opened for reading is no proof of the caller's.
             raise NotPermitted(f"User {connection.uid} may not write to {os.readlink(f'/proc/self/fd/{directory}')}.")
         try:
@@ -697,19 +698,6 @@ def _leaves_alive(criu: int) -> bool:
     except OSError:
         return False
     return any(LEAVE.fullmatch(word) for word in words)
-
-
-def _may_write(directory: int, uid: int, gid: int) -> bool:
-    """Whether a user may make files in a directory, by owner, group and mode; ACLs and further groups do not count."""
-    status = os.fstat(directory)
-    if uid == 0:
-        return True
-    wanted = 0o3  # write and search
-    if status.st_uid == uid:
-        return status.st_mode >> 6 & wanted == wanted
-    if status.st_gid == gid:
-        return status.st_mode >> 3 & wanted == wanted
-    return status.st_mode & wanted == wanted
 
 
 def _uid_of(pid: int) -> int:

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from phos.gpu_engine.installation import load_driver
-
-load_driver("software")
-from phos.gpu_engine.daemon import server  # noqa: E402  (cuda-python is loaded with it)
+from phos.gpu_engine.daemon.permissions import may_write
 
 
 @pytest.mark.parametrize(
@@ -31,6 +28,6 @@ def test_who_may_write(tmp_path: Path, mode: int, uid: int, gid: int, allowed: b
     folder.chmod(mode)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        assert server._may_write(descriptor, uid, gid) is allowed
+        assert may_write(descriptor, uid, gid) is allowed
     finally:
         os.close(descriptor)
