@@ -338,12 +338,12 @@ class StopDump:
             raise CheckpointFailed(self.error)
         self._wait_for_data()
         back = self._bring_back()
+        self._say_if_not_back(back)  # before the commit: who waits for the image looks no further
         try:
             self._complete()
         except CheckpointFailed as error:
             self._withdraw(str(error) + (f" Then: {back}" if back else ""))
             raise CheckpointFailed(self.error) from error
-        self._say_if_not_back(back)
 
     def abandon(self, reason: str) -> None:
         """Give the checkpoint up from wherever it stands, unless it has ended: nobody will call :meth:`finish`."""
