@@ -60,11 +60,11 @@ def _require_cuda(pid: int) -> None:
     load_driver(device_kind())
     import psutil
 
-    from phos.gpu_engine import driver
+    from phos.gpu_engine import driver, toggle
 
     driver.initialise()
     tree = [pid] + [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    if all(driver.checkpoint_state(member) is None for member in tree):
+    if not any(toggle.holds_cuda(member) for member in tree):
         raise NoSuchProcess(
             f"Process {pid} and its children hold no CUDA context: there is no GPU state to save. "
             "Use 'criu dump' for processes without a GPU."
