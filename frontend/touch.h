@@ -1,0 +1,35 @@
+/* What a driver call that is about to be made reads and writes in device memory. The touch_<entry point>() functions
+ * fill this in from the call's arguments; window.c acts on it. Only called while the gate is traced. */
+#pragma once
+#include "access_table.h"
+#include "phos_api.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+struct phos_touch {
+    CUdeviceptr address;
+    size_t size;     /* bytes from address on; 0: the whole allocation that holds it */
+    uint32_t access; /* PHOS_READS | PHOS_WRITES */
+};
+
+#define PHOS_TOUCHES_INLINE 32
+
+struct phos_touches {
+    CUstream stream;        /* where the work is queued, CU_STREAM_PER_THREAD for that one; NULL: the legacy stream */
+    bool nothing;           /* the stream is being captured, or the call does nothing: it passes untraced */
+    uint32_t anything;      /* PHOS_READS | PHOS_WRITES through addresses that cannot be known: all memory */
+    bool host_copy;         /* moves data between host and device: transfers of ours step aside */
+    bool synchronous;       /* returns when the work is done */
+    const char *kernel;     /* for reports: the kernel's name, or the entry point's; NULL: unknown */
+    uint64_t module;        /* the kernel's module, 0: none */
+    uint32_t source;        /* of the kernel's descriptor, as in descriptor.py */
+    size_t count, capacity;
+    struct phos_touch *list; /* inline_list, or allocated */
+    struct phos_touch inline_list[PHOS_TOUCHES_INLINE];
+};
+
+void phos_touches_begin(struct phos_touches *touches, CUstream stream);
+void phos_touches_add(struct phos_touches *touches, CUdeviceptr address, size_t size, uint32_t access);
+void phos_touches_end(struct phos_touches *touches);
