@@ -5,6 +5,14 @@ from __future__ import annotations
 import os
 
 
+def uid_of(pid: int) -> int:
+    """The user that a process runs as; -1 if there is no such process."""
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return -1
+
+
 def may_write(directory: int, uid: int, gid: int) -> bool:
     """Whether a user may make files in a directory, by owner, group and mode; ACLs and further groups do not count."""
     status = os.fstat(directory)

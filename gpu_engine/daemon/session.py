@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 60.0
 """How long a frontend may take for a request that involves no waiting for the GPU."""
 
+UNKNOWN_USER = -1
+"""Of a session whose process has not been restored yet."""
+
 STOPPED_SECONDS = 1.0
 """A process that was stopped for so long will not answer before somebody continues it."""
 

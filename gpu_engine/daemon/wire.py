@@ -77,6 +77,13 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
     return pid, uid, gid
 
 
+def only(descriptors: list[int]) -> int:
+    """The one descriptor that has to come with a request: the image directory's."""
+    if len(descriptors) != 1:
+        raise ProtocolError("A checkpoint or restore needs the descriptor of its image directory.")
+    return descriptors[0]
+
+
 class Connection:
     """A connection whose packets may be sent from several threads."""
 

@@ -20,7 +20,7 @@ from phos.gpu_engine.daemon import keeper
 from phos.gpu_engine.daemon.holds import Holds, start_time
 from phos.gpu_engine.daemon.jobs import REMEMBERED, Claims, JobTable
 from phos.gpu_engine.daemon.keeper_link import HeldBlock, KeeperLink
-from phos.gpu_engine.daemon.server import LEAVE
+from phos.gpu_engine.daemon.serve_dump import LEAVE
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, RestoreFailed, UsageError
 from phos.gpu_engine.restore.eager import match_gpus
 from phos.gpu_engine.stop.dump import Settings

@@ -1,0 +1,88 @@
+"""What the parts of phosd share: its sessions and their memory, the restores and jobs under way, the copier."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from phos.gpu_engine import driver, inventory
+from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.daemon.holds import Holds
+from phos.gpu_engine.daemon.jobs import Claims, JobTable
+from phos.gpu_engine.daemon.keeper_link import KeeperLink
+from phos.gpu_engine.daemon.memory import Broker
+from phos.gpu_engine.daemon.paths import hold_folder, keeper_socket
+from phos.gpu_engine.daemon.reaper import Reaper
+from phos.gpu_engine.daemon.session import Session
+from phos.gpu_engine.errors import PhosError
+from phos.gpu_engine.restore.eager import EagerRestore
+from phos.images.errors import ImageError
+
+log = logging.getLogger(__name__)
+
+RENEWAL_SECONDS = 1.0
+
+
+class Registry:
+    """What the parts of phosd share. ``lock`` guards ``sessions``, ``restores`` and ``prepared``; the rest is safe."""
+
+    def __init__(self, path: Path, versions: inventory.Versions) -> None:
+        self.path = path
+        self.versions = versions
+        self.jobs = JobTable()
+        self.claims = Claims()
+        self.copier = Copier()
+        self.holds = Holds(hold_folder(path))
+        self.broker = Broker(KeeperLink(keeper_socket(path)))
+        self.sessions: dict[bytes, Session] = {}
+        self.restores: dict[bytes, EagerRestore] = {}  # by session, until its process computes again
+        self.prepared: set[int] = set()  # GPUs with a context of ours
+        self.lock = threading.Lock()
+        self.reaper = Reaper(self._process_ended)
+
+    def _process_ended(self, session: Session) -> None:
+        if not session.alive():
+            self.forget(session)
+
+    def forget(self, session: Session) -> None:
+        """A session has ended: let go of its memory and of everything that waits for it."""
+        with self.lock:
+            if self.sessions.get(session.session) is not session:
+                return
+            del self.sessions[session.session]
+            self.restores.pop(session.session, None)
+        self.reaper.forget(session)
+        session.machine.end()
+        self.holds.release(session.session)
+        freed = self.broker.drop_session(session.session)
+        log.info("Process %d has ended; %d bytes of GPU memory let go.", session.pid, freed)
+
+    def renew_if_broken(self) -> None:
+        """After a failed job: phosd's own GPU context may be beyond repair, and with it every later job.
+
+        Only a new process gets a new context, so this one becomes one: applications reconnect, the keeper has their
+        memory. Waits for other jobs to end, and a moment for those who want to know how this one did.
+        """
+        if not (why := driver.broken()):
+            return
+        log.error("phosd starts anew, because its GPU context is lost: %s", why)
+        while True:
+            time.sleep(RENEWAL_SECONDS)
+            with self.lock:
+                restoring = any(job.state in ("loading", "loaded") for job in self.restores.values())
+            if not restoring and not self.claims.any():
+                break
+        logging.shutdown()
+        os.execv(sys.executable, sys.orig_argv)
+
+
+def say_failure(what: str, error: Exception) -> None:
+    """Log why something failed: a sentence where the error is one, else where it came from."""
+    if isinstance(error, (PhosError, ImageError, OSError)):
+        log.error("%s: %s", what, error)
+    else:
+        log.error("%s", what, exc_info=error)

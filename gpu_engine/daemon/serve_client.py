@@ -1,0 +1,114 @@
+"""Questions of ``phos-gpu`` and the launcher: what phosd holds, how far a job is; and the request to end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+
+from phos.gen import wire_pb2
+from phos.gpu_engine import driver
+from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.registry import Registry
+
+
+class ClientServer:
+    """Serves the connections of command-line programs. Each runs in a thread of its own."""
+
+    def __init__(self, registry: Registry, gpus: Sequence[driver.Gpu], stopping: threading.Event) -> None:
+        self._registry = registry
+        self._gpus = gpus
+        self._stopping = stopping
+        self._started = time.time()
+
+    def serve(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
+        """Until the client hangs up."""
+        try:
+            while True:
+                kind = envelope.WhichOneof("body")
+                if kind == "status_request":
+                    connection.reply(envelope.id, status=self._status(connection.uid))
+                elif kind == "wait_image" and descriptors:
+                    self._wait_image(connection, envelope, descriptors[0])
+                elif kind == "shutdown" and connection.uid in (0, os.geteuid()):
+                    connection.reply(envelope.id, done=wire_pb2.Done())
+                    self._stopping.set()
+                    os.kill(os.getpid(), signal.SIGTERM)
+                else:
+                    connection.done(envelope.id, error=f"phosd does not take '{kind}' here.")
+                wire.close_all(descriptors)
+                descriptors = []
+                packet = connection.receive()
+                if packet is None:
+                    return
+                envelope, descriptors = packet
+        finally:
+            wire.close_all(descriptors)
+
+    def _wait_image(self, connection: wire.Connection, envelope: wire_pb2.Envelope, directory: int) -> None:
+        request = envelope.wait_image
+        deadline = time.monotonic() + (request.timeout_s or 3600.0)
+        while True:
+            state = self._registry.jobs.state(directory, "restore" if request.restore else "dump")
+            state.final = state.state in ("unknown", "none", "committed", "failed", "attached")
+            if time.monotonic() > deadline:
+                state.final = True
+                state.error = state.error or f"not complete after {request.timeout_s:.0f} s"
+            if state.final or request.progress:
+                connection.send(wire_pb2.Envelope(id=envelope.id, image_state=state))
+            if state.final:
+                return
+            time.sleep(0.1 if request.progress else 0.005)
+
+    def _status(self, viewer: int) -> wire_pb2.Status:
+        status = wire_pb2.Status(
+            pid=os.getpid(),
+            version=self._registry.versions.phos,
+            mode=self._registry.versions.device_kind,
+            driver_version=self._registry.versions.cuda,
+            since=self._started,
+            ring_bytes=self._registry.copier.ring_bytes,
+        )
+        with self._registry.lock:
+            sessions = list(self._registry.sessions.values())
+        held: dict[int, int] = {}
+        for session in sessions:
+            blocks = session.own_blocks()
+            for block in blocks:
+                held[block.device] = held.get(block.device, 0) + block.size
+            status.processes.append(
+                wire_pb2.Status.Process(
+                    pid=session.pid,
+                    executable=session.executable,
+                    state=session.machine.state.value,
+                    # A session's number opens its memory to the same user's processes: nobody else's business.
+                    session=session.session if viewer in (0, session.uid) else b"",
+                    blocks=len(blocks),
+                    bytes=sum(block.size for block in blocks),
+                    uncarried=[
+                        wire_pb2.Uncarried(kind=u.kind, count=u.count, bytes=u.bytes)
+                        for u in session.uncarried.values()
+                    ],
+                    modules=len(session.modules),
+                    uid=session.uid,
+                    since=session.machine.since,
+                    devices=session.gpu_ordinals(),
+                )
+            )
+        for gpu in self._gpus:
+            with self._registry.lock:
+                prepared = gpu.ordinal in self._registry.prepared
+            status.gpus.append(
+                wire_pb2.Status.Gpu(
+                    ordinal=gpu.ordinal,
+                    uuid=gpu.uuid,
+                    name=gpu.name,
+                    total=gpu.total_memory,
+                    free=driver.context(gpu.ordinal).free_memory() if prepared else 0,
+                    held=held.get(gpu.ordinal, 0),
+                )
+            )
+        status.jobs.extend(self._registry.jobs.report())
+        return status

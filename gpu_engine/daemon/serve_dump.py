@@ -1,0 +1,185 @@
+"""Dumps: what CRIU's plugin asks of phosd from the pause of the GPU processes to the end of CRIU."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+
+from phos.gen import wire_pb2
+from phos.gpu_engine import inventory, toggle
+from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.permissions import may_write, uid_of
+from phos.gpu_engine.daemon.registry import Registry, say_failure
+from phos.gpu_engine.daemon.session import Session, executable_of
+from phos.gpu_engine.daemon.states import SessionState
+from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, PhosError
+from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
+from phos.gpu_engine.stop.dump import Settings, StopDump
+
+log = logging.getLogger(__name__)
+
+REGISTER_SECONDS = 10.0
+"""How long a process with the frontend in it may take to connect to a phosd that has just been started."""
+
+LEAVE = re.compile(r"--leave-(r\w*|s\w*)|-[A-CE-IKNP-VX-Za-npqsu-z]*[Rs].*")
+"""How ``--leave-running`` (-R) and ``--leave-stopped`` (-s) may look on CRIU's command line."""
+
+
+class DumpServer:
+    """Serves the connections of CRIU's plugin while CRIU dumps. Each runs in a thread of its own."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def serve(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
+        """From the plugin's first packet until CRIU's process has ended and the image is whole or given up."""
+        request = envelope.dump_begin
+        with ExitStack() as claim:
+            try:
+                job = self._begin(connection, request, wire.only(descriptors), claim)
+            except Exception as error:
+                say_failure(f"Checkpoint of process {request.pid}", error)
+                connection.done(envelope.id, error=error if str(error) else repr(error))
+                threading.Thread(target=self._registry.renew_if_broken, daemon=True, name="renew").start()
+                return
+            finally:
+                wire.close_all(descriptors)
+            connection.done(envelope.id, warnings=job.warnings() if job else [])
+            result = -1
+            try:
+                result = self._follow_criu(connection, job, kills=not _leaves_alive(connection.pid))
+            except (PhosError, OSError) as error:
+                log.error("Checkpoint of process %d: CRIU's plugin is not to be understood: %s", request.pid, error)
+            # CRIU's process has ended: its tasks are killed, or run.
+            if job:
+                try:
+                    job.finish(result)
+                except CheckpointFailed as error:
+                    log.error("Checkpoint of process %d: %s", request.pid, error)
+                except Exception as error:
+                    log.exception("Checkpoint of process %d", request.pid)
+                    job.abandon(f"The checkpoint failed in an unforeseen way ({error!r}).")
+        if job and job.state == "failed":
+            self._registry.renew_if_broken()
+
+    @staticmethod
+    def _follow_criu(connection: wire.Connection, job: StopDump | None, *, kills: bool) -> int:
+        """Until CRIU's process ends. Returns its result; -1 if it did not say any, or was told to keep the tasks."""
+        result = -1
+        while (packet := connection.receive()) is not None:
+            wire.close_all(packet[1])
+            if packet[0].WhichOneof("body") != "dump_end":
+                connection.done(packet[0].id, error="phosd expects the end of the dump here.")
+                continue
+            result = packet[0].dump_end.result
+            try:
+                if job:
+                    job.criu_ended(result, kills=kills)
+            except CheckpointFailed as error:
+                result = -1
+                connection.done(packet[0].id, error=error)
+            else:
+                connection.done(packet[0].id)
+        return result
+
+    def _begin(
+        self, connection: wire.Connection, request: wire_pb2.DumpBegin, directory: int, claim: ExitStack
+    ) -> StopDump | None:
+        root = request.pid
+        if not psutil.pid_exists(root):
+            raise NoSuchProcess(f"There is no process {root}.")
+        if connection.uid not in (0, uid_of(root)):
+            raise NotPermitted(f"User {connection.uid} may not checkpoint process {root} of user {uid_of(root)}.")
+        if not may_write(directory, connection.uid, connection.gid):
+            # phosd writes with its own rights, and a descriptor opened for reading is no proof of the caller's.
+            raise NotPermitted(f"User {connection.uid} may not write to {os.readlink(f'/proc/self/fd/{directory}')}.")
+        try:
+            gated, foreign = self._find_processes(root)
+        except psutil.NoSuchProcess as error:
+            raise NoSuchProcess(f"Process {root} has ended.") from error
+        if not gated and not foreign:
+            self._registry.jobs.none_for(directory)
+            return None
+        claim.enter_context(self._registry.claims.hold([p.pid for p in gated] + [p.pid for p in foreign]))
+        for session in gated:
+            if session.machine.state is SessionState.LOST:
+                raise CheckpointFailed(
+                    f"The GPU memory of process {session.pid} ({session.executable}) is lost: {session.lost_reason}"
+                )
+            if session.machine.state is not SessionState.RUNNING:
+                raise CheckpointFailed(
+                    f"Process {session.pid} ({session.executable}) is {session.machine.state.value}: "
+                    "another checkpoint or restore of it is under way. Wait for it ('phos-gpu status' shows it)."
+                )
+        versions = dataclasses.replace(self._registry.versions, criu=request.criu_version)
+        path = os.readlink(f"/proc/self/fd/{directory}")
+        job = StopDump(directory, path, gated, foreign, self._registry.copier, Settings.from_environment(), versions)
+        self._registry.jobs.add(directory, job)
+        job.begin(self._registry.broker.borrow, self._describe)
+        return job
+
+    def _find_processes(self, root: int) -> tuple[list[Session], list[ForeignProcess]]:
+        tree = [root] + [child.pid for child in psutil.Process(root).children(recursive=True)]
+        deadline = time.monotonic() + REGISTER_SECONDS
+        while True:
+            with self._registry.lock:
+                by_pid = {
+                    s.pid: s
+                    for s in self._registry.sessions.values()
+                    if s.is_connected or s.machine.state is not SessionState.RUNNING
+                }
+            gated = [by_pid[pid] for pid in tree if pid in by_pid]
+            others = [pid for pid in tree if pid not in by_pid and toggle.holds_cuda(pid)]
+            late = [pid for pid in others if _has_frontend(pid)]
+            if (not late and all(s.table_complete for s in gated)) or time.monotonic() > deadline:
+                break
+            time.sleep(0.02)
+        for pid in late:
+            raise CheckpointFailed(
+                f"Process {pid} ({executable_of(pid)}) runs under PhOS but has not connected to this phosd "
+                f"({self._registry.path}) within {REGISTER_SECONDS:.0f} s. Is it stopped, or was it started "
+                "with another PHOS_SOCKET?"
+            )
+        return gated, [ForeignProcess(pid, executable_of(pid)) for pid in others]
+
+    def _describe(self, process: GatedProcess, detached: Detached) -> inventory.ProcessRecord:
+        arguments, parent = inventory.command_line(process.pid)
+        with self._registry.lock:
+            session = self._registry.sessions.get(process.session)
+        if session is None:
+            raise CheckpointFailed(f"Process {process.pid} ({process.executable}) ended while it was checkpointed.")
+        return inventory.ProcessRecord(
+            pid=process.pid,
+            session=process.session,
+            executable=process.executable,
+            command_line=[wire.sentence(argument) for argument in arguments],
+            parent_pid=parent,
+            detached=detached,
+            own_blocks=process.own_blocks(),
+            modules=session.modules,
+            devices=session.gpu_ordinals(),
+        )
+
+
+def _leaves_alive(criu: int) -> bool:
+    """Whether a CRIU that is dumping will leave its tasks alive. In doubt (an RPC client asked it): it will not."""
+    try:
+        words = Path(f"/proc/{criu}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return False
+    return any(LEAVE.fullmatch(word) for word in words)
+
+
+def _has_frontend(pid: int) -> bool:
+    try:
+        return "libphos.so" in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,125 @@
+"""Restores: what CRIU's plugin asks of phosd until the restored processes compute again, or never will."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+
+from phos.gen import wire_pb2
+from phos.gpu_engine.blocks import Block
+from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.registry import Registry, say_failure
+from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
+from phos.gpu_engine.daemon.states import SessionState
+from phos.gpu_engine.errors import PhosError, RestoreFailed
+from phos.gpu_engine.restore.eager import EagerRestore, RestoredProcess
+
+log = logging.getLogger(__name__)
+
+
+class RestoreServer:
+    """Serves the connections of CRIU's plugin while CRIU restores. Each runs in a thread of its own."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._restoring = threading.Lock()  # held while a restore looks for its processes and registers them
+
+    def serve(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
+        """From the plugin's first packet until the restore has succeeded or failed."""
+        if connection.uid not in (0, os.geteuid()):
+            connection.done(envelope.id, error=f"User {connection.uid} may not restore here.")
+            wire.close_all(descriptors)
+            return
+        try:
+            job = self._begin(wire.only(descriptors))
+        except Exception as error:
+            say_failure("Restore", error)
+            connection.done(envelope.id, error=error if str(error) else repr(error))
+            return
+        finally:
+            wire.close_all(descriptors)
+        connection.done(envelope.id)
+        result: int | None = None
+        try:
+            while (packet := connection.receive()) is not None:
+                wire.close_all(packet[1])
+                kind = packet[0].WhichOneof("body")
+                if kind == "task_restored" and job:
+                    job.take_task(packet[0].task_restored.pid)
+                elif kind == "restore_end":
+                    result = packet[0].restore_end.result
+                # CRIU's log is where a person looks first; CRIU itself may not know why its tasks were killed.
+                connection.done(packet[0].id, error=job.error if job and job.state == "failed" else "")
+        except (PhosError, OSError) as error:
+            log.error("%s: CRIU's plugin is not to be understood: %s", job.path if job else "Restore", error)
+        if job is None:
+            return
+        if result not in (None, 0) or (result is None and not job.pids):
+            job.fail("CRIU failed; its own log says why (restore.log, or what -o names, or the terminal).")
+        job.watch_to_the_end()
+        self._settle(job)
+
+    def _begin(self, directory: int) -> EagerRestore | None:
+        if self._registry.jobs.is_plain_criu(directory):
+            self._registry.jobs.none_for(directory)
+            log.warning("%s holds no GPU part: CRIU restores it alone.", os.readlink(f"/proc/self/fd/{directory}"))
+            return None
+        job = EagerRestore(directory, os.readlink(f"/proc/self/fd/{directory}"), self._registry.copier)
+        with self._restoring:  # two restores of one image at the same moment: one of them finds the other's sessions
+            try:
+                self._refuse_living(job)
+            except BaseException:
+                job.close()
+                raise
+            self._registry.jobs.add(directory, job)
+            try:
+                job.begin(lambda process, blocks: self._register(job, process, blocks))
+            except BaseException as error:
+                job.fail(str(error))
+                job.close()
+                self._settle(job)
+                raise
+        return job
+
+    def _refuse_living(self, job: EagerRestore) -> None:
+        for process in job.processes:
+            with self._registry.lock:
+                existing = self._registry.sessions.get(process.session)
+                restore = self._registry.restores.get(process.session)
+            if existing is None:
+                continue
+            if restore is not None and restore.state in ("loading", "loaded"):
+                raise RestoreFailed(f"The process of this image is being restored already, from {restore.path}.")
+            if existing.alive():
+                raise RestoreFailed(
+                    f"The process of this image still runs as pid {existing.pid} ({existing.executable}). End it first."
+                )
+            self._registry.forget(existing)
+
+    def _register(self, job: EagerRestore, process: RestoredProcess, blocks: list[Block]) -> None:
+        session = Session(
+            process.session,
+            process.pid,
+            UNKNOWN_USER,
+            self._registry.broker,
+            self._registry.holds,
+            SessionState.DETACHED,
+        )
+        session.restored_from(process.message, process.imports)
+        with self._registry.lock:
+            self._registry.sessions[process.session] = session
+            self._registry.restores[process.session] = job
+        for block in blocks:
+            self._registry.broker.add(block, os.getpid())  # the keeper watches phosd until the process exists
+
+    def _settle(self, job: EagerRestore) -> None:
+        """CRIU is gone. Processes of a failed restore are dead: let their memory go."""
+        if job.state == "failed":
+            threading.Thread(target=self._registry.renew_if_broken, daemon=True, name="renew").start()
+            for process in job.processes:
+                with self._registry.lock:
+                    session = self._registry.sessions.get(process.session)
+                    ours = self._registry.restores.get(process.session) is job
+                if session is not None and ours:
+                    self._registry.forget(session)
