@@ -10,6 +10,7 @@ from pathlib import Path
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError
+from phos.gpu_engine.procfs import is_stopped
 
 log = logging.getLogger(__name__)
 
@@ -65,14 +66,6 @@ def wait_for(steps: Iterable[Step], seconds: float) -> list[Step]:
         if left and all(is_stopped(step.pid) for step in left):
             break
     return left
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal (T in /proc) or by whoever traces it (t)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] in ("T", "t")
-    except (OSError, IndexError):
-        return False
 
 
 def holds_cuda(pid: int) -> bool:

@@ -11,14 +11,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-
-def start_time(pid: int) -> int | None:
-    """Field 22 of /proc/PID/stat (clock ticks since boot), or None when there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    return int(stat.rpartition(")")[2].split()[19])
+from phos.gpu_engine.procfs import start_time
 
 
 class Holds:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phos.gen import wire_pb2
-from phos.gpu_engine import driver, inventory, toggle
+from phos.gpu_engine import driver, inventory, procfs, toggle
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.permissions import uid_of
 from phos.gpu_engine.daemon.registry import Registry
@@ -279,7 +279,7 @@ class Daemon:
             return  # it came back meanwhile
         if session.machine.state not in (SessionState.RUNNING, SessionState.QUIESCED):
             return
-        if toggle.is_stopped(session.pid):
+        if procfs.is_stopped(session.pid):
             self._expire_later(session)  # it cannot come back now
             return
         log.info("Process %d has replaced its program, or closed its connection for good.", session.pid)

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gen import wire_pb2
-from phos.gpu_engine import toggle
+from phos.gpu_engine import procfs
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.holds import Holds
@@ -262,7 +262,7 @@ class Session:
             raise CheckpointFailed(f"Process {self.pid} ({self.executable}) has gone away ({error}).") from error
         spent = stopped = 0.0
         while not request.done.wait(slice_ := min(0.1, max(0.001, timeout))):
-            is_stopped = toggle.is_stopped(self.pid)
+            is_stopped = procfs.is_stopped(self.pid)
             stopped = stopped + slice_ if is_stopped else 0.0
             if not (patient and is_stopped):
                 spent += slice_
@@ -470,11 +470,7 @@ class Session:
 
     def alive(self) -> bool:
         """Whether the process still exists (a zombie does not count)."""
-        try:
-            with open(f"/proc/{self.pid}/stat") as file:
-                return file.read().rpartition(")")[2].split()[0] not in ("Z", "X")
-        except OSError:
-            return False
+        return procfs.is_alive(self.pid)
 
     @property
     def is_connected(self) -> bool:

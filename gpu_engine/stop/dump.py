@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from phos.gpu_engine import driver, inventory, toggle
+from phos.gpu_engine import driver, inventory, procfs, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Cancelled, Copier, MappedBlocks, Progress
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, Unresponsive, UsageError
@@ -293,7 +293,7 @@ class StopDump:
         for step in toggle.wait_for(self._toggles.values(), self.settings.checkpoint_timeout):
             raise Unresponsive(
                 f"The driver could not checkpoint process {step.pid}: "
-                + ("it is stopped. Continue it first." if toggle.is_stopped(step.pid) else "it does not answer.")
+                + ("it is stopped. Continue it first." if procfs.is_stopped(step.pid) else "it does not answer.")
             )
         for step in self._toggles.values():
             if step.error is not None:
@@ -450,7 +450,7 @@ class StopDump:
             except PhosError as error:
                 if not process.alive():
                     return
-                if toggle.is_stopped(process.pid):
+                if procfs.is_stopped(process.pid):
                     failures.append(self._not_back(process.pid))
                     return
                 if not isinstance(error, Unresponsive) or time.monotonic() > deadline:
@@ -458,7 +458,7 @@ class StopDump:
                     return
 
     def _not_back(self, pid: int) -> str:
-        if toggle.is_stopped(pid):
+        if procfs.is_stopped(pid):
             self._warnings.append(f"Process {pid} is stopped: its GPU state comes back when it is continued.")
             return ""
         return f"Process {pid} has not come back within {self.settings.return_timeout:.0f} s; phosd goes on trying."

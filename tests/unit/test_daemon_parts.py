@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,14 +15,15 @@ from pathlib import Path
 import pytest
 
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine import driver, toggle
+from phos.gpu_engine import driver, procfs, toggle
 from phos.gpu_engine.copier import Progress
 from phos.gpu_engine.daemon import keeper
-from phos.gpu_engine.daemon.holds import Holds, start_time
+from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.jobs import REMEMBERED, Claims, JobTable
 from phos.gpu_engine.daemon.keeper_link import HeldBlock, KeeperLink
 from phos.gpu_engine.daemon.serve_dump import LEAVE
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, RestoreFailed, UsageError
+from phos.gpu_engine.procfs import is_alive, start_time
 from phos.gpu_engine.restore.eager import match_gpus
 from phos.gpu_engine.stop.dump import Settings
 from phos.gpu_engine.timeline import Timeline
@@ -277,14 +279,14 @@ def test_waiting_ends_when_only_stopped_processes_are_left() -> None:
 
     step = toggle.Step(hang, child.pid)
     os.kill(child.pid, signal.SIGSTOP)
-    wait_until(lambda: toggle.is_stopped(child.pid), "the stop")
+    wait_until(lambda: procfs.is_stopped(child.pid), "the stop")
     began = time.monotonic()
     assert toggle.wait_for([step], 15) == [step]
     assert time.monotonic() - began < 3
     release.set()
     child.kill()
     child.wait()
-    assert not toggle.is_stopped(child.pid)
+    assert not procfs.is_stopped(child.pid)
 
 
 class FakeDriver:
@@ -377,3 +379,25 @@ def test_options_that_leave_tasks_alive(word: str) -> None:
 )
 def test_options_that_do_not(word: str) -> None:
     assert not LEAVE.fullmatch(word)
+
+
+# Processes in /proc.
+
+
+def test_process_with_a_confusing_name(tmp_path: Path) -> None:
+    """The name stands between the pid and the rest, and may look like the rest."""
+    program = tmp_path / ") Z 1 (x"
+    shutil.copy("/bin/sleep", program)
+    child = subprocess.Popen([program, "60"])
+    try:
+        assert is_alive(child.pid)
+        assert not procfs.is_stopped(child.pid)
+        assert (start_time(os.getpid()) or 0) < (start_time(child.pid) or 0)
+        os.kill(child.pid, signal.SIGSTOP)
+        wait_until(lambda: procfs.is_stopped(child.pid), "the stop")
+        assert is_alive(child.pid)
+    finally:
+        child.kill()
+    wait_until(lambda: not is_alive(child.pid), "its end")  # a zombie, until it is waited for
+    child.wait()
+    assert start_time(child.pid) is None

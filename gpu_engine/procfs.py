@@ -1,0 +1,40 @@
+"""What the kernel says of a process in /proc/PID/stat, read in one place (proc_pid_stat(5))."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+# Positions after the program's name, which may itself hold blanks and parentheses: field 3 of the manual is number 0.
+_STATE = 0
+_START_TIME = 19
+
+
+def _fields(pid: int) -> list[str]:
+    """The fields after the program's name; none when there is no such process."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:  # also ESRCH: it ended between opening and reading
+        return []
+    return stat.rpartition(")")[2].split()
+
+
+def state(pid: int) -> str:
+    """One letter (R, S, D, T, t, Z, X, ...); empty when there is no such process."""
+    fields = _fields(pid)
+    return fields[_STATE] if fields else ""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists; a zombie does not count."""
+    return state(pid) not in ("", "Z", "X")
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal (T) or by whoever traces it (t)."""
+    return state(pid) in ("T", "t")
+
+
+def start_time(pid: int) -> int | None:
+    """When it started, in clock ticks since boot: with the pid it names one process for ever. None if there is none."""
+    fields = _fields(pid)
+    return int(fields[_START_TIME]) if len(fields) > _START_TIME else None
