@@ -52,6 +52,7 @@ static void thread_ends(void *record)
     struct phos_thread *self = record;
     self->ends++;
     thread_unlist(self);
+    atomic_store_explicit(&self->traced, 0, memory_order_release);
     atomic_store_explicit(&self->state, PHOS_THREAD_NEW, memory_order_release);
 }
 
@@ -99,7 +100,13 @@ enum phos_gate_answer phos_gate_enter_slow(struct phos_thread *self, uint32_t *b
             atomic_fetch_and(&phos_gate_word, ~(uint32_t)PHOS_GATE_UNBOUND);
             continue;
         }
-        return PHOS_GATE_PASS;
+        if (!(word & PHOS_GATE_TRACED))
+            return PHOS_GATE_PASS;
+        atomic_store_explicit(&self->traced, 1, memory_order_relaxed);
+        atomic_thread_fence(memory_order_seq_cst);
+        if (atomic_load_explicit(&phos_gate_word, memory_order_acquire) & PHOS_GATE_TRACED)
+            return PHOS_GATE_TRACED_PASS;
+        atomic_store_explicit(&self->traced, 0, memory_order_release);
     }
 }
 
@@ -179,6 +186,32 @@ void phos_gate_open(void)
     futex_wake_all(&phos_gate_word);
 }
 
+static bool someone_traced(void)
+{
+    bool found = false;
+    pthread_mutex_lock(&list_lock);
+    for (struct phos_thread *t = list_head.next; t != &list_head && !found; t = t->next)
+        found = t != &phos_self && atomic_load_explicit(&t->traced, memory_order_acquire);
+    pthread_mutex_unlock(&list_lock);
+    return found;
+}
+
+void phos_gate_trace(bool on, void (*pump)(void))
+{
+    if (on) {
+        atomic_fetch_or(&phos_gate_word, PHOS_GATE_TRACED);
+        barrier_everywhere();
+        return;
+    }
+    atomic_fetch_and(&phos_gate_word, ~(uint32_t)PHOS_GATE_TRACED);
+    barrier_everywhere();
+    for (unsigned round = 0; someone_traced(); round++) {
+        if (pump)
+            pump();
+        nanosleep(&(struct timespec){.tv_nsec = round < 50 ? 20000 : 200000}, NULL);
+    }
+}
+
 void phos_gate_lose(void)
 {
     atomic_fetch_or(&phos_gate_word, PHOS_GATE_LOST);
@@ -199,5 +232,6 @@ void phos_gate_forked(void)
         phos_self.next = phos_self.previous = &list_head;
         list_head.next = list_head.previous = &phos_self;
     }
-    atomic_fetch_and(&phos_gate_word, ~(uint32_t)(PHOS_GATE_CLOSED | PHOS_GATE_LOST));
+    phos_gate_untrace_self();
+    atomic_fetch_and(&phos_gate_word, ~(uint32_t)(PHOS_GATE_CLOSED | PHOS_GATE_LOST | PHOS_GATE_TRACED));
 }

@@ -127,6 +127,102 @@ SERVED: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# Entry points that read or write device memory, by the file with their touch_<name>(), which works out what they touch.
+# In the window of a concurrent checkpoint the wrapper calls it, and window.c, before the driver.
+TOUCHED: dict[str, tuple[str, ...]] = {
+    "touch_copy.c": (
+        "cuMemcpy",
+        "cuMemcpyAsync",
+        "cuMemcpyPeer",
+        "cuMemcpyPeerAsync",
+        "cuMemcpyHtoD_v2",
+        "cuMemcpyHtoDAsync_v2",
+        "cuMemcpyDtoH_v2",
+        "cuMemcpyDtoHAsync_v2",
+        "cuMemcpyDtoD_v2",
+        "cuMemcpyDtoDAsync_v2",
+        "cuMemcpyDtoA_v2",
+        "cuMemcpyAtoD_v2",
+        "cuMemcpyHtoA_v2",
+        "cuMemcpyHtoAAsync_v2",
+        "cuMemcpyAtoH_v2",
+        "cuMemcpyAtoHAsync_v2",
+        "cuMemcpyAtoA_v2",
+        "cuMemcpyHtoD",
+        "cuMemcpyHtoDAsync",
+        "cuMemcpyDtoH",
+        "cuMemcpyDtoHAsync",
+        "cuMemcpyDtoD",
+        "cuMemcpyDtoDAsync",
+        "cuMemcpyDtoA",
+        "cuMemcpyAtoD",
+        "cuMemcpyHtoA",
+        "cuMemcpyHtoAAsync",
+        "cuMemcpyAtoH",
+        "cuMemcpyAtoHAsync",
+        "cuMemcpyAtoA",
+        "cuMemcpy2D_v2",
+        "cuMemcpy2DUnaligned_v2",
+        "cuMemcpy2DAsync_v2",
+        "cuMemcpy3D_v2",
+        "cuMemcpy3DAsync_v2",
+        "cuMemcpy2D",
+        "cuMemcpy2DUnaligned",
+        "cuMemcpy2DAsync",
+        "cuMemcpy3D",
+        "cuMemcpy3DAsync",
+        "cuMemcpy3DPeer",
+        "cuMemcpy3DPeerAsync",
+        "cuMemcpyBatchAsync",
+        "cuMemcpyBatchAsync_v2",
+        "cuMemcpy3DBatchAsync",
+        "cuMemcpy3DBatchAsync_v2",
+        "cuMemBatchDecompressAsync",
+    ),
+    "touch_set.c": (
+        "cuMemsetD8_v2",
+        "cuMemsetD16_v2",
+        "cuMemsetD32_v2",
+        "cuMemsetD2D8_v2",
+        "cuMemsetD2D16_v2",
+        "cuMemsetD2D32_v2",
+        "cuMemsetD8Async",
+        "cuMemsetD16Async",
+        "cuMemsetD32Async",
+        "cuMemsetD2D8Async",
+        "cuMemsetD2D16Async",
+        "cuMemsetD2D32Async",
+        "cuMemsetD8",
+        "cuMemsetD16",
+        "cuMemsetD32",
+        "cuMemsetD2D8",
+        "cuMemsetD2D16",
+        "cuMemsetD2D32",
+        "cuStreamWriteValue32",
+        "cuStreamWriteValue32_v2",
+        "cuStreamWriteValue64",
+        "cuStreamWriteValue64_v2",
+        "cuStreamWaitValue32",
+        "cuStreamWaitValue32_v2",
+        "cuStreamWaitValue64",
+        "cuStreamWaitValue64_v2",
+        "cuStreamBatchMemOp",
+        "cuStreamBatchMemOp_v2",
+        "cuMemDiscardBatchAsync",
+        "cuMemDiscardAndPrefetchBatchAsync",
+    ),
+    "touch_launch.c": (
+        "cuLaunchKernel",
+        "cuLaunchKernelEx",
+        "cuLaunchCooperativeKernel",
+        "cuLaunchCooperativeKernelMultiDevice",
+        "cuLaunch",
+        "cuLaunchGrid",
+        "cuLaunchGridAsync",
+        "cuGraphLaunch",
+    ),
+}
+
 # These never pass the gate: they change nothing, and an application asks for them before cuInit.
 UNGATED_SERVED = {"cuInit", "cuGetProcAddress", "cuGetProcAddress_v2"}
 # Never wrapped: pure ones, the driver's private tables, and what only a checkpointing tool calls, on other processes.
@@ -233,32 +329,64 @@ def header(entries: list[Entry]) -> str:
     missing = served - done
     if missing:
         raise ValueError(f"served, but not in the list: {', '.join(sorted(missing))}")
+    touched = {name for group in TOUCHED.values() for name in group}
+    if touched & served:
+        raise ValueError(f"served, and touched as well: {', '.join(sorted(touched & served))}")
+    out.append("\n/* What a call touches. */\nstruct phos_touches;\n")
+    for name in sorted(touched):
+        found = next((e for e in entries if e.symbol == name), None)
+        if found is None:
+            raise ValueError(f"touched, but not in the list: {name}")
+        out.append(f"void touch_{name}(struct phos_touches *touches, {found.declaration});\n")
     return "".join(out)
+
+
+def _explicit(entry: Entry) -> str:
+    """The arguments, the per-thread default stream spelt out."""
+    arguments = [name for _, name in entry.parameters]
+    if entry.stream == "ptsz":
+        for i, (kind, name) in enumerate(entry.parameters):
+            if kind.strip() == "CUstream":
+                arguments[i] = f"phos_per_thread({name})"
+                break
+    return ", ".join(arguments)
 
 
 def _call(entry: Entry, served: set[str]) -> str:
     if entry.base not in served:
         return f"phos_real.{entry.symbol}({entry.arguments})"
-    arguments = [name for _, name in entry.parameters]
-    if entry.stream == "ptsz":
-        position = next(i for i, (kind, _) in enumerate(entry.parameters) if kind.strip() == "CUstream")
-        arguments[position] = f"phos_per_thread({arguments[position]})"
-    return f"serve_{entry.base}({', '.join(arguments)})"
+    return f"serve_{entry.base}({_explicit(entry)})"
+
+
+def _traced(entry: Entry) -> str:
+    """The function behind the wrapper of an entry point in TOUCHED, for a traced gate."""
+    per_thread = "true" if entry.stream in ("ptsz", "ptds") else "false"
+    return (
+        f"static __attribute__((noinline, cold)) CUresult traced_{entry.symbol}({entry.declaration})\n{{\n"
+        f'    HOOK_TRACED(touch_{entry.base}(&touches_, {_explicit(entry)}), {per_thread}, "{entry.symbol}",\n'
+        f"                phos_real.{entry.symbol}({entry.arguments}));\n}}\n\n"
+    )
 
 
 def hooks(entries: list[Entry]) -> str:
     """phos_hooks.inc: one wrapper an entry point, the exported aliases, the version table."""
     served = {name for group in SERVED.values() for name in group}
+    touched = {name for group in TOUCHED.values() for name in group}
     out = [BANNER]
     for e in entries:
         if not e.hooked:
             continue
+        if e.base in touched:
+            out.append(_traced(e))
         out.append(f"static CUresult hook_{e.symbol}({e.declaration})\n{{\n")
         if e.symbol in UNGATED_SERVED:
             out.append(f"    return serve_{e.symbol}({e.arguments});\n")
         elif e.base in served:
             nested = f"phos_real.{e.symbol}({e.arguments})"
             out.append(f"    HOOK_SERVE(API_{e.symbol}, {_call(e, served)}, {nested});\n")
+        elif e.base in touched:
+            traced = f"traced_{e.symbol}({e.arguments})"
+            out.append(f"    HOOK_TOUCH(API_{e.symbol}, {_call(e, served)}, {traced});\n")
         else:
             out.append(f"    HOOK_PASS(API_{e.symbol}, {_call(e, served)});\n")
         out.append(f"}}\nHOOK_EXPORT({e.symbol}, ({e.declaration}));\n\n")
@@ -293,6 +421,8 @@ def python_table(entries: list[Entry]) -> str:
 
 TREATMENT = {
     "served": "served by the frontend itself",
+    "traced": "passes the gate, then goes to the driver; in the window of a concurrent checkpoint, what it touches is "
+    "worked out first",
     "gated": "passes the gate, then goes to the driver",
     "passed": "goes straight to the driver",
 }
@@ -301,10 +431,11 @@ TREATMENT = {
 def docs_page(entries: list[Entry]) -> str:
     """docs/driver-api.md: what happens to each entry point."""
     served = {name for group in SERVED.values() for name in group} | UNGATED_SERVED
-    where = {name: file for file, group in SERVED.items() for name in group}
-    kinds: dict[str, list[Entry]] = {"served": [], "gated": [], "passed": []}
+    where = {name: file for table in (SERVED, TOUCHED) for file, group in table.items() for name in group}
+    kinds: dict[str, list[Entry]] = {"served": [], "traced": [], "gated": [], "passed": []}
     for e in entries:
-        kinds["served" if e.base in served else "gated" if e.hooked else "passed"].append(e)
+        kind = "served" if e.base in served else "traced" if e.base in where else "gated" if e.hooked else "passed"
+        kinds[kind].append(e)
     out = [
         "# The driver's entry points under the frontend\n\n",
         "Generated from `frontend/cuda_api.def` by `frontend/gen_api.py`; do not edit. ",
@@ -312,13 +443,12 @@ def docs_page(entries: list[Entry]) -> str:
         "| | entry points | what happens |\n| --- | ---: | --- |\n",
     ]
     out += [f"| {kind} | {len(rows)} | {TREATMENT[kind]} |\n" for kind, rows in kinds.items()]
-    out.append(
-        "\nAn entry point that is not listed (a newer driver's) goes straight to the driver.\n\n## Served\n\n"
-        "| entry point | since CUDA | code |\n| --- | --- | --- |\n"
-    )
-    for e in kinds["served"]:
-        since = f"{e.since // 1000}.{e.since % 1000 // 10}"
-        out.append(f"| `{e.symbol}` | {since} | `frontend/{where.get(e.base, 'resolve.c')}` |\n")
+    out.append("\nAn entry point that is not listed (a newer driver's) goes straight to the driver.\n")
+    for kind in ("served", "traced"):
+        out.append(f"\n## {kind.capitalize()}\n\n| entry point | since CUDA | code |\n| --- | --- | --- |\n")
+        for e in kinds[kind]:
+            since = f"{e.since // 1000}.{e.since % 1000 // 10}"
+            out.append(f"| `{e.symbol}` | {since} | `frontend/{where.get(e.base, 'resolve.c')}` |\n")
     for kind in ("gated", "passed"):
         out.append(f"\n## {kind.capitalize()}\n\n" + ", ".join(f"`{e.symbol}`" for e in kinds[kind]) + "\n")
     return "".join(out)

@@ -3,6 +3,8 @@
 #include "log.h"
 #include "phos_api.h"
 #include "runtime.h"
+#include "touch.h"
+#include "window.h"
 
 #include <stddef.h>
 
@@ -19,21 +21,56 @@ static CUresult refused(enum phos_gate_answer answer)
 #define HOOK_PASS(entry, call) \
     uint32_t before_; \
     enum phos_gate_answer answer_ = phos_gate_enter(entry, &before_); \
-    if (__builtin_expect(answer_ > PHOS_GATE_NESTED, 0)) \
-        return refused(answer_); \
+    if (__builtin_expect(answer_ > PHOS_GATE_NESTED, 0)) { \
+        if (answer_ > PHOS_GATE_TRACED_PASS) \
+            return refused(answer_); \
+        phos_gate_untrace_self(); /* it may wait for the GPU, which the end of a window must not do for it */ \
+    } \
     CUresult result_ = call; \
     phos_gate_leave(before_); \
     return result_
 
 /* Nested calls go to the driver itself: they are the driver's own business, or made with a lock of ours held. So do
- * calls while the frontend is not serving (before cuInit succeeded; in a forked child; after a failure of ours). */
+ * calls while the frontend is not serving (before cuInit succeeded; in a forked child; after a failure of ours). In a
+ * window they stay marked to their end: memory that comes or goes is the window's business. */
 #define HOOK_SERVE(entry, call, direct) \
     uint32_t before_; \
+    CUresult result_; \
     enum phos_gate_answer answer_ = phos_gate_enter(entry, &before_); \
-    if (__builtin_expect(answer_ > PHOS_GATE_NESTED, 0)) \
-        return refused(answer_); \
-    CUresult result_ = answer_ == PHOS_GATE_PASS && phos_serving() ? call : direct; \
+    if (__builtin_expect(answer_ > PHOS_GATE_NESTED, 0)) { \
+        if (answer_ > PHOS_GATE_TRACED_PASS) \
+            return refused(answer_); \
+        result_ = phos_serving() ? call : direct; \
+        phos_gate_untrace_self(); \
+    } else \
+        result_ = answer_ == PHOS_GATE_PASS && phos_serving() ? call : direct; \
     phos_gate_leave(before_); \
+    return result_
+
+/* What touches device memory. `traced` is a function of its own, out of the way of an open, untraced gate: it has the
+ * list of touches on its stack. */
+#define HOOK_TOUCH(entry, call, traced) \
+    uint32_t before_; \
+    CUresult result_; \
+    enum phos_gate_answer answer_ = phos_gate_enter(entry, &before_); \
+    if (__builtin_expect(answer_ > PHOS_GATE_NESTED, 0)) { \
+        if (answer_ > PHOS_GATE_TRACED_PASS) \
+            return refused(answer_); \
+        result_ = traced; \
+        phos_gate_untrace_self(); \
+    } else \
+        result_ = call; \
+    phos_gate_leave(before_); \
+    return result_
+
+#define HOOK_TRACED(touch, per_thread, name, call) \
+    struct phos_touches touches_; \
+    touch; \
+    phos_touches_complete(&touches_, per_thread, name); \
+    phos_window_before(&touches_); \
+    CUresult result_ = call; \
+    phos_window_after(&touches_, result_); \
+    phos_touches_end(&touches_); \
     return result_
 
 static inline CUstream phos_per_thread(CUstream stream)

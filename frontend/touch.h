@@ -15,6 +15,7 @@ struct phos_touch {
 };
 
 #define PHOS_TOUCHES_INLINE 32
+#define PHOS_SOURCE_NONE 255u
 
 struct phos_touches {
     CUstream stream;        /* where the work is queued, CU_STREAM_PER_THREAD for that one; NULL: the legacy stream */
@@ -24,7 +25,7 @@ struct phos_touches {
     bool synchronous;       /* returns when the work is done */
     const char *kernel;     /* for reports: the kernel's name, or the entry point's; NULL: unknown */
     uint64_t module;        /* the kernel's module, 0: none */
-    uint32_t source;        /* of the kernel's descriptor, as in descriptor.py */
+    uint32_t source;        /* of the kernel's descriptor, as in descriptor.py; PHOS_SOURCE_NONE: not a kernel */
     size_t count, capacity;
     struct phos_touch *list; /* inline_list, or allocated */
     struct phos_touch inline_list[PHOS_TOUCHES_INLINE];
@@ -32,4 +33,7 @@ struct phos_touches {
 
 void phos_touches_begin(struct phos_touches *touches, CUstream stream);
 void phos_touches_add(struct phos_touches *touches, CUdeviceptr address, size_t size, uint32_t access);
+/* After touch_<entry point>(): `per_thread`, the call's stream 0 is the calling thread's own. Sees whether the stream is
+ * being captured. */
+void phos_touches_complete(struct phos_touches *touches, bool per_thread, const char *entry_point);
 void phos_touches_end(struct phos_touches *touches);

@@ -1,7 +1,7 @@
 /* The gate under many threads, built by test_frontend_gate.py with and without ThreadSanitizer, once with membarrier and
  * once without (ThreadSanitizer does not know membarrier, and checks the fenced form).
  *
- * Usage: gate_stress stress|fenced|straggler|exit|fork|overhead. Exit status 0: all is well; else a line says what is not. */
+ * Usage: gate_stress stress|fenced|trace|straggler|exit|fork|overhead [ROUNDS [fenced]]. Exit status 0: all is well; else a line says what is not. */
 #include "gate.h"
 
 #include <pthread.h>
@@ -104,6 +104,57 @@ static void stress(int rounds)
     for (int i = 0; i < THREADS; i++)
         pthread_join(threads[i], NULL);
     check(atomic_load(&passes) > 0, "nobody passed");
+}
+
+/* What a window keeps: touched by traced threads only, plainly by the one that ends the window. */
+static uint64_t window_open;
+static _Atomic uint64_t traced_passes;
+
+static void *trace_work(void *argument)
+{
+    int number = (int)(intptr_t)argument;
+    while (!atomic_load_explicit(&stop, memory_order_relaxed)) {
+        uint32_t before, nested;
+        enum phos_gate_answer answer = phos_gate_enter(50, &before);
+        if (answer == PHOS_GATE_TRACED_PASS) {
+            check(window_open == 1, "a thread was traced without a window");
+            check(phos_gate_enter(51, &nested) == PHOS_GATE_NESTED, "a nested call of a traced one was not seen as nested");
+            phos_gate_leave(nested);
+            touch(&pairs[number]);
+            check(window_open == 1, "a window ended over a traced thread");
+            atomic_fetch_add_explicit(&traced_passes, 1, memory_order_relaxed);
+            phos_gate_untrace_self();
+        } else
+            check(answer == PHOS_GATE_PASS, "an open gate did not let a thread pass");
+        phos_gate_leave(before);
+    }
+    return NULL;
+}
+
+/* Windows begin with the gate closed and end with it open, as threads come and go. */
+static void trace(int rounds)
+{
+    pthread_t threads[THREADS];
+    for (int i = 0; i < THREADS; i++)
+        pthread_create(&threads[i], NULL, trace_work, (void *)(intptr_t)i);
+    struct phos_gate_straggler who;
+    for (int round = 0; round < rounds; round++) {
+        check(phos_gate_close(5000000000u, &who, NULL), "the gate could not be closed");
+        window_open = 1;
+        phos_gate_trace(true, NULL);
+        phos_gate_open();
+        usleep(round % 4 ? 50 : 300);
+        phos_gate_trace(false, NULL);
+        window_open = 0;
+        for (int i = 0; i < THREADS; i++) {
+            pairs[i].second = ~0ull;
+            pairs[i].second = pairs[i].first;
+        }
+    }
+    atomic_store(&stop, true);
+    for (int i = 0; i < THREADS; i++)
+        pthread_join(threads[i], NULL);
+    check(atomic_load(&traced_passes) > 0, "nobody was traced");
 }
 
 static atomic_bool entered, leave_now;
@@ -258,10 +309,12 @@ int main(int count, char **arguments)
     phos_gate_bind = bind;
     phos_gate_init();
     int rounds = count > 2 ? atoi(arguments[2]) : 2000;
-    if (!strcmp(what, "fenced"))
+    if (!strcmp(what, "fenced") || (!strcmp(what, "trace") && count > 3))
         atomic_fetch_or(&phos_gate_word, PHOS_GATE_FENCED);
     if (!strcmp(what, "stress") || !strcmp(what, "fenced"))
         stress(rounds);
+    else if (!strcmp(what, "trace"))
+        trace(rounds);
     else if (!strcmp(what, "straggler"))
         straggler();
     else if (!strcmp(what, "exit"))

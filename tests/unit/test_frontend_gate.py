@@ -40,7 +40,7 @@ def _run(*command: str | Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("scenario", ["stress", "fenced", "straggler", "exit", "fork"])
+@pytest.mark.parametrize("scenario", ["stress", "fenced", "trace", "straggler", "exit", "fork"])
 def test_gate(plain: Path, scenario: str) -> None:
     _run(plain, scenario)
 
@@ -49,6 +49,10 @@ def test_gate(plain: Path, scenario: str) -> None:
 def test_gate_has_no_data_race(sanitized: Path, scenario: str) -> None:
     # Address randomisation of newer kernels is more than this ThreadSanitizer takes.
     _run("setarch", "-R", sanitized, scenario, "300")
+
+
+def test_the_end_of_tracing_has_no_data_race(sanitized: Path) -> None:
+    _run("setarch", "-R", sanitized, "trace", "300", "fenced")
 
 
 def test_an_open_gate_costs_a_few_nanoseconds(plain: Path) -> None:

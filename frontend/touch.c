@@ -1,0 +1,66 @@
+/* Lists of touches. What they mean to a window is window.c's matter. */
+#include "touch.h"
+#include "log.h"
+#include "track.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+void phos_touches_begin(struct phos_touches *touches, CUstream stream)
+{
+    /* Not the whole of it: the inline list is most of its size. */
+    memset(touches, 0, offsetof(struct phos_touches, inline_list));
+    touches->stream = stream;
+    touches->list = touches->inline_list;
+    touches->capacity = PHOS_TOUCHES_INLINE;
+    touches->source = PHOS_SOURCE_NONE;
+}
+
+void phos_touches_add(struct phos_touches *touches, CUdeviceptr address, size_t size, uint32_t access)
+{
+    if (!address || !access)
+        return;
+    if (touches->count == touches->capacity) {
+        size_t capacity = touches->capacity * 2;
+        bool moved = touches->list != touches->inline_list;
+        struct phos_touch *grown = realloc(moved ? touches->list : NULL, capacity * sizeof *grown);
+        if (!grown) { /* more than can be said: then everything */
+            touches->anything |= access;
+            return;
+        }
+        if (!moved)
+            memcpy(grown, touches->inline_list, sizeof touches->inline_list);
+        touches->list = grown;
+        touches->capacity = capacity;
+    }
+    touches->list[touches->count++] = (struct phos_touch){address, size, access};
+}
+
+static bool captured(CUstream stream)
+{
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    /* An error: a capture elsewhere forbids the legacy stream, and so the call as well. */
+    return phos_real.cuStreamIsCapturing(stream, &status) != CUDA_SUCCESS || status != CU_STREAM_CAPTURE_STATUS_NONE;
+}
+
+void phos_touches_complete(struct phos_touches *touches, bool per_thread, const char *entry_point)
+{
+    if (touches->stream == CU_STREAM_LEGACY)
+        touches->stream = NULL;
+    else if (!touches->stream && per_thread)
+        touches->stream = CU_STREAM_PER_THREAD;
+    if (!touches->kernel)
+        touches->kernel = entry_point;
+    if (!touches->count && !touches->anything && !touches->host_copy)
+        touches->nothing = true;
+    else if (phos_captures() && captured(touches->stream))
+        touches->nothing = true;
+}
+
+void phos_touches_end(struct phos_touches *touches)
+{
+    if (touches->list != touches->inline_list)
+        free(touches->list);
+    touches->list = touches->inline_list;
+    touches->count = 0;
+}

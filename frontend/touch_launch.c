@@ -1,0 +1,66 @@
+/* What launches touch. */
+#include "touch_parts.h"
+
+#define ALL (PHOS_READS | PHOS_WRITES)
+
+static void anything(struct phos_touches *touches, CUstream stream)
+{
+    phos_touches_begin(touches, stream);
+    touches->anything = ALL;
+}
+
+void touch_cuLaunchKernel(struct phos_touches *touches, CUfunction function, unsigned int gx, unsigned int gy,
+                          unsigned int gz, unsigned int bx, unsigned int by, unsigned int bz, unsigned int shared,
+                          CUstream stream, void **parameters, void **extra)
+{
+    (void)function, (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared;
+    (void)parameters, (void)extra;
+    anything(touches, stream);
+}
+
+void touch_cuLaunchKernelEx(struct phos_touches *touches, const CUlaunchConfig *config, CUfunction function,
+                            void **parameters, void **extra)
+{
+    (void)function, (void)parameters, (void)extra;
+    anything(touches, config ? config->hStream : NULL);
+}
+
+void touch_cuLaunchCooperativeKernel(struct phos_touches *touches, CUfunction function, unsigned int gx, unsigned int gy,
+                                     unsigned int gz, unsigned int bx, unsigned int by, unsigned int bz,
+                                     unsigned int shared, CUstream stream, void **parameters)
+{
+    touch_cuLaunchKernel(touches, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, NULL);
+}
+
+/* One launch a device, each in a stream of its own; gone from newer drivers. */
+void touch_cuLaunchCooperativeKernelMultiDevice(struct phos_touches *touches, CUDA_LAUNCH_PARAMS_v1 *list,
+                                                unsigned int devices, unsigned int flags)
+{
+    (void)flags;
+    anything(touches, list && devices ? list->hStream : NULL);
+}
+
+/* The arguments were left with the driver, piece by piece. */
+void touch_cuLaunch(struct phos_touches *touches, CUfunction function)
+{
+    (void)function;
+    anything(touches, NULL);
+}
+
+void touch_cuLaunchGrid(struct phos_touches *touches, CUfunction function, int width, int height)
+{
+    (void)function, (void)width, (void)height;
+    anything(touches, NULL);
+}
+
+void touch_cuLaunchGridAsync(struct phos_touches *touches, CUfunction function, int width, int height, CUstream stream)
+{
+    (void)function, (void)width, (void)height;
+    anything(touches, stream);
+}
+
+void touch_cuGraphLaunch(struct phos_touches *touches, CUgraphExec graph, CUstream stream)
+{
+    (void)graph;
+    anything(touches, stream);
+}

@@ -1,0 +1,8 @@
+/* Parts of what calls touch, shared by the calls themselves and by the nodes of graphs. They add to a list that was
+ * begun. */
+#pragma once
+#include "touch.h"
+
+void phos_touch_copy_3d(struct phos_touches *touches, const CUDA_MEMCPY3D *copy);
+void phos_touch_memory_operations(struct phos_touches *touches, const CUstreamBatchMemOpParams *operations,
+                                  unsigned int count);
