@@ -152,7 +152,8 @@ static Envelope *receive_packet(uint64_t id, int timeout_s)
 	}
 }
 
-static int request(Envelope *envelope, int descriptor, const char *what)
+/* Returns 0, or -1 after it has logged why; *gpu_part, unless NULL, becomes what phosd says there is. */
+static int request(Envelope *envelope, int descriptor, const char *what, bool *gpu_part)
 {
 	Envelope *answer;
 	int ret = -1, error;
@@ -180,10 +181,20 @@ static int request(Envelope *envelope, int descriptor, const char *what)
 		pr_err("%s\n", answer->done->error);
 		goto out;
 	}
+	if (gpu_part)
+		*gpu_part = answer->done->gpu_part;
 	ret = 0;
 out:
 	phos__wire__envelope__free_unpacked(answer, NULL);
 	return ret;
+}
+
+/* A variable of CRIU's environment; empty if it is not set. Never changed, whatever protobuf-c's types say. */
+static char *setting(const char *name)
+{
+	char *value = getenv(name);
+
+	return value ? value : "";
 }
 
 int phos_link_dump_begin(int pid)
@@ -191,6 +202,7 @@ int phos_link_dump_begin(int pid)
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__DumpBegin begin = PHOS__WIRE__DUMP_BEGIN__INIT;
 	const char *version = getenv("PHOS_CRIU_VERSION");
+	bool gpu_part = false;
 
 	if (link_.dumping)
 		return 0; /* a child of the root: phosd has seen to the whole tree already */
@@ -198,13 +210,22 @@ int phos_link_dump_begin(int pid)
 		return -1;
 	begin.pid = pid;
 	begin.criu_pid = getpid();
-	if (version)
-		begin.criu_version = (char *)version;
+	begin.criu_version = setting("PHOS_CRIU_VERSION");
+	/* As a person wrote them: phosd knows what has a meaning. */
+	begin.protocol = setting("PHOS_PROTOCOL");
+	cow.pool = setting("PHOS_COW_POOL");
+	cow.validate = setting("PHOS_VALIDATE");
+	cow.prioritise = setting("PHOS_PRIORITISE");
+	begin.cow = &cow;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_DUMP_BEGIN;
 	envelope.dump_begin = &begin;
-	if (request(&envelope, criu_get_image_dir(), "begin the checkpoint"))
+	if (request(&envelope, criu_get_image_dir(), "begin the checkpoint", &gpu_part))
 		return -1;
 	link_.dumping = true;
+	if (gpu_part && add_inventory_plugin && add_inventory_plugin(PHOS_INVENTORY_NAME)) {
+		pr_err("no memory to note in the image that it has a GPU part\n");
+		return -1;
+	}
 	return 0;
 }
 
@@ -218,7 +239,7 @@ int phos_link_dump_end(int result)
 	end.result = result;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_DUMP_END;
 	envelope.dump_end = &end;
-	return request(&envelope, -1, "end the checkpoint");
+	return request(&envelope, -1, "end the checkpoint", NULL);
 }
 
 int phos_link_restore_begin(void)
@@ -231,7 +252,7 @@ int phos_link_restore_begin(void)
 	begin.criu_pid = getpid();
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_RESTORE_BEGIN;
 	envelope.restore_begin = &begin;
-	return request(&envelope, criu_get_image_dir(), "begin the restore");
+	return request(&envelope, criu_get_image_dir(), "begin the restore", NULL);
 }
 
 int phos_link_task_restored(int pid)
@@ -242,7 +263,7 @@ int phos_link_task_restored(int pid)
 	restored.pid = pid;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_RESTORED;
 	envelope.task_restored = &restored;
-	return request(&envelope, -1, "take over a restored task");
+	return request(&envelope, -1, "take over a restored task", NULL);
 }
 
 void phos_link_restore_end(int result)
@@ -255,5 +276,5 @@ void phos_link_restore_end(int result)
 	end.result = result;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_RESTORE_END;
 	envelope.restore_end = &end;
-	(void)request(&envelope, -1, "end the restore");
+	(void)request(&envelope, -1, "end the restore", NULL);
 }

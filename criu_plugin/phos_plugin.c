@@ -15,6 +15,7 @@
 
 #include <errno.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 /* What CRIU exports to its plugins without declaring it in a header (4.1.1: net.c, pstree.c, seize.c). */
@@ -47,6 +48,9 @@ static int phos_plugin_init(int stage)
 		pre_dump = true;
 		return 0;
 	case CR_PLUGIN_STAGE__RESTORE:
+		/* Plain CRIU's images do not name us, nor do ours of before 4.1: phosd looks at the files themselves. */
+		if (check_and_remove_inventory_plugin)
+			check_and_remove_inventory_plugin(PHOS_INVENTORY_PREFIX, strlen(PHOS_INVENTORY_PREFIX));
 		return phos_link_restore_begin();
 	default:
 		return 0;

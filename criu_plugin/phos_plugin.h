@@ -2,6 +2,8 @@
 #define PHOS_PLUGIN_H
 
 #include <criu-plugin.h>
+#include <stdbool.h>
+#include <stddef.h>
 
 /*
  * CRIU's log, exported to its plugins. The header that Debian packages for it (criu-log.h) needs one that is not packaged.
@@ -11,6 +13,18 @@ extern void print_on_level(unsigned int level, const char *format, ...) __attrib
 
 #define pr_err(format, ...) print_on_level(1, "Error: phos: " format, ##__VA_ARGS__)
 #define pr_warn(format, ...) print_on_level(2, "Warn: phos: " format, ##__VA_ARGS__)
+
+/*
+ * CRIU's list of the plugins that an image needs, exported to its plugins without a header (4.1: image.c). CRIU writes it
+ * into inventory.img, and refuses to restore unless plugins have taken everything off it again; the comparison is by prefix.
+ * Weak: a CRIU without the list restores such images without asking.
+ */
+extern int add_inventory_plugin(const char *name) __attribute__((weak));
+extern bool check_and_remove_inventory_plugin(const char *name, size_t size) __attribute__((weak));
+
+/* CRIU shows it as "Missing required plugin: ...", so it says what to do. What comes after the prefix may change. */
+#define PHOS_INVENTORY_PREFIX "phos"
+#define PHOS_INVENTORY_NAME PHOS_INVENTORY_PREFIX " (the image holds GPU memory: restore it with --lib phos)"
 
 /* All return 0, or a negative number after they have logged why. One thread: CRIU calls hooks from its main thread only. */
 int phos_link_dump_begin(int pid);

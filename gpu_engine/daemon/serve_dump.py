@@ -52,7 +52,7 @@ class DumpServer:
                 return
             finally:
                 wire.close_all(descriptors)
-            connection.done(envelope.id, warnings=job.warnings() if job else [])
+            connection.done(envelope.id, warnings=job.warnings() if job else [], gpu_part=job is not None)
             result = -1
             try:
                 result = self._follow_criu(connection, job, kills=not _leaves_alive(connection.pid))

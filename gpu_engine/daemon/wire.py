@@ -104,11 +104,16 @@ class Connection:
         except OSError:
             pass
 
-    def done(self, request_id: int, error: object = "", warnings: Iterable[str] = ()) -> None:
-        """Answer a request that wants no more than to know whether it was carried out."""
+    def done(
+        self, request_id: int, error: object = "", warnings: Iterable[str] = (), *, gpu_part: bool = False
+    ) -> None:
+        """Answer a request that wants no more than to know whether it was carried out.
+
+        ``gpu_part``: of the begin of a dump, that the image will have a part of ours, without which it is useless.
+        """
         said = [sentence(warning)[:500] for warning in warnings]
         kept = said[:50] + ([f"... and {len(said) - 50} more warnings."] if len(said) > 50 else [])
-        self.reply(request_id, done=wire_pb2.Done(error=sentence(error), warnings=kept))
+        self.reply(request_id, done=wire_pb2.Done(error=sentence(error), warnings=kept, gpu_part=gpu_part))
 
     def limit(self, *, receive: float | None = None, send: float | None = None) -> None:
         """How long receiving and sending may block; seconds, 0 for ever. What takes longer raises BlockingIOError."""

@@ -62,6 +62,37 @@ def test_plain_process_goes_through_criu_alone(site: Site) -> None:
     wait_until(program.alive, "the restored sleep")
 
 
+def test_plain_criu_restores_what_has_no_gpu_part(site: Site) -> None:
+    program = site.start("sleep", "1000", under=False)
+    image = site.image()
+    site.dump(program, image)
+    site.run("criu", "restore", "-d", "-D", str(image), "-o", "restore.log", "-v4")
+    wait_until(program.alive, "the restored sleep")
+
+
+def test_plain_criu_refuses_what_has_a_gpu_part(site: Site) -> None:
+    """It would bring back processes whose GPU memory is nowhere."""
+    program, image, expected = dumped(site)
+    result = site.run("criu", "restore", "-d", "-D", str(image), "-o", "plain.log", "-v4", check=False)
+    assert result.returncode != 0
+    assert "Missing required plugin: phos" in (image / "plain.log").read_text()
+    assert "--lib phos" in site.errors(image / "plain.log")
+    assert not program.alive()
+    site.restore(image)
+    assert program.wait_result() == expected
+
+
+def test_plain_criu_refuses_what_the_driver_saved(site: Site) -> None:
+    """Without the frontend the driver puts GPU memory into the process's own pages; phosd brings it back all the same."""
+    program = site.example("stencil", *ENDLESS, under=False)
+    program.wait_iterations(3)
+    image = site.image()
+    site.dump(program, image)
+    result = site.run("criu", "restore", "-d", "-D", str(image), "-o", "plain.log", "-v4", check=False)
+    assert result.returncode != 0
+    assert "Missing required plugin: phos" in (image / "plain.log").read_text()
+
+
 def test_image_directory_not_empty(site: Site) -> None:
     program = endless(site)
     image = site.image()
