@@ -1,0 +1,54 @@
+"""Parameter layouts from PTX text, for modules of which nothing else could be read. Data flow is ptx_flow's."""
+
+from __future__ import annotations
+
+import re
+
+from phos.gpu_engine.spec.descriptor import Parameter
+from phos.gpu_engine.spec.errors import SpecError
+
+MAX_PARAMETER_BYTES = 1 << 16
+
+_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+_ENTRY = re.compile(r"\.entry\s+([A-Za-z_$%][\w$]*)\s*(\(([^()]*)\))?")
+_PARAMETER = re.compile(
+    r"""\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?
+        \.(?P<type>[busf]\d+|pred|texref|samplerref|surfref)
+        (?:\s+\.ptr(?:\s+\.(?:const|global|local|shared|generic|param))?(?:\s+\.align\s+\d+)?)?
+        \s+[A-Za-z_$%][\w$]*\s*(?:\[\s*(?P<count>\d+)\s*\])?\s*""",
+    re.VERBOSE,
+)
+_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
+
+
+def is_ptx(text: bytes) -> bool:
+    """Whether this looks like PTX: the directive that has to come first is there."""
+    return b".version" in text[: 1 << 16]
+
+
+def layouts(text: str) -> dict[str, tuple[Parameter, ...]]:
+    """The parameters of each kernel in a PTX module: PTX ISA, "Kernel Function Parameters". Raises SpecError."""
+    return {
+        match.group(1): _parameters(match.group(1), match.group(3) or "")
+        for match in _ENTRY.finditer(_COMMENT.sub(" ", text))
+    }
+
+
+def _parameters(kernel: str, text: str) -> tuple[Parameter, ...]:
+    found = []
+    offset = 0
+    for declared in filter(None, (part.strip() for part in text.split(","))):
+        match = _PARAMETER.fullmatch(declared)
+        if match is None:
+            raise SpecError(
+                f'PTX declares a parameter of kernel {kernel} in a form that is not known: "{declared[:80]}".'
+            )
+        unit = _BYTES.get(match["type"].lstrip("busf"), 8)  # references to textures and surfaces are handles
+        size = unit * int(match["count"] or 1)
+        align = max(int(match["align"] or unit), 1)
+        offset = -(-offset // align) * align
+        if offset + size > MAX_PARAMETER_BYTES:
+            raise SpecError(f"PTX declares more than {MAX_PARAMETER_BYTES} bytes of parameters for kernel {kernel}.")
+        found.append(Parameter(offset, size))
+        offset += size
+    return tuple(found)
