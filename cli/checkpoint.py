@@ -3,39 +3,68 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
 import click
+import psutil
 
 from phos.cli.criu import image_directory, needs_shell_job, run_criu
 from phos.cli.progress import ImageProgress
+from phos.gpu_engine import configuration
+from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.daemon import client
-from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess
+from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, UsageError
 from phos.gpu_engine.installation import device_kind, load_driver
+from phos.gpu_engine.timeline import stall_seconds
 
 
 @click.command()
 @click.argument("pid", type=int)
 @click.argument("image", type=click.Path(path_type=Path))
 @click.option("--leave-running", is_flag=True, help="Let the processes run on; otherwise they are ended.")
-@click.option("--protocol", type=click.Choice(["stop"]), default="stop", show_default=True)
+@click.option(
+    "--protocol",
+    type=click.Choice(configuration.PROTOCOLS),
+    default=None,
+    help="stop: the processes stand still until their GPU memory is copied; cow: only until the copy has begun. "
+    "Default: PHOS_PROTOCOL, the configuration file, else cow with --leave-running and stop without.",
+)
+@click.option("--pool", metavar="SIZE", help="GPU memory for shadows (cow), for example 256M. Default: PHOS_COW_POOL.")
+@click.option("--no-validate", is_flag=True, help="Do not look for wrong guesses (cow): a shorter stall.")
+@click.option("--no-prioritise", is_flag=True, help="Do not let copies of the application go first (cow).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def checkpoint(pid: int, image: Path, leave_running: bool, protocol: str, as_json: bool) -> None:
+def checkpoint(
+    pid: int,
+    image: Path,
+    leave_running: bool,
+    protocol: str | None,
+    pool: str | None,
+    no_validate: bool,
+    no_prioritise: bool,
+    as_json: bool,
+) -> None:
     """Dump process PID, its children and their GPU memory into the directory IMAGE (made if missing).
 
     On any failure the processes run on as before and IMAGE is left without a part of ours.
     """
-    del protocol  # the one there is
     began = time.perf_counter()
+    chosen = choose_protocol(protocol, leave_running=leave_running)
+    settings = {"PHOS_PROTOCOL": chosen}
+    settings |= {"PHOS_COW_POOL": pool} if pool else {}
+    settings |= {"PHOS_VALIDATE": "off"} if no_validate else {}
+    settings |= {"PHOS_PRIORITISE": "off"} if no_prioritise else {}
+    os.environ.update(settings)  # CRIU hands them to its plugin, and that to phosd
+    CowSettings.from_environment()  # says what has no meaning before anything is done
     arguments = ["dump", "-t", str(pid)]
     if needs_shell_job(pid):
         arguments.append("--shell-job")
     if leave_running:
         arguments.append("--leave-running")
+    client.ensure()
     _require_cuda(pid)
     directory = image_directory(image, create=True)
-    client.ensure()
     with ImageProgress(directory, restore=False, quiet=as_json):
         status, errors = run_criu(arguments, directory, "dump.log")
     if status != 0:
@@ -46,24 +75,49 @@ def checkpoint(pid: int, image: Path, leave_running: bool, protocol: str, as_jso
     seconds = time.perf_counter() - began
     warnings = list(client.wait_image(directory).warnings)
     if as_json:
-        click.echo(
-            json.dumps({"pid": pid, "image": str(directory), "seconds": round(seconds, 4), "warnings": warnings})
-        )
+        result: dict[str, object] = {"pid": pid, "image": str(directory), "protocol": chosen}
+        result |= {"seconds": round(seconds, 4), "stall": _stall(directory), "warnings": warnings}
+        click.echo(json.dumps(result))
     else:
         for line in warnings:
             click.echo(f"Warning: {line}", err=True)
         click.echo(f"Process {pid} is in {directory} ({seconds:.2f} s); 'phos-gpu inspect {directory}' shows what is.")
 
 
+def choose_protocol(asked: str | None, *, leave_running: bool) -> str:
+    """The protocol: what was asked for, else what the environment or the configuration file says, else what fits.
+
+    Raises:
+        UsageError: there is no such protocol, or the configuration file has no meaning.
+    """
+    configuration.fill_environment()
+    chosen = asked or os.environ.get("PHOS_PROTOCOL") or ("cow" if leave_running else "stop")
+    if chosen not in configuration.PROTOCOLS:
+        raise UsageError(f"PHOS_PROTOCOL={chosen}: the protocols are {' and '.join(configuration.PROTOCOLS)}.")
+    return chosen
+
+
+def _stall(directory: Path) -> float | None:
+    """For how many seconds the processes stood still; None if phosd does not know (any more)."""
+    where = os.path.realpath(directory)
+    for job in reversed(client.status().jobs):
+        if job.kind == "dump" and job.image == where:
+            return round(stall_seconds(job.phases), 4)
+    return None
+
+
 def _require_cuda(pid: int) -> None:
     """A process without CUDA is a mistake here (plain 'criu dump' takes it)."""
+    try:
+        tree = [pid] + [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess as error:
+        raise NoSuchProcess(f"There is no process {pid}.") from error
+    if {process.pid for process in client.status().processes} & set(tree):
+        return  # phosd knows; asking the driver costs half a second
     load_driver(device_kind())
-    import psutil
-
     from phos.gpu_engine import driver, toggle
 
     driver.initialise()
-    tree = [pid] + [child.pid for child in psutil.Process(pid).children(recursive=True)]
     if not any(toggle.holds_cuda(member) for member in tree):
         raise NoSuchProcess(
             f"Process {pid} and its children hold no CUDA context: there is no GPU state to save. "

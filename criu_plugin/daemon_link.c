@@ -201,7 +201,7 @@ int phos_link_dump_begin(int pid)
 {
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__DumpBegin begin = PHOS__WIRE__DUMP_BEGIN__INIT;
-	const char *version = getenv("PHOS_CRIU_VERSION");
+	Phos__Wire__CowOptions cow = PHOS__WIRE__COW_OPTIONS__INIT;
 	bool gpu_part = false;
 
 	if (link_.dumping)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,35 @@ class Phase:
     start: float
     seconds: float
     concurrent: bool
+
+
+class TimedPhase(Protocol):
+    """A phase: of a timeline, or as phosd's status reports it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def start(self) -> float: ...
+    @property
+    def seconds(self) -> float: ...
+
+
+STALL_BEGINS = ("quiesce", "detach", "driver checkpoint")
+"""The first of these that a checkpoint has: before it the processes compute."""
+
+STALL_ENDS = ("attach", "driver restore", "CRIU freeze and dump")
+"""The first of these that a checkpoint has: after it the processes compute again."""
+
+
+def stall_seconds(phases: Iterable[TimedPhase]) -> float:
+    """For how long a checkpoint let its processes stand still, in seconds; 0 if its phases do not tell."""
+    spans: dict[str, tuple[float, float]] = {}
+    for phase in phases:  # a checkpoint that was made anew has phases twice: it stalled from the first to the last
+        begin, end = spans.get(phase.name, (phase.start, 0.0))
+        spans[phase.name] = (min(begin, phase.start), max(end, phase.start + phase.seconds))
+    begins = next((spans[name][0] for name in STALL_BEGINS if name in spans), None)
+    ends = next((spans[name][1] for name in STALL_ENDS if name in spans), None)
+    return 0.0 if begins is None or ends is None else max(0.0, ends - begins)
 
 
 class Timeline:

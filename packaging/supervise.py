@@ -116,9 +116,25 @@ def bring_back(phosd: str) -> None:
         sys.stderr.write("criu: phosd is not running and could not be started; run `phosd --ensure`.\n")
 
 
+def configure() -> str:
+    """Take from the configuration file, where there is one, what the environment leaves open. Returns what is wrong."""
+    if not os.environ.get("PHOS_CONFIG") and not os.path.exists("/etc/phos/phos.toml"):
+        return ""  # the usual case, in which nothing is imported
+    try:
+        from phos.gpu_engine import configuration
+
+        configuration.fill_environment()
+    except Exception as error:
+        return str(error)
+    return ""
+
+
 def main(argv: list[str]) -> int:
     """See the module's text. Returns CRIU's exit status, or 1 if CRIU succeeded and the GPU's part failed."""
     action, images, phosd, command = argv[1], argv[2], argv[3], argv[4:]
+    if action == "dump" and (problem := configure()):
+        sys.stderr.write(f"criu: {problem}\n")
+        return 1
     status, client = run(command, gently=action == "dump")
     if status != 0:
         bring_back(phosd)

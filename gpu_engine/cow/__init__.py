@@ -1,0 +1,1 @@
+"""Concurrent checkpoints by copy-on-write."""
