@@ -193,12 +193,18 @@ static bool block_import(struct phos_block *block, int descriptor, struct phos_e
     return true;
 }
 
-/* What phosd never got would be gone with its last handle. */
-static bool all_given(struct phos_error *error)
+/* What phosd never got would be gone with its last handle; what the driver has too would be two after the restore. */
+static bool all_movable(struct phos_error *error)
 {
-    for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
+    for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next) {
+        if (b->bound)
+            return phos_fail(error, CUDA_SUCCESS,
+                             "block %llu is part of a sparse array or a multicast object, which cannot be checkpointed; "
+                             "for NCCL's, start the program with NCCL_NVLS_ENABLE=0",
+                             (unsigned long long)b->id);
         if (!b->given && !b->owner_block)
             return phos_fail(error, CUDA_SUCCESS, "block %llu could not be exported to phosd", (unsigned long long)b->id);
+    }
     return true;
 }
 
@@ -246,7 +252,7 @@ bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct p
     bool entered = enter_context();
     PHOS_LOCKED(&phos_memory_lock);
     uint64_t start = now_ns();
-    if (!all_given(error)) {
+    if (!all_movable(error)) {
         leave_context(entered);
         return false;
     }

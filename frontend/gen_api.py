@@ -46,6 +46,7 @@ SERVED: dict[str, tuple[str, ...]] = {
         "cuMemAddressReserve",
         "cuMemAddressFree",
         "cuMulticastBindMem",
+        "cuMulticastBindAddr",
         "cuMemMapArrayAsync",
     ),
     "pool.c": (

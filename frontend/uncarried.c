@@ -11,7 +11,7 @@ const char *const phos_uncarried_names[PHOS_UNCARRIED_KINDS] = {
     [PHOS_UNCARRIED_EXTERNAL] = "external",   [PHOS_UNCARRIED_DEVICE] = "device",
     [PHOS_UNCARRIED_VMM] = "vmm",             [PHOS_UNCARRIED_HOST] = "pinned-host",
     [PHOS_UNCARRIED_POOL] = "pool",           [PHOS_UNCARRIED_IPC] = "ipc",
-    [PHOS_UNCARRIED_IPC_EVENT] = "ipc-event",
+    [PHOS_UNCARRIED_IPC_EVENT] = "ipc-event", [PHOS_UNCARRIED_HOST_VMM] = "host-vmm",
 };
 
 static struct {

@@ -28,10 +28,12 @@ static struct phos_block *block_of(CUmemGenericAllocationHandle handle)
 CUresult serve_cuMemCreate(CUmemGenericAllocationHandle_v1 *handle, size_t size, const CUmemAllocationProp_v1 *prop,
                            unsigned long long flags)
 {
-    bool plain = handle && prop && phos_policy.carry_device && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED &&
+    /* Memory on the host (HOST, HOST_NUMA, ...) would come back from an image as a GPU's. */
+    bool on_device = prop && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+    bool plain = handle && on_device && phos_policy.carry_device && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED &&
                  !(prop->requestedHandleTypes & ~(unsigned)CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) &&
                  prop->allocFlags.usage == 0;
-    if (plain && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE &&
+    if (plain &&
         (prop->location.id < 0 || prop->location.id >= phos_device_count || !phos_devices[prop->location.id].carried))
         plain = false;
     if (plain) {
@@ -47,7 +49,7 @@ CUresult serve_cuMemCreate(CUmemGenericAllocationHandle_v1 *handle, size_t size,
     }
     CUresult result = phos_real.cuMemCreate(handle, size, prop, flags);
     if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_VMM, 1, (int64_t)size);
+        phos_uncarried_add(on_device ? PHOS_UNCARRIED_VMM : PHOS_UNCARRIED_HOST_VMM, 1, (int64_t)size);
     return result;
 }
 
@@ -190,7 +192,12 @@ CUresult serve_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle_v1 *h
     return result;
 }
 
-/* ---- handles inside other calls ---- */
+/* ---- memory behind objects of the driver's own ----
+ *
+ * A sparse array or a multicast object refers to physical memory by itself, and the driver saves and restores it by itself:
+ * after that it would refer to a copy, and the block to another. Nothing tells which block a later unmap or unbind is
+ * about, so a block that was ever bound keeps its process from being detached until it is freed; then what is left of it is
+ * the driver's alone. */
 
 CUresult serve_cuMulticastBindMem(CUmemGenericAllocationHandle_v1 multicast, size_t multicast_offset,
                                   CUmemGenericAllocationHandle_v1 memory, size_t offset, size_t size,
@@ -198,7 +205,27 @@ CUresult serve_cuMulticastBindMem(CUmemGenericAllocationHandle_v1 multicast, siz
 {
     PHOS_LOCKED(&phos_memory_lock);
     struct phos_block *block = block_of(memory);
-    return phos_real.cuMulticastBindMem(multicast, multicast_offset, block ? block->handle : memory, offset, size, flags);
+    CUresult result =
+        phos_real.cuMulticastBindMem(multicast, multicast_offset, block ? block->handle : memory, offset, size, flags);
+    if (result == CUDA_SUCCESS && block)
+        block->bound = true;
+    return result;
+}
+
+CUresult serve_cuMulticastBindAddr(CUmemGenericAllocationHandle_v1 multicast, size_t multicast_offset, CUdeviceptr_v2 memory,
+                                   size_t size, unsigned long long flags)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    CUresult result = phos_real.cuMulticastBindAddr(multicast, multicast_offset, memory, size, flags);
+    if (result != CUDA_SUCCESS)
+        return result;
+    for (size_t at = phos_ranges_first(&phos_mappings, memory); at < phos_mappings.count; at++) {
+        struct phos_mapping *mapping = (struct phos_mapping *)phos_mappings.items[at];
+        if (mapping->range.address >= memory + size)
+            break;
+        mapping->block->bound = true;
+    }
+    return result;
 }
 
 CUresult serve_cuMemMapArrayAsync(CUarrayMapInfo_v1 *list, unsigned int count, CUstream stream)
@@ -215,5 +242,12 @@ CUresult serve_cuMemMapArrayAsync(CUarrayMapInfo_v1 *list, unsigned int count, C
         if (block)
             copy[i].memHandle.memHandle = block->handle;
     }
-    return phos_real.cuMemMapArrayAsync(copy, count, stream);
+    CUresult result = phos_real.cuMemMapArrayAsync(copy, count, stream);
+    for (unsigned int i = 0; i < count; i++) {
+        struct phos_block *block = block_of(list[i].memHandle.memHandle);
+        /* Also after an error: some of the list may have been mapped. */
+        if (block && list[i].memOperationType == CU_MEM_OPERATION_TYPE_MAP)
+            block->bound = true;
+    }
+    return result;
 }

@@ -672,6 +672,34 @@ def test_a_quiesce_waits_for_a_capture_to_end(phosd: FakePhosd) -> None:
         app.finish()
 
 
+def test_vmm_memory_on_the_host_stays_with_the_driver(phosd: FakePhosd) -> None:
+    body = """
+    start()
+    properties = cu.CUmemAllocationProp()
+    properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_HOST_NUMA
+    size = 2 << 20
+    pointer = ok(cu.cuMemAddressReserve(size, 0, 0, 0))
+    ok(cu.cuMemMap(pointer, size, 0, ok(cu.cuMemCreate(size, properties, 0)), 0))
+    access = cu.CUmemAccessDesc()
+    access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    ok(cu.cuMemSetAccess(pointer, size, [access], 1))
+    fill(pointer, size, 7)
+    say("ready")
+    heard()
+    say(read(pointer, size) == bytes([7]) * size)
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        eventually(lambda: session.uncarried.get("host-vmm") == (1, 2 << 20))
+        assert not session.blocks
+        phosd.toggle(session)
+        app.tell()
+        assert app.line() == "True"
+        app.finish()
+
+
 def test_managed_memory_and_arrays_are_reported(phosd: FakePhosd) -> None:
     body = """
     start()

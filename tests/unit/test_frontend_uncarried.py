@@ -24,3 +24,20 @@ def test_arrays_and_memory_nodes_are_counted_with_their_sizes(tmp_path: Path) ->
     subprocess.run(["gcc", *flags, *folders, "-o", program, *sources], check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
+
+
+OBJECTS = [*sorted((BUILD / "obj/frontend").glob("*.o")), BUILD / "obj/gen/wire.pb-c.o"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.skipif(not ((CUDA / "cuda.h").exists() and OBJECTS[-1].exists()), reason="not built")
+def test_memory_on_the_host_and_behind_the_drivers_objects(tmp_path: Path) -> None:
+    """The one stays with the driver and is counted; the other must not be detached, for nothing could bind it again."""
+    program = tmp_path / "vmm_cases"
+    flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    folders = [f"-I{ROOT / 'frontend'}", f"-I{GENERATED.parent}", "-isystem", str(CUDA)]
+    source = ROOT / "tests/unit/vmm_cases.c"
+    libraries = ["-l:libprotobuf-c.a", "-ldl"]
+    subprocess.run(["gcc", *flags, *folders, "-o", program, source, *OBJECTS, *libraries], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr

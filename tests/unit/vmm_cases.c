@@ -1,0 +1,190 @@
+/* vmm.c and detach.c over a driver of this file's own: what must stay with the driver, and what must not be taken from it. */
+#include "blocks.h"
+#include "detach.h"
+#include "runtime.h"
+#include "track.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MiB ((size_t)1 << 20)
+#define MULTICAST 77
+static CUmemGenericAllocationHandle last_handle = 100, seen_handle;
+static CUresult array_result;
+
+static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *properties,
+                       unsigned long long flags)
+{
+    (void)size, (void)properties, (void)flags;
+    *handle = ++last_handle;
+    return CUDA_SUCCESS;
+}
+
+static CUresult release(CUmemGenericAllocationHandle handle)
+{
+    return handle > 100 && handle <= last_handle ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult map(CUdeviceptr at, size_t size, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags)
+{
+    (void)at, (void)size, (void)offset, (void)handle, (void)flags;
+    return CUDA_SUCCESS;
+}
+
+static CUresult unmap(CUdeviceptr at, size_t size)
+{
+    (void)at, (void)size;
+    return CUDA_SUCCESS;
+}
+
+static CUresult bind_memory(CUmemGenericAllocationHandle multicast, size_t at, CUmemGenericAllocationHandle memory,
+                            size_t offset, size_t size, unsigned long long flags)
+{
+    (void)at, (void)offset, (void)size, (void)flags;
+    seen_handle = memory;
+    return multicast == MULTICAST ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult bind_address(CUmemGenericAllocationHandle multicast, size_t at, CUdeviceptr memory, size_t size,
+                             unsigned long long flags)
+{
+    (void)at, (void)memory, (void)size, (void)flags;
+    return multicast == MULTICAST ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult map_array(CUarrayMapInfo *list, unsigned int count, CUstream stream)
+{
+    (void)stream;
+    seen_handle = list[count - 1].memHandle.memHandle;
+    return array_result;
+}
+
+static CUresult refuse_primary(CUdevice device, unsigned int *flags, int *active)
+{
+    (void)device, (void)flags;
+    *active = 0;
+    return CUDA_SUCCESS;
+}
+
+static void check(bool good, const char *what, int line)
+{
+    if (good)
+        return;
+    fprintf(stderr, "line %d: not so: %s\n", line, what);
+    exit(1);
+}
+#define CHECK(condition) check(condition, #condition, __LINE__)
+
+static CUmemGenericAllocationHandle made(CUmemLocationType type, int device)
+{
+    CUmemAllocationProp properties = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {type, device}};
+    CUmemGenericAllocationHandle handle;
+    CHECK(serve_cuMemCreate(&handle, 2 * MiB, &properties, 0) == CUDA_SUCCESS);
+    return handle;
+}
+
+static struct phos_block *newest(void)
+{
+    return phos_blocks.previous == &phos_blocks ? NULL : phos_blocks.previous;
+}
+
+/* Whether phos_detach refuses, and says why. Nothing is mapped, so that refusing is all it can do wrong. */
+static bool refused(void)
+{
+    struct phos_detached done = {0};
+    struct phos_error error = {0};
+    for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
+        b->given = true;
+    bool detached = phos_detach(false, false, NULL, &done, &error);
+    CHECK(detached == !error.text[0]);
+    if (!detached)
+        CHECK(strstr(error.text, "sparse array or a multicast object"));
+    return !detached;
+}
+
+/* A block that was carried and given back leaves nothing. */
+static void freed(CUmemGenericAllocationHandle handle)
+{
+    CHECK(serve_cuMemRelease(handle) == CUDA_SUCCESS);
+    CHECK(!newest());
+}
+
+static void on_the_host(void)
+{
+    static const CUmemLocationType kinds[] = {CU_MEM_LOCATION_TYPE_HOST, CU_MEM_LOCATION_TYPE_HOST_NUMA,
+                                              CU_MEM_LOCATION_TYPE_HOST_NUMA_CURRENT};
+    uint64_t count, bytes;
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
+        CUmemGenericAllocationHandle handle = made(kinds[i], 0);
+        CHECK(handle == last_handle); /* the driver's own */
+        CHECK(!newest());
+        phos_uncarried_get(PHOS_UNCARRIED_HOST_VMM, &count, &bytes);
+        CHECK(count == i + 1 && bytes == 2 * MiB * (i + 1));
+    }
+    phos_uncarried_get(PHOS_UNCARRIED_VMM, &count, &bytes);
+    CHECK(count == 0);
+}
+
+static void multicast(void)
+{
+    CUmemGenericAllocationHandle handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
+    CHECK(handle != last_handle && newest());
+    CHECK(serve_cuMulticastBindMem(MULTICAST + 1, 0, handle, 0, 2 * MiB, 0) == CUDA_ERROR_INVALID_VALUE);
+    CHECK(!newest()->bound);
+    CHECK(serve_cuMulticastBindMem(MULTICAST, 0, handle, 0, 2 * MiB, 0) == CUDA_SUCCESS);
+    CHECK(seen_handle == last_handle && newest()->bound);
+    CHECK(refused());
+    freed(handle);
+
+    handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
+    CUmemGenericAllocationHandle other = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
+    CUdeviceptr at = 0x7000000000;
+    CHECK(serve_cuMemMap(at, 2 * MiB, 0, handle, 0) == CUDA_SUCCESS);
+    CHECK(serve_cuMemMap(at + 2 * MiB, 2 * MiB, 0, other, 0) == CUDA_SUCCESS);
+    CHECK(serve_cuMulticastBindAddr(MULTICAST + 1, 0, at, 2 * MiB, 0) == CUDA_ERROR_INVALID_VALUE);
+    CHECK(!newest()->bound && !newest()->previous->bound);
+    CHECK(serve_cuMulticastBindAddr(MULTICAST, 0, at, 2 * MiB, 0) == CUDA_SUCCESS);
+    CHECK(!newest()->bound && newest()->previous->bound);
+    CHECK(refused());
+    CHECK(serve_cuMemUnmap(at, 4 * MiB) == CUDA_SUCCESS);
+    CHECK(serve_cuMemRelease(other) == CUDA_SUCCESS);
+    freed(handle);
+}
+
+static void sparse(void)
+{
+    CUmemGenericAllocationHandle handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
+    CUarrayMapInfo list[2] = {{.memOperationType = CU_MEM_OPERATION_TYPE_UNMAP},
+                              {.memOperationType = CU_MEM_OPERATION_TYPE_UNMAP}};
+    list[1].memHandle.memHandle = handle;
+    CHECK(serve_cuMemMapArrayAsync(list, 2, NULL) == CUDA_SUCCESS);
+    CHECK(seen_handle == last_handle && list[1].memHandle.memHandle == handle && !newest()->bound);
+    list[1].memOperationType = CU_MEM_OPERATION_TYPE_MAP;
+    array_result = CUDA_ERROR_UNKNOWN; /* the first may have been mapped */
+    CHECK(serve_cuMemMapArrayAsync(list, 2, NULL) == CUDA_ERROR_UNKNOWN);
+    CHECK(newest()->bound && refused());
+    freed(handle);
+}
+
+int main(void)
+{
+    phos_real.cuMemCreate = create;
+    phos_real.cuMemRelease = release;
+    phos_real.cuMemMap = map;
+    phos_real.cuMemUnmap = unmap;
+    phos_real.cuMulticastBindMem = bind_memory;
+    phos_real.cuMulticastBindAddr = bind_address;
+    phos_real.cuMemMapArrayAsync = map_array;
+    phos_real.cuDevicePrimaryCtxGetState = refuse_primary;
+    phos_policy.carry_device = true;
+    phos_device_count = 1;
+    phos_devices[0] = (struct phos_device){.granularity = 2 * MiB, .carried = true};
+    on_the_host();
+    multicast();
+    sparse();
+    CUmemGenericAllocationHandle handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
+    CHECK(!refused()); /* last: now it is detached */
+    (void)handle;
+    return 0;
+}
