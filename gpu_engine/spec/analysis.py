@@ -144,3 +144,14 @@ def _optional(name: str) -> ModuleType | None:
     except Exception:
         log.warning("The source of descriptors %s cannot be used.", name, exc_info=True)
         return None
+
+
+def tools() -> str:
+    """Which optional sources can be used here: what was found without one is worth another try once it is there."""
+    usable = []
+    for name in ("names", "ptx_flow", "sass_flow"):
+        module = _optional(name)
+        if module is not None:
+            describe_tools = getattr(module, "tools", None)
+            usable.append(f"{name}:{describe_tools()}" if describe_tools is not None else name)
+    return " ".join(usable)

@@ -1,0 +1,169 @@
+"""Descriptors kept on disk, one file for each module's content, so that a module is analysed once on a machine.
+
+A file is ``<hash>.json`` in the cache folder: 16 bytes xxh3_128 of what follows, then JSON. The hash in the name covers
+the module's bytes, the GPU's capability, and the sources of the analyser itself: another version looks for other files.
+Writers replace files by rename, so readers see whole ones; of two writers the later one's kernels stay. A file that is
+torn, changed, or somebody else's is ignored and rewritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Field, FieldKind, Parameter, Source
+from phos.gpu_engine.spec.errors import SpecError
+from phos.gpu_engine.spec.fatbin import Buffer
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 256 << 20
+"""The cache's size is brought below this whenever a file is written."""
+MAX_FILE_BYTES = 64 << 20
+SUFFIX = ".json"
+_CHECKSUM_BYTES = 16
+
+
+def encode(found: AccessDescriptor) -> list[Any]:
+    """A descriptor as JSON can hold it."""
+    return [
+        found.kernel,
+        [[p.offset, p.size] for p in found.parameters],
+        [[f.offset, f.size, int(f.access), int(f.kind)] for f in found.fields],
+        int(found.indirect),
+        int(found.source),
+    ]
+
+
+def decode(data: Any) -> AccessDescriptor:
+    """The descriptor that :func:`encode` wrote. Raises SpecError for anything else."""
+    try:
+        kernel, parameters, fields, indirect, source = data
+        found = AccessDescriptor(
+            kernel,
+            tuple(Parameter(_number(offset), _number(size)) for offset, size in parameters),
+            tuple(Field(_number(o), _number(s), Access(a), FieldKind(k)) for o, s, a, k in fields),
+            Access(indirect),
+            Source(source),
+        )
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"This is no access descriptor: {error}.") from None
+    if not isinstance(kernel, str):
+        raise SpecError("This is no access descriptor: its kernel has no name.")
+    return found
+
+
+def _number(value: Any) -> int:
+    if not isinstance(value, int) or not 0 <= value < 1 << 32:
+        raise ValueError(f"{value!r} is no number of bytes")
+    return value
+
+
+@cache
+def analyser_version() -> bytes:
+    """A hash of the analyser's own sources: what another version wrote may be wrong, or worse than could be had now."""
+    folder = Path(__file__).parent
+    digest = xxhash.xxh3_128()
+    for source in sorted([*folder.glob("*.py"), *folder.parent.glob("ptx_instrument/*.py")]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.digest()
+
+
+def default_folder() -> Path:
+    """``PHOS_CACHE``, or the system's cache folder for root, or one's own."""
+    named = os.environ.get("PHOS_CACHE")
+    if named:
+        return Path(named)
+    if os.geteuid() == 0:
+        return Path("/var/cache/phos")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phos"
+
+
+class Cache:
+    """The cache in one folder. Every failure to read or write is logged once and otherwise means: not cached."""
+
+    def __init__(self, folder: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
+        self.folder = folder or default_folder()
+        self.max_bytes = max_bytes
+        self._complained = False
+
+    def key(self, image: Buffer, capability: int, tools: str = "") -> str:
+        """The name under which a module's descriptors are kept. ``tools``: what else decides what can be found out."""
+        digest = xxhash.xxh3_128(analyser_version())
+        digest.update(f"{capability} {tools}\0".encode())
+        digest.update(image)
+        return digest.hexdigest()
+
+    def load(self, key: str) -> dict[str, AccessDescriptor]:
+        """The descriptors kept under a key; none where there is no such file, or one that cannot be trusted."""
+        path = self.folder / (key + SUFFIX)
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                about = os.fstat(file.fileno())
+                if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_size > MAX_FILE_BYTES:
+                    return {}
+                data = file.read(MAX_FILE_BYTES)
+        except OSError:
+            return {}
+        if xxhash.xxh3_128_digest(data[_CHECKSUM_BYTES:]) != data[:_CHECKSUM_BYTES]:
+            return {}
+        try:
+            found = [decode(item) for item in json.loads(data[_CHECKSUM_BYTES:])]
+        except (SpecError, ValueError, TypeError, RecursionError):
+            return {}
+        with contextlib.suppress(OSError):
+            os.utime(path)  # for the order of eviction
+        return {item.kernel: item for item in found}
+
+    def store(self, key: str, descriptors: Iterable[AccessDescriptor]) -> None:
+        """Keep descriptors under a key, in place of what was there."""
+        body = json.dumps([encode(item) for item in descriptors], separators=(",", ":")).encode()
+        data = xxhash.xxh3_128_digest(body) + body
+        if len(data) > min(MAX_FILE_BYTES, self.max_bytes):
+            return
+        temporary = None
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # No fsync: after a crash of the machine a torn file is one that its checksum gives away.
+            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".part", delete=False) as file:
+                temporary = file.name
+                file.write(data)
+            os.replace(temporary, self.folder / (key + SUFFIX))
+            temporary = None
+            self._evict()
+        except OSError as error:
+            if not self._complained:
+                log.warning("Descriptors are not cached: %s.", error)
+                self._complained = True
+        finally:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+
+    def _evict(self) -> None:
+        """Delete the files longest unused until the rest fits. Half-written ones of dead writers go with them."""
+        files = []
+        with os.scandir(self.folder) as listing:
+            for item in listing:
+                with contextlib.suppress(OSError):  # another writer was faster
+                    if item.name.endswith((SUFFIX, ".part")) and item.is_file(follow_symlinks=False):
+                        about = item.stat(follow_symlinks=False)
+                        files.append((about.st_mtime_ns, about.st_size, item.path))
+        total = sum(size for _, size, _ in files)
+        for _, size, path in sorted(files):
+            if total <= self.max_bytes:
+                break
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            total -= size

@@ -1,0 +1,151 @@
+"""Analyses modules for phosd: ``python -m phos.gpu_engine.spec.worker PARENT``, started by worker_link.py.
+
+It reads requests from its standard input and answers on its standard output (frames.py), one module at a time, at low
+priority. Its input is what applications load, so it expects to crash: phosd starts another one. It ends with phosd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import queue
+import resource
+import signal
+import stat
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from phos.gpu_engine.spec import analysis, fatbin, frames
+from phos.gpu_engine.spec.cache import Cache, encode
+from phos.gpu_engine.spec.errors import SpecError
+from phos.gpu_engine.spec.fatbin import Buffer
+
+log = logging.getLogger(__name__)
+
+NICE = 10
+MEMORY_LIMIT = 8 << 30
+"""Bytes of address space. A module may be a part of a library of 2 GB, which is mapped as a whole."""
+SMALL_MODULE = 256 << 10
+"""Bytes. Smaller modules are analysed at once, not kernel by kernel: the next kernel asked for is then in the cache."""
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parent = int(sys.argv[1])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    incoming, outgoing = _private_pipes()
+    _restrain(parent)
+    requests: queue.SimpleQueue[frames.Message] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(incoming, requests), daemon=True).start()
+    cache = Cache()
+    while True:
+        header, body = requests.get()
+        # The default action of SIGALRM ends the process even inside a library that does not let Python run.
+        signal.alarm(int(header.get("limit", 60)) + 5)
+        _serve(header, body, cache, outgoing)
+        signal.alarm(0)
+
+
+def _private_pipes() -> tuple[int, int]:
+    """Move the pipes away from descriptors 0 and 1, where a library's careless print would write into messages."""
+    incoming, outgoing = os.dup(0), os.dup(1)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return incoming, outgoing
+
+
+def _restrain(parent: int) -> None:
+    # Sent when the *thread* that started us ends; in phosd that one lives as long as its speculator.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(0)  # it ended before we asked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at phosd's terminal: phosd decides
+    os.nice(NICE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is in force already
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+
+
+def _read(incoming: int, requests: queue.SimpleQueue[frames.Message]) -> None:
+    """Take requests from the pipe, so that its end is noticed also during an analysis."""
+    assembler = frames.Assembler()
+    try:
+        while piece := os.read(incoming, 1 << 20):
+            for message in assembler.feed(piece):
+                requests.put(message)
+    finally:
+        os._exit(0)
+
+
+def _serve(header: dict[str, Any], body: bytes, cache: Cache, outgoing: int) -> None:
+    def answer(stage: str, descriptors: analysis.Descriptors, error: str = "") -> None:
+        encoded = [encode(item) for item in descriptors.values()]
+        reply = {"id": header["id"], "stage": stage, "descriptors": encoded, "error": error}
+        for part in frames.pack(reply):
+            _write(outgoing, part)
+
+    try:
+        with _image(header, body) as image:
+            answer("done", _analyse(image, header, cache, lambda partly: answer("partly", partly)))
+    except (SpecError, OSError) as error:
+        answer("done", {}, str(error))
+    except Exception as error:
+        log.warning("The analysis of a module failed.", exc_info=True)
+        answer("done", {}, f"The analysis failed: {type(error).__name__} {error}.")
+
+
+def _analyse(image: Buffer, header: dict[str, Any], cache: Cache, progress: analysis.Progress) -> analysis.Descriptors:
+    kernels, capability = set(header["kernels"]), int(header["capability"])
+    key = cache.key(image, capability, analysis.tools())
+    known = cache.load(key)
+    if kernels - known.keys():
+        wanted = None if len(image) <= SMALL_MODULE else kernels - known.keys()
+        found = analysis.describe(image, capability, wanted, progress)
+        if found.keys() - known.keys():
+            known.update(found)
+            cache.store(key, known.values())
+    return {name: known[name] for name in kernels & known.keys()}
+
+
+@contextlib.contextmanager
+def _image(header: dict[str, Any], body: bytes) -> Iterator[Buffer]:
+    """The module's bytes: those sent along, or a part of a file, which is mapped and not read."""
+    if "path" not in header:
+        yield body
+        return
+    path, offset, size = str(header["path"]), int(header["offset"]), int(header["size"])
+    # The path is an application's: it may be a pipe that never delivers, or a terminal.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode):
+            raise SpecError(f"{path} is no regular file.")
+        if not 0 <= offset < about.st_size:
+            raise SpecError(f"{path} has {about.st_size} bytes; a module was said to be at offset {offset}.")
+        mapping = mmap.mmap(descriptor, about.st_size, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE)
+    finally:
+        os.close(descriptor)
+    view = memoryview(mapping)[offset:]
+    if size:
+        view = view[:size]
+    if fatbin.is_container(view):
+        view = view[: fatbin.container_size(view)]
+    yield view
+    # The mapping goes with its last view: descriptors of a failed analysis may still be held by a traceback.
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+if __name__ == "__main__":
+    main()
