@@ -43,7 +43,7 @@ GEN_API := $(wildcard frontend/gen_api.py)
 GEN_STUBS := $(wildcard softgpu/gen_stubs.py)
 GENERATED := $(if $(GEN_API),$(GEN)/api.stamp) $(if $(GEN_STUBS),$(GEN)/stubs.stamp)
 
-.PHONY: help build frontend softgpu plugin gen check lint fresh test test-gpu hostile bench docs clean
+.PHONY: help build frontend softgpu plugin gen sdk check lint fresh test test-gpu hostile bench docs clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -51,11 +51,17 @@ GENERATED := $(if $(GEN_API),$(GEN)/api.stamp) $(if $(GEN_STUBS),$(GEN)/stubs.st
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-build: frontend softgpu plugin gen ## everything native, and everything generated
+build: frontend softgpu plugin gen sdk ## everything native, and everything generated
 
 frontend: $(FRONTEND) ## libphos.so, preloaded into applications
 softgpu: $(SOFTGPU) ## the software GPU, a libcuda.so.1 for machines without one
 plugin: $(PLUGIN) ## phos_plugin.so, loaded by CRIU
+
+sdk: $(BUILD)/sdk/phos/__init__.py ## what programs import as phos
+
+$(BUILD)/sdk/phos/__init__.py: phos/__init__.py
+	@mkdir -p $(@D)
+	cp $< $@
 
 # ---- generated sources ----------------------------------------------------------------------------------------------
 

@@ -349,6 +349,8 @@ install_files() {
     local place=put
     [ -z "$dev" ] || [ "$mode" = bundle ] || place=put_link
     $place "$source/build/lib/libphos.so" "$home/lib/libphos.so"
+    put "$source/include/phos.h" "$home/include/phos.h"
+    put "$source/phos/__init__.py" "$home/sdk/phos/__init__.py"
     $place "$source/build/softgpu/libcuda.so.1" "$home/softgpu/libcuda.so.1"
     ln -sf libcuda.so.1 "$home/softgpu/libcuda.so"
     # CRIU loads every library of this folder, and the first plugin that answers a hook ends the chain: ours alone.

@@ -13,6 +13,7 @@
 #include "memory.h"
 #include "pool.h"
 #include "runtime.h"
+#include "sdk.h"
 #include "tell.h"
 #include "track.h"
 #include "wire_link.h"
@@ -298,6 +299,8 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
     else if (!attach_error.text[0] && phos_attach(attach->blocks, &done.map_ns, &done.undo_ns, &attach_error)) {
         state = PHOS__WIRE__GATE_STATE__QUIESCED;
         phos_tell_known();
+        if (attach->restored)
+            phos_sdk_restored();
     }
     struct phos_error error = attach_error;
     attach_error = (struct phos_error){0};
@@ -359,6 +362,9 @@ static bool on_packet(struct phos_packet *packet)
         return on_open(e->id);
     case PHOS__WIRE__ENVELOPE__BODY_TOKEN_RESOLVED:
         phos_tell_answer(packet);
+        return true;
+    case PHOS__WIRE__ENVELOPE__BODY_CHECKPOINT_RESULT:
+        phos_sdk_result(e->checkpoint_result);
         return true;
     case PHOS__WIRE__ENVELOPE__BODY_DONE:
         phos_tell_settled(e->id);

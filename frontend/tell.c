@@ -10,6 +10,7 @@
 #include "log.h"
 #include "module.h"
 #include "runtime.h"
+#include "sdk.h"
 #include "track.h"
 
 #include <errno.h>
@@ -313,7 +314,7 @@ void phos_tell_again(void)
 /* Everything there is to tell. `now`: totals too, however recent the last report. */
 bool phos_tell_all(bool now)
 {
-    if (!phos_ask_all())
+    if (!phos_ask_all() || !phos_sdk_tell())
         return false;
     if (phos_exiting()) /* the driver may be going away: no more calls to it */
         return true;
@@ -397,6 +398,7 @@ bool phos_tell_begin(Phos__Wire__GateState state)
     uncarried_told = 0;
     phos_modules_untell();
     phos_ask_again();
+    phos_sdk_again();
     return ok;
 }
 
@@ -425,4 +427,5 @@ void phos_tell_forked(void)
     connection = 0;
     pthread_cond_init(&settle_changed, NULL);
     phos_ask_forked();
+    phos_sdk_forked();
 }

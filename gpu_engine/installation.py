@@ -35,6 +35,12 @@ def frontend_library() -> Path:
     return _existing(home() / "lib" / "libphos.so")
 
 
+def sdk_folder() -> Path | None:
+    """The folder that holds ``phos`` as programs import it, and nothing else; None if this installation has none."""
+    folder = home() / "sdk"
+    return folder if (folder / "phos" / "__init__.py").exists() else None
+
+
 def software_gpu_folder() -> Path:
     """The folder with the software GPU's libcuda.so.1.
 
@@ -85,6 +91,9 @@ def application_environment(kind: str, socket: Path) -> dict[str, str]:
     if kind == "software":
         path = os.environ.get("LD_LIBRARY_PATH", "")
         environment["LD_LIBRARY_PATH"] = f"{software_gpu_folder()}{':' + path if path else ''}"
+    if sdk := sdk_folder():  # last: a phos of the program's own environment comes first
+        path = os.environ.get("PYTHONPATH", "")
+        environment["PYTHONPATH"] = f"{path + ':' if path else ''}{sdk}"
     # How a detached frontend starts a new phosd when the old one has been killed.
     environment["PHOS_DAEMON_COMMAND"] = f"{launcher('phosd')} --ensure --socket {socket}"
     return environment

@@ -47,6 +47,11 @@ class Claims:
         with self._lock:
             return bool(self._claimed)
 
+    def has(self, pids: Iterable[int]) -> bool:
+        """Whether a checkpoint has one of these processes."""
+        with self._lock:
+            return not self._claimed.isdisjoint(pids)
+
     @contextmanager
     def hold(self, pids: Iterable[int]) -> Iterator[None]:
         """Claim processes for the time of the block.

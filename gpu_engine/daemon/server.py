@@ -14,6 +14,7 @@ from phos.gpu_engine import driver, inventory, procfs, toggle
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.permissions import uid_of
 from phos.gpu_engine.daemon.registry import Registry
+from phos.gpu_engine.daemon.requests import Requests
 from phos.gpu_engine.daemon.serve_client import ClientServer
 from phos.gpu_engine.daemon.serve_dump import DumpServer
 from phos.gpu_engine.daemon.serve_restore import RestoreServer
@@ -49,6 +50,7 @@ class Daemon:
         self._registry = Registry(path, versions)
         self._dumps = DumpServer(self._registry)
         self._restores = RestoreServer(self._registry)
+        self._requests = Requests(self._registry)
         self._stopping = threading.Event()
         self._clients = ClientServer(self._registry, self.gpus, self._stopping)
         self._ordinals = {bytes.fromhex(g.uuid.removeprefix("GPU-").replace("-", "")): g.ordinal for g in self.gpus}
@@ -161,7 +163,8 @@ class Daemon:
             threading.Thread(target=self._attach, args=(session,), daemon=True).start()
         try:
             while (packet := connection.receive()) is not None:
-                session.handle(*packet)
+                if not self._requests.take(session, connection, *packet):
+                    session.handle(*packet)
         finally:
             session.disconnected(connection)
             if session.machine.state in (SessionState.RUNNING, SessionState.QUIESCED):

@@ -71,6 +71,7 @@ class Session:
         self.attach_failures = 0  # in a row
         self.announced_blocks = 0
         self._seen: set[int] | None = None  # the blocks registered over this connection, until the table is whole
+        self._from_image = False  # restored, and not attached yet
         self._unheld: set[int] = set()  # blocks without a descriptor: to unmap them would be to lose them
         self._granted: set[BlockKey] = set()  # blocks of others that the image says this process maps
         self._ordinals: dict[int, int] = {}  # the process's numbering of GPUs → phosd's
@@ -441,7 +442,8 @@ class Session:
                 )
         finally:
             wire.close_all(block.descriptor for block in borrowed)
-        answer, extra = self._call(ANSWER_SECONDS, patient=True, attach=wire_pb2.Attach(blocks=len(numbers)))
+        attach = wire_pb2.Attach(blocks=len(numbers), restored=self._from_image)
+        answer, extra = self._call(ANSWER_SECONDS, patient=True, attach=attach)
         wire.close_all(extra)
         done = answer.attach_done
         if done.error:
@@ -449,7 +451,13 @@ class Session:
         _, extra = self._call(ANSWER_SECONDS, patient=True, open=wire_pb2.Open())
         wire.close_all(extra)
         self.detached = None
+        self._from_image = False
         return done.map_ns * 1e-9, done.undo_ns * 1e-9
+
+    def tell(self, **body: object) -> None:
+        """A packet that wants no answer. A process that is not connected now asks again when it is."""
+        with suppress(PhosError):
+            self._tell([], **body)
 
     def hang_up(self) -> None:
         """End the connection; the frontend will make another."""
@@ -480,6 +488,7 @@ class Session:
 
     def restored_from(self, message: pb.Process, imports: dict[int, BlockKey]) -> None:
         """Take over what the image knows: executable, modules, and whose blocks the process maps."""
+        self._from_image = True
         self.executable = message.executable
         self.modules = [LoadedModule(m.entry_point, m.size, m.path, m.offset) for m in message.modules]
         self.uncarried = {u.kind: UncarriedState(u.kind, u.count, u.bytes) for u in message.uncarried}

@@ -1,0 +1,165 @@
+"""Checkpoints that an application asks for itself (frontend/sdk.c).
+
+The process that runs CRIU must not be a child of what it dumps, and a user's process may not do what CRIU does: phosd
+starts ``phos-gpu checkpoint`` on the application's behalf, in the directory that the application has opened. A result
+is remembered until its process ends, because the connection of the process ends with every checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import threading
+import time
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import psutil
+
+from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.permissions import may_write
+from phos.gpu_engine.daemon.registry import Registry
+from phos.gpu_engine.daemon.session import Session
+from phos.gpu_engine.errors import CheckpointFailed, NotPermitted, PhosError, Unsupported
+from phos.gpu_engine.installation import launcher
+from phos.images.formats import COMMIT_FILE
+
+log = logging.getLogger(__name__)
+
+REMEMBERED = 16
+"""Results kept of one process; it has one request at a time."""
+
+POLL_SECONDS = 0.02
+
+
+class Requests:
+    """Takes requests of frontends; each is worked on by a thread of its own."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._lock = threading.Lock()  # guards _of
+        self._of: WeakKeyDictionary[Session, dict[int, wire_pb2.CheckpointResult | None]] = WeakKeyDictionary()
+
+    def take(
+        self, session: Session, peer: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]
+    ) -> bool:
+        """One packet of a frontend; False if it is something else, and then the descriptors stay the caller's."""
+        if envelope.WhichOneof("body") != "checkpoint_request":
+            return False
+        request = envelope.checkpoint_request
+        directory = descriptors[0] if len(descriptors) == 1 else -1
+        wire.close_all(descriptors[1:] if directory >= 0 else descriptors)
+        with self._lock:
+            known = self._of.setdefault(session, {})
+            is_new = request.number not in known
+            result = known.get(request.number)
+            if is_new:
+                known[request.number] = None
+                for old in sorted(known)[:-REMEMBERED]:
+                    del known[old]
+        if is_new:
+            threading.Thread(
+                target=self._serve, args=(session, peer, request, directory), daemon=True, name="request"
+            ).start()
+            return True
+        if directory >= 0:
+            os.close(directory)
+        if result is not None:  # said before, over a connection that has ended
+            session.tell(checkpoint_result=result)
+        return True
+
+    def _serve(
+        self, session: Session, peer: wire.Connection, request: wire_pb2.CheckpointRequest, directory: int
+    ) -> None:
+        result = wire_pb2.CheckpointResult(number=request.number)
+        try:
+            self._checkpoint(session, peer, request, directory, result)
+        except (PhosError, OSError, psutil.Error) as error:
+            result.error = wire.sentence(error)
+            log.error("Process %d asked for a checkpoint: %s", session.pid, error)
+        except Exception as error:
+            result.error = wire.sentence(f"The checkpoint failed in an unforeseen way ({error!r}).")
+            log.exception("Process %d asked for a checkpoint", session.pid)
+        finally:
+            if directory >= 0:
+                os.close(directory)
+        with self._lock:
+            self._of.setdefault(session, {})[request.number] = result
+        session.tell(checkpoint_result=result)
+
+    def _checkpoint(
+        self,
+        session: Session,
+        peer: wire.Connection,
+        request: wire_pb2.CheckpointRequest,
+        directory: int,
+        result: wire_pb2.CheckpointResult,
+    ) -> None:
+        if directory < 0:
+            raise CheckpointFailed("The image directory is gone.")
+        if request.asked_before and (names := os.listdir(directory)):
+            # An earlier phosd was asked, and has ended since.
+            if COMMIT_FILE in names:
+                return
+            raise CheckpointFailed("phosd was restarted while the checkpoint was under way: there is no whole image.")
+        self._refuse(session.pid, peer, directory)
+        while request.wait and self._registry.claims.has(_tree(session.pid)):
+            time.sleep(POLL_SECONDS)
+        said = self._run(session.pid, request, directory)
+        result.seconds = said.get("seconds") or 0.0
+        result.stall = said.get("stall") or 0.0
+        result.warnings.extend(wire.sentence(warning)[:500] for warning in said.get("warnings", [])[:50])
+
+    @staticmethod
+    def _refuse(pid: int, peer: wire.Connection, directory: int) -> None:
+        """What a user may not do through phosd, which runs as root.
+
+        Raises:
+            PhosError: the sentence that the application gets.
+        """
+        if os.geteuid() != 0:
+            raise Unsupported("phosd does not run as root, and CRIU needs that: start phosd as root.")
+        if not may_write(directory, peer.uid, peer.gid):
+            raise NotPermitted(f"User {peer.uid} may not write to {os.readlink(f'/proc/self/fd/{directory}')}.")
+        if peer.uid != 0:
+            for member in _tree(pid):
+                if set(psutil.Process(member).uids()) != {peer.uid}:
+                    raise NotPermitted(f"Process {member} below process {pid} belongs to another user.")
+
+    def _run(self, pid: int, request: wire_pb2.CheckpointRequest, directory: int) -> dict[str, Any]:
+        """Run ``phos-gpu checkpoint``. Returns what it printed.
+
+        Raises:
+            CheckpointFailed: with what it said.
+        """
+        command = [str(launcher("phos-gpu")), "checkpoint", "--json"]
+        command += [] if request.end else ["--leave-running"]
+        command += ["--protocol", request.protocol] if request.protocol else []
+        environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+        environment |= {"PHOS_SOCKET": str(self._registry.path), "PYTHONSAFEPATH": "1"}
+        options = {"POOL": request.cow.pool, "VALIDATE": request.cow.validate, "PRIORITISE": request.cow.prioritise}
+        names = {"POOL": "PHOS_COW_POOL", "VALIDATE": "PHOS_VALIDATE", "PRIORITISE": "PHOS_PRIORITISE"}
+        environment |= {names[option]: value for option, value in options.items() if value}
+        # By the descriptor, not by a path, which its owner may let point elsewhere meanwhile.
+        done = subprocess.run(
+            [*command, str(pid), "."],
+            cwd=f"/proc/self/fd/{directory}",
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode != 0:
+            said = done.stderr.strip().removeprefix("phos-gpu checkpoint: ")
+            raise CheckpointFailed(said or f"'phos-gpu checkpoint' ended with status {done.returncode}.")
+        parsed: dict[str, Any] = json.loads(done.stdout)
+        return parsed
+
+
+def _tree(pid: int) -> list[int]:
+    return [pid] + [child.pid for child in psutil.Process(pid).children(recursive=True)]
