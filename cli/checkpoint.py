@@ -15,7 +15,8 @@ from phos.cli.progress import ImageProgress
 from phos.gpu_engine import configuration
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.daemon import client
-from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, UsageError
+from phos.gpu_engine.daemon.permissions import uid_of
+from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, UsageError
 from phos.gpu_engine.installation import device_kind, load_driver
 from phos.gpu_engine.timeline import stall_seconds
 
@@ -112,6 +113,8 @@ def _require_cuda(pid: int) -> None:
         tree = [pid] + [child.pid for child in psutil.Process(pid).children(recursive=True)]
     except psutil.NoSuchProcess as error:
         raise NoSuchProcess(f"There is no process {pid}.") from error
+    if os.geteuid() not in (0, owner := uid_of(pid)):  # phosd would refuse it too, but behind CRIU's failure
+        raise NotPermitted(f"Process {pid} belongs to user {owner}: only that user and root may checkpoint it.")
     if {process.pid for process in client.status().processes} & set(tree):
         return  # phosd knows; asking the driver costs half a second
     load_driver(device_kind())

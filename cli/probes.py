@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phos.gpu_engine import installation as places
+from phos.gpu_engine import ring
 from phos.gpu_engine.daemon.paths import socket_path
+from phos.gpu_engine.errors import UsageError
 
 SYS_USERFAULTFD = 323  # x86-64
 SYS_MEMBARRIER = 324
@@ -31,7 +33,6 @@ SOFT_DIRTY = 1 << 55
 CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SYS_PTRACE": 19, "CAP_CHECKPOINT_RESTORE": 40}
 OLDEST_CRIU = (4, 1)
 OLDEST_DRIVER = 570  # the first with the checkpoint API
-RING = 2 << 30  # phosd's page-locked ring, by default
 DESCRIPTORS = 16384  # one per block of GPU memory: hundreds in a PyTorch process, thousands in a fragmented one
 GIB = 1 << 30
 
@@ -338,12 +339,20 @@ def _limit(name: str, kind: int, wanted: int, unit: str, remedy: str) -> Finding
     return Finding(name, "warning", text, remedy)
 
 
+def _ring_bytes() -> int:
+    """What phosd will want to lock."""
+    try:
+        return ring.wanted_bytes(ring.default_threads())
+    except UsageError:  # phosd will say so, and not start
+        return ring.MAXIMUM_RING
+
+
 def limits() -> Iterator[Finding]:
     """Resource limits, huge pages, shared memory."""
     yield _limit(
         "memlock",
         resource.RLIMIT_MEMLOCK,
-        RING,
+        _ring_bytes(),
         " bytes",
         "ulimit -l unlimited, or LimitMEMLOCK=infinity for its service",
     )

@@ -7,7 +7,6 @@ queued; Python's part is a few calls per span, made while the interpreter lock i
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,17 +16,7 @@ from typing import Any, TypeVar
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
-
-MAXIMUM_RING = 2 << 30
-CHUNK_BYTES = 4 << 20
-"""The unit that is hashed, traced and stored (DESIGN §4)."""
-
-SLOT_BYTES = CHUNK_BYTES
-"""The whole ring should stay in the last-level cache: on an H100 machine (16 cores, image in /dev/shm, bench/ring.py)
-slots of 4 MiB write 1.5 times as fast as slots of 16 MiB, although the GPU copies both at full speed."""
-
-SPARE_CORES = 2
-"""Left to CRIU and the driver, which work at the same time."""
+from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
 
 Item = TypeVar("Item")
 
@@ -121,9 +110,8 @@ class Copier:
     """The ring and its workers. Jobs use it one after another."""
 
     def __init__(self, threads: int | None = None, ring_bytes: int | None = None) -> None:
-        self.threads = threads or max(2, min(16, (os.cpu_count() or 2) - SPARE_CORES))
-        wanted = ring_bytes or int(os.environ.get("PHOS_RING_BYTES", "0")) or self.threads * 2 * SLOT_BYTES
-        wanted = min(wanted, MAXIMUM_RING)
+        self.threads = threads or default_threads()
+        wanted = min(ring_bytes, MAXIMUM_RING) if ring_bytes else wanted_bytes(self.threads)
         # A slot holds whole chunks: fewer workers where the ring is too small for all.
         self.threads = max(1, min(self.threads, wanted // (2 * CHUNK_BYTES)))
         self.slot_bytes = max(1, wanted // (2 * self.threads * CHUNK_BYTES)) * CHUNK_BYTES

@@ -142,6 +142,12 @@ class DumpServer:
             if (not late and all(s.table_complete for s in gated)) or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
+        for session in gated:
+            if not session.table_complete and session.machine.state is SessionState.RUNNING:
+                raise CheckpointFailed(
+                    f"Process {session.pid} ({session.executable}) has not handed all of its GPU memory to phosd "
+                    f"within {REGISTER_SECONDS:.0f} s. Is it stopped, or very busy? Try again."
+                )
         for pid in late:
             raise CheckpointFailed(
                 f"Process {pid} ({executable_of(pid)}) runs under PhOS but has not connected to this phosd "

@@ -60,7 +60,13 @@ class Settings:
         Raises:
             UsageError: one of them has no meaning.
         """
-        reducers = os.environ.get("PHOS_REDUCERS", "stack-limit,huge-pages").split(",")
+        text = os.environ.get("PHOS_REDUCERS", "stack-limit,huge-pages")
+        reducers = [] if text.strip() in ("", "none") else [name.strip() for name in text.split(",")]
+        if unknown := set(reducers) - {"stack-limit", "huge-pages"}:
+            raise UsageError(
+                f"PHOS_REDUCERS={text} in phosd's environment: '{min(unknown)}' is no reducer. "
+                "It is a list of stack-limit and huge-pages with commas between, or none."
+            )
         return Settings(
             quiesce_timeout=_seconds("PHOS_QUIESCE_SECONDS", 60.0),
             checkpoint_timeout=_seconds("PHOS_CHECKPOINT_SECONDS", 300.0),

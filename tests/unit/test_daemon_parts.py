@@ -11,18 +11,29 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from phos.cli import checkpoint
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine import driver, procfs, toggle
-from phos.gpu_engine.copier import Progress
-from phos.gpu_engine.daemon import keeper
+from phos.gpu_engine import driver, procfs, ring, toggle
+from phos.gpu_engine.copier import Copier, Progress
+from phos.gpu_engine.daemon import keeper, serve_dump
 from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.jobs import REMEMBERED, Claims, JobTable
 from phos.gpu_engine.daemon.keeper_link import HeldBlock, KeeperLink
 from phos.gpu_engine.daemon.serve_dump import LEAVE
-from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, RestoreFailed, UsageError
+from phos.gpu_engine.daemon.states import SessionState, StateMachine
+from phos.gpu_engine.errors import (
+    CheckpointFailed,
+    DriverError,
+    ExitStatus,
+    NoSuchProcess,
+    NotPermitted,
+    RestoreFailed,
+    UsageError,
+)
 from phos.gpu_engine.procfs import is_alive, start_time
 from phos.gpu_engine.restore.eager import match_gpus
 from phos.gpu_engine.stop.dump import Settings
@@ -367,6 +378,76 @@ def test_settings_without_meaning_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PHOS_QUIESCE_SECONDS", "2.5")
     monkeypatch.setenv("PHOS_REDUCERS", "none")
     assert Settings.from_environment() == Settings(quiesce_timeout=2.5, reduce_stack=False, huge_pages=False)
+
+
+@pytest.mark.parametrize("text", ["stack", "stack-limit,hugepages", "none,stack-limit", "stack-limit,"])
+def test_unknown_reducers_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("PHOS_REDUCERS", text)
+    with pytest.raises(UsageError, match=r"PHOS_REDUCERS=.*is no reducer.*stack-limit and huge-pages"):
+        Settings.from_environment()
+
+
+def test_reducers_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, chosen in (("huge-pages", ["huge-pages"]), (" stack-limit , huge-pages", ["stack-limit", "huge-pages"])):
+        monkeypatch.setenv("PHOS_REDUCERS", text)
+        assert Settings.from_environment().reducers() == chosen
+    for text in ("", "none"):
+        monkeypatch.setenv("PHOS_REDUCERS", text)
+        assert Settings.from_environment().reducers() == []
+
+
+@pytest.mark.parametrize("text", ["2G", "many", "-1", "1.5"])
+def test_ring_without_a_size_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("PHOS_RING_BYTES", text)
+    with pytest.raises(UsageError, match=f"PHOS_RING_BYTES={text} is no size"):
+        Copier()
+
+
+def test_size_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHOS_RING_BYTES", str(64 << 20))
+    assert ring.wanted_bytes(4) == 64 << 20
+    monkeypatch.setenv("PHOS_RING_BYTES", str(1 << 40))
+    assert ring.wanted_bytes(4) == ring.MAXIMUM_RING
+    monkeypatch.delenv("PHOS_RING_BYTES")
+    assert ring.wanted_bytes(4) == 8 * ring.SLOT_BYTES
+    copier = Copier(threads=16)
+    assert 2 * copier.threads * copier.slot_bytes == 128 << 20
+
+
+# Whom a dump takes.
+
+
+class FakeSession:
+    """A connected process that has not handed over all of its blocks."""
+
+    pid = os.getpid()
+    executable = "/bin/late"
+    is_connected = True
+    table_complete = False
+
+    def __init__(self) -> None:
+        self.machine = StateMachine(SessionState.RUNNING)
+
+
+def test_process_that_does_not_hand_over_its_memory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its image would lack blocks, and detaching would lose them."""
+    session = FakeSession()
+    registry = SimpleNamespace(lock=threading.Lock(), sessions={SESSION: session}, path=tmp_path)
+    server = serve_dump.DumpServer(registry)  # type: ignore[arg-type]
+    monkeypatch.setattr(serve_dump, "REGISTER_SECONDS", 0.1)
+    monkeypatch.setattr(toggle, "holds_cuda", lambda _pid: False)
+    with pytest.raises(CheckpointFailed, match=r"/bin/late\) has not handed all of its GPU memory to phosd"):
+        server._find_processes(session.pid)
+    session.table_complete = True
+    assert server._find_processes(session.pid) == ([session], [])
+
+
+def test_process_of_another_user_is_refused_before_criu_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 4242)
+    with pytest.raises(NotPermitted, match=f"belongs to user {owner}") as refused:
+        checkpoint._require_cuda(os.getpid())
+    assert refused.value.exit_status == ExitStatus.NOT_PERMITTED
 
 
 @pytest.mark.parametrize("word", ["--leave-running", "--leave-r", "--leave-stopped", "-R", "-s", "-jR", "-vR", "-Rv4"])

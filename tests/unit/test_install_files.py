@@ -191,6 +191,18 @@ def test_doctor_survives_a_probe_that_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert "fine: as found" in result.output
 
 
+@pytest.mark.parametrize(("asked", "limit", "state"), [(None, 256 << 20, "ok"), ("1073741824", 256 << 20, "warning")])
+def test_memlock_is_compared_with_the_ring(
+    monkeypatch: pytest.MonkeyPatch, asked: str | None, limit: int, state: str
+) -> None:
+    monkeypatch.delenv("PHOS_RING_BYTES", raising=False)
+    if asked:
+        monkeypatch.setenv("PHOS_RING_BYTES", asked)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(probes.resource, "getrlimit", lambda _kind: (limit, limit))
+    assert next(row for row in probes.limits() if row.name == "memlock").state == state
+
+
 def test_probes_agree_with_this_machine() -> None:
     rows = {row.name: row for row in [*probes.kernel(), *probes.permissions(), *probes.limits()]}
     assert rows["kernel"].found == os.uname().release
