@@ -35,6 +35,7 @@ struct phos_block {
     uint64_t registered;                 /* the connection on which phosd was told, 0: not yet */
     uint8_t owner_session[16];           /* of memory first exported by another session, and its number there */
     uint64_t owner_block;
+    uint32_t window_first, window_chunks; /* in a window: its place in the chunk table; 0 chunks: it is not in the image */
     struct phos_block *next, *previous;  /* all blocks */
     struct phos_block *chain;            /* those whose numbers share a bucket */
 };

@@ -16,6 +16,7 @@
 #include "sdk.h"
 #include "tell.h"
 #include "track.h"
+#include "window.h"
 #include "wire_link.h"
 
 #include <errno.h>
@@ -324,6 +325,27 @@ static bool on_open(uint64_t id)
     return phos_tell_send(&envelope, NULL, 0);
 }
 
+static bool on_window_begin(uint64_t id, const struct phos_packet *packet)
+{
+    Phos__Wire__Done done = PHOS__WIRE__DONE__INIT;
+    struct phos_error error = {0};
+    if (state != PHOS__WIRE__GATE_STATE__QUIESCED)
+        phos_fail(&error, CUDA_SUCCESS, "a window begins before the gate is opened");
+    else if (phos_window_begin(packet->descriptors, packet->descriptor_count, &error))
+        phos_debug("the window of a concurrent checkpoint is open");
+    done.error = error.text;
+    ENVELOPE(envelope, id, DONE, done, &done);
+    return phos_tell_send(&envelope, NULL, 0);
+}
+
+static bool on_window_end(uint64_t id)
+{
+    Phos__Wire__Done done = PHOS__WIRE__DONE__INIT;
+    phos_window_end();
+    ENVELOPE(envelope, id, DONE, done, &done);
+    return phos_tell_send(&envelope, NULL, 0);
+}
+
 /* Answers whether to go on with this connection. */
 static bool on_welcome(const Phos__Wire__Welcome *welcome)
 {
@@ -360,6 +382,10 @@ static bool on_packet(struct phos_packet *packet)
         return on_attach(e->id, e->attach);
     case PHOS__WIRE__ENVELOPE__BODY_OPEN:
         return on_open(e->id);
+    case PHOS__WIRE__ENVELOPE__BODY_WINDOW_BEGIN:
+        return on_window_begin(e->id, packet);
+    case PHOS__WIRE__ENVELOPE__BODY_WINDOW_END:
+        return on_window_end(e->id);
     case PHOS__WIRE__ENVELOPE__BODY_TOKEN_RESOLVED:
         phos_tell_answer(packet);
         return true;
@@ -473,6 +499,7 @@ static void serve_connection(void)
         }
     }
     drop_link();
+    phos_window_end(); /* nobody saves anything any more */
     if (state == PHOS__WIRE__GATE_STATE__QUIESCED) {
         /* phosd is gone, and everything is mapped: the application goes on. */
         state = PHOS__WIRE__GATE_STATE__OPEN;
@@ -529,5 +556,6 @@ void phos_control_forked(void)
     if (link_ours())
         close(link_fd);
     link_fd = -1;
+    phos_window_forked();
     phos_tell_forked();
 }

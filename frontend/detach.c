@@ -163,8 +163,8 @@ static bool unmap_all(struct phos_error *error)
     return true;
 }
 
-/* Any live context: host registration and unmapping want one to be current. */
-static bool enter_context(void)
+/* Host registration and unmapping want one to be current. */
+bool phos_enter_context(void)
 {
     size_t count;
     PHOS_FREES struct phos_context *list = phos_contexts(&count);
@@ -174,7 +174,7 @@ static bool enter_context(void)
     return false;
 }
 
-static void leave_context(bool entered)
+void phos_leave_context(bool entered)
 {
     CUcontext popped;
     if (entered)
@@ -249,16 +249,16 @@ static void detach_undo(phos_fetch *fetch)
 bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct phos_detached *done,
                  struct phos_error *error)
 {
-    bool entered = enter_context();
+    bool entered = phos_enter_context();
     PHOS_LOCKED(&phos_memory_lock);
     uint64_t start = now_ns();
     if (!all_movable(error)) {
-        leave_context(entered);
+        phos_leave_context(entered);
         return false;
     }
     if (!phos_host_unregister_all(&done->host_bytes, error) || !unmap_all(error) || !release_all(error)) {
         detach_undo(fetch);
-        leave_context(entered);
+        phos_leave_context(entered);
         return false;
     }
     for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next) {
@@ -271,7 +271,7 @@ bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct p
         stack_reduce();
     phos_mmap_arm(huge_pages);
     done->reduce_ns = now_ns() - start;
-    leave_context(entered);
+    phos_leave_context(entered);
     return true;
 }
 
@@ -290,7 +290,7 @@ bool phos_attach_block(uint64_t id, int descriptor, struct phos_error *error)
 
 bool phos_attach(uint64_t blocks, uint64_t *map_ns, uint64_t *undo_ns, struct phos_error *error)
 {
-    bool entered = enter_context();
+    bool entered = phos_enter_context();
     PHOS_LOCKED(&phos_memory_lock);
     uint64_t start = now_ns(), there = 0;
     bool ok = true;
@@ -320,7 +320,7 @@ bool phos_attach(uint64_t blocks, uint64_t *map_ns, uint64_t *undo_ns, struct ph
             phos_warn("pinned memory is pageable from now on: %s", host.text);
     }
     *undo_ns = now_ns() - start;
-    leave_context(entered);
+    phos_leave_context(entered);
     return ok;
 }
 

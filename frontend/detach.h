@@ -25,5 +25,9 @@ int phos_memory_map(void);
 bool phos_attach_block(uint64_t id, int descriptor, struct phos_error *error) PHOS_CHECKED;
 bool phos_attach(uint64_t blocks, uint64_t *map_ns, uint64_t *undo_ns, struct phos_error *error) PHOS_CHECKED;
 
+/* Makes any live context current, for calls that want one. Answers what phos_leave_context wants to know. */
+bool phos_enter_context(void) PHOS_CHECKED;
+void phos_leave_context(bool entered);
+
 /* mmap.c: from here to there, large populated anonymous mappings (the driver's own host copies) get huge pages. */
 void phos_mmap_arm(bool armed);

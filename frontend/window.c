@@ -1,12 +1,201 @@
-#include "window.h"
+/* Beginning and end of a window: the tables and pools that phosd hands over are mapped, the calls traced, and all of it is
+ * put away again. Both are the control thread's. */
+#include "window_private.h"
+#include "arena.h"
+#include "cleanup.h"
+#include "detach.h"
+#include "gate.h"
+#include "log.h"
+#include "track.h"
 
-void phos_window_before(struct phos_touches *touches)
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+struct phos_window phos_window;
+pthread_mutex_t phos_window_lock = PTHREAD_MUTEX_INITIALIZER;
+atomic_bool phos_window_over;
+static bool is_open; /* the control thread's own */
+
+bool phos_window_is_open(void)
 {
-    (void)touches;
+    return is_open;
 }
 
-void phos_window_after(struct phos_touches *touches, CUresult result)
+static void *map_table(int descriptor, size_t least, size_t *size)
 {
-    (void)touches;
-    (void)result;
+    struct stat status;
+    if (fstat(descriptor, &status) || (size_t)status.st_size < least)
+        return NULL;
+    void *table = mmap(NULL, (size_t)status.st_size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+    if (table == MAP_FAILED)
+        return NULL;
+    *size = (size_t)status.st_size;
+    return table;
+}
+
+/* phosd is trusted; a version of it that counts differently is not. */
+static bool tables_agree(void)
+{
+    const struct phos_chunk_table *chunks = phos_window.chunks;
+    const struct phos_window_table *table = phos_window.table;
+    size_t whole = phos_window.table_size;
+    return chunks->magic == PHOS_CHUNKS_MAGIC && table->magic == PHOS_WINDOW_MAGIC && table->size <= whole &&
+           chunks->chunk_bytes && chunks->chunk_bytes % ((uint32_t)2 << 20) == 0 &&
+           sizeof *chunks + (uint64_t)chunks->chunks * 4 <= phos_window.chunks_size && table->slots < PHOS_SLOTS_MOST &&
+           table->process < PHOS_PROCESSES_MOST && table->pools <= PHOS_DEVICES &&
+           table->blocks_at + (uint64_t)table->blocks * sizeof(struct phos_window_block) <= whole &&
+           table->pools_at + (uint64_t)table->pools * sizeof(struct phos_window_pool) <= whole &&
+           table->slots_at + (uint64_t)table->slots * sizeof(struct phos_window_slot) <= whole &&
+           table->transfers_at + PHOS_TRANSFERS * sizeof(struct phos_window_transfer) <= whole &&
+           table->queue_at + (uint64_t)table->queue * 4 <= whole;
+}
+
+/* A pool is phosd's memory: mapped, and in no list of ours. */
+static bool map_pool(const struct phos_window_pool *record, uint32_t index, int descriptor, struct phos_error *error)
+{
+    if (record->device >= (uint32_t)phos_device_count || record->first_slot + record->slots > phos_window.table->slots ||
+        record->bytes < PHOS_POOL_FLAGS + (uint64_t)record->slots * phos_window.chunks->chunk_bytes)
+        return phos_fail(error, CUDA_SUCCESS, "a shadow pool's record makes no sense");
+    struct phos_shadow_pool *pool = &phos_window.pools[record->device];
+    CUdevice device = phos_devices[record->device].device;
+    CUmemGenericAllocationHandle handle;
+    CUresult result = phos_real.cuMemImportFromShareableHandle(&handle, (void *)(uintptr_t)descriptor,
+                                                               CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+    if (result != CUDA_SUCCESS)
+        return phos_fail(error, result, "a shadow pool could not be imported");
+    CUmemAccessDesc access = {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device},
+                              .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    CUdeviceptr address = 0;
+    result = phos_real.cuMemAddressReserve(&address, record->bytes, 0, 0, 0);
+    if (result == CUDA_SUCCESS) {
+        result = phos_real.cuMemMap(address, record->bytes, 0, handle, 0);
+        if (result == CUDA_SUCCESS) {
+            result = phos_real.cuMemSetAccess(address, record->bytes, &access, 1);
+            if (result != CUDA_SUCCESS)
+                phos_real.cuMemUnmap(address, record->bytes);
+        }
+        if (result != CUDA_SUCCESS)
+            phos_real.cuMemAddressFree(address, record->bytes);
+    }
+    phos_real.cuMemRelease(handle); /* the mapping keeps the memory */
+    if (result != CUDA_SUCCESS)
+        return phos_fail(error, result, "a shadow pool of %llu bytes could not be mapped", (unsigned long long)record->bytes);
+    *pool = (struct phos_shadow_pool){.address = address,
+                                      .size = record->bytes,
+                                      .index = index,
+                                      .first_slot = record->first_slot,
+                                      .slots = record->slots,
+                                      .next = record->first_slot};
+    return true;
+}
+
+/* Which chunks the blocks have; what is created from now on has none. False: a block is not as phosd says. */
+static bool mark_blocks(struct phos_error *error)
+{
+    const struct phos_window_block *records =
+        (const void *)((const char *)phos_window.table + phos_window.table->blocks_at);
+    PHOS_LOCKED(&phos_memory_lock);
+    for (uint32_t i = 0; i < phos_window.table->blocks; i++) {
+        const struct phos_window_block *record = &records[i];
+        struct phos_block *block = phos_block_find(record->block);
+        uint64_t chunks = (record->size + phos_window.chunks->chunk_bytes - 1) / phos_window.chunks->chunk_bytes;
+        if (!block || block->size != record->size || record->first_chunk + chunks > phos_window.chunks->chunks)
+            return phos_fail(error, CUDA_SUCCESS, "phosd means to save block %llu, which is not what it thinks",
+                             (unsigned long long)record->block);
+        block->window_chunks = (uint32_t)chunks;
+        block->window_first = record->first_chunk;
+    }
+    return true;
+}
+
+static void put_away(void)
+{
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
+            b->window_chunks = b->window_first = 0;
+    }
+    for (uint32_t s = 0; phos_window.slots && s < phos_window.table->slots; s++) {
+        /* phosd has read what it wanted; but a copy that nobody wants any more may still be on its way. */
+        if (phos_window.slots[s].event && phos_real.cuEventSynchronize(phos_window.slots[s].event) != CUDA_SUCCESS)
+            phos_debug("the copy into a shadow slot ended with an error");
+        if (phos_window.slots[s].event)
+            phos_real.cuEventDestroy_v2(phos_window.slots[s].event);
+    }
+    for (int d = 0; d < phos_device_count; d++) {
+        struct phos_shadow_pool *pool = &phos_window.pools[d];
+        if (!pool->address)
+            continue;
+        if (phos_real.cuMemUnmap(pool->address, pool->size) != CUDA_SUCCESS ||
+            phos_real.cuMemAddressFree(pool->address, pool->size) != CUDA_SUCCESS)
+            phos_warn_once("a shadow pool could not be unmapped; its memory stays in use until the process ends");
+    }
+    free(phos_window.slots);
+    if (phos_window.chunks)
+        munmap(phos_window.chunks, phos_window.chunks_size);
+    if (phos_window.table)
+        munmap(phos_window.table, phos_window.table_size);
+    phos_window = (struct phos_window){0};
+}
+
+static bool begin(const int *descriptors, size_t count, struct phos_error *error)
+{
+    if (count < 2)
+        return phos_fail(error, CUDA_SUCCESS, "the tables of the window are missing");
+    phos_window.chunks = map_table(descriptors[0], sizeof *phos_window.chunks, &phos_window.chunks_size);
+    phos_window.table = map_table(descriptors[1], sizeof *phos_window.table, &phos_window.table_size);
+    if (!phos_window.chunks || !phos_window.table || !tables_agree())
+        return phos_fail(error, CUDA_SUCCESS, "the tables of the window cannot be used");
+    if (phos_window.table->pools != count - 2)
+        return phos_fail(error, CUDA_SUCCESS, "%u shadow pools came with %zu descriptors", phos_window.table->pools, count - 2);
+    phos_window.slots = calloc(phos_window.table->slots + 1, sizeof *phos_window.slots);
+    if (!phos_window.slots)
+        return phos_fail(error, CUDA_SUCCESS, "out of host memory");
+    for (uint32_t i = 0; i < phos_window.table->pools; i++)
+        if (!map_pool(&phos_window_pools()[i], i, descriptors[2 + i], error))
+            return false;
+    return mark_blocks(error);
+}
+
+bool phos_window_begin(const int *descriptors, size_t count, struct phos_error *error)
+{
+    if (is_open)
+        return phos_fail(error, CUDA_SUCCESS, "a window is open already");
+    bool entered = phos_enter_context();
+    is_open = begin(descriptors, count, error);
+    if (is_open) {
+        atomic_store(&phos_window_over, false);
+        phos_gate_trace(true, NULL);
+    } else
+        put_away();
+    phos_leave_context(entered);
+    return is_open;
+}
+
+void phos_window_end(void)
+{
+    if (!is_open)
+        return;
+    atomic_store(&phos_window_over, true);
+    phos_gate_trace(false, NULL);
+    bool entered = phos_enter_context();
+    put_away();
+    phos_leave_context(entered);
+    is_open = false;
+}
+
+void phos_window_forked(void)
+{
+    /* The driver does not work in a child; the tables are the parent's business. */
+    atomic_store(&phos_window_over, true);
+    pthread_mutex_init(&phos_window_lock, NULL);
+    if (phos_window.chunks)
+        munmap(phos_window.chunks, phos_window.chunks_size);
+    if (phos_window.table)
+        munmap(phos_window.table, phos_window.table_size);
+    phos_window = (struct phos_window){0};
+    is_open = false;
 }

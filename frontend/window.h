@@ -1,9 +1,22 @@
 /* The window of a concurrent checkpoint: from the moment the application runs on until all of its memory is saved. In it
- * every call that touches device memory comes through here first (gate.h: PHOS_GATE_TRACED). */
+ * every call that touches device memory comes through here first (gate.h: PHOS_GATE_TRACED). What such a call may write
+ * and phosd has not saved yet is copied aside first, in the stream of the call and ahead of it (DESIGN §4, "cow").
+ *
+ * Lock order: the window's lock, then phos_memory_lock. No lock is held while waiting for phosd. */
 #pragma once
+#include "error.h"
 #include "touch.h"
 
 /* Before the call: makes sure that what it is about to write has been saved, or is copied aside first. */
 void phos_window_before(struct phos_touches *touches);
 /* After it, whatever its result. */
 void phos_window_after(struct phos_touches *touches, CUresult result);
+
+/* The control thread's, with the gate closed. `descriptors`: chunk table, window table, one for each pool; they are the
+ * window's. False: there is none, and nothing is traced. */
+bool phos_window_begin(const int *descriptors, size_t count, struct phos_error *error) PHOS_CHECKED;
+/* All is saved, or phosd is gone: nobody waits in here any more, and nothing of the window is left. */
+void phos_window_end(void);
+bool phos_window_is_open(void);
+/* In a forked child, which has nothing to do with it. */
+void phos_window_forked(void);

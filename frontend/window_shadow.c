@@ -1,0 +1,391 @@
+/* What is done before a call that writes to memory which is not saved yet: shadows, and where there is no room for them,
+ * waiting. */
+#include "cleanup.h"
+#include "log.h"
+#include "memory.h"
+#include "track.h"
+#include "window_private.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#define SPIN_NS 20000 /* copying a chunk takes phosd four times as long */
+
+/* A chunk that a call may write to. */
+struct target {
+    CUdeviceptr address; /* of its first byte; 0: it is not mapped as a whole */
+    uint32_t chunk, size, slot;
+};
+
+struct targets {
+    struct target *list;
+    size_t count, capacity;
+    bool failed; /* out of host memory */
+    struct target inline_list[64];
+};
+
+static uint64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
+}
+
+static bool over(void)
+{
+    return atomic_load_explicit(&phos_window_over, memory_order_acquire) ||
+           __atomic_load_n(&phos_window.chunks->closed, __ATOMIC_ACQUIRE);
+}
+
+static uint32_t chunk_state(uint32_t chunk)
+{
+    return __atomic_load_n(&phos_window.chunks->state[chunk], __ATOMIC_ACQUIRE);
+}
+
+static void set_chunk(uint32_t chunk, uint32_t state)
+{
+    __atomic_store_n(&phos_window.chunks->state[chunk], state, __ATOMIC_RELEASE);
+}
+
+static bool claim(uint32_t chunk)
+{
+    uint32_t unsaved = PHOS_CHUNK_UNSAVED;
+    return __atomic_compare_exchange_n(&phos_window.chunks->state[chunk], &unsaved, PHOS_CHUNK_SHADOWING, false,
+                                       __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+}
+
+/* ---- which chunks ---- */
+
+static void add(struct targets *targets, struct target target)
+{
+    if (targets->count == targets->capacity) {
+        bool moved = targets->list != targets->inline_list;
+        struct target *grown = realloc(moved ? targets->list : NULL, targets->capacity * 2 * sizeof *grown);
+        if (!grown) {
+            targets->failed = true;
+            return;
+        }
+        if (!moved)
+            memcpy(grown, targets->inline_list, sizeof targets->inline_list);
+        targets->list = grown;
+        targets->capacity *= 2;
+    }
+    targets->list[targets->count++] = target;
+}
+
+/* The chunks in [begin, end) of one mapping that are not saved. */
+static void add_mapping(struct targets *targets, const struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end)
+{
+    const struct phos_block *block = mapping->block;
+    uint32_t unit = phos_window.chunks->chunk_bytes;
+    if (!block->window_chunks)
+        return;
+    CUdeviceptr limit = mapping->range.address + mapping->range.size;
+    begin = begin > mapping->range.address ? begin : mapping->range.address;
+    end = end < limit ? end : limit;
+    uint64_t from = (begin - mapping->range.address + mapping->offset) / unit;
+    uint64_t to = (end - 1 - mapping->range.address + mapping->offset) / unit;
+    for (uint64_t i = from; i <= to && i < block->window_chunks; i++) {
+        uint32_t chunk = block->window_first + (uint32_t)i;
+        if (chunk_state(chunk) == PHOS_CHUNK_SAVED)
+            continue;
+        uint64_t offset = i * unit, size = block->size - offset < unit ? block->size - offset : unit;
+        bool whole = offset >= mapping->offset && offset + size <= mapping->offset + mapping->range.size;
+        add(targets, (struct target){.address = whole ? mapping->range.address + (offset - mapping->offset) : 0,
+                                     .chunk = chunk,
+                                     .size = (uint32_t)size});
+    }
+}
+
+/* An address names the whole allocation that holds it. Of the application's own mappings nobody knows where a buffer ends:
+ * everything that is mapped behind it without a gap. */
+static void add_touch(struct targets *targets, const struct phos_touch *touch)
+{
+    CUdeviceptr begin = touch->address, end = touch->address + touch->size;
+    if (!touch->size) {
+        const struct phos_allocation *allocation = phos_allocation_at(begin);
+        const struct phos_mapping *mapping = phos_mapping_at(begin);
+        if (!mapping)
+            return;
+        if (allocation) {
+            begin = allocation->address;
+            end = begin + (allocation->size ? allocation->size : 1);
+        } else if (mapping->span) {
+            begin = mapping->range.address;
+            end = begin + mapping->range.size;
+        } else
+            end = ~(CUdeviceptr)0;
+    }
+    CUdeviceptr expected = 0;
+    for (size_t i = phos_ranges_first(&phos_mappings, begin); i < phos_mappings.count; i++) {
+        const struct phos_mapping *mapping = (const struct phos_mapping *)phos_mappings.items[i];
+        if (mapping->range.address >= end || (!touch->size && expected && mapping->range.address != expected))
+            break;
+        add_mapping(targets, mapping, begin, end);
+        expected = mapping->range.address + mapping->range.size;
+    }
+}
+
+static int by_chunk(const void *a, const void *b)
+{
+    const struct target *x = a, *y = b;
+    return x->chunk < y->chunk ? -1 : x->chunk > y->chunk;
+}
+
+/* By number, each once. */
+static void find_targets(struct targets *targets, const struct phos_touches *touches)
+{
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        for (size_t i = 0; i < touches->count; i++)
+            if (touches->list[i].access & PHOS_WRITES)
+                add_touch(targets, &touches->list[i]);
+    }
+    if (targets->count < 2)
+        return;
+    qsort(targets->list, targets->count, sizeof *targets->list, by_chunk);
+    size_t kept = 1;
+    for (size_t i = 1; i < targets->count; i++)
+        if (targets->list[i].chunk != targets->list[kept - 1].chunk)
+            targets->list[kept++] = targets->list[i];
+    targets->count = kept;
+}
+
+/* ---- shadows, with the window's lock held ---- */
+
+/* phosd sees to it before others. */
+static void put_in_queue(uint32_t chunk)
+{
+    struct phos_window_table *table = phos_window.table;
+    uint32_t tail = table->tail; /* written here alone */
+    if (tail == table->queue)
+        return; /* it comes in its turn */
+    ((uint32_t *)((char *)table + table->queue_at))[tail] = chunk;
+    __atomic_store_n(&table->tail, tail + 1, __ATOMIC_RELEASE);
+}
+
+static uint32_t find_slot(struct phos_shadow_pool *pool)
+{
+    struct phos_window_slot *slots = phos_window_slots();
+    for (uint32_t i = 0; i < pool->slots; i++) {
+        uint32_t slot = pool->next;
+        pool->next = slot + 1 < pool->first_slot + pool->slots ? slot + 1 : pool->first_slot;
+        if (!__atomic_load_n(&slots[slot].ticket, __ATOMIC_ACQUIRE))
+            return slot;
+    }
+    return UINT32_MAX;
+}
+
+static uint32_t next_ticket(void)
+{
+    phos_window.ticket = phos_window.ticket < UINT32_MAX - 1 ? phos_window.ticket + 1 : 1;
+    return phos_window.ticket;
+}
+
+static bool event_in(struct phos_slot *slot, CUcontext context)
+{
+    if (slot->event && slot->context == context)
+        return true;
+    if (slot->event)
+        phos_real.cuEventDestroy_v2(slot->event);
+    slot->event = NULL;
+    slot->context = context;
+    return phos_real.cuEventCreate(&slot->event, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS;
+}
+
+/* Queues the copies of chunks whose slots are taken, neighbours in one; then the flags; then the event. */
+static bool queue_copies(const struct phos_shadow_pool *pool, const struct target *list, size_t count, uint32_t ticket,
+                         CUcontext context, CUstream stream)
+{
+    struct phos_slot *leader = &phos_window.slots[list[0].slot];
+    if (!event_in(leader, context))
+        return false;
+    for (size_t i = 0, j; i < count; i = j) {
+        size_t size = list[i].size;
+        for (j = i + 1; j < count && list[j].slot == list[j - 1].slot + 1 && list[j].address == list[i].address + size; j++)
+            size += list[j].size;
+        if (phos_real.cuMemcpyDtoDAsync_v2(phos_slot_address(pool, list[i].slot), list[i].address, size, stream) !=
+            CUDA_SUCCESS)
+            return false;
+    }
+    for (size_t i = 0, j; i < count; i = j) {
+        for (j = i + 1; j < count && list[j].slot == list[j - 1].slot + 1; j++)
+            ;
+        CUdeviceptr flag = pool->address + (CUdeviceptr)(list[i].slot - pool->first_slot) * sizeof(uint32_t);
+        if (phos_real.cuMemsetD32Async(flag, ticket, j - i, stream) != CUDA_SUCCESS)
+            return false;
+    }
+    return phos_real.cuEventRecord(leader->event, stream) == CUDA_SUCCESS;
+}
+
+/* Copies aside what it can, moves what it cannot to the front of `list` and answers how many those are. */
+static size_t shadow(struct target *list, size_t count, CUstream stream)
+{
+    CUcontext context;
+    CUdevice device;
+    struct phos_shadow_pool *pool = NULL;
+    if (phos_current(&context, &device) == CUDA_SUCCESS)
+        for (int d = 0; d < phos_device_count; d++)
+            if (phos_devices[d].device == device && phos_window.pools[d].address)
+                pool = &phos_window.pools[d];
+    size_t taken = 0, left = 0;
+    PHOS_FREES struct target *mine = pool && pool->slots ? malloc(count * sizeof *mine) : NULL;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t slot = mine && list[i].address ? find_slot(pool) : UINT32_MAX;
+        if (slot == UINT32_MAX || !claim(list[i].chunk)) {
+            if (chunk_state(list[i].chunk) != PHOS_CHUNK_SAVED)
+                list[left++] = list[i];
+            continue;
+        }
+        mine[taken] = list[i];
+        mine[taken++].slot = slot;
+        /* Not found again; no flag says this. */
+        __atomic_store_n(&phos_window_slots()[slot].ticket, UINT32_MAX, __ATOMIC_RELAXED);
+    }
+    if (!taken)
+        return left;
+    uint32_t ticket = next_ticket();
+    bool queued = queue_copies(pool, mine, taken, ticket, context, stream);
+    for (size_t i = 0; i < taken; i++) {
+        struct phos_window_slot *slot = &phos_window_slots()[mine[i].slot];
+        if (!queued) {
+            /* Some copy may yet be made: the slot is not used again in this window. */
+            set_chunk(mine[i].chunk, PHOS_CHUNK_UNSAVED);
+            list[left++] = mine[i];
+            continue;
+        }
+        phos_window.slots[mine[i].slot].leader = mine[0].slot;
+        slot->chunk = mine[i].chunk;
+        __atomic_store_n(&slot->ticket, ticket, __ATOMIC_RELEASE);
+        set_chunk(mine[i].chunk, PHOS_CHUNK_SHADOWED + (phos_window.table->process << 16) + mine[i].slot);
+        put_in_queue(mine[i].chunk);
+    }
+    phos_count(queued ? &phos_window.table->counts.shadowed : &phos_window.table->counts.failures, taken);
+    return left;
+}
+
+/* Chunks that this process has copied aside already, perhaps in another stream: this stream goes on behind that copy.
+ * Moves those for which that is not possible to the front, and answers how many those are. */
+static size_t follow(struct target *list, size_t count, CUstream stream)
+{
+    size_t left = 0;
+    uint32_t last = UINT32_MAX;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t state = chunk_state(list[i].chunk);
+        if (state == PHOS_CHUNK_SAVED)
+            continue;
+        if (state < PHOS_CHUNK_SHADOWED || (state - PHOS_CHUNK_SHADOWED) >> 16 != phos_window.table->process) {
+            list[left++] = list[i];
+            continue;
+        }
+        uint32_t leader = phos_window.slots[state & 0xffff].leader;
+        if (leader == last)
+            continue;
+        last = leader;
+        if (phos_real.cuStreamWaitEvent(stream, phos_window.slots[leader].event, 0) != CUDA_SUCCESS) {
+            list[left++] = list[i];
+            last = UINT32_MAX;
+        } else
+            phos_count(&phos_window.table->counts.stream_waits, 1);
+    }
+    return left;
+}
+
+static void wait_saved(const struct target *list, size_t count)
+{
+    if (!count)
+        return;
+    uint64_t start = now_ns();
+    for (size_t i = 0; i < count; i++)
+        while (!over() && chunk_state(list[i].chunk) != PHOS_CHUNK_SAVED)
+            nanosleep(&(struct timespec){.tv_nsec = SPIN_NS}, NULL);
+    phos_count(&phos_window.table->counts.waits, 1);
+    phos_count(&phos_window.table->counts.wait_ns, now_ns() - start);
+}
+
+static void wait_for_everything(void)
+{
+    uint64_t start = now_ns();
+    while (!over())
+        nanosleep(&(struct timespec){.tv_nsec = SPIN_NS}, NULL);
+    phos_count(&phos_window.table->counts.anything, 1);
+    phos_count(&phos_window.table->counts.wait_ns, now_ns() - start);
+}
+
+static void secure(const struct phos_touches *touches)
+{
+    if (touches->anything & PHOS_WRITES) {
+        wait_for_everything();
+        return;
+    }
+    struct targets targets = {.list = targets.inline_list, .capacity = sizeof targets.inline_list / sizeof(struct target)};
+    find_targets(&targets, touches);
+    if (targets.failed)
+        wait_for_everything();
+    else if (targets.count) {
+        size_t left;
+        {
+            PHOS_LOCKED(&phos_window_lock);
+            PHOS_RELAXED;
+            left = follow(targets.list, targets.count, touches->stream);
+            left = left ? shadow(targets.list, left, touches->stream) : 0;
+            for (size_t i = 0; i < left; i++)
+                if (chunk_state(targets.list[i].chunk) == PHOS_CHUNK_UNSAVED)
+                    put_in_queue(targets.list[i].chunk);
+        }
+        wait_saved(targets.list, left);
+    }
+    if (targets.list != targets.inline_list)
+        free(targets.list);
+}
+
+void phos_window_before(struct phos_touches *touches)
+{
+    if (touches->nothing || over())
+        return;
+    uint64_t start = now_ns();
+    if (touches->host_copy && phos_window.table->prioritise)
+        __atomic_fetch_add(&phos_window.table->transferring, 1, __ATOMIC_RELEASE);
+    secure(touches);
+    phos_count(&phos_window.table->counts.calls, 1);
+    phos_count(&phos_window.table->counts.call_ns, now_ns() - start);
+    touches->window = touches->host_copy && phos_window.table->prioritise;
+}
+
+/* phosd steps aside until the GPU has set the flag behind a transfer. */
+static void note_transfer(CUstream stream)
+{
+    CUcontext context;
+    CUdevice device;
+    if (phos_current(&context, &device) != CUDA_SUCCESS)
+        return;
+    struct phos_window_transfer *transfers = phos_window_transfers();
+    for (int d = 0; d < phos_device_count; d++) {
+        const struct phos_shadow_pool *pool = &phos_window.pools[d];
+        if (phos_devices[d].device != device || !pool->address)
+            continue;
+        PHOS_LOCKED(&phos_window_lock);
+        for (uint32_t i = 0; i < PHOS_TRANSFERS; i++) {
+            uint32_t at = phos_window.transfer++ % PHOS_TRANSFERS, ticket;
+            if (__atomic_load_n(&transfers[at].ticket, __ATOMIC_ACQUIRE))
+                continue;
+            ticket = next_ticket();
+            CUdeviceptr flag = pool->address + (CUdeviceptr)(pool->slots + at) * sizeof(uint32_t);
+            if (phos_real.cuMemsetD32Async(flag, ticket, 1, stream) == CUDA_SUCCESS) {
+                transfers[at].pool = pool->index;
+                __atomic_store_n(&transfers[at].ticket, ticket, __ATOMIC_RELEASE);
+            }
+            return;
+        } /* as many are under way: phosd steps aside anyway */
+    }
+}
+
+void phos_window_after(struct phos_touches *touches, CUresult result)
+{
+    if (!touches->window)
+        return;
+    if (result == CUDA_SUCCESS && !touches->synchronous && !over())
+        note_transfer(touches->stream);
+    __atomic_fetch_sub(&phos_window.table->transferring, 1, __ATOMIC_RELEASE);
+}

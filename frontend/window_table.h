@@ -1,0 +1,87 @@
+/* The tables that phosd and the frontends share during the window of a concurrent checkpoint. phosd makes them, in
+ * memfds; gpu_engine/cow/chunk_table.c and window.c are the only code that reads or writes them.
+ *
+ * One chunk table for the whole checkpoint, because processes of a tree may map the same block:
+ *
+ *     UNSAVED ──phosd──▶ SAVING ──phosd──▶ SAVED           phosd copies the original
+ *        └──frontend──▶ SHADOWING ──frontend──▶ SHADOWED + slot ──phosd──▶ SAVED
+ *                           └──frontend──▶ UNSAVED         (the driver refused the copy)
+ *
+ * The first step out of UNSAVED is a compare-and-swap, whoever takes it owns the chunk; the others are stores by the
+ * owner. After SAVED anybody may write to the chunk.
+ *
+ * One window table for each process: which chunks its blocks have, the slots of its shadow pools, and a queue of chunks
+ * that phosd should see to first. */
+#pragma once
+#include <stdint.h>
+
+#define PHOS_CHUNKS_MAGIC 0x314b4e4843534f50ull
+#define PHOS_WINDOW_MAGIC 0x31444e4957534f50ull
+
+enum phos_chunk_state {
+    PHOS_CHUNK_UNSAVED = 0,
+    PHOS_CHUNK_SAVING = 1,
+    PHOS_CHUNK_SAVED = 2,
+    PHOS_CHUNK_SHADOWING = 3,
+    PHOS_CHUNK_SHADOWED = 0x10000, /* + process number << 16 + slot number */
+};
+#define PHOS_SLOTS_MOST 0x10000u
+#define PHOS_PROCESSES_MOST 0x7ffeu
+
+struct phos_chunk_table {
+    uint64_t magic;
+    uint32_t chunk_bytes;
+    uint32_t chunks;
+    uint32_t closed; /* phosd: all is saved, or nobody wants it any more */
+    uint32_t zero[11];
+    uint32_t state[]; /* atomically */
+};
+
+struct phos_window_block {
+    uint64_t block; /* its number in the process's session */
+    uint64_t size;  /* bytes */
+    uint32_t first_chunk;
+    uint32_t zero;
+};
+
+/* The memory of a shadow pool: PHOS_POOL_FLAGS bytes of flags, one 32-bit word a slot and then one a transfer, which the
+ * GPU sets to the ticket when the copy that it stands behind has been made; then the slots, chunk_bytes each. */
+#define PHOS_POOL_FLAGS ((uint64_t)2 << 20)
+#define PHOS_TRANSFERS 64u
+
+struct phos_window_pool {
+    uint32_t device; /* as the frontend counts */
+    uint32_t first_slot, slots;
+    uint32_t zero;
+    uint64_t bytes;
+};
+
+struct phos_window_slot {
+    uint32_t ticket; /* 0: free. Set by the frontend, cleared by phosd */
+    uint32_t chunk;
+};
+
+struct phos_window_transfer {
+    uint32_t ticket; /* 0: none. Set by the frontend when the copy has been queued, cleared by phosd */
+    uint32_t pool;
+};
+
+struct phos_window_counts { /* since the window began; nanoseconds */
+    uint64_t calls, call_ns;         /* traced calls, and what tracing them cost, waiting included */
+    uint64_t shadowed;               /* chunks copied aside */
+    uint64_t waits, wait_ns;         /* calls that waited for a chunk to be saved */
+    uint64_t anything;               /* calls that may write anywhere: they waited for everything */
+    uint64_t stream_waits;           /* a stream that waited for another's copy */
+    uint64_t failures;               /* shadow copies that the driver refused */
+};
+
+struct phos_window_table {
+    uint64_t magic, size;
+    uint32_t process; /* number in the checkpoint */
+    uint32_t blocks, pools, slots, queue;
+    uint32_t prioritise;   /* application transfers first */
+    uint32_t tail;         /* of the queue: how many were put in; each chunk at most twice */
+    uint32_t transferring; /* calls that move data between host and device and have not returned */
+    uint64_t blocks_at, pools_at, slots_at, transfers_at, queue_at; /* bytes from the start */
+    struct phos_window_counts counts;
+};

@@ -1,0 +1,184 @@
+/* phosd's side of the tables in frontend/window_table.h: what needs atomic operations, which Python does not have. Loaded
+ * by chunk_table.py with ctypes, which lets go of the interpreter lock for each call. No state of its own; any thread. */
+#include "../../frontend/window_table.h"
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+static uint32_t load(const uint32_t *word)
+{
+    return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+
+/* ---- the chunk table ---- */
+
+EXPORT uint64_t phos_chunks_size(uint32_t chunks)
+{
+    return sizeof(struct phos_chunk_table) + (uint64_t)chunks * sizeof(uint32_t);
+}
+
+/* The memory is fresh: zero. */
+EXPORT void phos_chunks_begin(struct phos_chunk_table *table, uint32_t chunk_bytes, uint32_t chunks)
+{
+    table->chunk_bytes = chunk_bytes;
+    table->chunks = chunks;
+    table->magic = PHOS_CHUNKS_MAGIC;
+}
+
+EXPORT uint32_t phos_chunks_state(const struct phos_chunk_table *table, uint32_t chunk)
+{
+    return load(&table->state[chunk]);
+}
+
+/* The state before: PHOS_CHUNK_UNSAVED if it is the caller's now. */
+EXPORT uint32_t phos_chunks_claim(struct phos_chunk_table *table, uint32_t chunk)
+{
+    uint32_t state = PHOS_CHUNK_UNSAVED;
+    __atomic_compare_exchange_n(&table->state[chunk], &state, PHOS_CHUNK_SAVING, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    return state;
+}
+
+/* The first in `order`, from *cursor on, that nobody has; *cursor goes behind it. -1: there is none. Callers take turns. */
+EXPORT int64_t phos_chunks_claim_next(struct phos_chunk_table *table, const uint32_t *order, uint32_t count, uint32_t *cursor)
+{
+    while (*cursor < count) {
+        uint32_t chunk = order[(*cursor)++];
+        if (load(&table->state[chunk]) == PHOS_CHUNK_UNSAVED && phos_chunks_claim(table, chunk) == PHOS_CHUNK_UNSAVED)
+            return chunk;
+    }
+    return -1;
+}
+
+EXPORT void phos_chunks_saved(struct phos_chunk_table *table, uint32_t chunk)
+{
+    __atomic_store_n(&table->state[chunk], PHOS_CHUNK_SAVED, __ATOMIC_RELEASE);
+}
+
+EXPORT void phos_chunks_close(struct phos_chunk_table *table)
+{
+    __atomic_store_n(&table->closed, 1, __ATOMIC_RELEASE);
+}
+
+/* ---- a process's window table ---- */
+
+static uint64_t aligned(uint64_t size)
+{
+    return (size + 63) & ~(uint64_t)63;
+}
+
+EXPORT uint64_t phos_window_size(uint32_t blocks, uint32_t pools, uint32_t slots, uint32_t queue)
+{
+    return aligned(sizeof(struct phos_window_table)) + aligned((uint64_t)blocks * sizeof(struct phos_window_block)) +
+           aligned(pools * sizeof(struct phos_window_pool)) + aligned((uint64_t)slots * sizeof(struct phos_window_slot)) +
+           aligned(PHOS_TRANSFERS * sizeof(struct phos_window_transfer)) + aligned((uint64_t)queue * sizeof(uint32_t));
+}
+
+EXPORT void phos_window_begin(struct phos_window_table *table, uint32_t process, uint32_t blocks, uint32_t pools, uint32_t slots,
+                              uint32_t queue, uint32_t prioritise)
+{
+    table->size = phos_window_size(blocks, pools, slots, queue);
+    table->process = process;
+    table->blocks = blocks;
+    table->pools = pools;
+    table->slots = slots;
+    table->queue = queue;
+    table->prioritise = prioritise;
+    table->blocks_at = aligned(sizeof *table);
+    table->pools_at = table->blocks_at + aligned((uint64_t)blocks * sizeof(struct phos_window_block));
+    table->slots_at = table->pools_at + aligned(pools * sizeof(struct phos_window_pool));
+    table->transfers_at = table->slots_at + aligned((uint64_t)slots * sizeof(struct phos_window_slot));
+    table->queue_at = table->transfers_at + aligned(PHOS_TRANSFERS * sizeof(struct phos_window_transfer));
+    table->magic = PHOS_WINDOW_MAGIC;
+}
+
+static void *at(struct phos_window_table *table, uint64_t offset)
+{
+    return (char *)table + offset;
+}
+
+EXPORT void phos_window_set_block(struct phos_window_table *table, uint32_t index, uint64_t block, uint64_t size, uint32_t first_chunk)
+{
+    ((struct phos_window_block *)at(table, table->blocks_at))[index] =
+        (struct phos_window_block){.block = block, .size = size, .first_chunk = first_chunk};
+}
+
+EXPORT void phos_window_set_pool(struct phos_window_table *table, uint32_t index, uint32_t device, uint32_t first_slot,
+                                 uint32_t slots, uint64_t bytes)
+{
+    ((struct phos_window_pool *)at(table, table->pools_at))[index] =
+        (struct phos_window_pool){.device = device, .first_slot = first_slot, .slots = slots, .bytes = bytes};
+}
+
+/* The next chunk in the queue, or -1; the reader keeps *head. A frontend that writes nonsense harms only its own image:
+ * the caller checks the number. */
+EXPORT int64_t phos_window_next(struct phos_window_table *table, uint32_t *head)
+{
+    uint32_t tail = load(&table->tail);
+    if (*head == tail || *head >= table->queue)
+        return -1;
+    return ((uint32_t *)at(table, table->queue_at))[(*head)++];
+}
+
+EXPORT uint32_t phos_window_ticket(struct phos_window_table *table, uint32_t slot)
+{
+    return load(&((struct phos_window_slot *)at(table, table->slots_at))[slot].ticket);
+}
+
+EXPORT void phos_window_free_slot(struct phos_window_table *table, uint32_t slot)
+{
+    __atomic_store_n(&((struct phos_window_slot *)at(table, table->slots_at))[slot].ticket, 0, __ATOMIC_RELEASE);
+}
+
+/* Whether the application waits for a transfer of its own: in a call now, or queued. `flags` are the words that the GPU
+ * has set in a pool, as last read; transfers that have ended are cleared. Bit 1: some could not be judged without newer
+ * flags of this pool. */
+EXPORT uint32_t phos_window_transferring(struct phos_window_table *table, uint32_t pool, const uint32_t *flags)
+{
+    uint32_t answer = load(&table->transferring) ? 1 : 0;
+    struct phos_window_transfer *transfers = at(table, table->transfers_at);
+    const struct phos_window_pool *where = (const struct phos_window_pool *)at(table, table->pools_at) + pool;
+    for (uint32_t i = 0; i < PHOS_TRANSFERS; i++) {
+        uint32_t ticket = load(&transfers[i].ticket);
+        if (!ticket || transfers[i].pool != pool)
+            continue;
+        if (flags[where->slots + i] == ticket)
+            __atomic_store_n(&transfers[i].ticket, 0, __ATOMIC_RELEASE);
+        else
+            answer |= 2;
+    }
+    return answer;
+}
+
+EXPORT void phos_window_counts(const struct phos_window_table *table, struct phos_window_counts *counts)
+{
+    const uint64_t *from = (const uint64_t *)&table->counts;
+    uint64_t *to = (uint64_t *)counts;
+    for (size_t i = 0; i < sizeof *counts / sizeof *to; i++)
+        to[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+}
+
+/* ---- content ---- */
+
+/* The sum over all 64-bit words w of a chunk, the j-th being w + lo(x) * hi(x) with x = w xor (j * KEY + KEY). Addition is
+ * commutative, so a GPU may sum in any order (content_hash.cu, which must agree); two contents that differ by chance have
+ * the same sum once in 2^64. Not for adversaries. */
+#define KEY 0x9e3779b97f4a7c15ull
+
+#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3")))
+#else
+#define CLONES __attribute__((optimize("O3")))
+#endif
+
+EXPORT CLONES uint64_t phos_content_hash(const uint64_t *words, uint64_t bytes)
+{
+    uint64_t sum = 0;
+    for (uint64_t j = 0; j < bytes / 8; j++) {
+        uint64_t x = words[j] ^ ((j + 1) * KEY);
+        sum += words[j] + (x & 0xffffffffu) * (x >> 32);
+    }
+    return sum;
+}
