@@ -156,7 +156,7 @@ class Site:
             command = (str(launcher("phos-gpu")), "run", "--", *command)
         else:
             environment["LD_LIBRARY_PATH"] = str(software_gpu_folder())
-        with open(output, "wb") as file:
+        with open(output, "ab") as file:  # CRIU wants other files to be as long as they were
             process = subprocess.Popen(
                 command,
                 env=environment,

@@ -1,0 +1,172 @@
+"""Checkpoints that a program asks for itself, from Python and from C, with the real CRIU."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.site import Program, Site, wait_until, words
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = Path(__file__).parent / "programs" / "asks_for_checkpoints.py"
+C_PROGRAM = Path(__file__).parent / "programs" / "asks_for_checkpoints.c"
+
+
+def start(site: Site, iterations: int, steps: str, *more: str, under: bool = True, **changes: str) -> Program:
+    (site.folder / "images").mkdir(exist_ok=True)
+    command = (sys.executable, str(PROGRAM), str(iterations), str(site.folder / "images"), steps, *more)
+    return site.start(*command, under=under, **changes)
+
+
+def outcomes(program: Program) -> dict[int, str]:
+    """What the program was told of each of its checkpoints."""
+    lines = [line.split(maxsplit=2) for line in program.lines() if line.startswith("CHECKPOINT")]
+    return {int(step): said for _, step, said in lines}
+
+
+def image(site: Site, step: int) -> Path:
+    return site.folder / "images" / str(step)
+
+
+def verify(site: Site, step: int) -> None:
+    site.run("phos-gpu", "verify", str(image(site, step)))
+
+
+def test_a_program_checkpoints_itself_and_runs_on(site: Site) -> None:
+    program = start(site, 80, "10")
+    assert program.wait_result() == "80"
+    assert outcomes(program)[10].startswith("committed stall=0.")
+    verify(site, 10)
+    asked = next(line for line in program.lines() if line.startswith("ASKED"))
+    assert int(asked.split()[2]) < 20000  # the first call also loads the library; what later ones cost is a unit test's
+
+
+def test_the_process_from_the_image_is_told_that_it_was_restored(site: Site) -> None:
+    program = start(site, 80, "10", "--wait")
+    wait_until(lambda: 10 in outcomes(program), "the first checkpoint")
+    os.kill(program.pid, signal.SIGKILL)
+    site.gone(program)
+    told = len(program.lines())
+    site.restore(image(site, 10))
+    assert program.wait_result() == "80"
+    assert [line for line in program.lines()[told:] if line.startswith("CHECKPOINT")] == ["CHECKPOINT 10 restored"]
+
+
+def test_a_program_that_ends_itself_goes_on_from_its_image(site: Site) -> None:
+    program = start(site, 60, "20", "--leave_running=False", "--wait")
+    wait_until(lambda: not program.alive(), "the end of the program")
+    assert program.iterations() == 20
+    site.gone(program)
+    verify(site, 20)
+    site.restore(image(site, 20))
+    assert program.wait_result() == "60"
+    assert outcomes(program) == {20: "restored"}
+
+
+def test_several_in_a_row(site: Site) -> None:
+    program = start(site, 60, "5,10,15", "--if_busy=wait")
+    assert program.wait_result() == "60"
+    assert [said.split()[0] for said in outcomes(program).values()] == ["committed"] * 3
+    for step in (5, 10, 15):
+        verify(site, step)
+
+
+def test_a_second_request_is_refused_as_asked(site: Site) -> None:
+    program = start(site, 80, "10,10", "--if_busy=error")
+    assert program.wait_result() == "80"
+    said = [line for line in program.lines() if line.startswith("CHECKPOINT")]
+    assert said[0].startswith("CHECKPOINT 10 busy: A checkpoint of this process is in progress")
+    assert said[1].startswith("CHECKPOINT 10 committed")
+
+
+def test_a_second_request_is_skipped_as_asked(site: Site) -> None:
+    program = start(site, 80, "10,10", "--if_busy=skip")
+    assert program.wait_result() == "80"
+    said = [line for line in program.lines() if line.startswith("CHECKPOINT")]
+    assert said[0].startswith("CHECKPOINT 10 skipped: Skipped: a checkpoint of this process is in progress")
+    assert said[1].startswith("CHECKPOINT 10 committed")
+
+
+def test_what_fails_is_told_and_the_program_runs_on(site: Site) -> None:
+    (site.folder / "images" / "10").mkdir(parents=True)
+    (site.folder / "images" / "10" / "something").touch()
+    (site.folder / "images" / "20").touch()
+    program = start(site, 60, "10,20", "--wait")
+    assert program.wait_result() == "60"
+    assert "is not empty" in outcomes(program)[10]
+    assert "cannot be made or opened: Not a directory" in outcomes(program)[20]
+
+
+def test_before_cuda_nothing_is_done(site: Site) -> None:
+    program = start(site, 5, "-1", "--early")
+    assert program.wait_result() == "5"
+    assert any(
+        line.startswith("EARLY skipped: Nothing was done: this process does not use CUDA") for line in program.lines()
+    )
+
+
+def test_without_phos_it_warns_once_and_does_nothing(site: Site) -> None:
+    program = start(site, 5, "1,2,3", under=False, PYTHONPATH=str(ROOT))
+    assert program.wait_result() == "5"
+    assert sum("RuntimeWarning: phos.checkpoint does nothing" in line for line in program.lines()) == 1
+    assert list((site.folder / "images").iterdir()) == []
+
+
+def test_without_phosd_it_does_nothing(site: Site) -> None:
+    program = start(site, 200, "100", PHOS_DAEMON_COMMAND="")
+    program.wait_iterations(20)
+    site.run("phosd", "--stop")
+    assert program.wait_result() == "200"
+    assert "phosd does not answer" in outcomes(program)[100]
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3])
+def test_phosd_is_killed_meanwhile(site: Site, delay: float) -> None:
+    """The program gets an answer and runs on, whichever it is."""
+    program = start(site, 120, "10", SOFTGPU_TOGGLE_MS="200")
+    wait_until(lambda: any(line.startswith("ASKED") for line in program.lines()), "the request")
+    phosd = [p for p in site.processes() if "phos.gpu_engine.daemon" in words(p)]
+    wait_until(lambda: any("dump" in words(p) for p in site.processes()), "CRIU")
+    time.sleep(delay)
+    for process in phosd:
+        process.kill()
+    site.run("phosd", "--ensure")
+    assert program.wait_result() == "120"
+    said = outcomes(program)[10]
+    if said.startswith("committed"):
+        verify(site, 10)
+    else:
+        assert said.startswith("failed: ")
+
+
+def build(site: Site, *options: str) -> Path:
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    assert compiler
+    program = site.folder / "asks"
+    command = [compiler, "-std=c11", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'include'}", str(C_PROGRAM), "-o"]
+    subprocess.run([*command, str(program), *options, "-ldl"], check=True, capture_output=True, text=True)
+    return program
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("-no-pie",), ("-O2", "-fno-plt")], ids=lambda options: " ".join(options) or "usual"
+)
+def test_a_c_program_checkpoints_itself(site: Site, options: tuple[str, ...]) -> None:
+    program = site.start(str(build(site, *options)), str(site.folder / "image"))
+    assert program.wait_result() == "100"
+    assert "ASKED done" in program.lines()
+    assert any(line.startswith("CHECKPOINT committed") for line in program.lines())
+    site.run("phos-gpu", "verify", str(site.folder / "image"))
+
+
+def test_a_c_program_runs_without_phos(site: Site) -> None:
+    program = site.start(str(build(site)), str(site.folder / "image"), under=False)
+    assert program.wait_result() == "100"
+    assert "ASKED the program was not started by phos-gpu run" in program.lines()
