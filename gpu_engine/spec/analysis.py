@@ -32,7 +32,7 @@ def describe(
         image: a module as the driver is given it.
         capability: of the GPU, as 90 for 9.0; 0 takes the newest architecture in the module.
         kernels: names as the module spells them (mangled); None for all.
-        progress: called with what is known before the slow sources are asked, unit by unit.
+        progress: called with what is known before the slow sources are asked, and with what each of them adds.
 
     Raises:
         SpecError: the image is no module, or malformed. Errors of a single source or unit are logged only.
@@ -54,7 +54,7 @@ def describe(
         quick = {name: _from_name(name, parameters) for name, parameters in layouts.items()}
         if progress is not None:
             progress(quick)
-        found.update(_best(unit, layouts, quick))
+        found.update(_best(unit, layouts, quick, progress))
     return found
 
 
@@ -84,7 +84,7 @@ def _from_name(kernel: str, parameters: tuple[Parameter, ...]) -> AccessDescript
     return from_layout(kernel, parameters)
 
 
-def _best(unit: Unit, layouts: Layouts, quick: Descriptors) -> Descriptors:
+def _best(unit: Unit, layouts: Layouts, quick: Descriptors, progress: Progress | None) -> Descriptors:
     found = dict(quick)
     missing = set(layouts)
     for source in _sources(unit):
@@ -99,12 +99,16 @@ def _best(unit: Unit, layouts: Layouts, quick: Descriptors) -> Descriptors:
             else:
                 log.warning("A source of descriptors failed; the next one is asked. %s", error)
             continue
+        better: Descriptors = {}
         for name in sorted(missing & offered.keys()):
             if _plausible(offered[name], layouts[name]):
-                found[name] = offered[name]
-                missing.discard(name)
+                better[name] = offered[name]
             else:
                 log.warning("What %s says of kernel %s contradicts its layout.", offered[name].source.name, name)
+        if progress is not None and better:
+            progress(better)
+        found.update(better)
+        missing -= better.keys()
     return found
 
 
@@ -155,3 +159,8 @@ def tools() -> str:
             describe_tools = getattr(module, "tools", None)
             usable.append(f"{name}:{describe_tools()}" if describe_tools is not None else name)
     return " ".join(usable)
+
+
+def kernels(image: Buffer, capability: int) -> list[str]:
+    """The names of all kernels in a module that a GPU of this capability would run. Raises SpecError."""
+    return [name for unit in modules.units(image, capability) for name in _layouts(unit, None)]

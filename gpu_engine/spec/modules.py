@@ -13,9 +13,10 @@ from elftools.elf.elffile import ELFFile
 
 from phos.gpu_engine.spec import cubin, fatbin, ptx_layout
 from phos.gpu_engine.spec.errors import SpecError
-from phos.gpu_engine.spec.fatbin import Buffer, Entry, Kind
+from phos.gpu_engine.spec.fatbin import ARCH_SPECIFIC, Buffer, Entry, Kind
 
-FATBIN_SECTIONS = (".nv_fatbin", "__nv_relfatbin")
+FATBIN_SECTION = ".nv_fatbin"
+"""What a program gives to the driver. (``__nv_relfatbin`` is what was linked into it.)"""
 
 
 @dataclass
@@ -83,15 +84,17 @@ def select(entries: list[Entry], capability: int) -> Unit:
     """Those entries of a fat binary that the driver would take on a GPU of this capability.
 
     CUDA C++ Programming Guide, "Binary Compatibility": cubins run on GPUs of the same major and an equal or higher
-    minor revision, PTX on every equal or higher one; what is specific to an architecture runs on that alone.
+    minor revision, PTX on every equal or higher one; what is specific to an architecture runs on that alone, and what
+    is specific to a family on equal or higher minor revisions.
     """
 
     def runs(entry: Entry) -> bool:
         if capability in (0, entry.arch):
             return True
-        if entry.specific or entry.arch > capability:
+        if entry.flags & ARCH_SPECIFIC or entry.arch > capability:
             return False
-        return entry.kind == Kind.PTX or entry.arch // 10 == capability // 10
+        family = entry.arch // 10 == capability // 10
+        return family or (entry.kind == Kind.PTX and not entry.specific)
 
     usable = [entry for entry in entries if entry.kind in (Kind.PTX, Kind.ELF) and runs(entry)]
     cubins = [entry for entry in usable if entry.kind == Kind.ELF]
@@ -115,7 +118,7 @@ def _fatbin_sections(view: memoryview) -> Iterator[memoryview]:
         places = [
             (section["sh_offset"], section["sh_size"])
             for section in ELFFile(io.BytesIO(view)).iter_sections()
-            if section.name in FATBIN_SECTIONS
+            if section.name == FATBIN_SECTION
         ]
     except Exception as error:  # pyelftools meets malformed files with exceptions of many kinds
         raise SpecError(f"The sections of this program cannot be read: {type(error).__name__} {error}.") from None
