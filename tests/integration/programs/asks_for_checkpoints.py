@@ -2,8 +2,8 @@
 
     asks_for_checkpoints.py ITERATIONS FOLDER STEP[,STEP...] [--KEYWORD=VALUE ...]
 
-Keywords go to phos.checkpoint (leave_running, if_busy, protocol); --wait lets it wait for each. It prints what came of each
-checkpoint as soon as that is known, and ITERATION and RESULT lines as the examples do.
+Keywords go to phos.checkpoint (leave_running, if_busy, protocol); --wait lets it wait for each. It prints what came of
+each checkpoint as soon as that is known, and ITERATION and RESULT lines as the examples do.
 """
 
 import ctypes
@@ -11,8 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-import phos
 from cuda.bindings import driver as cuda
+
+import phos
 
 PAUSE = 0.03
 
