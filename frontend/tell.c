@@ -12,6 +12,7 @@
 #include "runtime.h"
 #include "sdk.h"
 #include "track.h"
+#include "utf8.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -294,6 +295,8 @@ static bool send_module(const struct phos_module *module, int descriptor)
     Phos__Wire__ModuleLoaded loaded = PHOS__WIRE__MODULE_LOADED__INIT;
     loaded.entry_point = (char *)module->entry_point;
     loaded.size = module->size;
+    if (module->path)
+        phos_utf8_mend(module->path); /* phosd and people read it, nobody opens it */
     loaded.path = module->path ? module->path : (char *)"";
     loaded.offset = module->offset;
     ENVELOPE(envelope, 0, MODULE_LOADED, module_loaded, &loaded);
@@ -328,6 +331,7 @@ static bool say_hello(uint64_t blocks, Phos__Wire__GateState state)
     if (!executable[0]) {
         ssize_t length = readlink("/proc/self/exe", executable, sizeof executable - 1);
         executable[length > 0 ? length : 0] = 0;
+        phos_utf8_mend(executable);
     }
     Phos__Wire__Device devices[PHOS_DEVICES], *pointers[PHOS_DEVICES];
     for (int d = 0; d < phos_device_count; d++) {

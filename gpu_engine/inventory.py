@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine import driver
+from phos.gpu_engine import driver, procfs
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.process import Detached, ForeignProcess
 from phos.gpu_engine.timeline import Phase
@@ -57,7 +57,7 @@ def command_line(pid: int) -> tuple[list[str], int]:
     """(argument vector, parent's pid) of a living process; empty and 0 when it cannot be read."""
     try:
         process = psutil.Process(pid)
-        return process.cmdline(), process.ppid()
+        return [procfs.readable(argument) for argument in process.cmdline()], process.ppid()
     except psutil.Error:
         return [], 0
 

@@ -1,7 +1,8 @@
-"""What the kernel says of a process in /proc/PID/stat, read in one place (proc_pid_stat(5))."""
+"""What the kernel says of a process: /proc/PID/stat, read in one place (proc_pid_stat(5)), and its program."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 # Positions after the program's name, which may itself hold blanks and parentheses: field 3 of the manual is number 0.
@@ -38,3 +39,16 @@ def start_time(pid: int) -> int | None:
     """When it started, in clock ticks since boot: with the pid it names one process for ever. None if there is none."""
     fields = _fields(pid)
     return int(fields[_START_TIME]) if len(fields) > _START_TIME else None
+
+
+def readable(text: str) -> str:
+    """A file name or an argument as protobuf takes it: what was not UTF-8 (lone surrogates here) becomes '?'."""
+    return text.encode(errors="replace").decode()
+
+
+def executable(pid: int) -> str:
+    """The path of a process's program, for people; '?' when the link cannot be read."""
+    try:
+        return readable(os.readlink(f"/proc/{pid}/exe"))
+    except OSError:
+        return "?"

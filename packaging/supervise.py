@@ -22,7 +22,7 @@ FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signa
 
 def state_of(pid: int) -> str:
     """The letter of a process's state: T stopped, Z ended."""
-    with open(f"/proc/{pid}/stat") as stat:
+    with open(f"/proc/{pid}/stat", errors="replace") as stat:
         return stat.read().rpartition(") ")[2][0]
 
 
@@ -31,7 +31,7 @@ def traces(pid: int) -> bool:
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                with open(f"/proc/{entry}/status") as status:
+                with open(f"/proc/{entry}/status", errors="replace") as status:
                     if f"\nTracerPid:\t{pid}\n" in status.read():
                         return True
             except OSError:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from phos.gen import wire_pb2
+from phos.gpu_engine import procfs
 from phos.gpu_engine.copier import Progress
 from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.timeline import Timeline
@@ -114,7 +115,7 @@ class JobTable:
                 if job.kind == kind:
                     return wire_pb2.ImageState(
                         state=job.state,
-                        error=job.error,
+                        error=procfs.readable(job.error),
                         bytes_done=job.progress.done,
                         bytes_total=job.progress.total,
                         warnings=job.warnings(),
@@ -126,12 +127,12 @@ class JobTable:
         with self._lock:
             return [
                 wire_pb2.Status.Job(
-                    image=job.path,
+                    image=procfs.readable(job.path),
                     kind=job.kind,
                     state=job.state,
                     bytes_done=job.progress.done,
                     bytes_total=job.progress.total,
-                    error=job.error,
+                    error=procfs.readable(job.error),
                     since=job.since,
                     pids=job.pids,
                     phases=[

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 
 from phos.gen import wire_pb2
-from phos.gpu_engine import inventory, toggle
+from phos.gpu_engine import inventory, procfs, toggle
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.permissions import may_write, uid_of
 from phos.gpu_engine.daemon.registry import Registry, say_failure
-from phos.gpu_engine.daemon.session import Session, executable_of
+from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, PhosError
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
@@ -150,11 +150,11 @@ class DumpServer:
                 )
         for pid in late:
             raise CheckpointFailed(
-                f"Process {pid} ({executable_of(pid)}) runs under PhOS but has not connected to this phosd "
+                f"Process {pid} ({procfs.executable(pid)}) runs under PhOS but has not connected to this phosd "
                 f"({self._registry.path}) within {REGISTER_SECONDS:.0f} s. Is it stopped, or was it started "
                 "with another PHOS_SOCKET?"
             )
-        return gated, [ForeignProcess(pid, executable_of(pid)) for pid in others]
+        return gated, [ForeignProcess(pid, procfs.executable(pid)) for pid in others]
 
     def _describe(self, process: GatedProcess, detached: Detached) -> inventory.ProcessRecord:
         arguments, parent = inventory.command_line(process.pid)
@@ -166,7 +166,7 @@ class DumpServer:
             pid=process.pid,
             session=process.session,
             executable=process.executable,
-            command_line=[wire.sentence(argument) for argument in arguments],
+            command_line=arguments,
             parent_pid=parent,
             detached=detached,
             own_blocks=process.own_blocks(),
@@ -186,6 +186,6 @@ def _leaves_alive(criu: int) -> bool:
 
 def _has_frontend(pid: int) -> bool:
     try:
-        return "libphos.so" in Path(f"/proc/{pid}/maps").read_text()
+        return "libphos.so" in Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
         return False

@@ -18,7 +18,7 @@ from phos.gpu_engine.daemon.requests import Requests
 from phos.gpu_engine.daemon.serve_client import ClientServer
 from phos.gpu_engine.daemon.serve_dump import DumpServer
 from phos.gpu_engine.daemon.serve_restore import RestoreServer
-from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session, executable_of
+from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import MemoryLost, NotPermitted, PhosError, ProtocolError
 
@@ -61,7 +61,7 @@ class Daemon:
     def _adopt(self, number: bytes, pid: int) -> None:
         """A session of an earlier phosd. Its frontend will say itself whether it is detached."""
         session = Session(number, pid, uid_of(pid), self._registry.broker, self._registry.holds, SessionState.RUNNING)
-        session.executable = executable_of(pid)
+        session.executable = procfs.executable(pid)
         if not session.alive():
             self._registry.broker.drop_session(number)
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from contextlib import suppress
 
@@ -501,11 +500,3 @@ class Session:
         self._granted = set(imports.values())
         with self._lock:
             self._imports = dict(imports)
-
-
-def executable_of(pid: int) -> str:
-    """The path of a process's program, or its name when the link cannot be read."""
-    try:
-        return os.readlink(f"/proc/{pid}/exe")
-    except OSError:
-        return "?"

@@ -356,7 +356,7 @@ def _readable(descriptor: int) -> bool:
 def _namespace_pid(pid: int) -> int:
     """A process's pid in its own pid namespace, which is the one that CRIU restores and the image names."""
     try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
             if line.startswith("NSpid:"):
                 return int(line.split()[-1])
     except OSError:

@@ -83,7 +83,7 @@ def test_plain_criu_refuses_what_has_a_gpu_part(site: Site) -> None:
 
 
 def test_plain_criu_refuses_what_the_driver_saved(site: Site) -> None:
-    """Without the frontend the driver puts GPU memory into the process's own pages; phosd brings it back all the same."""
+    """Without the frontend the driver puts GPU memory into the pages of the process; phosd brings it back."""
     program = site.example("stencil", *ENDLESS, under=False)
     program.wait_iterations(3)
     image = site.image()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -153,3 +155,29 @@ def test_process_without_the_frontend_is_saved_by_the_driver_with_a_warning(site
     assert "was not started under 'phos-gpu run'" in (image / "dump.log").read_text()
     site.restore(image)
     assert program.wait_result() == expected
+
+
+@pytest.mark.parametrize("under", [True, False])
+def test_names_that_are_not_utf8(site: Site, under: bool) -> None:
+    """Of the program, of an argument, of the image's folder: they enter messages, and messages are UTF-8."""
+    expected = site.example("stencil", *EXAMPLES["stencil"][:2], under=False).wait_result()
+    folder = site.folder / os.fsdecode(b"caf\xe9")
+    program = folder / "bin" / os.fsdecode(b"pyth\xf6n")
+    program.parent.mkdir(parents=True)
+    shutil.copy(os.path.realpath(sys.executable), program)
+    # A copy finds its library beside it: this virtual environment's.
+    (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
+    shutil.copy(Path(sys.prefix) / "pyvenv.cfg", folder)
+    script = str(examples_folder() / "stencil.py")
+    started = site.start(str(program), "-X", os.fsdecode(b"n\xf6ne"), script, *EXAMPLES["stencil"], under=under)
+    started.wait_iterations(3)
+    assert os.readlink(f"/proc/{started.pid}/exe") == str(program)
+    image = folder / os.fsdecode(b"im\xe4ge")
+    image.mkdir()
+    site.dump(started, image)
+    shown = json.loads(site.run("phos-gpu", "inspect", "--json", str(image)).stdout)
+    assert shown["processes"][0]["executable"].endswith("/caf?/bin/pyth?n")
+    assert "n?ne" in shown["processes"][0]["command_line"]
+    assert site.status()["jobs"][0]["image"].endswith("/caf?/im?ge")
+    site.restore(image)
+    assert started.wait_result() == expected
