@@ -32,18 +32,21 @@ WIRE := $(GEN)/wire.pb-c
 FRONTEND_SRC := $(wildcard frontend/*.c)
 SOFTGPU_SRC := $(wildcard softgpu/*.c)
 PLUGIN_SRC := $(wildcard criu_plugin/*.c)
+CHUNKS_SRC := $(wildcard gpu_engine/cow/chunk_table.c)
 
 # A folder whose sources do not exist (a partial checkout) is skipped.
 FRONTEND := $(if $(FRONTEND_SRC),$(BUILD)/lib/libphos.so)
 SOFTGPU := $(if $(SOFTGPU_SRC),$(BUILD)/softgpu/libcuda.so.1)
 PLUGIN := $(if $(PLUGIN_SRC),$(BUILD)/plugin/phos_plugin.so)
+CHUNKS := $(if $(CHUNKS_SRC),$(BUILD)/lib/libphos_chunks.so)
 
 # The two generators write what their folders' sources include: `SCRIPT --output FOLDER` fills FOLDER.
 GEN_API := $(wildcard frontend/gen_api.py)
+GEN_LIBRARY := $(wildcard frontend/gen_library.py)
 GEN_STUBS := $(wildcard softgpu/gen_stubs.py)
-GENERATED := $(if $(GEN_API),$(GEN)/api.stamp) $(if $(GEN_STUBS),$(GEN)/stubs.stamp)
+GENERATED := $(if $(GEN_API),$(GEN)/api.stamp) $(if $(GEN_LIBRARY),$(GEN)/library.stamp) $(if $(GEN_STUBS),$(GEN)/stubs.stamp)
 
-.PHONY: help build frontend softgpu plugin gen sdk check lint fresh test test-gpu hostile bench docs clean
+.PHONY: help build frontend softgpu plugin chunks gen sdk check lint fresh test test-gpu hostile bench docs clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .SECONDARY:
@@ -56,6 +59,7 @@ build: frontend softgpu plugin gen sdk ## everything native, and everything gene
 frontend: $(FRONTEND) ## libphos.so, preloaded into applications
 softgpu: $(SOFTGPU) ## the software GPU, a libcuda.so.1 for machines without one
 plugin: $(PLUGIN) ## phos_plugin.so, loaded by CRIU
+chunks: $(CHUNKS) ## libphos_chunks.so, loaded by phosd
 
 sdk: $(BUILD)/sdk/phos/__init__.py ## what programs import as phos
 
@@ -81,15 +85,18 @@ phos/gen/%_pb2.py: $(GEN)/%.desc packaging/gen_python.py
 
 # Outputs that come out as before keep their time stamp, so that a change in one source does not rebuild all of them.
 define generate
-	@mkdir -p $(GEN)/new
-	$(PYTHON) $(1) --output $(GEN)/new
-	@for file in $(GEN)/new/*; do cmp -s $$file $(GEN)/$${file##*/} || cp $$file $(GEN)/; done
-	@rm -r $(GEN)/new
+	@mkdir -p $(GEN)/new-$(@F)
+	$(PYTHON) $(1) --output $(GEN)/new-$(@F)
+	@for file in $(GEN)/new-$(@F)/*; do cmp -s $$file $(GEN)/$${file##*/} || cp $$file $(GEN)/; done
+	@rm -r $(GEN)/new-$(@F)
 	@touch $@
 endef
 
 $(GEN)/api.stamp: $(GEN_API) frontend/cuda_api.def
 	$(call generate,$(GEN_API))
+
+$(GEN)/library.stamp: $(GEN_LIBRARY) frontend/library_api.def frontend/libphos.map
+	$(call generate,$(GEN_LIBRARY))
 
 # Which entry points are implemented is read from the sources.
 $(GEN)/stubs.stamp: $(GEN_STUBS) frontend/cuda_api.def $(SOFTGPU_SRC) | $(filter %/api.stamp,$(GENERATED))
@@ -104,8 +111,9 @@ OBJ := $(BUILD)/obj
 FRONTEND_OBJ := $(FRONTEND_SRC:%.c=$(OBJ)/%.o)
 SOFTGPU_OBJ := $(SOFTGPU_SRC:%.c=$(OBJ)/%.o)
 PLUGIN_OBJ := $(PLUGIN_SRC:%.c=$(OBJ)/%.o)
+CHUNKS_OBJ := $(CHUNKS_SRC:%.c=$(OBJ)/%.o)
 WIRE_OBJ := $(OBJ)/gen/wire.pb-c.o
-ALL_OBJ := $(FRONTEND_OBJ) $(SOFTGPU_OBJ) $(PLUGIN_OBJ) $(WIRE_OBJ)
+ALL_OBJ := $(FRONTEND_OBJ) $(SOFTGPU_OBJ) $(PLUGIN_OBJ) $(CHUNKS_OBJ) $(WIRE_OBJ)
 
 $(OBJ)/frontend/%.o: frontend/%.c Makefile | $(WIRE).c $(GENERATED)
 	@mkdir -p $(@D)
@@ -118,6 +126,10 @@ $(OBJ)/softgpu/%.o: softgpu/%.c Makefile | $(GENERATED)
 $(OBJ)/criu_plugin/%.o: criu_plugin/%.c Makefile | $(WIRE).c
 	@mkdir -p $(@D)
 	$(CC) $(ALL_CFLAGS) -Icriu_plugin -isystem $(CRIU_INCLUDE) -c -o $@ $<
+
+$(OBJ)/gpu_engine/%.o: gpu_engine/%.c Makefile
+	@mkdir -p $(@D)
+	$(CC) $(ALL_CFLAGS) -c -o $@ $<
 
 $(WIRE_OBJ): $(WIRE).c Makefile
 	@mkdir -p $(@D)
@@ -142,6 +154,10 @@ $(BUILD)/plugin/phos_plugin.so: $(PLUGIN_OBJ) $(WIRE_OBJ)
 	@mkdir -p $(@D)
 	$(CC) $(filter-out -Wl$(comma)-z$(comma)defs,$(ALL_LDFLAGS)) -o $@ $(PLUGIN_OBJ) $(WIRE_OBJ) $(PROTOBUF_C)
 
+$(BUILD)/lib/libphos_chunks.so: $(CHUNKS_OBJ)
+	@mkdir -p $(@D)
+	$(CC) $(ALL_LDFLAGS) -Wl,-soname,libphos_chunks.so -o $@ $(CHUNKS_OBJ)
+
 -include $(ALL_OBJ:.o=.d)
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -160,6 +176,7 @@ lint: gen ## ruff, its formatter, mypy, shell syntax
 # Pages generated from sources are committed: making them again must change nothing.
 fresh: gen
 	$(if $(GEN_API),$(PYTHON) $(GEN_API) --check)
+	$(if $(GEN_LIBRARY),$(PYTHON) $(GEN_LIBRARY) --check)
 
 test: build ## everything that needs no GPU
 	$(PYTHON) -m pytest tests/unit tests/integration tests/test_layering.py $(PYTEST_ARGS)

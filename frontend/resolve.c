@@ -21,6 +21,7 @@
  *   - names are matched whole. A prefix such as "cu" also begins cuDNN's cudnnCreate and many an application's function.
  *   - the caller's handle is respected: only what was found in libcuda itself (dladdr) is replaced, so a program that
  *     opens some other library with a function of the same name gets that one.
+ *   - a function of cuBLAS, cuDNN or NCCL that is in library_api.def is replaced in the same way (library_bind.c).
  *   - a program that merely asks whether CUDA is there, by dlsym(RTLD_DEFAULT, "cuInit"), must not find our exported
  *     symbol when no driver is loaded.
  *
@@ -31,6 +32,7 @@
 #include "resolve.h"
 #include "cleanup.h"
 #include "gate.h"
+#include "library.h"
 #include "log.h"
 #include "runtime.h"
 
@@ -174,6 +176,12 @@ static __attribute__((noinline)) void *dlsym_driver(void *handle, const char *na
     return wrapper && bind_holder_of(found) ? wrapper : found;
 }
 
+static __attribute__((noinline)) void *dlsym_library(void *handle, const char *name)
+{
+    void *found = dlsym_real()(handle, name);
+    return found ? phos_library_answer(name, found) : NULL;
+}
+
 PHOS_EXPORT PHOS_EARLY void *dlsym(void *restrict handle, const char *restrict name)
 {
     dlsym_function *real = dlsym_real();
@@ -183,8 +191,21 @@ PHOS_EXPORT PHOS_EARLY void *dlsym(void *restrict handle, const char *restrict n
         int row = phos_resolve_symbol(name);
         if (row >= 0)
             return dlsym_driver(handle, name, row);
+        /* RTLD_DEFAULT depends on the caller, and our wrappers are not to be found that way (library.h). */
+        if (handle != RTLD_DEFAULT && phos_library_named(name))
+            return dlsym_library(handle, name);
+    } else if (__builtin_expect(name[0] == 'n' && name[1] == 'c' && handle != RTLD_NEXT && handle != RTLD_DEFAULT, 0)) {
+        if (phos_library_named(name))
+            return dlsym_library(handle, name);
     }
     return real(handle, name);
+}
+
+void *phos_resolve_dlsym(void *handle, const char *name)
+{
+    dlsym_function *real = dlsym_real();
+    void *volatile found = real ? real(handle, name) : NULL; /* not a tail call: RTLD_NEXT means "after us" */
+    return found;
 }
 
 int phos_resolve_requested(const char *name, int version, bool per_thread, const void *real)

@@ -57,7 +57,8 @@ def where(address):
 
 def test_every_hooked_spelling_is_exported() -> None:
     listing = subprocess.run(["nm", "-D", "--defined-only", LIBPHOS], capture_output=True, text=True, check=True).stdout
-    exported = {line.split()[2].split("@")[0] for line in listing.splitlines()}
+    # With a version: wrappers of library functions, and the versions themselves (test_frontend_library.py).
+    exported = {line.split()[2] for line in listing.splitlines() if "@" not in line and line.split()[1] != "A"}
     hooked = {e.symbol for e in ENTRIES if e.hooked}
     assert hooked | {"dlsym", "mmap"} == {name for name in exported if not name.startswith("phos_")}
 

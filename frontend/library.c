@@ -1,0 +1,159 @@
+/* Scopes of library calls: what the documentation says of the launches made inside. All of it belongs to one thread. */
+#include "library.h"
+
+#include <stdlib.h>
+
+/* NCCL's calls between ncclGroupStart and the outermost ncclGroupEnd. */
+struct group {
+    unsigned depth;
+    bool full; /* memory ran out: nothing is known */
+    struct phos_library_range *list;
+    size_t count, capacity;
+};
+
+static __thread struct phos_library_scope *innermost __attribute__((tls_model("initial-exec")));
+static __thread struct group group __attribute__((tls_model("initial-exec")));
+
+/* A scope that was left by longjmp lies below the frame that is running now. */
+static struct phos_library_scope *live(void)
+{
+    uintptr_t here = (uintptr_t)__builtin_frame_address(0);
+    while (innermost && (uintptr_t)innermost < here)
+        innermost = innermost->outer;
+    return innermost;
+}
+
+void phos_library_enter(struct phos_library_scope *scope, const char *function)
+{
+    scope->outer = live();
+    scope->function = function;
+    scope->list = scope->ranges;
+    scope->count = 0;
+    scope->owned = NULL;
+    innermost = scope;
+}
+
+void phos_library_leave(struct phos_library_scope *scope)
+{
+    innermost = scope->outer;
+    free(scope->owned);
+}
+
+void phos_library_document(struct phos_library_scope *scope, const void *address, size_t size, uint32_t access)
+{
+    /* gen_library.py refuses a function that documents more than there is room for. */
+    if (address && size != PHOS_LIBRARY_NOTHING && scope->count < PHOS_LIBRARY_RANGES)
+        scope->ranges[scope->count++] = (struct phos_library_range){(CUdeviceptr)address, size, access};
+}
+
+void phos_library_group_start(void)
+{
+    group.depth++;
+}
+
+void phos_library_group_add(const struct phos_library_scope *scope)
+{
+    if (!group.depth || group.full)
+        return;
+    if (group.count + scope->count > group.capacity) {
+        size_t capacity = 2 * (group.count + scope->count);
+        struct phos_library_range *grown = realloc(group.list, capacity * sizeof *grown);
+        if (!grown) {
+            group.full = true;
+            return;
+        }
+        group.list = grown;
+        group.capacity = capacity;
+    }
+    for (size_t i = 0; i < scope->count; i++)
+        group.list[group.count++] = scope->ranges[i];
+}
+
+void phos_library_group_end(struct phos_library_scope *scope)
+{
+    if (group.depth && --group.depth)
+        return;
+    scope->owned = group.list;
+    if (!group.full) {
+        scope->list = group.list;
+        scope->count = group.count;
+    }
+    group = (struct group){0};
+}
+
+const char *phos_library_call(void)
+{
+    const struct phos_library_scope *scope = live();
+    return scope ? scope->function : NULL;
+}
+
+/* What the scopes say of one address. */
+struct saying {
+    bool documented, output, sized;
+    CUdeviceptr begin, end; /* of the documented ranges that hold it; where sized */
+};
+
+static struct saying said_of(CUdeviceptr address)
+{
+    struct saying saying = {.sized = true, .begin = address, .end = address};
+    for (const struct phos_library_scope *scope = innermost; scope; scope = scope->outer) {
+        for (size_t i = 0; i < scope->count; i++) {
+            const struct phos_library_range *range = &scope->list[i];
+            bool writes = range->access & PHOS_WRITES;
+            /* An output of unknown size may reach any address above its own: then an input there is no input only. An
+             * input of unknown size is only known at its own address. */
+            bool holds = range->size ? address - range->address < range->size
+                                     : address == range->address || (writes && address > range->address);
+            if (!holds)
+                continue;
+            saying.documented |= range->size || address == range->address;
+            saying.output |= writes;
+            saying.sized &= range->size != 0;
+            if (range->address < saying.begin)
+                saying.begin = range->address;
+            if (range->address + range->size > saying.end)
+                saying.end = range->address + range->size;
+        }
+    }
+    return saying;
+}
+
+static bool written_already(const struct phos_touches *touches, const struct phos_library_range *range)
+{
+    for (size_t i = 0; i < touches->count; i++) {
+        const struct phos_touch *touch = &touches->list[i];
+        if ((touch->access & range->access) != range->access || touch->address > range->address)
+            continue;
+        if (touch->address == range->address && !touch->size)
+            return true;
+        if (range->size && touch->size >= range->size && range->address - touch->address <= touch->size - range->size)
+            return true;
+    }
+    return false;
+}
+
+void phos_library_refine(struct phos_touches *touches)
+{
+    if (!live() || touches->nothing)
+        return;
+    for (size_t i = 0; i < touches->count; i++) {
+        struct phos_touch *touch = &touches->list[i];
+        struct saying saying = said_of(touch->address);
+        if (!saying.documented)
+            continue;
+        if (!saying.output)
+            touch->access = PHOS_READS;
+        /* Through a pointer to a documented matrix no more than the matrix is reached, not all that was allocated with
+         * it: an allocator of its own, such as PyTorch's, puts many tensors into one allocation. */
+        if (!touch->size && saying.sized) {
+            touch->address = saying.begin;
+            touch->size = saying.end - saying.begin;
+        }
+    }
+    for (const struct phos_library_scope *scope = innermost; scope; scope = scope->outer)
+        for (size_t i = 0; i < scope->count; i++) {
+            const struct phos_library_range *range = &scope->list[i];
+            if ((range->access & PHOS_WRITES) && !written_already(touches, range))
+                phos_touches_add(touches, range->address, range->size, range->access);
+        }
+}

@@ -1,0 +1,90 @@
+/* Sizes that the libraries know: of types, and of what opaque descriptors describe. Asked only while a window is open. */
+#include "library_sizes.h"
+
+int span_type(int type)
+{
+    /* cudaDataType, library_types.h of CUDA 13.0: bits of a real; complex ones have two. */
+    static const unsigned char bits[] = {
+        [0] = 32, [1] = 64,   [2] = 16,  [3] = 8,  [4] = 64, [5] = 128, [6] = 32, [7] = 16, [8] = 8,
+        [9] = 16, [10] = 32,  [11] = 64, [12] = 32, [13] = 64, [14] = 16, [15] = 32, [16] = 4, [17] = 8,
+        [18] = 4, [19] = 8,   [20] = 16, [21] = 32, [22] = 16, [23] = 32, [24] = 64, [25] = 128, [26] = 64,
+        [27] = 128, [28] = 8, [29] = 8,  [30] = 8, [31] = 6, [32] = 6, [33] = 4,
+    };
+    return type >= 0 && type < (int)sizeof bits ? bits[type] : 0;
+}
+
+size_t span_nccl(size_t count, int type)
+{
+    /* ncclDataType_t, nccl.h 2.32. */
+    static const unsigned char bytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+    if (!count)
+        return PHOS_LIBRARY_NOTHING;
+    return type >= 0 && type < (int)sizeof bytes ? span_elements(count, bytes[type] * 8) : 0;
+}
+
+size_t span_ranks(const void *real, void *communicator, size_t count, int type)
+{
+    int (*ranks_of)(void *, int *) = (int (*)(void *, int *))phos_library_sibling(real, "ncclCommCount");
+    size_t one = span_nccl(count, type);
+    int ranks = 0;
+    if (one == 0 || one == PHOS_LIBRARY_NOTHING)
+        return one;
+    return ranks_of && !ranks_of(communicator, &ranks) && ranks > 0 ? one * (size_t)ranks : 0;
+}
+
+static size_t asked(const void *real, const char *name, void *descriptor)
+{
+    int (*size_of)(void *, size_t *) = (int (*)(void *, size_t *))phos_library_sibling(real, name);
+    size_t size = 0;
+    if (!descriptor || !size_of || size_of(descriptor, &size))
+        return 0;
+    return size;
+}
+
+size_t span_tensor(const void *real, void *descriptor)
+{
+    return asked(real, "cudnnGetTensorSizeInBytes", descriptor);
+}
+
+size_t span_filter(const void *real, void *descriptor)
+{
+    return asked(real, "cudnnGetFilterSizeInBytes", descriptor);
+}
+
+/* cublasLtMatrixLayoutAttribute_t. */
+enum { LAYOUT_TYPE, LAYOUT_ORDER, LAYOUT_ROWS, LAYOUT_COLUMNS, LAYOUT_LEADING, LAYOUT_BATCH, LAYOUT_STRIDE, LAYOUT_PLANE,
+       LAYOUT_BATCH_MODE };
+enum { ORDER_COLUMN, ORDER_ROW };
+
+typedef int get_attribute(void *layout, int attribute, void *value, size_t size, size_t *written);
+
+static bool get(get_attribute *attribute_of, void *layout, int attribute, void *value, size_t size)
+{
+    size_t written = 0;
+    return !attribute_of(layout, attribute, value, size, &written) && written == size;
+}
+
+size_t span_layout(const void *real, void *layout)
+{
+    get_attribute *attribute_of = (get_attribute *)phos_library_sibling(real, "cublasLtMatrixLayoutGetAttribute");
+    uint32_t type = 0, mode = 0;
+    int32_t order = 0, batch = 0;
+    uint64_t rows = 0, columns = 0;
+    int64_t leading = 0, stride = 0, plane = 0;
+    if (!layout || !attribute_of || !get(attribute_of, layout, LAYOUT_TYPE, &type, sizeof type) ||
+        !get(attribute_of, layout, LAYOUT_ORDER, &order, sizeof order) ||
+        !get(attribute_of, layout, LAYOUT_ROWS, &rows, sizeof rows) ||
+        !get(attribute_of, layout, LAYOUT_COLUMNS, &columns, sizeof columns) ||
+        !get(attribute_of, layout, LAYOUT_LEADING, &leading, sizeof leading) ||
+        !get(attribute_of, layout, LAYOUT_BATCH, &batch, sizeof batch) ||
+        !get(attribute_of, layout, LAYOUT_STRIDE, &stride, sizeof stride) ||
+        !get(attribute_of, layout, LAYOUT_PLANE, &plane, sizeof plane))
+        return 0;
+    /* Newer than the other attributes: a library that does not know it has no such batches. */
+    if (get(attribute_of, layout, LAYOUT_BATCH_MODE, &mode, sizeof mode) && mode)
+        return 0; /* pointers in device memory */
+    if (plane || (order != ORDER_COLUMN && order != ORDER_ROW) || rows > INT64_MAX || columns > INT64_MAX)
+        return 0;
+    int bits = span_type((int)type);
+    return span_batch(span_op(order == ORDER_ROW, (long long)rows, (long long)columns, leading, bits), stride, batch, bits);
+}
