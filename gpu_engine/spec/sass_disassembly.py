@@ -1,0 +1,91 @@
+"""Finding and running a disassembler. It is optional: without one there is one source of descriptors less.
+
+``nvdisasm`` comes with the CUDA toolkit and, what matters more, inside the Triton package that every PyTorch for CUDA
+brings along.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from phos.gpu_engine.spec.errors import SpecError
+from phos.gpu_engine.spec.sass_elf import function_indices
+
+SETTING = "PHOS_NVDISASM"
+"""Environment: the disassembler to use; empty for none."""
+
+TIME_LIMIT = 120.0
+"""Seconds for one run."""
+
+_NAME = "nvdisasm"
+
+
+def find_disassembler() -> Path | None:
+    """The disassembler to use, or None: $PHOS_NVDISASM if set; else from PATH, $CUDA_HOME, Triton, /usr/local/cuda."""
+    setting = os.environ.get(SETTING)
+    if setting is not None:
+        return Path(setting) if setting and _usable(Path(setting)) else None
+    return next((path for path in _candidates() if _usable(path)), None)
+
+
+def _usable(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.X_OK)
+
+
+def _candidates() -> Iterable[Path]:
+    on_path = shutil.which(_NAME)
+    if on_path is not None:
+        yield Path(on_path)
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        home = os.environ.get(variable)
+        if home:
+            yield Path(home) / "bin" / _NAME
+    try:
+        triton = importlib.util.find_spec("triton")  # does not import it, which takes seconds
+    except (ImportError, ValueError):
+        triton = None
+    if triton is not None:
+        for folder in triton.submodule_search_locations or ():
+            yield Path(folder) / "backends" / "nvidia" / "bin" / _NAME
+    yield Path("/usr/local/cuda/bin") / _NAME
+
+
+def disassemble(image: bytes, functions: Collection[str], disassembler: Path, time_limit: float = TIME_LIMIT) -> str:
+    """The machine code of the functions named, as text. Names that the cubin does not have are left out.
+
+    Raises:
+        SpecError: the disassembler cannot be started, fails, takes longer than ``time_limit`` seconds, or the image is
+            no cubin.
+    """
+    indices = function_indices(image, set(functions))
+    if not indices:
+        return ""
+    with tempfile.NamedTemporaryFile(prefix="phos-", suffix=".cubin") as file:
+        file.write(image)
+        file.flush()
+        texts = []
+        # Some thousand indices fit on a command line; far fewer are asked for at once in practice.
+        for start in range(0, len(indices), 1000):
+            chosen = ",".join(map(str, indices[start : start + 1000]))
+            texts.append(_run([str(disassembler), "-c", "-fun", chosen, file.name], disassembler, time_limit))
+    return "".join(texts)
+
+
+def _run(command: list[str], disassembler: Path, time_limit: float) -> str:
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=time_limit, check=False)
+    except subprocess.TimeoutExpired:
+        raise SpecError(f"The disassembler {disassembler} did not finish within {time_limit:g} s.") from None
+    except OSError as error:
+        raise SpecError(f"The disassembler {disassembler} cannot be started: {error.strerror}.") from None
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        reason = said[-1] if said else f"it ended with status {done.returncode}"
+        raise SpecError(f"The disassembler {disassembler} failed: {reason}")
+    return done.stdout.decode(errors="replace")

@@ -1,0 +1,198 @@
+"""What a thread's registers and stack may hold at one place of a kernel, and what the kernel did to memory so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from phos.gpu_engine.spec.descriptor import Access
+from phos.gpu_engine.spec.sass_value import (
+    BLOCK,
+    LOADED_WORD,
+    NOTHING,
+    STACK,
+    UNKNOWN,
+    WINDOW,
+    Atom,
+    Atoms,
+    Origin,
+    Word,
+    add,
+    join,
+    join_all,
+    number,
+    of,
+)
+
+WORD = 4
+
+BLOCK_WORD, STACK_WORD, WINDOW_WORD = of(BLOCK), of(STACK), of(WINDOW)
+
+
+class Driver(NamedTuple):
+    """Where constant bank 0 holds what the driver puts there; bytes. Found by compiling kernels that use it."""
+
+    first: int
+    """The first architecture that does it so."""
+    block: int
+    """The slot with an address in the bank itself: kernels reach their parameters by address with it."""
+    target: int
+    """The offset in the bank that this address is of."""
+    window: int
+    """The slot with the place of local memory in the generic address space."""
+    stack: int
+    """The slot with the top of the stack."""
+
+
+_DRIVER = (
+    Driver(100, 0x348, 0x380, 0x2F8, 0x37C),
+    Driver(90, 0x198, 0x210, 0x20, 0x28),
+    Driver(0, 0x40, 0, 0x20, 0x28),
+)
+
+
+class Layout(NamedTuple):
+    """Where the parameter block lies in constant bank 0; bytes."""
+
+    base: int
+    size: int
+    architecture: int
+
+    @property
+    def driver(self) -> Driver:
+        """Where the driver's own words lie."""
+        return next(driver for driver in _DRIVER if self.architecture >= driver.first)
+
+
+class Touch(NamedTuple):
+    """One access to memory: through which address, and what is done."""
+
+    access: Access
+    low: frozenset[Atoms]
+    high: Atoms
+    derived: Atoms
+    offset: int
+    scale: int
+    tensor_map: bool
+
+
+@dataclass
+class Kernel:
+    """What is known about one kernel whatever the place: the layout, shared memory, the accesses seen."""
+
+    layout: Layout
+    touches: set[Touch] = field(default_factory=set)
+    shared: Word = NOTHING
+    """Any word that was ever stored into shared memory."""
+    indirect: Access = Access.NONE
+    """Done through texture and surface handles, or in functions that cannot be seen."""
+
+    def store_shared(self, word: Word) -> None:
+        """Note that a word is in shared memory somewhere."""
+        if not word.plain:
+            self.shared = join(self.shared, Word(word.alternatives, word.derived, 0, 1))
+
+    def constant(self, bank: int, place: int) -> Word:
+        """The word at ``place`` of a constant bank."""
+        if bank == 0:
+            inside = place - self.layout.base
+            if 0 <= inside < self.layout.size:
+                return of(Atom(Origin.PARAMETER, inside & ~3))
+            driver = self.layout.driver
+            if place == driver.block:
+                return add(BLOCK_WORD, number(driver.target))
+            if place == driver.block + WORD:
+                return BLOCK_WORD
+            if place == driver.stack:
+                return STACK_WORD
+            if place in (driver.window, driver.window + WORD):
+                return WINDOW_WORD
+            return UNKNOWN  # dimensions and the like
+        if bank == 4:
+            return of(Atom(Origin.VARIABLE, place))
+        if bank in (1, 2):
+            return UNKNOWN  # the compiler's own numbers
+        return LOADED_WORD
+
+    def element(self, bank: int, place: int, stride: int) -> Word:
+        """The word at ``place`` plus an unknown multiple of ``stride`` in a constant bank."""
+        if bank == 0:
+            return of(Atom(Origin.ELEMENT, place - self.layout.base, stride))
+        if bank == 4:
+            return of(Atom(Origin.VARIABLE, -1))
+        return self.constant(bank, place)
+
+
+class State:
+    """Registers and stack. Registers never written hold nothing that matters."""
+
+    __slots__ = ("registers", "slots", "spread")
+
+    def __init__(self) -> None:
+        self.registers: dict[int, Word] = {}
+        self.slots: dict[int, Word] = {}
+        """Words on the stack by their offset from its top, as it was when the kernel began."""
+        self.spread: Word = NOTHING
+        """Any word stored to an unknown place of the stack."""
+
+    def copy(self) -> State:
+        """Another state, which can be changed without changing this one."""
+        other = State()
+        other.registers = self.registers.copy()
+        other.slots = self.slots.copy()
+        other.spread = self.spread
+        return other
+
+    def merge(self, other: State) -> bool:
+        """Take in what may hold on another way here. Returns whether that was anything new."""
+        changed = _merge(self.registers, other.registers)
+        changed |= _merge(self.slots, other.slots)
+        spread = join(self.spread, other.spread)
+        changed |= spread != self.spread
+        self.spread = spread
+        return changed
+
+    def read(self, register: int) -> Word:
+        """A register's word."""
+        return NOTHING if register < 0 else self.registers.get(register, NOTHING)
+
+    def write(self, register: int, word: Word, always: bool) -> None:
+        """Put a word into a register; unless ``always``, the old one may stay."""
+        if register < 0:
+            return
+        if not always:
+            old = self.registers.get(register)
+            if old is not None:
+                word = join(old, word)
+        self.registers[register] = word
+
+    def load_stack(self, place: Word, part: int) -> Word:
+        """The word ``part`` words after an address on the stack."""
+        if place.scale == 0 and len(place.alternatives) == 1:
+            slot = (place.offset + part * WORD) & ~3
+            return join(self.slots.get(slot, self.spread), self.spread)
+        return join(self.spread, join_all(self.slots.values()))
+
+    def store_stack(self, place: Word, part: int, word: Word, always: bool) -> None:
+        """Store a word ``part`` words after an address on the stack."""
+        if place.scale == 0 and len(place.alternatives) == 1:
+            slot = (place.offset + part * WORD) & ~3
+            old = self.slots.get(slot)
+            self.slots[slot] = word if always or old is None else join(old, word)
+        else:
+            self.spread = join(self.spread, Word(word.alternatives, word.derived, 0, 1))
+
+
+def _merge(mine: dict[int, Word], theirs: dict[int, Word]) -> bool:
+    changed = False
+    for key, word in theirs.items():
+        old = mine.get(key)
+        if old is None:
+            mine[key] = word
+            changed = True
+        elif old is not word:
+            new = join(old, word)
+            if new != old:
+                mine[key] = new
+                changed = True
+    return changed

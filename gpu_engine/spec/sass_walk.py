@@ -1,0 +1,259 @@
+"""A walk over a kernel's machine code, branches, loops and calls included, until nothing new is learnt.
+
+Functions are walked anew for every place that they are called from: compilers keep helpers (division, for example) that
+are called with pointers here and numbers there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from phos.gpu_engine.spec.sass_state import Kernel, State
+from phos.gpu_engine.spec.sass_step import step
+from phos.gpu_engine.spec.sass_text import Instruction, Kind, Listing
+from phos.gpu_engine.spec.sass_value import UNKNOWN, Atom, Origin, Word, of
+
+MAX_DEPTH = 16
+"""Calls within calls. Deeper ones are taken for recursion."""
+
+MAX_STEPS = 3_000_000
+"""Instructions carried out on behalf of one kernel; a minute or so."""
+
+_ENDS = frozenset(("EXIT", "KILL", "RET", "BRA", "BRX", "JMP", "JMX"))
+_FORKS = frozenset(("WARPSYNC", "BSSY", "BSYNC", "BREAK", "CALL", "BPT"))
+
+# Functions of the driver that kernels call. They touch none of the application's buffers but those named in the text
+# that they print; `malloc`'s memory belongs to the driver.
+_HARMLESS = frozenset(("vprintf", "__assertfail", "malloc", "free", "__cuda_syscall_assertfail", "__nv_save_fatal_pc"))
+
+_RESULTS = (4, 5)
+"""Registers in which functions return (CUDA's calling convention)."""
+
+_NEVER_RETURN = frozenset(("__assertfail", "__cuda_syscall_assertfail"))
+
+
+class CannotFollowError(Exception):
+    """The code goes where it cannot be followed; the sentence says why."""
+
+
+@dataclass
+class Program:
+    """The instructions of all sections in one row."""
+
+    instructions: list[Instruction] = field(default_factory=list)
+    next_of: list[int] = field(default_factory=list)
+    """The position that follows; -1 at the end of a section."""
+    target_of: list[tuple[int, ...]] = field(default_factory=list)
+    """Positions of the labels that each names."""
+    names: dict[str, int] = field(default_factory=dict)
+    """Where sections and functions begin."""
+    section_of: list[str] = field(default_factory=list)
+    functions: dict[str, list[int]] = field(default_factory=dict)
+    """Per section, where the functions in it begin."""
+    places: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Position by section and address."""
+    leaders: set[int] = field(default_factory=set)
+    unresolved: set[str] = field(default_factory=set)
+    """Labels that are nowhere: functions in sections that were not disassembled, or the driver's."""
+
+
+def program(listing: Listing) -> Program:
+    """Lay out a listing as one row of instructions."""
+    result = Program()
+    bases = {}
+    for section in listing.sections.values():
+        bases[section.name] = len(result.instructions)
+        result.instructions += section.instructions
+        for label, position in section.labels.items():
+            if label == section.name or label in section.functions:
+                result.names[label] = bases[section.name] + position
+        result.names.setdefault(section.name, bases[section.name])
+    for section in listing.sections.values():
+        base, count = bases[section.name], len(section.instructions)
+        result.functions[section.name] = [
+            base + section.labels[name]
+            for name in sorted(section.functions)
+            if section.labels.get(name, count) < count and not name.startswith("$__internal")
+        ]
+        for position, instruction in enumerate(section.instructions):
+            result.places[section.name, instruction.address] = base + position
+            result.next_of.append(base + position + 1 if position + 1 < count else -1)
+            result.section_of.append(section.name)
+            targets = []
+            for label in instruction.targets:
+                at = section.labels.get(label)
+                at = base + at if at is not None and at < count else result.names.get(label)
+                if at is None:
+                    result.unresolved.add(label)
+                elif instruction.name != "RET":
+                    targets.append(at)
+            result.target_of.append(tuple(targets))
+            result.leaders.update(targets)
+            if targets or instruction.name in _ENDS or instruction.name in _FORKS:
+                result.leaders.add(base + position + 1)
+    result.leaders.update(result.names.values())
+    return result
+
+
+Context = tuple[int, ...]
+Node = tuple[Context, int]
+
+
+class Walk:
+    """The walk over one kernel."""
+
+    def __init__(self, code: Program, kernel: Kernel, slots: Mapping[int, str]) -> None:
+        """``slots``: which symbol's address stands at which offset of constant bank 4."""
+        self.code = code
+        self.kernel = kernel
+        self.slots = slots
+        self.states: dict[Node, State] = {}
+        self.waiting: dict[Node, None] = {}
+        self.steps = 0
+        self.reconvergence: dict[tuple[str, str], set[int]] = {}
+        for position, instruction in enumerate(code.instructions):
+            if instruction.name == "BSSY" and instruction.operands:
+                key = code.section_of[position], instruction.operands[0].text
+                self.reconvergence.setdefault(key, set()).update(code.target_of[position])
+
+    def run(self, name: str) -> None:
+        """Walk from a kernel's first instruction.
+
+        Raises:
+            CannotFollowError: a call or branch to a place that is not known, or too much to do.
+        """
+        if name not in self.code.names:
+            raise CannotFollowError("its code is not in the disassembly")
+        self._reach(((), self.code.names[name]), State())
+        shared = self.kernel.shared
+        while True:
+            while self.waiting:
+                node = next(iter(self.waiting))
+                del self.waiting[node]
+                self._block(node)
+            if self.kernel.shared == shared:
+                return
+            # Something new was put into shared memory: every load from there may see it.
+            shared = self.kernel.shared
+            self.waiting = dict.fromkeys(self.states)
+
+    def _reach(self, node: Node, state: State) -> None:
+        known = self.states.get(node)
+        if known is None:
+            self.states[node] = state.copy()
+            self.waiting[node] = None
+        elif known.merge(state):
+            self.waiting[node] = None
+
+    def _block(self, node: Node) -> None:
+        context, position = node
+        code = self.code
+        state = self.states[node].copy()
+        instructions, leaders = code.instructions, code.leaders
+        while position >= 0:
+            instruction = instructions[position]
+            self.steps += 1
+            after = code.next_of[position]
+            name = instruction.name
+            if code.target_of[position] or name in _ENDS or name in _FORKS:
+                for following in self._follow(instruction, position, after, context, state):
+                    self._reach(following, state)
+                return
+            step(instruction, state, self.kernel)
+            if after in leaders:
+                self._reach((context, after), state)
+                return
+            position = after
+        if self.steps > MAX_STEPS:
+            raise CannotFollowError(f"it needs more than {MAX_STEPS} steps")
+
+    def _follow(
+        self, instruction: Instruction, position: int, after: int, context: Context, state: State
+    ) -> list[Node]:
+        """Where execution goes from an instruction that may branch."""
+        if self.steps > MAX_STEPS:
+            raise CannotFollowError(f"it needs more than {MAX_STEPS} steps")
+        name = instruction.name
+        if instruction.never:
+            return self._nodes(context, (after,))
+        if name == "CALL":
+            following = self._call(instruction, position, after, context, state)
+            return following if instruction.always else following + self._nodes(context, (after,))
+        if name in ("RET", "EXIT", "KILL"):
+            following = self._return(instruction, position, context, state) if name == "RET" else []
+            return following if instruction.always else following + self._nodes(context, (after,))
+        targets = self.code.target_of[position]
+        if name in ("BRA", "BRX", "JMP", "JMX"):
+            if not targets:
+                targets = self._anywhere(instruction, position)
+            conditional = not instruction.always or any(o.kind == Kind.PREDICATE for o in instruction.operands)
+            divided = "DIV" in instruction.modifiers or "ANY" in instruction.modifiers
+            return self._nodes(context, (*targets, after) if conditional or divided else targets)
+        if name in ("BSYNC", "BREAK") and instruction.operands:
+            key = self.code.section_of[position], instruction.operands[-1].text
+            ends = self.reconvergence.get(key, set())
+            return self._nodes(context, {after, *ends} if name == "BREAK" or not ends else ends)
+        step(instruction, state, self.kernel)
+        # BSSY only names the place where threads meet again; WARPSYNC may go there.
+        return self._nodes(context, (after,) if name == "BSSY" else (after, *targets))
+
+    @staticmethod
+    def _nodes(context: Context, positions: set[int] | tuple[int, ...]) -> list[Node]:
+        return [(context, position) for position in positions if position >= 0]
+
+    def _anywhere(self, instruction: Instruction, position: int) -> tuple[int, ...]:
+        raise CannotFollowError(f"at {instruction.address:#x} it branches to a place that is not known")
+
+    def _return(self, instruction: Instruction, position: int, context: Context, state: State) -> list[Node]:
+        if not context:
+            raise CannotFollowError(f"at {instruction.address:#x} it returns from where nothing was called")
+        back = context[-1]
+        if "REL" in instruction.modifiers and instruction.operands and instruction.operands[0].kind == Kind.REGISTER:
+            # The register holds the address in the caller's section, mostly that after the call.
+            word = state.read(instruction.operands[0].register)
+            caller = self.code.section_of[back] if back >= 0 else ""
+            place = self.code.places.get((caller, word.offset)) if word.exact else None
+            if place is not None and place in self.code.leaders:
+                back = place
+        return self._nodes(context[:-1], (back,))
+
+    def _call(self, instruction: Instruction, position: int, after: int, context: Context, state: State) -> list[Node]:
+        targets = self.code.target_of[position]
+        register = next((o.register for o in instruction.operands if o.kind == Kind.REGISTER), -1)
+        if register >= 0:
+            targets, outside = self._through(instruction, position, state.read(register))
+        else:
+            outside = set() if targets else set(instruction.targets) or {"?"}
+        for symbol in outside:
+            if symbol not in _HARMLESS:
+                raise CannotFollowError(f"at {instruction.address:#x} it calls {symbol}, which cannot be seen")
+        following: list[Node] = []
+        if targets:
+            if len(context) >= MAX_DEPTH:
+                raise CannotFollowError(f"at {instruction.address:#x} calls are nested more than {MAX_DEPTH} deep")
+            following += self._nodes((*context, after), targets)
+        if outside - _NEVER_RETURN:
+            heap = of(Atom(Origin.VARIABLE, -1)) if "malloc" in outside else UNKNOWN
+            for result in _RESULTS:
+                state.write(result, heap, False)
+            following += self._nodes(context, (after,))
+        return following
+
+    def _through(self, instruction: Instruction, position: int, word: Word) -> tuple[tuple[int, ...], set[str]]:
+        """The functions that a register may point to: positions, and names of those that are not here."""
+        targets: set[int] = set()
+        outside: set[str] = set()
+        places = {atom.place for atom in word.atoms if atom.origin == Origin.VARIABLE}
+        if places and -1 not in places and all(place in self.slots for place in places):
+            for symbol in (self.slots[place] for place in places):
+                if symbol in self.code.names:
+                    targets.add(self.code.names[symbol])
+                else:
+                    outside.add(symbol)
+            return tuple(targets), outside
+        # A pointer from a table. Within a section all functions that are called so are in the same section.
+        candidates = self.code.functions.get(self.code.section_of[position], [])
+        if "REL" not in instruction.modifiers or not candidates:
+            raise CannotFollowError(f"at {instruction.address:#x} it calls through a pointer")
+        return tuple(candidates), outside
