@@ -18,6 +18,7 @@ COMMANDS = {
     "inspect": "Show what is in an image.",
     "verify": "Check every hash of an image.",
     "wait": "Wait until an image is whole, or a restored process computes.",
+    "guard": "Checkpoint a job again and again, and bring it back when it fails.",
     "demo": "Checkpoint, kill and restore an example, and compare its result.",
     "bench": "Run the benchmarks.",
     "doctor": "Check this machine.",

@@ -1,0 +1,454 @@
+"""``phos-gpu guard``: checkpoint a job again and again, and bring it back from its newest whole image when it fails."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import psutil
+
+from phos.cli.guard_job import End, Job, become_reaper, reap
+from phos.cli.guard_policy import Restarts, Schedule, Shelf
+from phos.gpu_engine import configuration
+from phos.gpu_engine.daemon import client
+from phos.gpu_engine.daemon.paths import socket_path
+from phos.gpu_engine.errors import ExitStatus, NoSuchProcess, PhosError, RestoreFailed, Unsupported, UsageError
+from phos.gpu_engine.installation import application_environment, device_kind, launcher
+from phos.images.errors import ImageError
+from phos.images.reader import Image
+
+JOB_FILE = "job.json"
+"""In the directory of the images: the pid of the job, which it has again when it is restored."""
+
+TICK_SECONDS = 0.05
+LOOK_SECONDS = 1.0
+"""How often the processes below the job are counted."""
+
+RETRY_SECONDS = 5.0
+"""After a checkpoint that failed, at least; also until a job uses CUDA."""
+
+LONGEST_RETRY_SECONDS = 300.0
+
+LAST_WORDS_SECONDS = 120.0
+"""How long a checkpoint under way may take to end once its job has."""
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals by which people and schedulers end a job: it is not brought back."""
+
+FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+
+
+class Guard:
+    """Watches over one job. ``say`` is told what happens: (event, sentence, fields)."""
+
+    def __init__(
+        self, shelf: Shelf, schedule: Schedule, restarts: Restarts, protocol: str | None, say: Callable[..., None]
+    ) -> None:
+        self.shelf = shelf
+        self.schedule = schedule
+        self.restarts = restarts
+        self.protocol = protocol
+        self.say = say
+        self.count_gpus = True
+        self.relay: Callable[[], None] = lambda: None
+        self.lock = -1  # inherited by checkpoints: one that outlives this process keeps other guards away
+        self.forwards = True
+        self._job: Job | None = None
+        self._checkpoint: subprocess.Popen[str] | None = None
+        self._image = Path()
+        self._signal = 0  # by which the job is to end, or (not forwarding) this process
+        self._began = 0.0  # when the job began to compute as it does now ...
+        self._base = 0.0  # ... and how many seconds of computing were behind it then
+        self._points: dict[Path, float] = {}  # the same for each image
+        self._due = self._asked = 0.0  # when a checkpoint is due; when the last one was
+        self._complained = ""
+
+    def received(self, number: int, _frame: object) -> None:
+        """A signal came."""
+        if number in ENDING:
+            self._signal = number
+        if self.forwards and self._job is not None:
+            self._job.send(number)
+
+    # One life of the job after the other.
+
+    def watch(self, start: Callable[[], Job], again: Callable[[], Job] | None) -> int:
+        """Watch over a job from its start to its last end; ``again`` starts it anew when there is no image.
+
+        Returns:
+            The exit status.
+        """
+        self._begin(start(), 0.0)
+        while True:
+            end = self._until_it_ends()
+            if end is None:
+                self._finish_checkpoint()
+                self.say("released", "The job runs on, unguarded.")
+                return 128 + self._signal
+            self._finish_checkpoint()
+            if end.code == 0 or self._signal or (end.code is not None and -end.code in ENDING):
+                self.say("ended", f"The job {end}.", status=end.exit_status)
+                return end.exit_status
+            point = self._base + time.monotonic() - self._began
+            self.say("failed", f"The job {end} after {point:.1f} s of computing.", status=end.exit_status)
+            if not self.restarts.failed(point, self.schedule.interval):
+                self.say("gave-up", f"It was brought back {self.restarts.in_vain - 1} times without getting further.")
+                return end.exit_status
+            if not self._bring_back(again):
+                return end.exit_status
+
+    def _begin(self, job: Job, point: float) -> None:
+        if self._job is not None:
+            self._job.close()
+        (self.shelf.folder / JOB_FILE).write_text(json.dumps({"pid": job.pid}))
+        self._job, self._base, self._began = job, point, time.monotonic()
+        self._due = self._began + self.schedule.interval
+
+    def _until_it_ends(self) -> End | None:
+        """None: this process is to end, and the job is not."""
+        assert self._job is not None
+        looked = 0.0
+        while (end := self._job.poll()) is None:
+            if self._signal and not self.forwards:
+                return None
+            now = time.monotonic()
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                self._job.look_around()
+                reap(self._spared())
+            if self._checkpoint is not None:
+                if self._checkpoint.poll() is not None:
+                    self._checkpoint_ended()
+            elif now >= self._due and not self._signal:
+                self._begin_checkpoint()
+            self.relay()
+            time.sleep(TICK_SECONDS)
+        self.relay()
+        return end
+
+    def _spared(self) -> set[int]:
+        """Our children that somebody else waits for, and phosd with its keeper, which may be orphans of ours."""
+        assert self._job is not None
+        spared = {os.getpid(), self._job.pid}
+        if self._checkpoint is not None:
+            spared.add(self._checkpoint.pid)
+        return spared
+
+    # Checkpoints.
+
+    def _begin_checkpoint(self) -> None:
+        assert self._job is not None
+        self._image = self.shelf.next()
+        self._points[self._image] = self._base + time.monotonic() - self._began
+        self._asked = time.monotonic()
+        command = [str(launcher("phos-gpu")), "checkpoint", "--json", "--leave-running"]
+        command += ["--protocol", self.protocol] if self.protocol else []
+        self._checkpoint = subprocess.Popen(
+            [*command, str(self._job.pid), str(self._image)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for the job
+            pass_fds=(self.lock,) if self.lock >= 0 else (),
+        )
+
+    def _checkpoint_ended(self) -> None:
+        """Take note of what came of a checkpoint, and tidy up."""
+        assert self._checkpoint is not None
+        output, errors = self._checkpoint.communicate()
+        status, self._checkpoint = self._checkpoint.returncode, None
+        if status == 0:
+            said: dict[str, Any] = json.loads(output)
+            self._complained = ""
+            self.schedule.measured(said.get("stall"))
+            if self.count_gpus:
+                self.schedule.gpus = _gpus_of(self._image)
+            self._due = self._asked + self.schedule.interval
+            self.say(
+                "checkpoint",
+                f"{self._image.name} is whole ({said['seconds']:.2f} s, of which the job stood still "
+                f"{self.schedule.overhead:.2f} s on average). The next one in {self.schedule.interval:.0f} s.",
+                image=str(self._image),
+                seconds=said["seconds"],
+                stall=said.get("stall"),
+                gpus=self.schedule.gpus,
+                interval=round(self.schedule.interval, 3),
+            )
+        else:
+            self._due = time.monotonic() + max(RETRY_SECONDS, min(self.schedule.interval, LONGEST_RETRY_SECONDS))
+            reason = errors.strip().removeprefix("phos-gpu checkpoint: ")
+            first = reason.partition("\n")[0]
+            if status == ExitStatus.NO_PROCESS:
+                first = "The job does not use CUDA yet, or has ended."
+            if first != self._complained:
+                self._complained = first
+                self.say("checkpoint-failed", f"No image was made: {first}", image=str(self._image), error=reason)
+        for gone in self.shelf.tidy():
+            self._points.pop(gone, None)
+
+    def _finish_checkpoint(self) -> None:
+        """The job has ended: a checkpoint under way ends too, whole or not."""
+        if self._checkpoint is None:
+            return
+        try:
+            self._checkpoint.wait(LAST_WORDS_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._checkpoint.terminate()  # the launcher ends CRIU where that harms nobody
+            try:
+                self._checkpoint.wait(RETRY_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._checkpoint.kill()
+        self._checkpoint_ended()
+
+    # Coming back.
+
+    def _bring_back(self, again: Callable[[], Job] | None) -> bool:
+        """From the newest whole image that can be restored, or from the beginning. False: neither."""
+        assert self._job is not None
+        left = self._job.clear_away(self._spared() | _daemon_pids())
+        if left:
+            self.say(
+                "stuck", f"Processes of the job cannot be ended: {', '.join(map(str, left))}. It cannot come back."
+            )
+            return False
+        for image in self.shelf.whole():
+            if self._signal:
+                return False
+            try:
+                job = self.restore(image, self._job.pid)
+            except (PhosError, OSError) as error:
+                self.say("restore-failed", f"{image.name} could not be restored: {error}", image=str(image))
+                continue
+            self._begin(job, self._points.get(image, 0.0))
+            self.say(
+                "restored",
+                f"The job runs again from {image.name}, as process {job.pid}.",
+                image=str(image),
+                pid=job.pid,
+            )
+            return True
+        if again is None or self._signal:
+            self.say("gave-up", "There is no image that the job could be brought back from.")
+            return False
+        self._begin(again(), 0.0)
+        self.say("started", f"The job has no image and begins anew, as process {self._job.pid}.", pid=self._job.pid)
+        return True
+
+    @staticmethod
+    def restore(image: Path, pid: int) -> Job:
+        """Restore an image and watch over the process of that pid in it.
+
+        Raises:
+            RestoreFailed: with what ``phos-gpu restore`` said.
+        """
+        done = subprocess.run(
+            [str(launcher("phos-gpu")), "restore", "--json", str(image)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise RestoreFailed(done.stderr.strip().removeprefix("phos-gpu restore: ") or "phos-gpu restore failed.")
+        try:
+            return Job(pid)
+        except ProcessLookupError as error:
+            raise RestoreFailed(f"Process {pid} has ended at once.") from error
+
+
+def _daemon_pids() -> set[int]:
+    """phosd and what is below it: orphans, which may have come to us."""
+    try:
+        pid = client.status().pid
+        return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+    except (PhosError, psutil.Error, OSError):
+        return set()
+
+
+def _gpus_of(image: Path) -> int:
+    """How many GPUs an image holds memory of."""
+    try:
+        with Image.open(image) as opened:
+            return len({block.device for process in opened.inventory.processes for block in process.blocks}) or 1
+    except (ImageError, OSError):
+        return 1
+
+
+class Output:
+    """The job's output: a file, and what comes into it goes to our own standard output as well."""
+
+    def __init__(self, path: Path, relays: bool) -> None:
+        self.path = path
+        self._file = open(path, "a+b")  # noqa: SIM115
+        self._file.seek(0, os.SEEK_END)
+        self._relays = relays
+
+    def relay(self) -> None:
+        """Pass on what has come."""
+        while self._relays and (data := self._file.read(1 << 16)):
+            try:
+                sys.stdout.buffer.write(data)
+                sys.stdout.buffer.flush()
+            except OSError:  # nobody listens; the job computes on
+                self._relays = False
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option(
+    "--images",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    help="Directory for the images, made if it is missing. One job each.",
+)
+@click.option("--keep", type=click.IntRange(min=1), default=2, show_default=True, help="Whole images that stay.")
+@click.option(
+    "--failure-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="F: failures of one GPU an hour.",
+)
+@click.option("--gpus", type=click.IntRange(min=1), help="N. Default: as many as the last image has memory of.")
+@click.option(
+    "--interval", type=click.FloatRange(min=0, min_open=True), help="Seconds between checkpoints, instead of 1/f*."
+)
+@click.option("--protocol", type=click.Choice(configuration.PROTOCOLS), help="As for phos-gpu checkpoint.")
+@click.option(
+    "--restarts",
+    type=click.IntRange(min=0),
+    default=5,
+    show_default=True,
+    help="Give up after so many in a row that did not get the job further.",
+)
+@click.option("--resume", is_flag=True, help="Begin with the newest whole image in --images instead of CMD.")
+@click.option("--json", "as_json", is_flag=True, help="Print events, one JSON object a line, and not the job's output.")
+@click.argument("job", nargs=-1, required=True, type=click.UNPROCESSED, metavar="PID | -- CMD...")
+def guard(
+    images: Path,
+    keep: int,
+    failure_rate: float,
+    gpus: int | None,
+    interval: float | None,
+    protocol: str | None,
+    restarts: int,
+    resume: bool,
+    as_json: bool,
+    job: tuple[str, ...],
+) -> None:
+    """Keep a job alive: checkpoint it at the frequency that wastes the least GPU time, and bring it back when it fails.
+
+    The job is a running process PID, or CMD, which is started under PhOS. It failed if it ended with a status other
+    than 0 or by a signal that is none of those by which people end programs.
+    """
+    if os.geteuid() != 0:
+        raise Unsupported("guard needs root, because CRIU does. Run it with sudo.")
+    folder = images.absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"The directory {folder} cannot be made: {error.strerror}.") from error
+    schedule = Schedule(failure_rate, gpus=gpus or 1, interval=interval)
+    made = Guard(Shelf(folder, keep), schedule, Restarts(restarts), protocol, _events(as_json))
+    made.count_gpus = gpus is None
+    made.lock = _lock(folder)
+    made.shelf.tidy()
+    client.ensure()
+    become_reaper()
+    existing = made.shelf.whole()
+    again: Callable[[], Job] | None = None
+    if len(job) == 1 and job[0].isdigit() and not resume:
+        pid = int(job[0])
+        _refuse_foreign(existing, pid)
+        made.forwards = False
+        start: Callable[[], Job] = lambda: _existing(pid)  # noqa: E731
+    else:
+        output = Output(folder / "output.log", relays=not as_json)
+        made.relay = output.relay
+        again = lambda: _start(job, output.path)  # noqa: E731
+        start = again
+        if resume and existing:
+            pid = _former_pid(folder)
+            start = lambda: Guard.restore(existing[0], pid)  # noqa: E731
+        elif existing:
+            raise UsageError(
+                f"{folder} holds images of an earlier job. Name another directory, or go on from the newest of them "
+                "with --resume."
+            )
+    for number in FORWARDED:
+        signal.signal(number, made.received)
+    what = f"The first checkpoint comes in {schedule.interval:.0f} s; whole images that stay: {keep}."
+    made.say("guarding", f"Images go to {folder}. {what}", images=str(folder), keep=keep)
+    sys.exit(made.watch(start, again))
+
+
+def _events(as_json: bool) -> Callable[..., None]:
+    def say(event: str, text: str, **fields: object) -> None:
+        if as_json:
+            click.echo(json.dumps({"event": event, "time": round(time.time(), 3), **fields, "text": text}))
+        else:
+            click.echo(f"guard: {text}", err=True)
+
+    return say
+
+
+def _lock(folder: Path) -> int:
+    lock = os.open(folder / "guard.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise UsageError(f"Another guard, or a checkpoint that one began, still works in {folder}.") from error
+    return lock
+
+
+def _existing(pid: int) -> Job:
+    try:
+        return Job(pid)
+    except ProcessLookupError as error:
+        raise NoSuchProcess(f"There is no process {pid}.") from error
+
+
+def _start(command: Sequence[str], output: Path) -> Job:
+    program = shutil.which(command[0])
+    if program is None:
+        raise UsageError(f"There is no program '{command[0]}' on the PATH.")
+    environment = {**os.environ, **application_environment(device_kind(), socket_path())}
+    try:
+        return Job.start([program, *command[1:]], environment, output)
+    except OSError as error:
+        raise UsageError(f"{program} cannot be started: {error.strerror}.") from error
+
+
+def _former_pid(folder: Path) -> int:
+    try:
+        return int(json.loads((folder / JOB_FILE).read_text())["pid"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{folder / JOB_FILE} is missing or damaged: restore an image with 'phos-gpu restore'."
+        ) from error
+
+
+def _refuse_foreign(existing: Sequence[Path], pid: int) -> None:
+    """Images of another process would be restored in place of this one. A session's number tells, restored or not."""
+    try:
+        tree = {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+    except psutil.NoSuchProcess as error:
+        raise NoSuchProcess(f"There is no process {pid}.") from error
+    sessions = {process.session for process in client.status().processes if process.pid in tree}
+    for image in existing:
+        with Image.open(image) as opened:
+            if not any(process.session in sessions for process in opened.inventory.processes):
+                raise UsageError(f"{image} is not of process {pid} as it runs now. Name another directory.")

@@ -1,0 +1,202 @@
+"""phos-gpu guard: jobs that are checkpointed at intervals and brought back when they fail, with the real CRIU."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from phos.gpu_engine.installation import examples_folder, launcher
+from tests.integration.site import PATIENCE, Program, Site, wait_until, words
+
+PACE = ("--iterations", "80", "--iteration-seconds", "0.05")
+
+
+def job(name: str = "stencil", *options: str) -> tuple[str, ...]:
+    return (sys.executable, str(examples_folder() / f"{name}.py"), *(options or PACE))
+
+
+def expected_result(site: Site) -> str:
+    return site.example("stencil", *PACE[:2], under=False).wait_result()
+
+
+def guard(site: Site, *options: str, **changes: str) -> Program:
+    """Start a guard; its program's lines are its events."""
+    command = (str(launcher("phos-gpu")), "guard", "--images", str(site.folder / "images"), "--json", *options)
+    return site.start(*command, under=False, **changes)
+
+
+def events(guarding: Program, name: str | None = None) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in guarding.lines() if line.startswith("{")]
+    return [event for event in found if name in (None, event["event"])]
+
+
+def wait_event(guarding: Program, name: str, count: int = 1) -> dict[str, Any]:
+    wait_until(
+        lambda: len(events(guarding, name)) >= count or not guarding.alive(),
+        f"event {name} of {guarding.lines()[-5:] if guarding.output.exists() else ''}",
+    )
+    assert len(events(guarding, name)) >= count, guarding.lines()[-10:]
+    return events(guarding, name)[count - 1]
+
+
+def job_pid(site: Site) -> int:
+    path = site.folder / "images" / "job.json"
+    wait_until(lambda: path.exists() and path.read_text() != "", "the job's start")
+    return int(json.loads(path.read_text())["pid"])
+
+
+def status_of(guarding: Program) -> int:
+    return guarding.process.wait(PATIENCE)
+
+
+def results(site: Site) -> list[str]:
+    """The RESULT lines of the job. Lines of iterations that were done again are there again; a result is not."""
+    lines = (site.folder / "images" / "output.log").read_text().splitlines()
+    return [line.split()[1] for line in lines if line.startswith("RESULT")]
+
+
+def images(site: Site) -> list[Path]:
+    return sorted((site.folder / "images").glob("image-*"))
+
+
+def test_a_killed_job_comes_back_and_ends_with_the_same_result(site: Site) -> None:
+    expected = expected_result(site)
+    guarding = guard(site, "--interval", "0.5", "--keep", "2", "--", *job())
+    wait_event(guarding, "checkpoint", 2)
+    os.kill(job_pid(site), signal.SIGKILL)
+    restored = wait_event(guarding, "restored")
+    assert restored["image"] in [event["image"] for event in events(guarding, "checkpoint")]
+    assert status_of(guarding) == 0
+    assert results(site) == [expected]
+    assert 1 <= len(images(site)) <= 2
+    for image in images(site):
+        site.run("phos-gpu", "verify", str(image))
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 0.5, 0.8])
+def test_a_job_is_killed_in_mid_checkpoint(site: Site, delay: float) -> None:
+    expected = expected_result(site)
+    guarding = guard(site, "--interval", "0.5", "--", *job(), SOFTGPU_TOGGLE_MS="300")
+    wait_event(guarding, "checkpoint")
+    before = len(events(guarding, "checkpoint"))
+
+    def dumping() -> bool:
+        return any("dump" in words(process) for process in site.processes())
+
+    wait_until(lambda: not dumping() or len(events(guarding, "checkpoint")) > before, "the end of a dump")
+    wait_until(dumping, "the next dump")
+    time.sleep(delay)
+    os.kill(job_pid(site), signal.SIGKILL)
+    wait_event(guarding, "restored")
+    assert status_of(guarding) == 0
+    assert results(site) == [expected]
+
+
+def test_it_comes_back_again_and_again(site: Site) -> None:
+    expected = expected_result(site)
+    guarding = guard(site, "--interval", "0.3", "--keep", "1", "--restarts", "20", "--", *job())
+    for life in range(1, 4):
+        done = len(events(guarding, "checkpoint"))
+        wait_event(guarding, "checkpoint", done + 1)
+        os.kill(job_pid(site), signal.SIGKILL)
+        wait_event(guarding, "restored", life)
+    assert status_of(guarding) == 0
+    assert results(site) == [expected]
+
+
+def test_a_job_that_always_fails_is_given_up(site: Site) -> None:
+    guarding = guard(site, "--interval", "1000", "--restarts", "2", "--", "sh", "-c", "echo again; exit 3")
+    assert status_of(guarding) == 3
+    assert (site.folder / "images" / "output.log").read_text() == "again\n" * 3
+    assert [event["event"] for event in events(guarding)][-1] == "gave-up"
+    assert len(events(guarding, "started")) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_job_and_it_stays_ended(site: Site, number: signal.Signals) -> None:
+    guarding = guard(site, "--interval", "0.5", "--", *job())
+    wait_event(guarding, "checkpoint")
+    pid = job_pid(site)
+    os.kill(guarding.pid, number)
+    assert status_of(guarding) in (128 + number, 1)  # Python makes an exception of SIGINT, and a status of that
+    assert not psutil.pid_exists(pid)
+    assert events(guarding)[-1]["event"] == "ended"
+    assert not events(guarding, "restored")
+
+
+def test_a_running_process_is_guarded(site: Site) -> None:
+    expected = expected_result(site)
+    program = site.example("stencil", *PACE)
+    program.wait_iterations(5)
+    guarding = guard(site, "--interval", "0.5", str(program.pid))
+    wait_event(guarding, "checkpoint")
+    os.kill(program.pid, signal.SIGKILL)
+    site.gone(program)
+    wait_event(guarding, "restored")
+    assert status_of(guarding) == 0
+    assert program.result() == expected
+
+
+def test_who_guards_a_running_process_may_leave(site: Site) -> None:
+    program = site.example("stencil", *PACE)
+    program.wait_iterations(5)
+    guarding = guard(site, "--interval", "0.5", str(program.pid))
+    wait_event(guarding, "checkpoint")
+    os.kill(guarding.pid, signal.SIGTERM)
+    assert status_of(guarding) == 128 + signal.SIGTERM
+    program.wait_progress(3)
+
+
+def test_phosd_is_killed_meanwhile(site: Site) -> None:
+    expected = expected_result(site)
+    guarding = guard(site, "--interval", "0.5", "--", *job())
+    wait_event(guarding, "checkpoint")
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    done = len(events(guarding, "checkpoint"))
+    wait_event(guarding, "checkpoint", done + 1)
+    os.kill(job_pid(site), signal.SIGKILL)
+    wait_event(guarding, "restored")
+    assert status_of(guarding) == 0
+    assert results(site) == [expected]
+
+
+def test_a_guard_that_was_killed_is_resumed(site: Site) -> None:
+    expected = expected_result(site)
+    guarding = guard(site, "--interval", "0.5", "--", *job())
+    wait_event(guarding, "checkpoint")
+    pid = job_pid(site)
+    for victim in (guarding.pid, pid):
+        os.kill(victim, signal.SIGKILL)
+    site.gone(guarding)
+    wait_until(lambda: not any("dump" in words(process) for process in site.processes()), "the end of the last dump")
+    refused = guard(site, "--", *job())
+    assert status_of(refused) == 2
+    assert "holds images of an earlier job" in refused.lines()[-1]
+    again = guard(site, "--interval", "0.5", "--resume", "--", *job())
+    assert status_of(again) == 0
+    assert job_pid(site) == pid
+    assert results(site) == [expected]
+
+
+def test_two_guards_do_not_share_a_directory(site: Site) -> None:
+    guarding = guard(site, "--interval", "100", "--", *job())
+    wait_event(guarding, "guarding")
+    second = guard(site, "--", *job())
+    assert status_of(second) == 2
+    assert "Another guard" in second.lines()[-1]
+
+
+def test_output_and_events_in_plain_lines(site: Site) -> None:
+    result = site.run(
+        "phos-gpu", "guard", "--images", str(site.folder / "images"), "--", *job("stencil", "--iterations", "3")
+    )
+    assert "ITERATION 3" in result.stdout
+    assert "guard: The job ended with status 0." in result.stderr
