@@ -1,16 +1,20 @@
-"""phosd's side of the keeper: start one if none runs, hand it copies of descriptors, get them back after a crash."""
+"""phosd's side of the keeper: start one if none runs, hand it copies of descriptors, get them back after a crash.
+
+A keeper that is killed is replaced at once, and the owner of the descriptors hands all of them over again.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
+import select
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +22,10 @@ from phos.gpu_engine.daemon import keeper
 from phos.gpu_engine.errors import DaemonUnavailable
 
 log = logging.getLogger(__name__)
+
+START_SECONDS = 10.0
+RETRY_SECONDS = 5.0
+"""How long a new keeper may take to start, and how long to wait before the next try if it did not."""
 
 
 @dataclass(frozen=True)
@@ -33,18 +41,54 @@ class HeldBlock:
 
 
 class KeeperLink:
-    """The connection to the keeper. Losing it is survivable and logged: only a second crash would then lose memory."""
+    """The connection to the keeper. While there is none, only phosd's own end would lose memory."""
+
+    restarted: Callable[[], None] | None = None
+    """Called, in a thread of its own, when a new keeper runs that holds nothing: it has to :meth:`add` everything."""
 
     def __init__(self, path: Path) -> None:
-        self._lock = threading.Lock()  # one packet, or one list, at a time; guards _gone
-        self._gone = False
+        self._lock = threading.Lock()  # one packet, or one list, at a time; guards _gone and the change of _socket
+        self._gone = False  # what is said now is left out: everything is handed over again afterwards
+        self._closed = threading.Event()
+        self._path = path
         self._socket = self._connect(path)
+        self._watcher = threading.Thread(target=self._watch, daemon=True, name="keeper")
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        """Notice the keeper's end, also while nothing is said to it, and start another."""
+        while not self._closed.is_set():
+            poll = select.poll()
+            poll.register(self._socket, 0)  # its end alone
+            poll.poll()
+            if self._closed.is_set():
+                break
+            with self._lock:
+                self._gone = True
+                self._socket.close()
+            log.warning("The keeper of GPU memory descriptors is gone: phosd starts another.")
+            while True:
+                try:
+                    fresh = self._connect(self._path)
+                    break
+                except (DaemonUnavailable, OSError) as error:
+                    log.error("No keeper could be started; if phosd is killed now, GPU memory is lost: %s", error)
+                    if self._closed.wait(RETRY_SECONDS):
+                        return
+            with self._lock:
+                self._socket = fresh
+                self._gone = False
+            if self.restarted:
+                self.restarted()
+        with self._lock:
+            self._gone = True
+            self._socket.close()
 
     @staticmethod
     def _connect(path: Path) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         started = False
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + START_SECONDS
         while True:
             try:
                 connection.connect(str(path))
@@ -62,8 +106,9 @@ class KeeperLink:
                     )
                     started = True
                 if time.monotonic() > deadline:
+                    connection.close()
                     raise DaemonUnavailable(
-                        f"The keeper of GPU memory descriptors did not start within 10 s ({path}). "
+                        f"The keeper of GPU memory descriptors did not start within {START_SECONDS:.0f} s ({path}). "
                         f"Is {path.parent} writable?"
                     ) from None
                 time.sleep(0.005)
@@ -74,13 +119,8 @@ class KeeperLink:
                 return
             try:
                 socket.send_fds(self._socket, [json.dumps(record).encode()], descriptors, socket.MSG_NOSIGNAL)
-            except OSError as error:
-                self._gone = True  # said once, not for every block
-                log.warning(
-                    "The keeper is gone (%s): if phosd is killed as well, GPU memory descriptors are lost. "
-                    "Restart phosd when that is convenient.",
-                    error,
-                )
+            except OSError:
+                self._gone = True  # _watch knows as well
 
     def add(self, session: bytes, pid: int, block: int, size: int, device: int, descriptor: int) -> None:
         """Give the keeper a copy of a block's descriptor."""
@@ -98,6 +138,8 @@ class KeeperLink:
     def held(self) -> Iterator[HeldBlock]:
         """Everything the keeper holds, each with a fresh descriptor."""
         with self._lock:
+            if self._gone:
+                raise DaemonUnavailable("The keeper of GPU memory descriptors has just ended.")
             self._socket.send(b'{"op": "list"}')
             while True:
                 payload, descriptors, _, _ = socket.recv_fds(self._socket, 4096, 1, socket.MSG_CMSG_CLOEXEC)
@@ -117,4 +159,7 @@ class KeeperLink:
 
     def close(self) -> None:
         """Leave the keeper alone."""
-        os.close(self._socket.detach())
+        self._closed.set()
+        with self._lock, suppress(OSError):  # it is closed, or was never connected again
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes _watch, which closes it
+        self._watcher.join()

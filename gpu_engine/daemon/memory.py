@@ -6,6 +6,7 @@ maps it, phosd copies it, and it is freed when the last of them lets go (DESIGN 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Iterable
@@ -14,15 +15,27 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
 from phos.gpu_engine.errors import DaemonUnavailable
 
+log = logging.getLogger(__name__)
+
 
 class Broker:
     """All blocks that phosd holds. Methods may be called from any thread."""
 
     def __init__(self, keeper: KeeperLink) -> None:
         self._keeper = keeper
+        self._keeper.restarted = self._hand_over
         self._lock = threading.Lock()  # guards _blocks
         self._blocks: dict[BlockKey, Block] = {}
         self._users: dict[bytes, int] = {}  # whose each session is; guarded by _lock
+        self._pids: dict[bytes, int] = {}  # with whose end the keeper lets a session go; guarded by _lock
+
+    def _hand_over(self) -> None:
+        """A new keeper holds nothing yet. With the lock held: what is removed later is also removed there later."""
+        with self._lock:
+            for (session, number), block in self._blocks.items():
+                self._keeper.add(session, self._pids[session], number, block.size, block.device, block.descriptor)
+            count = len(self._blocks)
+        log.info("The new keeper holds %d blocks.", count)
 
     def belongs(self, session: bytes, uid: int) -> None:
         """A session's process runs as this user."""
@@ -41,6 +54,7 @@ class Broker:
             key = (held.session, held.block)
             self._blocks[key] = Block(key, held.size, held.device, held.descriptor)
             sessions[held.session] = held.pid
+        self._pids.update(sessions)
         return sessions
 
     def add(self, block: Block, pid: int) -> None:
@@ -48,6 +62,7 @@ class Broker:
         with self._lock:
             former = self._blocks.pop(block.key, None)
             self._blocks[block.key] = block
+            self._pids[block.key[0]] = pid
         if former:
             os.close(former.descriptor)
         self._keeper.add(block.key[0], pid, block.key[1], block.size, block.device, block.descriptor)
@@ -72,6 +87,7 @@ class Broker:
         """Let all of a session's memory go; returns the bytes."""
         with self._lock:
             self._users.pop(session, None)
+            self._pids.pop(session, None)
             gone = [self._blocks.pop(key) for key in list(self._blocks) if key[0] == session]
         for block in gone:
             os.close(block.descriptor)
@@ -80,6 +96,8 @@ class Broker:
 
     def moved(self, session: bytes, pid: int) -> None:
         """The session now lives in process ``pid``."""
+        with self._lock:
+            self._pids[session] = pid
         self._keeper.moved(session, pid)
 
     def get(self, key: BlockKey) -> Block | None:

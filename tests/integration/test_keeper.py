@@ -15,7 +15,7 @@ import pytest
 
 from phos.gpu_engine.daemon import keeper
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
-from tests.integration.site import Site, wait_until
+from tests.integration.site import Site, wait_until, words
 
 SESSION = bytes(range(16))
 LONELY = 0.3
@@ -24,7 +24,7 @@ LONELY = 0.3
 
 def keepers(site: Site) -> list[psutil.Process]:
     """The keepers that the site's phosd has started."""
-    return [p for p in site.processes() if keeper.__file__ in p.cmdline()]
+    return [p for p in site.processes() if keeper.__file__ in words(p)]
 
 
 def ended(process: psutil.Process) -> bool:
@@ -46,6 +46,33 @@ def test_it_ends_soon_after_phosd(site: Site, end: str) -> None:
     # Its end is no obstacle to the next.
     site.run("phosd", "--ensure")
     assert len(keepers(site)) == 1
+
+
+def test_it_is_replaced_when_it_is_killed(site: Site) -> None:
+    """And its successor has everything: imported handles cannot be exported again when phosd is killed as well."""
+    options = ("--iterations", "120", "--iteration-seconds", "0.03")
+    expected = site.example("stencil", *options[:2], under=False).wait_result()
+    program = site.example("stencil", *options)
+    program.wait_iterations(3)
+    site.dump(program, site.image("first"), "--leave-running")
+    (mine,) = keepers(site)
+    mine.kill()
+    wait_until(lambda: [k for k in keepers(site) if k.pid != mine.pid] != [], "another keeper")
+    blocks = site.status()["processes"][0]["blocks"]
+    wait_until(lambda: blocks_of(site) == blocks, "the blocks in the new keeper")
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    site.run("phosd", "--ensure")
+    program.wait_progress()
+    image = site.image("second")
+    site.dump(program, image)
+    site.restore(image)
+    assert program.wait_result() == expected
+
+
+def blocks_of(site: Site) -> int:
+    """Descriptors of GPU memory in the keeper."""
+    (mine,) = keepers(site)
+    return sum("memfd:softgpu-" in os.readlink(entry) for entry in Path(f"/proc/{mine.pid}/fd").iterdir())
 
 
 def test_it_frees_the_memory_of_a_process_that_ends_while_no_phosd_runs(site: Site) -> None:

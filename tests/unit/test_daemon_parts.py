@@ -10,23 +10,28 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from phos.cli import checkpoint
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, procfs, ring, toggle
+from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.copier import Copier, Progress
 from phos.gpu_engine.daemon import keeper, serve_dump
 from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.jobs import REMEMBERED, Claims, JobTable
 from phos.gpu_engine.daemon.keeper_link import HeldBlock, KeeperLink
+from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.serve_dump import LEAVE
 from phos.gpu_engine.daemon.states import SessionState, StateMachine
 from phos.gpu_engine.errors import (
     CheckpointFailed,
+    DaemonUnavailable,
     DriverError,
     ExitStatus,
     NoSuchProcess,
@@ -79,9 +84,9 @@ class Kept:
 def kept(tmp_path: Path) -> Iterator[Kept]:
     made = Kept(tmp_path)
     yield made
+    made.link.close()  # first: it would start another
     made.process.kill()
     made.process.wait()
-    made.link.close()
 
 
 @pytest.fixture
@@ -136,12 +141,47 @@ def test_keeper_survives_a_confused_phosd(kept: Kept, memory: int, packet: bytes
     assert [b.block for b in kept.held()] == [1]
 
 
-def test_loss_of_the_keeper_is_said_once(kept: Kept, memory: int, caplog: pytest.LogCaptureFixture) -> None:
-    kept.process.kill()
-    kept.process.wait()
-    for number in range(5):
-        kept.link.add(SESSION, os.getpid(), number, 2 << 20, 0, memory)
-    assert [record.getMessage()[:18] for record in caplog.records] == ["The keeper is gone"]
+def holders(folder: Path) -> list[psutil.Process]:
+    """The keepers of a folder."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it has ended
+            found += [child] if str(folder) in child.cmdline() else []
+    return found
+
+
+def test_keeper_that_is_killed_is_replaced_and_given_everything_again(
+    kept: Kept, memory: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = Broker(kept.link)
+    for number in (1, 2, 3):
+        broker.add(Block((SESSION, number), 2 << 20, 0, os.dup(memory)), 1)
+    broker.moved(SESSION, os.getpid())
+    for turn in range(2):
+        broker.remove((SESSION, turn + 1))
+        (running,) = holders(kept.path.parent)
+        running.kill()
+        broker.add(Block((OTHER, turn), 2 << 20, 0, os.dup(memory)), os.getpid())  # while there may be none
+        broker.remove((OTHER, turn))
+        wait_until(lambda count=turn + 1: caplog.text.count("is gone") == count, "the loss to be noticed")
+        left = [(SESSION, os.getpid(), number) for number in range(turn + 2, 4)]
+        wait_until(lambda left=left: held_now(kept) == left, "the new keeper to hold everything")
+    kept.another_phosd()
+    adopted = Broker(kept.link)
+    assert adopted.adopt_from_keeper() == {SESSION: os.getpid()}
+    for holder in (broker, adopted):
+        holder.drop_session(SESSION)
+    kept.link.close()
+    for process in holders(kept.path.parent):
+        process.kill()
+        process.wait()
+
+
+def held_now(kept: Kept) -> list[tuple[bytes, int, int]] | None:
+    try:
+        return [(block.session, block.pid, block.block) for block in kept.held()]
+    except (DaemonUnavailable, OSError):
+        return None
 
 
 # Holds.
