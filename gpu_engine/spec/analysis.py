@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
-from phos.gpu_engine.spec import cubin, modules, ptx_layout
+from phos.gpu_engine.spec import cubin, modules, names, ptx_layout
 from phos.gpu_engine.spec.descriptor import AccessDescriptor, Parameter, from_layout
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.fatbin import Buffer
@@ -21,6 +23,10 @@ log = logging.getLogger(__name__)
 Layouts = dict[str, tuple[Parameter, ...]]
 Descriptors = dict[str, AccessDescriptor]
 Progress = Callable[[Descriptors], None]
+_Source = Callable[[Collection[str]], Iterator[Mapping[str, AccessDescriptor]]]
+
+SASS_KERNELS = 32
+"""How many kernels are disassembled at once."""
 
 
 def describe(
@@ -67,21 +73,16 @@ def _layouts(unit: Unit, wanted: Collection[str] | None) -> Layouts:
     if not found or (wanted is not None and not unit.cubins() and wanted - found.keys()):
         text = unit.ptx()
         if text is not None:
-            layouts = ptx_layout.layouts(text)
+            layouts = ptx_layout.layouts(text, unit.runs_on)
             found.update({name: layouts[name] for name in layouts if wanted is None or name in wanted})
     return found
 
 
 def _from_name(kernel: str, parameters: tuple[Parameter, ...]) -> AccessDescriptor:
-    names = _optional("names")
-    if names is not None:
-        try:
-            found: AccessDescriptor | None = names.describe(kernel, parameters)
-        except SpecError:
-            found = None  # not mangled, or beyond us: common, and not worth a line
-        if found is not None:
-            return found
-    return from_layout(kernel, parameters)
+    try:
+        return names.describe(kernel, parameters)
+    except SpecError:
+        return from_layout(kernel, parameters)  # not mangled, or beyond us: common, and not worth a line
 
 
 def _best(unit: Unit, layouts: Layouts, quick: Descriptors, progress: Progress | None) -> Descriptors:
@@ -91,50 +92,69 @@ def _best(unit: Unit, layouts: Layouts, quick: Descriptors, progress: Progress |
         if not missing:
             break
         try:
-            offered = source(missing)
-        except Exception as error:
+            for offered in source(frozenset(missing)):
+                better = _fitting(offered, layouts, missing)
+                if progress is not None and better:
+                    progress(better)
+                found.update(better)
+                missing -= better.keys()
+        except SpecError as error:
+            log.warning("A source of descriptors failed; the next one is asked. %s", error)
+        except Exception:
             # Whatever goes wrong in a source must cost no more than that source.
-            if not isinstance(error, SpecError):
-                log.warning("A source of descriptors failed; the next one is asked.", exc_info=True)
-            else:
-                log.warning("A source of descriptors failed; the next one is asked. %s", error)
-            continue
-        better: Descriptors = {}
-        for name in sorted(missing & offered.keys()):
-            if _plausible(offered[name], layouts[name]):
-                better[name] = offered[name]
-            else:
-                log.warning("What %s says of kernel %s contradicts its layout.", offered[name].source.name, name)
-        if progress is not None and better:
-            progress(better)
-        found.update(better)
-        missing -= better.keys()
+            log.warning("A source of descriptors failed; the next one is asked.", exc_info=True)
     return found
 
 
-def _sources(unit: Unit) -> Iterator[Callable[[Collection[str]], Mapping[str, AccessDescriptor]]]:
+def _sources(unit: Unit) -> list[_Source]:
     """The data-flow sources for a unit, best first. PTX of another architecture may stem from other source lines."""
     from_ptx, from_sass = _optional("ptx_flow"), _optional("sass_flow")
 
-    def ptx(kernels: Collection[str]) -> Mapping[str, AccessDescriptor]:
+    def ptx(kernels: Collection[str]) -> Iterator[Mapping[str, AccessDescriptor]]:
         text = unit.ptx()
-        return {} if text is None or from_ptx is None else from_ptx.describe(text)
+        if text is not None and from_ptx is not None:
+            yield from_ptx.describe(text)
 
-    def sass(kernels: Collection[str]) -> Mapping[str, AccessDescriptor]:
-        found: Descriptors = {}
+    def sass(kernels: Collection[str]) -> Iterator[Mapping[str, AccessDescriptor]]:
+        if from_sass is None or from_sass.find_disassembler() is None:
+            return
+        ordered = sorted(kernels)
         for image in unit.cubins():
-            if from_sass is not None:
-                found.update(from_sass.describe(image, kernels))
-        return found
+            # In parts, so that what takes too long costs only what is left.
+            for start in range(0, len(ordered), SASS_KERNELS):
+                yield from_sass.describe(image, ordered[start : start + SASS_KERNELS])
 
-    yield from (ptx, sass) if unit.ptx_matches else (sass, ptx)
+    return [ptx, sass] if unit.ptx_matches else [sass, ptx]
 
 
-def _plausible(found: AccessDescriptor, parameters: tuple[Parameter, ...]) -> bool:
-    end = max((p.offset + p.size for p in parameters), default=0)
-    return found.parameters == parameters and all(
-        field.offset >= 0 and field.size > 0 and field.offset + field.size <= end for field in found.fields
-    )
+def _fitting(offered: Mapping[str, AccessDescriptor], layouts: Layouts, missing: Collection[str]) -> Descriptors:
+    """Those of the descriptors offered that fit the kernels' layouts, moved to the offsets that these have."""
+    fitting: Descriptors = {}
+    for name in sorted(offered.keys() & set(missing)):
+        moved = _moved(offered[name], layouts[name])
+        if moved is None:
+            log.warning("What %s says of kernel %s contradicts its layout.", offered[name].source.name, name)
+        else:
+            fitting[name] = moved
+    return fitting
+
+
+def _moved(found: AccessDescriptor, parameters: tuple[Parameter, ...]) -> AccessDescriptor | None:
+    """A descriptor with its fields where the parameters really are; None if it speaks of other parameters.
+
+    PTX does not tell the offsets of parameters that are aligned to more than 16 bytes (see ptx_layout).
+    """
+    if [p.size for p in found.parameters] != [p.size for p in parameters]:
+        return None
+    fields = []
+    for field in found.fields:
+        for told, real in zip(found.parameters, parameters, strict=True):
+            if told.offset <= field.offset and 0 < field.size <= told.offset + told.size - field.offset:
+                fields.append(replace(field, offset=field.offset - told.offset + real.offset))
+                break
+        else:
+            return None
+    return replace(found, parameters=parameters, fields=tuple(fields))
 
 
 def _optional(name: str) -> ModuleType | None:
@@ -152,12 +172,12 @@ def _optional(name: str) -> ModuleType | None:
 
 def tools() -> str:
     """Which optional sources can be used here: what was found without one is worth another try once it is there."""
-    usable = []
-    for name in ("names", "ptx_flow", "sass_flow"):
-        module = _optional(name)
-        if module is not None:
-            describe_tools = getattr(module, "tools", None)
-            usable.append(f"{name}:{describe_tools()}" if describe_tools is not None else name)
+    usable = [name for name in ("ptx_flow", "sass_flow") if _optional(name) is not None]
+    from_sass = _optional("sass_flow")
+    disassembler: Path | None = None if from_sass is None else from_sass.find_disassembler()
+    if disassembler is not None:
+        about = disassembler.stat()
+        usable.append(f"{disassembler} {about.st_size} {about.st_mtime_ns}")
     return " ".join(usable)
 
 

@@ -28,6 +28,8 @@ class Unit:
     """
 
     arch: int
+    runs_on: int
+    """The GPU's capability: what PTX is compiled for."""
     _cubins: list[Entry]
     _ptx: Entry | None
     ptx_matches: bool
@@ -67,13 +69,14 @@ def units(image: Buffer, capability: int) -> Iterator[Unit]:
     if fatbin.is_container(view):
         yield select(fatbin.entries(view), capability)
     elif cubin.is_cubin(view):
-        yield Unit(cubin.architecture(view), [_plain(Kind.ELF, view)], None, False)
+        arch = cubin.architecture(view)
+        yield Unit(arch, capability or arch, [_plain(Kind.ELF, view)], None, False)
     elif bytes(view[:4]) == b"\x7fELF":
         for section in _fatbin_sections(view):
             for container in fatbin.containers(section):
                 yield select(fatbin.entries(container), capability)
     elif ptx_layout.is_ptx(bytes(view[: 1 << 16])):
-        yield Unit(capability, [], _plain(Kind.PTX, view), True)
+        yield Unit(capability, capability, [], _plain(Kind.PTX, view), True)
     elif len(view) >= 4 and int.from_bytes(view[:4], "little") == fatbin.WRAPPER_MAGIC:
         fatbin.container_size(view)  # raises, with the sentence for wrappers
     else:
@@ -106,7 +109,8 @@ def select(entries: list[Entry], capability: int) -> Unit:
     ptx = max(texts, key=lambda entry: (entry.arch, entry.specific), default=None)
     specific = any(entry.specific for entry in cubins)
     matches = ptx is not None and (not cubins or (ptx.arch == arch and ptx.specific == specific))
-    return Unit(arch or (ptx.arch if ptx else 0), cubins, ptx, matches)
+    arch = arch or (ptx.arch if ptx else 0)
+    return Unit(arch, capability or arch, cubins, ptx, matches)
 
 
 def _plain(kind: Kind, view: memoryview) -> Entry:

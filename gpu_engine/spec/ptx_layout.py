@@ -26,15 +26,30 @@ def is_ptx(text: bytes) -> bool:
     return b".version" in text[: 1 << 16]
 
 
-def layouts(text: str) -> dict[str, tuple[Parameter, ...]]:
-    """The parameters of each kernel in a PTX module: PTX ISA, "Kernel Function Parameters". Raises SpecError."""
+def parameter_base(capability: int) -> int:
+    """Where the parameter block begins in constant bank 0, bytes; read from cubins that CUDA 13.0's ptxas wrote.
+
+    It counts for parameters that are aligned to more than 16 bytes, like tensor maps: their place in the *bank* is
+    aligned, so that their offset in the block differs between architectures.
+    """
+    if capability >= 100:
+        return 0x380
+    return 0x210 if capability >= 90 else 0x160 if capability >= 70 else 0x140
+
+
+def layouts(text: str, capability: int) -> dict[str, tuple[Parameter, ...]]:
+    """The parameters of each kernel in a PTX module once compiled for a GPU of this capability.
+
+    PTX ISA, "Kernel Function Parameters". Raises SpecError.
+    """
+    base = parameter_base(capability)
     return {
-        match.group(1): _parameters(match.group(1), match.group(3) or "")
+        match.group(1): _parameters(match.group(1), match.group(3) or "", base)
         for match in _ENTRY.finditer(_COMMENT.sub(" ", text))
     }
 
 
-def _parameters(kernel: str, text: str) -> tuple[Parameter, ...]:
+def _parameters(kernel: str, text: str, base: int) -> tuple[Parameter, ...]:
     found = []
     offset = 0
     for declared in filter(None, (part.strip() for part in text.split(","))):
@@ -46,7 +61,7 @@ def _parameters(kernel: str, text: str) -> tuple[Parameter, ...]:
         unit = _BYTES.get(match["type"].lstrip("busf"), 8)  # references to textures and surfaces are handles
         size = unit * int(match["count"] or 1)
         align = max(int(match["align"] or unit), 1)
-        offset = -(-offset // align) * align
+        offset = -(-(base + offset) // align) * align - base
         if offset + size > MAX_PARAMETER_BYTES:
             raise SpecError(f"PTX declares more than {MAX_PARAMETER_BYTES} bytes of parameters for kernel {kernel}.")
         found.append(Parameter(offset, size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ class WorkerLink:
             stdout=subprocess.PIPE,
             bufsize=0,
             close_fds=True,
+            start_new_session=True,  # so that the disassembler it runs can be ended with it
             cwd="/",
             env=environment,
         )
@@ -119,5 +121,6 @@ class WorkerLink:
         try:
             return self._process.wait(0.2)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             return self._process.wait()
