@@ -179,7 +179,7 @@ class Guard:
             self.say(
                 "checkpoint",
                 f"{self._image.name} is whole ({said['seconds']:.2f} s, of which the job stood still "
-                f"{self.schedule.overhead:.2f} s on average). The next one in {self.schedule.interval:.0f} s.",
+                f"{self.schedule.overhead:.2f} s on average). The next one in {self.schedule.interval:.3g} s.",
                 image=str(self._image),
                 seconds=said["seconds"],
                 stall=said.get("stall"),
@@ -189,9 +189,11 @@ class Guard:
         else:
             self._due = time.monotonic() + max(RETRY_SECONDS, min(self.schedule.interval, LONGEST_RETRY_SECONDS))
             reason = errors.strip().removeprefix("phos-gpu checkpoint: ")
-            first = reason.partition("\n")[0]
-            if status == ExitStatus.NO_PROCESS:
-                first = "The job does not use CUDA yet, or has ended."
+            first = " ".join(reason.splitlines()[:2])
+            if self._job is not None and self._job.poll() is not None:
+                first = "The job ended meanwhile."
+            elif status == ExitStatus.NO_PROCESS:
+                first = "The job does not use CUDA yet."
             if first != self._complained:
                 self._complained = first
                 self.say("checkpoint-failed", f"No image was made: {first}", image=str(self._image), error=reason)
@@ -390,7 +392,7 @@ def guard(
             )
     for number in FORWARDED:
         signal.signal(number, made.received)
-    what = f"The first checkpoint comes in {schedule.interval:.0f} s; whole images that stay: {keep}."
+    what = f"The first checkpoint comes in {schedule.interval:.3g} s; whole images that stay: {keep}."
     made.say("guarding", f"Images go to {folder}. {what}", images=str(folder), keep=keep)
     sys.exit(made.watch(start, again))
 
