@@ -211,7 +211,7 @@ def _traced(function: Function, status: int) -> str:
 
 
 def _hook(function: Function, instance: Instance, index: int) -> str:
-    """What callers of one instance call, and where that turns aside to when a window is open or nothing is bound yet."""
+    """What callers of one instance call, and where it turns aside while a window is open or nothing is bound."""
     name = f"{instance.tag}_{function.name}"
     separator = ", " if function.parameters else ""
     slow = (

@@ -71,9 +71,12 @@ struct phos_library_scope {
 /* Not part of a range: nothing is touched. */
 #define PHOS_LIBRARY_NOTHING SIZE_MAX
 
+/* False: PHOS_LIBRARIES=off. */
+bool phos_library_enabled(void);
+
 static inline bool phos_library_traced(void)
 {
-    return atomic_load_explicit(&phos_gate_word, memory_order_relaxed) & PHOS_GATE_TRACED;
+    return atomic_load_explicit(&phos_gate_word, memory_order_relaxed) & PHOS_GATE_TRACED && phos_library_enabled();
 }
 
 void phos_library_enter(struct phos_library_scope *scope, const char *function);
@@ -93,8 +96,6 @@ const char *phos_library_call(void);
 
 /* ---- finding the real functions: library_bind.c */
 
-/* False: PHOS_LIBRARIES=off. */
-bool phos_library_enabled(void);
 /* `caller`: an address in whoever called the wrapper. NULL: there is no such library. */
 void *phos_library_real(struct phos_library_entry *entry, const void *caller);
 /* Another function of the library that holds `real`; NULL: it has none of that name. */
