@@ -186,6 +186,20 @@ def _sum(words: list[Word]) -> Word:
     return result
 
 
+def _addition(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """A sum. A register that is added to itself keeps its scale better than two registers of which nothing is known."""
+    register, sources = _destination(instruction)
+    counts: dict[Operand, int] = {}
+    for source in sources:
+        counts[source] = counts.get(source, 0) + 1
+    parts = range(2 if "64" in instruction.modifiers else 1)
+    words = [
+        _sum([multiply(_word(source, state, kernel, part), times) for source, times in counts.items()])
+        for part in parts
+    ]
+    _put(instruction, state, register, words)
+
+
 def _unknown(instruction: Instruction, state: State, kernel: Kernel) -> None:
     register, sources = _destination(instruction)
     words = [mix([_word(source, state, kernel, part) for source in sources]) for part in range(_width(instruction))]
@@ -218,6 +232,9 @@ def _imad(instruction: Instruction, state: State, kernel: Kernel) -> None:
         return
     first, second = (_word(source, state, kernel) for source in sources[:2])
     low = _word(sources[2], state, kernel)
+    if second.exact and first.plain and sources[0] == sources[2] and not instruction.modifiers:
+        _put(instruction, state, register, [multiply(first, second.offset + 1)])
+        return
     if "WIDE" in instruction.modifiers:
         high = _word(sources[2], state, kernel, 1)
         carried = NOTHING if _small_product(first, second) else derive([first, second])
@@ -343,7 +360,8 @@ def _address(operand: Operand, state: State) -> tuple[Word, Word]:
     return add(low, number(operand.value)) if operand.value else low, high
 
 
-def _touch(kernel: Kernel, access: Access, address: tuple[Word, Word], tensor_map: bool = False) -> None:
+def touch(kernel: Kernel, access: Access, address: tuple[Word, Word], tensor_map: bool = False) -> None:
+    """Note an access through an address, or through the tensor map at it."""
     low, high = address
     derived = low.derived | high.derived
     kernel.touches.add(Touch(access, low.alternatives, high.atoms, derived, low.offset, low.scale, tensor_map))
@@ -381,7 +399,7 @@ def _load(instruction: Instruction, state: State, kernel: Kernel) -> None:
         return
     register, _ = _destination(instruction)
     low, high = _address(memory[0], state)
-    _touch(kernel, Access.READ, (low, high))
+    touch(kernel, Access.READ, (low, high))
     parts = range(_width(instruction))
     words = [_demoted(instruction, _pointed(low, high, part, state, kernel)) for part in parts]
     _put(instruction, state, register, words)
@@ -404,7 +422,7 @@ def _store(instruction: Instruction, state: State, kernel: Kernel) -> None:
     if not memory:
         return
     low, high = _address(memory[0], state)
-    _touch(kernel, Access.WRITE, (low, high))
+    touch(kernel, Access.WRITE, (low, high))
     _spill_generic(low, high, _stored(instruction, state, kernel), state, kernel)
 
 
@@ -423,7 +441,7 @@ def _atomic(instruction: Instruction, state: State, kernel: Kernel) -> None:
     if not memory:
         return
     low, high = _address(memory[0], state)
-    _touch(kernel, BOTH, (low, high))
+    touch(kernel, BOTH, (low, high))
     register, _ = _destination(instruction)
     word = join(_pointed(low, high, 0, state, kernel), LOADED_WORD)
     _put(instruction, state, register, [word] * _width(instruction))
@@ -478,7 +496,7 @@ def _copy_to_shared(instruction: Instruction, state: State, kernel: Kernel) -> N
     """``LDGSTS [shared], [global]``."""
     memory = _memory_operands(instruction)
     if len(memory) > 1:
-        _touch(kernel, Access.READ, _address(memory[1], state))
+        touch(kernel, Access.READ, _address(memory[1], state))
         kernel.store_shared(LOADED_WORD)
 
 
@@ -489,12 +507,12 @@ def _bulk_copy(instruction: Instruction, state: State, kernel: Kernel) -> None:
     for operand, space, written in zip(memory, spaces, (True, False), strict=False):
         if space == "G":
             both = BOTH if instruction.name == "UBLKRED" else Access.WRITE
-            _touch(kernel, both if written else Access.READ, _address(operand, state))
+            touch(kernel, both if written else Access.READ, _address(operand, state))
             if not written:
                 kernel.store_shared(LOADED_WORD)
     if len(spaces) < 2:  # another form: anything may be meant
         for operand in memory:
-            _touch(kernel, BOTH, _address(operand, state))
+            touch(kernel, BOTH, _address(operand, state))
 
 
 def _tensor(access: Access) -> _Handler:
@@ -503,7 +521,7 @@ def _tensor(access: Access) -> _Handler:
     def handler(instruction: Instruction, state: State, kernel: Kernel) -> None:
         memory = _memory_operands(instruction)
         if memory:
-            _touch(kernel, access, _address(memory[min(1, len(memory) - 1)], state), True)
+            touch(kernel, access, _address(memory[min(1, len(memory) - 1)], state), True)
         if access == Access.READ:
             kernel.store_shared(LOADED_WORD)
 
@@ -526,7 +544,7 @@ def _surface(instruction: Instruction, state: State, kernel: Kernel) -> None:
 
 
 _TABLE: dict[str, _Handler] = {
-    **dict.fromkeys(("MOV", "MOV32I", "R2UR", "IADD3", "IADD", "IADD32I", "VIADD"), _each(_sum)),
+    **dict.fromkeys(("MOV", "MOV32I", "R2UR", "IADD3", "IADD", "IADD32I", "VIADD"), _addition),
     **dict.fromkeys(("SEL", "FSEL", "IMNMX", "VIMNMX", "VIMNMX3"), _each(_either)),
     "IMAD": _imad,
     "LEA": _lea,

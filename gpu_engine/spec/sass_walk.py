@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from phos.gpu_engine.spec.descriptor import Access
 from phos.gpu_engine.spec.sass_state import Kernel, State
-from phos.gpu_engine.spec.sass_step import step
+from phos.gpu_engine.spec.sass_step import step, touch
 from phos.gpu_engine.spec.sass_text import Instruction, Kind, Listing
-from phos.gpu_engine.spec.sass_value import UNKNOWN, Atom, Origin, Word, of
+from phos.gpu_engine.spec.sass_value import LOADED_WORD, UNKNOWN, Atom, Origin, Word, of
 
 MAX_DEPTH = 16
 """Calls within calls. Deeper ones are taken for recursion."""
@@ -20,12 +21,17 @@ MAX_DEPTH = 16
 MAX_STEPS = 3_000_000
 """Instructions carried out on behalf of one kernel; a minute or so."""
 
-_ENDS = frozenset(("EXIT", "KILL", "RET", "BRA", "BRX", "JMP", "JMX"))
+_ENDS = frozenset(("EXIT", "KILL", "RET", "BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU"))
 _FORKS = frozenset(("WARPSYNC", "BSSY", "BSYNC", "BREAK", "CALL", "BPT"))
 
 # Functions of the driver that kernels call. They touch none of the application's buffers but those named in the text
 # that they print; `malloc`'s memory belongs to the driver.
 _HARMLESS = frozenset(("vprintf", "__assertfail", "malloc", "free", "__cuda_syscall_assertfail", "__nv_save_fatal_pc"))
+
+# sm_120 has no multicast: copies into another block's shared memory are left to the driver. They read from the address
+# in the third argument.
+_BULK_COPY = "__cuda_syscall_cp_async_bulk"
+_BULK_SOURCE = 6
 
 _RESULTS = (4, 5)
 """Registers in which functions return (CUDA's calling convention)."""
@@ -81,7 +87,8 @@ def program(listing: Listing) -> Program:
             result.next_of.append(base + position + 1 if position + 1 < count else -1)
             result.section_of.append(section.name)
             targets = []
-            for label in instruction.targets:
+            branches = instruction.name in _ENDS or instruction.name in _FORKS
+            for label in instruction.targets if branches else ():
                 at = section.labels.get(label)
                 at = base + at if at is not None and at < count else result.names.get(label)
                 if at is None:
@@ -90,7 +97,7 @@ def program(listing: Listing) -> Program:
                     targets.append(at)
             result.target_of.append(tuple(targets))
             result.leaders.update(targets)
-            if targets or instruction.name in _ENDS or instruction.name in _FORKS:
+            if branches:
                 result.leaders.add(base + position + 1)
     result.leaders.update(result.names.values())
     return result
@@ -156,7 +163,7 @@ class Walk:
             self.steps += 1
             after = code.next_of[position]
             name = instruction.name
-            if code.target_of[position] or name in _ENDS or name in _FORKS:
+            if name in _ENDS or name in _FORKS:
                 for following in self._follow(instruction, position, after, context, state):
                     self._reach(following, state)
                 return
@@ -184,7 +191,7 @@ class Walk:
             following = self._return(instruction, position, context, state) if name == "RET" else []
             return following if instruction.always else following + self._nodes(context, (after,))
         targets = self.code.target_of[position]
-        if name in ("BRA", "BRX", "JMP", "JMX"):
+        if name in _ENDS:
             if not targets:
                 targets = self._anywhere(instruction, position)
             conditional = not instruction.always or any(o.kind == Kind.PREDICATE for o in instruction.operands)
@@ -226,7 +233,11 @@ class Walk:
         else:
             outside = set() if targets else set(instruction.targets) or {"?"}
         for symbol in outside:
-            if symbol not in _HARMLESS:
+            if symbol.startswith(_BULK_COPY) and "reduce" not in symbol:
+                source = state.read(_BULK_SOURCE), state.read(_BULK_SOURCE + 1)
+                touch(self.kernel, Access.READ, source, "tensor" in symbol)
+                self.kernel.store_shared(LOADED_WORD)
+            elif symbol not in _HARMLESS:
                 raise CannotFollowError(f"at {instruction.address:#x} it calls {symbol}, which cannot be seen")
         following: list[Node] = []
         if targets:
