@@ -1,0 +1,213 @@
+"""Which source a kernel's descriptor comes from, and what the command prints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from spec_build import LZ4, SCALE, THROUGH, ZSTD, container, entry, host_program, image
+
+from phos.gpu_engine.spec import analysis
+from phos.gpu_engine.spec.descriptor import (
+    Access,
+    AccessDescriptor,
+    Field,
+    FieldKind,
+    Parameter,
+    Source,
+    from_layout,
+)
+from phos.gpu_engine.spec.errors import SpecError
+from phos.gpu_engine.spec.fatbin import Kind
+
+LAYOUTS = {
+    SCALE: (Parameter(0, 8), Parameter(8, 8), Parameter(16, 4)),
+    THROUGH: (Parameter(0, 16), Parameter(16, 8), Parameter(24, 8)),
+}
+Answer = Callable[[Collection[str]], dict[str, AccessDescriptor]]
+
+
+def says(source: Source) -> Answer:
+    """A source that knows every kernel it is asked for, or both of them."""
+    return lambda kernels: {
+        name: AccessDescriptor(
+            name, LAYOUTS[name], (Field(0, 8, Access.WRITE, FieldKind.POINTER),), Access.NONE, source
+        )
+        for name in kernels
+    }
+
+
+@pytest.fixture
+def sources(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
+    """Data-flow sources to be filled in by a test; without an entry there is no such source."""
+    given: dict[str, Answer] = {}
+
+    def optional(name: str) -> types.SimpleNamespace | None:
+        if name not in given:
+            return None
+        answer = given[name]
+        if name == "ptx_flow":
+            return types.SimpleNamespace(describe=lambda text: answer(LAYOUTS))
+        return types.SimpleNamespace(
+            describe=lambda cubin, kernels: answer(kernels), find_disassembler=lambda: Path("/bin/true")
+        )
+
+    monkeypatch.setattr(analysis, "_optional", optional)
+    return given
+
+
+def sources_of(found: dict[str, AccessDescriptor]) -> dict[str, Source]:
+    return {name: item.source for name, item in found.items()}
+
+
+WRAPPINGS = {
+    "zstd": ZSTD,
+    "lz4": LZ4,
+    "cubin": image(Kind.ELF, 90),
+    "ptx": image(Kind.PTX, 90),
+    "program": host_program(ZSTD),
+}
+
+
+@pytest.mark.parametrize("module", WRAPPINGS.values(), ids=WRAPPINGS)
+def test_names_and_layout_alone(sources: dict[str, Answer], module: bytes) -> None:
+    found = analysis.describe(module, 90, None)
+    assert sources_of(found) == {SCALE: Source.LAYOUT, THROUGH: Source.NAME}
+    assert found[SCALE] == from_layout(SCALE, LAYOUTS[SCALE])
+    assert [(f.offset, int(f.access)) for f in found[THROUGH].fields] == [(0, 3), (16, 1)]
+    assert sorted(analysis.kernels(module, 90)) == sorted(LAYOUTS)
+
+
+def test_only_what_is_asked_for(sources: dict[str, Answer]) -> None:
+    asked: list[str] = []
+    sources["sass_flow"] = lambda kernels: asked.extend(kernels) or {}
+    assert list(analysis.describe(ZSTD, 80, [SCALE, "missing"])) == [SCALE]
+    assert asked == [SCALE]
+    assert analysis.describe(ZSTD, 80, []) == {}
+
+
+def test_units_behind_the_last_kernel_are_not_read(sources: dict[str, Answer]) -> None:
+    damaged = container(entry(Kind.ELF, 90, b"no cubin"))
+    assert list(analysis.describe(host_program(ZSTD + damaged), 90, [SCALE])) == [SCALE]
+
+
+def test_a_damaged_unit_costs_itself_only(sources: dict[str, Answer], caplog: pytest.LogCaptureFixture) -> None:
+    damaged = container(entry(Kind.ELF, 90, b"no cubin"))
+    damaged += bytes(-len(damaged) % 8)
+    assert list(analysis.describe(host_program(damaged + ZSTD), 90, [SCALE])) == [SCALE]
+    assert "passed over" in caplog.text
+
+
+def test_ptx_of_the_same_architecture_comes_first(sources: dict[str, Answer]) -> None:
+    sources.update(ptx_flow=says(Source.PTX), sass_flow=says(Source.SASS))
+    assert set(sources_of(analysis.describe(ZSTD, 90, None)).values()) == {Source.PTX}
+
+
+def test_machine_code_comes_before_ptx_of_another_architecture(sources: dict[str, Answer]) -> None:
+    sources.update(ptx_flow=says(Source.PTX), sass_flow=says(Source.SASS))
+    module = container(entry(Kind.ELF, 90, image(Kind.ELF, 90)), entry(Kind.PTX, 80, image(Kind.PTX, 90)))
+    assert set(sources_of(analysis.describe(module, 90, None)).values()) == {Source.SASS}
+    del sources["sass_flow"]
+    assert set(sources_of(analysis.describe(module, 90, None)).values()) == {Source.PTX}
+
+
+@pytest.mark.parametrize("failure", [SpecError("It is damaged."), RuntimeError("bug"), RecursionError()])
+def test_a_failing_source_gives_way_to_the_next(
+    sources: dict[str, Answer], caplog: pytest.LogCaptureFixture, failure: Exception
+) -> None:
+    def fail(kernels: Collection[str]) -> dict[str, AccessDescriptor]:
+        raise failure
+
+    sources.update(ptx_flow=fail, sass_flow=says(Source.SASS))
+    assert set(sources_of(analysis.describe(ZSTD, 90, None)).values()) == {Source.SASS}
+    assert "the next one is asked" in caplog.text
+
+
+def test_contradictions_of_the_layout_are_refused(sources: dict[str, Answer], caplog: pytest.LogCaptureFixture) -> None:
+    def wrong(kernels: Collection[str]) -> dict[str, AccessDescriptor]:
+        found = says(Source.PTX)(kernels)
+        found[SCALE] = replace(found[SCALE], parameters=LAYOUTS[THROUGH])
+        found[THROUGH] = replace(found[THROUGH], fields=(Field(12, 8, Access.READ, FieldKind.POINTER),))
+        return found
+
+    sources["ptx_flow"] = wrong
+    assert sources_of(analysis.describe(ZSTD, 90, None)) == {SCALE: Source.LAYOUT, THROUGH: Source.NAME}
+    assert caplog.text.count("contradicts its layout") == 2
+
+
+def test_fields_are_moved_to_where_the_parameters_are(sources: dict[str, Answer]) -> None:
+    def elsewhere(kernels: Collection[str]) -> dict[str, AccessDescriptor]:
+        shifted = tuple(Parameter(p.offset + 64, p.size) for p in LAYOUTS[THROUGH])
+        fields = (Field(72, 8, Access.READ, FieldKind.POINTER), Field(80, 8, Access.WRITE, FieldKind.POINTER))
+        return {THROUGH: AccessDescriptor(THROUGH, shifted, fields, Access.NONE, Source.PTX)}
+
+    sources["ptx_flow"] = elsewhere
+    found = analysis.describe(ZSTD, 90, [THROUGH])[THROUGH]
+    assert found.parameters == LAYOUTS[THROUGH]
+    assert [field.offset for field in found.fields] == [8, 16]
+
+
+def test_progress_is_told_quick_answers_first(sources: dict[str, Answer]) -> None:
+    sources["ptx_flow"] = says(Source.PTX)
+    told: list[dict[str, Source]] = []
+    analysis.describe(ZSTD, 90, [THROUGH], lambda partly: told.append(sources_of(partly)))
+    assert told == [{THROUGH: Source.NAME}, {THROUGH: Source.PTX}]
+
+
+@pytest.mark.parametrize("noise", [b"", b"\x7fELF", b"hello", bytes(100), b"\xb1\x43\x62\x46" + bytes(20)])
+def test_what_is_no_module_is_refused(noise: bytes) -> None:
+    with pytest.raises(SpecError):
+        analysis.describe(noise, 90, None)
+
+
+def test_another_disassembler_is_another_tool(sources: dict[str, Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    without = analysis.tools()
+    sources["sass_flow"] = says(Source.SASS)
+    assert analysis.tools() not in (without, "")
+
+
+def command(*arguments: str, file: Path) -> subprocess.CompletedProcess[str]:
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PHOS_NVDISASM": ""}
+    line = [sys.executable, "-m", "phos.gpu_engine.spec", str(file), *arguments]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_the_command_prints_json(tmp_path: Path) -> None:
+    (tmp_path / "module").write_bytes(image(Kind.ELF, 80))
+    done = command("--json", "--kernel", "through", file=tmp_path / "module")
+    assert (done.returncode, done.stderr) == (0, "")
+    (found,) = map(json.loads, done.stdout.splitlines())
+    assert found == {
+        "kernel": THROUGH,
+        "source": "name",
+        "parameters": [{"offset": p.offset, "size": p.size} for p in LAYOUTS[THROUGH]],
+        "fields": [
+            {"offset": 0, "size": 16, "access": "rw", "kind": "scan"},
+            {"offset": 16, "size": 8, "access": "r", "kind": "pointer"},
+        ],
+        "indirect": "-",
+    }
+
+
+def test_the_command_prints_a_table_and_errors(tmp_path: Path) -> None:
+    (tmp_path / "module").write_bytes(image(Kind.ELF, 80))
+    done = command(file=tmp_path / "module")
+    assert done.returncode == 0
+    assert THROUGH in done.stdout
+    assert "2 kernels" in done.stdout
+    (tmp_path / "module").write_bytes(b"nothing of ours")
+    done = command(file=tmp_path / "module")
+    assert done.returncode == 1
+    assert "This is no module" in done.stderr
+    logging.getLogger(__name__).debug(done.stderr)

@@ -1,0 +1,158 @@
+"""The cache on disk: several writers, damaged and foreign files, a bounded size."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from phos.gpu_engine.spec import cache
+from phos.gpu_engine.spec.cache import Cache
+from phos.gpu_engine.spec.descriptor import AccessDescriptor, Parameter, from_layout
+
+
+def some(name: str, count: int = 2) -> AccessDescriptor:
+    return from_layout(name, tuple(Parameter(8 * i, 8) for i in range(count)))
+
+
+def test_what_is_stored_is_found_again(tmp_path: Path) -> None:
+    kept = Cache(tmp_path / "made" / "by it")
+    key = kept.key(b"module", 90)
+    assert kept.load(key) == {}
+    kept.store(key, [some("a"), some("b", 0)])
+    assert Cache(tmp_path / "made" / "by it").load(key) == {"a": some("a"), "b": some("b", 0)}
+    assert kept.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_keys_tell_apart_what_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Cache(tmp_path)
+    keys = {kept.key(b"module", 90), kept.key(b"module", 100), kept.key(b"modulf", 90), kept.key(b"module", 90, "tool")}
+    monkeypatch.setattr(cache, "analyser_version", lambda: b"another")
+    keys.add(kept.key(b"module", 90))
+    assert len(keys) == 5
+
+
+def file_of(kept: Cache, key: str) -> Path:
+    return kept.folder / (key + cache.SUFFIX)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "not json", "another form", "deep", "huge numbers"])
+def test_damaged_files_are_ignored_and_rewritten(tmp_path: Path, damage: str) -> None:
+    kept = Cache(tmp_path)
+    key = kept.key(b"module", 90)
+    kept.store(key, [some("a")])
+    path = file_of(kept, key)
+    good = path.read_bytes()
+    bodies = {
+        "not json": b"][",
+        "another form": json.dumps({"a": 1}).encode(),
+        "deep": b"[" * 100000,
+        "huge numbers": b'[["k",[[0,1e400]],[],0,0]]',
+    }
+    if damage in bodies:
+        path.write_bytes(xxhash.xxh3_128_digest(bodies[damage]) + bodies[damage])
+    else:
+        path.write_bytes({"cut": good[:-3], "flipped": good[:-3] + b"]]]", "empty": b""}[damage])
+    assert kept.load(key) == {}
+    kept.store(key, [some("a")])
+    assert kept.load(key) == {"a": some("a")}
+
+
+def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
+    kept = Cache(tmp_path)
+    key, other = kept.key(b"module", 90), kept.key(b"other", 90)
+    kept.store(other, [some("a")])
+    file_of(kept, key).symlink_to(file_of(kept, other))
+    assert kept.load(key) == {}
+    file_of(kept, key).unlink()
+    os.mkfifo(file_of(kept, key))
+    assert kept.load(key) == {}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a file of another user")
+def test_files_of_other_users_are_not_trusted(tmp_path: Path) -> None:
+    kept = Cache(tmp_path)
+    key = kept.key(b"module", 90)
+    kept.store(key, [some("a")])
+    os.chown(file_of(kept, key), 12345, 12345)
+    assert kept.load(key) == {}
+
+
+def test_a_folder_that_cannot_be_made_costs_only_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    kept = Cache(tmp_path / "file" / "below")
+    for _ in range(2):
+        kept.store("key", [some("a")])
+    assert kept.load("key") == {}
+    assert caplog.text.count("not cached") == 1
+
+
+def test_its_size_is_bounded_and_the_longest_unused_go_first(tmp_path: Path) -> None:
+    kept = Cache(tmp_path, max_bytes=5000)
+    for number in range(30):
+        kept.store(f"{number:032x}", [some(f"kernel{number}", 20)])
+        os.utime(file_of(kept, f"{number:032x}"), ns=(number * 10**9, number * 10**9))
+        kept.load(f"{0:032x}")  # in use all the time
+    left = list(tmp_path.iterdir())
+    assert sum(path.stat().st_size for path in left) <= 5000
+    assert kept.load(f"{0:032x}")
+    assert kept.load(f"{29:032x}")
+    assert not kept.load(f"{1:032x}")
+
+
+def test_writers_at_once_leave_whole_files(tmp_path: Path) -> None:
+    key = "0" * 32
+    wrong: list[str] = []
+
+    def write(name: str) -> None:
+        kept = Cache(tmp_path)
+        for count in range(60):
+            kept.store(key, [some(name, count)])
+            found = kept.load(key)
+            if len(found) != 1:
+                wrong.append(name)
+
+    threads = [threading.Thread(target=write, args=(f"writer{n}",)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert [path.name for path in tmp_path.iterdir()] == [key + cache.SUFFIX]
+
+
+def test_a_killed_writer_leaves_what_was_there(tmp_path: Path) -> None:
+    kept = Cache(tmp_path)
+    kept.store("k" * 32, [some("a")])
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from phos.gpu_engine.spec.cache import Cache\n"
+        "from phos.gpu_engine.spec.descriptor import from_layout\n"
+        "os.replace = lambda *_: os.kill(os.getpid(), 9)\n"
+        "Cache(Path(sys.argv[1])).store('k' * 32, [from_layout('b', ())])\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=False)
+    assert done.returncode == -9
+    assert kept.load("k" * 32) == {"a": some("a")}
+
+
+def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHOS_CACHE", "/somewhere")
+    assert cache.default_folder() == Path("/somewhere")
+    monkeypatch.delenv("PHOS_CACHE")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert cache.default_folder() == Path("/var/cache/phos")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/cache")
+    assert cache.default_folder() == Path("/home/me/cache/phos")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/home/me")
+    assert cache.default_folder() == Path("/home/me/.cache/phos")
