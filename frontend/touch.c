@@ -1,5 +1,6 @@
 /* Lists of touches. What they mean to a window is window.c's matter. */
 #include "touch.h"
+#include "library.h"
 #include "log.h"
 #include "track.h"
 
@@ -51,6 +52,8 @@ void phos_touches_complete(struct phos_touches *touches, bool per_thread, const 
         touches->stream = CU_STREAM_PER_THREAD;
     if (!touches->kernel)
         touches->kernel = entry_point;
+    if (touches->source != PHOS_SOURCE_NONE) /* of a kernel only a guess is known, of a copy what it does */
+        phos_library_refine(touches);
     if (!touches->count && !touches->anything && !touches->host_copy)
         touches->nothing = true;
     else if (phos_captures() && captured(touches->stream))

@@ -68,7 +68,10 @@ LT_SOURCE = CALLBACK + textwrap.dedent("""
         return 0;
     }
     int cublasLtMatmul(void *h, void *d, void *a, void *A, void *Ad, void *B, void *Bd, void *b, void *C, void *Cd,
-                       void *D, void *Dd, void *algo, void *w, size_t ws, void *s) { launch(); return ws == 4096 ? 1301 : -1; }
+                       void *D, void *Dd, void *algo, void *w, size_t ws, void *s) {
+        launch();
+        return ws == 4096 ? 1301 : -1;
+    }
     """)
 CUDNN_SOURCE = CALLBACK + textwrap.dedent("""
     int cudnnGetTensorSizeInBytes(void *d, size_t *size) { *size = (size_t)d; return 0; }
@@ -76,7 +79,8 @@ CUDNN_SOURCE = CALLBACK + textwrap.dedent("""
         void *y, void *bd, void *scale, void *bias, void *mean, void *variance, double epsilon) {
         launch(); return epsilon == 0.125 && variance == (void *)0x700000 ? 900 : -1; }
     int cudnnRNNForward(void *h, void *r, int mode, void *lengths, void *xd, void *x, void *yd, void *y, void *hd,
-        void *hx, void *hy, void *cd, void *cx, void *cy, size_t ws, void *w, size_t os, void *o, size_t rs, void *reserve) {
+        void *hx, void *hy, void *cd, void *cx, void *cy, size_t ws, void *w, size_t os, void *o, size_t rs,
+        void *reserve) {
         launch(); return 901; }
     """)
 
