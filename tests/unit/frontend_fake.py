@@ -59,6 +59,7 @@ class Session:
     connection: Connection | None = None
     hellos: list[wire.Hello] = field(default_factory=list)
     memory_map: wire.MemoryMap | None = None
+    requests: list[tuple[wire.CheckpointRequest, list[str]]] = field(default_factory=list)  # and the directories
     settled: int = 0  # how often it asked whether freed memory was let go of
 
 
@@ -169,6 +170,12 @@ class Connection:
             self.session.modules.append((module.entry_point, module.path, module.offset, module.size, content))
         elif kind == "token_resolve":
             self._resolve(envelope)
+        elif kind == "checkpoint_request":
+            self.session.requests.append(
+                (envelope.checkpoint_request, [os.readlink(f"/proc/self/fd/{d}") for d in descriptors])
+            )
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _resolve(self, envelope: wire.Envelope) -> None:
         asked = envelope.token_resolve
@@ -267,13 +274,17 @@ class FakePhosd:
             session.memory_map = wire.MemoryMap.FromString(file.read())
         return done
 
-    def attach(self, session: Session, blocks: dict[int, int] | None = None) -> wire.AttachDone:
+    def attach(
+        self, session: Session, blocks: dict[int, int] | None = None, *, restored: bool = False
+    ) -> wire.AttachDone:
         """Remove the hold, wait for the frontend, and give it its memory; `blocks`: other descriptors than its own."""
         (self.folder / "hold" / session.number.hex()).unlink()
         assert self.arrival() is session
-        return self.give(session, blocks)
+        return self.give(session, blocks, restored=restored)
 
-    def give(self, session: Session, blocks: dict[int, int] | None = None) -> wire.AttachDone:
+    def give(
+        self, session: Session, blocks: dict[int, int] | None = None, *, restored: bool = False
+    ) -> wire.AttachDone:
         connection = session.connection
         assert connection is not None
         given = blocks if blocks is not None else {n: b.descriptor for n, b in session.blocks.items()}
@@ -282,7 +293,7 @@ class FakePhosd:
             part = numbers[at : at + 200]
             message = wire.Envelope(attach_blocks=wire.AttachBlocks(block=part))
             connection.send(message, [given[number] for number in part])
-        return connection.ask(attach=wire.Attach(blocks=len(numbers)))[0].attach_done
+        return connection.ask(attach=wire.Attach(blocks=len(numbers), restored=restored))[0].attach_done
 
     def toggle(self, session: Session) -> None:
         """Quiesce, detach, attach, open; every step must succeed."""
