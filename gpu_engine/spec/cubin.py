@@ -1,6 +1,7 @@
 """Cubins: the ELF files that hold machine code for one architecture of GPUs.
 
-Kernels are the names for which there is a section ``.nv.info.<name>``. It is a list of attributes::
+Kernels are the names for which there is a section ``.nv.constant0.<name>``, the bank in which a launch's parameters
+arrive. Functions that others call have a section ``.nv.info.<name>`` too, a list of attributes::
 
     0  u8 format    1  u8 attribute    2  u16 value, or for format 4 the number of bytes that follow
 
@@ -28,6 +29,7 @@ from phos.gpu_engine.spec.fatbin import Buffer
 
 EM_CUDA = 190
 INFO_PREFIX = ".nv.info."
+CONSTANT_PREFIX = ".nv.constant0."
 TEXT_PREFIX = ".text."
 
 _FORMAT_SIZED = 4
@@ -82,14 +84,9 @@ def kernels(image: Buffer) -> list[str]:
 
     def read(elf: ELFFile) -> list[str]:
         names = (section.name for section in elf.iter_sections())
-        return [name[len(INFO_PREFIX) :] for name in names if name.startswith(INFO_PREFIX)]
+        return [name[len(CONSTANT_PREFIX) :] for name in names if name.startswith(CONSTANT_PREFIX)]
 
-    # Device functions that are called through pointers have such a section too; they have no constant bank.
-    return [
-        name
-        for name, info in infos(image, read_names=_guarded(image, "sections", read)).items()
-        if info.size or info.base
-    ]
+    return _guarded(image, "sections", read)
 
 
 def infos(image: Buffer, read_names: Collection[str] | None = None) -> dict[str, KernelInfo]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 import lz4.block
@@ -58,7 +59,7 @@ def host_program(section: bytes) -> bytes:
     return (header + section + names).ljust(at_headers, b"\0") + sections
 
 
-def compiled(source: str, *, cubin: bool, arch: int = 90) -> bytes:
+def compiled(source: str, *, cubin: bool, arch: int = 90, more: Sequence[str] = ()) -> bytes:
     """CUDA C through NVRTC, for one architecture. Skips the test where NVRTC is not installed."""
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc")
     try:
@@ -67,7 +68,11 @@ def compiled(source: str, *, cubin: bool, arch: int = 90) -> bytes:
         if "nvrtc" not in str(error).lower():
             raise
         pytest.skip("NVRTC is not installed")
-    options = [f"--gpu-architecture={'sm' if cubin else 'compute'}_{arch}".encode(), b"--std=c++17"]
+    options = [
+        f"--gpu-architecture={'sm' if cubin else 'compute'}_{arch}".encode(),
+        b"--std=c++17",
+        *(option.encode() for option in more),
+    ]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if status:
         _, size = nvrtc.nvrtcGetProgramLogSize(program)

@@ -56,6 +56,16 @@ def test_symbols() -> None:
     assert found[SCALE].size > 0
 
 
+def test_functions_are_no_kernels() -> None:
+    source = """
+    __device__ __noinline__ int f(int n) { return n < 2 ? n : f(n - 1) + f(n - 2); }
+    extern "C" __global__ void k(int *out) { *out = f(*out); }
+    extern "C" __global__ void nothing() {}
+    """
+    real = compiled(source, cubin=True, more=["--relocatable-device-code=true"])
+    assert sorted(cubin.kernels(real)) == ["k", "nothing"]
+
+
 def test_ptx_says_the_same() -> None:
     assert ptx_layout.layouts(image(Kind.PTX, 90).decode(), 90) == LAYOUTS
 
