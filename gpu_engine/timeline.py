@@ -31,6 +31,9 @@ class TimedPhase(Protocol):
     def seconds(self) -> float: ...
 
 
+STALL = "stall"
+"""Who measures it as a whole says so by a phase of this name."""
+
 STALL_BEGINS = ("quiesce", "detach", "driver checkpoint")
 """The first of these that a checkpoint has: before it the processes compute."""
 
@@ -44,6 +47,8 @@ def stall_seconds(phases: Iterable[TimedPhase]) -> float:
     for phase in phases:  # a checkpoint that was made anew has phases twice: it stalled from the first to the last
         begin, end = spans.get(phase.name, (phase.start, 0.0))
         spans[phase.name] = (min(begin, phase.start), max(end, phase.start + phase.seconds))
+    if STALL in spans:
+        return spans[STALL][1] - spans[STALL][0]
     begins = next((spans[name][0] for name in STALL_BEGINS if name in spans), None)
     ends = next((spans[name][1] for name in STALL_ENDS if name in spans), None)
     return 0.0 if begins is None or ends is None else max(0.0, ends - begins)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
@@ -171,3 +174,45 @@ def test_the_stall_of_a_process_without_the_frontend() -> None:
     phases = [Phase("driver checkpoint", 1.0, 2.0, False), Phase("driver restore", 5.0, 1.0, False)]
     assert stall_seconds(phases) == pytest.approx(5.0)
     assert stall_seconds([]) == 0.0
+
+
+def test_a_stall_that_was_measured_as_a_whole() -> None:
+    phases = [
+        Phase("quiesce", 1.0, 0.1, False),
+        Phase("stall", 1.0, 0.3, True),
+        Phase("GPU data", 1.2, 9.0, True),
+        Phase("attach", 1.3, 20.0, False),
+    ]
+    assert stall_seconds(phases) == pytest.approx(0.3)
+
+
+# The launcher reads the file as well.
+
+
+def supervise() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "packaging" / "supervise.py"
+    specification = importlib.util.spec_from_file_location("supervise", path)
+    assert specification
+    assert specification.loader
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_the_launcher_fills_in_what_is_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 'protocol = "cow"\nvalidate = false', monkeypatch)
+    monkeypatch.setenv("PHOS_VALIDATE", "on")
+    assert supervise().configure() == ""
+    assert os.environ["PHOS_PROTOCOL"] == "cow"
+    assert os.environ["PHOS_VALIDATE"] == "on"
+
+
+def test_the_launcher_says_what_is_wrong_before_criu_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "protocol = 1", monkeypatch)
+    started = tmp_path / "started"
+    assert supervise().main(["supervise.py", "dump", str(tmp_path), "phosd", "touch", str(started)]) == 1
+    assert "criu: " in (said := capsys.readouterr().err)
+    assert "protocol must be" in said
+    assert not started.exists()
