@@ -382,6 +382,8 @@ static bool on_packet(struct phos_packet *packet)
         return on_attach(e->id, e->attach);
     case PHOS__WIRE__ENVELOPE__BODY_OPEN:
         return on_open(e->id);
+    case PHOS__WIRE__ENVELOPE__BODY_ACCESS_TABLE:
+        return phos_tell_access_table(e->id, packet);
     case PHOS__WIRE__ENVELOPE__BODY_WINDOW_BEGIN:
         return on_window_begin(e->id, packet);
     case PHOS__WIRE__ENVELOPE__BODY_WINDOW_END:

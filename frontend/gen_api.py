@@ -88,6 +88,22 @@ SERVED: dict[str, tuple[str, ...]] = {
         "cuLibraryLoadFromFile",
         "cuLinkComplete",
     ),
+    "functions.c": (
+        "cuModuleGetFunction",
+        "cuModuleEnumerateFunctions",
+        "cuModuleUnload",
+        "cuLibraryGetKernel",
+        "cuLibraryEnumerateKernels",
+        "cuLibraryGetModule",
+        "cuLibraryUnload",
+        "cuKernelGetFunction",
+    ),
+    "tensor_maps.c": (
+        "cuTensorMapEncodeTiled",
+        "cuTensorMapEncodeIm2col",
+        "cuTensorMapEncodeIm2colWide",
+        "cuTensorMapReplaceAddress",
+    ),
     "track.c": (
         "cuCtxCreate_v4",
         "cuCtxCreate_v3",

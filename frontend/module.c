@@ -4,6 +4,7 @@
 #include "module.h"
 #include "cleanup.h"
 #include "control.h"
+#include "functions.h"
 #include "log.h"
 #include "phos_api.h"
 
@@ -23,7 +24,9 @@
 static pthread_mutex_t module_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the list; taken last */
 static struct phos_module *modules, *modules_last;
 static size_t copied;
+static uint64_t last_number;
 static bool untold;
+static uint64_t told_upto; /* the control thread's own */
 
 struct fatbin_wrapper {
     uint32_t magic, version;
@@ -97,67 +100,108 @@ static int find_place(struct dl_phdr_info *info, size_t size, void *cookie)
     return 0;
 }
 
-static void note(struct phos_module *module)
+/* Which file it is, as far as can be told; zeros if there is none. */
+static void identify(const char *path, uint64_t file[3])
 {
-    PHOS_LOCKED(&module_lock);
-    if (modules_last)
-        modules_last->next = module;
-    else
-        modules = module;
-    modules_last = module;
-    untold = true;
-    phos_control_kick();
+    struct stat status;
+    if (!path || stat(path, &status))
+        return;
+    file[0] = status.st_dev;
+    file[1] = status.st_ino;
+    file[2] = (uint64_t)status.st_mtim.tv_sec * 1000000000u + (uint64_t)status.st_mtim.tv_nsec;
 }
 
-static bool known_copy(const void *bytes, uint64_t size)
+/* With module_lock held: the record of these very bytes, of a file or in memory. */
+static struct phos_module *known(const char *path, uint64_t offset, const uint64_t file[3], const void *bytes,
+                                 uint64_t size)
 {
-    PHOS_LOCKED(&module_lock);
-    for (struct phos_module *m = modules; m; m = m->next)
-        if (m->bytes && m->size == size && !memcmp(m->bytes, bytes, size))
-            return true;
-    return copied + size > COPIES_MOST;
+    for (struct phos_module *m = modules; m; m = m->next) {
+        if (m->size != size || !m->path != !path)
+            continue;
+        if (path ? m->offset == offset && !memcmp(m->file, file, sizeof m->file) && !strcmp(m->path, path)
+                 : !memcmp(m->bytes, bytes, size))
+            return m;
+    }
+    return NULL;
 }
 
-static void note_image(const char *entry_point, const void *image)
+/* Puts a record on the list, unless there is one like it. Answers the module's number. */
+static uint64_t note(struct phos_module *module)
+{
+    pthread_mutex_lock(&module_lock);
+    struct phos_module *former = known(module->path, module->offset, module->file, module->bytes, module->size);
+    uint64_t number;
+    if (former)
+        number = former->number;
+    else {
+        number = module->number = ++last_number;
+        if (modules_last)
+            modules_last->next = module;
+        else
+            modules = module;
+        modules_last = module;
+        copied += module->bytes ? module->size : 0;
+        untold = true;
+    }
+    pthread_mutex_unlock(&module_lock);
+    if (former) {
+        free(module->path);
+        free(module->bytes);
+        free(module);
+    } else
+        phos_control_kick();
+    return number;
+}
+
+/* A module in memory of which a copy must be kept. *number 0: none can be. Answers whether the copy must be made. */
+static bool copy_wanted(const void *bytes, uint64_t size, uint64_t *number)
+{
+    PHOS_LOCKED(&module_lock);
+    struct phos_module *former = known(NULL, 0, NULL, bytes, size);
+    *number = former ? former->number : 0;
+    return !former && copied + size <= COPIES_MOST;
+}
+
+static uint64_t note_image(const char *entry_point, const void *image)
 {
     const void *start = image;
-    uint64_t size = image ? image_size(&start) : 0;
+    uint64_t size = image ? image_size(&start) : 0, number = 0;
     if (!size || size > IMAGE_MOST)
-        return;
-    struct phos_module *module = calloc(1, sizeof *module);
-    if (!module)
-        return;
-    module->entry_point = entry_point;
-    module->size = size;
+        return 0;
     struct place place = {.address = (uintptr_t)start};
     dl_iterate_phdr(find_place, &place);
-    module->path = place.path;
-    module->offset = place.offset;
-    if (!module->path) {
-        if (known_copy(start, size) || !(module->bytes = malloc(size))) {
-            free(module);
-            return;
-        }
-        memcpy(module->bytes, start, size);
-        PHOS_LOCKED(&module_lock);
-        copied += size;
+    void *bytes = NULL;
+    if (!place.path) {
+        if (!copy_wanted(start, size, &number) || !(bytes = malloc(size)))
+            return number;
+        memcpy(bytes, start, size);
     }
-    note(module);
+    struct phos_module *module = calloc(1, sizeof *module);
+    if (!module) {
+        free(place.path);
+        free(bytes);
+        return 0;
+    }
+    *module = (struct phos_module){
+        .entry_point = entry_point, .path = place.path, .offset = place.offset, .size = size, .bytes = bytes};
+    identify(module->path, module->file);
+    return note(module);
 }
 
-static void note_file(const char *entry_point, const char *path)
+static uint64_t note_file(const char *entry_point, const char *path)
 {
     struct stat status;
     struct phos_module *module = path && stat(path, &status) == 0 ? calloc(1, sizeof *module) : NULL;
     if (!module)
-        return;
+        return 0;
     module->entry_point = entry_point;
     module->path = realpath(path, NULL);
     module->size = (uint64_t)status.st_size;
+    identify(module->path, module->file);
     if (module->path)
-        note(module);
-    else
-        free(module);
+        return note(module);
+    free(module);
+    return 0;
 }
 
 static int memfd_of(const struct phos_module *module)
@@ -190,6 +234,7 @@ bool phos_modules_tell(bool (*send)(const struct phos_module *module, int descri
                 return false;
             module->told = true;
         }
+        told_upto = module->number;
         pthread_mutex_lock(&module_lock);
         module = module->next;
         pthread_mutex_unlock(&module_lock);
@@ -197,43 +242,50 @@ bool phos_modules_tell(bool (*send)(const struct phos_module *module, int descri
     return true;
 }
 
+uint64_t phos_modules_told(void)
+{
+    return told_upto;
+}
+
 void phos_modules_untell(void)
 {
     PHOS_LOCKED(&module_lock);
+    told_upto = 0;
     for (struct phos_module *m = modules; m; m = m->next)
         m->told = false;
     untold = modules != NULL;
-}
-
-static CUresult noted(CUresult result, const char *entry_point, const void *image)
-{
-    if (result == CUDA_SUCCESS)
-        note_image(entry_point, image);
-    return result;
 }
 
 CUresult serve_cuModuleLoad(CUmodule *module, const char *path)
 {
     CUresult result = phos_real.cuModuleLoad(module, path);
     if (result == CUDA_SUCCESS)
-        note_file("cuModuleLoad", path);
+        phos_functions_module(*module, note_file("cuModuleLoad", path));
+    return result;
+}
+
+static CUresult loaded(CUresult result, const CUmodule *module, const char *entry_point, const void *image)
+{
+    if (result == CUDA_SUCCESS)
+        phos_functions_module(*module, note_image(entry_point, image));
     return result;
 }
 
 CUresult serve_cuModuleLoadData(CUmodule *module, const void *image)
 {
-    return noted(phos_real.cuModuleLoadData(module, image), "cuModuleLoadData", image);
+    return loaded(phos_real.cuModuleLoadData(module, image), module, "cuModuleLoadData", image);
 }
 
 CUresult serve_cuModuleLoadDataEx(CUmodule *module, const void *image, unsigned int count, CUjit_option *options,
                                   void **values)
 {
-    return noted(phos_real.cuModuleLoadDataEx(module, image, count, options, values), "cuModuleLoadDataEx", image);
+    return loaded(phos_real.cuModuleLoadDataEx(module, image, count, options, values), module, "cuModuleLoadDataEx",
+                  image);
 }
 
 CUresult serve_cuModuleLoadFatBinary(CUmodule *module, const void *image)
 {
-    return noted(phos_real.cuModuleLoadFatBinary(module, image), "cuModuleLoadFatBinary", image);
+    return loaded(phos_real.cuModuleLoadFatBinary(module, image), module, "cuModuleLoadFatBinary", image);
 }
 
 CUresult serve_cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_option *jit_options, void **jit_values,
@@ -241,7 +293,9 @@ CUresult serve_cuLibraryLoadData(CUlibrary *library, const void *code, CUjit_opt
 {
     CUresult result =
         phos_real.cuLibraryLoadData(library, code, jit_options, jit_values, jit_count, options, values, count);
-    return noted(result, "cuLibraryLoadData", code);
+    if (result == CUDA_SUCCESS)
+        phos_functions_library(*library, note_image("cuLibraryLoadData", code));
+    return result;
 }
 
 CUresult serve_cuLibraryLoadFromFile(CUlibrary *library, const char *path, CUjit_option *jit_options, void **jit_values,
@@ -250,7 +304,7 @@ CUresult serve_cuLibraryLoadFromFile(CUlibrary *library, const char *path, CUjit
     CUresult result =
         phos_real.cuLibraryLoadFromFile(library, path, jit_options, jit_values, jit_count, options, values, count);
     if (result == CUDA_SUCCESS)
-        note_file("cuLibraryLoadFromFile", path);
+        phos_functions_library(*library, note_file("cuLibraryLoadFromFile", path));
     return result;
 }
 

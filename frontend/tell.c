@@ -7,6 +7,7 @@
 #include "tell.h"
 #include "cleanup.h"
 #include "control.h"
+#include "functions.h"
 #include "log.h"
 #include "module.h"
 #include "runtime.h"
@@ -299,8 +300,19 @@ static bool send_module(const struct phos_module *module, int descriptor)
         phos_utf8_mend(module->path); /* phosd and people read it, nobody opens it */
     loaded.path = module->path ? module->path : (char *)"";
     loaded.offset = module->offset;
+    loaded.module = module->number;
     ENVELOPE(envelope, 0, MODULE_LOADED, module_loaded, &loaded);
     return phos_tell_send(&envelope, &descriptor, descriptor >= 0);
+}
+
+static bool send_kernels(uint64_t module, const char *const *names, size_t count)
+{
+    Phos__Wire__KernelsSeen seen = PHOS__WIRE__KERNELS_SEEN__INIT;
+    seen.module = module;
+    seen.n_kernel = count;
+    seen.kernel = (char **)names;
+    ENVELOPE(envelope, 0, KERNELS_SEEN, kernels_seen, &seen);
+    return phos_tell_send(&envelope, NULL, 0);
 }
 
 void phos_tell_again(void)
@@ -321,7 +333,8 @@ bool phos_tell_all(bool now)
         return false;
     if (phos_exiting()) /* the driver may be going away: no more calls to it */
         return true;
-    return tell_fresh(now) && tell_gone() && tell_uncarried(now) && phos_modules_tell(send_module);
+    return tell_fresh(now) && tell_gone() && tell_uncarried(now) && phos_modules_tell(send_module) &&
+           phos_kernels_tell(phos_modules_told(), send_kernels);
 }
 
 static bool say_hello(uint64_t blocks, Phos__Wire__GateState state)
@@ -401,9 +414,23 @@ bool phos_tell_begin(Phos__Wire__GateState state)
     memset(told, 0, sizeof told);
     uncarried_told = 0;
     phos_modules_untell();
+    phos_kernels_untell();
     phos_ask_again();
     phos_sdk_again();
     return ok;
+}
+
+bool phos_tell_access_table(uint64_t id, const struct phos_packet *packet)
+{
+    Phos__Wire__Done done = PHOS__WIRE__DONE__INIT;
+    const char *problem = phos_access_table_take(packet->descriptor_count ? packet->descriptors[0] : -1);
+    if (problem)
+        phos_warn("phosd's table of what kernels touch was not taken: %s", problem);
+    if (!id)
+        return true;
+    done.error = (char *)(problem ? problem : "");
+    ENVELOPE(envelope, id, DONE, done, &done);
+    return phos_tell_send(&envelope, NULL, 0);
 }
 
 void phos_tell_end(void)

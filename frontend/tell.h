@@ -36,6 +36,8 @@ void phos_tell_known(void);
 bool phos_ask_all(void);
 /* TokenResolved came. */
 void phos_tell_answer(struct phos_packet *packet);
+/* AccessTable came; as a request it is answered by Done. False: the connection is gone. */
+bool phos_tell_access_table(uint64_t id, const struct phos_packet *packet);
 /* A new connection: all is to be asked again. */
 void phos_ask_again(void);
 void phos_ask_forked(void);

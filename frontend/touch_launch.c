@@ -1,4 +1,5 @@
 /* What launches touch. */
+#include "functions.h"
 #include "touch_parts.h"
 
 #define ALL (PHOS_READS | PHOS_WRITES)
@@ -9,27 +10,42 @@ static void anything(struct phos_touches *touches, CUstream stream)
     touches->anything = ALL;
 }
 
+static void kernel(struct phos_touches *touches, CUstream stream, CUfunction function, void **parameters, void **extra)
+{
+    phos_touches_begin(touches, stream);
+    phos_touch_launch(touches, function, parameters, extra);
+}
+
+void phos_touch_launch(struct phos_touches *touches, CUfunction function, void **parameters, void **extra)
+{
+    struct phos_kernel *found = phos_kernel_of(function);
+    if (found) {
+        struct phos_arguments arguments = phos_arguments_of(parameters, extra);
+        phos_kernel_touch(touches, found, &arguments);
+    } else
+        touches->anything = ALL;
+}
+
 void touch_cuLaunchKernel(struct phos_touches *touches, CUfunction function, unsigned int gx, unsigned int gy,
                           unsigned int gz, unsigned int bx, unsigned int by, unsigned int bz, unsigned int shared,
                           CUstream stream, void **parameters, void **extra)
 {
-    (void)function, (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared;
-    (void)parameters, (void)extra;
-    anything(touches, stream);
+    (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared;
+    kernel(touches, stream, function, parameters, extra);
 }
 
 void touch_cuLaunchKernelEx(struct phos_touches *touches, const CUlaunchConfig *config, CUfunction function,
                             void **parameters, void **extra)
 {
-    (void)function, (void)parameters, (void)extra;
-    anything(touches, config ? config->hStream : NULL);
+    kernel(touches, config ? config->hStream : NULL, function, parameters, extra);
 }
 
 void touch_cuLaunchCooperativeKernel(struct phos_touches *touches, CUfunction function, unsigned int gx, unsigned int gy,
                                      unsigned int gz, unsigned int bx, unsigned int by, unsigned int bz,
                                      unsigned int shared, CUstream stream, void **parameters)
 {
-    touch_cuLaunchKernel(touches, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, NULL);
+    (void)gx, (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared;
+    kernel(touches, stream, function, parameters, NULL);
 }
 
 /* One launch a device, each in a stream of its own; gone from newer drivers. */

@@ -6,3 +6,4 @@
 void phos_touch_copy_3d(struct phos_touches *touches, const CUDA_MEMCPY3D *copy);
 void phos_touch_memory_operations(struct phos_touches *touches, const CUstreamBatchMemOpParams *operations,
                                   unsigned int count);
+void phos_touch_launch(struct phos_touches *touches, CUfunction function, void **parameters, void **extra);

@@ -1,6 +1,7 @@
 /* Contexts, peers, captures: the calls that make and end them. */
 #include "track.h"
 #include "cleanup.h"
+#include "functions.h"
 #include "log.h"
 #include "memory.h"
 #include "pool.h"
@@ -60,6 +61,7 @@ void phos_context_seen(CUcontext context, CUdevice device)
 static void context_forget(CUcontext context)
 {
     phos_context_seen(context, -1);
+    phos_functions_context_ends(context);
 }
 
 static void context_made(CUresult result, CUcontext *context, CUdevice device)
