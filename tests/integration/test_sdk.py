@@ -12,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from phos.gpu_engine.installation import application_environment
 from tests.integration.site import Program, Site, wait_until, words
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "asks_for_checkpoints.py"
+NOBODY = 65534
+CAP_SYS_RESOURCE = 24
 C_PROGRAM = Path(__file__).parent / "programs" / "asks_for_checkpoints.c"
 
 
@@ -164,6 +167,40 @@ def test_a_c_program_checkpoints_itself(site: Site, options: tuple[str, ...]) ->
     assert "ASKED done" in program.lines()
     assert any(line.startswith("CHECKPOINT committed") for line in program.lines())
     site.run("phos-gpu", "verify", str(site.folder / "image"))
+
+
+def has_capability(number: int) -> bool:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff:"))
+    return bool(int(line.split()[1], 16) >> number & 1)
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
+@pytest.mark.parametrize("allowed", [True, False], ids=["own directory", "root's directory"])
+def test_a_user_without_rights_checkpoints_a_program(
+    site: Site, allowed: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """phosd runs as root, the program does not; its image goes where the user may write, and nowhere else."""
+    if allowed and not has_capability(CAP_SYS_RESOURCE):
+        pytest.skip("CRIU cannot dump another user's process without CAP_SYS_RESOURCE")
+    base = tmp_path_factory.getbasetemp()
+    for folder in (site.folder, *(parent for parent in site.folder.parents if parent.is_relative_to(base))):
+        folder.chmod(0o711)
+    image = site.folder / "image"
+    image.mkdir()
+    if allowed:
+        os.chown(image, NOBODY, NOBODY)
+    site.run("phosd", "--ensure")
+    become = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--")
+    under = application_environment("software", Path(site.environment["PHOS_SOCKET"]))
+    program = site.start(*become, str(build(site)), str(image), under=False, **under)
+    assert program.wait_result() == "100"
+    said = next(line for line in program.lines() if line.startswith("CHECKPOINT"))
+    if allowed:
+        assert said == "CHECKPOINT committed "
+        site.run("phos-gpu", "verify", str(image))
+    else:
+        assert f"not committed User {NOBODY} may not write to {image}" in said
+        assert list(image.iterdir()) == []
 
 
 def test_a_c_program_runs_without_phos(site: Site) -> None:
