@@ -1,7 +1,7 @@
 """PTX text to tokens (PTX ISA, "Syntax": source format, comments, identifiers, constants).
 
 A word is an identifier with whatever is joined to it by ``.`` or ``::``: a register, a vector's component, a whole
-opcode with its modifiers. A number carries no sign. One regular expression does it all: a text of two megabytes has half a
+opcode with its modifiers. A number carries no sign. One regular expression does it all: two megabytes of text are half a
 million tokens, and a second is too long for each.
 """
 

@@ -1,0 +1,153 @@
+"""Access descriptors from PTX: which parameters of a kernel reach a load, a store, an atomic (DESIGN §5).
+
+The text is parsed (ptx_instrument), each function becomes a list of steps (ptx_compile, ptx_memory), and for each
+kernel a fixpoint says what its registers may hold (ptx_solve, ptx_objects, ptx_values). What is not understood is
+answered with too much rather than too little; it is a guess all the same, for one reason above all: integers that a
+program turns into pointers by arithmetic of its own.
+
+Source of what instructions do: NVIDIA, "PTX ISA" 9.0, "Instruction Set" and "Abstracting the ABI".
+"""
+
+from __future__ import annotations
+
+from phos.gpu_engine.ptx_instrument.parser import parse
+from phos.gpu_engine.ptx_instrument.statements import Directive, Function, Module, Variable
+from phos.gpu_engine.spec.descriptor import (
+    ADDRESS_BYTES,
+    TENSOR_MAP_BYTES,
+    Access,
+    AccessDescriptor,
+    Field,
+    FieldKind,
+    Parameter,
+    Source,
+)
+from phos.gpu_engine.spec.ptx_compile import Compiler
+from phos.gpu_engine.spec.ptx_solve import HARMLESS, Solver, TooHard
+from phos.gpu_engine.spec.ptx_steps import Code, Declared, Kind
+from phos.gpu_engine.spec.ptx_values import Anywhere, Bytes
+
+BOTH = Access.READ | Access.WRITE
+TENSOR_MAP_ALIGNMENT = 64
+"""CUDA driver API, cuTensorMapEncodeTiled: a tensor map lies on 64 bytes."""
+
+
+def describe(text: str) -> dict[str, AccessDescriptor]:
+    """The descriptor of every kernel in a PTX text, by the kernel's name. Raises PtxError if it cannot be read."""
+    return describe_module(parse(text))
+
+
+def describe_module(module: Module) -> dict[str, AccessDescriptor]:
+    """The same for a text that is parsed already."""
+    bodies = {function.name: function for function in module.functions if function.body is not None}
+    globals_, externals = _globals(module)
+    layouts = {name: _layout(function) for name, function in bodies.items()}
+    codes: dict[str, Code] = {}
+    taken: set[str] = _named_by_variables(module, globals_)
+    for name, function in bodies.items():
+        compiler = Compiler(function, layouts[name], globals_)
+        codes[name] = compiler.compile()
+        taken |= compiler.functions_named
+    for alias, target in _aliases(module):
+        if target in codes:
+            codes.setdefault(alias, codes[target])
+    device = frozenset(name for name in taken if name in codes and not (name in bodies and bodies[name].kernel))
+    closed = not externals - HARMLESS
+    return {
+        name: _describe(function, layouts[name], codes, device, closed)
+        for name, function in bodies.items()
+        if function.kernel
+    }
+
+
+def _globals(module: Module) -> tuple[dict[str, Declared], frozenset[str]]:
+    """What the module's names stand for, and the functions that it lacks."""
+    found: dict[str, Declared] = {}
+    kinds = {".shared": Kind.SHARED, ".local": Kind.LOCAL}
+    defined, declared = set(), set()
+    for item in module.items:
+        if isinstance(item, Function):
+            found[item.name] = Declared(Kind.FUNCTION, item.name)
+            (declared if item.body is None else defined).add(item.name)
+        elif isinstance(item, Variable) and item.space != ".reg":
+            for declarator in item.declarators:
+                found[declarator.name] = Declared(kinds.get(item.space, Kind.VARIABLE), declarator.name)
+    for alias, _ in _aliases(module):
+        found[alias] = Declared(Kind.FUNCTION, alias)
+        defined.add(alias)
+    return found, frozenset(declared - defined)
+
+
+def _aliases(module: Module) -> list[tuple[str, str]]:
+    """``.alias a, b;``: a is another name of b."""
+    directives = [item for item in module.items if isinstance(item, Directive) and item.name == ".alias"]
+    return [(item.arguments[0], item.arguments[-1]) for item in directives if item.arguments]
+
+
+def _named_by_variables(module: Module, globals_: dict[str, Declared]) -> set[str]:
+    """Functions whose addresses are in the module's variables: tables of virtual functions, and such."""
+    tokens = {
+        token for variable in module.variables for declarator in variable.declarators for token in declarator.initial
+    }
+    return {token for token in tokens if token in globals_ and globals_[token].kind is Kind.FUNCTION}
+
+
+def _layout(function: Function) -> list[Declared]:
+    """Where a kernel's parameters lie: each at the next multiple of its alignment."""
+    result, offset = [], 0
+    for variable in function.parameters:
+        declarator = variable.declarators[0]
+        # Beside `.ptr`, `.align` is what the pointer points to.
+        alignment = variable.element_bytes if variable.pointer else variable.natural_alignment
+        offset = -(-offset // alignment) * alignment
+        size = variable.bytes(declarator)
+        result.append(Declared(Kind.PARAMETER, declarator.name, offset, size, variable.pointer))
+        offset += size
+    return result
+
+
+def _describe(
+    function: Function, layout: list[Declared], codes: dict[str, Code], taken: frozenset[str], closed: bool
+) -> AccessDescriptor:
+    parameters = tuple(Parameter(declared.offset, declared.size) for declared in layout)
+    solver = Solver(function.name, codes, taken, closed=closed)
+    try:
+        solver.run()
+    except TooHard:
+        scans = [Field(p.offset, p.size, BOTH, FieldKind.SCAN) for p in parameters if p.size >= ADDRESS_BYTES]
+        return AccessDescriptor(function.name, parameters, tuple(scans), BOTH, Source.PTX)
+    return AccessDescriptor(function.name, parameters, _fields(solver), solver.indirect, Source.PTX)
+
+
+def _fields(solver: Solver) -> tuple[Field, ...]:
+    """What was found, as fields: a pointer inside a scanned range that does no less is left out."""
+    scans: dict[tuple[int, int], Access] = {}
+    pointers: dict[int, Access] = {}
+    for atom, access in solver.touched.items():
+        if isinstance(atom, Bytes) and atom.size == ADDRESS_BYTES:
+            pointers[atom.offset] = pointers.get(atom.offset, Access.NONE) | access
+        elif isinstance(atom, Bytes | Anywhere):
+            first, size = atom[0], atom[1]
+            scans[first, size] = scans.get((first, size), Access.NONE) | access
+    fields = [Field(first, size, access, FieldKind.SCAN) for (first, size), access in scans.items()]
+    for offset, access in pointers.items():
+        covered = [f for f in fields if f.offset <= offset and offset + ADDRESS_BYTES <= f.offset + f.size]
+        if offset % ADDRESS_BYTES or not any(access & ~f.access == Access.NONE for f in covered):
+            fields.append(Field(offset, ADDRESS_BYTES, access, FieldKind.POINTER))
+    return tuple(sorted([*fields, *_tensor_maps(solver)]))
+
+
+def _tensor_maps(solver: Solver) -> list[Field]:
+    """Tensor maps among the parameters; every place that could be one where the index is computed."""
+    found: dict[int, Access] = {}
+    for (number, at), access in solver.tensors.items():
+        declared = solver.declared(number)
+        offsets = [at] if at is not None else []
+        if at is None:
+            step = TENSOR_MAP_ALIGNMENT if declared.size % TENSOR_MAP_BYTES else TENSOR_MAP_BYTES
+            offsets = list(range(0, declared.size - TENSOR_MAP_BYTES + 1, step))
+        for offset in offsets:
+            if 0 <= offset <= declared.size - TENSOR_MAP_BYTES:
+                place = declared.offset + offset
+                found[place] = found.get(place, Access.NONE) | access
+    return [Field(place, TENSOR_MAP_BYTES, access, FieldKind.TENSOR_MAP) for place, access in found.items()]

@@ -1,0 +1,123 @@
+"""The instructions that reach memory, as steps (PTX ISA, "Data Movement and Conversion Instructions" and others)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phos.gpu_engine.ptx_instrument.operands import Address, Operand
+from phos.gpu_engine.spec.descriptor import Access
+from phos.gpu_engine.spec.ptx_opcodes import Opcode
+from phos.gpu_engine.spec.ptx_steps import Fill, Indirect, Load, Move, Space, Store, Tensor, Touch
+
+if TYPE_CHECKING:
+    from phos.gpu_engine.spec.ptx_compile import Compiler
+
+READ, WRITE = Access.READ, Access.WRITE
+BOTH = READ | WRITE
+
+_THROUGH_HANDLES = {"tex": READ, "tld4": READ, "suld": READ, "sust": WRITE, "sured": BOTH}
+
+
+def memory_steps(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> bool:
+    """Add the steps of an instruction that reaches memory; False if it is none of those."""
+    base = op.base
+    if base in ("ld", "ldu"):
+        _load(compiler, op, operands)
+    elif base in ("st", "atom", "red"):
+        _store(compiler, op, operands)
+    elif base == "cp":
+        _copy(compiler, op, operands)
+    elif base == "multimem":
+        _multimem(compiler, op, operands)
+    elif base in _THROUGH_HANDLES:
+        compiler.add(Indirect(_THROUGH_HANDLES[base]))
+    elif base in ("prefetch", "prefetchu", "fence"):
+        # A prefetched tensor map is not read by the kernel: what it uses, it names again.
+        if "tensormap" not in op.words:
+            _touch(compiler, op, operands, READ)
+    elif base == "discard":
+        _touch(compiler, op, operands, WRITE)
+    elif base == "wmma":
+        if op.words[0] in ("load", "store"):
+            _touch(compiler, op, operands, READ if op.words[0] == "load" else WRITE)
+    elif base == "tensormap":
+        _tensormap(compiler, op, operands)
+    elif base == "alloca":
+        compiler.add(Move(compiler.use(operands[0]), (compiler.stack(),)))
+    else:
+        return False
+    return True
+
+
+def _touch(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...], access: Access) -> None:
+    for operand in operands:
+        if isinstance(operand, Address):
+            compiler.add(Touch(compiler.place(operand)[0], access, op.space))
+            return
+
+
+def _load(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
+    if len(operands) >= 2:
+        register, number = compiler.place(operands[1])
+        compiler.add(Load(compiler.several(operands[0]), register, number, op.size, op.space))
+
+
+def _store(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
+    """``st [a], b``; ``red [a], b``; ``atom d, [a], b, c``."""
+    at = next((i for i, operand in enumerate(operands) if isinstance(operand, Address)), None)
+    if at is None or op.has("bulk"):
+        return
+    # `st.async` and `red.async` only reach shared memory.
+    space = Space.SHARED if op.has("async") else op.space
+    register, number = compiler.place(operands[at])
+    sources = tuple(source for operand in operands[at + 1 :] for source in compiler.several(operand))
+    if at:
+        compiler.add(Load(compiler.several(operands[0]), register, number, op.size, space))
+        # Compare-and-swap: any of its operands may be what is stored, all in the one place.
+        for source in sources:
+            compiler.add(Store((source,), register, number, op.size, space, BOTH))
+        if sources:
+            return
+    compiler.add(Store(sources, register, number, op.size, space, WRITE if op.base == "st" else BOTH))
+
+
+def _copy(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
+    """``cp.async``, ``cp.async.bulk``, ``cp.async.bulk.tensor``, ``cp.reduce.async.bulk`` and the prefetches."""
+    places = [compiler.place(operand) for operand in operands if isinstance(operand, Address)]
+    if not places:
+        return
+    spaces = [word.split("::")[0] for word in op.words if word.split("::")[0] in ("global", "shared")]
+    reduces = op.words[0] == "reduce"
+    to_global = spaces[:1] == ["global"] and "prefetch" not in op.words
+    write = BOTH if reduces else WRITE
+    if "tensor" in op.words:
+        if "prefetch" in op.words or to_global:
+            compiler.add(Tensor(*places[0], write if to_global else READ))
+        elif len(places) > 1:
+            compiler.add(Tensor(*places[1], READ))
+            compiler.add(Fill())
+    elif "prefetch" in op.words:
+        compiler.add(Touch(places[0][0], READ, Space.GLOBAL))
+    elif to_global:
+        compiler.add(Touch(places[0][0], write, Space.GLOBAL))
+    elif "global" in spaces and len(places) > 1:
+        compiler.add(Touch(places[1][0], READ, Space.GLOBAL))
+        compiler.add(Fill())
+
+
+def _multimem(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
+    """``multimem.ld_reduce`` reads the replicas, ``.st`` writes, ``.red`` does both; ``.cp`` copies in bulk."""
+    kind = op.words[0]
+    _touch(compiler, op, operands, {"ld_reduce": READ, "st": WRITE, "red": BOTH}.get(kind, BOTH))
+
+
+def _tensormap(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
+    """A tensor map made by the kernel: an address put into one may be used later, by anybody, for anything."""
+    if op.words[0] == "replace":
+        if "global_address" in op.words and len(operands) > 1:
+            compiler.add(Touch(compiler.use(operands[1]), BOTH, Space.GLOBAL))
+        if op.space is not Space.SHARED:
+            _touch(compiler, op, operands, BOTH)
+    else:
+        # tensormap.cp_fenceproxy.global.shared::cta… [to], [from], 128
+        _touch(compiler, op, operands, WRITE)

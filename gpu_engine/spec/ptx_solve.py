@@ -1,0 +1,396 @@
+"""The fixpoint: what every register of a kernel and of the functions it calls may hold, and what is done with it.
+
+Flow-insensitive: the steps are run, in the text's order, until nothing changes. (PTX comes from compilers in static
+single assignment form, so little is lost.) A function is analysed once for each place that calls it, and for all
+recursive or very many calls together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from phos.gpu_engine.spec.descriptor import Access
+from phos.gpu_engine.spec.ptx_objects import POINTER_BYTES, Object, everything
+from phos.gpu_engine.spec.ptx_steps import (
+    Add,
+    Call,
+    Code,
+    Declared,
+    Fill,
+    Formal,
+    Indirect,
+    Kind,
+    Load,
+    Mix,
+    Move,
+    MultiplyAdd,
+    Narrow,
+    Pack,
+    Space,
+    Store,
+    Strengthen,
+    Subtract,
+    Tensor,
+    Touch,
+)
+from phos.gpu_engine.spec.ptx_values import (
+    EMPTY,
+    LOADED,
+    OFFSET,
+    STRONG,
+    WEAK,
+    Anywhere,
+    Atom,
+    Bytes,
+    Loaded,
+    Place,
+    Value,
+    assembled,
+    demoted,
+    join,
+    moved,
+    narrowed,
+    runs,
+    union,
+)
+
+READ, WRITE = Access.READ, Access.WRITE
+BOTH = READ | WRITE
+
+HARMLESS = frozenset(("vprintf", "__assertfail", "free", "malloc"))
+"""Functions of the driver that touch none of the application's allocations."""
+
+MAXIMUM_INSTANCES = 500
+MAXIMUM_ROUNDS = 60
+MAXIMUM_DEPTH = 40
+"""Calls followed at once; deeper ones wait for the next round."""
+
+
+class TooHard(Exception):
+    """The analysis does not come to an end within our limits."""
+
+
+class Instance:
+    """A function as one place calls it."""
+
+    def __init__(self, code: Code, objects: list[int]) -> None:
+        self.code = code
+        self.objects = objects
+        self.registers: list[Value] = [{} for _ in range(code.registers)]
+        for register, number, offset in code.addresses:
+            self.registers[register][Place(objects[number], offset)] = STRONG
+        self.fresh = True
+
+
+class Solver:
+    """The analysis of one kernel. ``codes``: the module's functions; ``taken``: those whose address is taken."""
+
+    def __init__(self, kernel: str, codes: dict[str, Code], taken: frozenset[str], *, closed: bool) -> None:
+        self._codes = codes
+        self._taken = taken
+        self._closed = closed
+        self._objects: list[Object] = [Object(Declared(Kind.SHARED, "all shared memory"))]
+        self._heap = self._new(Declared(Kind.VARIABLE, "heap"))
+        self._shared_names: dict[tuple[Kind, str], int] = {}
+        self._instances: dict[tuple[str, str, int], Instance] = {}
+        self._active: set[int] = set()
+        self._changed = False
+        self._escaped: Value = {}
+        self._unknown_called = False
+        self.touched: dict[Atom, Access] = {}
+        self.tensors: dict[tuple[int, int | None], Access] = {}
+        """Access by (object, offset) of tensor maps among the parameters."""
+        self.indirect = Access.NONE
+        self._kernel = self._instance(codes[kernel], "", 0)
+
+    def run(self) -> None:
+        """Find the fixpoint. Raises TooHard."""
+        for _ in range(MAXIMUM_ROUNDS):
+            self._changed = False
+            for instance in list(self._instances.values()):
+                self._run(instance)
+            if not self._changed:
+                break
+        else:
+            raise TooHard
+        if self._unknown_called:
+            for atom, role in self._escaped.items():
+                if role > OFFSET:
+                    self._record_atom(atom, BOTH)
+
+    def declared(self, number: int) -> Declared:
+        """What an object is."""
+        return self._objects[number].declared
+
+    def _new(self, declared: Declared) -> int:
+        self._objects.append(Object(declared))
+        return len(self._objects) - 1
+
+    def _object(self, declared: Declared) -> int:
+        """The number of an object: shared memory is one, variables and functions are one each, the rest is an instance's."""
+        if declared.kind is Kind.SHARED:
+            return 0
+        if declared.kind in (Kind.VARIABLE, Kind.FUNCTION):
+            key = (declared.kind, declared.name)
+            if key not in self._shared_names:
+                self._shared_names[key] = self._new(declared)
+            return self._shared_names[key]
+        return self._new(declared)
+
+    def _instance(self, code: Code, caller: str, site: int) -> Instance:
+        key = (code.name, caller, site)
+        if key not in self._instances and len(self._instances) >= MAXIMUM_INSTANCES:
+            key = (code.name, "", 0)
+        if key not in self._instances:
+            self._instances[key] = Instance(code, [self._object(declared) for declared in code.objects])
+            self._changed = True
+        return self._instances[key]
+
+    # Values
+
+    def _join(self, target: Value, atoms: Iterable[tuple[Atom, int]]) -> None:
+        for atom, role in list(atoms):
+            if target.get(atom, -1) < role and join(target, atom, role):
+                self._changed = True
+
+    def _set(self, instance: Instance, register: int, atoms: Iterable[tuple[Atom, int]]) -> None:
+        if register:
+            self._join(instance.registers[register], atoms)
+
+    def _record_atom(self, atom: Atom, access: Access) -> None:
+        if isinstance(atom, Loaded):
+            self.indirect |= access
+        elif not isinstance(atom, Place) and access & ~self.touched.get(atom, Access.NONE):
+            self.touched[atom] = self.touched.get(atom, Access.NONE) | access
+
+    def _pointed(self, value: Value) -> list[Atom]:
+        """What an address may point into: its best atoms."""
+        best = [atom for atom, role in value.items() if role > OFFSET]
+        if best:
+            return best
+        pieces = [atom for atom in value if isinstance(atom, Bytes)]
+        rest = [atom for atom in value if not isinstance(atom, Bytes)]
+        whole = [run for run in runs(pieces) if run.size >= POINTER_BYTES]
+        rest += [run if run.size == POINTER_BYTES else Anywhere(*run) for run in whole]
+        return rest or [LOADED]  # an address from nowhere: it must come from something not followed here
+
+    def _access(self, value: Value, access: Access, space: Space) -> list[Atom]:
+        """Record an access; gives the atoms whose memory it reaches."""
+        if space is Space.SHARED:
+            return [Place(0, None)]
+        if space in (Space.LOCAL, Space.PARAM):
+            places: list[Atom] = [atom for atom in value if isinstance(atom, Place)]
+            wanted = Kind.LOCAL if space is Space.LOCAL else Kind.PARAMETER
+            everywhere = [Place(i, None) for i, thing in enumerate(self._objects) if thing.declared.kind is wanted]
+            return places or list[Atom](everywhere)
+        atoms = self._pointed(value)
+        for atom in atoms:
+            self._record_atom(atom, access)
+        return atoms
+
+    def _read(self, atoms: list[Atom], number: int, size: int) -> Value:
+        result: Value = {}
+        for atom in atoms:
+            if isinstance(atom, Place):
+                offset = None if atom.offset is None else atom.offset + number
+                for found, role in self._objects[atom.object].load(offset, size):
+                    join(result, found, role)
+            else:
+                join(result, LOADED, WEAK if size >= POINTER_BYTES else OFFSET)
+        return result
+
+    def _write(self, atoms: list[Atom], number: int, size: int, value: Value) -> None:
+        if not value:
+            return
+        for atom in atoms:
+            followed = False
+            if isinstance(atom, Place):
+                offset = None if atom.offset is None else atom.offset + number
+                thing = self._objects[atom.object]
+                self._changed |= thing.store(offset, size, value)
+                followed = thing.declared.kind in (Kind.LOCAL, Kind.SHARED)
+            if not followed:
+                union(self._escaped, value)
+
+    # Steps
+
+    def _run(self, instance: Instance) -> None:
+        if id(instance) in self._active:
+            return
+        self._active.add(id(instance))
+        instance.fresh = False
+        values = instance.registers
+        for step in instance.code.steps:
+            if isinstance(step, Add):
+                self._add(instance, step)
+            elif isinstance(step, Load):
+                atoms = self._access(values[step.address], READ, step.space)
+                for i, target in enumerate(step.targets):
+                    if target:
+                        self._set(instance, target, self._read(atoms, step.number + i * step.size, step.size).items())
+            elif isinstance(step, Store):
+                atoms = self._access(values[step.address], step.access, step.space)
+                for i, source in enumerate(step.sources):
+                    self._write(atoms, step.number + i * step.size, step.size, values[source])
+            elif isinstance(step, Move):
+                for source in step.sources:
+                    self._set(instance, step.target, moved(values[source], step.distance))
+            elif isinstance(step, Mix):
+                for source in step.sources:
+                    self._set(instance, step.target, [(atom, OFFSET) for atom in values[source]])
+            elif isinstance(step, MultiplyAdd):
+                for source in step.factors:
+                    self._set(instance, step.target, [(atom, OFFSET) for atom in values[source]])
+                self._set(instance, step.target, moved(values[step.addend], None))
+            elif isinstance(step, Narrow):
+                self._set(instance, step.target, narrowed(values[step.source]))
+            elif isinstance(step, Strengthen):
+                strong = [(atom, STRONG if role else role) for atom, role in values[step.source].items()]
+                self._set(instance, step.target, strong)
+            elif isinstance(step, Pack):
+                self._set(instance, step.target, assembled([values[source] for source in step.sources]))
+            elif isinstance(step, Subtract):
+                self._subtract(instance, step)
+            elif isinstance(step, Call):
+                self._call(instance, step)
+            elif isinstance(step, Touch):
+                self._access(values[step.address], step.access, step.space)
+            elif isinstance(step, Tensor):
+                self._tensor(values[step.address], step)
+            elif isinstance(step, Fill):
+                self._changed |= self._objects[0].store(None, POINTER_BYTES, {LOADED: WEAK})
+            elif isinstance(step, Indirect):
+                self.indirect |= step.access
+        self._active.discard(id(instance))
+
+    def _add(self, instance: Instance, step: Add) -> None:
+        left, right = instance.registers[step.left], instance.registers[step.right]
+        if not right:
+            self._set(instance, step.target, moved(left, step.number))
+            return
+        self._set(instance, step.target, moved(dict(demoted(left, right)), None))
+        self._set(instance, step.target, moved(dict(demoted(right, left)), None))
+
+    def _subtract(self, instance: Instance, step: Subtract) -> None:
+        left, right = instance.registers[step.left], instance.registers[step.right]
+        if not right:
+            self._set(instance, step.target, moved(left, None if step.number is None else -step.number))
+            return
+        # The distance of two pointers, added to the second elsewhere, is the first again: it must not pass for an index.
+        distance = STRONG in left.values() or STRONG in right.values()
+        distance = distance and any(role > OFFSET for role in right.values())
+        for atom, role in moved(dict(left), None):
+            self._set(instance, step.target, [(atom, STRONG if distance and role else role)])
+        self._set(instance, step.target, [(atom, OFFSET) for atom in right])
+
+    def _tensor(self, value: Value, step: Tensor) -> None:
+        for atom in self._pointed(value):
+            if isinstance(atom, Place) and self.declared(atom.object).kind is Kind.PARAMETER:
+                key = (atom.object, None if atom.offset is None else atom.offset + step.number)
+                self.tensors[key] = self.tensors.get(key, Access.NONE) | step.access
+            else:
+                # The map itself is in memory: it is read there, and names memory that nothing here knows.
+                self._record_atom(atom, READ)
+                self.indirect |= step.access
+
+    # Calls
+
+    def _call(self, instance: Instance, call: Call) -> None:
+        targets = self._targets(instance, call)
+        for name in targets:
+            code = self._codes.get(name)
+            if code is not None:
+                self._enter(instance, call, code)
+            elif name not in HARMLESS:
+                self._unknown(instance, call)
+            elif name == "malloc":
+                for result in call.results:
+                    self._give(instance, result, {Place(self._heap, None): STRONG})
+
+    def _targets(self, instance: Instance, call: Call) -> list[str]:
+        if call.among is not None:
+            return list(call.among)
+        if call.name:
+            return [call.name]
+        names = set()
+        known = True
+        value = instance.registers[call.register]
+        for atom in value:
+            if isinstance(atom, Place) and self.declared(atom.object).kind is Kind.FUNCTION:
+                names.add(self.declared(atom.object).name)
+            else:
+                known = False
+        if not known or not names:
+            # A pointer from memory: any function of this module whose address was ever taken, if there are no others.
+            names |= self._taken
+            if not self._closed or not self._taken:
+                names.add("")
+        return sorted(names)
+
+    def _enter(self, instance: Instance, call: Call, code: Code) -> None:
+        callee = self._instance(code, instance.code.name, call.site)
+        before = self._changed
+        self._changed = False
+        for register, formal in zip(call.arguments, code.parameters, strict=False):
+            self._copy(instance.registers[register], callee, formal)
+        news = self._changed or callee.fresh
+        self._changed = self._changed or before
+        if news and len(self._active) < MAXIMUM_DEPTH:
+            self._run(callee)
+        for register, formal in zip(call.results, code.results, strict=False):
+            if formal.object is None:
+                self._give(instance, register, callee.registers[formal.register])
+                continue
+            held = self._objects[callee.objects[formal.object]]
+            place = self._parameter_object(instance, register)
+            if place is None:
+                self._set(instance, register, list(held.load(0, POINTER_BYTES)))
+            else:
+                self._copy_object(held, self._objects[place])
+
+    def _parameter_object(self, instance: Instance, register: int) -> int | None:
+        """The object of a call's parameter variable; None if the argument is an ordinary register."""
+        for address, number, offset in instance.code.addresses:
+            if address == register and offset == 0 and instance.code.objects[number].kind is Kind.LOCAL:
+                return instance.objects[number]
+        return None
+
+    def _copy(self, value: Value, callee: Instance, formal: Formal) -> None:
+        """Hand over one argument: a parameter variable's contents, or a register's value."""
+        if formal.object is None:
+            self._join(callee.registers[formal.register], list(value.items()))
+            return
+        target = self._objects[callee.objects[formal.object]]
+        for atom in value:
+            if isinstance(atom, Place) and atom.offset == 0 and self.declared(atom.object).kind is Kind.LOCAL:
+                self._copy_object(self._objects[atom.object], target)
+        if not any(isinstance(atom, Place) for atom in value):
+            self._changed |= target.store(0, POINTER_BYTES, value)
+
+    def _copy_object(self, source: Object, target: Object) -> None:
+        for (offset, size), value in list(source.cells.items()):
+            self._changed |= target.store(offset, size, value)
+        self._changed |= target.store(None, POINTER_BYTES, source.scattered)
+
+    def _give(self, instance: Instance, register: int, value: Value) -> None:
+        """A result of a call."""
+        place = self._parameter_object(instance, register)
+        if place is None:
+            self._set(instance, register, list(value.items()))
+        else:
+            self._changed |= self._objects[place].store(0, POINTER_BYTES, value)
+
+    def _unknown(self, instance: Instance, call: Call) -> None:
+        """A function that nothing is known of: it reads and writes through whatever it can reach."""
+        self._unknown_called = True
+        self.indirect |= BOTH
+        for argument in call.arguments:
+            for value in everything(self._objects, instance.registers[argument]):
+                for atom, role in list(value.items()):
+                    if role > OFFSET:
+                        self._record_atom(atom, BOTH)
+            for atom in instance.registers[argument] or EMPTY:
+                if isinstance(atom, Place) and self.declared(atom.object).kind is Kind.LOCAL:
+                    self._changed |= self._objects[atom.object].store(None, POINTER_BYTES, {LOADED: WEAK})
+        for result in call.results:
+            self._give(instance, result, {LOADED: WEAK})

@@ -1,0 +1,131 @@
+"""What a register may hold, as far as addresses go.
+
+A value is a set of *atoms*, each with a *role*. An atom says where bits came from: bytes of the parameter block, memory,
+the address of something that the module declares. The role says what they are good for in an address:
+
+- OFFSET: they came through a multiplication, a shift, or are narrower than an address: an index, never a pointer while
+  anything better is there;
+- WEAK: eight bytes as they were loaded: a pointer, or a 64-bit index;
+- STRONG: the program itself says that this is a pointer (``cvta.to.global``, ``.ptr``).
+
+Sums take the atoms of both sides, but a WEAK side added to a STRONG one is an index, and becomes OFFSET.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, TypeAlias
+
+OFFSET, WEAK, STRONG = 0, 1, 2
+
+MAXIMUM_PLACES = 16
+"""So many different places in one object may a value name before it names just the object: pointers that walk in loops."""
+
+
+class Bytes(NamedTuple):
+    """These bytes of the parameter block."""
+
+    offset: int
+    size: int
+
+
+class Anywhere(NamedTuple):
+    """Some of these bytes of the parameter block: an array with a computed index."""
+
+    first: int
+    size: int
+    mark: str = "anywhere"
+
+
+class Loaded(NamedTuple):
+    """Something that was in memory, or that an unknown function returned."""
+
+    mark: str = "loaded"
+
+
+class Place(NamedTuple):
+    """The address of object number ``object`` plus ``offset``; None: some offset."""
+
+    object: int
+    offset: int | None
+    mark: str = "place"
+
+
+Atom: TypeAlias = "Bytes | Anywhere | Loaded | Place"
+Value: TypeAlias = dict[Atom, int]
+
+LOADED = Loaded()
+EMPTY: Value = {}
+
+
+def join(target: Value, atom: Atom, role: int) -> bool:
+    """Add an atom to a value; True if that changed it."""
+    held = target.get(atom)
+    if held is not None and held >= role:
+        return False
+    if held is None and len(target) >= MAXIMUM_PLACES and isinstance(atom, Place) and atom.offset is not None:
+        anywhere = Place(atom.object, None)
+        if target.get(anywhere, -1) >= role:
+            return False
+        if sum(1 for other in target if isinstance(other, Place) and other.object == atom.object) >= MAXIMUM_PLACES:
+            atom = anywhere
+    target[atom] = role
+    return True
+
+
+def union(target: Value, source: Value) -> bool:
+    """Add all of ``source`` to ``target``; True if that changed it."""
+    changed = False
+    for atom, role in list(source.items()) if source is target else source.items():
+        if target.get(atom, -1) < role and join(target, atom, role):
+            changed = True
+    return changed
+
+
+def moved(value: Value, distance: int | None) -> Iterator[tuple[Atom, int]]:
+    """The value with its places moved by ``distance`` bytes; None: by some number of them."""
+    for atom, role in value.items():
+        if isinstance(atom, Place) and atom.offset is not None and distance != 0:
+            yield Place(atom.object, None if distance is None else atom.offset + distance), role
+        else:
+            yield atom, role
+
+
+def narrowed(value: Value) -> Iterator[tuple[Atom, int]]:
+    """Part of a value's bits: only shared memory's addresses fit into fewer than 64."""
+    for atom, role in value.items():
+        yield atom, role if isinstance(atom, Place) else OFFSET
+
+
+def demoted(value: Value, other: Value) -> Iterator[tuple[Atom, int]]:
+    """One side of a sum with its roles in the sum."""
+    weak_is_index = STRONG in other.values() and STRONG not in value.values()
+    for atom, role in value.items():
+        yield atom, OFFSET if weak_is_index and role == WEAK else role
+
+
+def runs(pieces: Iterable[Bytes]) -> list[Bytes]:
+    """Bytes that touch or overlap, made one."""
+    result: list[Bytes] = []
+    for piece in sorted(pieces):
+        if result and piece.offset <= result[-1].offset + result[-1].size:
+            last = result.pop()
+            piece = Bytes(last.offset, max(last.size, piece.offset + piece.size - last.offset))
+        result.append(piece)
+    return result
+
+
+def assembled(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
+    """Eight bytes put together from narrower parts, lowest first: a pointer if its pieces belong together."""
+    first, rest = parts[0], parts[1:]
+    for part in parts:
+        for atom, role in part.items():
+            if isinstance(atom, Place):
+                yield atom, role
+                continue
+            whole = all(atom in other for other in parts)
+            yield atom, WEAK if whole and rest else OFFSET
+    pieces = [atom for part in parts for atom in part if isinstance(atom, Bytes) and atom.size < 8]
+    for piece in runs(pieces):
+        if piece.size >= 8 and any(isinstance(atom, Bytes) and atom.offset == piece.offset for atom in first):
+            yield (piece if piece.size == 8 else Anywhere(*piece)), WEAK
