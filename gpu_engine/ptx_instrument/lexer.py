@@ -1,8 +1,8 @@
 """PTX text to tokens (PTX ISA, "Syntax": source format, comments, identifiers, constants).
 
 A word is an identifier with whatever is joined to it by ``.`` or ``::``: a register, a vector's component, a whole
-opcode with its modifiers. A number carries no sign. One regular expression does it all: two megabytes of text are half a
-million tokens, and a second is too long for each.
+opcode with its modifiers. A number carries no sign. One regular expression does it all: two megabytes of text are half
+a million tokens.
 """
 
 from __future__ import annotations

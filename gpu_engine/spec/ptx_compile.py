@@ -30,6 +30,7 @@ from phos.gpu_engine.spec.ptx_steps import (
     MultiplyAdd,
     Narrow,
     Pack,
+    Space,
     Step,
     Strengthen,
     Subtract,
@@ -51,6 +52,7 @@ class Compiler:
         self._global_objects: dict[str, int] = {}
         self._targets: dict[str, tuple[str, ...]] = {}
         self._site = 0
+        self._shared: int | None = None
         self.functions_named: set[str] = set()
         """Functions whose address is taken."""
         for i, parameter in enumerate(function.parameters):
@@ -144,6 +146,12 @@ class Compiler:
         """The register that stands for memory which the function takes from its own stack."""
         return self._address(self._object(Declared(Kind.LOCAL, "alloca")), 0)
 
+    def shared(self) -> int:
+        """The register that stands for an address in shared memory."""
+        if self._shared is None:
+            self._shared = self._address(self._object(Declared(Kind.SHARED, "")), 0)
+        return self._shared
+
     def place(self, operand: Operand) -> tuple[int, int]:
         """An address operand as (register, number of bytes added)."""
         if isinstance(operand, Address):
@@ -217,12 +225,14 @@ class Compiler:
         elif not any(sources) or not any(targets):
             pass
         elif base == "cvta":
-            if op.space.value == "global" or op.words[0] == "const" or op.has("to", "const"):
+            if op.space in (Space.GLOBAL, Space.CONST):
                 self.add(Strengthen(target, sources[0]))
+            elif op.space is Space.SHARED and not op.has("to"):
+                self.add(Move(target, (*sources, self.shared())))
             else:
                 self.add(Move(target, sources))
         elif base == "mapa":
-            self.add(Move(target, sources, None))
+            self.add(Move(target, (*sources, self.shared()), None))
         elif base == "cvt":
             sizes = [4 if kind.startswith("f") else 8 if kind.endswith("64") else 4 for kind in op.types]
             self.add(Move(target, sources) if min(sizes, default=4) == 8 else Narrow(target, sources[0]))
@@ -245,6 +255,8 @@ class Compiler:
     def _move(
         self, op: Opcode, operands: tuple[Operand, ...], targets: tuple[int, ...], sources: tuple[int, ...]
     ) -> None:
+        if len(operands) < 2:
+            return
         if isinstance(operands[0], Vector):
             if isinstance(operands[1], Vector) or op.size == 16:
                 # Halves of 128 bits are addresses' size; vectors are moved element by element.

@@ -64,7 +64,8 @@ def _globals(module: Module) -> tuple[dict[str, Declared], frozenset[str]]:
     """What the module's names stand for, and the functions that it lacks."""
     found: dict[str, Declared] = {}
     kinds = {".shared": Kind.SHARED, ".local": Kind.LOCAL}
-    defined, declared = set(), set()
+    defined: set[str] = set()
+    declared: set[str] = set()
     for item in module.items:
         if isinstance(item, Function):
             found[item.name] = Declared(Kind.FUNCTION, item.name)

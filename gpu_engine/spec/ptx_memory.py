@@ -38,8 +38,8 @@ def memory_steps(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) 
     elif base == "discard":
         _touch(compiler, op, operands, WRITE)
     elif base == "wmma":
-        if op.words[0] in ("load", "store"):
-            _touch(compiler, op, operands, READ if op.words[0] == "load" else WRITE)
+        if op.first in ("load", "store"):
+            _touch(compiler, op, operands, READ if op.first == "load" else WRITE)
     elif base == "tensormap":
         _tensormap(compiler, op, operands)
     elif base == "alloca":
@@ -87,7 +87,7 @@ def _copy(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None
     if not places:
         return
     spaces = [word.split("::")[0] for word in op.words if word.split("::")[0] in ("global", "shared")]
-    reduces = op.words[0] == "reduce"
+    reduces = op.first == "reduce"
     to_global = spaces[:1] == ["global"] and "prefetch" not in op.words
     write = BOTH if reduces else WRITE
     if "tensor" in op.words:
@@ -107,13 +107,13 @@ def _copy(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None
 
 def _multimem(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
     """``multimem.ld_reduce`` reads the replicas, ``.st`` writes, ``.red`` does both; ``.cp`` copies in bulk."""
-    kind = op.words[0]
+    kind = op.first
     _touch(compiler, op, operands, {"ld_reduce": READ, "st": WRITE, "red": BOTH}.get(kind, BOTH))
 
 
 def _tensormap(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
     """A tensor map made by the kernel: an address put into one may be used later, by anybody, for anything."""
-    if op.words[0] == "replace":
+    if op.first == "replace":
         if "global_address" in op.words and len(operands) > 1:
             compiler.add(Touch(compiler.use(operands[1]), BOTH, Space.GLOBAL))
         if op.space is not Space.SHARED:

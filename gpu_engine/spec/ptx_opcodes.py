@@ -12,11 +12,12 @@ from phos.gpu_engine.spec.ptx_steps import Space
 KEEP = frozenset(("and", "or", "xor", "not", "lop3", "min", "max", "abs", "selp", "slct", "elect", "vmin", "vmax"))
 """The result may still be one of the operands, or it with a few bits changed: an aligned pointer."""
 
-NOTHING = frozenset(
+_NOTHING = (
     "setp set testp isspacep bra brx ret exit trap brkpt bar barrier membar vote match activemask redux nanosleep"
     " pmevent griddepcontrol setmaxnreg mbarrier wgmma tcgen05 mma ldmatrix stmatrix movmatrix createpolicy istypep"
-    " clusterlaunchcontrol stackrestore getctarank txq suq applypriority".split()
+    " clusterlaunchcontrol stackrestore getctarank txq suq applypriority"
 )
+NOTHING = frozenset(_NOTHING.split())
 """No address outside shared and tensor memory goes in, and none comes out."""
 
 _SPACES = {
@@ -26,7 +27,7 @@ _SPACES = {
     "param": Space.PARAM,
     "const": Space.CONST,
 }
-_INTEGERS = frozenset("b8 u8 s8 b16 u16 s16 b32 u32 s32 b64 u64 s64 b128".split())
+_INTEGERS = frozenset(("b128", *(f"{letter}{bits}" for letter in "bus" for bits in (8, 16, 32, 64))))
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,11 @@ class Opcode:
     integer: bool
     """Is the last type a whole number or plain bits?"""
     types: tuple[str, ...]
+
+    @property
+    def first(self) -> str:
+        """The first modifier."""
+        return self.words[0] if self.words else ""
 
     def has(self, *words: str) -> bool:
         """Are all of these among the modifiers?"""

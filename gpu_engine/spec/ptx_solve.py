@@ -127,7 +127,7 @@ class Solver:
         return len(self._objects) - 1
 
     def _object(self, declared: Declared) -> int:
-        """The number of an object: shared memory is one, variables and functions are one each, the rest is an instance's."""
+        """The number of an object. Shared memory is one; variables and functions are one each; the rest is an instance's."""
         if declared.kind is Kind.SHARED:
             return 0
         if declared.kind in (Kind.VARIABLE, Kind.FUNCTION):
@@ -169,7 +169,7 @@ class Solver:
         if best:
             return best
         pieces = [atom for atom in value if isinstance(atom, Bytes)]
-        rest = [atom for atom in value if not isinstance(atom, Bytes)]
+        rest: list[Atom] = [atom for atom in value if not isinstance(atom, Bytes)]
         whole = [run for run in runs(pieces) if run.size >= POINTER_BYTES]
         rest += [run if run.size == POINTER_BYTES else Anywhere(*run) for run in whole]
         return rest or [LOADED]  # an address from nowhere: it must come from something not followed here
@@ -276,7 +276,7 @@ class Solver:
         if not right:
             self._set(instance, step.target, moved(left, None if step.number is None else -step.number))
             return
-        # The distance of two pointers, added to the second elsewhere, is the first again: it must not pass for an index.
+        # The distance of two pointers, added to the second, is the first again: it must not pass for an index.
         distance = STRONG in left.values() or STRONG in right.values()
         distance = distance and any(role > OFFSET for role in right.values())
         for atom, role in moved(dict(left), None):
