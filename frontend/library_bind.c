@@ -71,6 +71,30 @@ static void *reopen(const char *name)
     return dlopen(*name ? name : NULL, RTLD_LAZY | RTLD_NOLOAD);
 }
 
+static void *next_definition(const char *function)
+{
+    void *volatile found = phos_resolve_dlsym(RTLD_NEXT, function);
+    return found;
+}
+
+/* Whether the function at this address is known to the dynamic linker without a version. */
+static bool has_no_version(const void *address)
+{
+    Dl_info info;
+    const ElfW(Sym) *symbol = NULL, *symbols = NULL;
+    const ElfW(Half) *versions = NULL;
+    struct link_map *map = object_of(address, NULL);
+    if (!map || !dladdr1(address, &info, (void **)&symbol, RTLD_DL_SYMENT) || !symbol || info.dli_saddr != address)
+        return false;
+    for (const ElfW(Dyn) *entry = map->l_ld; entry && entry->d_tag != DT_NULL; entry++) {
+        if (entry->d_tag == DT_SYMTAB)
+            symbols = (const ElfW(Sym) *)entry->d_un.d_ptr;
+        else if (entry->d_tag == DT_VERSYM)
+            versions = (const ElfW(Half) *)entry->d_un.d_ptr;
+    }
+    return symbols && (!versions || (versions[symbol - symbols] & 0x7fff) <= VER_NDX_GLOBAL);
+}
+
 /* Moves whenever an object comes or goes. */
 static int read_changes(struct dl_phdr_info *info, size_t size, void *changes)
 {
@@ -94,16 +118,20 @@ static void *versioned_symbol(void *handle, const struct phos_library_entry *ent
     return found;
 }
 
+static void settle(struct phos_library_entry *entry, void *real)
+{
+    atomic_store_explicit(&entry->real, real, memory_order_release);
+    atomic_store_explicit(&entry->target, real, memory_order_release);
+}
+
 /* Binds the library to one of the objects of its name: the one that the dynamic linker would have taken for callers
  * that name the library as a dependency. That is what the global scope has, or else the first one loaded: dependencies
  * on a name that is loaded already never load a second object. */
-static bool bind_versioned(struct phos_library *library, const struct phos_library_entry *entry)
+static bool bind_versioned(struct phos_library *library, const struct phos_library_entry *entry, const struct link_map *global)
 {
     if (atomic_load_explicit(&library->handle, memory_order_acquire))
         return true;
-    void *global = versioned_symbol(RTLD_NEXT, entry);
-    struct link_map *map = global ? object_of(global, NULL) : NULL;
-    void *handle = map ? reopen(map->l_name) : dlopen(library->soname, RTLD_LAZY | RTLD_NOLOAD);
+    void *handle = global ? reopen(global->l_name) : dlopen(library->soname, RTLD_LAZY | RTLD_NOLOAD);
     void *found = handle ? versioned_symbol(handle, entry) : NULL;
     if (!found || is_ours(found)) {
         if (handle)
@@ -111,29 +139,32 @@ static bool bind_versioned(struct phos_library *library, const struct phos_libra
         return false;
     }
     void *none = NULL;
-    if (atomic_compare_exchange_strong(&library->base, &none, base_of(found))) {
+    if (atomic_compare_exchange_strong(&library->base, &none, base_of(found)) || none == base_of(found))
         atomic_store_explicit(&library->handle, handle, memory_order_release);
-        phos_debug("%s is at %p", library->soname, atomic_load(&library->base));
-    } else if (none != base_of(found)) {
-        dlclose(handle); /* another thread was faster, and saw another world: its answer stands */
-    } else {
-        atomic_store_explicit(&library->handle, handle, memory_order_release);
-    }
+    else
+        dlclose(handle); /* another thread was faster, and saw another world: its answer stands, and comes at once */
     return atomic_load_explicit(&library->handle, memory_order_acquire) != NULL;
-}
-
-static void settle(struct phos_library_entry *entry, void *real)
-{
-    atomic_store_explicit(&entry->real, real, memory_order_release);
-    atomic_store_explicit(&entry->target, real, memory_order_release);
 }
 
 static void *real_versioned(struct phos_library_entry *entry)
 {
-    if (!bind_versioned(entry->library, entry))
+    struct phos_library *library = entry->library;
+    void *global = next_definition(entry->function);
+    if (global && !is_ours(global) && has_no_version(global)) {
+        /* Somebody else stands in front of this function, and comes after us: a second preloaded library, say. The
+         * dynamic linker takes a definition without a version for any. */
+        struct link_map *map = object_of(global, NULL);
+        if (map && reopen(map->l_name)) {
+            settle(entry, global);
+            return global;
+        }
+    }
+    global = versioned_symbol(RTLD_NEXT, entry);
+    struct link_map *map = global && !is_ours(global) ? object_of(global, NULL) : NULL;
+    if (!bind_versioned(library, entry, map))
         return NULL;
-    void *found = versioned_symbol(atomic_load(&entry->library->handle), entry);
-    if (!found || base_of(found) != atomic_load(&entry->library->base))
+    void *found = versioned_symbol(atomic_load(&library->handle), entry);
+    if (!found || base_of(found) != atomic_load(&library->base))
         return NULL;
     settle(entry, found);
     return found;
@@ -180,12 +211,6 @@ static size_t definitions(const char *function, void *found[MOST_DEFINITIONS])
     }
     free(names);
     return count;
-}
-
-static void *next_definition(const char *function)
-{
-    void *volatile found = phos_resolve_dlsym(RTLD_NEXT, function);
-    return found;
 }
 
 /* As the dynamic linker binds a caller's reference: the global scope, then the caller and its dependencies. */
@@ -302,7 +327,7 @@ bool phos_library_named(const char *name)
     return false;
 }
 
-void *phos_library_answer(const char *name, void *found)
+static void *answer(const char *name, void *found)
 {
     void *base;
     struct link_map *map = object_of(found, &base);
@@ -332,4 +357,11 @@ void *phos_library_answer(const char *name, void *found)
         return real == found ? entry->hook : found;
     }
     return found;
+}
+
+void *phos_library_answer(const char *name, void *found)
+{
+    void *chosen = answer(name, found);
+    dlerror(); /* dlsym succeeded: a caller who asks dlerror must not hear of what we tried after it */
+    return chosen;
 }

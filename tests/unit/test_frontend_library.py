@@ -168,6 +168,44 @@ def test_a_library_that_is_closed_and_opened_again(shop: Workshop) -> None:
     assert printed.split() == ["1300"] * 3 + ["True"]
 
 
+@pytest.mark.parametrize("mode", ["LOCAL", "GLOBAL"])
+def test_another_library_that_stands_in_front_of_cublas(shop: Workshop, mode: str) -> None:
+    """Preloaded as well, before us or after us: as without us, for the function it has and for those it has not."""
+    cublas = shop.cublas(13)
+    second = shop.library(
+        "second.so",
+        f"""
+        #define _GNU_SOURCE
+        #include <dlfcn.h>
+        int cublasSgemm_v2({GEMM}) {{
+            int (*next)({GEMM}) = dlsym(RTLD_NEXT, "cublasSgemm_v2");
+            return next ? next(h, ta, tb, m, n, k, alpha, A, lda, B, ldb, beta, C, ldc) + 1 : 5;
+        }}""",
+    )
+    more = "int cublasSaxpy_v2(void *, int, void *, void *, int, void *, int);"
+    source = f"""int cublasSgemm_v2({GEMM}); {more} int client_gemm(void) {{ return cublasSgemm_v2({GEMM_CALL}); }}
+        int client_axpy(void) {{ return cublasSaxpy_v2((void *)1, 2, 0, 0, 1, 0, 1); }}"""
+    client = shop.library("client.so", source, cublas, f"-Wl,-rpath,{cublas.parent}")
+    body = f"client = open_({str(client)!r}, os.RTLD_{mode})\nprint(client.client_gemm(), client.client_axpy())"
+    alone = run(body, LD_PRELOAD=str(second))
+    assert alone == ("5 1300" if mode == "LOCAL" else "1301 1300")
+    for order in ((LIBPHOS, second), (second, LIBPHOS)):
+        assert run(body, LD_PRELOAD=" ".join(map(str, order))) == alone
+
+
+def test_a_successful_dlsym_leaves_no_error_behind(shop: Workshop) -> None:
+    source = """
+        #include <dlfcn.h>
+        int client_ask(const char *path) {
+            void *handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+            dlerror();
+            return !handle || !dlsym(handle, "cublasSgemm_v2") || dlerror() != 0;
+        }"""
+    asker = shop.library("asker.so", source)
+    for path in (shop.cublas(13, "first"), shop.cublas(13, "second"), shop.cublas(12)):
+        assert run(f"print(open_({str(asker)!r}).client_ask({str(path)!r}.encode()))") == "0"
+
+
 def test_linked_nccl(shop: Workshop) -> None:
     nccl = shop.library("libnccl.so.2", nccl_source(2))
     client = shop.nccl_client("client.so", nccl, f"-Wl,-rpath,{nccl.parent}")
