@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
+
+IDLE_SECONDS = 5e-5
+"""How long a worker that has nothing to copy waits before it looks again."""
 
 Item = TypeVar("Item")
 
@@ -32,6 +36,58 @@ class Span:
     block: Block
     offset: int
     size: int
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is copied out at once: ``size`` bytes at an ``address`` of phosd's; they belong at ``offset`` of a block."""
+
+    key: BlockKey
+    offset: int
+    size: int
+    address: int
+    device: int
+    chunk: int = -1
+    """Its number, for a source that counts chunks."""
+    slot: int = -1
+    """The shadow slot that it is in, if it is in one."""
+
+
+class NothingYet(Exception):
+    """A source has no piece now, but is not at its end."""
+
+
+class Source(Protocol):
+    """Where the pieces come from. Both methods are called from any worker's thread."""
+
+    def take(self) -> Piece | None:
+        """The next piece, or None when there are no more.
+
+        Raises:
+            NothingYet: ask again soon.
+        """
+
+    def landed(self, piece: Piece, data: memoryview) -> None:
+        """The piece's bytes are in host memory: from now on the device memory may change."""
+
+
+class _Spans:
+    """Whole blocks, one slot's worth at a time."""
+
+    def __init__(self, spans: Iterable[Span], mappings: MappedBlocks) -> None:
+        self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
+        for s in spans:
+            address = mappings[s.block.key].address + s.offset
+            self._pieces.put(Piece(s.block.key, s.offset, s.size, address, s.block.device))
+
+    def take(self) -> Piece | None:
+        try:
+            return self._pieces.get_nowait()
+        except queue.Empty:
+            return None
+
+    def landed(self, piece: Piece, data: memoryview) -> None:
+        """Nobody waits for it."""
 
 
 @dataclass
@@ -179,12 +235,42 @@ class Copier:
             mappings = mapped or MappedBlocks()
             try:
                 mappings.add(blocks)
-                self._run(
-                    self._spans(blocks), lambda w, todo: self._save(w, todo, mappings, write, progress), cancelled
-                )
+                self._drain(_Spans(self._spans(blocks), mappings), write, progress, cancelled)
             finally:
                 if mapped is None:
                     mappings.close()
+
+    def drain(
+        self,
+        source: Source,
+        device: int,
+        write: Callable[[int, BlockKey, int, memoryview], None],
+        progress: Progress,
+        cancelled: threading.Event,
+    ) -> None:
+        """Copy out whatever ``source`` gives, until it ends; ``device`` is any GPU that has a part in it.
+
+        Raises: as :meth:`save`, and what the source raises.
+        """
+        with self._turn(cancelled):
+            self._prepare(device)
+            self._drain(source, write, progress, cancelled)
+
+    def _drain(
+        self,
+        source: Source,
+        write: Callable[[int, BlockKey, int, memoryview], None],
+        progress: Progress,
+        cancelled: threading.Event,
+    ) -> None:
+        stop = threading.Event()
+
+        def take() -> Piece | None:
+            if cancelled.is_set():
+                raise Cancelled
+            return None if stop.is_set() else source.take()
+
+        self._run(lambda w: self._save(w, take, source.landed, write, progress), self._workers, stop)
 
     def _spans(self, blocks: Iterable[Block]) -> list[Span]:
         return [
@@ -196,30 +282,40 @@ class Copier:
     def _save(
         self,
         worker: _Worker,
-        todo: Callable[[], Span | None],
-        mappings: MappedBlocks,
+        take: Callable[[], Piece | None],
+        landed: Callable[[Piece, memoryview], None],
         write: Callable[[int, BlockKey, int, memoryview], None],
         progress: Progress,
     ) -> None:
-        before: tuple[Span, Any, memoryview] | None = None
+        before: tuple[Piece, Any, memoryview] | None = None
         turn = 0
+        ended = False
         try:
-            while True:
-                span = todo()
-                if span is not None:
+            while not ended or before is not None:
+                following: tuple[Piece, Any, memoryview] | None = None
+                try:
+                    piece = None if ended else take()
+                    ended = piece is None
+                except NothingYet:
+                    piece = None
+                    if before is None:
+                        time.sleep(IDLE_SECONDS)
+                        continue
+                if piece is not None:
                     address, view = worker.slots[turn]
-                    lane = worker.lane(span.block.device)
-                    event = worker.events[span.block.device][turn]
-                    lane.copy_to_host(address, mappings[span.block.key].address + span.offset, span.size)
+                    lane = worker.lane(piece.device)
+                    event = worker.events[piece.device][turn]
+                    lane.copy_to_host(address, piece.address, piece.size)
                     lane.record(event)
                     turn ^= 1
+                    following = (piece, event, view)
                 if before is not None:
                     driver.wait(before[1])
-                    write(worker.number, before[0].block.key, before[0].offset, before[2][: before[0].size])
-                    progress.done_by_worker[worker.number] += before[0].size
-                if span is None:
-                    return
-                before = (span, event, view)
+                    done, data = before[0], before[2][: before[0].size]
+                    landed(done, data)
+                    write(worker.number, done.key, done.offset, data)
+                    progress.done_by_worker[worker.number] += done.size
+                before = following
         finally:
             for lane in worker.lanes.values():
                 lane.synchronise()  # nothing of ours may still be writing to the ring
@@ -241,7 +337,21 @@ class Copier:
             self._prepare(extents[0][0].device)
             with closing(MappedBlocks()) as mappings:
                 mappings.add(extent[0] for extent in extents)
-                self._run(extents, lambda w, todo: self._load(w, todo, mappings, read, progress), cancelled)
+                todo: queue.SimpleQueue[tuple[Block, int, int, Item | None]] = queue.SimpleQueue()
+                for extent in extents:
+                    todo.put(extent)
+                stop = threading.Event()
+
+                def take() -> tuple[Block, int, int, Item | None] | None:
+                    if cancelled.is_set():
+                        raise Cancelled
+                    try:
+                        return None if stop.is_set() else todo.get_nowait()
+                    except queue.Empty:
+                        return None
+
+                workers = self._workers[: len(extents)]
+                self._run(lambda w: self._load(w, take, mappings, read, progress), workers, stop)
 
     def _load(
         self,
@@ -274,40 +384,19 @@ class Copier:
             for lane in worker.lanes.values():
                 lane.synchronise()
 
-    def _run(
-        self,
-        items: Sequence[Any],
-        body: Callable[[_Worker, Callable[[], Any]], None],
-        cancelled: threading.Event,
-    ) -> None:
-        """Run ``body`` in every worker over a common list of items."""
-        todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        for item in items:
-            todo.put(item)
+    @staticmethod
+    def _run(body: Callable[[_Worker], None], workers: Sequence[_Worker], stop: threading.Event) -> None:
+        """Run ``body`` in every worker; the first that fails tells the others to stop."""
         failures: list[BaseException] = []
-        stop = threading.Event()
-
-        def take() -> Any:
-            if cancelled.is_set():
-                raise Cancelled
-            if stop.is_set():
-                return None
-            try:
-                return todo.get_nowait()
-            except queue.Empty:
-                return None
 
         def work(worker: _Worker) -> None:
             try:
-                body(worker, take)
+                body(worker)
             except BaseException as error:
                 failures.append(error)
                 stop.set()
 
-        threads = [
-            threading.Thread(target=work, args=(worker,), name=f"copy-{worker.number}")
-            for worker in self._workers[: len(items)]
-        ]
+        threads = [threading.Thread(target=work, args=(worker,), name=f"copy-{worker.number}") for worker in workers]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,6 +168,13 @@ class Context:
         finally:
             _check("cuMemRelease", cuda.cuMemRelease(handle))
 
+    def kernel(self, image: bytes, name: str) -> Kernel:
+        """A kernel of a module in PTX or machine code, loaded for good."""
+        self.use()
+        module = _check("cuModuleLoadData", cuda.cuModuleLoadData(image + b"\0"), f"on GPU {self.ordinal}")
+        function = _check("cuModuleGetFunction", cuda.cuModuleGetFunction(module, name.encode()), name)
+        return Kernel(name, function)
+
     def map_block(self, descriptor: int, size: int) -> Mapping:
         """Map the physical memory behind a descriptor; the descriptor stays the caller's."""
         self.use()
@@ -190,6 +199,14 @@ class Context:
         return Mapping(self, address, size)
 
 
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel loaded in one context."""
+
+    name: str
+    function: Any
+
+
 @dataclass
 class Mapping:
     """A block mapped in phosd's context; ``address`` is a device address."""
@@ -203,6 +220,20 @@ class Mapping:
         self.context.use()
         _check("cuMemUnmap", cuda.cuMemUnmap(self.address, self.size))
         _check("cuMemAddressFree", cuda.cuMemAddressFree(self.address, self.size))
+
+
+@contextmanager
+def scratch(context: Context, size: int) -> Iterator[Mapping]:
+    """GPU memory of phosd's own for the time of a block; ``size`` is a multiple of 2 MiB."""
+    descriptor = context.create_block(size)
+    try:
+        mapping = context.map_block(descriptor, size)
+    finally:
+        os.close(descriptor)
+    try:
+        yield mapping
+    finally:
+        mapping.unmap()
 
 
 class PinnedBuffer:
@@ -243,6 +274,12 @@ class Lane:
     def fill_zero(self, device: int, size: int) -> None:
         """Queue setting ``size`` bytes at the device address to zero."""
         _check("cuMemsetD8Async", cuda.cuMemsetD8Async(device, 0, size, self._stream))
+
+    def launch(self, kernel: Kernel, blocks: int, threads: int, *arguments: int) -> None:
+        """Queue a kernel whose arguments are all 64-bit integers or addresses, on a grid of one dimension."""
+        values = (tuple(arguments), tuple(ctypes.c_uint64 for _ in arguments))
+        result = cuda.cuLaunchKernel(kernel.function, blocks, 1, 1, threads, 1, 1, 0, self._stream, values, 0)
+        _check("cuLaunchKernel", result, kernel.name)
 
     def record(self, event: Any) -> None:
         """Record ``event`` behind everything queued so far."""

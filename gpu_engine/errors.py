@@ -79,6 +79,10 @@ class CheckpointFailed(PhosError):
     """A checkpoint was given up; the processes have been brought back to where they were."""
 
 
+class Mispredicted(CheckpointFailed):
+    """A concurrent checkpoint cannot be right: something wrote to memory that no guess named. Stopping the world is."""
+
+
 class MemoryLost(CheckpointFailed):
     """GPU memory that a process maps is held by nobody any more."""
 

@@ -41,6 +41,15 @@ def sdk_folder() -> Path | None:
     return folder if (folder / "phos" / "__init__.py").exists() else None
 
 
+def chunk_table_library() -> Path:
+    """libphos_chunks.so.
+
+    Raises:
+        Unsupported: it has not been built.
+    """
+    return _existing(home() / "lib" / "libphos_chunks.so")
+
+
 def software_gpu_folder() -> Path:
     """The folder with the software GPU's libcuda.so.1.
 

@@ -68,6 +68,16 @@ class Detached:
     reduce: float = 0.0
 
 
+class TracingWindow(Protocol):
+    """What a process needs to let its memory be saved while it runs (frontend/window_table.h)."""
+
+    def descriptors(self) -> list[int]:
+        """Those that go to the frontend; they stay the window's. None: the window is over, nothing need be traced."""
+
+    def wait_saved(self) -> None:
+        """Return when nothing of the process's memory is left to save: for a process that cannot trace."""
+
+
 class GatedProcess(Protocol):
     """A process under the frontend, as the protocols see it."""
 
@@ -95,6 +105,15 @@ class GatedProcess(Protocol):
 
     def own_blocks(self) -> list[Block]:
         """The blocks whose owner this process is."""
+
+    def ordinals(self) -> dict[int, int]:
+        """The process's numbers of the GPUs it sees, by phosd's."""
+
+    def describe_kernels(self, timeout: float) -> None:
+        """Give the frontend the access descriptors of the kernels that the process has asked for."""
+
+    def trace(self, window: TracingWindow | None) -> None:
+        """From its next attach on, calls of the process are traced; None: not any more, and nothing is in use."""
 
     def alive(self) -> bool:
         """Whether the process still exists (a zombie does not count)."""

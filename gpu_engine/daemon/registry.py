@@ -11,6 +11,7 @@ from pathlib import Path
 
 from phos.gpu_engine import driver, inventory
 from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.cow.dump import CowMemory
 from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.jobs import Claims, JobTable
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
@@ -36,6 +37,7 @@ class Registry:
         self.jobs = JobTable()
         self.claims = Claims()
         self.copier = Copier()
+        self.cow = CowMemory()
         self.holds = Holds(hold_folder(path))
         self.broker = Broker(KeeperLink(keeper_socket(path)))
         self.sessions: dict[bytes, Session] = {}

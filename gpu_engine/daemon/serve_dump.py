@@ -15,12 +15,14 @@ import psutil
 
 from phos.gen import wire_pb2
 from phos.gpu_engine import inventory, procfs, toggle
+from phos.gpu_engine.cow.dump import CowDump
+from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.permissions import may_write, uid_of
 from phos.gpu_engine.daemon.registry import Registry, say_failure
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
-from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, PhosError
+from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, PhosError, UsageError
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.stop.dump import Settings, StopDump
 
@@ -28,6 +30,8 @@ log = logging.getLogger(__name__)
 
 REGISTER_SECONDS = 10.0
 """How long a process with the frontend in it may take to connect to a phosd that has just been started."""
+
+PROTOCOLS = ("stop", "cow")
 
 LEAVE = re.compile(r"--leave-(r\w*|s\w*)|-[A-CE-IKNP-VX-Za-npqsu-z]*[Rs].*")
 """How ``--leave-running`` (-R) and ``--leave-stopped`` (-s) may look on CRIU's command line."""
@@ -121,10 +125,36 @@ class DumpServer:
                 )
         versions = dataclasses.replace(self._registry.versions, criu=request.criu_version)
         path = os.readlink(f"/proc/self/fd/{directory}")
-        job = StopDump(directory, path, gated, foreign, self._registry.copier, Settings.from_environment(), versions)
+        job = self._job(connection, request, directory, path, gated, foreign, versions)
         self._registry.jobs.add(directory, job)
         job.begin(self._registry.broker.borrow, self._describe)
         return job
+
+    def _job(
+        self,
+        connection: wire.Connection,
+        request: wire_pb2.DumpBegin,
+        directory: int,
+        path: str,
+        gated: list[Session],
+        foreign: list[ForeignProcess],
+        versions: inventory.Versions,
+    ) -> StopDump:
+        """A checkpoint by the protocol asked for; by copy-on-write if none was, and the processes are to run on."""
+        settings = Settings.from_environment()
+        options = request.cow
+        cow = CowSettings.from_environment().changed(
+            pool=options.pool, validate=options.validate, prioritise=options.prioritise
+        )
+        protocol = request.protocol or "cow"
+        if protocol not in PROTOCOLS:
+            raise UsageError(f"There is no protocol {protocol!r}: choose one of {', '.join(PROTOCOLS)}.")
+        # Processes that are about to be killed, or that the driver alone saves, have nothing to compute meanwhile.
+        if protocol == "stop" or not gated or not _leaves_alive(connection.pid):
+            return StopDump(directory, path, gated, foreign, self._registry.copier, settings, versions)
+        return CowDump(
+            directory, path, gated, foreign, self._registry.copier, settings, versions, cow, self._registry.cow
+        )
 
     def _find_processes(self, root: int) -> tuple[list[Session], list[ForeignProcess]]:
         tree = [root] + [child.pid for child in psutil.Process(root).children(recursive=True)]

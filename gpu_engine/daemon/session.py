@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 
 from phos.gen import phos_image_pb2 as pb
@@ -22,6 +23,7 @@ from phos.gpu_engine.process import (
     HostAllocation,
     MappedBlock,
     QuiesceTimes,
+    TracingWindow,
     UncarriedState,
 )
 
@@ -80,6 +82,9 @@ class Session:
         self._lock = threading.Lock()  # guards _requests, _next_id, _connection, _imports
         self._requests: dict[int, _Request] = {}
         self._next_id = 1
+        self._window_lock = threading.Lock()  # guards _window, _tracing; held while the window is opened
+        self._window: TracingWindow | None = None
+        self._tracing = False
         self._imports: dict[int, BlockKey] = {}  # block numbers that stand for another session's blocks
 
     # Connections.
@@ -238,8 +243,12 @@ class Session:
         if imported is None:
             self._broker.remove((self.session, number))
 
-    def _call(self, timeout: float, *, patient: bool = False, **body: object) -> tuple[wire_pb2.Envelope, list[int]]:
+    def _call(
+        self, timeout: float, *, patient: bool = False, carried: Sequence[int] = (), **body: object
+    ) -> tuple[wire_pb2.Envelope, list[int]]:
         """Send a request and wait for its answer. ``patient``: the time that the process is stopped does not count.
+
+        ``carried``: descriptors that go with it; they stay the caller's.
 
         Raises:
             Unresponsive: no answer in time, or (unless ``patient``) the process is stopped.
@@ -255,7 +264,7 @@ class Session:
             raise CheckpointFailed(f"Process {self.pid} ({self.executable}) is not connected to phosd.")
         step = next(iter(body))
         try:
-            connection.send(wire_pb2.Envelope(id=number, **body))  # type: ignore[arg-type]
+            connection.send(wire_pb2.Envelope(id=number, **body), list(carried))  # type: ignore[arg-type]
         except OSError as error:
             with self._lock:
                 self._requests.pop(number, None)
@@ -457,6 +466,42 @@ class Session:
         """A packet that wants no answer. A process that is not connected now asks again when it is."""
         with suppress(PhosError):
             self._tell([], **body)
+
+    def _open_window(self) -> None:
+        """Between attach and open: from here on the process's calls are traced, if somebody saves its memory."""
+        with self._window_lock:
+            window = self._window
+            carried = window.descriptors() if window is not None else []
+            if window is None or not carried:
+                return
+            answer, extra = self._call(
+                ANSWER_SECONDS, patient=True, carried=carried, window_begin=wire_pb2.WindowBegin()
+            )
+            wire.close_all(extra)
+            self._tracing = not answer.done.error
+        if answer.done.error:
+            log.warning(
+                "Process %d (%s) cannot run while its memory is saved: %s", self.pid, self.executable, answer.done.error
+            )
+            window.wait_saved()
+
+    def trace(self, window: TracingWindow | None) -> None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        with self._window_lock:
+            self._window = window
+            if window is not None or not self._tracing:
+                return
+            self._tracing = False
+        if self.is_connected:  # otherwise it has ended its window by itself, or ended
+            _, extra = self._call(ANSWER_SECONDS, patient=True, window_end=wire_pb2.WindowEnd())
+            wire.close_all(extra)
+
+    def ordinals(self) -> dict[int, int]:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        return {mine: theirs for theirs, mine in self._ordinals.items()}
+
+    def describe_kernels(self, timeout: float) -> None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
 
     def hang_up(self) -> None:
         """End the connection; the frontend will make another."""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, inventory, procfs, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Cancelled, Copier, MappedBlocks, Progress
@@ -108,6 +109,7 @@ class StopDump:
     """One checkpoint of a tree of processes."""
 
     kind = "dump"
+    protocol = "stop"
 
     def __init__(
         self,
@@ -380,9 +382,12 @@ class StopDump:
         try:
             if self._copy_failure is not None:
                 raise self._copy_failure
-            message = inventory.build("stop", self._records, self.foreign, driver.gpus(), self.versions, self.since)
+            message = inventory.build(
+                self.protocol, self._records, self.foreign, driver.gpus(), self.versions, self.since
+            )
             message.reducers.extend(self.settings.reducers())
             inventory.add_timings(message, self.timeline.phases(), self.timeline.now())
+            self._add_to(message)
             self._writer.commit(message)
             # Nobody may have removed or cut a file meanwhile: this image is what a process is about to be killed for.
             try:
@@ -400,6 +405,9 @@ class StopDump:
         self._close_directory()
         self.state = "committed"
         log.info("%s: committed, %d bytes of GPU memory", self.path, self.progress.total)
+
+    def _add_to(self, message: pb.Inventory) -> None:
+        """What else a protocol has to say in the inventory."""
 
     def _alive(self, pid: int) -> bool:
         return driver.checkpoint_state(pid) is not None

@@ -1,0 +1,232 @@
+"""The tables that phosd shares with the frontends during a window (frontend/window_table.h), as Python objects.
+
+Everything that must be atomic is done by libphos_chunks.so (chunk_table.c).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phos.gpu_engine import installation
+
+UNSAVED, SAVING, SAVED, SHADOWING = 0, 1, 2, 3
+SHADOWED = 0x10000
+"""Plus the process's number times 2^16 plus the slot's: enum phos_chunk_state."""
+
+POOL_FLAGS = 2 << 20
+TRANSFERS = 64
+"""PHOS_POOL_FLAGS and PHOS_TRANSFERS of window_table.h; a test compares them."""
+
+
+class Counts(ctypes.Structure):
+    """struct phos_window_counts: what a process's calls met with in the window; times in ns."""
+
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in (
+            "calls",
+            "call_ns",
+            "shadowed",
+            "waits",
+            "wait_ns",
+            "anything",
+            "stream_waits",
+            "failures",
+        )
+    ]
+
+    def as_dict(self) -> dict[str, int]:
+        """By name."""
+        return {name: int(getattr(self, name)) for name, *_ in self._fields_}
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """libphos_chunks.so with its prototypes.
+
+    Raises:
+        Unsupported: it has not been built.
+    """
+    lib = ctypes.CDLL(str(installation.chunk_table_library()))
+    u32, u64, i64, pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p
+    prototypes: dict[str, tuple[object, list[object]]] = {
+        "phos_chunks_size": (u64, [u32]),
+        "phos_chunks_begin": (None, [pointer, u32, u32]),
+        "phos_chunks_state": (u32, [pointer, u32]),
+        "phos_chunks_claim": (u32, [pointer, u32]),
+        "phos_chunks_claim_next": (i64, [pointer, pointer, u32, pointer]),
+        "phos_chunks_saved": (None, [pointer, u32]),
+        "phos_chunks_close": (None, [pointer]),
+        "phos_window_size": (u64, [u32, u32, u32, u32]),
+        "phos_window_begin": (None, [pointer, u32, u32, u32, u32, u32, u32]),
+        "phos_window_set_block": (None, [pointer, u32, u64, u64, u32]),
+        "phos_window_set_pool": (None, [pointer, u32, u32, u32, u32, u64]),
+        "phos_window_next": (i64, [pointer, pointer]),
+        "phos_window_ticket": (u32, [pointer, u32]),
+        "phos_window_free_slot": (None, [pointer, u32]),
+        "phos_window_transferring": (u32, [pointer, u32, pointer]),
+        "phos_window_counts": (None, [pointer, pointer]),
+        "phos_content_hash": (u64, [pointer, u64]),
+    }
+    for name, (result, arguments) in prototypes.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    return lib
+
+
+def content_hash(address: int, size: int) -> int:
+    """The content hash of ``size`` bytes (a multiple of 8) of host memory."""
+    return int(library().phos_content_hash(address, size))
+
+
+class _Shared:
+    """Zeroed memory in a memfd."""
+
+    def __init__(self, name: str, size: int) -> None:
+        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.descriptor, size)
+            self._memory = mmap.mmap(self.descriptor, size)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self._anchor = ctypes.c_char.from_buffer(self._memory)
+        self.address = ctypes.addressof(self._anchor)
+
+    def close(self) -> None:
+        """Give it back; nobody may use the address any more."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+            del self._anchor
+            self._memory.close()
+
+
+class ChunkTable:
+    """The state of every chunk of a checkpoint. Methods may be called from any thread, except :meth:`claim_next`."""
+
+    def __init__(self, chunk_bytes: int, chunks: int) -> None:
+        self.chunks = chunks
+        self._lib = library()
+        self._shared = _Shared("phos-chunks", max(1, self._lib.phos_chunks_size(chunks)))
+        self._lib.phos_chunks_begin(self._shared.address, chunk_bytes, chunks)
+
+    @property
+    def descriptor(self) -> int:
+        """The memfd."""
+        return self._shared.descriptor
+
+    def state(self, chunk: int) -> int:
+        """UNSAVED, SAVING, SAVED, SHADOWING or SHADOWED + where."""
+        return int(self._lib.phos_chunks_state(self._shared.address, chunk))
+
+    def claim(self, chunk: int) -> int:
+        """Take a chunk that nobody has. Returns its state before: UNSAVED if it is the caller's now."""
+        return int(self._lib.phos_chunks_claim(self._shared.address, chunk))
+
+    def claim_next(self, order: ClaimOrder) -> int | None:
+        """The first chunk in an order that nobody has; None: there is none. One caller at a time."""
+        chunk = self._lib.phos_chunks_claim_next(self._shared.address, order.address, order.count, order.cursor_address)
+        return None if chunk < 0 else int(chunk)
+
+    def saved(self, chunk: int) -> None:
+        """From now on anybody may write to the chunk."""
+        self._lib.phos_chunks_saved(self._shared.address, chunk)
+
+    def close_window(self) -> None:
+        """Nobody waits, nobody traces any more."""
+        self._lib.phos_chunks_close(self._shared.address)
+
+    def close(self) -> None:
+        """Give the memory back; frontends keep theirs."""
+        self._shared.close()
+
+
+class ClaimOrder:
+    """In which order chunks are saved, and how far that has come."""
+
+    def __init__(self, chunks: Sequence[int]) -> None:
+        self.count = len(chunks)
+        self._order = (ctypes.c_uint32 * max(1, len(chunks)))(*chunks)
+        self._cursor = ctypes.c_uint32(0)
+        self.address = ctypes.addressof(self._order)
+        self.cursor_address = ctypes.addressof(self._cursor)
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """A shadow pool: the process's number of the GPU, slots, and bytes of memory."""
+
+    device: int
+    slots: int
+    size: int
+
+
+class WindowTable:
+    """One process's part of a window."""
+
+    def __init__(
+        self,
+        process: int,
+        blocks: Sequence[tuple[int, int, int]],
+        pools: Sequence[PoolShape],
+        queue: int,
+        *,
+        prioritise: bool,
+    ) -> None:
+        """``blocks``: (number in the process's session, bytes, first chunk); ``queue``: its length."""
+        self.process = process
+        self.pools = list(pools)
+        self.first_slots = [sum(p.slots for p in pools[:i]) for i in range(len(pools))]
+        self._lib = library()
+        slots = sum(p.slots for p in pools)
+        size = self._lib.phos_window_size(len(blocks), len(pools), slots, queue)
+        self._shared = _Shared("phos-window", size)
+        address = self._shared.address
+        self._lib.phos_window_begin(address, process, len(blocks), len(pools), slots, queue, int(prioritise))
+        for index, (number, bytes_, first) in enumerate(blocks):
+            self._lib.phos_window_set_block(address, index, number, bytes_, first)
+        for index, pool in enumerate(pools):
+            self._lib.phos_window_set_pool(address, index, pool.device, self.first_slots[index], pool.slots, pool.size)
+        self._head = ctypes.c_uint32(0)
+
+    @property
+    def descriptor(self) -> int:
+        """The memfd."""
+        return self._shared.descriptor
+
+    def next_wanted(self) -> int | None:
+        """The next chunk that the process wants to be seen to; one caller at a time."""
+        chunk = self._lib.phos_window_next(self._shared.address, ctypes.byref(self._head))
+        return None if chunk < 0 else int(chunk)
+
+    def ticket(self, slot: int) -> int:
+        """What the GPU sets a slot's flag to once its copy has been made."""
+        return int(self._lib.phos_window_ticket(self._shared.address, slot))
+
+    def free_slot(self, slot: int) -> None:
+        """The process may use the slot again."""
+        self._lib.phos_window_free_slot(self._shared.address, slot)
+
+    def transferring(self, pool: int, flags: int) -> int:
+        """Bit 0: a call that moves data is under way. Bit 1: a queued transfer has not ended, as far as is known.
+
+        ``flags`` is the host address of the pool's flags as last read.
+        """
+        return int(self._lib.phos_window_transferring(self._shared.address, pool, flags))
+
+    def counts(self) -> Counts:
+        """What the process's calls met with so far."""
+        counts = Counts()
+        self._lib.phos_window_counts(self._shared.address, ctypes.byref(counts))
+        return counts
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._shared.close()

@@ -1,0 +1,80 @@
+"""Content hashes of GPU memory at *t1*: 3 TB/s on an H100, while the processes stand still anyway (DESIGN §2, §5).
+
+What is saved later is hashed on the CPU (:func:`phos.gpu_engine.cow.chunk_table.content_hash`) and compared: a chunk
+that something wrote to before it was saved is found, whatever that something was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from phos.gpu_engine import driver
+from phos.gpu_engine.blocks import Block
+from phos.gpu_engine.copier import MappedBlocks
+from phos.gpu_engine.ring import CHUNK_BYTES
+
+SPAN_BYTES = 65536
+THREADS = 256
+"""SPAN and THREADS of content_hash.cu."""
+
+
+class ContentHasher:
+    """The kernel and its memory on each GPU. One user at a time."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[int, driver.Kernel] = {}
+        self._lanes: dict[int, driver.Lane] = {}
+
+    def prepare(self, device: int) -> None:
+        """Load the kernel on a GPU."""
+        if device not in self._kernels:
+            context = driver.context(device)
+            image = Path(__file__).with_name("content_hash.ptx").read_bytes()
+            self._kernels[device] = context.kernel(image, "phos_content_hash")
+            self._lanes[device] = driver.Lane(context)
+
+    def hash(self, blocks: Sequence[Block], mapped: MappedBlocks) -> list[int]:
+        """One hash for each chunk of each block, in order; the memory must not change meanwhile.
+
+        Raises:
+            DriverError: a GPU has no 2 MiB left for the sums, for example.
+        """
+        parts: dict[int, list[int]] = {}
+        for device in sorted({block.device for block in blocks}):
+            self.prepare(device)
+            parts[device] = self._hash_on(device, [b for b in blocks if b.device == device], mapped)
+        result: list[int] = []
+        taken = dict.fromkeys(parts, 0)
+        for block in blocks:
+            count = chunk_count(block.size)
+            start = taken[block.device]
+            result += parts[block.device][start : start + count]
+            taken[block.device] = start + count
+        return result
+
+    def _hash_on(self, device: int, blocks: Sequence[Block], mapped: MappedBlocks) -> list[int]:
+        context, lane, kernel = driver.context(device), self._lanes[device], self._kernels[device]
+        total = sum(chunk_count(block.size) for block in blocks)
+        size = -(-total * 8 // driver.GRANULARITY) * driver.GRANULARITY
+        context.use()
+        with driver.scratch(context, size) as sums:
+            lane.fill_zero(sums.address, total * 8)
+            first = 0
+            for block in blocks:
+                address = mapped[block.key].address
+                lane.launch(kernel, block.size // SPAN_BYTES, THREADS, address, CHUNK_BYTES, sums.address + first * 8)
+                first += chunk_count(block.size)
+            host = driver.PinnedBuffer(total * 8)
+            try:
+                lane.copy_to_host(host.address, sums.address, total * 8)
+                lane.synchronise()
+                with host.view.cast("Q") as words:
+                    return list(words)
+            finally:
+                host.free()
+
+
+def chunk_count(size: int) -> int:
+    """Chunks of a block of that many bytes."""
+    return -(-size // CHUNK_BYTES)

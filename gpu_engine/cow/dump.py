@@ -1,0 +1,157 @@
+"""A checkpoint by soft copy-on-write: the processes run on as soon as CRIU has dumped its part (paper §4.2, DESIGN §4).
+
+The image is the state at *t1*, when they stood still. What is not saved when they run on is saved while they compute: a
+process copies aside what it is about to overwrite (frontend/window_shadow.c); the copier takes that before the rest.
+Was a guess wrong, the content hash of *t1* shows it, and there is no image.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+from phos.gen import phos_image_pb2 as pb
+from phos.gpu_engine import inventory
+from phos.gpu_engine.copier import Cancelled, Copier
+from phos.gpu_engine.cow.content_hash import ContentHasher
+from phos.gpu_engine.cow.settings import CowSettings
+from phos.gpu_engine.cow.window import ChunkKey, Windows
+from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError
+from phos.gpu_engine.process import ForeignProcess, GatedProcess
+from phos.gpu_engine.stop.dump import BorrowBlocks, Settings, StopDump
+
+log = logging.getLogger(__name__)
+
+DESCRIBE_SECONDS = 5.0
+"""How long a checkpoint waits for access descriptors that are being worked out. Without one, a launch may write to all
+that its arguments point to: slower, not wrong."""
+
+
+class CowMemory:
+    """What outlives a checkpoint: the kernels of the content hash, and what was written first in the last window."""
+
+    def __init__(self) -> None:
+        self.hasher = ContentHasher()
+        self.hashing = threading.Lock()  # the hasher has one user at a time
+        self.wanted: dict[ChunkKey, int] = {}
+
+
+class CowDump(StopDump):
+    """One concurrent checkpoint of a tree of processes that is to run on."""
+
+    protocol = "cow"
+
+    def __init__(
+        self,
+        directory: int,
+        path: str,
+        gated: Sequence[GatedProcess],
+        foreign: Sequence[ForeignProcess],
+        copier: Copier,
+        settings: Settings,
+        versions: inventory.Versions,
+        cow: CowSettings,
+        memory: CowMemory,
+    ) -> None:
+        """As :class:`~phos.gpu_engine.stop.dump.StopDump`."""
+        super().__init__(directory, path, gated, foreign, copier, settings, versions)
+        self._cow = cow
+        self._memory = memory
+        self._windows = Windows(cow)
+        self._laid_out = threading.Event()  # the windows can be opened, or never will
+        self._counts: dict[str, int] = {}
+
+    @property
+    def mispredicted(self) -> bool:
+        """Whether the image was given up because a guess was wrong: stopping the world would have saved it."""
+        return isinstance(self._copy_failure, Mispredicted)
+
+    def _prepare(self, borrow: BorrowBlocks) -> None:
+        super()._prepare(borrow)
+        with self.timeline.phase("prepare the window"):
+            if self._cow.validate:
+                with self._memory.hashing:
+                    for device in {block.device for process in self.gated for block in process.own_blocks()}:
+                        self._memory.hasher.prepare(device)
+            for process in self.gated:
+                process.describe_kernels(DESCRIBE_SECONDS)
+            self._windows.lend_pools(self.gated)
+
+    def _copy(self) -> None:
+        try:
+            if not self._borrowed:
+                return
+            self._mapped.add(self._borrowed)
+            expected = None
+            if self._cow.validate:
+                with self._memory.hashing, self.timeline.phase("content hash", concurrent=True):
+                    expected = self._memory.hasher.hash(self._borrowed, self._mapped)
+            feed = self._windows.lay_out(
+                self.gated, self._detached, self._borrowed, self._mapped, expected, self._memory.wanted
+            )
+            self._laid_out.set()
+            with self.timeline.phase("GPU data", concurrent=True):
+                device = self._borrowed[0].device
+                self._copier.drain(feed, device, self._writer.write, self.progress, self._cancelled)
+        except BaseException as error:
+            self._copy_failure = error
+            if not isinstance(error, Cancelled):
+                log.error("%s: copying GPU memory failed: %s", self.path, error)
+        finally:
+            self._windows.over()
+            self._laid_out.set()
+
+    def finish(self, criu_result: int) -> None:
+        """See :meth:`StopDump.finish`."""
+        if self.state == "committed" or criu_result != 0 or self._failure:
+            super().finish(criu_result)
+            return
+        self._laid_out.wait()
+        if self._borrowed and self._copy_failure is None:
+            for process in self.gated:
+                process.trace(self._windows.of(process))
+        back = self._bring_back()
+        began = next((phase.start for phase in self.timeline.phases() if phase.name == "quiesce"), None)
+        if began is not None:
+            self.timeline.add("stall", began, concurrent=True)
+        self._say_if_not_back(back)
+        self._wait_for_data()
+        self._end_windows()
+        try:
+            self._complete()
+        except CheckpointFailed as error:
+            self._withdraw(str(error) + (f" Then: {back}" if back else ""))
+            raise CheckpointFailed(self.error) from error
+
+    def _end_windows(self) -> None:
+        """Nothing of a window is in use by anybody from here on."""
+        self._windows.over()
+        for process in self.gated:
+            try:
+                process.trace(None)
+            except PhosError as error:
+                log.warning("%s: %s", self.path, error)
+        self._counts = self._windows.counts()
+        if wanted := self._windows.wanted():
+            self._memory.wanted = wanted
+        self._windows.close()
+        if self._counts:
+            log.info("%s: in the window: %s", self.path, ", ".join(f"{k} {v}" for k, v in self._counts.items()))
+
+    def _give_up(self, reason: str) -> None:
+        self._cancelled.set()
+        self._windows.over()
+        super()._give_up(reason)
+        self._end_windows()
+
+    def _complete(self) -> None:
+        if self._copying is not None:  # CRIU is about to kill the processes: nobody traces
+            self._wait_for_data()
+            self._end_windows()
+        super()._complete()
+
+    def _add_to(self, message: pb.Inventory) -> None:
+        message.validated = self._cow.validate
+        for name, value in self._counts.items():
+            message.window[name] = value

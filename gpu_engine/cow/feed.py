@@ -1,0 +1,239 @@
+"""What is saved next, during a window: first what an application waits for or has copied aside."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from phos.gpu_engine.blocks import BlockKey
+from phos.gpu_engine.copier import NothingYet, Piece
+from phos.gpu_engine.cow.chunk_table import (
+    SAVED,
+    SHADOWED,
+    SHADOWING,
+    UNSAVED,
+    ChunkTable,
+    ClaimOrder,
+    WindowTable,
+    content_hash,
+)
+from phos.gpu_engine.cow.shadow_pool import LentPools
+from phos.gpu_engine.errors import Mispredicted
+
+REFRESH_SECONDS = 1e-4
+"""The flags of a pool are read at most so often: each time is a copy from the GPU."""
+
+STEP_ASIDE_SECONDS = 0.01
+"""So long phosd's copies wait for the application's at a stretch; then one goes all the same."""
+
+ALIVE_SECONDS = 0.1
+"""How often to look whether a process still runs that owes a copy."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a chunk is: ``size`` bytes at ``offset`` of a block, at a device address of phosd's."""
+
+    key: BlockKey
+    offset: int
+    size: int
+    address: int
+    device: int
+
+
+@dataclass
+class Window:
+    """One process's window, as the feed sees it."""
+
+    table: WindowTable
+    pools: LentPools
+    alive: Callable[[], bool]
+
+
+class ChunkFeed:
+    """A :class:`~phos.gpu_engine.copier.Source` over the chunks of a checkpoint.
+
+    A chunk comes from where its content of *t1* is: from the original, which nobody writes to before it is marked as
+    saved, or from a shadow slot once the GPU has made that copy.
+    """
+
+    def __init__(
+        self,
+        table: ChunkTable,
+        places: Sequence[Place],
+        order: Sequence[int],
+        windows: Sequence[Window],
+        expected: Sequence[int] | None,
+        *,
+        prioritise: bool,
+    ) -> None:
+        """``order`` has every chunk once; ``expected``: content hashes at *t1*, or None for no validation."""
+        self._table = table
+        self.places = places
+        self._order = ClaimOrder(order)
+        self._windows = windows
+        self._expected = expected
+        self._prioritise = prioritise and bool(windows)
+        self._lock = threading.Lock()  # guards all below
+        self._given = bytearray(len(places))
+        self._given_count = 0
+        self._owed: deque[int] = deque()  # chunks that a process has taken, whose copy may not have been made yet
+        self._refreshed = 0.0
+        self._looked = 0.0
+        self._aside_since = 0.0
+        self.first_wanted: list[int] = []
+        """Chunks in the order in which the processes came to write to them."""
+        self.stepped_aside = 0.0
+        """Seconds."""
+
+    def take(self) -> Piece | None:
+        """See :class:`~phos.gpu_engine.copier.Source`."""
+        with self._lock:
+            if self._given_count == len(self.places):
+                return None
+            if self._prioritise and self._step_aside():
+                raise NothingYet
+            piece = self._wanted() or self._shadowed() or self._any()
+            if piece is None:
+                raise NothingYet
+            return piece
+
+    def landed(self, piece: Piece, data: memoryview) -> None:
+        """See :class:`~phos.gpu_engine.copier.Source`.
+
+        Raises:
+            Mispredicted: the content is not that of *t1*.
+        """
+        self._table.saved(piece.chunk)
+        if piece.slot >= 0:
+            process, slot = divmod(piece.slot, SHADOWED)
+            self._windows[process].table.free_slot(slot)
+        if self._expected is not None:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+            if content_hash(address, piece.size) != self._expected[piece.chunk]:
+                import sys; print('DBG', piece, hex(content_hash(address, piece.size)), hex(self._expected[piece.chunk]), [hex(x) for x in self._expected], bytes(data[:64]).hex(), file=sys.stderr, flush=True)
+                raise Mispredicted(
+                    f"GPU memory changed before it was saved (block {piece.key[1]}, "
+                    f"{piece.size} bytes at {piece.offset}): a kernel wrote where no guess said it would."
+                )
+
+    def _give(self, chunk: int, address: int, slot: int = -1, device: int = -1) -> Piece:
+        self._given[chunk] = 1
+        self._given_count += 1
+        place = self.places[chunk]
+        return Piece(place.key, place.offset, place.size, address, device if slot >= 0 else place.device, chunk, slot)
+
+    def _wanted(self) -> Piece | None:
+        """From the processes' queues."""
+        for window in self._windows:
+            while (chunk := window.table.next_wanted()) is not None:
+                if not 0 <= chunk < len(self.places):
+                    continue
+                self.first_wanted.append(chunk)
+                if self._given[chunk]:
+                    continue
+                if self._table.claim(chunk) == UNSAVED:
+                    return self._give(chunk, self.places[chunk].address)
+                if not self._given[chunk]:
+                    self._owed.append(chunk)
+        return None
+
+    def _shadowed(self) -> Piece | None:
+        if not self._owed:
+            return None
+        now = time.perf_counter()
+        fresh = now - self._refreshed < REFRESH_SECONDS
+        if not fresh:
+            self._refresh()
+        dead: set[int] | None = None
+        for _ in range(len(self._owed)):
+            chunk = self._owed.popleft()
+            if self._given[chunk]:
+                continue
+            state = self._table.state(chunk)
+            if state == UNSAVED and self._table.claim(chunk) == UNSAVED:  # the driver refused the copy
+                return self._give(chunk, self.places[chunk].address)
+            if state >= SHADOWED:
+                process, slot = divmod(state - SHADOWED, SHADOWED)
+                found = self._windows[process].pools.find(slot) if process < len(self._windows) else None
+                if found is None:
+                    raise Mispredicted(f"A process said that it copied chunk {chunk} to a place that does not exist.")
+                pool, index = found
+                if pool.flag(index) != self._windows[process].table.ticket(slot):
+                    if not fresh and now - self._looked > ALIVE_SECONDS:
+                        dead = dead if dead is not None else self._dead()
+                    if dead and process in dead and pool.flag(index) != self._windows[process].table.ticket(slot):
+                        # What comes behind the copy in its stream was not run either.
+                        return self._give(chunk, self.places[chunk].address)
+                if pool.flag(index) == self._windows[process].table.ticket(slot):
+                    return self._give(chunk, pool.address(index), process * SHADOWED + slot, pool.device)
+            elif state == SHADOWING and not fresh and now - self._looked > ALIVE_SECONDS:
+                dead = dead if dead is not None else self._dead()
+                if len(dead) == len(self._windows):
+                    return self._give(chunk, self.places[chunk].address)
+            self._owed.append(chunk)
+        if dead is not None:
+            self._looked = now
+        return None
+
+    def _dead(self) -> set[int]:
+        """Processes that have ended; their last flags are read."""
+        dead = {number for number, window in enumerate(self._windows) if not window.alive()}
+        if dead:
+            self._refresh()
+        return dead
+
+    def _any(self) -> Piece | None:
+        chunk = self._table.claim_next(self._order)
+        if chunk is not None:
+            return self._give(chunk, self.places[chunk].address)
+        if not self._owed:
+            # What is left was taken by processes; a queue that was full says nothing of it.
+            self._owed.extend(c for c in range(len(self.places)) if not self._given[c])
+        return None
+
+    def _refresh(self) -> None:
+        for window in self._windows:
+            for pool in window.pools.pools:
+                pool.refresh()
+        self._refreshed = time.perf_counter()
+
+    def _step_aside(self) -> bool:
+        """Whether the application's transfers go first now."""
+        now = time.perf_counter()
+        if not self._transferring(now):
+            self._aside_since = 0.0
+            return False
+        if not self._aside_since:
+            self._aside_since = now
+        if now - self._aside_since > STEP_ASIDE_SECONDS:
+            self._aside_since = now
+            return False
+        return True
+
+    def _transferring(self, now: float) -> bool:
+        queued = False
+        for window in self._windows:
+            for number, pool in enumerate(window.pools.pools):
+                answer = window.table.transferring(number, pool.flags)
+                if answer & 1:
+                    return True
+                queued = queued or bool(answer & 2)
+        if not queued:
+            return False
+        if now - self._refreshed < REFRESH_SECONDS:
+            return True
+        self._refresh()
+        return any(
+            window.table.transferring(number, pool.flags)
+            for window in self._windows
+            for number, pool in enumerate(window.pools.pools)
+        )
+
+    def unsaved(self) -> int:
+        """How many chunks are not saved."""
+        return sum(self._table.state(chunk) != SAVED for chunk in range(len(self.places)))

@@ -1,0 +1,103 @@
+"""Shadow pools: GPU memory that phosd lends a process, for what it is about to overwrite (DESIGN §4)."""
+
+from __future__ import annotations
+
+import os
+
+from phos.gpu_engine import driver
+from phos.gpu_engine.cow.chunk_table import POOL_FLAGS, TRANSFERS, PoolShape, WindowTable
+from phos.gpu_engine.ring import CHUNK_BYTES
+
+MARGIN_BYTES = 512 << 20
+"""GPU memory that no pool takes: the driver needs some for the way back, and the application may allocate."""
+
+
+class ShadowPool:
+    """One process's pool on one GPU, as phosd sees it: the memory, and the flags that the GPU sets in it."""
+
+    def __init__(self, device: int, slots: int) -> None:
+        """``device`` is phosd's number of the GPU.
+
+        Raises:
+            DriverError: the GPU has not that much memory left.
+        """
+        self.device = device
+        self.slots = slots
+        self.size = POOL_FLAGS + slots * CHUNK_BYTES
+        context = driver.context(device)
+        self.descriptor = context.create_block(self.size)
+        try:
+            self._mapping = context.map_block(self.descriptor, self.size)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self._words = slots + TRANSFERS
+        self._host = driver.PinnedBuffer(self._words * 4)
+        self._flags = self._host.view.cast("I")
+        self._lane = driver.Lane(context)
+        self._context = context
+        self._lane.fill_zero(self._mapping.address, self._words * 4)
+        self._lane.synchronise()
+        self._flags[:] = memoryview(bytes(self._words * 4)).cast("I")
+
+    @property
+    def flags(self) -> int:
+        """The host address of the flags as last read."""
+        return self._host.address
+
+    def shape(self, ordinal: int) -> PoolShape:
+        """What a window table says of it; ``ordinal`` is the process's number of the GPU."""
+        return PoolShape(ordinal, self.slots, self.size)
+
+    def refresh(self) -> None:
+        """Read the flags anew; one caller at a time."""
+        self._context.use()
+        self._lane.copy_to_host(self._host.address, self._mapping.address, self._words * 4)
+        self._lane.synchronise()
+
+    def flag(self, index: int) -> int:
+        """A slot's flag (its number in this pool), as last read."""
+        return int(self._flags[index])
+
+    def address(self, index: int) -> int:
+        """Where a slot's memory is for phosd."""
+        return self._mapping.address + POOL_FLAGS + index * CHUNK_BYTES
+
+    def close(self) -> None:
+        """Give the memory back; the process has its own mapping until it ends its window."""
+        self._flags.release()
+        self._host.free()
+        self._lane.destroy()
+        self._mapping.unmap()
+        os.close(self.descriptor)
+
+
+def slots_for(device: int, wanted_bytes: int, processes: int) -> int:
+    """How many slots each of some processes gets on a GPU: what was asked for, or what there is room for."""
+    room = driver.context(device).free_memory() - MARGIN_BYTES - processes * POOL_FLAGS
+    return max(0, min(wanted_bytes, room)) // max(1, processes) // CHUNK_BYTES
+
+
+class LentPools:
+    """All pools of one process, by the number that its window table has for them."""
+
+    def __init__(self, pools: list[ShadowPool]) -> None:
+        self.pools = pools
+        self.table: WindowTable | None = None
+
+    def find(self, slot: int) -> tuple[ShadowPool, int] | None:
+        """The pool that has a slot, and the slot's number in it; None: there is no such slot."""
+        for pool in self.pools:
+            if 0 <= slot < pool.slots:
+                return pool, slot
+            slot -= pool.slots
+        return None
+
+    def close(self) -> None:
+        """Give all of them back."""
+        for pool in self.pools:
+            pool.close()
+        self.pools = []
+        if self.table is not None:
+            self.table.close()
+            self.table = None

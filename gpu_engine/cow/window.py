@@ -1,0 +1,170 @@
+"""The windows of one checkpoint: tables, pools and the feed, and putting them away."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+
+from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.copier import MappedBlocks
+from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
+from phos.gpu_engine.cow.content_hash import chunk_count
+from phos.gpu_engine.cow.feed import ChunkFeed, Place, Window
+from phos.gpu_engine.cow.settings import CowSettings
+from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
+from phos.gpu_engine.errors import DriverError
+from phos.gpu_engine.process import Detached, GatedProcess
+from phos.gpu_engine.ring import CHUNK_BYTES
+
+log = logging.getLogger(__name__)
+
+ChunkKey = tuple[BlockKey, int]
+"""A chunk that outlives a checkpoint: its block, and its offset there."""
+
+
+class ProcessWindow:
+    """One process's window. Implements :class:`~phos.gpu_engine.process.TracingWindow`."""
+
+    def __init__(self, process: GatedProcess, table: WindowTable, chunks: ChunkTable, pools: LentPools) -> None:
+        self.process = process
+        self.table = table
+        self.pools = pools
+        self._chunks = chunks
+        self._saved = threading.Event()
+
+    def descriptors(self) -> list[int]:
+        """See :class:`~phos.gpu_engine.process.TracingWindow`."""
+        if self._saved.is_set():
+            return []
+        return [self._chunks.descriptor, self.table.descriptor, *(pool.descriptor for pool in self.pools.pools)]
+
+    def wait_saved(self) -> None:
+        """See :class:`~phos.gpu_engine.process.TracingWindow`."""
+        self._saved.wait()
+
+    def end(self) -> None:
+        """All is saved, or given up."""
+        self._saved.set()
+
+
+class Windows:
+    """All windows of a checkpoint."""
+
+    def __init__(self, settings: CowSettings) -> None:
+        self._settings = settings
+        self._pools: dict[bytes, LentPools] = {}
+        self._windows: dict[bytes, ProcessWindow] = {}
+        self._table: ChunkTable | None = None
+        self.feed: ChunkFeed | None = None
+        self.pool_bytes = 0
+
+    def lend_pools(self, processes: Sequence[GatedProcess]) -> None:
+        """While the processes still compute: shadow pools on every GPU that they have memory on."""
+        wanted = {p.session: sorted({b.device for b in p.own_blocks()}) for p in processes}
+        sharing = {
+            device: sum(device in devices for devices in wanted.values()) for d in wanted.values() for device in d
+        }
+        for process in processes:
+            pools: list[ShadowPool] = []
+            visible = process.ordinals()
+            for device in wanted[process.session]:
+                if device not in visible:
+                    continue
+                try:
+                    slots = slots_for(device, self._settings.pool_bytes, sharing[device])
+                    pools.append(ShadowPool(device, slots))
+                    self.pool_bytes += pools[-1].slots * CHUNK_BYTES
+                except DriverError as error:
+                    log.warning("GPU %d: no shadow pool for process %d: %s", device, process.pid, error)
+            self._pools[process.session] = LentPools(pools)
+
+    def lay_out(
+        self,
+        processes: Sequence[GatedProcess],
+        detached: dict[bytes, Detached],
+        blocks: Sequence[Block],
+        mapped: MappedBlocks,
+        expected: Sequence[int] | None,
+        wanted_before: Mapping[ChunkKey, int],
+    ) -> ChunkFeed:
+        """With the processes detached: number the chunks and make the tables.
+
+        ``wanted_before``: what an earlier window saw written, with its rank.
+        """
+        first: dict[BlockKey, int] = {}
+        places: list[Place] = []
+        for block in blocks:
+            first[block.key] = len(places)
+            address = mapped[block.key].address
+            for offset in range(0, block.size, CHUNK_BYTES):
+                size = min(CHUNK_BYTES, block.size - offset)
+                places.append(Place(block.key, offset, size, address + offset, block.device))
+        self._table = ChunkTable(CHUNK_BYTES, len(places))
+        for number, process in enumerate(processes):
+            pools = self._pools.setdefault(process.session, LentPools([]))
+            visible = process.ordinals()
+            records = [(b.number, b.size, first[b.key]) for b in detached[process.session].blocks if b.key in first]
+            shapes = [pool.shape(visible[pool.device]) for pool in pools.pools]
+            queue = 4 * sum(chunk_count(size) for _, size, _ in records)
+            pools.table = WindowTable(number, records, shapes, queue, prioritise=self._settings.prioritise)
+            self._windows[process.session] = ProcessWindow(process, pools.table, self._table, pools)
+        self.feed = ChunkFeed(
+            self._table,
+            places,
+            first_written_first(places, wanted_before),
+            [Window(w.table, w.pools, w.process.alive) for w in self._windows.values()],
+            expected,
+            prioritise=self._settings.prioritise,
+        )
+        return self.feed
+
+    def of(self, process: GatedProcess) -> ProcessWindow:
+        """A process's window."""
+        return self._windows[process.session]
+
+    def over(self) -> None:
+        """All is saved or given up: nobody waits any more, and nobody begins to trace."""
+        if self._table is not None:
+            self._table.close_window()
+        for window in self._windows.values():
+            window.end()
+
+    def wanted(self) -> dict[ChunkKey, int]:
+        """The chunks that the processes came to write to in this window, ranked by when."""
+        if self.feed is None:
+            return {}
+        ranks: dict[ChunkKey, int] = {}
+        for chunk in self.feed.first_wanted:
+            place = self.feed.places[chunk]
+            ranks.setdefault((place.key, place.offset), len(ranks))
+        return ranks
+
+    def counts(self) -> dict[str, int]:
+        """What the processes met with, added up: struct phos_window_counts, and what phosd did for them."""
+        total: dict[str, int] = {}
+        for window in self._windows.values():
+            for name, value in window.table.counts().as_dict().items():
+                total[name] = total.get(name, 0) + value
+        if self.feed is not None:
+            total["pool_bytes"] = self.pool_bytes
+        return total
+
+    def close(self) -> None:
+        """Give memory and descriptors back, once no process uses them and nothing is copied any more."""
+        self.over()
+        for pools in self._pools.values():
+            pools.close()
+        self._pools = {}
+        if self._table is not None:
+            self._table.close()
+            self._table = None
+
+
+def first_written_first(places: Sequence[Place], wanted_before: Mapping[ChunkKey, int]) -> list[int]:
+    """An order in which to save chunks: those first that an earlier window saw written first, then the others.
+
+    Training repeats itself: what the last window's first iteration wrote early, this one's writes early.
+    """
+    last = len(wanted_before)
+    return sorted(range(len(places)), key=lambda c: (wanted_before.get((places[c].key, places[c].offset), last), c))
