@@ -19,8 +19,10 @@ from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.paths import hold_folder, keeper_socket
 from phos.gpu_engine.daemon.reaper import Reaper
 from phos.gpu_engine.daemon.session import Session
+from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.restore.eager import EagerRestore
+from phos.gpu_engine.spec.speculator import Speculator
 from phos.images.errors import ImageError
 
 log = logging.getLogger(__name__)
@@ -31,13 +33,15 @@ RENEWAL_SECONDS = 1.0
 class Registry:
     """What the parts of phosd share. ``lock`` guards ``sessions``, ``restores`` and ``prepared``; the rest is safe."""
 
-    def __init__(self, path: Path, versions: inventory.Versions) -> None:
+    def __init__(self, path: Path, versions: inventory.Versions, capability: int) -> None:
+        """``capability``: of the GPUs, 90 for 9.0: which machine code of a module is analysed."""
         self.path = path
         self.versions = versions
         self.jobs = JobTable()
         self.claims = Claims()
         self.copier = Copier()
         self.cow = CowMemory()
+        self.speculator = Speculator(capability)
         self.holds = Holds(hold_folder(path))
         self.broker = Broker(KeeperLink(keeper_socket(path)))
         self.sessions: dict[bytes, Session] = {}
@@ -45,6 +49,10 @@ class Registry:
         self.prepared: set[int] = set()  # GPUs with a context of ours
         self.lock = threading.Lock()
         self.reaper = Reaper(self._process_ended)
+
+    def session(self, number: bytes, pid: int, uid: int, state: SessionState) -> Session:
+        """A new session; the caller puts it among the others."""
+        return Session(number, pid, uid, self.broker, self.holds, self.speculator, state)
 
     def _process_ended(self, session: Session) -> None:
         if not session.alive():
@@ -60,6 +68,7 @@ class Registry:
         self.reaper.forget(session)
         session.machine.end()
         self.holds.release(session.session)
+        self.speculator.forget(session.session)
         freed = self.broker.drop_session(session.session)
         log.info("Process %d has ended; %d bytes of GPU memory let go.", session.pid, freed)
 

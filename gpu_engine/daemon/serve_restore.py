@@ -10,7 +10,7 @@ from phos.gen import wire_pb2
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.registry import Registry, say_failure
-from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
+from phos.gpu_engine.daemon.session import UNKNOWN_USER
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import PhosError, RestoreFailed
 from phos.gpu_engine.restore.eager import EagerRestore, RestoredProcess
@@ -98,14 +98,7 @@ class RestoreServer:
             self._registry.forget(existing)
 
     def _register(self, job: EagerRestore, process: RestoredProcess, blocks: list[Block]) -> None:
-        session = Session(
-            process.session,
-            process.pid,
-            UNKNOWN_USER,
-            self._registry.broker,
-            self._registry.holds,
-            SessionState.DETACHED,
-        )
+        session = self._registry.session(process.session, process.pid, UNKNOWN_USER, SessionState.DETACHED)
         session.restored_from(process.message, process.imports)
         with self._registry.lock:
             self._registry.sessions[process.session] = session

@@ -47,7 +47,7 @@ class Daemon:
         versions = inventory.Versions(
             phos=version, criu="", driver=driver.release(), cuda=cuda, device_kind=driver.kind()
         )
-        self._registry = Registry(path, versions)
+        self._registry = Registry(path, versions, _capability(self.gpus))
         self._dumps = DumpServer(self._registry)
         self._restores = RestoreServer(self._registry)
         self._requests = Requests(self._registry)
@@ -60,7 +60,7 @@ class Daemon:
 
     def _adopt(self, number: bytes, pid: int) -> None:
         """A session of an earlier phosd. Its frontend will say itself whether it is detached."""
-        session = Session(number, pid, uid_of(pid), self._registry.broker, self._registry.holds, SessionState.RUNNING)
+        session = self._registry.session(number, pid, uid_of(pid), SessionState.RUNNING)
         session.executable = procfs.executable(pid)
         if not session.alive():
             self._registry.broker.drop_session(number)
@@ -190,9 +190,7 @@ class Daemon:
             session = self._registry.sessions.get(hello.session)
             if session is None:
                 state = SessionState.LOST if hello.state == wire_pb2.DETACHED else SessionState.RUNNING
-                session = Session(
-                    hello.session, connection.pid, connection.uid, self._registry.broker, self._registry.holds, state
-                )
+                session = self._registry.session(hello.session, connection.pid, connection.uid, state)
                 session.lost_reason = "phosd holds no GPU memory for this process: phosd and its keeper were restarted."
                 self._registry.sessions[hello.session] = session
         if session.uid == UNKNOWN_USER:
@@ -287,3 +285,9 @@ class Daemon:
             return
         log.info("Process %d has replaced its program, or closed its connection for good.", session.pid)
         self._registry.forget(session)
+
+
+def _capability(gpus: Sequence[driver.Gpu]) -> int:
+    """Which machine code the driver takes from modules; GPUs of one machine are mostly of one kind."""
+    major, minor = gpus[0].compute_capability if gpus else (0, 0)
+    return 10 * major + minor

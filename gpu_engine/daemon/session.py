@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from phos.gen import phos_image_pb2 as pb
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon import kernels, wire
 from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.states import SessionState, StateMachine
@@ -26,6 +27,7 @@ from phos.gpu_engine.process import (
     TracingWindow,
     UncarriedState,
 )
+from phos.gpu_engine.spec.speculator import Speculator
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,16 @@ class _Request:
 class Session:
     """One process under the frontend. Implements :class:`phos.gpu_engine.process.GatedProcess`."""
 
-    def __init__(self, session: bytes, pid: int, uid: int, broker: Broker, holds: Holds, state: SessionState) -> None:
+    def __init__(
+        self,
+        session: bytes,
+        pid: int,
+        uid: int,
+        broker: Broker,
+        holds: Holds,
+        speculator: Speculator,
+        state: SessionState,
+    ) -> None:
         self.session = session
         self.pid = pid
         self.uid = uid
@@ -78,6 +89,7 @@ class Session:
         self._ordinals: dict[int, int] = {}  # the process's numbering of GPUs → phosd's
         self._broker = broker
         self._holds = holds
+        self._speculator = speculator
         self._connection: wire.Connection | None = None
         self._lock = threading.Lock()  # guards _requests, _next_id, _connection, _imports
         self._requests: dict[int, _Request] = {}
@@ -156,6 +168,8 @@ class Session:
         if kind == "block_added":
             self._block_added(envelope.block_added, descriptors)
             return
+        if kind == "module_loaded":
+            kernels.module_loaded(self._speculator, self.session, self.pid, envelope.module_loaded, descriptors)
         wire.close_all(descriptors)
         if kind == "block_removed":
             self._block_removed(envelope.block_removed.block)
@@ -173,6 +187,8 @@ class Session:
                 self.modules.append(
                     LoadedModule(loaded.entry_point[:TEXT_KEPT], loaded.size, loaded.path[:TEXT_KEPT], loaded.offset)
                 )
+        elif kind == "kernels_seen":
+            kernels.kernels_seen(self._speculator, self.session, envelope.kernels_seen)
         elif kind == "token_resolve":
             self._resolve(envelope.id, (envelope.token_resolve.session, envelope.token_resolve.block))
         else:
@@ -502,6 +518,11 @@ class Session:
 
     def describe_kernels(self, timeout: float) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        table = kernels.table_file(self._speculator, self.session, timeout)
+        try:
+            self._tell([table], access_table=wire_pb2.AccessTable())
+        finally:
+            os.close(table)
 
     def hang_up(self) -> None:
         """End the connection; the frontend will make another."""
