@@ -95,8 +95,9 @@ def _variable(variable: Variable) -> str:
     words = [*variable.linkage, variable.space]
     if variable.alignment is not None and not variable.pointer:
         words += [".align", str(variable.alignment)]
-    words += [word for word in (variable.vector, variable.type) if word]
-    words += variable.attributes
+    kind = [word for word in (variable.vector, variable.type) if word]
+    # `.attribute(…)` stands before the type, `.ptr` behind it.
+    words += [*kind, *variable.attributes] if variable.pointer else [*variable.attributes, *kind]
     if variable.alignment is not None and variable.pointer:
         words += [".align", str(variable.alignment)]
     names = []

@@ -127,7 +127,7 @@ class Solver:
         return len(self._objects) - 1
 
     def _object(self, declared: Declared) -> int:
-        """The number of an object. Shared memory is one; variables and functions are one each; the rest is an instance's."""
+        """The number of an object. Shared memory is one; a variable or function is one; the rest is an instance's."""
         if declared.kind is Kind.SHARED:
             return 0
         if declared.kind in (Kind.VARIABLE, Kind.FUNCTION):

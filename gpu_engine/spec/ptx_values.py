@@ -1,7 +1,7 @@
 """What a register may hold, as far as addresses go.
 
-A value is a set of *atoms*, each with a *role*. An atom says where bits came from: bytes of the parameter block, memory,
-the address of something that the module declares. The role says what they are good for in an address:
+A value is a set of *atoms*, each with a *role*. An atom says where bits came from: bytes of the parameter block,
+memory, the address of something that the module declares. The role says what they are good for in an address:
 
 - OFFSET: they came through a multiplication, a shift, or are narrower than an address: an index, never a pointer while
   anything better is there;
@@ -19,7 +19,7 @@ from typing import NamedTuple, TypeAlias
 OFFSET, WEAK, STRONG = 0, 1, 2
 
 MAXIMUM_PLACES = 16
-"""So many different places in one object may a value name before it names just the object: pointers that walk in loops."""
+"""A value that names so many places in one object names just the object: pointers that walk in loops."""
 
 
 class Bytes(NamedTuple):
@@ -110,8 +110,9 @@ def runs(pieces: Iterable[Bytes]) -> list[Bytes]:
     for piece in sorted(pieces):
         if result and piece.offset <= result[-1].offset + result[-1].size:
             last = result.pop()
-            piece = Bytes(last.offset, max(last.size, piece.offset + piece.size - last.offset))
-        result.append(piece)
+            result.append(Bytes(last.offset, max(last.size, piece.offset + piece.size - last.offset)))
+        else:
+            result.append(piece)
     return result
 
 
