@@ -7,8 +7,11 @@ the next one takes its place. The layout alone is always a valid, if wasteful, d
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
@@ -25,8 +28,8 @@ Descriptors = dict[str, AccessDescriptor]
 Progress = Callable[[Descriptors], None]
 _Source = Callable[[Collection[str]], Iterator[Mapping[str, AccessDescriptor]]]
 
-SASS_KERNELS = 32
-"""How many kernels are disassembled at once."""
+SASS_KERNELS = 8
+"""How many kernels are disassembled at once: each may take a second."""
 
 
 def describe(
@@ -43,7 +46,19 @@ def describe(
     Raises:
         SpecError: the image is no module, or malformed. Errors of a single source or unit are logged only.
     """
+    return describe_within(image, capability, kernels, math.inf, progress)[0]
+
+
+def describe_within(
+    image: Buffer, capability: int, kernels: Collection[str] | None, seconds: float, progress: Progress | None = None
+) -> tuple[Descriptors, set[str]]:
+    """The same, and the kernels of which more could be found out: those not done after so many seconds.
+
+    The time is looked at between steps, of which each can take a few seconds.
+    """
+    deadline = time.monotonic() + seconds
     wanted = None if kernels is None else set(kernels)
+    known: list[tuple[Unit, Layouts]] = []
     found: Descriptors = {}
     for unit in modules.units(image, capability):
         if wanted is not None and not wanted:
@@ -55,13 +70,16 @@ def describe(
             continue
         if wanted is not None:
             wanted -= layouts.keys()
-        if not layouts:
-            continue
-        quick = {name: _from_name(name, parameters) for name, parameters in layouts.items()}
-        if progress is not None:
-            progress(quick)
-        found.update(_best(unit, layouts, quick, progress))
-    return found
+        if layouts:
+            known.append((unit, layouts))
+            quick = {name: _from_name(name, parameters) for name, parameters in layouts.items()}
+            found.update(quick)
+            if progress is not None:
+                progress(quick)
+    later: set[str] = set()
+    for unit, layouts in known:
+        later |= _improve(found, unit, layouts, deadline, progress)
+    return found, later
 
 
 def _layouts(unit: Unit, wanted: Collection[str] | None) -> Layouts:
@@ -85,12 +103,10 @@ def _from_name(kernel: str, parameters: tuple[Parameter, ...]) -> AccessDescript
         return from_layout(kernel, parameters)  # not mangled, or beyond us: common, and not worth a line
 
 
-def _best(unit: Unit, layouts: Layouts, quick: Descriptors, progress: Progress | None) -> Descriptors:
-    found = dict(quick)
+def _improve(found: Descriptors, unit: Unit, layouts: Layouts, deadline: float, progress: Progress | None) -> set[str]:
+    """Put what the data-flow sources say of a unit's kernels into ``found``; the kernels there was no time for."""
     missing = set(layouts)
     for source in _sources(unit):
-        if not missing:
-            break
         try:
             for offered in source(frozenset(missing)):
                 better = _fitting(offered, layouts, missing)
@@ -98,12 +114,16 @@ def _best(unit: Unit, layouts: Layouts, quick: Descriptors, progress: Progress |
                     progress(better)
                 found.update(better)
                 missing -= better.keys()
+                if not missing:
+                    return set()
+                if time.monotonic() > deadline:
+                    return missing
         except SpecError as error:
             log.warning("A source of descriptors failed; the next one is asked. %s", error)
         except Exception:
             # Whatever goes wrong in a source must cost no more than that source.
             log.warning("A source of descriptors failed; the next one is asked.", exc_info=True)
-    return found
+    return set()
 
 
 def _sources(unit: Unit) -> list[_Source]:
@@ -113,7 +133,7 @@ def _sources(unit: Unit) -> list[_Source]:
     def ptx(kernels: Collection[str]) -> Iterator[Mapping[str, AccessDescriptor]]:
         text = unit.ptx()
         if text is not None and from_ptx is not None:
-            yield from_ptx.describe(text)
+            yield _flow(from_ptx.describe, text)
 
     def sass(kernels: Collection[str]) -> Iterator[Mapping[str, AccessDescriptor]]:
         if from_sass is None or from_sass.find_disassembler() is None:
@@ -125,6 +145,12 @@ def _sources(unit: Unit) -> list[_Source]:
                 yield from_sass.describe(image, ordered[start : start + SASS_KERNELS])
 
     return [ptx, sass] if unit.ptx_matches else [sass, ptx]
+
+
+@lru_cache(maxsize=4)
+def _flow(describe_text: Callable[[str], Descriptors], text: str) -> Descriptors:
+    """PTX is read as a whole, and its kernels are often asked for one after another."""
+    return describe_text(text)
 
 
 def _fitting(offered: Mapping[str, AccessDescriptor], layouts: Layouts, missing: Collection[str]) -> Descriptors:
@@ -146,14 +172,18 @@ def _moved(found: AccessDescriptor, parameters: tuple[Parameter, ...]) -> Access
     """
     if [p.size for p in found.parameters] != [p.size for p in parameters]:
         return None
+    moves = {
+        byte: real.offset - told.offset
+        for told, real in zip(found.parameters, parameters, strict=True)
+        for byte in range(told.offset, told.offset + told.size)
+    }
     fields = []
     for field in found.fields:
-        for told, real in zip(found.parameters, parameters, strict=True):
-            if told.offset <= field.offset and 0 < field.size <= told.offset + told.size - field.offset:
-                fields.append(replace(field, offset=field.offset - told.offset + real.offset))
-                break
-        else:
+        # A field may span parameters, if it still does where they really are.
+        first, last = moves.get(field.offset), moves.get(field.offset + field.size - 1)
+        if first is None or first != last or field.size <= 0:
             return None
+        fields.append(replace(field, offset=field.offset + first))
     return replace(found, parameters=parameters, fields=tuple(fields))
 
 

@@ -23,7 +23,9 @@ from phos.gpu_engine.spec.worker_link import WorkerLink, WorkerLost
 log = logging.getLogger(__name__)
 
 MODULE_SECONDS = 60.0
-"""Time for one module. What is known by then stays; the rest of its kernels is given up for this session."""
+"""Longest time for one request. What is known by then stays; better is not found for its kernels in this session."""
+SHARE = 3
+"""A module may use this part of that time at once; then others have their turn before its other kernels."""
 IDLE_SECONDS = 60.0
 """How long a worker without work stays: it holds some 50 MB."""
 GATHER_SECONDS = 0.05
@@ -243,6 +245,7 @@ class Speculator:
 
     def _analyse(self, session: bytes, module: _Module, kernels: set[str]) -> None:
         error = ""
+        later: set[str] = set()
         try:
             if self._worker is None:
                 self._worker = WorkerLink()
@@ -251,18 +254,22 @@ class Speculator:
             ):
                 found = {item.kernel: item for item in map(decode, answer.get("descriptors", []))}
                 error = str(answer.get("error", ""))
+                later = kernels.intersection(answer.get("later", []))
                 with self._changed:
                     # Names that were not asked for are no use, and a worker taken over by a module may send any.
                     module.known.update({name: item for name, item in found.items() if name in kernels})
                     self._stale(session)
         except (WorkerLost, SpecError) as lost:
-            error = str(lost)
+            error, later = str(lost), set()
             self._end_worker()
         except OSError as failure:
             error = f"the analysis process cannot be started: {failure}"
             self._end_worker()
         with self._changed:
             module.asked -= kernels
+            if later != kernels:  # else no time would be enough
+                module.asked |= later
+            self._put_last(session, module)
             lacking = sorted(kernels - module.known.keys())
             module.lacking.update(lacking)
             self._changed.notify_all()
@@ -279,6 +286,7 @@ class Speculator:
             "capability": module.capability,
             "kernels": sorted(kernels),
             "limit": self._module_seconds,
+            "seconds": self._module_seconds / SHARE,
         }
         if isinstance(module.source, bytes):
             return request, module.source
@@ -293,6 +301,12 @@ class Speculator:
         of_session = self._sessions.get(session)
         if of_session is not None:
             of_session.packed = None
+
+    def _put_last(self, session: bytes, module: _Module) -> None:
+        modules = self._sessions[session].modules if session in self._sessions else {}
+        for number, known in list(modules.items()):
+            if known is module:
+                modules[number] = modules.pop(number)
 
     def _end_worker(self) -> None:
         if self._worker is not None:

@@ -17,11 +17,12 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from phos.gpu_engine.spec import analysis, fatbin, frames
 from phos.gpu_engine.spec.cache import Cache, encode
+from phos.gpu_engine.spec.descriptor import Source
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.fatbin import Buffer
 
@@ -30,8 +31,6 @@ log = logging.getLogger(__name__)
 NICE = 10
 MEMORY_LIMIT = 8 << 30
 """Bytes of address space. A module may be a part of a library of 2 GB, which is mapped as a whole."""
-SMALL_MODULE = 256 << 10
-"""Bytes. Smaller modules are analysed at once, not kernel by kernel: the next kernel asked for is then in the cache."""
 PR_SET_PDEATHSIG = 1
 
 
@@ -85,33 +84,47 @@ def _read(incoming: int, requests: queue.SimpleQueue[frames.Message]) -> None:
 
 
 def _serve(header: dict[str, Any], body: bytes, cache: Cache, outgoing: int) -> None:
-    def answer(stage: str, descriptors: analysis.Descriptors, error: str = "") -> None:
-        encoded = [encode(item) for item in descriptors.values()]
-        reply = {"id": header["id"], "stage": stage, "descriptors": encoded, "error": error}
+    def answer(stage: str, found: analysis.Descriptors, later: Collection[str] = (), error: str = "") -> None:
+        encoded = [encode(item) for item in found.values()]
+        reply = {"id": header["id"], "stage": stage, "descriptors": encoded, "later": sorted(later), "error": error}
         for part in frames.pack(reply):
             _write(outgoing, part)
 
     try:
         with _image(header, body) as image:
-            answer("done", _analyse(image, header, cache, lambda partly: answer("partly", partly)))
+            answer("done", *_analyse(image, header, cache, lambda partly: answer("partly", partly)))
     except (SpecError, OSError) as error:
-        answer("done", {}, str(error))
+        answer("done", {}, error=str(error))
     except Exception as error:
         log.warning("The analysis of a module failed.", exc_info=True)
-        answer("done", {}, f"The analysis failed: {type(error).__name__} {error}.")
+        answer("done", {}, error=f"The analysis failed: {type(error).__name__} {error}.")
 
 
-def _analyse(image: Buffer, header: dict[str, Any], cache: Cache, progress: analysis.Progress) -> analysis.Descriptors:
+def _analyse(
+    image: Buffer, header: dict[str, Any], cache: Cache, progress: analysis.Progress
+) -> tuple[analysis.Descriptors, set[str]]:
+    """What is known of the kernels asked for, and those of which more could be found out another time."""
     kernels, capability = set(header["kernels"]), int(header["capability"])
     key = cache.key(image, capability, analysis.tools())
     known = cache.load(key)
-    if kernels - known.keys():
-        wanted = None if len(image) <= SMALL_MODULE else kernels - known.keys()
-        found = analysis.describe(image, capability, wanted, progress)
-        if found.keys() - known.keys():
-            known.update(found)
-            cache.store(key, known.values())
-    return {name: known[name] for name in kernels & known.keys()}
+    wanted = kernels - known.keys()
+    later: set[str] = set()
+    if wanted:
+
+        def keep(partly: analysis.Descriptors) -> None:
+            progress(partly)
+            # Kept at once, in case that the next kernel takes this process down with it.
+            final = {name: item for name, item in partly.items() if item.source in (Source.PTX, Source.SASS)}
+            if final:
+                known.update(final)
+                cache.store(key, known.values())
+
+        found, later = analysis.describe_within(image, capability, wanted, float(header["seconds"]), keep)
+        known.update(found)
+        kept = [item for name, item in known.items() if name not in later]
+        if found.keys() - later:
+            cache.store(key, kept)
+    return {name: known[name] for name in kernels & known.keys()}, later
 
 
 @contextlib.contextmanager

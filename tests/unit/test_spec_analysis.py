@@ -137,7 +137,7 @@ def test_contradictions_of_the_layout_are_refused(sources: dict[str, Answer], ca
     def wrong(kernels: Collection[str]) -> dict[str, AccessDescriptor]:
         found = says(Source.PTX)(kernels)
         found[SCALE] = replace(found[SCALE], parameters=LAYOUTS[THROUGH])
-        found[THROUGH] = replace(found[THROUGH], fields=(Field(12, 8, Access.READ, FieldKind.POINTER),))
+        found[THROUGH] = replace(found[THROUGH], fields=(Field(28, 8, Access.READ, FieldKind.POINTER),))
         return found
 
     sources["ptx_flow"] = wrong
@@ -162,6 +162,14 @@ def test_progress_is_told_quick_answers_first(sources: dict[str, Answer]) -> Non
     told: list[dict[str, Source]] = []
     analysis.describe(ZSTD, 90, [THROUGH], lambda partly: told.append(sources_of(partly)))
     assert told == [{THROUGH: Source.NAME}, {THROUGH: Source.PTX}]
+
+
+def test_what_there_is_no_time_for_is_named(sources: dict[str, Answer], monkeypatch: pytest.MonkeyPatch) -> None:
+    sources["sass_flow"] = says(Source.SASS)
+    monkeypatch.setattr(analysis, "SASS_KERNELS", 1)
+    found, later = analysis.describe_within(image(Kind.ELF, 90), 90, None, -1)
+    assert later == {SCALE}
+    assert sources_of(found) == {SCALE: Source.LAYOUT, THROUGH: Source.SASS}
 
 
 @pytest.mark.parametrize("noise", [b"", b"\x7fELF", b"hello", bytes(100), b"\xb1\x43\x62\x46" + bytes(20)])

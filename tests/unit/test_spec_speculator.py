@@ -34,8 +34,8 @@ CUSTOMISE = """
 import ctypes, os, sys, time
 if "phos.gpu_engine.spec.worker" in " ".join(sys.orig_argv):
     from phos.gpu_engine.spec import analysis
-    real = analysis.describe
-    def describe(image, capability, kernels, progress=None):
+    real = analysis.describe_within
+    def describe(image, capability, kernels, seconds, progress=None):
         image = bytes(image)
         if image.startswith(b"CRASH"):
             os.kill(os.getpid(), 11)
@@ -47,11 +47,17 @@ if "phos.gpu_engine.spec.worker" in " ".join(sys.orig_argv):
             bytearray(1 << 40)
         if image.startswith((b"HANG", b"PARTLY")):
             if image.startswith(b"PARTLY"):
-                real(image[6:], capability, kernels, progress)
+                real(image[6:], capability, kernels, seconds, progress)
             # Holds the interpreter lock, as a library that loops for ever may.
             ctypes.PyDLL(None).sleep(1000)
-        return real(image[5:] if image.startswith(b"PRINT") else image, capability, kernels, progress)
-    analysis.describe = describe
+        if image.startswith(b"SLOW"):
+            found, _ = real(image[4:], capability, kernels, seconds, progress)
+            first = min(kernels)
+            return found, set(kernels) - {first}
+        if image.startswith(b"NEVER"):
+            return real(image[5:], capability, kernels, seconds, progress)[0], set(kernels)
+        return real(image[5:] if image.startswith(b"PRINT") else image, capability, kernels, seconds, progress)
+    analysis.describe_within = describe
 """
 
 
@@ -163,6 +169,14 @@ def test_a_module_that_hangs_is_given_up(caplog: pytest.LogCaptureFixture) -> No
         assert caplog.text.count("longer than 2 s") == 2
     finally:
         speculator.close()
+
+
+@pytest.mark.parametrize("kind", [b"SLOW", b"NEVER"])
+def test_kernels_without_time_have_another_turn_if_that_helps(speculator: Speculator, kind: bytes) -> None:
+    speculator.add_module(ONE, 1, kind + ZSTD)
+    speculator.add_kernels(ONE, 1, [SCALE, THROUGH])
+    assert set(sources(speculator.table(ONE, PATIENCE))) == {key(1, SCALE), key(1, THROUGH)}
+    assert speculator.unfinished(ONE) == []
 
 
 def test_a_table_is_there_in_time_and_says_what_is_missing(
