@@ -503,9 +503,9 @@ bool phos_kernel_copy(struct phos_kernel *kernel, const struct phos_arguments *a
     }
     if (kernel->layout != LAYOUT_KNOWN)
         return false;
-    if (!kernel->block_size || !arguments->parameters)
+    if (!kernel->block_size)
         return true;
-    if (!(*block = calloc(1, kernel->block_size)))
+    if (!arguments->parameters || !(*block = calloc(1, kernel->block_size)))
         return false;
     for (uint32_t i = 0; i < kernel->count; i++)
         if (arguments->parameters[i])

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Entry points with code of their own behind the gate: the generated wrapper calls serve_<name>() in the file named
 # here instead of the driver. A spelling for the per-thread default stream is served by the same function, which then
-# gets CU_STREAM_PER_THREAD in place of stream 0.
+# gets CU_STREAM_PER_THREAD in place of stream 0, unless it is listed itself.
 SERVED: dict[str, tuple[str, ...]] = {
     "memory.c": (
         "cuMemAlloc_v2",
@@ -97,6 +97,26 @@ SERVED: dict[str, tuple[str, ...]] = {
         "cuLibraryGetModule",
         "cuLibraryUnload",
         "cuKernelGetFunction",
+    ),
+    "graphs.c": (
+        "cuGraphInstantiate",
+        "cuGraphInstantiate_v2",
+        "cuGraphInstantiateWithFlags",
+        "cuGraphInstantiateWithParams",
+        "cuGraphInstantiateWithParams_ptsz",
+        "cuGraphExecDestroy",
+        "cuGraphExecUpdate",
+        "cuGraphExecUpdate_v2",
+        "cuGraphExecKernelNodeSetParams",
+        "cuGraphExecKernelNodeSetParams_v2",
+        "cuGraphExecMemcpyNodeSetParams",
+        "cuGraphExecMemsetNodeSetParams",
+        "cuGraphExecBatchMemOpNodeSetParams",
+        "cuGraphExecChildGraphNodeSetParams",
+        "cuGraphExecNodeSetParams",
+        "cuGraphNodeSetEnabled",
+        "cuGraphDestroy",
+        "cuGraphDestroyNode",
     ),
     "tensor_maps.c": (
         "cuTensorMapEncodeTiled",
@@ -339,10 +359,11 @@ def header(entries: list[Entry]) -> str:
     )
     done: set[str] = set()
     for entry in entries:
-        if entry.base in served and entry.base not in done:
-            prototype = next(e for e in entries if e.symbol == entry.base)
-            out.append(f"CUresult serve_{entry.base}({prototype.declaration});\n")
-            done.add(entry.base)
+        for name in (entry.base, entry.symbol):
+            if name in served and name not in done:
+                prototype = next(e for e in entries if e.symbol == name)
+                out.append(f"CUresult serve_{name}({prototype.declaration});\n")
+                done.add(name)
     missing = served - done
     if missing:
         raise ValueError(f"served, but not in the list: {', '.join(sorted(missing))}")
@@ -372,6 +393,8 @@ def _explicit(entry: Entry) -> str:
 def _call(entry: Entry, served: set[str]) -> str:
     if entry.base not in served:
         return f"phos_real.{entry.symbol}({entry.arguments})"
+    if entry.symbol in served:
+        return f"serve_{entry.symbol}({entry.arguments})"
     return f"serve_{entry.base}({_explicit(entry)})"
 
 

@@ -1,5 +1,6 @@
 /* Memory that stays with the driver: passed through, counted, reported. Never silently wrong. */
 #include "array_size.h"
+#include "graphs.h"
 #include "phos_api.h"
 #include "track.h"
 
@@ -151,8 +152,10 @@ CUresult serve_cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph graph, const CU
     return result;
 }
 
-static CUresult node_added(CUresult result, const CUgraphNodeParams *parameters)
+static CUresult node_added(CUresult result, CUgraph graph, const CUgraphNode *node, const CUgraphNodeParams *parameters)
 {
+    if (result == CUDA_SUCCESS && node && parameters)
+        phos_graph_node_added(graph, *node, parameters);
     if (result == CUDA_SUCCESS && parameters && parameters->type == CU_GRAPH_NODE_TYPE_MEM_ALLOC)
         phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)parameters->alloc.bytesize);
     return result;
@@ -161,11 +164,13 @@ static CUresult node_added(CUresult result, const CUgraphNodeParams *parameters)
 CUresult serve_cuGraphAddNode_v2(CUgraphNode *node, CUgraph graph, const CUgraphNode *dependencies,
                                  const CUgraphEdgeData *data, size_t count, CUgraphNodeParams *parameters)
 {
-    return node_added(phos_real.cuGraphAddNode_v2(node, graph, dependencies, data, count, parameters), parameters);
+    CUresult result = phos_real.cuGraphAddNode_v2(node, graph, dependencies, data, count, parameters);
+    return node_added(result, graph, node, parameters);
 }
 
 CUresult serve_cuGraphAddNode(CUgraphNode *node, CUgraph graph, const CUgraphNode *dependencies, size_t count,
                               CUgraphNodeParams *parameters)
 {
-    return node_added(phos_real.cuGraphAddNode(node, graph, dependencies, count, parameters), parameters);
+    CUresult result = phos_real.cuGraphAddNode(node, graph, dependencies, count, parameters);
+    return node_added(result, graph, node, parameters);
 }
