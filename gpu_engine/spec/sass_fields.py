@@ -14,7 +14,7 @@ from phos.gpu_engine.spec.descriptor import (
     Parameter,
 )
 from phos.gpu_engine.spec.sass_state import Layout, Touch
-from phos.gpu_engine.spec.sass_value import ANY, LOADED, Atom, Atoms, Origin
+from phos.gpu_engine.spec.sass_value import ANY, BLOCK, LOADED, Atom, Atoms, Origin
 
 # Arrays of pointers further apart than this, with the same index, are taken for different ones. Less is what unrolled
 # loops over one array look like.
@@ -103,7 +103,9 @@ def _pairs(low: Atoms, high: Atoms) -> frozenset[Base | None]:
 def _resolve_map(touch: Touch, layout: Layout, found: Found) -> None:
     """Tensor copies: the address is that of a tensor map, among the parameters or in memory."""
     for atoms in touch.low:
-        if any(atom.origin == Origin.BLOCK for atom in atoms):
+        if BLOCK not in atoms and any(BLOCK in others for others in touch.low):
+            continue  # what the register held before it was set, on ways that do not come here
+        if BLOCK in atoms:
             base = Base(touch.offset - layout.base, touch.scale)
             found.maps[base] = found.maps.get(base, Access.NONE) | touch.access
             continue

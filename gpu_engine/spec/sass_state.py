@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,7 +103,7 @@ class Kernel:
             if place == driver.block:
                 return add(BLOCK_WORD, number(driver.target))
             if place == driver.block + WORD:
-                return BLOCK_WORD
+                return of(Atom(Origin.BLOCK, WORD))  # the upper half
             if place == driver.stack:
                 return STACK_WORD
             if place in (driver.window, driver.window + WORD):
@@ -126,9 +127,15 @@ class Kernel:
 class State:
     """Registers and stack. Registers never written hold nothing that matters."""
 
-    __slots__ = ("registers", "slots", "spread")
+    __slots__ = ("guarded", "predicate", "registers", "slots", "spread", "voted")
 
     def __init__(self) -> None:
+        self.guarded: dict[int, tuple[str, Word]] = {}
+        """What was last put into a register under a predicate, which holds for whoever reads it under the same."""
+        self.predicate = ""
+        """That of the instruction being carried out."""
+        self.voted: dict[str, str] = {}
+        """Uniform predicates that are true if another predicate is true for any thread of the warp."""
         self.registers: dict[int, Word] = {}
         self.slots: dict[int, Word] = {}
         """Words on the stack by their offset from its top, as it was when the kernel began."""
@@ -152,19 +159,39 @@ class State:
         self.spread = spread
         return changed
 
-    def read(self, register: int) -> Word:
-        """A register's word."""
-        return NOTHING if register < 0 else self.registers.get(register, NOTHING)
-
-    def write(self, register: int, word: Word, always: bool) -> None:
-        """Put a word into a register; unless ``always``, the old one may stay."""
+    def write(self, register: int, word: Word) -> None:
+        """Put a word into a register; under a predicate the old one may stay."""
         if register < 0:
             return
-        if not always:
+        if self.predicate:
+            self.guarded[register] = (self.predicate, word)
             old = self.registers.get(register)
             if old is not None:
                 word = join(old, word)
+        elif self.guarded:
+            self.guarded.pop(register, None)
         self.registers[register] = word
+
+    def read(self, register: int) -> Word:
+        """A register's word, as the instruction that is being carried out sees it."""
+        if register < 0:
+            return NOTHING
+        if self.predicate and self.guarded:
+            guarded = self.guarded.get(register)
+            if guarded is not None and guarded[0] in (self.predicate, self.voted.get(self.predicate)):
+                return guarded[1]
+        return self.registers.get(register, NOTHING)
+
+    def forget(self, predicates: Iterable[str]) -> None:
+        """Predicates have changed: what was put into registers under them is not sure any more."""
+        for name in predicates:
+            # PR stands for all of them.
+            gone = [r for r, (held, _) in self.guarded.items() if name in ("PR", "UPR", held.lstrip("!"))]
+            for register in gone:
+                del self.guarded[register]
+            for uniform, held in list(self.voted.items()):
+                if name in ("PR", "UPR", uniform, held):
+                    del self.voted[uniform]
 
     def load_stack(self, place: Word, part: int) -> Word:
         """The word ``part`` words after an address on the stack."""

@@ -16,6 +16,7 @@ from phos.gpu_engine.spec.descriptor import Access
 from phos.gpu_engine.spec.sass_state import WINDOW_WORD, Kernel, State, Touch
 from phos.gpu_engine.spec.sass_text import ZERO, Instruction, Kind, Operand
 from phos.gpu_engine.spec.sass_value import (
+    BLOCK,
     LOADED_NUMBER,
     LOADED_WORD,
     NOTHING,
@@ -79,7 +80,32 @@ def step(instruction: Instruction, state: State, kernel: Kernel) -> None:
     handler = _handlers.get(name)
     if handler is None:
         handler = _handlers[name] = _find(name)
+    state.predicate = "" if instruction.always else instruction.predicate
     handler(instruction, state, kernel)
+    state.predicate = ""
+    if state.guarded or name == "VOTEU":
+        _change_predicates(instruction, state)
+
+
+def _change_predicates(instruction: Instruction, state: State) -> None:
+    """Predicates written stand first, or right behind the first register; those read stand last."""
+    written = []
+    others = 0
+    for operand in instruction.operands:
+        if operand.kind == Kind.PREDICATE:
+            written.append(operand.text.lstrip("!"))
+        else:
+            others += 1
+            if others > 1:
+                break
+    if instruction.name in ("VOTEU", "PLOP3", "UPLOP3"):
+        read = written[1 if instruction.name == "VOTEU" else 2 :]
+        written = written[: len(written) - len(read)]
+        state.forget(written)
+        if instruction.name == "VOTEU" and "ANY" in instruction.modifiers and len(instruction.operands) == 2:
+            state.voted[written[0]] = instruction.operands[1].text
+        return
+    state.forget(written)
 
 
 def _find(name: str) -> _Handler:
@@ -114,7 +140,7 @@ def _word(operand: Operand, state: State, kernel: Kernel, part: int = 0) -> Word
     if kind == Kind.REGISTER:
         if operand.register < 0:
             return NOTHING
-        word = state.registers.get(operand.register + part, NOTHING)
+        word = state.read(operand.register + part)
     elif kind == Kind.IMMEDIATE:
         return number(operand.value >> (32 * part))
     elif kind == Kind.CONSTANT:
@@ -155,9 +181,8 @@ def _width(instruction: Instruction) -> int:
 def _put(instruction: Instruction, state: State, register: int, words: list[Word]) -> None:
     if register < 0:
         return
-    always = instruction.always
     for part, word in enumerate(words):
-        state.write(register + part, word, always)
+        state.write(register + part, word)
 
 
 # Arithmetic.
@@ -373,7 +398,7 @@ def _pointed(low: Word, high: Word, part: int, state: State, kernel: Kernel) -> 
     for atoms in low.alternatives:
         origins = {atom.origin for atom in atoms}
         one = Word(frozenset([atoms]), frozenset(), low.offset, low.scale)
-        if Origin.BLOCK in origins:
+        if BLOCK in atoms:
             place = one.offset + 4 * part
             exact = low.scale == 0
             words.append(kernel.constant(0, place) if exact else kernel.element(0, place, low.scale))

@@ -126,11 +126,23 @@ def join(first: Word, second: Word) -> Word:
     derived = first.derived | second.derived
     if first.offset == second.offset and first.scale == second.scale:
         return Word(alternatives, derived, first.offset, first.scale)
+    one, two = _rank(first), _rank(second)
+    if one != two:
+        # Only addresses in the parameter block and on the stack need exact places: they keep theirs.
+        kept = second if one < two else first
+        return Word(alternatives, derived, kept.offset, kept.scale)
     difference = second.offset - first.offset
     scale = gcd(first.scale, second.scale, abs(difference))
     # A loop that counts up from an offset keeps it; anything else keeps only what is left modulo the scale.
     offset = first.offset if difference >= 0 else second.offset % scale
     return Word(alternatives, derived, offset, scale)
+
+
+def _rank(word: Word) -> int:
+    """How much depends on a word's offset."""
+    if word.plain:
+        return 0
+    return 2 if any(BLOCK in atoms or STACK in atoms for atoms in word.alternatives) else 1
 
 
 def _absorbed(alternatives: frozenset[Atoms]) -> frozenset[Atoms]:

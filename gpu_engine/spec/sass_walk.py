@@ -6,6 +6,7 @@ are called with pointers here and numbers there.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -18,8 +19,8 @@ from phos.gpu_engine.spec.sass_value import LOADED_WORD, UNKNOWN, Atom, Origin, 
 MAX_DEPTH = 16
 """Calls within calls. Deeper ones are taken for recursion."""
 
-MAX_STEPS = 3_000_000
-"""Instructions carried out on behalf of one kernel; a minute or so."""
+MAX_STEPS = 1_000_000
+"""Instructions carried out on behalf of one kernel; about twenty seconds."""
 
 _ENDS = frozenset(("EXIT", "KILL", "RET", "BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU"))
 _FORKS = frozenset(("WARPSYNC", "BSSY", "BSYNC", "BREAK", "CALL", "BPT"))
@@ -116,7 +117,8 @@ class Walk:
         self.kernel = kernel
         self.slots = slots
         self.states: dict[Node, State] = {}
-        self.waiting: dict[Node, None] = {}
+        self.waiting: dict[Node, bool] = {}
+        self.queue: list[tuple[int, int, Context]] = []
         self.steps = 0
         self.reconvergence: dict[tuple[str, str], set[int]] = {}
         for position, instruction in enumerate(code.instructions):
@@ -135,23 +137,31 @@ class Walk:
         self._reach(((), self.code.names[name]), State())
         shared = self.kernel.shared
         while True:
-            while self.waiting:
-                node = next(iter(self.waiting))
-                del self.waiting[node]
-                self._block(node)
+            while self.queue:
+                # In the order of the code: a loop settles before what follows it is walked. Calls first.
+                _, position, context = heapq.heappop(self.queue)
+                if self.waiting.pop((context, position), False):
+                    self._block((context, position))
             if self.kernel.shared == shared:
                 return
             # Something new was put into shared memory: every load from there may see it.
             shared = self.kernel.shared
-            self.waiting = dict.fromkeys(self.states)
+            for node in self.states:
+                self._wait(node)
 
     def _reach(self, node: Node, state: State) -> None:
         known = self.states.get(node)
         if known is None:
             self.states[node] = state.copy()
-            self.waiting[node] = None
+            self._wait(node)
         elif known.merge(state):
-            self.waiting[node] = None
+            self._wait(node)
+
+    def _wait(self, node: Node) -> None:
+        if node not in self.waiting:
+            context, position = node
+            self.waiting[node] = True
+            heapq.heappush(self.queue, (-len(context), position, context))
 
     def _block(self, node: Node) -> None:
         context, position = node
@@ -247,7 +257,7 @@ class Walk:
         if outside - _NEVER_RETURN:
             heap = of(Atom(Origin.VARIABLE, -1)) if "malloc" in outside else UNKNOWN
             for result in _RESULTS:
-                state.write(result, heap, False)
+                state.registers[result] = heap
             following += self._nodes(context, (after,))
         return following
 
