@@ -15,6 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
+from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.spec import cubin, modules, names, ptx_layout
 from phos.gpu_engine.spec.descriptor import AccessDescriptor, Parameter, from_layout
 from phos.gpu_engine.spec.errors import SpecError
@@ -118,7 +119,7 @@ def _improve(found: Descriptors, unit: Unit, layouts: Layouts, deadline: float, 
                     return set()
                 if time.monotonic() > deadline:
                     return missing
-        except SpecError as error:
+        except PhosError as error:
             log.warning("A source of descriptors failed; the next one is asked. %s", error)
         except Exception:
             # Whatever goes wrong in a source must cost no more than that source.

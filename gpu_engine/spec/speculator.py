@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from phos.gpu_engine.spec import table as tables
 from phos.gpu_engine.spec.cache import decode
-from phos.gpu_engine.spec.descriptor import AccessDescriptor
+from phos.gpu_engine.spec.descriptor import AccessDescriptor, Source
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.worker_link import WorkerLink, WorkerLost
 
@@ -28,6 +28,8 @@ SHARE = 3
 """A module may use this part of that time at once; then others have their turn before its other kernels."""
 IDLE_SECONDS = 60.0
 """How long a worker without work stays: it holds some 50 MB."""
+FINAL = (Source.PTX, Source.SASS)
+"""Sources of which no better follows within one analysis."""
 GATHER_SECONDS = 0.05
 """Kernel names come one by one while a program starts; a module is analysed for several of them at once."""
 
@@ -258,6 +260,7 @@ class Speculator:
                 with self._changed:
                     # Names that were not asked for are no use, and a worker taken over by a module may send any.
                     module.known.update({name: item for name, item in found.items() if name in kernels})
+                    module.asked -= {name for name, item in found.items() if item.source in FINAL}
                     self._stale(session)
         except (WorkerLost, SpecError) as lost:
             error, later = str(lost), set()
