@@ -127,9 +127,11 @@ class Kernel:
 class State:
     """Registers and stack. Registers never written hold nothing that matters."""
 
-    __slots__ = ("guarded", "predicate", "registers", "slots", "spread", "voted")
+    __slots__ = ("barriers", "guarded", "predicate", "registers", "slots", "spread", "voted")
 
     def __init__(self) -> None:
+        self.barriers: dict[str, frozenset[int]] = {}
+        """Where the threads that wait at a convergence barrier (B0 to B15) go on together."""
         self.guarded: dict[int, tuple[str, Word]] = {}
         """What was last put into a register under a predicate, which holds for whoever reads it under the same."""
         self.predicate = ""
@@ -145,6 +147,7 @@ class State:
     def copy(self) -> State:
         """Another state, which can be changed without changing this one."""
         other = State()
+        other.barriers = self.barriers.copy()
         other.registers = self.registers.copy()
         other.slots = self.slots.copy()
         other.spread = self.spread
@@ -154,6 +157,10 @@ class State:
         """Take in what may hold on another way here. Returns whether that was anything new."""
         changed = _merge(self.registers, other.registers)
         changed |= _merge(self.slots, other.slots)
+        for name, places in other.barriers.items():
+            both = self.barriers.get(name, frozenset()) | places
+            changed |= both != self.barriers.get(name)
+            self.barriers[name] = both
         spread = join(self.spread, other.spread)
         changed |= spread != self.spread
         self.spread = spread
@@ -214,10 +221,12 @@ def _merge(mine: dict[int, Word], theirs: dict[int, Word]) -> bool:
     changed = False
     for key, word in theirs.items():
         old = mine.get(key)
+        if old is word:
+            continue
         if old is None:
             mine[key] = word
             changed = True
-        elif old is not word:
+        else:
             new = join(old, word)
             if new != old:
                 mine[key] = new

@@ -7,7 +7,7 @@ are called with pointers here and numbers there.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from phos.gpu_engine.spec.descriptor import Access
@@ -23,7 +23,7 @@ MAX_STEPS = 1_000_000
 """Instructions carried out on behalf of one kernel; about twenty seconds."""
 
 _ENDS = frozenset(("EXIT", "KILL", "RET", "BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU"))
-_FORKS = frozenset(("WARPSYNC", "BSSY", "BSYNC", "BREAK", "CALL", "BPT"))
+_FORKS = frozenset(("WARPSYNC", "BSSY", "BSYNC", "BMOV", "CALL", "BPT"))
 
 # Functions of the driver that kernels call. They touch none of the application's buffers but those named in the text
 # that they print; `malloc`'s memory belongs to the driver.
@@ -120,11 +120,12 @@ class Walk:
         self.waiting: dict[Node, bool] = {}
         self.queue: list[tuple[int, int, Context]] = []
         self.steps = 0
-        self.reconvergence: dict[tuple[str, str], set[int]] = {}
+        self.reconvergence: dict[tuple[str, str], frozenset[int]] = {}
         for position, instruction in enumerate(code.instructions):
             if instruction.name == "BSSY" and instruction.operands:
                 key = code.section_of[position], instruction.operands[0].text
-                self.reconvergence.setdefault(key, set()).update(code.target_of[position])
+                known = self.reconvergence.get(key, frozenset())
+                self.reconvergence[key] = known | frozenset(code.target_of[position])
 
     def run(self, name: str) -> None:
         """Walk from a kernel's first instruction.
@@ -207,16 +208,32 @@ class Walk:
             conditional = not instruction.always or any(o.kind == Kind.PREDICATE for o in instruction.operands)
             divided = "DIV" in instruction.modifiers or "ANY" in instruction.modifiers
             return self._nodes(context, (*targets, after) if conditional or divided else targets)
-        if name in ("BSYNC", "BREAK") and instruction.operands:
-            key = self.code.section_of[position], instruction.operands[-1].text
-            ends = self.reconvergence.get(key, set())
-            return self._nodes(context, {after, *ends} if name == "BREAK" or not ends else ends)
+        if instruction.operands and name in ("BSSY", "BSYNC", "BMOV"):
+            return self._nodes(context, self._converge(instruction, position, after, state))
         step(instruction, state, self.kernel)
-        # BSSY only names the place where threads meet again; WARPSYNC may go there.
-        return self._nodes(context, (after,) if name == "BSSY" else (after, *targets))
+        return self._nodes(context, (after, *targets))  # WARPSYNC may go elsewhere
+
+    def _converge(
+        self, instruction: Instruction, position: int, after: int, state: State
+    ) -> tuple[int, ...] | frozenset[int]:
+        """``BSSY B0, `(.L)`` names the place where ``BSYNC B0`` goes on; ``BMOV`` saves and restores such places."""
+        barrier = instruction.operands[0].text
+        if instruction.name == "BSSY":
+            known = state.barriers.get(barrier, frozenset())
+            places = frozenset(self.code.target_of[position])
+            state.barriers[barrier] = places if instruction.always else places | known
+        elif instruction.name == "BSYNC":
+            places = state.barriers.get(barrier, frozenset())
+            # Without the barrier's being set before, this is where nobody waits.
+            return places if places and instruction.always else places | {after}
+        elif barrier.startswith("B"):
+            state.barriers[barrier] = self.reconvergence.get((self.code.section_of[position], barrier), frozenset())
+        else:
+            step(instruction, state, self.kernel)
+        return (after,)
 
     @staticmethod
-    def _nodes(context: Context, positions: set[int] | tuple[int, ...]) -> list[Node]:
+    def _nodes(context: Context, positions: Iterable[int]) -> list[Node]:
         return [(context, position) for position in positions if position >= 0]
 
     def _anywhere(self, instruction: Instruction, position: int) -> tuple[int, ...]:
