@@ -56,6 +56,8 @@ class Session:
     blocks: dict[int, Block] = field(default_factory=dict)
     uncarried: dict[str, tuple[int, int]] = field(default_factory=dict)
     modules: list[tuple[str, str, int, int, bytes]] = field(default_factory=list)
+    module_numbers: list[int] = field(default_factory=list)
+    kernels: list[tuple[int, str]] = field(default_factory=list)  # module and name, as often as they were told
     connection: Connection | None = None
     hellos: list[wire.Hello] = field(default_factory=list)
     memory_map: wire.MemoryMap | None = None
@@ -83,10 +85,12 @@ class Connection:
         with self.lock:
             self.peer.sendmsg([envelope.SerializeToString()], ancillary)
 
-    def ask(self, timeout: float = PATIENCE, **body: object) -> tuple[wire.Envelope, list[int]]:
+    def ask(
+        self, timeout: float = PATIENCE, descriptors: list[int] | None = None, **body: object
+    ) -> tuple[wire.Envelope, list[int]]:
         """Send a request and wait for its reply. Raises queue.Empty if none comes (any more)."""
         self.last_id += 1
-        self.send(wire.Envelope(id=self.last_id, **body))  # type: ignore[arg-type]
+        self.send(wire.Envelope(id=self.last_id, **body), descriptors)  # type: ignore[arg-type]
         deadline = time.monotonic() + timeout
         while True:
             ended = self.ended.is_set()
@@ -167,7 +171,12 @@ class Connection:
             if descriptors:
                 content = os.pread(descriptors[0], module.size, 0)
                 os.close(descriptors[0])
+            self.session.module_numbers.append(module.module)
             self.session.modules.append((module.entry_point, module.path, module.offset, module.size, content))
+        elif kind == "kernels_seen":
+            told = set(self.session.module_numbers)
+            assert envelope.kernels_seen.module in told, "kernels of a module that nobody was told of"
+            self.session.kernels += [(envelope.kernels_seen.module, name) for name in envelope.kernels_seen.kernel]
         elif kind == "token_resolve":
             self._resolve(envelope)
         elif kind == "checkpoint_request":
