@@ -98,13 +98,14 @@ def _change_predicates(instruction: Instruction, state: State) -> None:
             others += 1
             if others > 1:
                 break
-    if instruction.name in ("VOTEU", "PLOP3", "UPLOP3"):
-        read = written[1 if instruction.name == "VOTEU" else 2 :]
-        written = written[: len(written) - len(read)]
-        state.forget(written)
-        if instruction.name == "VOTEU" and "ANY" in instruction.modifiers and len(instruction.operands) == 2:
+    kinds = [operand.kind for operand in instruction.operands]
+    if instruction.name == "VOTEU" and kinds == [Kind.PREDICATE, Kind.PREDICATE]:
+        state.forget(written[:1])
+        if "ANY" in instruction.modifiers:
             state.voted[written[0]] = instruction.operands[1].text
         return
+    if instruction.name in ("PLOP3", "UPLOP3"):
+        written = written[:2]
     state.forget(written)
 
 
