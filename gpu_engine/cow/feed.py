@@ -115,7 +115,6 @@ class ChunkFeed:
         if self._expected is not None:
             address = ctypes.addressof(ctypes.c_char.from_buffer(data))
             if content_hash(address, piece.size) != self._expected[piece.chunk]:
-                import sys; print('DBG', piece, hex(content_hash(address, piece.size)), hex(self._expected[piece.chunk]), [hex(x) for x in self._expected], bytes(data[:64]).hex(), file=sys.stderr, flush=True)
                 raise Mispredicted(
                     f"GPU memory changed before it was saved (block {piece.key[1]}, "
                     f"{piece.size} bytes at {piece.offset}): a kernel wrote where no guess said it would."

@@ -472,6 +472,7 @@ class Session:
         done = answer.attach_done
         if done.error:
             raise PhosError(f"Process {self.pid} ({self.executable}) could not map its GPU memory again: {done.error}")
+        self._open_window()
         _, extra = self._call(ANSWER_SECONDS, patient=True, open=wire_pb2.Open())
         wire.close_all(extra)
         self.detached = None
