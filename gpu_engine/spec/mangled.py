@@ -7,22 +7,25 @@ by their last part only. Whatever is not understood raises SpecError; a wrong tr
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from phos.gpu_engine.spec.errors import SpecError
+from phos.gpu_engine.spec.mangled_types import (
+    BUILTIN_BYTES,
+    Array,
+    Builtin,
+    Code,
+    Expansion,
+    Named,
+    Pack,
+    Qualified,
+    Type,
+    Unknown,
+    expand,
+    pointer_to,
+)
 
 MAX_NAME = 1 << 16
 MAX_DEPTH = 120
-MAX_PARAMETERS = 4096
-
-BUILTIN_BYTES = {
-    "v": 0, "w": 4, "b": 1, "c": 1, "a": 1, "h": 1, "s": 2, "t": 2, "i": 4, "j": 4, "l": 8, "m": 8, "x": 8, "y": 8,
-    "n": 16, "o": 16, "f": 4, "d": 8, "e": 16, "g": 16, "z": 0,
-    "Dd": 8, "De": 16, "Df": 4, "Dh": 2, "Di": 4, "Ds": 2, "Du": 1, "Da": 0, "Dc": 0, "Dn": 8,
-}  # fmt: skip
-"""Sizes of the built-in types where CUDA runs (LP64)."""
-INTEGERS = "lmxyno"
-"""Those that may hold an address."""
 
 STANDARD = {"a": "allocator", "b": "basic_string", "s": "string", "i": "istream", "o": "ostream", "d": "iostream"}
 # Codes of operators, by the number of operands they have in expressions.
@@ -32,75 +35,6 @@ BINARY = frozenset(
 )
 FUNCTION_PREFIXES = ("Do", "DO", "Dw", "Dx")
 OPERATORS = UNARY | BINARY | {"nw", "na", "aw", "cl", "qu"}
-
-
-@dataclass(frozen=True, eq=False)
-class Type:
-    """A type, or what stands in the place of one. Identity counts: substitutions refer to the same object."""
-
-
-@dataclass(frozen=True, eq=False)
-class Builtin(Type):
-    """A built-in type, by its code."""
-
-    code: str
-
-
-@dataclass(frozen=True, eq=False)
-class Pointer(Type):
-    """A pointer or a reference."""
-
-    to: Type
-    reference: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Qualified(Type):
-    """A cv-qualified type."""
-
-    const: bool
-    of: Type
-
-
-@dataclass(frozen=True, eq=False)
-class Named(Type):
-    """A class, union or enumeration. ``arguments`` are those of the last part of its name, if that is a template."""
-
-    name: str
-    arguments: tuple[Type, ...] | None = None
-    typed: bool = False
-    """As a function's name it hides a return type: constructors, destructors and conversions do not have one."""
-
-
-@dataclass(frozen=True, eq=False)
-class Array(Type):
-    """An array; parameters are never one, but pointers and references point to them."""
-
-    of: Type
-
-
-@dataclass(frozen=True, eq=False)
-class Code(Type):
-    """A function, or a pointer to a member: nothing that is data."""
-
-
-@dataclass(frozen=True, eq=False)
-class Pack(Type):
-    """The arguments that a parameter pack stands for."""
-
-    items: tuple[Type, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Expansion(Type):
-    """A pack expansion: the pattern, once for each item of the packs in it."""
-
-    pattern: Type
-
-
-@dataclass(frozen=True, eq=False)
-class Unknown(Type):
-    """A value, or a type that only the compiler can work out."""
 
 
 UNKNOWN = Unknown()
@@ -122,54 +56,8 @@ def parameter_types(name: str) -> list[Type]:
         raise SpecError("The name is that of a variable.")
     flat: list[Type] = []
     for found in types:
-        _expand(found, flat)
+        expand(found, flat)
     return [] if len(flat) == 1 and isinstance(flat[0], Builtin) and flat[0].code == "v" else flat
-
-
-def _expand(found: Type, into: list[Type]) -> None:
-    if isinstance(found, Expansion):
-        packs: list[Pack] = []
-        _find_packs(found.pattern, packs)
-        if len({len(pack.items) for pack in packs}) != 1:
-            raise SpecError("A parameter pack in the name cannot be expanded.")
-        for index in range(len(packs[0].items)):
-            _expand(_pick(found.pattern, index), into)
-    elif isinstance(found, Pack):
-        for item in found.items:
-            _expand(item, into)
-    else:
-        into.append(found)
-    if len(into) > MAX_PARAMETERS:
-        raise SpecError("The name has more parameters than a function can have.")
-
-
-def _find_packs(found: Type, packs: list[Pack]) -> None:
-    if isinstance(found, Pack):
-        packs.append(found)
-    elif isinstance(found, Pointer):
-        _find_packs(found.to, packs)
-    elif isinstance(found, Qualified | Array):
-        _find_packs(found.of, packs)
-    elif isinstance(found, Named):
-        for argument in found.arguments or ():
-            _find_packs(argument, packs)
-
-
-def _pick(found: Type, index: int) -> Type:
-    if isinstance(found, Pack):
-        return found.items[index]
-    if isinstance(found, Pointer):
-        return _pointer(_pick(found.to, index), found.reference)
-    if isinstance(found, Qualified):
-        return Qualified(found.const, _pick(found.of, index))
-    if isinstance(found, Array):
-        return Array(_pick(found.of, index))
-    return found
-
-
-def _pointer(to: Type, reference: bool) -> Type:
-    """References to references are references to what these refer to."""
-    return to if reference and isinstance(to, Pointer) and to.reference else Pointer(to, reference)
 
 
 class _Parser:
@@ -438,7 +326,7 @@ class _Parser:
             return self.add(Qualified(const, self.type()))
         if first in ("P", "R", "O"):
             self.at += 1
-            return self.add(_pointer(self.type(), first != "P"))
+            return self.add(pointer_to(self.type(), first != "P"))
         if first in ("C", "G"):
             self.at += 1
             self.type()

@@ -17,7 +17,8 @@ from phos.gpu_engine.spec.descriptor import (
     Source,
 )
 from phos.gpu_engine.spec.errors import SpecError
-from phos.gpu_engine.spec.mangled import (
+from phos.gpu_engine.spec.mangled import parameter_types
+from phos.gpu_engine.spec.mangled_types import (
     BUILTIN_BYTES,
     INTEGERS,
     Array,
@@ -30,7 +31,6 @@ from phos.gpu_engine.spec.mangled import (
     Qualified,
     Type,
     Unknown,
-    parameter_types,
 )
 
 BOTH = Access.READ | Access.WRITE

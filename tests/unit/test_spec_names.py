@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from spec_build import compiled
 
-from phos.gpu_engine.spec import cubin, mangled, names
+from phos.gpu_engine.spec import cubin, mangled, mangled_types, names
 from phos.gpu_engine.spec.descriptor import Access, FieldKind, Parameter, Source
 from phos.gpu_engine.spec.errors import SpecError
 
@@ -56,15 +56,15 @@ EXPECTED = [
 ]
 
 
-def shape(found: list[mangled.Type]) -> str:
+def shape(found: list[mangled_types.Type]) -> str:
     """One letter a parameter, like in SIZES; structs are 's' whatever their size."""
     letters = []
     for item in found:
         plain, _ = names._unqualified(item)
-        if isinstance(plain, mangled.Pointer):
+        if isinstance(plain, mangled_types.Pointer):
             target, const = names._target(plain)
-            letters.append("p" if isinstance(target, mangled.Code) else "r" if const else "w")
-        elif isinstance(plain, mangled.Builtin):
+            letters.append("p" if isinstance(target, mangled_types.Code) else "r" if const else "w")
+        elif isinstance(plain, mangled_types.Builtin):
             letters.append(plain.code)
         else:
             letters.append("s")
@@ -89,6 +89,14 @@ def test_what_is_no_functions_name_is_refused(name: str) -> None:
 def test_depth_and_length_are_bounded(name: str) -> None:
     with pytest.raises(SpecError):
         mangled.parameter_types(name)
+
+
+def test_names_that_stand_for_huge_trees_are_read_in_no_time() -> None:
+    """S3_ is a<b, b>, S4_ is f<S3_, S3_>, S5_ is f<S4_, S4_>, and so on: the last one is a tree of 2^33 leaves."""
+    numbers = [f"S{digit}_" for digit in "3456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
+    grown = "1aI1b1bE" + "".join(f"S_I{number * 2}E" for number in numbers)
+    with pytest.raises(SpecError, match="cannot be expanded"):
+        mangled.parameter_types(f"_Z1fIJ{grown}EEvDp1aI{numbers[-1]}E")
 
 
 @settings(max_examples=500, deadline=None)
