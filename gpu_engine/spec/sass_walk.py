@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from phos.gpu_engine.spec.descriptor import Access
+from phos.gpu_engine.spec.sass_memory import touch
 from phos.gpu_engine.spec.sass_state import Kernel, State
-from phos.gpu_engine.spec.sass_step import step, touch
+from phos.gpu_engine.spec.sass_step import step
 from phos.gpu_engine.spec.sass_text import Instruction, Kind, Listing
 from phos.gpu_engine.spec.sass_value import LOADED_WORD, UNKNOWN, Atom, Origin, Word, of
 

@@ -176,6 +176,57 @@ def test_a_predicated_move_may_leave_the_old_pointer() -> None:
     assert found == (pointers(WRITE, WRITE), NONE)
 
 
+def test_what_is_set_and_used_under_one_predicate_is_nothing_else() -> None:
+    code = """
+        LDC.64 R2, c[0x0][0x210]
+        ISETP.NE.AND P0, PT, R9, RZ, PT
+        @P0 LDC.64 R2, c[0x0][0x218]
+        @P0 STG.E desc[UR4][R2.64], R0
+        LDG.E R1, desc[UR4][R2.64]
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(READ, BOTH), NONE)
+    # Not so once the predicate was changed in between, or under the opposite one.
+    changed = code.replace("@P0 STG", "ISETP.NE.AND P0, PT, R8, RZ, PT\n@P0 STG")
+    assert flow(changed, P0, P1) == (pointers(BOTH, BOTH), NONE)
+    assert flow(code.replace("@P0 STG", "@!P0 STG"), P0, P1) == (pointers(BOTH, BOTH), NONE)
+
+
+def test_a_vote_stands_for_the_predicate_it_was_taken_on() -> None:
+    code = """
+        ULDC.64 UR6, c[0x0][0x198]
+        UMOV UR4, 0x1
+        UMOV UR5, 0x2
+        VOTEU.ANY UP3, P5
+        @P5 R2UR UR4, UR6
+        @P5 R2UR UR5, UR7
+        @UP3 UTMALDG.2D [UR20], [UR4]
+        EXIT
+    """
+    assert flow(code, Parameter(0, 128)) == ([(0, 0, 128, READ, TENSOR_MAP)], NONE)
+
+
+def test_threads_go_on_where_their_own_barrier_says() -> None:
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        BSSY B0, `(.L_x_0)
+        BSYNC B0
+        .L_x_0:
+        LDG.E R0, desc[UR4][R2.64]
+        LDC.64 R2, c[0x0][0x218]
+        BSSY B0, `(.L_x_1)
+        BSYNC B0
+        .L_x_1:
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(READ, WRITE), NONE)
+
+
 def test_an_instruction_that_is_never_executed_does_nothing() -> None:
     assert flow("LDC.64 R2, c[0x0][0x210]\n@!PT STG.E desc[UR4][R2.64], R0\nEXIT", P0) == ([], NONE)
 

@@ -1,0 +1,231 @@
+"""What instructions that reach memory do: loads, stores, atomics, bulk copies, textures."""
+
+from __future__ import annotations
+
+from phos.gpu_engine.spec.descriptor import Access
+from phos.gpu_engine.spec.sass_operands import Handler, constant_word, destination, is_small, put, word_of, words_in
+from phos.gpu_engine.spec.sass_state import Kernel, State, Touch
+from phos.gpu_engine.spec.sass_text import Instruction, Kind, Operand
+from phos.gpu_engine.spec.sass_value import (
+    BLOCK,
+    LOADED_NUMBER,
+    LOADED_WORD,
+    NOTHING,
+    UNKNOWN,
+    Origin,
+    Word,
+    add,
+    derive,
+    join,
+    join_all,
+    number,
+)
+
+BOTH = Access.READ | Access.WRITE
+
+
+def _memory_operands(instruction: Instruction) -> list[Operand]:
+    return [operand for operand in instruction.operands if operand.kind == Kind.MEMORY]
+
+
+def _address(operand: Operand, state: State) -> tuple[Word, Word]:
+    """The two halves of a 64-bit address."""
+    low, high = state.read(operand.register), NOTHING
+    if operand.register >= 0 and not operand.narrow:
+        high = state.read(operand.register + 1)
+    if operand.second >= 0:
+        low, high = add(low, state.read(operand.second)), add(high, state.read(operand.second + 1))
+    return add(low, number(operand.value)) if operand.value else low, high
+
+
+def touch(kernel: Kernel, access: Access, address: tuple[Word, Word], tensor_map: bool = False) -> None:
+    """Note an access through an address, or through the tensor map at it."""
+    low, high = address
+    derived = low.derived | high.derived
+    kernel.touches.add(Touch(access, low.alternatives, high.atoms, derived, low.offset, low.scale, tensor_map))
+
+
+def _pointed(low: Word, high: Word, part: int, state: State, kernel: Kernel) -> Word:
+    """What is read through a generic or global address."""
+    words: list[Word] = []
+    for atoms in low.alternatives:
+        origins = {atom.origin for atom in atoms}
+        one = Word(frozenset([atoms]), frozenset(), low.offset, low.scale)
+        if BLOCK in atoms:
+            place = one.offset + 4 * part
+            exact = low.scale == 0
+            words.append(kernel.constant(0, place) if exact else kernel.element(0, place, low.scale))
+        elif Origin.STACK in origins:
+            words.append(state.load_stack(one, part))
+        elif Origin.WINDOW in origins:
+            words += [kernel.shared, state.load_stack(UNKNOWN, part)]
+        else:
+            words.append(LOADED_WORD)
+            if any(atom.origin == Origin.WINDOW for atom in high.atoms):
+                words.append(kernel.shared)
+    return join_all(words)
+
+
+def _demoted(instruction: Instruction, word: Word) -> Word:
+    """Bytes and half words are no addresses."""
+    return derive([word]) if is_small(instruction) else word
+
+
+def load(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """A load through a global or generic address."""
+    memory = _memory_operands(instruction)
+    if not memory:
+        return
+    register, _ = destination(instruction)
+    low, high = _address(memory[0], state)
+    touch(kernel, Access.READ, (low, high))
+    parts = range(words_in(instruction))
+    words = [_demoted(instruction, _pointed(low, high, part, state, kernel)) for part in parts]
+    put(instruction, state, register, words)
+
+
+def _stored(instruction: Instruction, state: State, kernel: Kernel) -> list[Word]:
+    """The words that a store writes: the operand after the address."""
+    seen = False
+    for operand in instruction.operands:
+        if operand.kind == Kind.MEMORY:
+            seen = True
+        elif seen and operand.kind in (Kind.REGISTER, Kind.CONSTANT, Kind.IMMEDIATE):
+            parts = range(words_in(instruction))
+            return [_demoted(instruction, word_of(operand, state, kernel, part)) for part in parts]
+    return []
+
+
+def store(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """A store through a global or generic address."""
+    memory = _memory_operands(instruction)
+    if not memory:
+        return
+    low, high = _address(memory[0], state)
+    touch(kernel, Access.WRITE, (low, high))
+    _spill_generic(low, high, _stored(instruction, state, kernel), state, kernel)
+
+
+def _spill_generic(low: Word, high: Word, words: list[Word], state: State, kernel: Kernel) -> None:
+    """Stores through a generic address may hit the stack or shared memory."""
+    origins = {atom.origin for atom in low.atoms | high.atoms}
+    for part, word in enumerate(words):
+        if Origin.STACK in origins:
+            state.store_stack(low, part, word, False)
+        elif Origin.WINDOW in origins:
+            kernel.store_shared(word)
+
+
+def atomic(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """An atomic, with a result or without: it reads and writes."""
+    memory = _memory_operands(instruction)
+    if not memory:
+        return
+    low, high = _address(memory[0], state)
+    touch(kernel, BOTH, (low, high))
+    register, _ = destination(instruction)
+    word = join(_pointed(low, high, 0, state, kernel), LOADED_WORD)
+    put(instruction, state, register, [word] * words_in(instruction))
+    _spill_generic(low, high, _stored(instruction, state, kernel), state, kernel)
+
+
+def load_local(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """A load from the stack."""
+    memory = _memory_operands(instruction)
+    if memory:
+        register, _ = destination(instruction)
+        low, _ = _address(memory[0], state)
+        parts = range(words_in(instruction))
+        place = low if any(a.origin == Origin.STACK for a in low.atoms) else UNKNOWN
+        put(instruction, state, register, [_demoted(instruction, state.load_stack(place, p)) for p in parts])
+
+
+def store_local(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """A store to the stack."""
+    memory = _memory_operands(instruction)
+    if memory:
+        low, _ = _address(memory[0], state)
+        place = low if any(a.origin == Origin.STACK for a in low.atoms) else UNKNOWN
+        for part, word in enumerate(_stored(instruction, state, kernel)):
+            state.store_stack(place, part, word, instruction.always)
+
+
+def load_shared(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """A load from shared memory: any word that was stored there."""
+    register, _ = destination(instruction)
+    put(instruction, state, register, [_demoted(instruction, kernel.shared)] * words_in(instruction))
+
+
+def store_shared(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """A store to shared memory."""
+    for word in _stored(instruction, state, kernel):
+        kernel.store_shared(word)
+
+
+def atomic_shared(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """An atomic in shared memory."""
+    store_shared(instruction, state, kernel)
+    load_shared(instruction, state, kernel)
+
+
+def load_constant(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """A load from a constant bank; without one, from memory bound by the driver."""
+    register, sources = destination(instruction)
+    if sources and sources[0].kind == Kind.CONSTANT:
+        parts = range(words_in(instruction))
+        words = [_demoted(instruction, constant_word(sources[0], state, kernel, part)) for part in parts]
+        put(instruction, state, register, words)
+    else:
+        put(instruction, state, register, [LOADED_WORD] * words_in(instruction))
+
+
+def copy_to_shared(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """``LDGSTS [shared], [global]``."""
+    memory = _memory_operands(instruction)
+    if len(memory) > 1:
+        touch(kernel, Access.READ, _address(memory[1], state))
+        kernel.store_shared(LOADED_WORD)
+
+
+def bulk_copy(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """``UBLKCP.S.G [shared], [global]`` and the other way round; ``UBLKRED`` adds to what is there."""
+    memory = _memory_operands(instruction)
+    spaces = [modifier for modifier in instruction.modifiers if modifier in ("S", "G", "L")][:2]
+    for operand, space, written in zip(memory, spaces, (True, False), strict=False):
+        if space == "G":
+            both = BOTH if instruction.name == "UBLKRED" else Access.WRITE
+            touch(kernel, both if written else Access.READ, _address(operand, state))
+            if not written:
+                kernel.store_shared(LOADED_WORD)
+    if len(spaces) < 2:  # another form: anything may be meant
+        for operand in memory:
+            touch(kernel, BOTH, _address(operand, state))
+
+
+def tensor(access: Access) -> Handler:
+    """Tensor copies: the second operand in brackets is the address of the tensor map."""
+
+    def handler(instruction: Instruction, state: State, kernel: Kernel) -> None:
+        memory = _memory_operands(instruction)
+        if memory:
+            touch(kernel, access, _address(memory[min(1, len(memory) - 1)], state), True)
+        if access == Access.READ:
+            kernel.store_shared(LOADED_WORD)
+
+    return handler
+
+
+def texture(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """What a texture or surface handle stands for is not to be seen here."""
+    if instruction.name != "TXQ":
+        kernel.indirect |= Access.READ
+    for operand in instruction.operands[:2]:
+        if operand.kind == Kind.REGISTER:
+            put(instruction, state, operand.register, [LOADED_NUMBER] * 2)
+
+
+def surface(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """Stores and atomics on surfaces."""
+    kernel.indirect |= Access.WRITE if instruction.name == "SUST" else BOTH
+    if instruction.name != "SUST":
+        texture(instruction, state, kernel)
