@@ -54,7 +54,7 @@ GENERATED := $(if $(GEN_API),$(GEN)/api.stamp) $(if $(GEN_LIBRARY),$(GEN)/librar
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
-build: frontend softgpu plugin gen sdk ## everything native, and everything generated
+build: frontend softgpu plugin chunks gen sdk ## everything native, and everything generated
 
 frontend: $(FRONTEND) ## libphos.so, preloaded into applications
 softgpu: $(SOFTGPU) ## the software GPU, a libcuda.so.1 for machines without one
