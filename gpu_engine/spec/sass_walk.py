@@ -258,6 +258,9 @@ class Walk:
         register = next((o.register for o in instruction.operands if o.kind == Kind.REGISTER), -1)
         if register >= 0:
             targets, outside = self._through(instruction, position, state.read(register))
+        elif targets and all(label.startswith(".L") for label in instruction.targets):
+            # For sm_80 the assembler leaves nested loops by "calling" a place in the same function; nothing returns.
+            return self._nodes(context, targets)
         else:
             outside = set() if targets else set(instruction.targets) or {"?"}
         for symbol in outside:

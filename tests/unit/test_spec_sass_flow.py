@@ -206,6 +206,25 @@ def test_a_vote_stands_for_the_predicate_it_was_taken_on() -> None:
     assert flow(code, Parameter(0, 128)) == ([(0, 0, 128, READ, TENSOR_MAP)], NONE)
 
 
+def test_a_call_of_a_place_in_the_same_function_is_a_jump() -> None:
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        .L_x_0:
+        @P0 CALL.REL.NOINC `(.L_x_1)
+        LDG.E R0, desc[UR4][R2.64]
+        BRA `(.L_x_0)
+        .L_x_1:
+        LDC.64 R2, c[0x0][0x218]
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(READ, WRITE), NONE)
+
+
 def test_threads_go_on_where_their_own_barrier_says() -> None:
     found = flow(
         """
@@ -312,7 +331,7 @@ def test_texture_and_surface_handles_are_indirect() -> None:
         "CALL.REL.NOINC `(elsewhere)\nEXIT",
         "BRX R2 -0x10\nEXIT",
         "RET.REL.NODEC R2 `(k)",
-        ".L_x_0:\nMOV R20, 0x20\nCALL.REL.NOINC `(.L_x_0)\nEXIT",
+        "again:\nMOV R20, 0x20\nCALL.REL.NOINC `(again)\nEXIT",
     ],
 )
 def test_code_that_cannot_be_followed_may_do_anything(code: str) -> None:
