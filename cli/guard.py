@@ -34,7 +34,7 @@ TICK_SECONDS = 0.05
 LOOK_SECONDS = 1.0
 """How often the processes below the job are counted."""
 
-RETRY_SECONDS = 5.0
+RETRY_SECONDS = 1.0
 """After a checkpoint that failed, at least; also until a job uses CUDA."""
 
 LONGEST_RETRY_SECONDS = 300.0
@@ -209,7 +209,7 @@ class Guard:
         except subprocess.TimeoutExpired:
             self._checkpoint.terminate()  # the launcher ends CRIU where that harms nobody
             try:
-                self._checkpoint.wait(RETRY_SECONDS)
+                self._checkpoint.wait(10 * RETRY_SECONDS)
             except subprocess.TimeoutExpired:
                 self._checkpoint.kill()
         self._checkpoint_ended()

@@ -16,7 +16,7 @@ import pytest
 from phos.gpu_engine.installation import examples_folder, launcher
 from tests.integration.site import PATIENCE, Program, Site, wait_until, words
 
-PACE = ("--iterations", "80", "--iteration-seconds", "0.05")
+PACE = ("--iterations", "120", "--iteration-seconds", "0.05")
 
 
 def job(name: str = "stencil", *options: str) -> tuple[str, ...]:
