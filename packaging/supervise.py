@@ -129,24 +129,53 @@ def configure() -> str:
     return ""
 
 
+def entries(images: str) -> set[str]:
+    """The names in the image directory."""
+    try:
+        return set(os.listdir(images))
+    except OSError:
+        return set()
+
+
+def attempt(action: str, images: str, phosd: str, command: list[str]) -> tuple[int, bool]:
+    """Run CRIU and wait for the GPU's part. Returns (exit status, whether a wrong guess spoilt a concurrent dump)."""
+    status, client = run(command, gently=action == "dump")
+    if status != 0:
+        bring_back(phosd)
+        return finish(status), False
+    if isinstance(client, Exception):
+        sys.stderr.write(f"criu: CRIU is done, but the GPU's part cannot be waited for: {client}\n")
+        return 1, False
+    sys.argv = ["criu", "wait", images] if action == "dump" else ["criu", "wait", "--restore", images]
+    answer = client.main()  # type: ignore[attr-defined]
+    if answer == 0:
+        return 0, False
+    if answer == client.MISPREDICTED:  # type: ignore[attr-defined]
+        return 1, True
+    bring_back(phosd)  # it may have died since CRIU was done
+    return 1, False
+
+
 def main(argv: list[str]) -> int:
-    """See the module's text. Returns CRIU's exit status, or 1 if CRIU succeeded and the GPU's part failed."""
+    """See the module's text. Returns CRIU's exit status, or 1 if CRIU succeeded and the GPU's part failed.
+
+    A concurrent dump whose image could not be right, because a kernel wrote where nobody thought it would, is made anew
+    with the processes standing still: in the same directory, rid of what CRIU had put there.
+    """
     action, images, phosd, command = argv[1], argv[2], argv[3], argv[4:]
     if action == "dump" and (problem := configure()):
         sys.stderr.write(f"criu: {problem}\n")
         return 1
-    status, client = run(command, gently=action == "dump")
-    if status != 0:
-        bring_back(phosd)
-        return finish(status)
-    if isinstance(client, Exception):
-        sys.stderr.write(f"criu: CRIU is done, but the GPU's part cannot be waited for: {client}\n")
-        return 1
-    sys.argv = ["criu", "wait", images] if action == "dump" else ["criu", "wait", "--restore", images]
-    if client.main() == 0:  # type: ignore[attr-defined]
-        return 0
-    bring_back(phosd)  # it may have died since CRIU was done
-    return 1
+    before = entries(images)
+    status, mispredicted = attempt(action, images, phosd, command)
+    if not mispredicted:
+        return status
+    sys.stderr.write("criu: dumping once more, by the stop protocol.\n")
+    for name in entries(images) - before:
+        if name.endswith(".img"):
+            os.unlink(os.path.join(images, name))
+    os.environ["PHOS_PROTOCOL"] = "stop"
+    return attempt(action, images, phosd, command)[0]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 // The content hash of every chunk of a block: phos_content_hash() of chunk_table.c on the GPU, and the two must agree.
 //
 // A thread block sums SPAN bytes; several add to one chunk's sum, which must be zero before. Compiled to content_hash.ptx
-// by make_content_hash.py, so that no compiler is needed where phosd runs.
+// by packaging/make_content_hash.py, so that no compiler is needed where phosd runs.
 
 #define SPAN 65536
 #define THREADS 256

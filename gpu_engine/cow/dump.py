@@ -62,11 +62,6 @@ class CowDump(StopDump):
         self._laid_out = threading.Event()  # the windows can be opened, or never will
         self._counts: dict[str, int] = {}
 
-    @property
-    def mispredicted(self) -> bool:
-        """Whether the image was given up because a guess was wrong: stopping the world would have saved it."""
-        return isinstance(self._copy_failure, Mispredicted)
-
     def _prepare(self, borrow: BorrowBlocks) -> None:
         super()._prepare(borrow)
         with self.timeline.phase("prepare the window"):
@@ -138,6 +133,11 @@ class CowDump(StopDump):
         self._windows.close()
         if self._counts:
             log.info("%s: in the window: %s", self.path, ", ".join(f"{k} {v}" for k, v in self._counts.items()))
+
+    def _withdraw(self, reason: str) -> None:
+        super()._withdraw(reason)
+        if isinstance(self._copy_failure, Mispredicted):
+            self.state = "mispredicted"  # the world has to be stopped
 
     def _give_up(self, reason: str) -> None:
         self._cancelled.set()

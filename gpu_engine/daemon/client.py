@@ -163,6 +163,10 @@ def wait_image(
         os.close(descriptor)
 
 
+MISPREDICTED = 75
+"""Exit status of the launcher's helper: the checkpoint can be had by the stop protocol."""
+
+
 def main() -> int:
     """The launcher's helper; see the module's text."""
     arguments = sys.argv[1:]
@@ -178,6 +182,8 @@ def main() -> int:
         return 3
     if state.error:
         print(f"phos: {state.error}", file=sys.stderr)
+    if state.state == "mispredicted":
+        return MISPREDICTED
     return 0 if state.state in ("committed", "attached", "none") and not state.error else 1
 
 

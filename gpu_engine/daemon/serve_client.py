@@ -52,7 +52,7 @@ class ClientServer:
         deadline = time.monotonic() + (request.timeout_s or 3600.0)
         while True:
             state = self._registry.jobs.state(directory, "restore" if request.restore else "dump")
-            state.final = state.state in ("unknown", "none", "committed", "failed", "attached")
+            state.final = state.state in ("unknown", "none", "committed", "failed", "mispredicted", "attached")
             if time.monotonic() > deadline:
                 state.final = True
                 state.error = state.error or f"not complete after {request.timeout_s:.0f} s"

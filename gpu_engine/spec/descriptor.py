@@ -13,7 +13,7 @@ from dataclasses import dataclass
 ADDRESS_BYTES = 8
 
 TENSOR_MAP_BYTES = 128
-"""A CUtensorMap (CUDA driver API, cuTensorMapEncodeTiled): it is passed by value and names its memory in private form."""
+"""A CUtensorMap (CUDA driver API, cuTensorMapEncodeTiled): passed by value, it names its memory in private form."""
 
 
 class Access(enum.IntFlag):

@@ -128,8 +128,15 @@ def _fields(solver: Solver) -> tuple[Field, ...]:
         if isinstance(atom, Bytes) and atom.size == ADDRESS_BYTES:
             pointers[atom.offset] = pointers.get(atom.offset, Access.NONE) | access
         elif isinstance(atom, Bytes | Anywhere):
-            first, size = atom[0], atom[1]
-            scans[first, size] = scans.get((first, size), Access.NONE) | access
+            # Pointers are taken to lie on multiples of their size, as compilers lay them out.
+            first = -(-atom[0] // ADDRESS_BYTES) * ADDRESS_BYTES
+            size = (atom[0] + atom[1]) // ADDRESS_BYTES * ADDRESS_BYTES - first
+            if size == ADDRESS_BYTES:
+                pointers[first] = pointers.get(first, Access.NONE) | access
+            elif size > 0:
+                scans[first, size] = scans.get((first, size), Access.NONE) | access
+            else:
+                pointers[atom[0]] = pointers.get(atom[0], Access.NONE) | access
     fields = [Field(first, size, access, FieldKind.SCAN) for (first, size), access in scans.items()]
     for offset, access in pointers.items():
         covered = [f for f in fields if f.offset <= offset and offset + ADDRESS_BYTES <= f.offset + f.size]

@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent.parent / "gpu_engine" / "cow"
 PTX_VERSION = "7.0"
 ARCHITECTURE = "compute_75"
 
@@ -23,7 +23,7 @@ def compile_ptx() -> str:
     """
     from cuda.bindings import nvrtc
 
-    source = (HERE / "content_hash.cu").read_bytes()
+    source = (FOLDER / "content_hash.cu").read_bytes()
     _, program = nvrtc.nvrtcCreateProgram(source, b"content_hash.cu", 0, [], [])
     options = [f"--gpu-architecture={ARCHITECTURE}".encode()]
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
@@ -43,7 +43,7 @@ def compile_ptx() -> str:
 
 def main() -> int:
     """Exit status 1: the file is not what would be written."""
-    target = HERE / "content_hash.ptx"
+    target = FOLDER / "content_hash.ptx"
     text = compile_ptx()
     if "--check" in sys.argv[1:]:
         return 0 if target.read_text() == text else 1
