@@ -1,0 +1,359 @@
+"""What PTX says of a kernel's arguments, against descriptors written by hand and against what kernels really do."""
+
+# ruff: noqa: E402
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent / "ptx"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(HERE))
+from ptx_machine import compile_cuda
+
+from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, FieldKind, Source
+from phos.gpu_engine.spec.ptx_flow import describe
+
+R, W, RW, NONE = Access.READ, Access.WRITE, Access.READ | Access.WRITE, Access.NONE
+HEAD = ".version 8.5\n.target sm_90\n.address_size 64\n"
+
+Pointers = dict[int, Access]
+
+
+def cuda(source: str, *options: str) -> dict[str, AccessDescriptor]:
+    """Descriptors of CUDA C; the test is skipped where there is no NVRTC."""
+    try:
+        text = compile_cuda(source, *options)
+    except ImportError as error:
+        pytest.skip(f"NVRTC is not installed: {error}")
+    except RuntimeError as error:
+        if "libnvrtc" in str(error) or "Failed to" in str(error):
+            pytest.skip(f"NVRTC is not installed: {error}")
+        raise
+    return describe(text)
+
+
+def summary(descriptor: AccessDescriptor) -> tuple[Pointers, Access]:
+    """(offset → access, indirect) of a descriptor all of whose fields are pointers."""
+    assert all(field.kind is FieldKind.POINTER and field.size == 8 for field in descriptor.fields), descriptor
+    assert descriptor.source is Source.PTX
+    return {field.offset: field.access for field in descriptor.fields}, descriptor.indirect
+
+
+OPTIMISED, DEBUG = (), ("-G",)
+
+CASES: dict[str, tuple[str, Pointers, Access]] = {
+    "plain": ("k(const float *a, float *b, float *c, int n) { c[n] = a[n]; b[n] += 1; }", {0: R, 8: RW, 16: W}, NONE),
+    "unused": ("k(float *a, float *b, int n) { b[n] = 1; }", {8: W}, NONE),
+    "restrict": ("k(const float *__restrict__ a, float *__restrict__ b) { *b = *a; }", {0: R, 8: W}, NONE),
+    "nothing": ("k(float *a, int n) {}", {}, NONE),
+    "atomics": (
+        "k(int *a, unsigned *b, unsigned long long *c, float *d)"
+        " { atomicAdd(a, 1); if (atomicCAS(b, 1, 2) == 3) atomicExch(c, 4ull); atomicAdd(d, 1.0f); }",
+        {0: RW, 8: RW, 16: RW, 24: RW},
+        NONE,
+    ),
+    "wide index": ("k(float *a, long long n, unsigned long long m) { a[n - m] = 1; }", {0: W}, NONE),
+    "loop": ("k(float *a, float *end) { for (; a != end; ++a) *a += 1; }", {0: RW}, NONE),
+    "chase": ("k(float **a, int n) { a[n][3] = 1; }", {0: R}, W),
+    "list": (
+        "k(Node *n, int *sum) { int s = 0; while (n) { s += n->v; n = n->next; } *sum = s; }",
+        {0: R, 8: W},
+        R,
+    ),
+    "device pointer": ("k(int n) { where[n] = 1; }", {}, W),
+    "device variable": ("k(int n) { values[n & 7] = n; atomicAdd(&counter, 1); }", {}, NONE),
+    "constant memory": ("k(int *a, int n) { a[n] = fixed[n & 3]; }", {0: W}, NONE),
+    "loaded index": (
+        "k(const int *i, const long long *l, float *a) { a[i[0]] = 1; a[l[0]] = 2; }",
+        {0: R, 8: R, 16: W},
+        NONE,
+    ),
+    "select": ("k(float *a, float *b, int n) { (n > 3 ? a : b)[n] = 1; }", {0: W, 8: W}, NONE),
+    "struct": ("k(Two t, int i) { t.to[i] = t.from[i] * t.scale; }", {0: R, 16: W}, NONE),
+    "shared tile": (
+        "k(const float *a, float *b, int n) { __shared__ float t[64]; t[threadIdx.x] = a[threadIdx.x];"
+        " __syncthreads(); b[n] = t[63 - threadIdx.x]; }",
+        {0: R, 8: W},
+        NONE,
+    ),
+    "dynamic shared": (
+        "k(const double *a, double *b) { extern __shared__ double s[]; s[threadIdx.x] = a[threadIdx.x];"
+        " __syncthreads(); b[threadIdx.x] = s[0]; }",
+        {0: R, 8: W},
+        NONE,
+    ),
+    "called": ("k(const float *a, float *b, int n) { store(b + n, load(a, n)); }", {0: R, 8: W}, NONE),
+    "called twice": ("k(const float *a, float *b, int n) { *advance(b, n) = *advance(a, n); }", {0: R, 8: W}, NONE),
+    "recursion": ("k(int *a, int n) { a[n] = fib(n); }", {0: W}, NONE),
+    "recursive pointer": ("k(float *a, int n) { deep(a, n); }", {0: W}, NONE),
+    "result by address": ("k(float *a, float *b, int n) { float *p; pick(&p, a, n); *p = *b; }", {0: W, 8: R}, NONE),
+    "struct by reference": ("k(Two t, int n) { through(t, n); }", {0: R, 16: W}, NONE),
+    "function pointer": ("k(float *a, int n) { a[n] = table[n & 1](a, n); }", {0: RW}, NONE),
+    "function pointer argument": ("k(float *a, F f) { f(a, 1); }", {0: R}, NONE),
+    "virtual": (
+        "k(float *a, int n) { A x(a); B y(a); Base *b = n ? (Base *)&x : (Base *)&y; b->f(n); }",
+        {0: RW},
+        NONE,
+    ),
+    "printf": ('k(float *a, int *b) { printf("%p %d", a, *b); }', {8: R}, NONE),
+    "assert": ("k(int *a) { assert(*a > 3); }", {0: R}, NONE),
+    "heap": ("k(int *a) { int *p = (int *)malloc(8); if (p) { p[0] = 1; a[0] = p[0]; free(p); } }", {0: W}, NONE),
+    "inline assembly": (
+        'k(unsigned *a, unsigned n) { asm volatile("{ .reg .pred p; .reg .b64 t; setp.ne.b32 p, %1, 0;'
+        ' add.u64 t, %0, 8; @p st.global.u32 [t], %1; }" :: "l"(a), "r"(n) : "memory"); }',
+        {0: W},
+        NONE,
+    ),
+    "asynchronous copy": (
+        "k(const float4 *a, float4 *b) { __shared__ float4 s[32]; unsigned d = (unsigned)__cvta_generic_to_shared(s);"
+        ' asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(d), "l"(a + threadIdx.x));'
+        ' asm volatile("cp.async.wait_all;"); b[threadIdx.x] = s[threadIdx.x]; }',
+        {0: R, 8: W},
+        NONE,
+    ),
+    "read-only loads": ("k(const float *a, float *b) { *b = __ldg(a) + __ldcg(a + 1); }", {0: R, 8: W}, NONE),
+    "switch": (
+        "k(int *a, int *b, int n) { switch (n) { case 0: a[0] = 1; break; case 1: a[9] = 2; break; case 2: a[4] = 6;"
+        " break; case 3: b[1] = 8; break; case 4: a[2] = 8; break; case 5: a[7] = 8; break; case 6: a[1] = 3; } }",
+        {0: W, 8: W},
+        NONE,
+    ),
+    "aligned": ("k(char *a) { *(int *)(((unsigned long long)a + 15) & ~15ull) = 1; }", {0: W}, NONE),
+    "texture": ("k(cudaTextureObject_t t, float *a, int n) { a[n] = tex1Dfetch<float>(t, n); }", {8: W}, R),
+    "halves": (
+        "k(uint2 p, int n) { int *a = (int *)((unsigned long long)p.y << 32 | p.x); a[n] = 1; }",
+        {0: W},
+        NONE,
+    ),
+}
+
+PRELUDE = r"""
+struct Node { Node *next; int v; };
+struct Two { const float *from; float scale; float *to; };
+typedef float (*F)(const float *, int);
+__device__ float *where; __device__ int values[8]; __device__ int counter; __constant__ int fixed[4];
+__device__ __noinline__ float load(const float *a, int n) { return a[n]; }
+__device__ __noinline__ float other(const float *a, int n) { return a[n] + 1; }
+__device__ __noinline__ void store(float *a, float v) { *a = v; }
+template <class T> __device__ __noinline__ T *advance(T *a, int n) { return a + n; }
+__device__ __noinline__ int fib(int n) { return n < 2 ? n : fib(n - 1) + fib(n - 2); }
+__device__ __noinline__ void deep(float *a, int n) { if (n > 0) { a[n] = 1; deep(a + n, n - 1); a[0] = 2; } }
+__device__ __noinline__ void pick(float **out, float *a, int n) { *out = a + n; }
+__device__ __noinline__ void through(const Two &t, int n) { t.to[n] = t.from[n]; }
+__device__ F table[2] = {load, other};
+struct Base { float *p; __device__ Base(float *p) : p(p) {} __device__ virtual void f(int n) = 0; };
+struct A : Base { __device__ A(float *p) : Base(p) {} __device__ void f(int n) override { p[n] = 1; } };
+struct B : Base { __device__ B(float *p) : Base(p) {} __device__ void f(int n) override { p[n] += 1; } };
+"""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_descriptors_are_what_a_reader_of_the_source_expects(name: str) -> None:
+    code, pointers, indirect = CASES[name]
+    assert summary(cuda(PRELUDE + 'extern "C" __global__ void ' + code)["k"]) == (pointers, indirect)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_unoptimised_code_is_covered(name: str) -> None:
+    """Everything is on the stack there: more may be claimed, nothing less."""
+    code, pointers, indirect = CASES[name]
+    found = cuda(PRELUDE + 'extern "C" __global__ void ' + code, "-G")["k"]
+    for offset, access in pointers.items():
+        assert access & ~covered(found, offset) == NONE, (offset, found)
+    assert indirect & ~found.indirect == NONE
+
+
+def covered(descriptor: AccessDescriptor, offset: int) -> Access:
+    """What a descriptor says of the eight bytes at ``offset``."""
+    result = NONE
+    for field in descriptor.fields:
+        if field.offset <= offset and offset + 8 <= field.offset + field.size:
+            result |= field.access
+    return result
+
+
+@pytest.mark.parametrize("options", [(), ("-G",)], ids=str)
+def test_an_array_of_pointers_with_a_computed_index(options: tuple[str, ...]) -> None:
+    source = """struct S { const float *a; int n; float *b[4]; };
+    extern "C" __global__ void k(S s, int j) { s.b[j][threadIdx.x] = s.a[j]; }
+    extern "C" __global__ void g(const __grid_constant__ S s, int j) { s.b[j][threadIdx.x] = s.a[j]; }"""
+    for descriptor in cuda(source, *options).values():
+        assert covered(descriptor, 0) & R
+        for offset in range(16, 48, 8):
+            assert covered(descriptor, offset) & W
+        assert descriptor.indirect == NONE
+        assert [(p.offset, p.size) for p in descriptor.parameters] == [(0, 48), (48, 4)]
+
+
+TENSORS = """
+struct alignas(64) Map { unsigned long long opaque[16]; };
+struct Maps { int n; Map map[2]; };
+#define SMEM(x) ((unsigned)__cvta_generic_to_shared(x))
+__device__ void fetch(void *s, const void *m, void *bar) {
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %2}], [%3];"
+    :: "r"(SMEM(s)), "l"(m), "r"(0), "r"(SMEM(bar)) : "memory"); }
+__device__ void put(const void *m, void *s, int kind) {
+  if (kind) asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %2}], [%1];"
+    :: "l"(m), "r"(SMEM(s)), "r"(0) : "memory");
+  else asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group [%0, {%2, %2}], [%1];"
+    :: "l"(m), "r"(SMEM(s)), "r"(0) : "memory"); }
+extern "C" __global__ void __cluster_dims__(2, 1, 1) k(const __grid_constant__ Map in, const __grid_constant__ Map out,
+    const __grid_constant__ Map sum, const __grid_constant__ Map unused, float *p) {
+  __shared__ alignas(128) float s[64]; __shared__ unsigned long long bar;
+  asm volatile("prefetch.tensormap [%0];" :: "l"(&in));
+  asm volatile("prefetch.tensormap [%0];" :: "l"(&unused));
+  fetch(s, &in, &bar); put(&out, s, 1); put(&sum, s, 0); p[0] = s[threadIdx.x]; }
+extern "C" __global__ void array(const __grid_constant__ Maps m, int i) {
+  __shared__ alignas(128) float s[64]; put(&m.map[i], s, 1); }
+extern "C" __global__ void in_memory(const Map *m) { __shared__ alignas(128) float s[64]; put(m, s, 1); }
+extern "C" __global__ void bulk(float *to, const float *from, float *sum) {
+  __shared__ alignas(128) float s[64]; __shared__ unsigned long long bar;
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 256, [%2];"
+    :: "r"(SMEM(s)), "l"(from), "r"(SMEM(&bar)) : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], 256;" :: "l"(to), "r"(SMEM(s)) : "memory");
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], 256;"
+    :: "l"(sum), "r"(SMEM(s)) : "memory"); }
+extern "C" __global__ void far(float *a) { __shared__ int s[32]; unsigned x;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, 1;" : "=r"(x) : "r"(SMEM(s)));
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%0];" :: "r"(x), "r"(1));
+  asm volatile("st.shared::cluster.u32 [%0], %1;" :: "r"(x), "r"(2)); a[0] = s[0]; }
+"""
+
+
+def test_tensor_maps_and_bulk_copies() -> None:
+    found = cuda(TENSORS)
+    maps = [(field.offset, field.size, field.access, field.kind) for field in found["k"].fields]
+    tensor = FieldKind.TENSOR_MAP
+    assert maps == [(0, 128, R, tensor), (128, 128, W, tensor), (256, 128, RW, tensor), (512, 8, W, FieldKind.POINTER)]
+    assert found["k"].indirect == NONE
+    array = {field.offset: field.access for field in found["array"].fields if field.kind is tensor}
+    assert array[64] == array[192] == W
+    assert summary(found["in_memory"]) == ({0: R}, W)
+    assert summary(found["bulk"]) == ({0: W, 8: R, 16: RW}, NONE)
+    assert summary(found["far"]) == ({0: W}, NONE)
+
+
+PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
+    # A compiler that neither converts addresses nor declares pointers (Triton).
+    "no conversions": (
+        "ld.param.u64 %a, [p]; ld.param.u32 %r1, [n]; mul.wide.s32 %b, %r1, 4; add.s64 %c, %a, %b;"
+        "@%p1 ld.global.b32 {%r2}, [%c+0]; ld.param.u64 %d, [q]; @%p1 st.global.b32 [%d+8], {%r2};",
+        {0: R, 8: W},
+        NONE,
+    ),
+    "halves with carry": (
+        "ld.param.v2.u32 {%r1, %r2}, [p]; add.cc.u32 %r1, %r1, 8; addc.u32 %r2, %r2, 0; mov.b64 %a, {%r1, %r2};"
+        "st.global.u32 [%a], %r1;",
+        {0: W},
+        NONE,
+    ),
+    "taken apart and shuffled": (
+        "ld.param.u64 %a, [q]; mov.b64 {%r1, %r2}, %a; shfl.sync.idx.b32 %r3, %r1, 0, 31, -1;"
+        "shfl.sync.idx.b32 %r4, %r2, 0, 31, -1; mov.b64 %b, {%r3, %r4}; st.u32 [%b], %r1;",
+        {8: W},
+        NONE,
+    ),
+    "kept in shared memory": (
+        "ld.param.u64 %a, [p]; st.shared.u64 [tile], %a; ld.shared.u64 %b, [tile+8]; st.global.u32 [%b], 1;",
+        {0: W},
+        NONE,
+    ),
+    "inner names": (
+        "ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; { .reg .b64 t; mov.b64 t, %a; ld.u32 %r1, [t]; }"
+        "{ .reg .b64 t; mov.b64 t, %b; st.u32 [t], %r1; }",
+        {0: R, 8: W},
+        NONE,
+    ),
+    "distance of two pointers": (
+        "ld.param.u64 %a, [p]; cvta.to.global.u64 %a, %a; ld.param.u64 %b, [q]; cvta.to.global.u64 %b, %b;"
+        "sub.s64 %c, %b, %a; add.s64 %d, %a, %c; st.global.u32 [%d], 1;",
+        {0: W, 8: W},
+        NONE,
+    ),
+    "unknown function": ("ld.param.u64 %a, [p]; call stranger, (%a);", {0: RW}, RW),
+    "handed to an unknown function in memory": (
+        "ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; st.global.u64 [%b], %a; call stranger, ();",
+        {0: RW, 8: W},
+        RW,
+    ),
+    "an address from nowhere": ("cvt.u64.u32 %a, %clock; st.u32 [%a], 1;", {}, W),
+    "an instruction not known here": ("ld.param.u64 %a, [p]; frobnicate.global.u32 %r1, [%a];", {0: RW}, RW),
+    "prefetch, discard": (
+        "ld.param.u64 %a, [p]; prefetch.global.L2 [%a]; ld.param.u64 %b, [q]; discard.global.L2 [%b], 128;",
+        {0: R, 8: W},
+        NONE,
+    ),
+    "multicast": (
+        "ld.param.u64 %a, [p]; multimem.ld_reduce.global.add.u32 %r1, [%a]; ld.param.u64 %b, [q];"
+        "multimem.st.global.u32 [%b], %r1;",
+        {0: R, 8: W},
+        NONE,
+    ),
+    "matrix tiles": (
+        "ld.param.u64 %a, [p]; wmma.load.a.sync.aligned.row.m16n16k16.global.f16 {%r1, %r2}, [%a], %r3;"
+        "ld.param.u64 %b, [q]; wmma.store.d.sync.aligned.row.m16n16k16.global.f32 [%b], {%r1, %r2}, %r3;",
+        {0: R, 8: W},
+        NONE,
+    ),
+    "surface": ("ld.param.u64 %a, [p]; sust.b.1d.b32.trap [%a, {%r1}], {%r2};", {}, W),
+    "vector of addresses": (
+        "ld.param.v2.u64 {%a, %b}, [v]; ld.global.u32 %r1, [%a]; st.global.u32 [%b], %r1;",
+        {32: R, 40: W},
+        NONE,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PTX_CASES)
+def test_hand_written_ptx(name: str) -> None:
+    body, pointers, indirect = PTX_CASES[name]
+    text = (
+        f"{HEAD}.extern .func stranger(.param .b64 x);\n.shared .b64 tile[4];\n"
+        ".entry k(.param .u64 p, .param .u64 q, .param .u32 n, .param .align 16 .b8 v[16]) {\n"
+        ".reg .b64 %a, %b, %c, %d; .reg .b32 %r<9>; .reg .pred %p<9>;\n" + body + " ret; }"
+    )
+    assert summary(describe(text)["k"]) == (pointers, indirect)
+
+
+def test_calls_of_listed_targets() -> None:
+    text = (
+        HEAD
+        + """
+    .func one(.reg .u64 a) { st.u32 [a], 1; ret; }
+    .func two(.reg .u64 a) { .reg .b32 r; ld.u32 r, [a]; ret; }
+    .func three(.reg .u64 a) { atom.add.u32 _, [a], 1; ret; }
+    .entry k(.param .u64 p) { .reg .u64 %a, %f; ld.param.u64 %a, [p]; mov.u64 %f, one;
+      t: .calltargets one, two; call %f, (%a), t; }
+    .entry direct(.param .u64 p) { .reg .u64 %a, %f; ld.param.u64 %a, [p]; mov.u64 %f, two; call %f, (%a), t;
+      t: .callprototype _ (.param .u64 _); }
+    """
+    )
+    found = describe(text)
+    assert summary(found["k"]) == ({0: RW}, NONE)
+    assert summary(found["direct"]) == ({0: R}, NONE)
+
+
+EXPECTED_EXAMPLES: dict[str, dict[str, tuple[Pointers, Access]]] = {
+    "stencil": {"relax": ({0: R, 8: W}, NONE), "prepare": ({0: W}, NONE)},
+    "device_pointer": {"write_through": ({}, RW), "swap": ({}, NONE)},
+}
+
+
+@pytest.mark.parametrize("name", ["mlp", "pointer_chase", "struct_argument", "device_pointer", "stencil"])
+def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cuda.bindings.nvrtc")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    source = importlib.import_module("cuda_program").DIGEST_SOURCE + importlib.import_module(name).SOURCE
+    found = cuda(source)
+    assert summary(found["digest"]) == ({0: R, 24: RW}, NONE)
+    assert set(found) == set(re.findall(r"__global__ void (\w+)\(", source))
+    for kernel, expected in EXPECTED_EXAMPLES.get(name, {}).items():
+        assert summary(found[kernel]) == expected
+    for kernel, descriptor in found.items():
+        if name != "device_pointer" and kernel != "chase":
+            assert descriptor.indirect == NONE, kernel
