@@ -5,12 +5,12 @@
  * is taken, and no driver call is made. */
 #include "functions.h"
 #include "access.h"
+#include "arguments.h"
 #include "cleanup.h"
 #include "control.h"
 #include "handles.h"
 #include "log.h"
 #include "memory.h"
-#include "tensor_maps.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -147,7 +147,12 @@ static struct phos_kernel *seen(const void *function, const void *container, con
     {
         PHOS_LOCKED(&function_lock);
         struct phos_handle *holder = container ? phos_handle_find(&containers, container) : NULL;
-        kernel = put(function, intern(holder ? holder->module : 0, name), container, context, is_kernel);
+        struct phos_handle *former = phos_handle_find(&functions, function);
+        uint64_t module = holder ? holder->module : 0;
+        if (former && former->container == container && former->kernel->module == module && name &&
+            former->kernel->name && !strcmp(former->kernel->name, name))
+            return former->kernel;
+        kernel = put(function, intern(module, name), container, context, is_kernel);
         fresh = kernels_untold && kernel && !kernel->told;
     }
     if (fresh)
@@ -332,92 +337,7 @@ struct phos_kernel *phos_kernel_of(CUfunction function)
     return kernel;
 }
 
-/* ---- arguments ---- */
-
-struct phos_arguments phos_arguments_of(void **parameters, void **extra)
-{
-    struct phos_arguments arguments = {.parameters = parameters};
-    for (void **e = parameters ? NULL : extra; e && *e != CU_LAUNCH_PARAM_END; e += 2)
-        if (*e == CU_LAUNCH_PARAM_BUFFER_POINTER)
-            arguments.block = e[1];
-        else if (*e == CU_LAUNCH_PARAM_BUFFER_SIZE)
-            arguments.block_size = e[1] ? *(const size_t *)e[1] : 0;
-        else
-            break;
-    return arguments;
-}
-
-/* One look at the arguments of a launch. */
-struct look {
-    const struct phos_arguments *arguments;
-    const struct phos_access_parameter *parameters;
-    uint32_t count, at; /* `at`: the parameter of the last read */
-    CUdeviceptr low, high;
-};
-
-static bool read_at(struct look *look, uint32_t offset, void *to, uint32_t size)
-{
-    const struct phos_arguments *a = look->arguments;
-    if (!a->parameters) {
-        if (!a->block || offset > a->block_size || size > a->block_size - offset)
-            return false;
-        memcpy(to, (const char *)a->block + offset, size);
-        return true;
-    }
-    if (look->at >= look->count || offset < look->parameters[look->at].offset)
-        look->at = 0;
-    for (; look->at < look->count; look->at++) {
-        const struct phos_access_parameter *p = &look->parameters[look->at];
-        if (offset < p->offset)
-            return false;
-        if (offset - p->offset >= p->size)
-            continue;
-        if (size > p->size - (offset - p->offset) || !a->parameters[look->at])
-            return false;
-        memcpy(to, (const char *)a->parameters[look->at] + (offset - p->offset), size);
-        return true;
-    }
-    return false;
-}
-
-/* Every aligned 8 bytes that may be an address of device memory; whole tensor maps among them too. */
-static void scan(struct phos_touches *touches, struct look *look, uint32_t offset, uint32_t size, uint32_t access)
-{
-    uint64_t value;
-    for (uint32_t at = (offset + 7) & ~7u; at + 8 <= offset + size; at += 8)
-        if (read_at(look, at, &value, sizeof value) && value >= look->low && value < look->high)
-            phos_touches_add(touches, value, 0, access);
-    CUtensorMap map;
-    if (size < sizeof map || !phos_tensor_maps_any())
-        return;
-    for (uint32_t at = (offset + 7) & ~7u; at + sizeof map <= offset + size; at += 8) {
-        CUdeviceptr address;
-        if (read_at(look, at, &map, sizeof map) && phos_tensor_map_find(&map, &address))
-            phos_touches_add(touches, address, 0, access);
-    }
-}
-
-static void touch_field(struct phos_touches *touches, struct look *look, const struct phos_access_field *field)
-{
-    CUdeviceptr address;
-    CUtensorMap map;
-    switch (field->kind) {
-    case PHOS_FIELD_POINTER:
-        if (read_at(look, field->offset, &address, sizeof address))
-            phos_touches_add(touches, address, 0, field->access);
-        break;
-    case PHOS_FIELD_TENSOR_MAP:
-        if (!read_at(look, field->offset, &map, sizeof map))
-            break;
-        if (phos_tensor_map_find(&map, &address))
-            phos_touches_add(touches, address, 0, field->access);
-        else
-            touches->anything |= field->access;
-        break;
-    default:
-        scan(touches, look, field->offset, field->size, field->access);
-    }
-}
+/* ---- what a launch touches ---- */
 
 /* Where device memory is, or was: a number in an argument that lies elsewhere is no address. */
 static void device_range(CUdeviceptr *low, CUdeviceptr *high)
@@ -462,7 +382,7 @@ static const struct phos_access_kernel *row_of(struct phos_kernel *kernel)
 
 void phos_kernel_touch(struct phos_touches *touches, struct phos_kernel *kernel, const struct phos_arguments *arguments)
 {
-    struct look look = {.arguments = arguments};
+    struct phos_look look = {.arguments = arguments};
     device_range(&look.low, &look.high);
     PHOS_LOCKED(&function_lock);
     const struct phos_access_kernel *row = row_of(kernel);
@@ -475,7 +395,7 @@ void phos_kernel_touch(struct phos_touches *touches, struct phos_kernel *kernel,
         look.count = row->parameters;
         const struct phos_access_field *fields = table.fields + row->first_field;
         for (uint32_t i = 0; i < row->fields; i++)
-            touch_field(touches, &look, &fields[i]);
+            phos_look_field(touches, &look, &fields[i]);
         return;
     }
     if (kernel->layout != LAYOUT_KNOWN) {
@@ -487,7 +407,7 @@ void phos_kernel_touch(struct phos_touches *touches, struct phos_kernel *kernel,
     look.count = kernel->count;
     for (uint32_t i = 0; i < kernel->count; i++)
         if (kernel->parameters[i].size >= 8)
-            scan(touches, &look, kernel->parameters[i].offset, kernel->parameters[i].size, ALL);
+            phos_look_scan(touches, &look, kernel->parameters[i].offset, kernel->parameters[i].size, ALL);
 }
 
 bool phos_kernel_copy(struct phos_kernel *kernel, const struct phos_arguments *arguments, void **block, size_t *size)

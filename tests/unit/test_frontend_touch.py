@@ -385,6 +385,7 @@ def test_graphs(phosd: FakePhosd, library: Path) -> None:
         ]
         pointer = FieldKind.POINTER
         add = _descriptor("add", ADD, (Field(0, 8, Access.WRITE, pointer), Field(8, 8, Access.READ, pointer)))
+        eventually(lambda: bool(session.kernels))
         assert not give(session, pack([(session.module_numbers[0], add)]))
         app.tell()
         assert rest_of(app) == [

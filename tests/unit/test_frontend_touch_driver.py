@@ -13,7 +13,9 @@ from tests.unit.frontend_fake import BUILD, ROOT
 
 CUDA = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
 GENERATED = BUILD / "gen"
-PARTS = "access functions graph_nodes graphs handles ranges tensor_maps touch touch_copy touch_launch touch_set"
+PARTS = (
+    "access arguments functions graph_nodes graphs handles ranges tensor_maps touch touch_copy touch_launch touch_set"
+)
 
 pytestmark = [
     pytest.mark.timeout(180),
