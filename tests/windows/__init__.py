@@ -1,0 +1,1 @@
+"""Random programs in windows of concurrent checkpoints: thousands of them in minutes, because no CRIU is in the way."""

@@ -1,0 +1,82 @@
+/* What the parts of the random program share. */
+#pragma once
+#include <cuda.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define PAGE 4096u
+#define STREAMS 4
+#define BUFFERS 24
+#define HOST_PAGES 256u
+#define MOST_PAGES 2560u
+#define GONE ((CUstream)(uintptr_t)~0ull) /* a stream that was destroyed: order behind it by event */
+
+#define CHECK(call) check_at(call, #call, __LINE__)
+
+struct kernels {
+    CUmodule module;
+    CUfunction fill, add, count_up, derive, scatter, aim, shoot;
+};
+
+struct range {
+    unsigned first, pages;
+};
+
+struct buffer {
+    CUdeviceptr address;
+    unsigned pages;
+    uint32_t *model; /* the first word of each page */
+    const char *kind;
+    size_t mapped;   /* of the application's own mappings: bytes */
+    CUevent event;   /* behind its last use */
+    CUstream last;   /* in which that was */
+};
+
+/* Of one thread alone. */
+struct worker {
+    pthread_t thread;
+    uint64_t seed;
+    CUstream streams[STREAMS]; /* legacy, blocking, non-blocking, the thread's own */
+    struct buffer buffers[BUFFERS];
+    unsigned count, pages, most; /* buffers; pages in use and allowed */
+    char *pinned, *pageable;
+    CUstream pinned_in; /* what reads the pinned memory */
+    uint32_t *words;
+    CUdeviceptr table;
+    struct buffer *in_graph[2];
+    CUgraph graph;
+    CUgraphExec runnable;
+    CUgraphNode node;
+    uint32_t value, value_set;
+    struct range add_to, set_to;
+};
+
+extern struct kernels kernels;
+extern char *ptx;
+extern CUcontext context;
+extern atomic_int stop;
+
+void check_at(CUresult result, const char *what, int line);
+unsigned draw(struct worker *w, unsigned below);
+CUstream any_stream(struct worker *w);
+struct range any_range(struct worker *w, const struct buffer *b);
+void begin_use(struct buffer *b, CUstream stream);
+void end_use(struct buffer *b, CUstream stream);
+CUdeviceptr page(const struct buffer *b, unsigned number);
+void launch(struct worker *w, CUfunction function, unsigned threads, CUstream stream, void **parameters);
+void model_set(struct buffer *b, struct range r, uint32_t value, bool counting);
+void model_add(struct buffer *b, struct range r, uint32_t value);
+void verify(struct worker *w, struct buffer *b, struct range r, CUstream stream);
+
+/* program_parts.c */
+char *read_text(const char *path);
+void load_kernels(struct kernels *to);
+void set_up(struct worker *w, unsigned most);
+void replace_buffer(struct worker *w, unsigned which);
+void use_graph(struct worker *w, struct buffer *a, struct buffer *b);

@@ -1,0 +1,84 @@
+"""phosd for tests of the window: keeps the memory of *t1* beside each image, and can be made to guess wrong.
+
+Started as phosd is, ``python -m tests.windows.watched_phosd --socket PATH``, with two more variables in its environment:
+WATCH_TRUTH, a folder: each block as it is while its process stands still goes there, taken by another way than images are
+(the software GPU's memory is host memory); WATCH_LIES, a path: while it exists, no kernel is said to write to anything.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from phos.gpu_engine.cow import dump
+from phos.gpu_engine.daemon import __main__ as daemon
+from phos.gpu_engine.daemon import serve_dump, session
+from phos.gpu_engine.spec.table import FIELD, HEADER, KERNEL, PARAMETER
+
+READS, WRITES = 1, 2
+
+
+def truth_file(folder: Path, session_: bytes, block: int) -> Path:
+    """Where the content of a block is kept."""
+    return folder / f"{session_.hex()}-{block}"
+
+
+def keep_truth(job: dump.CowDump, folder: Path) -> None:
+    """What the blocks hold now."""
+    job._mapped.add(job._borrowed)
+    for block in job._borrowed:
+        memory = (ctypes.c_char * block.size).from_address(job._mapped[block.key].address)
+        with open(truth_file(folder, *block.key), "wb") as file:
+            file.write(memory)
+
+
+def without_writes(packed: bytes) -> bytes:
+    """A table of access descriptors in which nothing is written."""
+    table = bytearray(packed)
+    _, kernels, parameters, fields = HEADER.unpack_from(table)
+    at = HEADER.size
+    for _ in range(kernels):
+        record = list(KERNEL.unpack_from(table, at))
+        record[7] &= ~WRITES
+        KERNEL.pack_into(table, at, *record)
+        at += KERNEL.size
+    at += parameters * PARAMETER.size
+    for _ in range(fields):
+        offset, size, access, kind = FIELD.unpack_from(table, at)
+        FIELD.pack_into(table, at, offset, size, READS if access else 0, kind)
+        at += FIELD.size
+    return bytes(table)
+
+
+def watch(truth: Path, lies: Path) -> None:
+    """Change phosd's parts."""
+    copy: Callable[[Any], None] = dump.CowDump._copy
+    table_file = session.kernels.table_file
+
+    def copy_and_keep(job: dump.CowDump) -> None:
+        try:
+            keep_truth(job, truth)
+        finally:
+            copy(job)
+
+    def perhaps_lie(*arguments: Any) -> int:
+        descriptor = table_file(*arguments)
+        if lies.exists():
+            with open(descriptor, "r+b", closefd=False) as file:
+                file.seek(0)
+                packed = file.read()
+                file.seek(0)
+                file.write(without_writes(packed))
+        return descriptor
+
+    dump.CowDump._copy = copy_and_keep  # type: ignore[method-assign]
+    session.kernels.table_file = perhaps_lie
+    serve_dump._leaves_alive = lambda criu: True  # who asks is no CRIU
+
+
+if __name__ == "__main__":
+    watch(Path(os.environ["WATCH_TRUTH"]), Path(os.environ["WATCH_LIES"]))
+    daemon.main(prog_name="phosd")

@@ -1,0 +1,315 @@
+"""Random programs under phosd, and checkpoints of them by copy-on-write, one after the other.
+
+The plugin's part is played here, without CRIU: a process that is to run on cannot tell the difference, since CRIU only
+looks at it. ``python -m tests.windows.windows --windows 5000`` runs as many as wanted and says what it met with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import client, wire
+from phos.gpu_engine.installation import application_environment, home, software_gpu_folder
+from phos.images.errors import ImageError
+from phos.images.reader import Image
+from tests.windows.watched_phosd import truth_file
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+POOLS = ("0", "16M", "2G", "2G", "64M")
+PATIENCE = 120.0
+
+
+class Wrong(AssertionError):
+    """Something is not as it must be."""
+
+
+def build(folder: Path, *flags: str) -> Path:
+    """Compile the random program."""
+    program = folder / "program"
+    cuda = os.environ.get("CUDA_INCLUDE", str(ROOT / "build" / "cuda" / "include"))
+    command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
+    sources = [str(HERE / name) for name in ("program.c", "program_parts.c")]
+    library = ["-L", str(software_gpu_folder()), "-l:libcuda.so.1"]
+    subprocess.run([*command, "-isystem", cuda, *sources, *library, "-o", str(program)], check=True)
+    return program
+
+
+@dataclass
+class Options:
+    """What a run is like. ``prefix`` is what the program is started with, ``setarch -R`` for example."""
+
+    seed: int = 0
+    bandwidth: str = "400M"
+    per_program: int = 12
+    megabytes: int = 48
+    nap: int = 150
+    rare: int = 150
+    lies: float = 0.0
+    exits: float = 0.5
+    flags: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class Workshop:
+    """A phosd, a program, and images that come and go."""
+
+    def __init__(self, folder: Path, options: Options) -> None:
+        self.folder = folder
+        self.options = options
+        self.random = random.Random(options.seed)
+        self.met: Counter[str] = Counter()
+        self.truth = folder / "truth"
+        self.truth.mkdir()
+        self.lies = folder / "lies"
+        self.socket = folder / "run" / "phosd.sock"
+        self.executable = build(folder, *options.flags)
+        self.program: subprocess.Popen[bytes] | None = None
+        self.output = folder / "program.log"
+        self._programs = 0
+        self._environment = {
+            **os.environ,
+            "PHOS_SOCKET": str(self.socket),
+            "PHOS_DEVICE": "software",
+            "PYTHONPATH": str(ROOT),
+            "SOFTGPU_MEMORY": "2G",
+            "SOFTGPU_MACHINE": folder.name,
+            "WATCH_TRUTH": str(self.truth),
+            "WATCH_LIES": str(self.lies),
+        }
+        self.log = folder / "phosd.log"
+        self.phosd = self._start_phosd()
+
+    def _start_phosd(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "tests.windows.watched_phosd", "--socket", str(self.socket)]
+        environment = {
+            **self._environment,
+            "PHOS_HOME": str(ROOT / "build"),  # a sanitizer is for the program alone
+            "SOFTGPU_COPY_BANDWIDTH": self.options.bandwidth,
+            "PHOS_RING_BYTES": str(64 << 20),
+        }
+        self.socket.parent.mkdir(exist_ok=True)
+        with open(self.log, "ab") as log:
+            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                client.connect(self.socket).close()
+                return process
+            except Exception:
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+    # The program.
+
+    def start_program(self) -> None:
+        """A new one, with a seed of its own."""
+        self._programs += 1
+        self.met["programs"] += 1
+        options = self.options
+        seed = options.seed * 100000 + self._programs
+        numbers = (seed, self.random.randint(1, 4), options.megabytes, options.nap, options.rare)
+        environment = {
+            **self._environment,
+            **application_environment("software", self.socket),
+            **options.environment,
+        }
+        command = [*options.prefix, str(self.executable), str(HERE / "kernels.ptx"), *map(str, numbers)]
+        self.output.unlink(missing_ok=True)
+        with open(self.output, "ab") as output:
+            self.program = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+        deadline = time.monotonic() + PATIENCE
+        while "READY" not in self.said():
+            if self.program.poll() is not None or time.monotonic() > deadline:
+                raise Wrong(f"program {seed} did not start: {self.said()[-3000:]}")
+            time.sleep(0.01)
+
+    def said(self) -> str:
+        """What the program has written so far."""
+        return self.output.read_text(errors="replace")
+
+    def end_program(self) -> None:
+        """It compares all of its memory with what must be in it."""
+        assert self.program is not None
+        self.program.send_signal(signal.SIGUSR1)
+        status = self.program.wait(PATIENCE)
+        self.program = None
+        if status != 0 or "GOOD" not in self.said():
+            raise Wrong(f"the program was harmed: status {status}, {self.said()[-3000:]}")
+
+    # Checkpoints.
+
+    def window(self, number: int) -> str:
+        """One checkpoint; returns the state of its image, which has been compared with the memory of *t1*."""
+        if self.program is None:
+            self.start_program()
+        assert self.program is not None
+        image = self.folder / f"image-{number}"
+        image.mkdir()
+        lying = self.random.random() < self.options.lies
+        self.lies.touch() if lying else self.lies.unlink(missing_ok=True)
+        ends = self.random.random() < self.options.exits / self.options.per_program
+        pool = self.random.choice(POOLS)
+        time.sleep(self.random.random() * 0.1)
+        late = threading.Timer(self.random.random() * 0.1, self.program.send_signal, [signal.SIGUSR2])
+        state = self._checkpoint(image, pool, late if ends else None)
+        self.met[f"images {state.state}"] += 1
+        if state.state == "committed":
+            self._compare(image)
+        elif not lying:
+            raise Wrong(f"no image: {state.state}, {state.error}")
+        elif "wrote where no guess said" not in state.error:
+            raise Wrong(f"the error does not say what was wrong: {state.error}")
+        if ends:
+            late.join()
+            status = self.program.wait(PATIENCE)
+            self.program = None
+            self.met["exits in the window"] += 1
+            if status not in (0, -signal.SIGKILL):
+                raise Wrong(f"the program ended with {status}: {self.said()[-3000:]}")
+        elif self.program.poll() is not None:
+            raise Wrong(f"the program ended with {self.program.returncode}: {self.said()[-3000:]}")
+        shutil.rmtree(image)
+        for file in self.truth.iterdir():
+            file.unlink()
+        return state.state
+
+    def _checkpoint(self, image: Path, pool: str, late: threading.Timer | None) -> wire_pb2.ImageState:
+        assert self.program is not None
+        directory = os.open(image, os.O_RDONLY | os.O_DIRECTORY)
+        with client.connect(self.socket) as connection:
+            begin = wire_pb2.DumpBegin(pid=self.program.pid, criu_pid=os.getpid(), criu_version="none", protocol="cow")
+            begin.cow.pool = pool
+            begin.cow.prioritise = self.random.choice(("on", "off"))
+            try:
+                _ask(connection, [directory], dump_begin=begin)
+            finally:
+                os.close(directory)
+            _ask(connection, [], dump_end=wire_pb2.DumpEnd(result=0))
+        if late is not None:
+            late.start()
+        return client.wait_image(image, timeout=PATIENCE, path=self.socket)
+
+    def _compare(self, image: Path) -> None:
+        with Image.open(image) as opened:
+            for name, value in opened.inventory.window.items():
+                if name != "pool_bytes":
+                    self.met[name] += value
+            keys = {key for process in opened.inventory.processes for key in ((process.session, b.block) for b in process.blocks)}
+            if missing := [key for key in keys if key not in opened.blocks]:
+                raise Wrong(f"the image lacks blocks {missing}")
+            for key in opened.blocks:
+                truth = truth_file(self.truth, *key).read_bytes()
+                for extent in opened.extents(key):
+                    buffer = bytearray(extent.length)
+                    opened.read_into(extent, memoryview(buffer))
+                    expected = truth[extent.offset : extent.offset + extent.length]
+                    self.met["bytes compared"] += extent.length
+                    if buffer != expected:
+                        first = next(i for i in range(extent.length) if buffer[i] != expected[i])
+                        raise Wrong(f"block {key[1]} differs from t1 at {extent.offset + first}")
+
+    def run(self, windows: int, *, say: bool = False) -> None:
+        """So many checkpoints; each program has a few of them."""
+        for number in range(windows):
+            self.window(number)
+            if self.program is not None and self.random.random() < 1 / self.options.per_program:
+                self.end_program()
+            if say and number % 100 == 99:
+                print(number + 1, summary(self.met), flush=True)
+        if self.program is not None:
+            self.end_program()
+
+    def close(self) -> None:
+        """End everything."""
+        for process in (self.program, self.phosd):
+            if process is not None and process.poll() is None:
+                process.kill()
+                process.wait()
+        for pid in _of_socket(self.socket):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _ask(connection: object, descriptors: list[int], **body: object) -> None:
+    envelope = wire_pb2.Envelope(id=1, **body)  # type: ignore[arg-type]
+    wire.send(connection, envelope, descriptors)  # type: ignore[arg-type]
+    answer = wire.receive(connection)  # type: ignore[arg-type]
+    if answer is None:
+        raise Wrong("phosd is gone")
+    if answer[0].done.error:
+        raise Wrong(f"phosd refused: {answer[0].done.error}")
+
+
+def _of_socket(socket: Path) -> Iterator[int]:
+    """phosd's keeper, which outlives it."""
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and f"PHOS_SOCKET={socket}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                yield int(entry.name)
+        except OSError:
+            pass
+
+
+def summary(met: Counter[str]) -> str:
+    """One line."""
+    return ", ".join(f"{name} {value}" for name, value in sorted(met.items()))
+
+
+@contextmanager
+def workshop(folder: Path, options: Options) -> Iterator[Workshop]:
+    """With everything ended afterwards."""
+    made = Workshop(folder, options)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--windows", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--lies", type=float, default=0.05, help="how often phosd is made to guess wrong")
+    parser.add_argument("--bandwidth", default="400M", help="of phosd's copies, bytes per second")
+    parser.add_argument("--sanitize", default="", help="thread or address,undefined; PHOS_HOME names such a build")
+    chosen = parser.parse_args()
+    options = Options(seed=chosen.seed, lies=chosen.lies, bandwidth=chosen.bandwidth)
+    if chosen.sanitize:
+        options.flags = (f"-fsanitize={chosen.sanitize}",)
+        options.prefix = ("setarch", "-R")
+        options.environment = {"NO_FORK": "1", "PHOS_HOME": str(home())}
+    folder = Path(tempfile.mkdtemp(prefix="windows-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    print(f"seed {chosen.seed}, {folder}", flush=True)
+    try:
+        with workshop(folder, options) as made:
+            made.run(chosen.windows, say=True)
+            print(summary(made.met))
+    except (Wrong, ImageError) as error:
+        print(f"WRONG: {error}\nleft: {folder}")
+        return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
