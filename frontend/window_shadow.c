@@ -203,7 +203,10 @@ static bool queue_copies(const struct phos_shadow_pool *pool, const struct targe
         return false;
     for (size_t i = 0, j; i < count; i = j) {
         size_t size = list[i].size;
-        for (j = i + 1; j < count && list[j].slot == list[j - 1].slot + 1 && list[j].address == list[i].address + size; j++)
+        /* A block's last chunk may be shorter than the slot that it goes to. */
+        for (j = i + 1; j < count && list[j - 1].size == phos_window.chunks->chunk_bytes &&
+                        list[j].slot == list[j - 1].slot + 1 && list[j].address == list[i].address + size;
+             j++)
             size += list[j].size;
         if (phos_real.cuMemcpyDtoDAsync_v2(phos_slot_address(pool, list[i].slot), list[i].address, size, stream) !=
             CUDA_SUCCESS)
