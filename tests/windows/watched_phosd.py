@@ -13,9 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phos.gpu_engine.cow import dump
+from phos.gpu_engine.copier import Piece
+from phos.gpu_engine.cow import dump, feed
 from phos.gpu_engine.daemon import __main__ as daemon
 from phos.gpu_engine.daemon import serve_dump, session
+from phos.gpu_engine.errors import Mispredicted
 from phos.gpu_engine.spec.table import FIELD, HEADER, KERNEL, PARAMETER
 
 READS, WRITES = 1, 2
@@ -53,6 +55,19 @@ def without_writes(packed: bytes) -> bytes:
     return bytes(table)
 
 
+def difference(truth: Path, piece: Piece, data: memoryview) -> str:
+    """Where what was saved differs from what was kept."""
+    kept = truth_file(truth, *piece.key).read_bytes()[piece.offset : piece.offset + piece.size]
+    found = [i for i in range(0, piece.size, 4) if kept[i : i + 4] != data[i : i + 4]]
+    if not found:
+        return "it is the memory of t1: the content hash is wrong"
+    at = found[0]
+    return (
+        f"{len(found)} words, from {piece.offset + at} to {piece.offset + found[-1]}: {data[at : at + 4].hex()} "
+        f"instead of {kept[at : at + 4].hex()}, saved from {'a shadow' if piece.slot >= 0 else 'its place'}"
+    )
+
+
 def watch(truth: Path, lies: Path) -> None:
     """Change phosd's parts."""
     copy: Callable[[Any], None] = dump.CowDump._copy
@@ -74,6 +89,15 @@ def watch(truth: Path, lies: Path) -> None:
                 file.write(without_writes(packed))
         return descriptor
 
+    landed = feed.ChunkFeed.landed
+
+    def landed_and_told(source: feed.ChunkFeed, piece: Piece, data: memoryview) -> None:
+        try:
+            landed(source, piece, data)
+        except Mispredicted as error:
+            raise Mispredicted(f"{error} ({difference(truth, piece, data)})") from error
+
+    feed.ChunkFeed.landed = landed_and_told  # type: ignore[method-assign]
     dump.CowDump._copy = copy_and_keep  # type: ignore[method-assign]
     session.kernels.table_file = perhaps_lie
     serve_dump._leaves_alive = lambda criu: True  # who asks is no CRIU
