@@ -34,8 +34,8 @@ class TimedPhase(Protocol):
 STALL = "stall"
 """Who measures it as a whole says so by a phase of this name."""
 
-STALL_BEGINS = ("quiesce", "detach", "driver checkpoint")
-"""The first of these that a checkpoint has: before it the processes compute."""
+STALL_BEGINS = ("detach", "driver checkpoint")
+"""The first of these that a checkpoint has. During "quiesce" before it the GPU still computes what was queued."""
 
 STALL_ENDS = ("attach", "driver restore", "CRIU freeze and dump")
 """The first of these that a checkpoint has: after it the processes compute again."""

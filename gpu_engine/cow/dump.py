@@ -20,6 +20,7 @@ from phos.gpu_engine.cow.window import ChunkKey, Windows
 from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError
 from phos.gpu_engine.process import ForeignProcess, GatedProcess
 from phos.gpu_engine.stop.dump import BorrowBlocks, Settings, StopDump
+from phos.gpu_engine.timeline import STALL, STALL_BEGINS
 
 log = logging.getLogger(__name__)
 
@@ -107,9 +108,9 @@ class CowDump(StopDump):
             for process in self.gated:
                 process.trace(self._windows.of(process))
         back = self._bring_back()
-        began = next((phase.start for phase in self.timeline.phases() if phase.name == "quiesce"), None)
+        began = next((phase.start for phase in self.timeline.phases() if phase.name in STALL_BEGINS), None)
         if began is not None:
-            self.timeline.add("stall", began, concurrent=True)
+            self.timeline.add(STALL, began, concurrent=True)
         self._say_if_not_back(back)
         self._wait_for_data()
         self._end_windows()

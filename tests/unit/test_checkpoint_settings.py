@@ -159,10 +159,11 @@ def test_options_without_a_meaning_do_nothing() -> None:
 # The stall, from the phases that phosd reports.
 
 
-def test_the_stall_is_from_quiesce_to_attach() -> None:
+def test_the_stall_is_from_detach_to_attach() -> None:
     phases = [
-        Phase("map blocks", 0.0, 0.5, False),
-        Phase("quiesce", 0.5, 0.1, False),
+        Phase("map blocks", 0.0, 0.3, False),
+        Phase("quiesce", 0.3, 0.2, False),  # the GPU computes what is queued
+        Phase("detach", 0.5, 0.1, False),
         Phase("GPU data", 0.6, 9.0, True),
         Phase("attach", 1.0, 0.25, False),
         Phase("wait for GPU data", 1.25, 8.0, False),
