@@ -13,6 +13,7 @@
 #include "memory.h"
 #include "pool.h"
 #include "runtime.h"
+#include "residue.h"
 #include "sdk.h"
 #include "tell.h"
 #include "track.h"
@@ -41,6 +42,7 @@ static struct phos_packet stash[8]; /* packets that came while the gate was clos
 static size_t stashed;
 static struct phos_error attach_error;
 static atomic_bool nobody_there; /* the last attempt to connect failed */
+static bool residue_spent; /* what was prepared for a toggle has been through it */
 static _Atomic int wake_fd = -1;
 static atomic_bool wake_set; /* the control thread is awake, or the eventfd readable: no need to write */
 static atomic_bool hurried;  /* somebody waits */
@@ -241,6 +243,22 @@ static void drop_link(void)
 /* Answers whether to go on with this connection. */
 static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
 {
+static bool on_prepare_residue(uint64_t id, const Phos__Wire__PrepareResidue *prepare)
+{
+    Phos__Wire__Done done = PHOS__WIRE__DONE__INIT;
+    struct phos_error error = {0};
+    uint64_t start = now_ns();
+    if (state == PHOS__WIRE__GATE_STATE__DETACHED)
+        phos_fail(&error, CUDA_SUCCESS, "the process is detached already");
+    else if (!prepare->path[0])
+        phos_residue_release();
+    else if (phos_residue_prepare(prepare->path, prepare->bytes, prepare->device, prepare->inode, &error))
+        phos_debug("residue: %s is mapped, %.3f ms", prepare->path, (double)(now_ns() - start) / 1e6);
+    done.error = error.text;
+    ENVELOPE(envelope, id, DONE, done, &done);
+    return phos_tell_send(&envelope, NULL, 0);
+}
+
     Phos__Wire__DetachDone done = PHOS__WIRE__DETACH_DONE__INIT;
     struct phos_error error = {0};
     PHOS_CLOSES int map = -1;
@@ -302,6 +320,7 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
         phos_tell_known();
         if (attach->restored)
             phos_sdk_restored();
+        residue_spent = true;
     }
     struct phos_error error = attach_error;
     attach_error = (struct phos_error){0};
@@ -309,6 +328,7 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
     phos_debug("attach: %s, map %.3f ms, undo %.3f ms", error.text[0] ? error.text : "done", (double)done.map_ns / 1e6,
                (double)done.undo_ns / 1e6);
     ENVELOPE(envelope, id, ATTACH_DONE, attach_done, &done);
+    phos_residue_count(&done.residue_bytes, &done.residue_served);
     return phos_tell_send(&envelope, NULL, 0);
 }
 
@@ -322,7 +342,12 @@ static bool on_open(uint64_t id)
         phos_gate_open();
     }
     ENVELOPE(envelope, id, DONE, done, &done);
-    return phos_tell_send(&envelope, NULL, 0);
+    bool sent = phos_tell_send(&envelope, NULL, 0);
+    if (state == PHOS__WIRE__GATE_STATE__OPEN && residue_spent) {
+        phos_residue_release(); /* nobody waits for this any more */
+        residue_spent = false;
+    }
+    return sent;
 }
 
 static bool on_window_begin(uint64_t id, const struct phos_packet *packet)
@@ -376,6 +401,8 @@ static bool on_packet(struct phos_packet *packet)
     case PHOS__WIRE__ENVELOPE__BODY_DETACH:
         return on_detach(e->id, e->detach);
     case PHOS__WIRE__ENVELOPE__BODY_ATTACH_BLOCKS:
+    case PHOS__WIRE__ENVELOPE__BODY_PREPARE_RESIDUE:
+        return on_prepare_residue(e->id, e->prepare_residue);
         on_attach_blocks(packet);
         return true;
     case PHOS__WIRE__ENVELOPE__BODY_ATTACH:
@@ -510,6 +537,8 @@ static void serve_connection(void)
 }
 
 static void *control_main(void *unused)
+    if (state == PHOS__WIRE__GATE_STATE__OPEN)
+        phos_residue_release();
 {
     (void)unused;
     prctl(PR_SET_NAME, "phos");
@@ -561,3 +590,4 @@ void phos_control_forked(void)
     phos_window_forked();
     phos_tell_forked();
 }
+    phos_residue_forked();

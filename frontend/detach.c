@@ -7,6 +7,7 @@
 #include "host.h"
 #include "log.h"
 #include "memory.h"
+#include "residue.h"
 #include "runtime.h"
 #include "track.h"
 #include "wire.pb-c.h"
@@ -269,7 +270,7 @@ bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct p
     start = now_ns();
     if (reduce_stack)
         stack_reduce();
-    phos_mmap_arm(huge_pages);
+    phos_mmap_arm(true, huge_pages);
     done->reduce_ns = now_ns() - start;
     phos_leave_context(entered);
     return true;
@@ -313,7 +314,8 @@ bool phos_attach(uint64_t blocks, uint64_t *map_ns, uint64_t *undo_ns, struct ph
     *map_ns = now_ns() - start;
     start = now_ns();
     if (ok) {
-        phos_mmap_arm(false);
+        phos_mmap_arm(false, false);
+        phos_residue_settle();
         stack_restore();
         struct phos_error host = {0};
         if (!phos_host_register_all(&host))

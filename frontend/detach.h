@@ -29,5 +29,6 @@ bool phos_attach(uint64_t blocks, uint64_t *map_ns, uint64_t *undo_ns, struct ph
 bool phos_enter_context(void) PHOS_CHECKED;
 void phos_leave_context(bool entered);
 
-/* mmap.c: from here to there, large populated anonymous mappings (the driver's own host copies) get huge pages. */
-void phos_mmap_arm(bool armed);
+/* mmap.c: from here to there, large populated anonymous mappings (the driver's own host copies) come out of the prepared
+ * file (residue.h), or get huge pages where those are asked for. */
+void phos_mmap_arm(bool armed, bool huge_pages);

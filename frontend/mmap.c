@@ -1,8 +1,9 @@
 /* While detached, the driver's checkpoint maps several hundred megabytes of populated anonymous memory for what it has to
  * save itself. With 4 KiB pages populating takes longer than the copying (0.09 s of 0.16 s, measured on an H100, driver
- * 580), with huge pages less than half. Nothing else asks for MAP_POPULATE on that scale, and nothing is different for
- * who does except the page size. */
+ * 580), with huge pages less than half; out of the file prepared for it (residue.c) it takes nothing. Nothing else asks for
+ * MAP_POPULATE on that scale; for who does, only the page size is different. */
 #include "detach.h"
+#include "residue.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -19,9 +20,13 @@
 #endif
 
 static atomic_bool armed;
+static atomic_bool huge;
 
-void phos_mmap_arm(bool arm)
+void phos_mmap_arm(bool arm, bool huge_pages)
 {
+    if (arm)
+        phos_residue_reset();
+    atomic_store(&huge, huge_pages);
     atomic_store(&armed, arm);
 }
 
@@ -57,7 +62,10 @@ __attribute__((visibility("default"))) EARLY void *mmap(void *address, size_t le
     const int want = MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE;
     if (__builtin_expect(atomic_load_explicit(&armed, memory_order_relaxed), 0) && !address && length >= LARGE &&
         (flags & (want | MAP_HUGETLB | MAP_LOCKED)) == want && (protection & (PROT_READ | PROT_WRITE)) == (PROT_READ | PROT_WRITE)) {
-        void *mapped = huge_mmap(length, protection, flags);
+        void *mapped = protection & PROT_EXEC ? NULL : phos_residue_serve(length, __builtin_return_address(0));
+        if (mapped)
+            return mapped;
+        mapped = atomic_load(&huge) ? huge_mmap(length, protection, flags) : MAP_FAILED;
         if (mapped != MAP_FAILED)
             return mapped;
     }

@@ -363,6 +363,7 @@ static bool say_hello(uint64_t blocks, Phos__Wire__GateState state)
     hello.devices = pointers;
     hello.blocks = blocks;
     hello.frontend_version = (char *)PHOS_VERSION;
+    hello.residue = true;
     /* A request: Welcome is its reply. */
     ENVELOPE(envelope, 1, HELLO, hello, &hello);
     return phos_tell_send(&envelope, NULL, 0);

@@ -84,6 +84,16 @@ class GatedProcess(Protocol):
     pid: int
     session: bytes
     executable: str
+    takes_residue: bool
+    """Whether :meth:`prepare_residue` can be asked for."""
+    residue_bytes: int | None
+    """What the driver wanted for its own part at the last checkpoint; None if there was none yet."""
+
+    def prepare_residue(self, path: str, size: int, device: int, inode: int) -> None:
+        """Map a file for what the driver will save (residue.py)."""
+
+    def drop_residue(self) -> None:
+        """Unmap that file: there will be no checkpoint. Waits for no answer."""
 
     def quiesce(self, timeout: float) -> QuiesceTimes:
         """Close the gate and wait until the GPU is idle; on failure the gate is open again."""

@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import xxhash
 
+from phos.images.formats import digest, zero_digest
+
 T = TypeVar("T")
 
 # f_type values of statfs(2): file systems that keep their data in memory, where O_DIRECT has nothing to bypass.
@@ -86,6 +88,28 @@ def hash_segment(fd: int, offset: int, length: int) -> bytes:
         if n == 0:
             raise EOFError(f"the file ends at byte {offset}")
         state.update(view[:n])
+        offset += n
+        length -= n
+    return state.digest()
+
+
+def copy_segment(source: int, target: int, offset: int, length: int) -> bytes:
+    """Copy a part of a file to the same place in another, which has zeros there; return its XXH3-128.
+
+    Zeros are not written. EOFError if the source ends before it does.
+    """
+    state = xxhash.xxh3_128()
+    view = memoryview(mmap.mmap(-1, _READ_SIZE))
+    while length:
+        n = os.preadv(source, [view[: min(length, _READ_SIZE)]], offset)
+        if n == 0:
+            raise EOFError(f"the file ends at byte {offset}")
+        piece = view[:n]
+        state.update(piece)
+        if digest(piece) != zero_digest(n):
+            done = 0
+            while done < n:
+                done += os.pwrite(target, piece[done:], offset + done)
         offset += n
         length -= n
     return state.digest()

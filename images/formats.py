@@ -45,6 +45,7 @@ BlockKey = tuple[bytes, int]
 
 _U32 = struct.Struct("<I")
 _DATA_NAME = re.compile(r"phos-data-(\d+)\.raw")
+_RESIDUE_NAME = re.compile(r"phos-residue-\d+\.raw")
 
 
 def data_file(stripe: int) -> str:
@@ -57,8 +58,18 @@ def stripe_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def residue_file(number: int) -> str:
+    """The name of a file with what the driver saved into memory that CRIU does not dump."""
+    return f"phos-residue-{number}.raw"
+
+
+def is_residue(name: str) -> bool:
+    return _RESIDUE_NAME.fullmatch(name) is not None
+
+
 def is_ours(name: str) -> bool:
-    return name in (INVENTORY_FILE, CHUNKS_FILE, COMMIT_FILE, COMMIT_TEMPORARY) or stripe_of(name) is not None
+    named = name in (INVENTORY_FILE, CHUNKS_FILE, COMMIT_FILE, COMMIT_TEMPORARY)
+    return named or stripe_of(name) is not None or is_residue(name)
 
 
 def is_criu_image(name: str) -> bool:

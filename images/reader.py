@@ -17,7 +17,7 @@ from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
 from phos.images.errors import ImageError
 from phos.images.extents import EXTENT_LIMIT, BlockTable, DataFile, Extent, read_fully
-from phos.images.files import address_of, hash_segment, run_in_threads
+from phos.images.files import address_of, copy_segment, hash_segment, run_in_threads
 from phos.images.formats import BlockKey, digest
 from phos.images.table import block_key, complaint_about, inventory_blocks, name_of
 
@@ -336,7 +336,7 @@ class Image:
                 if extent.stripe is not None and formats.data_file(extent.stripe) in present:
                     jobs.append((extent.length, partial(self._verify_extent, extent, memory)))
         for file in self.record.files:
-            if file.origin == pb.File.CRIU and file.name in present:
+            if (file.origin == pb.File.CRIU or formats.is_residue(file.name)) and file.name in present:
                 step = file.segment_size or formats.SEGMENT_SIZE
                 if len(file.hashes) != -(-file.size // step):
                     problems.append(f"{self.path / formats.COMMIT_FILE} lacks hashes of {file.name}")
@@ -363,6 +363,34 @@ class Image:
         for part in found:
             problems += part
         return problems
+
+    def copy_file(self, name: str, target: int) -> None:
+        """Copy a file that ImageWriter.add_file() has put into the image to one of its size that holds zeros.
+
+        Several threads do it. Every hash is checked. Raises ImageError with the file and the place in it; OSError if
+        `target` takes it not.
+        """
+        where = self.path / name
+        file = next((f for f in self.record.files if f.name == name and formats.is_residue(name)), None)
+        step = file.segment_size if file else 0
+        if file is None or step <= 0 or len(file.hashes) != -(-file.size // step):
+            raise ImageError(f"{self.path / formats.COMMIT_FILE} lacks {name} or its hashes")
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._directory)
+        except OSError as error:
+            raise ImageError(f"{where} cannot be read: {error.strerror}") from error
+        try:
+            places = [(at, min(step, file.size - at)) for at in range(0, file.size, step)]
+            found = run_in_threads([partial(copy_segment, fd, target, at, length) for at, length in places])
+        except EOFError as error:
+            raise ImageError(f"{where} is cut off: {error}") from error
+        finally:
+            os.close(fd)
+        for (at, length), hash_, expected in zip(places, found, file.hashes, strict=True):
+            if hash_ != expected:
+                raise ImageError(
+                    f"{where} is damaged: bytes {at} to {at + length} have another hash than the committed one"
+                )
 
     def _verify_extent(self, extent: Extent, memory: threading.local) -> list[str]:
         view = getattr(memory, "view", None)

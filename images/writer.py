@@ -25,6 +25,7 @@ from phos.images import formats
 from phos.images.errors import ImageError
 from phos.images.files import (
     allocate,
+    copy_segment,
     describe_path,
     free_bytes,
     hash_files,
@@ -34,6 +35,7 @@ from phos.images.files import (
 from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey, align_up, digest, zero_digest
 from phos.images.table import WrittenRun, build_tables
 
+COPY_THREADS = 8  # of add_file(): the copies of GPU data and CRIU want processors too
 _IOV_MAX = 1024  # Linux's UIO_MAXIOV
 _RESERVE_STEP = 16 << 20
 
@@ -82,6 +84,7 @@ class ImageWriter:
         self._sequence = itertools.count()  # next() is one step under the GIL
         self._stripes = [_Stripe(i) for i in range(stripes)]
         self._made: list[str] = []  # in the order of creation; abort() removes them backwards
+        self._added: list[tuple[int, pb.File]] = []  # descriptor, record
         self._failure_lock = threading.Lock()
         self._failure: ImageError | None = None
         self._state = "writing"  # then "committed" or "aborted"
@@ -263,6 +266,30 @@ class ImageWriter:
         s.direct = on
         return True
 
+    def add_file(self, name: str, source: int, size: int) -> None:
+        """Copy the first `size` bytes of the file `source` into the image, under a name that formats.is_ours() knows.
+
+        Several threads copy at once; zeros take no space. Must have ended before commit() or abort() is called. Raises
+        ImageError with file and reason.
+        """
+        self._check_usable()
+        fd = self._create(name)
+        record = pb.File(name=name, size=size, origin=pb.File.PHOS, segment_size=formats.SEGMENT_SIZE)
+        self._added.append((fd, record))
+        step = formats.SEGMENT_SIZE
+        try:
+            with self._saying(name, size):
+                os.ftruncate(fd, size)
+                jobs = [
+                    partial(copy_segment, source, fd, offset, min(step, size - offset))
+                    for offset in range(0, size, step)
+                ]
+                record.hashes.extend(run_in_threads(jobs, COPY_THREADS))
+        except EOFError as error:
+            raise ImageError(
+                f"{os.path.join(self._path, name)}: what it is copied from was cut off: {error}"
+            ) from error
+
     # ------------------------------------------------------------------------------------------------------ commit
 
     def commit(self, inventory: pb.Inventory) -> None:
@@ -314,7 +341,11 @@ class ImageWriter:
             self._write_file(formats.CHUNKS, self._create(formats.CHUNKS_FILE), tables),
         ]
         record = pb.CommitRecord(format_version=formats.FORMAT_VERSION, image_id=copy.image_id)
-        files = [pb.File(name=s.name, size=s.end, origin=pb.File.PHOS_DATA) for s in used]
+        for fd, added in self._added:
+            with self._saying(added.name):
+                os.fsync(fd)
+        files = [added for _, added in self._added]
+        files += [pb.File(name=s.name, size=s.end, origin=pb.File.PHOS_DATA) for s in used]
         files += [
             pb.File(
                 name=n, size=len(raw), origin=pb.File.PHOS, segment_size=formats.SEGMENT_SIZE, hashes=_segments(raw)
@@ -420,7 +451,9 @@ class ImageWriter:
         self._close()
 
     def _close(self) -> None:
-        for fd in [*(s.fd for s in self._stripes), getattr(self, "_inventory_fd", -1), self._directory]:
+        added = [fd for fd, _ in self._added]
+        self._added = []
+        for fd in [*(s.fd for s in self._stripes), *added, getattr(self, "_inventory_fd", -1), self._directory]:
             if fd >= 0:
                 with suppress(OSError):
                     os.close(fd)

@@ -1,6 +1,7 @@
 /* Checkpoint and restore of this process's GPU state, carried out by the control thread (control.c).
  *
- * Checkpoint copies all device memory that the process owns alone into one private anonymous mapping, the residue, and lets
+ * Checkpoint copies all device memory that the process owns alone into one private anonymous mapping, the residue, with what
+ * stands for the rest of a context's state (SOFTGPU_RESIDUE bytes: a pattern that the restore checks), and lets
  * go of every memfd: mappings become PROT_NONE reservations, descriptors are closed, the guard too. What CRIU then sees is an
  * ordinary process. Restore makes new memfds and maps them at the same addresses. Handles that were exported or imported
  * cannot be restored, as with the real driver (DESIGN §2): the checkpoint succeeds and the restore fails for good. */
@@ -23,6 +24,8 @@
 /* All of this is the control thread's alone; the gate is closed and the streams are drained while it runs. */
 static char *residue;
 static size_t residue_size;
+static size_t context_at;    /* where in it the pattern is */
+static uint64_t context_key; /* what the pattern is made of: another at every checkpoint */
 static bool tainted; /* something shared was open at the checkpoint */
 static int guard = -1;
 
@@ -83,6 +86,22 @@ static bool transfer(int fd, char *at, size_t size, bool save)
     return true;
 }
 
+/* Writes the pattern, or says whether it is still there. */
+static bool context_state(bool save)
+{
+    uint64_t *words = (uint64_t *)(residue + context_at), x = context_key;
+    for (size_t i = 0; i < (residue_size - context_at) / sizeof(*words); i++) {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        if (save)
+            words[i] = x;
+        else if (words[i] != x)
+            return false;
+    }
+    return true;
+}
+
 CUresult sg_checkpoint(void)
 {
     sg_streams_drain();
@@ -105,6 +124,9 @@ CUresult sg_checkpoint(void)
         physical->residue = residue_size;
         residue_size += physical->size;
     }
+    context_at = residue_size;
+    context_key = sg_now_ns() | 1;
+    residue_size += sg_settings()->residue & ~(uint64_t)7;
     if (residue_size) {
         /* One populated anonymous mapping, made through the symbol: a preloaded library may serve it (DESIGN §2). */
         residue = mmap(NULL, residue_size, PROT_READ | PROT_WRITE, MAP_ANONYMOUS | MAP_PRIVATE | MAP_POPULATE, -1, 0);
@@ -117,6 +139,7 @@ CUresult sg_checkpoint(void)
         if (!shared(physical) && !transfer(physical->fd, residue + physical->residue, physical->size, true))
             result = CUDA_ERROR_OUT_OF_MEMORY;
     if (result == CUDA_SUCCESS) {
+        context_state(true);
         for (size_t i = 0; i < sg_ranges.count; i++) {
             struct sg_range *range = sg_ranges.items[i];
             if (range->kind == SG_MEM_DEVICE)
@@ -208,6 +231,10 @@ CUresult sg_restore(const int *physical, unsigned count, const char **why)
     if (tainted) {
         *why = "memory handles were exported or imported at the checkpoint";
         return CUDA_ERROR_NOT_SUPPORTED;
+    }
+    if (!context_state(false)) {
+        *why = "what the checkpoint saved of the context is not what it was";
+        return CUDA_ERROR_INVALID_CONTEXT;
     }
     for (int i = 0; sg_device(i); i++) {
         before[i] = sg_device(i)->physical;

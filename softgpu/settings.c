@@ -82,6 +82,7 @@ static void settings_read(void)
     if (settings.threads == 0)
         settings.threads = 1;
     settings.toggle_ms = (unsigned)number("SOFTGPU_TOGGLE_MS", 0);
+    settings.residue = (uint64_t)number("SOFTGPU_RESIDUE", (double)(12u << 20));
     const char *name = getenv("SOFTGPU_NAME");
     snprintf(settings.name, sizeof(settings.name), "%s", name && *name ? name : "PhOS Software GPU");
     const char *machine = getenv("SOFTGPU_MACHINE");

@@ -35,6 +35,7 @@ struct sg_settings {
     int driver_version;
     unsigned threads;         /* host threads per kernel launch */
     unsigned toggle_ms;       /* least duration of a checkpoint and of a restore */
+    uint64_t residue;         /* bytes that a checkpoint saves besides device memory */
     char machine[64];         /* processes with different values here do not see each other's memory in the account */
 };
 const struct sg_settings *sg_settings(void);

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phos.gen import wire_pb2
-from phos.gpu_engine import driver, inventory, procfs, toggle
+from phos.gpu_engine import driver, inventory, procfs, residue, toggle
 from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.audit import AuditServer
 from phos.gpu_engine.daemon.permissions import uid_of
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.requests import Requests
@@ -51,12 +52,14 @@ class Daemon:
         self._dumps = DumpServer(self._registry)
         self._restores = RestoreServer(self._registry)
         self._requests = Requests(self._registry)
+        self._audits = AuditServer(self._registry)
         self._stopping = threading.Event()
         self._clients = ClientServer(self._registry, self.gpus, self._stopping)
         self._ordinals = {bytes.fromhex(g.uuid.removeprefix("GPU-").replace("-", "")): g.ordinal for g in self.gpus}
         for session, pid in self._registry.broker.adopt_from_keeper().items():
             self._adopt(session, pid)
         self._registry.holds.clear_stale()
+        residue.sweep()
 
     def _adopt(self, number: bytes, pid: int) -> None:
         """A session of an earlier phosd. Its frontend will say itself whether it is detached."""
@@ -115,6 +118,8 @@ class Daemon:
                 self._dumps.serve(connection, envelope, descriptors)
             elif kind == "restore_begin":
                 self._restores.serve(connection, envelope, descriptors)
+            elif (kind or "").startswith("audit_"):
+                self._audits.serve(connection, envelope, descriptors)
             else:
                 self._clients.serve(connection, envelope, descriptors)
         except BlockingIOError:

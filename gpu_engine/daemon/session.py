@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 60.0
 """How long a frontend may take for a request that involves no waiting for the GPU."""
 
+RESIDUE_SECONDS = 10.0
+"""How long a frontend may take to map a few hundred megabytes, while its application computes."""
+
 UNKNOWN_USER = -1
 """Of a session whose process has not been restored yet."""
 
@@ -81,7 +84,10 @@ class Session:
         self.lost_reason = ""
         self.connections = 0  # made so far
         self.attach_failures = 0  # in a row
+        self.takes_residue = False
+        self.residue_bytes: int | None = None
         self.announced_blocks = 0
+        self.kernels_told = 0  # names of kernels that have come over this connection
         self._seen: set[int] | None = None  # the blocks registered over this connection, until the table is whole
         self._from_image = False  # restored, and not attached yet
         self._unheld: set[int] = set()  # blocks without a descriptor: to unmap them would be to lose them
@@ -120,7 +126,9 @@ class Session:
         self.devices = {device.ordinal: device.uuid for device in hello.devices}
         self.modules = []  # told again over every connection, as the totals are
         self.uncarried = {}
+        self.kernels_told = 0
         self.announced_blocks = hello.blocks
+        self.takes_residue = hello.residue
         self._seen = None if hello.state == wire_pb2.DETACHED else set()
         self._ordinals = {n: ordinals[uuid] for n, uuid in self.devices.items() if uuid in ordinals}
         self._settle_table()
@@ -189,6 +197,7 @@ class Session:
                 )
         elif kind == "kernels_seen":
             kernels.kernels_seen(self._speculator, self.session, envelope.kernels_seen)
+            self.kernels_told += len(envelope.kernels_seen.kernel)
         elif kind == "token_resolve":
             self._resolve(envelope.id, (envelope.token_resolve.session, envelope.token_resolve.block))
         else:
@@ -314,6 +323,18 @@ class Session:
 
     # GatedProcess.
 
+    def prepare_residue(self, path: str, size: int, device: int, inode: int) -> None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        wanted = wire_pb2.PrepareResidue(path=path, bytes=size, device=device, inode=inode)
+        answer, extra = self._call(RESIDUE_SECONDS, prepare_residue=wanted)
+        wire.close_all(extra)
+        if answer.done.error:
+            raise PhosError(answer.done.error)
+
+    def drop_residue(self) -> None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        self._tell([], prepare_residue=wire_pb2.PrepareResidue())
+
     def quiesce(self, timeout: float) -> QuiesceTimes:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         try:
@@ -435,6 +456,12 @@ class Session:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         return self._broker.of_session(self.session)
 
+    def block_keys(self) -> dict[int, BlockKey]:
+        """The blocks that the process has, by its own numbers: its own, and those of others that it maps."""
+        with self._lock:
+            imports = dict(self._imports)
+        return {block.key[1]: block.key for block in self.own_blocks()} | imports
+
     # Attach, run by the thread of the connection that asked.
 
     def attach(self) -> tuple[float, float]:
@@ -472,6 +499,14 @@ class Session:
         done = answer.attach_done
         if done.error:
             raise PhosError(f"Process {self.pid} ({self.executable}) could not map its GPU memory again: {done.error}")
+        if self.takes_residue:
+            self.residue_bytes = done.residue_bytes
+            log.info(
+                "Process %d: the driver saved its part to %d bytes, %d of them prepared.",
+                self.pid,
+                done.residue_bytes,
+                done.residue_served,
+            )
         self._open_window()
         _, extra = self._call(ANSWER_SECONDS, patient=True, open=wire_pb2.Open())
         wire.close_all(extra)

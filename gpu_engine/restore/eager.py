@@ -22,6 +22,7 @@ from phos.gpu_engine import driver, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Cancelled, Copier, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
+from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
 from phos.images.reader import Extent, Image
@@ -105,6 +106,7 @@ class EagerRestore:
         self._computing: set[int] = set()  # those of them that have all of their GPU state back
         self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, state, error
         self._image = Image.open(directory)
+        self._residues: RestoredResidues | None = None
         self._gpu_pairs: dict[str, str] = {}
         self._ordinals: dict[int, int] = {}
         inventory = self._image.inventory
@@ -152,6 +154,7 @@ class EagerRestore:
         unregistered = dict(blocks)
         borrowed: list[Block] = []
         try:
+            self._residues = RestoredResidues(self._image)
             for b in blocks.values():
                 borrowed.append(Block(b.key, b.size, b.device, os.dup(b.descriptor), b.by_application))
             for process in self.processes:
@@ -159,6 +162,7 @@ class EagerRestore:
                 register(process, own)
             if unregistered:
                 raise RestoreFailed("The image's processes map GPU memory of a process that is not in the image.")
+            threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
             threading.Thread(target=self._load, args=(borrowed,), name="load").start()
         except BaseException:
             for block in [*borrowed, *unregistered.values()]:
@@ -167,8 +171,16 @@ class EagerRestore:
 
     def close(self) -> None:
         """Let a restore go that never began loading."""
+        if self._residues is not None:
+            self._residues.discard()
         self._image.close()
         self._loaded.set()
+
+    def _load_residues(self, residues: RestoredResidues) -> None:
+        with self.timeline.phase("residue", concurrent=True):
+            residues.fill()
+        if residues.error:
+            self.fail(f"What the driver had saved cannot be put back: {residues.error}")
 
     def _create_blocks(self) -> dict[BlockKey, Block]:
         owners: dict[BlockKey, tuple[int, bool]] = {}
@@ -227,6 +239,8 @@ class EagerRestore:
         finally:
             for block in borrowed:
                 os.close(block.descriptor)
+            if self._residues is not None:
+                self._residues.wait()
             self._image.close()
             self._loaded.set()
 
@@ -235,6 +249,10 @@ class EagerRestore:
 
         Runs in a thread of its own: the driver waits for the process to run.
         """
+        if self._residues is not None:
+            self._residues.wait()
+            if self._residues.error:
+                return  # the restore has failed for that
         try:
             with self.timeline.phase("driver restore"):
                 toggle.revive(pid, self._gpu_pairs or None)
@@ -325,6 +343,8 @@ class EagerRestore:
             else:
                 time.sleep(0.01)
         self._loaded.wait()
+        if self._residues is not None:
+            self._residues.discard()
         with self._lock:
             descriptors, self._pids = [fd for fd in self._pids.values() if fd >= 0], dict.fromkeys(self._pids, -1)
         for descriptor in descriptors:

@@ -23,8 +23,10 @@ from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, inventory, procfs, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Cancelled, Copier, MappedBlocks, Progress
+from phos.gpu_engine.cow.settings import size_of
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, Unresponsive, UsageError
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
+from phos.gpu_engine.residue import DumpedResidues
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
 from phos.images.formats import COMMIT_FILE
@@ -35,6 +37,11 @@ log = logging.getLogger(__name__)
 
 BorrowBlocks = Callable[[Sequence[BlockKey]], list[Block]]
 DescribeProcess = Callable[[GatedProcess, Detached], inventory.ProcessRecord]
+
+REDUCERS = ("stack-limit", "huge-pages", "residue")
+
+USUAL_RESIDUE = {"nvidia": 512 << 20, "software": 32 << 20}
+"""What a driver wants for its own part when it is checkpointed, by :func:`driver.kind`; bytes."""
 
 CRIU_FAILED = "CRIU failed; its own log says why (dump.log, or what -o names, or the terminal)."
 
@@ -49,6 +56,8 @@ class Settings:
     return_timeout: float = 120.0
     reduce_stack: bool = True
     huge_pages: bool = True
+    residue: bool = True
+    residue_bytes: int = 0  # for a driver of which nothing is known yet; 0: as much as one of its kind usually wants
 
     @staticmethod
     def from_environment() -> Settings:
@@ -56,17 +65,18 @@ class Settings:
 
         PHOS_QUIESCE_SECONDS; PHOS_CHECKPOINT_SECONDS: how long the driver may take (whole GPUs are copied of processes
         without the frontend); PHOS_RETURN_SECONDS: how long a released process may take to come back; PHOS_REDUCERS: a
-        comma-separated list of 'stack-limit' and 'huge-pages', or 'none'.
+        comma-separated list of 'stack-limit', 'huge-pages' and 'residue', or 'none'; PHOS_RESIDUE_BYTES: how much
+        memory is prepared for what the driver saves, at a process's first checkpoint.
 
         Raises:
             UsageError: one of them has no meaning.
         """
-        text = os.environ.get("PHOS_REDUCERS", "stack-limit,huge-pages")
+        text = os.environ.get("PHOS_REDUCERS", ",".join(REDUCERS))
         reducers = [] if text.strip() in ("", "none") else [name.strip() for name in text.split(",")]
-        if unknown := set(reducers) - {"stack-limit", "huge-pages"}:
+        if unknown := set(reducers) - set(REDUCERS):
             raise UsageError(
                 f"PHOS_REDUCERS={text} in phosd's environment: '{min(unknown)}' is no reducer. "
-                "It is a list of stack-limit and huge-pages with commas between, or none."
+                f"It is a list of {', '.join(REDUCERS)} with commas between, or none."
             )
         return Settings(
             quiesce_timeout=_seconds("PHOS_QUIESCE_SECONDS", 60.0),
@@ -74,11 +84,13 @@ class Settings:
             return_timeout=_seconds("PHOS_RETURN_SECONDS", 120.0),
             reduce_stack="stack-limit" in reducers,
             huge_pages="huge-pages" in reducers,
+            residue="residue" in reducers,
+            residue_bytes=size_of("PHOS_RESIDUE_BYTES", os.environ.get("PHOS_RESIDUE_BYTES", "0")),
         )
 
     def reducers(self) -> list[str]:
         """The names of the toggle reducers in use."""
-        chosen = {"stack-limit": self.reduce_stack, "huge-pages": self.huge_pages}
+        chosen = dict(zip(REDUCERS, (self.reduce_stack, self.huge_pages, self.residue), strict=True))
         return [name for name, used in chosen.items() if used]
 
 
@@ -142,6 +154,7 @@ class StopDump:
         self._copy_failure: BaseException | None = None
         self._borrowed: list[Block] = []
         self._mapped = MappedBlocks()
+        self._residues = DumpedResidues()
         self._detached: dict[bytes, Detached] = {}
         self._quiesced: list[GatedProcess] = []
         self._toggles: dict[int, toggle.Step] = {}
@@ -202,6 +215,7 @@ class StopDump:
             self._copying.start()
             with self.timeline.phase("driver checkpoint"):
                 self._checkpoint()
+            self._residues.start_saving(self._writer)
         except Exception as error:
             if not isinstance(error, (PhosError, ImageError, OSError)):
                 log.exception("%s: the checkpoint failed in an unforeseen way", self.path)
@@ -225,6 +239,10 @@ class StopDump:
                         self._mapped.add(borrowed)
                     finally:
                         os.close(borrowed[0].descriptor)
+        if self.settings.residue and self.gated:
+            with self.timeline.phase("prepare residue"):
+                estimate = self.settings.residue_bytes or USUAL_RESIDUE[driver.kind()]
+                self._residues.prepare(self.gated, estimate)
         size = sum(block.size for block in blocks)
         # What is reserved for data that turns out to be zeros would be missing for CRIU's pages.
         if size and _free_bytes(self._directory) > size + sum(_resident_bytes(pid) for pid in self.pids):
@@ -387,6 +405,7 @@ class StopDump:
             )
             message.reducers.extend(self.settings.reducers())
             inventory.add_timings(message, self.timeline.phases(), self.timeline.now())
+            self._residues.describe(message)
             self._add_to(message)
             self._writer.commit(message)
             # Nobody may have removed or cut a file meanwhile: this image is what a process is about to be killed for.
@@ -418,6 +437,9 @@ class StopDump:
         Each process returns by itself: one that is stopped, or finds no GPU memory, holds up nobody else, and comes
         back when it can, however long after this method has returned.
         """
+        began = self.timeline.now()
+        self._residues.wait()  # the driver may change what it reads
+        self.timeline.add("wait for residue", began)
         failures: list[str] = []
         toggled = set(self._toggles)
         gated = {p.pid: p for p in self.gated if p.session in self._detached}
@@ -453,6 +475,7 @@ class StopDump:
             with self.timeline.phase("attach"):
                 for process in list(allowed):
                     self._wait_attached(process, deadline, failures)
+        self._residues.discard(process for process in self.gated if process.session not in self._detached)
         self._detached = {}
         return " ".join(filter(None, failures))
 

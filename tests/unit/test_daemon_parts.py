@@ -418,13 +418,14 @@ def test_settings_without_meaning_are_refused(monkeypatch: pytest.MonkeyPatch) -
             Settings.from_environment()
     monkeypatch.setenv("PHOS_QUIESCE_SECONDS", "2.5")
     monkeypatch.setenv("PHOS_REDUCERS", "none")
-    assert Settings.from_environment() == Settings(quiesce_timeout=2.5, reduce_stack=False, huge_pages=False)
+    none = Settings(quiesce_timeout=2.5, reduce_stack=False, huge_pages=False, residue=False)
+    assert Settings.from_environment() == none
 
 
 @pytest.mark.parametrize("text", ["stack", "stack-limit,hugepages", "none,stack-limit", "stack-limit,"])
 def test_unknown_reducers_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("PHOS_REDUCERS", text)
-    with pytest.raises(UsageError, match=r"PHOS_REDUCERS=.*is no reducer.*stack-limit and huge-pages"):
+    with pytest.raises(UsageError, match=r"PHOS_REDUCERS=.*is no reducer.*stack-limit, huge-pages, residue with"):
         Settings.from_environment()
 
 
@@ -435,6 +436,17 @@ def test_reducers_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("", "none"):
         monkeypatch.setenv("PHOS_REDUCERS", text)
         assert Settings.from_environment().reducers() == []
+    monkeypatch.delenv("PHOS_REDUCERS")
+    assert Settings.from_environment().reducers() == ["stack-limit", "huge-pages", "residue"]
+
+
+def test_size_of_the_first_residue(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.from_environment().residue_bytes == 0
+    monkeypatch.setenv("PHOS_RESIDUE_BYTES", "256M")
+    assert Settings.from_environment().residue_bytes == 256 << 20
+    monkeypatch.setenv("PHOS_RESIDUE_BYTES", "much")
+    with pytest.raises(UsageError, match="PHOS_RESIDUE_BYTES=much is no size"):
+        Settings.from_environment()
 
 
 @pytest.mark.parametrize("text", ["2G", "many", "-1", "1.5"])

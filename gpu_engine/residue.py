@@ -1,0 +1,345 @@
+"""Residue files: memory for what the driver's checkpoint saves into a process, made before the process stands still.
+
+The driver asks for hundreds of megabytes of populated memory for it (DESIGN §2). The frontend serves that out of a file
+in memory (frontend/residue.c), mapped shared: nothing need be populated while the process waits, and CRIU stores the
+file's path instead of its pages. The content is part of the image all the same; before a restore the file is made anew.
+
+A file lives under /dev/shm for as long as one checkpoint or restore needs its path. Its name is drawn at random, and
+phosd holds a lock on it: a file without a lock was left behind by a phosd that was killed, and anybody may remove it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import secrets
+import stat
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from phos.gen import phos_image_pb2 as pb
+from phos.gpu_engine.errors import PhosError, RestoreFailed
+from phos.gpu_engine.process import GatedProcess
+from phos.images.errors import ImageError
+from phos.images.formats import residue_file
+from phos.images.reader import Image
+from phos.images.writer import ImageWriter
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+
+GRAIN = 2 << 20
+"""Sizes are multiples of a huge page; the frontend leaves the first one unused."""
+
+MODE = 0o600
+
+_FOLDER = re.compile(r"phos(-\d+)?")
+_NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.residue")
+_HUGE_SHARED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+
+
+def folder() -> Path:
+    """Where this phosd's residue files are: root's in one place, those of other users each in one of their own."""
+    user = os.geteuid()
+    return SHARED_MEMORY / (f"phos-{user}" if user else "phos")
+
+
+def file_bytes(needed: int) -> int:
+    """The size of a file for a driver that is expected to ask for ``needed`` bytes, with an eighth to spare."""
+    return (needed + needed // 8 + 2 * GRAIN - 1) // GRAIN * GRAIN + GRAIN
+
+
+def _enter(path: Path, owner: int) -> int:
+    """A descriptor of the folder, made if it is missing: everybody may pass through, nobody may look.
+
+    Raises:
+        OSError: it cannot be made, or is somebody else's.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o711)
+        path.chmod(0o711)  # whatever the umask is
+        if owner != os.geteuid():
+            os.chown(path, owner, -1)
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if os.fstat(directory).st_uid not in (os.geteuid(), owner):
+        os.close(directory)
+        raise PermissionError(f"{path} belongs to another user")
+    return directory
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def sweep() -> None:
+    """Remove what phosds that were killed have left behind."""
+    try:
+        directory = os.open(folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        for name in os.listdir(directory):
+            if _NAME.fullmatch(name):
+                _remove_if_left(directory, name)
+    finally:
+        os.close(directory)
+
+
+def _remove_if_left(directory: int, name: str) -> None:
+    with suppress(OSError):
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            if _lock(descriptor):
+                os.unlink(name, dir_fd=directory)
+        finally:
+            os.close(descriptor)
+
+
+@dataclass
+class ResidueFile:
+    """A file with its path; the lock on ``descriptor`` keeps it."""
+
+    path: Path
+    descriptor: int
+    size: int
+    uid: int
+    gid: int
+
+    @staticmethod
+    def make(path: Path, size: int, uid: int, gid: int, *, mode: int = MODE) -> ResidueFile:
+        """A file of so many zeros, not allocated yet.
+
+        Raises:
+            OSError: it cannot be made; FileExistsError if it is there, and in use.
+        """
+        shape = _FOLDER.fullmatch(path.parent.name)
+        directory = _enter(path.parent, int(shape[1][1:]) if shape and shape[1] else 0)
+        descriptor = -1
+        try:
+            _remove_if_left(directory, path.name)
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            descriptor = os.open(path.name, flags, 0o600, dir_fd=directory)
+            try:
+                if not _lock(descriptor):
+                    raise BlockingIOError(f"{path} is locked by somebody else")
+                os.fchmod(descriptor, mode)
+                if (uid, gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(descriptor, uid, gid)
+                os.ftruncate(descriptor, size)
+            except OSError:
+                os.unlink(path.name, dir_fd=directory)
+                raise
+        except OSError:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise
+        finally:
+            os.close(directory)
+        return ResidueFile(path, descriptor, size, uid, gid)
+
+    def discard(self) -> None:
+        """Let it go: who has it mapped keeps the memory, nobody else can find it."""
+        if self.descriptor < 0:
+            return
+        with suppress(OSError):
+            found = os.stat(self.path, follow_symlinks=False)
+            mine = os.fstat(self.descriptor)
+            if (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino):
+                os.unlink(self.path)
+        os.close(self.descriptor)
+        self.descriptor = -1
+
+
+def _room_for(size: int) -> bool:
+    """Whether shared memory takes it without being filled up, and the machine has the memory."""
+    room = os.statvfs(SHARED_MEMORY)
+    if room.f_bavail * room.f_frsize < 2 * size:
+        return False
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 > 2 * size
+    except (OSError, ValueError):
+        pass
+    return True
+
+
+def _same_mounts(pid: int) -> bool:
+    """Whether a process sees this phosd's file systems. CRIU packs the whole of another namespace's /dev/shm."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/mnt").st_ino == os.stat("/proc/self/ns/mnt").st_ino
+    except OSError:
+        return False
+
+
+def _owner(pid: int) -> tuple[int, int]:
+    """The user and group that a process opens files as."""
+    status = os.stat(f"/proc/{pid}")
+    return status.st_uid, status.st_gid
+
+
+class DumpedResidues:
+    """The residue files of one checkpoint. The steps are called one after the other; saving runs beside them."""
+
+    def __init__(self) -> None:
+        self._files: dict[bytes, ResidueFile] = {}  # by session
+        self._saving: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def prepare(self, processes: Iterable[GatedProcess], estimate: int) -> None:
+        """While the processes still compute: make their files and let them be mapped.
+
+        ``estimate``: bytes for a driver of which nothing is known yet. Never fails: without a file the driver gets
+        ordinary memory.
+        """
+        for process in processes:
+            needed = process.residue_bytes if process.residue_bytes is not None else estimate
+            if not needed or not process.takes_residue or process.session in self._files:
+                continue
+            try:
+                self._prepare_one(process, file_bytes(needed))
+            except (OSError, PhosError) as error:
+                log.info("Process %d gets no residue file: %s", process.pid, error)
+
+    def _prepare_one(self, process: GatedProcess, size: int) -> None:
+        if not _room_for(size):
+            raise OSError(f"there is no room for {size} bytes in {SHARED_MEMORY}")
+        if not _same_mounts(process.pid):
+            raise OSError("it has mounts of its own")
+        name = f"{process.session.hex()}-{secrets.token_hex(4)}.residue"
+        file = ResidueFile.make(folder() / name, size, *_owner(process.pid))
+        try:
+            # Huge pages come only with the mapping that asks for them.
+            if "[advise]" not in _huge_shared():
+                os.posix_fallocate(file.descriptor, 0, size)
+            status = os.fstat(file.descriptor)
+            process.prepare_residue(str(file.path), size, status.st_dev, status.st_ino)
+        except BaseException:
+            file.discard()
+            raise
+        self._files[process.session] = file
+
+    def start_saving(self, writer: ImageWriter) -> None:
+        """The driver has saved its part: copy it into the image, beside whatever else goes on."""
+        if self._files:
+            self._saving = threading.Thread(target=self._save, args=(writer,), name="residue")
+            self._saving.start()
+
+    def _save(self, writer: ImageWriter) -> None:
+        try:
+            for number, file in enumerate(self._files.values()):
+                writer.add_file(residue_file(number), file.descriptor, file.size)
+        except Exception as error:
+            self._failure = error
+
+    def wait(self) -> None:
+        """Return when nothing is read from the files any more: only then may the driver's restore touch them."""
+        if self._saving is not None:
+            self._saving.join()
+            self._saving = None
+
+    def describe(self, message: pb.Inventory) -> None:
+        """Say in the inventory what was saved.
+
+        Raises:
+            ImageError, OSError: saving has failed.
+        """
+        self.wait()
+        if self._failure is not None:
+            raise self._failure
+        by_session = {process.session: process for process in message.processes if process.session}
+        for number, (session, file) in enumerate(self._files.items()):
+            by_session[session].residues.add(
+                file=residue_file(number), path=str(file.path), size=file.size, mode=MODE, uid=file.uid, gid=file.gid
+            )
+
+    def discard(self, unused: Iterable[GatedProcess] = ()) -> None:
+        """Let the files go; ``unused``: processes that have not been detached, and still have theirs mapped."""
+        self.wait()
+        for process in unused:
+            if process.session in self._files:
+                with suppress(PhosError):
+                    process.drop_residue()
+        for file in self._files.values():
+            file.discard()
+
+
+class RestoredResidues:
+    """The residue files of one restore: made at once, because CRIU opens them, and filled beside CRIU's work."""
+
+    def __init__(self, image: Image) -> None:
+        """Make them.
+
+        Raises:
+            RestoreFailed: one of them cannot be made.
+        """
+        self._image = image
+        self._files: list[tuple[str, ResidueFile]] = []
+        self._filled = threading.Event()
+        self.error = ""
+        try:
+            for process in image.inventory.processes:
+                for residue in process.residues:
+                    self._files.append((residue.file, _make_again(residue)))
+        except BaseException:
+            self.discard()
+            raise
+
+    def fill(self) -> None:
+        """Copy the content out of the image, every hash checked; afterwards :attr:`error` says what went wrong."""
+        try:
+            for name, file in self._files:
+                self._image.copy_file(name, file.descriptor)
+        except (ImageError, OSError) as error:
+            self.error = str(error)
+        except Exception as error:
+            log.exception("What the driver saved could not be put back")
+            self.error = repr(error)
+        finally:
+            self._filled.set()
+
+    def wait(self) -> None:
+        """Return when :meth:`fill` has ended."""
+        self._filled.wait()
+
+    def discard(self) -> None:
+        """Let them go: the processes have them mapped, or never will."""
+        for _, file in self._files:
+            file.discard()
+        self._files = []
+
+
+def _make_again(residue: pb.Residue) -> ResidueFile:
+    path = Path(residue.path)
+    # An image is input: it must not make phosd write anywhere else.
+    if path.parent.parent != SHARED_MEMORY or not _FOLDER.fullmatch(path.parent.name) or not _NAME.fullmatch(path.name):
+        raise RestoreFailed(f"The image names {residue.path!r} as memory of a process; PhOS puts none there.")
+    if stat.S_IMODE(residue.mode) != residue.mode or residue.mode & 0o7077:
+        raise RestoreFailed(f"The image wants {residue.path} with mode {residue.mode:o}; PhOS makes no such file.")
+    try:
+        return ResidueFile.make(path, residue.size, residue.uid, residue.gid, mode=residue.mode)
+    except FileExistsError as error:
+        raise RestoreFailed(
+            f"{path} is in use: the process of this image is being checkpointed, or restored by another phosd."
+        ) from error
+    except OSError as error:
+        raise RestoreFailed(
+            f"{path}, where the image's process has part of its memory, cannot be made: {error.strerror or error}."
+        ) from error
+
+
+def _huge_shared() -> str:
+    try:
+        return _HUGE_SHARED.read_text()
+    except OSError:
+        return ""
