@@ -19,6 +19,7 @@ COMMANDS = {
     "verify": "Check every hash of an image.",
     "wait": "Wait until an image is whole, or a restored process computes.",
     "guard": "Checkpoint a job again and again, and bring it back when it fails.",
+    "audit": "Compare what a program's kernels write with what was predicted.",
     "demo": "Checkpoint, kill and restore an example, and compare its result.",
     "bench": "Run the benchmarks.",
     "doctor": "Check this machine.",

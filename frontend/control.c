@@ -5,6 +5,7 @@
  * wake it through an eventfd that lives as long as the connection: between connections, and so whenever CRIU may look,
  * the frontend holds no descriptor at all. */
 #include "control.h"
+#include "audit.h"
 #include "cleanup.h"
 #include "detach.h"
 #include "gate.h"
@@ -12,8 +13,8 @@
 #include "log.h"
 #include "memory.h"
 #include "pool.h"
-#include "runtime.h"
 #include "residue.h"
+#include "runtime.h"
 #include "sdk.h"
 #include "tell.h"
 #include "track.h"
@@ -41,8 +42,8 @@ static ino_t link_inode;
 static struct phos_packet stash[8]; /* packets that came while the gate was closing */
 static size_t stashed;
 static struct phos_error attach_error;
-static atomic_bool nobody_there; /* the last attempt to connect failed */
 static bool residue_spent; /* what was prepared for a toggle has been through it */
+static atomic_bool nobody_there; /* the last attempt to connect failed */
 static _Atomic int wake_fd = -1;
 static atomic_bool wake_set; /* the control thread is awake, or the eventfd readable: no need to write */
 static atomic_bool hurried;  /* somebody waits */
@@ -157,6 +158,8 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
         phos_fail(&error, CUDA_SUCCESS, "the process is detached already");
     else if (phos_exiting())
         phos_fail(&error, CUDA_SUCCESS, "the process is exiting");
+    else if (phos_audit_active())
+        phos_fail(&error, CUDA_SUCCESS, "phos-gpu audit runs it; without that it can be checkpointed");
     else if (state == PHOS__WIRE__GATE_STATE__OPEN) {
         uint64_t start = now_ns();
         if (close_gate((quiesce->timeout_ms ? quiesce->timeout_ms : 10000) * 1000000ull, &error)) {
@@ -240,9 +243,6 @@ static void drop_link(void)
     phos_tell_end();
 }
 
-/* Answers whether to go on with this connection. */
-static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
-{
 static bool on_prepare_residue(uint64_t id, const Phos__Wire__PrepareResidue *prepare)
 {
     Phos__Wire__Done done = PHOS__WIRE__DONE__INIT;
@@ -259,6 +259,9 @@ static bool on_prepare_residue(uint64_t id, const Phos__Wire__PrepareResidue *pr
     return phos_tell_send(&envelope, NULL, 0);
 }
 
+/* Answers whether to go on with this connection. */
+static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
+{
     Phos__Wire__DetachDone done = PHOS__WIRE__DETACH_DONE__INIT;
     struct phos_error error = {0};
     PHOS_CLOSES int map = -1;
@@ -317,18 +320,18 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
         phos_fail(&attach_error, CUDA_SUCCESS, "only a detached process can be attached");
     else if (!attach_error.text[0] && phos_attach(attach->blocks, &done.map_ns, &done.undo_ns, &attach_error)) {
         state = PHOS__WIRE__GATE_STATE__QUIESCED;
+        residue_spent = true;
         phos_tell_known();
         if (attach->restored)
             phos_sdk_restored();
-        residue_spent = true;
     }
     struct phos_error error = attach_error;
     attach_error = (struct phos_error){0};
     done.error = error.text;
+    phos_residue_count(&done.residue_bytes, &done.residue_served);
     phos_debug("attach: %s, map %.3f ms, undo %.3f ms", error.text[0] ? error.text : "done", (double)done.map_ns / 1e6,
                (double)done.undo_ns / 1e6);
     ENVELOPE(envelope, id, ATTACH_DONE, attach_done, &done);
-    phos_residue_count(&done.residue_bytes, &done.residue_served);
     return phos_tell_send(&envelope, NULL, 0);
 }
 
@@ -398,11 +401,11 @@ static bool on_packet(struct phos_packet *packet)
         return on_welcome(e->welcome);
     case PHOS__WIRE__ENVELOPE__BODY_QUIESCE:
         return on_quiesce(e->id, e->quiesce);
+    case PHOS__WIRE__ENVELOPE__BODY_PREPARE_RESIDUE:
+        return on_prepare_residue(e->id, e->prepare_residue);
     case PHOS__WIRE__ENVELOPE__BODY_DETACH:
         return on_detach(e->id, e->detach);
     case PHOS__WIRE__ENVELOPE__BODY_ATTACH_BLOCKS:
-    case PHOS__WIRE__ENVELOPE__BODY_PREPARE_RESIDUE:
-        return on_prepare_residue(e->id, e->prepare_residue);
         on_attach_blocks(packet);
         return true;
     case PHOS__WIRE__ENVELOPE__BODY_ATTACH:
@@ -534,11 +537,11 @@ static void serve_connection(void)
         state = PHOS__WIRE__GATE_STATE__OPEN;
         phos_gate_open();
     }
+    if (state == PHOS__WIRE__GATE_STATE__OPEN)
+        phos_residue_release();
 }
 
 static void *control_main(void *unused)
-    if (state == PHOS__WIRE__GATE_STATE__OPEN)
-        phos_residue_release();
 {
     (void)unused;
     prctl(PR_SET_NAME, "phos");
@@ -588,6 +591,6 @@ void phos_control_forked(void)
         close(link_fd);
     link_fd = -1;
     phos_window_forked();
+    phos_residue_forked();
     phos_tell_forked();
 }
-    phos_residue_forked();

@@ -46,6 +46,7 @@ static struct phos_kernel *kernels, *kernels_last;
 static struct phos_access_table table;
 static uint64_t table_version = 1;
 static bool kernels_untold;
+static uint64_t kernels_told; /* names, over this connection */
 /* The range of addresses that hold device memory, or did; guarded by phos_memory_lock. */
 static CUdeviceptr device_low = ~0ull, device_high;
 static _Atomic uint64_t touch_version = 1;
@@ -503,6 +504,7 @@ bool phos_kernels_tell(uint64_t upto, bool (*send)(uint64_t module, const char *
         }
         for (size_t i = 0; i < count; i++)
             chosen[i]->told = true;
+        kernels_told += count;
     }
     kernels_untold |= left;
     pthread_mutex_unlock(&function_lock);
@@ -515,4 +517,23 @@ void phos_kernels_untell(void)
     for (struct phos_kernel *k = kernels; k; k = k->next)
         k->told = false;
     kernels_untold = kernels != NULL;
+    kernels_told = 0;
+}
+
+bool phos_kernels_count(uint64_t *count, uint64_t *told)
+{
+    PHOS_LOCKED(&function_lock);
+    bool all = true;
+    *count = 0;
+    for (struct phos_kernel *k = kernels; k; k = k->next) {
+        *count += k->module && k->name;
+        all &= k->told || !k->module || !k->name;
+    }
+    *told = kernels_told;
+    return all;
+}
+
+const char *phos_kernel_name(const struct phos_kernel *kernel)
+{
+    return kernel->name;
 }

@@ -41,5 +41,10 @@ const char *phos_access_table_take(int descriptor);
 
 /* Names of kernels of the modules up to number `upto` that phosd was not told of, by `send`. False: `send` did. */
 bool phos_kernels_tell(uint64_t upto, bool (*send)(uint64_t module, const char *const *names, size_t count));
+/* How many kernels there are of which phosd can be told, and how many names it was told over this connection. True: of
+ * all. For audits. */
+bool phos_kernels_count(uint64_t *count, uint64_t *told);
+/* NULL: unknown. */
+const char *phos_kernel_name(const struct phos_kernel *kernel);
 /* A new connection: all are to be told of again. */
 void phos_kernels_untell(void);

@@ -5,6 +5,7 @@
  * One lock, graph_lock, guards the records; phos_memory_lock and then function_lock are taken under it. No driver call is
  * made with it held. */
 #include "graphs.h"
+#include "audit.h"
 #include "cleanup.h"
 #include "graph_nodes.h"
 
@@ -151,6 +152,8 @@ void phos_graph_touch(struct phos_touches *touches, CUgraphExec graph)
     touches->host_copy |= executable->host_copy;
     for (size_t i = 0; i < executable->count; i++)
         phos_touches_add(touches, executable->list[i].address, executable->list[i].size, executable->list[i].access);
+    if (phos_audit_active())
+        phos_audit_graph(&executable->nodes);
 }
 
 void phos_graph_node_added(CUgraph graph, CUgraphNode node, const CUgraphNodeParams *parameters)

@@ -1,4 +1,5 @@
 /* The expanded hooks: no policy here. What each one does follows from cuda_api.def and gen_api.py. */
+#include "audit.h"
 #include "gate.h"
 #include "log.h"
 #include "phos_api.h"
@@ -63,10 +64,13 @@ static CUresult refused(enum phos_gate_answer answer)
     phos_gate_leave(before_); \
     return result_
 
+/* An audit may learn of better descriptors by the call itself, which was the first to name a kernel. */
 #define HOOK_TRACED(touch, per_thread, name, call) \
     struct phos_touches touches_; \
-    touch; \
-    phos_touches_complete(&touches_, per_thread, name); \
+    do { \
+        touch; \
+        phos_touches_complete(&touches_, per_thread, name); \
+    } while (phos_audit_active() && phos_audit_again(&touches_)); \
     phos_window_before(&touches_); \
     CUresult result_ = call; \
     phos_window_after(&touches_, result_); \

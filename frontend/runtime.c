@@ -1,4 +1,5 @@
 #include "runtime.h"
+#include "audit.h"
 #include "cleanup.h"
 #include "control.h"
 #include "gate.h"
@@ -105,6 +106,7 @@ static void fork_child(void)
     if (phos_serving())
         atomic_store(&phos_mode, PHOS_MODE_PASSIVE);
     phos_gate_forked();
+    phos_audit_forked();
     phos_control_forked();
     pthread_mutex_init(&phos_memory_lock, NULL);
     pthread_mutex_init(&start_lock, NULL);
@@ -151,4 +153,5 @@ void phos_runtime_started(void)
     atexit(process_exits);
     atomic_store_explicit(&phos_mode, PHOS_MODE_SERVING, memory_order_release);
     phos_control_start();
+    phos_audit_start();
 }

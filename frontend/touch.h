@@ -24,6 +24,7 @@ struct phos_touches {
     bool host_copy;         /* moves data between host and device: transfers of ours step aside */
     bool synchronous;       /* returns when the work is done */
     bool window;            /* window_shadow.c's own */
+    uint8_t audit;          /* audit.c's own */
     const char *kernel;     /* for reports: the kernel's name, or the entry point's; NULL: unknown */
     uint64_t module;        /* the kernel's module, 0: none */
     uint32_t source;        /* of the kernel's descriptor, as in descriptor.py; PHOS_SOURCE_NONE: not a kernel */

@@ -1,4 +1,5 @@
 /* What launches touch. */
+#include "audit.h"
 #include "functions.h"
 #include "graphs.h"
 #include "touch_parts.h"
@@ -23,6 +24,8 @@ void phos_touch_launch(struct phos_touches *touches, CUfunction function, void *
     if (found) {
         struct phos_arguments arguments = phos_arguments_of(parameters, extra);
         phos_kernel_touch(touches, found, &arguments);
+        if (phos_audit_active())
+            phos_audit_arguments(found, &arguments);
     } else
         touches->anything = ALL;
 }

@@ -84,6 +84,11 @@ struct phos_context *phos_contexts(size_t *count)
             phos_real.cuDevicePrimaryCtxRelease_v2(d);
         }
     }
+    return phos_contexts_seen(count);
+}
+
+struct phos_context *phos_contexts_seen(size_t *count)
+{
     PHOS_LOCKED(&context_lock);
     struct phos_context *copy = calloc(context_count + 1, sizeof *copy);
     *count = copy ? context_count : 0;

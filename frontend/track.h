@@ -25,6 +25,8 @@ struct phos_context {
 void phos_context_seen(CUcontext context, CUdevice device);
 /* A copy of the list of live contexts, primary ones that were made behind our back included; to be freed. */
 struct phos_context *phos_contexts(size_t *count);
+/* Likewise, but only those that calls have shown: any thread. */
+struct phos_context *phos_contexts_seen(size_t *count);
 
 /* What the frontend cannot carry: totals by kind. */
 enum phos_uncarried {

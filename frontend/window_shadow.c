@@ -1,5 +1,6 @@
 /* What is done before a call that writes to memory which is not saved yet: shadows, and where there is no room for them,
  * waiting. */
+#include "audit.h"
 #include "cleanup.h"
 #include "log.h"
 #include "memory.h"
@@ -345,6 +346,10 @@ static void secure(const struct phos_touches *touches)
 
 void phos_window_before(struct phos_touches *touches)
 {
+    if (phos_audit_active()) { /* then there are no windows */
+        phos_audit_before(touches);
+        return;
+    }
     if (touches->nothing || over())
         return;
     uint64_t start = now_ns();
@@ -386,6 +391,7 @@ static void note_transfer(CUstream stream)
 
 void phos_window_after(struct phos_touches *touches, CUresult result)
 {
+    phos_audit_after(touches, result);
     if (!touches->window)
         return;
     if (result == CUDA_SUCCESS && !touches->synchronous && !over())

@@ -154,6 +154,11 @@ class MappedBlocks:
     def __getitem__(self, key: BlockKey) -> driver.Mapping:
         return self._mappings[key]
 
+    def remove(self, key: BlockKey) -> None:
+        """Unmap one, if it is mapped."""
+        if (mapping := self._mappings.pop(key, None)) is not None:
+            mapping.unmap()
+
     def close(self) -> None:
         """Unmap all, whatever fails."""
         with ExitStack() as undo:

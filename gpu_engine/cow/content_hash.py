@@ -34,8 +34,10 @@ class ContentHasher:
             self._kernels[device] = context.kernel(image, "phos_content_hash")
             self._lanes[device] = driver.Lane(context)
 
-    def hash(self, blocks: Sequence[Block], mapped: MappedBlocks) -> list[int]:
+    def hash(self, blocks: Sequence[Block], mapped: MappedBlocks, chunk_bytes: int = CHUNK_BYTES) -> list[int]:
         """One hash for each chunk of each block, in order; the memory must not change meanwhile.
+
+        ``chunk_bytes`` is a multiple of :data:`SPAN_BYTES`.
 
         Raises:
             DriverError: a GPU has no 2 MiB left for the sums, for example.
@@ -43,19 +45,19 @@ class ContentHasher:
         parts: dict[int, list[int]] = {}
         for device in sorted({block.device for block in blocks}):
             self.prepare(device)
-            parts[device] = self._hash_on(device, [b for b in blocks if b.device == device], mapped)
+            parts[device] = self._hash_on(device, [b for b in blocks if b.device == device], mapped, chunk_bytes)
         result: list[int] = []
         taken = dict.fromkeys(parts, 0)
         for block in blocks:
-            count = chunk_count(block.size)
+            count = chunk_count(block.size, chunk_bytes)
             start = taken[block.device]
             result += parts[block.device][start : start + count]
             taken[block.device] = start + count
         return result
 
-    def _hash_on(self, device: int, blocks: Sequence[Block], mapped: MappedBlocks) -> list[int]:
+    def _hash_on(self, device: int, blocks: Sequence[Block], mapped: MappedBlocks, chunk_bytes: int) -> list[int]:
         context, lane, kernel = driver.context(device), self._lanes[device], self._kernels[device]
-        total = sum(chunk_count(block.size) for block in blocks)
+        total = sum(chunk_count(block.size, chunk_bytes) for block in blocks)
         size = -(-total * 8 // driver.GRANULARITY) * driver.GRANULARITY
         context.use()
         with driver.scratch(context, size) as sums:
@@ -63,8 +65,8 @@ class ContentHasher:
             first = 0
             for block in blocks:
                 address = mapped[block.key].address
-                lane.launch(kernel, block.size // SPAN_BYTES, THREADS, address, CHUNK_BYTES, sums.address + first * 8)
-                first += chunk_count(block.size)
+                lane.launch(kernel, block.size // SPAN_BYTES, THREADS, address, chunk_bytes, sums.address + first * 8)
+                first += chunk_count(block.size, chunk_bytes)
             host = driver.PinnedBuffer(total * 8)
             try:
                 lane.copy_to_host(host.address, sums.address, total * 8)
@@ -75,6 +77,6 @@ class ContentHasher:
                 host.free()
 
 
-def chunk_count(size: int) -> int:
+def chunk_count(size: int, chunk_bytes: int = CHUNK_BYTES) -> int:
     """Chunks of a block of that many bytes."""
-    return -(-size // CHUNK_BYTES)
+    return -(-size // chunk_bytes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
@@ -27,6 +27,7 @@ class Broker:
         self._lock = threading.Lock()  # guards _blocks
         self._blocks: dict[BlockKey, Block] = {}
         self._users: dict[bytes, int] = {}  # whose each session is; guarded by _lock
+        self.removed: Callable[[BlockKey], None] | None = None  # told of blocks that their owners have freed
         self._pids: dict[bytes, int] = {}  # with whose end the keeper lets a session go; guarded by _lock
 
     def _hand_over(self) -> None:
@@ -74,6 +75,8 @@ class Broker:
         if block:
             os.close(block.descriptor)
             self._keeper.remove(*key)
+            if self.removed is not None:
+                self.removed(key)
 
     def settle(self) -> None:
         """Return when the keeper too has closed what was removed: it answers in order."""
