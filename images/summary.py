@@ -68,6 +68,8 @@ def summarise(image: Image, *, all_buffers: bool = False) -> dict[str, Any]:
             "criu": _criu(image),
         },
         "timings": _timings(image),
+        "window": dict(sorted(inventory.window.items())),
+        "validated": inventory.validated,
         "files": [{"name": f.name, "size": f.size, "origin": _origin(f.origin)} for f in image.record.files],
     }
 

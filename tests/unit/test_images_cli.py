@@ -42,6 +42,9 @@ def rich_inventory() -> pb.Inventory:
         ("CRIU dump", 1.0, False),
     ]:
         inventory.timings.add(phase=phase, seconds=seconds, concurrent=concurrent)
+    inventory.window["calls"] = 12
+    inventory.window["call_ns"] = 3400
+    inventory.validated = True
     first, second = inventory.processes
     first.command_line.extend(["python3", "train.py", "--note=\x1b[31mred"])
     first.uncarried.add(kind="managed", count=2, bytes=1 << 20)
@@ -183,6 +186,8 @@ SCHEMA = {
         "unaccounted_seconds": "float",
         "commit": [{"phase": "str", "seconds": "float", "concurrent": "bool"}],
     },
+    "window": {"calls": "int", "call_ns": "int"},
+    "validated": "bool",
     "files": [{"name": "str", "size": "int", "origin": "str"}],
 }
 
@@ -194,6 +199,8 @@ def test_json_schema_is_the_published_one(image):
     summary = json.loads(result.stdout)
     assert shape(summary) == SCHEMA
     assert summary["schema"] == 1
+    assert summary["window"] == {"calls": 12, "call_ns": 3400}
+    assert summary["validated"] is True
 
 
 def test_json_figures(image):
