@@ -14,7 +14,7 @@ SLOT_BYTES = CHUNK_BYTES
 """The whole ring should stay in the last-level cache: on an H100 machine (16 cores, image in /dev/shm, bench/ring.py)
 slots of 4 MiB write 1.5 times as fast as slots of 16 MiB, although the GPU copies both at full speed."""
 
-SPARE_CORES = 2
+SPARE_CORES = 1
 """Left to CRIU and the driver, which work at the same time."""
 
 

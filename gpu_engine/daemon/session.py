@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -470,6 +471,7 @@ class Session:
         Raises:
             PhosError: it could not; the session can be asked again.
         """
+        began = time.perf_counter()
         numbers = [(block.key[1], block.key) for block in self._broker.of_session(self.session)]
         with self._lock:
             numbers += list(self._imports.items())
@@ -507,9 +509,20 @@ class Session:
                 done.residue_bytes,
                 done.residue_served,
             )
+        mapped = time.perf_counter()
         self._open_window()
+        opened = time.perf_counter()
         _, extra = self._call(ANSWER_SECONDS, patient=True, open=wire_pb2.Open())
         wire.close_all(extra)
+        log.info(
+            "Process %d is attached: %d blocks in %.1f ms (mapping %.1f, settings %.1f), window %.1f ms",
+            self.pid,
+            len(numbers),
+            (mapped - began) * 1e3,
+            done.map_ns * 1e-6,
+            done.undo_ns * 1e-6,
+            (opened - mapped) * 1e3,
+        )
         self.detached = None
         self._from_image = False
         return done.map_ns * 1e-9, done.undo_ns * 1e-9
