@@ -22,6 +22,7 @@ from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import _NEXT, SessionState, StateMachine
 from phos.gpu_engine.errors import CheckpointFailed, MemoryLost, PhosError, ProtocolError, Unresponsive
+from phos.gpu_engine.spec.speculator import Speculator
 
 NUMBER = bytes(range(16))
 OTHER = bytes(range(16, 32))
@@ -52,7 +53,9 @@ class Frontend:
 
     def __init__(self, folder: Path, uid: int = 1000) -> None:
         self.broker = Broker(FakeKeeper())  # type: ignore[arg-type]
-        self.session = Session(NUMBER, os.getpid(), uid, self.broker, Holds(folder / "hold"), SessionState.RUNNING)
+        self.session = Session(
+            NUMBER, os.getpid(), uid, self.broker, Holds(folder / "hold"), Speculator(), SessionState.RUNNING
+        )
         self.end: socket.socket | None = None
         self.connection: wire.Connection | None = None
         self.thread: threading.Thread | None = None
@@ -196,7 +199,7 @@ def test_a_mad_frontend_does_not_fill_memory(frontend: Frontend, monkeypatch: py
 
 def test_memory_of_another_user_is_not_handed_out(frontend: Frontend) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
-    owner = Session(OTHER, 1, 2000, frontend.broker, frontend.session._holds, SessionState.RUNNING)
+    owner = Session(OTHER, 1, 2000, frontend.broker, frontend.session._holds, Speculator(), SessionState.RUNNING)
     owner.handle(wire_pb2.Envelope(block_added=block(7)), [os.dup(null)])
     assert frontend.end
     for user, allowed in ((2000, False), (1000, True)):
