@@ -186,6 +186,12 @@ static bool tell_block(uint64_t id)
                                                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
         if (result != CUDA_SUCCESS) {
             descriptor = -1;
+            /* The program is ending, and its driver with it: phosd need not hear of a block that nobody can hold. */
+            if (result == CUDA_ERROR_DEINITIALIZED || phos_exiting()) {
+                PHOS_LOCKED(&phos_memory_lock);
+                block->pins--;
+                return true;
+            }
             phos_warn_once("a block of memory could not be exported to phosd (error %d)", (int)result);
         }
     }
