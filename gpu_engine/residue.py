@@ -17,18 +17,20 @@ import re
 import secrets
 import stat
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine.errors import PhosError, RestoreFailed
+from phos.gpu_engine.errors import Mispredicted, PhosError, RestoreFailed
 from phos.gpu_engine.process import GatedProcess
 from phos.images.errors import ImageError
+from phos.images.files import hash_segment, run_in_threads, segments
 from phos.images.formats import residue_file
 from phos.images.reader import Image
-from phos.images.writer import ImageWriter
+from phos.images.writer import COPY_THREADS, ImageWriter
 
 log = logging.getLogger(__name__)
 
@@ -193,7 +195,9 @@ class DumpedResidues:
 
     def __init__(self) -> None:
         self._files: dict[bytes, ResidueFile] = {}  # by session
-        self._saving: threading.Thread | None = None
+        self._hashes: dict[bytes, list[bytes]] = {}  # of the content before the driver's restore, by session
+        self._working: threading.Thread | None = None
+        self._saved = False
         self._failure: Exception | None = None
 
     def prepare(self, processes: Iterable[GatedProcess], estimate: int) -> None:
@@ -229,31 +233,59 @@ class DumpedResidues:
             raise
         self._files[process.session] = file
 
+    def start_hashing(self) -> None:
+        """The driver has saved its part: note its hashes, beside whatever else goes on, to be compared later."""
+        self._start(self._hash)
+
     def start_saving(self, writer: ImageWriter) -> None:
-        """The driver has saved its part: copy it into the image, beside whatever else goes on."""
-        if self._files:
-            self._saving = threading.Thread(target=self._save, args=(writer,), name="residue")
-            self._saving.start()
+        """Copy what the driver has saved into the image, beside whatever else goes on."""
+        self._start(lambda: self._save(writer))
+
+    def _start(self, action: Callable[[], None]) -> None:
+        def work() -> None:
+            try:
+                action()
+            except Exception as error:
+                self._failure = error
+
+        self.wait()
+        if self._files and self._failure is None:
+            self._working = threading.Thread(target=work, name="residue")
+            self._working.start()
+
+    def _hash(self) -> None:
+        for session, file in self._files.items():
+            places = segments(file.size)
+            jobs = [partial(hash_segment, file.descriptor, offset, length) for offset, length in places]
+            self._hashes[session] = run_in_threads(jobs, COPY_THREADS)
 
     def _save(self, writer: ImageWriter) -> None:
-        try:
-            for number, file in enumerate(self._files.values()):
-                writer.add_file(residue_file(number), file.descriptor, file.size)
-        except Exception as error:
-            self._failure = error
+        self._saved = True
+        for number, (session, file) in enumerate(self._files.items()):
+            hashes = writer.add_file(residue_file(number), file.descriptor, file.size)
+            if self._hashes.get(session, hashes) != hashes:
+                raise Mispredicted("The driver has changed what it had saved before it was in the image.")
 
     def wait(self) -> None:
-        """Return when nothing is read from the files any more: only then may the driver's restore touch them."""
-        if self._saving is not None:
-            self._saving.join()
-            self._saving = None
+        """Return when hashing or saving has ended: only then may the driver's restore touch the files."""
+        if self._working is not None:
+            self._working.join()
+            self._working = None
 
-    def describe(self, message: pb.Inventory) -> None:
-        """Say in the inventory what was saved.
+    @property
+    def changed(self) -> bool:
+        """Whether the driver's restore writes to what it reads: then it has to wait for the saving."""
+        return isinstance(self._failure, Mispredicted)
+
+    def describe(self, message: pb.Inventory, writer: ImageWriter) -> None:
+        """See to it that all is saved, and say so in the inventory.
 
         Raises:
+            Mispredicted: what was saved is not what the driver had left; save before its restore instead.
             ImageError, OSError: saving has failed.
         """
+        if not self._saved:
+            self.start_saving(writer)
         self.wait()
         if self._failure is not None:
             raise self._failure
@@ -263,15 +295,19 @@ class DumpedResidues:
                 file=residue_file(number), path=str(file.path), size=file.size, mode=MODE, uid=file.uid, gid=file.gid
             )
 
-    def discard(self, unused: Iterable[GatedProcess] = ()) -> None:
-        """Let the files go; ``unused``: processes that have not been detached, and still have theirs mapped."""
-        self.wait()
-        for process in unused:
+    def drop(self, processes: Iterable[GatedProcess]) -> None:
+        """There is no checkpoint: whoever still has its file mapped need not keep it."""
+        for process in processes:
             if process.session in self._files:
                 with suppress(PhosError):
                     process.drop_residue()
+
+    def discard(self) -> None:
+        """Let the files go; the last step."""
+        self.wait()
         for file in self._files.values():
             file.discard()
+        self._files = {}
 
 
 class RestoredResidues:

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import xxhash
 
-from phos.images.formats import digest, zero_digest
+from phos.images.formats import SEGMENT_SIZE, digest, zero_digest
 
 T = TypeVar("T")
 
@@ -75,6 +75,11 @@ def run_in_threads(actions: Sequence[Callable[[], T]], threads: int | None = Non
     with ThreadPoolExecutor(thread_count(threads), thread_name_prefix="phos-image") as pool:
         futures = [pool.submit(action) for action in actions]
     return [future.result() for future in futures]
+
+
+def segments(size: int, step: int = SEGMENT_SIZE) -> list[tuple[int, int]]:
+    """(offset, length) of the pieces in which a file of that size is hashed."""
+    return [(offset, min(step, size - offset)) for offset in range(0, size, step)]
 
 
 def hash_segment(fd: int, offset: int, length: int) -> bytes:

@@ -17,7 +17,7 @@ from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
 from phos.images.errors import ImageError
 from phos.images.extents import EXTENT_LIMIT, BlockTable, DataFile, Extent, read_fully
-from phos.images.files import address_of, copy_segment, hash_segment, run_in_threads
+from phos.images.files import address_of, copy_segment, hash_segment, run_in_threads, segments
 from phos.images.formats import BlockKey, digest
 from phos.images.table import block_key, complaint_about, inventory_blocks, name_of
 
@@ -380,7 +380,7 @@ class Image:
         except OSError as error:
             raise ImageError(f"{where} cannot be read: {error.strerror}") from error
         try:
-            places = [(at, min(step, file.size - at)) for at in range(0, file.size, step)]
+            places = segments(file.size, step)
             found = run_in_threads([partial(copy_segment, fd, target, at, length) for at, length in places])
         except EOFError as error:
             raise ImageError(f"{where} is cut off: {error}") from error

@@ -31,6 +31,7 @@ from phos.images.files import (
     hash_files,
     lives_in_memory,
     run_in_threads,
+    segments,
 )
 from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey, align_up, digest, zero_digest
 from phos.images.table import WrittenRun, build_tables
@@ -266,29 +267,25 @@ class ImageWriter:
         s.direct = on
         return True
 
-    def add_file(self, name: str, source: int, size: int) -> None:
+    def add_file(self, name: str, source: int, size: int) -> list[bytes]:
         """Copy the first `size` bytes of the file `source` into the image, under a name that formats.is_ours() knows.
 
-        Several threads copy at once; zeros take no space. Must have ended before commit() or abort() is called. Raises
-        ImageError with file and reason.
+        Several threads copy at once; zeros take no space. Must have ended before commit() or abort() is called. Returns
+        the hashes of its segments. Raises ImageError with file and reason.
         """
         self._check_usable()
         fd = self._create(name)
         record = pb.File(name=name, size=size, origin=pb.File.PHOS, segment_size=formats.SEGMENT_SIZE)
         self._added.append((fd, record))
-        step = formats.SEGMENT_SIZE
         try:
             with self._saying(name, size):
                 os.ftruncate(fd, size)
-                jobs = [
-                    partial(copy_segment, source, fd, offset, min(step, size - offset))
-                    for offset in range(0, size, step)
-                ]
+                jobs = [partial(copy_segment, source, fd, offset, length) for offset, length in segments(size)]
                 record.hashes.extend(run_in_threads(jobs, COPY_THREADS))
         except EOFError as error:
-            raise ImageError(
-                f"{os.path.join(self._path, name)}: what it is copied from was cut off: {error}"
-            ) from error
+            where = os.path.join(self._path, name)
+            raise ImageError(f"{where}: what it is copied from was cut off: {error}") from error
+        return list(record.hashes)
 
     # ------------------------------------------------------------------------------------------------------ commit
 

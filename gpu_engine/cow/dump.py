@@ -98,6 +98,10 @@ class CowDump(StopDump):
             self._windows.over()
             self._laid_out.set()
 
+    def _keep_residues(self) -> None:
+        """Copying can wait until the processes run again; the driver is not expected to write there (DESIGN §2)."""
+        self._residues.start_hashing()
+
     def finish(self, criu_result: int) -> None:
         """See :meth:`StopDump.finish`."""
         if self.state == "committed" or criu_result != 0 or self._failure:
@@ -111,6 +115,7 @@ class CowDump(StopDump):
         began = next((phase.start for phase in self.timeline.phases() if phase.name in STALL_BEGINS), None)
         if began is not None:
             self.timeline.add(STALL, began, concurrent=True)
+        self._residues.start_saving(self._writer)
         self._say_if_not_back(back)
         self._wait_for_data()
         self._end_windows()
@@ -137,7 +142,7 @@ class CowDump(StopDump):
 
     def _withdraw(self, reason: str) -> None:
         super()._withdraw(reason)
-        if isinstance(self._copy_failure, Mispredicted):
+        if isinstance(self._copy_failure, Mispredicted) or self._residues.changed:
             self.state = "mispredicted"  # the world has to be stopped
 
     def _give_up(self, reason: str) -> None:

@@ -215,7 +215,7 @@ class StopDump:
             self._copying.start()
             with self.timeline.phase("driver checkpoint"):
                 self._checkpoint()
-            self._residues.start_saving(self._writer)
+            self._keep_residues()
         except Exception as error:
             if not isinstance(error, (PhosError, ImageError, OSError)):
                 log.exception("%s: the checkpoint failed in an unforeseen way", self.path)
@@ -334,6 +334,10 @@ class StopDump:
             if not isinstance(error, Cancelled):
                 log.error("%s: copying GPU memory failed: %s", self.path, error)
 
+    def _keep_residues(self) -> None:
+        """The driver has saved its part, and everything stands still."""
+        self._residues.start_saving(self._writer)
+
     # Step 2: CRIU has ended.
 
     def criu_ended(self, result: int, *, kills: bool) -> None:
@@ -405,7 +409,7 @@ class StopDump:
             )
             message.reducers.extend(self.settings.reducers())
             inventory.add_timings(message, self.timeline.phases(), self.timeline.now())
-            self._residues.describe(message)
+            self._residues.describe(message, self._writer)
             self._add_to(message)
             self._writer.commit(message)
             # Nobody may have removed or cut a file meanwhile: this image is what a process is about to be killed for.
@@ -424,6 +428,7 @@ class StopDump:
         self._close_directory()
         self.state = "committed"
         log.info("%s: committed, %d bytes of GPU memory", self.path, self.progress.total)
+        self._residues.discard()
 
     def _add_to(self, message: pb.Inventory) -> None:
         """What else a protocol has to say in the inventory."""
@@ -475,7 +480,6 @@ class StopDump:
             with self.timeline.phase("attach"):
                 for process in list(allowed):
                     self._wait_attached(process, deadline, failures)
-        self._residues.discard(process for process in self.gated if process.session not in self._detached)
         self._detached = {}
         return " ".join(filter(None, failures))
 
@@ -518,6 +522,8 @@ class StopDump:
         self._withdraw(reason + (f" Then: {problems}" if problems.strip() else ""))
 
     def _withdraw(self, reason: str) -> None:
+        self._residues.drop(self.gated)
+        self._residues.discard()
         self._writer.abort()
         self._close_directory()
         self.error = reason

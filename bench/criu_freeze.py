@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""Where the stall of a dump that leaves its program running goes: PhOS's phases, CRIU's own figures, and CRIU's log.
+
+For each setting of the toggle reducers it prints the median of the phases that make up the stall, what CRIU counts
+(stats-dump: freezing, frozen, dumping and writing memory, pages), the gaps in CRIU's log that are longest, and whose
+memory the pages are (from the program's smaps just before the dump).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import harness
+import process
+from harness import Results
+from process import ProcessError, Program
+from toggle import Heartbeat
+
+ALL = "stack-limit,huge-pages,residue"
+VARIANTS = {
+    "none": ("none", {}),
+    "stack-limit, huge-pages": ("stack-limit,huge-pages", {}),
+    "all": (ALL, {}),
+    "all, 1 connection": (ALL, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+}
+STATISTICS = ("freezing_seconds", "frozen_seconds", "memory_dump_seconds", "memory_write_seconds")
+STAMP = re.compile(r"^\(([\d.]+)\)\s*(.*)")
+GAPS = 8
+
+
+def gaps(log: Path, count: int = GAPS) -> list[tuple[float, float, str]]:
+    """Return the longest waits in a log of CRIU's: (seconds, when, what was said before), the longest first.
+
+    What happens before the tasks are seized is none of the stall, and left out.
+    """
+    found: list[tuple[float, float, str]] = []
+    before: tuple[float, str] | None = None
+    for line in log.read_text(errors="replace").splitlines():
+        match = STAMP.match(line)
+        if match is None:
+            continue
+        now = float(match[1])
+        if before is not None:
+            found.append((now - before[0], before[0], before[1]))
+        before = (now, match[2][:100])
+    return sorted(found, reverse=True)[:count]
+
+
+def owner(path: str) -> str:
+    """Whose a mapping is, by the name that smaps gives it."""
+    if not path:
+        return "anonymous (malloc arenas, stacks of threads)"
+    if path.startswith("["):
+        return path
+    if ".so" in path or path.endswith(".residue"):
+        return re.sub(r"[-.]?\d[\d.]*", "", Path(path).name)
+    return "other files"
+
+
+def private_pages(pid: int) -> dict[str, int]:
+    """Return the bytes of private memory that CRIU has to write, by whose they are, most first."""
+    total: Counter[str] = Counter()
+    path = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text(errors="replace").splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            path = words[5] if len(words) > 5 else ""
+        elif words[0] == "Anonymous:":
+            total[owner(path)] += int(words[1]) * 1024
+    return {name: size for name, size in total.most_common() if size >= 64 << 10}
+
+
+class Bench:
+    """One run of the benchmark."""
+
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        self.chosen = chosen
+        self.results = Results(chosen, "criu-freeze", "Where the stall of a dump that leaves its program running goes")
+        self.repeats = chosen.repeats or (1 if chosen.smoke else 3)
+
+    def measure(self, key: str, reducers: str, changes: dict[str, str]) -> None:
+        """Dump a running program a few times under one setting."""
+        chosen = self.chosen
+        process.stop_daemon()  # it reads its settings when it starts
+        os.environ["PHOS_REDUCERS"] = reducers
+        software = chosen.device == "software"
+        script = process.PROGRAMS / "buffers.py" if software else process.EXAMPLES / "pytorch_buffers.py"
+        size = chosen.bytes or (4_000_000 if software else 8_000_000_000)
+        command = process.python_program(script, "--bytes", str(size), "--buffers", "16")
+        environment = dict(changes)
+        if software:
+            environment["SOFTGPU_RESIDUE"] = os.environ.get("SOFTGPU_RESIDUE", "12M" if chosen.smoke else "400M")
+        program = Program(command, chosen.work, chosen.device, True, environment, name="frozen")
+        runs: list[dict[str, float]] = []
+        longest: list[tuple[float, float, str]] = []
+        owners: dict[str, int] = {}
+        try:
+            program.start().wait_for("^READY", 300)
+            for _ in range(self.repeats):
+                program.wait_iterations(20)
+                folder = Path(chosen.image) / "phos-criu-freeze"
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True)
+                owners = private_pages(program.pid)
+                heartbeat = Heartbeat(program)
+                process.criu_dump(program, folder, leave_running=True)
+                program.wait_iterations(5)
+                runs.append({"stall_s": heartbeat.stop(), **self.parts(folder)})
+                longest = gaps(folder / "dump.log")
+                if chosen.keep:
+                    shutil.copy(folder / "dump.log", chosen.work / f"{len(runs)}-{re.sub(r'[ ,]+', '-', key)}.log")
+                shutil.rmtree(folder)
+        finally:
+            program.kill()
+        medians = {name: harness.median(run.get(name, 0.0) for run in runs) for name in runs[-1]}
+        self.results.add(key, reducers=reducers, dumps=len(runs), **medians, gaps=longest, private_bytes=owners)
+        for seconds, when, what in longest:
+            print(f"    {seconds * 1e3:8.1f} ms after {when:8.3f} s: {what}", flush=True)
+        for name, held in owners.items():
+            print(f"    {held / 1e6:8.1f} MB private: {name}", flush=True)
+
+    @staticmethod
+    def parts(folder: Path) -> dict[str, float]:
+        """Return the phases of a dump and CRIU's figures."""
+        whole = process.inspect(folder)
+        criu: dict[str, Any] = whole["saved_by"]["criu"]
+        figures = {f"criu_{name}": float(criu[name] or 0.0) for name in STATISTICS}
+        figures["criu_pages_mb"] = criu["pages_bytes"] / 1e6
+        return {**process.timings(folder), **figures}
+
+    def run(self) -> None:
+        """Measure every setting."""
+        failed = False
+        for key, (reducers, changes) in VARIANTS.items():
+            if self.chosen.only and key not in self.chosen.only:
+                continue
+            if harness.time_left(self.chosen) <= 0:
+                self.results.note(f"{key}: no time left.")
+                continue
+            try:
+                self.measure(key, reducers, changes)
+            except ProcessError as error:
+                failed = True
+                print(error, file=sys.stderr, flush=True)
+                self.results.note(f"{key}: failed. {str(error).splitlines()[0]}")
+        process.stop_daemon()
+        self.results.finish()
+        if failed:
+            raise SystemExit(1)
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = harness.options(__doc__ or "", budget=240)
+    parser.add_argument("--bytes", type=int, metavar="N", help="of the program's buffers (8 GB; software: 4 MB)")
+    parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
+    parser.add_argument("--only", action="append", choices=VARIANTS, help="of the settings; may be repeated")
+    parser.add_argument("--keep", action="store_true", help="keep CRIU's logs in the work folder")
+    Bench(harness.prepare(parser)).run()
+
+
+if __name__ == "__main__":
+    main()
