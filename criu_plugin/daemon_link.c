@@ -250,6 +250,8 @@ int phos_link_restore_begin(void)
 	if (link_open())
 		return -1;
 	begin.criu_pid = getpid();
+	begin.mode = setting("PHOS_RESTORE");
+	begin.lazy = setting("PHOS_LAZY");
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_RESTORE_BEGIN;
 	envelope.restore_begin = &begin;
 	return request(&envelope, criu_get_image_dir(), "begin the restore", NULL);

@@ -2,6 +2,7 @@
 #include "control.h"
 #include "log.h"
 #include "track.h"
+#include "window.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -11,6 +12,7 @@ struct phos_block phos_blocks = {.next = &phos_blocks, .previous = &phos_blocks}
 struct phos_ranges phos_mappings;
 uint64_t phos_block_bytes;
 size_t phos_blocks_lingering;
+size_t phos_mappings_shut;
 static uint64_t last_id;
 
 #define BUCKETS 4096
@@ -145,8 +147,10 @@ CUresult phos_map(CUdeviceptr address, size_t size, size_t offset, struct phos_b
     CUresult result = phos_real.cuMemMap(address, size, offset, block->handle, flags);
     if (result == CUDA_SUCCESS) {
         *mapping = (struct phos_mapping){
-            .range = {address, size}, .offset = offset, .block = block, .flags = flags};
+            .range = {address, size}, .offset = offset, .block = block, .flags = flags,
+            .shut = phos_window_shuts(block)};
         if (phos_ranges_add(&phos_mappings, &mapping->range)) {
+            phos_mappings_shut += mapping->shut;
             block->mappings++;
             if (out)
                 *out = mapping;
@@ -166,6 +170,7 @@ CUresult phos_unmap(struct phos_mapping *mapping)
         return result;
     phos_ranges_remove(&phos_mappings, &mapping->range);
     struct phos_block *block = mapping->block;
+    phos_mappings_shut -= mapping->shut;
     free(mapping->access);
     free(mapping);
     block->mappings--;
@@ -188,9 +193,35 @@ static bool access_record(struct phos_mapping *mapping, const CUmemAccessDesc *a
     return true;
 }
 
+/* What is shut gets its access when it is opened. Whether the driver would take it is seen only then. */
+static CUresult set_access_of_open(CUdeviceptr address, size_t size, const CUmemAccessDesc *access, size_t count)
+{
+    bool shut = false;
+    for (size_t at = phos_ranges_first(&phos_mappings, address); at < phos_mappings.count && !shut; at++) {
+        const struct phos_mapping *mapping = (const struct phos_mapping *)phos_mappings.items[at];
+        if (mapping->range.address >= address + size)
+            break;
+        shut = mapping->shut;
+    }
+    if (!shut)
+        return phos_real.cuMemSetAccess(address, size, access, count);
+    for (CUdeviceptr at = address; at < address + size;) {
+        const struct phos_mapping *mapping = phos_mapping_at(at);
+        if (!mapping || mapping->range.address != at || mapping->range.size > address + size - at)
+            return CUDA_ERROR_INVALID_VALUE;
+        CUresult result =
+            mapping->shut ? CUDA_SUCCESS : phos_real.cuMemSetAccess(at, mapping->range.size, access, count);
+        if (result != CUDA_SUCCESS)
+            return result;
+        at += mapping->range.size;
+    }
+    return CUDA_SUCCESS;
+}
+
 CUresult phos_set_access(CUdeviceptr address, size_t size, const CUmemAccessDesc *access, size_t count)
 {
-    CUresult result = phos_real.cuMemSetAccess(address, size, access, count);
+    CUresult result = phos_mappings_shut ? set_access_of_open(address, size, access, count)
+                                         : phos_real.cuMemSetAccess(address, size, access, count);
     if (result != CUDA_SUCCESS)
         return result;
     for (size_t at = phos_ranges_first(&phos_mappings, address); at < phos_mappings.count; at++) {

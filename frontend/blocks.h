@@ -53,6 +53,7 @@ struct phos_mapping {
     struct phos_access *access;
     uint32_t access_count;
     bool absent;            /* unmapped by detach */
+    bool shut;              /* mapped, but without access until its data is there: see window_lazy.c */
     struct phos_span *span; /* what our allocator keeps there; NULL: the application's */
 };
 
@@ -60,6 +61,7 @@ extern struct phos_block phos_blocks;      /* head of the list */
 extern struct phos_ranges phos_mappings;   /* of struct phos_mapping */
 extern uint64_t phos_block_bytes;          /* of all blocks */
 extern size_t phos_blocks_lingering;       /* blocks that only a pin keeps */
+extern size_t phos_mappings_shut;          /* mappings that are shut */
 
 /* All of these: with phos_memory_lock held. */
 

@@ -158,6 +158,8 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
         phos_fail(&error, CUDA_SUCCESS, "the process is detached already");
     else if (phos_exiting())
         phos_fail(&error, CUDA_SUCCESS, "the process is exiting");
+    else if (phos_window_loading())
+        phos_fail(&error, CUDA_SUCCESS, "its memory is still being restored");
     else if (phos_audit_active())
         phos_fail(&error, CUDA_SUCCESS, "phos-gpu audit runs it; without that it can be checkpointed");
     else if (state == PHOS__WIRE__GATE_STATE__OPEN) {
@@ -318,12 +320,14 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
     Phos__Wire__AttachDone done = PHOS__WIRE__ATTACH_DONE__INIT;
     if (state != PHOS__WIRE__GATE_STATE__DETACHED)
         phos_fail(&attach_error, CUDA_SUCCESS, "only a detached process can be attached");
-    else if (!attach_error.text[0] && phos_attach(attach->blocks, &done.map_ns, &done.undo_ns, &attach_error)) {
+    else if (!attach_error.text[0] && phos_attach(attach->blocks, attach->shut, &done.map_ns, &done.undo_ns, &attach_error)) {
         state = PHOS__WIRE__GATE_STATE__QUIESCED;
         residue_spent = true;
         phos_tell_known();
         if (attach->restored)
             phos_sdk_restored();
+        if (attach->tell && !phos_tell_all(true))
+            return false;
     }
     struct phos_error error = attach_error;
     attach_error = (struct phos_error){0};
@@ -335,12 +339,23 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
     return phos_tell_send(&envelope, NULL, 0);
 }
 
+/* All memory was there before a window could be opened. */
+static void open_what_is_shut(struct phos_error *error)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    if (!phos_window_is_open() && !phos_mappings_open(NULL, error))
+        phos_warn("memory that was restored could not be opened: %s", error->text);
+}
+
 static bool on_open(uint64_t id)
 {
+    struct phos_error error = {0};
     Phos__Wire__Done done = PHOS__WIRE__DONE__INIT;
     if (state == PHOS__WIRE__GATE_STATE__DETACHED)
         done.error = (char *)"a detached process must be attached before it is opened";
     else {
+        open_what_is_shut(&error);
+        done.error = error.text;
         state = PHOS__WIRE__GATE_STATE__OPEN;
         phos_gate_open();
     }
@@ -530,6 +545,7 @@ static void serve_connection(void)
                 break;
         }
     }
+    phos_window_abandoned();
     drop_link();
     phos_window_end(); /* nobody saves anything any more */
     if (state == PHOS__WIRE__GATE_STATE__QUIESCED) {

@@ -115,26 +115,26 @@ static CUresult apply_access(const struct phos_mapping *mapping, CUdeviceptr add
     return count ? phos_real.cuMemSetAccess(address, size, list, count) : CUDA_SUCCESS;
 }
 
-/* Maps every absent mapping again: runs of neighbours with equal access get it by one call. */
-static bool map_all(struct phos_error *error)
+static void opened(struct phos_mapping *mapping)
 {
-    for (size_t i = 0; i < phos_mappings.count; i++) {
-        struct phos_mapping *m = mapping_at(i);
-        if (!m->absent)
-            continue;
-        CUresult result = phos_real.cuMemMap(m->range.address, m->range.size, m->offset, m->block->handle, m->flags);
-        if (result != CUDA_SUCCESS)
-            return phos_fail(error, result, "block %llu cannot be mapped at 0x%llx", (unsigned long long)m->block->id,
-                             (unsigned long long)m->range.address);
-        m->absent = false;
-    }
+    phos_mappings_shut -= mapping->shut;
+    mapping->shut = false;
+}
+
+/* Gives access to all mappings, or to those for which `wanted` is true: runs of neighbours with equal access get it by one
+ * call. */
+static bool access_all(bool (*wanted)(const struct phos_mapping *), struct phos_error *error)
+{
     for (size_t i = 0, end; i < phos_mappings.count; i = end) {
         struct phos_mapping *first = mapping_at(i);
         uint64_t size = first->range.size, arena_end = phos_arena_end(first->range.address);
-        for (end = i + 1; end < phos_mappings.count; end++) {
+        end = i + 1;
+        if (wanted && !wanted(first))
+            continue;
+        for (; end < phos_mappings.count; end++) {
             struct phos_mapping *m = mapping_at(end);
             if (m->range.address != first->range.address + size || !same_access(first, m) ||
-                m->range.address == arena_end || phos_arena_end(m->range.address) != arena_end)
+                m->range.address == arena_end || phos_arena_end(m->range.address) != arena_end || (wanted && !wanted(m)))
                 break;
             size += m->range.size;
         }
@@ -148,7 +148,47 @@ static bool map_all(struct phos_error *error)
         if (result != CUDA_SUCCESS)
             return phos_fail(error, result, "access to memory at 0x%llx cannot be set",
                              (unsigned long long)first->range.address);
+        for (size_t k = i; k < end; k++)
+            opened(mapping_at(k));
     }
+    return true;
+}
+
+/* Maps every absent mapping again. `shut`: without access. */
+static bool map_all(bool shut, struct phos_error *error)
+{
+    for (size_t i = 0; i < phos_mappings.count; i++) {
+        struct phos_mapping *m = mapping_at(i);
+        if (!m->absent)
+            continue;
+        CUresult result = phos_real.cuMemMap(m->range.address, m->range.size, m->offset, m->block->handle, m->flags);
+        if (result != CUDA_SUCCESS)
+            return phos_fail(error, result, "block %llu cannot be mapped at 0x%llx", (unsigned long long)m->block->id,
+                             (unsigned long long)m->range.address);
+        m->absent = false;
+        m->shut = shut;
+        phos_mappings_shut += shut;
+    }
+    return shut || access_all(NULL, error);
+}
+
+static bool is_shut(const struct phos_mapping *mapping)
+{
+    return mapping->shut;
+}
+
+bool phos_mappings_open(bool (*wanted)(const struct phos_mapping *), struct phos_error *error)
+{
+    return !phos_mappings_shut || access_all(wanted ? wanted : is_shut, error);
+}
+
+bool phos_mapping_open(struct phos_mapping *mapping, struct phos_error *error)
+{
+    CUresult result = apply_access(mapping, mapping->range.address, mapping->range.size);
+    if (result != CUDA_SUCCESS)
+        return phos_fail(error, result, "access to memory at 0x%llx cannot be set",
+                         (unsigned long long)mapping->range.address);
+    opened(mapping);
     return true;
 }
 
@@ -159,6 +199,7 @@ static bool unmap_all(struct phos_error *error)
         CUresult result = phos_real.cuMemUnmap(m->range.address, m->range.size);
         if (result != CUDA_SUCCESS)
             return phos_fail(error, result, "memory at 0x%llx cannot be unmapped", (unsigned long long)m->range.address);
+        opened(m);
         m->absent = true;
     }
     return true;
@@ -238,7 +279,7 @@ static bool take_back(phos_fetch *fetch, struct phos_error *error)
 static void detach_undo(phos_fetch *fetch)
 {
     struct phos_error undo = {0};
-    if (!take_back(fetch, &undo) || !map_all(&undo)) {
+    if (!take_back(fetch, &undo) || !map_all(false, &undo)) {
         phos_warn("after a failed detach the GPU memory of this process could not be mapped again: %s; every CUDA call "
                   "fails from now on",
                   undo.text);
@@ -289,7 +330,7 @@ bool phos_attach_block(uint64_t id, int descriptor, struct phos_error *error)
     return block_import(block, descriptor, error);
 }
 
-bool phos_attach(uint64_t blocks, uint64_t *map_ns, uint64_t *undo_ns, struct phos_error *error)
+bool phos_attach(uint64_t blocks, bool shut, uint64_t *map_ns, uint64_t *undo_ns, struct phos_error *error)
 {
     bool entered = phos_enter_context();
     PHOS_LOCKED(&phos_memory_lock);
@@ -303,12 +344,14 @@ bool phos_attach(uint64_t blocks, uint64_t *map_ns, uint64_t *undo_ns, struct ph
     if (ok && blocks && there != blocks)
         ok = phos_fail(error, CUDA_SUCCESS, "phosd has %llu blocks of this process, the process %llu",
                        (unsigned long long)blocks, (unsigned long long)there);
-    if (ok && !map_all(error)) {
+    if (ok && !map_all(shut, error)) {
         ok = false;
         for (size_t i = 0; i < phos_mappings.count; i++) {
             struct phos_mapping *m = mapping_at(i);
-            if (!m->absent && phos_real.cuMemUnmap(m->range.address, m->range.size) == CUDA_SUCCESS)
+            if (!m->absent && phos_real.cuMemUnmap(m->range.address, m->range.size) == CUDA_SUCCESS) {
+                opened(m);
                 m->absent = true;
+            }
         }
     }
     *map_ns = now_ns() - start;

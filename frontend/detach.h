@@ -23,7 +23,13 @@ int phos_memory_map(void);
 
 /* One descriptor per block, in any order, then the rest at once. */
 bool phos_attach_block(uint64_t id, int descriptor, struct phos_error *error) PHOS_CHECKED;
-bool phos_attach(uint64_t blocks, uint64_t *map_ns, uint64_t *undo_ns, struct phos_error *error) PHOS_CHECKED;
+/* `shut`: all is mapped, but nothing has access before it is opened. */
+bool phos_attach(uint64_t blocks, bool shut, uint64_t *map_ns, uint64_t *undo_ns, struct phos_error *error) PHOS_CHECKED;
+
+/* Gives access to what is shut, to all of it or to some; any thread, with phos_memory_lock held. */
+struct phos_mapping;
+bool phos_mapping_open(struct phos_mapping *mapping, struct phos_error *error) PHOS_CHECKED;
+bool phos_mappings_open(bool (*wanted)(const struct phos_mapping *mapping), struct phos_error *error) PHOS_CHECKED;
 
 /* Makes any live context current, for calls that want one. Answers what phos_leave_context wants to know. */
 bool phos_enter_context(void) PHOS_CHECKED;

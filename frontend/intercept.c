@@ -26,6 +26,9 @@ static CUresult refused(enum phos_gate_answer answer)
         if (answer_ > PHOS_GATE_TRACED_PASS) \
             return refused(answer_); \
         phos_gate_untrace_self(); /* it may wait for the GPU, which the end of a window must not do for it */ \
+        CUresult traced_ = phos_window_result(call); \
+        phos_gate_leave(before_); \
+        return traced_; \
     } \
     CUresult result_ = call; \
     phos_gate_leave(before_); \
@@ -41,7 +44,7 @@ static CUresult refused(enum phos_gate_answer answer)
     if (__builtin_expect(answer_ > PHOS_GATE_NESTED, 0)) { \
         if (answer_ > PHOS_GATE_TRACED_PASS) \
             return refused(answer_); \
-        result_ = phos_serving() ? call : direct; \
+        result_ = phos_window_result(phos_serving() ? call : direct); \
         phos_gate_untrace_self(); \
     } else \
         result_ = answer_ == PHOS_GATE_PASS && phos_serving() ? call : direct; \

@@ -107,6 +107,17 @@ CUresult serve_cuMemSetAccess(CUdeviceptr_v2 ptr, size_t size, const CUmemAccess
 
 CUresult serve_cuMemGetAccess(unsigned long long *flags, const CUmemLocation_v1 *location, CUdeviceptr_v2 ptr)
 {
+    if (location && flags) {
+        PHOS_LOCKED(&phos_memory_lock);
+        const struct phos_mapping *mapping = phos_mappings_shut ? phos_mapping_at(ptr) : NULL;
+        if (mapping && mapping->shut) {
+            *flags = CU_MEM_ACCESS_FLAGS_PROT_NONE;
+            for (uint32_t i = 0; i < mapping->access_count; i++)
+                if (mapping->access[i].location.type == location->type && mapping->access[i].location.id == location->id)
+                    *flags = mapping->access[i].flags;
+            return CUDA_SUCCESS;
+        }
+    }
     return phos_real.cuMemGetAccess(flags, location, ptr);
 }
 

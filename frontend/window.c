@@ -50,7 +50,8 @@ static bool tables_agree(void)
            table->pools_at + (uint64_t)table->pools * sizeof(struct phos_window_pool) <= whole &&
            table->slots_at + (uint64_t)table->slots * sizeof(struct phos_window_slot) <= whole &&
            table->transfers_at + PHOS_TRANSFERS * sizeof(struct phos_window_transfer) <= whole &&
-           table->queue_at + (uint64_t)table->queue * 4 <= whole;
+           table->queue_at + (uint64_t)table->queue * 4 <= whole &&
+           table->order_at + (uint64_t)table->order * 4 <= whole && table->mode <= PHOS_WINDOW_STRICT;
 }
 
 /* A pool is phosd's memory: mapped, and in no list of ours. */
@@ -111,6 +112,16 @@ static bool mark_blocks(struct phos_error *error)
     return true;
 }
 
+static bool all_there(const struct phos_mapping *mapping)
+{
+    struct phos_chunk_range range =
+        phos_window_chunks(mapping, mapping->range.address, mapping->range.address + mapping->range.size);
+    for (uint32_t chunk = range.first; chunk < range.end; chunk++)
+        if (__atomic_load_n(&phos_window.chunks->state[chunk], __ATOMIC_ACQUIRE) != PHOS_CHUNK_SAVED)
+            return false;
+    return true;
+}
+
 static void put_away(void)
 {
     {
@@ -134,6 +145,8 @@ static void put_away(void)
             phos_warn_once("a shadow pool could not be unmapped; its memory stays in use until the process ends");
     }
     free(phos_window.slots);
+    free(phos_window.seen);
+    free(phos_window.queued);
     if (phos_window.chunks)
         munmap(phos_window.chunks, phos_window.chunks_size);
     if (phos_window.table)
@@ -152,12 +165,18 @@ static bool begin(const int *descriptors, size_t count, struct phos_error *error
     if (phos_window.table->pools != count - 2)
         return phos_fail(error, CUDA_SUCCESS, "%u shadow pools came with %zu descriptors", phos_window.table->pools, count - 2);
     phos_window.slots = calloc(phos_window.table->slots + 1, sizeof *phos_window.slots);
-    if (!phos_window.slots)
+    size_t words = phos_window.chunks->chunks / 64 + 1;
+    phos_window.seen = calloc(words, sizeof *phos_window.seen);
+    phos_window.queued = calloc(words, sizeof *phos_window.queued);
+    if (!phos_window.slots || !phos_window.seen || !phos_window.queued)
         return phos_fail(error, CUDA_SUCCESS, "out of host memory");
     for (uint32_t i = 0; i < phos_window.table->pools; i++)
         if (!map_pool(&phos_window_pools()[i], i, descriptors[2 + i], error))
             return false;
-    return mark_blocks(error);
+    if (!mark_blocks(error))
+        return false;
+    PHOS_LOCKED(&phos_memory_lock);
+    return phos_window.table->mode != PHOS_WINDOW_STRICT || phos_mappings_open(all_there, error);
 }
 
 bool phos_window_begin(const int *descriptors, size_t count, struct phos_error *error)
@@ -168,6 +187,7 @@ bool phos_window_begin(const int *descriptors, size_t count, struct phos_error *
     is_open = begin(descriptors, count, error);
     if (is_open) {
         atomic_store(&phos_window_over, false);
+        atomic_store(&phos_window_strict, phos_window.table->mode == PHOS_WINDOW_STRICT);
         phos_gate_trace(true, NULL);
     } else
         put_away();
@@ -179,9 +199,10 @@ void phos_window_end(void)
 {
     if (!is_open)
         return;
+    bool entered = phos_enter_context();
+    phos_window_loaded();
     atomic_store(&phos_window_over, true);
     phos_gate_trace(false, NULL);
-    bool entered = phos_enter_context();
     put_away();
     phos_leave_context(entered);
     is_open = false;
@@ -191,6 +212,7 @@ void phos_window_forked(void)
 {
     /* The driver does not work in a child; the tables are the parent's business. */
     atomic_store(&phos_window_over, true);
+    atomic_store(&phos_window_strict, false);
     pthread_mutex_init(&phos_window_lock, NULL);
     if (phos_window.chunks)
         munmap(phos_window.chunks, phos_window.chunks_size);

@@ -1,11 +1,13 @@
-/* The window of a concurrent checkpoint: from the moment the application runs on until all of its memory is saved. In it
- * every call that touches device memory comes through here first (gate.h: PHOS_GATE_TRACED). What such a call may write
+/* The window of a concurrent checkpoint: from the moment the application runs on until all of its memory is saved; or of a
+ * lazy restore: until all of its memory is there. In it every call that touches device memory comes through here first (gate.h: PHOS_GATE_TRACED). What such a call may write
  * and phosd has not saved yet is copied aside first, in the stream of the call and ahead of it (DESIGN §4, "cow").
  *
  * Lock order: the window's lock, then phos_memory_lock. No lock is held while waiting for phosd. */
 #pragma once
 #include "error.h"
 #include "touch.h"
+
+#include <stdatomic.h>
 
 /* Before the call: makes sure that what it is about to write has been saved, or is copied aside first. */
 void phos_window_before(struct phos_touches *touches);
@@ -18,5 +20,24 @@ bool phos_window_begin(const int *descriptors, size_t count, struct phos_error *
 /* All is saved, or phosd is gone: nobody waits in here any more, and nothing of the window is left. */
 void phos_window_end(void);
 bool phos_window_is_open(void);
+/* The open window is a lazy restore's: memory is still being loaded. */
+bool phos_window_loading(void);
+/* The connection to phosd has ended: does not return if memory is missing that only phosd could have brought. */
+void phos_window_abandoned(void);
+
+/* Nothing may be accessed before its data is there; an error that says that something was is not the application's. */
+extern atomic_bool phos_window_strict;
+/* Whether memory of this block must not be given access now; with phos_memory_lock held. */
+struct phos_block;
+bool phos_window_shuts(const struct phos_block *block);
+/* Does not return if a wrong guess is what a call's error comes from. */
+void phos_window_failed(CUresult result);
+static inline CUresult phos_window_result(CUresult result)
+{
+    if (__builtin_expect(result != CUDA_SUCCESS && atomic_load_explicit(&phos_window_strict, memory_order_relaxed), 0))
+        phos_window_failed(result);
+    return result;
+}
+
 /* In a forked child, which has nothing to do with it. */
 void phos_window_forked(void);

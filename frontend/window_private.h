@@ -1,4 +1,5 @@
-/* Shared by the window's two halves: window.c (begin and end), window_shadow.c (what is done before a call). */
+/* Shared by the window's parts: window.c (begin and end), window_shadow.c and window_lazy.c (what is done before a call, in
+ * a checkpoint and in a lazy restore), window_ranges.c (what a call touches). */
 #pragma once
 #include "blocks.h"
 #include "runtime.h"
@@ -32,12 +33,45 @@ struct phos_window {
     struct phos_slot *slots;
     uint32_t ticket;
     uint32_t transfer; /* where to look for a free transfer record */
+    uint64_t *seen;   /* a bit for each chunk that was touched; with phos_memory_lock */
+    uint64_t *queued; /* lazy: a bit for each chunk that was put in the queue; with `lock` */
+    bool no_longer_shut; /* strict: what is mapped from now on has access; with phos_memory_lock */
 };
 
 extern struct phos_window phos_window;
 extern pthread_mutex_t phos_window_lock;
 /* Set: traced calls no longer wait, and do nothing. */
 extern atomic_bool phos_window_over;
+
+/* ---- window_ranges.c, all with phos_memory_lock held but for the last ---- */
+
+struct phos_chunk_range {
+    uint32_t first, end; /* in the chunk table */
+};
+
+typedef void phos_window_visitor(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie);
+/* Each mapping that a touch reaches and whose block has chunks. [begin, end) may reach beyond the mapping. */
+void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visit, void *cookie);
+/* The chunks in the part of a mapping that lies in [begin, end). */
+struct phos_chunk_range phos_window_chunks(const struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end);
+/* These chunks are touched now: those that never were before are next in the order. */
+void phos_window_note(struct phos_chunk_range chunks);
+void phos_window_note_all(const struct phos_touches *touches);
+
+/* ---- window_lazy.c ---- */
+
+/* Before a call in a lazy restore: what it may touch is there when this returns. */
+void phos_window_load(const struct phos_touches *touches);
+/* At the window's end, with all data there: gives access to what has none yet, and sees whether a guess was wrong. */
+void phos_window_loaded(void);
+/* The kernels launched last, and the time of the first. */
+void phos_window_launched(const struct phos_touches *touches);
+
+/* ---- window_shadow.c ---- */
+
+/* phosd sees to this chunk before others; with the window's lock held. */
+void phos_window_ask(uint32_t chunk);
+bool phos_window_closed(void);
 
 static inline struct phos_window_slot *phos_window_slots(void)
 {

@@ -33,7 +33,7 @@ static uint64_t now_ns(void)
     return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-static bool over(void)
+bool phos_window_closed(void)
 {
     return atomic_load_explicit(&phos_window_over, memory_order_acquire) ||
            __atomic_load_n(&phos_window.chunks->closed, __ATOMIC_ACQUIRE);
@@ -76,55 +76,21 @@ static void add(struct targets *targets, struct target target)
 }
 
 /* The chunks in [begin, end) of one mapping that are not saved. */
-static void add_mapping(struct targets *targets, const struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end)
+static void add_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie)
 {
+    struct targets *targets = cookie;
     const struct phos_block *block = mapping->block;
     uint32_t unit = phos_window.chunks->chunk_bytes;
-    if (!block->window_chunks)
-        return;
-    CUdeviceptr limit = mapping->range.address + mapping->range.size;
-    begin = begin > mapping->range.address ? begin : mapping->range.address;
-    end = end < limit ? end : limit;
-    uint64_t from = (begin - mapping->range.address + mapping->offset) / unit;
-    uint64_t to = (end - 1 - mapping->range.address + mapping->offset) / unit;
-    for (uint64_t i = from; i <= to && i < block->window_chunks; i++) {
-        uint32_t chunk = block->window_first + (uint32_t)i;
+    struct phos_chunk_range range = phos_window_chunks(mapping, begin, end);
+    for (uint32_t chunk = range.first; chunk < range.end; chunk++) {
         if (chunk_state(chunk) == PHOS_CHUNK_SAVED)
             continue;
-        uint64_t offset = i * unit, size = block->size - offset < unit ? block->size - offset : unit;
+        uint64_t offset = (uint64_t)(chunk - block->window_first) * unit;
+        uint64_t size = block->size - offset < unit ? block->size - offset : unit;
         bool whole = offset >= mapping->offset && offset + size <= mapping->offset + mapping->range.size;
         add(targets, (struct target){.address = whole ? mapping->range.address + (offset - mapping->offset) : 0,
                                      .chunk = chunk,
                                      .size = (uint32_t)size});
-    }
-}
-
-/* An address names the whole allocation that holds it. Of the application's own mappings nobody knows where a buffer ends:
- * everything that is mapped behind it without a gap. */
-static void add_touch(struct targets *targets, const struct phos_touch *touch)
-{
-    CUdeviceptr begin = touch->address, end = touch->address + touch->size;
-    if (!touch->size) {
-        const struct phos_allocation *allocation = phos_allocation_at(begin);
-        const struct phos_mapping *mapping = phos_mapping_at(begin);
-        if (!mapping)
-            return;
-        if (allocation) {
-            begin = allocation->address;
-            end = begin + (allocation->size ? allocation->size : 1);
-        } else if (mapping->span) {
-            begin = mapping->range.address;
-            end = begin + mapping->range.size;
-        } else
-            end = ~(CUdeviceptr)0;
-    }
-    CUdeviceptr expected = 0;
-    for (size_t i = phos_ranges_first(&phos_mappings, begin); i < phos_mappings.count; i++) {
-        const struct phos_mapping *mapping = (const struct phos_mapping *)phos_mappings.items[i];
-        if (mapping->range.address >= end || (!touch->size && expected && mapping->range.address != expected))
-            break;
-        add_mapping(targets, mapping, begin, end);
-        expected = mapping->range.address + mapping->range.size;
     }
 }
 
@@ -141,7 +107,7 @@ static void find_targets(struct targets *targets, const struct phos_touches *tou
         PHOS_LOCKED(&phos_memory_lock);
         for (size_t i = 0; i < touches->count; i++)
             if (touches->list[i].access & PHOS_WRITES)
-                add_touch(targets, &touches->list[i]);
+                phos_window_visit(&touches->list[i], add_mapping, targets);
     }
     if (targets->count < 2)
         return;
@@ -155,8 +121,7 @@ static void find_targets(struct targets *targets, const struct phos_touches *tou
 
 /* ---- shadows, with the window's lock held ---- */
 
-/* phosd sees to it before others. */
-static void put_in_queue(uint32_t chunk)
+void phos_window_ask(uint32_t chunk)
 {
     struct phos_window_table *table = phos_window.table;
     uint32_t tail = table->tail; /* written here alone */
@@ -263,7 +228,7 @@ static size_t shadow(struct target *list, size_t count, CUstream stream)
         slot->chunk = mine[i].chunk;
         __atomic_store_n(&slot->ticket, ticket, __ATOMIC_RELEASE);
         set_chunk(mine[i].chunk, PHOS_CHUNK_SHADOWED + (phos_window.table->process << 16) + mine[i].slot);
-        put_in_queue(mine[i].chunk);
+        phos_window_ask(mine[i].chunk);
     }
     phos_count(queued ? &phos_window.table->counts.shadowed : &phos_window.table->counts.failures, taken);
     return left;
@@ -302,7 +267,7 @@ static void wait_saved(const struct target *list, size_t count)
         return;
     uint64_t start = now_ns();
     for (size_t i = 0; i < count; i++)
-        while (!over() && chunk_state(list[i].chunk) != PHOS_CHUNK_SAVED)
+        while (!phos_window_closed() && chunk_state(list[i].chunk) != PHOS_CHUNK_SAVED)
             nanosleep(&(struct timespec){.tv_nsec = SPIN_NS}, NULL);
     phos_count(&phos_window.table->counts.waits, 1);
     phos_count(&phos_window.table->counts.wait_ns, now_ns() - start);
@@ -311,7 +276,7 @@ static void wait_saved(const struct target *list, size_t count)
 static void wait_for_everything(void)
 {
     uint64_t start = now_ns();
-    while (!over())
+    while (!phos_window_closed())
         nanosleep(&(struct timespec){.tv_nsec = SPIN_NS}, NULL);
     phos_count(&phos_window.table->counts.anything, 1);
     phos_count(&phos_window.table->counts.wait_ns, now_ns() - start);
@@ -336,7 +301,7 @@ static void secure(const struct phos_touches *touches)
             left = left ? shadow(targets.list, left, touches->stream) : 0;
             for (size_t i = 0; i < left; i++)
                 if (chunk_state(targets.list[i].chunk) == PHOS_CHUNK_UNSAVED)
-                    put_in_queue(targets.list[i].chunk);
+                    phos_window_ask(targets.list[i].chunk);
         }
         wait_saved(targets.list, left);
     }
@@ -350,11 +315,18 @@ void phos_window_before(struct phos_touches *touches)
         phos_audit_before(touches);
         return;
     }
-    if (touches->nothing || over())
+    if (touches->nothing)
+        return;
+    if (phos_window.table->mode != PHOS_WINDOW_COW) {
+        phos_window_load(touches);
+        return;
+    }
+    if (phos_window_closed())
         return;
     uint64_t start = now_ns();
     if (touches->host_copy && phos_window.table->prioritise)
         __atomic_fetch_add(&phos_window.table->transferring, 1, __ATOMIC_RELEASE);
+    phos_window_note_all(touches);
     secure(touches);
     phos_count(&phos_window.table->counts.calls, 1);
     phos_count(&phos_window.table->counts.call_ns, now_ns() - start);
@@ -392,9 +364,10 @@ static void note_transfer(CUstream stream)
 void phos_window_after(struct phos_touches *touches, CUresult result)
 {
     phos_audit_after(touches, result);
+    phos_window_result(result);
     if (!touches->window)
         return;
-    if (result == CUDA_SUCCESS && !touches->synchronous && !over())
+    if (result == CUDA_SUCCESS && !touches->synchronous && !phos_window_closed())
         note_transfer(touches->stream);
     __atomic_fetch_sub(&phos_window.table->transferring, 1, __ATOMIC_RELEASE);
 }

@@ -1,5 +1,5 @@
-/* The tables that phosd and the frontends share during the window of a concurrent checkpoint. phosd makes them, in
- * memfds; gpu_engine/cow/chunk_table.c and window.c are the only code that reads or writes them.
+/* The tables that phosd and the frontends share during the window of a concurrent checkpoint or of a lazy restore. phosd
+ * makes them, in memfds; gpu_engine/cow/chunk_table.c and window*.c are the only code that reads or writes them.
  *
  * One chunk table for the whole checkpoint, because processes of a tree may map the same block:
  *
@@ -8,15 +8,22 @@
  *                           └──frontend──▶ UNSAVED         (the driver refused the copy)
  *
  * The first step out of UNSAVED is a compare-and-swap, whoever takes it owns the chunk; the others are stores by the
- * owner. After SAVED anybody may write to the chunk.
+ * owner. After SAVED anybody may write to the chunk. In a lazy restore SAVED means that the chunk's data is there, before
+ * it nobody may read or write it, and phosd alone changes the states.
  *
- * One window table for each process: which chunks its blocks have, the slots of its shadow pools, and a queue of chunks
- * that phosd should see to first. */
+ * One window table for each process: which chunks its blocks have, the slots of its shadow pools, a queue of chunks that
+ * phosd should see to first, and the order in which the process first touched its chunks. */
 #pragma once
 #include <stdint.h>
 
 #define PHOS_CHUNKS_MAGIC 0x314b4e4843534f50ull
 #define PHOS_WINDOW_MAGIC 0x31444e4957534f50ull
+
+enum phos_window_mode {
+    PHOS_WINDOW_COW = 0,
+    PHOS_WINDOW_LAZY = 1,   /* a call waits for what it may read or write */
+    PHOS_WINDOW_STRICT = 2, /* likewise, and nothing can be accessed before its data is there: a wrong guess faults */
+};
 
 enum phos_chunk_state {
     PHOS_CHUNK_UNSAVED = 0,
@@ -75,6 +82,18 @@ struct phos_window_counts { /* since the window began; nanoseconds */
     uint64_t failures;               /* shadow copies that the driver refused */
 };
 
+#define PHOS_RECENT 8u
+#define PHOS_RECENT_NAME 120u
+
+/* What phosd wants to know of a lazy restore. */
+struct phos_window_loading {
+    uint64_t first_launch_ns; /* CLOCK_REALTIME just before the first kernel or graph; 0: none yet */
+    uint64_t opened, open_ns; /* mappings that were given access, and what that took */
+    uint32_t fault;           /* what the driver said of work queued in a strict window: a wrong guess; 0: nothing */
+    uint32_t launches;        /* kernels launched; the last of them are in `recent`, at launches % PHOS_RECENT */
+    char recent[PHOS_RECENT][PHOS_RECENT_NAME];
+};
+
 struct phos_window_table {
     uint64_t magic, size;
     uint32_t process; /* number in the checkpoint */
@@ -84,4 +103,10 @@ struct phos_window_table {
     uint32_t transferring; /* calls that move data between host and device and have not returned */
     uint64_t blocks_at, pools_at, slots_at, transfers_at, queue_at; /* bytes from the start */
     struct phos_window_counts counts;
+    uint32_t mode;         /* enum phos_window_mode */
+    uint32_t order;        /* room in the list of first touches: each chunk at most once */
+    uint32_t touched;      /* how many are in it */
+    uint32_t zero;
+    uint64_t order_at;     /* bytes from the start */
+    struct phos_window_loading loading;
 };

@@ -69,28 +69,32 @@ static uint64_t aligned(uint64_t size)
     return (size + 63) & ~(uint64_t)63;
 }
 
-EXPORT uint64_t phos_window_size(uint32_t blocks, uint32_t pools, uint32_t slots, uint32_t queue)
+EXPORT uint64_t phos_window_size(uint32_t blocks, uint32_t pools, uint32_t slots, uint32_t queue, uint32_t order)
 {
     return aligned(sizeof(struct phos_window_table)) + aligned((uint64_t)blocks * sizeof(struct phos_window_block)) +
            aligned(pools * sizeof(struct phos_window_pool)) + aligned((uint64_t)slots * sizeof(struct phos_window_slot)) +
-           aligned(PHOS_TRANSFERS * sizeof(struct phos_window_transfer)) + aligned((uint64_t)queue * sizeof(uint32_t));
+           aligned(PHOS_TRANSFERS * sizeof(struct phos_window_transfer)) + aligned((uint64_t)queue * sizeof(uint32_t)) +
+           aligned((uint64_t)order * sizeof(uint32_t));
 }
 
 EXPORT void phos_window_begin(struct phos_window_table *table, uint32_t process, uint32_t blocks, uint32_t pools, uint32_t slots,
-                              uint32_t queue, uint32_t prioritise)
+                              uint32_t queue, uint32_t order, uint32_t prioritise, uint32_t mode)
 {
-    table->size = phos_window_size(blocks, pools, slots, queue);
+    table->size = phos_window_size(blocks, pools, slots, queue, order);
     table->process = process;
     table->blocks = blocks;
     table->pools = pools;
     table->slots = slots;
     table->queue = queue;
+    table->order = order;
     table->prioritise = prioritise;
+    table->mode = mode;
     table->blocks_at = aligned(sizeof *table);
     table->pools_at = table->blocks_at + aligned((uint64_t)blocks * sizeof(struct phos_window_block));
     table->slots_at = table->pools_at + aligned(pools * sizeof(struct phos_window_pool));
     table->transfers_at = table->slots_at + aligned((uint64_t)slots * sizeof(struct phos_window_slot));
     table->queue_at = table->transfers_at + aligned(PHOS_TRANSFERS * sizeof(struct phos_window_transfer));
+    table->order_at = table->queue_at + aligned((uint64_t)queue * sizeof(uint32_t));
     table->magic = PHOS_WINDOW_MAGIC;
 }
 
@@ -120,6 +124,24 @@ EXPORT int64_t phos_window_next(struct phos_window_table *table, uint32_t *head)
     if (*head == tail || *head >= table->queue)
         return -1;
     return ((uint32_t *)at(table, table->queue_at))[(*head)++];
+}
+
+/* The next chunk that the process touched for the first time, or -1; the reader keeps *head. */
+EXPORT int64_t phos_window_next_touched(struct phos_window_table *table, uint32_t *head)
+{
+    uint32_t tail = load(&table->touched);
+    if (*head == tail || *head >= table->order)
+        return -1;
+    return ((uint32_t *)at(table, table->order_at))[(*head)++];
+}
+
+/* The names in it end in a zero byte, whatever the frontend wrote. */
+EXPORT void phos_window_loading(const struct phos_window_table *table, struct phos_window_loading *loading)
+{
+    memcpy(loading, &table->loading, sizeof *loading);
+    loading->fault = load(&table->loading.fault);
+    for (uint32_t i = 0; i < PHOS_RECENT; i++)
+        loading->recent[i][PHOS_RECENT_NAME - 1] = 0;
 }
 
 EXPORT uint32_t phos_window_ticket(struct phos_window_table *table, uint32_t slot)

@@ -23,6 +23,32 @@ TRANSFERS = 64
 """PHOS_POOL_FLAGS and PHOS_TRANSFERS of window_table.h; a test compares them."""
 
 
+COW, LAZY, STRICT = 0, 1, 2
+"""enum phos_window_mode."""
+
+RECENT, RECENT_NAME = 8, 120
+"""PHOS_RECENT and PHOS_RECENT_NAME of window_table.h."""
+
+
+class Loading(ctypes.Structure):
+    """struct phos_window_loading: what a process met with while its memory was loaded; times in ns."""
+
+    _fields_ = (
+        ("first_launch_ns", ctypes.c_uint64),
+        ("opened", ctypes.c_uint64),
+        ("open_ns", ctypes.c_uint64),
+        ("fault", ctypes.c_uint32),
+        ("launches", ctypes.c_uint32),
+        ("recent", (ctypes.c_char * RECENT_NAME) * RECENT),
+    )
+
+    def last_kernels(self) -> list[str]:
+        """The kernels launched last, the newest first."""
+        count = min(int(self.launches), RECENT)
+        names = [self.recent[(self.launches - 1 - i) % RECENT].value for i in range(count)]
+        return [name.decode(errors="replace") for name in names]
+
+
 class Counts(ctypes.Structure):
     """struct phos_window_counts: what a process's calls met with in the window; times in ns."""
 
@@ -62,11 +88,13 @@ def library() -> ctypes.CDLL:
         "phos_chunks_claim_next": (i64, [pointer, pointer, u32, pointer]),
         "phos_chunks_saved": (None, [pointer, u32]),
         "phos_chunks_close": (None, [pointer]),
-        "phos_window_size": (u64, [u32, u32, u32, u32]),
-        "phos_window_begin": (None, [pointer, u32, u32, u32, u32, u32, u32]),
+        "phos_window_size": (u64, [u32, u32, u32, u32, u32]),
+        "phos_window_begin": (None, [pointer, u32, u32, u32, u32, u32, u32, u32, u32]),
         "phos_window_set_block": (None, [pointer, u32, u64, u64, u32]),
         "phos_window_set_pool": (None, [pointer, u32, u32, u32, u32, u64]),
         "phos_window_next": (i64, [pointer, pointer]),
+        "phos_window_next_touched": (i64, [pointer, pointer]),
+        "phos_window_loading": (None, [pointer, pointer]),
         "phos_window_ticket": (u32, [pointer, u32]),
         "phos_window_free_slot": (None, [pointer, u32]),
         "phos_window_transferring": (u32, [pointer, u32, pointer]),
@@ -179,27 +207,43 @@ class WindowTable:
         queue: int,
         *,
         prioritise: bool,
+        mode: int = COW,
+        order: int = 0,
     ) -> None:
-        """``blocks``: (number in the process's session, bytes, first chunk); ``queue``: its length."""
+        """``blocks``: (number in the process's session, bytes, first chunk); ``queue``, ``order``: their lengths."""
         self.process = process
         self.pools = list(pools)
         self.first_slots = [sum(p.slots for p in pools[:i]) for i in range(len(pools))]
         self._lib = library()
         slots = sum(p.slots for p in pools)
-        size = self._lib.phos_window_size(len(blocks), len(pools), slots, queue)
+        size = self._lib.phos_window_size(len(blocks), len(pools), slots, queue, order)
         self._shared = _Shared("phos-window", size)
         address = self._shared.address
-        self._lib.phos_window_begin(address, process, len(blocks), len(pools), slots, queue, int(prioritise))
+        self._lib.phos_window_begin(
+            address, process, len(blocks), len(pools), slots, queue, order, int(prioritise), mode
+        )
         for index, (number, bytes_, first) in enumerate(blocks):
             self._lib.phos_window_set_block(address, index, number, bytes_, first)
         for index, pool in enumerate(pools):
             self._lib.phos_window_set_pool(address, index, pool.device, self.first_slots[index], pool.slots, pool.size)
         self._head = ctypes.c_uint32(0)
+        self._touched_head = ctypes.c_uint32(0)
 
     @property
     def descriptor(self) -> int:
         """The memfd."""
         return self._shared.descriptor
+
+    def next_touched(self) -> int | None:
+        """The next chunk that the process touched for the first time; one caller at a time."""
+        chunk = self._lib.phos_window_next_touched(self._shared.address, ctypes.byref(self._touched_head))
+        return None if chunk < 0 else int(chunk)
+
+    def loading(self) -> Loading:
+        """How far a lazily restored process is."""
+        loading = Loading()
+        self._lib.phos_window_loading(self._shared.address, ctypes.byref(loading))
+        return loading
 
     def next_wanted(self) -> int | None:
         """The next chunk that the process wants to be seen to; one caller at a time."""

@@ -80,3 +80,26 @@ bool phos_window_is_open(void)
 void phos_window_forked(void)
 {
 }
+
+/* Nothing is loaded in these tests. */
+atomic_bool phos_window_strict;
+
+bool phos_window_loading(void)
+{
+    return false;
+}
+
+void phos_window_abandoned(void)
+{
+}
+
+bool phos_window_shuts(const struct phos_block *block)
+{
+    (void)block;
+    return false;
+}
+
+void phos_window_failed(CUresult result)
+{
+    (void)result;
+}
