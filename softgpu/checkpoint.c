@@ -252,7 +252,9 @@ CUresult sg_restore(const int *physical, unsigned count, const char **why)
             atomic_store(&sg_device(i)->physical, before[i]);
         return result;
     }
-    if (residue)
+    if (residue && sg_fault(SG_FAULT_RESIDUE_WRITE))
+        memset(residue, 0xff, residue_size);
+    if (residue && !sg_fault(SG_FAULT_RESIDUE_KEEP))
         munmap(residue, residue_size);
     residue = NULL;
     for (int i = 0; sg_device(i); i++)
