@@ -49,11 +49,16 @@ static void set_chunk(uint32_t chunk, uint32_t state)
     __atomic_store_n(&phos_window.chunks->state[chunk], state, __ATOMIC_RELEASE);
 }
 
+static uint32_t shadowed(uint32_t slot)
+{
+    return PHOS_CHUNK_SHADOWED + (phos_window.table->process << 16) + slot;
+}
+
 static bool claim(uint32_t chunk)
 {
-    uint32_t unsaved = PHOS_CHUNK_UNSAVED;
-    return __atomic_compare_exchange_n(&phos_window.chunks->state[chunk], &unsaved, PHOS_CHUNK_SHADOWING, false,
-                                       __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+    uint32_t unsaved = PHOS_CHUNK_UNSAVED, shadowing = shadowed(PHOS_SLOT_NONE);
+    return __atomic_compare_exchange_n(&phos_window.chunks->state[chunk], &unsaved, shadowing, false, __ATOMIC_ACQ_REL,
+                                       __ATOMIC_ACQUIRE);
 }
 
 /* ---- which chunks ---- */
@@ -227,7 +232,7 @@ static size_t shadow(struct target *list, size_t count, CUstream stream)
         phos_window.slots[mine[i].slot].leader = mine[0].slot;
         slot->chunk = mine[i].chunk;
         __atomic_store_n(&slot->ticket, ticket, __ATOMIC_RELEASE);
-        set_chunk(mine[i].chunk, PHOS_CHUNK_SHADOWED + (phos_window.table->process << 16) + mine[i].slot);
+        set_chunk(mine[i].chunk, shadowed(mine[i].slot));
         phos_window_ask(mine[i].chunk);
     }
     phos_count(queued ? &phos_window.table->counts.shadowed : &phos_window.table->counts.failures, taken);
@@ -244,7 +249,7 @@ static size_t follow(struct target *list, size_t count, CUstream stream)
         uint32_t state = chunk_state(list[i].chunk);
         if (state == PHOS_CHUNK_SAVED)
             continue;
-        if (state < PHOS_CHUNK_SHADOWED || (state - PHOS_CHUNK_SHADOWED) >> 16 != phos_window.table->process) {
+        if (state - (state & 0xffff) != shadowed(0) || (state & 0xffff) >= phos_window.table->slots) {
             list[left++] = list[i];
             continue;
         }
@@ -324,13 +329,14 @@ void phos_window_before(struct phos_touches *touches)
     if (phos_window_closed())
         return;
     uint64_t start = now_ns();
-    if (touches->host_copy && phos_window.table->prioritise)
-        __atomic_fetch_add(&phos_window.table->transferring, 1, __ATOMIC_RELEASE);
     phos_window_note_all(touches);
     secure(touches);
     phos_count(&phos_window.table->counts.calls, 1);
     phos_count(&phos_window.table->counts.call_ns, now_ns() - start);
+    /* Not before: while the call waits for a chunk to be saved, phosd must not wait for the call. */
     touches->window = touches->host_copy && phos_window.table->prioritise;
+    if (touches->window)
+        __atomic_fetch_add(&phos_window.table->transferring, 1, __ATOMIC_RELEASE);
 }
 
 /* phosd steps aside until the GPU has set the flag behind a transfer. */

@@ -4,12 +4,13 @@
  * One chunk table for the whole checkpoint, because processes of a tree may map the same block:
  *
  *     UNSAVED ──phosd──▶ SAVING ──phosd──▶ SAVED           phosd copies the original
- *        └──frontend──▶ SHADOWING ──frontend──▶ SHADOWED + slot ──phosd──▶ SAVED
+ *        └──frontend──▶ SHADOWING ──frontend──▶ SHADOWED ──phosd──▶ SAVED
  *                           └──frontend──▶ UNSAVED         (the driver refused the copy)
  *
  * The first step out of UNSAVED is a compare-and-swap, whoever takes it owns the chunk; the others are stores by the
- * owner. After SAVED anybody may write to the chunk. In a lazy restore SAVED means that the chunk's data is there, before
- * it nobody may read or write it, and phosd alone changes the states.
+ * owner. After SAVED anybody may write to the chunk. The states of a frontend say which process it is, because it may end
+ * with a chunk in its hands, and SHADOWED says which slot. In a lazy restore SAVED means that the chunk's data is there,
+ * before it nobody may read or write it, and phosd alone changes the states.
  *
  * One window table for each process: which chunks its blocks have, the slots of its shadow pools, a queue of chunks that
  * phosd should see to first, and the order in which the process first touched its chunks. */
@@ -29,9 +30,9 @@ enum phos_chunk_state {
     PHOS_CHUNK_UNSAVED = 0,
     PHOS_CHUNK_SAVING = 1,
     PHOS_CHUNK_SAVED = 2,
-    PHOS_CHUNK_SHADOWING = 3,
-    PHOS_CHUNK_SHADOWED = 0x10000, /* + process number << 16 + slot number */
+    PHOS_CHUNK_SHADOWED = 0x10000, /* + process number << 16 + slot number; SHADOWING: + PHOS_SLOT_NONE */
 };
+#define PHOS_SLOT_NONE 0xffffu
 #define PHOS_SLOTS_MOST 0x10000u
 #define PHOS_PROCESSES_MOST 0x7ffeu
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 # Positions after the program's name, which may itself hold blanks and parentheses: field 3 of the manual is number 0.
 _STATE = 0
+_THREADS = 17
 _START_TIME = 19
 
 
@@ -26,8 +27,11 @@ def state(pid: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process exists; a zombie does not count."""
-    return state(pid) not in ("", "Z", "X")
+    """Whether a process exists; a zombie does not count, unless it is only the main thread that has ended."""
+    fields = _fields(pid)
+    if not fields or fields[_STATE] == "X":
+        return False
+    return fields[_STATE] != "Z" or int(fields[_THREADS]) > 1
 
 
 def is_stopped(pid: int) -> bool:

@@ -14,9 +14,12 @@ from dataclasses import dataclass
 
 from phos.gpu_engine import installation
 
-UNSAVED, SAVING, SAVED, SHADOWING = 0, 1, 2, 3
+UNSAVED, SAVING, SAVED = 0, 1, 2
 SHADOWED = 0x10000
 """Plus the process's number times 2^16 plus the slot's: enum phos_chunk_state."""
+
+NO_SLOT = 0xFFFF
+"""Instead of a slot's number: the process has taken the chunk, and not queued its copy yet."""
 
 POOL_FLAGS = 2 << 20
 TRANSFERS = 64
@@ -151,7 +154,7 @@ class ChunkTable:
         return self._shared.descriptor
 
     def state(self, chunk: int) -> int:
-        """UNSAVED, SAVING, SAVED, SHADOWING or SHADOWED + where."""
+        """UNSAVED, SAVING, SAVED, or SHADOWED + where."""
         return int(self._lib.phos_chunks_state(self._shared.address, chunk))
 
     def claim(self, chunk: int) -> int:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.copier import NothingYet, Piece
 from phos.gpu_engine.cow.chunk_table import (
+    NO_SLOT,
     SAVED,
     SHADOWED,
-    SHADOWING,
     UNSAVED,
     ChunkTable,
     ClaimOrder,
@@ -31,7 +31,10 @@ STEP_ASIDE_SECONDS = 0.01
 """So long phosd's copies wait for the application's at a stretch; then one goes all the same."""
 
 ALIVE_SECONDS = 0.1
-"""How often to look whether a process still runs that owes a copy."""
+"""How often to look whether a process still runs that owes a copy, or transfers something."""
+
+OWED_AT_ONCE = 32
+"""How many chunks that are owed are looked at before another is taken: with one lock for all workers, time is short."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ class ChunkFeed:
         self._owed: deque[int] = deque()  # chunks that a process has taken, whose copy may not have been made yet
         self._refreshed = 0.0
         self._looked = 0.0
+        self._dead: set[int] = set()  # numbers of processes that were found to have ended; their last flags are read
         self._aside_since = 0.0
         self.first_wanted: list[int] = []
         """Chunks in the order in which the processes came to write to them."""
@@ -142,49 +146,53 @@ class ChunkFeed:
         return None
 
     def _shadowed(self) -> Piece | None:
+        """A chunk that a process has taken, if it can be had now; some of them are looked at, in turns."""
         if not self._owed:
             return None
         now = time.perf_counter()
-        fresh = now - self._refreshed < REFRESH_SECONDS
-        if not fresh:
+        if now - self._refreshed >= REFRESH_SECONDS:
             self._refresh()
-        dead: set[int] | None = None
-        for _ in range(len(self._owed)):
+        self._look_who_lives(now)
+        for _ in range(min(len(self._owed), OWED_AT_ONCE)):
             chunk = self._owed.popleft()
             if self._given[chunk]:
                 continue
-            state = self._table.state(chunk)
-            if state == UNSAVED and self._table.claim(chunk) == UNSAVED:  # the driver refused the copy
-                return self._give(chunk, self.places[chunk].address)
-            if state >= SHADOWED:
-                process, slot = divmod(state - SHADOWED, SHADOWED)
-                found = self._windows[process].pools.find(slot) if process < len(self._windows) else None
-                if found is None:
-                    raise Mispredicted(f"A process said that it copied chunk {chunk} to a place that does not exist.")
-                pool, index = found
-                if pool.flag(index) != self._windows[process].table.ticket(slot):
-                    if not fresh and now - self._looked > ALIVE_SECONDS:
-                        dead = dead if dead is not None else self._dead()
-                    if dead and process in dead and pool.flag(index) != self._windows[process].table.ticket(slot):
-                        # What comes behind the copy in its stream was not run either.
-                        return self._give(chunk, self.places[chunk].address)
-                if pool.flag(index) == self._windows[process].table.ticket(slot):
-                    return self._give(chunk, pool.address(index), process * SHADOWED + slot, pool.device)
-            elif state == SHADOWING and not fresh and now - self._looked > ALIVE_SECONDS:
-                dead = dead if dead is not None else self._dead()
-                if len(dead) == len(self._windows):
-                    return self._give(chunk, self.places[chunk].address)
+            piece = self._owed_now(chunk)
+            if piece is not None:
+                return piece
             self._owed.append(chunk)
-        if dead is not None:
-            self._looked = now
         return None
 
-    def _dead(self) -> set[int]:
-        """Processes that have ended; their last flags are read."""
+    def _owed_now(self, chunk: int) -> Piece | None:
+        state = self._table.state(chunk)
+        if state == UNSAVED and self._table.claim(chunk) == UNSAVED:  # the driver refused the copy
+            return self._give(chunk, self.places[chunk].address)
+        if state < SHADOWED:
+            return None
+        process, slot = divmod(state - SHADOWED, SHADOWED)
+        if process >= len(self._windows):
+            raise Mispredicted(f"Chunk {chunk} is in the hands of a process that does not exist.")
+        window = self._windows[process]
+        if slot != NO_SLOT:
+            found = window.pools.find(slot)
+            if found is None:
+                raise Mispredicted(f"A process said that it copied chunk {chunk} to a place that does not exist.")
+            pool, index = found
+            if pool.flag(index) == window.table.ticket(slot):
+                return self._give(chunk, pool.address(index), process * SHADOWED + slot, pool.device)
+        if process in self._dead:
+            # Its copy has not been made, so what comes behind it in its stream was not run either.
+            return self._give(chunk, self.places[chunk].address)
+        return None
+
+    def _look_who_lives(self, now: float) -> None:
+        if now - self._looked < ALIVE_SECONDS:
+            return
+        self._looked = now
         dead = {number for number, window in enumerate(self._windows) if not window.alive()}
-        if dead:
-            self._refresh()
-        return dead
+        if dead - self._dead:
+            self._refresh()  # its last flags, before it counts as dead
+        self._dead = dead
 
     def _any(self) -> Piece | None:
         chunk = self._table.claim_next(self._order)
@@ -204,6 +212,7 @@ class ChunkFeed:
     def _step_aside(self) -> bool:
         """Whether the application's transfers go first now."""
         now = time.perf_counter()
+        self._look_who_lives(now)  # whoever ended in the middle of a transfer has no more
         if not self._transferring(now):
             self._aside_since = 0.0
             return False
@@ -216,7 +225,8 @@ class ChunkFeed:
 
     def _transferring(self, now: float) -> bool:
         queued = False
-        for window in self._windows:
+        living = [window for number, window in enumerate(self._windows) if number not in self._dead]
+        for window in living:
             for number, pool in enumerate(window.pools.pools):
                 answer = window.table.transferring(number, pool.flags)
                 if answer & 1:
@@ -229,7 +239,7 @@ class ChunkFeed:
         self._refresh()
         return any(
             window.table.transferring(number, pool.flags)
-            for window in self._windows
+            for window in living
             for number, pool in enumerate(window.pools.pools)
         )
 

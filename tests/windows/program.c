@@ -9,7 +9,6 @@
 
 #include <signal.h>
 #include <sys/wait.h>
-#include <time.h>
 
 struct kernels kernels;
 char *ptx;
@@ -64,6 +63,29 @@ void end_use(struct buffer *b, CUstream stream)
     b->last = stream;
 }
 
+void note(struct buffer *b, const char *what, struct range range, uint32_t value, CUstream stream)
+{
+    struct note *n = &b->notes[b->noted++ % NOTES];
+    *n = (struct note){what, range, value, stream, {0}};
+    clock_gettime(CLOCK_MONOTONIC, &n->when);
+}
+
+static void bad(const struct buffer *b, unsigned number, uint32_t found)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    printf("BAD page %u of %u of a buffer at %llx (%s): %x instead of %x\n", number, b->pages, b->address, b->kind, found,
+           b->model[number]);
+    for (unsigned i = b->noted < NOTES ? 0 : b->noted - NOTES; i < b->noted; i++) {
+        const struct note *n = &b->notes[i % NOTES];
+        double ago = (double)(now.tv_sec - n->when.tv_sec) + 1e-9 * (double)(now.tv_nsec - n->when.tv_nsec);
+        printf("  %.6f s ago: %s, pages %u to %u, value %x, stream %p\n", ago, n->what, n->range.first,
+               n->range.first + n->range.pages - 1, n->value, (void *)n->stream);
+    }
+    fflush(stdout);
+    _exit(3);
+}
+
 CUdeviceptr page(const struct buffer *b, unsigned number)
 {
     return b->address + (CUdeviceptr)number * PAGE;
@@ -107,6 +129,7 @@ static void simple_kernel(struct worker *w, const struct kernels *from)
     uint32_t value = draw(w, 1u << 30), kind = draw(w, 3);
     void *parameters[] = {&to, &r.pages, &value};
     begin_use(b, stream);
+    note(b, kind == 0 ? "fill" : kind == 1 ? "add" : "count_up", r, value, stream);
     launch(w, kind == 0 ? from->fill : kind == 1 ? from->add : from->count_up, r.pages, stream, parameters);
     end_use(b, stream);
     if (kind)
@@ -137,6 +160,7 @@ static void struct_kernel(struct worker *w)
     } both = {page(to, r.first), page(from, r.first), r.pages, draw(w, 1000)};
     void *parameters[] = {&both};
     begin_use(to, stream);
+    note(to, "derive", r, both.value, stream);
     begin_use(from, stream);
     launch(w, kernels.derive, r.pages, stream, parameters);
     end_use(to, stream);
@@ -160,9 +184,11 @@ static void device_copy(struct worker *w)
     CUDA_MEMCPY3D cube = {.srcMemoryType = CU_MEMORYTYPE_DEVICE, .srcDevice = b, .srcPitch = PAGE, .srcHeight = r.pages,
                           .dstMemoryType = CU_MEMORYTYPE_DEVICE, .dstDevice = a, .dstPitch = PAGE, .dstHeight = r.pages,
                           .WidthInBytes = 64, .Height = r.pages, .Depth = 1};
+    unsigned kind = draw(w, 7);
+    note(to, "copy", r, kind, stream);
     begin_use(to, stream);
     begin_use(from, stream);
-    switch (draw(w, 7)) {
+    switch (kind) {
     case 0:
         CHECK(cuMemcpy2DAsync(&plane, stream));
         break;
@@ -222,6 +248,7 @@ static void set_memory(struct worker *w)
     }
     end_use(b, stream);
     model_set(b, r, value, false);
+    note(b, "set", r, value, stream);
 }
 
 static void upload(struct worker *w)
@@ -249,6 +276,7 @@ static void upload(struct worker *w)
         w->pinned_in = stream;
     end_use(b, stream);
     model_set(b, r, value, true);
+    note(b, pinned ? "upload of pinned memory" : "upload", r, value, stream);
 }
 
 void verify(struct worker *w, struct buffer *b, struct range r, CUstream stream)
@@ -262,12 +290,8 @@ void verify(struct worker *w, struct buffer *b, struct range r, CUstream stream)
     end_use(b, stream);
     CHECK(cuStreamSynchronize(stream));
     for (unsigned i = 0; i < r.pages; i++)
-        if (words[i] != b->model[r.first + i]) {
-            printf("BAD page %u of %u of a buffer at %llx (%s): %x instead of %x\n", r.first + i, b->pages, b->address,
-                   b->kind, words[i], b->model[r.first + i]);
-            fflush(stdout);
-            _exit(3);
-        }
+        if (words[i] != b->model[r.first + i])
+            bad(b, r.first + i, words[i]);
 }
 
 /* Through a table of addresses in memory, or through a variable of the module. */
@@ -289,6 +313,8 @@ static void hidden_write(struct worker *w)
         CHECK(cuStreamSynchronize(stream)); /* the table is used again */
         model_set(b, r, value, true);
         model_set(a, r, value, true);
+        note(b, "scatter", r, value, stream);
+        note(a, "scatter", r, value, stream);
     } else {
         CUdeviceptr to = page(a, r.first);
         void *aimed[] = {&to}, *parameters[] = {&r.pages, &value};
@@ -298,6 +324,7 @@ static void hidden_write(struct worker *w)
         CHECK(cuStreamSynchronize(stream));
         pthread_mutex_unlock(&target_lock);
         model_add(a, r, value);
+        note(a, "shoot", r, value, stream);
     }
     end_use(a, stream);
     end_use(b, stream);
@@ -407,16 +434,13 @@ static void on_signal(int number)
 
 static void wait_for_end(struct worker *workers, unsigned count)
 {
-    for (;;) {
+    for (bool ending = false; !ending;) {
+        ending = atomic_load(&stop); /* once for all of them: who is started anew is joined again */
         for (unsigned i = 0; i < count; i++) {
             pthread_join(workers[i].thread, NULL);
-            if (atomic_load(&stop))
-                continue;
-            pthread_create(&workers[i].thread, NULL, work, &workers[i]);
+            if (!ending)
+                pthread_create(&workers[i].thread, NULL, work, &workers[i]);
         }
-        if (atomic_load(&stop) == 1)
-            return;
-        usleep(1000);
     }
 }
 

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #define PAGE 4096u
@@ -28,6 +29,16 @@ struct range {
     unsigned first, pages;
 };
 
+/* What was done to a buffer, for when it turns out to be wrong. */
+struct note {
+    const char *what;
+    struct range range;
+    uint32_t value;
+    CUstream stream;
+    struct timespec when;
+};
+#define NOTES 12u
+
 struct buffer {
     CUdeviceptr address;
     unsigned pages;
@@ -36,6 +47,8 @@ struct buffer {
     size_t mapped;   /* of the application's own mappings: bytes */
     CUevent event;   /* behind its last use */
     CUstream last;   /* in which that was */
+    struct note notes[NOTES];
+    unsigned noted;
 };
 
 /* Of one thread alone. */
@@ -69,6 +82,7 @@ struct range any_range(struct worker *w, const struct buffer *b);
 void begin_use(struct buffer *b, CUstream stream);
 void end_use(struct buffer *b, CUstream stream);
 CUdeviceptr page(const struct buffer *b, unsigned number);
+void note(struct buffer *b, const char *what, struct range range, uint32_t value, CUstream stream);
 void launch(struct worker *w, CUfunction function, unsigned threads, CUstream stream, void **parameters);
 void model_set(struct buffer *b, struct range r, uint32_t value, bool counting);
 void model_add(struct buffer *b, struct range r, uint32_t value);

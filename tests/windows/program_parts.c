@@ -80,6 +80,8 @@ static void make_buffer(struct worker *w, struct buffer *b)
     }
     b->model = calloc(b->pages, sizeof *b->model);
     CHECK(cuMemsetD8Async(b->address, 0, bytes, stream));
+    b->noted = 0;
+    note(b, "make", (struct range){0, b->pages}, 0, stream);
     CHECK(cuEventCreate(&b->event, CU_EVENT_DISABLE_TIMING));
     end_use(b, stream);
 }
@@ -200,6 +202,8 @@ void use_graph(struct worker *w, struct buffer *a, struct buffer *b)
     begin_use(w->in_graph[0], stream);
     begin_use(w->in_graph[1], stream);
     CHECK(cuGraphLaunch(w->runnable, stream));
+    note(w->in_graph[0], "add of a graph", w->add_to, w->value, stream);
+    note(w->in_graph[1], "set of a graph", w->set_to, w->value_set, stream);
     end_use(w->in_graph[0], stream);
     end_use(w->in_graph[1], stream);
     model_add(w->in_graph[0], w->add_to, w->value);

@@ -1,8 +1,9 @@
 """phosd for tests of the window: keeps the memory of *t1* beside each image, and can be made to guess wrong.
 
-Started as phosd is, ``python -m tests.windows.watched_phosd --socket PATH``, with two more variables in its environment:
-WATCH_TRUTH, a folder: each block as it is while its process stands still goes there, taken by another way than images are
-(the software GPU's memory is host memory); WATCH_LIES, a path: while it exists, no kernel is said to write to anything.
+Started as phosd is, ``python -m tests.windows.watched_phosd --socket PATH``, with two more variables in its
+environment: WATCH_TRUTH, a folder: each block as it is while its process stands still goes there, taken by another way
+than images are (the software GPU's memory is host memory); WATCH_LIES, a path: while it exists, no kernel is said to
+write to anything.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 from phos.gpu_engine.copier import Piece
 from phos.gpu_engine.cow import dump, feed
 from phos.gpu_engine.daemon import __main__ as daemon
-from phos.gpu_engine.daemon import serve_dump, session
+from phos.gpu_engine.daemon import kernels, serve_dump
 from phos.gpu_engine.errors import Mispredicted
 from phos.gpu_engine.spec.table import FIELD, HEADER, KERNEL, PARAMETER
 
@@ -71,7 +72,7 @@ def difference(truth: Path, piece: Piece, data: memoryview) -> str:
 def watch(truth: Path, lies: Path) -> None:
     """Change phosd's parts."""
     copy: Callable[[Any], None] = dump.CowDump._copy
-    table_file = session.kernels.table_file
+    table_file = kernels.table_file
 
     def copy_and_keep(job: dump.CowDump) -> None:
         try:
@@ -97,9 +98,9 @@ def watch(truth: Path, lies: Path) -> None:
         except Mispredicted as error:
             raise Mispredicted(f"{error} ({difference(truth, piece, data)})") from error
 
-    feed.ChunkFeed.landed = landed_and_told  # type: ignore[method-assign]
-    dump.CowDump._copy = copy_and_keep  # type: ignore[method-assign]
-    session.kernels.table_file = perhaps_lie
+    feed.ChunkFeed.landed = landed_and_told  # type: ignore[method-assign,assignment]
+    dump.CowDump._copy = copy_and_keep  # type: ignore[method-assign,assignment]
+    kernels.table_file = perhaps_lie
     serve_dump._leaves_alive = lambda criu: True  # who asks is no CRIU
 
 

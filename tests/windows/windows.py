@@ -214,7 +214,11 @@ class Workshop:
             for name, value in opened.inventory.window.items():
                 if name != "pool_bytes":
                     self.met[name] += value
-            keys = {key for process in opened.inventory.processes for key in ((process.session, b.block) for b in process.blocks)}
+            keys = {
+                key
+                for process in opened.inventory.processes
+                for key in ((process.session, b.block) for b in process.blocks)
+            }
             if missing := [key for key in keys if key not in opened.blocks]:
                 raise Wrong(f"the image lacks blocks {missing}")
             for key in opened.blocks:
@@ -263,7 +267,9 @@ def _of_socket(socket: Path) -> Iterator[int]:
     """phosd's keeper, which outlives it."""
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and f"PHOS_SOCKET={socket}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+            if entry.name.isdigit() and f"PHOS_SOCKET={socket}".encode() in (entry / "environ").read_bytes().split(
+                b"\0"
+            ):
                 yield int(entry.name)
         except OSError:
             pass
