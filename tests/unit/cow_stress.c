@@ -30,13 +30,15 @@ extern int64_t phos_chunks_claim_next(struct phos_chunk_table *table, const uint
                                       uint32_t *cursor);
 extern void phos_chunks_saved(struct phos_chunk_table *table, uint32_t chunk);
 extern void phos_chunks_close(struct phos_chunk_table *table);
-extern uint64_t phos_window_size(uint32_t blocks, uint32_t pools, uint32_t slots, uint32_t queue);
+extern uint64_t phos_window_size(uint32_t blocks, uint32_t pools, uint32_t slots, uint32_t queue, uint32_t order);
 /* The frontend has another function of this name, in window.c, which is not here. */
 extern void table_begin(struct phos_window_table *table, uint32_t process, uint32_t blocks, uint32_t pools, uint32_t slots,
-                        uint32_t queue, uint32_t prioritise) __asm__("phos_window_begin");
+                        uint32_t queue, uint32_t order, uint32_t prioritise, uint32_t mode)
+    __asm__("phos_window_begin");
 extern void phos_window_set_pool(struct phos_window_table *table, uint32_t index, uint32_t device, uint32_t first_slot,
                                  uint32_t slots, uint64_t bytes);
 extern int64_t phos_window_next(struct phos_window_table *table, uint32_t *head);
+extern int64_t phos_window_next_touched(struct phos_window_table *table, uint32_t *head);
 extern uint32_t phos_window_ticket(struct phos_window_table *table, uint32_t slot);
 extern void phos_window_free_slot(struct phos_window_table *table, uint32_t slot);
 extern uint32_t phos_window_transferring(struct phos_window_table *table, uint32_t pool, const uint32_t *flags);
@@ -208,7 +210,15 @@ void phos_unrelax(struct phos_relaxed *relaxed)
 {
     (void)relaxed;
 }
-atomic_bool phos_audit_on;
+atomic_bool phos_audit_on, phos_window_strict;
+void phos_window_failed(CUresult result)
+{
+    (void)result;
+}
+void phos_window_load(const struct phos_touches *touches)
+{
+    (void)touches;
+}
 void phos_audit_before(struct phos_touches *touches)
 {
     (void)touches;
@@ -385,12 +395,13 @@ static struct phos_window_counts total;
 static void window(uint32_t slots)
 {
     uint32_t queue = chunk_count * 4;
-    size_t size = phos_window_size(0, 1, slots, queue);
+    size_t size = phos_window_size(0, 1, slots, queue, chunk_count);
     uint64_t pool_bytes = PHOS_POOL_FLAGS + (uint64_t)slots * CHUNK;
     phos_window.chunks = calloc(1, phos_chunks_size(chunk_count));
     phos_window.table = calloc(1, size);
     phos_chunks_begin(phos_window.chunks, CHUNK, chunk_count);
-    table_begin(phos_window.table, 5, 0, 1, slots, queue, 1);
+    table_begin(phos_window.table, 5, 0, 1, slots, queue, chunk_count, 1, PHOS_WINDOW_COW);
+    phos_window.seen = calloc(chunk_count / 64 + 1, sizeof *phos_window.seen);
     phos_window_set_pool(phos_window.table, 0, 0, 0, slots, pool_bytes);
     phos_window.slots = calloc(slots + 1, sizeof *phos_window.slots);
     pool = &phos_window.pools[0];
@@ -419,6 +430,7 @@ static void window(uint32_t slots)
         pthread_join(threads[i], NULL);
     wait_idle();
     check(!memcmp(image, original, (size_t)chunk_count * CHUNK), "what was saved is not what was there");
+    uint32_t touched = 0;
     check(!phos_window.table->transferring, "a transfer has not ended");
     uint32_t free_of = phos_window_transferring(phos_window.table, 0, (const uint32_t *)pool->address);
     check(!(free_of & 1), "a transfer is said to be under way");
@@ -430,6 +442,11 @@ static void window(uint32_t slots)
         if (phos_window.slots[i].event)
             fake_event_destroy(phos_window.slots[i].event);
     free((void *)pool->address);
+    memset(given, 0, chunk_count);
+    for (int64_t chunk; (chunk = phos_window_next_touched(phos_window.table, &touched)) >= 0; given[chunk] = true)
+        check(chunk < chunk_count && !given[chunk], "a chunk is touched for the first time twice");
+    check(touched, "nothing was touched");
+    free(phos_window.seen);
     free(phos_window.slots);
     free(phos_window.table);
     free(phos_window.chunks);

@@ -100,7 +100,7 @@ def watch(truth: Path, lies: Path) -> None:
 
     feed.ChunkFeed.landed = landed_and_told  # type: ignore[method-assign,assignment]
     dump.CowDump._copy = copy_and_keep  # type: ignore[method-assign,assignment]
-    kernels.table_file = perhaps_lie
+    kernels.table_file = perhaps_lie  # type: ignore[assignment]
     serve_dump._leaves_alive = lambda criu: True  # who asks is no CRIU
 
 
