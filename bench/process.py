@@ -32,6 +32,10 @@ PHOS_GPU = os.environ.get("PHOS_BENCH_PHOS_GPU", "phos-gpu")
 POLL_SECONDS = 0.0005
 
 
+VERBOSITY = os.environ.get("PHOS_CRIU_VERBOSITY", "2")
+"""Of CRIU's log of a dump, which it writes while the program is frozen: errors and warnings, as phos-gpu does it."""
+
+
 class ProcessError(RuntimeError):
     """A program or a command did not do what it should: the message says which, and holds the end of its output."""
 
@@ -97,7 +101,7 @@ class Program:
         self.report = self.folder / f"{self.name}.report"
         self.errors = self.folder / f"{self.name}.stderr"
         self._child: subprocess.Popen[bytes] | None = None
-        self._errors_size = 0
+        self.errors_size = 0
         self._tree: list[int] = []
         self.pid = 0
 
@@ -179,13 +183,13 @@ class Program:
 
     def dumped(self, killed: bool) -> None:
         """Note that the process has been dumped; reap it and its descendants if the dump killed them."""
-        self._errors_size = self.errors.stat().st_size
+        self.errors_size = self.errors.stat().st_size
         if killed:
             self.reap()
 
     def before_restore(self) -> None:
         """Cut the stderr file to the size that CRIU remembers; the report is not open and may stay."""
-        os.truncate(self.errors, self._errors_size)
+        os.truncate(self.errors, self.errors_size)
 
     def kill(self) -> None:
         """End the process, if it is there, and reap it."""
@@ -279,8 +283,8 @@ def criu_dump(
     program: Program, folder: Path, *, leave_running: bool = False, plugin: bool = True, timeout: float = 300.0
 ) -> float:
     """Dump a program; return how many seconds the command took. With `plugin` false, CRIU runs without any plugin."""
-    arguments = [CRIU, "dump", *_library(plugin, program.folder), "-t", str(program.pid), "-D", str(folder), "-v4"]
-    arguments += ["-o", "dump.log"]
+    arguments = [CRIU, "dump", *_library(plugin, program.folder), "-t", str(program.pid), "-D", str(folder)]
+    arguments += ["-o", "dump.log", f"-v{VERBOSITY}"]
     if not plugin:
         arguments += ["--timeout", "600"]  # the launcher sets the same for dumps with the plugin
     if leave_running:
@@ -402,6 +406,16 @@ def stop_daemon() -> None:
 def python_program(path: Path, *options: str) -> list[str]:
     """Return the command that runs one of our Python programs."""
     return [sys.executable, "-u", str(path), *options]
+
+
+def phos_python(script: Path, *options: str) -> list[str]:
+    """Return the command that runs one of our programs in the Python that has PhOS's own packages."""
+    found = shutil.which(PHOS_GPU)
+    if found is None:
+        raise ProcessError(f"There is no command {PHOS_GPU}.")
+    launcher = Path(found).resolve()
+    enter = f'self=$1; shift; . "{launcher.parent}/layout.sh"; exec_python "$@"'
+    return ["sh", "-c", enter, "sh", str(launcher), str(script), *options]
 
 
 def folder_size(folder: Path) -> int:
