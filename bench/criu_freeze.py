@@ -2,8 +2,9 @@
 """Where the stall of a dump that leaves its program running goes: PhOS's phases, CRIU's own figures, and CRIU's log.
 
 For each setting of the toggle reducers it prints the median of the phases that make up the stall, what CRIU counts
-(stats-dump: freezing, frozen, dumping and writing memory, pages), the gaps in CRIU's log that are longest, and whose
-memory the pages are (from the program's smaps just before the dump).
+(stats-dump: freezing, frozen, dumping and writing memory, pages), with --gaps the longest gaps in CRIU's log, and whose
+memory the pages are (from the program's smaps just before the dump). "unaccounted" is what the phases leave of the
+stall.
 """
 
 from __future__ import annotations
@@ -32,6 +33,16 @@ VARIANTS = {
     "all, 1 connection": (ALL, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
 }
 STATISTICS = ("freezing_seconds", "frozen_seconds", "memory_dump_seconds", "memory_write_seconds")
+STALLING = (
+    "quiesce",
+    "detach",
+    "driver checkpoint",
+    "CRIU freeze and dump",
+    "wait for GPU data",
+    "wait for residue",
+    "driver restore",
+    "attach",
+)
 STAMP = re.compile(r"^\(([\d.]+)\)\s*(.*)")
 GAPS = 8
 
@@ -114,7 +125,7 @@ class Bench:
                 process.criu_dump(program, folder, leave_running=True)
                 program.wait_iterations(5)
                 runs.append({"stall_s": heartbeat.stop(), **self.parts(folder)})
-                longest = gaps(folder / "dump.log")
+                longest = gaps(folder / "dump.log") if chosen.gaps else []
                 if chosen.keep:
                     shutil.copy(folder / "dump.log", chosen.work / f"{len(runs)}-{re.sub(r'[ ,]+', '-', key)}.log")
                 shutil.rmtree(folder)
@@ -134,7 +145,10 @@ class Bench:
         criu: dict[str, Any] = whole["saved_by"]["criu"]
         figures = {f"criu_{name}": float(criu[name] or 0.0) for name in STATISTICS}
         figures["criu_pages_mb"] = criu["pages_bytes"] / 1e6
-        return {**process.timings(folder), **figures}
+        phases = process.timings(folder)
+        known = sum(phases.get(name, 0.0) for name in STALLING)
+        figures["unaccounted"] = max(0.0, phases.get("stall", known) - known)
+        return {**phases, **figures}
 
     def run(self) -> None:
         """Measure every setting."""
@@ -163,8 +177,16 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, metavar="N", help="of the program's buffers (8 GB; software: 4 MB)")
     parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--only", action="append", choices=VARIANTS, help="of the settings; may be repeated")
+    parser.add_argument(
+        "--gaps",
+        action="store_true",
+        help="show where CRIU's log, made as full as it gets, has gaps: takes time itself",
+    )
     parser.add_argument("--keep", action="store_true", help="keep CRIU's logs in the work folder")
-    Bench(harness.prepare(parser)).run()
+    chosen = harness.prepare(parser)
+    if chosen.gaps:
+        process.VERBOSITY = "4"
+    Bench(chosen).run()
 
 
 if __name__ == "__main__":

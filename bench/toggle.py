@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The application's stall at a dump that leaves it running, with each toggle reducer on and off.
 
-The reducers are phosd's (PHOS_REDUCERS: 'stack-limit', 'huge-pages') and, as an offer to the user, the application's
+The reducers are phosd's (PHOS_REDUCERS: 'stack-limit', 'huge-pages', 'residue') and, as an offer to the user, the application's
 own CUDA_DEVICE_MAX_CONNECTIONS=1. The stall is measured twice: as the longest gap between two iterations of the
 program, and as the phases that the image records.
 """
@@ -26,8 +26,9 @@ VARIANTS = {
     "none": ("none", ""),
     "stack-limit": ("stack-limit", ""),
     "huge-pages": ("huge-pages", ""),
-    "stack-limit, huge-pages (default)": ("stack-limit,huge-pages", ""),
-    "default, 1 connection": ("stack-limit,huge-pages", "1"),
+    "stack-limit, huge-pages": ("stack-limit,huge-pages", ""),
+    "stack-limit, huge-pages, residue (default)": ("stack-limit,huge-pages,residue", ""),
+    "default, 1 connection": ("stack-limit,huge-pages,residue", "1"),
 }
 
 

@@ -83,6 +83,62 @@ def test_correctness(site: Site) -> None:
 def test_toggle(site: Site) -> None:
     """Each setting of the reducers is measured, and the stall holds at least the time in which CRIU had it frozen."""
     rows = smoke(site, "toggle", "--image", str(site.folder))["rows"]
-    assert len(rows) == 5
+    assert len(rows) == 6
     for row in rows:
         assert row["stall_s"] >= row["CRIU freeze and dump"] > 0
+
+
+def test_cow(site: Site) -> None:
+    """Concurrent and other checkpoints of training are measured, and from the last one the losses repeat."""
+    rows = {row["system"]: row for row in smoke(site, "cow", "--image", str(site.folder))["rows"]}
+    assert set(rows) == {"cow, first", "cow", "stop", "restore", "peer"}
+    cow = rows["cow"]
+    assert cow["protocol"] == "cow"
+    assert cow["validated"]
+    assert cow["felt_stall_s"] > 0
+    assert cow["committed_s"] > cow["phosd_stall_s"] > 0
+    assert cow["phases"]["GPU data"] > 0
+    assert cow["calls"] > 0  # the window was open long enough for a launch
+    assert cow["checkpoints_an_hour"] > 0
+    assert rows["restore"]["losses_identical"]
+
+
+def test_cow_variants(site: Site) -> None:
+    """Every setting is measured, and a checkpoint that the program asks for too."""
+    options = ("--sections", "pools,validate,phases,transfers", "--pools", "16M,0", "--image", str(site.folder))
+    rows = {(row["section"], row["setting"]): row for row in smoke(site, "cow", *options)["rows"]}
+    assert set(rows) == {
+        *(("pool", pool) for pool in ("16M", "0")),
+        *(("validate", setting) for setting in ("on", "off")),
+        *(("phase", place) for place in ("start", "end")),
+        *(("prioritise", setting) for setting in ("on", "off")),
+    }
+    assert all(row["protocol"] == "cow" for row in rows.values())
+    assert rows["pool", "0"]["shadowed"] == 0
+    assert rows["validate", "on"]["validated"]
+    assert not rows["validate", "off"]["validated"]
+
+
+def test_cow_correctness(site: Site) -> None:
+    """Every image is proven to be the state of its moment."""
+    content = smoke(site, "cow_correctness", "--image", str(site.folder))
+    summary = content["summary"]
+    assert summary["checkpoints"] == 4
+    assert summary["proven by checksum or by restoring"] == "4 of 4"
+    assert summary["by copy-on-write, every chunk as its hash of t1"] == "4 of 4"
+    assert summary["iterations compared with training left alone"] > 0
+    assert summary["of them different"] == 0
+    assert any(row.get("identical") for row in content["rows"])
+
+
+def test_criu_freeze(site: Site) -> None:
+    """The parts of the stall, and CRIU's own figures, with what the driver saves in CRIU's pages and without."""
+    choose = ("--only", "none", "--only", "all", "--gaps", "--image", str(site.folder))
+    rows = {row["key"]: row for row in smoke(site, "criu_freeze", *choose)["rows"]}
+    assert set(rows) == {"none", "all"}
+    for row in rows.values():
+        assert row["stall_s"] >= row["CRIU freeze and dump"] >= row["criu_frozen_seconds"] > 0
+        assert row["gaps"][0][0] >= row["gaps"][-1][0] > 0
+        assert sum(row["private_bytes"].values()) > 1 << 20
+    assert rows["all"]["criu_pages_mb"] < rows["none"]["criu_pages_mb"] - 8
+    assert rows["all"]["prepare residue"] > 0
