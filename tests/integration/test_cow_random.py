@@ -1,0 +1,30 @@
+"""Random programs in windows of concurrent checkpoints; ``python -m tests.windows.windows --windows 5000`` runs more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.windows.windows import Options, workshop
+
+
+@pytest.mark.timeout(400)
+def test_images_are_the_memory_of_t1(tmp_path: Path) -> None:
+    """Launches, copies, graphs, allocations and frees in several threads and streams; some processes end meanwhile."""
+    with workshop(tmp_path, Options(seed=1, exits=2.0)) as made:
+        made.run(70)
+        met = made.met
+    assert met["images committed"] == 70
+    for name in ("shadowed", "waits", "stream_waits", "anything", "exits in the window"):
+        assert met[name] > 0, f"{name}: {met}"
+
+
+@pytest.mark.timeout(300)
+def test_wrong_guesses_leave_no_image_and_no_harm(tmp_path: Path) -> None:
+    """No kernel is said to write anything. What it wrote too early is found; what it did not is right."""
+    with workshop(tmp_path, Options(seed=2, lies=1.0, exits=0.0, per_program=5, bandwidth="100M")) as made:
+        made.run(10)  # the program compares its memory at its end
+        met = made.met
+    assert met["images committed"] + met["images mispredicted"] == 10
+    assert met["images mispredicted"] > 3
