@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -38,6 +39,9 @@ def _plain(message: Message) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         content = getattr(message, field.name)
+        if isinstance(content, Mapping):
+            fields[field.name] = dict(content)
+            continue
         repeated = not isinstance(content, (str, bytes, int, float, Message))
         fields[field.name] = [value(item) for item in content] if repeated else value(content)
     return fields

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
@@ -69,6 +69,53 @@ class Source(Protocol):
 
     def landed(self, piece: Piece, data: memoryview) -> None:
         """The piece's bytes are in host memory: from now on the device memory may change."""
+
+
+@dataclass(frozen=True)
+class Load(Generic[Item]):
+    """What is filled at once: ``size`` bytes at an ``address`` of phosd's, no more than a slot unless they are zeros."""
+
+    address: int
+    size: int
+    device: int
+    content: Item | None
+    """What to read; None: zeros."""
+    chunks: range = range(0)
+    """Their numbers, for a source that counts chunks."""
+    urgent: bool = False
+    """Somebody waits for it."""
+
+
+class LoadSource(Protocol[Item]):
+    """Where loads come from. Both methods are called from any worker's thread."""
+
+    def take(self) -> Load[Item] | None:
+        """The next one, or None when there are no more.
+
+        Raises:
+            NothingYet: ask again soon.
+        """
+
+    def arrived(self, load: Load[Item]) -> None:
+        """It is in GPU memory."""
+
+
+class _Extents(Generic[Item]):
+    """Parts of blocks, one after the other."""
+
+    def __init__(self, extents: Iterable[tuple[Block, int, int, Item | None]], mappings: MappedBlocks) -> None:
+        self._loads: queue.SimpleQueue[Load[Item]] = queue.SimpleQueue()
+        for block, offset, size, content in extents:
+            self._loads.put(Load(mappings[block.key].address + offset, size, block.device, content))
+
+    def take(self) -> Load[Item] | None:
+        try:
+            return self._loads.get_nowait()
+        except queue.Empty:
+            return None
+
+    def arrived(self, load: Load[Item]) -> None:
+        """Nobody waits for it."""
 
 
 class _Spans:
@@ -338,53 +385,80 @@ class Copier:
         """
         if not extents:
             return
+        with closing(MappedBlocks()) as mappings:
+            mappings.add(extent[0] for extent in extents)
+            self.fill(_Extents(extents, mappings), extents[0][0].device, read, progress, cancelled)
+
+    def fill(
+        self,
+        source: LoadSource[Item],
+        device: int,
+        read: Callable[[Item, memoryview], None],
+        progress: Progress,
+        cancelled: threading.Event,
+    ) -> None:
+        """Fill what ``source`` names, until it ends; ``device`` is any GPU that has a part in it.
+
+        Raises: as :meth:`save`, and what the source raises.
+        """
         with self._turn(cancelled):
-            self._prepare(extents[0][0].device)
-            with closing(MappedBlocks()) as mappings:
-                mappings.add(extent[0] for extent in extents)
-                todo: queue.SimpleQueue[tuple[Block, int, int, Item | None]] = queue.SimpleQueue()
-                for extent in extents:
-                    todo.put(extent)
-                stop = threading.Event()
+            self._prepare(device)
+            stop = threading.Event()
 
-                def take() -> tuple[Block, int, int, Item | None] | None:
-                    if cancelled.is_set():
-                        raise Cancelled
-                    try:
-                        return None if stop.is_set() else todo.get_nowait()
-                    except queue.Empty:
-                        return None
+            def take() -> Load[Item] | None:
+                if cancelled.is_set():
+                    raise Cancelled
+                return None if stop.is_set() else source.take()
 
-                workers = self._workers[: len(extents)]
-                self._run(lambda w: self._load(w, take, mappings, read, progress), workers, stop)
+            self._run(lambda w: self._fill(w, take, source.arrived, read, progress), self._workers, stop)
 
-    def _load(
+    def _fill(
         self,
         worker: _Worker,
-        todo: Callable[[], tuple[Block, int, int, Item | None] | None],
-        mappings: MappedBlocks,
+        take: Callable[[], Load[Item] | None],
+        arrived: Callable[[Load[Item]], None],
         read: Callable[[Item, memoryview], None],
         progress: Progress,
     ) -> None:
-        in_use: list[Any] = [None, None]
+        under_way: list[tuple[Any, Load[Item]] | None] = [None, None]
         turn = 0
+
+        def land(slot: int) -> bool:
+            going = under_way[slot]
+            if going is None:
+                return False
+            driver.wait(going[0])
+            under_way[slot] = None
+            arrived(going[1])
+            progress.done_by_worker[worker.number] += going[1].size
+            return True
+
         try:
-            while (extent := todo()) is not None:
-                block, offset, size, source = extent
-                lane = worker.lane(block.device)
-                target = mappings[block.key].address + offset
-                if source is None:
-                    lane.fill_zero(target, size)
+            while True:
+                try:
+                    load = take()
+                except NothingYet:
+                    if not land(turn) and not land(turn ^ 1):
+                        time.sleep(IDLE_SECONDS)
+                    continue
+                land(turn)
+                if load is None:
+                    land(turn ^ 1)
+                    return
+                lane = worker.lane(load.device)
+                address, view = worker.slots[turn]
+                if load.content is None:
+                    lane.fill_zero(load.address, load.size)
                 else:
-                    address, view = worker.slots[turn]
-                    if in_use[turn] is not None:
-                        driver.wait(in_use[turn])
-                    read(source, view[:size])
-                    lane.copy_to_device(target, address, size)
-                    in_use[turn] = worker.events[block.device][turn]
-                    lane.record(in_use[turn])
+                    read(load.content, view[: load.size])
+                    lane.copy_to_device(load.address, address, load.size)
+                event = worker.events[load.device][turn]
+                lane.record(event)
+                under_way[turn] = (event, load)
+                if load.urgent:
+                    land(turn)
+                else:
                     turn ^= 1
-                progress.done_by_worker[worker.number] += size
         finally:
             for lane in worker.lanes.values():
                 lane.synchronise()

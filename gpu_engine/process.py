@@ -69,7 +69,15 @@ class Detached:
 
 
 class TracingWindow(Protocol):
-    """What a process needs to let its memory be saved while it runs (frontend/window_table.h)."""
+    """What a process needs to let its memory be saved, or loaded, while it runs (frontend/window_table.h)."""
+
+    @property
+    def shut(self) -> bool:
+        """Nothing may have access before the window gives it."""
+
+    @property
+    def loads(self) -> bool:
+        """It is a lazy restore's: phosd does not know the process's modules and kernels before it attaches."""
 
     def descriptors(self) -> list[int]:
         """Those that go to the frontend; they stay the window's. None: the window is over, nothing need be traced."""

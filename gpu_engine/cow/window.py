@@ -26,6 +26,9 @@ ChunkKey = tuple[BlockKey, int]
 class ProcessWindow:
     """One process's window. Implements :class:`~phos.gpu_engine.process.TracingWindow`."""
 
+    shut = False
+    loads = False
+
     def __init__(self, process: GatedProcess, table: WindowTable, chunks: ChunkTable, pools: LentPools) -> None:
         self.process = process
         self.table = table

@@ -12,6 +12,7 @@ from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.copier import Progress
 from phos.gpu_engine.errors import CheckpointFailed
+from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.timeline import Timeline
 
 REMEMBERED = 64
@@ -34,6 +35,12 @@ class Job(Protocol):
 
     def warnings(self) -> list[str]:
         """What a person should know although nothing failed."""
+
+
+def counts_of(job: Job) -> dict[str, int]:
+    """What the processes of a restore met with while their memory was loaded; nothing for other jobs."""
+    counts: dict[str, int] = job.window_counts() if isinstance(job, Restore) else {}
+    return counts
 
 
 class Claims:
@@ -119,6 +126,7 @@ class JobTable:
                         bytes_done=job.progress.done,
                         bytes_total=job.progress.total,
                         warnings=job.warnings(),
+                        window=counts_of(job),
                     )
         return wire_pb2.ImageState(state="unknown", error="phosd knows of no such job for this directory.")
 
@@ -139,6 +147,7 @@ class JobTable:
                         wire_pb2.Status.Phase(name=p.name, start=p.start, seconds=p.seconds, concurrent=p.concurrent)
                         for p in job.timeline.phases()
                     ],
+                    window=counts_of(job),
                 )
                 for _, job in self._jobs
                 if job is not None

@@ -21,7 +21,7 @@ from phos.gpu_engine.daemon.reaper import Reaper
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import PhosError
-from phos.gpu_engine.restore.eager import EagerRestore
+from phos.gpu_engine.restore.base import UNDER_WAY, Restore
 from phos.gpu_engine.spec.speculator import Speculator
 from phos.images.errors import ImageError
 
@@ -31,7 +31,7 @@ RENEWAL_SECONDS = 1.0
 
 
 class Registry:
-    """What the parts of phosd share. ``lock`` guards ``sessions``, ``restores`` and ``prepared``; the rest is safe."""
+    """What the parts of phosd share. ``lock`` guards ``sessions``, ``restores``, ``loading``, ``prepared``; the rest is safe."""
 
     def __init__(self, path: Path, versions: inventory.Versions, capability: int) -> None:
         """``capability``: of the GPUs, 90 for 9.0: which machine code of a module is analysed."""
@@ -45,7 +45,8 @@ class Registry:
         self.holds = Holds(hold_folder(path))
         self.broker = Broker(KeeperLink(keeper_socket(path)))
         self.sessions: dict[bytes, Session] = {}
-        self.restores: dict[bytes, EagerRestore] = {}  # by session, until its process computes again
+        self.restores: dict[bytes, Restore] = {}  # by session, until its process computes again
+        self.loading: dict[bytes, Restore] = {}  # by session, until all of its memory is there as well
         self.prepared: set[int] = set()  # GPUs with a context of ours
         self.lock = threading.Lock()
         self.reaper = Reaper(self._process_ended)
@@ -84,7 +85,8 @@ class Registry:
         while True:
             time.sleep(RENEWAL_SECONDS)
             with self.lock:
-                restoring = any(job.state in ("loading", "loaded") for job in self.restores.values())
+                jobs = [*self.restores.values(), *self.loading.values()]
+                restoring = any(job.state in UNDER_WAY for job in jobs)
             if not restoring and not self.claims.any():
                 break
         logging.shutdown()

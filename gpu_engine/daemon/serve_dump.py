@@ -113,6 +113,7 @@ class DumpServer:
             self._registry.jobs.none_for(directory)
             return None
         claim.enter_context(self._registry.claims.hold([p.pid for p in gated] + [p.pid for p in foreign]))
+        self._wait_until_loaded(gated)
         for session in gated:
             if session.machine.state is SessionState.LOST:
                 raise CheckpointFailed(
@@ -129,6 +130,17 @@ class DumpServer:
         self._registry.jobs.add(directory, job)
         job.begin(self._registry.broker.borrow, self._describe)
         return job
+
+    def _wait_until_loaded(self, gated: list[Session]) -> None:
+        """What is restored lazily has an image again only when all of its memory is there."""
+        for session in gated:
+            with self._registry.lock:
+                restore = self._registry.loading.get(session.session)
+            if restore is None or session.machine.state is not SessionState.RUNNING:
+                continue
+            restore.wait()
+            if restore.error:
+                raise CheckpointFailed(restore.error)
 
     def _job(
         self,

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
+from pathlib import Path
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.registry import Registry, say_failure
-from phos.gpu_engine.daemon.session import UNKNOWN_USER
+from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
 from phos.gpu_engine.daemon.states import SessionState
-from phos.gpu_engine.errors import PhosError, RestoreFailed
-from phos.gpu_engine.restore.eager import EagerRestore, RestoredProcess
+from phos.gpu_engine.errors import PhosError, RestoreFailed, UsageError
+from phos.gpu_engine.restore.base import UNDER_WAY, Restore, RestoredProcess
+from phos.gpu_engine.restore.eager import EagerRestore
+from phos.gpu_engine.restore.lazy import LazyRestore
+from phos.gpu_engine.restore.settings import LazySettings
 
 log = logging.getLogger(__name__)
+
+LAZY_PAGES = re.compile(r"--la[a-z-]*")
+"""How ``--lazy-pages`` may look on CRIU's command line: no other of its long options begins with these letters."""
 
 
 class RestoreServer:
@@ -32,7 +40,7 @@ class RestoreServer:
             wire.close_all(descriptors)
             return
         try:
-            job = self._begin(wire.only(descriptors))
+            job = self._begin(connection, envelope.restore_begin, wire.only(descriptors))
         except Exception as error:
             say_failure("Restore", error)
             connection.done(envelope.id, error=error if str(error) else repr(error))
@@ -50,7 +58,9 @@ class RestoreServer:
                 elif kind == "restore_end":
                     result = packet[0].restore_end.result
                 # CRIU's log is where a person looks first; CRIU itself may not know why its tasks were killed.
-                connection.done(packet[0].id, error=job.error if job and job.state == "failed" else "")
+                connection.done(
+                    packet[0].id, error=job.error if job and job.state not in (*UNDER_WAY, "attached") else ""
+                )
         except (PhosError, OSError) as error:
             log.error("%s: CRIU's plugin is not to be understood: %s", job.path if job else "Restore", error)
         if job is None:
@@ -60,12 +70,12 @@ class RestoreServer:
         job.watch_to_the_end()
         self._settle(job)
 
-    def _begin(self, directory: int) -> EagerRestore | None:
+    def _begin(self, connection: wire.Connection, request: wire_pb2.RestoreBegin, directory: int) -> Restore | None:
         if self._registry.jobs.is_plain_criu(directory):
             self._registry.jobs.none_for(directory)
             log.warning("%s holds no GPU part: CRIU restores it alone.", os.readlink(f"/proc/self/fd/{directory}"))
             return None
-        job = EagerRestore(directory, os.readlink(f"/proc/self/fd/{directory}"), self._registry.copier)
+        job = self._job(connection, request, directory)
         with self._restoring:  # two restores of one image at the same moment: one of them finds the other's sessions
             try:
                 self._refuse_living(job)
@@ -82,14 +92,28 @@ class RestoreServer:
                 raise
         return job
 
-    def _refuse_living(self, job: EagerRestore) -> None:
+    def _job(self, connection: wire.Connection, request: wire_pb2.RestoreBegin, directory: int) -> Restore:
+        path, copier = os.readlink(f"/proc/self/fd/{directory}"), self._registry.copier
+        settings = LazySettings.from_environment().changed(lazy=request.lazy)
+        mode = request.mode or ("lazy" if _lazy_pages(connection.pid) else "eager")
+        if mode not in ("lazy", "eager"):
+            raise UsageError(f"PHOS_RESTORE={mode} is neither lazy nor eager.")
+        if mode == "lazy":
+            job = LazyRestore(directory, path, copier, settings)
+            if job.suits():
+                return job
+            job.close()
+            log.warning("%s has chunks of another size than this PhOS makes: it is restored eagerly.", path)
+        return EagerRestore(directory, path, copier)
+
+    def _refuse_living(self, job: Restore) -> None:
         for process in job.processes:
             with self._registry.lock:
                 existing = self._registry.sessions.get(process.session)
-                restore = self._registry.restores.get(process.session)
+                restore = self._registry.loading.get(process.session)
             if existing is None:
                 continue
-            if restore is not None and restore.state in ("loading", "loaded"):
+            if restore is not None and restore.state in UNDER_WAY:
                 raise RestoreFailed(f"The process of this image is being restored already, from {restore.path}.")
             if existing.alive():
                 raise RestoreFailed(
@@ -97,22 +121,36 @@ class RestoreServer:
                 )
             self._registry.forget(existing)
 
-    def _register(self, job: EagerRestore, process: RestoredProcess, blocks: list[Block]) -> None:
+    def _register(self, job: Restore, process: RestoredProcess, blocks: list[Block]) -> Session:
         session = self._registry.session(process.session, process.pid, UNKNOWN_USER, SessionState.DETACHED)
         session.restored_from(process.message, process.imports)
         with self._registry.lock:
             self._registry.sessions[process.session] = session
-            self._registry.restores[process.session] = job
+            self._registry.restores[process.session] = self._registry.loading[process.session] = job
         for block in blocks:
             self._registry.broker.add(block, os.getpid())  # the keeper watches phosd until the process exists
+        return session
 
-    def _settle(self, job: EagerRestore) -> None:
-        """CRIU is gone. Processes of a failed restore are dead: let their memory go."""
-        if job.state == "failed":
+    def _settle(self, job: Restore) -> None:
+        """The restore is over. Processes of one that failed are dead: let their memory go."""
+        with self._registry.lock:
+            registered = {s for s, restore in self._registry.loading.items() if restore is job}
+            for number in registered:
+                del self._registry.loading[number]
+        if job.state != "attached":
             threading.Thread(target=self._registry.renew_if_broken, daemon=True, name="renew").start()
             for process in job.processes:
                 with self._registry.lock:
                     session = self._registry.sessions.get(process.session)
-                    ours = self._registry.restores.get(process.session) is job
+                    ours = process.session in registered
                 if session is not None and ours:
                     self._registry.forget(session)
+
+
+def _lazy_pages(criu: int) -> bool:
+    """Whether a CRIU that is restoring was told to bring the CPU's memory on demand."""
+    try:
+        words = Path(f"/proc/{criu}/cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return False
+    return any(LAZY_PAGES.fullmatch(word) for word in words)

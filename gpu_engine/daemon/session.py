@@ -35,8 +35,15 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 60.0
 """How long a frontend may take for a request that involves no waiting for the GPU."""
 
+DESCRIBE_RESTORED_SECONDS = 0.05
+"""How long a process that is restored lazily stands still for access descriptors that are being worked out. Without one, a
+launch waits for all that its arguments point to."""
+
 RESIDUE_SECONDS = 10.0
 """How long a frontend may take to map a few hundred megabytes, while its application computes."""
+
+HANG_UP_SECONDS = 3.0
+"""How long a frontend that has said that it is detached may take to close its connection."""
 
 UNKNOWN_USER = -1
 """Of a session whose process has not been restored yet."""
@@ -98,6 +105,7 @@ class Session:
         self._holds = holds
         self._speculator = speculator
         self._connection: wire.Connection | None = None
+        self._hung_up = threading.Event()  # the last connection has ended
         self._lock = threading.Lock()  # guards _requests, _next_id, _connection, _imports
         self._requests: dict[int, _Request] = {}
         self._next_id = 1
@@ -113,6 +121,7 @@ class Session:
         with self._lock:
             self.connections += 1
             former, self._connection = self._connection, connection
+            self._hung_up.clear()
             waiting, self._requests = list(self._requests.values()), {}
             if hello.state != wire_pb2.DETACHED:
                 self._imports = {}  # told again
@@ -159,6 +168,7 @@ class Session:
                 return
             self._connection = None
             waiting, self._requests = list(self._requests.values()), {}
+            self._hung_up.set()
         for request in waiting:
             request.done.set()
 
@@ -379,6 +389,9 @@ class Session:
             raise CheckpointFailed(
                 f"Process {self.pid} ({self.executable}) gave its GPU memory over, but its map cannot be read: {error}"
             ) from error
+        # Its control thread may be slow to close what it has: CRIU must not find it (CRIU refuses a socket of ours).
+        if not self._hung_up.wait(HANG_UP_SECONDS):
+            log.warning("Process %d (%s) is detached and keeps its connection.", self.pid, self.executable)
         return self.detached
 
     def _refuse_to_lose(self) -> None:
@@ -495,7 +508,14 @@ class Session:
                 )
         finally:
             wire.close_all(block.descriptor for block in borrowed)
-        attach = wire_pb2.Attach(blocks=len(numbers), restored=self._from_image)
+        with self._window_lock:
+            window = self._window
+        attach = wire_pb2.Attach(
+            blocks=len(numbers),
+            restored=self._from_image,
+            shut=window is not None and window.shut,
+            tell=window is not None and window.loads,
+        )
         answer, extra = self._call(ANSWER_SECONDS, patient=True, attach=attach)
         wire.close_all(extra)
         done = answer.attach_done
@@ -539,16 +559,25 @@ class Session:
             carried = window.descriptors() if window is not None else []
             if window is None or not carried:
                 return
+            if window.loads:
+                self.describe_kernels(DESCRIBE_RESTORED_SECONDS)
             answer, extra = self._call(
                 ANSWER_SECONDS, patient=True, carried=carried, window_begin=wire_pb2.WindowBegin()
             )
             wire.close_all(extra)
             self._tracing = not answer.done.error
+        if self._tracing and window.loads:
+            threading.Thread(target=self._describe_later, daemon=True, name="describe").start()
         if answer.done.error:
             log.warning(
                 "Process %d (%s) cannot run while its memory is saved: %s", self.pid, self.executable, answer.done.error
             )
             window.wait_saved()
+
+    def _describe_later(self) -> None:
+        """What was still being worked out when the process ran on."""
+        with suppress(PhosError):  # it has ended, or is about to be dumped
+            self.describe_kernels(ANSWER_SECONDS)
 
     def trace(self, window: TracingWindow | None) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""

@@ -40,7 +40,7 @@ from phos.gpu_engine.errors import (
     UsageError,
 )
 from phos.gpu_engine.procfs import is_alive, start_time
-from phos.gpu_engine.restore.eager import match_gpus
+from phos.gpu_engine.restore.base import match_gpus
 from phos.gpu_engine.stop.dump import Settings
 from phos.gpu_engine.timeline import Timeline
 

@@ -1,0 +1,435 @@
+"""What every restore does, whenever the GPU's data comes: GPUs and memory, the driver's part, and who computes again.
+
+phosd creates the physical memory and begins to fill it while CRIU brings the CPU side back; the driver's part follows as
+soon as CRIU lets a process go; then the frontend attaches (DESIGN §4).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from phos.gen import phos_image_pb2 as pb
+from phos.gpu_engine import driver, toggle
+from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.copier import Cancelled, Copier, Progress
+from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
+from phos.gpu_engine.process import GatedProcess
+from phos.gpu_engine.residue import RestoredResidues
+from phos.gpu_engine.timeline import Timeline
+from phos.images.errors import ImageError
+from phos.images.reader import Image
+
+log = logging.getLogger(__name__)
+
+MEMORY_PATIENCE = 1.0
+"""Seconds without more GPU memory becoming free after which there is too little."""
+
+
+@dataclass
+class RestoredProcess:
+    """A process under the frontend as the image describes it; ``pid`` is the image's."""
+
+    message: pb.Process
+    pid: int
+    session: bytes
+    imports: dict[int, BlockKey] = field(default_factory=dict)
+
+
+def match_gpus(wanted: list[pb.Gpu], present: list[driver.Gpu]) -> tuple[dict[int, int], dict[str, str]]:
+    """Which GPU here takes the place of which GPU of the image.
+
+    Returns (image ordinal → ordinal here, old UUID → new UUID for the driver; empty when all are the same).
+
+    Raises:
+        RestoreFailed: too few GPUs, or of another model.
+    """
+    by_uuid = {gpu.uuid: gpu for gpu in present}
+    names = [driver.format_uuid(gpu.uuid) for gpu in wanted]
+    if all(name in by_uuid for name in names):
+        return {old.ordinal: by_uuid[name].ordinal for old, name in zip(wanted, names, strict=True)}, {}
+    if len(wanted) > len(present):
+        raise RestoreFailed(
+            f"The image needs {len(wanted)} GPU(s), this machine shows {len(present)}. "
+            "Restore on a machine with as many, or make more visible (CUDA_VISIBLE_DEVICES)."
+        )
+    ordinals: dict[int, int] = {}
+    pairs: dict[str, str] = {}
+    free = list(present)
+    # Whoever is still there stays where it is; only then may others take what is left.
+    for old, name in sorted(zip(wanted, names, strict=True), key=lambda pair: pair[1] not in by_uuid):
+        same = [g for g in free if g.name == old.name and g.compute_capability == (old.major, old.minor)]
+        if not same:
+            raise RestoreFailed(
+                f"The image was made on {old.name} (compute capability {old.major}.{old.minor}); this machine has "
+                f"{', '.join(sorted({gpu.name for gpu in free})) or 'no further GPU'}. "
+                "The driver restores only onto the same model."
+            )
+        chosen = next((g for g in same if g.uuid == name), same[0])
+        free.remove(chosen)
+        ordinals[old.ordinal] = chosen.ordinal
+        pairs[name] = chosen.uuid
+    for gpu in free:  # the driver's list must name every visible GPU (DESIGN §2)
+        pairs.setdefault(gpu.uuid, gpu.uuid)
+    return ordinals, pairs
+
+
+Register = Callable[[RestoredProcess, list[Block]], GatedProcess]
+"""Makes a process and its blocks known to phosd, before it exists."""
+
+UNDER_WAY = ("loading", "loaded")
+"""States in which a restore is not over. The last ones: attached, failed, mispredicted."""
+
+
+class Restore(ABC):
+    """One restore of an image."""
+
+    kind = "restore"
+    mode = ""
+    """eager or lazy."""
+
+    def __init__(self, directory: int, path: str, copier: Copier) -> None:
+        """``directory`` is an open descriptor of the image directory; it stays the caller's.
+
+        Raises:
+            ImageError: there is no whole image in it.
+        """
+        self.path = path
+        self.state = "loading"
+        self.error = ""
+        self.since = time.time()
+        self.timeline = Timeline()
+        self.progress = Progress(0, [0] * copier.threads)
+        self._copier = copier
+        self._cancelled = threading.Event()
+        self._loaded = threading.Event()
+        self._driver_ready: set[int] = set()
+        self._pids: dict[int, int] = {}  # the tasks that CRIU has put together → pidfd, or -1
+        self._computing: set[int] = set()  # those of them that have all of their GPU state back
+        self._over = threading.Event()
+        self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, state, error
+        self._sessions: dict[bytes, GatedProcess] = {}
+        self._image = Image.open(directory)
+        self._residues: RestoredResidues | None = None
+        self._gpu_pairs: dict[str, str] = {}
+        self._ordinals: dict[int, int] = {}
+        inventory = self._image.inventory
+        self._gated_pids = {process.pid for process in inventory.processes if process.under_frontend}
+        self._image_pids = {process.pid for process in inventory.processes}
+        self._waiting_for = len(inventory.processes)
+        self.processes = [
+            RestoredProcess(
+                message=process,
+                pid=process.pid,
+                session=process.session,
+                imports={b.block: (b.owner_session, b.owner_block) for b in process.blocks if b.owner_session},
+            )
+            for process in inventory.processes
+            if process.under_frontend
+        ]
+
+    @property
+    def pids(self) -> list[int]:
+        """The real pids of the GPU processes restored so far."""
+        with self._lock:
+            return list(self._pids)
+
+    def restored(self, pid: int) -> bool:
+        """Whether CRIU has named this pid as one of the restored."""
+        with self._lock:
+            return pid in self._pids
+
+    def warnings(self) -> list[str]:
+        """Nothing that a restore would have to warn of."""
+        return []
+
+    def window_counts(self) -> dict[str, int]:
+        """What the processes met with while their memory was loaded; nothing, if it was there before they ran."""
+        return {}
+
+    def begin(self, register: Register) -> None:
+        """Check the GPUs, create the memory, hand each process's blocks to ``register``, start loading.
+
+        Raises:
+            RestoreFailed: and nothing is left behind.
+        """
+        present = driver.gpus()
+        used = {block.device for process in self._image.inventory.processes for block in process.blocks}
+        wanted = [gpu for gpu in self._image.inventory.gpus if gpu.ordinal in used or not used]
+        self._ordinals, self._gpu_pairs = match_gpus(list(self._image.inventory.gpus) or wanted, present)
+        blocks = self._create_blocks()
+        self.progress.total = sum(block.size for block in blocks.values())
+        unregistered = dict(blocks)
+        borrowed: list[Block] = []
+        try:
+            self._residues = RestoredResidues(self._image)
+            for b in blocks.values():
+                borrowed.append(Block(b.key, b.size, b.device, os.dup(b.descriptor), b.by_application))
+            for process in self.processes:
+                own = [unregistered.pop(key) for key in blocks if key[0] == process.session]
+                self._sessions[process.session] = register(process, own)
+            if unregistered:
+                raise RestoreFailed("The image's processes map GPU memory of a process that is not in the image.")
+            self._prepare(borrowed)
+            threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
+            threading.Thread(target=self._load, args=(borrowed,), name="load").start()
+        except BaseException:
+            for block in [*borrowed, *unregistered.values()]:
+                os.close(block.descriptor)
+            raise
+
+    def close(self) -> None:
+        """Let a restore go that never began loading."""
+        if self._residues is not None:
+            self._residues.discard()
+        self._image.close()
+        self._loaded.set()
+        self._over.set()
+
+    @abstractmethod
+    def _prepare(self, blocks: list[Block]) -> None:
+        """Before the loading begins, and before any process exists."""
+
+    @abstractmethod
+    def _fill(self, blocks: list[Block]) -> None:
+        """Load all of the data, in a thread of its own.
+
+        Raises:
+            Cancelled, ImageError, DriverError, OSError.
+        """
+
+    @abstractmethod
+    def _may_attach(self) -> bool:
+        """Whether the data allows a process to attach now; with the lock held."""
+
+    def _load_residues(self, residues: RestoredResidues) -> None:
+        with self.timeline.phase("residue", concurrent=True):
+            residues.fill()
+        if residues.error:
+            self.fail(f"What the driver had saved cannot be put back: {residues.error}")
+
+    def _create_blocks(self) -> dict[BlockKey, Block]:
+        owners: dict[BlockKey, tuple[int, bool]] = {}
+        for process in self._image.inventory.processes:
+            for block in process.blocks:
+                key = (
+                    block.owner_session or process.session,
+                    block.owner_block if block.owner_session else block.block,
+                )
+                if block.device not in self._ordinals or key not in self._image.blocks:
+                    raise RestoreFailed(
+                        f"The image contradicts itself: block {block.block} of process {process.pid} "
+                        f"(GPU {block.device}) is not among its blocks and GPUs."
+                    )
+                owners[key] = (self._ordinals[block.device], block.owner == pb.Block.APPLICATION)
+        needed: dict[int, int] = {}
+        for key, (device, _) in owners.items():
+            needed[device] = needed.get(device, 0) + self._image.blocks[key].size
+        for device, size in needed.items():
+            if size > (free := _wait_for_memory(device, size)):
+                raise RestoreFailed(
+                    f"The image needs {size / 1e9:.2f} GB on GPU {device}, which has {free / 1e9:.2f} GB free. "
+                    "End what else uses that GPU (nvidia-smi shows it) and restore again."
+                )
+        blocks: dict[BlockKey, Block] = {}
+        try:
+            with self.timeline.phase("create GPU memory"):
+                for key, (device, by_application) in owners.items():
+                    size = self._image.blocks[key].size
+                    blocks[key] = Block(key, size, device, driver.context(device).create_block(size), by_application)
+        except DriverError as error:
+            for block in blocks.values():
+                os.close(block.descriptor)
+            raise RestoreFailed(f"GPU memory for the image could not be created: {error}") from error
+        return blocks
+
+    def _load(self, borrowed: list[Block]) -> None:
+        try:
+            with self.timeline.phase("GPU data", concurrent=True):
+                self._fill(borrowed)
+            with self._lock:
+                if self.state == "loading":
+                    self.state = "loaded"
+                self._settle()
+            log.info("%s: %d bytes of GPU memory loaded", self.path, self.progress.total)
+        except Cancelled:
+            pass
+        except Exception as error:
+            if not isinstance(error, (ImageError, DriverError, OSError)):
+                log.exception("%s: loading failed in an unforeseen way", self.path)
+            self.fail(f"Loading GPU memory from {self.path} failed: {error}")
+        finally:
+            for block in borrowed:
+                os.close(block.descriptor)
+            if self._residues is not None:
+                self._residues.wait()
+            self._image.close()
+            self._loaded.set()
+
+    def task_restored(self, pid: int) -> None:
+        """CRIU has put a process together and is about to let it go; returns when the driver's part is back.
+
+        Runs in a thread of its own: the driver waits for the process to run.
+        """
+        if self._residues is not None:
+            self._residues.wait()
+            if self._residues.error:
+                return  # the restore has failed for that
+        try:
+            with self.timeline.phase("driver restore"):
+                toggle.revive(pid, self._gpu_pairs or None)
+            log.info("%s: the driver's part of process %d is back", self.path, pid)
+        except NoSuchProcess:
+            return  # it was killed; watch_to_the_end() says so
+        except PhosError as error:
+            self.fail(f"The driver could not restore process {pid}: {error}")
+            return
+        if _namespace_pid(pid) in self._gated_pids:
+            with self._lock:
+                self._driver_ready.add(pid)
+        else:
+            self._computes(pid)  # without the frontend nothing else has to come back
+
+    def take_task(self, pid: int) -> None:
+        """CRIU's plugin names a task that it is about to let go: bring the driver's part back beside it.
+
+        The plugin, and with it the stopped task, waits for this: no driver call may be made here, because the driver's
+        calls on a process, GetState too, wait until that process runs.
+        """
+        if _namespace_pid(pid) not in self._image_pids:
+            return  # a process of the tree that never used CUDA
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError:
+            pidfd = -1
+        with self._lock:
+            self._pids[pid] = pidfd
+            failed = self.state in ("failed", "mispredicted")
+        if failed:
+            self._kill(pid, pidfd)  # it must not go on without its memory
+            return
+        threading.Thread(target=self.task_restored, args=(pid,), name=f"restore-{pid}", daemon=True).start()
+
+    def ready(self, pid: int) -> bool:
+        """Whether the frontend in ``pid`` may attach now."""
+        with self._lock:
+            return pid in self._driver_ready and self._may_attach()
+
+    def attached(self, pid: int) -> None:
+        """A process under the frontend computes again."""
+        with self._lock:
+            self._driver_ready.discard(pid)
+        self._computes(pid)
+
+    def _computes(self, pid: int) -> None:
+        with self._lock:
+            self._computing.add(pid)
+            self._settle()
+
+    def _settle(self) -> None:
+        """The end, if all data is there and all processes compute; with the lock held."""
+        if len(self._computing) == self._waiting_for and self.state == "loaded":
+            self.state = "attached"
+            self._over.set()
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until it has succeeded or failed; whether it has."""
+        return self._over.wait(seconds)
+
+    def fail(self, reason: str, state: str = "failed") -> None:
+        """Give the whole restore up: no process of it may go on without its memory."""
+        with self._lock:
+            if self.state not in UNDER_WAY:
+                return
+            self.state = state
+            self.error = reason
+            self._over.set()
+            tasks = list(self._pids.items())
+        log.error("%s", reason)
+        self._cancelled.set()
+        for pid, pidfd in tasks:
+            self._kill(pid, pidfd)
+
+    @staticmethod
+    def _kill(pid: int, pidfd: int) -> None:
+        with suppress(ProcessLookupError):
+            if pidfd >= 0:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            else:
+                os.kill(pid, signal.SIGKILL)
+
+    def watch_to_the_end(self) -> None:
+        """CRIU has ended. Wait until all processes compute; one that ends before that ends the restore."""
+        while True:
+            with self._lock:
+                if self.state not in UNDER_WAY:
+                    break
+                everybody = dict(self._pids)
+                tasks = {pid: fd for pid, fd in everybody.items() if pid not in self._computing}
+                missing = self._waiting_for - len(self._pids)
+            gone = [pid for pid, fd in tasks.items() if fd < 0 or _readable(fd)]
+            if not tasks and not missing and all(fd >= 0 and _readable(fd) for fd in everybody.values()):
+                self._all_have_ended()
+            elif gone:
+                self.fail(f"Process {gone[0]} ended before its GPU state was back.")
+            elif missing > 0:
+                self.fail(f"CRIU ended, and {missing} of the image's GPU processes are not there.")
+            else:
+                time.sleep(0.01)
+        self._loaded.wait()
+        if self._residues is not None:
+            self._residues.discard()
+        with self._lock:
+            descriptors, self._pids = [fd for fd in self._pids.values() if fd >= 0], dict.fromkeys(self._pids, -1)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def _all_have_ended(self) -> None:
+        """They computed, and need no memory any more."""
+        with self._lock:
+            if self.state in UNDER_WAY:
+                self.state = "attached"
+                self._over.set()
+        self._cancelled.set()
+
+
+def _wait_for_memory(device: int, size: int) -> int:
+    """Bytes free on a GPU; as long as others are letting go of theirs and ``size`` is not reached, wait.
+
+    What a process held that was killed a moment ago, by the dump for example, comes free piece by piece.
+    """
+    context = driver.context(device)
+    free, grew = context.free_memory(), time.monotonic()
+    while free < size and time.monotonic() - grew < MEMORY_PATIENCE:
+        time.sleep(0.02)
+        now = context.free_memory()
+        if now > free:
+            grew = time.monotonic()
+        free = now
+    return free
+
+
+def _readable(descriptor: int) -> bool:
+    poll = select.poll()  # not select(): descriptor numbers go far beyond its 1024
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _namespace_pid(pid: int) -> int:
+    """A process's pid in its own pid namespace, which is the one that CRIU restores and the image names."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    except OSError:
+        pass
+    return pid

@@ -1,0 +1,129 @@
+"""What is loaded next in a lazy restore: first what a process waits for, then what it will want, then the rest."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from phos.gpu_engine.blocks import BlockKey
+from phos.gpu_engine.copier import Load, NothingYet
+from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
+from phos.images.reader import Extent
+
+ZEROS_AT_ONCE = 64
+"""Chunks of zeros that are written by one call: the GPU does that a hundred times as fast as it takes data."""
+
+
+@dataclass(frozen=True)
+class LoadPlace:
+    """A chunk: ``size`` bytes at ``offset`` of a block, at a device address of phosd's, and what comes there.
+
+    ``extent`` None: zeros.
+    """
+
+    key: BlockKey
+    offset: int
+    size: int
+    address: int
+    device: int
+    extent: Extent | None
+
+
+class LoadFeed:
+    """A :class:`~phos.gpu_engine.copier.LoadSource` over the chunks of a restore."""
+
+    def __init__(
+        self,
+        table: ChunkTable,
+        places: Sequence[LoadPlace],
+        order: Sequence[int],
+        windows: Sequence[WindowTable],
+        slot_bytes: int,
+    ) -> None:
+        """``order`` has every chunk once: how they come if nobody waits. ``slot_bytes``: most that is read at once."""
+        self._table = table
+        self.places = places
+        self._order = order
+        self._windows = windows
+        self._slot_bytes = slot_bytes
+        self._lock = threading.Lock()  # guards all below
+        self._given = bytearray(len(places))
+        self._left = len(places)
+        self._next = 0
+        self._turn = 0
+        self.on_demand = 0
+        """Chunks that a process waited for."""
+        self.on_demand_bytes = 0
+
+    def take(self) -> Load[Extent] | None:
+        """See :class:`~phos.gpu_engine.copier.LoadSource`."""
+        with self._lock:
+            load = self._wanted()
+            if load is None:
+                if not self._left:
+                    return None
+                load = self._following()
+            return load
+
+    def arrived(self, load: Load[Extent]) -> None:
+        """See :class:`~phos.gpu_engine.copier.LoadSource`."""
+        for chunk in load.chunks:
+            self._table.saved(chunk)
+
+    def _wanted(self) -> Load[Extent] | None:
+        """From the processes' queues, in turns."""
+        for _ in range(len(self._windows)):
+            window = self._windows[self._turn % len(self._windows)]
+            self._turn += 1
+            while (chunk := window.next_wanted()) is not None:
+                if not 0 <= chunk < len(self.places):
+                    continue
+                self.on_demand += 1
+                self.on_demand_bytes += self.places[chunk].size
+                if not self._given[chunk]:
+                    return self._give(chunk, chunk + 1, urgent=True)
+        return None
+
+    def _following(self) -> Load[Extent]:
+        while self._next < len(self._order):
+            chunk = self._order[self._next]
+            self._next += 1
+            if self._given[chunk]:
+                continue
+            end = chunk + 1
+            while self._next < len(self._order) and self._order[self._next] == end and self._joins(chunk, end):
+                end += 1
+                self._next += 1
+            return self._give(chunk, end)
+        raise NothingYet  # cannot be: what is left is in the order
+
+    def _joins(self, first: int, chunk: int) -> bool:
+        """Whether a chunk can be loaded in one with those from ``first`` up to it."""
+        if self._given[chunk]:
+            return False
+        a, b = self.places[first], self.places[chunk]
+        if a.key != b.key or (a.extent is None) != (b.extent is None):
+            return False
+        if a.extent is None or b.extent is None:
+            return chunk - first < ZEROS_AT_ONCE
+        length = b.offset - a.offset
+        return (
+            a.extent.stripe == b.extent.stripe
+            and a.extent.file_offset + length == b.extent.file_offset
+            and length + b.size <= self._slot_bytes
+        )
+
+    def _give(self, first: int, end: int, *, urgent: bool = False) -> Load[Extent]:
+        for chunk in range(first, end):
+            self._given[chunk] = 1
+            self._table.claim(chunk)
+        self._left -= end - first
+        places = self.places[first:end]
+        a = places[0]
+        size = sum(place.size for place in places)
+        extent = a.extent
+        if extent is not None and len(places) > 1:
+            hashes = tuple(h for place in places if place.extent is not None for h in place.extent.hashes)
+            extent = replace(extent, length=size, hashes=hashes)
+        return Load(a.address, size, a.device, extent, range(first, end), urgent)

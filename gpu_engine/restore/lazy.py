@@ -1,0 +1,189 @@
+"""Lazy restore: the processes compute while their memory is still being loaded (paper §6, DESIGN §4).
+
+Physical memory is created at once, and data flows into it while CRIU and the driver work. A process attaches as soon as
+its driver's part is back; its calls are traced (frontend/window_lazy.c), wait for the chunks that they may touch, and
+those jump the queue. Was a guess wrong in a strict window, the GPU faults; then the processes are ended and the restore
+counts as mispredicted: it can be had eagerly, from the same image.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import closing
+
+from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.copier import Copier, MappedBlocks
+from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
+from phos.gpu_engine.errors import PhosError
+from phos.gpu_engine.restore.base import UNDER_WAY, Restore
+from phos.gpu_engine.restore.feed import LoadFeed, LoadPlace
+from phos.gpu_engine.restore.settings import LazySettings
+from phos.gpu_engine.ring import CHUNK_BYTES
+from phos.images.reader import Extent
+
+log = logging.getLogger(__name__)
+
+WATCH_SECONDS = 0.005
+"""How often to look whether a guess was wrong."""
+
+
+class LoadWindow:
+    """One process's window. Implements :class:`~phos.gpu_engine.process.TracingWindow`."""
+
+    loads = True
+
+    def __init__(self, table: WindowTable, chunks: ChunkTable, *, strict: bool) -> None:
+        self.table = table
+        self.shut = strict
+        self._chunks = chunks
+        self._there = threading.Event()
+
+    def descriptors(self) -> list[int]:
+        """See :class:`~phos.gpu_engine.process.TracingWindow`."""
+        return [] if self._there.is_set() else [self._chunks.descriptor, self.table.descriptor]
+
+    def wait_saved(self) -> None:
+        """See :class:`~phos.gpu_engine.process.TracingWindow`."""
+        self._there.wait()
+
+    def end(self) -> None:
+        """All is there."""
+        self._there.set()
+
+
+class LazyRestore(Restore):
+    """One restore of an image."""
+
+    mode = "lazy"
+
+    def __init__(self, directory: int, path: str, copier: Copier, settings: LazySettings) -> None:
+        """As :class:`~phos.gpu_engine.restore.base.Restore`."""
+        super().__init__(directory, path, copier)
+        self._settings = settings
+        self._table: ChunkTable | None = None
+        self._windows: dict[bytes, LoadWindow] = {}
+        self._feed: LoadFeed | None = None
+        self._chunks: list[tuple[Block, int, int, Extent | None]] = []
+        self._counts: dict[str, int] = {}
+        self._counting = threading.Lock()  # guards the tables against being closed while they are read, and _counts
+
+    def suits(self) -> bool:
+        """Whether the image's chunks are those of this version's windows; else it has to be restored eagerly."""
+        return all(table.chunk_size == CHUNK_BYTES for table in self._image.blocks.values())
+
+    def _prepare(self, blocks: list[Block]) -> None:
+        first: dict[BlockKey, int] = {}
+        for block in blocks:
+            first[block.key] = len(self._chunks)
+            extents = {e.offset: e for e in self._image.blocks[block.key].extents(CHUNK_BYTES)}
+            for offset in range(0, block.size, CHUNK_BYTES):
+                extent = extents[offset]
+                content = None if extent.stripe is None else extent
+                self._chunks.append((block, offset, min(CHUNK_BYTES, block.size - offset), content))
+        self._table = ChunkTable(CHUNK_BYTES, len(self._chunks))
+        for number, process in enumerate(self.processes):
+            records = []
+            for b in process.message.blocks:
+                key = process.imports.get(b.block, (process.session, b.block))
+                records.append((b.block, b.size, first[key]))
+            chunks = sum(-(-size // CHUNK_BYTES) for _, size, _ in records)
+            mode = STRICT if self._settings.strict else LAZY
+            table = WindowTable(number, records, [], chunks, prioritise=False, mode=mode, order=chunks)
+            window = LoadWindow(table, self._table, strict=self._settings.strict)
+            self._windows[process.session] = window
+            self._sessions[process.session].trace(window)
+
+    def _may_attach(self) -> bool:
+        return self.state in UNDER_WAY
+
+    def _fill(self, blocks: list[Block]) -> None:
+        assert self._table is not None
+        threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
+        tables = [window.table for window in self._windows.values()]
+        with closing(MappedBlocks()) as mapped:
+            mapped.add(blocks)
+            places = [
+                LoadPlace(block.key, offset, size, mapped[block.key].address + offset, block.device, extent)
+                for block, offset, size, extent in self._chunks
+            ]
+            self._feed = LoadFeed(self._table, places, self._order(places), tables, self._copier.slot_bytes)
+            if blocks:
+                self._copier.fill(self._feed, blocks[0].device, self._image.read_into, self.progress, self._cancelled)
+            self._end_windows()
+
+    def _order(self, places: Sequence[LoadPlace]) -> list[int]:
+        """Zeros first, which cost next to nothing; then the rest as chosen."""
+        numbers = list(range(len(places)))
+        if self._settings.order == "random":
+            random.shuffle(numbers)
+            return numbers
+        return sorted(numbers, key=lambda chunk: (places[chunk].extent is not None, chunk))
+
+    def _end_windows(self) -> None:
+        """All is there: nobody waits any more, everything has access, and whoever guessed wrong has said so."""
+        assert self._table is not None
+        self._table.close_window()
+        for session, window in self._windows.items():
+            window.end()
+            try:
+                self._sessions[session].trace(None)
+            except PhosError as error:
+                log.info("%s: %s", self.path, error)  # it has ended
+        self._look()
+        with self._counting:
+            self._counts = self._count()
+            for window in self._windows.values():
+                window.table.close()
+            self._table.close()
+            self._table = None
+        log.info("%s: while loading: %s", self.path, ", ".join(f"{k} {v}" for k, v in self._counts.items()))
+
+    def _watch(self) -> None:
+        while self.state in UNDER_WAY and not self._loaded.is_set():
+            self._look()
+            time.sleep(WATCH_SECONDS)
+
+    def _look(self) -> None:
+        """Whether a guess was wrong."""
+        for process in self.processes:
+            with self._counting:
+                if self._table is None:
+                    return
+                loading = self._windows[process.session].table.loading()
+            if loading.fault:
+                named = ", ".join(loading.last_kernels()) or "none"
+                self.fail(
+                    f"Process {process.pid} ({process.message.executable}) touched GPU memory that was not restored "
+                    f"yet and that no guess named (error {loading.fault}). Kernels launched last, the newest first: "
+                    f"{named}. It has been ended; restore it eagerly.",
+                    "mispredicted",
+                )
+                return
+
+    def window_counts(self) -> dict[str, int]:
+        """Struct phos_window_counts and phos_window_loading added up over the processes, and what phosd did for them."""
+        with self._counting:
+            return self._count() if self._table is not None else dict(self._counts)
+
+    def _count(self) -> dict[str, int]:
+        total: dict[str, int] = {}
+        launched: list[int] = []
+        for window in self._windows.values():
+            loading = window.table.loading()
+            wanted = ("calls", "call_ns", "waits", "wait_ns", "anything")
+            found = {k: v for k, v in window.table.counts().as_dict().items() if k in wanted}
+            found |= {name: int(getattr(loading, name)) for name in ("opened", "open_ns", "launches")}
+            for name, value in found.items():
+                total[name] = total.get(name, 0) + value
+            if loading.first_launch_ns:
+                launched.append(int(loading.first_launch_ns))
+        if self._feed is not None:
+            total["on_demand"] = self._feed.on_demand
+            total["on_demand_bytes"] = self._feed.on_demand_bytes
+        if launched:
+            total["first_launch_ns"] = min(launched)
+        return total
