@@ -326,7 +326,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, metavar="N", help="checkpoints (100)")
     parser.add_argument("--restores", type=int, metavar="N", help="images that are restored (10)")
     parser.add_argument("--gigabytes", type=float, metavar="GB", help="GPU memory of the job (2)")
-    parser.add_argument("--micro-batches", type=int, default=4, metavar="N", help="in an iteration (%(default)s)")
+    parser.add_argument("--micro-batches", type=int, metavar="N", help="in an iteration (4)")
     parser.add_argument("--no-reference", dest="reference", action="store_false", help="no second training beside it")
     parser.add_argument("--seed", type=int, default=100, help="of the random moments (%(default)s)")
     parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
@@ -334,6 +334,8 @@ def main() -> None:
     chosen = harness.prepare(parser)
     if chosen.smoke:
         os.environ.setdefault("SOFTGPU_COPY_BANDWIDTH", str(24 << 20))  # so that there is a window to compute in
+    # Without PyTorch each micro-batch is an update.
+    chosen.micro_batches = chosen.micro_batches or (1 if chosen.smoke else 4)
     chosen.gigabytes = chosen.gigabytes or (0.0002 if chosen.smoke else 2.0)
     Bench(chosen).run()
 

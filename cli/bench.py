@@ -17,6 +17,8 @@ BENCHMARKS = {
     "dump_restore": "Whole dumps and restores of gigabytes of buffers, against the driver's own checkpoint.",
     "steady_state": "What the frontend costs while no checkpoint is taken.",
     "correctness": "Training interrupted at random moments prints the same losses, bit for bit.",
+    "cow": "The stall of a concurrent checkpoint of training, by size; shadows, timing, transfers.",
+    "cow_correctness": "Concurrent checkpoints in a row: each image is the state of its one moment.",
     "toggle": "The stall of a dump that leaves the program running, by toggle reducer.",
 }
 
@@ -44,7 +46,7 @@ def bench(python: str | None, name: str | None, options: tuple[str, ...]) -> Non
     that it works; the numbers then mean nothing. Exit status: the benchmark's own.
     """
     if name is None:
-        click.echo("\n".join(f"{known:14} {text}" for known, text in BENCHMARKS.items()))
+        click.echo("\n".join(f"{known:16} {text}" for known, text in BENCHMARKS.items()))
         return
     script = name.replace("-", "_")
     if script not in BENCHMARKS:
