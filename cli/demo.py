@@ -21,6 +21,7 @@ import click
 import psutil
 from rich.console import Console
 
+from phos.cli import demo_protocols
 from phos.cli.run import device_option
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import CheckpointFailed, PhosError, Unsupported
@@ -28,6 +29,7 @@ from phos.gpu_engine.installation import device_kind, examples_folder, launcher
 
 EXAMPLES = ("mlp", "pointer_chase", "struct_argument", "device_pointer", "stencil")
 
+ITERATIONS = 40
 PROGRAM_SECONDS = 300.0
 
 PACE = 0.05
@@ -130,6 +132,10 @@ class Demo:
             time.sleep(0.005)
         raise CheckpointFailed(f"The program did not get to iteration {wanted}: {output.read_text()[-500:]}")
 
+    def wait_end(self, pid: int) -> None:
+        """Wait for the process that CRIU restored."""
+        _wait_end(pid)
+
     def run(self) -> None:
         """All steps.
 
@@ -200,9 +206,14 @@ def _wait_end(pid: int) -> None:
 @click.command()
 @device_option
 @click.option("--example", type=click.Choice(EXAMPLES), default="mlp", show_default=True)
-@click.option("--iterations", type=click.IntRange(4), default=40, show_default=True)
+@click.option(
+    "--protocol",
+    type=click.Choice(["stop", "cow", "both"]),
+    help="Instead: checkpoint it with this protocol while it computes on, and measure; both: side by side.",
+)
+@click.option("--iterations", type=click.IntRange(4), help="Default: 40, with --protocol 160.")
 @click.option("--keep", is_flag=True, help="Keep the image and the programs' output.")
-def demo(device: str | None, example: str, iterations: int, keep: bool) -> None:
+def demo(device: str | None, example: str, protocol: str | None, iterations: int | None, keep: bool) -> None:
     """Start a GPU program, dump it with CRIU, kill it, inspect the image, restore it, and compare the results.
 
     Uses a phosd of its own; what runs under the machine's phosd is not touched. Needs root.
@@ -211,9 +222,13 @@ def demo(device: str | None, example: str, iterations: int, keep: bool) -> None:
         raise Unsupported("The demo needs root, because CRIU does. Run it with sudo.")
     _become_reaper()
     folder = Path(tempfile.mkdtemp(prefix="phos-demo-"))
-    run = Demo(device_kind(device), example, iterations, folder)
+    usual = demo_protocols.ITERATIONS if protocol else ITERATIONS
+    run = Demo(device_kind(device), example, iterations or usual, folder)
     try:
-        run.run()
+        if protocol:
+            demo_protocols.compare(run, ["stop", "cow"] if protocol == "both" else [protocol])
+        else:
+            run.run()
     except (PhosError, subprocess.TimeoutExpired):
         keep = True
         click.echo()

@@ -14,6 +14,8 @@ from tests.integration.site import Site
 
 pytestmark = pytest.mark.root
 
+ROW = r"^│ (\w+) +" + r"│ +([\d.]+) " * 6 + "│$"
+
 STEPS = (
     "Start phosd",
     "Run the program without interruption",
@@ -55,6 +57,29 @@ def test_it_shows_every_step_and_the_same_result(site: Site, example: str) -> No
     assert alone.wait_result() == same[1]
     assert left(site) == []
     assert [p.pid for p in site.processes() if p.pid != alone.pid] == []
+
+
+@pytest.mark.timeout(240)
+def test_it_compares_the_protocols(site: Site) -> None:
+    done = demo(site, "--protocol", "both", "--iterations", "120")
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = re.findall(r"^(\d+)\. (.*) \.\.\. (\d+\.\d\d) s$", done.stdout, re.M)
+    assert [int(number) for number, _, _ in steps] == list(range(1, 2 + 2 * 5 + 1)), done.stdout
+    rows = {row[0]: [float(cell) for cell in row[1:]] for row in re.findall(ROW, done.stdout, re.M)}
+    assert list(rows) == ["stop", "cow"], done.stdout
+    for before, during, after, stall, pause, seconds in rows.values():
+        assert 0 < during < before
+        assert after > 0
+        assert 0 < stall < pause + 0.1
+        assert pause < seconds
+    assert re.search(r"ends with the same result, [0-9a-f]{16}; every image is whole\.$", done.stdout.strip())
+    assert left(site) == []
+
+
+def test_one_protocol_alone(site: Site) -> None:
+    done = demo(site, "--protocol", "cow", "--iterations", "100", "--example", "pointer_chase")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [row[0] for row in re.findall(ROW, done.stdout, re.M)] == ["cow"]
 
 
 def test_it_leaves_no_zombie_to_a_parent_that_does_not_reap(site: Site) -> None:
