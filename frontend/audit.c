@@ -40,11 +40,13 @@ static atomic_bool ended;     /* phosd or the audit is gone: nothing more is com
 static atomic_bool disturbed; /* a thread did not get its turn in time, and made its call meanwhile */
 /* Guarded by the turn. */
 static uint64_t described;  /* kernels that were known when the table of descriptors was last asked for */
+static uint64_t table;      /* number of the table that came then */
 static CUevent unfinished;  /* behind the work that was not awaited to its end */
 static int cancel_state;    /* of the thread that has the turn */
 
 /* What the call that this thread is about to make is: see phos_audit_arguments(). */
 static __thread struct {
+    uint64_t table; /* that the touches were worked out by, or an earlier one */
     bool graph;
     uint32_t size;
     char *text; /* the parameter block, or the graph's description; freed with the next note */
@@ -88,19 +90,22 @@ void phos_audit_graph(const struct phos_nodes *nodes)
     note.text = calloc(1, NAME_MOST + 1);
     if (!note.text)
         return;
-    const char *named[KERNELS_NAMED];
+    /* The first by the alphabet: nodes lie in no order that another run would have too. */
+    const char *named[KERNELS_NAMED + 1];
     size_t names = 0, at = (size_t)snprintf(note.text, NAME_MOST, "graph of %zu nodes", nodes->count);
-    for (size_t i = 0; i < nodes->count && names < KERNELS_NAMED; i++) {
+    for (size_t i = 0; i < nodes->count; i++) {
         const char *name = nodes->list[i].kernel ? phos_kernel_name(nodes->list[i].kernel) : NULL;
-        bool fresh = name && !nodes->list[i].disabled;
-        for (size_t n = 0; fresh && n < names; n++)
-            fresh = strcmp(named[n], name) != 0;
-        if (!fresh)
+        size_t n = 0;
+        while (name && n < names && strcmp(named[n], name) < 0)
+            n++;
+        if (!name || nodes->list[i].disabled || (n < names && !strcmp(named[n], name)))
             continue;
-        if (at < NAME_MOST)
-            at += (size_t)snprintf(note.text + at, NAME_MOST - at, "%s%.60s", names ? ", " : ": ", name);
-        named[names++] = name;
+        memmove(&named[n + 1], &named[n], (names - n) * sizeof *named);
+        named[n] = name;
+        names = names < KERNELS_NAMED ? names + 1 : KERNELS_NAMED;
     }
+    for (size_t n = 0; n < names && at < NAME_MOST; n++)
+        at += (size_t)snprintf(note.text + at, NAME_MOST - at, "%s%.60s", n ? ", " : ": ", named[n]);
 }
 
 /* ---- turns ---- */
@@ -141,22 +146,54 @@ static void give_up(const char *why)
 
 /* ---- the GPU at rest ---- */
 
+/* An event behind all that was queued in a context; NULL with *done: nobody needs to wait. */
+static CUevent behind(CUcontext context, bool *done)
+{
+    CUevent event = NULL;
+    CUcontext former;
+    *done = false;
+    if (phos_real.cuCtxPushCurrent_v2(context) != CUDA_SUCCESS)
+        return NULL;
+    pthread_rwlock_rdlock(&phos_capture_lock); /* as phos_synchronize() does, and why */
+    if (!phos_captures() && phos_real.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS &&
+        phos_real.cuCtxRecordEvent(context, event) != CUDA_SUCCESS) {
+        phos_real.cuEventDestroy_v2(event); /* before CUDA 12.5 there is only one way, which has no time limit */
+        event = NULL;
+        *done = phos_real.cuCtxSynchronize() == CUDA_SUCCESS;
+    }
+    pthread_rwlock_unlock(&phos_capture_lock);
+    phos_real.cuCtxPopCurrent_v2(&former);
+    return event;
+}
+
+/* False: it has not been reached within the time, and is `unfinished` from now on. */
+static bool reached(CUevent event, uint64_t limit_ns)
+{
+    uint64_t start = now_ns();
+    CUresult result;
+    while ((result = phos_real.cuEventQuery(event)) == CUDA_ERROR_NOT_READY && now_ns() - start < limit_ns)
+        nap();
+    if (result == CUDA_ERROR_NOT_READY) {
+        unfinished = event;
+        return false;
+    }
+    unfinished = NULL;
+    phos_real.cuEventDestroy_v2(event);
+    return result == CUDA_SUCCESS;
+}
+
 /* Everything that was queued, in all contexts. False: something cannot be waited for now. */
 static bool all_at_rest(void)
 {
-    if (unfinished) {
-        PHOS_RELAXED;
-        CUresult result = phos_real.cuEventQuery(unfinished);
-        if (result == CUDA_ERROR_NOT_READY)
-            return false;
-        phos_real.cuEventDestroy_v2(unfinished);
-        unfinished = NULL;
-    }
+    PHOS_RELAXED;
+    if (unfinished && !reached(unfinished, 0))
+        return false;
     size_t count;
     PHOS_FREES struct phos_context *contexts = phos_contexts_seen(&count);
     for (size_t i = 0; i < count; i++) {
-        bool captured = false;
-        if (phos_synchronize(contexts[i].context, &captured) != CUDA_SUCCESS || captured)
+        bool done;
+        CUevent event = behind(contexts[i].context, &done);
+        if (event ? !reached(event, WORK_NS) : !done)
             return false;
     }
     return true;
@@ -183,9 +220,11 @@ static const char *await(const struct phos_touches *touches)
         nap();
     }
     PHOS_RELAXED;
-    if (phos_real.cuEventCreate(&unfinished, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS ||
-        phos_real.cuEventRecord(unfinished, touches->stream) != CUDA_SUCCESS)
-        give_up("work that does not end cannot be told from other work");
+    if (!unfinished && phos_real.cuEventCreate(&unfinished, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS &&
+        phos_real.cuEventRecord(unfinished, touches->stream) != CUDA_SUCCESS) {
+        phos_real.cuEventDestroy_v2(unfinished); /* of another context's stream; all_at_rest() finds it by itself */
+        unfinished = NULL;
+    }
     return "its work waits for something that comes later";
 }
 
@@ -217,18 +256,21 @@ static void fetch_descriptors(void)
     const char *problem = answer.descriptor_count == 1 ? phos_access_table_take(answer.descriptors[0]) : "none came";
     if (problem)
         phos_warn("the table of access descriptors cannot be used: %s", problem);
+    table++;
     phos_packet_free(&answer);
 }
 
 bool phos_audit_again(struct phos_touches *touches)
 {
     uint64_t known, told;
-    if (touches->nothing || !take_turn())
+    /* Not only of what touches something: by its layout alone, a kernel without pointers touches nothing. */
+    if (!take_turn())
         return false;
     phos_kernels_count(&known, &told);
-    bool fresh = known != described && !atomic_load(&ended);
-    if (fresh)
+    if (known != described && !atomic_load(&ended))
         fetch_descriptors();
+    bool fresh = note.table != table; /* or another thread has fetched it meanwhile */
+    note.table = table;
     leave_turn();
     if (fresh) {
         clear_note();
@@ -318,14 +360,19 @@ void phos_audit_before(struct phos_touches *touches)
     bool writes = touches->anything & PHOS_WRITES;
     for (size_t i = 0; i < touches->count && !writes; i++)
         writes = touches->list[i].access & PHOS_WRITES;
-    /* A copy out of device memory, or a wait for a value there, says all there is to know. */
-    if (touches->nothing || (touches->source == PHOS_SOURCE_NONE && !writes)) {
+    if (touches->nothing) {
         clear_note();
         return;
     }
     if (!take_turn())
         return;
     touches->audit = HAS_TURN;
+    /* A copy out of device memory, or a wait for a value there, says all there is to know. It is awaited all the same:
+     * it may be what the next call would wait for in vain. */
+    if (touches->source == PHOS_SOURCE_NONE && !writes) {
+        clear_note();
+        return;
+    }
     atomic_store(&disturbed, false);
     const char *why = all_at_rest() ? NULL : "other work could not be waited for";
     uint64_t newest = why ? 0 : phos_audit_newest_block();
