@@ -1,4 +1,4 @@
-"""Random programs in windows of concurrent checkpoints; ``python -m tests.windows.windows --windows 5000`` runs more."""
+"""Random programs in windows of concurrent checkpoints; ``python -m tests.windows.windows`` runs any number."""
 
 from __future__ import annotations
 

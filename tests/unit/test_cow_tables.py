@@ -359,6 +359,15 @@ TestChunks = Chunks.TestCase
 TestChunks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_states_begin_where_the_state_machine_writes_them(layout: dict[str, int]) -> None:
-    assert layout["states at"] == 64
+def test_tables_are_as_tests_write_them(layout: dict[str, int]) -> None:
+    from tests.unit import test_cow_feed as feed
+
+    assert layout["states at"] == feed.STATES == 64
+    assert [layout[name] for name in ("tail at", "transferring at", "slots at", "transfers at", "queue at")] == [
+        feed.TAIL,
+        feed.TRANSFERRING,
+        feed.SLOTS_AT,
+        feed.TRANSFERS_AT,
+        feed.QUEUE_AT,
+    ]
     assert chunk_table.library().phos_chunks_size(0) == 64

@@ -1,4 +1,4 @@
-// The kernels of program.c; kernels.ptx is made from this by NVRTC (see make_content_hash.py in gpu_engine/cow).
+// The kernels of program.c; kernels.ptx is made from this by NVRTC (see packaging/make_content_hash.py).
 //
 // Each touches one word in 4096 bytes: that is enough to change a chunk, and cheap where kernels are interpreted.
 typedef unsigned int u32;

@@ -1,0 +1,430 @@
+"""What is saved next in a window: the feed over real tables, with processes and pools played by the test."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from typing import Any
+
+import pytest
+
+from phos.gpu_engine.copier import NothingYet, Piece
+from phos.gpu_engine.cow import feed as feed_module
+from phos.gpu_engine.cow.chunk_table import (
+    NO_SLOT,
+    POOL_FLAGS,
+    SAVED,
+    SHADOWED,
+    TRANSFERS,
+    ChunkTable,
+    PoolShape,
+    WindowTable,
+    content_hash,
+)
+from phos.gpu_engine.cow.feed import ChunkFeed, Place, Window
+from phos.gpu_engine.cow.shadow_pool import LentPools
+from phos.gpu_engine.cow.window import first_written_first
+from phos.gpu_engine.errors import Mispredicted
+
+CHUNK = 4 << 20
+BASE = 1 << 40
+SESSION = bytes(16)
+STATES = 64
+TAIL, TRANSFERRING, SLOTS_AT, TRANSFERS_AT, QUEUE_AT = 40, 44, 64, 72, 80
+"""Offsets in the tables: test_cow_tables.py compares them with window_table.h."""
+
+
+class FakePool:
+    """A shadow pool whose GPU is the test."""
+
+    def __init__(self, slots: int, device: int = 0) -> None:
+        self.slots, self.device = slots, device
+        self.gpu: list[ctypes.c_uint32 | int] = [0] * (slots + TRANSFERS)
+        self.read = (ctypes.c_uint32 * (slots + TRANSFERS))()
+        self.refreshes = 0
+
+    @property
+    def flags(self) -> int:
+        return ctypes.addressof(self.read)
+
+    def refresh(self) -> None:
+        self.refreshes += 1
+        self.read[:] = self.gpu
+
+    def flag(self, index: int) -> int:
+        return int(self.read[index])
+
+    def address(self, index: int) -> int:
+        return 7_000_000_000 + index
+
+
+class Process:
+    """A process in a window, with the frontend's hands."""
+
+    def __init__(self, number: int, chunks: ChunkTable, slots: tuple[int, ...], queue: int = 64) -> None:
+        self.number = number
+        self.chunks = chunks
+        self.lives = True
+        self.pools = [FakePool(count, device) for device, count in enumerate(slots)]
+        shapes = [PoolShape(i, count, POOL_FLAGS + count * CHUNK) for i, count in enumerate(slots)]
+        self.table = WindowTable(number, [], shapes, queue, prioritise=True)
+        lent = LentPools(self.pools)  # type: ignore[arg-type]
+        self.window = Window(self.table, lent, lambda: self.lives)
+        self._tail = 0
+
+    def _read(self, offset: int) -> int:
+        return int(struct.unpack("<Q", os.pread(self.table.descriptor, 8, offset))[0])
+
+    def _write(self, offset: int, value: int) -> None:
+        os.pwrite(self.table.descriptor, struct.pack("<I", value), offset)
+
+    def state(self, chunk: int, value: int) -> None:
+        os.pwrite(self.chunks.descriptor, struct.pack("<I", value), STATES + 4 * chunk)
+
+    def want(self, *chunks: int) -> None:
+        for chunk in chunks:
+            self._write(self._read(QUEUE_AT) + 4 * self._tail, chunk)
+            self._tail += 1
+        self._write(TAIL, self._tail)
+
+    def take(self, chunk: int) -> None:
+        """Claim a chunk; its copy is not queued yet."""
+        self.state(chunk, SHADOWED + self.number * SHADOWED + NO_SLOT)
+
+    def shadow(self, chunk: int, slot: int, ticket: int) -> None:
+        """Queue the copy of a chunk."""
+        self._write(self._read(SLOTS_AT) + 8 * slot, ticket)
+        self.state(chunk, SHADOWED + self.number * SHADOWED + slot)
+        self.want(chunk)
+
+    def copied(self, slot: int, ticket: int) -> None:
+        """The GPU has made the copy."""
+        for pool in self.pools:
+            if slot < pool.slots:
+                pool.gpu[slot] = ticket
+                return
+            slot -= pool.slots
+
+    def transferring(self, calls: int) -> None:
+        self._write(TRANSFERRING, calls)
+
+    def transfer(self, record: int, ticket: int, pool: int = 0) -> None:
+        self._write(self._read(TRANSFERS_AT) + 8 * record + 4, pool)
+        self._write(self._read(TRANSFERS_AT) + 8 * record, ticket)
+
+
+class Scene:
+    """A feed over some chunks and processes, and a clock that only the test moves."""
+
+    def __init__(self, chunks: int, *slots: tuple[int, ...], **more: Any) -> None:
+        self.table = ChunkTable(CHUNK, chunks)
+        self.processes = [Process(i, self.table, each) for i, each in enumerate(slots)]
+        self.places = [Place((SESSION, 1), i * CHUNK, CHUNK, BASE + i * CHUNK, 0) for i in range(chunks)]
+        order = more.pop("order", range(chunks))
+        expected = more.pop("expected", None)
+        prioritise = more.pop("prioritise", False)
+        windows = [process.window for process in self.processes]
+        self.feed = ChunkFeed(self.table, self.places, list(order), windows, expected, prioritise=prioritise)
+
+    def take(self) -> Piece | None:
+        return self.feed.take()
+
+    def all(self) -> list[int]:
+        """Take and save whatever there is now."""
+        taken: list[int] = []
+        while True:
+            try:
+                piece = self.take()
+            except NothingYet:
+                return taken
+            if piece is None:
+                return taken
+            taken.append(piece.chunk)
+            self.feed.landed(piece, memoryview(bytearray(8)))
+
+
+class Clock:
+    """Seconds."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(feed_module, "time", made)
+    return made
+
+
+def test_chunks_come_in_the_order_given_and_once() -> None:
+    scene = Scene(6, (2,), order=[3, 1, 5, 0, 2, 4])
+    assert scene.all() == [3, 1, 5, 0, 2, 4]
+    assert scene.take() is None
+    assert scene.feed.unsaved() == 0
+
+
+def test_a_chunk_comes_from_its_place_and_is_not_free_before_it_has_landed() -> None:
+    scene = Scene(2, (2,))
+    piece = scene.take()
+    assert piece == Piece((SESSION, 1), 0, CHUNK, BASE, 0, 0, -1)
+    assert scene.table.state(0) != SAVED
+    scene.feed.landed(piece, memoryview(bytearray(8)))
+    assert scene.table.state(0) == SAVED
+
+
+def test_what_a_process_waits_for_goes_first() -> None:
+    scene = Scene(6, (0,))
+    scene.processes[0].want(4, 2)
+    assert scene.all() == [4, 2, 0, 1, 3, 5]
+    assert scene.feed.first_wanted == [4, 2]
+
+
+def test_chunks_wanted_twice_come_once() -> None:
+    scene = Scene(3, (0,), (0,))
+    scene.processes[0].want(2, 2)
+    scene.processes[1].want(2)
+    assert scene.all() == [2, 0, 1]
+
+
+def test_numbers_that_mean_no_chunk_are_passed_over() -> None:
+    scene = Scene(3, (1,))
+    scene.processes[0].want(3, 0xFFFFFFFF, 1 << 31, 1)
+    assert scene.all() == [1, 0, 2]
+
+
+def test_a_shadow_is_read_when_its_copy_has_been_made(clock: Clock) -> None:
+    scene = Scene(3, (4,))
+    process = scene.processes[0]
+    process.shadow(1, 2, ticket=9)
+    assert scene.all() == [0, 2]
+    with pytest.raises(NothingYet):
+        scene.take()
+    process.copied(2, 8)  # another's
+    clock.now += 1
+    with pytest.raises(NothingYet):
+        scene.take()
+    process.copied(2, 9)
+    clock.now += 1
+    piece = scene.take()
+    assert piece is not None
+    assert (piece.chunk, piece.address, piece.slot) == (1, 7_000_000_002, 2)
+    assert process.table.ticket(2) == 9
+    scene.feed.landed(piece, memoryview(bytearray(8)))
+    assert process.table.ticket(2) == 0, "the slot is free again"
+    assert scene.take() is None
+
+
+def test_flags_are_not_read_for_every_piece(clock: Clock) -> None:
+    scene = Scene(40, (4,))
+    scene.processes[0].shadow(39, 0, ticket=1)
+    scene.all()
+    assert scene.processes[0].pools[0].refreshes == 1
+    clock.now += 2 * feed_module.REFRESH_SECONDS
+    scene.all()
+    assert scene.processes[0].pools[0].refreshes == 2
+
+
+def test_a_slot_of_the_second_pool_is_found_there(clock: Clock) -> None:
+    scene = Scene(2, (3, 2))
+    process = scene.processes[0]
+    process.shadow(0, 4, ticket=5)
+    process.copied(4, 5)
+    clock.now += 1
+    piece = scene.take()
+    assert piece is not None
+    assert (piece.address, piece.device, piece.slot) == (7_000_000_001, 1, 4)
+    scene.feed.landed(piece, memoryview(bytearray(8)))
+    assert process.table.ticket(4) == 0
+
+
+def test_the_second_process_has_slots_of_its_own(clock: Clock) -> None:
+    scene = Scene(2, (3,), (3,))
+    first, second = scene.processes
+    second.shadow(0, 1, ticket=5)
+    first.shadow(1, 1, ticket=5)
+    first.copied(1, 5)
+    clock.now += 1
+    piece = scene.take()
+    assert piece is not None
+    assert (piece.chunk, piece.slot) == (1, 1)
+    second.copied(1, 5)
+    clock.now += 1
+    piece = scene.take()
+    assert piece is not None
+    assert (piece.chunk, piece.slot) == (0, SHADOWED + 1)
+    scene.feed.landed(piece, memoryview(bytearray(8)))
+    assert (first.table.ticket(1), second.table.ticket(1)) == (5, 0)
+
+
+def test_a_chunk_whose_copy_the_driver_refused_comes_from_its_place(clock: Clock) -> None:
+    scene = Scene(2, (3,))
+    process = scene.processes[0]
+    process.take(0)
+    process.want(0)
+    assert scene.all() == [1]
+    process.state(0, 0)
+    clock.now += 1
+    piece = scene.take()
+    assert piece is not None
+    assert (piece.chunk, piece.address, piece.slot) == (0, BASE, -1)
+
+
+def test_chunks_that_no_queue_says_anything_of_come_at_last(clock: Clock) -> None:
+    """The queue was full when the process took them."""
+    scene = Scene(3, (3,))
+    process = scene.processes[0]
+    process.shadow(1, 0, ticket=3)
+    process._write(TAIL, 0)  # as if it had not been put in
+    assert scene.all() == [0, 2]
+    process.copied(0, 3)
+    clock.now += 1
+    assert scene.all() == [1]
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_what_an_ended_process_had_in_its_hands_comes_from_its_place(clock: Clock, queued: bool) -> None:
+    scene = Scene(2, (3,), (3,))
+    first, second = scene.processes
+    if queued:
+        second.shadow(1, 1, ticket=4)
+    else:
+        second.take(1)
+        second.want(1)
+    assert scene.all() == [0]
+    clock.now += 1
+    assert scene.all() == []
+    second.lives = False
+    assert scene.all() == [], "nobody looks so often"
+    clock.now += feed_module.ALIVE_SECONDS
+    piece = scene.take()
+    assert piece is not None
+    assert (piece.chunk, piece.address, piece.slot) == (1, BASE + CHUNK, -1)
+    assert first.lives
+
+
+def test_a_copy_that_was_made_before_the_process_ended_counts(clock: Clock) -> None:
+    """What came behind it in its stream may have been run, too: the place does not hold the old content any more."""
+    scene = Scene(2, (3,))
+    process = scene.processes[0]
+    process.shadow(1, 0, ticket=4)
+    assert scene.all() == [0]
+    process.copied(0, 4)
+    process.lives = False
+    clock.now += feed_module.ALIVE_SECONDS
+    piece = scene.take()
+    assert piece is not None
+    assert piece.slot == 0
+
+
+@pytest.mark.parametrize("state", [SHADOWED + 3, SHADOWED + 2 * SHADOWED, 0xFFFFFFFF, 0xFFFF0000])
+def test_places_that_do_not_exist_fail_the_checkpoint(clock: Clock, state: int) -> None:
+    scene = Scene(2, (3,), (3,))
+    scene.processes[0].state(1, state)
+    scene.processes[0].want(1)
+    clock.now += 1
+    with pytest.raises(Mispredicted, match="does not exist"):
+        scene.all()
+
+
+def test_content_that_is_not_that_of_t1_fails_the_checkpoint() -> None:
+    data = bytearray(os.urandom(CHUNK))
+    expected = content_hash(ctypes.addressof(ctypes.c_char.from_buffer(data)), CHUNK)
+    scene = Scene(2, (0,), expected=[expected, expected])
+    for good in (True, False):
+        piece = scene.take()
+        assert piece is not None
+        if good:
+            scene.feed.landed(piece, memoryview(data))
+            data[CHUNK - 1] ^= 1
+        else:
+            with pytest.raises(Mispredicted, match="block 1"):
+                scene.feed.landed(piece, memoryview(data))
+    assert scene.table.state(1) == SAVED, "nobody waits for what is not wanted any more"
+
+
+# Stepping aside.
+
+
+def test_a_transfer_of_the_application_goes_first_but_not_for_ever(clock: Clock) -> None:
+    scene = Scene(3, (2,), prioritise=True)
+    process = scene.processes[0]
+    process.transferring(1)
+    given = 0
+    for _ in range(100):
+        try:
+            assert scene.take() is not None
+            given += 1
+        except NothingYet:
+            pass
+        clock.now += feed_module.STEP_ASIDE_SECONDS / 40
+    assert given == 2
+    process.transferring(0)
+    assert len(scene.all()) == 1
+
+
+def test_without_priorities_nothing_steps_aside() -> None:
+    scene = Scene(3, (2,), prioritise=False)
+    scene.processes[0].transferring(1)
+    assert scene.all() == [0, 1, 2]
+
+
+def test_a_queued_transfer_is_over_when_its_flag_is_set(clock: Clock) -> None:
+    scene = Scene(3, (2,), prioritise=True)
+    process = scene.processes[0]
+    process.transfer(5, ticket=17)
+    assert scene.all() == []
+    process.pools[0].gpu[2 + 5] = 17
+    assert scene.all() == [], "flags are read ever so often"
+    clock.now += 2 * feed_module.REFRESH_SECONDS
+    assert scene.all() == [0, 1, 2]
+
+
+def test_nobody_steps_aside_for_a_process_that_has_ended(clock: Clock) -> None:
+    scene = Scene(3, (2,), (2,), prioritise=True)
+    scene.processes[1].transferring(1)
+    scene.processes[1].transfer(0, ticket=9)
+    assert scene.all() == []
+    scene.processes[1].lives = False
+    clock.now += feed_module.ALIVE_SECONDS
+    assert scene.all() == [0, 1, 2]
+
+
+def test_many_owed_chunks_do_not_hold_up_the_others(clock: Clock) -> None:
+    """However many copies are on their way: a chunk that nobody has taken comes at once."""
+    count = 2000
+    scene = Scene(count, (count,))
+    process = scene.processes[0]
+    process.table.close()
+    process = scene.processes[0] = Process(0, scene.table, (count,), queue=count)
+    scene.feed._windows = [process.window]
+    for chunk in range(count - 1):
+        process.shadow(chunk, chunk, ticket=chunk + 1)
+    clock.now += 1
+    piece = scene.take()
+    assert piece is not None
+    assert piece.chunk == count - 1
+    process.copied(count - 2, count - 1)
+    clock.now += 1
+    asked = 0
+    while True:
+        asked += 1
+        try:
+            piece = scene.take()
+            break
+        except NothingYet:
+            pass
+    assert piece is not None
+    assert piece.chunk == count - 2
+    assert asked <= count // feed_module.OWED_AT_ONCE + 1
+
+
+def test_first_written_first() -> None:
+    places = Scene(4, (0,)).places
+    before = {(places[2].key, places[2].offset): 0, (places[0].key, places[0].offset): 1, ((SESSION, 9), 0): 2}
+    assert first_written_first(places, before) == [2, 0, 1, 3]
+    assert first_written_first(places, {}) == [0, 1, 2, 3]

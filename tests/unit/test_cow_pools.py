@@ -1,0 +1,52 @@
+"""How GPU memory is shared out among shadow pools, and whose a slot is."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phos.gpu_engine.cow import shadow_pool
+from phos.gpu_engine.cow.chunk_table import POOL_FLAGS
+from phos.gpu_engine.cow.shadow_pool import MARGIN_BYTES, LentPools, slots_for
+from phos.gpu_engine.ring import CHUNK_BYTES
+
+
+class FakeContext:
+    """A GPU with so much free memory."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+    def free_memory(self) -> int:
+        return self.free
+
+
+@given(st.integers(0, 96 << 30), st.integers(0, 8 << 30), st.integers(1, 16))
+def test_pools_fit(free: int, wanted: int, processes: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shadow_pool.driver, "context", lambda device: FakeContext(free))
+        slots = slots_for(0, wanted, processes)
+    taken = processes * (POOL_FLAGS + slots * CHUNK_BYTES)
+    assert slots >= 0
+    assert slots * CHUNK_BYTES * processes <= wanted
+    if slots:
+        assert taken + MARGIN_BYTES <= free
+    if free >= MARGIN_BYTES + wanted + processes * POOL_FLAGS:
+        assert (slots + 1) * CHUNK_BYTES * processes > wanted
+
+
+class FakePool:
+    """Only its slots count."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+
+
+@given(st.lists(st.integers(0, 5), max_size=5), st.integers(-3, 30))
+def test_slots_are_found_in_their_pools(sizes: list[int], slot: int) -> None:
+    pools = [FakePool(size) for size in sizes]
+    everywhere = [(pool, index) for pool in pools for index in range(pool.slots)]
+    expected = everywhere[slot] if 0 <= slot < len(everywhere) else None
+    found: object = LentPools(pools).find(slot)  # type: ignore[arg-type]
+    assert found == expected
