@@ -11,7 +11,6 @@ print what the same training prints that is never checkpointed, without the fron
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shutil
 import sys
@@ -333,7 +332,7 @@ def main() -> None:
     parser.add_argument("--touch-gib", type=int, default=48, metavar="N", help="host memory to touch before timing")
     chosen = harness.prepare(parser)
     if chosen.smoke:
-        os.environ.setdefault("SOFTGPU_COPY_BANDWIDTH", str(24 << 20))  # so that there is a window to compute in
+        training.slow_copies()
     # Without PyTorch each micro-batch is an update.
     chosen.micro_batches = chosen.micro_batches or (1 if chosen.smoke else 4)
     chosen.gigabytes = chosen.gigabytes or (0.0002 if chosen.smoke else 2.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ def training_program(folder: Path, device: str, options: Sequence[str], *, front
     if device == "software":
         script = process.PROGRAMS / "large_train.py"
     return Program(process.python_program(script, *options), folder, device, frontend, name=name)
+
+
+def slow_copies() -> None:
+    """Let copies of the software GPU take so long that there is a window to compute in, whatever else runs."""
+    os.environ.setdefault("SOFTGPU_COPY_BANDWIDTH", str(8 << 20))
 
 
 @dataclass(frozen=True)
