@@ -232,6 +232,9 @@ def _saved_by(saved: dict[str, Any]) -> Table:
         else:
             what = f"{d['count']} × {printable(d['kind'])} of process {d['pid']}, inside CRIU's pages"
             table.add_row("driver", size_text(d["bytes"]), Text(what))
+    for r in saved["residue"]:
+        what = f"room for what it holds itself for process {r['pid']}, in {printable(r['file'])}"
+        table.add_row("driver", size_text(r["size"]), Text(what))
     table.add_row("CRIU", size_text(criu["pages_bytes"]), "memory pages")
     table.add_row("CRIU", size_text(criu["bytes"] - criu["pages_bytes"]), "everything else")
     if criu["frozen_seconds"] is not None:

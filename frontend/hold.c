@@ -183,7 +183,8 @@ int phos_hold_wait(void)
             daemon_start();
             since_start_us = 0;
         }
-        unsigned pause = waited_us < 2000000 ? 1000 : 5000;
+        /* Every look that comes late is part of the application's stall; one costs a microsecond or two. */
+        unsigned pause = waited_us < 2000000 ? 250 : 5000;
         nanosleep(&(struct timespec){.tv_nsec = pause * 1000}, NULL);
         if (waited_us < 4000000000u)
             waited_us += pause;

@@ -65,6 +65,11 @@ def summarise(image: Image, *, all_buffers: bool = False) -> dict[str, Any]:
         "saved_by": {
             "phos": {"bytes": inventory.data.total_bytes, "stored_bytes": inventory.data.written_bytes},
             "driver": _saved_by_driver(inventory),
+            "residue": [
+                {"pid": process.pid, "file": r.file, "size": r.size, "path": r.path}
+                for process in inventory.processes
+                for r in process.residues
+            ],
             "criu": _criu(image),
         },
         "timings": _timings(image),

@@ -11,8 +11,8 @@ import pytest
 
 from tests.integration.site import Program, Site, wait_until
 
-OPTIONS = ("--iterations", "60", "--iteration-seconds", "0.03")
-LONG = ("--iterations", "300", *OPTIONS[2:])
+OPTIONS = ("--iterations", "250", "--iteration-seconds", "0.03")
+LONG = ("--iterations", "500", *OPTIONS[2:])
 RESIDUE = 12 << 20
 SHARED_MEMORY = Path("/dev/shm/phos")
 

@@ -169,6 +169,7 @@ SCHEMA = {
     "saved_by": {
         "phos": {"bytes": "int", "stored_bytes": "int"},
         "driver": [{"pid": "int", "kind": "str", "count": "int", "bytes": "int"}],
+        "residue": [],
         "criu": {
             "files": "int",
             "bytes": "int",
