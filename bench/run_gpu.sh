@@ -5,8 +5,8 @@
 #
 # BUNDLE: a folder made by `install.sh --bundle` where there was a registry, or a .tar, .tar.gz or .tar.zst of one, which
 # is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already.
-# PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks steady dump8 toggle cow-variants dump64
-# (default: all, in this order); cow8 cow32 cow64: one size of `cow`, without the peer.
+# PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks steady dump8 toggle cow-variants audit
+# dump64 (default: all, in this order); cow8 cow32 cow64: one size of `cow`, without the peer.
 #
 # Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
 # (default 530) any more are named and left for another call. Results go to bench/results, and with the logs as one
@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.." || exit 1
 bundle=${1:?usage: bench/run_gpu.sh BUNDLE|- [PART...]}
 shift
 [ $# -gt 0 ] || set -- install doctor tests cow dump32 correctness cow-correctness \
-    frameworks steady dump8 toggle cow-variants dump64
+    frameworks steady dump8 toggle cow-variants audit dump64
 
 start=$(date +%s)
 total=${PHOS_GPU_SECONDS:-530}
@@ -132,6 +132,7 @@ for wanted in "$@"; do
     cow32) measure cow32 150 cow --sizes 32 --systems cow,stop ;;
     cow64) measure cow64 200 cow --sizes 64 --systems cow,stop ;;
     cow-variants) measure cow-variants 420 cow --sections pools,validate,phases,transfers ;;
+    audit) measure audit 420 audit ;;
     cow-correctness) measure cow-correctness 360 cow_correctness ;;
     *)
         echo "run_gpu.sh: there is no part named $wanted" >&2

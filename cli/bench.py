@@ -19,6 +19,7 @@ BENCHMARKS = {
     "correctness": "Training interrupted at random moments prints the same losses, bit for bit.",
     "cow": "The stall of a concurrent checkpoint of training, by size; shadows, timing, transfers.",
     "cow_correctness": "Concurrent checkpoints in a row: each image is the state of its one moment.",
+    "audit": "How often the guesses of what kernels write are right, by the source of the guess.",
     "toggle": "The stall of a dump that leaves the program running, by toggle reducer.",
 }
 

@@ -136,6 +136,23 @@ def test_cow_correctness(site: Site) -> None:
     assert any(row.get("identical") for row in content["rows"])
 
 
+def test_audit(site: Site) -> None:
+    """Each program has a row for each source, and the sources are added up."""
+    content = smoke(site, "audit")
+    rows = {row["key"]: row for row in content["rows"]}
+    assert {row["program"] for row in rows.values()} == {
+        "example pointer_chase",
+        "example struct_argument",
+        "bfs, PTX",
+        "lud, PTX",
+    }
+    assert rows["lud, PTX: ptx"]["kernels"] == 2
+    assert rows["lud, PTX: ptx"]["audited"] == 10  # the first five of each
+    assert all(row["written_chunks"] <= row["predicted_chunks"] for row in rows.values())
+    assert content["summary"] == {"success, call": 1, "success, ptx": 1}
+    assert not content["notes"]
+
+
 def test_criu_freeze(site: Site) -> None:
     """The parts of the stall, and CRIU's own figures, with what the driver saves in CRIU's pages and without."""
     choose = ("--only", "none", "--only", "all", "--gaps", "--image", str(site.folder))
