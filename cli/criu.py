@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -54,11 +55,19 @@ VERBOSITY = "2"
 the time for which they are, with the image in memory, and more than half on a disk."""
 
 
-def run_criu(arguments: list[str], directory: Path, log_name: str) -> tuple[int, str]:
-    """Run CRIU with its log in the image directory. Returns (exit status, the errors in it and from phosd)."""
+def run_criu(
+    arguments: list[str], directory: Path, log_name: str, changes: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Run CRIU with its log in the image directory. Returns (exit status, the errors in it and from phosd).
+
+    ``changes`` go into its environment.
+    """
     verbosity = "-v" + os.environ.get("PHOS_CRIU_VERBOSITY", VERBOSITY)
     command = [str(launcher("criu")), *arguments, "--lib", "phos", "-D", str(directory), "-o", log_name, verbosity]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    environment = {**os.environ, **(changes or {})}
+    result = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
     errors = [line for line in (result.stderr + result.stdout).splitlines() if line.strip()]
     log = directory / log_name
     if result.returncode != 0 and log.exists():

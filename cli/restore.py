@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import click
 
 from phos.cli.criu import image_directory, run_criu
-from phos.cli.inspect import refuse
+from phos.cli.inspect import refuse, size_text
+from phos.cli.lazy_pages import LazyPages
 from phos.cli.progress import ImageProgress
+from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import RestoreFailed
 from phos.images.errors import ImageError
@@ -19,10 +24,16 @@ from phos.images.reader import Image
 
 @click.command()
 @click.argument("image", type=click.Path(path_type=Path))
+@click.option(
+    "--lazy", is_flag=True, help="Let the processes compute while their memory, CPU and GPU, is still coming."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def restore(image: Path, as_json: bool) -> None:
-    """Restore the processes in the directory IMAGE; returns when they compute again. They run in the background."""
-    began = time.perf_counter()
+def restore(image: Path, lazy: bool, as_json: bool) -> None:
+    """Restore the processes in the directory IMAGE. They run in the background.
+
+    Returns when they compute again; with --lazy, when all of their memory is there as well.
+    """
+    began, began_at = time.perf_counter(), time.time()
     directory = image_directory(image, create=False)
     try:
         with Image.open(directory) as opened:
@@ -30,15 +41,65 @@ def restore(image: Path, as_json: bool) -> None:
     except ImageError as error:
         refuse("restore", error, as_json)
     client.ensure()
-    with ImageProgress(directory, restore=True, quiet=as_json):
-        status, errors = run_criu(["restore", "--restore-detached", "--shell-job"], directory, "restore.log")
-    if status != 0:
-        raise RestoreFailed(
-            f"The image in {directory} could not be restored; nothing of it was left running.\n{errors}\n"
-            f"CRIU's log: {directory / 'restore.log'}"
-        )
+    arguments = ["restore", "--restore-detached", "--shell-job"]
+    pages: LazyPages | None = None
+    with ExitStack() as stack:
+        if lazy:
+            pages = stack.enter_context(LazyPages(directory, lambda: list(_job(directory).pids)))
+            arguments.append("--lazy-pages")
+        stack.enter_context(ImageProgress(directory, restore=True, quiet=as_json))
+        mode = {"PHOS_RESTORE": "lazy" if lazy else os.environ.get("PHOS_RESTORE", "")}
+        status, errors = run_criu(arguments, directory, "restore.log", mode)
+        if status != 0:
+            why = f"{pages.error}\n" if pages is not None and pages.error else ""
+            raise RestoreFailed(
+                f"The image in {directory} could not be restored; nothing of it was left running.\n{why}{errors}\n"
+                f"CRIU's log: {directory / 'restore.log'}"
+            )
+    if pages is not None and pages.error and (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]):
+        raise RestoreFailed(f"{pages.error} Processes {', '.join(map(str, left))} cannot be relied upon: end them.")
     seconds = time.perf_counter() - began
+    said: dict[str, Any] = {"pids": pids, "image": str(directory), "seconds": round(seconds, 4)}
+    if lazy:
+        said |= _lazily(_job(directory), began_at)
     if as_json:
-        click.echo(json.dumps({"pids": pids, "image": str(directory), "seconds": round(seconds, 4)}))
-    else:
-        click.echo(f"Restored process {', '.join(map(str, pids))} from {directory} ({seconds:.2f} s).")
+        click.echo(json.dumps(said))
+        return
+    click.echo(f"Restored process {', '.join(map(str, pids))} from {directory} ({seconds:.2f} s).")
+    if lazy:
+        _show(said)
+
+
+def _job(directory: Path) -> wire_pb2.Status.Job:
+    """phosd's latest restore from a directory."""
+    path = os.path.realpath(directory)
+    jobs = [job for job in client.status().jobs if job.kind == "restore" and job.image == path]
+    return jobs[-1] if jobs else wire_pb2.Status.Job()
+
+
+def _lazily(job: wire_pb2.Status.Job, began_at: float) -> dict[str, Any]:
+    """When the first kernel was launched and the last byte came (seconds since ``began_at``), and who waited for what."""
+    window = dict(job.window)
+    data = [phase.start + phase.seconds for phase in job.phases if phase.name == "GPU data"]
+    first = window.get("first_launch_ns", 0)
+    return {
+        "mode": job.mode,
+        "first_kernel": round(first / 1e9 - began_at, 4) if first else None,
+        "last_byte": round(job.since + data[-1] - began_at, 4) if data else None,
+        "bytes": job.bytes_total,
+        "on_demand_bytes": window.get("on_demand_bytes", 0),
+        "waits": window.get("waits", 0) + window.get("anything", 0),
+        "waited": round(window.get("wait_ns", 0) / 1e9, 4),
+    }
+
+
+def _show(said: dict[str, Any]) -> None:
+    if said["mode"] != "lazy":
+        click.echo("A guess was wrong while memory was still coming: it was restored once more, eagerly.")
+        return
+    first, last = said["first_kernel"], said["last_byte"]
+    click.echo(
+        f"First kernel after {f'{first:.2f} s' if first is not None else 'all memory was there'}, "
+        f"last byte of {size_text(said['bytes'])} after {last:.2f} s; {size_text(said['on_demand_bytes'])} on demand; "
+        f"{said['waits']} calls waited, {said['waited']:.3f} s in all."
+    )

@@ -200,7 +200,10 @@ void phos_window_end(void)
     if (!is_open)
         return;
     bool entered = phos_enter_context();
-    phos_window_loaded();
+    if (!phos_window_loaded()) {
+        phos_leave_context(entered);
+        return;
+    }
     atomic_store(&phos_window_over, true);
     phos_gate_trace(false, NULL);
     put_away();

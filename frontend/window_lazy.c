@@ -184,9 +184,9 @@ void phos_window_launched(const struct phos_touches *touches)
 void phos_window_load(const struct phos_touches *touches)
 {
     uint64_t start = clock_ns(CLOCK_MONOTONIC);
-    if (touches->anything)
+    if (touches->anything && !touches->nothing)
         load_anything();
-    else
+    else if (!touches->nothing)
         load(touches);
     phos_window_launched(touches);
     phos_count(&phos_window.table->counts.calls, 1);
@@ -248,10 +248,10 @@ static void look_for_faults(void)
     }
 }
 
-void phos_window_loaded(void)
+bool phos_window_loaded(void)
 {
     if (phos_window.table->mode != PHOS_WINDOW_STRICT)
-        return;
+        return true;
     struct phos_error error = {0};
     {
         PHOS_LOCKED(&phos_memory_lock);
@@ -261,7 +261,10 @@ void phos_window_loaded(void)
     }
     look_for_faults();
     PHOS_LOCKED(&phos_memory_lock);
+    if (__atomic_load_n(&phos_window.table->loading.fault, __ATOMIC_ACQUIRE))
+        return false;
     atomic_store(&phos_window_strict, false);
+    return true;
 }
 
 bool phos_window_shuts(const struct phos_block *block)

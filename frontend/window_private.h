@@ -62,8 +62,9 @@ void phos_window_note_all(const struct phos_touches *touches);
 
 /* Before a call in a lazy restore: what it may touch is there when this returns. */
 void phos_window_load(const struct phos_touches *touches);
-/* At the window's end, with all data there: gives access to what has none yet, and sees whether a guess was wrong. */
-void phos_window_loaded(void);
+/* At the window's end, with all data there: gives access to what has none yet. False: a guess was wrong, and phosd is about
+ * to end this process, which must not get to see that. */
+bool phos_window_loaded(void) PHOS_CHECKED;
 /* The kernels launched last, and the time of the first. */
 void phos_window_launched(const struct phos_touches *touches);
 

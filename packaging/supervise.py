@@ -84,6 +84,8 @@ def run(command: list[str], *, gently: bool) -> tuple[int, object]:
     for number in FORWARDED:
         signal.signal(number, forward)
     signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+    if not gently:
+        adopt_orphans()
     client: object
     try:
         from phos.gpu_engine.daemon import client
@@ -137,6 +139,34 @@ def entries(images: str) -> set[str]:
         return set()
 
 
+def adopt_orphans() -> None:
+    """What CRIU leaves running becomes this process's child: only then can its pids be seen to be free again."""
+    import ctypes
+
+    pr_set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
+
+
+def wait_for_free_pids(client: object, seconds: float) -> None:
+    """Wait until the processes of a restore that phosd has ended are gone: CRIU restores under the same pids."""
+    jobs = [job for job in client.status().jobs if job.state == "mispredicted"]  # type: ignore[attr-defined]
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+        if not any(os.path.exists(f"/proc/{pid}") for job in jobs[-1:] for pid in job.pids):
+            return
+        time.sleep(0.005)
+
+
+def eagerly(command: list[str]) -> list[str]:
+    """A command line of `criu restore` without --lazy-pages."""
+    return [word for word in command if not word.startswith("--la")]
+
+
 def attempt(action: str, images: str, phosd: str, command: list[str]) -> tuple[int, bool]:
     """Run CRIU and wait for the GPU's part. Returns (exit status, whether a wrong guess spoilt a concurrent dump)."""
     status, client = run(command, gently=action == "dump")
@@ -159,6 +189,7 @@ def attempt(action: str, images: str, phosd: str, command: list[str]) -> tuple[i
 def main(argv: list[str]) -> int:
     """See the module's text. Returns CRIU's exit status, or 1 if CRIU succeeded and the GPU's part failed.
 
+    A lazy restore in which a kernel touched memory that was not there yet is made anew from the same image, eagerly.
     A concurrent dump whose image could not be right, because a kernel wrote where nobody thought it would, is made anew
     with the processes standing still: in the same directory, rid of what CRIU had put there.
     """
@@ -170,6 +201,13 @@ def main(argv: list[str]) -> int:
     status, mispredicted = attempt(action, images, phosd, command)
     if not mispredicted:
         return status
+    if action == "restore":
+        from phos.gpu_engine.daemon import client
+
+        wait_for_free_pids(client, 10.0)
+        sys.stderr.write("criu: restoring once more, eagerly.\n")
+        os.environ["PHOS_RESTORE"] = "eager"
+        return attempt(action, images, phosd, eagerly(command))[0]
     sys.stderr.write("criu: dumping once more, by the stop protocol.\n")
     for name in entries(images) - before:
         if name.endswith(".img"):

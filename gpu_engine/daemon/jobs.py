@@ -43,6 +43,12 @@ def counts_of(job: Job) -> dict[str, int]:
     return counts
 
 
+def state_of(job: Job) -> str:
+    """Its state; "ending" while something is left of a failed restore that would be in the way of another."""
+    ending = isinstance(job, Restore) and job.state in ("failed", "mispredicted") and not job.put_away.is_set()
+    return "ending" if ending else job.state
+
+
 class Claims:
     """Which processes a checkpoint has in its hands: at most one at a time has a process."""
 
@@ -121,7 +127,7 @@ class JobTable:
                     return wire_pb2.ImageState(state="none")
                 if job.kind == kind:
                     return wire_pb2.ImageState(
-                        state=job.state,
+                        state=state_of(job),
                         error=procfs.readable(job.error),
                         bytes_done=job.progress.done,
                         bytes_total=job.progress.total,
@@ -148,6 +154,7 @@ class JobTable:
                         for p in job.timeline.phases()
                     ],
                     window=counts_of(job),
+                    mode=job.mode if isinstance(job, Restore) else "",
                 )
                 for _, job in self._jobs
                 if job is not None

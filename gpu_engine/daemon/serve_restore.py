@@ -145,6 +145,7 @@ class RestoreServer:
                     ours = process.session in registered
                 if session is not None and ours:
                     self._registry.forget(session)
+        job.put_away.set()
 
 
 def _lazy_pages(criu: int) -> bool:

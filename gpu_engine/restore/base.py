@@ -116,6 +116,8 @@ class Restore(ABC):
         self._pids: dict[int, int] = {}  # the tasks that CRIU has put together → pidfd, or -1
         self._computing: set[int] = set()  # those of them that have all of their GPU state back
         self._over = threading.Event()
+        self.put_away = threading.Event()
+        """Nothing is left of it that could be in the way of another restore of the same image."""
         self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, state, error
         self._sessions: dict[bytes, GatedProcess] = {}
         self._image = Image.open(directory)

@@ -1,0 +1,55 @@
+"""phosd for tests of wrong guesses: while the file named by LYING_PHOSD exists, it says that no kernel touches anything.
+
+Started as phosd is: ``python -m tests.integration.lying_phosd --socket PATH``.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from phos.gpu_engine.daemon import __main__ as daemon
+from phos.gpu_engine.daemon import session
+from phos.gpu_engine.spec.table import FIELD, HEADER, KERNEL, PARAMETER
+
+
+def without_accesses(packed: bytes) -> bytes:
+    """A table of access descriptors in which nothing is read or written."""
+    table = bytearray(packed)
+    _, kernels, parameters, fields = HEADER.unpack_from(table)[:4]
+    at = HEADER.size
+    for _ in range(kernels):
+        record = list(KERNEL.unpack_from(table, at))
+        record[7] = 0
+        KERNEL.pack_into(table, at, *record)
+        at += KERNEL.size
+    at += parameters * PARAMETER.size
+    for _ in range(fields):
+        offset, size, _access, kind = FIELD.unpack_from(table, at)[:4]
+        FIELD.pack_into(table, at, offset, size, 0, kind)
+        at += FIELD.size
+    return bytes(table)
+
+
+def lie() -> None:
+    """Change what kernels are said to touch."""
+    table_file = session.kernels.table_file
+    session.DESCRIBE_RESTORED_SECONDS = 20.0  # a lie about every kernel
+
+    def perhaps(*arguments: Any) -> int:
+        descriptor = table_file(*arguments)
+        if Path(os.environ["LYING_PHOSD"]).exists():
+            with open(descriptor, "r+b", closefd=False) as file:
+                file.seek(0)
+                packed = file.read()
+                file.seek(0)
+                file.write(without_accesses(packed))
+        return descriptor
+
+    session.kernels.table_file = perhaps
+
+
+if __name__ == "__main__":
+    lie()
+    daemon.main(prog_name="phosd")
