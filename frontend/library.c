@@ -2,6 +2,7 @@
 #include "library.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 /* NCCL's calls between ncclGroupStart and the outermost ncclGroupEnd. */
 struct group {
@@ -155,5 +156,9 @@ void phos_library_refine(struct phos_touches *touches)
             const struct phos_library_range *range = &scope->list[i];
             if ((range->access & PHOS_WRITES) && !written_already(touches, range))
                 phos_touches_add(touches, range->address, range->size, range->access);
+            /* Their kernels call through tables that no analysis follows; what they write is said here. Not so with
+             * arrays of pointers, whose outputs are not, and with NCCL, which has buffers of its own. */
+            if (range->access & PHOS_WRITES && (!strncmp(scope->function, "cublas", 6) || !strncmp(scope->function, "cudnn", 5)))
+                touches->anything = 0;
         }
 }

@@ -287,9 +287,19 @@ static void wait_for_everything(void)
     phos_count(&phos_window.table->counts.wait_ns, now_ns() - start);
 }
 
+/* The first of them, for whoever asks why a window stopped the program. */
+static void name_culprit(const char *kernel)
+{
+    uint32_t nobody = 0;
+    if (!__atomic_compare_exchange_n(&phos_window.table->waited_for_all, &nobody, 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
+        return;
+    strncpy(phos_window.table->culprit, kernel ? kernel : "?", PHOS_RECENT_NAME - 1);
+}
+
 static void secure(const struct phos_touches *touches)
 {
     if (touches->anything & PHOS_WRITES) {
+        name_culprit(touches->kernel);
         wait_for_everything();
         return;
     }
@@ -320,12 +330,12 @@ void phos_window_before(struct phos_touches *touches)
         phos_audit_before(touches);
         return;
     }
-    if (touches->nothing)
-        return;
     if (phos_window.table->mode != PHOS_WINDOW_COW) {
         phos_window_load(touches);
         return;
     }
+    if (touches->nothing)
+        return;
     if (phos_window_closed())
         return;
     uint64_t start = now_ns();

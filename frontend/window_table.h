@@ -110,4 +110,6 @@ struct phos_window_table {
     uint32_t zero;
     uint64_t order_at;     /* bytes from the start */
     struct phos_window_loading loading;
+    uint32_t waited_for_all;             /* a call that may write anywhere has put its name here */
+    char culprit[PHOS_RECENT_NAME];
 };

@@ -54,7 +54,11 @@ class Piece:
 
 
 class NothingYet(Exception):
-    """A source has no piece now, but is not at its end."""
+    """A source has no piece now, but is not at its end: ask again in so many ``seconds``."""
+
+    def __init__(self, seconds: float = IDLE_SECONDS) -> None:
+        super().__init__()
+        self.seconds = seconds
 
 
 class Source(Protocol):
@@ -348,10 +352,10 @@ class Copier:
                 try:
                     piece = None if ended else take()
                     ended = piece is None
-                except NothingYet:
+                except NothingYet as later:
                     piece = None
                     if before is None:
-                        time.sleep(IDLE_SECONDS)
+                        time.sleep(later.seconds)
                         continue
                 if piece is not None:
                     address, view = worker.slots[turn]

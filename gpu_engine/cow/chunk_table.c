@@ -182,6 +182,13 @@ EXPORT void phos_window_counts(const struct phos_window_table *table, struct pho
         to[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
 }
 
+/* The call for which the process waited until all was saved; empty: none. In the table's own memory. */
+EXPORT const char *phos_window_culprit(struct phos_window_table *table)
+{
+    table->culprit[PHOS_RECENT_NAME - 1] = 0;
+    return table->culprit;
+}
+
 /* ---- content ---- */
 
 /* The sum over all 64-bit words w of a chunk, the j-th being w + lo(x) * hi(x) with x = w xor (j * KEY + KEY). Addition is

@@ -102,6 +102,7 @@ def library() -> ctypes.CDLL:
         "phos_window_free_slot": (None, [pointer, u32]),
         "phos_window_transferring": (u32, [pointer, u32, pointer]),
         "phos_window_counts": (None, [pointer, pointer]),
+        "phos_window_culprit": (ctypes.c_char_p, [pointer]),
         "phos_content_hash": (u64, [pointer, u64]),
     }
     for name, (result, arguments) in prototypes.items():
@@ -267,6 +268,10 @@ class WindowTable:
         ``flags`` is the host address of the pool's flags as last read.
         """
         return int(self._lib.phos_window_transferring(self._shared.address, pool, flags))
+
+    def culprit(self) -> str:
+        """The first call that might write anywhere, for which the process waited until all was saved; empty: none."""
+        return bytes(self._lib.phos_window_culprit(self._shared.address) or b"").decode(errors="replace")
 
     def counts(self) -> Counts:
         """What the process's calls met with so far."""

@@ -111,7 +111,9 @@ class CowDump(StopDump):
         if self._borrowed and self._copy_failure is None:
             for process in self.gated:
                 process.trace(self._windows.of(process))
+        self._windows.may_change()
         back = self._bring_back()
+        self._windows.runs_on()
         began = next((phase.start for phase in self.timeline.phases() if phase.name in STALL_BEGINS), None)
         if began is not None:
             self.timeline.add(STALL, began, concurrent=True)
@@ -134,6 +136,8 @@ class CowDump(StopDump):
             except PhosError as error:
                 log.warning("%s: %s", self.path, error)
         self._counts = self._windows.counts()
+        for name in self._windows.culprits():
+            log.info("%s: %s may write anywhere: it waited until everything was saved", self.path, name)
         if wanted := self._windows.wanted():
             self._memory.wanted = wanted
         self._windows.close()
@@ -148,11 +152,13 @@ class CowDump(StopDump):
     def _give_up(self, reason: str) -> None:
         self._cancelled.set()
         self._windows.over()
+        self._windows.runs_on()
         super()._give_up(reason)
         self._end_windows()
 
     def _complete(self) -> None:
         if self._copying is not None:  # CRIU is about to kill the processes: nobody traces
+            self._windows.runs_on()
             self._wait_for_data()
             self._end_windows()
         super()._complete()

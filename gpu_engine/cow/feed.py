@@ -30,6 +30,12 @@ REFRESH_SECONDS = 1e-4
 STEP_ASIDE_SECONDS = 0.01
 """So long phosd's copies wait for the application's at a stretch; then one goes all the same."""
 
+STALL_WORKERS = 4
+"""So many workers copy while the processes stand still. More of them save more by then, but CRIU and the driver, which
+the processes wait for, go slower for it."""
+
+STALL_LOOK_SECONDS = 0.002
+
 ALIVE_SECONDS = 0.1
 """How often to look whether a process still runs that owes a copy, or transfers something."""
 
@@ -81,7 +87,12 @@ class ChunkFeed:
         self._windows = windows
         self._expected = expected
         self._prioritise = prioritise and bool(windows)
+        self.may_change = threading.Event()
+        """Set before the first process may write to its memory again."""
+        self.runs_on = threading.Event()
+        """Set when no process waits any more for what goes on beside the copies."""
         self._lock = threading.Lock()  # guards all below
+        self._early: set[int] = set()  # the threads that copy while the processes stand still
         self._given = bytearray(len(places))
         self._given_count = 0
         self._owed: deque[int] = deque()  # chunks that a process has taken, whose copy may not have been made yet
@@ -99,6 +110,8 @@ class ChunkFeed:
         with self._lock:
             if self._given_count == len(self.places):
                 return None
+            if not self.runs_on.is_set() and not self._is_early(threading.get_ident()):
+                raise NothingYet(STALL_LOOK_SECONDS)
             if self._prioritise and self._step_aside():
                 raise NothingYet
             piece = self._wanted() or self._shadowed() or self._any()
@@ -116,13 +129,18 @@ class ChunkFeed:
         if piece.slot >= 0:
             process, slot = divmod(piece.slot, SHADOWED)
             self._windows[process].table.free_slot(slot)
-        if self._expected is not None:
+        if self._expected is not None and self.may_change.is_set():
             address = ctypes.addressof(ctypes.c_char.from_buffer(data))
             if content_hash(address, piece.size) != self._expected[piece.chunk]:
                 raise Mispredicted(
                     f"GPU memory changed before it was saved (block {piece.key[1]}, "
                     f"{piece.size} bytes at {piece.offset}): a kernel wrote where no guess said it would."
                 )
+
+    def _is_early(self, thread: int) -> bool:
+        if len(self._early) < STALL_WORKERS:
+            self._early.add(thread)
+        return thread in self._early
 
     def _give(self, chunk: int, address: int, slot: int = -1, device: int = -1) -> Piece:
         self._given[chunk] = 1

@@ -126,6 +126,16 @@ class Windows:
         """A process's window."""
         return self._windows[process.session]
 
+    def may_change(self) -> None:
+        """The processes are about to run on: from here on what is saved is compared with what it was."""
+        if self.feed is not None:
+            self.feed.may_change.set()
+
+    def runs_on(self) -> None:
+        """Nobody stands still any more: the copies may take what they can get."""
+        if self.feed is not None:
+            self.feed.runs_on.set()
+
     def over(self) -> None:
         """All is saved or given up: nobody waits any more, and nobody begins to trace."""
         if self._table is not None:
@@ -142,6 +152,10 @@ class Windows:
             place = self.feed.places[chunk]
             ranks.setdefault((place.key, place.offset), len(ranks))
         return ranks
+
+    def culprits(self) -> list[str]:
+        """Calls that might write anywhere, the first of each process: it waited until everything was saved."""
+        return sorted({name for window in self._windows.values() if (name := window.table.culprit())})
 
     def counts(self) -> dict[str, int]:
         """What the processes met with, added up: struct phos_window_counts, and what phosd did for them."""

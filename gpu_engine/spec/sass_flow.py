@@ -84,10 +84,14 @@ def _describe_one(
 
 
 def anything(name: str, parameters: tuple[Parameter, ...]) -> AccessDescriptor:
-    """The descriptor of a kernel whose code cannot be followed."""
+    """The descriptor of a kernel whose code cannot be followed: it reads and writes whatever its arguments point to.
+
+    That it goes on from there to memory that no argument names is possible, but rare, and whoever relies on the guess
+    checks it. To wait for everything at each launch of such a kernel would stop the world.
+    """
     both = Access.READ | Access.WRITE
     scans = tuple(Field(p.offset, p.size, both, FieldKind.SCAN) for p in parameters if p.size >= ADDRESS_BYTES)
-    return AccessDescriptor(name, parameters, scans, both, Source.SASS)
+    return AccessDescriptor(name, parameters, scans, Access.NONE, Source.SASS)
 
 
 def _listing(image: bytes, kernels: Collection[str], slots: Mapping[int, str], tool: Path) -> Listing:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from phos.gpu_engine.copier import NothingYet, Piece
+from phos.gpu_engine.copier import IDLE_SECONDS, NothingYet, Piece
 from phos.gpu_engine.cow import feed as feed_module
 from phos.gpu_engine.cow.chunk_table import (
     NO_SLOT,
@@ -22,7 +24,7 @@ from phos.gpu_engine.cow.chunk_table import (
     WindowTable,
     content_hash,
 )
-from phos.gpu_engine.cow.feed import ChunkFeed, Place, Window
+from phos.gpu_engine.cow.feed import STALL_WORKERS, ChunkFeed, Place, Window
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.window import first_written_first
 from phos.gpu_engine.errors import Mispredicted
@@ -126,6 +128,8 @@ class Scene:
         prioritise = more.pop("prioritise", False)
         windows = [process.window for process in self.processes]
         self.feed = ChunkFeed(self.table, self.places, list(order), windows, expected, prioritise=prioritise)
+        self.feed.may_change.set()
+        self.feed.runs_on.set()
 
     def take(self) -> Piece | None:
         return self.feed.take()
@@ -428,3 +432,28 @@ def test_first_written_first() -> None:
     before = {(places[2].key, places[2].offset): 0, (places[0].key, places[0].offset): 1, ((SESSION, 9), 0): 2}
     assert first_written_first(places, before) == [2, 0, 1, 3]
     assert first_written_first(places, {}) == [0, 1, 2, 3]
+
+
+def test_while_the_processes_stand_still_few_workers_copy_and_nothing_is_compared() -> None:
+    scene = Scene(8, range(8), expected=[0] * 8)
+    scene.feed.may_change.clear()
+    scene.feed.runs_on.clear()
+    data = bytearray(os.urandom(CHUNK))
+    piece = scene.take()
+    assert piece is not None
+    scene.feed.landed(piece, memoryview(data))  # not what it should be, but nobody can have changed it
+    with ThreadPoolExecutor(STALL_WORKERS + 2) as pool:
+        together = threading.Barrier(STALL_WORKERS + 2)
+
+        def take() -> bool:
+            together.wait()
+            try:
+                return scene.take() is not None
+            except NothingYet as later:
+                assert later.seconds > IDLE_SECONDS
+                return False
+
+        taken = [future.result() for future in [pool.submit(take) for _ in range(STALL_WORKERS + 2)]]
+        assert sum(taken) == STALL_WORKERS - 1  # this thread is one of them
+        scene.feed.runs_on.set()
+        assert pool.submit(lambda: scene.take() is not None).result()
