@@ -48,7 +48,7 @@ def test_restores_twice(start: Starter, image: Path) -> None:
 
 def test_ten_generations(start: Starter, image: Path) -> None:
     """Dump, kill, restore, compute, and again, ten times."""
-    program = start(example("mlp", "--iteration-seconds", "0.15"))
+    program = start(example("mlp", "--iteration-seconds", "0.5"))
     program.wait_for("^ITERATION 2 ")
     for generation in range(10):
         folder = image / str(generation)
