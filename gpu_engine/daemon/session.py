@@ -620,8 +620,8 @@ class Session:
             raise PhosError(f"Process {self.pid} ({self.executable}) has gone away ({error}).") from error
 
     def alive(self) -> bool:
-        """Whether the process still exists (a zombie does not count)."""
-        return procfs.is_alive(self.pid)
+        """Whether the process still exists (a zombie does not count), and has not become another program."""
+        return self.machine.state is not SessionState.ENDED and procfs.is_alive(self.pid)
 
     @property
     def is_connected(self) -> bool:

@@ -34,7 +34,9 @@ def dump_concurrently(site: Site, program: Program, name: str = "image", **chang
     script = site.folder / f"{name}-post-dump"
     script.write_text(f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || cp {program.output} {image}/output\n')
     script.chmod(0o755)
-    site.dump(program, image, "--leave-running", "--action-script", str(script), PHOS_PROTOCOL="cow", **changes)
+    site.dump(
+        program, image, "--leave-running", "--action-script", str(script), check=True, PHOS_PROTOCOL="cow", **changes
+    )
     return image
 
 

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phos.gpu_engine.cow import shadow_pool
 from phos.gpu_engine.cow.chunk_table import POOL_FLAGS
 from phos.gpu_engine.cow.shadow_pool import MARGIN_BYTES, LentPools, slots_for
 from phos.gpu_engine.ring import CHUNK_BYTES
@@ -25,7 +24,7 @@ class FakeContext:
 @given(st.integers(0, 96 << 30), st.integers(0, 8 << 30), st.integers(1, 16))
 def test_pools_fit(free: int, wanted: int, processes: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shadow_pool.driver, "context", lambda device: FakeContext(free))
+        patch.setattr("phos.gpu_engine.driver.context", lambda device: FakeContext(free))
         slots = slots_for(0, wanted, processes)
     taken = processes * (POOL_FLAGS + slots * CHUNK_BYTES)
     assert slots >= 0

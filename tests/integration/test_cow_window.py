@@ -1,0 +1,227 @@
+"""What may happen while the memory of a process that runs on is being saved, with the real CRIU.
+
+The random program (tests/windows/program.c) checks its own memory: after a window, and after a restore.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.site import PATIENCE, Program, Site, wait_until, words
+from tests.integration.test_cow import dump_concurrently, inventory, restore_at
+from tests.windows import windows
+
+PROGRAMS = Path(__file__).parent / "programs"
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler"),
+]
+
+
+@pytest.fixture
+def random_site(site: Site, tmp_path: Path) -> Site:
+    """A site whose phosd saves so slowly that much happens meanwhile."""
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(6 << 20)
+    site.environment["PHOS_PROTOCOL"] = "cow"
+    windows.build(tmp_path)
+    return site
+
+
+def start(site: Site, seed: int, become: str = "") -> Program:
+    """The random program, at work."""
+    numbers = [str(number) for number in (seed, 2, 16, 300, 0)]
+    command = [str(site.folder / "program"), str(windows.HERE / "kernels.ptx"), *numbers]
+    program = site.start(*command, SOFTGPU_COPY_BANDWIDTH="0", BECOME_ANOTHER=become)
+    wait_until(lambda: "READY" in program.lines() or not program.alive(), "the program")
+    assert program.alive(), program.lines()
+    time.sleep(0.3)
+    return program
+
+
+def end(program: Program) -> None:
+    """The program compares its memory with what it must be."""
+    os.kill(program.pid, signal.SIGUSR1)
+    wait_until(lambda: not program.alive(), "the program's end")
+    assert program.lines()[-1] == "GOOD", program.lines()[-20:]
+
+
+def come_back(site: Site, program: Program, image: Path) -> None:
+    """The program of an image is restored, and its memory is what it must be."""
+    site.gone(program)
+    program.output.write_bytes((image / "output").read_bytes())
+    site.run("phos-gpu", "verify", str(image))
+    site.restore(image)
+    end(program)
+
+
+def begin(site: Site, program: Program, image: Path) -> subprocess.Popen[bytes]:
+    """A checkpoint in the background; returns in its window."""
+    log = site.folder / "run" / "phosd.log"
+    before = log.read_text().count(" is attached: ")
+    script = site.folder / f"{image.name}-post-dump"
+    script.write_text(f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || cp {program.output} {image}/output\n')
+    script.chmod(0o755)
+    options = ["--leave-running", "--action-script", str(script), "-o", "dump.log", "-v4"]
+    dump = site.background("criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), *options)
+    wait_until(
+        lambda: log.read_text().count(" is attached: ") > before or dump.poll() is not None, f"the window of {image}"
+    )
+    assert dump.poll() is None, site.errors(image / "dump.log")
+    return dump
+
+
+def committed(dump: subprocess.Popen[bytes], image: Path) -> None:
+    """The image is whole."""
+    assert dump.wait(PATIENCE) == 0, Site.errors(image / "dump.log")
+    assert (image / "phos-commit.img").exists()
+
+
+def no_image(dump: subprocess.Popen[bytes], image: Path) -> None:
+    """There is none, and nothing of ours is left of it."""
+    assert dump.wait(PATIENCE) != 0
+    wait_until(lambda: not list(image.glob("phos-*")), f"{image} to be empty: {list(image.glob('phos-*'))}")
+
+
+def test_ten_checkpoints_in_a_row(random_site: Site) -> None:
+    random_site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(200 << 20)
+    program = start(random_site, 1)
+    images = [dump_concurrently(random_site, program, f"image-{number}") for number in range(10)]
+    end(program)
+    for image in (images[0], images[9]):
+        come_back(random_site, program, image)
+
+
+@pytest.mark.parametrize("pool", ["2G", "0"])
+def test_a_program_that_exits(random_site: Site, pool: str) -> None:
+    random_site.environment["PHOS_COW_POOL"] = pool
+    program = start(random_site, 2)
+    image = random_site.image()
+    dump = begin(random_site, program, image)
+    os.kill(program.pid, signal.SIGUSR2)
+    committed(dump, image)
+    come_back(random_site, program, image)
+
+
+def test_a_program_that_is_killed(random_site: Site) -> None:
+    program = start(random_site, 3)
+    image = random_site.image()
+    dump = begin(random_site, program, image)
+    os.kill(program.pid, signal.SIGKILL)
+    committed(dump, image)
+    come_back(random_site, program, image)
+
+
+def test_a_program_that_becomes_another(random_site: Site) -> None:
+    program = start(random_site, 4, become="sleep")
+    image = random_site.image()
+    dump = begin(random_site, program, image)
+    os.kill(program.pid, signal.SIGUSR2)
+    wait_until(lambda: words(psutil.Process(program.pid))[:1] == ["sleep"], "the other program")
+    committed(dump, image)
+    os.kill(program.pid, signal.SIGKILL)
+    come_back(random_site, program, image)
+
+
+def test_a_program_that_is_stopped_and_goes_on(random_site: Site) -> None:
+    program = start(random_site, 5)
+    image = random_site.image()
+    dump = begin(random_site, program, image)
+    os.kill(program.pid, signal.SIGSTOP)
+    time.sleep(15)
+    os.kill(program.pid, signal.SIGCONT)
+    committed(dump, image)
+    end(program)
+    come_back(random_site, program, image)
+
+
+def test_phosd_is_killed(random_site: Site) -> None:
+    program = start(random_site, 6)
+    image = random_site.image()
+    phosd = random_site.daemon_pid()
+    dump = begin(random_site, program, image)
+    os.kill(phosd, signal.SIGKILL)
+    assert dump.wait(PATIENCE) != 0
+    assert not (image / "phos-commit.img").exists()
+    assert random_site.run("phos-gpu", "verify", str(image), check=False).returncode != 0
+    random_site.run("phosd", "--ensure")
+    again = dump_concurrently(random_site, program, "again")
+    end(program)
+    come_back(random_site, program, again)
+
+
+def test_the_one_who_waits_for_the_image_is_killed(random_site: Site) -> None:
+    program = start(random_site, 7)
+    image = random_site.image()
+    dump = begin(random_site, program, image)
+    dump.kill()
+    dump.wait()
+    wait_until((image / "phos-commit.img").exists, "the image")
+    end(program)
+    come_back(random_site, program, image)
+
+
+def test_a_second_request_is_refused(random_site: Site) -> None:
+    program = start(random_site, 8)
+    image, other = random_site.image(), random_site.image("other")
+    dump = begin(random_site, program, image)
+    second = random_site.dump(program, other, "--leave-running", check=False)
+    assert second.returncode != 0
+    said = second.stdout + second.stderr + random_site.errors(other / "dump.log")
+    assert str(program.pid) in said
+    assert "under way" in said or "in progress" in said or "another" in said, said
+    assert not list(other.glob("phos-*"))
+    committed(dump, image)
+    end(program)
+    come_back(random_site, program, image)
+
+
+@contextmanager
+def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
+    """A tmpfs of that size."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_the_disk_becomes_full(random_site: Site) -> None:
+    random_site.environment["PHOS_VALIDATE"] = "off"
+    program = start(random_site, 9)
+    with small_disk(random_site.folder / "small", 64) as disk:  # too little for phosd to reserve what it needs
+        image = disk / "image"
+        image.mkdir()
+        dump = begin(random_site, program, image)
+        with suppress(OSError), open(disk / "other", "wb", buffering=0) as other:
+            while True:
+                other.write(bytes(1 << 20))
+        no_image(dump, image)
+    again = dump_concurrently(random_site, program, "again")
+    end(program)
+    come_back(random_site, program, again)
+
+
+def test_two_processes_with_one_buffer(site: Site) -> None:
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(16 << 20)
+    command = [sys.executable, str(PROGRAMS / "shared_memory.py"), "parent", "100", str(site.folder / "handle")]
+    program = site.start(*command, SOFTGPU_COPY_BANDWIDTH="0")
+    program.wait_iterations(10)
+    image = dump_concurrently(site, program)
+    expected = program.wait_result()
+    said = inventory(site, image)
+    assert said["protocol"] == "cow"
+    assert len(said["processes"]) == 2
+    restore_at(site, program, image)
+    assert program.wait_result() == expected
