@@ -11,9 +11,8 @@ import pytest
 
 from phos.cli import guard_policy
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "examples"))
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 import cow_correctness
 import training
 from training import Iteration, Span
