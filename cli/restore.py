@@ -78,7 +78,7 @@ def _job(directory: Path) -> wire_pb2.Status.Job:
 
 
 def _lazily(job: wire_pb2.Status.Job, began_at: float) -> dict[str, Any]:
-    """When the first kernel was launched and the last byte came (seconds since ``began_at``), and who waited for what."""
+    """First kernel and last byte in seconds since ``began_at``, and how long calls waited."""
     window = dict(job.window)
     data = [phase.start + phase.seconds for phase in job.phases if phase.name == "GPU data"]
     first = window.get("first_launch_ns", 0)

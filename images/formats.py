@@ -37,6 +37,7 @@ INVENTORY_FILE = "phos-inventory.img"
 CHUNKS_FILE = "phos-chunks.img"
 COMMIT_FILE = "phos-commit.img"
 COMMIT_TEMPORARY = "phos-commit.img.tmp"
+ORDER_FILE = "phos-order.img"
 CRIU_INVENTORY_FILE = "inventory.img"
 CRIU_STATS_FILE = "stats-dump"
 
@@ -68,7 +69,7 @@ def is_residue(name: str) -> bool:
 
 
 def is_ours(name: str) -> bool:
-    named = name in (INVENTORY_FILE, CHUNKS_FILE, COMMIT_FILE, COMMIT_TEMPORARY)
+    named = name in (INVENTORY_FILE, CHUNKS_FILE, COMMIT_FILE, COMMIT_TEMPORARY, ORDER_FILE)
     return named or stripe_of(name) is not None or is_residue(name)
 
 
@@ -135,8 +136,10 @@ FORMATS = (
     Format(0x50684F03, "PHOS_COMMIT", COMMIT_FILE, pb.CommitEntry, _record_and_seal),
 )
 INVENTORY, CHUNKS, COMMIT = FORMATS
-BY_MAGIC = {f.magic: f for f in FORMATS}
-BY_FILE = {f.file: f for f in FORMATS}
+ORDER = Format(0x50684F04, "PHOS_ORDER", ORDER_FILE, pb.Order, _exactly_one)
+"""Of a file that lies beside an image, but is no part of it."""
+BY_MAGIC = {f.magic: f for f in (*FORMATS, ORDER)}
+BY_FILE = {f.file: f for f in (*FORMATS, ORDER)}
 
 
 # ------------------------------------------------------------------------------------------------------ the framing
@@ -307,7 +310,7 @@ def register_with_pycriu() -> bool:
         from pycriu.images import images, magic
     except ImportError:
         return False
-    for format_ in FORMATS:
+    for format_ in (*FORMATS, ORDER):
         magic.by_name[format_.name] = format_.magic
         magic.by_val[format_.magic] = format_.name
         images.handlers[format_.name] = CritHandler(format_)

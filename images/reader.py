@@ -322,7 +322,7 @@ class Image:
         byte of the image is the one that was written. `progress` is called with (bytes done, bytes in all).
         """
         present = {e.name for e in os.scandir(self._directory)}
-        known = {f.name for f in self.record.files} | {formats.COMMIT_FILE}
+        known = {f.name for f in self.record.files} | {formats.COMMIT_FILE, formats.ORDER_FILE}
         problems = list(self.problems)
         problems += [
             f"{self.path / name} does not belong to the image: it was put there after the checkpoint"

@@ -75,6 +75,10 @@ def summarise(image: Image, *, all_buffers: bool = False) -> dict[str, Any]:
         "timings": _timings(image),
         "window": dict(sorted(inventory.window.items())),
         "validated": inventory.validated,
+        "order": {
+            "chunks": sum(len(t.chunks) for t in inventory.order),
+            "blocks": len({(t.session, t.block) for t in inventory.order}),
+        },
         "files": [{"name": f.name, "size": f.size, "origin": _origin(f.origin)} for f in image.record.files],
     }
 

@@ -21,6 +21,7 @@ from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError
 from phos.gpu_engine.process import ForeignProcess, GatedProcess
 from phos.gpu_engine.stop.dump import BorrowBlocks, Settings, StopDump
 from phos.gpu_engine.timeline import STALL, STALL_BEGINS
+from phos.gpu_engine.touch_order import TouchOrder
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class CowMemory:
         self.hasher = ContentHasher()
         self.hashing = threading.Lock()  # the hasher has one user at a time
         self.wanted: dict[ChunkKey, int] = {}
+        self.touched = TouchOrder()
 
 
 class CowDump(StopDump):
@@ -140,6 +142,8 @@ class CowDump(StopDump):
             log.info("%s: %s may write anywhere: it waited until everything was saved", self.path, name)
         if wanted := self._windows.wanted():
             self._memory.wanted = wanted
+        for session, touched in self._windows.touched().items():
+            self._memory.touched.learn(session, touched)
         self._windows.close()
         if self._counts:
             log.info("%s: in the window: %s", self.path, ", ".join(f"{k} {v}" for k, v in self._counts.items()))

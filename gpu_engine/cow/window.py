@@ -16,6 +16,7 @@ from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
 from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.process import Detached, GatedProcess
 from phos.gpu_engine.ring import CHUNK_BYTES
+from phos.gpu_engine.touch_order import Touched
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +111,9 @@ class Windows:
             records = [(b.number, b.size, first[b.key]) for b in detached[process.session].blocks if b.key in first]
             shapes = [pool.shape(visible[pool.device]) for pool in pools.pools]
             queue = 4 * sum(chunk_count(size) for _, size, _ in records)
-            pools.table = WindowTable(number, records, shapes, queue, prioritise=self._settings.prioritise)
+            pools.table = WindowTable(
+                number, records, shapes, queue, prioritise=self._settings.prioritise, order=queue // 4
+            )
             self._windows[process.session] = ProcessWindow(process, pools.table, self._table, pools)
         self.feed = ChunkFeed(
             self._table,
@@ -152,6 +155,16 @@ class Windows:
             place = self.feed.places[chunk]
             ranks.setdefault((place.key, place.offset), len(ranks))
         return ranks
+
+    def touched(self) -> dict[bytes, list[Touched]]:
+        """Of each process, in which order it first touched its chunks in this window."""
+        found: dict[bytes, list[Touched]] = {}
+        for session, window in self._windows.items():
+            while self.feed is not None and (chunk := window.table.next_touched()) is not None:
+                if 0 <= chunk < len(self.feed.places):
+                    place = self.feed.places[chunk]
+                    found.setdefault(session, []).append((place.key, place.offset // CHUNK_BYTES))
+        return found
 
     def culprits(self) -> list[str]:
         """Calls that might write anywhere, the first of each process: it waited until everything was saved."""

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from phos.gpu_engine import driver, inventory
+from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.cow.dump import CowMemory
 from phos.gpu_engine.daemon.holds import Holds
@@ -31,7 +32,7 @@ RENEWAL_SECONDS = 1.0
 
 
 class Registry:
-    """What the parts of phosd share. ``lock`` guards ``sessions``, ``restores``, ``loading``, ``prepared``; the rest is safe."""
+    """What the parts share. ``lock`` guards ``sessions``, ``restores``, ``loading``, ``prepared``; the rest is safe."""
 
     def __init__(self, path: Path, versions: inventory.Versions, capability: int) -> None:
         """``capability``: of the GPUs, 90 for 9.0: which machine code of a module is analysed."""
@@ -44,6 +45,7 @@ class Registry:
         self.speculator = Speculator(capability)
         self.holds = Holds(hold_folder(path))
         self.broker = Broker(KeeperLink(keeper_socket(path)))
+        self.broker.needed = self._need
         self.sessions: dict[bytes, Session] = {}
         self.restores: dict[bytes, Restore] = {}  # by session, until its process computes again
         self.loading: dict[bytes, Restore] = {}  # by session, until all of its memory is there as well
@@ -54,6 +56,13 @@ class Registry:
     def session(self, number: bytes, pid: int, uid: int, state: SessionState) -> Session:
         """A new session; the caller puts it among the others."""
         return Session(number, pid, uid, self.broker, self.holds, self.speculator, state)
+
+    def _need(self, key: BlockKey) -> None:
+        """Memory that is still being restored is handed to nobody who does not wait for it."""
+        with self.lock:
+            restore = self.loading.get(key[0])
+        if restore is not None:
+            restore.need(key)
 
     def _process_ended(self, session: Session) -> None:
         if not session.alive():
@@ -70,6 +79,7 @@ class Registry:
         session.machine.end()
         self.holds.release(session.session)
         self.speculator.forget(session.session)
+        self.cow.touched.forget(session.session)
         freed = self.broker.drop_session(session.session)
         log.info("Process %d has ended; %d bytes of GPU memory let go.", session.pid, freed)
 

@@ -127,6 +127,7 @@ class DumpServer:
         versions = dataclasses.replace(self._registry.versions, criu=request.criu_version)
         path = os.readlink(f"/proc/self/fd/{directory}")
         job = self._job(connection, request, directory, path, gated, foreign, versions)
+        job.order = self._registry.cow.touched
         self._registry.jobs.add(directory, job)
         job.begin(self._registry.broker.borrow, self._describe)
         return job

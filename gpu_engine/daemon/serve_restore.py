@@ -99,7 +99,7 @@ class RestoreServer:
         if mode not in ("lazy", "eager"):
             raise UsageError(f"PHOS_RESTORE={mode} is neither lazy nor eager.")
         if mode == "lazy":
-            job = LazyRestore(directory, path, copier, settings)
+            job = LazyRestore(directory, path, copier, settings, self._registry.cow.touched)
             if job.suits():
                 return job
             job.close()

@@ -36,8 +36,8 @@ ANSWER_SECONDS = 60.0
 """How long a frontend may take for a request that involves no waiting for the GPU."""
 
 DESCRIBE_RESTORED_SECONDS = 0.05
-"""How long a process that is restored lazily stands still for access descriptors that are being worked out. Without one, a
-launch waits for all that its arguments point to."""
+"""How long a process that is restored lazily stands still for access descriptors that are being worked out. Without one,
+a launch waits for all that its arguments point to."""
 
 RESIDUE_SECONDS = 10.0
 """How long a frontend may take to map a few hundred megabytes, while its application computes."""
@@ -210,7 +210,9 @@ class Session:
             kernels.kernels_seen(self._speculator, self.session, envelope.kernels_seen)
             self.kernels_told += len(envelope.kernels_seen.kernel)
         elif kind == "token_resolve":
-            self._resolve(envelope.id, (envelope.token_resolve.session, envelope.token_resolve.block))
+            asked = (envelope.id, (envelope.token_resolve.session, envelope.token_resolve.block))
+            # It may have to wait, and what the process answers meanwhile must be read.
+            threading.Thread(target=self._resolve, args=asked, daemon=True, name="resolve").start()
         else:
             raise ProtocolError(f"Process {self.pid} sent an unexpected packet ({kind}).")
 
@@ -224,6 +226,8 @@ class Session:
         """Exported memory: the descriptor that a token stands for."""
         resolved = wire_pb2.TokenResolved(error="phosd knows no such exported memory; its owner may have ended.")
         try:
+            if self._broker.needed is not None and key[0] != self.session:
+                self._broker.needed(key)
             borrowed = self._broker.borrow([key]) if self._entitled(key) else []
         except KeyError:
             borrowed = []
@@ -235,6 +239,8 @@ class Session:
                 resolved.error = f"The memory is on GPU {borrowed[0].device}, which process {self.pid} does not see."
         try:
             self._tell([block.descriptor for block in borrowed if not resolved.error], number, token_resolved=resolved)
+        except PhosError:
+            pass  # it has gone
         finally:
             wire.close_all(block.descriptor for block in borrowed)
 

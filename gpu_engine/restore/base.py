@@ -1,7 +1,7 @@
-"""What every restore does, whenever the GPU's data comes: GPUs and memory, the driver's part, and who computes again.
+"""What every restore does, whenever the GPU's data comes: memory, the driver's part, and who computes again.
 
-phosd creates the physical memory and begins to fill it while CRIU brings the CPU side back; the driver's part follows as
-soon as CRIU lets a process go; then the frontend attaches (DESIGN §4).
+phosd creates the physical memory and begins to fill it while CRIU brings the CPU side back; the driver's part follows
+as soon as CRIU lets a process go; then the frontend attaches (DESIGN §4).
 """
 
 from __future__ import annotations
@@ -346,6 +346,10 @@ class Restore(ABC):
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until it has succeeded or failed; whether it has."""
         return self._over.wait(seconds)
+
+    def need(self, key: BlockKey) -> None:
+        """Return when a block's data is there; it goes before others. Or when the restore is over, however it ended."""
+        self._loaded.wait()
 
     def fail(self, reason: str, state: str = "failed") -> None:
         """Give the whole restore up: no process of it may go on without its memory."""

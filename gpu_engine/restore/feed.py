@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.copier import Load, NothingYet
-from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
+from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable, WindowTable
 from phos.images.reader import Extent
 
 ZEROS_AT_ONCE = 64
@@ -52,6 +53,7 @@ class LoadFeed:
         self._left = len(places)
         self._next = 0
         self._turn = 0
+        self._asked: deque[int] = deque()
         self.on_demand = 0
         """Chunks that a process waited for."""
         self.on_demand_bytes = 0
@@ -71,8 +73,18 @@ class LoadFeed:
         for chunk in load.chunks:
             self._table.saved(chunk)
 
+    def want(self, key: BlockKey) -> bool:
+        """Load a block before others, for somebody who has no window; whether all of it is there."""
+        with self._lock:
+            chunks = [chunk for chunk, place in enumerate(self.places) if place.key == key]
+            self._asked.extend(chunk for chunk in chunks if not self._given[chunk])
+        return all(self._table.state(chunk) == SAVED for chunk in chunks)
+
     def _wanted(self) -> Load[Extent] | None:
         """From the processes' queues, in turns."""
+        while self._asked:
+            if not self._given[asked := self._asked.popleft()]:
+                return self._give(asked, asked + 1, urgent=True)
         for _ in range(len(self._windows)):
             window = self._windows[self._turn % len(self._windows)]
             self._turn += 1

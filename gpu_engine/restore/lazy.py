@@ -9,11 +9,12 @@ counts as mispredicted: it can be had eagerly, from the same image.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier, MappedBlocks
@@ -23,6 +24,7 @@ from phos.gpu_engine.restore.base import UNDER_WAY, Restore
 from phos.gpu_engine.restore.feed import LoadFeed, LoadPlace
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.gpu_engine.ring import CHUNK_BYTES
+from phos.gpu_engine.touch_order import Touched, TouchOrder, from_messages, read_beside, write_beside
 from phos.images.reader import Extent
 
 log = logging.getLogger(__name__)
@@ -60,9 +62,11 @@ class LazyRestore(Restore):
 
     mode = "lazy"
 
-    def __init__(self, directory: int, path: str, copier: Copier, settings: LazySettings) -> None:
-        """As :class:`~phos.gpu_engine.restore.base.Restore`."""
+    def __init__(self, directory: int, path: str, copier: Copier, settings: LazySettings, order: TouchOrder) -> None:
+        """As :class:`~phos.gpu_engine.restore.base.Restore`; ``order`` is told of what the processes touch first."""
         super().__init__(directory, path, copier)
+        self._learnt = order
+        self._directory = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
         self._settings = settings
         self._table: ChunkTable | None = None
         self._windows: dict[bytes, LoadWindow] = {}
@@ -74,6 +78,11 @@ class LazyRestore(Restore):
     def suits(self) -> bool:
         """Whether the image's chunks are those of this version's windows; else it has to be restored eagerly."""
         return all(table.chunk_size == CHUNK_BYTES for table in self._image.blocks.values())
+
+    def close(self) -> None:
+        """See :class:`~phos.gpu_engine.restore.base.Restore`."""
+        os.close(self._directory)
+        super().close()
 
     def _prepare(self, blocks: list[Block]) -> None:
         first: dict[BlockKey, int] = {}
@@ -104,7 +113,9 @@ class LazyRestore(Restore):
         assert self._table is not None
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
         tables = [window.table for window in self._windows.values()]
-        with closing(MappedBlocks()) as mapped:
+        with ExitStack() as stack:
+            stack.callback(os.close, self._directory)
+            mapped = stack.enter_context(closing(MappedBlocks()))
             mapped.add(blocks)
             places = [
                 LoadPlace(block.key, offset, size, mapped[block.key].address + offset, block.device, extent)
@@ -116,12 +127,44 @@ class LazyRestore(Restore):
             self._end_windows()
 
     def _order(self, places: Sequence[LoadPlace]) -> list[int]:
-        """Zeros first, which cost next to nothing; then the rest as chosen."""
+        """Zeros first, which cost next to nothing; then what was touched first; then the rest, as it was allocated."""
         numbers = list(range(len(places)))
         if self._settings.order == "random":
             random.shuffle(numbers)
             return numbers
-        return sorted(numbers, key=lambda chunk: (places[chunk].extent is not None, chunk))
+        ranks: dict[Touched, int] = {}
+        if self._settings.order == "recorded":
+            recorded = from_messages(self._image.inventory.order)
+            beside = read_beside(self._directory, self._image.inventory.image_id)
+            for touched in [*beside, *recorded]:
+                ranks.setdefault(touched, len(ranks))
+        last = len(ranks)
+
+        def rank(chunk: int) -> tuple[bool, int, int]:
+            place = places[chunk]
+            return place.extent is not None, ranks.get((place.key, place.offset // CHUNK_BYTES), last), chunk
+
+        return sorted(numbers, key=rank)
+
+    def _learn(self) -> None:
+        """What the processes touched first: for checkpoints of them, and for this image's next restore."""
+        for session, window in self._windows.items():
+            touched: list[Touched] = []
+            while self._feed is not None and (chunk := window.table.next_touched()) is not None:
+                if 0 <= chunk < len(self._feed.places):
+                    place = self._feed.places[chunk]
+                    touched.append((place.key, place.offset // CHUNK_BYTES))
+            self._learnt.learn(session, touched)
+        if order := self._learnt.of(self._windows):
+            write_beside(self._directory, self._image.inventory.image_id, order)
+
+    def need(self, key: BlockKey) -> None:
+        """See :class:`~phos.gpu_engine.restore.base.Restore`."""
+        while not self._loaded.is_set() and not self._over.is_set():
+            with self._counting:
+                if self._table is None or (self._feed is not None and self._feed.want(key)):
+                    return
+            self._over.wait(WATCH_SECONDS)
 
     def _end_windows(self) -> None:
         """All is there: nobody waits any more, everything has access, and whoever guessed wrong has said so."""
@@ -136,6 +179,7 @@ class LazyRestore(Restore):
         self._look()
         with self._counting:
             self._counts = self._count()
+            self._learn()
             for window in self._windows.values():
                 window.table.close()
             self._table.close()
@@ -165,7 +209,7 @@ class LazyRestore(Restore):
                 return
 
     def window_counts(self) -> dict[str, int]:
-        """Struct phos_window_counts and phos_window_loading added up over the processes, and what phosd did for them."""
+        """What calls met with, added up over the processes (frontend/window_table.h), and what phosd did for them."""
         with self._counting:
             return self._count() if self._table is not None else dict(self._counts)
 

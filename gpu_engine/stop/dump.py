@@ -28,6 +28,7 @@ from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess,
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.residue import DumpedResidues
 from phos.gpu_engine.timeline import Timeline
+from phos.gpu_engine.touch_order import TouchOrder, to_messages
 from phos.images.errors import ImageError
 from phos.images.formats import COMMIT_FILE
 from phos.images.reader import Image
@@ -122,6 +123,8 @@ class StopDump:
 
     kind = "dump"
     protocol = "stop"
+    order: TouchOrder | None = None
+    """What is known of the order in which the processes touch their memory."""
 
     def __init__(
         self,
@@ -411,6 +414,8 @@ class StopDump:
             inventory.add_timings(message, self.timeline.phases(), self.timeline.now())
             self._residues.describe(message, self._writer)
             self._add_to(message)
+            if self.order is not None:
+                message.order.extend(to_messages(self.order.of(process.session for process in self.gated)))
             self._writer.commit(message)
             # Nobody may have removed or cut a file meanwhile: this image is what a process is about to be killed for.
             try:

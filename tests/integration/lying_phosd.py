@@ -1,4 +1,4 @@
-"""phosd for tests of wrong guesses: while the file named by LYING_PHOSD exists, it says that no kernel touches anything.
+"""phosd for tests of wrong guesses: while the file LYING_PHOSD names exists, it says that kernels touch nothing.
 
 Started as phosd is: ``python -m tests.integration.lying_phosd --socket PATH``.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from phos.gpu_engine.daemon import __main__ as daemon
-from phos.gpu_engine.daemon import session
+from phos.gpu_engine.daemon import kernels, session
 from phos.gpu_engine.spec.table import FIELD, HEADER, KERNEL, PARAMETER
 
 
@@ -34,7 +34,7 @@ def without_accesses(packed: bytes) -> bytes:
 
 def lie() -> None:
     """Change what kernels are said to touch."""
-    table_file = session.kernels.table_file
+    table_file = kernels.table_file
     session.DESCRIBE_RESTORED_SECONDS = 20.0  # a lie about every kernel
 
     def perhaps(*arguments: Any) -> int:
@@ -47,7 +47,7 @@ def lie() -> None:
                 file.write(without_accesses(packed))
         return descriptor
 
-    session.kernels.table_file = perhaps
+    kernels.table_file = perhaps  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from phos.gpu_engine.installation import software_gpu_folder
-from tests.integration.site import Program, Site, wait_until
+from tests.integration.site import Program, Site, wait_until, words
 
 EXAMPLES = {
     "mlp": ("--iterations", "60", "--iteration-seconds", "0.02"),
@@ -31,11 +33,11 @@ def restore_job(site: Site) -> dict[str, Any]:
     return jobs[-1]
 
 
-def dump_at(site: Site, program: Program, iterations: int = 5, **changes: str) -> Path:
+def dump_at(site: Site, program: Program, iterations: int = 5) -> Path:
     """A checkpoint that ends the program."""
     program.wait_iterations(iterations)
     image = site.image()
-    site.dump(program, image, **changes)
+    site.dump(program, image)
     return image
 
 
@@ -128,3 +130,162 @@ def test_a_wrong_guess_faults_and_the_image_is_restored_eagerly(site: Site, liar
     assert program.wait_result() == expected
     modes = [(job["mode"], job["state"]) for job in site.status()["jobs"] if job["kind"] == "restore"]
     assert modes == [("lazy", "mispredicted"), ("eager", "attached")]
+
+
+LAYERS = 24
+LAYERS_SUM = LAYERS * (LAYERS + 1) // 2
+LAYERS_PROGRAM = Path(__file__).parent / "programs" / "layers.py"
+
+
+class Layers:
+    """The program of programs/layers.py, dumped before it touches its memory."""
+
+    def __init__(self, site: Site, action: str) -> None:
+        self.site = site
+        self.go = site.folder / "go"
+        self.program = site.start(sys.executable, str(LAYERS_PROGRAM), action, str(LAYERS), str(self.go))
+        self.image = dump_at(site, self.program, 1)
+        self.output = self.program.output.read_bytes()
+        slowly(site, str(20 << 20))
+
+    def begin(self, **changes: str) -> subprocess.Popen[bytes]:
+        """Restore lazily, and return as soon as the program has been attached."""
+        words = ["criu", "restore", "--lib", "phos", "-d", "-D", str(self.image), "-o", "restore.log", "-v4"]
+        criu = self.site.background(*words, PHOS_RESTORE="lazy", **changes)
+        wait_until(self.attached, "the program to compute again")
+        return criu
+
+    def attached(self) -> bool:
+        found = self.site.run("phos-gpu", "status", "--json", check=False)
+        if found.returncode != 0:
+            return False
+        jobs = [job for job in json.loads(found.stdout)["jobs"] if job["kind"] == "restore"]
+        return any(phase["name"] == "attach" for job in jobs[-1:] for phase in job["phases"])
+
+    def go_on(self) -> None:
+        self.go.touch()
+
+    def restore_again(self) -> None:
+        """Eagerly, with the output as it was, by a phosd whose copies are fast."""
+        self.program.output.write_bytes(self.output)
+        self.site.environment["SOFTGPU_COPY_BANDWIDTH"] = "0"
+        self.site.run("phosd", "--stop", check=False)
+        self.site.restore(self.image)
+
+
+@pytest.mark.parametrize("mode", ["strict", "fast"])
+@pytest.mark.parametrize("action,expected", [("sum", LAYERS_SUM), ("free", None), ("export", LAYERS)])
+def test_memory_that_is_not_there_yet(site: Site, action: str, expected: int | None, mode: str) -> None:
+    layers = Layers(site, action)
+    criu = layers.begin(PHOS_LAZY=mode)
+    layers.go_on()
+    if expected is None:
+        expected = sum(1000 + i if i % 2 == 0 else i + 1 for i in range(LAYERS))
+    assert layers.program.wait_result() == str(expected)
+    assert criu.wait() == 0
+    if action == "sum":
+        assert restore_job(site)["window"]["on_demand"] > 0
+
+
+def test_a_program_may_end_before_its_memory_is_there(site: Site) -> None:
+    layers = Layers(site, "exit")
+    criu = layers.begin()
+    layers.go_on()
+    wait_until(lambda: not layers.program.alive(), "the end of the program")
+    assert criu.wait() == 0
+    job = restore_job(site)
+    assert job["state"] == "attached"
+    assert job["bytes_done"] < job["bytes_total"]
+    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+
+
+def test_a_checkpoint_waits_until_all_is_there(site: Site) -> None:
+    layers = Layers(site, "wait")
+    criu = layers.begin()
+    second = site.image("second")
+    assert restore_job(site)["bytes_done"] < restore_job(site)["bytes_total"]
+    site.dump(layers.program, second)
+    assert criu.wait() == 0
+    job = next(job for job in site.status()["jobs"] if job["kind"] == "restore")
+    assert job["bytes_done"] == job["bytes_total"]
+    site.restore(second)
+    layers.go_on()
+    Path(f"{layers.go}.end").touch()
+    assert layers.program.wait_result() == str(LAYERS_SUM)
+
+
+def test_what_is_being_restored_is_not_restored_again(site: Site) -> None:
+    layers = Layers(site, "sum")
+    criu = layers.begin()
+    refused = site.restore(layers.image, check=False, PHOS_RESTORE="lazy")
+    assert refused.returncode != 0
+    assert "is being restored already" in site.errors(layers.image / "restore.log")
+    layers.go_on()
+    assert layers.program.wait_result() == str(LAYERS_SUM)
+    assert criu.wait() == 0
+
+
+def test_phosd_dies_in_the_middle(site: Site) -> None:
+    layers = Layers(site, "sum")
+    criu = layers.begin()
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    wait_until(lambda: not layers.program.alive(), "the end of the program")
+    assert criu.wait() != 0
+    assert any("still being restored" in line for line in layers.program.lines())
+    layers.restore_again()
+    layers.go_on()
+    assert layers.program.wait_result() == str(LAYERS_SUM)
+
+
+@pytest.mark.parametrize("damage", ["altered", "cut off"])
+def test_the_image_is_damaged_in_the_middle(site: Site, damage: str) -> None:
+    layers = Layers(site, "sum")
+    criu = layers.begin()
+    kept = {}
+    for file in layers.image.glob("phos-data-*.raw"):
+        kept[file] = file.read_bytes()
+        with open(file, "r+b") as data:
+            if damage == "altered":
+                data.write(b"\xff" * len(kept[file]))
+            else:
+                data.truncate(4096)
+    wait_until(lambda: not layers.program.alive(), "the end of the program")
+    assert criu.wait() != 0
+    job = restore_job(site)
+    assert job["state"] == "failed"
+    assert "is damaged" in job["error"] or "cannot be read" in job["error"]
+    assert layers.program.result() is None
+    for file, content in kept.items():
+        file.write_bytes(content)
+    layers.restore_again()
+    layers.go_on()
+    assert layers.program.wait_result() == str(LAYERS_SUM)
+
+
+def test_criu_lazy_pages_dies_in_the_middle(site: Site) -> None:
+    layers = Layers(site, "wait")
+    restore = site.background("phos-gpu", "restore", "--lazy", str(layers.image))
+    wait_until(layers.attached, "the program to compute again")
+    servers = [p for p in site.processes() if "lazy-pages" in words(p) and "criu" in " ".join(words(p)[:4])]
+    for server in servers:
+        server.kill()
+    if not servers:
+        pytest.skip("all pages were there already")
+    layers.go_on()
+    Path(f"{layers.go}.end").touch()
+    status = restore.wait()
+    wait_until(lambda: not layers.program.alive(), "the end of the program")
+    # Either the pages had all come, or it is said.
+    assert (status == 0) == (layers.program.result() == str(LAYERS_SUM))
+
+
+@pytest.mark.parametrize("mode", ["strict", "fast"])
+def test_processes_that_share_memory(site: Site, mode: str) -> None:
+    program = site.start(
+        sys.executable, str(LAYERS_PROGRAM.parent / "shared_memory.py"), "parent", "60", str(site.folder / "handle")
+    )
+    image = dump_at(site, program, 10)
+    slowly(site, str(1 << 20))
+    site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY=mode)
+    assert program.wait_result() == "120"
+    assert restore_job(site)["window"]["waits"] > 0

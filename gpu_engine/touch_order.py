@@ -1,0 +1,110 @@
+"""In which order programs first touch their GPU memory: what a lazy restore loads first.
+
+A window (frontend/window_table.h) writes it down, of a concurrent checkpoint or of a lazy restore. It is advice: a
+chunk that it does not name comes later, one that does not exist any more is passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+
+from phos.gen import phos_image_pb2 as pb
+from phos.gpu_engine.blocks import BlockKey
+from phos.images import formats
+from phos.images.errors import ImageError
+from phos.images.formats import digest
+
+log = logging.getLogger(__name__)
+
+Touched = tuple[BlockKey, int]
+"""A block, and the number of the chunk in it."""
+
+
+class TouchOrder:
+    """What phosd knows of the processes it serves. Any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _sessions
+        self._sessions: dict[bytes, list[Touched]] = {}
+
+    def learn(self, session: bytes, touched: Sequence[Touched]) -> None:
+        """What a window has seen; where it was too short to see all, what was known before still counts."""
+        if not touched:
+            return
+        with self._lock:
+            self._sessions[session] = list(dict.fromkeys([*touched, *self._sessions.get(session, [])]))
+
+    def of(self, sessions: Iterable[bytes]) -> list[Touched]:
+        """Of several processes, which begin at the same moment."""
+        with self._lock:
+            lists = [self._sessions[session] for session in sessions if session in self._sessions]
+        return list(dict.fromkeys(place for places in zip_longest(*lists) for place in places if place is not None))
+
+    def forget(self, session: bytes) -> None:
+        """Its process has ended."""
+        with self._lock:
+            self._sessions.pop(session, None)
+
+
+def to_messages(order: Iterable[Touched]) -> list[pb.Touched]:
+    """For an image: neighbours in the order that are in one block share a message."""
+    messages: list[pb.Touched] = []
+    last: BlockKey | None = None
+    for key, chunk in order:
+        if key != last:
+            messages.append(pb.Touched(session=key[0], block=key[1]))
+            last = key
+        messages[-1].chunks.append(chunk)
+    return messages
+
+
+def from_messages(messages: Iterable[pb.Touched]) -> list[Touched]:
+    """The reverse."""
+    return [((m.session, m.block), chunk) for m in messages for chunk in m.chunks]
+
+
+def _sealed(image_id: bytes, messages: Iterable[pb.Touched]) -> pb.Order:
+    order = pb.Order(image_id=image_id, touched=messages)
+    order.hash = digest(order.SerializeToString(deterministic=True))
+    return order
+
+
+def read_beside(directory: int, image_id: bytes) -> list[Touched]:
+    """What a lazy restore of this image has written beside it; nothing if there is nothing that can be trusted."""
+    try:
+        fd = os.open(formats.ORDER_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
+    except OSError:
+        return []
+    try:
+        with open(fd, "rb") as file:
+            (order,) = formats.parse_file(file.read(), formats.ORDER_FILE, formats.ORDER)
+    except (OSError, ImageError, ValueError) as error:
+        log.warning("%s is of no use: %s", formats.ORDER_FILE, error)
+        return []
+    if order.image_id != image_id or _sealed(image_id, order.touched).hash != order.hash:
+        log.warning("%s is of no use: it is damaged, or another image's.", formats.ORDER_FILE)
+        return []
+    return from_messages(order.touched)
+
+
+def write_beside(directory: int, image_id: bytes, touched: Iterable[Touched]) -> bool:
+    """Keep it beside an image, whole or not at all; whether the directory could be written to."""
+    raw = formats.frame_file(formats.ORDER, [_sealed(image_id, to_messages(touched))])
+    temporary = f"{formats.ORDER_FILE}.tmp"
+    try:
+        fd = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644, dir_fd=directory
+        )
+        with open(fd, "wb") as file:
+            file.write(raw)
+        os.rename(temporary, formats.ORDER_FILE, src_dir_fd=directory, dst_dir_fd=directory)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary, dir_fd=directory)
+        return False
+    return True

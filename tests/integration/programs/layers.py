@@ -1,0 +1,84 @@
+"""Buffers of 4 MiB, each full of its own number; nothing touches them before the file GO exists. Then one of several things
+is done with them, and a result printed:
+
+    sum      reads a word of each, the last buffer first
+    free     frees every other one, allocates as many anew, fills those, and sums up all
+    export   hands the last one to a child by an IPC handle, which reads it
+    wait     waits for the file GO.end, then as sum
+    exit     ends at once
+
+Usage: layers.py ACTION LAYERS GO
+"""
+
+import ctypes
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cuda.bindings import driver as cuda
+
+SIZE = 4 << 20
+
+
+def check(result):
+    if int(result[0]):
+        raise SystemExit(f"CUDA error {result[0]}")
+    return result[1] if len(result) == 2 else None
+
+
+def read(address):
+    word = ctypes.c_uint32()
+    check(cuda.cuMemcpyDtoH(ctypes.addressof(word), address, 4))
+    return word.value
+
+
+def total(layers):
+    return sum(read(layer + SIZE - 4) for layer in reversed(layers))
+
+
+def fresh(value):
+    address = int(check(cuda.cuMemAlloc(SIZE)))
+    check(cuda.cuMemsetD32(address, value, SIZE // 4))
+    return address
+
+
+def act(action, layers, go):
+    if action == "wait":
+        while not Path(f"{go}.end").exists():
+            time.sleep(0.005)
+    elif action == "exit":
+        os._exit(0)
+    elif action == "free":
+        for i in range(0, len(layers), 2):
+            check(cuda.cuMemFree(layers[i]))
+        for i in range(0, len(layers), 2):
+            layers[i] = fresh(1000 + i)
+    elif action == "export":
+        handle = check(cuda.cuIpcGetMemHandle(layers[-1]))
+        go.with_suffix(".handle").write_bytes(bytes(handle.reserved))
+        child = [sys.executable, __file__, "child", "0", str(go)]
+        return int(subprocess.run(child, capture_output=True, check=True).stdout)
+    return total(layers)
+
+
+def main():
+    action, count, go = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
+    check(cuda.cuInit(0))
+    check(cuda.cuCtxSetCurrent(check(cuda.cuDevicePrimaryCtxRetain(check(cuda.cuDeviceGet(0))))))
+    if action == "child":
+        handle = cuda.CUipcMemHandle()
+        handle.reserved = go.with_suffix(".handle").read_bytes()
+        base = check(cuda.cuIpcOpenMemHandle(handle, cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS))
+        print(read(int(base) + SIZE - 4))
+        return
+    layers = [fresh(i + 1) for i in range(count)]
+    check(cuda.cuCtxSynchronize())
+    print("ITERATION 1", flush=True)
+    while not go.exists():
+        time.sleep(0.005)
+    print(f"RESULT {act(action, layers, go)}", flush=True)
+
+
+main()
