@@ -55,7 +55,7 @@ class LoadFeed:
         self._turn = 0
         self._asked: deque[int] = deque()
         self.on_demand = 0
-        """Chunks that a process waited for."""
+        """Chunks that went before others because a process waited for them."""
         self.on_demand_bytes = 0
 
     def take(self) -> Load[Extent] | None:
@@ -91,9 +91,9 @@ class LoadFeed:
             while (chunk := window.next_wanted()) is not None:
                 if not 0 <= chunk < len(self.places):
                     continue
-                self.on_demand += 1
-                self.on_demand_bytes += self.places[chunk].size
                 if not self._given[chunk]:
+                    self.on_demand += 1
+                    self.on_demand_bytes += self.places[chunk].size
                     return self._give(chunk, chunk + 1, urgent=True)
         return None
 

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from phos.gpu_engine.installation import software_gpu_folder
+from phos.gpu_engine.touch_order import read_beside
+from phos.images.reader import Image
 from tests.integration.site import Program, Site, wait_until, words
 
 EXAMPLES = {
@@ -289,3 +291,46 @@ def test_processes_that_share_memory(site: Site, mode: str) -> None:
     site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY=mode)
     assert program.wait_result() == "120"
     assert restore_job(site)["window"]["waits"] > 0
+
+
+def test_a_lazy_restore_learns_in_which_order_memory_is_touched(site: Site) -> None:
+    layers = Layers(site, "sum")
+    criu = layers.begin(PHOS_LAZY="fast")
+    layers.go_on()
+    assert layers.program.wait_result() == str(LAYERS_SUM)
+    assert criu.wait() == 0
+    directory = os.open(layers.image, os.O_RDONLY)
+    try:
+        with Image.open(directory) as image:
+            order = read_beside(directory, image.inventory.image_id)
+            newest = max(block for _, block in image.blocks)
+            chunks = sum(-(-table.size // table.chunk_size) for table in image.blocks.values())
+    finally:
+        os.close(directory)
+    assert order[0][0][1] == newest  # the program begins with its last buffer
+    assert [key[1] for key, _ in order] == sorted((key[1] for key, _ in order), reverse=True)
+    assert 0 < len(order) <= chunks  # it is written down as long as memory is coming
+    site.run("phos-gpu", "verify", str(layers.image))
+
+    # With that order what is wanted is on its way already.
+    layers.program.output.write_bytes(layers.output)
+    layers.go.unlink()
+    wait_until(lambda: not layers.program.alive(), "the end of the program")
+    criu = layers.begin(PHOS_LAZY="fast")
+    layers.go_on()
+    assert layers.program.wait_result() == str(LAYERS_SUM)
+    assert criu.wait() == 0
+    first, second = [job for job in site.status()["jobs"] if job["kind"] == "restore"][-2:]
+    assert second["window"]["on_demand"] < first["window"]["on_demand"]
+
+
+def test_the_image_of_a_concurrent_checkpoint_has_the_order(site: Site) -> None:
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    program.wait_iterations(3)
+    site.run("phosd", "--stop")
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(8 << 20)
+    image = site.image()
+    site.dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")
+    said = json.loads(site.run("phos-gpu", "inspect", "--json", str(image)).stdout)
+    assert said["order"]["chunks"] > 0
+    assert said["order"]["blocks"] > 0

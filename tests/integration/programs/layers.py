@@ -1,4 +1,4 @@
-"""Buffers of 4 MiB, each full of its own number; nothing touches them before the file GO exists. Then one of several things
+"""Buffers of 4 MiB, each full of its own number; nothing touches them before the file GO exists. Then one of these things
 is done with them, and a result printed:
 
     sum      reads a word of each, the last buffer first
