@@ -189,6 +189,7 @@ SCHEMA = {
     },
     "window": {"calls": "int", "call_ns": "int"},
     "validated": "bool",
+    "order": {"chunks": "int", "blocks": "int"},
     "files": [{"name": "str", "size": "int", "origin": "str"}],
 }
 
