@@ -17,7 +17,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Copies are kept, for a phosd that comes later; programs that compile without end must not fill the memory. */
+/* Copies are kept until phosd has been told; where there is none, programs that compile without end must not fill the
+ * memory. */
 #define COPIES_MOST ((size_t)256 << 20)
 #define IMAGE_MOST ((size_t)1 << 30)
 
@@ -111,15 +112,30 @@ static void identify(const char *path, uint64_t file[3])
     file[2] = (uint64_t)status.st_mtim.tv_sec * 1000000000u + (uint64_t)status.st_mtim.tv_nsec;
 }
 
+/* Two modules in memory are taken for the same if this and their sizes are; they differ by chance in all but one case in
+ * 2^64. Not for adversaries: a program could only mislead the guesses about itself. */
+static uint64_t digest_of(const void *bytes, uint64_t size)
+{
+    const uint64_t key = 0x9e3779b97f4a7c15ull;
+    uint64_t sum = size, word, j = 0;
+    for (; j < size / 8; j++) {
+        memcpy(&word, (const char *)bytes + 8 * j, 8);
+        uint64_t x = word ^ ((j + 1) * key);
+        sum += word + (x & 0xffffffffu) * (x >> 32);
+    }
+    word = 0;
+    memcpy(&word, (const char *)bytes + 8 * j, size - 8 * j);
+    return sum + (word ^ key) * key;
+}
+
 /* With module_lock held: the record of these very bytes, of a file or in memory. */
-static struct phos_module *known(const char *path, uint64_t offset, const uint64_t file[3], const void *bytes,
-                                 uint64_t size)
+static struct phos_module *known(const char *path, uint64_t offset, const uint64_t file[3], uint64_t digest, uint64_t size)
 {
     for (struct phos_module *m = modules; m; m = m->next) {
         if (m->size != size || !m->path != !path)
             continue;
         if (path ? m->offset == offset && !memcmp(m->file, file, sizeof m->file) && !strcmp(m->path, path)
-                 : !memcmp(m->bytes, bytes, size))
+                 : m->digest == digest)
             return m;
     }
     return NULL;
@@ -129,7 +145,7 @@ static struct phos_module *known(const char *path, uint64_t offset, const uint64
 static uint64_t note(struct phos_module *module)
 {
     pthread_mutex_lock(&module_lock);
-    struct phos_module *former = known(module->path, module->offset, module->file, module->bytes, module->size);
+    struct phos_module *former = known(module->path, module->offset, module->file, module->digest, module->size);
     uint64_t number;
     if (former)
         number = former->number;
@@ -154,10 +170,10 @@ static uint64_t note(struct phos_module *module)
 }
 
 /* A module in memory of which a copy must be kept. *number 0: none can be. Answers whether the copy must be made. */
-static bool copy_wanted(const void *bytes, uint64_t size, uint64_t *number)
+static bool copy_wanted(uint64_t digest, uint64_t size, uint64_t *number)
 {
     PHOS_LOCKED(&module_lock);
-    struct phos_module *former = known(NULL, 0, NULL, bytes, size);
+    struct phos_module *former = known(NULL, 0, NULL, digest, size);
     *number = former ? former->number : 0;
     return !former && copied + size <= COPIES_MOST;
 }
@@ -171,8 +187,10 @@ static uint64_t note_image(const char *entry_point, const void *image)
     struct place place = {.address = (uintptr_t)start};
     dl_iterate_phdr(find_place, &place);
     void *bytes = NULL;
+    uint64_t digest = 0;
     if (!place.path) {
-        if (!copy_wanted(start, size, &number) || !(bytes = malloc(size)))
+        digest = digest_of(start, size);
+        if (!copy_wanted(digest, size, &number) || !(bytes = malloc(size)))
             return number;
         memcpy(bytes, start, size);
     }
@@ -183,7 +201,7 @@ static uint64_t note_image(const char *entry_point, const void *image)
         return 0;
     }
     *module = (struct phos_module){
-        .entry_point = entry_point, .path = place.path, .offset = place.offset, .size = size, .bytes = bytes};
+        .entry_point = entry_point, .path = place.path, .offset = place.offset, .size = size, .digest = digest, .bytes = bytes};
     identify(module->path, module->file);
     return note(module);
 }
@@ -233,6 +251,13 @@ bool phos_modules_tell(bool (*send)(const struct phos_module *module, int descri
             if (!(module->bytes && file < 0) && !send(module, file))
                 return false;
             module->told = true;
+            /* It has them now. Kept, they would be hundreds of megabytes of every dump; a phosd that comes later does
+             * without, and takes such a module's kernels by the layout of their arguments. */
+            pthread_mutex_lock(&module_lock);
+            copied -= module->bytes ? module->size : 0;
+            free(module->bytes);
+            module->bytes = NULL;
+            pthread_mutex_unlock(&module_lock);
         }
         told_upto = module->number;
         pthread_mutex_lock(&module_lock);

@@ -7,9 +7,10 @@
 struct phos_module {
     uint64_t number; /* from 1; the same bytes loaded again are the same module */
     const char *entry_point;
-    char *path;   /* the file that holds it, or NULL: then `bytes` is a copy */
+    char *path;   /* the file that holds it, or NULL: then `bytes` is a copy, until phosd has been told */
     uint64_t offset, size;
     uint64_t file[3]; /* which file it is: device, inode, time of its last change in ns */
+    uint64_t digest;  /* of a module in memory */
     void *bytes;
     struct phos_module *next;
     bool told;

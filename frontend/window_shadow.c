@@ -11,6 +11,7 @@
 #include <string.h>
 #include <time.h>
 
+#define TRANSFER_LEAST ((size_t)1 << 20) /* a chunk of phosd's in front of it takes longer than a smaller one itself */
 #define SPIN_NS 20000 /* copying a chunk takes phosd four times as long */
 
 /* A chunk that a call may write to. */
@@ -324,6 +325,15 @@ static void secure(const struct phos_touches *touches)
         free(targets.list);
 }
 
+/* Reading back a loss waits for the GPU far longer than for phosd's copies, and would stop these meanwhile. */
+static bool transfer_matters(const struct phos_touches *touches)
+{
+    for (size_t i = 0; i < touches->count; i++)
+        if (!touches->list[i].size || touches->list[i].size >= TRANSFER_LEAST)
+            return true;
+    return false;
+}
+
 void phos_window_before(struct phos_touches *touches)
 {
     if (phos_audit_active()) { /* then there are no windows */
@@ -344,7 +354,7 @@ void phos_window_before(struct phos_touches *touches)
     phos_count(&phos_window.table->counts.calls, 1);
     phos_count(&phos_window.table->counts.call_ns, now_ns() - start);
     /* Not before: while the call waits for a chunk to be saved, phosd must not wait for the call. */
-    touches->window = touches->host_copy && phos_window.table->prioritise;
+    touches->window = touches->host_copy && phos_window.table->prioritise && transfer_matters(touches);
     if (touches->window)
         __atomic_fetch_add(&phos_window.table->transferring, 1, __ATOMIC_RELEASE);
 }

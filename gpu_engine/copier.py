@@ -77,7 +77,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Load(Generic[Item]):
-    """What is filled at once: ``size`` bytes at an ``address`` of phosd's, no more than a slot unless they are zeros."""
+    """What is filled at once: ``size`` bytes at an ``address`` of phosd's, at most a slot unless they are zeros."""
 
     address: int
     size: int

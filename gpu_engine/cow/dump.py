@@ -135,6 +135,8 @@ class CowDump(StopDump):
         for process in self.gated:
             try:
                 process.trace(None)
+            except Mispredicted as error:
+                self._copy_failure = self._copy_failure or error
             except PhosError as error:
                 log.warning("%s: %s", self.path, error)
         self._counts = self._windows.counts()

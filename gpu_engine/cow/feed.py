@@ -28,7 +28,10 @@ REFRESH_SECONDS = 1e-4
 """The flags of a pool are read at most so often: each time is a copy from the GPU."""
 
 STEP_ASIDE_SECONDS = 0.01
-"""So long phosd's copies wait for the application's at a stretch; then one goes all the same."""
+"""So long phosd's copies wait for the application's at a stretch."""
+
+STEP_ASIDE_PAUSE = 0.1
+"""So long they then go all the same: a transfer that is queued behind a long kernel is in nobody's way."""
 
 STALL_WORKERS = 4
 """So many workers copy while the processes stand still. More of them save more by then, but CRIU and the driver, which
@@ -100,10 +103,9 @@ class ChunkFeed:
         self._looked = 0.0
         self._dead: set[int] = set()  # numbers of processes that were found to have ended; their last flags are read
         self._aside_since = 0.0
+        self._aside_again = 0.0
         self.first_wanted: list[int] = []
         """Chunks in the order in which the processes came to write to them."""
-        self.stepped_aside = 0.0
-        """Seconds."""
 
     def take(self) -> Piece | None:
         """See :class:`~phos.gpu_engine.copier.Source`."""
@@ -231,13 +233,16 @@ class ChunkFeed:
         """Whether the application's transfers go first now."""
         now = time.perf_counter()
         self._look_who_lives(now)  # whoever ended in the middle of a transfer has no more
+        if now < self._aside_again:
+            return False
         if not self._transferring(now):
             self._aside_since = 0.0
             return False
         if not self._aside_since:
             self._aside_since = now
         if now - self._aside_since > STEP_ASIDE_SECONDS:
-            self._aside_since = now
+            self._aside_since = 0.0
+            self._aside_again = now + STEP_ASIDE_PAUSE
             return False
         return True
 

@@ -17,7 +17,7 @@ from phos.gpu_engine.daemon import kernels, wire
 from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.states import SessionState, StateMachine
-from phos.gpu_engine.errors import CheckpointFailed, MemoryLost, PhosError, ProtocolError, Unresponsive
+from phos.gpu_engine.errors import CheckpointFailed, MemoryLost, Mispredicted, PhosError, ProtocolError, Unresponsive
 from phos.gpu_engine.inventory import LoadedModule
 from phos.gpu_engine.process import (
     Allocation,
@@ -36,8 +36,8 @@ ANSWER_SECONDS = 60.0
 """How long a frontend may take for a request that involves no waiting for the GPU."""
 
 DESCRIBE_RESTORED_SECONDS = 0.05
-"""How long a process that is restored lazily stands still for access descriptors that are being worked out. Without one,
-a launch waits for all that its arguments point to."""
+"""How long a process that is restored lazily stands still for access descriptors that are being worked out. Without
+one, a launch waits for all that its arguments point to."""
 
 RESIDUE_SECONDS = 10.0
 """How long a frontend may take to map a few hundred megabytes, while its application computes."""
@@ -112,12 +112,15 @@ class Session:
         self._window_lock = threading.Lock()  # guards _window, _tracing; held while the window is opened
         self._window: TracingWindow | None = None
         self._tracing = False
+        self._broken_window = False
         self._imports: dict[int, BlockKey] = {}  # block numbers that stand for another session's blocks
 
     # Connections.
 
     def connected(self, connection: wire.Connection, hello: wire_pb2.Hello, ordinals: dict[bytes, int]) -> None:
         """A frontend said hello; ``ordinals`` gives phosd's number of each GPU by its UUID."""
+        if self._tracing:
+            self._broken_window = True  # it ended its window with the connection, and has not traced since
         with self._lock:
             self.connections += 1
             former, self._connection = self._connection, connection
@@ -590,8 +593,14 @@ class Session:
         with self._window_lock:
             self._window = window
             if window is not None or not self._tracing:
+                self._broken_window = False
                 return
             self._tracing = False
+        if self._broken_window:
+            raise Mispredicted(
+                f"The connection to process {self.pid} ({self.executable}) broke while its memory was saved: what it "
+                "wrote since is not known."
+            )
         if self.is_connected:  # otherwise it has ended its window by itself, or ended
             _, extra = self._call(ANSWER_SECONDS, patient=True, window_end=wire_pb2.WindowEnd())
             wire.close_all(extra)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.site import Program, Site, wait_until
+from tests.integration.site import Program, Site
 
 EXAMPLES = {
     "mlp": ("--iterations", "60", "--iteration-seconds", "0.03"),

@@ -355,20 +355,26 @@ def test_content_that_is_not_that_of_t1_fails_the_checkpoint() -> None:
 
 
 def test_a_transfer_of_the_application_goes_first_but_not_for_ever(clock: Clock) -> None:
-    scene = Scene(3, (2,), prioritise=True)
+    scene = Scene(400, (2,), prioritise=True)
     process = scene.processes[0]
     process.transferring(1)
+    step = feed_module.STEP_ASIDE_SECONDS / 10
+    waited = [0]  # looks in a row at which there was nothing to take
     given = 0
-    for _ in range(100):
+    for _ in range(300):
         try:
             assert scene.take() is not None
             given += 1
+            waited.append(0)
         except NothingYet:
-            pass
-        clock.now += feed_module.STEP_ASIDE_SECONDS / 40
-    assert given == 2
+            waited[-1] += 1
+        clock.now += step
+    assert max(waited) * step <= 1.2 * feed_module.STEP_ASIDE_SECONDS
+    assert given >= 0.8 * 300, "a transfer that does not end costs a tenth of the rate"
+    assert sum(count > 0 for count in waited) >= 2, "the application's transfers have their turn again"
     process.transferring(0)
-    assert len(scene.all()) == 1
+    clock.now += feed_module.STEP_ASIDE_PAUSE
+    assert len(scene.all()) == 400 - given
 
 
 def test_without_priorities_nothing_steps_aside() -> None:

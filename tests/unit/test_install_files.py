@@ -110,7 +110,9 @@ def test_the_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
         wanted |= {f"phos/{path.relative_to(clone)}" for path in (clone / folder).rglob("*.py")}
     assert wanted <= held
     assert {
-        name for name in held - wanted if not name.endswith((".cu", ".def", ".h", ".json", ".ptx", ".pyi", ".txt", "py.typed"))
+        name
+        for name in held - wanted
+        if not name.endswith((".cu", ".def", ".h", ".json", ".ptx", ".pyi", ".txt", "py.typed"))
     } == set()
 
 

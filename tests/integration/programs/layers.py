@@ -1,5 +1,5 @@
-"""Buffers of 4 MiB, each full of its own number; nothing touches them before the file GO exists. Then one of these things
-is done with them, and a result printed:
+"""Buffers of 4 MiB, each full of its own number; nothing touches them before the file GO exists. Then one of these
+things is done with them, and a result printed:
 
     sum      reads a word of each, the last buffer first
     free     frees every other one, allocates as many anew, fills those, and sums up all
