@@ -36,7 +36,11 @@ def kernels_seen(speculator: Speculator, session: bytes, seen: wire_pb2.KernelsS
 
 def table_file(speculator: Speculator, session: bytes, timeout: float) -> int:
     """A memfd with the packed table of the session's kernels, for the caller to close."""
-    packed = speculator.table(session, timeout)
+    return packed_file(speculator.table(session, timeout))
+
+
+def packed_file(packed: bytes) -> int:
+    """A memfd with a packed table, for the caller to close."""
     descriptor = os.memfd_create("phos-access", os.MFD_CLOEXEC)
     try:
         with open(descriptor, "wb", closefd=False) as file:

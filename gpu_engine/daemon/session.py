@@ -98,6 +98,7 @@ class Session:
         self.kernels_told = 0  # names of kernels that have come over this connection
         self._seen: set[int] | None = None  # the blocks registered over this connection, until the table is whole
         self._from_image = False  # restored, and not attached yet
+        self._image_table = b""  # of access descriptors, as the image has it
         self._unheld: set[int] = set()  # blocks without a descriptor: to unmap them would be to lose them
         self._granted: set[BlockKey] = set()  # blocks of others that the image says this process maps
         self._ordinals: dict[int, int] = {}  # the process's numbering of GPUs → phosd's
@@ -569,19 +570,30 @@ class Session:
             if window is None or not carried:
                 return
             if window.loads:
-                self.describe_kernels(DESCRIBE_RESTORED_SECONDS)
+                self._describe_restored()
             answer, extra = self._call(
                 ANSWER_SECONDS, patient=True, carried=carried, window_begin=wire_pb2.WindowBegin()
             )
             wire.close_all(extra)
             self._tracing = not answer.done.error
-        if self._tracing and window.loads:
+        if self._tracing and window.loads and not self._image_table:
             threading.Thread(target=self._describe_later, daemon=True, name="describe").start()
         if answer.done.error:
             log.warning(
                 "Process %d (%s) cannot run while its memory is saved: %s", self.pid, self.executable, answer.done.error
             )
             window.wait_saved()
+
+    def _describe_restored(self) -> None:
+        """As the image has it: numbers of modules survive a restore, and modules in memory are told of only once."""
+        if not self._image_table:
+            self.describe_kernels(DESCRIBE_RESTORED_SECONDS)
+            return
+        table = kernels.packed_file(self._image_table)
+        try:
+            self._tell([table], access_table=wire_pb2.AccessTable())
+        finally:
+            os.close(table)
 
     def _describe_later(self) -> None:
         """What was still being worked out when the process ran on."""
@@ -617,6 +629,14 @@ class Session:
         finally:
             os.close(table)
 
+    def access_table(self) -> bytes:
+        """What is known of what its kernels touch, for an image.
+
+        Of a restored process that may be what its own image said: its modules in memory were told of only once.
+        """
+        known = self._speculator.table(self.session, 0.0)
+        return known if len(known) >= len(self._image_table) else self._image_table
+
     def hang_up(self) -> None:
         """End the connection; the frontend will make another."""
         with self._lock:
@@ -647,6 +667,7 @@ class Session:
     def restored_from(self, message: pb.Process, imports: dict[int, BlockKey]) -> None:
         """Take over what the image knows: executable, modules, and whose blocks the process maps."""
         self._from_image = True
+        self._image_table = message.access_table
         self.executable = message.executable
         self.modules = [LoadedModule(m.entry_point, m.size, m.path, m.offset) for m in message.modules]
         self.uncarried = {u.kind: UncarriedState(u.kind, u.count, u.bytes) for u in message.uncarried}

@@ -158,6 +158,12 @@ class LazyRestore(Restore):
         if order := self._learnt.of(self._windows):
             write_beside(self._directory, self._image.inventory.image_id, order)
 
+    def fail(self, reason: str, state: str = "failed") -> None:
+        """See :class:`~phos.gpu_engine.restore.base.Restore`."""
+        super().fail(reason, state)
+        for window in self._windows.values():  # the processes are dead: nobody need wait for their memory
+            window.end()
+
     def need(self, key: BlockKey) -> None:
         """See :class:`~phos.gpu_engine.restore.base.Restore`."""
         while not self._loaded.is_set() and not self._over.is_set():

@@ -12,10 +12,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import psutil
 
@@ -125,6 +126,8 @@ class StopDump:
     protocol = "stop"
     order: TouchOrder | None = None
     """What is known of the order in which the processes touch their memory."""
+    access_tables: Mapping[bytes, bytes] = MappingProxyType({})
+    """What is known of what their kernels touch, by session (frontend/access_table.h)."""
 
     def __init__(
         self,
@@ -414,6 +417,8 @@ class StopDump:
             inventory.add_timings(message, self.timeline.phases(), self.timeline.now())
             self._residues.describe(message, self._writer)
             self._add_to(message)
+            for process in message.processes:
+                process.access_table = self.access_tables.get(process.session, b"")
             if self.order is not None:
                 message.order.extend(to_messages(self.order.of(process.session for process in self.gated)))
             self._writer.commit(message)

@@ -15,7 +15,8 @@ import pytest
 from phos.gpu_engine.installation import software_gpu_folder
 from phos.gpu_engine.touch_order import read_beside
 from phos.images.reader import Image
-from tests.integration.site import Program, Site, wait_until, words
+from tests.integration.site import Program, Site, become_reaper, wait_until, words
+from tests.windows.lazily import LazyRun
 
 EXAMPLES = {
     "mlp": ("--iterations", "60", "--iteration-seconds", "0.02"),
@@ -322,6 +323,17 @@ def test_a_lazy_restore_learns_in_which_order_memory_is_touched(site: Site) -> N
     assert criu.wait() == 0
     first, second = [job for job in site.status()["jobs"] if job["kind"] == "restore"][-2:]
     assert second["window"]["on_demand"] < first["window"]["on_demand"]
+
+
+def test_random_programs(tmp_path: Path) -> None:
+    """More of them: python -m tests.windows.lazily --restores 500."""
+    become_reaper()
+    made = LazyRun(tmp_path, seed=11)
+    try:
+        made.run(5)
+    finally:
+        made.site.close()
+    assert sum(count for name, count in made.met.items() if "lazy attached" in name) == 5
 
 
 def test_the_image_of_a_concurrent_checkpoint_has_the_order(site: Site) -> None:

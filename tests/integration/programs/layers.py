@@ -16,35 +16,36 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from cuda.bindings import driver as cuda
 
 SIZE = 4 << 20
 
 
-def check(result):
+def check(result: Any) -> Any:
     if int(result[0]):
         raise SystemExit(f"CUDA error {result[0]}")
     return result[1] if len(result) == 2 else None
 
 
-def read(address):
+def read(address: int) -> int:
     word = ctypes.c_uint32()
     check(cuda.cuMemcpyDtoH(ctypes.addressof(word), address, 4))
     return word.value
 
 
-def total(layers):
+def total(layers: list[int]) -> int:
     return sum(read(layer + SIZE - 4) for layer in reversed(layers))
 
 
-def fresh(value):
+def fresh(value: int) -> int:
     address = int(check(cuda.cuMemAlloc(SIZE)))
     check(cuda.cuMemsetD32(address, value, SIZE // 4))
     return address
 
 
-def act(action, layers, go):
+def act(action: str, layers: list[int], go: Path) -> int:
     if action == "wait":
         while not Path(f"{go}.end").exists():
             time.sleep(0.005)
@@ -63,7 +64,7 @@ def act(action, layers, go):
     return total(layers)
 
 
-def main():
+def main() -> None:
     action, count, go = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     check(cuda.cuInit(0))
     check(cuda.cuCtxSetCurrent(check(cuda.cuDevicePrimaryCtxRetain(check(cuda.cuDeviceGet(0))))))
