@@ -130,7 +130,7 @@ class DumpServer:
         job.order = self._registry.cow.touched
         self._registry.jobs.add(directory, job)
         job.begin(self._registry.broker.borrow, self._describe)
-        job.access_tables = {s.session: s.access_table() for s in gated}
+        job.access_tables = {s.session: s.access_table for s in gated}
         return job
 
     def _wait_until_loaded(self, gated: list[Session]) -> None:

@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 60.0
 """How long a frontend may take for a request that involves no waiting for the GPU."""
 
+DESCRIBE_IMAGE_SECONDS = 2.0
+"""How long an image that is otherwise complete waits for access descriptors that are being worked out."""
+
 DESCRIBE_RESTORED_SECONDS = 0.05
 """How long a process that is restored lazily stands still for access descriptors that are being worked out. Without
 one, a launch waits for all that its arguments point to."""
@@ -634,7 +637,7 @@ class Session:
 
         Of a restored process that may be what its own image said: its modules in memory were told of only once.
         """
-        known = self._speculator.table(self.session, 0.0)
+        known = self._speculator.table(self.session, DESCRIBE_IMAGE_SECONDS)
         return known if len(known) >= len(self._image_table) else self._image_table
 
     def hang_up(self) -> None:

@@ -126,7 +126,7 @@ class StopDump:
     protocol = "stop"
     order: TouchOrder | None = None
     """What is known of the order in which the processes touch their memory."""
-    access_tables: Mapping[bytes, bytes] = MappingProxyType({})
+    access_tables: Mapping[bytes, Callable[[], bytes]] = MappingProxyType({})
     """What is known of what their kernels touch, by session (frontend/access_table.h)."""
 
     def __init__(
@@ -418,7 +418,9 @@ class StopDump:
             self._residues.describe(message, self._writer)
             self._add_to(message)
             for process in message.processes:
-                process.access_table = self.access_tables.get(process.session, b"")
+                process.access_table = (
+                    self.access_tables[process.session]() if process.session in self.access_tables else b""
+                )
             if self.order is not None:
                 message.order.extend(to_messages(self.order.of(process.session for process in self.gated)))
             self._writer.commit(message)
