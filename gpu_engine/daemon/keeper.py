@@ -17,13 +17,19 @@ descriptor beside it, and a last ``{"end": true}``.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
 import signal
 import socket
 import sys
+import time
 from typing import Any
+
+LOCK = "keeper.lock"
+LOCK_SECONDS = 2.0
+"""How long a keeper that was just started waits for another to end: phosd cannot tell a dying one from one to come."""
 
 LONELY_SECONDS = 10.0
 """How long a keeper that holds nothing waits for a phosd before it ends."""
@@ -195,7 +201,22 @@ def main() -> None:
 
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    Keeper(sys.argv[1]).run()
+    if alone(sys.argv[1]):
+        Keeper(sys.argv[1]).run()
+
+
+def alone(folder: str) -> bool:
+    """Whether no other keeper serves the folder; waits a moment for one that is ending. Holds for this process's life."""
+    lock = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ import logging
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from phos.gpu_engine.spec import table as tables
 from phos.gpu_engine.spec.cache import decode
-from phos.gpu_engine.spec.descriptor import AccessDescriptor, Source
+from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Source
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.worker_link import WorkerLink, WorkerLost
 
@@ -32,6 +32,20 @@ FINAL = (Source.PTX, Source.SASS)
 """Sources of which no better follows within one analysis."""
 GATHER_SECONDS = 0.05
 """Kernel names come one by one while a program starts; a module is analysed for several of them at once."""
+
+
+def believed(found: AccessDescriptor) -> AccessDescriptor:
+    """The descriptor as the frontend is to act on it.
+
+    A launch that may write through addresses from memory has to wait for all of memory. Machine code that keeps
+    addresses in shared memory, or tensor maps in its workspace, looks like that and is not (cuBLASLt's kernels, for
+    example), and such kernels are in every training step. So where machine code also writes through its arguments, that
+    is all that is believed of it; a checkpoint that this makes wrong is found by its content hashes and made anew.
+    """
+    writes = any(field.access & Access.WRITE for field in found.fields)
+    if found.source is not Source.SASS or not writes:
+        return found
+    return replace(found, indirect=found.indirect & ~Access.WRITE)
 
 
 @dataclass(frozen=True)
@@ -146,7 +160,9 @@ class Speculator:
             ]
             if of_session.packed is None:
                 rows = [
-                    (number, found) for number, module in of_session.modules.items() for found in module.known.values()
+                    (number, believed(found))
+                    for number, module in of_session.modules.items()
+                    for found in module.known.values()
                 ]
                 of_session.packed = tables.pack(rows)
             packed = of_session.packed

@@ -207,7 +207,7 @@ def window(on):
     word = c_uint32.from_address(hidden("phos_gate_word"))
     word.value = word.value | 16 if on else word.value & ~16
 R, W, RW = 1, 2, 3
-def refined(touches, anything=0):
+def refined(touches, anything=0, left=0):
     probe = ctypes.CDLL(PROBE)
     probe.probe_init(*[c_void_p(hidden(n)) for n in
                        ("phos_touches_begin", "phos_touches_add", "phos_library_refine", "phos_touches_end")])
@@ -215,7 +215,7 @@ def refined(touches, anything=0):
     rows = (c_uint64 * 300)(*[v for t in touches for v in t])
     everything = c_uint32(anything)
     count = probe.probe_refine(rows, c_size_t(len(touches)), c_size_t(100), ctypes.byref(everything))
-    assert everything.value == anything
+    assert everything.value == left
     return [tuple(rows[3 * i:3 * i + 3]) for i in range(count)]
 keep = []
 def inside(library, touches, anything=0):

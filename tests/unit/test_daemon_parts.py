@@ -159,6 +159,7 @@ def test_keeper_that_is_killed_is_replaced_and_given_everything_again(
     broker.moved(SESSION, os.getpid())
     for turn in range(2):
         broker.remove((SESSION, turn + 1))
+        wait_until(lambda: len(holders(kept.path.parent)) == 1, "one keeper, and none that is about to end")
         (running,) = holders(kept.path.parent)
         running.kill()
         broker.add(Block((OTHER, turn), 2 << 20, 0, os.dup(memory)), os.getpid())  # while there may be none
