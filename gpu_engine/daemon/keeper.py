@@ -206,7 +206,7 @@ def main() -> None:
 
 
 def alone(folder: str) -> bool:
-    """Whether no other keeper serves the folder; waits a moment for one that is ending. Holds for this process's life."""
+    """Whether no other keeper serves the folder, now and for this process's life; waits a moment for one that ends."""
     lock = os.open(os.path.join(folder, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + LOCK_SECONDS
     while True:
