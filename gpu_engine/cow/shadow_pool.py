@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from contextlib import ExitStack
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.cow.chunk_table import POOL_FLAGS, TRANSFERS, PoolShape, WindowTable
+from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.ring import CHUNK_BYTES
+
+log = logging.getLogger(__name__)
 
 MARGIN_BYTES = 512 << 20
 """GPU memory that no pool takes: the driver needs some for the way back, and the application may allocate."""
@@ -64,12 +69,17 @@ class ShadowPool:
         return self._mapping.address + POOL_FLAGS + index * CHUNK_BYTES
 
     def close(self) -> None:
-        """Give the memory back; the process has its own mapping until it ends its window."""
+        """Give the memory back; the process has its own mapping until it ends its window.
+
+        Raises:
+            DriverError: phosd's context is lost; everything was tried.
+        """
         self._flags.release()
-        self._host.free()
-        self._lane.destroy()
-        self._mapping.unmap()
-        os.close(self.descriptor)
+        with ExitStack() as undo:  # backwards
+            undo.callback(os.close, self.descriptor)
+            undo.callback(self._mapping.unmap)
+            undo.callback(self._lane.destroy)
+            undo.callback(self._host.free)
 
 
 def slots_for(device: int, wanted_bytes: int, processes: int) -> int:
@@ -96,7 +106,10 @@ class LentPools:
     def close(self) -> None:
         """Give all of them back."""
         for pool in self.pools:
-            pool.close()
+            try:
+                pool.close()
+            except DriverError as error:  # the job has failed for that already, and phosd starts anew
+                log.warning("A shadow pool on GPU %d could not be put away: %s", pool.device, error)
         self.pools = []
         if self.table is not None:
             self.table.close()
