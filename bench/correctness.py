@@ -30,7 +30,7 @@ class Bench:
         )
         self.random = random.Random(chosen.seed)
         if chosen.smoke:
-            self.variants = {"mlp": process.python_program(process.EXAMPLES / "mlp.py", "--iterations", "12")}
+            self.variants = {"mlp": process.python_program(process.EXAMPLES / "mlp.py", "--iterations", "40")}
         else:
             train = str(process.EXAMPLES / "pytorch_train.py")
             common = ["--iterations", "300"]
@@ -49,7 +49,7 @@ class Bench:
         """Make one of the programs, slowed down when it is to be interrupted, so that there is something to hit."""
         command = [*self.variants[variant]]
         if frontend:
-            command += ["--iteration-seconds", "0.005"]
+            command += ["--iteration-seconds", "0.06" if self.chosen.smoke else "0.005"]
         return Program(command, self.chosen.work, self.chosen.device, frontend, name="train" if frontend else "alone")
 
     def reference(self, variant: str) -> list[str]:
