@@ -5,6 +5,7 @@
 #include "audit_link.h"
 #include "blocks.h"
 #include "cleanup.h"
+#include "clock.h"
 #include "control.h"
 #include "gate.h"
 #include "library.h"
@@ -51,13 +52,6 @@ static __thread struct {
     uint32_t size;
     char *text; /* the parameter block, or the graph's description; freed with the next note */
 } note;
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 static void nap(void)
 {
@@ -169,9 +163,9 @@ static CUevent behind(CUcontext context, bool *done)
 /* False: it has not been reached within the time, and is `unfinished` from now on. */
 static bool reached(CUevent event, uint64_t limit_ns)
 {
-    uint64_t start = now_ns();
+    uint64_t start = phos_now_ns();
     CUresult result;
-    while ((result = phos_real.cuEventQuery(event)) == CUDA_ERROR_NOT_READY && now_ns() - start < limit_ns)
+    while ((result = phos_real.cuEventQuery(event)) == CUDA_ERROR_NOT_READY && phos_now_ns() - start < limit_ns)
         nap();
     if (result == CUDA_ERROR_NOT_READY) {
         unfinished = event;
@@ -202,7 +196,7 @@ static bool all_at_rest(void)
 /* Why the work of a call is not known to be done; NULL: it is. */
 static const char *await(const struct phos_touches *touches)
 {
-    uint64_t start = now_ns();
+    uint64_t start = phos_now_ns();
     for (;;) {
         if (phos_captures())
             return "another stream is being captured";
@@ -215,7 +209,7 @@ static const char *await(const struct phos_touches *touches)
             return NULL;
         if (result != CUDA_ERROR_NOT_READY)
             return "the call or its work failed";
-        if (now_ns() - start > WORK_NS)
+        if (phos_now_ns() - start > WORK_NS)
             break;
         nap();
     }
@@ -233,9 +227,9 @@ static const char *await(const struct phos_touches *touches)
 /* With the turn: all kernels that there are have been told of, and their descriptors are here. */
 static void fetch_descriptors(void)
 {
-    uint64_t known, told, start = now_ns();
+    uint64_t known, told, start = phos_now_ns();
     while (!phos_kernels_count(&known, &told)) {
-        if (now_ns() - start > TOLD_NS)
+        if (phos_now_ns() - start > TOLD_NS)
             break; /* no connection, or a module that cannot be told of */
         phos_control_hurry();
         nap();

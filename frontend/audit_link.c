@@ -5,6 +5,7 @@
 #include "hold.h"
 #include "log.h"
 #include "memory.h"
+#include "window.h"
 #include "wire_link.h"
 
 #include <poll.h>
@@ -77,8 +78,9 @@ struct ranges {
     bool failed;
 };
 
-static void add(struct ranges *ranges, const struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end)
+static void add(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie)
 {
+    struct ranges *ranges = cookie;
     CUdeviceptr limit = mapping->range.address + mapping->range.size;
     begin = begin > mapping->range.address ? begin : mapping->range.address;
     end = end < limit ? end : limit;
@@ -98,34 +100,6 @@ static void add(struct ranges *ranges, const struct phos_mapping *mapping, CUdev
     ranges->list[ranges->count++] = (struct phos_audit_range){mapping->block->id, offset, end - begin};
 }
 
-/* As a window understands it (window_shadow.c): without a size, the whole allocation. */
-static void add_touch(struct ranges *ranges, const struct phos_touch *touch)
-{
-    CUdeviceptr begin = touch->address, end = touch->address + touch->size;
-    if (!touch->size) {
-        const struct phos_allocation *allocation = phos_allocation_at(begin);
-        const struct phos_mapping *mapping = phos_mapping_at(begin);
-        if (!mapping)
-            return;
-        if (allocation) {
-            begin = allocation->address;
-            end = begin + (allocation->size ? allocation->size : 1);
-        } else if (mapping->span) {
-            begin = mapping->range.address;
-            end = begin + mapping->range.size;
-        } else
-            end = ~(CUdeviceptr)0;
-    }
-    CUdeviceptr expected = 0;
-    for (size_t i = phos_ranges_first(&phos_mappings, begin); i < phos_mappings.count; i++) {
-        const struct phos_mapping *mapping = (const struct phos_mapping *)phos_mappings.items[i];
-        if (mapping->range.address >= end || (!touch->size && expected && mapping->range.address != expected))
-            break;
-        add(ranges, mapping, begin, end);
-        expected = mapping->range.address + mapping->range.size;
-    }
-}
-
 static int by_place(const void *one, const void *other)
 {
     const struct phos_audit_range *a = one, *b = other;
@@ -141,7 +115,7 @@ struct phos_audit_range *phos_audit_ranges(const struct phos_touches *touches, s
         PHOS_LOCKED(&phos_memory_lock);
         for (size_t i = 0; i < touches->count; i++)
             if (touches->list[i].access & PHOS_WRITES)
-                add_touch(&ranges, &touches->list[i]);
+                phos_window_visit(&touches->list[i], add, &ranges);
     }
     size_t kept = 0;
     if (ranges.count)

@@ -7,6 +7,7 @@
 #include "control.h"
 #include "audit.h"
 #include "cleanup.h"
+#include "clock.h"
 #include "detach.h"
 #include "gate.h"
 #include "hold.h"
@@ -47,13 +48,6 @@ static atomic_bool nobody_there; /* the last attempt to connect failed */
 static _Atomic int wake_fd = -1;
 static atomic_bool wake_set; /* the control thread is awake, or the eventfd readable: no need to write */
 static atomic_bool hurried;  /* somebody waits */
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 static void sleep_ms(unsigned ms)
 {
@@ -129,18 +123,18 @@ static void pump(void)
 
 static bool close_gate(uint64_t timeout_ns, struct phos_error *error)
 {
-    uint64_t start = now_ns(), spent;
+    uint64_t start = phos_now_ns(), spent;
     struct phos_gate_straggler who;
     for (;;) {
         /* A context cannot be synchronised while one of its streams is captured, and trying spoils the capture: captures
          * are short, let them end. */
-        while (phos_captures() && (spent = now_ns() - start) < timeout_ns) {
+        while (phos_captures() && (spent = phos_now_ns() - start) < timeout_ns) {
             pump();
             nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
         }
         if (phos_captures())
             return phos_fail(error, CUDA_SUCCESS, "a stream capture did not end in time");
-        spent = now_ns() - start;
+        spent = phos_now_ns() - start;
         if (!phos_gate_close(spent < timeout_ns ? timeout_ns - spent : 0, &who, pump))
             return phos_fail(error, CUDA_SUCCESS, "thread %d did not leave %s in time", (int)who.tid,
                              who.entry < PHOS_API_COUNT ? phos_api_rows[who.entry].symbol : "the driver");
@@ -163,12 +157,12 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
     else if (phos_audit_active())
         phos_fail(&error, CUDA_SUCCESS, "phos-gpu audit runs it; without that it can be checkpointed");
     else if (state == PHOS__WIRE__GATE_STATE__OPEN) {
-        uint64_t start = now_ns();
+        uint64_t start = phos_now_ns();
         if (close_gate((quiesce->timeout_ms ? quiesce->timeout_ms : 10000) * 1000000ull, &error)) {
-            uint64_t closed = now_ns();
+            uint64_t closed = phos_now_ns();
             done.gate_ns = closed - start;
             if (phos_quiesce(&error)) {
-                done.synchronize_ns = now_ns() - closed;
+                done.synchronize_ns = phos_now_ns() - closed;
                 state = PHOS__WIRE__GATE_STATE__QUIESCED;
                 phos_tell_again();
                 if (!phos_tell_all(true))
@@ -195,7 +189,7 @@ static bool fetch_block(const uint8_t session[16], uint64_t block, int *descript
     ENVELOPE(envelope, ++last, TOKEN_RESOLVE, token_resolve, &resolve);
     if (!phos_tell_send(&envelope, NULL, 0))
         return phos_fail(error, CUDA_SUCCESS, "phosd is gone");
-    for (uint64_t end = now_ns() + 5000000000u; now_ns() < end && link_ours();) {
+    for (uint64_t end = phos_now_ns() + 5000000000u; phos_now_ns() < end && link_ours();) {
         struct phos_packet packet;
         struct pollfd polled = {.fd = link_fd, .events = POLLIN};
         enum phos_received received = phos_link_receive(link_fd, &packet);
@@ -249,13 +243,13 @@ static bool on_prepare_residue(uint64_t id, const Phos__Wire__PrepareResidue *pr
 {
     Phos__Wire__Done done = PHOS__WIRE__DONE__INIT;
     struct phos_error error = {0};
-    uint64_t start = now_ns();
+    uint64_t start = phos_now_ns();
     if (state == PHOS__WIRE__GATE_STATE__DETACHED)
         phos_fail(&error, CUDA_SUCCESS, "the process is detached already");
     else if (!prepare->path[0])
         phos_residue_release();
     else if (phos_residue_prepare(prepare->path, prepare->bytes, prepare->device, prepare->inode, &error))
-        phos_debug("residue: %s is mapped, %.3f ms", prepare->path, (double)(now_ns() - start) / 1e6);
+        phos_debug("residue: %s is mapped, %.3f ms", prepare->path, (double)(phos_now_ns() - start) / 1e6);
     done.error = error.text;
     ENVELOPE(envelope, id, DONE, done, &done);
     return phos_tell_send(&envelope, NULL, 0);

@@ -3,6 +3,7 @@
 #include "arena.h"
 #include "blocks.h"
 #include "cleanup.h"
+#include "clock.h"
 #include "gate.h"
 #include "host.h"
 #include "log.h"
@@ -21,13 +22,6 @@
 
 static struct phos_context *reduced; /* whose stack limit is to be put back; the control thread's own */
 static size_t reduced_count;
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 bool phos_quiesce(struct phos_error *error)
 {
@@ -293,7 +287,7 @@ bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct p
 {
     bool entered = phos_enter_context();
     PHOS_LOCKED(&phos_memory_lock);
-    uint64_t start = now_ns();
+    uint64_t start = phos_now_ns();
     if (!all_movable(error)) {
         phos_leave_context(entered);
         return false;
@@ -307,12 +301,12 @@ bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct p
         done->blocks++;
         done->bytes += b->size;
     }
-    done->unmap_ns = now_ns() - start;
-    start = now_ns();
+    done->unmap_ns = phos_now_ns() - start;
+    start = phos_now_ns();
     if (reduce_stack)
         stack_reduce();
     phos_mmap_arm(true, huge_pages);
-    done->reduce_ns = now_ns() - start;
+    done->reduce_ns = phos_now_ns() - start;
     phos_leave_context(entered);
     return true;
 }
@@ -334,7 +328,7 @@ bool phos_attach(uint64_t blocks, bool shut, uint64_t *map_ns, uint64_t *undo_ns
 {
     bool entered = phos_enter_context();
     PHOS_LOCKED(&phos_memory_lock);
-    uint64_t start = now_ns(), there = 0;
+    uint64_t start = phos_now_ns(), there = 0;
     bool ok = true;
     for (struct phos_block *b = phos_blocks.next; ok && b != &phos_blocks; b = b->next) {
         there++;
@@ -354,8 +348,8 @@ bool phos_attach(uint64_t blocks, bool shut, uint64_t *map_ns, uint64_t *undo_ns
             }
         }
     }
-    *map_ns = now_ns() - start;
-    start = now_ns();
+    *map_ns = phos_now_ns() - start;
+    start = phos_now_ns();
     if (ok) {
         phos_mmap_arm(false, false);
         phos_residue_settle();
@@ -364,7 +358,7 @@ bool phos_attach(uint64_t blocks, bool shut, uint64_t *map_ns, uint64_t *undo_ns
         if (!phos_host_register_all(&host))
             phos_warn("pinned memory is pageable from now on: %s", host.text);
     }
-    *undo_ns = now_ns() - start;
+    *undo_ns = phos_now_ns() - start;
     phos_leave_context(entered);
     return ok;
 }

@@ -1,4 +1,5 @@
 #include "gate.h"
+#include "clock.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -27,13 +28,6 @@ static void futex_wait(_Atomic uint32_t *word, uint32_t value)
 static void futex_wake_all(_Atomic uint32_t *word)
 {
     syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
-}
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
 static void thread_unlist(struct phos_thread *self)
@@ -166,9 +160,9 @@ bool phos_gate_close(uint64_t timeout_ns, struct phos_gate_straggler *straggler,
 {
     atomic_fetch_or(&phos_gate_word, PHOS_GATE_CLOSED);
     barrier_everywhere();
-    uint64_t start = now_ns();
+    uint64_t start = phos_now_ns();
     for (unsigned round = 0; someone_inside(straggler); round++) {
-        if (now_ns() - start >= timeout_ns) {
+        if (phos_now_ns() - start >= timeout_ns) {
             phos_gate_open();
             return false;
         }

@@ -6,6 +6,7 @@
  * once. */
 #include "tell.h"
 #include "cleanup.h"
+#include "clock.h"
 #include "control.h"
 #include "functions.h"
 #include "log.h"
@@ -59,18 +60,11 @@ static _Atomic uint64_t untold_since; /* in ns; 0: there is nothing to tell */
 static struct numbers sending;
 static size_t sending_at;
 
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
-
 static void push(struct numbers *numbers, uint64_t value)
 {
     atomic_fetch_add_explicit(&block_changes, 1, memory_order_relaxed);
     if (!atomic_load_explicit(&untold_since, memory_order_relaxed))
-        atomic_store(&untold_since, now_ns());
+        atomic_store(&untold_since, phos_now_ns());
     if (numbers->count == numbers->capacity) {
         size_t grown = numbers->capacity ? numbers->capacity * 2 : 64;
         uint64_t *moved = realloc(numbers->list, grown * sizeof *moved);
@@ -271,17 +265,17 @@ static bool tell_fresh(bool now)
 uint64_t phos_tell_patience(uint64_t *changes)
 {
     *changes = atomic_load_explicit(&block_changes, memory_order_relaxed);
-    uint64_t since = atomic_load(&untold_since), waited = since ? now_ns() - since : PATIENCE_NS;
+    uint64_t since = atomic_load(&untold_since), waited = since ? phos_now_ns() - since : PATIENCE_NS;
     return waited < PATIENCE_NS ? PATIENCE_NS - waited : 0;
 }
 
 static bool tell_uncarried(bool now)
 {
     uint64_t version = phos_uncarried_version();
-    if (version == uncarried_told || (!now && now_ns() - last_report_ns < 100000000u))
+    if (version == uncarried_told || (!now && phos_now_ns() - last_report_ns < 100000000u))
         return true;
     uncarried_told = version;
-    last_report_ns = now_ns();
+    last_report_ns = phos_now_ns();
     for (int kind = 0; kind < PHOS_UNCARRIED_KINDS; kind++) {
         Phos__Wire__Uncarried total = PHOS__WIRE__UNCARRIED__INIT;
         total.kind = (char *)phos_uncarried_names[kind];

@@ -41,3 +41,9 @@ static inline CUresult phos_window_result(CUresult result)
 
 /* In a forked child, which has nothing to do with it. */
 void phos_window_forked(void);
+
+struct phos_mapping;
+typedef void phos_window_visitor(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie);
+/* Each mapping that a touch reaches, with phos_memory_lock held, window or no window. [begin, end) may reach beyond the
+ * mapping. */
+void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visit, void *cookie);

@@ -4,6 +4,7 @@
  * "opened") right ahead of the first call that touches it. Then a call that touches what no guess named faults, instead of
  * computing with whatever was there; phosd is told, ends the process, and the restore is made anew, eagerly. */
 #include "cleanup.h"
+#include "clock.h"
 #include "detach.h"
 #include "gate.h"
 #include "log.h"
@@ -31,13 +32,6 @@ struct missing {
     bool strict;
     uint32_t inline_list[128];
 };
-
-static uint64_t clock_ns(clockid_t clock)
-{
-    struct timespec now;
-    clock_gettime(clock, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 static bool is_there(uint32_t chunk)
 {
@@ -82,12 +76,12 @@ static void open_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdevi
     struct phos_error *error = cookie;
     if (!mapping->shut || error->text[0])
         return;
-    uint64_t start = clock_ns(CLOCK_MONOTONIC);
+    uint64_t start = phos_now_ns();
     PHOS_RELAXED;
     if (!phos_mapping_open(mapping, error))
         return;
     phos_count(&phos_window.table->loading.opened, 1);
-    phos_count(&phos_window.table->loading.open_ns, clock_ns(CLOCK_MONOTONIC) - start);
+    phos_count(&phos_window.table->loading.open_ns, phos_now_ns() - start);
 }
 
 /* Nothing may compute with memory that it cannot have: the driver's own error is what it gets then, or worse. */
@@ -98,11 +92,11 @@ static void refuse(const struct phos_error *error)
 
 static void wait_for_all(void)
 {
-    uint64_t start = clock_ns(CLOCK_MONOTONIC);
+    uint64_t start = phos_now_ns();
     while (!phos_window_closed())
         nanosleep(&(struct timespec){.tv_nsec = SPIN_NS}, NULL);
     phos_count(&phos_window.table->counts.anything, 1);
-    phos_count(&phos_window.table->counts.wait_ns, clock_ns(CLOCK_MONOTONIC) - start);
+    phos_count(&phos_window.table->counts.wait_ns, phos_now_ns() - start);
 }
 
 static void wait_for(const struct missing *missing)
@@ -111,7 +105,7 @@ static void wait_for(const struct missing *missing)
         wait_for_all();
         return;
     }
-    uint64_t start = clock_ns(CLOCK_MONOTONIC);
+    uint64_t start = phos_now_ns();
     {
         PHOS_LOCKED(&phos_window_lock);
         for (size_t i = 0; i < missing->count; i++) {
@@ -127,7 +121,7 @@ static void wait_for(const struct missing *missing)
         while (!is_there(missing->list[i]) && !phos_window_closed())
             nanosleep(&(struct timespec){.tv_nsec = SPIN_NS}, NULL);
     phos_count(&phos_window.table->counts.waits, 1);
-    phos_count(&phos_window.table->counts.wait_ns, clock_ns(CLOCK_MONOTONIC) - start);
+    phos_count(&phos_window.table->counts.wait_ns, phos_now_ns() - start);
 }
 
 /* Everything that is there by now, and in the end that is everything. */
@@ -176,7 +170,7 @@ void phos_window_launched(const struct phos_touches *touches)
         return;
     uint64_t none = 0;
     if (!__atomic_load_n(&loading->first_launch_ns, __ATOMIC_RELAXED))
-        __atomic_compare_exchange_n(&loading->first_launch_ns, &none, clock_ns(CLOCK_REALTIME), false, __ATOMIC_RELAXED,
+        __atomic_compare_exchange_n(&loading->first_launch_ns, &none, phos_clock_ns(CLOCK_REALTIME), false, __ATOMIC_RELAXED,
                                     __ATOMIC_RELAXED);
     uint32_t at = __atomic_fetch_add(&loading->launches, 1, __ATOMIC_RELAXED) % PHOS_RECENT;
     strncpy(loading->recent[at], name, PHOS_RECENT_NAME - 1);
@@ -184,7 +178,7 @@ void phos_window_launched(const struct phos_touches *touches)
 
 void phos_window_load(const struct phos_touches *touches)
 {
-    uint64_t start = clock_ns(CLOCK_MONOTONIC);
+    uint64_t start = phos_now_ns();
     /* Of a kernel whose code nobody has seen only the arguments are known. A strict window finds out what it does besides;
      * here nothing would. */
     bool unseen = touches->source != PHOS_SOURCE_NONE && touches->source > SOURCE_SASS &&
@@ -195,7 +189,7 @@ void phos_window_load(const struct phos_touches *touches)
         load(touches);
     phos_window_launched(touches);
     phos_count(&phos_window.table->counts.calls, 1);
-    phos_count(&phos_window.table->counts.call_ns, clock_ns(CLOCK_MONOTONIC) - start);
+    phos_count(&phos_window.table->counts.call_ns, phos_now_ns() - start);
 }
 
 /* ---- wrong guesses ---- */
@@ -225,7 +219,7 @@ void phos_window_failed(CUresult result)
         say_fault(result);
     }
     /* The application must not act on an error that is ours. */
-    for (uint64_t start = clock_ns(CLOCK_MONOTONIC); clock_ns(CLOCK_MONOTONIC) - start < END_NS;)
+    for (uint64_t start = phos_now_ns(); phos_now_ns() - start < END_NS;)
         nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     phos_warn("phosd did not end this process, whose restore failed: it ends itself");
     kill(getpid(), SIGKILL);

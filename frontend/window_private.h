@@ -49,10 +49,7 @@ struct phos_chunk_range {
     uint32_t first, end; /* in the chunk table */
 };
 
-typedef void phos_window_visitor(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie);
-/* Each mapping that a touch reaches and whose block has chunks. [begin, end) may reach beyond the mapping. */
-void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visit, void *cookie);
-/* The chunks in the part of a mapping that lies in [begin, end). */
+/* The chunks in the part of a mapping that lies in [begin, end); none if its block is not in the window. */
 struct phos_chunk_range phos_window_chunks(const struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end);
 /* These chunks are touched now: those that never were before are next in the order. */
 void phos_window_note(struct phos_chunk_range chunks);

@@ -27,8 +27,7 @@ void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visi
         struct phos_mapping *mapping = (struct phos_mapping *)phos_mappings.items[i];
         if (mapping->range.address >= end || (!touch->size && expected && mapping->range.address != expected))
             break;
-        if (mapping->block->window_chunks)
-            visit(mapping, begin, end, cookie);
+        visit(mapping, begin, end, cookie);
         expected = mapping->range.address + mapping->range.size;
     }
 }

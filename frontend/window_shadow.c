@@ -2,6 +2,7 @@
  * waiting. */
 #include "audit.h"
 #include "cleanup.h"
+#include "clock.h"
 #include "log.h"
 #include "memory.h"
 #include "track.h"
@@ -26,13 +27,6 @@ struct targets {
     bool failed; /* out of host memory */
     struct target inline_list[64];
 };
-
-static uint64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
-}
 
 bool phos_window_closed(void)
 {
@@ -271,21 +265,21 @@ static void wait_saved(const struct target *list, size_t count)
 {
     if (!count)
         return;
-    uint64_t start = now_ns();
+    uint64_t start = phos_now_ns();
     for (size_t i = 0; i < count; i++)
         while (!phos_window_closed() && chunk_state(list[i].chunk) != PHOS_CHUNK_SAVED)
             nanosleep(&(struct timespec){.tv_nsec = SPIN_NS}, NULL);
     phos_count(&phos_window.table->counts.waits, 1);
-    phos_count(&phos_window.table->counts.wait_ns, now_ns() - start);
+    phos_count(&phos_window.table->counts.wait_ns, phos_now_ns() - start);
 }
 
 static void wait_for_everything(void)
 {
-    uint64_t start = now_ns();
+    uint64_t start = phos_now_ns();
     while (!phos_window_closed())
         nanosleep(&(struct timespec){.tv_nsec = SPIN_NS}, NULL);
     phos_count(&phos_window.table->counts.anything, 1);
-    phos_count(&phos_window.table->counts.wait_ns, now_ns() - start);
+    phos_count(&phos_window.table->counts.wait_ns, phos_now_ns() - start);
 }
 
 /* The first of them, for whoever asks why a window stopped the program. */
@@ -348,11 +342,11 @@ void phos_window_before(struct phos_touches *touches)
         return;
     if (phos_window_closed())
         return;
-    uint64_t start = now_ns();
+    uint64_t start = phos_now_ns();
     phos_window_note_all(touches);
     secure(touches);
     phos_count(&phos_window.table->counts.calls, 1);
-    phos_count(&phos_window.table->counts.call_ns, now_ns() - start);
+    phos_count(&phos_window.table->counts.call_ns, phos_now_ns() - start);
     /* Not before: while the call waits for a chunk to be saved, phosd must not wait for the call. */
     touches->window = touches->host_copy && phos_window.table->prioritise && transfer_matters(touches);
     if (touches->window)
