@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 import process
 from harness import Results
-from process import ProcessError, Program
+from process import Program
 from toggle import Heartbeat
 
 ALL = "stack-limit,huge-pages,residue"
@@ -152,23 +152,8 @@ class Bench:
 
     def run(self) -> None:
         """Measure every setting."""
-        failed = False
-        for key, (reducers, changes) in VARIANTS.items():
-            if self.chosen.only and key not in self.chosen.only:
-                continue
-            if harness.time_left(self.chosen) <= 0:
-                self.results.note(f"{key}: no time left.")
-                continue
-            try:
-                self.measure(key, reducers, changes)
-            except ProcessError as error:
-                failed = True
-                print(error, file=sys.stderr, flush=True)
-                self.results.note(f"{key}: failed. {str(error).splitlines()[0]}")
-        process.stop_daemon()
-        self.results.finish()
-        if failed:
-            raise SystemExit(1)
+        wanted = [key for key in VARIANTS if not self.chosen.only or key in self.chosen.only]
+        harness.measure_each(self.chosen, self.results, wanted, lambda key: self.measure(key, *VARIANTS[key]))
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,31 @@ def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
 def time_left(chosen: argparse.Namespace) -> float:
     """Return the seconds of the budget that are left."""
     return float(chosen.budget - (time.monotonic() - chosen.started))
+
+
+def measure_each(
+    chosen: argparse.Namespace, results: Results, settings: Iterable[str], measure: Callable[[str], None]
+) -> None:
+    """Measure every setting for which there is time, and finish the results; what fails is noted, the others go on.
+
+    Raises:
+        SystemExit: with status 1, at the end, if one of them failed.
+    """
+    failed = False
+    for key in settings:
+        if time_left(chosen) <= 0:
+            results.note(f"{key}: no time left.")
+            continue
+        try:
+            measure(key)
+        except process.ProcessError as error:
+            failed = True
+            print(error, file=sys.stderr, flush=True)
+            results.note(f"{key}: failed. {str(error).splitlines()[0]}")
+    process.stop_daemon()
+    results.finish()
+    if failed:
+        raise SystemExit(1)
 
 
 def _output(*command: str) -> str:

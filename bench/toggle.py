@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 import process
 from harness import Results
-from process import ProcessError, Program
+from process import Program
 
 VARIANTS = {
     "none": ("none", ""),
@@ -99,21 +99,7 @@ class Bench:
 
     def run(self) -> None:
         """Measure every setting."""
-        failed = False
-        for key, (reducers, connections) in VARIANTS.items():
-            if harness.time_left(self.chosen) <= 0:
-                self.results.note(f"{key}: no time left.")
-                continue
-            try:
-                self.measure(key, reducers, connections)
-            except ProcessError as error:
-                failed = True
-                print(error, file=sys.stderr, flush=True)
-                self.results.note(f"{key}: failed. {str(error).splitlines()[0]}")
-        process.stop_daemon()
-        self.results.finish()
-        if failed:
-            raise SystemExit(1)
+        harness.measure_each(self.chosen, self.results, VARIANTS, lambda key: self.measure(key, *VARIANTS[key]))
 
 
 def main() -> None:
