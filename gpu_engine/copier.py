@@ -77,7 +77,10 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Load(Generic[Item]):
-    """What is filled at once: ``size`` bytes at an ``address`` of phosd's, at most a slot unless they are zeros."""
+    """What is filled at once: ``size`` bytes at an ``address`` of phosd's.
+
+    At most a slot, unless they are zeros or need no slot (see :meth:`Copier.fill`).
+    """
 
     address: int
     size: int
@@ -379,11 +382,12 @@ class Copier:
     def load(
         self,
         extents: Sequence[tuple[Block, int, int, Item | None]],
-        read: Callable[[Item, memoryview], None],
+        read: Callable[[Item, memoryview], int | None],
         progress: Progress,
         cancelled: threading.Event,
+        workers: int | None = None,
     ) -> None:
-        """Fill blocks: each extent is (block, offset, size, what to read), None meaning zeros; none larger than a slot.
+        """Fill blocks: each extent is (block, offset, size, what to read), None: zeros; the rest as :meth:`fill`.
 
         Raises: as :meth:`save`.
         """
@@ -391,17 +395,21 @@ class Copier:
             return
         with closing(MappedBlocks()) as mappings:
             mappings.add(extent[0] for extent in extents)
-            self.fill(_Extents(extents, mappings), extents[0][0].device, read, progress, cancelled)
+            self.fill(_Extents(extents, mappings), extents[0][0].device, read, progress, cancelled, workers)
 
     def fill(
         self,
         source: LoadSource[Item],
         device: int,
-        read: Callable[[Item, memoryview], None],
+        read: Callable[[Item, memoryview], int | None],
         progress: Progress,
         cancelled: threading.Event,
+        workers: int | None = None,
     ) -> None:
         """Fill what ``source`` names, until it ends; ``device`` is any GPU that has a part in it.
+
+        ``read`` fills a slot, or returns the address of page-locked memory where the data lies already and stays: then
+        no slot is used, and the load may be larger than one. ``workers``: how many take part; None: all.
 
         Raises: as :meth:`save`, and what the source raises.
         """
@@ -414,14 +422,14 @@ class Copier:
                     raise Cancelled
                 return None if stop.is_set() else source.take()
 
-            self._run(lambda w: self._fill(w, take, source.arrived, read, progress), self._workers, stop)
+            self._run(lambda w: self._fill(w, take, source.arrived, read, progress), self._workers[:workers], stop)
 
     def _fill(
         self,
         worker: _Worker,
         take: Callable[[], Load[Item] | None],
         arrived: Callable[[Load[Item]], None],
-        read: Callable[[Item, memoryview], None],
+        read: Callable[[Item, memoryview], int | None],
         progress: Progress,
     ) -> None:
         under_way: list[tuple[Any, Load[Item]] | None] = [None, None]
@@ -454,8 +462,8 @@ class Copier:
                 if load.content is None:
                     lane.fill_zero(load.address, load.size)
                 else:
-                    read(load.content, view[: load.size])
-                    lane.copy_to_device(load.address, address, load.size)
+                    lies_at = read(load.content, view[: load.size])
+                    lane.copy_to_device(load.address, address if lies_at is None else lies_at, load.size)
                 event = worker.events[load.device][turn]
                 lane.record(event)
                 under_way[turn] = (event, load)

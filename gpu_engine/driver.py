@@ -251,6 +251,20 @@ class PinnedBuffer:
         _check("cuMemFreeHost", cuda.cuMemFreeHost(self.address))
 
 
+def register_host(address: int, size: int) -> None:
+    """Page-lock memory of this process, so that every GPU copies from it without a bounce; page-aligned.
+
+    Raises:
+        DriverError: the kernel or the driver refuses so much.
+    """
+    _check("cuMemHostRegister", cuda.cuMemHostRegister(address, size, 1), f"of {size} bytes")  # PORTABLE
+
+
+def unregister_host(address: int) -> None:
+    """Undo :func:`register_host`."""
+    _check("cuMemHostUnregister", cuda.cuMemHostUnregister(address))
+
+
 class Lane:
     """One stream with one copy in flight at a time per :class:`Event`-like ticket; not shared by threads."""
 

@@ -29,7 +29,7 @@ from phos.gpu_engine.process import GatedProcess
 from phos.images.errors import ImageError
 from phos.images.files import hash_segment, run_in_threads, segments
 from phos.images.formats import residue_file
-from phos.images.reader import Image
+from phos.images.source import ImageSource
 from phos.images.writer import COPY_THREADS, ImageWriter
 
 log = logging.getLogger(__name__)
@@ -313,7 +313,7 @@ class DumpedResidues:
 class RestoredResidues:
     """The residue files of one restore: made at once, because CRIU opens them, and filled beside CRIU's work."""
 
-    def __init__(self, image: Image) -> None:
+    def __init__(self, image: ImageSource) -> None:
         """Make them.
 
         Raises:

@@ -25,9 +25,10 @@ from phos.gpu_engine.copier import Cancelled, Copier, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.residue import RestoredResidues
+from phos.gpu_engine.restore.sources import open_source
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
-from phos.images.reader import Image
+from phos.images.source import ImageSource
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Restore(ABC):
         """Nothing is left of it that could be in the way of another restore of the same image."""
         self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, state, error
         self._sessions: dict[bytes, GatedProcess] = {}
-        self._image = Image.open(directory)
+        self._image: ImageSource = open_source(directory)
         self._residues: RestoredResidues | None = None
         self._gpu_pairs: dict[str, str] = {}
         self._ordinals: dict[int, int] = {}

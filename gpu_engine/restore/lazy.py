@@ -23,6 +23,7 @@ from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.restore.base import UNDER_WAY, Restore
 from phos.gpu_engine.restore.feed import LoadFeed, LoadPlace
 from phos.gpu_engine.restore.settings import LazySettings
+from phos.gpu_engine.restore.sources import manner
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.gpu_engine.touch_order import Touched, TouchOrder, from_messages, read_beside, write_beside
 from phos.images.reader import Extent
@@ -121,9 +122,11 @@ class LazyRestore(Restore):
                 LoadPlace(block.key, offset, size, mapped[block.key].address + offset, block.device, extent)
                 for block, offset, size, extent in self._chunks
             ]
-            self._feed = LoadFeed(self._table, places, self._order(places), tables, self._copier.slot_bytes)
+            how = manner(self._image, self._copier, len({block.device for block in blocks}))
+            self._feed = LoadFeed(self._table, places, self._order(places), tables, how.at_once)
             if blocks:
-                self._copier.fill(self._feed, blocks[0].device, self._image.read_into, self.progress, self._cancelled)
+                read, device = self._image.read_into, blocks[0].device
+                self._copier.fill(self._feed, device, read, self.progress, self._cancelled, how.workers)
             self._end_windows()
 
     def _order(self, places: Sequence[LoadPlace]) -> list[int]:

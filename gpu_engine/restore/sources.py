@@ -1,0 +1,63 @@
+"""Where a restore's data comes from: the image's own files, memory that phosd holds pinned, or another host's phosd."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from phos.gpu_engine.copier import Copier
+from phos.images.reader import Image
+from phos.images.source import ImageSource
+
+PINNED_LOAD = 16 << 20
+"""Most that is copied at once from pinned memory; bytes. The cost of the call counts for little then, and who waits for
+a chunk waits a third of a millisecond for each copy that goes before it."""
+
+PINNED_WORKERS = 2
+"""For each GPU. They keep a copy engine busy: nothing is read or hashed."""
+
+
+class Pinned(Protocol):
+    """What phosd knows of pinned images."""
+
+    def find(self, directory: int) -> ImageSource | None:
+        """The image in an open directory, if it is pinned and as it was; the caller closes it.
+
+        Raises:
+            ImageError: its directory is damaged in what is not pinned.
+        """
+
+
+_pinned: list[Pinned] = []  # process-wide, at most one: set once while phosd starts
+
+
+def use_pinned(pinned: Pinned) -> None:
+    """From now on restores look there first."""
+    _pinned[:] = [pinned]
+
+
+def open_source(directory: int) -> ImageSource:
+    """The image in an open directory; the descriptor stays the caller's.
+
+    Raises:
+        ImageError: there is no whole image.
+    """
+    for pinned in _pinned:
+        if (image := pinned.find(directory)) is not None:
+            return image
+    return Image.open(directory)
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How an image's data is loaded: at most ``at_once`` bytes by one copy, with so many workers (None: all)."""
+
+    at_once: int
+    workers: int | None = None
+
+
+def manner(image: ImageSource, copier: Copier, gpus: int) -> Manner:
+    """How to load that image into so many GPUs."""
+    if getattr(image, "in_place", False):
+        return Manner(PINNED_LOAD, PINNED_WORKERS * max(1, gpus))
+    return Manner(copier.slot_bytes)

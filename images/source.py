@@ -1,0 +1,48 @@
+"""What a restore needs of an image, wherever its data is: in files, in memory, or at another host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from phos.gen import phos_image_pb2 as pb
+from phos.images.extents import BlockTable, Extent
+from phos.images.formats import BlockKey
+
+
+class ImageSource(Protocol):
+    """An image whose description is there and has been checked. May be used by several threads at once."""
+
+    @property
+    def inventory(self) -> pb.Inventory:
+        """What is in it."""
+
+    @property
+    def blocks(self) -> Mapping[BlockKey, BlockTable]:
+        """The chunk tables."""
+
+    @property
+    def path(self) -> Path:
+        """Its directory, for messages."""
+
+    def read_into(self, extent: Extent, buffer: memoryview) -> int | None:
+        """Get an extent's data, every chunk of it checked.
+
+        Returns None: it is in the first ``extent.length`` bytes of ``buffer``. Else the address of page-locked memory
+        where it lies already, until :meth:`close`; the buffer may then be smaller.
+
+        Raises:
+            ImageError: it cannot be had, or is not what was written.
+        """
+
+    def copy_file(self, name: str, target: int) -> None:
+        """Copy a file that belongs to the image to one of its size that holds zeros, every hash checked.
+
+        Raises:
+            ImageError: it cannot be had, or is not what was written.
+            OSError: ``target`` takes it not.
+        """
+
+    def close(self) -> None:
+        """Nothing of it is used any more."""
