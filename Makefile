@@ -32,7 +32,7 @@ WIRE := $(GEN)/wire.pb-c
 FRONTEND_SRC := $(wildcard frontend/*.c)
 SOFTGPU_SRC := $(wildcard softgpu/*.c)
 PLUGIN_SRC := $(wildcard criu_plugin/*.c)
-CHUNKS_SRC := $(wildcard gpu_engine/cow/chunk_table.c)
+CHUNKS_SRC := $(wildcard gpu_engine/cow/chunk_table.c images/chunk_hash.c)
 
 # A folder whose sources do not exist (a partial checkout) is skipped.
 FRONTEND := $(if $(FRONTEND_SRC),$(BUILD)/lib/libphos.so)
@@ -59,7 +59,7 @@ build: frontend softgpu plugin chunks gen sdk ## everything native, and everythi
 frontend: $(FRONTEND) ## libphos.so, preloaded into applications
 softgpu: $(SOFTGPU) ## the software GPU, a libcuda.so.1 for machines without one
 plugin: $(PLUGIN) ## phos_plugin.so, loaded by CRIU
-chunks: $(CHUNKS) ## libphos_chunks.so, loaded by phosd
+chunks: $(CHUNKS) ## libphos_chunks.so, loaded by phosd and by whatever reads images
 
 sdk: $(BUILD)/sdk/phos/__init__.py ## what programs import as phos
 
@@ -127,7 +127,7 @@ $(OBJ)/criu_plugin/%.o: criu_plugin/%.c Makefile | $(WIRE).c
 	@mkdir -p $(@D)
 	$(CC) $(ALL_CFLAGS) -Icriu_plugin -isystem $(CRIU_INCLUDE) -c -o $@ $<
 
-$(OBJ)/gpu_engine/%.o: gpu_engine/%.c Makefile
+$(CHUNKS_OBJ): $(OBJ)/%.o: %.c Makefile
 	@mkdir -p $(@D)
 	$(CC) $(ALL_CFLAGS) -c -o $@ $<
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import click
 
 from phos.gpu_engine.errors import Unsupported, UsageError
-from phos.gpu_engine.installation import home, launcher
+from phos.gpu_engine.installation import launcher
+from phos.images.native import home
 
 BENCHMARKS = {
     "dump_restore": "Whole dumps and restores of gigabytes of buffers, against the driver's own checkpoint.",

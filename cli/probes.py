@@ -21,6 +21,7 @@ from phos.gpu_engine import installation as places
 from phos.gpu_engine import ring
 from phos.gpu_engine.daemon.paths import socket_path
 from phos.gpu_engine.errors import UsageError
+from phos.images.native import home
 
 SYS_USERFAULTFD = 323  # x86-64
 SYS_MEMBARRIER = 324
@@ -195,7 +196,7 @@ def criu() -> Iterator[Finding]:
 
 def plugin() -> Finding:
     """Whether CRIU can load the plugin: there, alone, its symbols all provided."""
-    path = places.home() / "plugin" / "phos_plugin.so"
+    path = home() / "plugin" / "phos_plugin.so"
     if not path.exists():
         return Finding("plugin", "missing", f"{path} is not there", "run install.sh again")
     others = [other.name for other in path.parent.glob("*.so") if other != path]
@@ -244,7 +245,7 @@ if status == 0:
 
 def gpu() -> Iterator[Finding]:
     """The driver and its GPUs; or the software GPU."""
-    software = places.home() / "softgpu" / "libcuda.so.1"
+    software = home() / "softgpu" / "libcuda.so.1"
     soft = "the software GPU is there" if software.exists() else "and no software GPU either"
     module = re.search(r"NVRM version:.*?\s(\d+)\.(\d+(?:\.\d+)?)\s", _read("/proc/driver/nvidia/version") + " ")
     if module is None:
@@ -394,7 +395,7 @@ def limits() -> Iterator[Finding]:
 
 def installation() -> Iterator[Finding]:
     """Our own parts, and whether a phosd answers."""
-    frontend = places.home() / "lib" / "libphos.so"
+    frontend = home() / "lib" / "libphos.so"
     if frontend.exists():
         yield Finding("frontend", "ok", str(frontend))
     else:

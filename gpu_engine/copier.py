@@ -24,6 +24,10 @@ IDLE_SECONDS = 5e-5
 
 Item = TypeVar("Item")
 
+Write = Callable[[int, BlockKey, int, memoryview, "Sequence[bytes] | None"], None]
+"""Called from each worker's own thread with its number, a block, the place in it, the data, and its chunks' hashes, if
+they are known."""
+
 
 class Cancelled(Exception):
     """The job was given up by its owner."""
@@ -71,8 +75,11 @@ class Source(Protocol):
             NothingYet: ask again soon.
         """
 
-    def landed(self, piece: Piece, data: memoryview) -> None:
-        """The piece's bytes are in host memory: from now on the device memory may change."""
+    def landed(self, piece: Piece, data: memoryview) -> Sequence[bytes] | None:
+        """The piece's bytes are in host memory: from now on the device memory may change.
+
+        Returns the hashes of its chunks, if it knows them.
+        """
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ class _Spans:
             return None
 
     def landed(self, piece: Piece, data: memoryview) -> None:
-        """Nobody waits for it."""
+        """Nobody waits for it, and its hashes are not known."""
 
 
 @dataclass
@@ -274,12 +281,12 @@ class Copier:
     def save(
         self,
         blocks: Sequence[Block],
-        write: Callable[[int, BlockKey, int, memoryview], None],
+        write: Write,
         progress: Progress,
         cancelled: threading.Event,
         mapped: MappedBlocks | None = None,
     ) -> None:
-        """Copy whole blocks out; ``write(worker, key, offset, data)`` is called from each worker's own thread.
+        """Copy whole blocks out, to ``write``.
 
         ``mapped`` may hold some of them already, and stays the caller's.
 
@@ -303,7 +310,7 @@ class Copier:
         self,
         source: Source,
         device: int,
-        write: Callable[[int, BlockKey, int, memoryview], None],
+        write: Write,
         progress: Progress,
         cancelled: threading.Event,
     ) -> None:
@@ -318,7 +325,7 @@ class Copier:
     def _drain(
         self,
         source: Source,
-        write: Callable[[int, BlockKey, int, memoryview], None],
+        write: Write,
         progress: Progress,
         cancelled: threading.Event,
     ) -> None:
@@ -342,8 +349,8 @@ class Copier:
         self,
         worker: _Worker,
         take: Callable[[], Piece | None],
-        landed: Callable[[Piece, memoryview], None],
-        write: Callable[[int, BlockKey, int, memoryview], None],
+        landed: Callable[[Piece, memoryview], Sequence[bytes] | None],
+        write: Write,
         progress: Progress,
     ) -> None:
         before: tuple[Piece, Any, memoryview] | None = None
@@ -371,8 +378,7 @@ class Copier:
                 if before is not None:
                     driver.wait(before[1])
                     done, data = before[0], before[2][: before[0].size]
-                    landed(done, data)
-                    write(worker.number, done.key, done.offset, data)
+                    write(worker.number, done.key, done.offset, data, landed(done, data))
                     progress.done_by_worker[worker.number] += done.size
                 before = following
         finally:

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from pathlib import Path
 
 from phos.gpu_engine.errors import Unsupported, UsageError
-
-
-def home() -> Path:
-    """The folder that holds lib/, softgpu/, plugin/ and criu/: the prefix's lib/phos, or build/ in a clone."""
-    if named := os.environ.get("PHOS_HOME"):
-        return Path(named)
-    installed = Path(sys.prefix).parent
-    if (installed / "lib" / "libphos.so").exists() and (installed / "bin").is_dir():
-        return installed
-    return Path(__file__).resolve().parents[1] / "build"
+from phos.images.native import home
 
 
 def launcher(name: str) -> Path:
@@ -39,15 +29,6 @@ def sdk_folder() -> Path | None:
     """The folder that holds ``phos`` as programs import it, and nothing else; None if this installation has none."""
     folder = home() / "sdk"
     return folder if (folder / "phos" / "__init__.py").exists() else None
-
-
-def chunk_table_library() -> Path:
-    """libphos_chunks.so.
-
-    Raises:
-        Unsupported: it has not been built.
-    """
-    return _existing(home() / "lib" / "libphos_chunks.so")
 
 
 def software_gpu_folder() -> Path:

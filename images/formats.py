@@ -23,7 +23,7 @@ from google.protobuf.message import DecodeError, Message
 from phos.gen import phos_image_pb2 as pb
 from phos.images.errors import ImageError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 IMG_COMMON = 0x54564319  # CRIU's magics, criu/include/magic.h
 IMG_SERVICE = 0x55105940

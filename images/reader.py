@@ -15,6 +15,7 @@ from typing import Any, final
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
+from phos.images.chunk_hash import chunk_hash
 from phos.images.errors import ImageError
 from phos.images.extents import EXTENT_LIMIT, BlockTable, DataFile, Extent, read_fully
 from phos.images.files import address_of, copy_segment, hash_segment, run_in_threads, segments
@@ -265,7 +266,7 @@ class Image:
                 piece = view[i * chunk : (i + 1) * chunk]
                 if not whole:
                     read_fully(data.buffered, piece, extent.file_offset + i * chunk)
-                if digest(piece) != hash_:
+                if chunk_hash(piece) != hash_:
                     bad.append(
                         self._describe(extent, i * chunk, len(piece), "is damaged: its hash is not the one written")
                     )

@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
@@ -22,6 +22,7 @@ from typing import final
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
+from phos.images.chunk_hash import chunk_hash, zero_hash
 from phos.images.errors import ImageError
 from phos.images.files import (
     allocate,
@@ -33,7 +34,7 @@ from phos.images.files import (
     run_in_threads,
     segments,
 )
-from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey, align_up, digest, zero_digest
+from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey, align_up, digest
 from phos.images.table import WrittenRun, build_tables
 
 COPY_THREADS = 8  # of add_file(): the copies of GPU data and CRIU want processors too
@@ -147,16 +148,20 @@ class ImageWriter:
                     return False
         return True
 
-    def write(self, stripe: int, block: BlockKey, offset: int, data: memoryview) -> None:
+    def write(
+        self, stripe: int, block: BlockKey, offset: int, data: memoryview, hashes: Sequence[bytes] | None = None
+    ) -> None:
         """Append part of a block to a stripe's data file; returns when the kernel has taken the bytes.
 
         stripe  which data file; one thread at a time in each (others would wait).
         block   the owner's session and block number.
         offset  in the block, a multiple of the chunk size.
         data    a whole number of chunks, or fewer bytes at the block's end; page-aligned for O_DIRECT to work.
+        hashes  chunk_hash() of each chunk, if the caller knows them.
 
-        Each chunk is hashed; chunks of zeros take no space. Writing a chunk again replaces it in the image (the old
-        bytes stay in the file, unused). Raises ImageError with file and reason; the writer then takes no more.
+        Each chunk is hashed if it has to be; chunks of zeros take no space. Writing a chunk again replaces it in the
+        image (the old bytes stay in the file, unused). Raises ImageError with file and reason; the writer then takes no
+        more.
         """
         if offset < 0 or offset % self._chunk_size:
             raise ValueError(f"offset {offset} is not a multiple of the chunk size {self._chunk_size}")
@@ -167,12 +172,14 @@ class ImageWriter:
         with s.lock:
             self._check_usable()
             try:
-                self._append(s, block, offset, view)
+                self._append(s, block, offset, view, hashes)
             except ImageError as error:
                 self._fail(error)
                 raise
 
-    def _append(self, s: _Stripe, block: BlockKey, offset: int, view: memoryview) -> None:
+    def _append(
+        self, s: _Stripe, block: BlockKey, offset: int, view: memoryview, known: Sequence[bytes] | None
+    ) -> None:
         # On O_DIRECT the whole call goes out in one pwritev, so that the disk sees one large request. Through memory
         # each chunk is written right after it was hashed, while it is still in the processor's cache.
         chunk, length, direct = self._chunk_size, len(view), s.direct
@@ -185,8 +192,8 @@ class ImageWriter:
         for i in range(0, length, chunk):
             piece = view[i : i + chunk]
             size = len(piece)
-            hash_ = digest(piece)
-            if hash_ == zero_digest(size):
+            hash_ = chunk_hash(piece) if known is None else known[i // chunk]
+            if hash_ == zero_hash(size):
                 s.zero += size
                 if kind != pb.Run.ZERO:
                     if kind:

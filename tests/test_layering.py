@@ -34,6 +34,7 @@ LAYERS = {
     "phos.gpu_engine.installation": 10,
     "phos.gpu_engine.errors": 0,
     "phos.images.errors": 0,
+    "phos.images.native": 0,
     "phos.gen": 0,
     "phos": 60,  # the SDK
 }

@@ -188,26 +188,3 @@ EXPORT const char *phos_window_culprit(struct phos_window_table *table)
     table->culprit[PHOS_RECENT_NAME - 1] = 0;
     return table->culprit;
 }
-
-/* ---- content ---- */
-
-/* The sum over all 64-bit words w of a chunk, the j-th being w + lo(x) * hi(x) with x = w xor (j * KEY + KEY). Addition is
- * commutative, so a GPU may sum in any order (content_hash.cu, which must agree); two contents that differ by chance have
- * the same sum once in 2^64. Not for adversaries. */
-#define KEY 0x9e3779b97f4a7c15ull
-
-#if defined(__x86_64__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
-#define CLONES __attribute__((target_clones("avx512f", "avx2", "default"), optimize("O3")))
-#else
-#define CLONES __attribute__((optimize("O3")))
-#endif
-
-EXPORT CLONES uint64_t phos_content_hash(const uint64_t *words, uint64_t bytes)
-{
-    uint64_t sum = 0;
-    for (uint64_t j = 0; j < bytes / 8; j++) {
-        uint64_t x = words[j] ^ ((j + 1) * KEY);
-        sum += words[j] + (x & 0xffffffffu) * (x >> 32);
-    }
-    return sum;
-}

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from phos.gpu_engine import installation
+from phos.images.native import chunks_library
 
 UNSAVED, SAVING, SAVED = 0, 1, 2
 SHADOWED = 0x10000
@@ -79,9 +79,9 @@ def library() -> ctypes.CDLL:
     """libphos_chunks.so with its prototypes.
 
     Raises:
-        Unsupported: it has not been built.
+        OSError: it has not been built.
     """
-    lib = ctypes.CDLL(str(installation.chunk_table_library()))
+    lib = ctypes.CDLL(str(chunks_library()))
     u32, u64, i64, pointer = ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int64, ctypes.c_void_p
     prototypes: dict[str, tuple[object, list[object]]] = {
         "phos_chunks_size": (u64, [u32]),
@@ -103,18 +103,12 @@ def library() -> ctypes.CDLL:
         "phos_window_transferring": (u32, [pointer, u32, pointer]),
         "phos_window_counts": (None, [pointer, pointer]),
         "phos_window_culprit": (ctypes.c_char_p, [pointer]),
-        "phos_content_hash": (u64, [pointer, u64]),
     }
     for name, (result, arguments) in prototypes.items():
         function = getattr(lib, name)
         function.restype = result
         function.argtypes = arguments
     return lib
-
-
-def content_hash(address: int, size: int) -> int:
-    """The content hash of ``size`` bytes (a multiple of 8) of host memory."""
-    return int(library().phos_content_hash(address, size))
 
 
 class _Shared:

@@ -1,7 +1,7 @@
 """Content hashes of GPU memory at *t1*: 3 TB/s on an H100, while the processes stand still anyway (DESIGN §2, §5).
 
-What is saved later is hashed on the CPU (:func:`phos.gpu_engine.cow.chunk_table.content_hash`) and compared: a chunk
-that something wrote to before it was saved is found, whatever that something was.
+They are the hashes that the image holds (:mod:`phos.images.chunk_hash`). What is saved later is hashed on the CPU and
+compared: a chunk that something wrote to before it was saved is found, whatever that something was.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.copier import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES
+from phos.images.formats import HASH_SIZE
 
 SPAN_BYTES = 65536
 THREADS = 256
@@ -34,7 +35,7 @@ class ContentHasher:
             self._kernels[device] = context.kernel(image, "phos_content_hash")
             self._lanes[device] = driver.Lane(context)
 
-    def hash(self, blocks: Sequence[Block], mapped: MappedBlocks, chunk_bytes: int = CHUNK_BYTES) -> list[int]:
+    def hash(self, blocks: Sequence[Block], mapped: MappedBlocks, chunk_bytes: int = CHUNK_BYTES) -> list[bytes]:
         """One hash for each chunk of each block, in order; the memory must not change meanwhile.
 
         ``chunk_bytes`` is a multiple of :data:`SPAN_BYTES`.
@@ -42,11 +43,11 @@ class ContentHasher:
         Raises:
             DriverError: a GPU has no 2 MiB left for the sums, for example.
         """
-        parts: dict[int, list[int]] = {}
+        parts: dict[int, list[bytes]] = {}
         for device in sorted({block.device for block in blocks}):
             self.prepare(device)
             parts[device] = self._hash_on(device, [b for b in blocks if b.device == device], mapped, chunk_bytes)
-        result: list[int] = []
+        result: list[bytes] = []
         taken = dict.fromkeys(parts, 0)
         for block in blocks:
             count = chunk_count(block.size, chunk_bytes)
@@ -55,24 +56,26 @@ class ContentHasher:
             taken[block.device] = start + count
         return result
 
-    def _hash_on(self, device: int, blocks: Sequence[Block], mapped: MappedBlocks, chunk_bytes: int) -> list[int]:
+    def _hash_on(self, device: int, blocks: Sequence[Block], mapped: MappedBlocks, chunk_bytes: int) -> list[bytes]:
         context, lane, kernel = driver.context(device), self._lanes[device], self._kernels[device]
         total = sum(chunk_count(block.size, chunk_bytes) for block in blocks)
-        size = -(-total * 8 // driver.GRANULARITY) * driver.GRANULARITY
+        wanted = total * HASH_SIZE
+        size = -(-wanted // driver.GRANULARITY) * driver.GRANULARITY
         context.use()
         with driver.scratch(context, size) as sums:
-            lane.fill_zero(sums.address, total * 8)
+            lane.fill_zero(sums.address, wanted)
             first = 0
             for block in blocks:
                 address = mapped[block.key].address
-                lane.launch(kernel, block.size // SPAN_BYTES, THREADS, address, chunk_bytes, sums.address + first * 8)
+                place = sums.address + first * HASH_SIZE
+                lane.launch(kernel, block.size // SPAN_BYTES, THREADS, address, chunk_bytes, place)
                 first += chunk_count(block.size, chunk_bytes)
-            host = driver.PinnedBuffer(total * 8)
+            host = driver.PinnedBuffer(wanted)
             try:
-                lane.copy_to_host(host.address, sums.address, total * 8)
+                lane.copy_to_host(host.address, sums.address, wanted)
                 lane.synchronise()
-                with host.view.cast("Q") as words:
-                    return list(words)
+                raw = bytes(host.view[:wanted])
+                return [raw[at : at + HASH_SIZE] for at in range(0, wanted, HASH_SIZE)]
             finally:
                 host.free()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
 from collections import deque
@@ -19,10 +18,10 @@ from phos.gpu_engine.cow.chunk_table import (
     ChunkTable,
     ClaimOrder,
     WindowTable,
-    content_hash,
 )
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.errors import Mispredicted
+from phos.images.chunk_hash import chunk_hash
 
 REFRESH_SECONDS = 1e-4
 """The flags of a pool are read at most so often: each time is a copy from the GPU."""
@@ -79,7 +78,7 @@ class ChunkFeed:
         places: Sequence[Place],
         order: Sequence[int],
         windows: Sequence[Window],
-        expected: Sequence[int] | None,
+        expected: Sequence[bytes] | None,
         *,
         prioritise: bool,
     ) -> None:
@@ -121,7 +120,7 @@ class ChunkFeed:
                 raise NothingYet
             return piece
 
-    def landed(self, piece: Piece, data: memoryview) -> None:
+    def landed(self, piece: Piece, data: memoryview) -> list[bytes] | None:
         """See :class:`~phos.gpu_engine.copier.Source`.
 
         Raises:
@@ -131,13 +130,15 @@ class ChunkFeed:
         if piece.slot >= 0:
             process, slot = divmod(piece.slot, SHADOWED)
             self._windows[process].table.free_slot(slot)
-        if self._expected is not None and self.may_change.is_set():
-            address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-            if content_hash(address, piece.size) != self._expected[piece.chunk]:
-                raise Mispredicted(
-                    f"GPU memory changed before it was saved (block {piece.key[1]}, "
-                    f"{piece.size} bytes at {piece.offset}): a kernel wrote where no guess said it would."
-                )
+        if self._expected is None:
+            return None
+        expected = self._expected[piece.chunk]
+        if self.may_change.is_set() and chunk_hash(data) != expected:
+            raise Mispredicted(
+                f"GPU memory changed before it was saved (block {piece.key[1]}, "
+                f"{piece.size} bytes at {piece.offset}): a kernel wrote where no guess said it would."
+            )
+        return [expected]
 
     def _is_early(self, thread: int) -> bool:
         if len(self._early) < STALL_WORKERS:

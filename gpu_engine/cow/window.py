@@ -89,7 +89,7 @@ class Windows:
         detached: dict[bytes, Detached],
         blocks: Sequence[Block],
         mapped: MappedBlocks,
-        expected: Sequence[int] | None,
+        expected: Sequence[bytes] | None,
         wanted_before: Mapping[ChunkKey, int],
     ) -> ChunkFeed:
         """With the processes detached: number the chunks and make the tables.

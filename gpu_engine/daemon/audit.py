@@ -54,7 +54,7 @@ class _Call:
     audit: Audit
     session: Session
     launch: Launch
-    before: dict[int, list[int]]
+    before: dict[int, list[bytes]]
     result: Comparison | None = None
 
 
@@ -233,7 +233,7 @@ class AuditServer:
 
     # Memory.
 
-    def _hashes(self, session: Session) -> dict[int, list[int]]:
+    def _hashes(self, session: Session) -> dict[int, list[bytes]]:
         """The hashes of all chunks of all blocks that a process has, by its own numbers."""
         numbers = session.block_keys()
         try:
@@ -245,8 +245,8 @@ class AuditServer:
         finally:
             wire.close_all(block.descriptor for block in blocks)
 
-    def _hash(self, session: bytes, blocks: list[Block], numbers: dict[int, BlockKey]) -> dict[int, list[int]]:
-        found: dict[BlockKey, list[int]] = {}
+    def _hash(self, session: bytes, blocks: list[Block], numbers: dict[int, BlockKey]) -> dict[int, list[bytes]]:
+        found: dict[BlockKey, list[bytes]] = {}
         with self._hashing:
             mapped = self._mapped.setdefault(session, MappedBlocks())
             mapped.add(blocks)

@@ -100,7 +100,7 @@ class Comparison:
     wrong_chunks: int = 0
 
 
-BlockHashes = Mapping[int, Sequence[int]]
+BlockHashes = Mapping[int, Sequence[bytes]]
 """By block, one hash for each of its chunks."""
 
 

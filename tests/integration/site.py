@@ -16,7 +16,8 @@ from typing import Any
 
 import psutil
 
-from phos.gpu_engine.installation import examples_folder, home, launcher, software_gpu_folder
+from phos.gpu_engine.installation import examples_folder, launcher, software_gpu_folder
+from phos.images.native import home
 
 PATIENCE = 90.0
 """Seconds after which something that should have happened has not."""

@@ -19,9 +19,9 @@ load_driver("software")
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.copier import MappedBlocks
-from phos.gpu_engine.cow.chunk_table import content_hash
 from phos.gpu_engine.cow.content_hash import ContentHasher, chunk_count
 from phos.gpu_engine.ring import CHUNK_BYTES
+from phos.images.chunk_hash import hash_memory
 
 driver.initialise()
 context = driver.context(0)
@@ -36,7 +36,7 @@ for block in blocks:
     if block.key[1] != 4:  # the last is zeros
         memory.raw = seed.randbytes(block.size)
     for at in range(0, block.size, CHUNK_BYTES):
-        expected.append(content_hash(ctypes.addressof(memory) + at, min(CHUNK_BYTES, block.size - at)))
+        expected.append(hash_memory(ctypes.addressof(memory) + at, min(CHUNK_BYTES, block.size - at)))
 hasher = ContentHasher()
 for turn in range(2):
     found = hasher.hash(blocks, mapped)

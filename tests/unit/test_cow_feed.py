@@ -22,12 +22,12 @@ from phos.gpu_engine.cow.chunk_table import (
     ChunkTable,
     PoolShape,
     WindowTable,
-    content_hash,
 )
 from phos.gpu_engine.cow.feed import STALL_WORKERS, ChunkFeed, Place, Window
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.window import first_written_first
 from phos.gpu_engine.errors import Mispredicted
+from phos.images.chunk_hash import chunk_hash
 
 CHUNK = 4 << 20
 BASE = 1 << 40
@@ -337,13 +337,13 @@ def test_places_that_do_not_exist_fail_the_checkpoint(clock: Clock, state: int) 
 
 def test_content_that_is_not_that_of_t1_fails_the_checkpoint() -> None:
     data = bytearray(os.urandom(CHUNK))
-    expected = content_hash(ctypes.addressof(ctypes.c_char.from_buffer(data)), CHUNK)
+    expected = chunk_hash(memoryview(data))
     scene = Scene(2, (0,), expected=[expected, expected])
     for good in (True, False):
         piece = scene.take()
         assert piece is not None
         if good:
-            scene.feed.landed(piece, memoryview(data))
+            assert scene.feed.landed(piece, memoryview(data)) == [expected]
             data[CHUNK - 1] ^= 1
         else:
             with pytest.raises(Mispredicted, match="block 1"):
@@ -441,7 +441,7 @@ def test_first_written_first() -> None:
 
 
 def test_while_the_processes_stand_still_few_workers_copy_and_nothing_is_compared() -> None:
-    scene = Scene(8, range(8), expected=[0] * 8)
+    scene = Scene(8, range(8), expected=[bytes(16)] * 8)
     scene.feed.may_change.clear()
     scene.feed.runs_on.clear()
     data = bytearray(os.urandom(CHUNK))

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -30,7 +30,6 @@ from phos.gpu_engine.cow.chunk_table import (
     Counts,
     PoolShape,
     WindowTable,
-    content_hash,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -248,44 +247,6 @@ def test_a_closed_table_holds_no_descriptor() -> None:
         table.close()
         other.close()
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-# The content hash, against its formula in other words.
-
-KEY = 0x9E3779B97F4A7C15
-MASK = (1 << 64) - 1
-
-
-def formula(data: bytes) -> int:
-    total = 0
-    for j, (word,) in enumerate(struct.iter_unpack("<Q", data)):
-        x = word ^ ((j + 1) * KEY & MASK)
-        total += word + (x & 0xFFFFFFFF) * (x >> 32)
-    return total & MASK
-
-
-@given(st.integers(0, 600).flatmap(lambda n: st.binary(min_size=8 * n, max_size=8 * n)))
-@settings(max_examples=60, deadline=None)
-def test_the_content_hash_is_its_formula(data: bytes) -> None:
-    memory = ctypes.create_string_buffer(data, max(1, len(data)))
-    assert content_hash(ctypes.addressof(memory), len(data)) == formula(data)
-
-
-@given(st.integers(0, 4095), st.integers(0, 63), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
-def test_any_changed_bit_changes_the_content_hash(word: int, bit: int, seed: int) -> None:
-    data = bytearray(random.Random(seed).randbytes(4096 * 8))
-    memory = (ctypes.c_char * len(data)).from_buffer(data)
-    before = content_hash(ctypes.addressof(memory), len(data))
-    data[8 * word + bit // 8] ^= 1 << bit % 8
-    assert content_hash(ctypes.addressof(memory), len(data)) != before
-
-
-def test_neighbouring_words_may_not_change_places() -> None:
-    one, other = struct.pack("<2Q", 1, 2), struct.pack("<2Q", 2, 1)
-    assert formula(one) != formula(other)
-    hashes = {content_hash(ctypes.addressof(ctypes.create_string_buffer(data, 16)), 16) for data in (one, other)}
-    assert hashes == {formula(one), formula(other)}
 
 
 # The states of chunks, as both sides may change them.

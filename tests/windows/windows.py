@@ -24,8 +24,9 @@ from pathlib import Path
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, wire
-from phos.gpu_engine.installation import application_environment, home, software_gpu_folder
+from phos.gpu_engine.installation import application_environment, software_gpu_folder
 from phos.images.errors import ImageError
+from phos.images.native import home
 from phos.images.reader import Image
 from tests.windows.watched_phosd import truth_file
 
