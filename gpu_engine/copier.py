@@ -17,7 +17,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.content_hash import ContentHasher, chunk_count
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
+from phos.images.chunk_hash import zero_hash
 
 IDLE_SECONDS = 5e-5
 """How long a worker that has nothing to copy waits before it looks again."""
@@ -35,11 +37,13 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a block that is copied at once; bytes."""
+    """A part of a block that is copied at once; bytes. ``hashes``: of its chunks, if they are known."""
 
     block: Block
     offset: int
     size: int
+    hashes: Sequence[bytes] | None = None
+    zero: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,11 +54,14 @@ class Piece:
     offset: int
     size: int
     address: int
+    """0: it is known to be zeros, and its hashes say so; nothing is copied."""
     device: int
     chunk: int = -1
     """Its number, for a source that counts chunks."""
     slot: int = -1
     """The shadow slot that it is in, if it is in one."""
+    hashes: Sequence[bytes] | None = None
+    """Of its chunks, if they are known."""
 
 
 class NothingYet(Exception):
@@ -138,8 +145,8 @@ class _Spans:
     def __init__(self, spans: Iterable[Span], mappings: MappedBlocks) -> None:
         self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         for s in spans:
-            address = mappings[s.block.key].address + s.offset
-            self._pieces.put(Piece(s.block.key, s.offset, s.size, address, s.block.device))
+            address = 0 if s.zero else mappings[s.block.key].address + s.offset
+            self._pieces.put(Piece(s.block.key, s.offset, s.size, address, s.block.device, hashes=s.hashes))
 
     def take(self) -> Piece | None:
         try:
@@ -147,8 +154,9 @@ class _Spans:
         except queue.Empty:
             return None
 
-    def landed(self, piece: Piece, data: memoryview) -> None:
-        """Nobody waits for it, and its hashes are not known."""
+    def landed(self, piece: Piece, data: memoryview) -> Sequence[bytes] | None:
+        """Nobody waits for it."""
+        return piece.hashes
 
 
 @dataclass
@@ -196,6 +204,20 @@ class _Worker:
             view.release()
 
 
+def known_spans(block: Block, hashes: Sequence[bytes], limit: int) -> list[Span]:
+    """A block in spans of at most ``limit`` bytes: those of zeros apart from the others. ``hashes``: of its chunks."""
+    spans: list[Span] = []
+    start = 0
+    zero = [hash_ == zero_hash(min(CHUNK_BYTES, block.size - i * CHUNK_BYTES)) for i, hash_ in enumerate(hashes)]
+    for end in range(1, len(hashes) + 1):
+        if end == len(hashes) or zero[end] != zero[start] or (end - start) * CHUNK_BYTES >= limit:
+            offset = start * CHUNK_BYTES
+            size = min(end * CHUNK_BYTES, block.size) - offset
+            spans.append(Span(block, offset, size, hashes[start:end], zero[start]))
+            start = end
+    return spans
+
+
 class MappedBlocks:
     """Blocks in phosd's own address space. A mapping keeps its memory alive, whatever becomes of the descriptor.
 
@@ -237,6 +259,7 @@ class Copier:
         # A slot holds whole chunks: fewer workers where the ring is too small for all.
         self.threads = max(1, min(self.threads, wanted // (2 * CHUNK_BYTES)))
         self.slot_bytes = max(1, wanted // (2 * self.threads * CHUNK_BYTES)) * CHUNK_BYTES
+        self.hasher = ContentHasher()
         self._ring: driver.PinnedBuffer | None = None
         self._workers: list[_Worker] = []
         self._busy = threading.Lock()  # one job at a time; also guards _ring and _workers
@@ -285,10 +308,12 @@ class Copier:
         progress: Progress,
         cancelled: threading.Event,
         mapped: MappedBlocks | None = None,
+        hashes: Sequence[bytes] | None = None,
     ) -> None:
         """Copy whole blocks out, to ``write``.
 
-        ``mapped`` may hold some of them already, and stays the caller's.
+        ``mapped`` may hold some of them already, and stays the caller's. ``hashes``: of all chunks of the blocks, in
+        order, if they are known; chunks of zeros are not copied then.
 
         Raises:
             Cancelled: ``cancelled`` was set.
@@ -301,7 +326,7 @@ class Copier:
             mappings = mapped or MappedBlocks()
             try:
                 mappings.add(blocks)
-                self._drain(_Spans(self._spans(blocks), mappings), write, progress, cancelled)
+                self._drain(_Spans(self._spans(blocks, hashes), mappings), write, progress, cancelled)
             finally:
                 if mapped is None:
                     mappings.close()
@@ -338,12 +363,20 @@ class Copier:
 
         self._run(lambda w: self._save(w, take, source.landed, write, progress), self._workers, stop)
 
-    def _spans(self, blocks: Iterable[Block]) -> list[Span]:
-        return [
-            Span(block, offset, min(self.slot_bytes, block.size - offset))
-            for block in blocks
-            for offset in range(0, block.size, self.slot_bytes)
-        ]
+    def _spans(self, blocks: Iterable[Block], hashes: Sequence[bytes] | None) -> list[Span]:
+        if hashes is None:
+            return [
+                Span(block, offset, min(self.slot_bytes, block.size - offset))
+                for block in blocks
+                for offset in range(0, block.size, self.slot_bytes)
+            ]
+        spans: list[Span] = []
+        first = 0
+        for block in blocks:
+            count = chunk_count(block.size)
+            spans += known_spans(block, hashes[first : first + count], self.slot_bytes)
+            first += count
+        return spans
 
     def _save(
         self,
@@ -371,7 +404,8 @@ class Copier:
                     address, view = worker.slots[turn]
                     lane = worker.lane(piece.device)
                     event = worker.events[piece.device][turn]
-                    lane.copy_to_host(address, piece.address, piece.size)
+                    if piece.address:
+                        lane.copy_to_host(address, piece.address, piece.size)
                     lane.record(event)
                     turn ^= 1
                     following = (piece, event, view)

@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent.parent / "gpu_engine" / "cow"
+FOLDER = Path(__file__).resolve().parent.parent / "gpu_engine"
 PTX_VERSION = "7.0"
 ARCHITECTURE = "compute_75"
 

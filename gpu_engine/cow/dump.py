@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import inventory
 from phos.gpu_engine.copier import Cancelled, Copier
-from phos.gpu_engine.cow.content_hash import ContentHasher
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.window import ChunkKey, Windows
 from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError
@@ -31,11 +30,9 @@ that its arguments point to: slower, not wrong."""
 
 
 class CowMemory:
-    """What outlives a checkpoint: the kernels of the content hash, and what was written first in the last window."""
+    """What outlives a checkpoint: what was written first in the last window."""
 
     def __init__(self) -> None:
-        self.hasher = ContentHasher()
-        self.hashing = threading.Lock()  # the hasher has one user at a time
         self.wanted: dict[ChunkKey, int] = {}
         self.touched = TouchOrder()
 
@@ -68,10 +65,6 @@ class CowDump(StopDump):
     def _prepare(self, borrow: BorrowBlocks) -> None:
         super()._prepare(borrow)
         with self.timeline.phase("prepare the window"):
-            if self._cow.validate:
-                with self._memory.hashing:
-                    for device in {block.device for process in self.gated for block in process.own_blocks()}:
-                        self._memory.hasher.prepare(device)
             for process in self.gated:
                 process.describe_kernels(DESCRIBE_SECONDS)
             self._windows.lend_pools(self.gated)
@@ -80,11 +73,7 @@ class CowDump(StopDump):
         try:
             if not self._borrowed:
                 return
-            self._mapped.add(self._borrowed)
-            expected = None
-            if self._cow.validate:
-                with self._memory.hashing, self.timeline.phase("content hash", concurrent=True):
-                    expected = self._memory.hasher.hash(self._borrowed, self._mapped)
+            expected = self._hash() if self._cow.validate else None
             feed = self._windows.lay_out(
                 self.gated, self._detached, self._borrowed, self._mapped, expected, self._memory.wanted
             )

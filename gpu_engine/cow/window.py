@@ -7,9 +7,9 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copier import MappedBlocks
 from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
-from phos.gpu_engine.cow.content_hash import chunk_count
 from phos.gpu_engine.cow.feed import ChunkFeed, Place, Window
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
@@ -17,6 +17,7 @@ from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.process import Detached, GatedProcess
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.gpu_engine.touch_order import Touched
+from phos.images.chunk_hash import zero_hash
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +116,13 @@ class Windows:
                 number, records, shapes, queue, prioritise=self._settings.prioritise, order=queue // 4
             )
             self._windows[process.session] = ProcessWindow(process, pools.table, self._table, pools)
+        order = first_written_first(places, wanted_before)
+        if expected is not None:  # zeros first: they need no copying, so nobody has to copy them aside
+            order.sort(key=lambda chunk: expected[chunk] != zero_hash(places[chunk].size))
         self.feed = ChunkFeed(
             self._table,
             places,
-            first_written_first(places, wanted_before),
+            order,
             [Window(w.table, w.pools, w.process.alive) for w in self._windows.values()],
             expected,
             prioritise=self._settings.prioritise,

@@ -245,6 +245,8 @@ class StopDump:
                         self._mapped.add(borrowed)
                     finally:
                         os.close(borrowed[0].descriptor)
+        for device in {block.device for block in blocks}:
+            self._copier.hasher.prepare(device)
         if self.settings.residue and self.gated:
             with self.timeline.phase("prepare residue"):
                 estimate = self.settings.residue_bytes or USUAL_RESIDUE[driver.kind()]
@@ -333,12 +335,28 @@ class StopDump:
 
     def _copy(self) -> None:
         try:
+            hashes = None
+            try:
+                hashes = self._hash()
+            except DriverError as error:
+                log.info("%s: the GPU does not hash its memory, so the CPU does: %s", self.path, error)
             with self.timeline.phase("GPU data", concurrent=True):
-                self._copier.save(self._borrowed, self._writer.write, self.progress, self._cancelled, self._mapped)
+                write = self._writer.write
+                self._copier.save(self._borrowed, write, self.progress, self._cancelled, self._mapped, hashes)
         except BaseException as error:
             self._copy_failure = error
             if not isinstance(error, Cancelled):
                 log.error("%s: copying GPU memory failed: %s", self.path, error)
+
+    def _hash(self) -> list[bytes]:
+        """The hash of each chunk of the blocks, in order, while nobody writes to them.
+
+        Raises:
+            DriverError: a GPU has no memory left for the sums, for example.
+        """
+        self._mapped.add(self._borrowed)
+        with self.timeline.phase("content hash", concurrent=True):
+            return self._copier.hasher.hash(self._borrowed, self._mapped)
 
     def _keep_residues(self) -> None:
         """The driver has saved its part, and everything stands still."""

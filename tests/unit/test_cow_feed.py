@@ -27,7 +27,7 @@ from phos.gpu_engine.cow.feed import STALL_WORKERS, ChunkFeed, Place, Window
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.window import first_written_first
 from phos.gpu_engine.errors import Mispredicted
-from phos.images.chunk_hash import chunk_hash
+from phos.images.chunk_hash import chunk_hash, zero_hash
 
 CHUNK = 4 << 20
 BASE = 1 << 40
@@ -465,3 +465,17 @@ def test_while_the_processes_stand_still_few_workers_copy_and_nothing_is_compare
         assert min(patience) > IDLE_SECONDS
         scene.feed.runs_on.set()
         assert pool.submit(lambda: scene.take() is not None).result()
+
+
+def test_a_chunk_that_was_zeros_is_not_copied_whatever_it_has_become() -> None:
+    scene = Scene(3, (1,), expected=[zero_hash(CHUNK), bytes(16), zero_hash(CHUNK)])
+    scene.processes[0].shadow(2, 0, 1)
+    scene.processes[0].copied(0, 1)
+    pieces = [scene.take() for _ in range(3)]
+    assert None not in pieces
+    by_chunk = {piece.chunk: piece for piece in pieces if piece is not None}
+    assert {chunk: piece.address for chunk, piece in by_chunk.items()} == {0: 0, 1: BASE + CHUNK, 2: 0}
+    anything = memoryview(bytearray(os.urandom(CHUNK)))
+    assert scene.feed.landed(by_chunk[0], anything) == [zero_hash(CHUNK)]
+    assert scene.feed.landed(by_chunk[2], anything) == [zero_hash(CHUNK)]
+    assert scene.table.state(0) == scene.table.state(2) == SAVED

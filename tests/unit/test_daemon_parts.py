@@ -16,12 +16,14 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phos.cli import checkpoint
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, procfs, ring, toggle
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.copier import Copier, Progress
+from phos.gpu_engine.copier import Copier, Progress, known_spans
 from phos.gpu_engine.daemon import keeper, serve_dump
 from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.jobs import REMEMBERED, Claims, JobTable
@@ -43,6 +45,7 @@ from phos.gpu_engine.procfs import is_alive, start_time
 from phos.gpu_engine.restore.base import match_gpus
 from phos.gpu_engine.stop.dump import Settings
 from phos.gpu_engine.timeline import Timeline
+from phos.images.chunk_hash import zero_hash
 
 SESSION, OTHER = bytes(16), bytes([7] * 16)
 
@@ -466,6 +469,24 @@ def test_size_of_the_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ring.wanted_bytes(4) == 8 * ring.SLOT_BYTES
     copier = Copier(threads=16)
     assert 2 * copier.threads * copier.slot_bytes == 128 << 20
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=40), st.integers(1, 6), st.booleans())
+def test_spans_of_known_hashes_keep_zeros_apart(zero: list[bool], most: int, short: bool) -> None:
+    size = len(zero) * ring.CHUNK_BYTES - (ring.CHUNK_BYTES // 2 if short else 0)
+    lengths = [min(ring.CHUNK_BYTES, size - i * ring.CHUNK_BYTES) for i in range(len(zero))]
+    hashes = [zero_hash(n) if z else bytes([i] * 16) for i, (n, z) in enumerate(zip(lengths, zero, strict=True))]
+    block = Block((bytes(16), 1), size, 0, -1)
+    spans = known_spans(block, hashes, most * ring.CHUNK_BYTES)
+    assert [hash_ for span in spans for hash_ in span.hashes or ()] == hashes
+    end = 0
+    for span in spans:
+        assert span.offset == end
+        assert 0 < span.size <= most * ring.CHUNK_BYTES
+        first = span.offset // ring.CHUNK_BYTES
+        assert zero[first : first + len(span.hashes or ())] == [span.zero] * len(span.hashes or ())
+        end += span.size
+    assert end == size
 
 
 # Whom a dump takes.

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
-from phos.images.chunk_hash import chunk_hash
+from phos.images.chunk_hash import chunk_hash, zero_hash
 from phos.images.errors import ImageError
 from phos.images.files import lives_in_memory
 from phos.images.reader import EXTENT_LIMIT, Image
@@ -144,6 +144,28 @@ def test_any_blocks_cuts_and_stripes(blocks, stripes, direct, seed):
             assert image.verify() == []
             data = image.inventory.data
             assert data.written_bytes + data.zero_bytes == data.total_bytes == sum(map(len, content.values()))
+
+
+def test_hashes_that_are_known_are_believed(tmp_path):
+    """Nothing is hashed again: neither the chunk whose hash is wrong, which shows later, nor the zeros."""
+    key = (SESSION, 1)
+    hashes = [chunk_hash(memoryview(page(1))), zero_hash(CHUNK), chunk_hash(memoryview(page(4)))]
+    fd = os.open(tmp_path, os.O_RDONLY)
+    with ImageWriter(fd, stripes=1, chunk_size=CHUNK) as writer:
+        with aligned(page(1) + page(2) + page(3)) as view:
+            writer.write(0, key, 0, view, hashes)
+        writer.commit(inventory_of({key: 3 * CHUNK}))
+    os.close(fd)
+    with Image.open(tmp_path) as image:
+        good, zero, bad = image.extents(key)
+        assert [good.stripe, zero.stripe, bad.stripe] == [0, None, 0]
+        buffer = bytearray(CHUNK)
+        image.read_into(good, memoryview(buffer))
+        assert buffer == page(1)
+        image.read_into(zero, memoryview(buffer))
+        assert buffer == bytes(CHUNK)
+        with pytest.raises(ImageError, match="damaged"):
+            image.read_into(bad, memoryview(buffer))
 
 
 def test_a_chunk_written_again_is_replaced(tmp_path):

@@ -1,19 +1,24 @@
 """Content hashes of GPU memory at *t1*: 3 TB/s on an H100, while the processes stand still anyway (DESIGN §2, §5).
 
-They are the hashes that the image holds (:mod:`phos.images.chunk_hash`). What is saved later is hashed on the CPU and
-compared: a chunk that something wrote to before it was saved is found, whatever that something was.
+They are the hashes that the image holds (:mod:`phos.images.chunk_hash`), so that no processor has to work them out, and
+chunks of zeros need no copying. What a concurrent checkpoint saves later is hashed on the CPU and compared: a chunk
+that something wrote to before it was saved is found, whatever that something was.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.copier import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.formats import HASH_SIZE
+
+if TYPE_CHECKING:
+    from phos.gpu_engine.copier import MappedBlocks
 
 SPAN_BYTES = 65536
 THREADS = 256
@@ -21,14 +26,19 @@ THREADS = 256
 
 
 class ContentHasher:
-    """The kernel and its memory on each GPU. One user at a time."""
+    """The kernel and its stream on each GPU. Callers take turns."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards what follows
         self._kernels: dict[int, driver.Kernel] = {}
         self._lanes: dict[int, driver.Lane] = {}
 
     def prepare(self, device: int) -> None:
-        """Load the kernel on a GPU."""
+        """Load the kernel on a GPU ahead of the first use."""
+        with self._lock:
+            self._prepare(device)
+
+    def _prepare(self, device: int) -> None:
         if device not in self._kernels:
             context = driver.context(device)
             image = Path(__file__).with_name("content_hash.ptx").read_bytes()
@@ -44,9 +54,10 @@ class ContentHasher:
             DriverError: a GPU has no 2 MiB left for the sums, for example.
         """
         parts: dict[int, list[bytes]] = {}
-        for device in sorted({block.device for block in blocks}):
-            self.prepare(device)
-            parts[device] = self._hash_on(device, [b for b in blocks if b.device == device], mapped, chunk_bytes)
+        with self._lock:
+            for device in sorted({block.device for block in blocks}):
+                self._prepare(device)
+                parts[device] = self._hash_on(device, [b for b in blocks if b.device == device], mapped, chunk_bytes)
         result: list[bytes] = []
         taken = dict.fromkeys(parts, 0)
         for block in blocks:
