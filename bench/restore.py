@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+"""A server brought back from an image in memory with a request waiting: eager, lazy, from a pool, and by the peer.
+
+For each size: a decoder in the shape of a Llama is started, answers requests, and an image of it is made while it waits
+for the next one. Then it is restored in every way, that request already there: from the restore command to the first
+kernel, to the first token, to the last byte of GPU data; how fast data came; how much of it on demand, and how long
+calls waited. The peer is the driver's own checkpoint with the same CRIU. Each answer must be, token by token, that of
+the process that nothing interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import driver_checkpoint
+import harness
+import process
+import restore_runs
+import restore_tables
+from harness import Results
+from process import ProcessError
+from restore_runs import GB, VARIANTS, Answer, Pool, Restored, Server, Unavailable
+
+SYSTEMS = (*VARIANTS, "pool", "peer")
+
+
+class Bench:
+    """One run of the benchmark."""
+
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        self.chosen = chosen
+        self.results = Results(chosen, "restore", "A server restored with a request waiting")
+        self.repeats = chosen.repeats or (1 if chosen.smoke else 3)
+        self.failed = False
+
+    def size(self, size: int) -> None:
+        """Measure everything at one size."""
+        chosen = self.chosen
+        label = restore_tables.label(size)
+        needed = size + restore_runs.PROGRAM_BYTES
+        if not chosen.smoke and (reason := restore_runs.host_room(chosen, needed)):
+            self.results.note(f"{label}: not measured, {reason}.")
+            return
+        server = Server(chosen, size)
+        folder = restore_runs.image_folder(chosen, "phos")
+        began = time.monotonic()
+        try:
+            server.start()
+            started = time.monotonic() - began
+            seconds, expected = server.image(folder)
+            restored = Restored(chosen, server, folder, expected)
+            self.results.add(
+                f"{label} running",
+                system="running",
+                bytes=size,
+                weights_gb=server.weights / GB,
+                gpu_gb=restored.total_bytes / GB,
+                data_gb=restored.data_bytes / GB,
+                image_gb=process.folder_size(folder) / GB,
+                start_s=started,
+                checkpoint_s=seconds,
+                tokens_equal=True,
+                # Of a process that was not interrupted: from the moment it saw the request.
+                **expected.since(expected.received),
+            )
+            self.ours(size, restored)
+        finally:
+            server.program.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+        if "peer" in chosen.systems:
+            self.attempt(f"{label} peer", lambda: self.peer(size, expected))
+
+    def ours(self, size: int, restored: Restored) -> None:
+        """Restore in all ways of ours, those that were asked for."""
+        label, wanted = restore_tables.label(size), self.chosen.systems
+        for name in VARIANTS:
+            if name in wanted and "pinned" not in name:
+                self.attempt(f"{label} {name}", lambda name=name: self.variant(size, restored, name))
+        if "pool" in wanted:
+            self.attempt(f"{label} pool", lambda: self.several(size, "pool", lambda: self.take(restored)))
+        pinned = [name for name in VARIANTS if name in wanted and "pinned" in name]
+        if pinned:
+            self.attempt(f"{label} pinned", lambda: self.pinned(size, restored, pinned))
+
+    def variant(self, size: int, restored: Restored, name: str) -> None:
+        """Restore in one of the ways of `phos-gpu restore`."""
+        self.several(size, name, lambda: restored.variant(name))
+
+    def take(self, restored: Restored) -> dict[str, Any]:
+        """Park a process and take it."""
+        with Pool(restored) as pool:
+            return {**pool.take(), "park_s": pool.ready_s}
+
+    def pinned(self, size: int, restored: Restored, names: list[str]) -> None:
+        """The same from an image that phosd holds pinned."""
+        seconds = restored.pin(size)
+        try:
+            for name in names:
+                self.several(size, name, lambda name=name: {**restored.variant(name), "pin_s": seconds})
+        finally:
+            restored.unpin()
+
+    def peer(self, size: int, expected: Answer) -> None:
+        """The peer once: it takes long, and its times hardly vary."""
+        chosen = self.chosen
+        # The process holds its GPU's data in host memory, and its image in memory is as large again.
+        alone = False
+        if not chosen.smoke:
+            if reason := restore_runs.host_room(chosen, size + restore_runs.PROGRAM_BYTES):
+                raise Unavailable(reason)
+            reason = restore_runs.host_room(chosen, 2 * size + restore_runs.PROGRAM_BYTES)
+            alone = bool(reason)
+            if alone:
+                self.results.note(
+                    f"{restore_tables.label(size)} peer: the driver's part alone, without CRIU: {reason}."
+                )
+            # What it took on an H100: what cannot end in time is not begun.
+            if harness.time_left(chosen) < 10 + size / GB * (0.6 if alone else 2.2):
+                raise Unavailable("no time left")
+        server = Server(chosen, size, frontend=False, name="peer").start()
+        folder = restore_runs.image_folder(chosen, "peer")
+        try:
+            self.add(size, "peer", [restore_runs.peer(chosen, server, folder, expected, alone=alone)])
+        finally:
+            server.program.kill()
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def several(self, size: int, name: str, work: Callable[[], dict[str, Any]]) -> None:
+        """Measure and store one way several times."""
+        runs: list[dict[str, Any]] = []
+        while len(runs) < self.repeats:
+            began = time.monotonic()
+            runs.append(work())
+            self.add(size, name, runs)
+            if harness.time_left(self.chosen) < 1.2 * (time.monotonic() - began):
+                break
+
+    def add(self, size: int, name: str, runs: list[dict[str, Any]]) -> None:
+        """Store the medians of one way, and each run."""
+        row = restore_runs.medians(runs)
+        if name != "peer" and "data_gb_s" in row:
+            up = self.results.summary["copy pinned host to device, GB/s"]
+            row["percent_of_copy"] = 100 * row["data_gb_s"] / up
+        key = f"{restore_tables.label(size)} {name}"
+        self.results.add(key, system=name, bytes=size, runs=len(runs), **row, each=runs)
+
+    def attempt(self, what: str, work: Callable[[], None]) -> None:
+        """Do a part if there is time; a failure is noted and does not end the others."""
+        if harness.time_left(self.chosen) <= 0:
+            self.results.note(f"{what}: no time left.")
+            return
+        try:
+            work()
+        except Unavailable as reason:
+            self.results.note(f"{what}: not measured, {reason}.")
+        except (ProcessError, driver_checkpoint.DriverCheckpointError) as error:
+            self.failed = True
+            print(error, file=sys.stderr, flush=True)
+            self.results.note(f"{what}: failed. {str(error).splitlines()[0]}")
+
+    def run(self) -> None:
+        """Measure every size."""
+        chosen = self.chosen
+        restore_runs.prepare_machine(chosen, self.results, max(chosen.sizes))
+        for size in sorted(chosen.sizes):
+            self.attempt(restore_tables.label(size), lambda size=size: self.size(size))
+        process.stop_daemon()
+        restore_tables.summarise(self.results)
+        self.results.finish(restore_tables.tables(self.results))
+        wrong = [row["key"] for row in self.results.rows.values() if not row["tokens_equal"]]
+        if wrong:
+            print(f"The answer was not that of the process left alone: {', '.join(wrong)}.", file=sys.stderr)
+        if wrong or self.failed:
+            raise SystemExit(1)
+
+
+def sizes(text: str) -> list[int]:
+    """Parse a list of sizes in GB."""
+    return [int(float(part) * GB) for part in text.split(",")]
+
+
+def systems(text: str) -> list[str]:
+    """Parse a list of ways to restore; they have commas in their names, so semicolons separate them."""
+    return [word.strip() for word in text.split(";") if word.strip()]
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = harness.options(__doc__ or "")
+    parser.add_argument("--sizes", type=sizes, metavar="GB,...", help="of the weights (8,32,64)")
+    parser.add_argument("--systems", type=systems, default=list(SYSTEMS), metavar="S;...", help="; ".join(SYSTEMS))
+    restore_runs.add_options(parser)
+    chosen = harness.prepare(parser)
+    if unknown := set(chosen.systems) - set(SYSTEMS):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; choose from: {'; '.join(SYSTEMS)}")
+    restore_runs.settle_options(chosen)
+    chosen.sizes = chosen.sizes or (sizes("0.016") if chosen.smoke else sizes("8,32,64"))
+    Bench(chosen).run()
+
+
+if __name__ == "__main__":
+    main()

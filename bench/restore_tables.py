@@ -1,0 +1,142 @@
+"""What the benchmark `restore` works out of its rows, and the tables that people read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import harness
+from harness import Results
+
+GB = 1_000_000_000
+LAZY = "lazy"
+WITHOUT = ("lazy, allocation order", "lazy, random order")
+
+
+def label(size: float) -> str:
+    """Return a size in words."""
+    return f"{size / GB:g} GB" if size >= GB else f"{size / 1e6:g} MB"
+
+
+def by_size(results: Results, system: str) -> dict[int, dict[str, Any]]:
+    """Return a system's rows by the size asked for."""
+    return {row["bytes"]: row for row in results.rows.values() if row["system"] == system}
+
+
+def goals(results: Results) -> list[tuple[str, float, str, bool]]:
+    """Return each goal of which something was measured: what, the figure, what it should be, and whether it is."""
+    found: list[tuple[str, float, str, bool]] = []
+    lazy, pool, peer = by_size(results, LAZY), by_size(results, "pool"), by_size(results, "peer")
+    for size, row in lazy.items():
+        first = row["first_kernel_s"]
+        found.append((f"{label(size)}: lazy, first kernel, s", first, "at most 1.0", first <= 1.0))
+    if len(lazy) > 1:
+        times = [row["first_kernel_s"] for row in lazy.values()]
+        spread = 100 * (max(times) / min(times) - 1)
+        found.append(("lazy, first kernel: slowest size over fastest, %", spread, "at most 20", spread <= 20))
+    for size, row in pool.items():
+        first = row["first_kernel_s"]
+        found.append((f"{label(size)}: pool, first kernel, s", first, "at most 0.1", first <= 0.1))
+    for size, row in peer.items():
+        for name, own in (("lazy", lazy.get(size)), ("pool", pool.get(size))):
+            if own is None:
+                continue
+            times_as_soon = row["first_token_s"] / own["first_token_s"]
+            what = f"{label(size)}: first token, {name}, times sooner than the peer"
+            if row["driver_only"]:
+                what += "'s driver part"
+            found.append((what, times_as_soon, "at least 10 at 32 GB", times_as_soon >= 10))
+    for size, row in lazy.items():
+        if "percent_of_copy" in row:
+            share = row["percent_of_copy"]
+            found.append((f"{label(size)}: lazy, GPU data, % of copying", share, "at least 85", share >= 85))
+        for other in WITHOUT:
+            without = by_size(results, other).get(size)
+            if without and without.get("waited_s") and "waited_s" in row:
+                share = row["waited_s"] / without["waited_s"]
+                what = f"{label(size)}: waiting, recorded order over {other.removeprefix('lazy, ')}"
+                found.append((what, share, "at most 0.33", share <= 1 / 3))
+    return found
+
+
+def summarise(results: Results) -> None:
+    """Put the goals into the summary."""
+    for what, value, wanted, reached in goals(results):
+        results.summary[what] = f"{harness.show(float(value))} ({wanted}: {'reached' if reached else 'not reached'})"
+
+
+def tables(results: Results) -> list[str]:
+    """Return the readable tables."""
+    rows = list(results.rows.values())
+    timed = [row for row in rows if row["system"] != "running"]
+    text = [
+        "Seconds from the restore command, a request already waiting; medians. `running`: a process that was not",
+        "interrupted, from the moment it sees the request.",
+        "",
+    ]
+    columns = {
+        "first kernel": "first_kernel_s",
+        "first token": "first_token_s",
+        "last token": "last_token_s",
+        "last byte": "last_byte_s",
+        "command returned": "returned_s",
+        "GB/s": "data_gb_s",
+        "% of copying": "percent_of_copy",
+        "tokens equal": "tokens_equal",
+        "runs": "runs",
+    }
+    text += [_table(rows, columns), ""]
+    waiting = [row for row in timed if "waits" in row]
+    if waiting:
+        columns = {
+            "on demand, GB": "on_demand_gb",
+            "waits": "waits",
+            "waited, s": "waited_s",
+            "calls traced": "traced_calls",
+            "mappings opened": "opened",
+            "opening, s": "open_s",
+        }
+        text += ["While data came:", "", _table(waiting, columns), ""]
+    sizes = [row for row in rows if row["system"] == "running"]
+    if sizes:
+        columns = {
+            "weights, GB": "weights_gb",
+            "GPU memory, GB": "gpu_gb",
+            "of it not zero": "data_gb",
+            "image, GB": "image_gb",
+            "cold start, s": "start_s",
+            "checkpoint, s": "checkpoint_s",
+        }
+        text += ["The program:", "", _table(sizes, columns), ""]
+    reached = goals(results)
+    if reached:
+        cells = [[what, float(value), wanted, yes] for what, value, wanted, yes in reached]
+        text += ["Goals:", "", harness.table(["", "measured", "goal", "reached"], cells), ""]
+    text += phases(timed)
+    return text
+
+
+def phases(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return where the time went: the begin of each phase since the command, and its length."""
+    names = list(dict.fromkeys(name for row in rows for name in row.get("phases", {})))
+    if not names:
+        return []
+    cells = []
+    for row in rows:
+        line = [row["key"]]
+        for name in names:
+            seconds, begin = row.get("phases", {}).get(name), row.get("at", {}).get(name)
+            if seconds is None:
+                line.append("")
+            elif begin is None:
+                line.append(harness.show(float(seconds)))
+            else:
+                line.append(f"{harness.show(float(seconds))} from {harness.show(float(begin))}")
+        cells.append(line)
+    return ["Where the time went, seconds:", "", harness.table(["", *names], cells), ""]
+
+
+def _table(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> str:
+    return harness.table(
+        ["", *columns], [[row["key"], *(row.get(name, "") for name in columns.values())] for row in rows]
+    )
