@@ -17,6 +17,7 @@ COMMANDS = {
     "status": "Show phosd's GPUs, processes and jobs.",
     "inspect": "Show what is in an image.",
     "verify": "Check every hash of an image.",
+    "image": "Hold images in pinned memory.",
     "wait": "Wait until an image is whole, or a restored process computes.",
     "guard": "Checkpoint a job again and again, and bring it back when it fails.",
     "audit": "Compare what a program's kernels write with what was predicted.",

@@ -12,6 +12,7 @@ from google.protobuf.message import Message
 from rich.console import Console
 from rich.table import Table
 
+from phos.cli.image import show_pinned
 from phos.cli.inspect import printable, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
@@ -88,3 +89,5 @@ def _show(answer: wire_pb2.Status) -> None:
                 job.error,
             )
         console.print(table)
+    if answer.pinned:
+        show_pinned(console, answer)

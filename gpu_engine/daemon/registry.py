@@ -18,11 +18,13 @@ from phos.gpu_engine.daemon.jobs import Claims, JobTable
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
 from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.paths import hold_folder, keeper_socket
+from phos.gpu_engine.daemon.pinned_images import PinnedImages, limit_from
 from phos.gpu_engine.daemon.reaper import Reaper
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.restore.base import UNDER_WAY, Restore
+from phos.gpu_engine.restore.sources import use_pinned
 from phos.gpu_engine.spec.speculator import Speculator
 from phos.images.errors import ImageError
 
@@ -42,6 +44,8 @@ class Registry:
         self.claims = Claims()
         self.copier = Copier()
         self.cow = CowMemory()
+        self.pinned = PinnedImages(limit_from(os.environ))
+        use_pinned(self.pinned)
         self.speculator = Speculator(capability)
         self.holds = Holds(hold_folder(path))
         self.broker = Broker(KeeperLink(keeper_socket(path)))

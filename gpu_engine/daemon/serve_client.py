@@ -30,6 +30,8 @@ class ClientServer:
                 kind = envelope.WhichOneof("body")
                 if kind == "status_request":
                     connection.reply(envelope.id, status=self._status(connection.uid))
+                elif kind in ("pin_image", "unpin_image"):
+                    self._registry.pinned.serve(connection, envelope, descriptors)
                 elif kind == "wait_image" and descriptors:
                     self._wait_image(connection, envelope, descriptors[0])
                 elif kind == "shutdown" and connection.uid in (0, os.geteuid()):
@@ -70,6 +72,7 @@ class ClientServer:
             driver_version=self._registry.versions.cuda,
             since=self._started,
             ring_bytes=self._registry.copier.ring_bytes,
+            pin_limit=self._registry.pinned.limit,
         )
         with self._registry.lock:
             sessions = list(self._registry.sessions.values())
@@ -111,4 +114,5 @@ class ClientServer:
                 )
             )
         status.jobs.extend(self._registry.jobs.report())
+        status.pinned.extend(self._registry.pinned.report())
         return status

@@ -25,7 +25,7 @@ from phos.gpu_engine.copier import Cancelled, Copier, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.residue import RestoredResidues
-from phos.gpu_engine.restore.sources import open_source
+from phos.gpu_engine.restore.sources import confirm, open_source
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
 from phos.images.source import ImageSource
@@ -259,6 +259,7 @@ class Restore(ABC):
         try:
             with self.timeline.phase("GPU data", concurrent=True):
                 self._fill(borrowed)
+                confirm(self._image)
             with self._lock:
                 if self.state == "loading":
                     self.state = "loaded"

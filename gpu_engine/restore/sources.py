@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.pinned import PinnedImage
 from phos.images.reader import Image
 from phos.images.source import ImageSource
 
@@ -20,7 +21,7 @@ PINNED_WORKERS = 2
 class Pinned(Protocol):
     """What phosd knows of pinned images."""
 
-    def find(self, directory: int) -> ImageSource | None:
+    def find(self, directory: int) -> PinnedImage | None:
         """The image in an open directory, if it is pinned and as it was; the caller closes it.
 
         Raises:
@@ -58,6 +59,12 @@ class Manner:
 
 def manner(image: ImageSource, copier: Copier, gpus: int) -> Manner:
     """How to load that image into so many GPUs."""
-    if getattr(image, "in_place", False):
+    if isinstance(image, PinnedImage):
         return Manner(PINNED_LOAD, PINNED_WORKERS * max(1, gpus))
     return Manner(copier.slot_bytes)
+
+
+def confirm(image: ImageSource) -> None:
+    """After all has been loaded: raise ImageError if it need not be what was checked before."""
+    if isinstance(image, PinnedImage):
+        image.confirm()

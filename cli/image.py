@@ -1,0 +1,149 @@
+"""``phos-gpu image``: images that phosd holds in pinned memory, from which they are restored without being read."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
+
+from phos.cli.inspect import printable, size_text
+from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import client, wire
+from phos.gpu_engine.errors import DaemonUnavailable, PhosError, UsageError
+
+
+@click.group()
+def image() -> None:
+    """Hold images in phosd's memory, page-locked, so that restoring them reads nothing."""
+
+
+@image.command()
+@click.argument("directory", metavar="IMAGE", type=click.Path(path_type=Path))
+@click.option("--name", default="", help="What to call it, here and for restores from other hosts.")
+@click.option(
+    "--copy", is_flag=True, help="Copy the data also where it lies in memory already (tmpfs) and could stay there."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def pin(directory: Path, name: str, copy: bool, as_json: bool) -> None:
+    """Load the GPU data of the image in the directory IMAGE, check it, and keep it until phosd ends."""
+    client.ensure()
+    began = time.perf_counter()
+    descriptor = _open(directory)
+    try:
+        _ask(wire_pb2.Envelope(id=1, pin_image=wire_pb2.PinImage(name=name, copy=copy)), [descriptor], quiet=as_json)
+    finally:
+        os.close(descriptor)
+    seconds = time.perf_counter() - began
+    path = os.path.realpath(directory)
+    found = [pinned for pinned in client.status().pinned if pinned.image == path]
+    size, copied = (found[-1].bytes, found[-1].copied) if found else (0, 0)
+    if as_json:
+        said = {"image": path, "name": name, "bytes": size, "copied": copied, "seconds": round(seconds, 4)}
+        click.echo(json.dumps(said))
+        return
+    called = f" as {name}" if name else ""
+    where = "" if copied else ", where it lies"
+    click.echo(f"Pinned {size_text(size)} of {directory}{called}{where} ({seconds:.2f} s).")
+
+
+@image.command()
+@click.argument("which", metavar="IMAGE")
+def unpin(which: str) -> None:
+    """Let IMAGE go, named by its directory or its name. Restores that use it keep it until they are done."""
+    if os.path.isdir(which) and not any(pinned.name == which for pinned in client.status().pinned):
+        descriptor = _open(Path(which))
+        try:
+            _ask(wire_pb2.Envelope(id=1, unpin_image=wire_pb2.UnpinImage()), [descriptor])
+        finally:
+            os.close(descriptor)
+        return
+    path = os.path.abspath(which)
+    named = [pinned.name for pinned in client.status().pinned if path == pinned.image and pinned.name]
+    _ask(wire_pb2.Envelope(id=1, unpin_image=wire_pb2.UnpinImage(name=named[0] if named else which)), [])
+
+
+@image.command(name="list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def list_(as_json: bool) -> None:
+    """Show which images are pinned."""
+    status = client.status()
+    if as_json:
+        pinned = [
+            {
+                "name": entry.name,
+                "image": entry.image,
+                "image_id": entry.image_id.hex(),
+                "state": entry.state,
+                "bytes": entry.bytes,
+                "copied": entry.copied,
+                "checked": entry.checked,
+                "users": entry.users,
+                "since": entry.since,
+            }
+            for entry in status.pinned
+        ]
+        click.echo(json.dumps({"limit": status.pin_limit, "pinned": pinned}))
+        return
+    show_pinned(Console(), status)
+
+
+def show_pinned(console: Console, status: wire_pb2.Status) -> None:
+    """The pinned images as a table."""
+    if not status.pinned:
+        console.print("No image is pinned. Pin one with 'phos-gpu image pin IMAGE'.")
+        return
+    used = sum(entry.bytes for entry in status.pinned)
+    title = f"Pinned images: {size_text(used)} of {size_text(status.pin_limit)}"
+    table = Table("Name", "Image", "State", "Size", "Of it copied", "In use by", title=title, title_justify="left")
+    for entry in status.pinned:
+        state = entry.state
+        if state == "loading":
+            state = f"loading, {size_text(entry.checked)} checked"
+        table.add_row(
+            entry.name,
+            printable(entry.image),
+            state,
+            size_text(entry.bytes),
+            size_text(entry.copied),
+            str(entry.users) if entry.users else "nobody",
+        )
+    console.print(table)
+
+
+def _open(directory: Path) -> int:
+    try:
+        return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise UsageError(f"There is no image directory {directory} ({error.strerror}).") from error
+
+
+def _ask(envelope: wire_pb2.Envelope, descriptors: list[int], *, quiet: bool = True) -> None:
+    """One request; shows how far it is, on a terminal.
+
+    Raises:
+        PhosError: phosd's reason.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = Console(stderr=True)
+    with (
+        client.connect() as connection,
+        Progress(*columns, transient=True, console=console, disable=quiet or not sys.stderr.isatty()) as bar,
+    ):
+        task = bar.add_task("GPU data", total=None)
+        wire.send(connection, envelope, descriptors)
+        while (answer := wire.receive(connection)) is not None:
+            wire.close_all(answer[1])
+            if answer[0].WhichOneof("body") == "done":
+                if answer[0].done.error:
+                    raise PhosError(answer[0].done.error)
+                return
+            state = answer[0].image_state
+            bar.update(task, total=state.bytes_total, completed=state.bytes_done)
+    raise DaemonUnavailable("phosd ended before it answered.")

@@ -1,0 +1,254 @@
+"""Images that phosd holds pinned: which, under what name, and how much memory they may take."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from phos.gen import wire_pb2
+from phos.gpu_engine import procfs
+from phos.gpu_engine.cow.settings import size_of
+from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.errors import DriverError, NotPermitted, PhosError, UsageError
+from phos.gpu_engine.pinned import PinnedImage, PinnedMemory, data_bytes
+from phos.images import formats
+from phos.images.errors import ImageError
+from phos.images.reader import Image
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 0.1
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+def limit_from(environment: Mapping[str, str]) -> int:
+    """How much may be pinned in all: PHOS_PIN_LIMIT, else half of the machine's memory; bytes.
+
+    Raises:
+        UsageError: it is no size.
+    """
+    text = environment.get("PHOS_PIN_LIMIT", "")
+    return size_of("PHOS_PIN_LIMIT", text) if text else int(psutil.virtual_memory().total) // 2
+
+
+def available_memory() -> int:
+    """What phosd can still allocate, as far as the machine and its control group say; bytes."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        group = Path("/proc/self/cgroup").read_text().split("0::", 1)[1].splitlines()[0]
+        folder = Path(f"/sys/fs/cgroup{group}")
+        limit = (folder / "memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, max(0, int(limit) - int((folder / "memory.current").read_text())))
+    except (OSError, IndexError, ValueError):
+        pass  # no control groups, or the first kind of them
+    return free
+
+
+@dataclass
+class Pinned:
+    """One image of the table."""
+
+    name: str
+    path: str
+    record: bytes  # the commit record, serialised: what has the same is the same image
+    image_id: bytes
+    size: int
+    memory: PinnedMemory = field(default_factory=PinnedMemory)
+    state: str = "loading"
+    since: float = field(default_factory=time.time)
+
+
+class PinnedImages:
+    """The table. Methods may be called from any thread."""
+
+    def __init__(self, limit: int) -> None:
+        """``limit``: bytes."""
+        self.limit = limit
+        self._lock = threading.Lock()  # guards _images
+        self._images: list[Pinned] = []
+
+    def pin(self, directory: int, name: str) -> Pinned:
+        """Enter an image; :meth:`load` then does the work. ``name`` may be empty: then it has only its path.
+
+        Raises:
+            ImageError: there is no whole image. UsageError, PhosError: a sentence that says why not.
+        """
+        if name and not _NAME.fullmatch(name):
+            raise UsageError(f"'{name}' is no name for an image: use letters, digits, '.', '_' and '-', at most 100.")
+        with Image.open(directory) as image:
+            made = Pinned(
+                name, str(image.path), image.record.SerializeToString(), image.record.image_id, data_bytes(image)
+            )
+        with self._lock:
+            for other in self._images:
+                if other.record == made.record:
+                    raise PhosError(f"{made.path} is pinned already, as {other.name or other.path}.")
+                if name and other.name == name:
+                    raise PhosError(f"The name {name} is taken by {other.path}: choose another, or unpin that one.")
+            used = sum(other.size for other in self._images)
+            if used + made.size > self.limit:
+                raise PhosError(
+                    f"{made.path} has {made.size / 1e9:.2f} GB of GPU data. phosd may pin {self.limit / 1e9:.2f} GB, "
+                    f"of which {used / 1e9:.2f} GB are in use. Unpin another image, or raise PHOS_PIN_LIMIT (pin-limit "
+                    "in the configuration file) and restart phosd."
+                )
+            self._images.append(made)
+        return made
+
+    def load(self, entry: Pinned, directory: int, *, copy: bool) -> None:
+        """Bring the data in; afterwards the image is pinned, or no longer in the table.
+
+        Raises:
+            ImageError, PhosError: why it is not pinned.
+        """
+
+        def room(size: int) -> None:
+            if size > (free := available_memory()):
+                raise PhosError(
+                    f"{entry.path} needs {size / 1e9:.2f} GB of memory to be copied into; {free / 1e9:.2f} GB are "
+                    "available. Unpin another image, or end what else uses memory."
+                )
+
+        began = time.monotonic()
+        try:
+            with Image.open(directory) as image:
+                if image.record.SerializeToString() != entry.record:
+                    raise ImageError(f"{entry.path} was replaced by another image meanwhile")
+                entry.memory.load(image, copy=copy, room=room)
+        except BaseException as error:
+            with self._lock:
+                self._images.remove(entry)
+            entry.memory.release()
+            if isinstance(error, DriverError):
+                raise PhosError(f"The driver cannot pin the data of {entry.path}: {error}") from error
+            if isinstance(error, OSError):
+                raise PhosError(f"{entry.path} cannot be pinned: {error.strerror}") from error
+            raise
+        entry.state = "pinned"
+        size, seconds = entry.memory.bytes, time.monotonic() - began
+        log.info("%s: %d bytes pinned in %.2f s, %d of them copied", entry.path, size, seconds, entry.memory.copied)
+
+    def unpin(self, name: str, directory: int | None) -> None:
+        """Let an image go, by its name or its directory; its memory is free when no restore uses it any more.
+
+        Raises:
+            PhosError: there is no such image, or it is still being loaded.
+        """
+        path = os.readlink(f"/proc/self/fd/{directory}") if directory is not None else ""
+        with self._lock:
+            found = [e for e in self._images if (name and e.name == name) or (path and e.path == path)]
+            if not found:
+                raise PhosError(f"No image {name or path} is pinned ('phos-gpu image list' shows which are).")
+            if found[0].state == "loading":
+                raise PhosError(f"{found[0].path} is still being loaded. Wait until it is pinned.")
+            self._images.remove(found[0])
+        found[0].memory.release()
+        log.info("%s is not pinned any more.", found[0].path)
+
+    def find(self, directory: int) -> PinnedImage | None:
+        """See :class:`~phos.gpu_engine.restore.sources.Pinned`."""
+        if not self._images:
+            return None
+        try:
+            image = Image.open_damaged(directory)
+        except ImageError:
+            return None  # said by whoever opens it next
+        memory = self._memory_of(image)
+        if memory is None:
+            image.close()
+            return None
+        try:
+            # Its data files may be gone: they are in memory.
+            data = tuple(str(image.path / f.name) for f in image.record.files if formats.stripe_of(f.name) is not None)
+            if wrong := [problem for problem in image.problems if not problem.startswith(data)]:
+                raise ImageError(wrong[0], wrong)
+            return PinnedImage(image, memory)
+        except BaseException:
+            image.close()
+            memory.release()
+            raise
+
+    def _memory_of(self, image: Image) -> PinnedMemory | None:
+        """In use, if the image is pinned and as it was."""
+        if entry := self.entry_of(image.record.SerializeToString()):
+            if changed := entry.memory.changed():
+                log.warning("%s has changed since %s was pinned: it is read anew.", changed[0], entry.path)
+            elif entry.memory.use():
+                return entry.memory
+        return None
+
+    def entry_of(self, record: bytes) -> Pinned | None:
+        """The pinned image with that commit record."""
+        with self._lock:
+            return next((e for e in self._images if e.record == record and e.state != "loading"), None)
+
+    def named(self, name: str) -> Pinned | None:
+        """The pinned image of that name."""
+        with self._lock:
+            return next((e for e in self._images if name and e.name == name and e.state != "loading"), None)
+
+    def report(self) -> list[wire_pb2.Status.Pinned]:
+        """All of them, oldest first."""
+        with self._lock:
+            entries = list(self._images)
+        return [
+            wire_pb2.Status.Pinned(
+                name=entry.name,
+                image=procfs.readable(entry.path),
+                image_id=entry.image_id,
+                state="changed" if entry.state == "pinned" and entry.memory.changed() else entry.state,
+                bytes=entry.size,
+                copied=entry.memory.copied,
+                checked=entry.memory.done,
+                users=entry.memory.users,
+                since=entry.since,
+            )
+            for entry in entries
+        ]
+
+    # What phos-gpu asks.
+
+    def serve(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
+        """Answer PinImage or UnpinImage."""
+        try:
+            if connection.uid not in (0, os.geteuid()):
+                raise NotPermitted(f"User {connection.uid} may not pin images here.")
+            if envelope.WhichOneof("body") == "unpin_image":
+                self.unpin(envelope.unpin_image.name, descriptors[0] if descriptors else None)
+            else:
+                self._pin(connection, envelope, wire.only(descriptors))
+        except (PhosError, ImageError, OSError) as error:
+            log.error("%s", error)
+            connection.done(envelope.id, error=error)
+            return
+        connection.done(envelope.id)
+
+    def _pin(self, connection: wire.Connection, envelope: wire_pb2.Envelope, directory: int) -> None:
+        request = envelope.pin_image
+        entry = self.pin(directory, request.name)
+        failures: list[Exception] = []
+
+        def work() -> None:
+            try:
+                self.load(entry, directory, copy=request.copy)
+            except Exception as error:
+                failures.append(error)
+
+        worker = threading.Thread(target=work, name="pin")
+        worker.start()
+        while worker.is_alive():
+            worker.join(REPORT_SECONDS)
+            state = wire_pb2.ImageState(state="loading", bytes_done=entry.memory.done, bytes_total=entry.size)
+            connection.reply(envelope.id, image_state=state)
+        if failures:
+            raise failures[0]

@@ -1,0 +1,309 @@
+"""An image's GPU data in page-locked memory of phosd's, from which it is copied to GPUs without bounce or hashing.
+
+Every chunk is checked against its hash once, when it is pinned. Data files that lie in memory already (tmpfs) are
+mapped and pinned where they are, if nobody but root or phosd's user may write to them; others are copied. A file that
+is mapped and changes afterwards is noticed by its time of modification, which the kernel sets with every write(2),
+truncation and first store through a mapping (mm/memory.c, fault_dirty_shared_page).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+
+from phos.gen import phos_image_pb2 as pb
+from phos.gpu_engine import driver
+from phos.images import formats
+from phos.images.errors import ImageError
+from phos.images.extents import BlockTable, Extent
+from phos.images.files import lives_in_memory, run_in_threads, thread_count
+from phos.images.formats import BlockKey, align_up
+from phos.images.reader import Image
+
+POPULATE_BYTES = 256 << 20
+"""What a thread populates at once."""
+
+CHECK_BYTES = 8 << 20
+"""What a thread reads and checks at once: it stays in the cache."""
+
+CLOCK_SECONDS = 0.02
+"""Longer than the kernel's coarse clock stands still: two changes so far apart have different times."""
+
+_MADV_HUGEPAGE = 14
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; before that the first touch does it
+_MAP_SHARED, _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 1, 2, 0x20, 0x4000
+
+_libc = ctypes.CDLL(None, use_errno=True)  # its calls leave the interpreter to others, those of Python's mmap do not
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def _map(size: int, descriptor: int) -> int:
+    """Map memory, of a file or (-1) of nobody; its address."""
+    flags = _MAP_SHARED if descriptor >= 0 else _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(address)
+
+
+class Region:
+    """One data file's bytes at an address, page-locked."""
+
+    def __init__(self, name: str, size: int, descriptor: int) -> None:
+        """``descriptor``: of the file to be mapped, which becomes this object's; -1: the bytes are copied."""
+        self.name = name
+        self.size = size
+        self.descriptor = descriptor
+        self.length = align_up(size)
+        self._registered = False
+        self._identity: tuple[int, int] | None = None
+        self.address = _map(self.length, descriptor)
+        if descriptor < 0:
+            _libc.madvise(self.address, self.length, _MADV_HUGEPAGE)
+
+    def populate(self, offset: int, length: int) -> None:
+        """Have the kernel find pages for a part of it."""
+        _libc.madvise(self.address + offset, length, _MADV_POPULATE_WRITE)
+
+    def register(self) -> None:
+        """Page-lock it.
+
+        Raises:
+            DriverError: so much cannot be locked.
+        """
+        driver.context(0).use()
+        driver.register_host(self.address, self.length)
+        self._registered = True
+
+    def note(self) -> None:
+        """From now on a change of the file is noticed."""
+        self._identity = self._now()
+
+    def _now(self) -> tuple[int, int] | None:
+        if self.descriptor < 0:
+            return None
+        status = os.fstat(self.descriptor)
+        return status.st_size, status.st_mtime_ns
+
+    @property
+    def changed(self) -> bool:
+        """Whether the file that it is has been written to, or cut off."""
+        return self._now() != self._identity
+
+    def view(self, offset: int, length: int) -> memoryview:
+        """A part of it. Of a file that is mapped it may be given to the kernel only, which survives a truncation."""
+        if not 0 <= offset <= offset + length <= self.size:
+            raise ValueError(f"bytes {offset} to {offset + length} of {self.size}")
+        return memoryview((ctypes.c_char * length).from_address(self.address + offset)).cast("B")
+
+    def free(self) -> None:
+        """Unlock and unmap it. No copy from it may be under way."""
+        if self._registered:
+            driver.context(0).use()
+            driver.unregister_host(self.address)
+        _libc.munmap(self.address, self.length)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+
+
+def data_bytes(image: Image) -> int:
+    """What pinning an image takes."""
+    return sum(align_up(file.size) for file in image.record.files if file.origin == pb.File.PHOS_DATA)
+
+
+class PinnedMemory:
+    """The data files of an image in memory. Freed when its owner and all that use it have let go."""
+
+    def __init__(self) -> None:
+        self._regions: dict[int, Region] = {}
+        self._lock = threading.Lock()  # guards _users
+        self._users = 1  # its owner
+        self.done = 0
+        """Bytes checked so far; of no more use than to be shown."""
+
+    @property
+    def bytes(self) -> int:
+        """Memory that is locked, or about to be."""
+        return sum(region.length for region in self._regions.values())
+
+    @property
+    def copied(self) -> int:
+        """How much of it is a copy, beside the file."""
+        return sum(region.length for region in self._regions.values() if region.descriptor < 0)
+
+    @property
+    def users(self) -> int:
+        """Restores and connections that have it in use."""
+        with self._lock:
+            return max(0, self._users - 1)
+
+    def load(self, image: Image, *, copy: bool, room: Callable[[int], None]) -> None:
+        """Bring an image's data into memory, page-lock it, check every chunk.
+
+        ``copy``: also what could stay where it is. ``room`` is told how many bytes will be copied before they are, and
+        refuses by an exception.
+
+        Raises:
+            ImageError: the data is damaged, or changes meanwhile. DriverError: it cannot be locked. OSError.
+        """
+        sizes = {file.name: file.size for file in image.record.files if file.origin == pb.File.PHOS_DATA}
+        for name, size in sizes.items():
+            stripe = formats.stripe_of(name)
+            if size and stripe is not None:
+                self._regions[stripe] = _region(image, name, size, copy)
+        room(self.copied)
+        regions = list(self._regions.values())
+        pieces = [
+            partial(region.populate, at, min(POPULATE_BYTES, region.length - at))
+            for region in regions
+            for at in range(0, region.length, POPULATE_BYTES)
+        ]
+        run_in_threads(pieces)
+        run_in_threads([region.register for region in regions])
+        time.sleep(CLOCK_SECONDS)  # populating has changed the files' times
+        for region in regions:
+            region.note()
+        self._check(image)
+        self.confirm(image.path)
+
+    def _check(self, image: Image) -> None:
+        scratch = threading.local()
+        lock = threading.Lock()  # guards done
+
+        def check(extent: Extent) -> None:
+            assert extent.stripe is not None
+            region = self._regions[extent.stripe]
+            if region.descriptor < 0:
+                view = region.view(extent.file_offset, extent.length)
+            else:  # never touched by us: of a file that is cut off meanwhile it would be the end of phosd
+                known: memoryview | None = getattr(scratch, "view", None)
+                if known is None or len(known) < extent.length:
+                    known = scratch.view = memoryview(mmap.mmap(-1, align_up(extent.length)))
+                view = known
+            image.read_into(extent, view[: extent.length])
+            with lock:
+                self.done += extent.length
+
+        extents = [e for t in image.blocks.values() for e in t.extents(CHECK_BYTES) if e.stripe is not None]
+        run_in_threads([partial(check, extent) for extent in extents], thread_count())
+
+    def address_of(self, extent: Extent) -> int:
+        """Where an extent's data lies."""
+        assert extent.stripe is not None
+        region = self._regions[extent.stripe]
+        if extent.file_offset + extent.length > region.size:
+            raise ImageError(f"{region.name} has no bytes {extent.file_offset} to {extent.file_offset + extent.length}")
+        return region.address + extent.file_offset
+
+    def view(self, stripe: int, offset: int, length: int) -> memoryview:
+        """A part of a data file, for a system call; see :meth:`Region.view`."""
+        return self._regions[stripe].view(offset, length)
+
+    def changed(self) -> list[str]:
+        """The names of files that are mapped and have changed since."""
+        return [region.name for region in self._regions.values() if region.changed]
+
+    def confirm(self, path: Path) -> None:
+        """Raise ImageError if a file that is mapped has changed."""
+        if names := self.changed():
+            raise ImageError(f"{path / names[0]} was changed while phosd had it pinned: unpin the image, and verify it")
+
+    def use(self) -> bool:
+        """Keep it until :meth:`release`; False: it is gone already."""
+        with self._lock:
+            if self._users == 0:
+                return False
+            self._users += 1
+            return True
+
+    def release(self) -> None:
+        """Its owner, or one that has it in use, needs it no more."""
+        with self._lock:
+            self._users -= 1
+            if self._users:
+                return
+        regions, self._regions = self._regions, {}
+        for region in regions.values():
+            region.free()
+
+
+def _region(image: Image, name: str, size: int, copy: bool) -> Region:
+    where = image.path / name
+    directory = os.open(image.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = os.open(name, os.O_RDONLY | flags, dir_fd=directory)
+        try:
+            status = os.fstat(descriptor)
+            private = status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
+            if copy or not private or not lives_in_memory(descriptor):
+                return Region(name, size, -1)
+        finally:
+            os.close(descriptor)
+        # The driver locks memory only if it may be written to; nobody here writes to it.
+        descriptor = os.open(name, os.O_RDWR | flags, dir_fd=directory)
+        try:
+            if os.fstat(descriptor).st_ino != status.st_ino or os.fstat(descriptor).st_size != size:
+                raise ImageError(f"{where} changes while it is being pinned")
+            return Region(name, size, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        raise ImageError(f"{where} cannot be mapped: {error.strerror}") from error
+    finally:
+        os.close(directory)
+
+
+class PinnedImage:
+    """An image whose data is pinned. An :class:`~phos.images.source.ImageSource`."""
+
+    def __init__(self, image: Image, memory: PinnedMemory) -> None:
+        """Both become this object's: ``image``, which may lack its data files, and a use of ``memory``."""
+        self._image = image
+        self._memory = memory
+        self._open = True
+
+    @property
+    def inventory(self) -> pb.Inventory:
+        """See :class:`~phos.images.source.ImageSource`."""
+        return self._image.inventory
+
+    @property
+    def blocks(self) -> Mapping[BlockKey, BlockTable]:
+        """See :class:`~phos.images.source.ImageSource`."""
+        return self._image.blocks
+
+    @property
+    def path(self) -> Path:
+        """See :class:`~phos.images.source.ImageSource`."""
+        return self._image.path
+
+    def read_into(self, extent: Extent, buffer: memoryview) -> int | None:
+        """See :class:`~phos.images.source.ImageSource`; the buffer stays as it is."""
+        return self._memory.address_of(extent)
+
+    def copy_file(self, name: str, target: int) -> None:
+        """See :class:`~phos.images.source.ImageSource`; from the directory, such files are not pinned."""
+        self._image.copy_file(name, target)
+
+    def confirm(self) -> None:
+        """Raise ImageError unless what :meth:`read_into` has named is still what was pinned."""
+        self._memory.confirm(self.path)
+
+    def close(self) -> None:
+        """See :class:`~phos.images.source.ImageSource`."""
+        if self._open:
+            self._open = False
+            self._image.close()
+            self._memory.release()
