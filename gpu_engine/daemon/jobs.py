@@ -17,6 +17,9 @@ from phos.gpu_engine.timeline import Timeline
 
 REMEMBERED = 64
 
+RELEASE_SECONDS = 1.0
+"""A checkpoint says that it has ended a moment before it lets its processes go; who asks at once waits so long."""
+
 
 class Job(Protocol):
     """What the table shows of a checkpoint or restore."""
@@ -53,7 +56,7 @@ class Claims:
     """Which processes a checkpoint has in its hands: at most one at a time has a process."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _claimed
+        self._lock = threading.Condition()  # guards _claimed
         self._claimed: set[int] = set()
 
     def any(self) -> bool:
@@ -75,6 +78,7 @@ class Claims:
         """
         wanted = set(pids)
         with self._lock:
+            self._lock.wait_for(lambda: not wanted & self._claimed, RELEASE_SECONDS)
             if taken := wanted & self._claimed:
                 raise CheckpointFailed(
                     f"Process {min(taken)} is part of another checkpoint that is under way. "
@@ -86,6 +90,7 @@ class Claims:
         finally:
             with self._lock:
                 self._claimed -= wanted
+                self._lock.notify_all()
 
 
 class JobTable:
