@@ -1,19 +1,22 @@
 """Random programs under phosd, and checkpoints of them by copy-on-write, one after the other.
 
 The plugin's part is played here, without CRIU: a process that is to run on cannot tell the difference, since CRIU only
-looks at it. ``python -m tests.windows.windows --windows 5000`` runs as many as wanted and says what it met with.
+looks at it. ``python -m tests.windows.windows --windows 5000 --jobs 2`` runs as many as wanted and says what it met
+with (many.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import io
+import mmap
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -24,47 +27,36 @@ from pathlib import Path
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, wire
-from phos.gpu_engine.installation import application_environment, software_gpu_folder
-from phos.images.errors import ImageError
-from phos.images.native import home
-from phos.images.reader import Image
+from phos.gpu_engine.installation import application_environment
+from phos.images.reader import EXTENT_LIMIT, Extent, Image
+from tests.windows import many
+from tests.windows.builds import HERE, PATIENCE, ROOT, Sanitizer, Wrong, build, of_socket, start_phosd
+from tests.windows.many import Kind
 from tests.windows.watched_phosd import truth_file
 
-ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).resolve().parent
 POOLS = ("0", "16M", "2G", "2G", "64M")
-PATIENCE = 120.0
-
-
-class Wrong(AssertionError):
-    """Something is not as it must be."""
-
-
-def build(folder: Path, *flags: str) -> Path:
-    """Compile the random program."""
-    program = folder / "program"
-    cuda = os.environ.get("CUDA_INCLUDE", str(ROOT / "build" / "cuda" / "include"))
-    command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
-    sources = [str(HERE / name) for name in ("program.c", "program_parts.c")]
-    library = ["-L", str(software_gpu_folder()), "-l:libcuda.so.1"]
-    subprocess.run([*command, "-isystem", cuda, *sources, *library, "-o", str(program)], check=True)
-    return program
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+KIND = Kind("tests.windows.windows", "windows", "--windows", batch=50)
 
 
 @dataclass
 class Options:
-    """What a run is like. ``prefix`` is what the program is started with, ``setarch -R`` for example."""
+    """What a run is like."""
 
     seed: int = 0
-    bandwidth: str = "200M"
+    bandwidth: str = "120M"
     per_program: int = 12
-    megabytes: int = 16
+    megabytes: int = 8
     nap: int = 150
     rare: int = 150
     lies: float = 0.0
     exits: float = 0.5
-    flags: tuple[str, ...] = ()
-    prefix: tuple[str, ...] = ()
+    sanitize: str = ""
+    sanitized: Path = ROOT / "build"
+    """Where what ``sanitize`` says was built."""
+    executable: Path | None = None
+    """The program, if it has been built."""
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -80,9 +72,11 @@ class Workshop:
         self.truth.mkdir()
         self.lies = folder / "lies"
         self.socket = folder / "run" / "phosd.sock"
-        self.executable = build(folder, *options.flags)
+        self.sanitizer = Sanitizer(options.sanitize, folder, options.sanitized)
+        self.executable = options.executable or build(folder, *self.sanitizer.flags)
         self.program: subprocess.Popen[bytes] | None = None
         self.output = folder / "program.log"
+        self._buffers = (mmap.mmap(-1, EXTENT_LIMIT), mmap.mmap(-1, EXTENT_LIMIT))
         self._programs = 0
         self._environment = {
             **os.environ,
@@ -98,25 +92,12 @@ class Workshop:
         self.phosd = self._start_phosd()
 
     def _start_phosd(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "tests.windows.watched_phosd", "--socket", str(self.socket)]
         environment = {
             **self._environment,
-            "PHOS_HOME": str(ROOT / "build"),  # a sanitizer is for the program alone
             "SOFTGPU_COPY_BANDWIDTH": self.options.bandwidth,
             "PHOS_RING_BYTES": str(64 << 20),
         }
-        self.socket.parent.mkdir(exist_ok=True)
-        with open(self.log, "ab") as log:
-            process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                client.connect(self.socket).close()
-                return process
-            except Exception:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
+        return start_phosd("tests.windows.watched_phosd", self.socket, self.log, environment, self.sanitizer)
 
     # The program.
 
@@ -130,9 +111,10 @@ class Workshop:
         environment = {
             **self._environment,
             **application_environment("software", self.socket),
+            **self.sanitizer.program(),
             **options.environment,
         }
-        command = [*options.prefix, str(self.executable), str(HERE / "kernels.ptx"), *map(str, numbers)]
+        command = [*self.sanitizer.prefix, str(self.executable), str(HERE / "kernels.ptx"), *map(str, numbers)]
         self.output.unlink(missing_ok=True)
         with open(self.output, "ab") as output:
             self.program = subprocess.Popen(
@@ -154,8 +136,14 @@ class Workshop:
         self.program.send_signal(signal.SIGUSR1)
         status = self.program.wait(PATIENCE)
         self.program = None
+        self._forget_truth()
+        self.sanitizer.complain()
         if status != 0 or "GOOD" not in self.said():
             raise Wrong(f"the program was harmed: status {status}, {self.said()[-3000:]}")
+
+    def _forget_truth(self) -> None:
+        for file in self.truth.iterdir():
+            file.unlink()
 
     # Checkpoints.
 
@@ -189,9 +177,10 @@ class Workshop:
                 raise Wrong(f"the program ended with {status}: {self.said()[-3000:]}")
         elif self.program.poll() is not None:
             raise Wrong(f"the program ended with {self.program.returncode}: {self.said()[-3000:]}")
+        self.sanitizer.complain()
         shutil.rmtree(image)
-        for file in self.truth.iterdir():
-            file.unlink()
+        if self.program is None:
+            self._forget_truth()
         return state.state
 
     def _checkpoint(self, image: Path, pool: str, late: threading.Timer | None, lying: bool) -> wire_pb2.ImageState:
@@ -225,26 +214,31 @@ class Workshop:
             if missing := [key for key in keys if key not in opened.blocks]:
                 raise Wrong(f"the image lacks blocks {missing}")
             for key in opened.blocks:
-                truth = truth_file(self.truth, *key).read_bytes()
-                for extent in opened.extents(key):
-                    buffer = bytearray(extent.length)
-                    opened.read_into(extent, memoryview(buffer))
-                    expected = truth[extent.offset : extent.offset + extent.length]
-                    self.met["bytes compared"] += extent.length
-                    if buffer != expected:
-                        first = next(i for i in range(extent.length) if buffer[i] != expected[i])
-                        raise Wrong(f"block {key[1]} differs from t1 at {extent.offset + first}")
+                with open(truth_file(self.truth, *key), "rb", buffering=0) as truth:
+                    for extent in opened.extents(key):
+                        self._compare_extent(opened, extent, key[1], truth)
 
-    def run(self, windows: int, *, say: bool = False) -> None:
+    def _compare_extent(self, image: Image, extent: Extent, block: int, truth: io.FileIO) -> None:
+        # The same two buffers every time: a page that a process touches first costs more than comparing a hundred.
+        found, expected = (memoryview(buffer)[: extent.length] for buffer in self._buffers)
+        image.read_into(extent, found)
+        truth.seek(extent.offset)
+        if truth.readinto(expected) != extent.length:
+            raise Wrong(f"block {block} is longer than it was at t1")
+        self.met["bytes compared"] += extent.length
+        if _memcmp(*(ctypes.byref(ctypes.c_char.from_buffer(b)) for b in (found, expected)), extent.length):
+            first = next(i for i in range(extent.length) if found[i] != expected[i])
+            raise Wrong(f"block {block} differs from t1 at {extent.offset + first}")
+
+    def run(self, windows: int) -> None:
         """So many checkpoints; each program has a few of them."""
         for number in range(windows):
             self.window(number)
             if self.program is not None and self.random.random() < 1 / self.options.per_program:
                 self.end_program()
-            if say and number % 100 == 99:
-                print(number + 1, summary(self.met), flush=True)
         if self.program is not None:
             self.end_program()
+        self.sanitizer.complain()
 
     def close(self) -> None:
         """End everything."""
@@ -252,7 +246,7 @@ class Workshop:
             if process is not None and process.poll() is None:
                 process.kill()
                 process.wait()
-        for pid in _of_socket(self.socket):
+        for pid in of_socket(self.socket):
             os.kill(pid, signal.SIGKILL)
 
 
@@ -264,23 +258,6 @@ def _ask(connection: object, descriptors: list[int], **body: object) -> None:
         raise Wrong("phosd is gone")
     if answer[0].done.error:
         raise Wrong(f"phosd refused: {answer[0].done.error}")
-
-
-def _of_socket(socket: Path) -> Iterator[int]:
-    """phosd's keeper, which outlives it."""
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdigit() and f"PHOS_SOCKET={socket}".encode() in (entry / "environ").read_bytes().split(
-                b"\0"
-            ):
-                yield int(entry.name)
-        except OSError:
-            pass
-
-
-def summary(met: Counter[str]) -> str:
-    """One line."""
-    return ", ".join(f"{name} {value}" for name, value in sorted(met.items()))
 
 
 @contextmanager
@@ -296,28 +273,27 @@ def workshop(folder: Path, options: Options) -> Iterator[Workshop]:
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--windows", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--lies", type=float, default=0.05, help="how often phosd is made to guess wrong")
-    parser.add_argument("--bandwidth", default="200M", help="of phosd's copies, bytes per second")
-    parser.add_argument("--sanitize", default="", help="thread or address,undefined; PHOS_HOME names such a build")
+    many.options(parser, KIND)
+    parser.add_argument("--lies", type=float, default=0.05, help="how often phosd is made to guess wrong (%(default)s)")
+    parser.add_argument("--bandwidth", default="120M", help="of phosd's copies, bytes per second (%(default)s)")
     chosen = parser.parse_args()
-    options = Options(seed=chosen.seed, lies=chosen.lies, bandwidth=chosen.bandwidth)
-    if chosen.sanitize:
-        options.flags = (f"-fsanitize={chosen.sanitize}",)
-        options.prefix = ("setarch", "-R")
-        options.environment = {"NO_FORK": "1", "PHOS_HOME": str(home())}
-    folder = Path(tempfile.mkdtemp(prefix="windows-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
-    print(f"seed {chosen.seed}, {folder}", flush=True)
-    try:
+    if chosen.report is None:
+        return many.many(chosen, KIND, ["--lies", str(chosen.lies), "--bandwidth", chosen.bandwidth])
+    options = Options(
+        seed=chosen.seed,
+        lies=chosen.lies,
+        bandwidth=chosen.bandwidth,
+        sanitize=chosen.sanitize,
+        sanitized=chosen.build,
+        executable=chosen.program,
+    )
+
+    def run(folder: Path, met: Counter[str]) -> None:
         with workshop(folder, options) as made:
-            made.run(chosen.windows, say=True)
-            print(summary(made.met))
-    except (Wrong, ImageError) as error:
-        print(f"WRONG: {error}\nleft: {folder}")
-        return 1
-    shutil.rmtree(folder)
-    return 0
+            made.met = met
+            made.run(chosen.runs)
+
+    return many.one(chosen, run)
 
 
 if __name__ == "__main__":
