@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import datetime
 import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tests.windows.builds import ROOT, Sanitizer, Wrong, build
 
@@ -98,6 +102,8 @@ def many(chosen: argparse.Namespace, kind: Kind, passed: Sequence[str]) -> int:
         counts = [min(chosen.batch, chosen.runs - at) for at in range(0, chosen.runs, chosen.batch)]
         batches = [Batch(chosen.seed + i, runs) for i, runs in enumerate(counts)]
 
+        running: set[int] = set()
+
         def run(batch: Batch) -> Batch:
             if time.monotonic() - start > chosen.seconds:
                 batch.runs = 0
@@ -109,13 +115,14 @@ def many(chosen: argparse.Namespace, kind: Kind, passed: Sequence[str]) -> int:
             if chosen.sanitize:
                 words += ["--sanitize", chosen.sanitize, "--build", str(chosen.build.resolve())]
             with open(folder / f"{batch.seed}.log", "wb") as log:
+                child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                running.add(child.pid)
                 try:
-                    done = subprocess.run(
-                        words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=BATCH_SECONDS, check=False
-                    )
-                    status = f"it ended with {done.returncode}"
+                    status = f"it ended with {child.wait(BATCH_SECONDS)}"
                 except subprocess.TimeoutExpired:
                     status = f"it did not end within {BATCH_SECONDS:.0f} s"
+                    _end({child.pid})
+                running.discard(child.pid)
             batch.seconds = time.monotonic() - begun
             said = (folder / f"{batch.seed}.log").read_text(errors="replace")[-4000:]
             found: dict[str, Any] = {"failure": f"{status}: {said}", "met": {}}
@@ -125,6 +132,8 @@ def many(chosen: argparse.Namespace, kind: Kind, passed: Sequence[str]) -> int:
             return batch
 
         met: Counter[str] = Counter()
+        # Ended early, it leaves no process behind.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(_end(running)))
         with concurrent.futures.ThreadPoolExecutor(chosen.jobs) as pool:
             for batch in pool.map(run, batches):
                 if not batch.runs:
@@ -153,6 +162,19 @@ def many(chosen: argparse.Namespace, kind: Kind, passed: Sequence[str]) -> int:
     if chosen.record:
         write(chosen.record, record)
     return 1 if failed else 0
+
+
+def _end(batches: set[int]) -> int:
+    """End batches and all that they have started."""
+    for pid in list(batches):
+        try:
+            tree = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
+        except psutil.Error:
+            continue
+        for process in tree:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+    return 143
 
 
 def summary(met: Counter[str]) -> str:

@@ -96,9 +96,9 @@ def watch(truth: Path, lies: Path) -> None:
 
     landed = feed.ChunkFeed.landed
 
-    def landed_and_told(source: feed.ChunkFeed, piece: Piece, data: memoryview) -> None:
+    def landed_and_told(source: feed.ChunkFeed, piece: Piece, data: memoryview) -> list[bytes] | None:
         try:
-            landed(source, piece, data)
+            return landed(source, piece, data)
         except Mispredicted as error:
             raise Mispredicted(f"{error} ({difference(truth, piece, data)})") from error
 
