@@ -96,11 +96,17 @@ class Bench:
     def take(self, restored: Restored) -> dict[str, Any]:
         """Park a process and take it."""
         with Pool(restored) as pool:
-            return {**pool.take(), "park_s": pool.ready_s}
+            row = pool.take()
+            return {
+                **row,
+                "park_s": pool.ready_s,
+                "parked_gpu_gb": pool.gpu_bytes / GB,
+                "parked_gb": pool.host_bytes / GB,
+            }
 
     def pinned(self, size: int, restored: Restored, names: list[str]) -> None:
         """The same from an image that phosd holds pinned."""
-        seconds = restored.pin(size)
+        seconds = restored.pin()
         try:
             for name in names:
                 self.several(size, name, lambda name=name: {**restored.variant(name), "pin_s": seconds})

@@ -97,13 +97,22 @@ class Server:
         self.chosen = chosen
         self.size = size
         self.frontend = frontend
+        self.options = list(options)
         self.folder: Path = chosen.work / f"{name}-requests"
-        software = chosen.device == "software"
-        script = process.PROGRAMS / ("llama_small.py" if software else "llama_serve.py")
-        words = ["--requests", str(self.folder), "--bytes", str(size), "--build-order", chosen.build_order, *options]
-        command = process.python_program(script, *words)
-        self.program = Program(command, chosen.work, chosen.device, frontend, name=name)
+        self.program = self._program(name)
         self.weights = 0
+
+    def _program(self, name: str) -> Program:
+        chosen = self.chosen
+        script = process.PROGRAMS / ("llama_small.py" if chosen.device == "software" else "llama_serve.py")
+        words = ["--requests", str(self.folder), "--bytes", str(self.size), "--build-order", chosen.build_order]
+        command = process.python_program(script, *words, *self.options)
+        return Program(command, chosen.work, chosen.device, self.frontend, name=name)
+
+    def share(self, other: Server) -> None:
+        """Answer the requests of another server. Before it is started."""
+        self.folder = other.folder
+        self.program = self._program(self.program.name)
 
     def prepare(self) -> None:
         """Make the folder of its requests, empty."""
@@ -187,7 +196,7 @@ def studied(job: Mapping[str, Any], began: float, data_bytes: int) -> dict[str, 
 
     `data_bytes`: what the image holds, without the zeros that are read from nowhere.
     """
-    if not job:
+    if not job or job["since"] < began:
         return {}
     spans = {phase["name"]: phase for phase in job["phases"]}
     row: dict[str, Any] = {"mode": job["mode"], "begin_s": job["since"] - began}
@@ -257,13 +266,14 @@ class Restored:
         options, changes = VARIANTS[name]
         return self.command(options, changes)
 
-    def pin(self, size: int) -> float:
+    def pin(self) -> float:
         """Let phosd pin the image; returns the seconds it took. Raises Unavailable."""
         if not has_command("image"):
             raise Unavailable("this phos-gpu has no command `image`")
-        if not self.chosen.smoke and (reason := host_room(self.chosen, size)):
-            raise Unavailable(reason)
-        seconds, _ = process.command([process.PHOS_GPU, "image", "pin", str(self.folder)], 120)
+        try:
+            seconds, _ = process.command([process.PHOS_GPU, "image", "pin", str(self.folder)], 120)
+        except ProcessError as error:  # phosd has a limit
+            raise Unavailable(f"it could not be pinned: {str(error).splitlines()[-1].rstrip('.')}") from error
         return seconds
 
     def unpin(self) -> None:
@@ -282,13 +292,17 @@ class Pool:
             raise Unavailable("this phos-gpu has no command `pool`")
         self._restored = restored
         self.ready_s = 0.0
+        self.gpu_bytes = self.host_bytes = 0
         self.said: dict[str, Any] = {}
 
     def __enter__(self) -> Pool:
         wait_memory_free()
         self._restored.server.program.before_restore()
         words = [process.PHOS_GPU, "pool", "create", str(self._restored.folder), "--size", "1", "--name", self.NAME]
-        self.ready_s, _ = process.command(words, 120)
+        self.ready_s, text = process.command([*words, "--json"], 120)
+        parked = json.loads(text).get("parked", [])
+        self.gpu_bytes = sum(entry.get("gpu_bytes", 0) for entry in parked)
+        self.host_bytes = sum(entry.get("host_bytes", 0) for entry in parked)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -302,23 +316,37 @@ class Pool:
         lines = len(program.lines())
         words = [process.PHOS_GPU, "pool", "take", self.NAME, "--json"]
         try:
-            # Parked processes may see the file: it appears when the command is started, not before.
+            # Parked processes are stopped; should one run all the same, it must not find the request before the others.
             server.ask(number)
             began = time.time()
             returned, text = process.command(words, 120)
             self.said = json.loads(text)
             program.pid = taken_pid(self.said) or program.pid
             answer = server.answer(number, lines)
-            job = restore_job(self._restored.folder)
-            end = time.monotonic() + 60
-            while job and job["state"] in ("loading", "loaded") and time.monotonic() < end:
-                time.sleep(0.05)
-                job = restore_job(self._restored.folder)
         finally:
             server.forget(number)
             program.kill()
-        row = self._restored._row(answer, began, job)
-        return {**row, "returned_s": returned}
+        row = self._restored._row(answer, began, {})
+        return {**row, **taken(self.said, began, self._restored.data_bytes), "returned_s": returned}
+
+
+def taken(said: Mapping[str, Any], began: float, data_bytes: int) -> dict[str, Any]:
+    """Return what `phos-gpu pool take --json` says, counted from `began`: its own times begin with phosd's answer."""
+    offset = float(said.get("began") or began) - began
+    row: dict[str, Any] = {"begin_s": offset}
+    for name, known in (
+        ("attached", "attached_s"),
+        ("last_byte", "last_byte_s"),
+        ("first_kernel", "phosd_first_kernel_s"),
+    ):
+        if said.get(name) is not None:
+            row[known] = offset + float(said[name])
+    if said.get("last_byte"):
+        row["data_gb_s"] = data_bytes / float(said["last_byte"]) / GB
+    if "waits" in said:
+        row |= {"waits": said["waits"], "waited_s": float(said["waited"])}
+        row["on_demand_gb"] = said["on_demand_bytes"] / GB
+    return row
 
 
 def taken_pid(said: Any) -> int:
@@ -399,6 +427,8 @@ def image_folder(chosen: argparse.Namespace, name: str) -> Path:
 
 def prepare_machine(chosen: argparse.Namespace, results: harness.Results, largest: int) -> float:
     """Touch host memory, and measure copies; returns bytes a second from pinned host memory to the GPU."""
+    # An image in memory is pinned where it lies, which takes no more.
+    os.environ.setdefault("PHOS_PIN_LIMIT", f"{chosen.touch_gib}G")
     if not chosen.smoke:
         wanted = min(int(1.2 * largest) + (16 << 30), chosen.touch_gib << 30)
         seconds = machine.touch_memory(wanted)
@@ -414,7 +444,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that these benchmarks have in common."""
     parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--touch-gib", type=int, default=112, metavar="N", help="host memory to touch before timing")
-    parser.add_argument("--tokens", type=int, metavar="N", help="in an answer (16)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="in an answer (16, or 8)")
     parser.add_argument("--prompt", type=int, metavar="N", help="tokens in a prompt (64)")
     parser.add_argument(
         "--build-order",
@@ -424,11 +454,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def settle_options(chosen: argparse.Namespace) -> None:
+def settle_options(chosen: argparse.Namespace, tokens: int = 16) -> None:
     """Fill in what depends on whether this is a smoke run."""
     if chosen.smoke:  # copies that take a while, so that there is something to wait for
         os.environ.setdefault("SOFTGPU_COPY_BANDWIDTH", str(64 << 20))
-    chosen.tokens = chosen.tokens or (3 if chosen.smoke else 16)
+    chosen.tokens = chosen.tokens or (min(4, tokens) if chosen.smoke else tokens)
     chosen.prompt = chosen.prompt or (2 if chosen.smoke else 64)
 
 

@@ -108,6 +108,10 @@ def tables(results: Results) -> list[str]:
             "checkpoint, s": "checkpoint_s",
         }
         text += ["The program:", "", _table(sizes, columns), ""]
+    pools = [row for row in rows if row["system"] == "pool"]
+    if pools:
+        columns = {"parked in, s": "park_s", "GPU memory, GB": "parked_gpu_gb", "host memory, GB": "parked_gb"}
+        text += ["A parked process:", "", _table(pools, columns), ""]
     reached = goals(results)
     if reached:
         cells = [[what, float(value), wanted, yes] for what, value, wanted, yes in reached]

@@ -46,6 +46,9 @@ def add_options(options: argparse.ArgumentParser) -> None:
     )
     options.add_argument("--longest", type=int, default=1024, metavar="N", help="prompt and answer (%(default)s)")
     options.add_argument("--log-layers", action="store_true", help="print a line for each layer of each token")
+    options.add_argument(
+        "--token-seconds", type=float, default=0.0, metavar="S", help="sleep S seconds after each token"
+    )
     options.add_argument("--seed", type=int, default=1)
 
 
@@ -78,7 +81,7 @@ def ready(report: Report, size: int, text: str) -> None:
     report.line(f"READY {size} {time.time():.6f} {text}")
 
 
-def answer(number: int, decoder: Decoder, path: Path, report: Report, *, log_layers: bool) -> None:
+def answer(number: int, decoder: Decoder, path: Path, report: Report, options: argparse.Namespace) -> None:
     """Answer one request."""
     received = time.time()
     count, prompt = read_request(path)
@@ -89,7 +92,7 @@ def answer(number: int, decoder: Decoder, path: Path, report: Report, *, log_lay
         nonlocal launched
         if layer < 0:
             launched = launched or time.time()
-        elif log_layers:
+        elif options.log_layers:
             report.line(f"LAYER {number} {len(tokens)} {layer}")
 
     decoder.begin(prompt, layered)
@@ -99,6 +102,8 @@ def answer(number: int, decoder: Decoder, path: Path, report: Report, *, log_lay
         first = first or last
         if len(tokens) >= count:
             break
+        if options.token_seconds > 0:
+            time.sleep(options.token_seconds)
         decoder.go_on(tokens[-1], layered)
     listed = ",".join(map(str, tokens))
     report.line(f"ANSWER {number} {received:.6f} {launched:.6f} {first:.6f} {last:.6f} {listed}")
@@ -114,7 +119,7 @@ def serve(decoder: Decoder, options: argparse.Namespace, report: Report) -> None
             if end.exists():
                 return
             time.sleep(POLL_SECONDS)
-        answer(number, decoder, path, report, log_layers=options.log_layers)
+        answer(number, decoder, path, report, options)
         number += 1
 
 
