@@ -10,6 +10,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import datetime
+import fcntl
 import json
 import os
 import platform
@@ -234,6 +235,15 @@ def command_line(kind: Kind) -> str:
 def write(page: Path, record: Record) -> None:
     """Add a record and make the page anew. A command that was run before, at the same commit, is replaced."""
     store = page.with_suffix(".json")
+    folder = os.open(page.parent, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(folder, fcntl.LOCK_EX)  # several commands may end at the same time; until the descriptor is closed
+    try:
+        _write(page, store, record)
+    finally:
+        os.close(folder)
+
+
+def _write(page: Path, store: Path, record: Record) -> None:
     records = [Record(**stored) for stored in json.loads(store.read_text())["records"]] if store.exists() else []
     same = [old for old in records if (old.command, old.commit) == (record.command, record.commit)]
     records = [old for old in records if old not in same] + [record]
