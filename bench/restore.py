@@ -40,15 +40,19 @@ class Bench:
         self.repeats = chosen.repeats or (1 if chosen.smoke else 3)
         self.failed = False
 
+    def label(self, size: int) -> str:
+        """Return what all rows of a size begin with."""
+        return restore_tables.label({"bytes": size, "models": self.chosen.models})
+
     def size(self, size: int) -> None:
         """Measure everything at one size."""
         chosen = self.chosen
-        label = restore_tables.label(size)
+        label = self.label(size)
         needed = size + restore_runs.PROGRAM_BYTES
         if not chosen.smoke and (reason := restore_runs.host_room(chosen, needed)):
             self.results.note(f"{label}: not measured, {reason}.")
             return
-        server = Server(chosen, size)
+        server = Server(chosen, size, models=chosen.models)
         folder = restore_runs.image_folder(chosen, "phos")
         began = time.monotonic()
         try:
@@ -60,6 +64,7 @@ class Bench:
                 f"{label} running",
                 system="running",
                 bytes=size,
+                models=chosen.models,
                 weights_gb=server.weights / GB,
                 gpu_gb=restored.total_bytes / GB,
                 data_gb=restored.data_bytes / GB,
@@ -79,7 +84,7 @@ class Bench:
 
     def ours(self, size: int, restored: Restored) -> None:
         """Restore in all ways of ours, those that were asked for."""
-        label, wanted = restore_tables.label(size), self.chosen.systems
+        label, wanted = self.label(size), self.chosen.systems
         for name in VARIANTS:
             if name in wanted and "pinned" not in name:
                 self.attempt(f"{label} {name}", lambda name=name: self.variant(size, restored, name))
@@ -124,13 +129,11 @@ class Bench:
             reason = restore_runs.host_room(chosen, 2 * size + restore_runs.PROGRAM_BYTES)
             alone = bool(reason)
             if alone:
-                self.results.note(
-                    f"{restore_tables.label(size)} peer: the driver's part alone, without CRIU: {reason}."
-                )
+                self.results.note(f"{self.label(size)} peer: the driver's part alone, without CRIU: {reason}.")
             # What it took on an H100: what cannot end in time is not begun.
             if harness.time_left(chosen) < 10 + size / GB * (0.6 if alone else 2.2):
                 raise Unavailable("no time left")
-        server = Server(chosen, size, frontend=False, name="peer").start()
+        server = Server(chosen, size, frontend=False, models=chosen.models, name="peer").start()
         folder = restore_runs.image_folder(chosen, "peer")
         try:
             self.add(size, "peer", [restore_runs.peer(chosen, server, folder, expected, alone=alone)])
@@ -154,8 +157,8 @@ class Bench:
         if name != "peer" and "data_gb_s" in row:
             up = self.results.summary["copy pinned host to device, GB/s"]
             row["percent_of_copy"] = 100 * row["data_gb_s"] / up
-        key = f"{restore_tables.label(size)} {name}"
-        self.results.add(key, system=name, bytes=size, runs=len(runs), **row, each=runs)
+        key = f"{self.label(size)} {name}"
+        self.results.add(key, system=name, bytes=size, models=self.chosen.models, runs=len(runs), **row, each=runs)
 
     def attempt(self, what: str, work: Callable[[], None]) -> None:
         """Do a part if there is time; a failure is noted and does not end the others."""
@@ -176,7 +179,7 @@ class Bench:
         chosen = self.chosen
         restore_runs.prepare_machine(chosen, self.results, max(chosen.sizes))
         for size in sorted(chosen.sizes):
-            self.attempt(restore_tables.label(size), lambda size=size: self.size(size))
+            self.attempt(self.label(size), lambda size=size: self.size(size))
         process.stop_daemon()
         restore_tables.summarise(self.results)
         self.results.finish(restore_tables.tables(self.results))
@@ -202,6 +205,13 @@ def main() -> None:
     parser = harness.options(__doc__ or "")
     parser.add_argument("--sizes", type=sizes, metavar="GB,...", help="of the weights (8,32,64)")
     parser.add_argument("--systems", type=systems, default=list(SYSTEMS), metavar="S;...", help="; ".join(SYSTEMS))
+    parser.add_argument(
+        "--models",
+        type=int,
+        default=1,
+        metavar="N",
+        help="a server that holds N models, of which the request is for the one that was made last (%(default)s)",
+    )
     restore_runs.add_options(parser)
     chosen = harness.prepare(parser)
     if unknown := set(chosen.systems) - set(SYSTEMS):

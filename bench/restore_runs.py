@@ -90,14 +90,16 @@ class Server:
         size: int,
         *,
         frontend: bool = True,
+        models: int = 1,
         name: str = "server",
         options: Sequence[str] = (),
     ) -> None:
-        """`size`: bytes of weights."""
+        """`size`: bytes of weights, of all models."""
         self.chosen = chosen
         self.size = size
         self.frontend = frontend
         self.options = list(options)
+        self.models = models
         self.folder: Path = chosen.work / f"{name}-requests"
         self.program = self._program(name)
         self.weights = 0
@@ -106,6 +108,7 @@ class Server:
         chosen = self.chosen
         script = process.PROGRAMS / ("llama_small.py" if chosen.device == "software" else "llama_serve.py")
         words = ["--requests", str(self.folder), "--bytes", str(self.size), "--build-order", chosen.build_order]
+        words += ["--models", str(self.models)]
         command = process.python_program(script, *words, *self.options)
         return Program(command, chosen.work, chosen.device, self.frontend, name=name)
 
@@ -134,8 +137,9 @@ class Server:
         return self
 
     def ask(self, number: int) -> None:
-        """Let a request appear."""
-        words = [self.chosen.tokens, *prompt(number, self.chosen.prompt)]
+        """Let a request appear. The first go round the models; all later ones are for the model made last."""
+        model = number % self.models if number < WARM_REQUESTS else self.models - 1
+        words = [self.chosen.tokens, model, *prompt(number, self.chosen.prompt)]
         scratch = self.folder / f".{number}"
         scratch.write_text(" ".join(map(str, words)) + "\n")
         scratch.rename(self.folder / str(number))

@@ -6,8 +6,8 @@
 # BUNDLE: a folder made by `install.sh --bundle` where there was a registry, or a .tar, .tar.gz or .tar.zst of one, which
 # is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already.
 # PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks steady dump8 toggle cow-variants audit
-# dump64 restore32 restore8 restore64 serverless lazy-correctness (default: all, in this order); cow8 cow32 cow64: one size
-# of `cow`, without the peer.
+# dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8 cow32
+# cow64: one size of `cow`, without the peer.
 #
 # Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
 # (default 530) any more are named and left for another call. Results go to bench/results, and with the logs as one
@@ -18,7 +18,7 @@ cd "$(dirname "$0")/.." || exit 1
 bundle=${1:?usage: bench/run_gpu.sh BUNDLE|- [PART...]}
 shift
 [ $# -gt 0 ] || set -- install doctor tests cow dump32 correctness cow-correctness \
-    frameworks steady dump8 toggle cow-variants audit dump64 restore32 restore8 restore64 serverless lazy-correctness
+    frameworks steady dump8 toggle cow-variants audit dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness
 
 start=$(date +%s)
 total=${PHOS_GPU_SECONDS:-530}
@@ -137,6 +137,10 @@ for wanted in "$@"; do
     restore8) measure restore8 200 restore --sizes 8 ;;
     restore32) measure restore32 400 restore --sizes 32 ;;
     restore64) measure restore64 400 restore --sizes 64 --repeats 2 ;;
+    restore-order)
+        measure restore-order 200 restore --sizes 32 --models 4 \
+            --systems "lazy, allocation order;lazy, random order;lazy;lazy, fast"
+        ;;
     serverless) measure serverless 300 serverless ;;
     lazy-correctness) measure lazy-correctness 420 lazy_correctness ;;
     cow-correctness) measure cow-correctness 360 cow_correctness ;;

@@ -41,7 +41,7 @@ class Bench:
     def size(self, size: int) -> None:
         """Measure every way to start, at one size."""
         chosen = self.chosen
-        label = restore_tables.label(size)
+        label = restore_tables.size_text(size)
         if not chosen.smoke and (reason := restore_runs.host_room(chosen, size + restore_runs.PROGRAM_BYTES)):
             self.results.note(f"{label}: not measured, {reason}.")
             return
@@ -121,7 +121,7 @@ class Bench:
 
     def add(self, size: int, name: str, runs: list[dict[str, Any]]) -> None:
         """Store the medians of one way, and each run."""
-        key = f"{restore_tables.label(size)} {name}"
+        key = f"{restore_tables.size_text(size)} {name}"
         self.results.add(
             key,
             system=name,
@@ -151,7 +151,7 @@ class Bench:
         chosen = self.chosen
         restore_runs.prepare_machine(chosen, self.results, max(chosen.sizes))
         for size in sorted(chosen.sizes):
-            self.attempt(restore_tables.label(size), lambda size=size: self.size(size))
+            self.attempt(restore_tables.size_text(size), lambda size=size: self.size(size))
         process.stop_daemon()
         self.results.note(
             "cold: the weights are made on the GPU, not read from files, which favours it; all that Python reads is in "

@@ -94,7 +94,7 @@ def shape(size: float) -> Shape:
 class Llama(Decoder):
     """Weights, and the state of one answer."""
 
-    def __init__(self, made: Shape, options: argparse.Namespace) -> None:
+    def __init__(self, made: Shape, options: argparse.Namespace, number: int = 0) -> None:
         self.shape = made
         self.layers = made.layers
         self.device = options.on
@@ -103,7 +103,7 @@ class Llama(Decoder):
         generator = torch.Generator(self.device)
         for name in file_order(list(sizes), options.build_order):
             weight = torch.empty(sizes[name], dtype=torch.bfloat16, device=self.device)
-            generator.manual_seed(weight_seed(options.seed, name))
+            generator.manual_seed(weight_seed(options.seed + number, name))
             if name.endswith("norm.weight"):
                 weight.fill_(1.0)
             else:
@@ -192,12 +192,14 @@ def main() -> None:
     report = Report(chosen)
     # The others choose their own libraries and sums; the second is for devices without the first.
     with torch.inference_mode(), sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
-        model = Llama(shape(chosen.bytes), chosen)
+        models = [Llama(shape(chosen.bytes / chosen.models), chosen, number) for number in range(chosen.models)]
         if chosen.on == "cuda":
             torch.cuda.synchronize()
-        size = 2 * model.shape.parameters()
-        ready(report, size, f"{model.layers} layers of width {model.shape.width}, PyTorch {torch.__version__}")
-        serve(model, chosen, report)
+        size = sum(2 * model.shape.parameters() for model in models)
+        made = models[0].shape
+        layers = f"{made.layers} layers of width {made.width}"
+        ready(report, size, f"{chosen.models} model(s) of {layers}, PyTorch {torch.__version__}")
+        serve(models, chosen, report)
 
 
 if __name__ == "__main__":

@@ -66,9 +66,9 @@ extern "C" __global__ void choose(u32 *token, const u32 *x, const u32 *table, u3
 class Small(Decoder):
     """Weights, and the state of one answer."""
 
-    def __init__(self, device: Device, options: argparse.Namespace) -> None:
+    def __init__(self, device: Device, options: argparse.Namespace, number: int) -> None:
         self.module = device.load(SOURCE, "llama_small.cu")
-        self.layers = max(2, round((options.bytes - 2 * TABLE_BYTES) / LAYER_BYTES))
+        self.layers = max(2, round((options.bytes / options.models - 2 * TABLE_BYTES) / LAYER_BYTES))
         self.longest = options.longest
         sizes = {"embedding": TABLE_BYTES}
         sizes |= {f"layers.{layer}": LAYER_BYTES for layer in range(self.layers)} | {"head": TABLE_BYTES}
@@ -76,7 +76,7 @@ class Small(Decoder):
         self.weights: dict[str, Buffer] = {}
         for name in file_order(list(sizes), options.build_order):
             self.weights[name] = Buffer(sizes[name])
-            self.weights[name].upload(random.Random(weight_seed(options.seed, name)).randbytes(sizes[name]))
+            self.weights[name].upload(random.Random(weight_seed(options.seed + number, name)).randbytes(sizes[name]))
         self.caches = [Buffer(4 * WIDTH * self.longest) for _ in range(self.layers)]
         for cache in self.caches:
             cache.fill(0)
@@ -116,10 +116,12 @@ def main() -> None:
     chosen = options.parse_args()
     report = Report(chosen)
     with Device() as device:
-        decoder = Small(device, chosen)
+        decoders = [Small(device, chosen, number) for number in range(chosen.models)]
         device.synchronize()
-        ready(report, decoder.size, f"{decoder.layers} layers of width {WIDTH}, {device.describe()}")
-        serve(decoder, chosen, report)
+        layers = f"{decoders[0].layers} layers of width {WIDTH}"
+        size = sum(decoder.size for decoder in decoders)
+        ready(report, size, f"{chosen.models} model(s) of {layers}, {device.describe()}")
+        serve(decoders, chosen, report)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """A server without sockets: requests are files, answers are lines. Shared by the programs that answer with tokens.
 
-Request N is the file N in the folder of --requests: the number of tokens wanted, then the prompt's tokens, all in one
-line. The program looks for its next request every millisecond and does nothing else meanwhile. Times are seconds since
-1970 on the clock of the machine, so that whoever wrote the request can compare them with its own. Lines:
+Request N is the file N in the folder of --requests: the number of tokens wanted, which of the --models is asked (from
+0), then the prompt's tokens, all in one line. The program looks for its next request every millisecond and does nothing
+else meanwhile. Times are seconds since 1970 on the clock of the machine, so that whoever wrote the request can compare
+them with its own. Lines:
 
     READY <bytes of weights> <time> <text>
     ANSWER <N> <received> <launched> <first> <last> <token>,<token>,...
@@ -44,6 +45,9 @@ def add_options(options: argparse.ArgumentParser) -> None:
         help="allocate weights in the order in which files of weights hold them, which is that of their names, or in "
         "the order of their use (%(default)s)",
     )
+    options.add_argument(
+        "--models", type=int, default=1, metavar="N", help="hold N models, all of them --bytes (%(default)s)"
+    )
     options.add_argument("--longest", type=int, default=1024, metavar="N", help="prompt and answer (%(default)s)")
     options.add_argument("--log-layers", action="store_true", help="print a line for each layer of each token")
     options.add_argument(
@@ -70,10 +74,10 @@ class Decoder:
         raise NotImplementedError
 
 
-def read_request(path: Path) -> tuple[int, list[int]]:
-    """Return how many tokens are wanted, and the prompt. The file appeared whole, by a rename."""
-    count, *prompt = (int(word) for word in path.read_text().split())
-    return count, prompt
+def read_request(path: Path) -> tuple[int, int, list[int]]:
+    """Return how many tokens are wanted, of which model, and the prompt. The file appeared whole, by a rename."""
+    count, model, *prompt = (int(word) for word in path.read_text().split())
+    return count, model, prompt
 
 
 def ready(report: Report, size: int, text: str) -> None:
@@ -81,10 +85,11 @@ def ready(report: Report, size: int, text: str) -> None:
     report.line(f"READY {size} {time.time():.6f} {text}")
 
 
-def answer(number: int, decoder: Decoder, path: Path, report: Report, options: argparse.Namespace) -> None:
+def answer(number: int, decoders: Sequence[Decoder], path: Path, report: Report, options: argparse.Namespace) -> None:
     """Answer one request."""
     received = time.time()
-    count, prompt = read_request(path)
+    count, model, prompt = read_request(path)
+    decoder = decoders[model]
     launched = first = 0.0
     tokens: list[int] = []
 
@@ -109,7 +114,7 @@ def answer(number: int, decoder: Decoder, path: Path, report: Report, options: a
     report.line(f"ANSWER {number} {received:.6f} {launched:.6f} {first:.6f} {last:.6f} {listed}")
 
 
-def serve(decoder: Decoder, options: argparse.Namespace, report: Report) -> None:
+def serve(decoders: Sequence[Decoder], options: argparse.Namespace, report: Report) -> None:
     """Answer requests for ever, until a file `end` appears. Does not return before that."""
     number = options.first
     end = options.requests / "end"
@@ -119,7 +124,7 @@ def serve(decoder: Decoder, options: argparse.Namespace, report: Report) -> None
             if end.exists():
                 return
             time.sleep(POLL_SECONDS)
-        answer(number, decoder, path, report, options)
+        answer(number, decoders, path, report, options)
         number += 1
 
 
