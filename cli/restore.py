@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +15,44 @@ from phos.cli.criu import image_directory, run_criu
 from phos.cli.inspect import refuse, size_text
 from phos.cli.lazy_pages import LazyPages
 from phos.cli.progress import ImageProgress
+from phos.cli.remote_image import fetched, is_remote
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
-from phos.gpu_engine.errors import RestoreFailed
+from phos.gpu_engine.errors import DaemonUnavailable, RestoreFailed
 from phos.images.errors import ImageError
 from phos.images.reader import Image
 
 
 @click.command()
-@click.argument("image", type=click.Path(path_type=Path))
+@click.argument("image")
 @click.option(
     "--lazy", is_flag=True, help="Let the processes compute while their memory, CPU and GPU, is still coming."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def restore(image: Path, lazy: bool, as_json: bool) -> None:
+def restore(image: str, lazy: bool, as_json: bool) -> None:
     """Restore the processes in the directory IMAGE. They run in the background.
+
+    IMAGE may be tcp://HOST:PORT/NAME: an image that phosd at another host shares.
 
     Returns when they compute again; with --lazy, when all of their memory is there as well.
     """
     began, began_at = time.perf_counter(), time.time()
-    directory = image_directory(image, create=False)
+    if not is_remote(image):
+        _restore(image, image_directory(Path(image), create=False), lazy, as_json, began, began_at)
+        return
+    with ExitStack() as stack:
+        try:
+            directory = stack.enter_context(fetched(image))
+        except ImageError as error:
+            refuse("restore", error, as_json)
+        _restore(image, directory, lazy, as_json, began, began_at)
+
+
+def _restore(image: str, directory: Path, lazy: bool, as_json: bool, began: float, began_at: float) -> None:
     try:
-        with Image.open(directory) as opened:
+        with Image.open_damaged(directory) as opened:
+            if opened.problems and not _is_pinned(opened):
+                raise ImageError(opened.problems[0], opened.problems)
             pids = [process.pid for process in opened.inventory.processes]
     except ImageError as error:
         refuse("restore", error, as_json)
@@ -53,21 +69,28 @@ def restore(image: Path, lazy: bool, as_json: bool) -> None:
         if status != 0:
             why = f"{pages.error}\n" if pages is not None and pages.error else ""
             raise RestoreFailed(
-                f"The image in {directory} could not be restored; nothing of it was left running.\n{why}{errors}\n"
+                f"The image in {image} could not be restored; nothing of it was left running.\n{why}{errors}\n"
                 f"CRIU's log: {directory / 'restore.log'}"
             )
     if pages is not None and pages.error and (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]):
         raise RestoreFailed(f"{pages.error} Processes {', '.join(map(str, left))} cannot be relied upon: end them.")
     seconds = time.perf_counter() - began
-    said: dict[str, Any] = {"pids": pids, "image": str(directory), "seconds": round(seconds, 4)}
+    said: dict[str, Any] = {"pids": pids, "image": image, "seconds": round(seconds, 4)}
     if lazy:
         said |= _lazily(_job(directory), began_at)
     if as_json:
         click.echo(json.dumps(said))
         return
-    click.echo(f"Restored process {', '.join(map(str, pids))} from {directory} ({seconds:.2f} s).")
+    click.echo(f"Restored process {', '.join(map(str, pids))} from {image} ({seconds:.2f} s).")
     if lazy:
         _show(said)
+
+
+def _is_pinned(image: Image) -> bool:
+    """Whether phosd has its data in memory: then its files may be gone. phosd itself will see to the rest."""
+    with suppress(DaemonUnavailable):
+        return any(pinned.image_id == image.record.image_id for pinned in client.status().pinned)
+    return False
 
 
 def _job(directory: Path) -> wire_pb2.Status.Job:

@@ -60,6 +60,8 @@ def _show(answer: wire_pb2.Status) -> None:
         free = size_text(gpu.free) if gpu.free else "-"
         gpus.add_row(str(gpu.ordinal), gpu.name, size_text(gpu.total), free, size_text(gpu.held))
     console.print(gpus)
+    if answer.listen:
+        console.print(f"Images are shared at {answer.listen}.")
     if answer.processes:
         table = Table(
             "Pid", "Program", "State", "Blocks", "Memory", "Not carried (the driver saves it)", title="Processes"

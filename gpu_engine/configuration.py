@@ -1,14 +1,15 @@
 """The configuration file: defaults for those environment variables that choose how a checkpoint is made.
 
 It is read where a checkpoint begins (``criu dump`` through the launcher, ``phos-gpu checkpoint``), so a change holds
-for the next one. What the environment says comes first.
+for the next one; what phosd pins and shares (daemon/remote_settings.py), when phosd starts. What the environment says
+comes first.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ KEYS: Mapping[str, tuple[str, tuple[type, ...], str]] = {
     "protocol": ("PHOS_PROTOCOL", (str,), '"stop" or "cow"'),
     "cow-pool": ("PHOS_COW_POOL", (str, int), 'a size such as "2G"'),
     "validate": ("PHOS_VALIDATE", (bool,), "true or false"),
+    "listen": ("PHOS_LISTEN", (str,), 'an address such as "10.0.0.1:7070"'),
+    "share": ("PHOS_SHARE", (str,), "folders with colons between them"),
+    "remote-key": ("PHOS_REMOTE_KEY", (str,), "a file"),
+    "pin-limit": ("PHOS_PIN_LIMIT", (str, int), 'a size such as "64G"'),
     "prioritise": ("PHOS_PRIORITISE", (bool,), "true or false"),
 }
 """Key in the file → the variable that it stands for, the types it may have, and those in words."""
@@ -70,12 +75,12 @@ def _parse(place: Path, text: str) -> dict[str, Any]:
         raise UsageError(f"The configuration file {place} is not TOML: {error}.") from error
 
 
-def fill_environment() -> None:
-    """Set those variables of this process that the file sets and the environment does not.
+def fill_environment(variables: Collection[str] | None = None) -> None:
+    """Set those variables of this process that the file sets and the environment does not; ``variables``: only these.
 
     Raises:
         UsageError: as for :func:`read`.
     """
     for variable, value in read().items():
-        if not os.environ.get(variable):
+        if not os.environ.get(variable) and (variables is None or variable in variables):
             os.environ[variable] = value

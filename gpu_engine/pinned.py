@@ -289,6 +289,15 @@ class PinnedImage:
         """See :class:`~phos.images.source.ImageSource`."""
         return self._image.path
 
+    @property
+    def record(self) -> pb.CommitRecord:
+        """The commit record."""
+        return self._image.record
+
+    def view(self, stripe: int, offset: int, length: int) -> memoryview:
+        """A part of a data file, for a system call; see :meth:`Region.view`."""
+        return self._memory.view(stripe, offset, length)
+
     def read_into(self, extent: Extent, buffer: memoryview) -> int | None:
         """See :class:`~phos.images.source.ImageSource`; the buffer stays as it is."""
         return self._memory.address_of(extent)

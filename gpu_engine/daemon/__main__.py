@@ -14,9 +14,11 @@ from pathlib import Path
 
 import click
 
+from phos.gpu_engine import configuration
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.daemon.paths import socket_path
-from phos.gpu_engine.errors import PhosError
+from phos.gpu_engine.daemon.remote_settings import VARIABLES, RemoteSettings
+from phos.gpu_engine.errors import PhosError, UsageError
 from phos.gpu_engine.installation import device_kind, load_driver
 
 
@@ -85,13 +87,18 @@ def _run(path: Path, verbose: bool) -> None:
     )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor for each block of each process
+    try:
+        configuration.fill_environment(VARIABLES)
+    except UsageError as error:  # it matters for checkpoints, and they say so; applications need their phosd
+        logging.getLogger(__name__).error("%s", error)
+    sharing = RemoteSettings.from_environment(os.environ)
     load_driver(device_kind())
     from phos.gpu_engine.daemon.server import Daemon  # loads cuda-python, so not before load_driver
 
     # Copying threads need the interpreter for microseconds at a time; by default one may wait 5 ms for it.
     sys.setswitchinterval(0.0002)
     listener = _listen(path)
-    daemon = Daemon(path, _version())
+    daemon = Daemon(path, _version(), sharing)
     signal.signal(signal.SIGTERM, lambda *_: daemon.stop(listener))
     signal.signal(signal.SIGINT, lambda *_: daemon.stop(listener))
     listener.listen(128)

@@ -12,15 +12,23 @@ from phos.gen import wire_pb2
 from phos.gpu_engine import driver
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.registry import Registry
+from phos.gpu_engine.daemon.remote_server import RemoteServer
 
 
 class ClientServer:
     """Serves the connections of command-line programs. Each runs in a thread of its own."""
 
-    def __init__(self, registry: Registry, gpus: Sequence[driver.Gpu], stopping: threading.Event) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        gpus: Sequence[driver.Gpu],
+        stopping: threading.Event,
+        remote: RemoteServer | None = None,
+    ) -> None:
         self._registry = registry
         self._gpus = gpus
         self._stopping = stopping
+        self._remote = remote
         self._started = time.time()
 
     def serve(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
@@ -73,6 +81,7 @@ class ClientServer:
             since=self._started,
             ring_bytes=self._registry.copier.ring_bytes,
             pin_limit=self._registry.pinned.limit,
+            listen=self._remote.listening if self._remote else "",
         )
         with self._registry.lock:
             sessions = list(self._registry.sessions.values())

@@ -15,6 +15,8 @@ from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.audit import AuditServer
 from phos.gpu_engine.daemon.permissions import uid_of
 from phos.gpu_engine.daemon.registry import Registry
+from phos.gpu_engine.daemon.remote_server import RemoteServer
+from phos.gpu_engine.daemon.remote_settings import RemoteSettings
 from phos.gpu_engine.daemon.requests import Requests
 from phos.gpu_engine.daemon.serve_client import ClientServer
 from phos.gpu_engine.daemon.serve_dump import DumpServer
@@ -42,7 +44,7 @@ RECONNECT_SECONDS = 5.0
 class Daemon:
     """phosd: what it does for the processes under the frontend, and the way to those who serve the others."""
 
-    def __init__(self, path: Path, version: str) -> None:
+    def __init__(self, path: Path, version: str, sharing: RemoteSettings | None = None) -> None:
         cuda = driver.initialise()
         self.gpus = driver.gpus()
         versions = inventory.Versions(
@@ -54,7 +56,8 @@ class Daemon:
         self._requests = Requests(self._registry)
         self._audits = AuditServer(self._registry)
         self._stopping = threading.Event()
-        self._clients = ClientServer(self._registry, self.gpus, self._stopping)
+        self._remote = RemoteServer(sharing, self._registry.pinned) if sharing else None
+        self._clients = ClientServer(self._registry, self.gpus, self._stopping, self._remote)
         self._ordinals = {bytes.fromhex(g.uuid.removeprefix("GPU-").replace("-", "")): g.ordinal for g in self.gpus}
         for session, pid in self._registry.broker.adopt_from_keeper().items():
             self._adopt(session, pid)
@@ -76,6 +79,8 @@ class Daemon:
 
     def serve(self, listener: socket.socket) -> None:
         """Accept until :meth:`stop`."""
+        if self._remote is not None:
+            self._remote.start()
         while not self._stopping.is_set():
             try:
                 connection, _ = listener.accept()
@@ -95,6 +100,8 @@ class Daemon:
     def stop(self, listener: socket.socket) -> None:
         """End :meth:`serve`."""
         self._stopping.set()
+        if self._remote is not None:
+            self._remote.stop()
         listener.shutdown(socket.SHUT_RDWR)
 
     @property

@@ -8,6 +8,7 @@ from typing import Protocol
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.pinned import PinnedImage
 from phos.images.reader import Image
+from phos.images.remote import RemoteImage
 from phos.images.source import ImageSource
 
 PINNED_LOAD = 16 << 20
@@ -43,6 +44,8 @@ def open_source(directory: int) -> ImageSource:
     Raises:
         ImageError: there is no whole image.
     """
+    if (remote := RemoteImage.open(directory)) is not None:
+        return remote
     for pinned in _pinned:
         if (image := pinned.find(directory)) is not None:
             return image

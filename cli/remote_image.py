@@ -1,0 +1,47 @@
+"""A folder that stands for an image at another host while it is being restored."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from phos.gpu_engine import configuration
+from phos.gpu_engine.errors import RestoreFailed
+from phos.images.remote import fetch_description
+from phos.images.remote_wire import DEFAULT_KEY, SCHEME, Address
+
+
+def is_remote(image: str) -> bool:
+    """Whether that names an image at another host."""
+    return image.startswith(SCHEME)
+
+
+@contextmanager
+def fetched(image: str) -> Iterator[Path]:
+    """Copy what is not GPU data of the image at that address; after the block only logs are left, if it failed.
+
+    Raises:
+        ImageError: the image cannot be had.
+        RestoreFailed: there is no place for it.
+    """
+    address = Address.parse(image)
+    key = Path(os.environ.get("PHOS_REMOTE_KEY") or configuration.read().get("PHOS_REMOTE_KEY", "") or DEFAULT_KEY)
+    directory = Path(tempfile.mkdtemp(prefix="phos-remote-"))
+    try:
+        try:
+            fetch_description(address, key, directory)
+        except OSError as error:
+            raise RestoreFailed(f"{image} cannot be copied to {directory}: {error.strerror}.") from error
+        yield directory
+    except BaseException:
+        for entry in directory.iterdir():
+            if entry.suffix != ".log":
+                entry.unlink(missing_ok=True)
+        if not any(directory.iterdir()):
+            directory.rmdir()
+        raise
+    shutil.rmtree(directory, ignore_errors=True)

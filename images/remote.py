@@ -1,0 +1,359 @@
+"""An image whose GPU data lies at another host: its description is copied here, chunks come when they are asked for.
+
+The directory that stands for it has CRIU's files and our tables as they are there, all checked against the commit
+record; files of the right size and without content in place of the data; and MARKER, which says where the data is.
+Whoever took it for an image of its own would find no chunk to be what its hash says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from phos.gen import phos_image_pb2 as pb
+from phos.gen import remote_pb2
+from phos.images import formats
+from phos.images.chunk_hash import chunk_hash
+from phos.images.errors import ImageError
+from phos.images.extents import BlockTable, Extent
+from phos.images.files import free_bytes, run_in_threads, segments
+from phos.images.formats import BlockKey, digest, zero_digest
+from phos.images.reader import Image
+from phos.images.remote_wire import (
+    ANSWER_SECONDS,
+    CONNECT_SECONDS,
+    DATA_LIMIT,
+    REPLY_LIMIT,
+    Address,
+    greet,
+    read_key,
+    receive_into,
+    receive_message,
+    send_message,
+)
+
+MARKER = "phos-remote.json"
+
+COPY_THREADS = 8
+"""That fetch files, each over a connection of its own."""
+
+PIECE = 4 << 20
+"""What is asked for at once of a file."""
+
+_DESCRIPTION_LIMIT = 1 << 30
+"""Largest commit record that is believed; bytes."""
+
+
+class Refused(ImageError):
+    """The other host has said no; the connection is good."""
+
+
+class Link:
+    """One connection about one image; of one thread at a time."""
+
+    def __init__(self, address: Address, key: bytes) -> None:
+        """Connect, prove, ask for the image.
+
+        Raises:
+            Refused: the other phosd does not share it, or says what is wrong with it. OSError: there is no connection.
+        """
+        self._socket = socket.create_connection((address.host, address.port), CONNECT_SECONDS)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            greet(self._socket, key)
+            request = remote_pb2.Request(open=remote_pb2.Open(image=address.image))
+            self.opened = self._ask(request).opened
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def _ask(self, request: remote_pb2.Request) -> remote_pb2.Reply:
+        send_message(self._socket, request)
+        reply = receive_message(self._socket, remote_pb2.Reply, REPLY_LIMIT)
+        if reply.error:
+            raise Refused(reply.error)
+        return reply
+
+    def read_into(self, file: str, offset: int, view: memoryview) -> None:
+        """Fill a buffer from a file of the image.
+
+        Raises:
+            Refused: it cannot be read there. OSError: the connection is lost.
+        """
+        for at in range(0, len(view), DATA_LIMIT):
+            part = view[at : at + DATA_LIMIT]
+            read = remote_pb2.Read(file=file, offset=offset + at, length=len(part))
+            reply = self._ask(remote_pb2.Request(read=read))
+            if reply.length != len(part):
+                raise OSError(f"{reply.length} bytes came where {len(part)} were asked for")
+            receive_into(self._socket, part)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+
+class Links:
+    """Connections about one image, as many as threads ask at once. Methods may be called from any thread."""
+
+    def __init__(self, address: Address, key: bytes) -> None:
+        self.address = address
+        self._key = key
+        self._lock = threading.Lock()  # guards _idle, _record, _closed
+        self._idle: list[Link] = []
+        self._record = b""
+        self._closed = False
+
+    def connect(self) -> Link:
+        """A new one.
+
+        Raises:
+            ImageError: there is none to be had, or the image there is another one by now.
+        """
+        try:
+            link = Link(self.address, self._key)
+        except Refused as error:
+            raise ImageError(f"{self.address} cannot be had: {error}") from error
+        except OSError as error:
+            raise ImageError(f"{self.address} cannot be reached: {error.strerror or error}") from error
+        with self._lock:
+            self._record = self._record or link.opened.record_hash
+            same = self._record == link.opened.record_hash
+        if not same:
+            link.close()
+            raise ImageError(f"{self.address} is another image by now: its directory was written anew")
+        return link
+
+    def expect(self, record_hash: bytes) -> None:
+        """From now on only the image with that commit record will do."""
+        with self._lock:
+            self._record = record_hash
+
+    def read_into(self, file: str, offset: int, view: memoryview) -> None:
+        """Fill a buffer from a file of the image.
+
+        Raises:
+            ImageError: it cannot be had.
+        """
+        with self._lock:
+            link = self._idle.pop() if self._idle else None
+        if link is not None:
+            try:
+                self._read(link, file, offset, view)
+                return
+            except OSError:
+                pass  # it may just have been idle for too long: once more, over a new one
+        self._read_anew(file, offset, view)
+
+    def _read_anew(self, file: str, offset: int, view: memoryview) -> None:
+        try:
+            self._read(self.connect(), file, offset, view)
+        except OSError as error:
+            why = f"no answer for {ANSWER_SECONDS:.0f} s" if isinstance(error, TimeoutError) else error
+            raise ImageError(f"{self.address}: the connection was lost while {file} was read: {why}") from error
+
+    def _read(self, link: Link, file: str, offset: int, view: memoryview) -> None:
+        try:
+            link.read_into(file, offset, view)
+        except Refused as error:
+            self._give_back(link)
+            raise ImageError(f"{self.address}: {error}") from error
+        except BaseException:
+            link.close()
+            raise
+        self._give_back(link)
+
+    def _give_back(self, link: Link) -> None:
+        with self._lock:
+            if not self._closed:
+                self._idle.append(link)
+                return
+        link.close()
+
+    def close(self) -> None:
+        """Hang up, all of them."""
+        with self._lock:
+            idle, self._idle, self._closed = self._idle, [], True
+        for link in idle:
+            link.close()
+
+
+class RemoteImage:
+    """An image at another host. An :class:`~phos.images.source.ImageSource`."""
+
+    def __init__(self, local: Image, links: Links) -> None:
+        """``local``: of the directory that stands for it. Both become this object's."""
+        self._local = local
+        self._links = links
+
+    @staticmethod
+    def open(directory: int) -> RemoteImage | None:
+        """The image that a directory stands for; None if it has no MARKER.
+
+        Raises:
+            ImageError: its description is damaged, or the key file cannot be read.
+        """
+        try:
+            descriptor = os.open(MARKER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+        except OSError:
+            return None
+        with open(descriptor, "rb") as file:
+            raw = file.read(1 << 16)
+        try:
+            said = json.loads(raw)
+            address, key_file = Address.parse(said["address"]), Path(said["key_file"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ImageError(f"{MARKER} in the image directory is damaged") from error
+        links = Links(address, read_key(key_file))
+        local = Image.open(directory)
+        links.expect(_record_hash(local.path))
+        return RemoteImage(local, links)
+
+    @property
+    def inventory(self) -> pb.Inventory:
+        """See :class:`~phos.images.source.ImageSource`."""
+        return self._local.inventory
+
+    @property
+    def blocks(self) -> Mapping[BlockKey, BlockTable]:
+        """See :class:`~phos.images.source.ImageSource`."""
+        return self._local.blocks
+
+    @property
+    def path(self) -> Path:
+        """See :class:`~phos.images.source.ImageSource`."""
+        return self._local.path
+
+    def read_into(self, extent: Extent, buffer: memoryview) -> int | None:
+        """See :class:`~phos.images.source.ImageSource`."""
+        view = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
+        view = view[: extent.length]
+        if extent.stripe is None:
+            self._local.read_into(extent, view)
+            return None
+        name, chunk = formats.data_file(extent.stripe), extent.chunk_size
+        self._links.read_into(name, extent.file_offset, view)
+        for i, hash_ in enumerate(extent.hashes):
+            piece = view[i * chunk : (i + 1) * chunk]
+            if chunk_hash(piece) != hash_:
+                owner = self._local.owner_of(extent.block, extent.offset + i * chunk, len(piece))
+                where = f"{self._links.address}, {name}, byte {extent.file_offset + i * chunk}"
+                raise ImageError(
+                    f"{where}: {len(piece)} bytes of {owner} are damaged: their hash is not the one written"
+                )
+        return None
+
+    def copy_file(self, name: str, target: int) -> None:
+        """See :class:`~phos.images.source.ImageSource`."""
+        file = next((f for f in self._local.record.files if f.name == name and formats.is_residue(name)), None)
+        if file is None:
+            raise ImageError(f"{self.path / formats.COMMIT_FILE} lacks {name}")
+        run_in_threads(_copies(self._links, file, target), COPY_THREADS)
+
+    def close(self) -> None:
+        """See :class:`~phos.images.source.ImageSource`."""
+        self._local.close()
+        self._links.close()
+
+
+def _record_hash(directory: Path) -> bytes:
+    return digest((directory / formats.COMMIT_FILE).read_bytes())
+
+
+def _copies(links: Links, file: pb.File, target: int) -> list[Callable[[], None]]:
+    """What has to be done to copy a file, in parts that threads may do."""
+    step = file.segment_size or formats.SEGMENT_SIZE
+    if step <= 0 or len(file.hashes) != -(-file.size // step):
+        raise ImageError(f"{links.address}: its commit record lacks hashes of {file.name}")
+    return [
+        partial(_copy_segment, links, file.name, target, at, length, hash_)
+        for (at, length), hash_ in zip(segments(file.size, step), file.hashes, strict=True)
+    ]
+
+
+def _copy_segment(links: Links, name: str, target: int, offset: int, length: int, expected: bytes) -> None:
+    state = xxhash.xxh3_128()
+    memory = memoryview(bytearray(min(length, PIECE)))
+    for at in range(offset, offset + length, PIECE):
+        view = memory[: min(PIECE, offset + length - at)]
+        links.read_into(name, at, view)
+        state.update(view)
+        if digest(view) != zero_digest(len(view)):
+            done = 0
+            while done < len(view):
+                done += os.pwrite(target, view[done:], at + done)
+    if state.digest() != expected:
+        raise ImageError(
+            f"{links.address}, {name}: bytes {offset} to {offset + length} are damaged: they have another hash than "
+            "the committed one"
+        )
+
+
+def fetch_description(address: Address, key_file: Path, directory: Path) -> int:
+    """Make an empty directory stand for the image at an address. Returns the bytes that were copied.
+
+    Raises:
+        ImageError: the image cannot be had, is not whole, or what came is damaged. OSError: the directory takes it not.
+    """
+    with closing(Links(address, read_key(key_file))) as links:
+        first = links.connect()
+        try:
+            opened = first.opened
+            if not 0 < opened.commit_size <= _DESCRIPTION_LIMIT:
+                raise ImageError(f"{address}: its commit record has {opened.commit_size} bytes")
+            record = bytearray(opened.commit_size)
+            first.read_into(formats.COMMIT_FILE, 0, memoryview(record))
+            order = bytearray(min(opened.order_size, _DESCRIPTION_LIMIT))
+            first.read_into(formats.ORDER_FILE, 0, memoryview(order))
+        except OSError as error:
+            raise ImageError(f"{address}: the connection was lost: {error}") from error
+        finally:
+            first.close()
+        if digest(record) != opened.record_hash:
+            raise ImageError(f"{address}: its commit record did not arrive as it is there")
+        (directory / formats.COMMIT_FILE).write_bytes(record)
+        if order:
+            (directory / formats.ORDER_FILE).write_bytes(order)  # only advice: whoever reads it checks it
+        with Image.open_damaged(directory) as partly:  # all else is missing, but the record is whole and of our version
+            files = list(partly.record.files)
+        size = _fetch_files(links, files, directory)
+    marker = {"address": str(address), "key_file": str(key_file.absolute())}
+    (directory / MARKER).write_text(json.dumps(marker))
+    Image.open(directory).close()  # sizes, tables, inventory: all that can be known without the data
+    return size
+
+
+def _fetch_files(links: Links, files: list[pb.File], directory: Path) -> int:
+    here = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptors: list[int] = []
+    try:
+        copied = [f for f in files if f.origin != pb.File.PHOS_DATA and not formats.is_residue(f.name)]
+        size = sum(file.size for file in copied)
+        if size > (free := free_bytes(here)):
+            raise ImageError(
+                f"{links.address} has {size / 1e9:.2f} GB beside its GPU data, {directory} has room for "
+                f"{free / 1e9:.2f} GB: name another folder in TMPDIR"
+            )
+        jobs: list[Callable[[], None]] = []
+        for file in files:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            descriptor = os.open(file.name, flags, 0o600, dir_fd=here)
+            descriptors.append(descriptor)
+            os.ftruncate(descriptor, file.size)
+            if file in copied:
+                jobs += _copies(links, file, descriptor)
+        run_in_threads(jobs, COPY_THREADS)
+        return size
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        os.close(here)
