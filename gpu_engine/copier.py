@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -425,17 +425,18 @@ class Copier:
         read: Callable[[Item, memoryview], int | None],
         progress: Progress,
         cancelled: threading.Event,
+        mapped: MappedBlocks,
         workers: int | None = None,
     ) -> None:
         """Fill blocks: each extent is (block, offset, size, what to read), None: zeros; the rest as :meth:`fill`.
 
+        ``mapped`` gets those that it has not.
+
         Raises: as :meth:`save`.
         """
-        if not extents:
-            return
-        with closing(MappedBlocks()) as mappings:
-            mappings.add(extent[0] for extent in extents)
-            self.fill(_Extents(extents, mappings), extents[0][0].device, read, progress, cancelled, workers)
+        if extents:
+            mapped.add(extent[0] for extent in extents)
+            self.fill(_Extents(extents, mapped), extents[0][0].device, read, progress, cancelled, workers)
 
     def fill(
         self,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
+from phos.images.chunk_hash import zero_hash
 from phos.images.files import address_of, lives_in_memory
 from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey
 
@@ -53,6 +54,17 @@ class BlockTable:
     def bytes_of(self, kind: int) -> int:
         """How much of the block is of that Run.Kind."""
         return sum(r.length for r in self._message.runs if r.kind == kind)
+
+    def hashes(self) -> list[bytes]:
+        """The hash of each chunk, those of zeros too."""
+        found: list[bytes] = []
+        for run in self._message.runs:
+            if run.kind == pb.Run.ZERO:
+                whole, rest = divmod(run.length, self.chunk_size)
+                found += [zero_hash(self.chunk_size)] * whole + ([zero_hash(rest)] if rest else [])
+            else:
+                found += [run.hashes[i : i + HASH_SIZE] for i in range(0, len(run.hashes), HASH_SIZE)]
+        return found
 
     def extents(self, limit: int = EXTENT_LIMIT) -> Iterator[Extent]:
         """The block from its beginning to its end."""
