@@ -251,8 +251,8 @@ bool phos_modules_tell(bool (*send)(const struct phos_module *module, int descri
             if (!(module->bytes && file < 0) && !send(module, file))
                 return false;
             module->told = true;
-            /* It has them now. Kept, they would be hundreds of megabytes of every dump; a phosd that comes later does
-             * without, and takes such a module's kernels by the layout of their arguments. */
+            /* It has them now. Kept, they would be hundreds of megabytes of every dump; a phosd that comes later looks
+             * for them by their digest, and if it has none takes such a module's kernels by their arguments' layout. */
             pthread_mutex_lock(&module_lock);
             copied -= module->bytes ? module->size : 0;
             free(module->bytes);

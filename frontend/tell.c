@@ -301,6 +301,7 @@ static bool send_module(const struct phos_module *module, int descriptor)
     loaded.path = module->path ? module->path : (char *)"";
     loaded.offset = module->offset;
     loaded.module = module->number;
+    loaded.digest = module->path ? 0 : module->digest;
     ENVELOPE(envelope, 0, MODULE_LOADED, module_loaded, &loaded);
     return phos_tell_send(&envelope, &descriptor, descriptor >= 0);
 }

@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from contextlib import suppress
 
 from phos.gen import wire_pb2
-from phos.gpu_engine.spec.speculator import FileSource, Speculator
+from phos.gpu_engine.spec import table as tables
+from phos.gpu_engine.spec.errors import SpecError
+from phos.gpu_engine.spec.module_store import ModuleStore
+from phos.gpu_engine.spec.sources import FileSource
+from phos.gpu_engine.spec.speculator import Speculator
+
+log = logging.getLogger(__name__)
 
 COPY_LIMIT = 256 << 20
 """Bytes of a module that is in no file: the frontend keeps no more of them either."""
 
 NAME_LIMIT = 4096
 
+_store = ModuleStore()
+
 
 def module_loaded(
-    speculator: Speculator, session: bytes, pid: int, loaded: wire_pb2.ModuleLoaded, descriptors: list[int]
+    speculator: Speculator, session: bytes, pid: int, uid: int, loaded: wire_pb2.ModuleLoaded, descriptors: list[int]
 ) -> None:
-    """A module: in a file, as the process sees it, or in a memfd beside. The descriptors stay the caller's."""
+    """A module: in a file, as the process sees it, or in a memfd beside. The descriptors stay the caller's.
+
+    One that was in a memfd before, for this phosd or for another one, comes without: it is looked up in the store.
+    """
     if not loaded.module:
         return
     if loaded.path:
-        # By way of the process's own root: it may live in a container.
-        source = FileSource(f"/proc/{pid}/root{loaded.path}", loaded.offset, loaded.size)
+        # By way of the process's own root: it may live in a container. Held, as that root goes with the process.
+        source = FileSource.of(f"/proc/{pid}/root{loaded.path}", loaded.offset, loaded.size, name=loaded.path)
         speculator.add_module(session, loaded.module, source)
     elif len(descriptors) == 1 and loaded.size <= COPY_LIMIT:
         with suppress(OSError):
-            speculator.add_module(session, loaded.module, os.pread(descriptors[0], loaded.size, 0))
+            image = os.pread(descriptors[0], loaded.size, 0)
+            speculator.add_module(session, loaded.module, _store.keep(uid, loaded.digest, image) or image)
+    elif kept := _store.find(uid, loaded.digest, loaded.size):
+        speculator.add_module(session, loaded.module, kept)
 
 
 def kernels_seen(speculator: Speculator, session: bytes, seen: wire_pb2.KernelsSeen) -> None:
@@ -34,9 +49,23 @@ def kernels_seen(speculator: Speculator, session: bytes, seen: wire_pb2.KernelsS
     speculator.add_kernels(session, seen.module, [name[:NAME_LIMIT] for name in seen.kernel])
 
 
-def table_file(speculator: Speculator, session: bytes, timeout: float) -> int:
-    """A memfd with the packed table of the session's kernels, for the caller to close."""
-    return packed_file(speculator.table(session, timeout))
+def known_table(
+    speculator: Speculator, session: bytes, timeout: float, of_image: bytes = b"", *, quiet: bool = False
+) -> bytes:
+    """The packed table of the session's kernels; of a restored process, with what its image says of them."""
+    known = speculator.table(session, timeout, quiet=quiet)
+    if not of_image:
+        return known
+    try:
+        return tables.merge(of_image, known)
+    except SpecError as error:
+        log.warning("What the image says of kernels is of no use: %s", error)
+        return known
+
+
+def table_file(speculator: Speculator, session: bytes, timeout: float, of_image: bytes = b"") -> int:
+    """A memfd with that table, for the caller to close."""
+    return packed_file(known_table(speculator, session, timeout, of_image))
 
 
 def packed_file(packed: bytes) -> int:

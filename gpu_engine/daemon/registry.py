@@ -80,9 +80,10 @@ class Registry:
             del self.sessions[session.session]
             self.restores.pop(session.session, None)
         self.reaper.forget(session)
+        dumped = session.machine.state is SessionState.DETACHED
         session.machine.end()
         self.holds.release(session.session)
-        self.speculator.forget(session.session)
+        self.speculator.forget(session.session, finish=dumped)
         self.cow.touched.forget(session.session)
         freed = self.broker.drop_session(session.session)
         log.info("Process %d has ended; %d bytes of GPU memory let go.", session.pid, freed)

@@ -129,6 +129,8 @@ class DumpServer:
         job = self._job(connection, request, directory, path, gated, foreign, versions)
         job.order = self._registry.cow.touched
         self._registry.jobs.add(directory, job)
+        for session in gated:
+            session.hurry_kernels()  # while it is quiesced and copied: the image has what is known by the end of that
         job.begin(self._registry.broker.borrow, self._describe)
         job.access_tables = {s.session: s.access_table for s in gated}
         return job

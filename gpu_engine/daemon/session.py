@@ -35,8 +35,11 @@ log = logging.getLogger(__name__)
 ANSWER_SECONDS = 60.0
 """How long a frontend may take for a request that involves no waiting for the GPU."""
 
-DESCRIBE_IMAGE_SECONDS = 2.0
-"""How long an image that is otherwise complete waits for access descriptors that are being worked out."""
+HURRY_SECONDS = 30.0
+"""For how long the analysis of a process's kernels goes before others' once it is checkpointed or restored."""
+
+LATER_SECONDS = 0.25
+"""How often a process that was restored lazily is told of descriptors that have been worked out since."""
 
 DESCRIBE_RESTORED_SECONDS = 0.05
 """How long a process that is restored lazily stands still for access descriptors that are being worked out. Without
@@ -195,7 +198,8 @@ class Session:
             self._block_added(envelope.block_added, descriptors)
             return
         if kind == "module_loaded":
-            kernels.module_loaded(self._speculator, self.session, self.pid, envelope.module_loaded, descriptors)
+            loaded_ = envelope.module_loaded
+            kernels.module_loaded(self._speculator, self.session, self.pid, self.uid, loaded_, descriptors)
         wire.close_all(descriptors)
         if kind == "block_removed":
             self._block_removed(envelope.block_removed.block)
@@ -579,7 +583,7 @@ class Session:
             )
             wire.close_all(extra)
             self._tracing = not answer.done.error
-        if self._tracing and window.loads and not self._image_table:
+        if self._tracing and window.loads and self._speculator.pending(self.session):
             threading.Thread(target=self._describe_later, daemon=True, name="describe").start()
         if answer.done.error:
             log.warning(
@@ -588,20 +592,26 @@ class Session:
             window.wait_saved()
 
     def _describe_restored(self) -> None:
-        """As the image has it: numbers of modules survive a restore, and modules in memory are told of only once."""
-        if not self._image_table:
-            self.describe_kernels(DESCRIBE_RESTORED_SECONDS)
-            return
-        table = kernels.packed_file(self._image_table)
-        try:
-            self._tell([table], access_table=wire_pb2.AccessTable())
-        finally:
-            os.close(table)
+        """As the image has it (numbers of modules survive a restore), and as it is known here."""
+        self.hurry_kernels()
+        self.describe_kernels(0.0 if self._image_table else DESCRIBE_RESTORED_SECONDS)
 
     def _describe_later(self) -> None:
-        """What was still being worked out when the process ran on."""
+        """What was still being worked out when the process ran on, as it comes."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        told = b""
+        more = True
         with suppress(PhosError):  # it has ended, or is about to be dumped
-            self.describe_kernels(ANSWER_SECONDS)
+            while more and self._tracing and time.monotonic() < deadline:
+                known = kernels.known_table(self._speculator, self.session, LATER_SECONDS, quiet=True)
+                more = self._speculator.pending(self.session)
+                if known != told:
+                    self.describe_kernels(0.0)
+                    told = known
+
+    def hurry_kernels(self) -> None:
+        """Somebody will soon want to know what its kernels touch."""
+        self._speculator.hurry(self.session, HURRY_SECONDS)
 
     def trace(self, window: TracingWindow | None) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
@@ -626,19 +636,15 @@ class Session:
 
     def describe_kernels(self, timeout: float) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
-        table = kernels.table_file(self._speculator, self.session, timeout)
+        table = kernels.table_file(self._speculator, self.session, timeout, self._image_table)
         try:
             self._tell([table], access_table=wire_pb2.AccessTable())
         finally:
             os.close(table)
 
     def access_table(self) -> bytes:
-        """What is known of what its kernels touch, for an image.
-
-        Of a restored process that may be what its own image said: its modules in memory were told of only once.
-        """
-        known = self._speculator.table(self.session, DESCRIBE_IMAGE_SECONDS)
-        return known if len(known) >= len(self._image_table) else self._image_table
+        """What is known by now of what its kernels touch, for an image: nobody is kept waiting for more."""
+        return kernels.known_table(self._speculator, self.session, 0.0, self._image_table)
 
     def hang_up(self) -> None:
         """End the connection; the frontend will make another."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Field, FieldKind, Parameter, Source
 from phos.gpu_engine.spec.errors import SpecError
@@ -38,7 +38,24 @@ def pack(rows: Iterable[Row]) -> bytes:
 
     A kernel whose parts do not fit the form's numbers is left out: the frontend treats it like an unknown one.
     """
-    chosen = {(module, name_hash(found.kernel)): found for module, found in rows if _fits(module, found)}
+    return _packed({(module, name_hash(found.kernel)): found for module, found in rows if _fits(module, found)})
+
+
+def merge(*tables: bytes) -> bytes:
+    """One table of what several say: of a kernel that more than one has, the row from the better source, or the later.
+
+    Raises SpecError.
+    """
+    chosen: dict[tuple[int, int], AccessDescriptor] = {}
+    for table in tables:
+        for module, hashed, found in unpack(table):
+            former = chosen.get((module, hashed))
+            if former is None or found.source <= former.source:
+                chosen[module, hashed] = found
+    return _packed(chosen)
+
+
+def _packed(chosen: Mapping[tuple[int, int], AccessDescriptor]) -> bytes:
     kernels, parameters, fields = bytearray(), bytearray(), bytearray()
     for (module, hashed), found in sorted(chosen.items(), key=lambda item: item[0]):
         record = KERNEL.pack(

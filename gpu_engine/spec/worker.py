@@ -25,10 +25,10 @@ from phos.gpu_engine.spec.cache import Cache, encode
 from phos.gpu_engine.spec.descriptor import Source
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.fatbin import Buffer
+from phos.gpu_engine.spec.worker_link import NICE
 
 log = logging.getLogger(__name__)
 
-NICE = 10
 MEMORY_LIMIT = 8 << 30
 """Bytes of address space. A module may be a part of a library of 2 GB, which is mapped as a whole."""
 PR_SET_PDEATHSIG = 1

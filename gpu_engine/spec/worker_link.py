@@ -15,6 +15,10 @@ from typing import Any
 from phos.gpu_engine.spec import frames
 from phos.gpu_engine.spec.errors import SpecError
 
+NICE = 19
+HURRIED_NICE = 5
+"""Processor priorities of the worker (nice(2)): usually, and when a checkpoint or a restore would like its answers."""
+
 STRIPPED = ("LD_PRELOAD", "LD_LIBRARY_PATH", "LD_AUDIT")
 """The worker must load neither the frontend nor the software GPU."""
 
@@ -45,11 +49,22 @@ class WorkerLink:
         os.set_blocking(self._to.fileno(), False)
         os.set_blocking(self._from.fileno(), False)
         self._assembler = frames.Assembler()
+        self._hurried = False
 
     @property
     def pid(self) -> int:
         """The worker's process id."""
         return self._process.pid
+
+    def hurry(self, on: bool) -> None:
+        """Whether somebody waits for it: else it and what it runs have the lowest priority. Cheap; to be called often.
+
+        Who may not raise priorities (only root may) leaves it where it is.
+        """
+        if on or self._hurried:  # again, as what is just starting lowers its own
+            self._hurried = on
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PGRP, self._process.pid, HURRIED_NICE if on else NICE)
 
     def exchange(
         self, request: dict[str, Any], body: bytes, limit: float, wanted: Callable[[], bool]

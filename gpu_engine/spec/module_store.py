@@ -1,0 +1,103 @@
+"""The bytes of modules that were never in a file, kept on disk for whoever analyses them later.
+
+A frontend hands such a module over once and lets go of its copy. Here it is a file in the cache folder, found again by
+the user, the size and the digest that the frontend names it by: by this phosd, which need not keep it in memory, and by
+a later one, when a process that was restored says which modules it has. The digest is no protection against somebody
+who wants two modules to have the same one, so nobody is given another user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+from phos.gpu_engine.spec.cache import default_folder
+from phos.gpu_engine.spec.sources import FileSource
+
+log = logging.getLogger(__name__)
+
+MAX_BYTES = 512 << 20
+"""The store's size is brought below this whenever a module is added: those longest unused go."""
+SUFFIX = ".module"
+
+
+class ModuleStore:
+    """The store in one folder, by default beside the descriptors (PHOS_CACHE). Any thread may call."""
+
+    def __init__(self, folder: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()  # guards _complained; one thread evicts at a time
+        self._complained = False
+
+    @property
+    def folder(self) -> Path:
+        """Where the modules are."""
+        return self._folder or default_folder() / "modules"
+
+    def keep(self, user: int, digest: int, image: bytes) -> FileSource | None:
+        """Keep a module; None: it cannot be."""
+        if not digest or len(image) > self._max_bytes // 4:
+            return None
+        known = self.find(user, digest, len(image))
+        if known is not None:
+            return known
+        path = self._path(user, digest, len(image))
+        temporary = None
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # No fsync: what a crash of the machine leaves of it is no module, and the analysis says so.
+            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".part", delete=False) as file:
+                temporary = file.name
+                file.write(image)
+            os.replace(temporary, path)
+            temporary = None
+            found = self.find(user, digest, len(image))  # held from here on, should it be evicted
+            self._evict()
+            return found
+        except OSError as error:
+            with self._lock:
+                if not self._complained:
+                    log.warning("Modules are kept in memory only: %s.", error)
+                    self._complained = True
+            return None
+        finally:
+            if temporary is not None:
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+
+    def find(self, user: int, digest: int, size: int) -> FileSource | None:
+        """A module that is kept, by what a frontend says of it; None: it is not (any more)."""
+        path = self._path(user, digest, size)
+        try:
+            about = path.stat(follow_symlinks=False)
+            if not digest or about.st_uid != os.geteuid() or about.st_size != size:
+                return None
+            os.utime(path)  # for the order of eviction
+        except OSError:
+            return None
+        return FileSource.of(str(path), 0, size, identity=("kept", user, digest), name=f"module of {size} bytes")
+
+    def _path(self, user: int, digest: int, size: int) -> Path:
+        return self.folder / f"{user}-{size:x}-{digest:016x}{SUFFIX}"
+
+    def _evict(self) -> None:
+        files = []
+        with self._lock:
+            with os.scandir(self.folder) as listing:
+                for item in listing:
+                    with contextlib.suppress(OSError):
+                        if item.name.endswith((SUFFIX, ".part")) and item.is_file(follow_symlinks=False):
+                            about = item.stat(follow_symlinks=False)
+                            files.append((about.st_mtime_ns, about.st_size, item.path))
+            total = sum(size for _, size, _ in files)
+            for _, size, path in sorted(files):
+                if total <= self._max_bytes:
+                    break
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                total -= size
