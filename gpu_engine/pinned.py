@@ -302,6 +302,10 @@ class PinnedImage:
         """See :class:`~phos.images.source.ImageSource`; the buffer stays as it is."""
         return self._memory.address_of(extent)
 
+    def read_unchecked(self, extent: Extent, buffer: memoryview) -> int | None:
+        """See :class:`~phos.images.source.ImageSource`."""
+        return self.read_into(extent, buffer)
+
     def copy_file(self, name: str, target: int) -> None:
         """See :class:`~phos.images.source.ImageSource`; from the directory, such files are not pinned."""
         self._image.copy_file(name, target)

@@ -235,21 +235,27 @@ class RemoteImage:
 
     def read_into(self, extent: Extent, buffer: memoryview) -> int | None:
         """See :class:`~phos.images.source.ImageSource`."""
+        self.read_unchecked(extent, buffer)
         view = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
-        view = view[: extent.length]
-        if extent.stripe is None:
-            self._local.read_into(extent, view)
-            return None
-        name, chunk = formats.data_file(extent.stripe), extent.chunk_size
-        self._links.read_into(name, extent.file_offset, view)
+        name, chunk = formats.data_file(extent.stripe or 0), extent.chunk_size
         for i, hash_ in enumerate(extent.hashes):
-            piece = view[i * chunk : (i + 1) * chunk]
+            piece = view[i * chunk : min((i + 1) * chunk, extent.length)]
             if chunk_hash(piece) != hash_:
                 owner = self._local.owner_of(extent.block, extent.offset + i * chunk, len(piece))
                 where = f"{self._links.address}, {name}, byte {extent.file_offset + i * chunk}"
                 raise ImageError(
                     f"{where}: {len(piece)} bytes of {owner} are damaged: their hash is not the one written"
                 )
+        return None
+
+    def read_unchecked(self, extent: Extent, buffer: memoryview) -> int | None:
+        """See :class:`~phos.images.source.ImageSource`."""
+        view = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
+        view = view[: extent.length]
+        if extent.stripe is None:
+            self._local.read_into(extent, view)
+        else:
+            self._links.read_into(formats.data_file(extent.stripe), extent.file_offset, view)
         return None
 
     def copy_file(self, name: str, target: int) -> None:

@@ -36,6 +36,13 @@ class ImageSource(Protocol):
             ImageError: it cannot be had, or is not what was written.
         """
 
+    def read_unchecked(self, extent: Extent, buffer: memoryview) -> int | None:
+        """As :meth:`read_into`, but the caller compares the hashes, or has to: a GPU does that in no time.
+
+        Raises:
+            ImageError: it cannot be had.
+        """
+
     def copy_file(self, name: str, target: int) -> None:
         """Copy a file that belongs to the image to one of its size that holds zeros, every hash checked.
 

@@ -10,9 +10,10 @@ from phos.gpu_engine.content_hash import SPAN_BYTES
 from phos.gpu_engine.copier import MappedBlocks
 from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.restore.base import Restore
-from phos.gpu_engine.restore.sources import manner
+from phos.gpu_engine.restore.sources import confirm, manner
 from phos.images.errors import ImageError
-from phos.images.reader import Extent, Image
+from phos.images.reader import Extent
+from phos.images.source import ImageSource
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class EagerRestore(Restore):
         sizes = {image.blocks[block.key].chunk_size for block in blocks}
         with closing(MappedBlocks()) as mapped:
             # Nobody uses the data before all of it is there, so the GPU can check it there.
-            if isinstance(image, Image) and len(sizes) == 1 and min(sizes) % SPAN_BYTES == 0:
+            if len(sizes) == 1 and min(sizes) % SPAN_BYTES == 0:
                 read = image.read_unchecked
                 self._copier.load(extents, read, self.progress, self._cancelled, mapped, how.workers)
                 with self.timeline.phase("check GPU data", concurrent=True):
@@ -44,7 +45,7 @@ class EagerRestore(Restore):
             else:
                 self._copier.load(extents, image.read_into, self.progress, self._cancelled, mapped, how.workers)
 
-    def _check(self, image: Image, blocks: list[Block], mapped: MappedBlocks, chunk_bytes: int) -> None:
+    def _check(self, image: ImageSource, blocks: list[Block], mapped: MappedBlocks, chunk_bytes: int) -> None:
         """Compare what has arrived with the image's hashes.
 
         Raises:
@@ -58,6 +59,7 @@ class EagerRestore(Restore):
         expected = [hash_ for block in blocks for hash_ in image.blocks[block.key].hashes()]
         if found == expected:
             return
+        confirm(image)
         # The reader knows whose memory it is and says so; what it finds good was changed on its way.
         buffer = memoryview(bytearray(chunk_bytes))
         chunks = [(block, extent) for block in blocks for extent in image.blocks[block.key].extents(chunk_bytes)]

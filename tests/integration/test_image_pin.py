@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import tempfile
@@ -113,6 +114,22 @@ def test_a_file_that_changes_where_it_is_pinned_is_noticed(site: Site, shared: P
     pin(site, dumped.image)
     assert {p["state"] for p in pinned(site)} == {"pinned"}
     assert dumped.restore(mode) == LAYERS_SUM
+
+
+def test_what_a_mapping_from_before_alters_is_noticed_by_an_eager_restore(site: Site, shared: Path) -> None:
+    """No time of modification tells of stores to pages that were written to before."""
+    dumped = Dumped(site, shared)
+    file = dumped.data()[0]
+    with open(file, "r+b") as data, mmap.mmap(data.fileno(), 4096) as mapped:
+        mapped[0] = mapped[0]
+        pin(site, dumped.image)
+        assert dumped.restore() == LAYERS_SUM
+        mapped[0] ^= 1
+        assert {p["state"] for p in pinned(site)} == {"pinned"}
+        errors = dumped.restore(check=False)
+        mapped[0] ^= 1
+    assert "arrived on GPU 0 other than they are in" in errors
+    assert dumped.restore() == LAYERS_SUM
 
 
 def test_a_damaged_image_is_not_pinned(site: Site, shared: Path) -> None:
