@@ -119,7 +119,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = harness.options(__doc__ or "")
     parser.add_argument("--seed", type=int, default=20, help="of the random moments (%(default)s)")
-    parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
+    harness.add_image_option(parser)
     Bench(harness.prepare(parser)).run()
 
 

@@ -438,7 +438,7 @@ def main() -> None:
     parser.add_argument("--no-restore", dest="restore", action="store_false", help="do not restore the last image")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of the job, for the optimal frequency")
     parser.add_argument("--failure-rate", type=float, default=1.0, metavar="F", help="of a GPU, an hour (%(default)s)")
-    parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
+    harness.add_image_option(parser)
     parser.add_argument("--touch-gib", type=int, default=112, metavar="N", help="host memory to touch before timing")
     chosen = harness.prepare(parser)
     unknown = set(chosen.sections) - set(SECTIONS)

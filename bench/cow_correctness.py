@@ -328,7 +328,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, metavar="N", help="in an iteration (4)")
     parser.add_argument("--no-reference", dest="reference", action="store_false", help="no second training beside it")
     parser.add_argument("--seed", type=int, default=100, help="of the random moments (%(default)s)")
-    parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
+    harness.add_image_option(parser)
     parser.add_argument("--touch-gib", type=int, default=48, metavar="N", help="host memory to touch before timing")
     chosen = harness.prepare(parser)
     if chosen.smoke:

@@ -42,6 +42,8 @@ class Bench:
         self.chosen = chosen
         self.results = Results(chosen, "dump-restore", "Whole dump and restore, PhOS and the driver's own checkpoint")
         self.places = {"memory": chosen.memory_folder, "disk": chosen.disk_folder}
+        if "huge" in chosen.places:
+            self.places["huge"] = machine.huge_tmpfs(chosen.touch_gib << 30)
         # The peer takes a minute and its times hardly vary: once is enough for it, unless told otherwise.
         self.repeats = {"phos": chosen.repeats or (1 if chosen.smoke else 3), "peer": chosen.repeats or 1}
 
@@ -111,7 +113,7 @@ class Bench:
         if self.chosen.smoke:
             return ""
         # Memory: an image in /dev/shm, and with the peer the process holds its GPU's data in host memory as well.
-        needed = (size if place == "memory" else 0) + (size if peer else 3 << 30)
+        needed = (size if place != "disk" else 0) + (size if peer else 3 << 30)
         # Memory may still be growing: what counts is what the machine was told it has.
         available = max(machine.meminfo("MemAvailable"), (self.chosen.touch_gib << 30)) - HOST_RESERVE
         if needed > available:
@@ -325,7 +327,12 @@ def main() -> None:
     """Run the benchmark."""
     parser = harness.options(__doc__ or "")
     parser.add_argument("--sizes", type=sizes, metavar="GB,...", help="of the buffers (8,32,64)")
-    parser.add_argument("--places", type=names, metavar="P,...", help="memory, disk (both)")
+    parser.add_argument(
+        "--places",
+        type=names,
+        metavar="P,...",
+        help="memory, huge (pages), disk (all)",
+    )
     parser.add_argument("--systems", type=names, default=["phos", "peer"], metavar="S,...", help="phos, peer (both)")
     parser.add_argument("--memory-folder", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--disk-folder", type=Path, default=Path("/var/tmp"), metavar="DIR", help="(%(default)s)")
@@ -335,7 +342,7 @@ def main() -> None:
     )
     chosen = harness.prepare(parser)
     chosen.sizes = chosen.sizes or ([8_000_000] if chosen.smoke else sizes("8,32,64"))
-    chosen.places = chosen.places or ["memory", "disk"]
+    chosen.places = chosen.places or ["memory", *([] if chosen.smoke else ["huge"]), "disk"]
     Bench(chosen).run()
 
 

@@ -23,9 +23,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import machine
 import process
 
 # An installation keeps no results: they go where the caller stands.
+HUGE = "huge"
+HUGE_BYTES = 128 << 30
 RESULTS = process.ROOT / "bench" / "results" if (process.ROOT / "pyproject.toml").exists() else Path("bench-results")
 
 
@@ -59,6 +62,9 @@ def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
     if chosen.smoke:
         chosen.device = "software"
     chosen.started = time.monotonic()
+    if str(getattr(chosen, "image", "")) == HUGE:
+        chosen.image = machine.huge_tmpfs(HUGE_BYTES)
+        chosen.images_in = "a tmpfs with huge pages"
     shutil.rmtree(chosen.work, ignore_errors=True)
     chosen.work.mkdir(parents=True)
     process.adopt_orphans()
@@ -69,6 +75,12 @@ def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
         os.environ["PHOS_SOCKET"] = str(chosen.work / "phosd.sock")  # away from a phosd that serves somebody
         atexit.register(process.stop_daemon)
     return chosen
+
+
+def add_image_option(parser: argparse.ArgumentParser) -> None:
+    """Add --image: where a benchmark's images go."""
+    more = f"'{HUGE}': a tmpfs with huge pages, mounted for this"
+    parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help=f"(%(default)s); {more}")
 
 
 def time_left(chosen: argparse.Namespace) -> float:
@@ -156,6 +168,9 @@ class Results:
     def __init__(self, chosen: argparse.Namespace, name: str, title: str) -> None:
         self.title = title
         self.environment = environment(chosen.device)
+        if hasattr(chosen, "images_in"):
+            self.environment["images_in"] = chosen.images_in
+            name, self.title = f"{name}-{HUGE}", f"{title}, images in {chosen.images_in}"
         self.notes: list[str] = []
         gpu = re.sub(r"[^a-z0-9]+", "-", self.environment["gpu"].lower().removeprefix("nvidia ")).strip("-")
         kind = "smoke" if chosen.smoke else (gpu or "unknown")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import multiprocessing
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -163,6 +165,18 @@ def enlarge_tmpfs(folder: Path, size: int) -> None:
     stat = os.statvfs(folder)
     if os.path.ismount(folder) and stat.f_blocks * stat.f_frsize < size:
         subprocess.run(["mount", "-o", f"remount,size={size}", str(folder)], check=False)
+
+
+def huge_tmpfs(size: int) -> Path:
+    """Mount a tmpfs with pages of 2 MiB that can hold `size` bytes, until this process ends; return its folder.
+
+    Raises subprocess.CalledProcessError where that is not allowed (it takes root).
+    """
+    folder = Path(tempfile.mkdtemp(prefix="phos-bench-huge-"))
+    atexit.register(folder.rmdir)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"huge=always,size={size},mode=700", "phos", str(folder)], check=True)
+    atexit.register(subprocess.run, ["umount", "-l", str(folder)], check=False)
+    return folder
 
 
 def drop_page_cache() -> None:

@@ -375,7 +375,7 @@ def timings(folder: Path) -> dict[str, float]:
 
 def restore_timings() -> dict[str, float]:
     """Return the seconds of each phase of phosd's newest restore."""
-    _, text = command(["phos-gpu", "status", "--json"], 30)
+    _, text = command([PHOS_GPU, "status", "--json"], 30)
     jobs = [job for job in json.loads(text)["jobs"] if job["kind"] == "restore"]
     return {phase["name"]: phase["seconds"] for phase in jobs[-1]["phases"]} if jobs else {}
 

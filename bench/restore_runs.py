@@ -446,7 +446,7 @@ def prepare_machine(chosen: argparse.Namespace, results: harness.Results, larges
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that these benchmarks have in common."""
-    parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
+    harness.add_image_option(parser)
     parser.add_argument("--touch-gib", type=int, default=112, metavar="N", help="host memory to touch before timing")
     parser.add_argument("--tokens", type=int, metavar="N", help="in an answer (16, or 8)")
     parser.add_argument("--prompt", type=int, metavar="N", help="tokens in a prompt (64)")

@@ -106,7 +106,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = harness.options(__doc__ or "", budget=240)
     parser.add_argument("--gigabytes", type=int, default=8, metavar="N", help="of the program's buffers (%(default)s)")
-    parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
+    harness.add_image_option(parser)
     Bench(harness.prepare(parser)).run()
 
 
