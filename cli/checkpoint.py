@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 import psutil
 
-from phos.cli.criu import image_directory, needs_shell_job, run_criu
+from phos.cli.criu import apart, image_directory, needs_shell_job, run_criu
 from phos.cli.progress import ImageProgress
-from phos.gpu_engine import configuration
+from phos.gpu_engine import configuration, procfs
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.daemon.permissions import uid_of
@@ -58,7 +58,8 @@ def checkpoint(
     settings |= {"PHOS_PRIORITISE": "off"} if no_prioritise else {}
     os.environ.update(settings)  # CRIU hands them to its plugin, and that to phosd
     CowSettings.from_environment()  # says what has no meaning before anything is done
-    arguments = ["dump", "-t", str(pid)]
+    beside = pid if apart(pid) else None
+    arguments = ["dump", "-t", str(procfs.inner_pid(pid) if beside else pid)]
     if needs_shell_job(pid):
         arguments.append("--shell-job")
     if leave_running:
@@ -67,7 +68,7 @@ def checkpoint(
     _require_cuda(pid)
     directory = image_directory(image, create=True)
     with ImageProgress(directory, restore=False, quiet=as_json):
-        status, errors = run_criu(arguments, directory, "dump.log")
+        status, errors = run_criu(arguments, directory.absolute(), "dump.log", beside=beside)
     if status != 0:
         raise CheckpointFailed(
             f"Process {pid} could not be checkpointed; it runs on as before.\n{errors}\n"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from phos.gpu_engine import procfs
 from phos.gpu_engine.errors import NoSuchProcess, UsageError
 from phos.gpu_engine.installation import launcher
 
@@ -55,15 +56,34 @@ VERBOSITY = "2"
 the time for which they are, with the image in memory, and more than half on a disk."""
 
 
+def apart(pid: int) -> bool:
+    """Whether a process has a pid namespace of its own, on our own file system: one that came from a pool.
+
+    CRIU dumps such a process only from inside, where it looks as it did before.
+    """
+    if procfs.pid_namespace(pid) in (0, procfs.pid_namespace(os.getpid())):
+        return False
+    try:
+        return os.path.samestat(os.stat(f"/proc/{pid}/root"), os.stat("/"))
+    except OSError:
+        return False
+
+
 def run_criu(
-    arguments: list[str], directory: Path, log_name: str, changes: Mapping[str, str] | None = None
+    arguments: list[str],
+    directory: Path,
+    log_name: str,
+    changes: Mapping[str, str] | None = None,
+    beside: int | None = None,
 ) -> tuple[int, str]:
     """Run CRIU with its log in the image directory. Returns (exit status, the errors in it and from phosd).
 
-    ``changes`` go into its environment.
+    ``changes`` go into its environment. ``beside``: a process in whose namespaces it is run.
     """
     verbosity = "-v" + os.environ.get("PHOS_CRIU_VERBOSITY", VERBOSITY)
     command = [str(launcher("criu")), *arguments, "--lib", "phos", "-D", str(directory), "-o", log_name, verbosity]
+    if beside is not None:
+        command = ["nsenter", "--target", str(beside), "--pid", "--mount", "--", *command]
     environment = {**os.environ, **(changes or {})}
     result = subprocess.run(
         command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False

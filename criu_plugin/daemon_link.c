@@ -152,8 +152,14 @@ static Envelope *receive_packet(uint64_t id, int timeout_s)
 	}
 }
 
-/* Returns 0, or -1 after it has logged why; *gpu_part, unless NULL, becomes what phosd says there is. */
-static int request(Envelope *envelope, int descriptor, const char *what, bool *gpu_part)
+/* What Done says beside how it went. */
+struct answer {
+	bool gpu_part, park;
+	int thread;
+};
+
+/* Returns 0, or -1 after it has logged why; *said, unless NULL, becomes what phosd says. */
+static int request(Envelope *envelope, int descriptor, const char *what, struct answer *said)
 {
 	Envelope *answer;
 	int ret = -1, error;
@@ -181,8 +187,8 @@ static int request(Envelope *envelope, int descriptor, const char *what, bool *g
 		pr_err("%s\n", answer->done->error);
 		goto out;
 	}
-	if (gpu_part)
-		*gpu_part = answer->done->gpu_part;
+	if (said)
+		*said = (struct answer){ answer->done->gpu_part, answer->done->park, answer->done->thread };
 	ret = 0;
 out:
 	phos__wire__envelope__free_unpacked(answer, NULL);
@@ -202,7 +208,7 @@ int phos_link_dump_begin(int pid)
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__DumpBegin begin = PHOS__WIRE__DUMP_BEGIN__INIT;
 	Phos__Wire__CowOptions cow = PHOS__WIRE__COW_OPTIONS__INIT;
-	bool gpu_part = false;
+	struct answer said = {};
 
 	if (link_.dumping)
 		return 0; /* a child of the root: phosd has seen to the whole tree already */
@@ -219,10 +225,10 @@ int phos_link_dump_begin(int pid)
 	begin.cow = &cow;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_DUMP_BEGIN;
 	envelope.dump_begin = &begin;
-	if (request(&envelope, criu_get_image_dir(), "begin the checkpoint", &gpu_part))
+	if (request(&envelope, criu_get_image_dir(), "begin the checkpoint", &said))
 		return -1;
 	link_.dumping = true;
-	if (gpu_part && add_inventory_plugin && add_inventory_plugin(PHOS_INVENTORY_NAME)) {
+	if (said.gpu_part && add_inventory_plugin && add_inventory_plugin(PHOS_INVENTORY_NAME)) {
 		pr_err("no memory to note in the image that it has a GPU part\n");
 		return -1;
 	}
@@ -252,20 +258,38 @@ int phos_link_restore_begin(void)
 	begin.criu_pid = getpid();
 	begin.mode = setting("PHOS_RESTORE");
 	begin.lazy = setting("PHOS_LAZY");
+	begin.pool = setting("PHOS_POOL");
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_RESTORE_BEGIN;
 	envelope.restore_begin = &begin;
 	return request(&envelope, criu_get_image_dir(), "begin the restore", NULL);
 }
 
-int phos_link_task_restored(int pid)
+static int task_restored(int pid, bool runs, struct answer *said)
 {
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__TaskRestored restored = PHOS__WIRE__TASK_RESTORED__INIT;
 
 	restored.pid = pid;
+	restored.runs = runs;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_RESTORED;
 	envelope.task_restored = &restored;
-	return request(&envelope, -1, "take over a restored task", NULL);
+	return request(&envelope, -1, runs ? "bring back the driver's part" : "take over a restored task", said);
+}
+
+int phos_link_task_restored(int pid, bool *park, int *thread)
+{
+	struct answer said = {};
+
+	if (task_restored(pid, false, &said))
+		return -1;
+	*park = said.park;
+	*thread = said.thread;
+	return 0;
+}
+
+int phos_link_task_runs(int pid)
+{
+	return task_restored(pid, true, NULL);
 }
 
 void phos_link_restore_end(int result)

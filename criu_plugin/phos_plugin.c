@@ -9,7 +9,8 @@
  *                                        if they are to run on it answers at once. CRIU's exit closes the socket, and that
  *                                        tells phosd that the tasks are released or dead
  *   init(RESTORE)                        nothing exists yet: phosd may refuse the image or the GPUs
- *   RESUME_DEVICES_LATE(pid)             every task exists and is stopped; its return value is ignored by CRIU
+ *   RESUME_DEVICES_LATE(pid)             every task exists and is stopped; its return value is ignored by CRIU. For a pool
+ *                                        (park.c) the driver's part is brought back here, and the task stays stopped
  */
 #include "phos_plugin.h"
 
@@ -81,7 +82,12 @@ static int phos_plugin_pause_devices(int pid)
 
 static int phos_plugin_resume_devices_late(int pid)
 {
-	return phos_link_task_restored(pid);
+	bool park;
+	int thread;
+
+	if (phos_link_task_restored(pid, &park, &thread))
+		return -1;
+	return park ? phos_park(pid, thread) : 0;
 }
 
 /* CRIU refuses a plugin that knows more hooks than itself: register up to CHECKPOINT_DEVICES (11) of CRIU 4.1, never more. */

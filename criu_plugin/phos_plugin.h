@@ -30,7 +30,12 @@ extern bool check_and_remove_inventory_plugin(const char *name, size_t size) __a
 int phos_link_dump_begin(int pid);
 int phos_link_dump_end(int result);
 int phos_link_restore_begin(void);
-int phos_link_task_restored(int pid);
+/* *park: the task is to be left stopped. *thread, unless 0, has to run before, until phos_link_task_runs() has returned. */
+int phos_link_task_restored(int pid, bool *park, int *thread);
+int phos_link_task_runs(int pid);
 void phos_link_restore_end(int result);
+
+/* Leaves a restored task stopped; before that its one thread `thread`, unless 0, runs while phosd works. */
+int phos_park(int pid, int thread);
 
 #endif

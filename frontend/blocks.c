@@ -1,4 +1,6 @@
 #include "blocks.h"
+#include "cleanup.h"
+#include "runtime.h"
 #include "control.h"
 #include "log.h"
 #include "track.h"
@@ -233,4 +235,36 @@ CUresult phos_set_access(CUdeviceptr address, size_t size, const CUmemAccessDesc
                 return CUDA_ERROR_OUT_OF_MEMORY;
     }
     return CUDA_SUCCESS;
+}
+
+/* Every name that a session of this process's image has had, and its last. With phos_memory_lock held. */
+#define RENAMED 256
+static uint8_t renamed[RENAMED][2][16];
+static size_t renamed_count;
+
+void phos_session_renamed(const uint8_t *old, const uint8_t *now)
+{
+    for (size_t i = 0; i < renamed_count; i++)
+        if (!memcmp(renamed[i][1], old, 16))
+            memcpy(renamed[i][1], now, 16);
+    /* Full: what was exported longest ago is not found under its old name any more. */
+    size_t at = renamed_count < RENAMED ? renamed_count++ : RENAMED - 1;
+    memmove(renamed + 1, renamed, at * sizeof *renamed);
+    memcpy(renamed[0][0], old, 16);
+    memcpy(renamed[0][1], now, 16);
+    for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
+        if (b->owner_block && !memcmp(b->owner_session, old, 16))
+            memcpy(b->owner_session, now, 16);
+    if (!memcmp(phos_session, old, 16))
+        memcpy(phos_session, now, 16);
+}
+
+void phos_session_now(uint8_t *session)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    for (size_t i = 0; i < renamed_count; i++)
+        if (!memcmp(renamed[i][0], session, 16)) {
+            memcpy(session, renamed[i][1], 16);
+            return;
+        }
 }

@@ -63,6 +63,9 @@ extern uint64_t phos_block_bytes;          /* of all blocks */
 extern size_t phos_blocks_lingering;       /* blocks that only a pin keeps */
 extern size_t phos_mappings_shut;          /* mappings that are shut */
 
+/* What a session is called now. Takes phos_memory_lock. */
+void phos_session_now(uint8_t *session);
+
 /* All of these: with phos_memory_lock held. */
 
 /* Creates physical memory and tells phosd soon. */
@@ -75,6 +78,9 @@ struct phos_block *phos_block_adopt(CUmemGenericAllocationHandle handle, size_t 
 CUresult phos_block_settle(struct phos_block *block);
 struct phos_block *phos_block_find(uint64_t id);
 struct phos_block *phos_block_of(const uint8_t *session, uint64_t number);
+
+/* A session, this process's own or one whose memory it may map, is called differently from now on. */
+void phos_session_renamed(const uint8_t *old, const uint8_t *now);
 
 CUresult phos_map(CUdeviceptr address, size_t size, size_t offset, struct phos_block *block, unsigned long long flags,
                   struct phos_mapping **mapping) PHOS_CHECKED;

@@ -383,6 +383,18 @@ static bool on_window_end(uint64_t id)
     return phos_tell_send(&envelope, NULL, 0);
 }
 
+/* Several processes may have come from the image that this one comes from: phosd gives each a session of its own. */
+static void rename_sessions(const Phos__Wire__Welcome *welcome)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    for (size_t i = 0; i < welcome->n_session; i++) {
+        const Phos__Wire__SessionName *name = welcome->session[i];
+        if (name->old.len == sizeof phos_session && name->now.len == sizeof phos_session)
+            phos_session_renamed(name->old.data, name->now.data);
+    }
+    phos_hold_renamed();
+}
+
 /* Answers whether to go on with this connection. */
 static bool on_welcome(const Phos__Wire__Welcome *welcome)
 {
@@ -398,6 +410,7 @@ static bool on_welcome(const Phos__Wire__Welcome *welcome)
         phos_gate_lose();
         return true;
     default:
+        rename_sessions(welcome);
         return true;
     }
 }

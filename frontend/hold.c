@@ -1,6 +1,12 @@
 /* The hold is a symbolic link HOLD = <folder of phosd's socket>/hold/<session in hex>, whose target reads
- * "<pid of phosd>:<start time>". While it is there and that phosd lives, nothing is to be done. Gone: ask phosd. There,
- * but its phosd is dead, or nobody listens: after two seconds start a phosd, as PHOS_DAEMON_COMMAND says. */
+ * "<pid of phosd>:<start time>:<phosd's pid namespace>:<the held process's>" (older phosds leave the namespaces out).
+ * While it is there and that phosd lives, nothing is to be done. Gone: ask phosd. There, but its phosd is dead, or nobody
+ * listens: after two seconds start a phosd, as PHOS_DAEMON_COMMAND says.
+ *
+ * Several processes may come from one image, each in a pid namespace of its own, and their sessions have one name until
+ * phosd gives them others (control.c). So a hold for a process of another namespace is none. From another namespace than
+ * phosd's its pid means nothing: then phosd lives as long as it listens. And a process that has been restored into another
+ * namespace starts no phosd, which would belong there and end with it. */
 #include "hold.h"
 #include "log.h"
 #include "runtime.h"
@@ -23,6 +29,7 @@
 /* Written by phos_hold_init, constant afterwards. The environment is read then: it is the application's to change. */
 static char socket_path[108], hold_path[256];
 static char *daemon_words[64], *daemon_environment[512];
+static unsigned long long first_namespace; /* where the process was started */
 
 /* Environment strings and words are copied once and live as long as the process. */
 static void prepare_daemon(void)
@@ -49,6 +56,25 @@ static void prepare_daemon(void)
     }
 }
 
+/* Of this process; 0 if it cannot be told. Without a descriptor. */
+static unsigned long long pid_namespace(void)
+{
+    char text[64];
+    ssize_t length = readlink("/proc/self/ns/pid", text, sizeof text - 1);
+    text[length > 0 ? length : 0] = 0;
+    const char *at = strchr(text, '[');
+    return at ? strtoull(at + 1, NULL, 10) : 0;
+}
+
+void phos_hold_renamed(void)
+{
+    const char *slash = strrchr(socket_path, '/');
+    int folder = slash ? (int)(slash - socket_path) : 1;
+    int used = snprintf(hold_path, sizeof hold_path, "%.*s/hold/", folder, slash ? socket_path : ".");
+    for (size_t i = 0; i < sizeof phos_session; i++)
+        used += snprintf(hold_path + used, sizeof hold_path - (size_t)used, "%02x", phos_session[i]);
+}
+
 void phos_hold_init(void)
 {
     const char *given = getenv("PHOS_SOCKET"), *runtime = getenv("XDG_RUNTIME_DIR");
@@ -61,11 +87,8 @@ void phos_hold_init(void)
         snprintf(socket_path, sizeof socket_path, "%s/phos/phosd.sock", runtime);
     if (given && strlen(given) >= sizeof socket_path)
         phos_warn("PHOS_SOCKET is longer than a socket's path may be (%zu bytes)", sizeof socket_path - 1);
-    const char *slash = strrchr(socket_path, '/');
-    int folder = slash ? (int)(slash - socket_path) : 1;
-    int used = snprintf(hold_path, sizeof hold_path, "%.*s/hold/", folder, slash ? socket_path : ".");
-    for (size_t i = 0; i < sizeof phos_session; i++)
-        used += snprintf(hold_path + used, sizeof hold_path - (size_t)used, "%02x", phos_session[i]);
+    first_namespace = pid_namespace();
+    phos_hold_renamed();
     prepare_daemon();
 }
 
@@ -104,10 +127,19 @@ static bool zombie(pid_t pid)
 
 enum hold { HOLD_NONE, HOLD_ALIVE, HOLD_DEAD };
 
+/* Makes a descriptor for a moment. */
+static bool listens(void)
+{
+    int link = phos_link_connect(socket_path);
+    if (link >= 0)
+        close(link);
+    return link >= 0;
+}
+
 static enum hold look(bool thoroughly)
 {
-    static char dead[64]; /* the control thread's alone: a target found dead stays so between thorough looks */
-    char target[64];
+    static char dead[128]; /* the control thread's alone: a target found dead stays so between thorough looks */
+    char target[128];
     ssize_t length = readlink(hold_path, target, sizeof target - 1);
     if (length <= 0)
         return HOLD_NONE;
@@ -116,14 +148,28 @@ static enum hold look(bool thoroughly)
     long pid = strtol(target, &end, 10);
     if (pid <= 0 || *end != ':')
         return HOLD_DEAD;
+    unsigned long long start = strtoull(end + 1, &end, 10), phosd_space = 0, mine = 0;
+    if (*end == ':')
+        phosd_space = strtoull(end + 1, &end, 10);
+    if (phosd_space && *end == ':' && (mine = pid_namespace())) {
+        unsigned long long held = strtoull(end + 1, NULL, 10);
+        if (held && held != mine)
+            return HOLD_NONE;
+    }
     if (!strcmp(target, dead))
         return HOLD_DEAD;
+    if (mine && mine != phosd_space) { /* rarely, as below */
+        if (!thoroughly || listens())
+            return HOLD_ALIVE;
+        memcpy(dead, target, (size_t)length + 1);
+        return HOLD_DEAD;
+    }
     int failed = kill((pid_t)pid, 0) ? errno : 0;
     if (failed == ESRCH || (!failed && zombie((pid_t)pid)))
         return HOLD_DEAD;
     /* A number used again. Reading /proc needs a descriptor for some microseconds, so this is for long waits only, in
      * which CRIU, whose phosd is alive, is not about to freeze us. */
-    if (!thoroughly || lives_since((pid_t)pid, strtoull(end + 1, NULL, 10)))
+    if (!thoroughly || lives_since((pid_t)pid, start))
         return HOLD_ALIVE;
     memcpy(dead, target, (size_t)length + 1);
     return HOLD_DEAD;
@@ -150,7 +196,7 @@ static void daemon_exec(void)
  * application's own wait(-1); neither runs the application's pthread_atfork handlers. */
 static void daemon_start(void)
 {
-    if (!daemon_words[0])
+    if (!daemon_words[0] || pid_namespace() != first_namespace)
         return;
     phos_warn("phosd is gone while this process is detached: starting it again");
     pid_t first = (pid_t)syscall(SYS_clone, 0, NULL, NULL, NULL, 0);

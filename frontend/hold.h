@@ -3,6 +3,8 @@
 #pragma once
 
 void phos_hold_init(void);
+/* phos_session has changed. */
+void phos_hold_renamed(void);
 /* Where phosd listens: PHOS_SOCKET or the usual places. */
 const char *phos_hold_socket(void);
 /* Until phosd may be asked: a connection to it. */

@@ -38,9 +38,13 @@ static void token_fill(struct phos_token *token, const struct phos_block *block,
     token->check = token_check(token);
 }
 
-static bool token_valid(const struct phos_token *token)
+/* Who exported it may have another session by now. */
+static bool token_valid(struct phos_token *token)
 {
-    return !memcmp(token->magic, token_magic, sizeof token->magic) && token->check == token_check(token);
+    if (memcmp(token->magic, token_magic, sizeof token->magic) || token->check != token_check(token))
+        return false;
+    phos_session_now(token->session);
+    return true;
 }
 
 bool phos_token_export(uint64_t id, void *shareable)

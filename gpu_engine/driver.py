@@ -175,15 +175,34 @@ class Context:
         function = _check("cuModuleGetFunction", cuda.cuModuleGetFunction(module, name.encode()), name)
         return Kernel(name, function)
 
-    def map_block(self, descriptor: int, size: int) -> Mapping:
-        """Map the physical memory behind a descriptor; the descriptor stays the caller's."""
+    def reserve(self, size: int) -> int:
+        """A range of addresses for :meth:`map_block`, with nothing behind it."""
         self.use()
         where = f"of {size} bytes on GPU {self.ordinal}"
-        handle = _check(
-            "cuMemImportFromShareableHandle", cuda.cuMemImportFromShareableHandle(descriptor, _FD_HANDLE), where
-        )
+        return int(_check("cuMemAddressReserve", cuda.cuMemAddressReserve(size, 0, 0, 0), where))
+
+    def free_reserved(self, address: int, size: int) -> None:
+        """Give a range back that nothing is mapped to."""
+        self.use()
+        _check("cuMemAddressFree", cuda.cuMemAddressFree(address, size))
+
+    def map_block(self, descriptor: int, size: int, reserved: int = 0) -> Mapping:
+        """Map the physical memory behind a descriptor; the descriptor stays the caller's.
+
+        ``reserved``: where, from :meth:`reserve`. It becomes the mapping's; if this fails it has been given back.
+        """
+        self.use()
+        where = f"of {size} bytes on GPU {self.ordinal}"
         try:
-            address = int(_check("cuMemAddressReserve", cuda.cuMemAddressReserve(size, 0, 0, 0), where))
+            handle = _check(
+                "cuMemImportFromShareableHandle", cuda.cuMemImportFromShareableHandle(descriptor, _FD_HANDLE), where
+            )
+        except DriverError:
+            if reserved:
+                cuda.cuMemAddressFree(reserved, size)
+            raise
+        try:
+            address = reserved or self.reserve(size)
             try:
                 _check("cuMemMap", cuda.cuMemMap(address, size, 0, handle, 0), where)
                 try:
@@ -353,6 +372,12 @@ def checkpoint_state(pid: int) -> str | None:
     if int(result[0]) != 0:
         return None
     return str(cuda.CUprocessState(result[1]).name).rsplit("_", 1)[-1].lower()
+
+
+def checkpoint_thread(pid: int) -> int:
+    """The thread of a process that carries the driver's restore out, by its number for this process or for that one."""
+    result = cuda.cuCheckpointProcessGetRestoreThreadId(pid)
+    return int(_check("cuCheckpointProcessGetRestoreThreadId", result, f"of process {pid}"))
 
 
 def checkpoint_lock(pid: int, timeout_ms: int) -> None:

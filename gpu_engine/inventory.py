@@ -97,7 +97,12 @@ def build(
     for process in foreign:
         arguments, parent = command_line(process.pid)
         inventory.processes.append(
-            pb.Process(pid=process.pid, executable=process.executable, command_line=arguments, parent_pid=parent)
+            pb.Process(
+                pid=procfs.inner_pid(process.pid),
+                executable=process.executable,
+                command_line=arguments,
+                parent_pid=parent,
+            )
         )
     return inventory
 

@@ -45,6 +45,14 @@ def start_time(pid: int) -> int | None:
     return int(fields[_START_TIME]) if len(fields) > _START_TIME else None
 
 
+def resident(pid: int) -> int:
+    """Bytes of a process's memory that are in RAM; 0 when there is no such process."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
 def readable(text: str) -> str:
     """A file name or an argument as protobuf takes it: what was not UTF-8 (lone surrogates here) becomes '?'."""
     return text.encode(errors="replace").decode()
@@ -56,3 +64,44 @@ def executable(pid: int) -> str:
         return readable(os.readlink(f"/proc/{pid}/exe"))
     except OSError:
         return "?"
+
+
+def pid_namespace(pid: int) -> int:
+    """The number of a process's pid namespace; 0 when it cannot be told."""
+    try:
+        return os.stat(f"/proc/{pid}/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def _inner(status: Path) -> int:
+    """The last number behind NSpid: what the process (or thread) is called in its own pid namespace."""
+    try:
+        for line in status.read_text(errors="replace").splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    except OSError:
+        pass
+    return 0
+
+
+def inner_pid(pid: int) -> int:
+    """A process's pid in its own pid namespace, which is the one that CRIU restores; ``pid`` if it cannot be told."""
+    return _inner(Path(f"/proc/{pid}/status")) or pid
+
+
+def outer_pid(peer: int, pid: int) -> int:
+    """Our number of the process that ``peer`` calls ``pid``; 0 if there is none (any more)."""
+    namespace = pid_namespace(peer)
+    if not namespace or namespace == pid_namespace(os.getpid()):
+        return pid
+    for name in os.listdir("/proc"):
+        if name.isdigit() and _inner(Path(f"/proc/{name}/status")) == pid and pid_namespace(int(name)) == namespace:
+            return int(name)
+    return 0
+
+
+def inner_thread(pid: int, thread: int) -> int:
+    """What a thread of ``pid`` is called in that process's own pid namespace. ``thread`` may be that already."""
+    inner = _inner(Path(f"/proc/{pid}/task/{thread}/status"))
+    return inner or thread

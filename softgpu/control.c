@@ -345,11 +345,11 @@ static CUresult ask(int pid, const struct arguments *arguments)
     return result;
 }
 
-/* Whether a tracer holds the process: state 't' in /proc. */
-static bool is_traced(int pid)
+/* Whether a tracer holds the thread that answers: state 't' in /proc. */
+static bool is_traced(int pid, int inner)
 {
     char path[64], text[512];
-    snprintf(path, sizeof(path), "/proc/%d/stat", pid);
+    snprintf(path, sizeof(path), "/proc/%d/task/%d/stat", pid, thread_of(pid, inner));
     FILE *file = fopen(path, "re");
     if (!file)
         return false;
@@ -368,9 +368,9 @@ CUresult softgpu_cuCheckpointProcessGetState(int pid, CUprocessState *state)
     CUresult result = find(pid, &address, &box);
     /*
      * The real driver asks a thread of the process (580.159.04: a restore in which phosd asked while CRIU still traced the
-     * process never ended), so this answers when the process runs.
+     * process never ended), so this answers when that thread runs.
      */
-    while (result == CUDA_SUCCESS && is_traced(pid)) {
+    while (result == CUDA_SUCCESS && is_traced(pid, box.tid)) {
         usleep(1000);
         result = find(pid, &address, &box);
     }

@@ -46,6 +46,8 @@ class DumpServer:
     def serve(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
         """From the plugin's first packet until CRIU's process has ended and the image is whole or given up."""
         request = envelope.dump_begin
+        # CRIU may be in a pid namespace of its own, with a process from a pool.
+        request.pid = procfs.outer_pid(connection.pid, request.pid) or request.pid
         with ExitStack() as claim:
             try:
                 job = self._begin(connection, request, wire.only(descriptors), claim)
@@ -209,7 +211,7 @@ class DumpServer:
         if session is None:
             raise CheckpointFailed(f"Process {process.pid} ({process.executable}) ended while it was checkpointed.")
         return inventory.ProcessRecord(
-            pid=process.pid,
+            pid=procfs.inner_pid(process.pid),
             session=process.session,
             executable=process.executable,
             command_line=arguments,

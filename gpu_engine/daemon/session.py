@@ -384,7 +384,7 @@ class Session:
         self._refuse_to_lose()
         self.detached = None
         try:
-            self._holds.place(self.session)
+            self._holds.place(self.session, self.pid)
             answer, descriptors = self._call(
                 ANSWER_SECONDS, detach=wire_pb2.Detach(reduce_stack=reduce_stack, huge_pages=huge_pages)
             )

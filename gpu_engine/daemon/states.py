@@ -15,6 +15,7 @@ class SessionState(Enum):
     RUNNING = "running"  # connected, gate open
     QUIESCED = "quiesced"  # gate closed, GPU idle, memory mapped
     DETACHED = "detached"  # nothing mapped, no connection; its driver state may be checkpointed
+    PARKED = "parked"  # in a pool, stopped, its memory not even created
     RETURNING = "returning"  # the driver's part is back; the frontend may attach
     ATTACHING = "attaching"  # connected again, mapping its memory
     LOST = "lost"  # its memory is gone: every CUDA call fails
@@ -24,6 +25,7 @@ class SessionState(Enum):
 _NEXT: dict[SessionState, frozenset[SessionState]] = {
     SessionState.RUNNING: frozenset({SessionState.QUIESCED, SessionState.ENDED}),
     SessionState.QUIESCED: frozenset({SessionState.RUNNING, SessionState.DETACHED, SessionState.ENDED}),
+    SessionState.PARKED: frozenset({SessionState.DETACHED, SessionState.ENDED}),
     SessionState.DETACHED: frozenset({SessionState.RETURNING, SessionState.LOST, SessionState.ENDED}),
     SessionState.RETURNING: frozenset({SessionState.ATTACHING, SessionState.LOST, SessionState.ENDED}),
     SessionState.ATTACHING: frozenset(

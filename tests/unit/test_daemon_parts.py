@@ -194,9 +194,10 @@ def held_now(kept: Kept) -> list[tuple[bytes, int, int]] | None:
 
 def test_holds_of_an_earlier_phosd_are_cleared_even_with_our_pid(tmp_path: Path) -> None:
     former = Holds(tmp_path / "hold")
-    former.place(SESSION)
+    former.place(SESSION, os.getpid())
     link = tmp_path / "hold" / SESSION.hex()
-    assert os.readlink(link) == f"{os.getpid()}:{start_time(os.getpid())}"
+    space = os.stat("/proc/self/ns/pid").st_ino
+    assert os.readlink(link) == f"{os.getpid()}:{start_time(os.getpid())}:{space}:{space}"
     Holds(tmp_path / "hold").clear_stale()
     assert not link.is_symlink()
     former.release(SESSION)  # what is gone can be released
