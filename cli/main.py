@@ -14,6 +14,7 @@ COMMANDS = {
     "run": "Run a program under the frontend.",
     "checkpoint": "Dump a process tree with its GPU memory.",
     "restore": "Restore a process tree from an image.",
+    "pool": "Keep processes of an image restored and stopped, to be taken at once.",
     "status": "Show phosd's GPUs, processes and jobs.",
     "inspect": "Show what is in an image.",
     "verify": "Check every hash of an image.",

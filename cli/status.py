@@ -14,6 +14,7 @@ from rich.table import Table
 
 from phos.cli.image import show_pinned
 from phos.cli.inspect import printable, size_text
+from phos.cli.pool import pools_table
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
 
@@ -79,6 +80,8 @@ def _show(answer: wire_pb2.Status) -> None:
         console.print(table)
     else:
         console.print("No process runs under PhOS. Start one with 'phos-gpu run -- COMMAND'.")
+    if answer.pools:
+        console.print(pools_table(answer.pools))
     if answer.jobs:
         table = Table("Image", "Job", "State", "Copied", "Processes", "Error", title="Checkpoints and restores")
         for job in answer.jobs:

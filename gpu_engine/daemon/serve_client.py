@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from phos.gen import wire_pb2
 from phos.gpu_engine import driver
 from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.pools import Pools
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.remote_server import RemoteServer
 
@@ -23,11 +24,13 @@ class ClientServer:
         registry: Registry,
         gpus: Sequence[driver.Gpu],
         stopping: threading.Event,
+        pools: Pools,
         remote: RemoteServer | None = None,
     ) -> None:
         self._registry = registry
         self._gpus = gpus
         self._stopping = stopping
+        self._pools = pools
         self._remote = remote
         self._started = time.time()
 
@@ -124,4 +127,5 @@ class ClientServer:
             )
         status.jobs.extend(self._registry.jobs.report())
         status.pinned.extend(self._registry.pinned.report())
+        status.pools.extend(self._pools.report())
         return status

@@ -68,7 +68,7 @@ class RestoreServer:
         if result not in (None, 0) or (result is None and not job.pids):
             job.fail("CRIU failed; its own log says why (restore.log, or what -o names, or the terminal).")
         job.watch_to_the_end()
-        self._settle(job)
+        self.settle(job)
 
     def _begin(self, connection: wire.Connection, request: wire_pb2.RestoreBegin, directory: int) -> Restore | None:
         if self._registry.jobs.is_plain_criu(directory):
@@ -88,7 +88,7 @@ class RestoreServer:
             except BaseException as error:
                 job.fail(str(error))
                 job.close()
-                self._settle(job)
+                self.settle(job)
                 raise
         return job
 
@@ -131,7 +131,7 @@ class RestoreServer:
             self._registry.broker.add(block, os.getpid())  # the keeper watches phosd until the process exists
         return session
 
-    def _settle(self, job: Restore) -> None:
+    def settle(self, job: Restore) -> None:
         """The restore is over. Processes of one that failed are dead: let their memory go."""
         with self._registry.lock:
             registered = {s for s, restore in self._registry.loading.items() if restore is job}

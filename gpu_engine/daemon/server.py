@@ -20,6 +20,7 @@ from phos.gpu_engine.daemon.remote_settings import RemoteSettings
 from phos.gpu_engine.daemon.requests import Requests
 from phos.gpu_engine.daemon.serve_client import ClientServer
 from phos.gpu_engine.daemon.serve_dump import DumpServer
+from phos.gpu_engine.daemon.serve_pool import PoolServer
 from phos.gpu_engine.daemon.serve_restore import RestoreServer
 from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
 from phos.gpu_engine.daemon.states import SessionState
@@ -53,16 +54,18 @@ class Daemon:
         self._registry = Registry(path, versions, _capability(self.gpus))
         self._dumps = DumpServer(self._registry)
         self._restores = RestoreServer(self._registry)
+        self._pools = PoolServer(self._registry, self._restores)
         self._requests = Requests(self._registry)
         self._audits = AuditServer(self._registry)
         self._stopping = threading.Event()
         self._remote = RemoteServer(sharing, self._registry.pinned) if sharing else None
-        self._clients = ClientServer(self._registry, self.gpus, self._stopping, self._remote)
+        self._clients = ClientServer(self._registry, self.gpus, self._stopping, self._pools.pools, self._remote)
         self._ordinals = {bytes.fromhex(g.uuid.removeprefix("GPU-").replace("-", "")): g.ordinal for g in self.gpus}
         for session, pid in self._registry.broker.adopt_from_keeper().items():
             self._adopt(session, pid)
         self._registry.holds.clear_stale()
         residue.sweep()
+        self._pools.revive()
 
     def _adopt(self, number: bytes, pid: int) -> None:
         """A session of an earlier phosd. Its frontend will say itself whether it is detached."""
@@ -123,6 +126,10 @@ class Daemon:
                 self._serve_frontend(connection, envelope)
             elif kind == "dump_begin":
                 self._dumps.serve(connection, envelope, descriptors)
+            elif kind == "restore_begin" and envelope.restore_begin.pool:
+                self._pools.serve_criu(connection, envelope, descriptors)
+            elif (kind or "").startswith("pool_"):
+                self._pools.serve(connection, envelope, descriptors)
             elif kind == "restore_begin":
                 self._restores.serve(connection, envelope, descriptors)
             elif (kind or "").startswith("audit_"):
@@ -149,6 +156,11 @@ class Daemon:
                 f"Process {connection.pid} speaks version {hello.protocol} of the control protocol, phosd "
                 f"{wire.PROTOCOL_VERSION}: it was started under another PhOS."
             )
+        names = self._pools.names_of(connection.pid, hello.session)
+        for name in names:
+            if name.old == hello.session:
+                hello.session = name.now
+                break
         session = self._session_for(connection, hello)
         if hello.state != wire_pb2.DETACHED:
             self._replace_program(session, connection.pid)
@@ -164,6 +176,7 @@ class Daemon:
             if answer.action == wire_pb2.Welcome.ATTACH:
                 session.machine.to(SessionState.ATTACHING)  # a second connection at the same moment fails here
                 session.connected(connection, hello, self._ordinals)
+                answer.session.extend(names)
             connection.reply(envelope.id, welcome=answer)
             if answer.action == wire_pb2.Welcome.RETRY:
                 return

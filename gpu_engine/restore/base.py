@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, toggle
@@ -24,6 +23,7 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Cancelled, Copier, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.process import GatedProcess
+from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.sources import confirm, open_source
 from phos.gpu_engine.timeline import Timeline
@@ -38,7 +38,10 @@ MEMORY_PATIENCE = 1.0
 
 @dataclass
 class RestoredProcess:
-    """A process under the frontend as the image describes it; ``pid`` is the image's."""
+    """A process under the frontend as the image describes it; ``pid`` is the image's.
+
+    ``session`` and those of ``imports`` are what they are called from now on; the image may call them otherwise.
+    """
 
     message: pb.Process
     pid: int
@@ -90,6 +93,9 @@ Register = Callable[[RestoredProcess, list[Block]], GatedProcess]
 UNDER_WAY = ("loading", "loaded")
 """States in which a restore is not over. The last ones: attached, failed, mispredicted."""
 
+PARKED = ("parking", "parked")
+"""States before those of a process in a pool that nobody has taken yet."""
+
 
 class Restore(ABC):
     """One restore of an image."""
@@ -98,8 +104,12 @@ class Restore(ABC):
     mode = ""
     """eager or lazy."""
 
-    def __init__(self, directory: int, path: str, copier: Copier) -> None:
+    def __init__(
+        self, directory: int, path: str, copier: Copier, rename: Callable[[bytes], bytes] | None = None
+    ) -> None:
         """``directory`` is an open descriptor of the image directory; it stays the caller's.
+
+        ``rename``: what a session of the image is to be called; without it all keep their names.
 
         Raises:
             ImageError: there is no whole image in it.
@@ -129,16 +139,30 @@ class Restore(ABC):
         self._gated_pids = {process.pid for process in inventory.processes if process.under_frontend}
         self._image_pids = {process.pid for process in inventory.processes}
         self._waiting_for = len(inventory.processes)
+        self.names: dict[bytes, bytes] = {}
+        if rename is not None:
+            self.names = {p.session: rename(p.session) for p in inventory.processes if p.under_frontend}
+        self._image_names = {now: old for old, now in self.names.items()}
         self.processes = [
             RestoredProcess(
                 message=process,
                 pid=process.pid,
-                session=process.session,
-                imports={b.block: (b.owner_session, b.owner_block) for b in process.blocks if b.owner_session},
+                session=self._now(process.session),
+                imports={
+                    b.block: (self._now(b.owner_session), b.owner_block) for b in process.blocks if b.owner_session
+                },
             )
             for process in inventory.processes
             if process.under_frontend
         ]
+
+    def _now(self, session: bytes) -> bytes:
+        """What a session of the image is called from now on."""
+        return self.names.get(session, session)
+
+    def _in_image(self, key: BlockKey) -> BlockKey:
+        """What the image calls a block."""
+        return self._image_names.get(key[0], key[0]), key[1]
 
     @property
     def pids(self) -> list[int]:
@@ -165,10 +189,7 @@ class Restore(ABC):
         Raises:
             RestoreFailed: and nothing is left behind.
         """
-        present = driver.gpus()
-        used = {block.device for process in self._image.inventory.processes for block in process.blocks}
-        wanted = [gpu for gpu in self._image.inventory.gpus if gpu.ordinal in used or not used]
-        self._ordinals, self._gpu_pairs = match_gpus(list(self._image.inventory.gpus) or wanted, present)
+        self._match_gpus()
         blocks = self._create_blocks()
         self.progress.total = sum(block.size for block in blocks.values())
         unregistered = dict(blocks)
@@ -189,6 +210,12 @@ class Restore(ABC):
             for block in [*borrowed, *unregistered.values()]:
                 os.close(block.descriptor)
             raise
+
+    def _match_gpus(self) -> None:
+        present = driver.gpus()
+        used = {block.device for process in self._image.inventory.processes for block in process.blocks}
+        wanted = [gpu for gpu in self._image.inventory.gpus if gpu.ordinal in used or not used]
+        self._ordinals, self._gpu_pairs = match_gpus(list(self._image.inventory.gpus) or wanted, present)
 
     def close(self) -> None:
         """Let a restore go that never began loading."""
@@ -220,8 +247,9 @@ class Restore(ABC):
         if residues.error:
             self.fail(f"What the driver had saved cannot be put back: {residues.error}")
 
-    def _create_blocks(self) -> dict[BlockKey, Block]:
-        owners: dict[BlockKey, tuple[int, bool]] = {}
+    def _wanted_blocks(self) -> dict[BlockKey, Block]:
+        """The image's blocks, none of which has memory (or a descriptor) yet."""
+        wanted: dict[BlockKey, Block] = {}
         for process in self._image.inventory.processes:
             for block in process.blocks:
                 key = (
@@ -233,10 +261,16 @@ class Restore(ABC):
                         f"The image contradicts itself: block {block.block} of process {process.pid} "
                         f"(GPU {block.device}) is not among its blocks and GPUs."
                     )
-                owners[key] = (self._ordinals[block.device], block.owner == pb.Block.APPLICATION)
+                now = (self._now(key[0]), key[1])
+                device, size = self._ordinals[block.device], self._image.blocks[key].size
+                wanted[now] = Block(now, size, device, -1, block.owner == pb.Block.APPLICATION)
+        return wanted
+
+    def _create_blocks(self) -> dict[BlockKey, Block]:
+        wanted = self._wanted_blocks()
         needed: dict[int, int] = {}
-        for key, (device, _) in owners.items():
-            needed[device] = needed.get(device, 0) + self._image.blocks[key].size
+        for block in wanted.values():
+            needed[block.device] = needed.get(block.device, 0) + block.size
         for device, size in needed.items():
             if size > (free := _wait_for_memory(device, size)):
                 raise RestoreFailed(
@@ -246,9 +280,9 @@ class Restore(ABC):
         blocks: dict[BlockKey, Block] = {}
         try:
             with self.timeline.phase("create GPU memory"):
-                for key, (device, by_application) in owners.items():
-                    size = self._image.blocks[key].size
-                    blocks[key] = Block(key, size, device, driver.context(device).create_block(size), by_application)
+                for key, b in wanted.items():
+                    descriptor = driver.context(b.device).create_block(b.size)
+                    blocks[key] = Block(key, b.size, b.device, descriptor, b.by_application)
         except DriverError as error:
             for block in blocks.values():
                 os.close(block.descriptor)
@@ -297,7 +331,7 @@ class Restore(ABC):
         except PhosError as error:
             self.fail(f"The driver could not restore process {pid}: {error}")
             return
-        if _namespace_pid(pid) in self._gated_pids:
+        if inner_pid(pid) in self._gated_pids:
             with self._lock:
                 self._driver_ready.add(pid)
         else:
@@ -309,7 +343,7 @@ class Restore(ABC):
         The plugin, and with it the stopped task, waits for this: no driver call may be made here, because the driver's
         calls on a process, GetState too, wait until that process runs.
         """
-        if _namespace_pid(pid) not in self._image_pids:
+        if inner_pid(pid) not in self._image_pids:
             return  # a process of the tree that never used CUDA
         try:
             pidfd = os.pidfd_open(pid)
@@ -356,7 +390,7 @@ class Restore(ABC):
     def fail(self, reason: str, state: str = "failed") -> None:
         """Give the whole restore up: no process of it may go on without its memory."""
         with self._lock:
-            if self.state not in UNDER_WAY:
+            if self.state not in (*PARKED, *UNDER_WAY):
                 return
             self.state = state
             self.error = reason
@@ -430,14 +464,3 @@ def _readable(descriptor: int) -> bool:
     poll = select.poll()  # not select(): descriptor numbers go far beyond its 1024
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def _namespace_pid(pid: int) -> int:
-    """A process's pid in its own pid namespace, which is the one that CRIU restores and the image names."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith("NSpid:"):
-                return int(line.split()[-1])
-    except OSError:
-        pass
-    return pid

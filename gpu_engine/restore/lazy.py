@@ -13,7 +13,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 
 from phos.gpu_engine.blocks import Block, BlockKey
@@ -23,7 +23,7 @@ from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.restore.base import UNDER_WAY, Restore
 from phos.gpu_engine.restore.feed import LoadFeed, LoadPlace
 from phos.gpu_engine.restore.settings import LazySettings
-from phos.gpu_engine.restore.sources import manner
+from phos.gpu_engine.restore.sources import Manner, manner
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.gpu_engine.touch_order import Touched, TouchOrder, from_messages, read_beside, write_beside
 from phos.images.reader import Extent
@@ -63,9 +63,17 @@ class LazyRestore(Restore):
 
     mode = "lazy"
 
-    def __init__(self, directory: int, path: str, copier: Copier, settings: LazySettings, order: TouchOrder) -> None:
+    def __init__(
+        self,
+        directory: int,
+        path: str,
+        copier: Copier,
+        settings: LazySettings,
+        order: TouchOrder,
+        rename: Callable[[bytes], bytes] | None = None,
+    ) -> None:
         """As :class:`~phos.gpu_engine.restore.base.Restore`; ``order`` is told of what the processes touch first."""
-        super().__init__(directory, path, copier)
+        super().__init__(directory, path, copier, rename)
         self._learnt = order
         self._directory = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
         self._settings = settings
@@ -89,7 +97,7 @@ class LazyRestore(Restore):
         first: dict[BlockKey, int] = {}
         for block in blocks:
             first[block.key] = len(self._chunks)
-            extents = {e.offset: e for e in self._image.blocks[block.key].extents(CHUNK_BYTES)}
+            extents = {e.offset: e for e in self._image.blocks[self._in_image(block.key)].extents(CHUNK_BYTES)}
             for offset in range(0, block.size, CHUNK_BYTES):
                 extent = extents[offset]
                 content = None if extent.stripe is None else extent
@@ -113,21 +121,30 @@ class LazyRestore(Restore):
     def _fill(self, blocks: list[Block]) -> None:
         assert self._table is not None
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
-        tables = [window.table for window in self._windows.values()]
         with ExitStack() as stack:
             stack.callback(os.close, self._directory)
             mapped = stack.enter_context(closing(MappedBlocks()))
             mapped.add(blocks)
-            places = [
-                LoadPlace(block.key, offset, size, mapped[block.key].address + offset, block.device, extent)
-                for block, offset, size, extent in self._chunks
-            ]
             how = manner(self._image, self._copier, len({block.device for block in blocks}))
-            self._feed = LoadFeed(self._table, places, self._order(places), tables, how.at_once)
-            if blocks:
-                read, device = self._image.read_into, blocks[0].device
-                self._copier.fill(self._feed, device, read, self.progress, self._cancelled, how.workers)
-            self._end_windows()
+            self._feed = self._make_feed({block.key: mapped[block.key].address for block in blocks}, how.at_once)
+            self._pour(blocks, how)
+
+    def _make_feed(self, addresses: Mapping[BlockKey, int], at_once: int) -> LoadFeed:
+        """What is loaded when, and to where: ``addresses`` are the blocks' in phosd's own contexts."""
+        assert self._table is not None
+        places = [
+            LoadPlace(block.key, offset, size, addresses[block.key] + offset, block.device, extent)
+            for block, offset, size, extent in self._chunks
+        ]
+        tables = [window.table for window in self._windows.values()]
+        return LoadFeed(self._table, places, self._order(places), tables, at_once)
+
+    def _pour(self, blocks: list[Block], how: Manner) -> None:
+        assert self._feed is not None
+        if blocks:
+            read, device = self._image.read_into, blocks[0].device
+            self._copier.fill(self._feed, device, read, self.progress, self._cancelled, how.workers)
+        self._end_windows()
 
     def _order(self, places: Sequence[LoadPlace]) -> list[int]:
         """Zeros first, which cost next to nothing; then what was touched first; then the rest, as it was allocated."""
@@ -145,7 +162,8 @@ class LazyRestore(Restore):
 
         def rank(chunk: int) -> tuple[bool, int, int]:
             place = places[chunk]
-            return place.extent is not None, ranks.get((place.key, place.offset // CHUNK_BYTES), last), chunk
+            touched = (self._in_image(place.key), place.offset // CHUNK_BYTES)
+            return place.extent is not None, ranks.get(touched, last), chunk
 
         return sorted(numbers, key=rank)
 
@@ -159,7 +177,8 @@ class LazyRestore(Restore):
                     touched.append((place.key, place.offset // CHUNK_BYTES))
             self._learnt.learn(session, touched)
         if order := self._learnt.of(self._windows):
-            write_beside(self._directory, self._image.inventory.image_id, order)
+            named = [(self._in_image(key), chunk) for key, chunk in order]
+            write_beside(self._directory, self._image.inventory.image_id, named)
 
     def fail(self, reason: str, state: str = "failed") -> None:
         """See :class:`~phos.gpu_engine.restore.base.Restore`."""

@@ -1,0 +1,219 @@
+"""``phos-gpu pool``: processes of an image, restored up to the closed gate, to be taken at once (docs/pool.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from phos.cli.criu import image_directory
+from phos.cli.inspect import printable, size_text
+from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import client, wire
+from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, PhosError, RestoreFailed
+
+POLL_SECONDS = 0.05
+
+
+@click.group()
+def pool() -> None:
+    """Keep processes of an image restored up to the closed gate, stopped; taking one takes milliseconds."""
+
+
+@pool.command()
+@click.argument("image", type=click.Path(path_type=Path))
+@click.option("--size", type=int, required=True, help="How many processes to keep parked.")
+@click.option("--name", help="What to call the pool. Default: the image directory's name.")
+@click.option("--lazy", type=click.Choice(["strict", "fast"]), help="How memory comes after a take (docs/restore.md).")
+@click.option("--no-wait", is_flag=True, help="Return before the processes are parked.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: bool, as_json: bool) -> None:
+    """Park SIZE processes from the directory IMAGE, and from then on another for each that is taken.
+
+    Returns when all are parked. If one cannot be, says why and returns; phosd tries again from time to time.
+    """
+    began = time.perf_counter()
+    directory = image_directory(image, create=False)
+    client.ensure()
+    called = name or os.path.basename(os.path.realpath(directory))
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        wanted = wire_pb2.PoolCreate(name=called, size=size, lazy=lazy or "")
+        _ask(pool_create=wanted, descriptors=[descriptor])
+    finally:
+        os.close(descriptor)
+    made = _find(called)
+    while not no_wait and made.state == "filling":
+        time.sleep(POLL_SECONDS)
+        made = _find(called)
+    if made.error and not made.parked:
+        _ask(pool_drop=wire_pb2.PoolDrop(name=called))
+        raise RestoreFailed(f"No process of {directory} could be parked; there is no pool. {made.error}")
+    seconds = time.perf_counter() - began
+    if as_json:
+        click.echo(json.dumps(_plain(made) | {"seconds": round(seconds, 4)}))
+    elif no_wait:
+        click.echo(f"Pool {called} is being filled; 'phos-gpu pool list' shows how far it is.")
+    else:
+        click.echo(f"Pool {called} of {directory}: {_parked(made)} of {size} processes are parked ({seconds:.2f} s).")
+    if made.error:
+        click.echo(f"Not all could be parked; phosd goes on trying. {made.error}", err=True)
+        raise SystemExit(int(ExitStatus.FAILED))
+
+
+@pool.command()
+@click.argument("name")
+@click.option("--eager", is_flag=True, help="Let it compute only when all of its GPU memory is there.")
+@click.option("--no-wait", is_flag=True, help="If no process is parked, fail at once.")
+@click.option("--timeout", default=60.0, show_default=True, help="How long to wait for a parked process; seconds.")
+@click.option("--quick", is_flag=True, help="Return as soon as it computes, not only when all of its memory is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def take(name: str, eager: bool, no_wait: bool, timeout: float, quick: bool, as_json: bool) -> None:
+    """Open one process of the pool NAME (or of the only pool of the image NAME). It runs in the background."""
+    request = wire_pb2.PoolTake(name=name, eager=eager, wait_s=0.0 if no_wait else timeout)
+    with client.connect() as connection:
+        wire.send(connection, wire_pb2.Envelope(id=1, pool_take=request))
+        taken = _receive(connection)
+        if not as_json:
+            click.echo(f"Process {', '.join(map(str, taken.pids))} computes ({taken.attached * 1e3:.1f} ms).")
+        while not quick and not taken.final:
+            taken = _receive(connection)
+    if as_json:
+        click.echo(json.dumps(_times(taken)))
+    elif not quick:
+        if taken.first_kernel:
+            click.echo(f"First kernel after {taken.first_kernel * 1e3:.1f} ms.")
+        click.echo(f"Last byte of {size_text(taken.bytes)} after {taken.last_byte:.3f} s.")
+
+
+def _receive(connection: Any) -> wire_pb2.PoolTaken:
+    answer = wire.receive(connection)
+    if answer is None:
+        raise DaemonUnavailable("phosd ended while a process was being taken; the process has ended with it.")
+    taken: wire_pb2.PoolTaken = answer[0].pool_taken
+    if answer[0].done.error:
+        raise PhosError(answer[0].done.error)
+    if taken.error:
+        raise RestoreFailed(taken.error)
+    return taken
+
+
+def _times(taken: wire_pb2.PoolTaken) -> dict[str, Any]:
+    window = dict(taken.window)
+    said: dict[str, Any] = {
+        "pool": taken.pool,
+        "image": taken.image,
+        "pids": list(taken.pids),
+        "began": taken.began,
+        "waited_for_process": round(taken.waited, 4),
+        "attached": round(taken.attached, 4),
+    }
+    if taken.final:
+        said |= {
+            "first_kernel": round(taken.first_kernel, 4) if taken.first_kernel else None,
+            "last_byte": round(taken.last_byte, 4),
+            "bytes": taken.bytes,
+            "on_demand_bytes": window.get("on_demand_bytes", 0),
+            "waits": window.get("waits", 0) + window.get("anything", 0),
+            "waited": round(window.get("wait_ns", 0) / 1e9, 4),
+        }
+    return said
+
+
+@pool.command(name="list")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def list_pools(as_json: bool) -> None:
+    """Show the pools, and what each parked process costs."""
+    pools = client.status().pools
+    if as_json:
+        click.echo(json.dumps({"pools": [_plain(one) for one in pools]}, indent=2))
+        return
+    if not pools:
+        click.echo("There is no pool. Make one with 'phos-gpu pool create IMAGE --size N'.")
+        return
+    console = Console()
+    console.print(pools_table(pools))
+    columns = ("Pool", "Pid", "State", "GPU memory", "Host memory", "Parked in")
+    parked = Table(*columns, title="Processes", title_justify="left")
+    for one in pools:
+        for process in one.parked:
+            parked.add_row(
+                printable(one.name),
+                " ".join(map(str, process.pids)),
+                process.state,
+                size_text(process.gpu_bytes),
+                size_text(process.host_bytes),
+                f"{process.seconds:.2f} s" if process.seconds else "-",
+            )
+    console.print(parked)
+
+
+def pools_table(pools: Any) -> Table:
+    """For ``pool list`` and ``phos-gpu status``."""
+    table = Table("Pool", "Image", "State", "Parked", "Taken", "Opens to", "Error", title="Pools", title_justify="left")
+    for one in pools:
+        table.add_row(
+            printable(one.name),
+            printable(one.image),
+            one.state,
+            f"{_parked(one)} of {one.size}",
+            str(one.taken),
+            size_text(one.bytes),
+            one.error,
+        )
+    return table
+
+
+@pool.command()
+@click.argument("name")
+def drop(name: str) -> None:
+    """End the parked processes of the pool NAME, and refill it no more. Processes that were taken run on."""
+    _ask(pool_drop=wire_pb2.PoolDrop(name=name))
+    click.echo(f"Pool {name} is gone.")
+
+
+def _parked(one: wire_pb2.Status.Pool) -> int:
+    return sum(process.state == "parked" for process in one.parked)
+
+
+def _find(name: str) -> wire_pb2.Status.Pool:
+    for one in client.status().pools:
+        if one.name == name:
+            return one
+    raise RestoreFailed(f"Pool {name} was dropped before it was full.")
+
+
+def _ask(descriptors: list[int] | None = None, **body: object) -> None:
+    answer = client.request(None, descriptors, **body)
+    if answer.done.error:
+        raise RestoreFailed(answer.done.error)
+
+
+def _plain(one: wire_pb2.Status.Pool) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "image": one.image,
+        "size": one.size,
+        "state": one.state,
+        "error": one.error,
+        "taken": one.taken,
+        "bytes": one.bytes,
+        "since": one.since,
+        "parked": [
+            {
+                "pids": list(process.pids),
+                "state": process.state,
+                "gpu_bytes": process.gpu_bytes,
+                "host_bytes": process.host_bytes,
+                "since": process.since,
+                "seconds": round(process.seconds, 4),
+            }
+            for process in one.parked
+        ],
+    }

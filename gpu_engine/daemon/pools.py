@@ -1,0 +1,414 @@
+"""Pools as phosd keeps them: what is wanted, what is parked, and the refilling in the background.
+
+One thread parks for all pools, one process at a time: CRIU wants the cores, and an image names files (residue.py) that
+only one restore at a time may make.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import select
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phos.gen import wire_pb2
+from phos.gpu_engine import procfs
+from phos.gpu_engine.errors import NoSuchProcess, PhosError, RestoreFailed, UsageError
+from phos.gpu_engine.restore.pool import PooledRestore
+from phos.gpu_engine.restore.pool_process import Warden
+from phos.images.errors import ImageError
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 2.0
+RETRY_SECONDS_MOST = 60.0
+"""How long after a process could not be parked it is tried again: at first, and when it has failed many times."""
+
+SIZE_MOST = 256
+
+END_SECONDS = 10.0
+"""How long a process that was killed may take to be gone."""
+
+STATE_FILE = "pools.json"
+
+
+@dataclass
+class Entry:
+    """One process of a pool, from before CRIU begins until it is taken or has ended."""
+
+    id: str
+    restore: PooledRestore
+    warden: Warden | None = None
+    parked: bool = False
+    opening: bool = False
+    since: float = field(default_factory=time.time)
+    seconds: float = 0.0
+    """How long parking took."""
+    gone: bool = False
+
+
+@dataclass
+class Pool:
+    """What a person asked for, and how it stands. Its fields are guarded by :class:`Pools`'s lock."""
+
+    name: str
+    path: str
+    size: int
+    lazy: str
+    directory: int
+    """An open descriptor of the image directory."""
+    entries: list[Entry] = field(default_factory=list)
+    error: str = ""
+    failed: bool = False
+    """It can never be filled again."""
+    failures: int = 0
+    """In a row."""
+    next_try: float = 0.0
+    taken: int = 0
+    since: float = field(default_factory=time.time)
+    dropped: bool = False
+
+    def parked(self) -> list[Entry]:
+        """Those that can be taken, the one that has waited longest first."""
+        return [entry for entry in self.entries if entry.parked and not entry.opening and not entry.gone]
+
+    def missing(self) -> int:
+        """How many more are wanted."""
+        return 0 if self.failed or self.dropped else self.size - sum(not e.opening for e in self.entries)
+
+    def state(self) -> str:
+        """In a word, for people."""
+        if self.failed:
+            return "failed"
+        if len(self.parked()) >= self.size:
+            return "full"
+        return "short" if self.error else "filling"
+
+
+class Pools:
+    """All pools. Methods may be called from any thread."""
+
+    def __init__(
+        self,
+        folder: Path,
+        socket: Path,
+        make: Callable[[Pool], PooledRestore],
+        park: Callable[[Entry], None],
+        let_go: Callable[[Entry], None],
+    ) -> None:
+        """``folder`` is phosd's own. ``make`` opens a pool's image for one process, ``park`` prepares phosd for it, and
+        ``let_go`` is told of one that has ended before anybody took it.
+        """
+        self._folder = folder / "pool"
+        self._state = folder / STATE_FILE
+        self._socket = socket
+        self._make, self._park, self._let_go = make, park, let_go
+        self._changed = threading.Condition()  # its lock guards _pools, _entries and all pools
+        self._pools: dict[str, Pool] = {}
+        self._entries: dict[str, Entry] = {}  # by number, those that are being opened too
+        threading.Thread(target=self._fill_for_ever, name="pools", daemon=True).start()
+
+    # What is asked for.
+
+    def create(self, name: str, path: str, size: int, lazy: str, directory: int) -> Pool:
+        """A new pool; filling it begins. ``directory`` becomes the pool's.
+
+        Raises:
+            UsageError: there is one of that name, or the numbers have no meaning.
+        """
+        if not 1 <= size <= SIZE_MOST:
+            raise UsageError(f"A pool has 1 to {SIZE_MOST} processes, not {size}.")
+        with self._changed:
+            if name in self._pools:
+                raise UsageError(f"There is a pool {name} already. Drop it, or choose another --name.")
+            pool = Pool(name, path, size, lazy, directory)
+            self._pools[name] = pool
+            self._remember()
+            self._changed.notify_all()
+        return pool
+
+    def find(self, name: str) -> Pool:
+        """A pool by its name, or by the path of its image if it has only one.
+
+        Raises:
+            NoSuchProcess: there is none.
+            UsageError: there are several.
+        """
+        with self._changed:
+            if name in self._pools:
+                return self._pools[name]
+            of_image = [pool for pool in self._pools.values() if pool.path == os.path.realpath(name)]
+        if len(of_image) > 1:
+            names = ", ".join(pool.name for pool in of_image)
+            raise UsageError(f"There are {len(of_image)} pools of {name}: {names}. Say which.")
+        if not of_image:
+            raise NoSuchProcess(f"There is no pool {name}; 'phos-gpu pool list' shows those that there are.")
+        return of_image[0]
+
+    def take(self, pool: Pool, wait: float) -> Entry:
+        """One of its parked processes, which is the caller's to open; waits so many seconds for it.
+
+        Raises:
+            RestoreFailed: there is none.
+        """
+        deadline = time.monotonic() + wait
+        with self._changed:
+            while True:
+                if pool.dropped:
+                    raise RestoreFailed(f"Pool {pool.name} has been dropped.")
+                if parked := pool.parked():
+                    parked[0].opening = True
+                    return parked[0]
+                if pool.failed:
+                    raise RestoreFailed(f"Pool {pool.name} has no process and gets none: {pool.error}")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    why = f" The last could not be parked: {pool.error}" if pool.error else ""
+                    waited = f" within {wait:.0f} s" if wait else ""
+                    raise RestoreFailed(f"Pool {pool.name} has no parked process{waited}.{why}")
+                self._changed.wait(left)
+
+    def taken(self, pool: Pool, entry: Entry) -> None:
+        """It computes: another is parked in its place."""
+        with self._changed:
+            pool.entries = [other for other in pool.entries if other is not entry]
+            pool.taken += 1
+            self._changed.notify_all()
+
+    def put_back(self, pool: Pool, entry: Entry) -> None:
+        """It could not be opened, and is as it was."""
+        with self._changed:
+            entry.opening = False
+            dropped = pool.dropped
+            self._changed.notify_all()
+        if dropped:
+            self._end(pool, entry)
+
+    def lost(self, pool: Pool, entry: Entry) -> None:
+        """It could not be opened, and has ended."""
+        self._end(pool, entry)
+
+    def forget(self, entry: Entry) -> None:
+        """Nothing of a process that was taken is left to be asked for."""
+        with self._changed:
+            self._entries.pop(entry.id, None)
+
+    def spoil(self, pool: Pool, reason: str) -> None:
+        """A pool whose image is no longer what it was: no process of it can ever be opened."""
+        with self._changed:
+            pool.failed, pool.error = True, reason
+            entries = [entry for entry in pool.entries if not entry.opening]
+            self._changed.notify_all()
+        for entry in entries:
+            self._end(pool, entry)
+
+    def drop(self, pool: Pool) -> None:
+        """End its parked processes, and have it no more. One that is being opened is whose who takes it."""
+        with self._changed:
+            if pool.dropped:
+                return
+            pool.dropped = True
+            self._pools.pop(pool.name, None)
+            self._remember()
+            entries = [entry for entry in pool.entries if not entry.opening]
+            self._changed.notify_all()
+        for entry in entries:
+            self._end(pool, entry)
+        with self._changed:
+            os.close(pool.directory)
+            pool.directory = -1
+
+    def end_all(self) -> None:
+        """phosd ends: the parked processes do with it."""
+        with self._changed:
+            wardens = [e.warden for p in self._pools.values() for e in p.entries if e.warden and not e.opening]
+        for warden in wardens:
+            warden.end()
+
+    # What is there.
+
+    def entry(self, number: str) -> Entry | None:
+        """The process that a CRIU was started for."""
+        with self._changed:
+            return self._entries.get(number)
+
+    def names_of(self, pid: int, session: bytes) -> dict[bytes, bytes]:
+        """What the sessions of a process's image are called now, if it is of a pool and does not know yet."""
+        with self._changed:
+            entries = list(self._entries.values())
+        for entry in entries:
+            if session in entry.restore.names and entry.restore.restored(pid):
+                return entry.restore.names
+        return {}
+
+    def report(self) -> list[wire_pb2.Status.Pool]:
+        """For ``phos-gpu status`` and ``pool list``."""
+        with self._changed:
+            return [self._report(pool) for pool in self._pools.values()]
+
+    @staticmethod
+    def _report(pool: Pool) -> wire_pb2.Status.Pool:
+        parked = [
+            wire_pb2.Status.Parked(
+                pids=entry.restore.pids,
+                state="opening" if entry.opening else "parked" if entry.parked else "parking",
+                gpu_bytes=entry.restore.gpu_bytes,
+                host_bytes=sum(procfs.resident(pid) for pid in entry.restore.tasks),
+                since=entry.since,
+                seconds=entry.seconds,
+            )
+            for entry in pool.entries
+            if not entry.gone
+        ]
+        total = max((entry.restore.progress.total for entry in pool.entries), default=0)
+        return wire_pb2.Status.Pool(
+            name=procfs.readable(pool.name),
+            image=procfs.readable(pool.path),
+            size=pool.size,
+            state=pool.state(),
+            error=procfs.readable(pool.error),
+            parked=parked,
+            taken=pool.taken,
+            bytes=total,
+            since=pool.since,
+        )
+
+    # Across phosds.
+
+    def _remember(self) -> None:
+        """With the lock held: what a phosd after this one is to have."""
+        wanted = [{"name": p.name, "image": p.path, "size": p.size, "lazy": p.lazy} for p in self._pools.values()]
+        temporary = self._state.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps(wanted))
+            temporary.rename(self._state)
+        except OSError as error:
+            log.warning("A phosd after this one will not know of the pools: %s", error)
+
+    def remembered(self) -> list[dict[str, Any]]:
+        """What a former phosd had."""
+        try:
+            wanted = json.loads(self._state.read_text())
+        except (OSError, ValueError):
+            return []
+        return [pool for pool in wanted if isinstance(pool, dict)] if isinstance(wanted, list) else []
+
+    # Filling.
+
+    def _fill_for_ever(self) -> None:
+        while True:
+            with self._changed:
+                now = time.monotonic()
+                short = [pool for pool in self._pools.values() if pool.missing() > 0]
+                ready = [pool for pool in short if pool.next_try <= now]
+                if not ready:
+                    self._changed.wait(min((pool.next_try - now for pool in short), default=None))
+                    continue
+                # The one that has least of what it wants.
+                pool = min(ready, key=lambda p: (p.size - p.missing()) / p.size)
+            try:
+                self._fill_one(pool)
+            except Exception as error:
+                if not isinstance(error, (PhosError, ImageError, OSError)):
+                    log.exception("Pool %s could not be filled in an unforeseen way", pool.name)
+                self._note_failure(pool, str(error) or repr(error))
+
+    def _note_failure(self, pool: Pool, error: str) -> None:
+        with self._changed:
+            if pool.dropped:
+                return
+            pool.error = error
+            pool.failures += 1
+            pause = min(RETRY_SECONDS * 2 ** (pool.failures - 1), RETRY_SECONDS_MOST)
+            pool.next_try = time.monotonic() + pause
+            self._changed.notify_all()
+        log.warning("Pool %s: no process could be parked (again in %.0f s): %s", pool.name, pause, error)
+
+    def _fill_one(self, pool: Pool) -> None:
+        began = time.monotonic()
+        restore = self._make(pool)
+        entry = Entry(secrets.token_hex(8), restore)
+        with self._changed:
+            self._entries[entry.id] = entry
+            pool.entries.append(entry)
+        try:
+            self._park(entry)
+            self._folder.mkdir(mode=0o755, exist_ok=True)
+            environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+            environment |= {"PHOS_SOCKET": str(self._socket), "PHOS_POOL": entry.id}
+            avoid = [process.pid for process in restore.processes]
+            warden = Warden(Path(pool.path), self._folder / f"{entry.id}.log", environment, avoid)
+            with self._changed:
+                entry.warden = warden
+                unwanted = pool.dropped or pool.failed
+            if unwanted:
+                raise RestoreFailed(f"Pool {pool.name} was dropped.")
+            try:
+                warden.wait_restored()
+            except RestoreFailed as error:
+                raise RestoreFailed(restore.error or str(error)) from error
+            restore.parked()
+        except BaseException:
+            self._end(pool, entry)
+            raise
+        with suppress(OSError):
+            for path in self._folder.glob(f"{entry.id}.*"):
+                path.unlink()
+        with self._changed:
+            entry.parked, entry.seconds, entry.since = True, time.monotonic() - began, time.time()
+            pool.failures, pool.error = 0, ""
+            dropped = pool.dropped or pool.failed
+            self._changed.notify_all()
+        log.info("Pool %s: process %s is parked (%.2f s)", pool.name, restore.pids, entry.seconds)
+        if dropped:
+            self._end(pool, entry)
+            return
+        threading.Thread(target=self._watch, args=(pool, entry), daemon=True, name="parked").start()
+
+    def _watch(self, pool: Pool, entry: Entry) -> None:
+        """One that ends before anybody takes it makes room for another."""
+        assert entry.warden is not None
+        descriptors: list[int] = []
+        try:
+            descriptors = [os.dup(entry.warden.pidfd), *entry.restore.descriptors()]
+            poll = select.poll()
+            for descriptor in descriptors:
+                poll.register(descriptor, select.POLLIN)
+            poll.poll()
+        except OSError:
+            pass  # it has been ended
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        with self._changed:
+            mine = entry in pool.entries and not entry.opening and not entry.gone
+            if mine and not pool.dropped and not pool.failed:
+                log.warning("Pool %s: parked process %s has ended", pool.name, entry.restore.pids)
+        if mine:
+            self._end(pool, entry)
+
+    def _end(self, pool: Pool, entry: Entry) -> None:
+        """An entry that nobody will take."""
+        with self._changed:
+            if entry.gone:
+                return
+            entry.gone = True
+        if entry.warden is not None:
+            entry.warden.end()
+        entry.restore.discard()
+        if entry.warden is not None:
+            entry.warden.wait_ended(END_SECONDS)
+            entry.warden.close()
+        self._let_go(entry)
+        with self._changed:
+            self._entries.pop(entry.id, None)
+            pool.entries = [other for other in pool.entries if other is not entry]
+            self._changed.notify_all()

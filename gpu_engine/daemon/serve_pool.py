@@ -1,0 +1,222 @@
+"""Pools: what phos-gpu asks for, and CRIU's plugin while it parks a process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from contextlib import suppress
+
+from phos.gen import wire_pb2
+from phos.gpu_engine import procfs
+from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.pools import Entry, Pool, Pools
+from phos.gpu_engine.daemon.registry import Registry, say_failure
+from phos.gpu_engine.daemon.serve_restore import RestoreServer
+from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
+from phos.gpu_engine.daemon.states import SessionState
+from phos.gpu_engine.errors import NotPermitted, PhosError, ProtocolError, RestoreFailed
+from phos.gpu_engine.restore.base import RestoredProcess
+from phos.gpu_engine.restore.pool import PooledRestore
+from phos.gpu_engine.restore.settings import LazySettings
+from phos.images.errors import ImageError
+
+log = logging.getLogger(__name__)
+
+ATTACH_SECONDS = 120.0
+"""How long a process that was let go may take to compute."""
+
+
+class PoolServer:
+    """Serves connections about pools. Each runs in a thread of its own."""
+
+    def __init__(self, registry: Registry, restores: RestoreServer) -> None:
+        self._registry = registry
+        self._restores = restores
+        self.pools = Pools(registry.path.parent, registry.path, self._make, self._park, self._let_go)
+
+    def revive(self) -> None:
+        """Pools that a former phosd had."""
+        for wanted in self.pools.remembered():
+            try:
+                directory = os.open(wanted["image"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self.pools.create(wanted["name"], wanted["image"], int(wanted["size"]), wanted["lazy"], directory)
+                log.info("Pool %s is filled again.", wanted["name"])
+            except (KeyError, TypeError, ValueError, OSError, PhosError) as error:
+                log.warning("A pool of a former phosd is not filled again: %s", error)
+
+    # What phos-gpu asks for.
+
+    def serve(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
+        """One request."""
+        kind = envelope.WhichOneof("body")
+        try:
+            if connection.uid not in (0, os.geteuid()):
+                raise NotPermitted(f"User {connection.uid} may not restore here, and so not have pools.")
+            if kind == "pool_create":
+                self._create(envelope.pool_create, wire.only(descriptors))
+                connection.done(envelope.id)
+            elif kind == "pool_take":
+                self._take(connection, envelope)
+            elif kind == "pool_drop":
+                self.pools.drop(self.pools.find(envelope.pool_drop.name))
+                connection.done(envelope.id)
+            else:
+                raise ProtocolError(f"phosd does not take '{kind}' here.")
+        except (PhosError, ImageError, OSError) as error:
+            if kind == "pool_take":
+                connection.reply(envelope.id, pool_taken=wire_pb2.PoolTaken(error=wire.sentence(error), final=True))
+            else:
+                connection.done(envelope.id, error=error)
+        finally:
+            wire.close_all(descriptors)
+
+    def _create(self, request: wire_pb2.PoolCreate, directory: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{directory}")
+        LazySettings.from_environment().changed(lazy=request.lazy)
+        PooledRestore.check(directory, path, self._registry.copier, self._registry.cow.touched)
+        kept = os.dup(directory)
+        try:
+            self.pools.create(request.name or os.path.basename(path), path, request.size, request.lazy, kept)
+        except PhosError:
+            os.close(kept)
+            raise
+
+    def _take(self, connection: wire.Connection, envelope: wire_pb2.Envelope) -> None:
+        request = envelope.pool_take
+        began = time.time()
+        pool = self.pools.find(request.name)
+        entry = self.pools.take(pool, request.wait_s)
+        waited = time.time()
+        job = entry.restore
+        try:
+            job.unchanged(pool.directory)
+        except RestoreFailed as error:
+            self.pools.put_back(pool, entry)
+            self.pools.spoil(pool, f"{error} Drop the pool, and create one from an image that is there.")
+            raise RestoreFailed(pool.error) from error
+        try:
+            self._open(pool, entry, eager=request.eager)
+        except PhosError:
+            self.pools.put_back(pool, entry)
+            raise
+        said = wire_pb2.PoolTaken(image=pool.path, pids=job.pids, began=began, bytes=job.progress.total, pool=pool.name)
+        said.waited = waited - began
+        try:
+            if not job.running.wait(ATTACH_SECONDS):
+                job.fail(f"It did not compute again within {ATTACH_SECONDS:.0f} s.")
+            if job.error:
+                raise RestoreFailed(job.error)
+            said.attached = time.time() - began
+            assert entry.warden is not None
+            entry.warden.taken()
+            self.pools.taken(pool, entry)
+        except PhosError:
+            self.pools.lost(pool, entry)
+            raise
+        connection.reply(envelope.id, pool_taken=said)
+        job.wait()
+        counts = job.window_counts()
+        data = [phase.start + phase.seconds for phase in job.timeline.phases() if phase.name == "GPU data"]
+        first = counts.get("first_launch_ns", 0)
+        said.error = procfs.readable(job.error)
+        said.first_kernel = max(0.0, first * 1e-9 - began) if first else 0.0
+        said.last_byte = job.since + data[-1] - began if data else 0.0
+        for name, value in counts.items():
+            said.window[name] = value
+        said.final = True
+        connection.reply(envelope.id, pool_taken=said)
+
+    def _open(self, pool: Pool, entry: Entry, *, eager: bool) -> None:
+        job = entry.restore
+        with self._registry.lock:
+            for number in job.sessions:
+                self._registry.loading[number] = job
+                self._registry.sessions[number].machine.to(SessionState.DETACHED)
+        try:
+            job.open(lambda block: self._registry.broker.add(block, os.getpid()), eager=eager)
+        except BaseException:
+            with self._registry.lock:
+                for number in job.sessions:
+                    self._registry.loading.pop(number, None)
+                    if session := self._registry.sessions.get(number):
+                        session.machine.adopt(SessionState.PARKED)
+            raise
+        self._registry.jobs.add(pool.directory, job)
+        threading.Thread(target=self._follow, args=(entry,), daemon=True, name="taken").start()
+
+    def _follow(self, entry: Entry) -> None:
+        entry.restore.watch_to_the_end()
+        self._restores.settle(entry.restore)
+        self.pools.forget(entry)
+        if entry.warden is not None and not entry.gone:
+            entry.warden.close()
+
+    # Parking.
+
+    def _make(self, pool: Pool) -> PooledRestore:
+        settings = LazySettings.from_environment().changed(lazy=pool.lazy)
+        registry = self._registry
+        return PooledRestore(pool.directory, pool.path, registry.copier, settings, registry.cow.touched)
+
+    def _park(self, entry: Entry) -> None:
+        entry.restore.park(lambda process, blocks: self._register(entry.restore, process))
+
+    def _register(self, job: PooledRestore, process: RestoredProcess) -> Session:
+        session = self._registry.session(process.session, 0, UNKNOWN_USER, SessionState.PARKED)
+        session.restored_from(process.message, process.imports)
+        with self._registry.lock:
+            self._registry.sessions[process.session] = session
+            self._registry.restores[process.session] = job
+        return session
+
+    def _let_go(self, entry: Entry) -> None:
+        for number in entry.restore.sessions:
+            with self._registry.lock:
+                session = self._registry.sessions.get(number)
+            if session is not None:
+                self._registry.forget(session)
+
+    def serve_criu(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
+        """CRIU's plugin, from its first packet until CRIU has ended."""
+        wire.close_all(descriptors)
+        entry = self.pools.entry(envelope.restore_begin.pool)
+        if entry is None or connection.uid not in (0, os.geteuid()):
+            connection.done(envelope.id, error="phosd parks no such process (PHOS_POOL is for phosd's own use).")
+            return
+        connection.done(envelope.id)
+        while (packet := connection.receive()) is not None:
+            number, request = packet[0].id, packet[0].task_restored
+            wire.close_all(packet[1])
+            done = wire_pb2.Done(park=True)
+            if packet[0].WhichOneof("body") == "task_restored":
+                try:
+                    done.thread = self._adopt(entry, procfs.outer_pid(connection.pid, request.pid), runs=request.runs)
+                except (PhosError, OSError) as error:
+                    say_failure(f"Process {request.pid} of {entry.restore.path} cannot be parked", error)
+                    entry.restore.fail(str(error))
+                    done.error = wire.sentence(error)
+            elif packet[0].WhichOneof("body") == "restore_end" and packet[0].restore_end.result:
+                entry.restore.fail("CRIU failed.")
+            with suppress(OSError):
+                connection.send(wire_pb2.Envelope(id=number, done=done))
+
+    def _adopt(self, entry: Entry, pid: int, *, runs: bool) -> int:
+        if not pid:
+            raise RestoreFailed("CRIU's process is not to be found.")
+        if runs:
+            entry.restore.bring_back(pid)
+            return 0
+        thread = entry.restore.adopt(pid)
+        for process in entry.restore.processes:
+            if process.pid == procfs.inner_pid(pid):
+                with self._registry.lock:
+                    session = self._registry.sessions.get(process.session)
+                if session is not None:
+                    session.pid = pid
+        return thread
+
+    def names_of(self, pid: int, session: bytes) -> list[wire_pb2.SessionName]:
+        """What a process of a pool is to call its image's sessions from now on."""
+        return [wire_pb2.SessionName(old=old, now=now) for old, now in self.pools.names_of(pid, session).items()]

@@ -1,0 +1,305 @@
+"""A process of a pool: restored up to the closed gate, and stopped; opened when somebody takes it (paper §6).
+
+Parking does all that can be done before: CRIU brings the process back, the driver its context, the image's chunks are
+laid out and sorted, the tables that the process will share are made, addresses for phosd's own copies reserved. What is
+left for the take is to create physical memory, let the process go, and map. From there on it is a lazy restore.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from phos.gpu_engine import driver
+from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.errors import DriverError, PhosError, RestoreFailed
+from phos.gpu_engine.procfs import inner_pid, inner_thread
+from phos.gpu_engine.residue import RestoredResidues
+from phos.gpu_engine.restore.base import Register
+from phos.gpu_engine.restore.lazy import LazyRestore
+from phos.gpu_engine.restore.settings import LazySettings
+from phos.gpu_engine.restore.sources import manner
+from phos.gpu_engine.timeline import Timeline
+from phos.gpu_engine.touch_order import TouchOrder
+from phos.images.formats import COMMIT_FILE
+
+log = logging.getLogger(__name__)
+
+THREAD_SECONDS = 10.0
+"""How long the driver may take to name the thread that carries out its restore."""
+
+
+def identity(directory: int) -> tuple[int, int, int, int]:
+    """What tells an image from another that has been written in its place.
+
+    Raises:
+        RestoreFailed: there is none (any more).
+    """
+    try:
+        status = os.stat(COMMIT_FILE, dir_fd=directory)
+    except OSError as error:
+        raise RestoreFailed(f"Its image is gone ({error.strerror}).") from error
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class PooledRestore(LazyRestore):
+    """One process (or tree of processes) of a pool. :meth:`park`, then :meth:`open` or :meth:`discard`."""
+
+    mode = "pool"
+
+    def __init__(self, directory: int, path: str, copier: Copier, settings: LazySettings, order: TouchOrder) -> None:
+        """As :class:`~phos.gpu_engine.restore.lazy.LazyRestore`; its sessions are its own."""
+        self.identity = identity(directory)
+        super().__init__(directory, path, copier, settings, order, rename=lambda _: secrets.token_bytes(16))
+        self.state = "parking"
+        self.gpu_bytes = 0
+        """What became less of the GPUs' free memory while the driver brought its part back."""
+        self.running = threading.Event()
+        """All of its processes compute, or never will."""
+        self._tasks: dict[int, int] = {}  # all of the tree's processes → pidfd
+        self._reserved: dict[BlockKey, tuple[int, int, int]] = {}  # → GPU, address, size
+        self._eager = False
+        self._discarded = False
+
+    @classmethod
+    def check(cls, directory: int, path: str, copier: Copier, order: TouchOrder) -> None:
+        """See to it that processes of an image could be parked here.
+
+        Raises:
+            ImageError, RestoreFailed: they could not.
+        """
+        tried = cls(directory, path, copier, LazySettings(), order)
+        try:
+            if not tried.suits():
+                raise RestoreFailed(
+                    f"{path} has chunks of another size than this PhOS makes. Restore it, checkpoint it again, and "
+                    "make the pool of that image."
+                )
+            tried._match_gpus()
+            tried._wanted_blocks()
+            if any(process.pid == 1 for process in tried._image.inventory.processes):
+                raise RestoreFailed(f"{path} holds a process with pid 1, which cannot be had twice.")
+        finally:
+            tried.close()
+
+    @property
+    def sessions(self) -> list[bytes]:
+        """What its sessions are called."""
+        return [process.session for process in self.processes]
+
+    # Parking.
+
+    def park(self, register: Register) -> None:
+        """All that is done before CRIU begins.
+
+        Raises:
+            RestoreFailed, DriverError: and :meth:`discard` is to follow.
+        """
+        self._match_gpus()
+        planned = self._wanted_blocks()
+        self.progress.total = sum(block.size for block in planned.values())
+        self._residues = RestoredResidues(self._image)
+        for process in self.processes:
+            self._sessions[process.session] = register(process, [])
+        if strangers := {key[0] for key in planned} - set(self._sessions):
+            raise RestoreFailed(f"The image's processes map GPU memory of {len(strangers)} that are not in it.")
+        self._prepare(list(planned.values()))
+        for key, block in planned.items():
+            self._reserved[key] = (block.device, driver.context(block.device).reserve(block.size), block.size)
+        self._how = manner(self._image, self._copier, len({block.device for block in planned.values()}))
+        addresses = {key: address for key, (_, address, _) in self._reserved.items()}
+        self._feed = self._make_feed(addresses, self._how.at_once)
+        threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
+
+    def adopt(self, pid: int) -> int:
+        """CRIU is about to leave a process stopped. Returns the thread of it that has to run before, or 0.
+
+        Raises:
+            PhosError: the driver does not name one.
+        """
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise RestoreFailed(f"Process {pid} has ended while it was restored.") from error
+        with self._lock:
+            self._tasks[pid] = pidfd
+            if inner_pid(pid) not in self._image_pids:
+                return 0  # a process of the tree that never used CUDA
+            self._pids[pid] = os.dup(pidfd)
+        found: list[int | PhosError] = []
+
+        def ask() -> None:
+            try:
+                found.append(driver.checkpoint_thread(pid))
+            except PhosError as error:
+                found.append(error)
+
+        asking = threading.Thread(target=ask, name="restore-thread", daemon=True)
+        asking.start()
+        asking.join(THREAD_SECONDS)
+        if not found:
+            raise RestoreFailed(
+                f"The driver does not say within {THREAD_SECONDS:.0f} s which thread of process {pid} restores it."
+            )
+        if isinstance(found[0], PhosError):
+            raise found[0]
+        return inner_thread(pid, found[0])
+
+    def bring_back(self, pid: int) -> None:
+        """That thread runs: the driver's part.
+
+        Raises:
+            RestoreFailed: it cannot be brought back; all processes of the restore have been ended.
+        """
+        before = self._free()
+        self.task_restored(pid)
+        with self._lock:
+            self.gpu_bytes += max(0, before - self._free())
+            back = pid in self._driver_ready or pid in self._computing
+        if not back:
+            self.fail(f"Process {pid} ended while it was restored.")
+            raise RestoreFailed(self.error or f"Process {pid} ended while it was restored.")
+
+    def _free(self) -> int:
+        return sum(driver.context(gpu).free_memory() for gpu in set(self._ordinals.values()))
+
+    def parked(self) -> None:
+        """CRIU has ended well.
+
+        Raises:
+            RestoreFailed: the processes are not all there.
+        """
+        with self._lock:
+            missing = self._waiting_for - len(self._pids)
+            if self.state == "parking" and not missing:
+                self.state = "parked"
+        if self._residues is not None:
+            self._residues.wait()
+            self._residues.discard()
+        if self.state != "parked":
+            self.fail(f"CRIU ended, and {missing} of the image's GPU processes are not there.")
+            raise RestoreFailed(self.error)
+
+    def descriptors(self) -> list[int]:
+        """Pidfds of all of its processes, which the caller closes."""
+        with self._lock:
+            return [os.dup(descriptor) for descriptor in self._tasks.values()]
+
+    @property
+    def tasks(self) -> list[int]:
+        """All of the tree's processes, those without CUDA too."""
+        with self._lock:
+            return list(self._tasks)
+
+    # Taking.
+
+    def unchanged(self, directory: int) -> None:
+        """See to it that the image is still the one that was parked.
+
+        Raises:
+            RestoreFailed: it is not.
+        """
+        if identity(directory) != self.identity:
+            raise RestoreFailed("Another image has been written in its place.")
+
+    def open(self, add: Callable[[Block], None], *, eager: bool) -> None:
+        """Create the memory, begin to load it, let the processes go. ``add`` takes the blocks over.
+
+        Raises:
+            RestoreFailed: there is too little memory; it is parked as before.
+        """
+        self.timeline = Timeline()
+        self.since = time.time()
+        blocks = self._create_blocks()
+        borrowed: list[Block] = []
+        try:
+            for b in blocks.values():
+                borrowed.append(Block(b.key, b.size, b.device, os.dup(b.descriptor), b.by_application))
+        except OSError as error:
+            for block in [*blocks.values(), *borrowed]:
+                os.close(block.descriptor)
+            raise RestoreFailed(f"phosd has no descriptors left: {error}") from error
+        for block in blocks.values():
+            add(block)
+        with self._lock:
+            self.state = "loading"
+            self._eager = eager
+            self._discarded = True  # by the loading thread
+            tasks = list(self._tasks.items())
+            self._tasks = {}
+        threading.Thread(target=self._load, args=(borrowed,), name="load").start()
+        for _, pidfd in tasks:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+            os.close(pidfd)
+
+    def _fill(self, blocks: list[Block]) -> None:
+        threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
+        mapped: list[driver.Mapping] = []
+        try:
+            for block in blocks:
+                device, address, size = self._reserved.pop(block.key)
+                mapped.append(driver.context(device).map_block(block.descriptor, size, address))
+            self._pour(blocks, self._how)
+        finally:
+            os.close(self._directory)
+            for mapping in mapped:
+                with suppress(DriverError):
+                    mapping.unmap()
+            self._free_reserved()
+
+    def _may_attach(self) -> bool:
+        if self._eager:
+            return self._loaded.is_set() and self.state in ("loaded", "attached")
+        return super()._may_attach()
+
+    def _computes(self, pid: int) -> None:
+        super()._computes(pid)
+        with self._lock:
+            all_run = len(self._computing) == self._waiting_for
+        if all_run:
+            self.running.set()
+
+    def fail(self, reason: str, state: str = "failed") -> None:
+        """See :class:`~phos.gpu_engine.restore.base.Restore`."""
+        super().fail(reason, state)
+        self.running.set()
+
+    # The end of one that nobody takes.
+
+    def discard(self) -> None:
+        """Let a process go that is parked, or could not be: it is ended."""
+        self.fail("It was not taken.")
+        with self._lock:
+            if self._discarded:
+                return
+            self._discarded = True
+            descriptors = [*self._tasks.values(), *(fd for fd in self._pids.values() if fd >= 0)]
+            for pidfd in self._tasks.values():
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            self._tasks, self._pids = {}, {}
+        for descriptor in descriptors:
+            os.close(descriptor)
+        with self._counting:
+            for window in self._windows.values():
+                window.table.close()
+            if self._table is not None:
+                self._table.close()
+                self._table = None
+        self._free_reserved()
+        self.close()
+        self.put_away.set()
+
+    def _free_reserved(self) -> None:
+        while self._reserved:
+            _, (device, address, size) = self._reserved.popitem()
+            with suppress(DriverError):
+                driver.context(device).free_reserved(address, size)

@@ -1,0 +1,145 @@
+"""phosd's side of a parked process: its warden, and CRIU in the warden's namespaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from phos.gpu_engine import installation
+from phos.gpu_engine.errors import RestoreFailed
+from phos.gpu_engine.installation import launcher
+from phos.gpu_engine.restore import pool_warden
+
+START_SECONDS = 30.0
+NOISE = ("RLIMIT", "Warn ")
+
+
+def far_from(pids: list[int]) -> int:
+    """A pid before CRIU's own, with room above it, that no process of the image has."""
+    try:
+        limit = int(Path("/proc/sys/kernel/pid_max").read_text())
+    except (OSError, ValueError):
+        limit = 32768
+    room, at = 200, limit - 400
+    while at > 400 and any(at <= pid <= at + room for pid in pids):
+        at -= room
+    return at
+
+
+class Warden:
+    """A warden and everything in its namespaces. Usable from several threads, :meth:`wait_restored` from one."""
+
+    def __init__(self, image: Path, log: Path, environment: Mapping[str, str], avoid: list[int]) -> None:
+        """Start CRIU on an image; ``environment`` is the warden's, and CRIU's. ``avoid``: pids that CRIU will need.
+
+        Raises:
+            RestoreFailed: the namespaces cannot be made.
+        """
+        self.log = log
+        self._said = b""
+        self._lock = threading.Lock()  # guards pidfd against being closed while it is used
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._lifeline = mine
+        verbosity = "-v" + environment.get("PHOS_CRIU_VERBOSITY", "2")
+        command = [
+            *(sys.executable, "-I", "-S", pool_warden.__file__, str(its.fileno()), str(far_from(avoid))),
+            # The plugin's folder, not "--lib phos": the launcher would wait until the process computes.
+            *(str(launcher("criu")), "restore", "-L", str(installation.home() / "plugin"), "--restore-detached"),
+            *("--shell-job", "-D", str(image), "-W", str(log.parent), "-o", log.name, verbosity),
+        ]
+        try:
+            with its, open(log.with_suffix(".out"), "wb") as output:
+                starter = subprocess.Popen(
+                    command,
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    pass_fds=[its.fileno()],
+                    start_new_session=True,
+                )
+            starter.wait()
+            answer = self._hear(START_SECONDS)
+            if "pid" not in answer:
+                raise RestoreFailed(f"No process can be parked: {answer.get('error', 'its warden did not start')}.")
+            self.pid = int(str(answer["pid"]))
+            self.pidfd = os.pidfd_open(self.pid)
+        except (OSError, RestoreFailed) as error:
+            mine.close()
+            if isinstance(error, RestoreFailed):
+                raise
+            raise RestoreFailed(f"No process can be parked: {error}.") from error
+
+    def _hear(self, seconds: float | None = None) -> dict[str, object]:
+        while b"\n" not in self._said:
+            if not select.select([self._lifeline], [], [], seconds)[0]:
+                return {}
+            try:
+                more = self._lifeline.recv(4096)
+            except OSError:
+                more = b""
+            if not more:
+                return {}
+            self._said += more
+        line, _, self._said = self._said.partition(b"\n")
+        heard: dict[str, object] = json.loads(line)
+        return heard
+
+    def wait_restored(self) -> None:
+        """Return when CRIU has ended well.
+
+        Raises:
+            RestoreFailed: it has not; everything in the namespaces is gone, or about to go.
+        """
+        answer = self._hear()
+        if answer.get("criu") == 0:
+            return
+        if "error" in answer:
+            raise RestoreFailed(f"No process can be parked: {answer['error']}.")
+        raise RestoreFailed(f"CRIU could not restore it: {self._errors()} Its log: {self.log}")
+
+    def _errors(self) -> str:
+        lines: list[str] = []
+        for path in (self.log, self.log.with_suffix(".out")):
+            with suppress(OSError):
+                text = path.read_text(errors="replace").splitlines()
+                lines += [line for line in text if "Error" in line and not any(n in line for n in NOISE)]
+        return " ".join(lines[:4]) or "it was ended."
+
+    def taken(self) -> None:
+        """Its process belongs to somebody: it lives on without phosd."""
+        with suppress(OSError):
+            self._lifeline.sendall(pool_warden.TAKEN)
+
+    def end(self) -> None:
+        """End it, with everything in its namespaces."""
+        with self._lock, suppress(OSError):
+            if self.pidfd >= 0:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+
+    def wait_ended(self, seconds: float) -> None:
+        """Return when nothing of it is left, or so many seconds have passed."""
+        with self._lock:
+            descriptor = os.dup(self.pidfd) if self.pidfd >= 0 else -1
+        if descriptor >= 0:
+            gone = select.poll()
+            gone.register(descriptor, select.POLLIN)
+            gone.poll(int(seconds * 1000))
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Let its descriptors go; it may be called twice."""
+        with self._lock:
+            if self.pidfd >= 0:
+                self._lifeline.close()
+                os.close(self.pidfd)
+                self.pidfd = -1
