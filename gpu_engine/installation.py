@@ -16,6 +16,15 @@ def launcher(name: str) -> Path:
     return installed if installed.exists() else home().parent / "packaging" / name
 
 
+def plugin_folder() -> Path:
+    """What CRIU is told with ``--libdir``.
+
+    Raises:
+        Unsupported: the plugin has not been built.
+    """
+    return _existing(home() / "plugin" / "phos_plugin.so").parent
+
+
 def frontend_library() -> Path:
     """libphos.so.
 

@@ -14,9 +14,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from phos.gpu_engine import installation
 from phos.gpu_engine.errors import RestoreFailed
-from phos.gpu_engine.installation import launcher
+from phos.gpu_engine.installation import launcher, plugin_folder
 from phos.gpu_engine.restore import pool_warden
 
 START_SECONDS = 30.0
@@ -53,7 +52,7 @@ class Warden:
         command = [
             *(sys.executable, "-I", "-S", pool_warden.__file__, str(its.fileno()), str(far_from(avoid))),
             # The plugin's folder, not "--lib phos": the launcher would wait until the process computes.
-            *(str(launcher("criu")), "restore", "-L", str(installation.home() / "plugin"), "--restore-detached"),
+            *(str(launcher("criu")), "restore", "-L", str(plugin_folder()), "--restore-detached"),
             *("--shell-job", "-D", str(image), "-W", str(log.parent), "-o", log.name, verbosity),
         ]
         try:
