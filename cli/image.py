@@ -64,9 +64,9 @@ def unpin(which: str) -> None:
         finally:
             os.close(descriptor)
         return
-    path = os.path.abspath(which)
-    named = [pinned.name for pinned in client.status().pinned if path == pinned.image and pinned.name]
-    _ask(wire_pb2.Envelope(id=1, unpin_image=wire_pb2.UnpinImage(name=named[0] if named else which)), [])
+    path = os.path.realpath(which)  # the directory may be gone
+    name = path if any(pinned.image == path for pinned in client.status().pinned) else which
+    _ask(wire_pb2.Envelope(id=1, unpin_image=wire_pb2.UnpinImage(name=name)), [])
 
 
 @image.command(name="list")

@@ -35,6 +35,9 @@ CHECK_BYTES = 8 << 20
 CLOCK_SECONDS = 0.02
 """Longer than the kernel's coarse clock stands still: two changes so far apart have different times."""
 
+HUGE_PAGE = 2 << 20
+"""Memory that is copied begins at a multiple of this; bytes."""
+
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; before that the first touch does it
 _MAP_SHARED, _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 1, 2, 0x20, 0x4000
@@ -67,8 +70,10 @@ class Region:
         self.length = align_up(size)
         self._registered = False
         self._identity: tuple[int, int] | None = None
-        self.address = _map(self.length, descriptor)
+        self._mapped = self.length + (HUGE_PAGE if descriptor < 0 else 0)
+        self._base = self.address = _map(self._mapped, descriptor)
         if descriptor < 0:
+            self.address = (self._base + HUGE_PAGE - 1) & -HUGE_PAGE
             _libc.madvise(self.address, self.length, _MADV_HUGEPAGE)
 
     def populate(self, offset: int, length: int) -> None:
@@ -111,7 +116,7 @@ class Region:
         if self._registered:
             driver.context(0).use()
             driver.unregister_host(self.address)
-        _libc.munmap(self.address, self.length)
+        _libc.munmap(self._base, self._mapped)
         if self.descriptor >= 0:
             os.close(self.descriptor)
 

@@ -139,14 +139,14 @@ class PinnedImages:
         log.info("%s: %d bytes pinned in %.2f s, %d of them copied", entry.path, size, seconds, entry.memory.copied)
 
     def unpin(self, name: str, directory: int | None) -> None:
-        """Let an image go, by its name or its directory; its memory is free when no restore uses it any more.
+        """Let an image go, by its name, path or directory; its memory is free when no restore uses it any more.
 
         Raises:
             PhosError: there is no such image, or it is still being loaded.
         """
         path = os.readlink(f"/proc/self/fd/{directory}") if directory is not None else ""
         with self._lock:
-            found = [e for e in self._images if (name and e.name == name) or (path and e.path == path)]
+            found = [e for e in self._images if (name and name in (e.name, e.path)) or (path and e.path == path)]
             if not found:
                 raise PhosError(f"No image {name or path} is pinned ('phos-gpu image list' shows which are).")
             if found[0].state == "loading":

@@ -161,6 +161,9 @@ def test_refusals_are_sentences(site: Site, shared: Path) -> None:
     # The same under another path is the same image: it is used for both.
     pin(site, other)
     assert dumped.restore() == LAYERS_SUM
+    shutil.rmtree(other)
+    site.run("phos-gpu", "image", "unpin", str(other))
+    assert pinned(site) == []
     site.run("phosd", "--stop")
     site.environment["PHOS_PIN_LIMIT"] = "1M"
     assert "phosd may pin 0.00 GB, of which 0.00 GB are in use" in refused(site, "pin", str(dumped.image))
