@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,11 +28,13 @@ from harness import Results
 from process import ProcessError
 
 EXAMPLES = ("mlp", "pointer_chase", "struct_argument", "device_pointer", "stencil")
-RODINIA = ("backprop", "bfs", "hotspot", "kmeans", "lud", "nw", "pathfinder", "srad")
-MODELS = ("mlp", "conv", "transformer", "lstm", "embedding")
+MODELS = ("conv", "transformer", "gpt", "lstm", "unet", "embedding")
 
 COUNTS = ("launches", "audited", "wrong_launches", "anything", "written_chunks", "predicted_chunks", "wrong_chunks",
           "over_traced_chunks", "predicted_bytes", "over_traced_bytes")  # fmt: skip
+
+LEAST_SECONDS = 8.0
+"""With less time left no program is begun."""
 
 END_SECONDS = 20.0
 """How long a program may take to end when it is told to."""
@@ -43,52 +46,42 @@ class Audited:
 
     name: str
     command: list[str]
-    seconds: float = 60.0
     needs: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
 
 def programs(chosen: argparse.Namespace) -> list[Audited]:
     """All programs, the most telling first."""
-    iterations = "2" if chosen.smoke else "4"
     run = process.python_program
-    folder = Path(__file__).resolve().parent
+
+    def rodinia(label: str, code: str, *parts: str, **environment: str) -> Audited:
+        scale = "1" if chosen.device == "software" else "4"
+        command = run(process.PROGRAMS / "audited_rodinia.py", "--code", code, "--scale", scale, *parts)
+        return Audited(f"Rodinia-like, {label}", command, environment=environment)
+
+    def torch(models: str, modes: str, *options: str) -> Audited:
+        label = " ".join(["PyTorch", models, modes.replace(",", " and "), *(option.strip("-") for option in options)])
+        command = run(process.PROGRAMS / "audited_torch.py", models, modes, *options)
+        return Audited(label, command, ("torch",))
+
+    iterations = "2" if chosen.smoke else "4"
     examples = [
         Audited(f"example {name}", run(process.EXAMPLES / f"{name}.py", "--iterations", iterations))
         for name in EXAMPLES
     ]
-
-    def rodinia(code: str, label: str, **environment: str) -> list[Audited]:
-        scale = "1" if chosen.smoke else "4"
-        return [
-            Audited(
-                f"{name}, {label}",
-                run(folder / "rodinia_like" / f"{name}.py", "--code", code, "--scale", scale),
-                environment=environment,
-            )
-            for name in (("bfs", "lud") if chosen.smoke else RODINIA)
-        ]
-
     if chosen.smoke:
-        return [*examples[1:3], *rodinia("ptx", "PTX")]
-
-    def torch(model: str, mode: str, *options: str, seconds: float = 90.0) -> Audited:
-        label = " ".join([f"PyTorch {model}", mode, *(option.strip("-") for option in options)])
-        command = run(process.PROGRAMS / "audited_torch.py", model, mode, *options)
-        return Audited(label, command, seconds, ("torch",))
-
+        return [*examples[1:3], rodinia("PTX", "ptx", "bfs", "lud")]
+    compiled = [torch(model, mode, "--compile") for model, mode in (("mlp", "train"), ("transformer", "infer"))]
     return [
+        rodinia("PTX", "ptx"),
+        *(torch(model, "train,infer") for model in MODELS),
+        Audited("Triton", run(process.PROGRAMS / "audited_triton.py"), ("torch", "triton")),
+        Audited("CuPy", run(process.PROGRAMS / "audited_cupy.py"), ("cupy",)),
+        rodinia("machine code", "cubin"),
+        torch("mlp,transformer", "infer", "--graph"),
         *examples,
-        *rodinia("ptx", "PTX"),
-        *(torch(model, "train") for model in MODELS),
-        Audited("Triton", run(process.PROGRAMS / "audited_triton.py"), needs=("torch", "triton")),
-        Audited("CuPy", run(process.PROGRAMS / "audited_cupy.py"), needs=("cupy",)),
-        *(torch(model, "infer") for model in MODELS),
-        torch("transformer", "infer", "--graph"),
-        *rodinia("cubin", "machine code"),
-        *(torch(model, "train", "--compile", seconds=150.0) for model in ("mlp", "transformer", "conv")),
-        torch("transformer", "infer", "--compile", seconds=150.0),
-        *rodinia("cubin", "machine code, no disassembler", PHOS_NVDISASM=""),
+        *(compiled if chosen.compile else ()),
+        rodinia("machine code, no disassembler", "cubin", PHOS_NVDISASM=""),
     ]
 
 
@@ -99,6 +92,7 @@ class Bench:
         self.chosen = chosen
         self.results = Results(chosen, "audit", "Predicted and actual writes of kernels")
         self.setting: dict[str, str] = {}
+        self.failed = False
 
     def audit(self, program: Audited) -> dict[str, Any]:
         """Run one program; return the audit's report. Raises ProcessError without one."""
@@ -108,8 +102,10 @@ class Bench:
             process.stop_daemon()
             self.setting = program.environment
         words = [process.PHOS_GPU, "audit", "--device", self.chosen.device, "--output", str(output)]
-        words += ["--limit-launches", str(self.chosen.first), "--every", str(self.chosen.every), "--"]
-        log = self.chosen.work / "audit.log"
+        words += ["--limit-launches", str(self.chosen.first), "--every", str(self.chosen.every)]
+        words += ["--patience", str(self.chosen.patience), "--"]
+        log = self.chosen.work / f"audit-{re.sub(r'[^a-z0-9]+', '-', program.name.lower())}.log"
+        late = False
         with open(log, "wb") as file:
             child = subprocess.Popen(
                 [*words, *program.command],
@@ -119,8 +115,9 @@ class Bench:
                 stderr=file,
             )
             try:
-                child.wait(min(program.seconds, max(10.0, harness.time_left(self.chosen))))
+                child.wait(min(self.chosen.seconds, max(10.0, harness.time_left(self.chosen))))
             except subprocess.TimeoutExpired:
+                late = True
                 child.send_signal(signal.SIGTERM)  # it ends the program, and reports what there is
                 try:
                     child.wait(END_SECONDS)
@@ -130,6 +127,7 @@ class Bench:
         if not output.exists():
             raise ProcessError(log.read_text(errors="replace")[-2000:])
         report: dict[str, Any] = json.loads(output.read_text())
+        report["late"] = late
         report["log"] = log.read_text(errors="replace")[-1000:]
         return report
 
@@ -140,15 +138,25 @@ class Bench:
             self.results.note(f"{program.name} was left out: there is no {missing[0]} for this Python.")
             return
         start = time.monotonic()
+        print(f"[{time.strftime('%H:%M:%S')}] {program.name}", flush=True)
         try:
             report = self.audit(program)
         except ProcessError as error:
+            self.failed = True
             self.results.note(f"{program.name} could not be audited: {' '.join(str(error).split())[-300:]}")
             return
-        if report["status"]:
-            last = " ".join(report["log"].split())[-200:]
-            self.results.note(f"{program.name} ended with status {report['status']}: {last}")
         seconds = time.monotonic() - start
+        last = " ".join(report["log"].split())[-300:]
+        if report["late"]:
+            self.results.note(
+                f"{program.name} was ended after {seconds:.0f} s; it had waited {report['analysis_seconds']:.0f} s "
+                "for the analysis of its kernels; what it did until then counts."
+            )
+        elif report["status"]:
+            self.failed = True
+            self.results.note(f"{program.name} ended with status {report['status']}: {last}")
+        if not report["kernels"]:
+            self.results.note(f"{program.name}: no call that writes to GPU memory was seen. Its last words: {last}")
         for source in sorted({kernel["source"] for kernel in report["kernels"]}):
             mine = [kernel for kernel in report["kernels"] if kernel["source"] == source]
             wrong = [kernel for kernel in mine if kernel["wrong_launches"]]
@@ -161,6 +169,7 @@ class Bench:
                 kernels_wrong=len(wrong),
                 **totals,
                 seconds=seconds,
+                analysis_seconds=report["analysis_seconds"],
                 names=[kernel["kernel"] for kernel in mine],
                 wrong_names=[kernel["kernel"] for kernel in wrong],
                 wrong=[{"kernel": kernel["kernel"], "wrong": kernel["wrong"]} for kernel in wrong],
@@ -168,20 +177,33 @@ class Bench:
             )
 
     def run(self) -> None:
-        """Audit as many programs as the time allows."""
-        for program in programs(self.chosen):
-            if self.chosen.only and not any(part in program.name for part in self.chosen.only.split(",")):
-                continue
-            if harness.time_left(self.chosen) < 5:
-                self.results.note(f"There was no time left for {program.name}.")
-                continue
-            self.measure(program)
+        """Audit as many programs as the time allows, and say which are left out.
+
+        Raises:
+            SystemExit: ``--only`` names no program, or one of them failed.
+        """
+        known = programs(self.chosen)
+        parts = [part.strip().lower() for part in self.chosen.only.split(",") if part.strip()]
+        wanted = [p for p in known if not parts or any(part in p.name.lower() for part in parts)]
+        if not wanted:
+            names = "; ".join(program.name for program in known)
+            raise SystemExit(f"--only {self.chosen.only}: no program has that in its name. There are: {names}.")
+        without_time = []
+        for program in wanted:
+            if harness.time_left(self.chosen) < LEAST_SECONDS:
+                without_time.append(program.name)
+            else:
+                self.measure(program)
+        if without_time:
+            self.results.note(f"There was no time left for: {'; '.join(without_time)}. --only begins with them.")
         rows = list(self.results.rows.values())
         for source, total in by_source(rows).items():
             self.results.summary[f"success, {source}"] = total["success"]
         self.results.finish([source_table(rows), "", program_table(rows), "", *wrong_list(rows)])
         if self.setting:
             process.stop_daemon()
+        if self.failed or not rows:
+            raise SystemExit(1)
 
 
 def _added(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
@@ -238,10 +260,19 @@ def wrong_list(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def main() -> None:
     """Parse the options and run."""
-    parser = harness.options(__doc__.splitlines()[0] if __doc__ else "", budget=420.0)
-    parser.add_argument("--first", type=int, default=5, metavar="N", help="launches of a kernel audited (%(default)s)")
+    parser = harness.options(__doc__.splitlines()[0] if __doc__ else "", budget=210.0)
+    parser.add_argument("--first", type=int, default=3, metavar="N", help="launches of a kernel audited (%(default)s)")
     parser.add_argument("--every", type=int, default=100, metavar="M", help="and each M-th after them (%(default)s)")
-    parser.add_argument("--only", default="", metavar="PARTS", help="programs whose name has one of these")
+    parser.add_argument("--seconds", type=float, default=25.0, metavar="S", help="for each program (%(default)s)")
+    parser.add_argument(
+        "--patience",
+        type=int,
+        default=10,
+        metavar="S",
+        help="that a program may wait for the analysis of its kernels (%(default)s); 0: until it is done",
+    )
+    parser.add_argument("--compile", action="store_true", help="also what torch.compile makes: takes minutes")
+    parser.add_argument("--only", default="", metavar="PARTS", help="programs whose name has one of these, in any case")
     Bench(harness.prepare(parser)).run()
 
 

@@ -133,7 +133,7 @@ for wanted in "$@"; do
     cow32) measure cow32 150 cow --sizes 32 --systems cow,stop ;;
     cow64) measure cow64 200 cow --sizes 64 --systems cow,stop ;;
     cow-variants) measure cow-variants 420 cow --sections pools,validate,phases,transfers ;;
-    audit) measure audit 420 audit ;;
+    audit) measure audit 240 audit ;;
     restore8) measure restore8 200 restore --sizes 8 ;;
     restore32) measure restore32 400 restore --sizes 32 ;;
     restore64) measure restore64 400 restore --sizes 64 --repeats 2 ;;

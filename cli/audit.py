@@ -33,14 +33,14 @@ WIDTH = 160
 class Opened:
     """An audit that phosd keeps for as long as this connection lasts."""
 
-    def __init__(self, path: Path, first: int, every: int) -> None:
+    def __init__(self, path: Path, first: int, every: int, patience: int) -> None:
         """
         Raises:
             DaemonUnavailable: phosd is not there.
         """
         self.name = secrets.token_hex(16)
         self._connection = client.connect(path)
-        asked = wire_pb2.AuditOpen(audit=self.name, first=first, every=every)
+        asked = wire_pb2.AuditOpen(audit=self.name, first=first, every=every, patience=patience)
         answer, descriptors = self._ask(wire_pb2.Envelope(id=1, audit_open=asked))
         wire.close_all(descriptors)
         if answer.done.error:
@@ -100,9 +100,23 @@ def wire_only(descriptors: list[int]) -> int:
     metavar="M",
     help="After them look at each M-th; 0: at none.",
 )
+@click.option(
+    "--patience",
+    type=click.IntRange(0),
+    default=0,
+    metavar="S",
+    help="Let COMMAND wait S seconds in all for the analysis of its kernels; then they are judged as they are known. "
+    "0 (the default): until it is done.",
+)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def audit(
-    device: str | None, as_json: bool, output: Path | None, limit_launches: int, every: int, command: tuple[str, ...]
+    device: str | None,
+    as_json: bool,
+    output: Path | None,
+    limit_launches: int,
+    every: int,
+    patience: int,
+    command: tuple[str, ...],
 ) -> None:
     """Run COMMAND and say, for each of its kernels, what it was predicted to write and what it wrote.
 
@@ -118,7 +132,7 @@ def audit(
     path = socket_path()
     os.environ["PHOS_DEVICE"] = kind
     client.ensure(path)
-    opened = Opened(path, limit_launches, every)
+    opened = Opened(path, limit_launches, every, patience)
     try:
         status = _run(program, command, {**application_environment(kind, path), "PHOS_AUDIT": opened.name})
         found = {"command": list(command), "device": kind, "status": status, **opened.report()}

@@ -8,7 +8,8 @@ that something wrote to before it was saved is found, whatever that something wa
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,15 @@ THREADS = 256
 
 
 class ContentHasher:
-    """The kernel and its stream on each GPU. Callers take turns."""
+    """The kernel and its stream on each GPU. Callers take turns.
 
-    def __init__(self) -> None:
+    ``keep``: the memory that hashing needs stays until :meth:`release`, for those who hash again and again; getting it
+    takes longer than hashing a gigabyte.
+    """
+
+    def __init__(self, *, keep: bool = False) -> None:
+        self._keep = keep
+        self._kept: dict[int, tuple[ExitStack, driver.Mapping, driver.PinnedBuffer]] = {}
         self._lock = threading.Lock()  # guards what follows
         self._kernels: dict[int, driver.Kernel] = {}
         self._lanes: dict[int, driver.Lane] = {}
@@ -71,9 +78,8 @@ class ContentHasher:
         context, lane, kernel = driver.context(device), self._lanes[device], self._kernels[device]
         total = sum(chunk_count(block.size, chunk_bytes) for block in blocks)
         wanted = total * HASH_SIZE
-        size = -(-wanted // driver.GRANULARITY) * driver.GRANULARITY
         context.use()
-        with driver.scratch(context, size) as sums:
+        with self._room(device, wanted) as (sums, host):
             lane.fill_zero(sums.address, wanted)
             first = 0
             for block in blocks:
@@ -81,14 +87,34 @@ class ContentHasher:
                 place = sums.address + first * HASH_SIZE
                 lane.launch(kernel, block.size // SPAN_BYTES, THREADS, address, chunk_bytes, place)
                 first += chunk_count(block.size, chunk_bytes)
-            host = driver.PinnedBuffer(wanted)
-            try:
-                lane.copy_to_host(host.address, sums.address, wanted)
-                lane.synchronise()
-                raw = bytes(host.view[:wanted])
-                return [raw[at : at + HASH_SIZE] for at in range(0, wanted, HASH_SIZE)]
-            finally:
-                host.free()
+            lane.copy_to_host(host.address, sums.address, wanted)
+            lane.synchronise()
+            raw = bytes(host.view[:wanted])
+            return [raw[at : at + HASH_SIZE] for at in range(0, wanted, HASH_SIZE)]
+
+    @contextmanager
+    def _room(self, device: int, wanted: int) -> Iterator[tuple[driver.Mapping, driver.PinnedBuffer]]:
+        """Memory for so many bytes of sums, on the GPU and on the host."""
+        kept = self._kept.get(device)
+        if kept is not None and kept[2].size >= wanted:
+            yield kept[1:]
+            return
+        if kept is not None:
+            self._kept.pop(device)[0].close()
+        size = -(-wanted // driver.GRANULARITY) * driver.GRANULARITY
+        with ExitStack() as undo:
+            sums = undo.enter_context(driver.scratch(driver.context(device), size))
+            host = driver.PinnedBuffer(size if self._keep else wanted)
+            undo.callback(host.free)
+            yield sums, host
+            if self._keep:
+                self._kept[device] = (undo.pop_all(), sums, host)
+
+    def release(self) -> None:
+        """Give back what was kept."""
+        with self._lock:
+            for device in list(self._kept):
+                self._kept.pop(device)[0].close()
 
 
 def chunk_count(size: int, chunk_bytes: int = CHUNK_BYTES) -> int:

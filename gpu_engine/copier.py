@@ -237,6 +237,9 @@ class MappedBlocks:
     def __getitem__(self, key: BlockKey) -> driver.Mapping:
         return self._mappings[key]
 
+    def __contains__(self, key: BlockKey) -> bool:
+        return key in self._mappings
+
     def remove(self, key: BlockKey) -> None:
         """Unmap one, if it is mapped."""
         if (mapping := self._mappings.pop(key, None)) is not None:

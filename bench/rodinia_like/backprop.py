@@ -32,6 +32,7 @@ __global__ void adjust(const float *delta, const float *input, float *weights, f
     before[unit * inputs + i] = change;
 }
 """
+NAMES = ["forward<128>", "adjust"]
 
 
 def run(program: Program) -> str:
@@ -53,4 +54,4 @@ def run(program: Program) -> str:
 
 
 if __name__ == "__main__":
-    main(run, SOURCE, ["forward<128>", "adjust"])
+    main(run, SOURCE, NAMES)

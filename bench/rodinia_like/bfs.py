@@ -17,6 +17,7 @@ __global__ void expand(const int *first, const int *edges, int *level, int *agai
         }
 }
 """
+NAMES = ["expand"]
 
 
 def run(program: Program) -> str:
@@ -45,4 +46,4 @@ def run(program: Program) -> str:
 
 
 if __name__ == "__main__":
-    main(run, SOURCE, ["expand"])
+    main(run, SOURCE, NAMES)

@@ -39,6 +39,7 @@ __global__ void divide(float *centres, const float *sums, const int *sizes, int 
         centres[c * features + f] = sums[c * features + f] / sizes[c];
 }
 """
+NAMES = ["nearest", "add_up", "divide"]
 
 
 def run(program: Program) -> str:
@@ -59,4 +60,4 @@ def run(program: Program) -> str:
 
 
 if __name__ == "__main__":
-    main(run, SOURCE, ["nearest", "add_up", "divide"])
+    main(run, SOURCE, NAMES)

@@ -18,6 +18,7 @@ __global__ void rest(float *matrix, int size, int step)
         matrix[y * size + x] -= matrix[y * size + step] * matrix[step * size + x];
 }
 """
+NAMES = ["column", "rest"]
 
 
 def run(program: Program) -> str:
@@ -40,4 +41,4 @@ def run(program: Program) -> str:
 
 
 if __name__ == "__main__":
-    main(run, SOURCE, ["column", "rest"])
+    main(run, SOURCE, NAMES)

@@ -17,6 +17,7 @@ __global__ void diagonal(int *score, const int *similar, int width, int number, 
     score[at] = max(best, score[at - 1] - penalty);
 }
 """
+NAMES = ["diagonal"]
 
 
 def run(program: Program) -> str:
@@ -38,4 +39,4 @@ def run(program: Program) -> str:
 
 
 if __name__ == "__main__":
-    main(run, SOURCE, ["diagonal"])
+    main(run, SOURCE, NAMES)

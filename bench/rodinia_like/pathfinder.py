@@ -18,6 +18,7 @@ __global__ void next_row(const int *wall, const int *from, int *to, int columns,
     to[x] = best + wall[row * columns + x];
 }
 """
+NAMES = ["next_row"]
 
 
 def run(program: Program) -> str:
@@ -36,4 +37,4 @@ def run(program: Program) -> str:
 
 
 if __name__ == "__main__":
-    main(run, SOURCE, ["next_row"])
+    main(run, SOURCE, NAMES)

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from phos.gen import wire_pb2
@@ -74,9 +75,10 @@ class AuditServer:
         self._registry = registry
         self._lock = threading.Lock()  # guards _audits
         self._audits: dict[str, Audit] = {}
-        self._hashing = threading.Lock()  # guards _hasher and _mapped
-        self._hasher = ContentHasher()
+        self._hashing = threading.Lock()  # guards the three below
+        self._hasher = ContentHasher(keep=True)
         self._mapped: dict[bytes, MappedBlocks] = {}
+        self._blocks: dict[BlockKey, Block] = {}  # those that were mapped; their descriptors are closed
         registry.broker.removed = self._block_removed
 
     def serve(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
@@ -91,7 +93,7 @@ class AuditServer:
 
     def _serve_command(self, connection: wire.Connection, envelope: wire_pb2.Envelope) -> None:
         asked = envelope.audit_open
-        audit = Audit(asked.first, asked.every, SPAN_BYTES)
+        audit = Audit(asked.first, asked.every, SPAN_BYTES, asked.patience)
         with self._lock:
             if not asked.audit or asked.audit in self._audits:
                 connection.done(envelope.id, error=f"There is an audit '{asked.audit}' already.")
@@ -157,7 +159,13 @@ class AuditServer:
         asked = envelope.audit_describe
         session = self._session(connection, asked.session)
         _wait(lambda: session.kernels_told >= asked.kernels)
-        table = kernels.table_file(self._registry.speculator, asked.session, DESCRIBE_SECONDS)
+        with self._lock:
+            audit = self._audits.get(asked.audit)
+        began = time.monotonic()
+        patience = DESCRIBE_SECONDS if audit is None else audit.patience(DESCRIBE_SECONDS)
+        table = kernels.table_file(self._registry.speculator, asked.session, patience)
+        if audit is not None:
+            audit.waited(time.monotonic() - began)
         try:
             connection.send(wire_pb2.Envelope(id=envelope.id, access_table=wire_pb2.AccessTable()), [table])
         finally:
@@ -234,35 +242,41 @@ class AuditServer:
     # Memory.
 
     def _hashes(self, session: Session) -> dict[int, list[bytes]]:
-        """The hashes of all chunks of all blocks that a process has, by its own numbers."""
-        numbers = session.block_keys()
-        try:
-            blocks = self._registry.broker.borrow(numbers.values())
-        except KeyError as error:
-            raise ProtocolError(f"Block {error.args[0][1]} of process {session.pid} went away in a call.") from error
-        try:
-            return self._hash(session.session, blocks, numbers)
-        finally:
-            wire.close_all(block.descriptor for block in blocks)
+        """The hashes of all chunks of all blocks that a process has, by its own numbers.
 
-    def _hash(self, session: bytes, blocks: list[Block], numbers: dict[int, BlockKey]) -> dict[int, list[bytes]]:
-        found: dict[BlockKey, list[bytes]] = {}
+        Other threads of the process may free memory meanwhile: what is gone before it was looked at is left out.
+        """
+        numbers = session.block_keys()
         with self._hashing:
-            mapped = self._mapped.setdefault(session, MappedBlocks())
-            mapped.add(blocks)
-            flat = self._hasher.hash(blocks, mapped, SPAN_BYTES)
+            mapped = self._mapped.setdefault(session.session, MappedBlocks())
+            fresh = [key for key in numbers.values() if key not in mapped]
+        borrowed: list[Block] = []
+        try:
+            for key in fresh:
+                with suppress(KeyError):
+                    borrowed += self._registry.broker.borrow([key])
+            with self._hashing:
+                mapped.add(borrowed)
+                self._blocks.update((block.key, block) for block in borrowed)
+                known = {number: key for number, key in numbers.items() if key in mapped and key in self._blocks}
+                blocks = [self._blocks[key] for key in dict.fromkeys(known.values())]
+                flat = self._hasher.hash(blocks, mapped, SPAN_BYTES) if blocks else []
+        finally:
+            wire.close_all(block.descriptor for block in borrowed)
+        found: dict[BlockKey, list[bytes]] = {}
         start = 0
         for block in blocks:
             count = chunk_count(block.size, SPAN_BYTES)
             found[block.key] = flat[start : start + count]
             start += count
-        return {number: found[key] for number, key in numbers.items()}
+        return {number: found[key] for number, key in known.items()}
 
     def _block_removed(self, key: BlockKey) -> None:
         """Its memory must come free at once: a mapping of ours would keep it."""
         if not self._mapped:
             return
         with self._hashing:
+            self._blocks.pop(key, None)
             for mapped in self._mapped.values():
                 mapped.remove(key)
 
@@ -271,6 +285,9 @@ class AuditServer:
             mapped = self._mapped.pop(session, None)
             if mapped is not None:
                 mapped.close()
+            if not self._mapped:
+                self._blocks.clear()
+                self._hasher.release()
 
 
 def _wait(condition: Callable[[], bool]) -> None:

@@ -214,15 +214,28 @@ class Audit:
         first: of each kernel so many launches are audited,
         every: and then each of so many; 0: none.
         chunk_bytes: granularity of the comparison.
+        patience: seconds in all that its processes may wait for the analysis of kernels; 0: no limit.
     """
 
-    def __init__(self, first: int, every: int, chunk_bytes: int) -> None:
+    def __init__(self, first: int, every: int, chunk_bytes: int, patience: float = 0) -> None:
         self.first = first
         self.every = every
         self.chunk_bytes = chunk_bytes
         self._lock = threading.Lock()  # guards the two below
         self._kernels: dict[tuple[str, str, str], _Statistics] = {}
         self._left_out = 0
+        self._patience = patience
+        self._waited = 0.0
+
+    def patience(self, most: float) -> float:
+        """How long a process may wait for analyses now, ``most`` seconds at most."""
+        with self._lock:
+            return min(most, max(0.0, self._patience - self._waited)) if self._patience else most
+
+    def waited(self, seconds: float) -> None:
+        """A process has waited so long for analyses."""
+        with self._lock:
+            self._waited += seconds
 
     def wanted(self, launch: Launch) -> bool:
         """Count a launch, and say whether it is one of those that are audited."""
@@ -282,6 +295,7 @@ class Audit:
         with self._lock:
             kernels = [known.report() for known in self._kernels.values()]
             left_out = self._left_out
+            waited = self._waited
         kernels.sort(key=lambda k: (-k["wrong_launches"], k["source"], -k["launches"], k["kernel"]))
         return {
             "schema": SCHEMA,
@@ -289,6 +303,7 @@ class Audit:
             "first": self.first,
             "every": self.every,
             "launches_left_out": left_out,
+            "analysis_seconds": waited,
             "sources": by_source(kernels),
             "kernels": kernels,
         }

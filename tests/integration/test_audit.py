@@ -62,6 +62,29 @@ def test_examples_are_predicted_right(site: Site, name: str) -> None:
     assert f"RESULT {alone.wait_result()}" in report["printed"]
 
 
+def test_rodinia_like_programs_are_predicted_right(site: Site) -> None:
+    """Every kernel of every program, whatever way its addresses take; where that is memory, anything may be written."""
+    rodinia = examples_folder().parent / "bench" / "programs" / "audited_rodinia.py"
+    report = audit(site, str(rodinia), options=("--limit-launches", "3"))
+    print(report["printed"])
+    assert "RESULT right" in report["printed"]
+    ptx = source(report, "ptx")
+    assert (ptx["kernels"], ptx["kernels_wrong"], ptx["wrong_launches"]) == (21, 0, 0)
+    assert ptx["audited"] == sum(min(3, row["launches"]) for row in report["kernels"] if row["source"] == "ptx")
+    assert source(report, "call")["wrong_launches"] == 0
+    anywhere = {row["kernel"] for row in report["kernels"] if row["anything"]}
+    assert {name for name in ("find", "subtract") if any(name in kernel for kernel in anywhere)} == {"find", "subtract"}
+    assert len(anywhere) == 2
+    assert "Success by source" in report["printed"]
+
+
+def test_patience_with_the_analysis_ends(site: Site) -> None:
+    """A second is enough for these; how long they took is in the report."""
+    report = audit(site, str(PROGRAM), "kernels", options=("--patience", "60"))
+    assert kernel(report, "put")["source"] == "ptx"
+    assert 0 < report["analysis_seconds"] < 60
+
+
 def test_written_and_predicted_chunks_are_counted(site: Site) -> None:
     report = audit(site, str(PROGRAM), "kernels")
     put = kernel(report, "put")

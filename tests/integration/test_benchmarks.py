@@ -18,11 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.root, pytest.mark.serial]
 
 
-def smoke(site: Site, script: str, *options: str) -> dict[str, Any]:
-    """Run a benchmark in smoke mode; return its one JSON file, decoded."""
+def run(site: Site, script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a benchmark in smoke mode."""
     results, work = site.folder / "results", site.folder / "work"
     command = [sys.executable, str(ROOT / "bench" / f"{script}.py"), "--smoke", "--results", str(results)]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, "--work", str(work), *options],
         env={
             **site.environment,
@@ -36,8 +36,13 @@ def smoke(site: Site, script: str, *options: str) -> dict[str, Any]:
         timeout=170,
         check=False,
     )
+
+
+def smoke(site: Site, script: str, *options: str) -> dict[str, Any]:
+    """Run a benchmark in smoke mode; return its one JSON file, decoded."""
+    done = run(site, script, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    (stored,) = results.glob("*-smoke-*.json")
+    (stored,) = (site.folder / "results").glob("*-smoke-*.json")
     assert stored.with_suffix(".md").exists()
     content: dict[str, Any] = json.loads(stored.read_text())
     assert content["environment"]["commit"] == "0" * 40
@@ -143,14 +148,23 @@ def test_audit(site: Site) -> None:
     assert {row["program"] for row in rows.values()} == {
         "example pointer_chase",
         "example struct_argument",
-        "bfs, PTX",
-        "lud, PTX",
+        "Rodinia-like, PTX",
     }
-    assert rows["lud, PTX: ptx"]["kernels"] == 2
-    assert rows["lud, PTX: ptx"]["audited"] == 10  # the first five of each
+    assert rows["Rodinia-like, PTX: ptx"]["kernels"] == 3
+    assert rows["Rodinia-like, PTX: ptx"]["audited"] == 9  # the first three of each
     assert all(row["written_chunks"] <= row["predicted_chunks"] for row in rows.values())
     assert content["summary"] == {"success, call": 1, "success, ptx": 1}
     assert not content["notes"]
+
+
+def test_an_audit_says_what_it_leaves_out(site: Site) -> None:
+    """Parts of names are looked for in any case; what matches nothing, or has no time, is said."""
+    late = run(site, "audit", "--only", "RODINIA,Pointer", "--budget", "1")
+    assert late.returncode == 1
+    assert "There was no time left for: example pointer_chase; Rodinia-like, PTX." in late.stdout
+    wrong = run(site, "audit", "--only", "nothing")
+    assert wrong.returncode == 1
+    assert "no program has that in its name. There are: example pointer_chase;" in wrong.stderr
 
 
 def test_criu_freeze(site: Site) -> None:
