@@ -21,10 +21,10 @@ import click
 import psutil
 from rich.console import Console
 
-from phos.cli import demo_protocols
+from phos.cli import demo_protocols, demo_restore
 from phos.cli.run import device_option
 from phos.gpu_engine.daemon import client
-from phos.gpu_engine.errors import CheckpointFailed, PhosError, Unsupported
+from phos.gpu_engine.errors import CheckpointFailed, PhosError, Unsupported, UsageError
 from phos.gpu_engine.installation import device_kind, examples_folder, launcher
 
 EXAMPLES = ("mlp", "pointer_chase", "struct_argument", "device_pointer", "stencil")
@@ -211,15 +211,24 @@ def _wait_end(pid: int) -> None:
     type=click.Choice(["stop", "cow", "both"]),
     help="Instead: checkpoint it with this protocol while it computes on, and measure; both: side by side.",
 )
+@click.option(
+    "--restore",
+    type=click.Choice([*demo_restore.MODES, "all"]),
+    help="Instead: restore it in this way, and measure how soon it computes; all: side by side.",
+)
 @click.option("--iterations", type=click.IntRange(4), help="Default: 40, with --protocol 160.")
 @click.option("--keep", is_flag=True, help="Keep the image and the programs' output.")
-def demo(device: str | None, example: str, protocol: str | None, iterations: int | None, keep: bool) -> None:
+def demo(
+    device: str | None, example: str, protocol: str | None, restore: str | None, iterations: int | None, keep: bool
+) -> None:
     """Start a GPU program, dump it with CRIU, kill it, inspect the image, restore it, and compare the results.
 
     Uses a phosd of its own; what runs under the machine's phosd is not touched. Needs root.
     """
     if os.geteuid() != 0:
         raise Unsupported("The demo needs root, because CRIU does. Run it with sudo.")
+    if protocol and restore:
+        raise UsageError("--protocol and --restore are two demonstrations: choose one.")
     _become_reaper()
     folder = Path(tempfile.mkdtemp(prefix="phos-demo-"))
     usual = demo_protocols.ITERATIONS if protocol else ITERATIONS
@@ -227,6 +236,8 @@ def demo(device: str | None, example: str, protocol: str | None, iterations: int
     try:
         if protocol:
             demo_protocols.compare(run, ["stop", "cow"] if protocol == "both" else [protocol])
+        elif restore:
+            demo_restore.compare(run, demo_restore.MODES if restore == "all" else [restore])
         else:
             run.run()
     except (PhosError, subprocess.TimeoutExpired):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from phos.cli.main import COMMANDS
 from phos.gpu_engine.installation import launcher
 from tests.integration.site import Site
 
@@ -139,6 +140,67 @@ def test_cow_correctness(site: Site) -> None:
     assert summary["iterations compared with training left alone"] > 0
     assert summary["of them different"] == 0
     assert any(row.get("identical") for row in content["rows"])
+
+
+WAYS = ("eager", "lazy, allocation order", "lazy, random order", "lazy", "lazy, fast", "eager, pinned", "lazy, pinned")
+
+
+@pytest.mark.timeout(240)
+def test_restore(site: Site) -> None:
+    """A waiting request is answered after every kind of restore as by the process that was not interrupted."""
+    content = smoke(site, "restore", "--image", str(site.folder))
+    rows = {row["system"]: row for row in content["rows"]}
+    assert set(rows) == {"running", *WAYS, "peer"} | ({"pool"} if "pool" in COMMANDS else set())
+    assert all(row["tokens_equal"] for row in rows.values())
+    for name, row in rows.items():
+        assert 0 < row["first_kernel_s"] <= row["first_token_s"] <= row["last_token_s"], name
+    for name in WAYS:
+        row = rows[name]
+        assert row["mode"] == ("lazy" if "lazy" in name else "eager")
+        assert 0 < row["begin_s"] < min(row["attached_s"], row["first_kernel_s"])
+        assert row["last_byte_s"] > row["begin_s"]
+        assert 0 < row["percent_of_copy"] < 200
+        assert ("waits" in row) == ("lazy" in name)
+    assert rows["eager"]["first_kernel_s"] > rows["eager"]["last_byte_s"] - 0.01
+    assert rows["lazy"]["phosd_first_kernel_s"] == pytest.approx(rows["lazy"]["first_kernel_s"], abs=0.5)
+    assert any("lazy, first kernel" in goal for goal in content["summary"])
+    assert list(site.folder.glob("phos-restore-*")) == []
+
+
+def test_the_order_of_prefetching(site: Site) -> None:
+    """A server of several models is asked for the one made last; each row says which order it had."""
+    systems = "lazy, allocation order;lazy"
+    content = smoke(site, "restore", "--models", "2", "--systems", systems, "--image", str(site.folder))
+    assert [row["key"] for row in content["rows"]] == [
+        "16 MB, 2 models running",
+        "16 MB, 2 models lazy, allocation order",
+        "16 MB, 2 models lazy",
+    ]
+    assert all(row["tokens_equal"] for row in content["rows"])
+
+
+def test_serverless(site: Site) -> None:
+    """Whichever way the program is started, the answer is the same."""
+    content = smoke(site, "serverless", "--image", str(site.folder))
+    rows = {row["system"]: row for row in content["rows"]}
+    assert set(rows) == {"cold", "peer", "eager", "lazy"} | ({"pool"} if "pool" in COMMANDS else set())
+    assert all(row["tokens_equal"] for row in rows.values())
+    assert 0 < rows["cold"]["ready_s"] <= rows["cold"]["first_kernel_s"] <= rows["cold"]["last_token_s"]
+
+
+@pytest.mark.timeout(240)
+def test_lazy_correctness(site: Site) -> None:
+    """The program says after its restores what it says alone; one restore is interrupted by the next checkpoint."""
+    content = smoke(site, "lazy_correctness", "--image", str(site.folder))
+    summary = content["summary"]
+    assert summary["restores"] == summary["lazy, and no guess wrong"] == len(content["rows"]) >= 2
+    assert summary["interrupted by the next checkpoint while data was loading"] == "1 of 1"
+    assert summary["each request answered once, in order"]
+    assert summary["compared with the program left alone"] == summary["answers"] > 4
+    assert summary["of them different"] == 0
+    (interrupted,) = (row for row in content["rows"] if row["interrupted"])
+    assert interrupted["asked_to_interrupt"]
+    assert interrupted["asked_before_last_byte_s"] > 0
 
 
 def test_audit(site: Site) -> None:

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from phos.cli.main import COMMANDS
 from phos.gpu_engine.installation import launcher
 from tests.integration.site import Site
 
 pytestmark = pytest.mark.root
+
+needs_pool = pytest.mark.skipif("pool" not in COMMANDS, reason="there are no pools yet")
 
 ROW = r"^│ (\w+) +" + r"│ +([\d.]+) " * 6 + "│$"
 
@@ -80,6 +83,38 @@ def test_one_protocol_alone(site: Site) -> None:
     done = demo(site, "--protocol", "cow", "--iterations", "100", "--example", "pointer_chase")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row[0] for row in re.findall(ROW, done.stdout, re.M)] == ["cow"]
+
+
+RESTORED = r"^│ (\w+) +" + r"│ +([\d.]+) " * 3 + r"│ +([^│]+?) │ +([^│]+?) │ +([^│]+?) │ +([^│]+?) │$"
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("mode", ["eager", "lazy", pytest.param("pool", marks=needs_pool)])
+def test_it_measures_restores(site: Site, mode: str) -> None:
+    done = demo(site, "--restore", mode)
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = re.findall(r"^(\d+)\. (.*) \.\.\. (\d+\.\d\d) s$", done.stdout, re.M)
+    assert [int(number) for number, _, _ in steps] == list(range(1, len(steps) + 1)), done.stdout
+    ((found, *times, memory, on_demand, waits, waited),) = re.findall(RESTORED, done.stdout, re.M)
+    kernel, iteration, last_byte = (float(seconds) for seconds in times)
+    assert found == mode
+    assert 0 < kernel < iteration
+    assert memory == "8.0 MiB"
+    if mode == "eager":
+        assert last_byte < kernel + 0.002  # the gate opens when all is there
+        assert (on_demand, waits, waited) == ("-", "-", "-")
+    else:
+        assert last_byte > 1.5  # 8 MiB at 4 MiB a second
+        assert int(waits) == 0 or float(waited) > 0
+    assert re.search(r"the program ends with the same result, [0-9a-f]{16}\.$", done.stdout.strip())
+    assert left(site) == []
+
+
+def test_one_demonstration_at_a_time(site: Site) -> None:
+    done = demo(site, "--restore", "lazy", "--protocol", "cow")
+    assert done.returncode == 2
+    assert "choose one" in done.stderr
+    assert site.processes() == []
 
 
 def test_it_leaves_no_zombie_to_a_parent_that_does_not_reap(site: Site) -> None:

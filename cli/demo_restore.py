@@ -1,0 +1,174 @@
+"""``phos-gpu demo --restore``: how soon a program computes again, restored eagerly, lazily or from a pool.
+
+The program is dumped half-way and ended. From the same image it is restored in each way that was asked for, and
+computes to its end; it must end with the same result each time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from phos.cli.demo_protocols import Watch
+from phos.cli.inspect import size_text
+from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import client
+from phos.gpu_engine.errors import CheckpointFailed
+
+if TYPE_CHECKING:
+    from phos.cli.demo import Demo
+
+MODES = ("eager", "lazy", "pool")
+ITERATIONS = 40
+PROGRAM_SECONDS = 300.0
+PACE = 0.05
+"""Seconds that the program sleeps after each iteration, so that it can be dumped half-way."""
+
+SOFTWARE_BANDWIDTH = 4 << 20
+"""Bytes per second that the software GPU copies: memory should still be coming when the program computes."""
+
+POOL = "demo"
+
+
+@dataclass
+class Measured:
+    """One restore; seconds since its command began, bytes, and how often and how long calls waited for memory."""
+
+    mode: str
+    first_kernel: float
+    first_iteration: float
+    last_byte: float
+    size: int
+    on_demand: int | None = None
+    waits: int | None = None
+    waited: float | None = None
+
+
+def compare(demo: Demo, modes: Sequence[str]) -> None:
+    """All steps.
+
+    Raises:
+        PhosError: one failed.
+    """
+    kind = "NVIDIA's GPU" if demo.device == "nvidia" else "the software GPU (a stand-in that runs PTX on the CPU)"
+    demo.console.print(f"Example '{demo.example}', {demo.iterations} iterations, on {kind}.")
+    if demo.device == "software" and not demo.environment.get("SOFTGPU_COPY_BANDWIDTH"):
+        demo.environment["SOFTGPU_COPY_BANDWIDTH"] = str(SOFTWARE_BANDWIDTH)
+        demo.console.print(f"Its copies are slowed down to {SOFTWARE_BANDWIDTH >> 20} MiB/s: they should take a while.")
+    with demo.timed("Start phosd, the daemon that will hold the GPU memory"):
+        demo.command("phosd", "--ensure")
+    with demo.timed("Run the program without interruption"):
+        demo.start(demo.folder / "whole.log").wait(PROGRAM_SECONDS)
+    expected = demo.result(demo.folder / "whole.log")
+    output = demo.folder / "restored.log"
+    with demo.timed("Start it again and let it compute half of the way"):
+        process = demo.start(output, PACE)
+        demo.wait_iteration(output, demo.iterations // 2, process)
+    demo.image.mkdir()
+    with demo.timed(f"criu dump --lib phos -t {process.pid} -D image/"):
+        demo.criu("dump", "-t", str(process.pid))
+        process.wait(60)  # and so its pid is free: the restored one has the same
+    said = output.read_bytes()
+    measured = []
+    for mode in modes:
+        with open(output, "r+b") as file:  # CRIU wants it as long as it was
+            file.truncate(len(said))
+        measured.append(_pool(demo, output) if mode == "pool" else _restore(demo, mode, output))
+        if (found := demo.result(output)) != expected:
+            raise CheckpointFailed(f"The results differ: {expected} without interruption, {found} restored ({mode}).")
+    _show(demo, measured)
+    demo.console.print(f"Restored in each of these ways, the program ends with the same result, {expected}.")
+
+
+def _restore(demo: Demo, mode: str, output: Path) -> Measured:
+    options = ["--lazy"] if mode == "lazy" else []
+    with Watch(output) as watch:
+        with demo.timed(" ".join([f"{mode}: phos-gpu restore", *options, "image/"])):
+            began, clock = time.time(), time.perf_counter()
+            said = json.loads(demo.command("phos-gpu", "restore", *options, "--json", str(demo.image)))
+            job = _job(demo)
+        with demo.timed(f"{mode}: let it compute to its end"):
+            demo.wait_end(said["pids"][0])
+            time.sleep(0.01)  # the watch's last look
+    ends = {phase.name: job.since + phase.start + phase.seconds - began for phase in job.phases}
+    found = Measured(
+        mode,
+        first_kernel=ends.get("attach", 0.0),  # nobody watches calls: the moment from which on they are let through
+        first_iteration=_first(watch, clock),
+        last_byte=ends.get("GPU data", 0.0),
+        size=job.bytes_total,
+    )
+    return _on_demand(found, said) if mode == "lazy" else found
+
+
+def _pool(demo: Demo, output: Path) -> Measured:
+    with demo.timed(f"pool: phos-gpu pool create image/ --size 1 --name {POOL}"):
+        demo.command("phos-gpu", "pool", "create", str(demo.image), "--size", "1", "--name", POOL)
+    with Watch(output) as watch:
+        with demo.timed(f"pool: phos-gpu pool take {POOL}"):
+            began, clock = time.time(), time.perf_counter()
+            said = json.loads(demo.command("phos-gpu", "pool", "take", POOL, "--json"))
+        with demo.timed("pool: drop it, and let the process that was taken compute to its end"):
+            demo.command("phos-gpu", "pool", "drop", POOL)
+            demo.wait_end(said["pids"][0])
+            time.sleep(0.01)
+    offset = float(said["began"]) - began  # its own times begin where phosd was asked
+    for name in ("attached", "first_kernel", "last_byte"):
+        if said.get(name) is not None:
+            said[name] += offset
+    found = Measured(
+        "pool",
+        first_kernel=said["attached"],
+        first_iteration=_first(watch, clock),
+        last_byte=said["last_byte"],
+        size=said["bytes"],
+    )
+    return _on_demand(found, said)
+
+
+def _on_demand(found: Measured, said: dict[str, Any]) -> Measured:
+    """With what the command printed of a restore whose calls were watched while memory came."""
+    if said.get("first_kernel") is not None:  # else there was none before all memory was there
+        found.first_kernel = said["first_kernel"]
+    found.on_demand, found.waits, found.waited = said["on_demand_bytes"], said["waits"], said["waited"]
+    return found
+
+
+def _first(watch: Watch, clock: float) -> float:
+    if not watch.times:
+        raise CheckpointFailed("The restored program computed nothing.")
+    return watch.times[0] - clock
+
+
+def _job(demo: Demo) -> wire_pb2.Status.Job:
+    """phosd's latest restore."""
+    where = os.path.realpath(demo.image)
+    jobs = [
+        job
+        for job in client.status(Path(demo.environment["PHOS_SOCKET"])).jobs
+        if job.kind == "restore" and job.image == where
+    ]
+    if not jobs:
+        raise CheckpointFailed(f"phosd knows of no restore from {where}.")
+    return jobs[-1]
+
+
+def _show(demo: Demo, measured: Sequence[Measured]) -> None:
+    title = "Seconds from the command to the first kernel, the next iteration, the last byte; what calls waited for"
+    table = Table("Restore", title=title, title_justify="left")
+    for title in ("kernel", "iteration", "last byte", "memory", "on demand", "waits", "waited"):
+        table.add_column(title, justify="right")
+    for m in measured:
+        times = [f"{seconds:.3f}" for seconds in (m.first_kernel, m.first_iteration, m.last_byte)]
+        demanded = ["-", "-", "-"]
+        if m.on_demand is not None:
+            demanded = [size_text(m.on_demand), str(m.waits), f"{m.waited:.3f}"]
+        table.add_row(m.mode, *times, size_text(m.size), *demanded)
+    demo.console.print(table)
