@@ -65,7 +65,7 @@ def test_examples_are_predicted_right(site: Site, name: str) -> None:
 def test_rodinia_like_programs_are_predicted_right(site: Site) -> None:
     """Every kernel of every program, whatever way its addresses take; where that is memory, anything may be written."""
     rodinia = examples_folder().parent / "bench" / "programs" / "audited_rodinia.py"
-    report = audit(site, str(rodinia), options=("--limit-launches", "3"))
+    report = audit(site, str(rodinia), options=("--limit-launches", "3", "--every", "0"))
     print(report["printed"])
     assert "RESULT right" in report["printed"]
     ptx = source(report, "ptx")

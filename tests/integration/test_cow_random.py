@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.windows.builds import Wrong
 from tests.windows.windows import Options, workshop
 
 
@@ -28,3 +29,12 @@ def test_wrong_guesses_leave_no_image_and_no_harm(tmp_path: Path) -> None:
         met = made.met
     assert met["images committed"] + met["images mispredicted"] == 10
     assert met["images mispredicted"] > 3
+
+
+@pytest.mark.timeout(300)
+def test_a_race_in_the_program_is_reported(tmp_path: Path) -> None:
+    """The race detector looks, and what it says ends a run: a counter of all threads has nothing that guards it."""
+    options = Options(seed=4, sanitize="thread", environment={"PLANT_RACE": "1"}, exits=0.0, per_program=1)
+    with workshop(tmp_path, options) as made, pytest.raises(Wrong, match="ThreadSanitizer: data race"):
+        made.run(4)
+    assert any("operations" in path.read_text() for path in tmp_path.glob("sanitizer.*"))

@@ -218,6 +218,25 @@ def test_two_checkpoints_cannot_have_one_process() -> None:
         pass
 
 
+def test_a_checkpoint_that_is_just_ending_is_waited_for() -> None:
+    """Its image is committed a moment before it lets its processes go, and whoever waited for that may ask at once."""
+    claims = Claims()
+    held, first = threading.Event(), claims.hold([1, 2])
+
+    def hold_for_a_moment() -> None:
+        with first:
+            held.set()
+            time.sleep(0.1)
+
+    other = threading.Thread(target=hold_for_a_moment)
+    other.start()
+    held.wait()
+    with claims.hold([2]):
+        assert claims.has([2])
+        assert not claims.has([1])
+    other.join()
+
+
 class FakeJob:
     kind = "dump"
     state = "writing"

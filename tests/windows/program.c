@@ -15,6 +15,8 @@ char *ptx;
 CUcontext context;
 atomic_int stop; /* SIGUSR1: 1, SIGUSR2: 2 */
 static unsigned nap, rare;
+static bool race;                       /* PLANT_RACE: the sanitizer has something to find */
+static volatile unsigned long operations; /* then: of all threads, and nothing guards it */
 static pthread_mutex_t target_lock = PTHREAD_MUTEX_INITIALIZER; /* the module's variable `target` */
 
 void check_at(CUresult result, const char *what, int line)
@@ -430,6 +432,8 @@ static void *work(void *argument)
     CHECK(cuCtxSetCurrent(context));
     for (unsigned i = 500 + draw(w, 1000); i && !atomic_load(&stop); i--) {
         one_operation(w);
+        if (race)
+            operations++;
         if (nap)
             nanosleep(&(struct timespec){.tv_nsec = draw(w, 2 * nap) * 1000}, NULL);
     }
@@ -469,6 +473,7 @@ int main(int count, char **words)
     unsigned threads = (unsigned)atoi(words[3]), pages = (unsigned)atoi(words[4]) * 256 / threads;
     nap = (unsigned)atoi(words[5]);
     rare = (unsigned)atoi(words[6]);
+    race = getenv("PLANT_RACE") != NULL;
     ptx = read_text(words[1]);
     CUdevice device;
     CHECK(cuInit(0));
