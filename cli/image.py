@@ -13,10 +13,13 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from phos.cli.inspect import printable, size_text
+from phos.cli import remote_image
+from phos.cli.criu import image_directory
+from phos.cli.inspect import printable, refuse, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, wire
 from phos.gpu_engine.errors import DaemonUnavailable, PhosError, UsageError
+from phos.images.errors import ImageError
 
 
 @click.group()
@@ -51,6 +54,32 @@ def pin(directory: Path, name: str, copy: bool, as_json: bool) -> None:
     called = f" as {name}" if name else ""
     where = "" if copied else ", where it lies"
     click.echo(f"Pinned {size_text(size)} of {directory}{called}{where} ({seconds:.2f} s).")
+
+
+@image.command()
+@click.argument("address", metavar="tcp://HOST:PORT/NAME")
+@click.argument("directory", metavar="IMAGE", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+def fetch(address: str, directory: Path, as_json: bool) -> None:
+    """Make the directory IMAGE stand for an image that another host shares.
+
+    It is restored, pinned or made a pool of like any other; its GPU data stays there and comes when it is wanted.
+    """
+    began = time.perf_counter()
+    image_directory(directory, create=True)
+    try:
+        size = remote_image.fetch(address, directory, only_data=True)
+    except BaseException as error:
+        remote_image.clear(directory)
+        if isinstance(error, ImageError):
+            refuse("image fetch", error, as_json)
+        raise
+    seconds = time.perf_counter() - began
+    if as_json:
+        said = {"image": os.path.realpath(directory), "address": address, "bytes": size, "seconds": round(seconds, 4)}
+        click.echo(json.dumps(said))
+        return
+    click.echo(f"{directory} stands for {address}; {size_text(size)} copied ({seconds:.2f} s).")
 
 
 @image.command()

@@ -20,9 +20,10 @@ def is_remote(image: str) -> bool:
     return image.startswith(SCHEME)
 
 
-@contextmanager
-def fetched(image: str) -> Iterator[Path]:
-    """Copy what is not GPU data of the image at that address; after the block only logs are left, if it failed.
+def fetch(image: str, directory: Path, *, only_data: bool = False) -> int:
+    """Make an empty directory stand for the image at that address. Returns the bytes copied.
+
+    ``only_data``: leave only the GPU data there, not what a restore streams through.
 
     Raises:
         ImageError: the image cannot be had.
@@ -30,18 +31,32 @@ def fetched(image: str) -> Iterator[Path]:
     """
     address = Address.parse(image)
     key = Path(os.environ.get("PHOS_REMOTE_KEY") or configuration.read().get("PHOS_REMOTE_KEY", "") or DEFAULT_KEY)
+    try:
+        return fetch_description(address, key, directory, only_data=only_data)
+    except OSError as error:
+        raise RestoreFailed(f"{image} cannot be copied to {directory}: {error.strerror}.") from error
+
+
+def clear(directory: Path) -> None:
+    """Leave nothing but logs in it, and not even it without them."""
+    for entry in directory.iterdir():
+        if entry.suffix != ".log":
+            entry.unlink(missing_ok=True)
+    if not any(directory.iterdir()):
+        directory.rmdir()
+
+
+@contextmanager
+def fetched(image: str) -> Iterator[Path]:
+    """Copy what is not GPU data of the image at that address; after the block only logs are left, if it failed.
+
+    Raises: as :func:`fetch`.
+    """
     directory = Path(tempfile.mkdtemp(prefix="phos-remote-"))
     try:
-        try:
-            fetch_description(address, key, directory)
-        except OSError as error:
-            raise RestoreFailed(f"{image} cannot be copied to {directory}: {error.strerror}.") from error
+        fetch(image, directory)
         yield directory
     except BaseException:
-        for entry in directory.iterdir():
-            if entry.suffix != ".log":
-                entry.unlink(missing_ok=True)
-        if not any(directory.iterdir()):
-            directory.rmdir()
+        clear(directory)
         raise
     shutil.rmtree(directory, ignore_errors=True)

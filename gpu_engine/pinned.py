@@ -25,6 +25,7 @@ from phos.images.extents import BlockTable, Extent
 from phos.images.files import lives_in_memory, run_in_threads, thread_count
 from phos.images.formats import BlockKey, align_up
 from phos.images.reader import Image
+from phos.images.remote import RemoteImage
 
 POPULATE_BYTES = 256 << 20
 """What a thread populates at once."""
@@ -152,16 +153,17 @@ class PinnedMemory:
         with self._lock:
             return max(0, self._users - 1)
 
-    def load(self, image: Image, *, copy: bool, room: Callable[[int], None]) -> None:
+    def load(self, image: Image | RemoteImage, *, copy: bool, room: Callable[[int], None]) -> None:
         """Bring an image's data into memory, page-lock it, check every chunk.
 
-        ``copy``: also what could stay where it is. ``room`` is told how many bytes will be copied before they are, and
-        refuses by an exception.
+        ``copy``: also what could stay where it is, which nothing of another host can. ``room`` is told how many bytes
+        will be copied before they are, and refuses by an exception.
 
         Raises:
             ImageError: the data is damaged, or changes meanwhile. DriverError: it cannot be locked. OSError.
         """
         sizes = {file.name: file.size for file in image.record.files if file.origin == pb.File.PHOS_DATA}
+        copy = copy or isinstance(image, RemoteImage)
         for name, size in sizes.items():
             stripe = formats.stripe_of(name)
             if size and stripe is not None:
@@ -181,7 +183,7 @@ class PinnedMemory:
         self._check(image)
         self.confirm(image.path)
 
-    def _check(self, image: Image) -> None:
+    def _check(self, image: Image | RemoteImage) -> None:
         scratch = threading.local()
         lock = threading.Lock()  # guards done
 
@@ -242,7 +244,7 @@ class PinnedMemory:
             region.free()
 
 
-def _region(image: Image, name: str, size: int, copy: bool) -> Region:
+def _region(image: Image | RemoteImage, name: str, size: int, copy: bool) -> Region:
     where = image.path / name
     directory = os.open(image.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -273,7 +275,7 @@ def _region(image: Image, name: str, size: int, copy: bool) -> Region:
 class PinnedImage:
     """An image whose data is pinned. An :class:`~phos.images.source.ImageSource`."""
 
-    def __init__(self, image: Image, memory: PinnedMemory) -> None:
+    def __init__(self, image: Image | RemoteImage, memory: PinnedMemory) -> None:
         """Both become this object's: ``image``, which may lack its data files, and a use of ``memory``."""
         self._image = image
         self._memory = memory
@@ -312,7 +314,7 @@ class PinnedImage:
         return self.read_into(extent, buffer)
 
     def copy_file(self, name: str, target: int) -> None:
-        """See :class:`~phos.images.source.ImageSource`; from the directory, such files are not pinned."""
+        """See :class:`~phos.images.source.ImageSource`; from where the image is, such files are not pinned."""
         self._image.copy_file(name, target)
 
     def confirm(self) -> None:

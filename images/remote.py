@@ -190,9 +190,10 @@ class Links:
 class RemoteImage:
     """An image at another host. An :class:`~phos.images.source.ImageSource`."""
 
-    def __init__(self, local: Image, links: Links) -> None:
-        """``local``: of the directory that stands for it. Both become this object's."""
+    def __init__(self, local: Image, links: Links, *, only_data: bool) -> None:
+        """Of the directory ``local`` that stands for it. Both become this object's. ``only_data``: all else is here."""
         self._local = local
+        self._only_data = only_data
         self._links = links
 
     @staticmethod
@@ -211,12 +212,13 @@ class RemoteImage:
         try:
             said = json.loads(raw)
             address, key_file = Address.parse(said["address"]), Path(said["key_file"])
+            only_data = bool(said["only_data"])
         except (ValueError, KeyError, TypeError) as error:
             raise ImageError(f"{MARKER} in the image directory is damaged") from error
         links = Links(address, read_key(key_file))
         local = Image.open(directory)
         links.expect(_record_hash(local.path))
-        return RemoteImage(local, links)
+        return RemoteImage(local, links, only_data=only_data)
 
     @property
     def inventory(self) -> pb.Inventory:
@@ -232,6 +234,11 @@ class RemoteImage:
     def path(self) -> Path:
         """See :class:`~phos.images.source.ImageSource`."""
         return self._local.path
+
+    @property
+    def record(self) -> pb.CommitRecord:
+        """The commit record."""
+        return self._local.record
 
     def read_into(self, extent: Extent, buffer: memoryview) -> int | None:
         """See :class:`~phos.images.source.ImageSource`."""
@@ -260,6 +267,9 @@ class RemoteImage:
 
     def copy_file(self, name: str, target: int) -> None:
         """See :class:`~phos.images.source.ImageSource`."""
+        if self._only_data:
+            self._local.copy_file(name, target)
+            return
         file = next((f for f in self._local.record.files if f.name == name and formats.is_residue(name)), None)
         if file is None:
             raise ImageError(f"{self.path / formats.COMMIT_FILE} lacks {name}")
@@ -269,6 +279,15 @@ class RemoteImage:
         """See :class:`~phos.images.source.ImageSource`."""
         self._local.close()
         self._links.close()
+
+
+def stands_for_another(directory: int) -> bool:
+    """Whether an open directory has MARKER."""
+    try:
+        os.stat(MARKER, dir_fd=directory, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def _record_hash(directory: Path) -> bytes:
@@ -304,8 +323,10 @@ def _copy_segment(links: Links, name: str, target: int, offset: int, length: int
         )
 
 
-def fetch_description(address: Address, key_file: Path, directory: Path) -> int:
+def fetch_description(address: Address, key_file: Path, directory: Path, *, only_data: bool = False) -> int:
     """Make an empty directory stand for the image at an address. Returns the bytes that were copied.
+
+    ``only_data``: leave only the GPU data there. Else also what the driver saved, which every restore needs once.
 
     Raises:
         ImageError: the image cannot be had, is not whole, or what came is damaged. OSError: the directory takes it not.
@@ -331,18 +352,18 @@ def fetch_description(address: Address, key_file: Path, directory: Path) -> int:
             (directory / formats.ORDER_FILE).write_bytes(order)  # only advice: whoever reads it checks it
         with Image.open_damaged(directory) as partly:  # all else is missing, but the record is whole and of our version
             files = list(partly.record.files)
-        size = _fetch_files(links, files, directory)
-    marker = {"address": str(address), "key_file": str(key_file.absolute())}
+        size = _fetch_files(links, files, directory, only_data=only_data)
+    marker = {"address": str(address), "key_file": str(key_file.absolute()), "only_data": only_data}
     (directory / MARKER).write_text(json.dumps(marker))
     Image.open(directory).close()  # sizes, tables, inventory: all that can be known without the data
     return size
 
 
-def _fetch_files(links: Links, files: list[pb.File], directory: Path) -> int:
+def _fetch_files(links: Links, files: list[pb.File], directory: Path, *, only_data: bool) -> int:
     here = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     descriptors: list[int] = []
     try:
-        copied = [f for f in files if f.origin != pb.File.PHOS_DATA and not formats.is_residue(f.name)]
+        copied = [f for f in files if f.origin != pb.File.PHOS_DATA and (only_data or not formats.is_residue(f.name))]
         size = sum(file.size for file in copied)
         if size > (free := free_bytes(here)):
             raise ImageError(

@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from phos.gpu_engine.pinned import PinnedImage, PinnedMemory, data_bytes
 from phos.images import formats
 from phos.images.errors import ImageError
 from phos.images.reader import Image
+from phos.images.remote import RemoteImage
 
 log = logging.getLogger(__name__)
 
@@ -121,7 +123,7 @@ class PinnedImages:
 
         began = time.monotonic()
         try:
-            with Image.open(directory) as image:
+            with closing(RemoteImage.open(directory) or Image.open(directory)) as image:
                 if image.record.SerializeToString() != entry.record:
                     raise ImageError(f"{entry.path} was replaced by another image meanwhile")
                 entry.memory.load(image, copy=copy, room=room)
@@ -160,7 +162,7 @@ class PinnedImages:
         if not self._images:
             return None
         try:
-            image = Image.open_damaged(directory)
+            image = RemoteImage.open(directory) or Image.open_damaged(directory)
         except ImageError:
             return None  # said by whoever opens it next
         memory = self._memory_of(image)
@@ -170,7 +172,8 @@ class PinnedImages:
         try:
             # Its data files may be gone: they are in memory.
             data = tuple(str(image.path / f.name) for f in image.record.files if formats.stripe_of(f.name) is not None)
-            if wrong := [problem for problem in image.problems if not problem.startswith(data)]:
+            problems = image.problems if isinstance(image, Image) else []
+            if wrong := [problem for problem in problems if not problem.startswith(data)]:
                 raise ImageError(wrong[0], wrong)
             return PinnedImage(image, memory)
         except BaseException:
@@ -178,7 +181,7 @@ class PinnedImages:
             memory.release()
             raise
 
-    def _memory_of(self, image: Image) -> PinnedMemory | None:
+    def _memory_of(self, image: Image | RemoteImage) -> PinnedMemory | None:
         """In use, if the image is pinned and as it was."""
         if entry := self.entry_of(image.record.SerializeToString()):
             if changed := entry.memory.changed():

@@ -23,6 +23,7 @@ from phos.images import formats
 from phos.images.errors import ImageError
 from phos.images.formats import digest
 from phos.images.reader import Image
+from phos.images.remote import stands_for_another
 from phos.images.remote_wire import (
     ANSWER_SECONDS,
     DATA_LIMIT,
@@ -63,6 +64,8 @@ class _Shared:
         self._stack.callback(os.close, directory)
         self._directory = directory
         try:
+            if stands_for_another(directory):
+                raise ImageError("that image is at yet another host: ask that one")
             self._memory = pinned.find(directory)
             image = Image.open(directory) if self._memory is None else self._memory
             self._stack.callback(image.close)

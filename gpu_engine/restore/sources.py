@@ -44,12 +44,10 @@ def open_source(directory: int) -> ImageSource:
     Raises:
         ImageError: there is no whole image.
     """
-    if (remote := RemoteImage.open(directory)) is not None:
-        return remote
     for pinned in _pinned:
         if (image := pinned.find(directory)) is not None:
             return image
-    return Image.open(directory)
+    return RemoteImage.open(directory) or Image.open(directory)
 
 
 @dataclass(frozen=True)

@@ -196,7 +196,7 @@ def test_an_image_that_is_unpinned_during_its_restore_stays_until_it_is_done(sit
     dumped = Dumped(site, shared)
     dumped.go.unlink()
     site.run("phosd", "--stop")
-    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(20 << 20)
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(6 << 20)
     pin(site, dumped.image, "--copy", "--name", "layers")
     for file in dumped.data():
         file.unlink()

@@ -234,3 +234,24 @@ def test_phosd_serves_its_own_host_while_its_address_is_taken(site: Site, other:
         other.site.run("phosd", "--ensure")
         assert other.site.status()["listen"] == ""
     wait_until(lambda: other.site.status()["listen"] == other.address, "the other phosd to listen")
+
+
+def test_a_directory_that_stands_for_an_image_is_restored_and_pinned_like_any_other(site: Site, other: Other) -> None:
+    dumped = Dumped(site, site.folder)
+    address = other.take(dumped)
+    other.start()
+    refused = site.run("phos-gpu", "image", "fetch", address + "s", str(dumped.image), check=False)
+    assert refused.returncode == 1
+    assert "phosd there shares no image" in refused.stderr
+    assert not dumped.image.exists()
+    said = json.loads(site.run("phos-gpu", "image", "fetch", "--json", address, str(dumped.image)).stdout)
+    assert said["address"] == address
+    assert not dumped.data() or sum(file.stat().st_blocks for file in dumped.data()) == 0
+    for mode in MODES:
+        assert dumped.restore(mode) == LAYERS_SUM
+    site.run("phos-gpu", "image", "pin", str(dumped.image))
+    other.site.run("phosd", "--stop")
+    for mode in MODES:
+        assert dumped.restore(mode) == LAYERS_SUM
+    site.run("phos-gpu", "image", "unpin", str(dumped.image))
+    assert "cannot be reached: Connection refused" in dumped.restore(check=False)
