@@ -401,6 +401,7 @@ void phos_kernel_touch(struct phos_touches *touches, struct phos_kernel *kernel,
     }
     if (kernel->layout != LAYOUT_KNOWN) {
         touches->anything |= ALL;
+        touches->unknown = true;
         return;
     }
     touches->source = SOURCE_LAYOUT;

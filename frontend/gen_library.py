@@ -118,7 +118,7 @@ def _function(fields: list[str]) -> list[Function]:
         typed = re.fullmatch(r"\s*(void \*|enum |int |long |size_t |double )(\w+)\s*", parameter)
         if typed is None:
             raise ValueError(f"{parameter.strip()!r} is no parameter")
-        if typed[2] in ("real", "entry", "caller", "scope", "status"):
+        if typed[2] in ("real", "entry", "caller", "scope", "status", "given"):
             raise ValueError(f"a parameter cannot be called {typed[2]}: the wrapper has a variable of that name")
         parsed.append((typed[1].strip(), typed[2]))
     result = []
@@ -177,6 +177,44 @@ def instances(libraries: list[Library]) -> list[Instance]:
     return result
 
 
+def _lazy(function: Function) -> bool:
+    """Whether calls leave scopes outside windows too, with what they document worked out when a launch asks."""
+    return function.library != "nccl"
+
+
+def _captured(function: Function) -> list[tuple[str, str]]:
+    """The parameters that the roles speak of."""
+    spoken = " ".join(f"{role.parameter} {role.size}" for role in function.roles)
+    return [(kind, name) for kind, name in function.parameters if re.search(rf"\b{name}\b", spoken)]
+
+
+def _document(function: Function) -> str:
+    """What works out the documentation of a call from its arguments, and the structure that holds these."""
+    fields = "".join(f" {kind} {name};".replace("* ", "*") for kind, name in _captured(function))
+    out = [
+        f"struct arguments_{function.name} {{{fields} }};\n"
+        f"static void document_{function.name}(struct phos_library_scope *scope)\n{{\n"
+        f"    const struct arguments_{function.name} *given = scope->arguments;\n"
+        "    const void *real = scope->real;\n    (void)given;\n    (void)real;\n"
+    ]
+    out += [
+        f"    {kind} {name} = given->{name};\n".replace("* ", "*", 1)
+        if kind.endswith("*")
+        else f"    {kind} {name} = given->{name};\n"
+        for kind, name in _captured(function)
+    ]
+    out += [
+        f"    phos_library_document(scope, {role.parameter}, {role.size}, {_access(role)});\n"
+        for role in function.roles
+    ]
+    out.append("}\n")
+    return "".join(out)
+
+
+def _access(role: Role) -> str:
+    return "PHOS_READS" if role.direction == "in" else "PHOS_READS | PHOS_WRITES"
+
+
 def _traced(function: Function, status: int) -> str:
     """The body that all instances of a function share: the call, inside its scope."""
     separator = ", " if function.parameters else ""
@@ -194,12 +232,22 @@ def _traced(function: Function, status: int) -> str:
             "    return status;\n}\n"
         )
         return "".join(out)
+    if _lazy(function):
+        given = ", ".join(name for _, name in _captured(function))
+        out.append(
+            f"    if (!phos_library_enabled())\n        return real({function.arguments});\n"
+            f"    const struct arguments_{function.name} given = {{{given}}};\n"
+            "    struct phos_library_scope scope;\n"
+            f'    phos_library_enter_lazily(&scope, "{function.name}", document_{function.name}, &given,\n'
+            "                              (void *)real);\n"
+            f"    int status = real({function.arguments});\n    phos_library_leave(&scope);\n    return status;\n}}\n"
+        )
+        return _document(function) + "".join(out)
     if function.special != "group end":
         out.append(f"    if (!phos_library_traced())\n        return real({function.arguments});\n")
     out.append(f'    struct phos_library_scope scope;\n    phos_library_enter(&scope, "{function.name}");\n')
     for role in function.roles:
-        access = "PHOS_READS" if role.direction == "in" else "PHOS_READS | PHOS_WRITES"
-        out.append(f"    phos_library_document(&scope, {role.parameter}, {role.size}, {access});\n")
+        out.append(f"    phos_library_document(&scope, {role.parameter}, {role.size}, {_access(role)});\n")
     if function.special == "deferred":
         out.append("    phos_library_group_add(&scope);\n")
     if function.special == "group end":
@@ -242,8 +290,12 @@ def hooks(libraries: list[Library], functions: list[Function]) -> str:
         out.append(f"extern char hook_{name}[] {'DEFAULT' if instance.linked else 'HIDDEN'};\n")
     out.append("\nstruct phos_library phos_libraries[] = {\n")
     for instance in ways:
-        versioned, linked = (str(flag).lower() for flag in (instance.library.versioned, instance.linked))
-        out.append(f'    {{.soname = "{instance.soname}", .versioned = {versioned}, .linked = {linked}}},\n')
+        flags = (instance.library.versioned, instance.linked, instance.library.name != "nccl")
+        versioned, linked, always = (str(flag).lower() for flag in flags)
+        out.append(
+            f'    {{.soname = "{instance.soname}", .always = {always}, .versioned = {versioned}, '
+            f".linked = {linked}}},\n"
+        )
     out.append("};\nconst size_t phos_library_count = LIBRARIES;\n\n")
     out.append("struct phos_library_entry phos_library_entries[] = {\n")
     for instance, function in rows:

@@ -12,32 +12,12 @@ struct group {
     size_t count, capacity;
 };
 
-static __thread struct phos_library_scope *innermost __attribute__((tls_model("initial-exec")));
+__thread struct phos_library_scope *phos_library_innermost __attribute__((tls_model("initial-exec")));
 static __thread struct group group __attribute__((tls_model("initial-exec")));
-
-/* A scope that was left by longjmp lies below the frame that is running now. */
-static struct phos_library_scope *live(void)
-{
-    uintptr_t here = (uintptr_t)__builtin_frame_address(0);
-    while (innermost && (uintptr_t)innermost < here)
-        innermost = innermost->outer;
-    return innermost;
-}
 
 void phos_library_enter(struct phos_library_scope *scope, const char *function)
 {
-    scope->outer = live();
-    scope->function = function;
-    scope->list = scope->ranges;
-    scope->count = 0;
-    scope->owned = NULL;
-    innermost = scope;
-}
-
-void phos_library_leave(struct phos_library_scope *scope)
-{
-    innermost = scope->outer;
-    free(scope->owned);
+    phos_library_enter_lazily(scope, function, NULL, NULL, NULL);
 }
 
 void phos_library_document(struct phos_library_scope *scope, const void *address, size_t size, uint32_t access)
@@ -84,7 +64,7 @@ void phos_library_group_end(struct phos_library_scope *scope)
 
 const char *phos_library_call(void)
 {
-    const struct phos_library_scope *scope = live();
+    const struct phos_library_scope *scope = phos_library_live();
     return scope ? scope->function : NULL;
 }
 
@@ -97,7 +77,7 @@ struct saying {
 static struct saying said_of(CUdeviceptr address)
 {
     struct saying saying = {.sized = true, .begin = address, .end = address};
-    for (const struct phos_library_scope *scope = innermost; scope; scope = scope->outer) {
+    for (const struct phos_library_scope *scope = phos_library_innermost; scope; scope = scope->outer) {
         for (size_t i = 0; i < scope->count; i++) {
             const struct phos_library_range *range = &scope->list[i];
             bool writes = range->access & PHOS_WRITES;
@@ -119,7 +99,30 @@ static struct saying said_of(CUdeviceptr address)
     return saying;
 }
 
-static bool written_already(const struct phos_touches *touches, const struct phos_library_range *range)
+/* Of scopes that were entered without a window. */
+static void document_all(void)
+{
+    for (struct phos_library_scope *scope = phos_library_innermost; scope; scope = scope->outer) {
+        void (*document)(struct phos_library_scope *) = scope->document;
+        scope->document = NULL;
+        if (document)
+            document(scope);
+    }
+}
+
+/* Their kernels reach memory through tables and tensor maps that no analysis follows; what a call of theirs writes is in
+ * its documentation. Not so with arrays of pointers, whose outputs are not, and with NCCL, which has buffers of its own. */
+static bool says_all(const struct phos_library_scope *scope)
+{
+    if (strncmp(scope->function, "cublas", 6) && strncmp(scope->function, "cudnn", 5))
+        return false;
+    for (size_t i = 0; i < scope->count; i++)
+        if (scope->list[i].access & PHOS_WRITES)
+            return true;
+    return false;
+}
+
+static bool touched_already(const struct phos_touches *touches, const struct phos_library_range *range)
 {
     for (size_t i = 0; i < touches->count; i++) {
         const struct phos_touch *touch = &touches->list[i];
@@ -135,8 +138,9 @@ static bool written_already(const struct phos_touches *touches, const struct pho
 
 void phos_library_refine(struct phos_touches *touches)
 {
-    if (!live() || touches->nothing)
+    if (!phos_library_live() || touches->nothing)
         return;
+    document_all();
     for (size_t i = 0; i < touches->count; i++) {
         struct phos_touch *touch = &touches->list[i];
         struct saying saying = said_of(touch->address);
@@ -151,14 +155,15 @@ void phos_library_refine(struct phos_touches *touches)
             touch->size = saying.end - saying.begin;
         }
     }
-    for (const struct phos_library_scope *scope = innermost; scope; scope = scope->outer)
+    for (const struct phos_library_scope *scope = phos_library_innermost; scope; scope = scope->outer)
+        touches->documented |= says_all(scope);
+    uint32_t wanted = touches->documented && touches->anything ? PHOS_READS | PHOS_WRITES : PHOS_WRITES;
+    if (touches->documented)
+        touches->anything = 0; /* before ranges are added: that may fail, and then says so here */
+    for (const struct phos_library_scope *scope = phos_library_innermost; scope; scope = scope->outer)
         for (size_t i = 0; i < scope->count; i++) {
             const struct phos_library_range *range = &scope->list[i];
-            if ((range->access & PHOS_WRITES) && !written_already(touches, range))
+            if ((range->access & wanted) && !touched_already(touches, range))
                 phos_touches_add(touches, range->address, range->size, range->access);
-            /* Their kernels call through tables that no analysis follows; what they write is said here. Not so with
-             * arrays of pointers, whose outputs are not, and with NCCL, which has buffers of its own. */
-            if (range->access & PHOS_WRITES && (!strncmp(scope->function, "cublas", 6) || !strncmp(scope->function, "cudnn", 5)))
-                touches->anything = 0;
         }
 }

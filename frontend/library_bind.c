@@ -15,16 +15,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-bool phos_library_enabled(void)
+_Atomic int phos_library_setting;
+
+int phos_library_ask_setting(void)
 {
-    static _Atomic int known; /* 0: not asked yet, 1: on, 2: off */
-    int answer = atomic_load_explicit(&known, memory_order_relaxed);
-    if (!answer) {
-        const char *setting = getenv("PHOS_LIBRARIES");
-        answer = setting && !strcmp(setting, "off") ? 2 : 1;
-        atomic_store_explicit(&known, answer, memory_order_relaxed);
-    }
-    return answer == 1;
+    const char *setting = getenv("PHOS_LIBRARIES");
+    int answer = setting && !strcmp(setting, "off") ? 2 : 1;
+    atomic_store_explicit(&phos_library_setting, answer, memory_order_relaxed);
+    return answer;
 }
 
 /* ---- objects in this process */
@@ -121,7 +119,8 @@ static void *versioned_symbol(void *handle, const struct phos_library_entry *ent
 static void settle(struct phos_library_entry *entry, void *real)
 {
     atomic_store_explicit(&entry->real, real, memory_order_release);
-    atomic_store_explicit(&entry->target, real, memory_order_release);
+    if (!entry->library->always || !phos_library_enabled()) /* else its calls go through the wrapper, window or not */
+        atomic_store_explicit(&entry->target, real, memory_order_release);
 }
 
 /* Binds the library to one of the objects of its name: the one that the dynamic linker would have taken for callers
@@ -269,10 +268,10 @@ static void *real_plain(struct phos_library_entry *entry, const void *caller)
 
 /* ---- what the wrappers ask */
 
-void *phos_library_real(struct phos_library_entry *entry, const void *caller)
+void *phos_library_find(struct phos_library_entry *entry, const void *caller)
 {
-    void *real = atomic_load_explicit(&entry->real, memory_order_acquire);
-    if (!real && entry->library->linked)
+    void *real = NULL;
+    if (entry->library->linked)
         real = entry->library->versioned ? real_versioned(entry) : real_plain(entry, caller);
     if (!real)
         phos_warn_once("%s was called, but %s is not loaded: the call fails", entry->function, entry->library->soname);

@@ -52,7 +52,7 @@ void phos_touches_complete(struct phos_touches *touches, bool per_thread, const 
         touches->stream = CU_STREAM_PER_THREAD;
     if (!touches->kernel)
         touches->kernel = entry_point;
-    if (touches->source != PHOS_SOURCE_NONE) /* of a kernel only a guess is known, of a copy what it does */
+    if (touches->source != PHOS_SOURCE_NONE || touches->unknown) /* of a kernel only a guess is known, of a copy what it does */
         phos_library_refine(touches);
     if (!touches->count && !touches->anything && !touches->host_copy)
         touches->nothing = true;

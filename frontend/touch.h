@@ -23,6 +23,8 @@ struct phos_touches {
     uint32_t anything;      /* PHOS_READS | PHOS_WRITES through addresses that cannot be known: all memory */
     bool host_copy;         /* moves data between host and device: transfers of ours step aside */
     bool synchronous;       /* returns when the work is done */
+    bool unknown;           /* a launch of a kernel of which not even the arguments are known */
+    bool documented;        /* what the library call that it is made in documents is all that it touches besides */
     bool window;            /* window_shadow.c's own */
     uint8_t audit;          /* audit.c's own */
     const char *kernel;     /* for reports: the kernel's name, or the entry point's; NULL: unknown */

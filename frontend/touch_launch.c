@@ -26,8 +26,10 @@ void phos_touch_launch(struct phos_touches *touches, CUfunction function, void *
         phos_kernel_touch(touches, found, &arguments);
         if (phos_audit_active())
             phos_audit_arguments(found, &arguments);
-    } else
+    } else {
         touches->anything = ALL;
+        touches->unknown = true;
+    }
 }
 
 void touch_cuLaunchKernel(struct phos_touches *touches, CUfunction function, unsigned int gx, unsigned int gy,

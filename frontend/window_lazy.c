@@ -181,11 +181,12 @@ void phos_window_load(const struct phos_touches *touches)
     uint64_t start = phos_now_ns();
     /* Of a kernel whose code nobody has seen only the arguments are known. A strict window finds out what it does besides;
      * here nothing would. */
-    bool unseen = touches->source != PHOS_SOURCE_NONE && touches->source > SOURCE_SASS &&
+    bool unseen = touches->source != PHOS_SOURCE_NONE && touches->source > SOURCE_SASS && !touches->documented &&
                   phos_window.table->mode != PHOS_WINDOW_STRICT;
-    if ((touches->anything || unseen) && !touches->nothing)
+    if ((touches->anything || unseen) && !touches->nothing) {
+        phos_window_blame(touches);
         load_anything();
-    else if (!touches->nothing)
+    } else if (!touches->nothing)
         load(touches);
     phos_window_launched(touches);
     phos_count(&phos_window.table->counts.calls, 1);

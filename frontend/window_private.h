@@ -70,6 +70,8 @@ void phos_window_launched(const struct phos_touches *touches);
 /* phosd sees to this chunk before others; with the window's lock held. */
 void phos_window_ask(uint32_t chunk);
 bool phos_window_closed(void);
+/* The first call that waits for everything, for whoever asks why a window stopped the program. */
+void phos_window_blame(const struct phos_touches *touches);
 
 static inline struct phos_window_slot *phos_window_slots(void)
 {

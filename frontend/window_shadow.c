@@ -3,11 +3,13 @@
 #include "audit.h"
 #include "cleanup.h"
 #include "clock.h"
+#include "library.h"
 #include "log.h"
 #include "memory.h"
 #include "track.h"
 #include "window_private.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -282,19 +284,20 @@ static void wait_for_everything(void)
     phos_count(&phos_window.table->counts.wait_ns, phos_now_ns() - start);
 }
 
-/* The first of them, for whoever asks why a window stopped the program. */
-static void name_culprit(const char *kernel)
+void phos_window_blame(const struct phos_touches *touches)
 {
     uint32_t nobody = 0;
     if (!__atomic_compare_exchange_n(&phos_window.table->waited_for_all, &nobody, 1, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
         return;
-    strncpy(phos_window.table->culprit, kernel ? kernel : "?", PHOS_RECENT_NAME - 1);
+    const char *library = phos_library_call();
+    snprintf(phos_window.table->culprit, PHOS_RECENT_NAME, "%s%s%.100s", library ? library : "", library ? ": " : "",
+             touches->kernel ? touches->kernel : "?");
 }
 
 static void secure(const struct phos_touches *touches)
 {
     if (touches->anything & PHOS_WRITES) {
-        name_culprit(touches->kernel);
+        phos_window_blame(touches);
         wait_for_everything();
         return;
     }

@@ -208,10 +208,15 @@ class LazyRestore(Restore):
         with self._counting:
             self._counts = self._count()
             self._learn()
+            culprits = sorted({name for window in self._windows.values() if (name := window.table.culprit())})
             for window in self._windows.values():
                 window.table.close()
             self._table.close()
             self._table = None
+        for name in culprits:
+            log.info(
+                "%s: %s may touch anything, as far as is known: it waited until everything was there", self.path, name
+            )
         log.info("%s: while loading: %s", self.path, ", ".join(f"{k} {v}" for k, v in self._counts.items()))
 
     def _watch(self) -> None:

@@ -128,3 +128,18 @@ def test_the_analysis_goes_on_after_the_kill(analysed: Site) -> None:
     go_on(analysed)
     wait_until(lambda: list((analysed.folder / "cache").glob("*.json")) != [], "descriptors of a process that is gone")
     assert not program.alive()
+
+
+def test_a_lazy_restore_names_what_waited_for_everything(analysed: Site) -> None:
+    """Of a kernel whose code nobody has looked at, nothing but its arguments is known."""
+    program = start(analysed)
+    image = analysed.image()
+    analysed.dump(program, image)
+    analysed.run("phosd", "--stop")
+    analysed.environment["SOFTGPU_COPY_BANDWIDTH"] = str(2 << 20)
+    analysed.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY="fast")
+    program.wait_progress(2)
+    wait_until(lambda: "while loading:" in phosd_log(analysed), "the end of the loading")
+    named = re.findall(r": (\w+) may touch anything, as far as is known", phosd_log(analysed))
+    assert len(named) == 1
+    assert not named[0].startswith("cu")  # a kernel, and not the call that launched it

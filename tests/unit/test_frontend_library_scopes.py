@@ -53,12 +53,77 @@ def test_what_is_not_documented_stays_as_the_kernel_has_it(shop: Workshop) -> No
     seen = gemm(
         shop,
         f"[({behind}, 0, RW), ({A[0] - 4}, 0, W), ({B[0] + B[1]}, 8, RW), ({C[0] + C[1]}, 0, W)]",
-        f"[({A[0]}, 0, R), ({C[0]}, 0, R)], RW",
+        f"[({A[0]}, 0, R), ({C[0]}, 0, R)]",
     )
     assert seen == [
         str([(behind, 0, RW), (A[0] - 4, 0, W), (B[0] + B[1], 8, RW), (C[0] + C[1], 0, W), (*C, RW)]),
         str([(*A, R), (*C, R), (*C, RW)]),
     ]
+
+
+def test_what_a_kernel_does_through_unknown_addresses_is_what_is_documented(shop: Workshop) -> None:
+    """Its operands and no more: a lazy restore waits for these, a checkpoint saves them first."""
+    seen = gemm(
+        shop,
+        f"[({A[0]}, 0, R), ({C[0]}, 0, R)], RW",
+        "[], R",
+        f"[({B[0] - 64}, 4096, R)], W",
+    )
+    assert seen == [
+        str([(*A, R), (*C, R), (*B, R), (*C, RW)]),
+        str([(*A, R), (*B, R), (*C, RW)]),
+        str([(B[0] - 64, 4096, R), (*A, R), (*C, RW)]),
+    ]
+
+
+def test_a_launch_in_a_window_in_a_call_that_began_before_it(shop: Workshop) -> None:
+    """A checkpoint finds a program in the middle of a call: at the gate, before a launch."""
+    lt = shop.library("libcublasLt.so.13", LT_SOURCE, version="libcublasLt.so.13")
+    nested = "cublasLtMatmul(0, 0, 0, (void *)0x900000, 0, A, 0, 0, 0, 0, C, 0, 0, (void *)0xa00000, 4096, 0);"
+    cublas = shop.cublas(13, "", 0, lt, f"-Wl,-rpath,{lt.parent}", nested=nested)
+    client = shop.client("client.so", cublas)
+    printed = run(
+        f"""
+        lt, fake, client = open_({str(lt)!r}), open_({str(cublas)!r}), open_({str(client)!r})
+        client.client_gemm()
+        seen = []
+        def launch():
+            window(True)
+            seen.append(refined([({A[0]}, 0, RW)], RW))
+            window(False)
+        callback = ctypes.CFUNCTYPE(None)(launch)
+        lt.fake_callback(callback)
+        fake.fake_callback(callback)
+        print(client.client_gemm(), client.client_gemm())
+        window(True)
+        print(refined([({A[0]}, 0, RW)], RW, left=RW))
+        print(len(seen), *seen[:2], seen[:2] == seen[2:], sep="\\n")
+        """,
+        probe=shop.probe(),
+    ).splitlines()
+    assert printed[0] == "1300 1300"
+    assert printed[1] == str([(A[0], 0, RW)])  # outside of any call
+    assert printed[2] == "4"
+    assert printed[3] == str([(A[0], 0, R), (0x900000, 0, R), (C[0], 0, RW), (0xA00000, 4096, RW), (*B, R)])
+    assert printed[4] == str([(*A, R), (*B, R), (*C, RW)])
+    assert printed[5] == "True"
+
+
+def test_a_kernel_of_which_nothing_is_known_is_refined_too(shop: Workshop) -> None:
+    """Its layout cannot be asked for: what the call documents is all there is."""
+    cublas = shop.cublas(13)
+    client = shop.client("client.so", cublas)
+    printed = run(
+        f"""
+        fake, client = open_({str(cublas)!r}), open_({str(client)!r})
+        window(True)
+        seen = inside(fake, [], RW)
+        assert client.client_gemm() == 1300
+        print(seen[0])
+        """,
+        probe=shop.probe(),
+    )
+    assert printed == str([(*A, R), (*B, R), (*C, RW)])
 
 
 def test_an_output_that_a_touch_covers_is_not_added_again(shop: Workshop) -> None:
@@ -208,21 +273,32 @@ def test_scopes_belong_to_their_thread(shop: Workshop) -> None:
     assert printed.splitlines() == [str([(*A, R), (*C, RW)]), str([(A[0], 0, RW)])]
 
 
-@pytest.mark.parametrize("off", [False, True])
-def test_without_a_window_or_switched_off_there_is_no_scope(shop: Workshop, off: bool) -> None:
+@pytest.mark.parametrize("open_window", [False, True])
+def test_switched_off_there_is_no_scope(shop: Workshop, open_window: bool) -> None:
     cublas = shop.cublas(13)
     client = shop.client("client.so", cublas)
     printed = run(
         f"""
         fake, client = open_({str(cublas)!r}), open_({str(client)!r})
-        window({off})
+        window({open_window})
         seen = inside(fake, [({A[0]}, 0, RW)])
-        print(client.client_gemm(), seen)
+        print(client.client_gemm(), client.client_gemm(), seen)
         """,
         probe=shop.probe(),
-        PHOS_LIBRARIES="off" if off else "on",
+        PHOS_LIBRARIES="off",
     )
-    assert printed == f"1300 {[[(A[0], 0, RW)]]}"
+    assert printed == f"1300 1300 {[[(A[0], 0, RW)]] * 2}"
+
+
+def test_collectives_have_no_scope_without_a_window(shop: Workshop) -> None:
+    path = shop.library("libnccl.so.2", nccl_source(2))
+    printed = call(
+        shop,
+        NCCL + "window(False)\nseen = inside(nccl, [(0x100000, 0, RW)])\n"
+        "gather(0x100000, 0x200000, 100, 7, 0, 0)\nprint(seen[0])\n",
+        nccl=path,
+    )
+    assert printed == [str([(0x100000, 0, RW)])]
 
 
 NCCL = """
