@@ -51,6 +51,7 @@ class ProcessRecord:
     own_blocks: list[Block]
     modules: Sequence[LoadedModule]
     devices: list[int]
+    restore_thread: int = 0
 
 
 def command_line(pid: int) -> tuple[list[str], int]:
@@ -124,6 +125,7 @@ def _process(record: ProcessRecord, everyone: Sequence[ProcessRecord]) -> pb.Pro
         parent_pid=record.parent_pid,
         under_frontend=True,
         devices=record.devices,
+        restore_thread=record.restore_thread,
     )
     applications = {block.key for block in record.own_blocks if block.by_application}
     for block in record.detached.blocks:

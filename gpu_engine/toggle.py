@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError
-from phos.gpu_engine.procfs import is_stopped
+from phos.gpu_engine.procfs import inner_thread, is_alive, is_stopped
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +68,19 @@ def wait_for(steps: Iterable[Step], seconds: float) -> list[Step]:
     return left
 
 
+def restore_thread(pid: int, seconds: float) -> int:
+    """The thread that carries the driver's restore of a process out, by its number in that process's pid namespace.
+
+    0 if the driver does not say, or not within so many seconds.
+    """
+    found: list[int] = []
+    asking = Step(lambda pid: found.append(driver.checkpoint_thread(pid)), pid)
+    if not asking.ended(seconds) or not found:
+        log.info("The driver does not name the thread of process %d that restores it: %s", pid, asking.error)
+        return 0
+    return inner_thread(pid, found[0])
+
+
 def holds_cuda(pid: int) -> bool:
     """Whether a process has a CUDA context, or, if it is stopped and the driver cannot ask it, may have one."""
     if is_stopped(pid):
@@ -120,6 +133,24 @@ def revive(pid: int, gpu_pairs: dict[str, str] | None = None) -> None:
         raise
     if state == "failed":
         raise CheckpointFailed(f"The driver has lost the GPU state of process {pid} (it says 'failed').")
+
+
+def put_back(pid: int, gpu_pairs: dict[str, str] | None = None) -> None:
+    """Restore and unlock a checkpointed process of which only the driver's restore thread runs.
+
+    Nothing else is asked of the driver: its answers may come from another thread.
+
+    Raises:
+        NoSuchProcess: it has ended.
+        DriverError: the driver cannot restore it.
+    """
+    try:
+        driver.checkpoint_restore(pid, gpu_pairs)
+        driver.checkpoint_unlock(pid)
+    except DriverError as error:
+        if not is_alive(pid):
+            raise NoSuchProcess(f"Process {pid} ended while its GPU state was brought back.") from error
+        raise
 
 
 def revive_when_there_is_room(pid: int) -> None:

@@ -31,6 +31,9 @@ log = logging.getLogger(__name__)
 REGISTER_SECONDS = 10.0
 """How long a process with the frontend in it may take to connect to a phosd that has just been started."""
 
+THREAD_SECONDS = 1.0
+"""How long the driver may take to name a thread; one that is stopped does not answer."""
+
 PROTOCOLS = ("stop", "cow")
 
 LEAVE = re.compile(r"--leave-(r\w*|s\w*)|-[A-CE-IKNP-VX-Za-npqsu-z]*[Rs].*")
@@ -126,6 +129,8 @@ class DumpServer:
                     f"Process {session.pid} ({session.executable}) is {session.machine.state.value}: "
                     "another checkpoint or restore of it is under way. Wait for it ('phos-gpu status' shows it)."
                 )
+        for session in gated:  # while it runs: a pool has to know it when it does not
+            session.restore_thread = session.restore_thread or toggle.restore_thread(session.pid, THREAD_SECONDS)
         versions = dataclasses.replace(self._registry.versions, criu=request.criu_version)
         path = os.readlink(f"/proc/self/fd/{directory}")
         job = self._job(connection, request, directory, path, gated, foreign, versions)
@@ -220,6 +225,7 @@ class DumpServer:
             own_blocks=process.own_blocks(),
             modules=session.modules,
             devices=session.gpu_ordinals(),
+            restore_thread=session.restore_thread,
         )
 
 

@@ -100,6 +100,7 @@ class Session:
         self.attach_failures = 0  # in a row
         self.takes_residue = False
         self.residue_bytes: int | None = None
+        self.restore_thread = 0  # the driver's, as the process numbers it; 0: not asked yet
         self.announced_blocks = 0
         self.kernels_told = 0  # names of kernels that have come over this connection
         self._seen: set[int] | None = None  # the blocks registered over this connection, until the table is whole
@@ -531,7 +532,7 @@ class Session:
             blocks=len(numbers),
             restored=self._from_image,
             shut=window is not None and window.shut,
-            tell=window is not None and window.loads,
+            tell=window is not None and window.loads and not self._image_table,
         )
         answer, extra = self._call(ANSWER_SECONDS, patient=True, attach=attach)
         wire.close_all(extra)
@@ -677,6 +678,7 @@ class Session:
         """Take over what the image knows: executable, modules, and whose blocks the process maps."""
         self._from_image = True
         self._image_table = message.access_table
+        self.restore_thread = message.restore_thread
         self.executable = message.executable
         self.modules = [LoadedModule(m.entry_point, m.size, m.path, m.offset) for m in message.modules]
         self.uncarried = {u.kind: UncarriedState(u.kind, u.count, u.bytes) for u in message.uncarried}

@@ -324,7 +324,7 @@ class Restore(ABC):
                 return  # the restore has failed for that
         try:
             with self.timeline.phase("driver restore"):
-                toggle.revive(pid, self._gpu_pairs or None)
+                self._revive(pid)
             log.info("%s: the driver's part of process %d is back", self.path, pid)
         except NoSuchProcess:
             return  # it was killed; watch_to_the_end() says so
@@ -336,6 +336,9 @@ class Restore(ABC):
                 self._driver_ready.add(pid)
         else:
             self._computes(pid)  # without the frontend nothing else has to come back
+
+    def _revive(self, pid: int) -> None:
+        toggle.revive(pid, self._gpu_pairs or None)
 
     def take_task(self, pid: int) -> None:
         """CRIU's plugin names a task that it is about to let go: bring the driver's part back beside it.

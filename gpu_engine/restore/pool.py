@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from phos.gpu_engine import driver
+from phos.gpu_engine import driver, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
-from phos.gpu_engine.errors import DriverError, PhosError, RestoreFailed
-from phos.gpu_engine.procfs import inner_pid, inner_thread
+from phos.gpu_engine.errors import DriverError, RestoreFailed
+from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.base import Register
 from phos.gpu_engine.restore.lazy import LazyRestore
@@ -56,9 +56,13 @@ class PooledRestore(LazyRestore):
 
     def __init__(self, directory: int, path: str, copier: Copier, settings: LazySettings, order: TouchOrder) -> None:
         """As :class:`~phos.gpu_engine.restore.lazy.LazyRestore`; its sessions are its own."""
-        self.identity = identity(directory)
         super().__init__(directory, path, copier, settings, order, rename=lambda _: secrets.token_bytes(16))
         self.state = "parking"
+        try:
+            self.identity = identity(directory)
+        except RestoreFailed:
+            self.close()
+            raise
         self.gpu_bytes = 0
         """What became less of the GPUs' free memory while the driver brought its part back."""
         self.running = threading.Event()
@@ -113,6 +117,8 @@ class PooledRestore(LazyRestore):
         self._prepare(list(planned.values()))
         for key, block in planned.items():
             self._reserved[key] = (block.device, driver.context(block.device).reserve(block.size), block.size)
+        for device in {block.device for block in planned.values()}:
+            self._copier.prepare(device)  # waits for a job that copies; pinning the ring takes half a second
         self._how = manner(self._image, self._copier, len({block.device for block in planned.values()}))
         addresses = {key: address for key, (_, address, _) in self._reserved.items()}
         self._feed = self._make_feed(addresses, self._how.at_once)
@@ -122,7 +128,7 @@ class PooledRestore(LazyRestore):
         """CRIU is about to leave a process stopped. Returns the thread of it that has to run before, or 0.
 
         Raises:
-            PhosError: the driver does not name one.
+            RestoreFailed: the image does not say which, nor does the driver.
         """
         try:
             pidfd = os.pidfd_open(pid)
@@ -133,24 +139,11 @@ class PooledRestore(LazyRestore):
             if inner_pid(pid) not in self._image_pids:
                 return 0  # a process of the tree that never used CUDA
             self._pids[pid] = os.dup(pidfd)
-        found: list[int | PhosError] = []
-
-        def ask() -> None:
-            try:
-                found.append(driver.checkpoint_thread(pid))
-            except PhosError as error:
-                found.append(error)
-
-        asking = threading.Thread(target=ask, name="restore-thread", daemon=True)
-        asking.start()
-        asking.join(THREAD_SECONDS)
-        if not found:
-            raise RestoreFailed(
-                f"The driver does not say within {THREAD_SECONDS:.0f} s which thread of process {pid} restores it."
-            )
-        if isinstance(found[0], PhosError):
-            raise found[0]
-        return inner_thread(pid, found[0])
+            known = {process.pid: process.restore_thread for process in self._image.inventory.processes}
+        thread = known[inner_pid(pid)] or toggle.restore_thread(pid, THREAD_SECONDS)
+        if not thread:
+            raise RestoreFailed(f"The driver does not say which thread of process {pid} carries its restore out.")
+        return thread
 
     def bring_back(self, pid: int) -> None:
         """That thread runs: the driver's part.
@@ -166,6 +159,9 @@ class PooledRestore(LazyRestore):
         if not back:
             self.fail(f"Process {pid} ended while it was restored.")
             raise RestoreFailed(self.error or f"Process {pid} ended while it was restored.")
+
+    def _revive(self, pid: int) -> None:
+        toggle.put_back(pid, self._gpu_pairs or None)
 
     def _free(self) -> int:
         return sum(driver.context(gpu).free_memory() for gpu in set(self._ordinals.values()))

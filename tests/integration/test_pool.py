@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 
 from phos.gpu_engine import procfs
 from phos.gpu_engine.installation import launcher
+from phos.images.reader import Image
 from tests.integration.site import Program, Site, wait_until
 
 LONG = ("--iterations", "200", "--iteration-seconds", "0.1")
@@ -208,21 +210,20 @@ def test_a_process_that_was_taken_outlives_phosd(site: Site) -> None:
     assert program.result() == expected
 
 
-def slow_criu(site: Site) -> Path:
-    """A new phosd, whose CRIU waits as long as this file exists."""
-    gate, script = site.folder / "gate", site.folder / "slow-criu"
+def other_criu(site: Site, first: str) -> Path:
+    """A new phosd, whose CRIU does that first; returns the file that ``first`` calls gate."""
+    gate, script = site.folder / "gate", site.folder / "other-criu"
     gate.touch()
-    script.write_text(
-        f"""#!/bin/sh
-while [ -e {gate} ]; do sleep 0.05; done
-unset PHOS_CRIU
-exec {launcher("criu")} "$@"
-"""
-    )
+    script.write_text(f'#!/bin/sh\n{first.format(gate=gate)}\nunset PHOS_CRIU\nexec {launcher("criu")} "$@"\n')
     script.chmod(0o755)
     site.run("phosd", "--stop")
     site.run("phosd", "--ensure", PHOS_CRIU=str(script))
     return gate
+
+
+def slow_criu(site: Site) -> Path:
+    """A new phosd, whose CRIU waits as long as this file exists."""
+    return other_criu(site, "while [ -e {gate} ]; do sleep 0.05; done")
 
 
 def test_an_empty_pool_is_waited_for_or_says_no(site: Site) -> None:
@@ -289,3 +290,214 @@ def test_too_little_memory_at_a_take_leaves_the_process_parked(site: Site) -> No
     taken = take(site, "p")
     ended(site, taken)
     assert program.result() == expected
+
+
+BESIDE = Path(__file__).parent / "programs" / "beside_the_gpu.py"
+
+
+def test_nothing_of_a_parked_process_runs_with_or_without_cuda(site: Site) -> None:
+    words = site.folder / "words"
+    words.write_bytes(bytes(4096))
+
+    def word(index: int) -> int:
+        return int(struct.unpack_from("<Q", words.read_bytes(), 8 * index)[0])
+
+    program = site.start(sys.executable, str(BESIDE), str(words))
+    wait_until(lambda: "READY" in program.lines() and word(2) > 3 < word(3), "the program")
+    image = site.image()
+    site.dump(program, image)
+    create(site, image, 2, "--name", "p")
+    before = words.read_bytes()
+    with words.open("r+b") as file:
+        file.write(struct.pack("<Q", 1))
+    time.sleep(1.0)
+    assert words.read_bytes()[8:] == before[8:], "neither a thread, nor a child, nor an answer"
+    taken = take(site, "p", "--quick")
+    wait_until(lambda: word(1) == 1, "an answer")
+    thread, child = word(2), word(3)
+    wait_until(lambda: word(2) > thread and word(3) > child, "the thread and the child")
+    root = psutil.Process(taken["pids"][0])
+    assert len(root.children()) == 1
+    full(site, 2)
+    for process in [*root.children(), root]:
+        process.kill()
+    ended(site, taken)
+    site.run("phos-gpu", "pool", "drop", "p")
+    wait_until(lambda: not wardens(site), "the end of the wardens")
+
+
+LAYERS = 24
+LAYERS_SUM = LAYERS * (LAYERS + 1) // 2
+LAYERS_PROGRAM = Path(__file__).parent / "programs" / "layers.py"
+
+
+def layers_image(site: Site) -> tuple[Program, Path, Path]:
+    """A program with 96 MiB that nothing has touched, and its image; it ends when the file is made."""
+    go = site.folder / "go"
+    program = site.start(sys.executable, str(LAYERS_PROGRAM), "sum", str(LAYERS), str(go))
+    program.wait_iterations(1)
+    image = site.image()
+    site.dump(program, image)
+    return program, image, go
+
+
+def test_as_many_takes_at_once_as_somebody_wants(site: Site) -> None:
+    program, image, go = layers_image(site)
+    create(site, image, 2, "--name", "p")
+    takes = [site.background("phos-gpu", "pool", "take", "p", "--quick") for _ in range(3)]
+    assert [take.wait() for take in takes] == [0, 0, 0]
+    go.touch()
+    wait_until(lambda: len(results(program)) == 3, "three results")
+    assert set(results(program)) == {str(LAYERS_SUM)}
+    assert full(site, 2)["taken"] == 3
+
+
+def test_processes_that_share_memory_share_it_when_they_are_taken(site: Site) -> None:
+    shared = Path(__file__).parent / "programs" / "shared_memory.py"
+    program = site.start(sys.executable, str(shared), "parent", "300", str(site.folder / "handle"))
+    program.wait_iterations(10)
+    image = site.image()
+    site.dump(program, image)
+    create(site, image, 1, "--name", "p")
+    taken = take(site, "p")
+    assert len(taken["pids"]) == 2
+    ended(site, taken)
+    assert program.result() == "600"
+
+
+def test_a_hold_for_the_original_does_not_hold_who_is_taken(site: Site) -> None:
+    program, image, go = layers_image(site)
+    create(site, image, 1, "--name", "p")
+    (session,) = {process.session for process in Image.open(image).inventory.processes}
+    phosd = site.daemon_pid()
+    space = procfs.pid_namespace(os.getpid())
+    hold = site.folder / "run" / "hold" / session.hex()
+    hold.symlink_to(f"{phosd}:{procfs.start_time(phosd)}:{space}:{space}")
+    assert take(site, "p")["attached"] < 20
+    go.touch()
+    wait_until(lambda: results(program) == [str(LAYERS_SUM)], "the result")
+
+
+def test_a_take_that_phosd_does_not_live_to_finish_ends_the_process(site: Site) -> None:
+    _, image, _ = layers_image(site)
+    site.run("phosd", "--stop")
+    site.run("phosd", "--ensure", SOFTGPU_COPY_BANDWIDTH=str(4 << 20))
+    made = create(site, image, 1, "--name", "p")
+    (pid,) = made["parked"][0]["pids"]
+    taking = site.background("phos-gpu", "pool", "take", "p", "--eager")
+    wait_until(lambda: procfs.state(pid) != "T", "the take")
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    assert taking.wait() == 3
+    wait_until(lambda: not psutil.pid_exists(pid), "the end of the process")
+    site.run("phosd", "--ensure")
+    full(site, 1)
+
+
+def test_a_drop_in_the_middle_of_a_take_leaves_the_process_to_its_taker(site: Site) -> None:
+    program, image, go = layers_image(site)
+    site.run("phosd", "--stop")
+    site.run("phosd", "--ensure", SOFTGPU_COPY_BANDWIDTH=str(32 << 20))
+    made = create(site, image, 1, "--name", "p")
+    (pid,) = made["parked"][0]["pids"]
+    taking = site.background("phos-gpu", "pool", "take", "p", "--eager")
+    wait_until(lambda: procfs.state(pid) != "T", "the take")
+    site.run("phos-gpu", "pool", "drop", "p")
+    assert taking.wait() == 0
+    go.touch()
+    wait_until(lambda: results(program) == [str(LAYERS_SUM)], "the result")
+    wait_until(lambda: not wardens(site), "the end of the wardens")
+
+
+def test_a_drop_ends_the_takes_that_wait(site: Site) -> None:
+    _, image, _ = layers_image(site)
+    gate = slow_criu(site)
+    site.run("phos-gpu", "pool", "create", str(image), "--size", "1", "--name", "p", "--no-wait")
+    waiting = site.background("phos-gpu", "pool", "take", "p")
+    time.sleep(1.0)
+    dropping = site.background("phos-gpu", "pool", "drop", "p")
+    assert waiting.wait() == 7
+    gate.unlink()
+    assert dropping.wait() == 0
+    wait_until(lambda: not wardens(site), "the end of the wardens")
+
+
+def test_damaged_data_ends_the_process_and_says_where(site: Site) -> None:
+    _, image, _ = layers_image(site)
+    made = create(site, image, 1, "--name", "p")
+    (pid,) = made["parked"][0]["pids"]
+    data = next(iter(sorted(image.glob("phos-data-*.raw"))))
+    with data.open("r+b") as file:
+        file.seek(data.stat().st_size // 2)
+        file.write(b"damage")
+    refused = site.run("phos-gpu", "pool", "take", "p", check=False)
+    assert refused.returncode == 7
+    assert "is damaged" in refused.stderr
+    wait_until(lambda: not psutil.pid_exists(pid), "the end of the process")
+    full(site, 1)
+
+
+def foreign_image(site: Site) -> Path:
+    """Of a program without the frontend: the driver brings all of its GPU memory back."""
+    program = site.example("mlp", *LONG, under=False)
+    program.wait_iterations(3)
+    image = site.image()
+    site.dump(program, image)
+    return image
+
+
+def test_what_the_driver_keeps_is_what_a_parked_process_costs(site: Site) -> None:
+    image = foreign_image(site)
+    made = create(site, image, 1, "--name", "p")
+    assert made["parked"][0]["gpu_bytes"] >= 2 << 20
+    assert made["parked"][0]["host_bytes"] > 1 << 20
+    shown = site.run("phos-gpu", "pool", "list").stdout
+    assert "1 of 1" in shown
+    assert "1 of 1" in site.run("phos-gpu", "status").stdout
+    taken = take(site, "p", "--quick")
+    assert psutil.pid_exists(taken["pids"][0])
+
+
+def test_a_gpu_without_room_for_a_context_refuses_the_pool(site: Site) -> None:
+    program = site.example("mlp", *LONG, under=False, SOFTGPU_FAULTS="restore-oom")
+    program.wait_iterations(3)
+    image = site.image()
+    site.dump(program, image)
+    refused = site.run("phos-gpu", "pool", "create", str(image), "--size", "2", check=False)
+    assert refused.returncode == 7
+    assert "there is no pool" in refused.stderr
+    assert "CUDA_ERROR_OUT_OF_MEMORY" in refused.stderr
+    assert json.loads(site.run("phos-gpu", "pool", "list", "--json").stdout) == {"pools": []}
+    wait_until(lambda: not wardens(site), "the end of the wardens")
+
+
+def test_a_refill_that_fails_is_tried_again(site: Site) -> None:
+    _, image, _ = layers_image(site)
+    gate = other_criu(site, "[ ! -e {gate} ] || exit 1")
+    gate.unlink()
+    create(site, image, 1, "--name", "p")
+    gate.touch()
+    take(site, "p", "--quick")
+    wait_until(lambda: pool(site)["state"] == "short", "a refill that fails")
+    assert "CRIU could not restore it" in pool(site)["error"]
+    refused = site.run("phos-gpu", "pool", "take", "p", "--no-wait", check=False)
+    assert "The last could not be parked: CRIU could not restore it" in refused.stderr
+    gate.unlink()
+    made = full(site, 1)
+    assert (made["state"], made["error"]) == ("full", "")
+
+
+def test_what_cannot_be_a_pool_is_refused(site: Site) -> None:
+    _, image, _ = layers_image(site)
+    no_image = site.image("empty")
+    for words, said in (
+        ((str(no_image), "--size", "1"), "phos-commit.img"),
+        ((str(image), "--size", "0"), "not 0"),
+        ((str(image), "--size", "100000"), "not 100000"),
+    ):
+        refused = site.run("phos-gpu", "pool", "create", *words, check=False)
+        assert refused.returncode == 7, refused.stdout
+        assert said in refused.stderr
+    create(site, image, 1, "--name", "p")
+    again = site.run("phos-gpu", "pool", "create", str(image), "--size", "1", "--name", "p", check=False)
+    assert "There is a pool p already" in again.stderr
+    assert "There is no pool q" in site.run("phos-gpu", "pool", "take", "q", check=False).stderr
