@@ -65,6 +65,7 @@ class PooledRestore(LazyRestore):
             raise
         self.gpu_bytes = 0
         """What became less of the GPUs' free memory while the driver brought its part back."""
+        self._free_before: int | None = None
         self.running = threading.Event()
         """All of its processes compute, or never will."""
         self._tasks: dict[int, int] = {}  # all of the tree's processes → pidfd
@@ -151,10 +152,10 @@ class PooledRestore(LazyRestore):
         Raises:
             RestoreFailed: it cannot be brought back; all processes of the restore have been ended.
         """
-        before = self._free()
+        if self._free_before is None:
+            self._free_before = self._free()
         self.task_restored(pid)
         with self._lock:
-            self.gpu_bytes += max(0, before - self._free())
             back = pid in self._driver_ready or pid in self._computing
         if not back:
             self.fail(f"Process {pid} ended while it was restored.")
@@ -179,6 +180,8 @@ class PooledRestore(LazyRestore):
         if self._residues is not None:
             self._residues.wait()
             self._residues.discard()
+        if self._free_before is not None:
+            self.gpu_bytes = max(0, self._free_before - self._free())
         if self.state != "parked":
             self.fail(f"CRIU ended, and {missing} of the image's GPU processes are not there.")
             raise RestoreFailed(self.error)

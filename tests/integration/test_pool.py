@@ -490,7 +490,7 @@ def test_what_cannot_be_a_pool_is_refused(site: Site) -> None:
     _, image, _ = layers_image(site)
     no_image = site.image("empty")
     for words, said in (
-        ((str(no_image), "--size", "1"), "phos-commit.img"),
+        ((str(no_image), "--size", "1"), "holds no image"),
         ((str(image), "--size", "0"), "not 0"),
         ((str(image), "--size", "100000"), "not 100000"),
     ):
