@@ -34,7 +34,10 @@ RENEWAL_SECONDS = 1.0
 
 
 class Registry:
-    """What the parts share. ``lock`` guards ``sessions``, ``restores``, ``loading``, ``prepared``; the rest is safe."""
+    """What the parts share.
+
+    ``lock`` guards ``sessions``, ``restores``, ``loading``, ``prepared``, ``being_forgotten``; the rest is safe.
+    """
 
     def __init__(self, path: Path, versions: inventory.Versions, capability: int) -> None:
         """``capability``: of the GPUs, 90 for 9.0: which machine code of a module is analysed."""
@@ -55,6 +58,8 @@ class Registry:
         self.loading: dict[bytes, Restore] = {}  # by session, until all of its memory is there as well
         self.prepared: set[int] = set()  # GPUs with a context of ours
         self.lock = threading.Lock()
+        self.forgotten = threading.Condition(self.lock)
+        self.being_forgotten: set[bytes] = set()
         self.reaper = Reaper(self._process_ended)
 
     def session(self, number: bytes, pid: int, uid: int, state: SessionState) -> Session:
@@ -79,14 +84,29 @@ class Registry:
                 return
             del self.sessions[session.session]
             self.restores.pop(session.session, None)
-        self.reaper.forget(session)
-        dumped = session.machine.state is SessionState.DETACHED
-        session.machine.end()
-        self.holds.release(session.session)
-        self.speculator.forget(session.session, finish=dumped)
-        self.cow.touched.forget(session.session)
-        freed = self.broker.drop_session(session.session)
+            self.being_forgotten.add(session.session)
+        try:
+            self.reaper.forget(session)
+            dumped = session.machine.state is SessionState.DETACHED
+            session.machine.end()
+            self.holds.release(session.session)
+            self.speculator.forget(session.session, finish=dumped)
+            self.cow.touched.forget(session.session)
+            freed = self.broker.drop_session(session.session)
+        finally:
+            with self.lock:
+                self.being_forgotten.discard(session.session)
+                self.forgotten.notify_all()
         log.info("Process %d has ended; %d bytes of GPU memory let go.", session.pid, freed)
+
+    def wait_forgotten(self, number: bytes) -> None:
+        """Return when nothing is left of the session's former life.
+
+        A process may be restored right after its end, under the same number: what is still to be dropped, by broker and
+        keeper, would be the restored process's memory.
+        """
+        with self.lock:
+            self.forgotten.wait_for(lambda: number not in self.being_forgotten)
 
     def renew_if_broken(self) -> None:
         """After a failed job: phosd's own GPU context may be beyond repair, and with it every later job.

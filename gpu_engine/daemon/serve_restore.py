@@ -112,6 +112,7 @@ class RestoreServer:
                 existing = self._registry.sessions.get(process.session)
                 restore = self._registry.loading.get(process.session)
             if existing is None:
+                self._registry.wait_forgotten(process.session)
                 continue
             if restore is not None and restore.state in UNDER_WAY:
                 raise RestoreFailed(f"The process of this image is being restored already, from {restore.path}.")
@@ -120,6 +121,7 @@ class RestoreServer:
                     f"The process of this image still runs as pid {existing.pid} ({existing.executable}). End it first."
                 )
             self._registry.forget(existing)
+            self._registry.wait_forgotten(process.session)  # another thread may have been quicker
 
     def _register(self, job: Restore, process: RestoredProcess, blocks: list[Block]) -> Session:
         session = self._registry.session(process.session, process.pid, UNKNOWN_USER, SessionState.DETACHED)

@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -29,6 +31,7 @@ from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.jobs import REMEMBERED, Claims, JobTable
 from phos.gpu_engine.daemon.keeper_link import HeldBlock, KeeperLink
 from phos.gpu_engine.daemon.memory import Broker
+from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.serve_dump import LEAVE
 from phos.gpu_engine.daemon.states import SessionState, StateMachine
 from phos.gpu_engine.errors import (
@@ -235,6 +238,53 @@ def test_a_checkpoint_that_is_just_ending_is_waited_for() -> None:
         assert claims.has([2])
         assert not claims.has([1])
     other.join()
+
+
+def test_a_session_is_not_restored_while_its_former_life_is_put_away() -> None:
+    """Its memory has the same names: what is still to be dropped would be the restored process's."""
+    said: list[str] = []
+    dropping, go_on = threading.Event(), threading.Event()
+
+    def drop_session(number: bytes) -> int:
+        dropping.set()
+        go_on.wait()
+        said.append("dropped")
+        return 0
+
+    nothing = types.SimpleNamespace(forget=lambda *_, **__: None, release=lambda _: None)
+    lock = threading.Lock()
+    session: Any = types.SimpleNamespace(
+        session=SESSION, pid=1, machine=types.SimpleNamespace(state=SessionState.RUNNING, end=lambda: None)
+    )
+    registry: Any = types.SimpleNamespace(
+        lock=lock,
+        forgotten=threading.Condition(lock),
+        being_forgotten=set(),
+        sessions={SESSION: session},
+        restores={},
+        reaper=nothing,
+        holds=nothing,
+        speculator=nothing,
+        cow=types.SimpleNamespace(touched=nothing),
+        broker=types.SimpleNamespace(drop_session=drop_session),
+    )
+
+    def restore() -> None:
+        Registry.wait_forgotten(registry, SESSION)
+        said.append("restored")
+
+    ended = threading.Thread(target=Registry.forget, args=(registry, session))
+    ended.start()
+    dropping.wait()
+    assert SESSION not in registry.sessions
+    restored = threading.Thread(target=restore)
+    restored.start()
+    restored.join(0.05)
+    go_on.set()
+    for thread in (ended, restored):
+        thread.join()
+    assert said == ["dropped", "restored"]
+    Registry.wait_forgotten(registry, SESSION)
 
 
 class FakeJob:
