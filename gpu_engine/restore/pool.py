@@ -32,6 +32,9 @@ from phos.images.formats import COMMIT_FILE
 
 log = logging.getLogger(__name__)
 
+SETTLE_SECONDS = 0.1
+"""How long a driver may believe an older figure of its free memory (the software GPU: 0.05 s)."""
+
 THREAD_SECONDS = 10.0
 """How long the driver may take to name the thread that carries out its restore."""
 
@@ -181,7 +184,10 @@ class PooledRestore(LazyRestore):
             self._residues.wait()
             self._residues.discard()
         if self._free_before is not None:
-            self.gpu_bytes = max(0, self._free_before - self._free())
+            if (free := self._free()) >= self._free_before:
+                time.sleep(SETTLE_SECONDS)
+                free = self._free()
+            self.gpu_bytes = max(0, self._free_before - free)
         if self.state != "parked":
             self.fail(f"CRIU ended, and {missing} of the image's GPU processes are not there.")
             raise RestoreFailed(self.error)
