@@ -182,9 +182,13 @@ def status() -> dict[str, Any]:
 def wait_memory_free(timeout: float = 30.0) -> None:
     """Wait until phosd holds no memory of a process any more: what was killed must not be in a restore's way."""
     end = time.monotonic() + timeout
-    while any(gpu["held"] for gpu in status()["gpus"]):
+    while True:
+        said = status()
+        if not any(gpu["held"] for gpu in said["gpus"]):
+            return
         if time.monotonic() > end:
-            raise ProcessError(f"phosd still holds GPU memory {timeout:.0f} s after its processes were ended.")
+            left = ", ".join(f"{entry['pid']} ({entry['state']})" for entry in said["processes"]) or "nobody"
+            raise ProcessError(f"phosd holds GPU memory {timeout:.0f} s after its processes were ended, for {left}.")
         time.sleep(0.02)
 
 
@@ -311,12 +315,11 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         process.command([process.PHOS_GPU, "pool", "drop", self.NAME], 60)
-        self._restored.server.program.reap()
 
     def take(self) -> dict[str, Any]:
         """Take the process out; it answers and is ended."""
         server, number = self._restored.server, self._restored.expected.number
-        program = server.program
+        program, pid = server.program, server.program.pid
         lines = len(program.lines())
         words = [process.PHOS_GPU, "pool", "take", self.NAME, "--json"]
         try:
@@ -330,6 +333,7 @@ class Pool:
         finally:
             server.forget(number)
             program.kill()
+            program.pid = pid  # under which other restores bring it back
         row = self._restored._row(answer, began, {})
         return {**row, **taken(self.said, began, self._restored.data_bytes), "returned_s": returned}
 

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from phos.cli.main import COMMANDS
 from phos.gpu_engine.installation import launcher
 from tests.integration.site import Site
 
 pytestmark = pytest.mark.root
-
-needs_pool = pytest.mark.skipif("pool" not in COMMANDS, reason="there are no pools yet")
 
 ROW = r"^│ (\w+) +" + r"│ +([\d.]+) " * 6 + "│$"
 
@@ -89,7 +86,7 @@ RESTORED = r"^│ (\w+) +" + r"│ +([\d.]+) " * 3 + r"│ +([^│]+?) │ +([^�
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("mode", ["eager", "lazy", pytest.param("pool", marks=needs_pool)])
+@pytest.mark.parametrize("mode", ["eager", "lazy", "pool"])
 def test_it_measures_restores(site: Site, mode: str) -> None:
     done = demo(site, "--restore", mode)
     assert done.returncode == 0, done.stdout + done.stderr
