@@ -1,7 +1,8 @@
 """Thousands of random runs: batches, each with a seed of its own and a process of its own, several at a time.
 
 A batch that fails is named with its seed and leaves its folder; the others go on. What was run can be recorded
-(``--record FILE.md``): the records are kept in a JSON file beside it, and the page is made from them.
+(``--record FILE.md``): the records are kept in a JSON file beside it, and the page is made from them, anew by
+``python -m tests.windows.many FILE.md``.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import fcntl
 import json
 import os
 import platform
+import re
 import shlex
 import signal
 import subprocess
@@ -31,6 +33,9 @@ import psutil
 from tests.windows.builds import ROOT, Sanitizer, Wrong, build
 
 BATCH_SECONDS = 3600.0
+DONE = {"windows": "images ", "lazy restores": "restores "}
+"""By name of what is run: how the counts begin that say how many were brought to an end."""
+
 HIDDEN = ("call_ns", "wait_ns", "open_ns")
 """Counts that say nothing on a machine that does something else as well."""
 
@@ -247,6 +252,15 @@ def _write(page: Path, store: Path, record: Record) -> None:
     records = [Record(**stored) for stored in json.loads(store.read_text())["records"]] if store.exists() else []
     same = [old for old in records if (old.command, old.commit) == (record.command, record.commit)]
     records = [old for old in records if old not in same] + [record]
+    _store(page, store, records)
+
+
+def _store(page: Path, store: Path, records: list[Record]) -> None:
+    for record in records:
+        # A batch that fails ends there: what was to follow was not run.
+        record.runs = sum(value for name, value in record.met.items() if name.startswith(DONE[record.what]))
+        for failure in record.failures:
+            failure["what"] = re.sub(r"/(tmp|dev/shm)/[^/\s]+/", "", failure["what"])
     records.sort(key=lambda r: (r.what, r.sanitizer, r.date))
     machine = f"Linux {platform.release()}, {os.cpu_count()} cores"
     store.write_text(json.dumps({"machine": machine, "records": [asdict(r) for r in records]}, indent=1) + "\n")
@@ -258,8 +272,9 @@ def page_text(machine: str, records: Sequence[Record]) -> str:
     text = [
         "# Random programs on the software GPU",
         "",
-        f"Made by `--record` of the commands below ({machine}). A batch has one seed; a failed batch is one in which",
-        "something was not as it must be, and it ends there.",
+        f"Made by `--record` of the commands below ({machine}, shared with other work, at low priority). A command may end",
+        "before it has done all that it names (`--seconds`). A batch has one seed; a failed batch is one in which",
+        "something was not as it must be, and it ends there; runs are those that came to their end.",
         "",
         "| what | runs | build | seeds | runs a seed | failed batches | minutes | commit | date |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -281,3 +296,8 @@ def page_text(machine: str, records: Sequence[Record]) -> str:
 
 
 __all__ = ["Batch", "Kind", "Record", "Wrong", "many", "one", "options", "page_text", "summary", "write"]
+
+if __name__ == "__main__":
+    named = Path(sys.argv[1])
+    kept = json.loads(named.with_suffix(".json").read_text())["records"]
+    _store(named, named.with_suffix(".json"), [Record(**stored) for stored in kept])
