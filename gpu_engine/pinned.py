@@ -1,19 +1,24 @@
 """An image's GPU data in page-locked memory of phosd's, from which it is copied to GPUs without bounce or hashing.
 
 Every chunk is checked against its hash once, when it is pinned. Data files that lie in memory already (tmpfs) are
-mapped and pinned where they are, if nobody but root or phosd's user may write to them; others are copied. A file that
-is mapped and changes afterwards is noticed by its time of modification, which the kernel sets with every write(2),
-truncation and first store through a mapping (mm/memory.c, fault_dirty_shared_page).
+mapped and pinned where they are, if nobody but root or phosd's user may write to them and nobody has them open to do
+so; others are copied. A file that is mapped and changes afterwards is noticed: writing to it and cutting it off by its
+time of modification and size, stores through a mapping, which need not change the time in tmpfs, when whoever made
+them closes the file (inotify's IN_CLOSE_WRITE comes with the last of descriptors and mappings).
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
+import signal
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -41,6 +46,8 @@ HUGE_PAGE = 2 << 20
 
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; before that the first touch does it
+_IN_CLOSE_WRITE = 8
+_OVERFLOW = -1  # instead of a number: more has happened than the kernel keeps
 _MAP_SHARED, _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 1, 2, 0x20, 0x4000
 
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls leave the interpreter to others, those of Python's mmap do not
@@ -55,22 +62,77 @@ def _map(size: int, descriptor: int) -> int:
     flags = _MAP_SHARED if descriptor >= 0 else _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
     address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise _failure()
     return int(address)
+
+
+class _Watcher:
+    """Tells which files somebody else has closed after they were open to be written to."""
+
+    def __init__(self) -> None:
+        """Raises OSError: this user has no more watchers left (fs.inotify.max_user_instances)."""
+        self._descriptor = int(_libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+        if self._descriptor < 0:
+            raise _failure()
+        self._lock = threading.Lock()  # guards _closed, and one reader at a time
+        self._closed: set[int] = set()
+
+    def add(self, descriptor: int) -> int:
+        """Watch an open file; its number here."""
+        number = int(_libc.inotify_add_watch(self._descriptor, f"/proc/self/fd/{descriptor}".encode(), _IN_CLOSE_WRITE))
+        if number < 0:
+            raise _failure()
+        return number
+
+    def closed(self, number: int) -> bool:
+        """Whether that has happened to a file."""
+        with self._lock:
+            with suppress(BlockingIOError):
+                while events := os.read(self._descriptor, 4096):  # struct inotify_event: 16 bytes, without a name
+                    self._closed.update(found for found, *_ in struct.iter_unpack("iIII", events))
+            return number in self._closed or _OVERFLOW in self._closed
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        os.close(self._descriptor)
+
+
+def _failure() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
+
+
+def _has_writers(descriptor: int) -> bool:
+    """Whether anybody has a file open to write to it, or mapped so; ``descriptor`` is open for reading.
+
+    The kernel grants a lease for reading only if nobody has (fcntl(2)). True also where it grants none at all.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)  # who opens it in between: a signal that does nothing
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return True
+    return False
 
 
 class Region:
     """One data file's bytes at an address, page-locked."""
 
-    def __init__(self, name: str, size: int, descriptor: int) -> None:
-        """``descriptor``: of the file to be mapped, which becomes this object's; -1: the bytes are copied."""
+    def __init__(self, name: str, size: int, descriptor: int = -1, watcher: _Watcher | None = None) -> None:
+        """``descriptor``: of the file to be mapped, which becomes this object's; -1: the bytes are copied.
+
+        Raises:
+            OSError: it cannot be mapped or watched.
+        """
         self.name = name
         self.size = size
         self.descriptor = descriptor
         self.length = align_up(size)
         self._registered = False
         self._identity: tuple[int, int] | None = None
+        self._watcher = watcher
+        self._watch = watcher.add(descriptor) if watcher else 0
         self._mapped = self.length + (HUGE_PAGE if descriptor < 0 else 0)
         self._base = self.address = _map(self._mapped, descriptor)
         if descriptor < 0:
@@ -104,7 +166,7 @@ class Region:
     @property
     def changed(self) -> bool:
         """Whether the file that it is has been written to, or cut off."""
-        return self._now() != self._identity
+        return self._now() != self._identity or (self._watcher is not None and self._watcher.closed(self._watch))
 
     def view(self, offset: int, length: int) -> memoryview:
         """A part of it. Of a file that is mapped it may be given to the kernel only, which survives a truncation."""
@@ -132,6 +194,7 @@ class PinnedMemory:
 
     def __init__(self) -> None:
         self._regions: dict[int, Region] = {}
+        self._watcher: _Watcher | None = None
         self._lock = threading.Lock()  # guards _users
         self._users = 1  # its owner
         self.done = 0
@@ -163,11 +226,13 @@ class PinnedMemory:
             ImageError: the data is damaged, or changes meanwhile. DriverError: it cannot be locked. OSError.
         """
         sizes = {file.name: file.size for file in image.record.files if file.origin == pb.File.PHOS_DATA}
-        copy = copy or isinstance(image, RemoteImage)
+        if not copy and not isinstance(image, RemoteImage):
+            with suppress(OSError):
+                self._watcher = _Watcher()
         for name, size in sizes.items():
             stripe = formats.stripe_of(name)
             if size and stripe is not None:
-                self._regions[stripe] = _region(image, name, size, copy)
+                self._regions[stripe] = _region(image, name, size, self._watcher)
         room(self.copied)
         regions = list(self._regions.values())
         pieces = [
@@ -242,9 +307,12 @@ class PinnedMemory:
         regions, self._regions = self._regions, {}
         for region in regions.values():
             region.free()
+        if self._watcher is not None:
+            self._watcher.close()
 
 
-def _region(image: Image | RemoteImage, name: str, size: int, copy: bool) -> Region:
+def _region(image: Image | RemoteImage, name: str, size: int, watcher: _Watcher | None) -> Region:
+    """Of one data file; it is copied without a ``watcher``."""
     where = image.path / name
     directory = os.open(image.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -253,8 +321,8 @@ def _region(image: Image | RemoteImage, name: str, size: int, copy: bool) -> Reg
         try:
             status = os.fstat(descriptor)
             private = status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
-            if copy or not private or not lives_in_memory(descriptor):
-                return Region(name, size, -1)
+            if watcher is None or not private or not lives_in_memory(descriptor) or _has_writers(descriptor):
+                return Region(name, size)
         finally:
             os.close(descriptor)
         # The driver locks memory only if it may be written to; nobody here writes to it.
@@ -262,7 +330,7 @@ def _region(image: Image | RemoteImage, name: str, size: int, copy: bool) -> Reg
         try:
             if os.fstat(descriptor).st_ino != status.st_ino or os.fstat(descriptor).st_size != size:
                 raise ImageError(f"{where} changes while it is being pinned")
-            return Region(name, size, descriptor)
+            return Region(name, size, descriptor, watcher)
         except BaseException:
             os.close(descriptor)
             raise

@@ -183,12 +183,14 @@ class PinnedImages:
 
     def _memory_of(self, image: Image | RemoteImage) -> PinnedMemory | None:
         """In use, if the image is pinned and as it was."""
-        if entry := self.entry_of(image.record.SerializeToString()):
-            if changed := entry.memory.changed():
-                log.warning("%s has changed since %s was pinned: it is read anew.", changed[0], entry.path)
-            elif entry.memory.use():
-                return entry.memory
-        return None
+        entry = self.entry_of(image.record.SerializeToString())
+        if entry is None or not entry.memory.use():
+            return None
+        if changed := entry.memory.changed():
+            log.warning("%s has changed since %s was pinned: it is read anew.", changed[0], entry.path)
+            entry.memory.release()
+            return None
+        return entry.memory
 
     def entry_of(self, record: bytes) -> Pinned | None:
         """The pinned image with that commit record."""
@@ -203,7 +205,15 @@ class PinnedImages:
     def report(self) -> list[wire_pb2.Status.Pinned]:
         """All of them, oldest first."""
         with self._lock:
-            entries = list(self._images)
+            entries = [(entry, entry.memory.users - 1) for entry in self._images if entry.memory.use()]  # less us
+        try:
+            return self._report(entries)
+        finally:
+            for entry, _ in entries:
+                entry.memory.release()
+
+    @staticmethod
+    def _report(entries: list[tuple[Pinned, int]]) -> list[wire_pb2.Status.Pinned]:
         return [
             wire_pb2.Status.Pinned(
                 name=entry.name,
@@ -213,10 +223,10 @@ class PinnedImages:
                 bytes=entry.size,
                 copied=entry.memory.copied,
                 checked=entry.memory.done,
-                users=entry.memory.users,
+                users=users,
                 since=entry.since,
             )
-            for entry in entries
+            for entry, users in entries
         ]
 
     # What phos-gpu asks.

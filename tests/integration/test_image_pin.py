@@ -116,20 +116,27 @@ def test_a_file_that_changes_where_it_is_pinned_is_noticed(site: Site, shared: P
     assert dumped.restore(mode) == LAYERS_SUM
 
 
-def test_what_a_mapping_from_before_alters_is_noticed_by_an_eager_restore(site: Site, shared: Path) -> None:
-    """No time of modification tells of stores to pages that were written to before."""
+def test_stores_through_a_mapping_are_noticed_by_an_eager_restore(site: Site, shared: Path) -> None:
+    """No time of modification tells of them."""
     dumped = Dumped(site, shared)
-    file = dumped.data()[0]
-    with open(file, "r+b") as data, mmap.mmap(data.fileno(), 4096) as mapped:
-        mapped[0] = mapped[0]
-        pin(site, dumped.image)
-        assert dumped.restore() == LAYERS_SUM
+    assert pin(site, dumped.image)["copied"] == 0
+    with open(dumped.data()[0], "r+b") as data, mmap.mmap(data.fileno(), 4096) as mapped:
         mapped[0] ^= 1
         assert {p["state"] for p in pinned(site)} == {"pinned"}
         errors = dumped.restore(check=False)
         mapped[0] ^= 1
-    assert "arrived on GPU 0 other than they are in" in errors
-    assert dumped.restore() == LAYERS_SUM
+        assert "arrived on GPU 0 other than they are in" in errors
+    assert {p["state"] for p in pinned(site)} == {"changed"}  # now that it is closed
+    assert dumped.restore("lazy") == LAYERS_SUM
+
+
+def test_what_somebody_may_write_to_is_copied(site: Site, shared: Path) -> None:
+    dumped = Dumped(site, shared)
+    with open(dumped.data()[0], "r+b") as data, mmap.mmap(data.fileno(), 4096) as mapped:
+        assert pin(site, dumped.image)["copied"] > 0
+        mapped[0] ^= 1
+        for mode in MODES:
+            assert dumped.restore(mode) == LAYERS_SUM
 
 
 def test_a_damaged_image_is_not_pinned(site: Site, shared: Path) -> None:

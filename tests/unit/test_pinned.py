@@ -1,0 +1,278 @@
+"""Pinned images without a GPU: what is mapped and what is copied, what is noticed, what is refused, what is freed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from phos.gpu_engine import driver
+from phos.gpu_engine.daemon import pinned_images
+from phos.gpu_engine.daemon.pinned_images import PinnedImages, available_memory, limit_from
+from phos.gpu_engine.errors import DriverError, PhosError, UsageError
+from phos.gpu_engine.pinned import HUGE_PAGE, PinnedMemory, data_bytes
+from phos.images.errors import ImageError
+from phos.images.reader import Image
+from tests.unit.image_sets import CONTENT, aligned, write_small
+
+REGISTERED: dict[int, int] = {}  # address → size: what the driver has page-locked
+
+
+class _Context:
+    def use(self) -> None:
+        """There is no GPU."""
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    REGISTERED.clear()
+    monkeypatch.setattr(driver, "context", lambda ordinal: _Context())
+    monkeypatch.setattr(driver, "register_host", REGISTERED.__setitem__)
+    monkeypatch.setattr(driver, "unregister_host", REGISTERED.__delitem__)
+    yield
+    assert REGISTERED == {}  # everything has been let go
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """An image in memory."""
+    folder = Path(tempfile.mkdtemp(prefix="phos-test-", dir="/dev/shm"))
+    write_small(folder)
+    for file in folder.iterdir():
+        file.chmod(0o600)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def no_limit(size: int) -> None:
+    """There is room for anything."""
+
+
+def load(folder: Path, *, copy: bool = False, room: Callable[[int], None] = no_limit) -> PinnedMemory:
+    memory = PinnedMemory()
+    try:
+        with Image.open(folder) as image:
+            memory.load(image, copy=copy, room=room)
+    except BaseException:
+        memory.release()
+        raise
+    return memory
+
+
+def content(memory: PinnedMemory, folder: Path) -> dict[tuple[bytes, int], bytes]:
+    found: dict[tuple[bytes, int], bytes] = {}
+    with Image.open_damaged(folder) as image:
+        for key, table in image.blocks.items():
+            found[key] = b""
+            for e in table.extents():
+                found[key] += (
+                    bytes(e.length) if e.stripe is None else bytes(memory.view(e.stripe, e.file_offset, e.length))
+                )
+                if e.stripe is not None:
+                    begin = next(a for a, size in REGISTERED.items() if a <= memory.address_of(e) < a + size)
+                    assert memory.address_of(e) + e.length <= begin + REGISTERED[begin]
+    return found
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_all_data_is_page_locked_and_as_it_was(shared: Path, copy: bool) -> None:
+    memory = load(shared, copy=copy)
+    assert content(memory, shared) == {key: b"".join(chunks) for key, chunks in CONTENT.items()}
+    with Image.open(shared) as image:
+        assert memory.bytes == sum(REGISTERED.values()) == data_bytes(image)
+    assert memory.copied == (memory.bytes if copy else 0)
+    assert not copy or all(address % HUGE_PAGE == 0 for address in REGISTERED)
+    memory.release()
+
+
+def test_what_others_may_write_to_or_has_a_disk_is_copied(shared: Path, tmp_path: Path) -> None:
+    first = shared / "phos-data-0.raw"
+    for mode, mapped in ((0o600, True), (0o644, True), (0o660, False), (0o602, False)):
+        first.chmod(mode)
+        memory = load(shared)
+        assert (memory.copied < first.stat().st_size) == mapped
+        memory.release()
+    first.chmod(0o600)
+    with open(first, "r+b") as data:  # somebody may write to it although
+        memory = load(shared)
+        assert memory.copied >= first.stat().st_size
+        memory.release()
+        with mmap.mmap(data.fileno(), 4096):
+            data.close()
+            memory = load(shared)
+            assert memory.copied >= first.stat().st_size
+            memory.release()
+    os.chown(first, 12345, 12345)
+    memory = load(shared)
+    assert memory.copied >= first.stat().st_size
+    memory.release()
+
+
+def alter(file: Path) -> None:
+    with open(file, "r+b") as data:
+        data.write(b"x")
+
+
+def store(file: Path) -> None:
+    with open(file, "r+b") as data, mmap.mmap(data.fileno(), 4096) as mapped:
+        mapped[0] ^= 1
+
+
+def punch(file: Path) -> None:
+    size = file.stat().st_size
+    os.truncate(file, 0)
+    os.truncate(file, size)
+
+
+@pytest.mark.parametrize("change", [alter, store, punch, lambda file: os.truncate(file, 4096)])
+def test_a_change_is_noticed_where_it_matters(shared: Path, change: Callable[[Path], None]) -> None:
+    mapped, copied = load(shared), load(shared, copy=True)
+    before = content(copied, shared)
+    change(shared / "phos-data-0.raw")
+    assert mapped.changed() == ["phos-data-0.raw"]
+    with pytest.raises(ImageError, match=r"phos-data-0\.raw was changed while phosd had it pinned"):
+        mapped.confirm(shared)
+    assert copied.changed() == []
+    copied.confirm(shared)
+    assert content(copied, shared) == before
+    mapped.release()
+    copied.release()
+
+
+def test_reading_removing_and_renaming_are_no_changes(shared: Path) -> None:
+    memory = load(shared)
+    before = content(memory, shared)
+    (shared / "phos-data-0.raw").read_bytes()
+    (shared / "phos-data-0.raw").rename(shared / "other")
+    (shared / "other").unlink()
+    assert memory.changed() == []
+    assert content(memory, shared) == before
+    memory.release()
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_damaged_data_is_not_pinned(shared: Path, copy: bool) -> None:
+    store(shared / "phos-data-0.raw")
+    with pytest.raises(ImageError, match="is damaged"):
+        load(shared, copy=copy)
+
+
+def test_a_change_during_the_check_is_noticed(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check = PinnedMemory._check
+
+    def slowly(memory: PinnedMemory, image: Image) -> None:
+        check(memory, image)
+        store(shared / "phos-data-0.raw")
+
+    monkeypatch.setattr(PinnedMemory, "_check", slowly)
+    with pytest.raises(ImageError, match="was changed while phosd had it pinned"):
+        load(shared)
+
+
+def test_what_cannot_be_locked_or_finds_no_room_leaves_nothing(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def no_room(size: int) -> None:
+        asked.append(size)
+        if size:
+            raise PhosError("no room")
+
+    load(shared, room=no_room).release()  # nothing is copied
+    with pytest.raises(PhosError, match="no room"):
+        load(shared, copy=True, room=no_room)
+    assert asked[0] == 0 < asked[1]
+
+    def refuse(address: int, size: int) -> None:
+        if REGISTERED:
+            raise DriverError("cuMemHostRegister", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+        REGISTERED[address] = size
+
+    monkeypatch.setattr(driver, "register_host", refuse)
+    before = len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("phos-data")
+    with pytest.raises(DriverError):
+        load(shared)
+    assert (len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("phos-data")) == before
+
+
+# The table.
+
+
+def test_memory_is_freed_by_the_last_that_uses_it(shared: Path) -> None:
+    table = PinnedImages(1 << 30)
+    directory = os.open(shared, os.O_RDONLY)
+    entry = table.pin(directory, "small")
+    assert table.find(directory) is None  # it is being loaded
+    with pytest.raises(PhosError, match="is still being loaded"):
+        table.unpin("small", None)
+    table.load(entry, directory, copy=True)
+    first, second = table.find(directory), table.find(directory)
+    assert first is not None
+    assert second is not None
+    assert table.report()[0].users == 2
+    first.close()
+    first.close()  # a second time is no other user's
+    assert table.report()[0].users == 1
+    table.unpin("", directory)
+    assert table.find(directory) is None
+    assert REGISTERED
+    with Image.open(shared) as image, aligned(bytes(64 << 10)) as view:
+        extent = next(e for t in image.blocks.values() for e in t.extents() if e.stripe is not None)
+        assert second.read_into(extent, view) == second.read_unchecked(extent, view) is not None
+    second.close()
+    assert not REGISTERED
+    os.close(directory)
+
+
+def test_another_image_in_the_same_directory_is_not_it(shared: Path) -> None:
+    table = PinnedImages(1 << 30)
+    directory = os.open(shared, os.O_RDONLY)
+    table.load(table.pin(directory, ""), directory, copy=True)
+    for file in shared.iterdir():
+        file.unlink()
+    assert table.find(directory) is None  # and whoever opens it next says why
+    time.sleep(0.01)
+    write_small(shared)
+    assert table.find(directory) is None
+    table.unpin(str(shared), None)
+    os.close(directory)
+
+
+def test_what_is_not_pinned_has_to_be_there(shared: Path) -> None:
+    table = PinnedImages(1 << 30)
+    directory = os.open(shared, os.O_RDONLY)
+    table.load(table.pin(directory, ""), directory, copy=True)
+    (shared / "phos-data-0.raw").unlink()
+    image = table.find(directory)
+    assert image is not None
+    image.close()
+    (shared / "core-100.img").unlink()
+    with pytest.raises(ImageError, match=r"core-100\.img is missing"):
+        table.find(directory)
+    table.unpin("", directory)
+    os.close(directory)
+
+
+def test_limits(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limit_from({"PHOS_PIN_LIMIT": "2G"}) == 2 << 30
+    assert limit_from({"PHOS_PIN_LIMIT": "0"}) == 0
+    assert limit_from({}) > 1 << 30
+    with pytest.raises(UsageError, match="PHOS_PIN_LIMIT=x is no size"):
+        limit_from({"PHOS_PIN_LIMIT": "x"})
+    assert 0 < available_memory() < limit_from({}) * 2 + 1
+    directory = os.open(shared, os.O_RDONLY)
+    with pytest.raises(PhosError, match=r"phosd may pin 0\.00 GB, of which 0\.00 GB are in use"):
+        PinnedImages(0).pin(directory, "")
+    monkeypatch.setattr(pinned_images, "available_memory", lambda: 1)
+    table = PinnedImages(1 << 30)
+    with pytest.raises(PhosError, match=r"of memory to be copied into; 0\.00 GB are available"):
+        table.load(table.pin(directory, ""), directory, copy=True)
+    assert table.report() == []
+    table.load(table.pin(directory, ""), directory, copy=False)  # takes none
+    table.unpin("", directory)
+    os.close(directory)
