@@ -218,6 +218,19 @@ def test_an_image_that_is_unpinned_during_its_restore_stays_until_it_is_done(sit
     assert criu.wait() == 0
 
 
+def test_a_pool_takes_its_memory_from_what_is_pinned(site: Site, shared: Path) -> None:
+    dumped = Dumped(site, shared)
+    pin(site, dumped.image, "--name", "layers")
+    site.run("phos-gpu", "pool", "create", str(dumped.image), "--size", "1")
+    for file in dumped.data():
+        file.unlink()
+    wait_until(lambda: pinned(site)[0]["users"] >= 1, "the pool to use it")
+    dumped.program.output.write_bytes(dumped.output)
+    site.run("phos-gpu", "pool", "take", "image")
+    wait_until(lambda: dumped.program.result() is not None, "a result")
+    assert dumped.program.result() == LAYERS_SUM
+
+
 def test_what_is_shown(site: Site, shared: Path) -> None:
     dumped = Dumped(site, shared)
     assert "No image is pinned" in site.run("phos-gpu", "image", "list").stdout
