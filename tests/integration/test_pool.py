@@ -40,9 +40,9 @@ def create(site: Site, image: Path, size: int, *options: str) -> dict[str, Any]:
     return made
 
 
-def take(site: Site, name: str, *options: str, **changes: str) -> dict[str, Any]:
+def take(site: Site, name: str, *options: str) -> dict[str, Any]:
     """``phos-gpu pool take``."""
-    taken: dict[str, Any] = json.loads(site.run("phos-gpu", "pool", "take", name, "--json", *options, **changes).stdout)
+    taken: dict[str, Any] = json.loads(site.run("phos-gpu", "pool", "take", name, "--json", *options).stdout)
     return taken
 
 

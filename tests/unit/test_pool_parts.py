@@ -1,0 +1,284 @@
+"""Pools without CRIU and without a GPU: who is parked when, and what becomes of takes, drops and failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+
+from phos.gpu_engine import procfs
+from phos.gpu_engine.daemon import pools as module
+from phos.gpu_engine.daemon.pools import Entry, Pool, Pools
+from phos.gpu_engine.errors import NoSuchProcess, RestoreFailed, UsageError
+from phos.gpu_engine.restore.pool_process import far_from
+
+PATIENCE = 10.0
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class FakeRestore:
+    """Stands for a PooledRestore."""
+
+    def __init__(self) -> None:
+        self.processes: list[Any] = []
+        self.pids = [1]
+        self.tasks = [os.getpid()]
+        self.gpu_bytes = 5
+        self.progress = SimpleNamespace(total=7)
+        self.names: dict[bytes, bytes] = {b"old": b"now"}
+        self.error = ""
+        self.discarded = 0
+        self._read, self._write = os.pipe()
+
+    def restored(self, pid: int) -> bool:
+        return pid in self.pids
+
+    def parked(self) -> None:
+        """It is."""
+
+    def descriptors(self) -> list[int]:
+        return [os.dup(self._read)]
+
+    def die(self) -> None:
+        os.write(self._write, b"x")
+
+    def discard(self) -> None:
+        self.discarded += 1
+
+
+class FakeWarden:
+    """Stands for a Warden; fails while told to."""
+
+    failing = ""
+    made: ClassVar[list[FakeWarden]] = []
+
+    def __init__(self, *_: object) -> None:
+        self.pidfd = os.open("/dev/null", os.O_RDONLY)
+        read, self._write = os.pipe()
+        os.dup2(read, self.pidfd)
+        os.close(read)
+        self.ended = False
+        FakeWarden.made.append(self)
+
+    def wait_restored(self) -> None:
+        if FakeWarden.failing:
+            raise RestoreFailed(FakeWarden.failing)
+
+    def end(self) -> None:
+        self.ended = True
+
+    def wait_ended(self, seconds: float) -> None:
+        """It is."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+class Site:
+    """Pools, and what they were told."""
+
+    def __init__(self, folder: Path) -> None:
+        self.let_go: list[Entry] = []
+        self.folder = folder
+        self.pools = self.again()
+        self.directory = os.open(folder, os.O_RDONLY)
+
+    def again(self) -> Pools:
+        make: Any = lambda _: FakeRestore()  # noqa: E731
+        return Pools(self.folder, self.folder / "phosd.sock", make, lambda _: None, self.let_go.append)
+
+    def create(self, name: str = "p", size: int = 2) -> Pool:
+        return self.pools.create(name, str(self.folder / name), size, "", os.dup(self.directory))
+
+    def close(self) -> None:
+        for report in self.pools.report():
+            self.pools.drop(self.pools.find(report.name))
+        os.close(self.directory)
+
+    def filled(self, pool: Pool, count: int) -> None:
+        eventually(lambda: len(pool.parked()) == count)
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    monkeypatch.setattr(module, "Warden", FakeWarden)
+    monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
+    FakeWarden.failing = ""
+    FakeWarden.made = []
+    made = Site(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_pool_is_filled_and_refilled(site: Site) -> None:
+    pool = site.create(size=3)
+    site.filled(pool, 3)
+    first = pool.parked()[0]
+    entry = site.pools.take(pool, 0)
+    assert entry is first, "the one that has waited longest"
+    site.pools.taken(pool, entry)
+    site.filled(pool, 3)
+    assert pool.taken == 1
+    assert pool.state() == "full"
+    assert len(FakeWarden.made) == 4
+    assert not site.let_go
+
+
+def test_takes_of_several_threads_get_different_processes(site: Site) -> None:
+    pool = site.create(size=2)
+    got: list[Entry] = []
+
+    def take() -> None:
+        entry = site.pools.take(pool, PATIENCE)
+        got.append(entry)
+        site.pools.taken(pool, entry)
+
+    threads = [threading.Thread(target=take) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({entry.id for entry in got}) == 6
+    site.filled(pool, 2)
+
+
+def test_what_fails_is_tried_again_and_said(site: Site) -> None:
+    FakeWarden.failing = "No room."
+    pool = site.create(size=1)
+    eventually(lambda: pool.failures >= 3)
+    assert pool.state() == "short"
+    with pytest.raises(RestoreFailed, match=r"no parked process\. The last could not be parked: No room\."):
+        site.pools.take(pool, 0)
+    FakeWarden.failing = ""
+    site.filled(pool, 1)
+    assert (pool.state(), pool.error, pool.failures) == ("full", "", 0)
+    assert all(entry.restore.discarded == 1 for entry in site.let_go)  # type: ignore[attr-defined]
+    assert len(site.let_go) >= 3
+
+
+def test_one_that_ends_is_replaced(site: Site) -> None:
+    pool = site.create(size=1)
+    site.filled(pool, 1)
+    (entry,) = pool.parked()
+    entry.restore.die()  # type: ignore[attr-defined]
+    eventually(lambda: entry.gone)
+    site.filled(pool, 1)
+    assert pool.parked()[0] is not entry
+    assert site.let_go == [entry]
+
+
+def test_one_that_could_not_be_opened_is_taken_by_the_next(site: Site) -> None:
+    pool = site.create(size=1)
+    entry = site.pools.take(pool, PATIENCE)
+    site.pools.put_back(pool, entry)
+    assert site.pools.take(pool, 0) is entry
+
+
+def test_a_drop_spares_who_is_being_opened_and_ends_who_waits(site: Site) -> None:
+    pool = site.create(size=2)
+    site.filled(pool, 2)
+    opening = site.pools.take(pool, 0)
+    (other,) = pool.parked()
+    taken = site.pools.take(pool, 0)
+    site.pools.put_back(pool, taken)
+    site.pools.drop(pool)
+    with pytest.raises(RestoreFailed, match="Pool p has been dropped"):
+        site.pools.take(pool, PATIENCE)
+    with pytest.raises(NoSuchProcess):
+        site.pools.find("p")
+    assert site.let_go == [other]
+    assert not opening.gone
+    site.pools.put_back(pool, opening)  # its take has failed: nobody else can have it now
+    assert opening.gone
+
+
+def test_a_spoilt_pool_is_filled_no_more(site: Site) -> None:
+    pool = site.create(size=2)
+    site.filled(pool, 2)
+    site.pools.spoil(pool, "Its image is gone.")
+    assert pool.state() == "failed"
+    assert not pool.entries
+    with pytest.raises(RestoreFailed, match="gets none: Its image is gone"):
+        site.pools.take(pool, PATIENCE)
+    made = len(FakeWarden.made)
+    time.sleep(0.2)
+    assert len(FakeWarden.made) == made
+
+
+def test_names_and_sizes_that_make_no_sense_are_refused(site: Site) -> None:
+    site.create("p", 1)
+    with pytest.raises(UsageError, match="There is a pool p already"):
+        site.create("p", 1)
+    with pytest.raises(UsageError, match="not 0"):
+        site.create("q", 0)
+    with pytest.raises(NoSuchProcess):
+        site.pools.find("q")
+
+
+def test_a_pool_is_found_by_its_image_if_that_is_clear(site: Site) -> None:
+    directory = os.dup(site.directory)
+    pool = site.pools.create("a", "/images/x", 1, "", directory)
+    assert site.pools.find("/images/x") is pool
+    site.pools.create("b", "/images/x", 1, "", os.dup(site.directory))
+    with pytest.raises(UsageError, match="There are 2 pools of /images/x: a, b"):
+        site.pools.find("/images/x")
+
+
+def test_a_phosd_after_this_one_knows_of_the_pools(site: Site) -> None:
+    pool = site.create("p", 2)
+    site.create("q", 1)
+    site.pools.drop(pool)
+    assert [wanted["name"] for wanted in site.again().remembered()] == ["q"]
+    (site.folder / module.STATE_FILE).write_text("not json")
+    assert site.again().remembered() == []
+    (site.folder / module.STATE_FILE).write_text(json.dumps({"a": 1}))
+    assert site.again().remembered() == []
+
+
+def test_who_does_not_know_its_new_name_is_told(site: Site) -> None:
+    pool = site.create(size=1)
+    site.filled(pool, 1)
+    assert site.pools.names_of(1, b"old") == {b"old": b"now"}
+    assert site.pools.names_of(1, b"now") == {}
+    assert site.pools.names_of(2, b"old") == {}
+
+
+def test_the_report_says_what_each_costs(site: Site) -> None:
+    pool = site.create(size=1)
+    site.filled(pool, 1)
+    (report,) = site.pools.report()
+    assert (report.name, report.size, report.state, report.bytes) == ("p", 1, "full", 7)
+    (parked,) = report.parked
+    assert (list(parked.pids), parked.state, parked.gpu_bytes) == ([1], "parked", 5)
+    assert parked.host_bytes > 1 << 20
+
+
+def test_criu_gets_a_pid_far_from_those_that_it_needs() -> None:
+    limit = int(Path("/proc/sys/kernel/pid_max").read_text())
+    usual = far_from([])
+    assert 0 < usual < limit - 200
+    for pids in ([usual], [usual + 150], [usual + 10, usual - 100]):
+        chosen = far_from(pids)
+        assert not any(chosen <= pid <= chosen + 200 for pid in pids)
+
+
+def test_pids_of_our_own_namespace_are_what_they_are() -> None:
+    pid = os.getpid()
+    assert procfs.inner_pid(pid) == pid
+    assert procfs.outer_pid(pid, 4711) == 4711
+    assert procfs.inner_thread(pid, threading.get_native_id()) == threading.get_native_id()
+    assert procfs.pid_namespace(pid) == os.stat("/proc/self/ns/pid").st_ino
+    assert procfs.pid_namespace(1 << 30) == 0
