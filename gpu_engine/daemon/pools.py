@@ -75,6 +75,8 @@ class Pool:
     taken: int = 0
     since: float = field(default_factory=time.time)
     dropped: bool = False
+    tables: dict[bytes, bytes] = field(default_factory=dict)
+    """What its processes' kernels touch, by the image's session, once one that was taken has been described."""
 
     def parked(self) -> list[Entry]:
         """Those that can be taken, the one that has waited longest first."""

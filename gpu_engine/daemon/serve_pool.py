@@ -110,7 +110,8 @@ class PoolServer:
                 raise RestoreFailed(job.error)
             said.attached = time.time() - began
             assert entry.warden is not None
-            entry.warden.taken()
+            entry.warden.taken()  # before its lifeline is closed: else it takes that for phosd's end
+            entry.warden.close()
             self.pools.taken(pool, entry)
         except PhosError:
             self.pools.lost(pool, entry)
@@ -127,6 +128,15 @@ class PoolServer:
             said.window[name] = value
         said.final = True
         connection.reply(envelope.id, pool_taken=said)
+        self._learn(pool, job)
+
+    def _learn(self, pool: Pool, job: PooledRestore) -> None:
+        """What the kernels of one that was taken touch, the next need not find out."""
+        for process in job.processes:
+            with self._registry.lock:
+                session = self._registry.sessions.get(process.session)
+            if session is not None and (table := session.whole_table()):
+                pool.tables[process.message.session] = table
 
     def _open(self, pool: Pool, entry: Entry, *, eager: bool) -> None:
         job = entry.restore
@@ -150,15 +160,15 @@ class PoolServer:
         entry.restore.watch_to_the_end()
         self._restores.settle(entry.restore)
         self.pools.forget(entry)
-        if entry.warden is not None and not entry.gone:
-            entry.warden.close()
 
     # Parking.
 
     def _make(self, pool: Pool) -> PooledRestore:
         settings = LazySettings.from_environment().changed(lazy=pool.lazy)
         registry = self._registry
-        return PooledRestore(pool.directory, pool.path, registry.copier, settings, registry.cow.touched)
+        job = PooledRestore(pool.directory, pool.path, registry.copier, settings, registry.cow.touched)
+        job.tables = pool.tables
+        return job
 
     def _park(self, entry: Entry) -> None:
         entry.restore.park(lambda process, blocks: self._register(entry.restore, process))
@@ -166,6 +176,8 @@ class PoolServer:
     def _register(self, job: PooledRestore, process: RestoredProcess) -> Session:
         session = self._registry.session(process.session, 0, UNKNOWN_USER, SessionState.PARKED)
         session.restored_from(process.message, process.imports)
+        if table := job.tables.get(process.message.session):
+            session.knows(table)
         with self._registry.lock:
             self._registry.sessions[process.session] = session
             self._registry.restores[process.session] = job

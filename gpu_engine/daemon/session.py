@@ -106,6 +106,7 @@ class Session:
         self._seen: set[int] | None = None  # the blocks registered over this connection, until the table is whole
         self._from_image = False  # restored, and not attached yet
         self._image_table = b""  # of access descriptors, as the image has it
+        self._whole_table = False  # it names every kernel that the process has asked for
         self._unheld: set[int] = set()  # blocks without a descriptor: to unmap them would be to lose them
         self._granted: set[BlockKey] = set()  # blocks of others that the image says this process maps
         self._ordinals: dict[int, int] = {}  # the process's numbering of GPUs → phosd's
@@ -532,7 +533,7 @@ class Session:
             blocks=len(numbers),
             restored=self._from_image,
             shut=window is not None and window.shut,
-            tell=window is not None and window.loads and not self._image_table,
+            tell=window is not None and window.loads and not self._whole_table,
         )
         answer, extra = self._call(ANSWER_SECONDS, patient=True, attach=attach)
         wire.close_all(extra)
@@ -642,6 +643,14 @@ class Session:
             self._tell([table], access_table=wire_pb2.AccessTable())
         finally:
             os.close(table)
+
+    def knows(self, table: bytes) -> None:
+        """Another process of its image has been described: it need not tell of its kernels before it runs."""
+        self._image_table, self._whole_table = table, True
+
+    def whole_table(self) -> bytes:
+        """What its kernels touch, for :meth:`knows`; nothing as long as some are being analysed."""
+        return b"" if self._speculator.pending(self.session) else self.access_table()
 
     def access_table(self) -> bytes:
         """What is known by now of what its kernels touch, for an image: nobody is kept waiting for more."""

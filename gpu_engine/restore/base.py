@@ -268,6 +268,11 @@ class Restore(ABC):
 
     def _create_blocks(self) -> dict[BlockKey, Block]:
         wanted = self._wanted_blocks()
+        self._require_room(wanted)
+        return self._make_blocks(wanted)
+
+    @staticmethod
+    def _require_room(wanted: dict[BlockKey, Block]) -> None:
         needed: dict[int, int] = {}
         for block in wanted.values():
             needed[block.device] = needed.get(block.device, 0) + block.size
@@ -277,6 +282,8 @@ class Restore(ABC):
                     f"The image needs {size / 1e9:.2f} GB on GPU {device}, which has {free / 1e9:.2f} GB free. "
                     "End what else uses that GPU (nvidia-smi shows it) and restore again."
                 )
+
+    def _make_blocks(self, wanted: dict[BlockKey, Block]) -> dict[BlockKey, Block]:
         blocks: dict[BlockKey, Block] = {}
         try:
             with self.timeline.phase("create GPU memory"):

@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 SETTLE_SECONDS = 0.1
 """How long a driver may believe an older figure of its free memory (the software GPU: 0.05 s)."""
 
+DRIVER_SECONDS = 60.0
+"""How long the driver may take to bring its part of a process back; it needs half a second."""
+
 THREAD_SECONDS = 10.0
 """How long the driver may take to name the thread that carries out its restore."""
 
@@ -71,6 +74,9 @@ class PooledRestore(LazyRestore):
         self._free_before: int | None = None
         self.running = threading.Event()
         """All of its processes compute, or never will."""
+        self._planned: dict[BlockKey, Block] = {}
+        self.tables: dict[bytes, bytes] = {}
+        """Access tables, by the image's session, of processes whose kernels are known already."""
         self._tasks: dict[int, int] = {}  # all of the tree's processes → pidfd
         self._reserved: dict[BlockKey, tuple[int, int, int]] = {}  # → GPU, address, size
         self._eager = False
@@ -111,7 +117,7 @@ class PooledRestore(LazyRestore):
             RestoreFailed, DriverError: and :meth:`discard` is to follow.
         """
         self._match_gpus()
-        planned = self._wanted_blocks()
+        self._planned = planned = self._wanted_blocks()
         self.progress.total = sum(block.size for block in planned.values())
         self._residues = RestoredResidues(self._image)
         for process in self.processes:
@@ -157,7 +163,10 @@ class PooledRestore(LazyRestore):
         """
         if self._free_before is None:
             self._free_before = self._free()
-        self.task_restored(pid)
+        step = toggle.Step(self.task_restored, pid)
+        if not step.ended(DRIVER_SECONDS):
+            # Every other thread stands still. One that held what the driver's needs would hold it for ever.
+            self.fail(f"The driver did not bring process {pid} back within {DRIVER_SECONDS:.0f} s.")
         with self._lock:
             back = pid in self._driver_ready or pid in self._computing
         if not back:
@@ -222,7 +231,11 @@ class PooledRestore(LazyRestore):
         """
         self.timeline = Timeline()
         self.since = time.time()
-        blocks = self._create_blocks()
+        try:
+            blocks = self._make_blocks(self._planned)
+        except RestoreFailed:  # say why, or wait for what is just being given back
+            self._require_room(self._planned)
+            blocks = self._make_blocks(self._planned)
         borrowed: list[Block] = []
         try:
             for b in blocks.values():

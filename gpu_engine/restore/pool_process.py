@@ -14,11 +14,15 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from phos.gpu_engine import procfs
 from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.installation import launcher, plugin_folder
 from phos.gpu_engine.restore import pool_warden
 
 START_SECONDS = 30.0
+CRIU_SECONDS = 600.0
+"""How long CRIU may take for one process."""
+
 NOISE = ("RLIMIT", "Warn ")
 
 
@@ -99,9 +103,11 @@ class Warden:
         Raises:
             RestoreFailed: it has not; everything in the namespaces is gone, or about to go.
         """
-        answer = self._hear()
+        answer = self._hear(CRIU_SECONDS)
         if answer.get("criu") == 0:
             return
+        if not answer and procfs.is_alive(self.pid):
+            raise RestoreFailed(f"CRIU did not end within {CRIU_SECONDS:.0f} s. Its log: {self.log}")
         if "error" in answer:
             raise RestoreFailed(f"No process can be parked: {answer['error']}.")
         raise RestoreFailed(f"CRIU could not restore it: {self._errors()} Its log: {self.log}")
