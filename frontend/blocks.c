@@ -15,6 +15,7 @@ struct phos_ranges phos_mappings;
 uint64_t phos_block_bytes;
 size_t phos_blocks_lingering;
 size_t phos_mappings_shut;
+uint64_t phos_mappings_version = 1;
 static uint64_t last_id;
 
 #define BUCKETS 4096
@@ -153,6 +154,7 @@ CUresult phos_map(CUdeviceptr address, size_t size, size_t offset, struct phos_b
             .shut = phos_window_shuts(block)};
         if (phos_ranges_add(&phos_mappings, &mapping->range)) {
             phos_mappings_shut += mapping->shut;
+            phos_mappings_version += block->window_chunks != 0;
             block->mappings++;
             if (out)
                 *out = mapping;
@@ -173,6 +175,7 @@ CUresult phos_unmap(struct phos_mapping *mapping)
     phos_ranges_remove(&phos_mappings, &mapping->range);
     struct phos_block *block = mapping->block;
     phos_mappings_shut -= mapping->shut;
+    phos_mappings_version += block->window_chunks != 0;
     free(mapping->access);
     free(mapping);
     block->mappings--;

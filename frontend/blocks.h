@@ -62,6 +62,7 @@ extern struct phos_ranges phos_mappings;   /* of struct phos_mapping */
 extern uint64_t phos_block_bytes;          /* of all blocks */
 extern size_t phos_blocks_lingering;       /* blocks that only a pin keeps */
 extern size_t phos_mappings_shut;          /* mappings that are shut */
+extern uint64_t phos_mappings_version;     /* grows as blocks that are in a window are mapped and unmapped */
 
 /* What a session is called now. Takes phos_memory_lock. */
 void phos_session_now(uint8_t *session);

@@ -162,6 +162,7 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
             uint64_t closed = phos_now_ns();
             done.gate_ns = closed - start;
             if (phos_quiesce(&error)) {
+                phos_twins_settle(true);
                 done.synchronize_ns = phos_now_ns() - closed;
                 state = PHOS__WIRE__GATE_STATE__QUIESCED;
                 phos_tell_again();
@@ -395,6 +396,13 @@ static void rename_sessions(const Phos__Wire__Welcome *welcome)
     phos_hold_renamed();
 }
 
+static void on_twins(const struct phos_packet *packet)
+{
+    struct phos_error error = {0};
+    if (!phos_twins_take(packet->envelope->twins->module, packet->descriptors, packet->descriptor_count, &error))
+        phos_debug("twins of module %llu are not used: %s", (unsigned long long)packet->envelope->twins->module, error.text);
+}
+
 /* Answers whether to go on with this connection. */
 static bool on_welcome(const Phos__Wire__Welcome *welcome)
 {
@@ -440,6 +448,9 @@ static bool on_packet(struct phos_packet *packet)
         return on_window_begin(e->id, packet);
     case PHOS__WIRE__ENVELOPE__BODY_WINDOW_END:
         return on_window_end(e->id);
+    case PHOS__WIRE__ENVELOPE__BODY_TWINS:
+        on_twins(packet);
+        return true;
     case PHOS__WIRE__ENVELOPE__BODY_TOKEN_RESOLVED:
         phos_tell_answer(packet);
         return true;
@@ -530,6 +541,10 @@ static void serve_connection(void)
         int timeout = detached || !phos_tell_later() ? 2000 : 100;
         if (!detached && phos_tell_patience(&changes))
             timeout = 1;
+        if (phos_twins_left()) {
+            phos_twins_settle(false);
+            timeout = timeout < 20 ? timeout : 20;
+        }
         if (poll(polled, 2, timeout) < 0 && errno != EINTR)
             break;
         if (!link_ours() || polled[0].revents & POLLNVAL)

@@ -260,6 +260,9 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# Launches that may be made of a kernel's twin instead (twins_launch.c).
+TWINNED = {"cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel"}
+
 # These never pass the gate: they change nothing, and an application asks for them before cuInit.
 UNGATED_SERVED = {"cuInit", "cuGetProcAddress", "cuGetProcAddress_v2"}
 # Never wrapped: pure ones, the driver's private tables, and what only a checkpointing tool calls, on other processes.
@@ -401,10 +404,14 @@ def _call(entry: Entry, served: set[str]) -> str:
 def _traced(entry: Entry) -> str:
     """The function behind the wrapper of an entry point in TOUCHED, for a traced gate."""
     per_thread = "true" if entry.stream in ("ptsz", "ptds") else "false"
+    call = f"phos_real.{entry.symbol}({entry.arguments})"
+    if entry.base in TWINNED:
+        twin = f"twin_{entry.base}(&touches_, phos_real.{entry.symbol}, {entry.arguments})"
+        call = f"phos_twin_wanted(&touches_) ? {twin} : {call}"
     return (
         f"static __attribute__((noinline, cold)) CUresult traced_{entry.symbol}({entry.declaration})\n{{\n"
         f'    HOOK_TRACED(touch_{entry.base}(&touches_, {_explicit(entry)}), {per_thread}, "{entry.symbol}",\n'
-        f"                phos_real.{entry.symbol}({entry.arguments}));\n}}\n\n"
+        f"                {call});\n}}\n\n"
     )
 
 

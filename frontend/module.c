@@ -21,10 +21,12 @@
  * memory. */
 #define COPIES_MOST ((size_t)256 << 20)
 #define IMAGE_MOST ((size_t)1 << 30)
+/* Of PTX, which is short and cannot be had from the driver, copies are kept for good: a restore makes twins of its kernels. */
+#define TEXTS_MOST ((size_t)16 << 20)
 
 static pthread_mutex_t module_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the list; taken last */
 static struct phos_module *modules, *modules_last;
-static size_t copied;
+static size_t copied, texts_kept;
 static uint64_t last_number;
 static bool untold;
 static uint64_t told_upto; /* the control thread's own */
@@ -222,6 +224,15 @@ static uint64_t note_file(const char *entry_point, const char *path)
     return 0;
 }
 
+/* With module_lock held: whether a copy stays. */
+static bool keep(const struct phos_module *module)
+{
+    const char *text = module->bytes;
+    if (!text || module->size < 16 || text[module->size - 1] || texts_kept + module->size > TEXTS_MOST)
+        return false;
+    return *text == '/' || *text == '.' || *text == ' ' || *text == '\n' || *text == '\t' || *text == '\r';
+}
+
 static int memfd_of(const struct phos_module *module)
 {
     int file = memfd_create("phos-module", MFD_CLOEXEC);
@@ -254,9 +265,15 @@ bool phos_modules_tell(bool (*send)(const struct phos_module *module, int descri
             /* It has them now. Kept, they would be hundreds of megabytes of every dump; a phosd that comes later looks
              * for them by their digest, and if it has none takes such a module's kernels by their arguments' layout. */
             pthread_mutex_lock(&module_lock);
-            copied -= module->bytes ? module->size : 0;
-            free(module->bytes);
-            module->bytes = NULL;
+            if (!module->kept && keep(module)) {
+                module->kept = true;
+                texts_kept += module->size;
+                copied -= module->size;
+            } else if (!module->kept) {
+                copied -= module->bytes ? module->size : 0;
+                free(module->bytes);
+                module->bytes = NULL;
+            }
             pthread_mutex_unlock(&module_lock);
         }
         told_upto = module->number;

@@ -12,6 +12,7 @@ struct phos_module {
     uint64_t file[3]; /* which file it is: device, inode, time of its last change in ns */
     uint64_t digest;  /* of a module in memory */
     void *bytes;
+    bool kept; /* `bytes` is PTX, and stays */
     struct phos_module *next;
     bool told;
 };

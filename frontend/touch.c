@@ -54,10 +54,8 @@ void phos_touches_complete(struct phos_touches *touches, bool per_thread, const 
         touches->kernel = entry_point;
     if (touches->source != PHOS_SOURCE_NONE || touches->unknown) /* of a kernel only a guess is known, of a copy what it does */
         phos_library_refine(touches);
-    if (!touches->count && !touches->anything && !touches->host_copy)
-        touches->nothing = true;
-    else if (phos_captures() && captured(touches->stream))
-        touches->nothing = true;
+    touches->captured = phos_captures() && captured(touches->stream);
+    touches->nothing = touches->captured || (!touches->count && !touches->anything && !touches->host_copy);
 }
 
 void phos_touches_end(struct phos_touches *touches)

@@ -20,6 +20,7 @@ struct phos_touch {
 struct phos_touches {
     CUstream stream;        /* where the work is queued, CU_STREAM_PER_THREAD for that one; NULL: the legacy stream */
     bool nothing;           /* the stream is being captured, or the call does nothing: it passes untraced */
+    bool captured;          /* the stream is being captured */
     uint32_t anything;      /* PHOS_READS | PHOS_WRITES through addresses that cannot be known: all memory */
     bool host_copy;         /* moves data between host and device: transfers of ours step aside */
     bool synchronous;       /* returns when the work is done */

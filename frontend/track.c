@@ -1,5 +1,6 @@
 /* Contexts, peers, captures: the calls that make and end them. */
 #include "track.h"
+#include "twins.h"
 #include "cleanup.h"
 #include "functions.h"
 #include "log.h"
@@ -352,11 +353,13 @@ static CUresult stream_destroyed(CUresult result, bool captured)
 CUresult serve_cuStreamDestroy_v2(CUstream stream)
 {
     bool captured = capturing(stream);
+    phos_twins_stream_ends(stream);
     return stream_destroyed(phos_real.cuStreamDestroy_v2(stream), captured);
 }
 
 CUresult serve_cuStreamDestroy(CUstream stream)
 {
     bool captured = capturing(stream);
+    phos_twins_stream_ends(stream);
     return stream_destroyed(phos_real.cuStreamDestroy(stream), captured);
 }

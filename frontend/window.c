@@ -209,6 +209,7 @@ void phos_window_end(void)
     put_away();
     phos_leave_context(entered);
     is_open = false;
+    phos_twins_end();
 }
 
 void phos_window_forked(void)
@@ -223,4 +224,5 @@ void phos_window_forked(void)
         munmap(phos_window.table, phos_window.table_size);
     phos_window = (struct phos_window){0};
     is_open = false;
+    phos_twins_forked();
 }

@@ -6,6 +6,7 @@
 #pragma once
 #include "error.h"
 #include "touch.h"
+#include "twins.h"
 
 #include <stdatomic.h>
 
@@ -34,7 +35,9 @@ bool phos_window_shuts(const struct phos_block *block);
 void phos_window_failed(CUresult result);
 static inline CUresult phos_window_result(CUresult result)
 {
-    if (__builtin_expect(result != CUDA_SUCCESS && atomic_load_explicit(&phos_window_strict, memory_order_relaxed), 0))
+    if (__builtin_expect(result != CUDA_SUCCESS && (atomic_load_explicit(&phos_window_strict, memory_order_relaxed) ||
+                                                    atomic_load_explicit(&phos_twin_kernels, memory_order_relaxed)),
+                         0))
         phos_window_failed(result);
     return result;
 }

@@ -211,14 +211,14 @@ static void say_fault(CUresult result)
 
 void phos_window_failed(CUresult result)
 {
-    if (!is_fault(result) || !atomic_load(&phos_window_strict))
-        return;
-    {
+    if (!phos_twins_trapped()) {
+        if (!is_fault(result) || !atomic_load(&phos_window_strict))
+            return;
         PHOS_LOCKED(&phos_memory_lock); /* with which the window's end clears the flag */
         if (!atomic_load(&phos_window_strict))
             return;
         say_fault(result);
-    }
+    } /* else phosd has read of it */
     /* The application must not act on an error that is ours. */
     for (uint64_t start = phos_now_ns(); phos_now_ns() - start < END_NS;)
         nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);

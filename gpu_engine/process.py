@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.ptx_instrument.twin_table import Report
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,12 @@ class GatedProcess(Protocol):
 
     def trace(self, window: TracingWindow | None) -> None:
         """From its next attach on, calls of the process are traced; None: not any more, and nothing is in use."""
+
+    def twin_counts(self) -> dict[str, int]:
+        """What twin kernels met with in this window or the last, if there were any."""
+
+    def twin_report(self) -> Report | None:
+        """What twin kernels reported in this window or the last; None: there were none."""
 
     def alive(self) -> bool:
         """Whether the process still exists (a zombie does not count)."""

@@ -129,6 +129,9 @@ class CowDump(StopDump):
             except PhosError as error:
                 log.warning("%s: %s", self.path, error)
         self._counts = self._windows.counts()
+        for process in self.gated:
+            for name, value in process.twin_counts().items():
+                self._counts[name] = self._counts.get(name, 0) + value
         for name in self._windows.culprits():
             log.info("%s: %s may write anywhere: it waited until everything was saved", self.path, name)
         if wanted := self._windows.wanted():

@@ -17,7 +17,7 @@ from phos.gen import wire_pb2
 from phos.gpu_engine import inventory, procfs, toggle
 from phos.gpu_engine.cow.dump import CowDump
 from phos.gpu_engine.cow.settings import CowSettings
-from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon import twins, wire
 from phos.gpu_engine.daemon.permissions import may_write, uid_of
 from phos.gpu_engine.daemon.registry import Registry, say_failure
 from phos.gpu_engine.daemon.session import Session
@@ -165,6 +165,7 @@ class DumpServer:
     ) -> StopDump:
         """A checkpoint by the protocol asked for; by copy-on-write if none was, and the processes are to run on."""
         settings = Settings.from_environment()
+        twins.setting()  # says what has no meaning before anything is done
         options = request.cow
         cow = CowSettings.from_environment().changed(
             pool=options.pool, validate=options.validate, prioritise=options.prioritise

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon import twins, wire
 from phos.gpu_engine.daemon.registry import Registry, say_failure
 from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
 from phos.gpu_engine.daemon.states import SessionState
@@ -95,6 +95,7 @@ class RestoreServer:
     def _job(self, connection: wire.Connection, request: wire_pb2.RestoreBegin, directory: int) -> Restore:
         path, copier = os.readlink(f"/proc/self/fd/{directory}"), self._registry.copier
         settings = LazySettings.from_environment().changed(lazy=request.lazy)
+        twins.setting()  # says what has no meaning before anything is done
         mode = request.mode or ("lazy" if _lazy_pages(connection.pid) else "eager")
         if mode not in ("lazy", "eager"):
             raise UsageError(f"PHOS_RESTORE={mode} is neither lazy nor eager.")

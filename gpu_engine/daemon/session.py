@@ -17,6 +17,8 @@ from phos.gpu_engine.daemon import kernels, wire
 from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.states import SessionState, StateMachine
+from phos.gpu_engine.daemon.twins import Twins
+from phos.gpu_engine.daemon.twins import wanted as twins_wanted
 from phos.gpu_engine.errors import CheckpointFailed, MemoryLost, Mispredicted, PhosError, ProtocolError, Unresponsive
 from phos.gpu_engine.inventory import LoadedModule
 from phos.gpu_engine.process import (
@@ -28,6 +30,7 @@ from phos.gpu_engine.process import (
     TracingWindow,
     UncarriedState,
 )
+from phos.gpu_engine.ptx_instrument.twin_table import Report
 from phos.gpu_engine.spec.speculator import Speculator
 
 log = logging.getLogger(__name__)
@@ -122,6 +125,7 @@ class Session:
         self._window: TracingWindow | None = None
         self._tracing = False
         self._broken_window = False
+        self._twins: Twins | None = None  # those of the last window
         self._imports: dict[int, BlockKey] = {}  # block numbers that stand for another session's blocks
 
     # Connections.
@@ -585,6 +589,9 @@ class Session:
             )
             wire.close_all(extra)
             self._tracing = not answer.done.error
+            if self._tracing and twins_wanted(window):
+                self._twins = Twins(self.session, self._speculator, window, self._send_twins)
+                self._twins.start()
         if self._tracing and window.loads and self._speculator.pending(self.session):
             threading.Thread(target=self._describe_later, daemon=True, name="describe").start()
         if answer.done.error:
@@ -623,6 +630,9 @@ class Session:
                 self._broken_window = False
                 return
             self._tracing = False
+            twins = self._twins
+        if twins is not None:
+            twins.join()
         if self._broken_window:
             raise Mispredicted(
                 f"The connection to process {self.pid} ({self.executable}) broke while its memory was saved: what it "
@@ -631,6 +641,22 @@ class Session:
         if self.is_connected:  # otherwise it has ended its window by itself, or ended
             _, extra = self._call(ANSWER_SECONDS, patient=True, window_end=wire_pb2.WindowEnd())
             wire.close_all(extra)
+        if twins is not None and not twins.loads and (report := twins.report()).violations:
+            raise Mispredicted(
+                f"Process {self.pid} ({self.executable}) touched GPU memory that was not saved yet and that no guess "
+                f"named: {report.named()}."
+            )
+
+    def _send_twins(self, descriptors: Sequence[int], twins: wire_pb2.Twins) -> None:
+        self._tell(list(descriptors), twins=twins)
+
+    def twin_counts(self) -> dict[str, int]:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        return {} if self._twins is None else self._twins.counts()
+
+    def twin_report(self) -> Report | None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        return None if self._twins is None else self._twins.report()
 
     def ordinals(self) -> dict[int, int]:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""

@@ -217,6 +217,10 @@ class LazyRestore(Restore):
             log.info(
                 "%s: %s may touch anything, as far as is known: it waited until everything was there", self.path, name
             )
+        for session in self._windows:
+            report = self._sessions[session].twin_report()
+            if report is not None and report.violations:
+                log.warning("%s: guesses were wrong, and their kernels waited: %s", self.path, report.named())
         log.info("%s: while loading: %s", self.path, ", ".join(f"{k} {v}" for k, v in self._counts.items()))
 
     def _watch(self) -> None:
@@ -231,6 +235,14 @@ class LazyRestore(Restore):
                 if self._table is None:
                     return
                 loading = self._windows[process.session].table.loading()
+            twins = self._sessions[process.session].twin_report()
+            if twins is not None and twins.trapped:
+                self.fail(
+                    f"Process {process.pid} ({process.message.executable}) waited in vain for GPU memory that no guess "
+                    f"named: {twins.named()}. It has been ended; restore it eagerly.",
+                    "mispredicted",
+                )
+                return
             if loading.fault:
                 named = ", ".join(loading.last_kernels()) or "none"
                 self.fail(
@@ -258,6 +270,9 @@ class LazyRestore(Restore):
                 total[name] = total.get(name, 0) + value
             if loading.first_launch_ns:
                 launched.append(int(loading.first_launch_ns))
+        for session in self._windows:
+            for name, value in self._sessions[session].twin_counts().items():
+                total[name] = total.get(name, 0) + value
         if self._feed is not None:
             total["on_demand"] = self._feed.on_demand
             total["on_demand_bytes"] = self._feed.on_demand_bytes

@@ -243,6 +243,15 @@ class Speculator:
                 for name, found in module.known.items()
             }
 
+    def modules(self, session: bytes) -> list[tuple[int, ModuleSource, int, set[str]]]:
+        """A session's modules: number, source, the GPU's capability, and the kernels that it may launch."""
+        with self._changed:
+            of_session = self._sessions.get(session, _Session())
+            return [
+                (number, module.source, module.capability, module.asked | module.known.keys() | module.lacking)
+                for number, module in of_session.modules.items()
+            ]
+
     def close(self) -> None:
         """End the workers and the threads. Tables can still be had of what is known."""
         with self._changed:

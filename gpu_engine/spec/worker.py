@@ -20,7 +20,7 @@ import threading
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from phos.gpu_engine.spec import analysis, fatbin, frames
+from phos.gpu_engine.spec import analysis, fatbin, frames, twins
 from phos.gpu_engine.spec.cache import Cache, encode
 from phos.gpu_engine.spec.descriptor import Source
 from phos.gpu_engine.spec.errors import SpecError
@@ -92,12 +92,25 @@ def _serve(header: dict[str, Any], body: bytes, cache: Cache, outgoing: int) -> 
 
     try:
         with _image(header, body) as image:
+            if "twins" in header:
+                _answer_twins(image, header, outgoing)
+                return
             answer("done", *_analyse(image, header, cache, lambda partly: answer("partly", partly)))
     except (SpecError, OSError) as error:
         answer("done", {}, error=str(error))
     except Exception as error:
         log.warning("The analysis of a module failed.", exc_info=True)
         answer("done", {}, error=f"The analysis failed: {type(error).__name__} {error}.")
+
+
+def _answer_twins(image: Buffer, header: dict[str, Any], outgoing: int) -> None:
+    """An answer for each part of the module that has PTX, and a last one."""
+    for made in twins.files(image, int(header["capability"]), set(header["kernels"]), reads=bool(header["reads"])):
+        reply = {"id": header["id"], "stage": "partly", "file": made.file, "left_out": made.left_out}
+        for part in frames.pack(reply):
+            _write(outgoing, part)
+    for part in frames.pack({"id": header["id"], "stage": "done"}):
+        _write(outgoing, part)
 
 
 def _analyse(
