@@ -1,0 +1,151 @@
+"""Twin kernels: what a launch touches that no guess named, found where it happens."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.site import Site, wait_until
+from tests.integration.test_lazy import EXAMPLES, dump_at, restore_job, slowly, start_liar
+
+SLOW = str(2 << 20)
+"""Bytes per second of phosd's copies: windows last for seconds."""
+LONG = ("--iterations", "120", "--iteration-seconds", "0.05")
+READER = Path(__file__).parent / "programs" / "reader.py"
+BUFFERS = 24
+
+
+@pytest.fixture
+def liar(site: Site) -> Path:
+    """A phosd that says that no kernel touches anything, as long as this file exists, and whose kernels have twins."""
+    lies = site.folder / "lies"
+    lies.touch()
+    site.environment |= {"LYING_PHOSD": str(lies), "SOFTGPU_COPY_BANDWIDTH": SLOW, "PHOS_TWINS": "on"}
+    return lies
+
+
+def window_of(site: Site, image: Path) -> dict[str, int]:
+    """What an image says of its window."""
+    said: dict[str, int] = json.loads(site.run("phos-gpu", "inspect", "--json", str(image)).stdout)["window"]
+    return said
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_checkpoint_with_twins(site: Site, name: str) -> None:
+    """Guesses are right: twins compute what their kernels compute, and the image is the one that it was."""
+    site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": SLOW}
+    expected = site.example(name, *LONG[:2], under=False, SOFTGPU_COPY_BANDWIDTH="0").wait_result()
+    site.run("phosd", "--ensure")  # with slow copies, which the program does not have
+    program = site.example(name, *LONG, SOFTGPU_COPY_BANDWIDTH="0")
+    program.wait_iterations(3)
+    image = site.image()
+    site.dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")
+    assert program.wait_result() == expected
+    counts = window_of(site, image)
+    assert counts["twin_kernels"] > 0
+    assert counts["violations"] == 0
+    if counts["anything"] == 0:
+        assert counts["twins"] > 0
+    site.gone(program)
+    site.restore(image)
+    assert program.wait_result() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mlp", LONG[:2]),
+        ("struct_argument", ("--size", "1500000", "--iterations", "100")),
+        ("pointer_chase", ("--size", "18", "--iterations", "250")),
+        ("device_pointer", ("--size", "1500000", "--iterations", "100")),
+    ],
+)
+def test_a_checkpoint_whose_guesses_are_wrong(site: Site, liar: Path, name: str, options: tuple[str, ...]) -> None:
+    """Of larger memory, where otherwise the first copy would wait until all is saved."""
+    expected = site.example(name, *options, under=False, SOFTGPU_COPY_BANDWIDTH="0").wait_result()
+    site.run("phosd", "--ensure")
+    start_liar(site)
+    program = site.example(name, *options, *LONG[2:], SOFTGPU_COPY_BANDWIDTH="0")
+    program.wait_iterations(3)
+    image = site.image()
+    site.dump(program, image, "--leave-running", PHOS_PROTOCOL="cow", PHOS_VALIDATE="off")
+    wrong, right = [job for job in site.status()["jobs"] if job["kind"] == "dump"]
+    assert (wrong["state"], right["state"]) == ("mispredicted", "committed")  # made anew, with the world stopped
+    assert "that no guess named: " in wrong["error"]
+    assert re.search(r"\w+ writes to 0x[0-9a-f]+ \(line \d+ of its PTX\)", wrong["error"])
+    assert program.wait_result() == expected
+    site.gone(program)
+    site.restore(image, PHOS_RESTORE="eager")
+    assert program.wait_result() == expected
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_lazy_restore_with_twins(site: Site, name: str) -> None:
+    expected = site.example(name, *EXAMPLES[name][:2], under=False).wait_result()
+    program = site.example(name, *EXAMPLES[name])
+    image = dump_at(site, program)
+    slowly(site, str(1 << 20))
+    site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY="fast")
+    assert program.wait_result() == expected
+    counts = restore_job(site)["window"]
+    assert counts["twin_kernels"] > 0
+    assert counts["violations"] == 0
+
+
+def test_a_wrong_guess_waits_for_its_data(site: Site, liar: Path) -> None:
+    """In a restore that is not strict, and in which nothing is waited for before a launch."""
+    del site.environment["PHOS_TWINS"]  # they are there without being asked for
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = "0"
+    go = site.folder / "go"
+    program = site.start(sys.executable, str(READER), str(BUFFERS), str(go))
+    image = dump_at(site, program, 1)
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(10 << 20)
+    start_liar(site)
+    criu = site.background(
+        *("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4"),
+        PHOS_RESTORE="lazy",
+        PHOS_LAZY="fast",
+    )
+    wait_until(lambda: restoring(site).get("twin_kernels", 0) > 0, "twins")
+    job = restore_job(site)
+    assert job["bytes_done"] < job["bytes_total"]
+    go.touch()
+    assert program.wait_result() == str(1000 + BUFFERS * (BUFFERS + 1) // 2)
+    assert criu.wait() == 0
+    counts = restore_job(site)["window"]
+    assert counts["twins"] == BUFFERS
+    assert counts["violations"] > 0
+    assert "guesses were wrong, and their kernels waited: add " in (site.folder / "liar.log").read_text()
+
+
+def restoring(site: Site) -> dict[str, int]:
+    """What the restore that is under way has met with; nothing if there is none yet."""
+    jobs = [job for job in site.status()["jobs"] if job["kind"] == "restore"]
+    return dict(jobs[-1]["window"]) if jobs else {}
+
+
+def test_without_twins(site: Site) -> None:
+    site.environment["PHOS_TWINS"] = "off"
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    image = dump_at(site, program)
+    slowly(site, str(1 << 20))
+    site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY="fast")
+    program.wait_result()
+    assert "twin_kernels" not in restore_job(site)["window"]
+
+
+def test_a_setting_without_a_meaning(site: Site) -> None:
+    site.environment["PHOS_TWINS"] = "perhaps"
+    site.run("phosd", "--ensure")
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    program.wait_iterations(1)
+    done = site.dump(program, site.image(), "--leave-running", check=False)
+    assert done.returncode != 0
+    assert "PHOS_TWINS=perhaps is neither on nor off" in done.stdout + done.stderr + Site.errors(
+        site.folder / "image" / "dump.log"
+    )
+    program.wait_progress()
