@@ -59,7 +59,7 @@ def rate(blocks: list[Any], folder: Path, threads: int, slot: int, reserve: bool
             if reserve:
                 writer.reserve(total)
             began = time.perf_counter()
-            copier.save(blocks, writer.write, Progress(total, [0] * copier.threads), threading.Event())
+            copier.save(blocks, writer, Progress(total, [0] * copier.threads), threading.Event())
             return total / (time.perf_counter() - began) / GB
     finally:
         os.close(directory)

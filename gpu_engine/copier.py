@@ -20,15 +20,35 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import ContentHasher, chunk_count
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
 from phos.images.chunk_hash import zero_hash
+from phos.images.writer import Place
 
 IDLE_SECONDS = 5e-5
 """How long a worker that has nothing to copy waits before it looks again."""
 
 Item = TypeVar("Item")
 
-Write = Callable[[int, BlockKey, int, memoryview, "Sequence[bytes] | None"], None]
-"""Called from each worker's own thread with its number, a block, the place in it, the data, and its chunks' hashes, if
-they are known."""
+
+class Sink(Protocol):
+    """Where what is copied out goes: an :class:`~phos.images.writer.ImageWriter`. Called from any worker's thread."""
+
+    placeable: int
+    """How many bytes :meth:`place` can give in all, however they are cut."""
+    place_limit: int
+    """And at once."""
+
+    def place(self, size: int) -> Place | None:
+        """Page-locked room of the sink's own, so that the GPU can write there; None: the ring is to be used."""
+
+    def write(
+        self,
+        stripe: int,
+        block: BlockKey,
+        offset: int,
+        data: memoryview,
+        hashes: Sequence[bytes] | None = None,
+        place: Place | None = None,
+    ) -> None:
+        """Take the data; ``stripe`` is the worker's number, ``hashes`` its chunks', if they are known."""
 
 
 class Cancelled(Exception):
@@ -204,13 +224,14 @@ class _Worker:
             view.release()
 
 
-def known_spans(block: Block, hashes: Sequence[bytes], limit: int) -> list[Span]:
-    """A block in spans of at most ``limit`` bytes: those of zeros apart from the others. ``hashes``: of its chunks."""
+def known_spans(block: Block, hashes: Sequence[bytes], limit: int, zero_limit: int) -> list[Span]:
+    """A block in spans of at most ``limit`` bytes; those of zeros (``zero_limit``) apart. ``hashes``: of its chunks."""
     spans: list[Span] = []
     start = 0
     zero = [hash_ == zero_hash(min(CHUNK_BYTES, block.size - i * CHUNK_BYTES)) for i, hash_ in enumerate(hashes)]
     for end in range(1, len(hashes) + 1):
-        if end == len(hashes) or zero[end] != zero[start] or (end - start) * CHUNK_BYTES >= limit:
+        most = zero_limit if zero[start] else limit
+        if end == len(hashes) or zero[end] != zero[start] or (end - start) * CHUNK_BYTES >= most:
             offset = start * CHUNK_BYTES
             size = min(end * CHUNK_BYTES, block.size) - offset
             spans.append(Span(block, offset, size, hashes[start:end], zero[start]))
@@ -307,13 +328,13 @@ class Copier:
     def save(
         self,
         blocks: Sequence[Block],
-        write: Write,
+        sink: Sink,
         progress: Progress,
         cancelled: threading.Event,
         mapped: MappedBlocks | None = None,
         hashes: Sequence[bytes] | None = None,
     ) -> None:
-        """Copy whole blocks out, to ``write``.
+        """Copy whole blocks out.
 
         ``mapped`` may hold some of them already, and stays the caller's. ``hashes``: of all chunks of the blocks, in
         order, if they are known; chunks of zeros are not copied then.
@@ -329,7 +350,7 @@ class Copier:
             mappings = mapped or MappedBlocks()
             try:
                 mappings.add(blocks)
-                self._drain(_Spans(self._spans(blocks, hashes), mappings), write, progress, cancelled)
+                self._drain(_Spans(self._spans(blocks, hashes, sink), mappings), sink, progress, cancelled)
             finally:
                 if mapped is None:
                     mappings.close()
@@ -338,7 +359,7 @@ class Copier:
         self,
         source: Source,
         device: int,
-        write: Write,
+        sink: Sink,
         progress: Progress,
         cancelled: threading.Event,
     ) -> None:
@@ -348,12 +369,12 @@ class Copier:
         """
         with self._turn(cancelled):
             self._prepare(device)
-            self._drain(source, write, progress, cancelled)
+            self._drain(source, sink, progress, cancelled)
 
     def _drain(
         self,
         source: Source,
-        write: Write,
+        sink: Sink,
         progress: Progress,
         cancelled: threading.Event,
     ) -> None:
@@ -364,9 +385,9 @@ class Copier:
                 raise Cancelled
             return None if stop.is_set() else source.take()
 
-        self._run(lambda w: self._save(w, take, source.landed, write, progress), self._workers, stop)
+        self._run(lambda w: self._save(w, take, source.landed, sink, progress), self._workers, stop)
 
-    def _spans(self, blocks: Iterable[Block], hashes: Sequence[bytes] | None) -> list[Span]:
+    def _spans(self, blocks: Sequence[Block], hashes: Sequence[bytes] | None, sink: Sink) -> list[Span]:
         if hashes is None:
             return [
                 Span(block, offset, min(self.slot_bytes, block.size - offset))
@@ -375,9 +396,11 @@ class Copier:
             ]
         spans: list[Span] = []
         first = 0
+        fits = sum(block.size for block in blocks) <= sink.placeable
+        limit = max(self.slot_bytes, sink.place_limit if fits else 0)
         for block in blocks:
             count = chunk_count(block.size)
-            spans += known_spans(block, hashes[first : first + count], self.slot_bytes)
+            spans += known_spans(block, hashes[first : first + count], limit, self.slot_bytes)
             first += count
         return spans
 
@@ -386,15 +409,15 @@ class Copier:
         worker: _Worker,
         take: Callable[[], Piece | None],
         landed: Callable[[Piece, memoryview], Sequence[bytes] | None],
-        write: Write,
+        sink: Sink,
         progress: Progress,
     ) -> None:
-        before: tuple[Piece, Any, memoryview] | None = None
+        before: tuple[Piece, Any, memoryview, Place | None] | None = None
         turn = 0
         ended = False
         try:
             while not ended or before is not None:
-                following: tuple[Piece, Any, memoryview] | None = None
+                following: tuple[Piece, Any, memoryview, Place | None] | None = None
                 try:
                     piece = None if ended else take()
                     ended = piece is None
@@ -407,15 +430,18 @@ class Copier:
                     address, view = worker.slots[turn]
                     lane = worker.lane(piece.device)
                     event = worker.events[piece.device][turn]
+                    place = sink.place(piece.size) if piece.address else None
+                    if place is not None:
+                        address, view = place.address, place.view
                     if piece.address:
                         lane.copy_to_host(address, piece.address, piece.size)
                     lane.record(event)
                     turn ^= 1
-                    following = (piece, event, view)
+                    following = (piece, event, view, place)
                 if before is not None:
                     driver.wait(before[1])
                     done, data = before[0], before[2][: before[0].size]
-                    write(worker.number, done.key, done.offset, data, landed(done, data))
+                    sink.write(worker.number, done.key, done.offset, data, landed(done, data), before[3])
                     progress.done_by_worker[worker.number] += done.size
                 before = following
         finally:

@@ -29,6 +29,16 @@ from phos.images.errors import ImageError
 from phos.images.extents import BlockTable, Extent
 from phos.images.files import lives_in_memory, run_in_threads, thread_count
 from phos.images.formats import BlockKey, align_up
+from phos.images.mapping import (
+    HUGE_PAGE,
+    MADV_HUGEPAGE,
+    MADV_POPULATE_WRITE,
+    advise,
+    has_huge_pages,
+    map_memory,
+    unmap_memory,
+    view_of,
+)
 from phos.images.reader import Image
 from phos.images.remote import RemoteImage
 
@@ -41,29 +51,10 @@ CHECK_BYTES = 8 << 20
 CLOCK_SECONDS = 0.02
 """Longer than the kernel's coarse clock stands still: two changes so far apart have different times."""
 
-HUGE_PAGE = 2 << 20
-"""Memory that is copied begins at a multiple of this; bytes."""
-
-_MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; before that the first touch does it
 _IN_CLOSE_WRITE = 8
 _OVERFLOW = -1  # instead of a number: more has happened than the kernel keeps
-_MAP_SHARED, _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 1, 2, 0x20, 0x4000
 
-_libc = ctypes.CDLL(None, use_errno=True)  # its calls leave the interpreter to others, those of Python's mmap do not
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-
-def _map(size: int, descriptor: int) -> int:
-    """Map memory, of a file or (-1) of nobody; its address."""
-    flags = _MAP_SHARED if descriptor >= 0 else _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
-    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
-    if address == ctypes.c_void_p(-1).value:
-        raise _failure()
-    return int(address)
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _Watcher:
@@ -134,14 +125,14 @@ class Region:
         self._watcher = watcher
         self._watch = watcher.add(descriptor) if watcher else 0
         self._mapped = self.length + (HUGE_PAGE if descriptor < 0 else 0)
-        self._base = self.address = _map(self._mapped, descriptor)
+        self._base = self.address = map_memory(self._mapped, descriptor)
         if descriptor < 0:
             self.address = (self._base + HUGE_PAGE - 1) & -HUGE_PAGE
-            _libc.madvise(self.address, self.length, _MADV_HUGEPAGE)
+            advise(self.address, self.length, MADV_HUGEPAGE)
 
     def populate(self, offset: int, length: int) -> None:
         """Have the kernel find pages for a part of it."""
-        _libc.madvise(self.address + offset, length, _MADV_POPULATE_WRITE)
+        advise(self.address + offset, length, MADV_POPULATE_WRITE)
 
     def register(self) -> None:
         """Page-lock it.
@@ -172,14 +163,14 @@ class Region:
         """A part of it. Of a file that is mapped it may be given to the kernel only, which survives a truncation."""
         if not 0 <= offset <= offset + length <= self.size:
             raise ValueError(f"bytes {offset} to {offset + length} of {self.size}")
-        return memoryview((ctypes.c_char * length).from_address(self.address + offset)).cast("B")
+        return view_of(self.address + offset, length)
 
     def free(self) -> None:
         """Unlock and unmap it. No copy from it may be under way."""
         if self._registered:
             driver.context(0).use()
             driver.unregister_host(self.address)
-        _libc.munmap(self._base, self._mapped)
+        unmap_memory(self._base, self._mapped)
         if self.descriptor >= 0:
             os.close(self.descriptor)
 
@@ -247,6 +238,25 @@ class PinnedMemory:
             region.note()
         self._check(image)
         self.confirm(image.path)
+
+    def map_in_place(self, image: Image) -> bool:
+        """Page-lock an image's data where it lies, unchecked, if it lies in huge pages, which costs next to nothing.
+
+        Raises:
+            ImageError: the data is not what it should be. DriverError: it cannot be locked. OSError.
+        """
+        self._watcher = _Watcher()
+        for file in image.record.files:
+            stripe = formats.stripe_of(file.name)
+            if not file.size or stripe is None:
+                continue
+            region = self._regions[stripe] = _region(image, file.name, file.size, self._watcher)
+            if region.descriptor < 0 or not has_huge_pages(region.descriptor):
+                return False
+        run_in_threads([region.register for region in self._regions.values()])
+        for region in self._regions.values():
+            region.note()
+        return True
 
     def _check(self, image: Image | RemoteImage) -> None:
         scratch = threading.local()

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import final
+from typing import NamedTuple, final
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
@@ -35,6 +35,7 @@ from phos.images.files import (
     segments,
 )
 from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey, align_up, digest
+from phos.images.mapping import HUGE_PAGE, has_huge_pages, map_memory, view_of
 from phos.images.table import WrittenRun, build_tables
 
 COPY_THREADS = 8  # of add_file(): the copies of GPU data and CRIU want processors too
@@ -57,6 +58,14 @@ class _Stripe:
         self.written = 0
         self.zero = 0
         self.runs: list[WrittenRun] = []
+
+
+class Place(NamedTuple):
+    """Room in a data file that is mapped: its address, its bytes, and where it lies in the file."""
+
+    address: int
+    view: memoryview
+    file_offset: int
 
 
 @final
@@ -91,6 +100,9 @@ class ImageWriter:
         self._failure: ImageError | None = None
         self._state = "writing"  # then "committed" or "aborted"
         self._finishing = False  # set once, before the stripes are locked: reserve() is to end
+        self._mapped: _Stripe | None = None
+        self._address = self._segment = self.mapped_bytes = 0
+        self.placeable = self.place_limit = 0  # how much place() can give in all, and at once
         self._directory = os.dup(directory)
         self._path = describe_path(self._directory)
         try:
@@ -148,8 +160,72 @@ class ImageWriter:
                     return False
         return True
 
+    def map_data(self, total: int, segment: int, most: int) -> int:
+        """Make a data file that is written through memory, where the file system has huge pages for it.
+
+        total    so many bytes can be placed there, however they are cut.
+        segment  no place lies across a multiple of this many bytes; a multiple of the size of a huge page.
+        most     bytes of one place.
+
+        Returns the address of `mapped_bytes` bytes, which have no pages yet; 0: it is not to be had. The caller unmaps
+        them when nothing is written there any more, before commit() or after it.
+        """
+        if self._direct or not lives_in_memory(self._directory):
+            return 0
+        s = _Stripe(len(self._stripes))
+        try:
+            s.fd = self._create(s.name)
+            if not has_huge_pages(s.fd):
+                raise OSError(errno.ENOTSUP, "small pages")
+            size = total + total // (segment - most) * most  # what places leave free before a boundary
+            self.mapped_bytes = -(-size // HUGE_PAGE) * HUGE_PAGE
+            os.ftruncate(s.fd, self.mapped_bytes)
+            self._address = map_memory(self.mapped_bytes, s.fd)
+        except OSError:
+            self._forget(s)
+            return 0
+        self._segment = segment
+        self.placeable, self.place_limit = total, most
+        self._mapped = s
+        self._stripes = [*self._stripes, s]  # others may be going through the old list
+        return self._address
+
+    def unmap_data(self) -> None:
+        """No more places, because the memory cannot be used after all; nothing has been written there."""
+        if self._mapped is not None:
+            self._stripes = [s for s in self._stripes if s is not self._mapped]
+            self._forget(self._mapped)
+            self._mapped = None
+            self.placeable = self.place_limit = 0
+
+    def _forget(self, s: _Stripe) -> None:
+        if s.fd >= 0:
+            os.close(s.fd)
+            s.fd = -1
+            self._remove(s.name)
+
+    def place(self, size: int) -> Place | None:
+        """Room for whole chunks, or a block's end, to be filled and then named to write(); None: no more."""
+        s = self._mapped
+        if s is None:
+            return None
+        with s.lock:
+            at = s.end
+            if at // self._segment != (at + size - 1) // self._segment:
+                at = -(-at // self._segment) * self._segment
+            if at + size > self.mapped_bytes:
+                return None
+            s.end = align_up(at + size)
+        return Place(self._address + at, view_of(self._address + at, size), at)
+
     def write(
-        self, stripe: int, block: BlockKey, offset: int, data: memoryview, hashes: Sequence[bytes] | None = None
+        self,
+        stripe: int,
+        block: BlockKey,
+        offset: int,
+        data: memoryview,
+        hashes: Sequence[bytes] | None = None,
+        place: Place | None = None,
     ) -> None:
         """Append part of a block to a stripe's data file; returns when the kernel has taken the bytes.
 
@@ -158,6 +234,7 @@ class ImageWriter:
         offset  in the block, a multiple of the chunk size.
         data    a whole number of chunks, or fewer bytes at the block's end; page-aligned for O_DIRECT to work.
         hashes  chunk_hash() of each chunk, if the caller knows them.
+        place   where the data lies already; `stripe` has no meaning then.
 
         Each chunk is hashed if it has to be; chunks of zeros take no space. Writing a chunk again replaces it in the
         image (the old bytes stay in the file, unused). Raises ImageError with file and reason; the writer then takes no
@@ -168,6 +245,10 @@ class ImageWriter:
         if len(block[0]) != HASH_SIZE:
             raise ValueError(f"a session has 16 bytes, not {len(block[0])}")
         view = data if data.format == "B" and data.ndim == 1 else data.cast("B")
+        if place is not None and self._mapped is not None:
+            self._check_usable()
+            self._note(self._mapped, block, offset, view, hashes, place)
+            return
         s = self._stripes[stripe]
         with s.lock:
             self._check_usable()
@@ -220,6 +301,25 @@ class ImageWriter:
             self._write_out(s, pending, start, at - start)
         s.end = align_up(at)
         s.runs += runs  # only now: a failed write leaves no run behind
+
+    def _note(
+        self, s: _Stripe, block: BlockKey, offset: int, view: memoryview, known: Sequence[bytes] | None, place: Place
+    ) -> None:
+        """What lies in its place: a run for each chunk."""
+        chunk, zero = self._chunk_size, 0
+        runs: list[WrittenRun] = []
+        for i in range(0, len(view), chunk):
+            piece = view[i : i + chunk]
+            hash_ = chunk_hash(piece) if known is None else known[i // chunk]
+            if hash_ == zero_hash(len(piece)):
+                zero += len(piece)
+                runs.append(self._run(s, block, pb.Run.ZERO, offset + i, len(piece), 0, []))
+            else:
+                runs.append(self._run(s, block, pb.Run.DATA, offset + i, len(piece), place.file_offset + i, [hash_]))
+        with s.lock:
+            s.zero += zero
+            s.written += len(view) - zero
+            s.runs += runs
 
     def _run(
         self, s: _Stripe, block: BlockKey, kind: int, offset: int, length: int, file_offset: int, hashes: list[bytes]

@@ -75,12 +75,18 @@ class CowDump(StopDump):
                 return
             expected = self._hash() if self._cow.validate else None
             feed = self._windows.lay_out(
-                self.gated, self._detached, self._borrowed, self._mapped, expected, self._memory.wanted
+                self.gated,
+                self._detached,
+                self._borrowed,
+                self._mapped,
+                expected,
+                self._memory.wanted,
+                self._writer,
             )
             self._laid_out.set()
             with self.timeline.phase("GPU data", concurrent=True):
                 device = self._borrowed[0].device
-                self._copier.drain(feed, device, self._writer.write, self.progress, self._cancelled)
+                self._copier.drain(feed, device, self._writer, self.progress, self._cancelled)
         except BaseException as error:
             self._copy_failure = error
             if not isinstance(error, Cancelled):

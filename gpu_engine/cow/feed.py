@@ -6,9 +6,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from phos.gpu_engine.blocks import BlockKey
+from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copier import NothingYet, Piece
 from phos.gpu_engine.cow.chunk_table import (
     NO_SLOT,
@@ -21,6 +22,7 @@ from phos.gpu_engine.cow.chunk_table import (
 )
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.errors import Mispredicted
+from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.chunk_hash import chunk_hash, zero_hash
 
 REFRESH_SECONDS = 1e-4
@@ -35,6 +37,9 @@ STEP_ASIDE_PAUSE = 0.1
 STALL_WORKERS = 4
 """So many workers copy while the processes stand still. More of them save more by then, but CRIU and the driver, which
 the processes wait for, go slower for it."""
+
+PLACING_WORKERS = 6
+"""And where the GPU writes into the image itself: enough to keep its copy engine busy."""
 
 STALL_LOOK_SECONDS = 0.002
 
@@ -81,14 +86,21 @@ class ChunkFeed:
         expected: Sequence[bytes] | None,
         *,
         prioritise: bool,
+        at_once: int = CHUNK_BYTES,
+        stall_workers: int = STALL_WORKERS,
     ) -> None:
-        """``order`` has every chunk once; ``expected``: content hashes at *t1*, or None for no validation."""
+        """``order`` has every chunk once; ``expected``: content hashes at *t1*, or None for no validation.
+
+        ``at_once``: neighbours that nobody waits for may be taken together, up to so many bytes.
+        """
         self._table = table
         self.places = places
         self._order = ClaimOrder(order)
         self._windows = windows
         self._expected = expected
         self._prioritise = prioritise and bool(windows)
+        self._at_once = at_once
+        self._stall_workers = stall_workers
         self.may_change = threading.Event()
         """Set before the first process may write to its memory again."""
         self.runs_on = threading.Event()
@@ -126,22 +138,27 @@ class ChunkFeed:
         Raises:
             Mispredicted: the content is not that of *t1*.
         """
-        self._table.saved(piece.chunk)
+        end = piece.chunk + chunk_count(piece.size)
+        for chunk in range(piece.chunk, end):
+            self._table.saved(chunk)
         if piece.slot >= 0:
             process, slot = divmod(piece.slot, SHADOWED)
             self._windows[process].table.free_slot(slot)
         if self._expected is None:
             return None
-        expected = self._expected[piece.chunk]
-        if piece.address and self.may_change.is_set() and chunk_hash(data) != expected:
-            raise Mispredicted(
-                f"GPU memory changed before it was saved (block {piece.key[1]}, "
-                f"{piece.size} bytes at {piece.offset}): a kernel wrote where no guess said it would."
-            )
-        return [expected]
+        expected = self._expected[piece.chunk : end]
+        if piece.address and self.may_change.is_set():
+            for place, hash_ in zip(self.places[piece.chunk : end], expected, strict=True):
+                at = place.offset - piece.offset
+                if chunk_hash(data[at : at + place.size]) != hash_:
+                    raise Mispredicted(
+                        f"GPU memory changed before it was saved (block {place.key[1]}, "
+                        f"{place.size} bytes at {place.offset}): a kernel wrote where no guess said it would."
+                    )
+        return list(expected)
 
     def _is_early(self, thread: int) -> bool:
-        if len(self._early) < STALL_WORKERS:
+        if len(self._early) < self._stall_workers:
             self._early.add(thread)
         return thread in self._early
 
@@ -149,9 +166,30 @@ class ChunkFeed:
         self._given[chunk] = 1
         self._given_count += 1
         place = self.places[chunk]
-        if self._expected is not None and self._expected[chunk] == zero_hash(place.size):
+        if self._was_zeros(chunk):
             address = 0  # what it was is known, whatever it has become
         return Piece(place.key, place.offset, place.size, address, device if slot >= 0 else place.device, chunk, slot)
+
+    def _was_zeros(self, chunk: int) -> bool:
+        return self._expected is not None and self._expected[chunk] == zero_hash(self.places[chunk].size)
+
+    def _joined(self, chunk: int) -> Piece:
+        """A chunk of ours, with neighbours that nobody has taken yet."""
+        piece = self._give(chunk, self.places[chunk].address)
+        size = piece.size
+        while piece.address and size + CHUNK_BYTES <= self._at_once:
+            chunk += 1
+            if (
+                chunk == len(self.places)
+                or self.places[chunk].key != piece.key
+                or self.places[chunk].offset != piece.offset + size
+                or self._given[chunk]
+                or self._was_zeros(chunk)
+                or self._table.claim(chunk) != UNSAVED
+            ):
+                break
+            size += self._give(chunk, self.places[chunk].address).size
+        return replace(piece, size=size)
 
     def _wanted(self) -> Piece | None:
         """From the processes' queues."""
@@ -220,7 +258,7 @@ class ChunkFeed:
     def _any(self) -> Piece | None:
         chunk = self._table.claim_next(self._order)
         if chunk is not None:
-            return self._give(chunk, self.places[chunk].address)
+            return self._joined(chunk)
         if not self._owed:
             # What is left was taken by processes; a queue that was full says nothing of it.
             self._owed.extend(c for c in range(len(self.places)) if not self._given[c])

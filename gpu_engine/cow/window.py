@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import chunk_count
-from phos.gpu_engine.copier import MappedBlocks
+from phos.gpu_engine.copier import MappedBlocks, Sink
 from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
-from phos.gpu_engine.cow.feed import ChunkFeed, Place, Window
+from phos.gpu_engine.cow.feed import PLACING_WORKERS, STALL_WORKERS, ChunkFeed, Place, Window
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
 from phos.gpu_engine.errors import DriverError
@@ -92,10 +92,11 @@ class Windows:
         mapped: MappedBlocks,
         expected: Sequence[bytes] | None,
         wanted_before: Mapping[ChunkKey, int],
+        sink: Sink,
     ) -> ChunkFeed:
         """With the processes detached: number the chunks and make the tables.
 
-        ``wanted_before``: what an earlier window saw written, with its rank.
+        ``wanted_before``: what an earlier window saw written, with its rank. ``sink``: where the data will go.
         """
         first: dict[BlockKey, int] = {}
         places: list[Place] = []
@@ -119,6 +120,7 @@ class Windows:
         order = first_written_first(places, wanted_before)
         if expected is not None:  # zeros first: they need no copying, so nobody has to copy them aside
             order.sort(key=lambda chunk: expected[chunk] != zero_hash(places[chunk].size))
+        placed = sum(block.size for block in blocks) <= sink.placeable
         self.feed = ChunkFeed(
             self._table,
             places,
@@ -126,6 +128,9 @@ class Windows:
             [Window(w.table, w.pools, w.process.alive) for w in self._windows.values()],
             expected,
             prioritise=self._settings.prioritise,
+            # Where the GPU writes into the image itself, copies cost no processor.
+            at_once=sink.place_limit if placed else CHUNK_BYTES,
+            stall_workers=PLACING_WORKERS if placed else STALL_WORKERS,
         )
         return self.feed
 

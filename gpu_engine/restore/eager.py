@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextlib import closing
 
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.content_hash import SPAN_BYTES
 from phos.gpu_engine.copier import MappedBlocks
 from phos.gpu_engine.errors import DriverError
+from phos.gpu_engine.pinned import PinnedImage, PinnedMemory
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.restore.sources import confirm, manner
 from phos.images.errors import ImageError
-from phos.images.reader import Extent
+from phos.images.reader import Extent, Image
 from phos.images.source import ImageSource
 
 log = logging.getLogger(__name__)
@@ -27,6 +29,8 @@ class EagerRestore(Restore):
         """Nothing but loading is to be done."""
 
     def _fill(self, blocks: list[Block]) -> None:
+        files = self._image
+        self._map_in_place()
         image = self._image
         how = manner(image, self._copier, len({block.device for block in blocks}))
         extents: list[tuple[Block, int, int, Extent | None]] = []
@@ -41,9 +45,30 @@ class EagerRestore(Restore):
                 read = image.read_unchecked
                 self._copier.load(extents, read, self.progress, self._cancelled, mapped, how.workers)
                 with self.timeline.phase("check GPU data", concurrent=True):
-                    self._check(image, blocks, mapped, min(sizes))
+                    self._check(files, blocks, mapped, min(sizes))
             else:
                 self._copier.load(extents, image.read_into, self.progress, self._cancelled, mapped, how.workers)
+
+    def _map_in_place(self) -> None:
+        """Where the data lies in huge pages the GPU may fetch it from there: it is checked when it has arrived."""
+        if not isinstance(self._image, Image):
+            return
+        memory = PinnedMemory()
+        try:
+            if memory.map_in_place(self._image):
+                memory.use()
+                log.info("%s: GPUs read from the image's own pages.", self.path)
+                self._image = PinnedImage(self._image, memory)
+                threading.Thread(target=self._unlock, args=(memory,), name="unlock").start()
+                return
+        except (DriverError, OSError) as error:
+            log.info("%s: its pages cannot be used by the GPU directly: %s", self.path, error)
+        memory.release()
+
+    def _unlock(self, memory: PinnedMemory) -> None:
+        """It takes time, so no process waits for it."""
+        self._loaded.wait()
+        memory.release()
 
     def _check(self, image: ImageSource, blocks: list[Block], mapped: MappedBlocks, chunk_bytes: int) -> None:
         """Compare what has arrived with the image's hashes.

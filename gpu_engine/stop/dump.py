@@ -26,6 +26,7 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Cancelled, Copier, MappedBlocks, Progress
 from phos.gpu_engine.cow.settings import size_of
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, Unresponsive, UsageError
+from phos.gpu_engine.landing import Landing
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.residue import DumpedResidues
 from phos.gpu_engine.timeline import Timeline
@@ -169,6 +170,7 @@ class StopDump:
         self._warnings: list[str] = []
         self._failure = ""  # why the image cannot be completed
         self._writer = ImageWriter(directory, stripes=copier.threads)
+        self._landing: Landing | None = None
         self._directory = os.dup(directory)
 
     @property
@@ -255,7 +257,8 @@ class StopDump:
         # What is reserved for data that turns out to be zeros would be missing for CRIU's pages.
         if size and _free_bytes(self._directory) > size + sum(_resident_bytes(pid) for pid in self.pids):
             with self.timeline.phase("reserve room"):
-                if not self._writer.reserve(size):
+                self._landing = Landing.prepare(self._writer, size)
+                if self._landing is None and not self._writer.reserve(size):
                     log.info("%s: less room than %d bytes of GPU memory need if none of it is zeros", self.path, size)
 
     def _quiesce(self) -> None:
@@ -341,8 +344,8 @@ class StopDump:
             except DriverError as error:
                 log.info("%s: the GPU does not hash its memory, so the CPU does: %s", self.path, error)
             with self.timeline.phase("GPU data", concurrent=True):
-                write = self._writer.write
-                self._copier.save(self._borrowed, write, self.progress, self._cancelled, self._mapped, hashes)
+                writer, mapped = self._writer, self._mapped
+                self._copier.save(self._borrowed, writer, self.progress, self._cancelled, mapped, hashes)
         except BaseException as error:
             self._copy_failure = error
             if not isinstance(error, Cancelled):
@@ -563,6 +566,9 @@ class StopDump:
         if self._directory >= 0:
             os.close(self._directory)
         self._directory = -1
+        if self._landing is not None:  # takes time, and nobody has to wait for it
+            threading.Thread(target=self._landing.release, name="release").start()
+            self._landing = None
 
     def _return_blocks(self) -> None:
         for block in self._borrowed:

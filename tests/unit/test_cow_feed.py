@@ -126,8 +126,11 @@ class Scene:
         order = more.pop("order", range(chunks))
         expected = more.pop("expected", None)
         prioritise = more.pop("prioritise", False)
+        at_once = more.pop("at_once", CHUNK)
         windows = [process.window for process in self.processes]
-        self.feed = ChunkFeed(self.table, self.places, list(order), windows, expected, prioritise=prioritise)
+        self.feed = ChunkFeed(
+            self.table, self.places, list(order), windows, expected, prioritise=prioritise, at_once=at_once
+        )
         self.feed.may_change.set()
         self.feed.runs_on.set()
 
@@ -479,3 +482,42 @@ def test_a_chunk_that_was_zeros_is_not_copied_whatever_it_has_become() -> None:
     assert scene.feed.landed(by_chunk[0], anything) == [zero_hash(CHUNK)]
     assert scene.feed.landed(by_chunk[2], anything) == [zero_hash(CHUNK)]
     assert scene.table.state(0) == scene.table.state(2) == SAVED
+
+
+def test_neighbours_that_nobody_waits_for_are_taken_together() -> None:
+    expected = [bytes([i]) * 16 for i in range(8)]
+    expected[6] = zero_hash(CHUNK)
+    scene = Scene(8, (1,), order=[2, 0, 1, 3, 4, 5, 6, 7], expected=expected, at_once=3 * CHUNK)
+    scene.feed.may_change.clear()
+    scene.processes[0].take(1)
+    pieces: list[Piece] = []
+    for _ in range(5):
+        piece = scene.take()
+        assert piece is not None
+        pieces.append(piece)
+    assert [(p.chunk, p.size // CHUNK, bool(p.address)) for p in pieces] == [
+        (2, 3, True),
+        (0, 1, True),
+        (5, 1, True),
+        (6, 1, False),
+        (7, 1, True),
+    ]
+    assert scene.feed.landed(pieces[0], memoryview(bytearray(3 * CHUNK))) == expected[2:5]
+    assert [scene.table.state(chunk) == SAVED for chunk in range(8)] == [False, False, True, True, True, *[False] * 3]
+
+
+def test_each_of_the_neighbours_is_compared() -> None:
+    data = bytearray(os.urandom(2 * CHUNK))
+    expected = [chunk_hash(memoryview(data)[:CHUNK]), chunk_hash(memoryview(data)[CHUNK:])]
+    for wrong in (None, 0, 1):
+        scene = Scene(2, (0,), expected=expected, at_once=2 * CHUNK)
+        piece = scene.take()
+        assert piece is not None
+        assert piece.size == 2 * CHUNK
+        changed = bytearray(data)
+        if wrong is None:
+            assert scene.feed.landed(piece, memoryview(changed)) == expected
+            continue
+        changed[wrong * CHUNK + 7] ^= 1
+        with pytest.raises(Mispredicted, match=f"at {wrong * CHUNK}"):
+            scene.feed.landed(piece, memoryview(changed))

@@ -1,0 +1,53 @@
+"""Files and memory at an address, by calls that let go of the interpreter lock (those of Python's mmap do not)."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+HUGE_PAGE = 2 << 20
+
+MADV_HUGEPAGE = 14
+MADV_POPULATE_WRITE = 23  # Linux 5.14
+_MAP_SHARED, _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 1, 2, 0x20, 0x4000
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def map_memory(size: int, descriptor: int) -> int:
+    """Map memory, of a file or (-1) of nobody, to be read and written; its address.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    flags = _MAP_SHARED if descriptor >= 0 else _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
+    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
+    if address == ctypes.c_void_p(-1).value:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return int(address)
+
+
+def unmap_memory(address: int, size: int) -> None:
+    """Undo :func:`map_memory`."""
+    _libc.munmap(address, size)
+
+
+def advise(address: int, size: int, advice: int) -> bool:
+    """madvise(2); whether the kernel took it."""
+    return int(_libc.madvise(address, size, advice)) == 0
+
+
+def view_of(address: int, size: int) -> memoryview:
+    """Memory at an address."""
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
+
+
+def has_huge_pages(descriptor: int) -> bool:
+    """Whether a file's file system gives it huge pages: one in memory says so by its block size (mm/shmem.c)."""
+    return os.fstat(descriptor).st_blksize >= HUGE_PAGE

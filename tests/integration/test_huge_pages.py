@@ -1,0 +1,102 @@
+"""Images in a tmpfs with huge pages: GPUs write into its pages and read from them, and no processor copies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phos.images.mapping import has_huge_pages
+from tests.integration.site import Site
+from tests.integration.test_stop_protocol import EXAMPLES, uninterrupted
+from tests.unit.image_sets import skip
+
+
+def huge(folder: Path, size: str) -> None:
+    folder.mkdir()
+    options = f"huge=always,size={size},mode=700"
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True, check=False
+    )
+    if done.returncode != 0:
+        skip(f"a tmpfs cannot be mounted here: {done.stderr.decode().strip()}")
+    with open(folder / "probe", "wb") as probe:
+        pages = has_huge_pages(probe.fileno())
+    os.unlink(folder / "probe")
+    if not pages:
+        subprocess.run(["umount", str(folder)], check=True)
+        skip("this kernel has no huge pages for tmpfs")
+
+
+@pytest.fixture
+def folder(site: Site) -> Iterator[Path]:
+    place = site.folder / "huge"
+    huge(place, "2g")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def log_of(site: Site) -> str:
+    return (site.folder / "run" / "phosd.log").read_text()
+
+
+@pytest.mark.parametrize("name", ["mlp", "stencil"])
+def test_dump_into_huge_pages_and_restore_from_them(site: Site, folder: Path, name: str) -> None:
+    expected = uninterrupted(site, name, *EXAMPLES[name])
+    program = site.example(name, *EXAMPLES[name])
+    program.wait_iterations(5)
+    image = folder / "image"
+    image.mkdir()
+    site.dump(program, image)
+    assert "GPUs write into the image's own pages" in log_of(site)
+    site.run("phos-gpu", "verify", str(image))
+    site.restore(image)
+    assert "GPUs read from the image's own pages" in log_of(site)
+    assert program.wait_result() == expected
+
+
+def test_a_concurrent_checkpoint_into_huge_pages_is_whole(site: Site, folder: Path) -> None:
+    expected = uninterrupted(site, "mlp", *EXAMPLES["mlp"])
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    program.wait_iterations(5)
+    site.run("phos-gpu", "checkpoint", str(program.pid), str(folder / "image"), "--leave-running", "--protocol", "cow")
+    assert "GPUs write into the image's own pages" in log_of(site)
+    site.run("phos-gpu", "verify", str(folder / "image"))
+    assert program.wait_result() == expected
+
+
+def test_a_damaged_chunk_is_found_where_it_has_arrived(site: Site, folder: Path) -> None:
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    program.wait_iterations(5)
+    image = folder / "image"
+    image.mkdir()
+    site.dump(program, image)
+    data = max(image.glob("phos-data-*.raw"), key=lambda path: path.stat().st_size)
+    with open(data, "r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)
+        file.seek(5000)
+        file.write(bytes([byte[0] ^ 1]))
+    result = site.restore(image, check=False)
+    assert result.returncode != 0
+    assert "is damaged: its hash is not the one written" in log_of(site)
+    assert not program.alive()
+
+
+def test_without_room_for_all_the_dump_says_so_and_the_program_runs_on(site: Site) -> None:
+    expected = uninterrupted(site, "mlp", *EXAMPLES["mlp"])
+    place = site.folder / "small"
+    huge(place, "4m")
+    try:
+        program = site.example("mlp", *EXAMPLES["mlp"])
+        program.wait_iterations(5)
+        (place / "image").mkdir()
+        result = site.dump(program, place / "image", check=False)
+        assert result.returncode != 0
+        assert not list((place / "image").glob("phos-*"))
+        assert program.wait_result() == expected
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
