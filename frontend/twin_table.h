@@ -55,7 +55,7 @@ struct phos_twin_window {
     uint64_t closed; /* where the chunk table's `closed` is */
     uint64_t limit_ns;
     uint32_t mode, shift; /* a chunk has 1 << shift bytes */
-    uint32_t reports; /* counted by the GPU; the first of them are in `report` */
+    uint32_t reports; /* counted by the GPU, until `report` is full or a little further */
     uint32_t trapped; /* by the GPU: data did not come, and the kernel ended itself */
     uint64_t launched, originals, kernels; /* twins launched; launches that the original had to do; kernels with a twin */
     struct phos_twin_report report[PHOS_TWIN_REPORTS];

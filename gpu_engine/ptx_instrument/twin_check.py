@@ -17,7 +17,8 @@ def check_function(name: str) -> str:
     (shared and local memory, module variables, memory that is younger than the window have none); then the state of its
     chunk as it is at this moment, in host memory that phosd shares. So what came to be saved, or loaded, since the
     guess is in order whatever was guessed. Anything else is reported, before the access is made; a twin in a lazy
-    restore then waits for the data, and traps if it does not come.
+    restore then waits for the data, and traps if it does not come. Once the report is full nothing more is counted: an
+    atomic operation in host memory goes over the bus for every thread.
     """
     return f"""
 .func {name}(.param .b64 {name}_launch, .param .b64 {name}_address, .param .b32 {name}_site)
@@ -80,6 +81,9 @@ $found:
 	setp.ne.u32 %p, %state, 0;
 	@%p bra $saved;
 	add.u64 %at, %window, {t.WINDOW_REPORTS};
+	ld.volatile.u32 %slot, [%at];
+	setp.ge.u32 %p, %slot, {t.REPORTS};
+	@%p bra $reported;
 	atom.add.u32 %slot, [%at], 1;
 	setp.ge.u32 %p, %slot, {t.REPORTS};
 	@%p bra $reported;

@@ -61,7 +61,7 @@ class Report(NamedTuple):
     kernels: int
     """Kernels of which a twin was loaded."""
     violations: int
-    """Accesses outside the guesses: one for each thread and access."""
+    """Accesses outside the guesses: one for each thread and access, until the report is full."""
     trapped: bool
     """One of them waited in vain: the process's context is lost."""
     first: tuple[Violation, ...]
