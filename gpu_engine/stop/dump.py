@@ -60,6 +60,7 @@ class Settings:
     reduce_stack: bool = True
     huge_pages: bool = True
     residue: bool = True
+    in_place: bool = True  # GPUs write into the image's own pages, where they are huge
     residue_bytes: int = 0  # for a driver of which nothing is known yet; 0: as much as one of its kind usually wants
 
     @staticmethod
@@ -69,7 +70,7 @@ class Settings:
         PHOS_QUIESCE_SECONDS; PHOS_CHECKPOINT_SECONDS: how long the driver may take (whole GPUs are copied of processes
         without the frontend); PHOS_RETURN_SECONDS: how long a released process may take to come back; PHOS_REDUCERS: a
         comma-separated list of 'stack-limit', 'huge-pages' and 'residue', or 'none'; PHOS_RESIDUE_BYTES: how much
-        memory is prepared for what the driver saves, at a process's first checkpoint.
+        memory is prepared for what the driver saves, at a process's first checkpoint; PHOS_IN_PLACE: on or off.
 
         Raises:
             UsageError: one of them has no meaning.
@@ -88,6 +89,7 @@ class Settings:
             reduce_stack="stack-limit" in reducers,
             huge_pages="huge-pages" in reducers,
             residue="residue" in reducers,
+            in_place=_switch("PHOS_IN_PLACE"),
             residue_bytes=size_of("PHOS_RESIDUE_BYTES", os.environ.get("PHOS_RESIDUE_BYTES", "0")),
         )
 
@@ -95,6 +97,13 @@ class Settings:
         """The names of the toggle reducers in use."""
         chosen = dict(zip(REDUCERS, (self.reduce_stack, self.huge_pages, self.residue), strict=True))
         return [name for name, used in chosen.items() if used]
+
+
+def _switch(name: str) -> bool:
+    text = os.environ.get(name, "on")
+    if text not in ("on", "off"):
+        raise UsageError(f"{name}={text} in phosd's environment is neither on nor off.")
+    return text == "on"
 
 
 def _seconds(name: str, default: float) -> float:
@@ -257,7 +266,8 @@ class StopDump:
         # What is reserved for data that turns out to be zeros would be missing for CRIU's pages.
         if size and _free_bytes(self._directory) > size + sum(_resident_bytes(pid) for pid in self.pids):
             with self.timeline.phase("reserve room"):
-                self._landing = Landing.prepare(self._writer, size)
+                if self.settings.in_place:
+                    self._landing = Landing.prepare(self._writer, size)
                 if self._landing is None and not self._writer.reserve(size):
                     log.info("%s: less room than %d bytes of GPU memory need if none of it is zeros", self.path, size)
 
