@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from phos.gen import wire_pb2
@@ -82,6 +83,14 @@ class Daemon:
 
     def serve(self, listener: socket.socket) -> None:
         """Accept until :meth:`stop`."""
+
+        def wake() -> None:
+            # The signal that a request to end raises is missed if it comes just before the call of accept().
+            self._stopping.wait()
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+
+        threading.Thread(target=wake, daemon=True, name="stop").start()
         if self._remote is not None:
             self._remote.start()
         while not self._stopping.is_set():
@@ -105,7 +114,8 @@ class Daemon:
         self._stopping.set()
         if self._remote is not None:
             self._remote.stop()
-        listener.shutdown(socket.SHUT_RDWR)
+        with suppress(OSError):  # it has been already
+            listener.shutdown(socket.SHUT_RDWR)
 
     @property
     def stopping(self) -> threading.Event:
