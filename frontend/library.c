@@ -1,5 +1,6 @@
 /* Scopes of library calls: what the documentation says of the launches made inside. All of it belongs to one thread. */
 #include "library.h"
+#include "window.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -157,9 +158,12 @@ void phos_library_refine(struct phos_touches *touches)
     }
     for (const struct phos_library_scope *scope = phos_library_innermost; scope; scope = scope->outer)
         touches->documented |= says_all(scope);
-    uint32_t wanted = touches->documented && touches->anything ? PHOS_READS | PHOS_WRITES : PHOS_WRITES;
+    bool unknown = touches->documented && touches->anything;
     if (touches->documented)
         touches->anything = 0; /* before ranges are added: that may fail, and then says so here */
+    /* While memory is loaded inputs too: of a kernel that is not analysed yet nobody knows that it reads them through a
+     * tensor map. */
+    uint32_t wanted = unknown || phos_window_loading() ? PHOS_READS | PHOS_WRITES : PHOS_WRITES;
     for (const struct phos_library_scope *scope = phos_library_innermost; scope; scope = scope->outer)
         for (size_t i = 0; i < scope->count; i++) {
             const struct phos_library_range *range = &scope->list[i];
