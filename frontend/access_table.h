@@ -23,7 +23,8 @@ struct phos_access_kernel { /* sorted by module, then name_hash */
     uint32_t block_size; /* bytes of the parameter block */
     uint8_t indirect;    /* PHOS_READS | PHOS_WRITES through addresses that are not among the arguments */
     uint8_t source;      /* Source in descriptor.py */
-    uint16_t zero;
+    uint8_t guessed;     /* 1: its code cannot be followed; what it does beyond its arguments is not known */
+    uint8_t zero;
 };
 
 struct phos_access_parameter {

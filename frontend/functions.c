@@ -9,13 +9,15 @@
 #include "cleanup.h"
 #include "control.h"
 #include "handles.h"
+#include "library.h"
 #include "log.h"
 #include "memory.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define SOURCE_LAYOUT 3u /* as in descriptor.py */
+#define SOURCE_SASS 1u /* as in descriptor.py */
+#define SOURCE_LAYOUT 3u
 #define ALL ((uint32_t)(PHOS_READS | PHOS_WRITES))
 #define PARAMETERS_MOST 4096
 #define NAMES_MOST 256 /* a packet */
@@ -30,6 +32,7 @@ struct phos_kernel {
     CUfunction handle;  /* one that it was last seen under, to ask the driver with */
     bool handle_is_kernel;
     bool told;
+    bool of_blas; /* seen in calls of cuBLAS */
     uint8_t layout;
     uint32_t count, block_size;
     struct phos_access_parameter *parameters; /* the driver's */
@@ -154,6 +157,8 @@ static struct phos_kernel *seen(const void *function, const void *container, con
             former->kernel->name && !strcmp(former->kernel->name, name))
             return former->kernel;
         kernel = put(function, intern(module, name), container, context, is_kernel);
+        if (kernel && phos_library_in_blas())
+            kernel->of_blas = true;
         fresh = kernels_untold && kernel && !kernel->told;
     }
     if (fresh)
@@ -381,17 +386,35 @@ static const struct phos_access_kernel *row_of(struct phos_kernel *kernel)
     return kernel->row;
 }
 
+/* cuBLAS's kernels keep addresses in shared memory and tensor maps in their workspace, which looks like writing anywhere.
+ * Outside of its calls, in a graph, one that also writes through its arguments is taken to write through these only: they
+ * are in every training step, and each would wait for all of memory. What this makes wrong is found by its content. */
+static bool doubted(const struct phos_kernel *kernel, const struct phos_access_kernel *row)
+{
+    if (!kernel->of_blas || row->source != SOURCE_SASS)
+        return false;
+    for (uint32_t i = 0; i < row->fields; i++)
+        if (table.fields[row->first_field + i].access & PHOS_WRITES)
+            return true;
+    return false;
+}
+
 void phos_kernel_touch(struct phos_touches *touches, struct phos_kernel *kernel, const struct phos_arguments *arguments)
 {
+    bool in_blas = phos_library_in_blas();
     struct phos_look look = {.arguments = arguments};
     device_range(&look.low, &look.high);
     PHOS_LOCKED(&function_lock);
     const struct phos_access_kernel *row = row_of(kernel);
+    kernel->of_blas |= in_blas;
     touches->kernel = kernel->name;
     touches->module = kernel->module;
     if (row) {
         touches->source = row->source;
-        touches->anything |= row->indirect;
+        bool doubt = doubted(kernel, row);
+        touches->anything |= doubt ? row->indirect & ~PHOS_WRITES : row->indirect;
+        touches->unsure |= doubt ? row->indirect : 0;
+        touches->guessed |= row->guessed;
         look.parameters = table.parameters + row->first_parameter;
         look.count = row->parameters;
         const struct phos_access_field *fields = table.fields + row->first_field;

@@ -24,7 +24,7 @@ BITS = {
 }  # fmt: skip
 # The version under which functions of libraries without versions are exported. It must be the first of libphos.map.
 PLAIN = "PHOS_PLAIN"
-MOST_ROLES = 16  # PHOS_LIBRARY_RANGES
+MOST_ROLES = 15  # PHOS_LIBRARY_RANGES, less the workspace of a cuBLAS handle
 TYPES = {"void *": "void *", "enum": "int", "int": "int", "long": "long long", "size_t": "size_t", "double": "double"}
 
 
@@ -57,6 +57,9 @@ class Function:
     parameters: tuple[tuple[str, str], ...]  # (C type, name)
     roles: tuple[Role, ...]
     special: str  # "", "deferred", "group start", "group end"
+    before: str = ""  # a call in C, made before the function
+    after: str = ""  # made after it succeeded
+    more: str = ""  # made to document what the roles do not say
 
     @property
     def declaration(self) -> str:
@@ -88,12 +91,16 @@ class Instance:
         return self.soname if self.library.versioned else PLAIN
 
 
-def _roles(text: str, names: set[str]) -> tuple[tuple[Role, ...], str]:
+def _roles(text: str, names: set[str]) -> tuple[tuple[Role, ...], str, dict[str, str]]:
     roles: list[Role] = []
     special = ""
+    calls: dict[str, str] = {}
     for part in filter(None, (part.strip() for part in text.split(";"))):
+        call = re.fullmatch(r"(before|after|more) (\w+\(.*\))", part)
         match = re.fullmatch(r"(in|out) (\w+)(?: = (.+))?", part)
-        if match is None:
+        if call is not None:
+            calls[call[1]] = call[2]
+        elif match is None:
             if part not in ("deferred", "group start", "group end"):
                 raise ValueError(f"{part!r} is no role")
             special = part
@@ -103,7 +110,7 @@ def _roles(text: str, names: set[str]) -> tuple[tuple[Role, ...], str]:
             roles.append(Role(match[1], match[2], match[3] or "0"))
     if len(roles) > MOST_ROLES:
         raise ValueError(f"{len(roles)} roles, expected at most {MOST_ROLES}")
-    return tuple(roles), special
+    return tuple(roles), special, calls
 
 
 def _function(fields: list[str]) -> list[Function]:
@@ -128,12 +135,15 @@ def _function(fields: list[str]) -> list[Function]:
             if letter not in BITS:
                 raise ValueError(f"the bits of {letter or name} are not known")
             meaning = re.sub(r"\bT\b", str(BITS[letter]), roles)
-        parts, special = _roles(meaning, {spelled for _, spelled in parsed})
+        parts, special, calls = _roles(meaning, {spelled for _, spelled in parsed})
+        if library == "cublas" and parts:
+            calls["more"] = "phos_note_document_workspace(scope, handle)"
         for suffix in ("", "_64") if wide else ("",):
             typed_parameters = tuple(
                 ("long long" if suffix and kind == "int" else TYPES[kind], spelled) for kind, spelled in parsed
             )
-            result.append(Function(match[1] + letter + match[3] + suffix, library, typed_parameters, parts, special))
+            spelling = match[1] + letter + match[3] + suffix
+            result.append(Function(spelling, library, typed_parameters, parts, special, **calls))
     return result
 
 
@@ -184,7 +194,7 @@ def _lazy(function: Function) -> bool:
 
 def _captured(function: Function) -> list[tuple[str, str]]:
     """The parameters that the roles speak of."""
-    spoken = " ".join(f"{role.parameter} {role.size}" for role in function.roles)
+    spoken = " ".join([*(f"{role.parameter} {role.size}" for role in function.roles), function.more])
     return [(kind, name) for kind, name in function.parameters if re.search(rf"\b{name}\b", spoken)]
 
 
@@ -207,7 +217,7 @@ def _document(function: Function) -> str:
         f"    phos_library_document(scope, {role.parameter}, {role.size}, {_access(role)});\n"
         for role in function.roles
     ]
-    out.append("}\n")
+    out.append(f"    {function.more};\n}}\n" if function.more else "}\n")
     return "".join(out)
 
 
@@ -231,6 +241,14 @@ def _traced(function: Function, status: int) -> str:
             f"    int status = real({function.arguments});\n    if (!status)\n        phos_library_group_start();\n"
             "    return status;\n}\n"
         )
+        return "".join(out)
+    if function.before or function.after:
+        out += [
+            f"    if (phos_library_enabled())\n        {function.before};\n" if function.before else "",
+            f"    int status = real({function.arguments});\n",
+            f"    if (!status && phos_library_enabled())\n        {function.after};\n" if function.after else "",
+            "    return status;\n}\n",
+        ]
         return "".join(out)
     if _lazy(function):
         given = ", ".join(name for _, name in _captured(function))

@@ -5,6 +5,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+enum { SOURCE_NAME = 2, SOURCE_LAYOUT = 3 }; /* as in descriptor.py */
+
 /* NCCL's calls between ncclGroupStart and the outermost ncclGroupEnd. */
 struct group {
     unsigned depth;
@@ -82,6 +84,8 @@ static struct saying said_of(CUdeviceptr address)
         for (size_t i = 0; i < scope->count; i++) {
             const struct phos_library_range *range = &scope->list[i];
             bool writes = range->access & PHOS_WRITES;
+            if (range->access & PHOS_PERHAPS)
+                continue;
             /* An output of unknown size may reach any address above its own: then an input there is no input only. An
              * input of unknown size is only known at its own address. */
             bool holds = range->size ? address - range->address < range->size
@@ -111,23 +115,44 @@ static void document_all(void)
     }
 }
 
-/* Their kernels reach memory through tables and tensor maps that no analysis follows; what a call of theirs writes is in
- * its documentation. Not so with arrays of pointers, whose outputs are not, and with NCCL, which has buffers of its own. */
-static bool says_all(const struct phos_library_scope *scope)
+static bool is_blas(const struct phos_library_scope *scope)
 {
-    if (strncmp(scope->function, "cublas", 6) && strncmp(scope->function, "cudnn", 5))
-        return false;
-    for (size_t i = 0; i < scope->count; i++)
-        if (scope->list[i].access & PHOS_WRITES)
+    return !strncmp(scope->function, "cublas", 6);
+}
+
+bool phos_library_in_blas(void)
+{
+    for (const struct phos_library_scope *scope = phos_library_live(); scope; scope = scope->outer)
+        if (is_blas(scope))
             return true;
     return false;
 }
 
-static bool touched_already(const struct phos_touches *touches, const struct phos_library_range *range)
+/* Their kernels reach memory through tables and tensor maps that no analysis follows; what a call of theirs writes is in
+ * its documentation. Not so with arrays of pointers, whose outputs are not, and with NCCL, which has buffers of its own. */
+static bool says_all(const struct phos_library_scope *scope)
+{
+    if (!is_blas(scope) && strncmp(scope->function, "cudnn", 5))
+        return false;
+    for (size_t i = 0; i < scope->count; i++)
+        if ((scope->list[i].access & (PHOS_WRITES | PHOS_PERHAPS)) == PHOS_WRITES)
+            return true;
+    return scope->whole;
+}
+
+/* What is still to be taken for what a range says: its own access, or as much of it as is wanted. */
+static uint32_t added(const struct phos_library_range *range, uint32_t wanted, uint32_t unknown)
+{
+    if (range->access & PHOS_PERHAPS)
+        return range->access & unknown;
+    return range->access & wanted ? range->access : 0;
+}
+
+static bool touched_already(const struct phos_touches *touches, const struct phos_library_range *range, uint32_t access)
 {
     for (size_t i = 0; i < touches->count; i++) {
         const struct phos_touch *touch = &touches->list[i];
-        if ((touch->access & range->access) != range->access || touch->address > range->address)
+        if ((touch->access & access) != access || touch->address > range->address)
             continue;
         if (touch->address == range->address && !touch->size)
             return true;
@@ -158,16 +183,26 @@ void phos_library_refine(struct phos_touches *touches)
     }
     for (const struct phos_library_scope *scope = phos_library_innermost; scope; scope = scope->outer)
         touches->documented |= says_all(scope);
-    bool unknown = touches->documented && touches->anything;
-    if (touches->documented)
+    /* Of a kernel without data flow the arguments are guessed, and what lies beyond them is not: it may be a tensor map. */
+    uint32_t unknown = touches->anything | touches->unsure;
+    if (touches->guessed || touches->source == SOURCE_NAME || touches->source == SOURCE_LAYOUT)
+        unknown |= PHOS_READS | PHOS_WRITES;
+    if (phos_window_loading()) /* a table that is not here yet may say so too */
+        unknown |= PHOS_READS;
+    uint32_t wanted = PHOS_WRITES;
+    if (phos_window_loading() || (touches->documented && unknown))
+        wanted |= PHOS_READS;
+    if (touches->documented) {
         touches->anything = 0; /* before ranges are added: that may fail, and then says so here */
-    /* While memory is loaded inputs too: of a kernel that is not analysed yet nobody knows that it reads them through a
-     * tensor map. */
-    uint32_t wanted = unknown || phos_window_loading() ? PHOS_READS | PHOS_WRITES : PHOS_WRITES;
+    } else {
+        touches->anything |= phos_library_in_blas() ? touches->unsure : 0;
+        unknown = 0;
+    }
     for (const struct phos_library_scope *scope = phos_library_innermost; scope; scope = scope->outer)
         for (size_t i = 0; i < scope->count; i++) {
             const struct phos_library_range *range = &scope->list[i];
-            if ((range->access & wanted) && !touched_already(touches, range))
-                phos_touches_add(touches, range->address, range->size, range->access);
+            uint32_t access = added(range, wanted, unknown);
+            if (access && !touched_already(touches, range, access))
+                phos_touches_add(touches, range->address, range->size, access);
         }
 }

@@ -59,9 +59,12 @@ extern const size_t phos_library_function_count;
 struct phos_library_range {
     CUdeviceptr address;
     size_t size;     /* bytes; 0: unknown */
-    uint32_t access; /* PHOS_READS | PHOS_WRITES */
+    uint32_t access; /* PHOS_READS | PHOS_WRITES | PHOS_PERHAPS */
 };
 
+/* With the others: the call may do this and no documentation says whether it does. It stands for accesses that cannot be
+ * known otherwise, and changes nothing of those that are. */
+#define PHOS_PERHAPS 4u
 #define PHOS_LIBRARY_RANGES 16
 
 /* Lives on the stack of the wrapper. */
@@ -72,6 +75,7 @@ struct phos_library_scope {
     size_t count;
     void (*document)(struct phos_library_scope *); /* not NULL: what it documents is still to be worked out, from */
     const void *arguments, *real;                  /* the call's arguments, and the function called */
+    bool whole;  /* its ranges are all that the call may touch, though no output is documented */
     void *owned; /* to free */
     struct phos_library_range ranges[PHOS_LIBRARY_RANGES];
 };
@@ -118,6 +122,7 @@ static inline void phos_library_enter_lazily(struct phos_library_scope *scope, c
     scope->list = scope->ranges;
     scope->count = 0;
     scope->owned = NULL;
+    scope->whole = false;
     scope->document = document;
     scope->arguments = arguments;
     scope->real = real;
@@ -137,10 +142,13 @@ void phos_library_group_add(const struct phos_library_scope *scope);
 void phos_library_group_end(struct phos_library_scope *scope);
 
 /* For a launch: turns accesses to what this thread's library call documents as input only into reads, narrows accesses
- * of whole allocations to documented sizes, and adds documented outputs. Where the outputs are documented, what a kernel
- * may do through addresses that nobody knows is taken for what is documented: inputs are added too, and `documented` says
- * so. Anything else stays as it is. */
+ * of whole allocations to documented sizes, and adds documented outputs. Where the outputs are documented, or all that
+ * the call was given is known, what a kernel may do through addresses that nobody knows is taken for that: inputs are added
+ * too, and `documented` says so. In a call that says less a kernel of which we are unsure may touch anything. Anything else
+ * stays as it is. */
 void phos_library_refine(struct phos_touches *touches);
+/* Whether this thread is in a call of cuBLAS or cuBLASLt. */
+bool phos_library_in_blas(void);
 /* The innermost library call that this thread is in, or NULL: for reports. */
 const char *phos_library_call(void);
 

@@ -5,6 +5,7 @@
  * return address and every argument where they are. A compiler would do that for arguments in registers only, and a
  * matrix multiplication has eight more. */
 #include "library.h"
+#include "library_notes.h"
 #include "library_sizes.h"
 
 #define DEFAULT __attribute__((visibility("default")))

@@ -22,6 +22,8 @@ struct phos_touches {
     bool nothing;           /* the stream is being captured, or the call does nothing: it passes untraced */
     bool captured;          /* the stream is being captured */
     uint32_t anything;      /* PHOS_READS | PHOS_WRITES through addresses that cannot be known: all memory */
+    uint32_t unsure;        /* the same, in a kernel of cuBLAS; outside of its calls it is taken not to happen */
+    bool guessed;           /* the kernel's code cannot be followed: nobody knows what it does beyond its arguments */
     bool host_copy;         /* moves data between host and device: transfers of ours step aside */
     bool synchronous;       /* returns when the work is done */
     bool unknown;           /* a launch of a kernel of which not even the arguments are known */

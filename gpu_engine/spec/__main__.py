@@ -57,7 +57,7 @@ def _describe(file: str, capability: int, parts: tuple[str, ...]) -> list[Access
 
 
 def _plain(found: AccessDescriptor) -> dict[str, object]:
-    kernel, parameters, _, _, _ = encode(found)
+    kernel, parameters, *_ = encode(found)
     return {
         "kernel": kernel,
         "source": found.source.name.lower(),
@@ -67,6 +67,7 @@ def _plain(found: AccessDescriptor) -> dict[str, object]:
             for f in found.fields
         ],
         "indirect": LETTERS[found.indirect],
+        "guessed": found.guessed,
     }
 
 

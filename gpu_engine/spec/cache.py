@@ -42,19 +42,21 @@ def encode(found: AccessDescriptor) -> list[Any]:
         [[f.offset, f.size, int(f.access), int(f.kind)] for f in found.fields],
         int(found.indirect),
         int(found.source),
+        found.guessed,
     ]
 
 
 def decode(data: Any) -> AccessDescriptor:
     """The descriptor that :func:`encode` wrote. Raises SpecError for anything else."""
     try:
-        kernel, parameters, fields, indirect, source = data
+        kernel, parameters, fields, indirect, source, guessed = data
         found = AccessDescriptor(
             kernel,
             tuple(Parameter(_number(offset), _number(size)) for offset, size in parameters),
             tuple(Field(_number(o), _number(s), Access(a), FieldKind(k)) for o, s, a, k in fields),
             Access(indirect),
             Source(source),
+            bool(guessed),
         )
     except (TypeError, ValueError) as error:
         raise SpecError(f"This is no access descriptor: {error}.") from None

@@ -79,6 +79,8 @@ class AccessDescriptor:
     fields: tuple[Field, ...]
     indirect: Access
     source: Source
+    guessed: bool = False
+    """Its machine code cannot be followed: what it does beyond its arguments is not known, and not in ``indirect``."""
 
     @property
     def block_size(self) -> int:

@@ -91,7 +91,7 @@ def anything(name: str, parameters: tuple[Parameter, ...]) -> AccessDescriptor:
     """
     both = Access.READ | Access.WRITE
     scans = tuple(Field(p.offset, p.size, both, FieldKind.SCAN) for p in parameters if p.size >= ADDRESS_BYTES)
-    return AccessDescriptor(name, parameters, scans, Access.NONE, Source.SASS)
+    return AccessDescriptor(name, parameters, scans, Access.NONE, Source.SASS, guessed=True)
 
 
 def _listing(image: bytes, kernels: Collection[str], slots: Mapping[int, str], tool: Path) -> Listing:

@@ -14,16 +14,16 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from phos.gpu_engine.spec import table as tables
 from phos.gpu_engine.spec.cache import decode
-from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Source
+from phos.gpu_engine.spec.descriptor import AccessDescriptor, Source
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.sources import FileSource, ModuleSource, identity_of
 from phos.gpu_engine.spec.worker_link import WorkerLink, WorkerLost
 
-__all__ = ["FileSource", "ModuleSource", "Speculator", "believed"]
+__all__ = ["FileSource", "ModuleSource", "Speculator"]
 
 log = logging.getLogger(__name__)
 
@@ -45,20 +45,6 @@ ENDED_KEPT = 4
 def usual_lanes() -> int:
     """Modules analysed at once: a third of the processors at most, as others have work to do."""
     return max(1, min(LANES_MOST, len(os.sched_getaffinity(0)) // 3))
-
-
-def believed(found: AccessDescriptor) -> AccessDescriptor:
-    """The descriptor as the frontend is to act on it.
-
-    A launch that may write through addresses from memory has to wait for all of memory. Machine code that keeps
-    addresses in shared memory, or tensor maps in its workspace, looks like that and is not (cuBLASLt's kernels, for
-    example), and such kernels are in every training step. So where machine code also writes through its arguments, that
-    is all that is believed of it; a checkpoint that this makes wrong is found by its content hashes and made anew.
-    """
-    writes = any(field.access & Access.WRITE for field in found.fields)
-    if found.source is not Source.SASS or not writes:
-        return found
-    return replace(found, indirect=found.indirect & ~Access.WRITE)
 
 
 @dataclass(eq=False)
@@ -209,7 +195,7 @@ class Speculator:
             ]
             if of_session.packed is None:
                 rows = [
-                    (number, believed(found))
+                    (number, found)
                     for number, module in of_session.modules.items()
                     if module.confirmed
                     for found in module.known.values()

@@ -11,8 +11,7 @@ from phos.gpu_engine.spec.errors import SpecError
 MAGIC = int.from_bytes(b"PHOSACC1", "little")
 
 HEADER = struct.Struct("<QIII4x")
-KERNEL = struct.Struct("<QQIIIIIBB2x")
-
+KERNEL = struct.Struct("<QQIIIIIBB?x")
 
 PARAMETER = struct.Struct("<II")
 FIELD = struct.Struct("<IIBB6x")
@@ -68,6 +67,7 @@ def _packed(chosen: Mapping[tuple[int, int], AccessDescriptor]) -> bytes:
             found.block_size,
             int(found.indirect),
             int(found.source),
+            found.guessed,
         )
         kernels += record
         for parameter in found.parameters:
@@ -102,7 +102,7 @@ def unpack(table: bytes) -> list[tuple[int, int, AccessDescriptor]]:
 
 
 def _unpack_kernel(table: bytes, index: int, at_parameters: int, at_fields: int) -> tuple[int, int, AccessDescriptor]:
-    module, hashed, first_parameter, parameters, first_field, fields, _, indirect, source = KERNEL.unpack_from(
+    module, hashed, first_parameter, parameters, first_field, fields, _, indirect, source, guessed = KERNEL.unpack_from(
         table, HEADER.size + index * KERNEL.size
     )
     at_parameters += first_parameter * PARAMETER.size
@@ -113,6 +113,7 @@ def _unpack_kernel(table: bytes, index: int, at_parameters: int, at_fields: int)
         tuple(_unpack_field(table, at_fields + i * FIELD.size) for i in range(fields)),
         Access(indirect),
         Source(source),
+        guessed,
     )
     return module, hashed, found
 

@@ -47,6 +47,14 @@ def cublas_source(number: int, nested: str = "") -> str:
             return h == (void *)1 && ta == 0 && tb == 1 && m == 16 && n == 8 && k == 4 && alpha == (void *)7
                 && lda == 16 && ldb == 8 && beta == (void *)12 && ldc == 16 && C ? {number} : -1;
         }}
+        int cublasSetWorkspace_v2(void *h, void *workspace, size_t size) {{ return (size_t)workspace % 256 ? 7 : 0; }}
+        int cublasDestroy_v2(void *h) {{ return 0; }}
+        int cublasGemmBatchedEx(void *h, int ta, int tb, int m, int n, int k, void *alpha, void *A, int at, int lda,
+                                void *B, int bt, int ldb, void *beta, void *C, int ct, int ldc, int batch, int type,
+                                int algo) {{
+            launch();
+            return {number};
+        }}
         int cublasSaxpy_v2(void *h, int n, void *alpha, void *x, int incx, void *y, int incy) {{
             launch();
             return {number};
@@ -78,6 +86,11 @@ CUDNN_SOURCE = CALLBACK + textwrap.dedent("""
     int cudnnBatchNormalizationForwardInference(void *h, int mode, void *alpha, void *beta, void *xd, void *x, void *yd,
         void *y, void *bd, void *scale, void *bias, void *mean, void *variance, double epsilon) {
         launch(); return epsilon == 0.125 && variance == (void *)0x700000 ? 900 : -1; }
+    /* Of backend descriptors no more than that a null attribute is refused. */
+    int cudnnBackendSetAttribute(void *d, int attribute, int type, long long count, void *elements) {
+        return elements || !count ? 0 : 2000; }
+    int cudnnBackendDestroyDescriptor(void *d) { return 0; }
+    int cudnnBackendExecute(void *h, void *plan, void *pack) { launch(); return 902; }
     int cudnnRNNForward(void *h, void *r, int mode, void *lengths, void *xd, void *x, void *yd, void *y, void *hd,
         void *hx, void *hy, void *cd, void *cx, void *cy, size_t ws, void *w, size_t os, void *o, size_t rs,
         void *reserve) {
@@ -152,10 +165,14 @@ class Workshop:
             static void (*refine)(struct phos_touches *), (*end)(struct phos_touches *);
             static void (*add)(struct phos_touches *, CUdeviceptr, size_t, uint32_t);
             void probe_init(void *b, void *a, void *r, void *e) { begin = b; add = a; refine = r; end = e; }
-            size_t probe_refine(uint64_t *rows, size_t count, size_t room, uint32_t *anything) {
+            size_t probe_refine(uint64_t *rows, size_t count, size_t room, uint32_t *anything, uint32_t unsure,
+                                bool guessed, uint32_t source) {
                 struct phos_touches t;
                 begin(&t, NULL);
                 t.anything = *anything;
+                t.unsure = unsure;
+                t.guessed = guessed;
+                t.source = source;
                 for (size_t i = 0; i < count; i++) add(&t, rows[3 * i], rows[3 * i + 1], (uint32_t)rows[3 * i + 2]);
                 refine(&t);
                 *anything = t.anything;
@@ -207,21 +224,22 @@ def window(on):
     word = c_uint32.from_address(hidden("phos_gate_word"))
     word.value = word.value | 16 if on else word.value & ~16
 R, W, RW = 1, 2, 3
-def refined(touches, anything=0, left=0):
+def refined(touches, anything=0, left=0, unsure=0, guessed=False, source=1):
     probe = ctypes.CDLL(PROBE)
     probe.probe_init(*[c_void_p(hidden(n)) for n in
                        ("phos_touches_begin", "phos_touches_add", "phos_library_refine", "phos_touches_end")])
     probe.probe_refine.restype = c_size_t
     rows = (c_uint64 * 300)(*[v for t in touches for v in t])
     everything = c_uint32(anything)
-    count = probe.probe_refine(rows, c_size_t(len(touches)), c_size_t(100), ctypes.byref(everything))
+    count = probe.probe_refine(rows, c_size_t(len(touches)), c_size_t(100), ctypes.byref(everything), c_uint32(unsure),
+                               ctypes.c_bool(guessed), c_uint32(source))
     assert everything.value == left
     return [tuple(rows[3 * i:3 * i + 3]) for i in range(count)]
 keep = []
-def inside(library, touches, anything=0):
+def inside(library, touches, anything=0, left=0, **about):
     # What a launch of these touches becomes, for each launch made inside a call; filled in as calls are made.
     seen = []
-    callback = ctypes.CFUNCTYPE(None)(lambda: seen.append(refined(touches, anything)))
+    callback = ctypes.CFUNCTYPE(None)(lambda: seen.append(refined(touches, anything, left, **about)))
     keep.append(callback)
     library.fake_callback(callback)
     return seen

@@ -219,6 +219,134 @@ def test_cudnn_takes_sizes_from_its_descriptors_and_passes_doubles(shop: Worksho
     ]
 
 
+PACK = """
+set_attribute = fetch(dnn, b'cudnnBackendSetAttribute', P, c_int, c_int, ctypes.c_longlong, P)
+destroy, execute = fetch(dnn, b'cudnnBackendDestroyDescriptor', P), fetch(dnn, b'cudnnBackendExecute', P, P, P)
+POINTERS, UNIQUE_IDS, INTERMEDIATES, WORKSPACE, VOID_POINTER, INT64 = 1001, 1000, 1002, 1003, 6, 3
+def give(pack, attribute, *addresses, kind=VOID_POINTER):
+    return set_attribute(pack, attribute, kind, len(addresses), (P * max(1, len(addresses)))(*addresses))
+def launched(pack, touches, anything=0, left=0, **about):
+    seen = inside(dnn, touches, anything, left, **about)
+    assert execute(1, 2, pack) == 902
+    return seen[0]
+"""
+
+
+def test_what_cudnn_does_through_unknown_addresses_is_done_to_the_pointers_it_was_given(shop: Workshop) -> None:
+    """Attention of cuDNN: tensor maps in the workspace. The pack is filled before the window, as packs are."""
+    printed = call(
+        shop,
+        "window(False)\n" + PACK + "assert give(0x10, POINTERS, 0x100000, None, 0x200000, 0x300000) == 0\n"
+        "assert give(0x10, UNIQUE_IDS, 0x800000, kind=INT64) == 0\n"
+        "assert give(0x10, WORKSPACE, 0x400000) == 0\nwindow(True)\n"
+        "print(launched(0x10, [(0x500000, 64, R), (0x200000, 0, RW)], RW))\n"
+        "print(launched(0x10, [(0x500000, 64, R)], R))\n",
+        dnn=shop.library("libcudnn.so.9", CUDNN_SOURCE, version="libcudnn.so.9"),
+    )
+    others = (0x100000, 0x300000, 0x400000)
+    assert printed == [
+        str([(0x500000, 64, R), (0x200000, 0, RW), *((a, 0, RW) for a in others)]),
+        str([(0x500000, 64, R), *((a, 0, R) for a in (0x100000, 0x200000, 0x300000, 0x400000))]),
+    ]
+
+
+def test_what_is_known_of_a_kernel_of_cudnn_stays_as_it_is(shop: Workshop) -> None:
+    """A convolution's weights are in the pack, and are not written because of that."""
+    printed = call(
+        shop,
+        PACK + "give(0x10, POINTERS, 0x100000, 0x200000)\n"
+        "known = [(0x100000, 0, R), (0x200000, 0, W)]\nprint(launched(0x10, known))\n"
+        # Where only the arguments are known, or not even the code, there may be more.
+        "for about in ({'source': 2}, {'source': 3}, {'guessed': True}): print(launched(0x10, known, **about))\n"
+        "print(launched(0x10, known, source=255))\n",
+        dnn=shop.library("libcudnn.so.9", CUDNN_SOURCE, version="libcudnn.so.9"),
+    )
+    known = [(0x100000, 0, R), (0x200000, 0, W)]
+    assert printed == [str(known)] + [str([*known, (0x100000, 0, RW), (0x200000, 0, RW)])] * 3 + [str(known)]
+
+
+def test_a_pack_of_which_not_all_is_known_leaves_a_kernel_what_it_may_do(shop: Workshop) -> None:
+    printed = call(
+        shop,
+        PACK + "print(launched(0x10, [], RW, left=RW))\n"  # never seen
+        "give(0x10, WORKSPACE, 0x400000)\nprint(launched(0x10, [], RW, left=RW))\n"  # seen in part
+        # An attribute that cuDNN refuses is not set; one that is set again is what was set last.
+        "assert set_attribute(0x10, POINTERS, VOID_POINTER, 1, None) == 2000\n"
+        "print(launched(0x10, [], RW, left=RW))\n"
+        "give(0x10, POINTERS, 0x100000, 0x200000)\ngive(0x10, POINTERS, 0x300000)\n"
+        "print(launched(0x10, [], RW))\n"
+        # Another descriptor at the same address is another pack.
+        "destroy(0x10)\nprint(launched(0x10, [], RW, left=RW))\n"
+        # Pointers of a kind that we do not know.
+        "give(0x10, POINTERS, 0x100000, kind=INT64)\nprint(launched(0x10, [], RW, left=RW))\n",
+        dnn=shop.library("libcudnn.so.9", CUDNN_SOURCE, version="libcudnn.so.9"),
+    )
+    assert printed == ["[]", "[]", "[]", str([(0x300000, 0, RW), (0x400000, 0, RW)]), "[]", "[]"]
+
+
+def test_packs_of_many_pointers_and_many_packs(shop: Workshop) -> None:
+    printed = call(
+        shop,
+        PACK + "def pointers(pack): return [0x100000 * pack + 4096 * i for i in range(40)]\n"
+        "for pack in range(1, 3000): give(pack << 4, POINTERS, *pointers(pack))\n"
+        "for pack in (1, 1500, 2999):\n"
+        "    for access in (W, RW):\n"
+        "        wanted = [(a, 0, access) for a in pointers(pack)]\n"
+        "        print(launched(pack << 4, [], access) == wanted)\n"
+        "for pack in range(1, 3000): destroy(pack << 4)\n"
+        "print(launched(1500 << 4, [], W, left=W))\n",
+        dnn=shop.library("libcudnn.so.9", CUDNN_SOURCE, version="libcudnn.so.9"),
+    )
+    assert printed == ["True"] * 6 + ["[]"]
+
+
+def test_the_workspace_of_a_cublas_handle_is_among_what_cannot_be_known(shop: Workshop) -> None:
+    """PyTorch gives each handle one, and a kernel may reach it through a tensor map only."""
+    printed = call(
+        shop,
+        "axpy = fetch(blas, b'cublasSaxpy_v2', P, c_int, P, P, c_int, P, c_int)\n"
+        "set_workspace = fetch(blas, b'cublasSetWorkspace_v2', P, P, c_size_t)\n"
+        "destroy = fetch(blas, b'cublasDestroy_v2', P)\n"
+        "def launched(handle, *more, **about):\n"
+        "    seen = inside(blas, [(0x100000, 0, R)], *more, **about)\n"
+        "    axpy(handle, 16, 7, 0x100000, 1, 0x200000, 1)\n    return seen[0]\n"
+        "set_workspace(1, 0x900000, 4096), set_workspace(1, 0x900001, 64), set_workspace(2, 0xa00000, 4096)\n"
+        "print(launched(1))\nprint(launched(1, RW))\nprint(launched(1, unsure=W))\nprint(launched(3, RW))\n"
+        "set_workspace(2, None, 0)\nprint(launched(2, RW))\n"
+        "destroy(1)\nprint(launched(1, RW))\n",
+        blas=shop.cublas(13),
+    )
+    operands = [(0x100000, 64, R), (0x200000, 64, RW)]
+    assert printed == [
+        str(operands),
+        str([*operands, (0x900000, 4096, RW)]),
+        str([*operands, (0x900000, 4096, W)]),
+        *[str(operands)] * 3,
+    ]
+
+
+def test_of_a_kernel_of_which_we_are_unsure_a_call_says_what_it_does(shop: Workshop) -> None:
+    """Where the call does not say it either, it may be anything; outside of all calls it is taken not to happen."""
+    cublas = shop.cublas(13)
+    client = shop.client("client.so", cublas)
+    printed = call(
+        shop,
+        f"client = open_({str(client)!r})\n"
+        f"seen = inside(blas, [({A[0]}, 0, R)], unsure=W)\nclient.client_gemm()\nprint(seen[0])\n"
+        "batched = fetch(blas, b'cublasGemmBatchedEx', P, *[c_int] * 5, P, P, c_int, c_int, P, c_int, c_int, P, P,"
+        " *[c_int] * 5)\n"
+        "seen = inside(blas, [(0x100000, 0, R)], unsure=W, left=W)\n"
+        "batched(1, 0, 0, 8, 8, 8, 2, 0x100000, 2, 8, 0x200000, 2, 8, 3, 0x300000, 2, 8, 4, 68, -1)\nprint(seen[0])\n"
+        "print(refined([(0x100000, 0, R)], unsure=W))\n",
+        blas=cublas,
+    )
+    assert printed == [
+        str([(*A, R), (*B, R), (*C, RW)]),
+        str([(0x100000, 32, R)]),
+        str([(0x100000, 0, R)]),
+    ]
+
+
 def test_calls_that_libraries_make_to_each_other_keep_both_scopes(shop: Workshop) -> None:
     """cuBLAS calls cuBLASLt with a copy of A in its workspace as an operand: A stays an input, the copy becomes one."""
     lt = shop.library("libcublasLt.so.13", LT_SOURCE, version="libcublasLt.so.13")

@@ -15,6 +15,7 @@ from phos.gen import wire_pb2 as wire
 from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Field, FieldKind, Parameter, Source
 from phos.gpu_engine.spec.table import pack
 from tests.unit.frontend_fake import BUILD, LIBPHOS, ROOT, SOFTGPU, FakePhosd, Program, Session, eventually, program
+from tests.unit.library_fakes import Workshop
 
 CUDA = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
 OBJECTS = BUILD / "obj" / "frontend"
@@ -390,5 +391,74 @@ def test_graphs(phosd: FakePhosd, library: Path) -> None:
         app.tell()
         assert rest_of(app) == [
             f"cuGraphLaunch 255 stream 0 0 0 0 a+0:0:w a+1024:0:w {to} b+0:0:r b+0:16:w {source}",
+        ]
+        app.finish()
+
+
+IN_CALLS = """
+start()
+a, b = ok(cu.cuMemAlloc(1 << 20)), ok(cu.cuMemAlloc(1 << 20))
+A, B = int(a), int(b)
+blas = ctypes.CDLL(BLAS)
+module, add = load()
+stream = ok(cu.cuStreamCreate(1))
+@ctypes.CFUNCTYPE(None)
+def calls():
+    # What a library does the first time: it asks for its kernel, and launches it.
+    global own
+    own = ok(cu.cuModuleGetFunction(module, b"packed"))
+    queue(own, 0)
+def queue(kernel, stream):
+    class Both(ctypes.Structure):
+        _fields_ = [("number", u64), ("to", u64), ("from_", u64)]
+    argument, n = Both(0, A + 8, 0), u32(1)
+    pointers = (ctypes.c_void_p * 2)(ctypes.addressof(argument), ctypes.addressof(n))
+    ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, ctypes.addressof(pointers), 0))
+blas.fake_callback(calls)
+p = ctypes.c_void_p
+def axpy():
+    assert blas.cublasSaxpy_v2(1, 16, p(7), p(B), 1, p(A), 1) == 1300
+axpy()
+def captured(work):
+    ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    work()
+    return ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(stream)), 0))
+theirs, ours = captured(lambda: queue(own, stream)), captured(lambda: launch(add, a, b, stream=stream))
+say("ready")
+heard()
+for call in (axpy, lambda: queue(own, 0), lambda: ok(cu.cuGraphLaunch(theirs, 0)),
+             lambda: launch(add, a, b), lambda: ok(cu.cuGraphLaunch(ours, 0))):
+    say(spoken(touched(call), a=A, b=B)[0])
+say("end")
+"""
+
+
+@pytest.mark.parametrize("guessed", [False, True])
+def test_kernels_that_seem_to_write_anywhere(phosd: FakePhosd, library: Path, tmp_path: Path, guessed: bool) -> None:
+    """One of cuBLAS writes what its call documents, in a graph through its arguments. Any other one writes anywhere."""
+    path = Workshop(tmp_path).cublas(13)
+    with tracing(phosd, library, IN_CALLS.replace("BLAS", repr(str(path)), 1)) as (app, session):
+        assert app.line() == "ready"
+        eventually(lambda: {name for _, name in session.kernels} == {"add", "packed"})
+        module, pointer = session.module_numbers[0], FieldKind.POINTER
+        indirect = Access.NONE if guessed else Access.READ | Access.WRITE
+        rows = [
+            (
+                module,
+                AccessDescriptor(
+                    name, parameters, (Field(8, 8, Access.WRITE, pointer),), indirect, Source.SASS, guessed
+                ),
+            )
+            for name, parameters in (("add", ADD), ("packed", PACKED))
+        ]
+        assert not give(session, pack(rows))
+        app.tell()
+        reads, anything = (0, 0) if guessed else (1, 3)
+        assert rest_of(app) == [
+            "packed 1 0 0 0 0 0 a+0:64:b a+0:64:w b+0:64:r",
+            f"packed 1 0 0 {reads} 0 0 a+8:0:w",
+            f"cuGraphLaunch 255 0 0 {reads} 0 0 a+8:0:w",
+            f"add 1 0 0 {anything} 0 0 b+0:0:w",
+            f"cuGraphLaunch 255 0 0 {anything} 0 0 b+0:0:w",
         ]
         app.finish()

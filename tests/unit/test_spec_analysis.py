@@ -205,6 +205,7 @@ def test_the_command_prints_json(tmp_path: Path) -> None:
             {"offset": 16, "size": 8, "access": "r", "kind": "pointer"},
         ],
         "indirect": "-",
+        "guessed": False,
     }
 
 

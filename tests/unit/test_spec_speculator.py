@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from spec_build import SCALE, THROUGH, ZSTD, host_program
 
 from phos.gpu_engine.spec import frames, table
-from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Field, FieldKind, Parameter, Source
+from phos.gpu_engine.spec.descriptor import Source
 from phos.gpu_engine.spec.errors import SpecError
-from phos.gpu_engine.spec.speculator import FileSource, Speculator, believed
+from phos.gpu_engine.spec.speculator import FileSource, Speculator
 
 ROOT = Path(__file__).resolve().parents[2]
 ONE, TWO = b"1" * 16, b"2" * 16
@@ -407,17 +407,3 @@ def test_messages_survive_any_cut() -> None:
 def test_nonsense_on_the_pipe_is_refused(stream: bytes) -> None:
     with pytest.raises(SpecError):
         frames.Assembler().feed(stream)
-
-
-def test_of_machine_code_that_writes_through_its_arguments_no_more_is_believed() -> None:
-    parameter = Parameter(0, 8)
-    written = Field(0, 8, Access.READ | Access.WRITE, FieldKind.POINTER)
-    only_read = Field(0, 8, Access.READ, FieldKind.POINTER)
-    both = Access.READ | Access.WRITE
-
-    def indirect(field: Field, source: Source) -> Access:
-        return believed(AccessDescriptor("k", (parameter,), (field,), both, source)).indirect
-
-    assert indirect(written, Source.SASS) == Access.READ
-    assert indirect(only_read, Source.SASS) == both
-    assert indirect(written, Source.PTX) == both

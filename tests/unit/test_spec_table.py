@@ -35,6 +35,7 @@ DESCRIPTORS = st.builds(
     st.lists(FIELDS, max_size=4).map(tuple),
     st.sampled_from([Access(n) for n in range(4)]),
     st.sampled_from(Source),
+    st.booleans(),
 )
 ROWS = st.lists(st.tuples(st.integers(0, (1 << 64) - 1), DESCRIPTORS), max_size=8)
 
@@ -53,8 +54,8 @@ int main(void) {
     if (fread(fields, sizeof *fields, header.fields, stdin) != header.fields || getchar() != EOF) return 4;
     for (unsigned k = 0; k < header.kernels; k++) {
         const struct phos_access_kernel *kernel = &kernels[k];
-        printf("%llu %llx %u %u %u;", (unsigned long long)kernel->module, (unsigned long long)kernel->name_hash,
-               kernel->block_size, kernel->indirect, kernel->source);
+        printf("%llu %llx %u %u %u %u;", (unsigned long long)kernel->module, (unsigned long long)kernel->name_hash,
+               kernel->block_size, kernel->indirect, kernel->source, kernel->guessed);
         for (unsigned p = 0; p < kernel->parameters; p++)
             {
             const struct phos_access_parameter *parameter = &parameters[kernel->first_parameter + p];
@@ -72,7 +73,7 @@ int main(void) {
 
 
 def without_name(found: AccessDescriptor) -> tuple[object, ...]:
-    return (found.parameters, found.fields, found.indirect, found.source)
+    return (found.parameters, found.fields, found.indirect, found.source, found.guessed)
 
 
 @given(ROWS)
@@ -109,7 +110,8 @@ def test_the_cache_s_form_keeps_everything(found: AccessDescriptor) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [None, [], 7, ["k", [], [], 0], ["k", [[0, -1]], [], 0, 0], ["k", [], [], 0, 9], [5, [], [], 0, 0]]
+    "wrong",
+    [None, [], 7, ["k", [], [], 0, 0], ["k", [[0, -1]], [], 0, 0, 0], ["k", [], [], 0, 9, 0], [5, [], [], 0, 0, 0]],
 )
 def test_the_cache_s_form_is_checked(wrong: object) -> None:
     with pytest.raises(SpecError):
@@ -137,6 +139,7 @@ def test_c_reads_the_same(tmp_path: Path) -> None:
                 ),
                 Access.READ,
                 Source.SASS,
+                guessed=True,
             ),
         ),
         (1 << 63, from_layout("second", (Parameter(0, 4), Parameter(8, 8)))),
@@ -145,9 +148,8 @@ def test_c_reads_the_same(tmp_path: Path) -> None:
     printed = subprocess.run([str(reader)], input=table.pack(rows), capture_output=True, check=True).stdout.decode()
     expected = []
     for module, found in sorted(rows, key=lambda row: (row[0], table.name_hash(row[1].kernel))):
-        head = (
-            f"{module} {table.name_hash(found.kernel):x} {found.block_size} {int(found.indirect)} {int(found.source)};"
-        )
+        numbers = (found.block_size, int(found.indirect), int(found.source), int(found.guessed))
+        head = f"{module} {table.name_hash(found.kernel):x} " + " ".join(map(str, numbers)) + ";"
         parameters = "".join(f" {p.offset}+{p.size}" for p in found.parameters)
         fields = "".join(f" {f.offset}+{f.size}:{int(f.access)}:{int(f.kind)}" for f in found.fields)
         expected.append(f"{head}{parameters};{fields}")
