@@ -17,8 +17,8 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from phos.cli.inspect import printable, size_text
 from phos.cli.run import device_option
+from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, wire
 from phos.gpu_engine.daemon.paths import socket_path

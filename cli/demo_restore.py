@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from phos.cli.demo_protocols import Watch
-from phos.cli.inspect import size_text
+from phos.cli.text import size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import CheckpointFailed

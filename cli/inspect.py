@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phos.cli.text import printable, seconds_text, size_text
 from phos.images import formats
 from phos.images.errors import ImageError
 from phos.images.reader import Image
@@ -32,25 +33,6 @@ def refuse(command: str, error: ImageError, as_json: bool) -> NoReturn:
     else:
         click.echo(f"phos-gpu {command}: {error}", err=True)
     sys.exit(error.exit_status)
-
-
-def size_text(size: int) -> str:
-    """'1.5 GiB': at most four digits, IEC units."""
-    value = float(size)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{size} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def seconds_text(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f} ms" if abs(seconds) < 1 else f"{seconds:.2f} s"
-
-
-def printable(text: str) -> str:
-    """Text from an image, fit for a terminal: an image is input, and may hold escape sequences."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 @click.command("inspect")

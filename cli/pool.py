@@ -6,17 +6,17 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from rich.console import Console
-from rich.table import Table
 
-from phos.cli.criu import image_directory
-from phos.cli.inspect import printable, size_text
+from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, wire
 from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, PhosError, RestoreFailed
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 POLL_SECONDS = 0.05
 
@@ -38,6 +38,8 @@ def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: 
 
     Returns when all are parked. If one cannot be, says why and returns; phosd tries again from time to time.
     """
+    from phos.cli.criu import image_directory  # here, because `take` is to be quick
+
     began = time.perf_counter()
     directory = image_directory(image, create=False)
     client.ensure()
@@ -137,6 +139,9 @@ def list_pools(as_json: bool) -> None:
     if not pools:
         click.echo("There is no pool. Make one with 'phos-gpu pool create IMAGE --size N'.")
         return
+    from rich.console import Console
+    from rich.table import Table
+
     console = Console()
     console.print(pools_table(pools))
     columns = ("Pool", "Pid", "State", "GPU memory", "Host memory", "Parked in")
@@ -156,6 +161,8 @@ def list_pools(as_json: bool) -> None:
 
 def pools_table(pools: Any) -> Table:
     """For ``pool list`` and ``phos-gpu status``."""
+    from rich.table import Table
+
     table = Table("Pool", "Image", "State", "Parked", "Taken", "Opens to", "Error", title="Pools", title_justify="left")
     for one in pools:
         table.add_row(

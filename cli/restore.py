@@ -12,10 +12,11 @@ from typing import Any
 import click
 
 from phos.cli.criu import image_directory, run_criu
-from phos.cli.inspect import refuse, size_text
+from phos.cli.inspect import refuse
 from phos.cli.lazy_pages import LazyPages
 from phos.cli.progress import ImageProgress
 from phos.cli.remote_image import fetched, is_remote
+from phos.cli.text import size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import DaemonUnavailable, RestoreFailed

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from phos.cli.image import show_pinned
-from phos.cli.inspect import printable, size_text
 from phos.cli.pool import pools_table
+from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
 
