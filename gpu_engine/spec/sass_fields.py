@@ -54,12 +54,14 @@ def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
         if touch.tensor_map:
             _resolve_map(touch, layout, found)
             continue
-        for bases, several in _candidates(touch):
-            if len(bases) == 1 or several:
-                for base in bases:
-                    found.note(base, touch.access)
-            else:
-                doubtful.append((bases, touch.access))
+        candidates = _candidates(touch)
+        alternatives = [base for bases, several in candidates if len(bases) == 1 or several for base in bases]
+        # Of a store that may go to a parameter or to an address from memory the latter is mostly what the register
+        # held on ways that do not come here. Taken seriously, it would make common kernels write anywhere.
+        leftover = any(base is not None for base in alternatives)
+        for base in alternatives:
+            found.note(base, touch.access & ~Access.WRITE if base is None and leftover else touch.access)
+        doubtful += [(bases, touch.access) for bases, several in candidates if len(bases) > 1 and not several]
     # A sum of two words that both look like addresses: the one that is a pointer elsewhere is the pointer here.
     certain = frozenset(found.bases)
     for bases, access in doubtful:

@@ -288,6 +288,50 @@ def test_a_sum_of_two_words_is_doubtful_where_nothing_says_which_is_the_pointer(
     assert found == (pointers(WRITE, WRITE), NONE)
 
 
+LEFTOVER = """
+    LDC.64 R6, c[0x0][0x210]
+    LDG.E.64 R2, desc[UR4][R6.64]
+    @P0 LDC.64 R2, c[0x0][0x218]
+    STG.E desc[UR4][R2.64], R0
+    EXIT
+"""
+
+
+def test_a_store_through_a_parameter_or_what_was_loaded_before_is_one_through_the_parameter() -> None:
+    assert flow(LEFTOVER, P0, P1) == (pointers(READ, WRITE), NONE)
+    # Of a load it costs little to believe both; and another store that goes nowhere else is one to anywhere.
+    assert flow(LEFTOVER.replace("STG.E desc[UR4][R2.64], R0", "LDG.E R0, desc[UR4][R2.64]"), P0, P1) == (
+        pointers(READ, READ),
+        READ,
+    )
+    other = LEFTOVER.replace("EXIT", "LDG.E.64 R8, desc[UR4][R6.64+0x8]\nSTG.E desc[UR4][R8.64], R0\nEXIT")
+    assert flow(other, P0, P1) == (pointers(READ, WRITE), WRITE)
+
+
+def test_a_tensor_map_in_memory_may_stand_for_anything_whatever_else_is_written() -> None:
+    """As in cuDNN's attention: the maps lie in the workspace, sums go out through an argument."""
+    code = """
+        LDC.64 R2, c[0x0][0x210]
+        STG.E desc[UR8][R2.64], R0
+        ULDC.64 UR6, c[0x0][0x218]
+        UIADD3 UR4, UP0, UR6, 0x80, URZ
+        UIADD3.X UR5, URZ, UR7, URZ, UP0, !UPT
+        UTMASTG.4D [UR12], [UR4]
+        UTMACMDFLUSH
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(WRITE, READ), WRITE)
+    # The address of the map itself may have been loaded, too.
+    loaded = code.replace("ULDC.64 UR6, c[0x0][0x218]", "LDG.E.64 R4, desc[UR8][R2.64]\nR2UR UR6, R4\nR2UR UR7, R5")
+    assert flow(loaded, P0, P1) == (pointers(BOTH), BOTH)
+    # Among the arguments it is not: the frontend knows what it was made of.
+    argument = code.replace("c[0x0][0x218]", "c[0x0][0x198]").replace("UR6, 0x80", "UR6, 0x40")
+    assert flow(argument, P0, Parameter(64, 128)) == (
+        [(0, 0, 8, WRITE, POINTER), (1, 0, 128, WRITE, TENSOR_MAP)],
+        NONE,
+    )
+
+
 def test_an_instruction_that_nobody_knows_keeps_the_pointer() -> None:
     found = flow(
         """
