@@ -73,6 +73,7 @@ class CowDump(StopDump):
         try:
             if not self._borrowed:
                 return
+            self._mapped.add(self._borrowed)
             expected = self._hash() if self._cow.validate else None
             feed = self._windows.lay_out(
                 self.gated,

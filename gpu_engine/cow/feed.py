@@ -38,8 +38,9 @@ STALL_WORKERS = 4
 """So many workers copy while the processes stand still. More of them save more by then, but CRIU and the driver, which
 the processes wait for, go slower for it."""
 
-PLACING_WORKERS = 6
-"""And where the GPU writes into the image itself: enough to keep its copy engine busy."""
+PLACING_WORKERS = 1
+"""And where the GPU writes into the image itself. One saves a third of what six save meanwhile, and CRIU and the driver,
+which wait for the same memory, are done 0.1 s sooner (H100, 32 GB: a stall of 0.55 s instead of 0.70 s)."""
 
 STALL_LOOK_SECONDS = 0.002
 

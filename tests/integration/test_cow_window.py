@@ -32,7 +32,7 @@ pytestmark = [
 @pytest.fixture
 def random_site(site: Site, tmp_path: Path) -> Site:
     """A site whose phosd saves so slowly that much happens meanwhile."""
-    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(6 << 20)
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(24 << 20)
     site.environment["PHOS_PROTOCOL"] = "cow"
     windows.build(tmp_path)
     return site
@@ -41,6 +41,7 @@ def random_site(site: Site, tmp_path: Path) -> Site:
 def start(site: Site, seed: int, become: str = "") -> Program:
     """The random program, at work."""
     numbers = [str(number) for number in (seed, 2, 16, 300, 0)]
+    site.run("phosd", "--ensure")  # its copies are slow; the program's are not
     command = [str(site.folder / "program"), str(windows.HERE / "kernels.ptx"), *numbers]
     program = site.start(*command, SOFTGPU_COPY_BANDWIDTH="0", BECOME_ANOTHER=become)
     wait_until(lambda: "READY" in program.lines() or not program.alive(), "the program")
@@ -172,6 +173,7 @@ def test_the_one_who_waits_for_the_image_is_killed(random_site: Site) -> None:
 
 
 def test_a_second_request_is_refused(random_site: Site) -> None:
+    random_site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(8 << 20)  # it would wait for one that is about to end
     program = start(random_site, 8)
     image, other = random_site.image(), random_site.image("other")
     dump = begin(random_site, program, image)
