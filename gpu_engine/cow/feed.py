@@ -39,8 +39,8 @@ STALL_WORKERS = 4
 the processes wait for, go slower for it."""
 
 PLACING_WORKERS = 1
-"""And where the GPU writes into the image itself. One saves a third of what six save meanwhile, and CRIU and the driver,
-which wait for the same memory, are done 0.1 s sooner (H100, 32 GB: a stall of 0.55 s instead of 0.70 s)."""
+"""And where the GPU writes into the image itself. One saves a third of what six save meanwhile, and CRIU and the driver
+are done 0.1 s sooner, which wait for the same memory (H100, 32 GB: a stall of 0.55 s instead of 0.70 s)."""
 
 STALL_LOOK_SECONDS = 0.002
 
