@@ -187,9 +187,11 @@ class Address:
     @staticmethod
     def parse(text: str) -> Address:
         """Raises ImageError if it is no such address."""
+        # The path by hand: versions of Python differ in what they make of one that begins with two slashes.
+        authority, _, path = text.removeprefix(SCHEME).partition("/")
         try:
-            parts = urlsplit(text)
-            host, port, image = parts.hostname, parts.port, unquote(parts.path[1:])
+            parts = urlsplit(f"//{authority}")
+            host, port, image = parts.hostname, parts.port, unquote(path)
         except ValueError:
             host, port, image = None, None, ""
         if not text.startswith(SCHEME) or not host or not port or not image:

@@ -38,9 +38,12 @@ STALL_WORKERS = 4
 """So many workers copy while the processes stand still. More of them save more by then, but CRIU and the driver, which
 the processes wait for, go slower for it."""
 
-PLACING_WORKERS = 1
-"""And where the GPU writes into the image itself. One saves a third of what six save meanwhile, and CRIU and the driver
-are done 0.1 s sooner, which wait for the same memory (H100, 32 GB: a stall of 0.55 s instead of 0.70 s)."""
+PLACING_LITTLE = 40_000_000_000
+PLACING_WORKERS = (1, 6)
+"""And where the GPU writes into the image itself: for up to so many bytes of GPU memory, and for more. H100: with 29 GB one
+worker instead of six makes the stall 0.55 s instead of 0.70 s, because CRIU and the driver wait for the same memory, and
+little is left for the window. With 60 GB the stall is 0.66 s either way, and with one worker the window's copies cost the
+program 0.9 s instead of 0.25 s."""
 
 STALL_LOOK_SECONDS = 0.002
 

@@ -453,6 +453,14 @@ static void window(uint32_t slots)
     phos_window = (struct phos_window){0};
 }
 
+/* What the frontend has besides; here is no library and no twin. */
+atomic_uint phos_twin_kernels;
+
+const char *phos_library_call(void)
+{
+    return NULL;
+}
+
 int main(int count, char **words)
 {
     if (count != 5)

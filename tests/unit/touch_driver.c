@@ -45,6 +45,11 @@ struct phos_mapping *phos_mapping_at(CUdeviceptr address)
 void phos_control_kick(void)
 {
 }
+bool phos_library_in_blas(void)
+{
+    return false;
+}
+
 void phos_library_refine(struct phos_touches *touches)
 {
     (void)touches;
