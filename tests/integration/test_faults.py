@@ -182,7 +182,7 @@ DUMP_FAULTS = {
     "checkpoint": Fault("cuCheckpointProcessCheckpoint", application="checkpoint-fail:1"),
     "phosd cannot import": Fault("cuMemImportFromShareableHandle", phosd="import-fail-at:1"),
     "phosd cannot map": Fault("cuMemMap", phosd="map-fail-at:2"),
-    "phosd's context is lost": Fault("Copying GPU memory", phosd="copy-fail-at:5"),
+    "phosd's context is lost": Fault("Copying GPU memory", phosd="copy-fail-at:8"),  # later than phosd's successor copies
     "a block has no descriptor": Fault("no descriptor", application="export-fail-at:2"),
 }
 
@@ -202,7 +202,7 @@ DUMP_FAULTS = {
 def test_driver_fails_while_dumping(site: Site, name: str, mode: str) -> None:
     fault = DUMP_FAULTS[name]
     daemon(site, SOFTGPU_FAULTS=fault.phosd)
-    program = blocks(site, "--blocks", "5", SOFTGPU_FAULTS=fault.application)
+    program = blocks(site, "--blocks", "9", SOFTGPU_FAULTS=fault.application)
     image = site.image()
     result = site.dump(program, image, *(["--leave-running"] if mode == "leave-running" else []), check=False)
     assert result.returncode != 0
