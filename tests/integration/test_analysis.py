@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def analysed(site: Site) -> Site:
     (site.folder / "custom").mkdir()
     (site.folder / "custom" / "sitecustomize.py").write_text(SLOW_WORKER)
     site.environment["PYTHONPATH"] = f"{site.folder / 'custom'}:{site.environment.get('PYTHONPATH', '')}"
+    site.environment["PHOS_PYTHON"] = sys.executable  # an installed phosd takes nothing from its environment's Python
     site.environment["PHOS_CACHE"] = str(site.folder / "cache")
     return site
 
