@@ -170,8 +170,8 @@ class Speculator:
         """The packed table (frontend/access_table.h) of the kernels a session may launch.
 
         Waits ``timeout`` seconds at most for what is still being analysed. Kernels that are not done by then are in it
-        as far as they are known (by name or layout), or left out; :meth:`unfinished` and, unless ``quiet``, the log
-        say which.
+        as far as they are known (by name or layout), or left out; :meth:`unfinished` and, if it has waited and is
+        not to be ``quiet``, the log say which.
         """
         deadline = time.monotonic() + timeout
         with self._changed:
@@ -202,7 +202,7 @@ class Speculator:
                 ]
                 of_session.packed = tables.pack(rows)
             packed = of_session.packed
-        if unfinished and not quiet:
+        if unfinished and timeout > 0 and not quiet:
             named = _some([f"{name} of module {number}" for number, name in unfinished])
             log.warning("Kernels whose analysis was not done in %g s: %s.", timeout, named)
         return packed
