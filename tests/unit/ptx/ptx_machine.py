@@ -283,11 +283,12 @@ def compile_cuda(source: str, *options: str) -> str:
     arguments = [b"--gpu-architecture=compute_90", *(o.encode() for o in options)]
     (code,) = nvrtc.nvrtcCompileProgram(program, len(arguments), arguments)
     size = check(nvrtc.nvrtcGetProgramLogSize(program))
-    log = b" " * size
+    # One byte more: NVRTC writes into it, and bytes of one character are the same object everywhere in Python.
+    log = bytes(size + 1)
     nvrtc.nvrtcGetProgramLog(program, log)
     if int(code) != 0:
         raise RuntimeError(log.decode())
-    text = b" " * check(nvrtc.nvrtcGetPTXSize(program))
+    text = bytes(check(nvrtc.nvrtcGetPTXSize(program)) + 1)
     nvrtc.nvrtcGetPTX(program, text)
     nvrtc.nvrtcDestroyProgram(program)
     return text.rstrip(b"\0").decode()
