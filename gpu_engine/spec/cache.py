@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import stat
-import tempfile
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 
 import xxhash
 
+from phos.gpu_engine.spec import kept_files
 from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Field, FieldKind, Parameter, Source
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.fatbin import Buffer
@@ -134,38 +134,11 @@ class Cache:
         data = xxhash.xxh3_128_digest(body) + body
         if len(data) > min(MAX_FILE_BYTES, self.max_bytes):
             return
-        temporary = None
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # No fsync: after a crash of the machine a torn file is one that its checksum gives away.
-            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".part", delete=False) as file:
-                temporary = file.name
-                file.write(data)
-            os.replace(temporary, self.folder / (key + SUFFIX))
-            temporary = None
-            self._evict()
+            # After a crash of the machine a torn file is one that its checksum gives away.
+            kept_files.put(self.folder / (key + SUFFIX), data)
+            kept_files.evict(self.folder, SUFFIX, self.max_bytes)
         except OSError as error:
             if not self._complained:
                 log.warning("Descriptors are not cached: %s.", error)
                 self._complained = True
-        finally:
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
-
-    def _evict(self) -> None:
-        """Delete the files longest unused until the rest fits. Half-written ones of dead writers go with them."""
-        files = []
-        with os.scandir(self.folder) as listing:
-            for item in listing:
-                with contextlib.suppress(OSError):  # another writer was faster
-                    if item.name.endswith((SUFFIX, ".part")) and item.is_file(follow_symlinks=False):
-                        about = item.stat(follow_symlinks=False)
-                        files.append((about.st_mtime_ns, about.st_size, item.path))
-        total = sum(size for _, size, _ in files)
-        for _, size, path in sorted(files):
-            if total <= self.max_bytes:
-                break
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-            total -= size

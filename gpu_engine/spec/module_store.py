@@ -8,13 +8,12 @@ who wants two modules to have the same one, so nobody is given another user's.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import tempfile
 import threading
 from pathlib import Path
 
+from phos.gpu_engine.spec import kept_files
 from phos.gpu_engine.spec.cache import default_folder
 from phos.gpu_engine.spec.sources import FileSource
 
@@ -47,17 +46,11 @@ class ModuleStore:
         if known is not None:
             return known
         path = self._path(user, digest, len(image))
-        temporary = None
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            # No fsync: what a crash of the machine leaves of it is no module, and the analysis says so.
-            with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", suffix=".part", delete=False) as file:
-                temporary = file.name
-                file.write(image)
-            os.replace(temporary, path)
-            temporary = None
+            kept_files.put(path, image)  # what a crash of the machine leaves of it is no module: the analysis says so
             found = self.find(user, digest, len(image))  # held from here on, should it be evicted
-            self._evict()
+            with self._lock:
+                kept_files.evict(self.folder, SUFFIX, self._max_bytes)
             return found
         except OSError as error:
             with self._lock:
@@ -65,10 +58,6 @@ class ModuleStore:
                     log.warning("Modules are kept in memory only: %s.", error)
                     self._complained = True
             return None
-        finally:
-            if temporary is not None:
-                with contextlib.suppress(OSError):
-                    os.unlink(temporary)
 
     def find(self, user: int, digest: int, size: int) -> FileSource | None:
         """A module that is kept, by what a frontend says of it; None: it is not (any more)."""
@@ -84,20 +73,3 @@ class ModuleStore:
 
     def _path(self, user: int, digest: int, size: int) -> Path:
         return self.folder / f"{user}-{size:x}-{digest:016x}{SUFFIX}"
-
-    def _evict(self) -> None:
-        files = []
-        with self._lock:
-            with os.scandir(self.folder) as listing:
-                for item in listing:
-                    with contextlib.suppress(OSError):
-                        if item.name.endswith((SUFFIX, ".part")) and item.is_file(follow_symlinks=False):
-                            about = item.stat(follow_symlinks=False)
-                            files.append((about.st_mtime_ns, about.st_size, item.path))
-            total = sum(size for _, size, _ in files)
-            for _, size, path in sorted(files):
-                if total <= self._max_bytes:
-                    break
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-                total -= size
