@@ -14,31 +14,26 @@ import argparse
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import driver_checkpoint
 import harness
 import process
 import restore_runs
 import restore_tables
 from harness import Results
-from process import ProcessError
+from restore_bench import RestoreBench
 from restore_runs import GB, VARIANTS, Answer, Pool, Restored, Server, Unavailable
 
 SYSTEMS = (*VARIANTS, "pool", "peer")
 
 
-class Bench:
+class Bench(RestoreBench):
     """One run of the benchmark."""
 
     def __init__(self, chosen: argparse.Namespace) -> None:
-        self.chosen = chosen
-        self.results = Results(chosen, "restore", "A server restored with a request waiting")
-        self.repeats = chosen.repeats or (1 if chosen.smoke else 3)
-        self.failed = False
+        super().__init__(chosen, Results(chosen, "restore", "A server restored with a request waiting"))
 
     def label(self, size: int) -> str:
         """Return what all rows of a size begin with."""
@@ -141,16 +136,6 @@ class Bench:
             server.program.kill()
             shutil.rmtree(folder, ignore_errors=True)
 
-    def several(self, size: int, name: str, work: Callable[[], dict[str, Any]]) -> None:
-        """Measure and store one way several times."""
-        runs: list[dict[str, Any]] = []
-        while len(runs) < self.repeats:
-            began = time.monotonic()
-            runs.append(work())
-            self.add(size, name, runs)
-            if harness.time_left(self.chosen) < 1.2 * (time.monotonic() - began):
-                break
-
     def add(self, size: int, name: str, runs: list[dict[str, Any]]) -> None:
         """Store the medians of one way, and each run."""
         row = restore_runs.medians(runs)
@@ -159,20 +144,6 @@ class Bench:
             row["percent_of_copy"] = 100 * row["data_gb_s"] / up
         key = f"{self.label(size)} {name}"
         self.results.add(key, system=name, bytes=size, models=self.chosen.models, runs=len(runs), **row, each=runs)
-
-    def attempt(self, what: str, work: Callable[[], None]) -> None:
-        """Do a part if there is time; a failure is noted and does not end the others."""
-        if harness.time_left(self.chosen) <= 0:
-            self.results.note(f"{what}: no time left.")
-            return
-        try:
-            work()
-        except Unavailable as reason:
-            self.results.note(f"{what}: not measured, {reason}.")
-        except (ProcessError, driver_checkpoint.DriverCheckpointError) as error:
-            self.failed = True
-            print(error, file=sys.stderr, flush=True)
-            self.results.note(f"{what}: failed. {str(error).splitlines()[0]}")
 
     def run(self) -> None:
         """Measure every size."""
@@ -183,11 +154,7 @@ class Bench:
         process.stop_daemon()
         restore_tables.summarise(self.results)
         self.results.finish(restore_tables.tables(self.results))
-        wrong = [row["key"] for row in self.results.rows.values() if not row["tokens_equal"]]
-        if wrong:
-            print(f"The answer was not that of the process left alone: {', '.join(wrong)}.", file=sys.stderr)
-        if wrong or self.failed:
-            raise SystemExit(1)
+        self.end("The answer was not that of the process left alone")
 
 
 def sizes(text: str) -> list[int]:

@@ -17,26 +17,22 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import driver_checkpoint
 import harness
 import process
 import restore_runs
 import restore_tables
 from harness import Results
-from process import ProcessError
+from restore_bench import RestoreBench
 from restore_runs import GB, Answer, Pool, Restored, Server, Unavailable
 
 SYSTEMS = ("cold", "peer", "eager", "lazy", "pool")
 
 
-class Bench:
+class Bench(RestoreBench):
     """One run of the benchmark."""
 
     def __init__(self, chosen: argparse.Namespace) -> None:
-        self.chosen = chosen
-        self.results = Results(chosen, "serverless", "One request to a function that has to be started")
-        self.repeats = chosen.repeats or (1 if chosen.smoke else 3)
-        self.failed = False
+        super().__init__(chosen, Results(chosen, "serverless", "One request to a function that has to be started"))
 
     def size(self, size: int) -> None:
         """Measure every way to start, at one size."""
@@ -109,16 +105,6 @@ class Bench:
             server.program.kill()
             shutil.rmtree(folder, ignore_errors=True)
 
-    def several(self, size: int, name: str, work: Callable[[], dict[str, Any]]) -> None:
-        """Measure and store one way several times."""
-        runs: list[dict[str, Any]] = []
-        while len(runs) < self.repeats:
-            began = time.monotonic()
-            runs.append(work())
-            self.add(size, name, runs)
-            if harness.time_left(self.chosen) < 1.2 * (time.monotonic() - began):
-                break
-
     def add(self, size: int, name: str, runs: list[dict[str, Any]]) -> None:
         """Store the medians of one way, and each run."""
         key = f"{restore_tables.size_text(size)} {name}"
@@ -132,20 +118,6 @@ class Bench:
             tokens=self.chosen.tokens,
         )
 
-    def attempt(self, what: str, work: Callable[[], None]) -> None:
-        """Do a part if there is time; a failure is noted and does not end the others."""
-        if harness.time_left(self.chosen) <= 0:
-            self.results.note(f"{what}: no time left.")
-            return
-        try:
-            work()
-        except Unavailable as reason:
-            self.results.note(f"{what}: not measured, {reason}.")
-        except (ProcessError, driver_checkpoint.DriverCheckpointError) as error:
-            self.failed = True
-            print(error, file=sys.stderr, flush=True)
-            self.results.note(f"{what}: failed. {str(error).splitlines()[0]}")
-
     def run(self) -> None:
         """Measure every size."""
         chosen = self.chosen
@@ -158,11 +130,7 @@ class Bench:
             "the page cache."
         )
         self.results.finish(self.tables())
-        wrong = [row["key"] for row in self.results.rows.values() if not row["tokens_equal"]]
-        if wrong:
-            print(f"The answer was not the same: {', '.join(wrong)}.", file=sys.stderr)
-        if wrong or self.failed:
-            raise SystemExit(1)
+        self.end("The answer was not the same")
 
     def tables(self) -> list[str]:
         """Return the comparison, and where the time went."""

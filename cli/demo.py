@@ -136,28 +136,44 @@ class Demo:
         """Wait for the process that CRIU restored."""
         _wait_end(pid)
 
+    def begin(self, software_bandwidth: int = 0) -> str:
+        """Say what is run on what, start phosd, and run the program without interruption; its result.
+
+        ``software_bandwidth``: bytes per second that the software GPU copies at most unless somebody chose; 0: any.
+        """
+        kind = "NVIDIA's GPU" if self.device == "nvidia" else "the software GPU (a stand-in that runs PTX on the CPU)"
+        self.console.print(f"Example '{self.example}', {self.iterations} iterations, on {kind}.")
+        if software_bandwidth and self.device == "software" and not self.environment.get("SOFTGPU_COPY_BANDWIDTH"):
+            self.environment["SOFTGPU_COPY_BANDWIDTH"] = str(software_bandwidth)
+            speed = f"{software_bandwidth >> 20} MiB/s"
+            self.console.print(f"Its copies are slowed down to {speed}: they should take a while.")
+        with self.timed("Start phosd, the daemon that will hold the GPU memory"):
+            self.command("phosd", "--ensure")
+        whole = self.folder / "whole.log"
+        with self.timed("Run the program without interruption"):
+            self.start(whole).wait(PROGRAM_SECONDS)
+        return self.result(whole)
+
+    def dump_half_way(self, output: Path) -> subprocess.Popen[bytes]:
+        """Start the program and dump it in the middle of its work; the process, which is gone."""
+        with self.timed("Start it again and let it compute half of the way"):
+            process = self.start(output, PACE)
+            self.wait_iteration(output, self.iterations // 2, process)
+        self.image.mkdir()
+        with self.timed(f"criu dump --lib phos -t {process.pid} -D image/"):
+            self.criu("dump", "-t", str(process.pid))
+            process.wait(60)  # and so its pid is free: the restored one has the same
+        return process
+
     def run(self) -> None:
         """All steps.
 
         Raises:
             PhosError: one failed.
         """
-        kind = "NVIDIA's GPU" if self.device == "nvidia" else "the software GPU (a stand-in that runs PTX on the CPU)"
-        self.console.print(f"Example '{self.example}', {self.iterations} iterations, on {kind}.")
-        whole, interrupted = self.folder / "whole.log", self.folder / "interrupted.log"
-        with self.timed("Start phosd, the daemon that will hold the GPU memory"):
-            self.command("phosd", "--ensure")
-        with self.timed("Run the program without interruption"):
-            process = self.start(whole)
-            process.wait(PROGRAM_SECONDS)
-        expected = self.result(whole)
-        with self.timed("Start it again and let it compute half of the way"):
-            process = self.start(interrupted, PACE)
-            self.wait_iteration(interrupted, self.iterations // 2, process)
-        self.image.mkdir()
-        with self.timed(f"criu dump --lib phos -t {process.pid} -D image/"):
-            self.criu("dump", "-t", str(process.pid))
-            process.wait(60)  # and so its pid is free: the restored one has the same
+        interrupted = self.folder / "interrupted.log"
+        expected = self.begin()
+        process = self.dump_half_way(interrupted)
         done = sum(line.startswith("ITERATION") for line in interrupted.read_text().splitlines())
         self.console.print(f"   The process is gone; it had done {done} of {self.iterations} iterations.")
         with self.timed("phos-gpu inspect image/"):

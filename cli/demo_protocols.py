@@ -97,17 +97,7 @@ def compare(demo: Demo, protocols: Sequence[str]) -> None:
     Raises:
         PhosError: one failed.
     """
-    kind = "NVIDIA's GPU" if demo.device == "nvidia" else "the software GPU (a stand-in that runs PTX on the CPU)"
-    demo.console.print(f"Example '{demo.example}', {demo.iterations} iterations, on {kind}.")
-    if demo.device == "software" and not demo.environment.get("SOFTGPU_COPY_BANDWIDTH"):
-        demo.environment["SOFTGPU_COPY_BANDWIDTH"] = str(SOFTWARE_BANDWIDTH)
-        demo.console.print(f"Its copies are slowed down to {SOFTWARE_BANDWIDTH >> 20} MiB/s: they should take a while.")
-    with demo.timed("Start phosd, the daemon that will hold the GPU memory"):
-        demo.command("phosd", "--ensure")
-    whole = demo.folder / "whole.log"
-    with demo.timed("Run the program without interruption"):
-        demo.start(whole).wait(PROGRAM_SECONDS)
-    expected = demo.result(whole)
+    expected = demo.begin(SOFTWARE_BANDWIDTH)
     measured = [_checkpoint(demo, protocol, expected) for protocol in protocols]
     _show(demo, measured)
     demo.console.print(

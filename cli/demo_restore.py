@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 MODES = ("eager", "lazy", "pool")
 ITERATIONS = 40
-PROGRAM_SECONDS = 300.0
-PACE = 0.05
-"""Seconds that the program sleeps after each iteration, so that it can be dumped half-way."""
 
 SOFTWARE_BANDWIDTH = 4 << 20
 """Bytes per second that the software GPU copies: memory should still be coming when the program computes."""
@@ -57,24 +54,9 @@ def compare(demo: Demo, modes: Sequence[str]) -> None:
     Raises:
         PhosError: one failed.
     """
-    kind = "NVIDIA's GPU" if demo.device == "nvidia" else "the software GPU (a stand-in that runs PTX on the CPU)"
-    demo.console.print(f"Example '{demo.example}', {demo.iterations} iterations, on {kind}.")
-    if demo.device == "software" and not demo.environment.get("SOFTGPU_COPY_BANDWIDTH"):
-        demo.environment["SOFTGPU_COPY_BANDWIDTH"] = str(SOFTWARE_BANDWIDTH)
-        demo.console.print(f"Its copies are slowed down to {SOFTWARE_BANDWIDTH >> 20} MiB/s: they should take a while.")
-    with demo.timed("Start phosd, the daemon that will hold the GPU memory"):
-        demo.command("phosd", "--ensure")
-    with demo.timed("Run the program without interruption"):
-        demo.start(demo.folder / "whole.log").wait(PROGRAM_SECONDS)
-    expected = demo.result(demo.folder / "whole.log")
+    expected = demo.begin(SOFTWARE_BANDWIDTH)
     output = demo.folder / "restored.log"
-    with demo.timed("Start it again and let it compute half of the way"):
-        process = demo.start(output, PACE)
-        demo.wait_iteration(output, demo.iterations // 2, process)
-    demo.image.mkdir()
-    with demo.timed(f"criu dump --lib phos -t {process.pid} -D image/"):
-        demo.criu("dump", "-t", str(process.pid))
-        process.wait(60)  # and so its pid is free: the restored one has the same
+    demo.dump_half_way(output)
     said = output.read_bytes()
     measured = []
     for mode in modes:

@@ -433,6 +433,8 @@ class Copier:
                     place = sink.place(piece.size) if piece.address else None
                     if place is not None:
                         address, view = place.address, place.view
+                    elif piece.address and piece.size > len(view):
+                        raise ValueError(f"a piece of {piece.size} bytes has no place, and a slot has {len(view)}")
                     if piece.address:
                         lane.copy_to_host(address, piece.address, piece.size)
                     lane.record(event)

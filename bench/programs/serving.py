@@ -20,6 +20,7 @@ import argparse
 import hashlib
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -56,22 +57,22 @@ def add_options(options: argparse.ArgumentParser) -> None:
     options.add_argument("--seed", type=int, default=1)
 
 
-class Decoder:
+class Decoder(ABC):
     """What a program must offer to be served: one token after another."""
 
     layers = 0
 
+    @abstractmethod
     def begin(self, prompt: Sequence[int], layered: Layered) -> None:
         """Launch the work on a prompt. The first kernel has been launched when `layered` is called for layer -1."""
-        raise NotImplementedError
 
+    @abstractmethod
     def token(self) -> int:
         """Return the token that follows all that was given so far."""
-        raise NotImplementedError
 
+    @abstractmethod
     def go_on(self, token: int, layered: Layered) -> None:
         """Launch the work on the next token."""
-        raise NotImplementedError
 
 
 def read_request(path: Path) -> tuple[int, int, list[int]]:

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 LAZY_PAGES = re.compile(r"--la[a-z-]*")
 """How ``--lazy-pages`` may look on CRIU's command line: no other of its long options begins with these letters."""
 
+ENDING_SECONDS = 30.0
+"""How long the restore of a process that has ended may still copy: its files would be in the way of another."""
+
 
 class RestoreServer:
     """Serves the connections of CRIU's plugin while CRIU restores. Each runs in a thread of its own."""
@@ -112,17 +115,21 @@ class RestoreServer:
             with self._registry.lock:
                 existing = self._registry.sessions.get(process.session)
                 restore = self._registry.loading.get(process.session)
-            if existing is None:
-                self._registry.wait_forgotten(process.session)
-                continue
-            if restore is not None and restore.state in UNDER_WAY:
-                raise RestoreFailed(f"The process of this image is being restored already, from {restore.path}.")
-            if existing.alive():
-                raise RestoreFailed(
-                    f"The process of this image still runs as pid {existing.pid} ({existing.executable}). End it first."
-                )
-            self._registry.forget(existing)
+            if existing is not None:
+                if restore is not None and restore.state in UNDER_WAY:
+                    raise RestoreFailed(f"The process of this image is being restored already, from {restore.path}.")
+                if existing.alive():
+                    raise RestoreFailed(
+                        f"The process of this image still runs as pid {existing.pid} ({existing.executable}). "
+                        "End it first."
+                    )
+                self._registry.forget(existing)
             self._registry.wait_forgotten(process.session)  # another thread may have been quicker
+            if restore is not None and not restore.put_away.wait(ENDING_SECONDS):
+                raise RestoreFailed(
+                    f"The process of this image has ended, but its restore from {restore.path} is still being put away "
+                    f"after {ENDING_SECONDS:.0f} s. Try again; phosd's log says what it does."
+                )
 
     def _register(self, job: Restore, process: RestoredProcess, blocks: list[Block]) -> Session:
         session = self._registry.session(process.session, process.pid, UNKNOWN_USER, SessionState.DETACHED)

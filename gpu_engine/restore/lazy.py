@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.copier import Copier, MappedBlocks
+from phos.gpu_engine.copier import Cancelled, Copier, MappedBlocks
 from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
 from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.restore.base import UNDER_WAY, Restore
@@ -143,7 +143,11 @@ class LazyRestore(Restore):
         assert self._feed is not None
         if blocks:
             read, device = self._image.read_into, blocks[0].device
-            self._copier.fill(self._feed, device, read, self.progress, self._cancelled, how.workers)
+            try:
+                self._copier.fill(self._feed, device, read, self.progress, self._cancelled, how.workers)
+            except Cancelled:  # the processes are dead; what they touched first is worth knowing all the same
+                self._end_windows()
+                raise
         self._end_windows()
 
     def _order(self, places: Sequence[LoadPlace]) -> list[int]:

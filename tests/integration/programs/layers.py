@@ -2,6 +2,7 @@
 things is done with them, and a result printed:
 
     sum      reads a word of each, the last buffer first
+    last     reads a word of the last buffer
     free     frees every other one, allocates as many anew, fills those, and sums up all
     export   hands the last one to a child by an IPC handle, which reads it
     wait     waits for the file GO.end, then as sum
@@ -49,6 +50,8 @@ def act(action: str, layers: list[int], go: Path) -> int:
     if action == "wait":
         while not Path(f"{go}.end").exists():
             time.sleep(0.005)
+    elif action == "last":
+        return read(layers[-1] + SIZE - 4)
     elif action == "exit":
         os._exit(0)
     elif action == "free":
