@@ -245,6 +245,31 @@ class Site:
     def daemon_pid(self) -> int:
         return int(self.status()["pid"])
 
+    def serve(self, module: str) -> None:
+        """Run this module as phosd in place of the one that runs, with the environment's PYTHONPATH.
+
+        The installed phosd takes no notice of that variable.
+        """
+        self.run("phosd", "--stop", check=False)
+        path = [self.environment.get("PYTHONPATH"), str(Path(__file__).resolve().parents[2])]
+        environment = {
+            **self.environment,
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "LD_LIBRARY_PATH": str(software_gpu_folder()),
+        }
+        log_file = self.folder / "run" / "phosd.log"
+        log_file.parent.mkdir(mode=0o700, exist_ok=True)
+        with open(log_file, "ab") as log:
+            subprocess.Popen(
+                [sys.executable, "-m", module, "--socket", self.environment["PHOS_SOCKET"]],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        wait_until(lambda: self.run("phos-gpu", "status", check=False).returncode == 0, f"phosd from {module}")
+
     # What is left.
 
     def processes(self) -> list[psutil.Process]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,13 +36,17 @@ KERNELS = 3
 @pytest.fixture
 def analysed(site: Site) -> Site:
     """A site with a cache of its own, and with a slow analysis."""
-    if (Path(sys.prefix).parent / "plugin").is_dir():
-        pytest.skip("an installed phosd takes no sitecustomize from its environment, so its analysis cannot be slowed")
     (site.folder / "custom").mkdir()
     (site.folder / "custom" / "sitecustomize.py").write_text(SLOW_WORKER)
     site.environment["PYTHONPATH"] = f"{site.folder / 'custom'}:{site.environment.get('PYTHONPATH', '')}"
     site.environment["PHOS_CACHE"] = str(site.folder / "cache")
+    serve(site)
     return site
+
+
+def serve(site: Site) -> None:
+    """A new phosd, whose analysis is slow."""
+    site.serve("phos.gpu_engine.daemon")
 
 
 def start(site: Site) -> Program:
@@ -111,7 +114,7 @@ def test_what_is_analysed_after_the_kill_is_known_to_a_later_phosd(analysed: Sit
     first = analysed.image("first")
     analysed.dump(program, first)
     assert described(first) == []
-    analysed.run("phosd", "--stop")
+    serve(analysed)
     assert list((analysed.folder / "cache" / "modules").iterdir()) != []
     go_on(analysed)
     analysed.restore(first, PHOS_RESTORE="lazy", PHOS_LAZY=mode)
@@ -138,8 +141,8 @@ def test_a_lazy_restore_names_what_waited_for_everything(analysed: Site) -> None
     program = start(analysed)
     image = analysed.image()
     analysed.dump(program, image)
-    analysed.run("phosd", "--stop")
     analysed.environment["SOFTGPU_COPY_BANDWIDTH"] = str(2 << 20)
+    serve(analysed)
     analysed.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY="fast")
     program.wait_progress(2)
     wait_until(lambda: "while loading:" in phosd_log(analysed), "the end of the loading")

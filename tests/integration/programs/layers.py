@@ -5,6 +5,7 @@ things is done with them, and a result printed:
     last     reads a word of the last buffer
     free     frees every other one, allocates as many anew, fills those, and sums up all
     export   hands the last one to a child by an IPC handle, which reads it
+    ballast  has much memory of the CPU as well; reads all of that, then as sum
     wait     waits for the file GO.end, then as sum
     exit     ends at once
 
@@ -22,6 +23,8 @@ from typing import Any
 from cuda.bindings import driver as cuda
 
 SIZE = 4 << 20
+BALLAST = 1 << 30
+"""Bytes: `criu lazy-pages` takes more than an instant for them."""
 
 
 def check(result: Any) -> Any:
@@ -78,10 +81,13 @@ def main() -> None:
         print(read(int(base) + SIZE - 4))
         return
     layers = [fresh(i + 1) for i in range(count)]
+    ballast = b"\1" * BALLAST if action == "ballast" else b""
     check(cuda.cuCtxSynchronize())
     print("ITERATION 1", flush=True)
     while not go.exists():
         time.sleep(0.005)
+    if ballast.count(b"\1") != len(ballast):
+        raise SystemExit("the CPU's memory is not what it was")
     print(f"RESULT {act(action, layers, go)}", flush=True)
 
 
