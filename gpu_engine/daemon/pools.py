@@ -22,7 +22,7 @@ from typing import Any
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.errors import NoSuchProcess, PhosError, RestoreFailed, UsageError
-from phos.gpu_engine.restore.pool import PooledRestore
+from phos.gpu_engine.restore.pool import CRIU_FAILED, PooledRestore
 from phos.gpu_engine.restore.pool_process import Warden
 from phos.images.errors import ImageError
 
@@ -356,7 +356,8 @@ class Pools:
             try:
                 warden.wait_restored()
             except RestoreFailed as error:
-                raise RestoreFailed(restore.error or str(error)) from error
+                known = restore.error if restore.error != CRIU_FAILED else ""
+                raise RestoreFailed(known or str(error)) from error
             restore.parked()
         except BaseException:
             self._end(pool, entry)

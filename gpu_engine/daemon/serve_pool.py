@@ -18,7 +18,7 @@ from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import NotPermitted, PhosError, ProtocolError, RestoreFailed
 from phos.gpu_engine.restore.base import RestoredProcess
-from phos.gpu_engine.restore.pool import PooledRestore
+from phos.gpu_engine.restore.pool import CRIU_FAILED, PooledRestore
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.images.errors import ImageError
 
@@ -210,7 +210,7 @@ class PoolServer:
                     entry.restore.fail(str(error))
                     done.error = wire.sentence(error)
             elif packet[0].WhichOneof("body") == "restore_end" and packet[0].restore_end.result:
-                entry.restore.fail("CRIU failed.")
+                entry.restore.fail(CRIU_FAILED)
             with suppress(OSError):
                 connection.send(wire_pb2.Envelope(id=number, done=done))
 

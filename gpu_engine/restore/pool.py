@@ -38,6 +38,9 @@ SETTLE_SECONDS = 0.1
 DRIVER_SECONDS = 60.0
 """How long the driver may take to bring its part of a process back; it needs half a second."""
 
+CRIU_FAILED = "CRIU failed."
+"""The reason where nobody but CRIU's log knows a better one."""
+
 THREAD_SECONDS = 10.0
 """How long the driver may take to name the thread that carries out its restore."""
 
