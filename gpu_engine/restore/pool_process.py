@@ -83,8 +83,10 @@ class Warden:
             raise RestoreFailed(f"No process can be parked: {error}.") from error
 
     def _hear(self, seconds: float | None = None) -> dict[str, object]:
+        poll = select.poll()  # not select(): descriptor numbers go far beyond its 1024, there are some for each block
+        poll.register(self._lifeline, select.POLLIN)
         while b"\n" not in self._said:
-            if not select.select([self._lifeline], [], [], seconds)[0]:
+            if not poll.poll(None if seconds is None else seconds * 1000):
                 return {}
             try:
                 more = self._lifeline.recv(4096)

@@ -74,27 +74,30 @@ def serve(lifeline: socket.socket, command: list[str]) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
     criu = os.posix_spawn(command[0], command, os.environ, setsigdef=[signal.SIGPIPE, signal.SIGCHLD])
-    listening = True
+    listening = lifeline.fileno()
+    poll = select.poll()  # not select(): the lifeline has the number that it had in phosd, which may be beyond 1024
+    poll.register(wake_read, select.POLLIN)
+    poll.register(listening, select.POLLIN)
     while True:
-        watched: list[int | socket.socket] = [wake_read, lifeline] if listening else [wake_read]
-        ready, _, _ = select.select(watched, [], [])
+        ready = dict(poll.poll())
         if wake_read in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wake_read, 4096)
-        if lifeline in ready:
+        if listening in ready:
             said = b""
             with contextlib.suppress(ConnectionError):
                 said = lifeline.recv(64)
             if said != TAKEN:
                 return
+            poll.unregister(listening)
             lifeline.close()
-            listening = False
+            listening = -1
         try:
             while True:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if not pid:
                     break
-                if pid == criu and listening:
+                if pid == criu and listening >= 0:
                     _say(lifeline, criu=status)
         except ChildProcessError:
             _wait_until_alone()

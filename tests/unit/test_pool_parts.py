@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -282,3 +284,24 @@ def test_pids_of_our_own_namespace_are_what_they_are() -> None:
     assert procfs.inner_thread(pid, threading.get_native_id()) == threading.get_native_id()
     assert procfs.pid_namespace(pid) == os.stat("/proc/self/ns/pid").st_ino
     assert procfs.pid_namespace(1 << 30) == 0
+
+
+WARDEN_WITH_HIGH_NUMBERS = """
+import os, resource, sys
+from pathlib import Path
+from phos.gpu_engine.restore import pool_process
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+pool_process.launcher = lambda name: Path("/bin/true")
+warden = pool_process.Warden(Path(sys.argv[1]), Path(sys.argv[1]) / "x.log", os.environ, [])
+warden.wait_restored()
+print("restored")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces")
+def test_a_process_is_parked_while_phosd_has_more_descriptors_than_select_takes(tmp_path: Path) -> None:
+    """While one that was taken is loaded phosd has some for each of its blocks."""
+    words = [sys.executable, "-c", WARDEN_WITH_HIGH_NUMBERS, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.stdout, done.returncode) == ("restored\n", 0), done.stderr
