@@ -10,8 +10,8 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -19,6 +19,7 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import ContentHasher, chunk_count
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
+from phos.gpu_engine.shared_workers import Lease, SharedWorkers
 from phos.images.chunk_hash import zero_hash
 from phos.images.writer import Place
 
@@ -26,6 +27,7 @@ IDLE_SECONDS = 5e-5
 """How long a worker that has nothing to copy waits before it looks again."""
 
 Item = TypeVar("Item")
+Taken = TypeVar("Taken")
 
 
 class Sink(Protocol):
@@ -239,6 +241,24 @@ def known_spans(block: Block, hashes: Sequence[bytes], limit: int, zero_limit: i
     return spans
 
 
+def _taking(
+    take: Callable[[], Taken | None], lease: Lease[_Worker], cancelled: threading.Event
+) -> Callable[[], Taken | None]:
+    """How a worker takes from a source: until it ends, or the worker is wanted elsewhere."""
+
+    def next_one() -> Taken | None:
+        if cancelled.is_set():
+            raise Cancelled
+        if lease.leave():
+            return None
+        taken = take()
+        if taken is None:
+            lease.over()
+        return taken
+
+    return next_one
+
+
 class MappedBlocks:
     """Blocks in phosd's own address space. A mapping keeps its memory alive, whatever becomes of the descriptor.
 
@@ -275,7 +295,7 @@ class MappedBlocks:
 
 
 class Copier:
-    """The ring and its workers. Jobs use it one after another."""
+    """The ring and its workers, which jobs share (shared_workers.py). Methods may be called from any thread."""
 
     def __init__(self, threads: int | None = None, ring_bytes: int | None = None) -> None:
         self.threads = threads or default_threads()
@@ -286,41 +306,33 @@ class Copier:
         self.hasher = ContentHasher()
         self._ring: driver.PinnedBuffer | None = None
         self._workers: list[_Worker] = []
-        self._busy = threading.Lock()  # one job at a time; also guards _ring and _workers
+        self._shared: SharedWorkers[_Worker] | None = None
+        self._making = threading.Lock()  # guards _ring, _workers and _shared
 
     @property
     def ring_bytes(self) -> int:
         """Pinned memory in use; bytes."""
         return self._ring.size if self._ring else 0
 
-    @contextmanager
-    def _turn(self, cancelled: threading.Event) -> Iterator[None]:
-        """Wait for the ring, but not longer than the job is wanted: another's copy may take minutes."""
-        while not self._busy.acquire(timeout=0.05):
-            if cancelled.is_set():
-                raise Cancelled
-        try:
-            yield
-        finally:
-            self._busy.release()
-
     def prepare(self, device: int) -> None:
         """Pin the ring ahead of the first job (1 GiB takes about 0.5 s on an H100 machine)."""
-        with self._busy:
-            self._prepare(device)
+        self._prepare(device)
 
-    def _prepare(self, device: int) -> None:
-        if self._ring is None:
-            driver.context(device).use()
-            self._ring = driver.PinnedBuffer(2 * self.threads * self.slot_bytes)
-            self._workers = [_Worker(n, self._ring, self.slot_bytes) for n in range(self.threads)]
+    def _prepare(self, device: int) -> SharedWorkers[_Worker]:
+        with self._making:
+            if self._shared is None:
+                driver.context(device).use()
+                self._ring = driver.PinnedBuffer(2 * self.threads * self.slot_bytes)
+                self._workers = [_Worker(n, self._ring, self.slot_bytes) for n in range(self.threads)]
+                self._shared = SharedWorkers(self._workers)
+            return self._shared
 
     def release(self) -> None:
-        """Give the ring back."""
-        with self._busy:
+        """Give the ring back. No job may be under way."""
+        with self._making:
             for worker in self._workers:
                 worker.release()
-            self._workers = []
+            self._workers, self._shared = [], None
             if self._ring is not None:
                 self._ring.free()
                 self._ring = None
@@ -345,15 +357,14 @@ class Copier:
         """
         if not blocks:
             return
-        with self._turn(cancelled):
-            self._prepare(blocks[0].device)
-            mappings = mapped or MappedBlocks()
-            try:
-                mappings.add(blocks)
-                self._drain(_Spans(self._spans(blocks, hashes, sink), mappings), sink, progress, cancelled)
-            finally:
-                if mapped is None:
-                    mappings.close()
+        mappings = mapped or MappedBlocks()
+        try:
+            mappings.add(blocks)
+            spans = _Spans(self._spans(blocks, hashes, sink), mappings)
+            self.drain(spans, blocks[0].device, sink, progress, cancelled)
+        finally:
+            if mapped is None:
+                mappings.close()
 
     def drain(
         self,
@@ -367,25 +378,21 @@ class Copier:
 
         Raises: as :meth:`save`, and what the source raises.
         """
-        with self._turn(cancelled):
-            self._prepare(device)
-            self._drain(source, sink, progress, cancelled)
 
-    def _drain(
+        def work(worker: _Worker, lease: Lease[_Worker]) -> None:
+            self._save(worker, _taking(source.take, lease, cancelled), source.landed, sink, progress)
+
+        self._run(work, device, cancelled)
+
+    def _run(
         self,
-        source: Source,
-        sink: Sink,
-        progress: Progress,
+        work: Callable[[_Worker, Lease[_Worker]], None],
+        device: int,
         cancelled: threading.Event,
+        workers: int | None = None,
     ) -> None:
-        stop = threading.Event()
-
-        def take() -> Piece | None:
-            if cancelled.is_set():
-                raise Cancelled
-            return None if stop.is_set() else source.take()
-
-        self._run(lambda w: self._save(w, take, source.landed, sink, progress), self._workers, stop)
+        if not self._prepare(device).run(work, cancelled.is_set, workers):
+            raise Cancelled
 
     def _spans(self, blocks: Sequence[Block], hashes: Sequence[bytes] | None, sink: Sink) -> list[Span]:
         if hashes is None:
@@ -485,16 +492,11 @@ class Copier:
 
         Raises: as :meth:`save`, and what the source raises.
         """
-        with self._turn(cancelled):
-            self._prepare(device)
-            stop = threading.Event()
 
-            def take() -> Load[Item] | None:
-                if cancelled.is_set():
-                    raise Cancelled
-                return None if stop.is_set() else source.take()
+        def work(worker: _Worker, lease: Lease[_Worker]) -> None:
+            self._fill(worker, _taking(source.take, lease, cancelled), source.arrived, read, progress)
 
-            self._run(lambda w: self._fill(w, take, source.arrived, read, progress), self._workers[:workers], stop)
+        self._run(work, device, cancelled, workers)
 
     def _fill(
         self,
@@ -546,24 +548,3 @@ class Copier:
         finally:
             for lane in worker.lanes.values():
                 lane.synchronise()
-
-    @staticmethod
-    def _run(body: Callable[[_Worker], None], workers: Sequence[_Worker], stop: threading.Event) -> None:
-        """Run ``body`` in every worker; the first that fails tells the others to stop."""
-        failures: list[BaseException] = []
-
-        def work(worker: _Worker) -> None:
-            try:
-                body(worker)
-            except BaseException as error:
-                failures.append(error)
-                stop.set()
-
-        threads = [threading.Thread(target=work, args=(worker,), name=f"copy-{worker.number}") for worker in workers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            real = [error for error in failures if not isinstance(error, Cancelled)]
-            raise (real or failures)[0]

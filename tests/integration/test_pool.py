@@ -331,10 +331,10 @@ LAYERS_SUM = LAYERS * (LAYERS + 1) // 2
 LAYERS_PROGRAM = Path(__file__).parent / "programs" / "layers.py"
 
 
-def layers_image(site: Site) -> tuple[Program, Path, Path]:
-    """A program with 96 MiB that nothing has touched, and its image; it ends when the file is made."""
+def layers_image(site: Site, action: str = "sum", layers: int = LAYERS) -> tuple[Program, Path, Path]:
+    """A program with 96 MiB that nothing has touched, and its image; it acts when the file is made."""
     go = site.folder / "go"
-    program = site.start(sys.executable, str(LAYERS_PROGRAM), "sum", str(LAYERS), str(go))
+    program = site.start(sys.executable, str(LAYERS_PROGRAM), action, str(layers), str(go))
     program.wait_iterations(1)
     image = site.image()
     site.dump(program, image)
@@ -350,6 +350,48 @@ def test_as_many_takes_at_once_as_somebody_wants(site: Site) -> None:
     wait_until(lambda: len(results(program)) == 3, "three results")
     assert set(results(program)) == {str(LAYERS_SUM)}
     assert full(site, 2)["taken"] == 3
+
+
+def slow_copies(site: Site) -> None:
+    """A new phosd, whose GPU copies 8 MiB/s: what layers_image() has takes half a minute."""
+    site.run("phosd", "--stop")
+    site.run("phosd", "--ensure", SOFTGPU_COPY_BANDWIDTH=str(8 << 20))
+
+
+def loading(site: Site) -> list[str]:
+    """How far the processes are that were taken."""
+    return [job["state"] for job in site.status()["jobs"] if job["mode"] == "pool"]
+
+
+def test_what_the_second_waits_for_comes_before_the_rest_of_the_first(site: Site) -> None:
+    program, image, go = layers_image(site, "first", 2 * LAYERS)
+    slow_copies(site)
+    create(site, image, 2, "--name", "p")
+    for _ in range(2):
+        take(site, "p", "--quick")
+    go.touch()
+    wait_until(lambda: program.lines().count("ITERATION 2") == 2, "what both need first")
+    assert loading(site) == ["loading", "loading"]
+
+
+def test_a_checkpoint_ends_while_a_process_that_was_taken_is_loaded(site: Site) -> None:
+    _, image, _ = layers_image(site, "first", 4 * LAYERS)
+    other = site.example("mlp", *LONG)
+    other.wait_iterations(3)
+    slow_copies(site)
+    create(site, image, 1, "--name", "p")
+    take(site, "p", "--quick")
+    site.run("phos-gpu", "checkpoint", str(other.pid), str(site.folder / "other"))
+    assert loading(site) == ["loading"]
+
+
+def test_another_is_parked_while_the_one_before_is_loaded(site: Site) -> None:
+    _, image, _ = layers_image(site, "first", 2 * LAYERS)
+    slow_copies(site)
+    create(site, image, 1, "--name", "p")
+    take(site, "p", "--quick")
+    full(site, 1)
+    assert loading(site) == ["loading"]
 
 
 def test_processes_that_share_memory_share_it_when_they_are_taken(site: Site) -> None:

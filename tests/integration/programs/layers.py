@@ -7,6 +7,7 @@ things is done with them, and a result printed:
     export   hands the last one to a child by an IPC handle, which reads it
     ballast  has much memory of the CPU as well; reads all of that, then as sum
     wait     waits for the file GO.end, then as sum
+    first    reads a word of the last buffer, says so by ITERATION 2, then as wait
     exit     ends at once
 
 Usage: layers.py ACTION LAYERS GO
@@ -50,7 +51,9 @@ def fresh(value: int) -> int:
 
 
 def act(action: str, layers: list[int], go: Path) -> int:
-    if action == "wait":
+    if action in ("first", "wait"):
+        if action == "first" and read(layers[-1] + SIZE - 4) == len(layers):
+            print("ITERATION 2", flush=True)
         while not Path(f"{go}.end").exists():
             time.sleep(0.005)
     elif action == "last":

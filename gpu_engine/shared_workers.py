@@ -1,0 +1,174 @@
+"""Workers that several jobs share: who copies for whom.
+
+Each job has its fair part of the workers, so that none waits for all of another's data: neither who takes a process
+from a pool for the one that was taken before, nor a checkpoint for a restore. A worker changes between two items, when
+what it had under way has landed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+SLICE_SECONDS = 0.02
+"""For how long a job may keep a worker while another job has none at all: there are more jobs than workers then."""
+
+LOOK_SECONDS = 0.05
+"""How often to look whether a job that waits is still wanted."""
+
+Worker = TypeVar("Worker")
+
+
+class _Job(Generic[Worker]):
+    """All but ``body`` and ``limit`` is guarded by the lock of :class:`SharedWorkers`."""
+
+    def __init__(self, body: Callable[[Worker, Lease[Worker]], None], limit: int) -> None:
+        self.body = body
+        self.limit = limit
+        self.workers = 0
+        """Those that work for it, or are about to."""
+        self.inside = 0
+        """Calls of ``body`` that have not returned."""
+        self.over = False
+        """Its last item has been given out, or it has failed, or been given up: no worker is to begin."""
+        self.given_up = False
+        self.served = 0.0
+        """When a worker came to it last."""
+        self.failures: list[BaseException] = []
+
+
+class Lease(Generic[Worker]):
+    """A worker's time with one job. Of one thread."""
+
+    def __init__(self, shared: SharedWorkers[Worker], job: _Job[Worker]) -> None:
+        self._shared = shared
+        self._job = job
+        self.began = time.monotonic()
+        self.following: _Job[Worker] | None = None
+        """For whom the worker works next; None: not decided."""
+
+    def leave(self) -> bool:
+        """To be asked before each item: whether the worker is to finish what it has under way, and return."""
+        if self._job.over or self.following is not None:
+            return True
+        return self._shared.moves(self, self._job)
+
+    def over(self) -> None:
+        """The job has no further item."""
+        self._shared.end(self._job)
+
+
+class SharedWorkers(Generic[Worker]):
+    """Threads come and go with the jobs; there is at most one for each worker."""
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self._workers = list(workers)
+        self._changed = threading.Condition()  # its lock guards all below, and the jobs
+        self._jobs: list[_Job[Worker]] = []
+        self._live: set[int] = set()  # workers with a thread
+
+    def run(
+        self,
+        body: Callable[[Worker, Lease[Worker]], None],
+        given_up: Callable[[], bool],
+        limit: int | None = None,
+    ) -> bool:
+        """Call ``body`` with workers, at most ``limit`` at a time (None: all), until it has no further item.
+
+        Returns when every call has returned: True, or False because ``given_up`` said so first.
+
+        Raises:
+            BaseException: the first that ``body`` raised; the others were told to leave.
+        """
+        most = len(self._workers)
+        job = _Job(body, max(1, min(most if limit is None else limit, most)))
+        with self._changed:
+            self._jobs.append(job)
+            try:
+                self._start_threads()
+                while not job.over or job.inside:
+                    self._changed.wait(LOOK_SECONDS)
+                    if not job.over and given_up():
+                        job.over = job.given_up = True
+            finally:
+                job.over = True
+                self._jobs.remove(job)
+        if job.failures:
+            raise job.failures[0]
+        return not job.given_up
+
+    def _start_threads(self) -> None:
+        for number in range(len(self._workers)):
+            if number in self._live:
+                continue
+            thread = threading.Thread(target=self._work, args=(number,), name=f"copy-{number}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._live:
+                    raise
+                return  # the others have to do
+            self._live.add(number)
+
+    def _work(self, number: int) -> None:
+        following: _Job[Worker] | None = None
+        while True:
+            with self._changed:
+                if following is not None and following.over:
+                    following.workers -= 1
+                    following = None
+                job = following or self._pick()
+                if job is None:
+                    self._live.discard(number)
+                    return
+                job.inside += 1
+                job.served = time.monotonic()
+            lease = Lease(self, job)
+            failure: BaseException | None = None
+            try:
+                job.body(self._workers[number], lease)
+            except BaseException as error:
+                failure = error
+            with self._changed:
+                if failure is not None:
+                    job.failures.append(failure)
+                following = lease.following
+                if following is None:
+                    job.workers -= 1
+                if following is None or failure is not None:
+                    job.over = True
+                job.inside -= 1
+                self._changed.notify_all()
+
+    def _pick(self) -> _Job[Worker] | None:
+        """Whoever has the fewest; among those, who has waited longest. With the lock held."""
+        waiting = [job for job in self._jobs if not job.over and job.workers < job.limit]
+        if not waiting:
+            return None
+        job = min(waiting, key=lambda job: (job.workers, job.served))
+        job.workers += 1
+        return job
+
+    def moves(self, lease: Lease[Worker], job: _Job[Worker]) -> bool:
+        """Whether a worker leaves its job for one that has less than its part."""
+        if len(self._jobs) < 2:  # without the lock: who has just come is seen with the next item
+            return False
+        with self._changed:
+            others = [o for o in self._jobs if o is not job and not o.over and o.workers < o.limit]
+            if not others:
+                return False
+            other = min(others, key=lambda job: (job.workers, job.served))
+            kept_long = not other.workers and time.monotonic() - lease.began >= SLICE_SECONDS
+            if other.workers + 1 >= job.workers and not kept_long:
+                return False
+            job.workers -= 1
+            other.workers += 1
+            lease.following = other
+            return True
+
+    def end(self, job: _Job[Worker]) -> None:
+        """See :meth:`Lease.over`."""
+        with self._changed:
+            job.over = True
