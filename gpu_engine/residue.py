@@ -176,10 +176,16 @@ def _room_for(size: int) -> bool:
     return True
 
 
-def _same_mounts(pid: int) -> bool:
-    """Whether a process sees this phosd's file systems. CRIU packs the whole of another namespace's /dev/shm."""
+def _is_ours(pid: int, criu: int) -> bool:
+    """Whether a process finds our files under our paths, and CRIU (process ``criu``) leaves them there.
+
+    CRIU packs the whole of /dev/shm if the process's mounts are others than its own. Those of a process that was taken
+    from a pool are not phosd's, but the file systems are the same, and CRIU is run among them.
+    """
     try:
-        return os.stat(f"/proc/{pid}/ns/mnt").st_ino == os.stat("/proc/self/ns/mnt").st_ino
+        if not os.path.samestat(os.stat(f"/proc/{pid}/ns/mnt"), os.stat(f"/proc/{criu}/ns/mnt")):
+            return False
+        return os.path.samestat(os.stat(f"/proc/{pid}/root{SHARED_MEMORY}"), os.stat(SHARED_MEMORY))
     except OSError:
         return False
 
@@ -200,26 +206,26 @@ class DumpedResidues:
         self._saved = False
         self._failure: Exception | None = None
 
-    def prepare(self, processes: Iterable[GatedProcess], estimate: int) -> None:
+    def prepare(self, processes: Iterable[GatedProcess], estimate: int, criu: int) -> None:
         """While the processes still compute: make their files and let them be mapped.
 
-        ``estimate``: bytes for a driver of which nothing is known yet. Never fails: without a file the driver gets
-        ordinary memory.
+        ``estimate``: bytes for a driver of which nothing is known yet. ``criu``: the process that will dump them. Never
+        fails: without a file the driver gets ordinary memory.
         """
         for process in processes:
             needed = process.residue_bytes if process.residue_bytes is not None else estimate
             if not needed or not process.takes_residue or process.session in self._files:
                 continue
             try:
-                self._prepare_one(process, file_bytes(needed))
+                self._prepare_one(process, file_bytes(needed), criu)
             except (OSError, PhosError) as error:
                 log.info("Process %d gets no residue file: %s", process.pid, error)
 
-    def _prepare_one(self, process: GatedProcess, size: int) -> None:
+    def _prepare_one(self, process: GatedProcess, size: int, criu: int) -> None:
         if not _room_for(size):
             raise OSError(f"there is no room for {size} bytes in {SHARED_MEMORY}")
-        if not _same_mounts(process.pid):
-            raise OSError("it has mounts of its own")
+        if not _is_ours(process.pid, criu):
+            raise OSError("it has other mounts than CRIU, or another /dev/shm than phosd")
         name = f"{process.session.hex()}-{secrets.token_hex(4)}.residue"
         file = ResidueFile.make(folder() / name, size, *_owner(process.pid))
         try:

@@ -135,6 +135,7 @@ class DumpServer:
         path = os.readlink(f"/proc/self/fd/{directory}")
         job = self._job(connection, request, directory, path, gated, foreign, versions)
         job.order = self._registry.cow.touched
+        job.criu = connection.pid
         self._registry.jobs.add(directory, job)
         for session in gated:
             session.hurry_kernels()  # while it is quiesced and copied: the image has what is known by the end of that

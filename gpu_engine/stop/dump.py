@@ -159,6 +159,8 @@ class StopDump:
         self.foreign = list(foreign)
         self.settings = settings
         self.versions = versions
+        self.criu = os.getpid()
+        """The process that dumps them, where it is not in our namespaces."""
         self.state = "writing"
         self.error = ""
         self.since = time.time()
@@ -261,7 +263,7 @@ class StopDump:
         if self.settings.residue and self.gated:
             with self.timeline.phase("prepare residue"):
                 estimate = self.settings.residue_bytes or USUAL_RESIDUE[driver.kind()]
-                self._residues.prepare(self.gated, estimate)
+                self._residues.prepare(self.gated, estimate, self.criu)
         size = sum(block.size for block in blocks)
         # What is reserved for data that turns out to be zeros would be missing for CRIU's pages.
         if size and _free_bytes(self._directory) > size + sum(_resident_bytes(pid) for pid in self.pids):

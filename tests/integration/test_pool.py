@@ -119,6 +119,8 @@ def test_a_process_that_was_taken_can_be_checkpointed_and_its_image_restored(sit
     taken = take(site, "p")
     again = site.folder / "again"
     site.run("phos-gpu", "checkpoint", str(taken["pids"][0]), str(again))
+    for made in (image, again):
+        assert [path.name for path in made.glob("phos-residue-*")] == ["phos-residue-0.raw"], made
     ended(site, taken)
     assert program.result() is None
     site.run("phos-gpu", "pool", "drop", "p")
