@@ -179,6 +179,7 @@ void phos_window_launched(const struct phos_touches *touches)
 void phos_window_load(const struct phos_touches *touches)
 {
     uint64_t start = phos_now_ns();
+    phos_count(&phos_window.table->counts.calls, 1); /* before it waits: phosd may read the counts when the wait is over */
     /* Of a kernel whose code nobody has seen only the arguments are known. A strict window finds out what it does besides;
      * here nothing would. */
     bool unseen = touches->source != PHOS_SOURCE_NONE && touches->source > SOURCE_SASS && !touches->documented &&
@@ -189,7 +190,6 @@ void phos_window_load(const struct phos_touches *touches)
     } else if (!touches->nothing)
         load(touches);
     phos_window_launched(touches);
-    phos_count(&phos_window.table->counts.calls, 1);
     phos_count(&phos_window.table->counts.call_ns, phos_now_ns() - start);
 }
 

@@ -75,6 +75,11 @@ static void settings_read(void)
     }
     settings.memory = (uint64_t)number("SOFTGPU_MEMORY", (double)((uint64_t)4 << 30));
     settings.copy_bandwidth = number("SOFTGPU_COPY_BANDWIDTH", 0);
+    const char *hold = getenv("SOFTGPU_COPY_HOLD");
+    if (hold && strlen(hold) >= sizeof(settings.copy_hold))
+        sg_log("SOFTGPU_COPY_HOLD=%s is longer than %zu bytes; copies are not held", hold, sizeof(settings.copy_hold) - 1);
+    else
+        snprintf(settings.copy_hold, sizeof(settings.copy_hold), "%s", hold ? hold : "");
     settings.launch_latency = (unsigned)number("SOFTGPU_LAUNCH_LATENCY", 0);
     settings.driver_version = (int)number("SOFTGPU_DRIVER_VERSION", 13000);
     long cores = sysconf(_SC_NPROCESSORS_ONLN);

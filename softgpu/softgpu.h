@@ -31,6 +31,7 @@ struct sg_settings {
     uint64_t memory;          /* bytes per device */
     char name[128];
     double copy_bandwidth;    /* bytes per second and direction; 0: as fast as memcpy */
+    char copy_hold[256];      /* a file: as long as it exists, no copy to a device ends; empty: none */
     unsigned launch_latency;  /* microseconds */
     int driver_version;
     unsigned threads;         /* host threads per kernel launch */

@@ -93,6 +93,7 @@ class ClientServer:
             blocks = session.own_blocks()
             for block in blocks:
                 held[block.device] = held.get(block.device, 0) + block.size
+            kernels, kernels_pending = self._registry.speculator.progress(session.session)
             status.processes.append(
                 wire_pb2.Status.Process(
                     pid=session.pid,
@@ -110,6 +111,8 @@ class ClientServer:
                     uid=session.uid,
                     since=session.machine.since,
                     devices=session.gpu_ordinals(),
+                    kernels=kernels,
+                    kernels_pending=kernels_pending,
                 )
             )
         for gpu in self._gpus:

@@ -166,6 +166,14 @@ class Speculator:
         with self._changed:
             return self._pending(session) and not self._closed
 
+    def progress(self, session: bytes) -> tuple[int, int]:
+        """How many kernels a session may launch, and of how many of them the analysis is still to be done."""
+        with self._changed:
+            of_session = self._sessions.get(session, _Session())
+            modules = of_session.modules.values()
+            pending = sum(len(module.asked) for module in modules) + sum(map(len, of_session.early.values()))
+            return pending + sum(len(module.known) + len(module.lacking) for module in modules), pending
+
     def table(self, session: bytes, timeout: float, *, quiet: bool = False) -> bytes:
         """The packed table (frontend/access_table.h) of the kernels a session may launch.
 

@@ -4,40 +4,84 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phos.gpu_engine.installation import examples_folder
 from phos.gpu_engine.touch_order import read_beside
 from phos.images.reader import Image
 from tests.integration.site import Program, Site, become_reaper, wait_until, words
 from tests.windows.lazily import LazyRun
 
 EXAMPLES = {
-    "mlp": ("--iterations", "60", "--iteration-seconds", "0.02"),
-    "pointer_chase": ("--iterations", "60", "--iteration-seconds", "0.02"),
-    "struct_argument": ("--iterations", "60", "--iteration-seconds", "0.02"),
-    "device_pointer": ("--iterations", "60", "--iteration-seconds", "0.02"),
-    "stencil": ("--iterations", "60", "--iteration-seconds", "0.02"),
+    "mlp": ("--iterations", "80", "--iteration-seconds", "0.05"),
+    "pointer_chase": ("--iterations", "80", "--iteration-seconds", "0.05"),
+    "struct_argument": ("--iterations", "80", "--iteration-seconds", "0.05"),
+    "device_pointer": ("--iterations", "80", "--iteration-seconds", "0.05"),
+    "stencil": ("--iterations", "80", "--iteration-seconds", "0.05"),
 }
 
 SLOW = str(2 << 20)
 """Bytes per second that phosd's copies reach, so that the application meets with memory that is not there yet."""
 
 
+def restores(site: Site) -> list[dict[str, Any]]:
+    """phosd's, the last one last; none where it does not run (anybody's first command starts it)."""
+    found = site.run("phos-gpu", "status", "--json", check=False)
+    jobs = json.loads(found.stdout)["jobs"] if found.returncode == 0 else []
+    return [job for job in jobs if job["kind"] == "restore"]
+
+
 def restore_job(site: Site) -> dict[str, Any]:
     """The last restore, as phosd shows it."""
-    jobs: list[dict[str, Any]] = [job for job in site.status()["jobs"] if job["kind"] == "restore"]
-    return jobs[-1]
+    return restores(site)[-1]
+
+
+def attached(site: Site, earlier: int = 0) -> bool:
+    """Whether a restore beside so many earlier ones has let its program compute."""
+    return any(phase["name"] == "attach" for job in restores(site)[earlier:] for phase in job["phases"])
+
+
+@contextmanager
+def held(site: Site) -> Iterator[None]:
+    """A block that restores; no copy of the phosd that :func:`slowly` makes ends before the program computes."""
+    earlier = len(restores(site))
+    hold = Path(site.environment["SOFTGPU_COPY_HOLD"])
+    hold.touch()
+
+    def let_go() -> None:
+        try:
+            wait_until(lambda: attached(site, earlier), "the program to compute again")
+        finally:
+            hold.unlink()
+
+    with ThreadPoolExecutor(1) as executor:
+        letting_go = executor.submit(let_go)
+        try:
+            yield
+        finally:
+            letting_go.result()
+
+
+def analysed(site: Site, program: Program) -> bool:
+    """Whether all is known of a program's kernels that ever will be."""
+    found = [process for process in site.status()["processes"] if process["pid"] == program.pid]
+    return any((p["kernels"] > 0 or p["modules"] == 0) and p["kernels_pending"] == 0 for p in found)
 
 
 def dump_at(site: Site, program: Program, iterations: int = 5) -> Path:
     """A checkpoint that ends the program."""
     program.wait_iterations(iterations)
+    wait_until(lambda: analysed(site, program), "the analysis of its kernels")
     image = site.image()
     site.dump(program, image)
     return image
@@ -47,6 +91,7 @@ def slowly(site: Site, bandwidth: str = SLOW) -> None:
     """A new phosd whose copies are slow."""
     site.run("phosd", "--stop")
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = bandwidth
+    site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "copies-held")
 
 
 @pytest.mark.parametrize("mode", ["strict", "fast"])
@@ -56,7 +101,8 @@ def test_every_example_computes_on(site: Site, name: str, mode: str) -> None:
     program = site.example(name, *EXAMPLES[name])
     image = dump_at(site, program)
     slowly(site)
-    site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY=mode)
+    with held(site):
+        site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY=mode)
     assert program.wait_result() == expected
     counts = restore_job(site)["window"]
     assert counts["calls"] > 0
@@ -69,7 +115,8 @@ def test_criu_lazy_pages_make_the_gpu_lazy_too(site: Site) -> None:
     slowly(site)
     pages = site.background("criu", "lazy-pages", "-D", str(image), "-o", "lazy-pages.log")
     wait_until((image / "lazy-pages.socket").exists, "criu lazy-pages")
-    site.restore(image, "--lazy-pages")
+    with held(site):
+        site.restore(image, "--lazy-pages")
     assert program.wait_result() == expected
     assert pages.wait() == 0
     assert restore_job(site)["mode"] == "lazy"
@@ -80,7 +127,8 @@ def test_phos_gpu_restore_lazy_starts_and_supervises_both(site: Site) -> None:
     program = site.example("mlp", *EXAMPLES["mlp"])
     image = dump_at(site, program)
     slowly(site)
-    said = json.loads(site.run("phos-gpu", "restore", "--lazy", "--json", str(image)).stdout)
+    with held(site):
+        said = json.loads(site.run("phos-gpu", "restore", "--lazy", "--json", str(image)).stdout)
     assert program.wait_result() == expected
     assert said["mode"] == "lazy"
     assert 0 < said["first_kernel"] <= said["last_byte"] <= said["seconds"]
@@ -94,12 +142,13 @@ def liar(site: Site) -> Path:
     """A phosd that says that no kernel touches anything, as long as this file exists."""
     lies = site.folder / "lies"
     lies.touch()
-    site.environment |= {"LYING_PHOSD": str(lies), "SOFTGPU_COPY_BANDWIDTH": SLOW}
+    site.environment["LYING_PHOSD"] = str(lies)
     return lies
 
 
-def start_liar(site: Site) -> None:
-    """In place of the phosd that runs."""
+def start_liar(site: Site, bandwidth: str = SLOW) -> None:
+    """In place of the phosd that runs, and with slow copies."""
+    slowly(site, bandwidth)
     site.serve("tests.integration.lying_phosd")
 
 
@@ -108,11 +157,14 @@ def test_a_wrong_guess_faults_and_the_image_is_restored_eagerly(site: Site, liar
     program = site.example("mlp", *EXAMPLES["mlp"])
     image = dump_at(site, program)
     start_liar(site)
-    restored = site.restore(image, PHOS_RESTORE="lazy")
+    with held(site):
+        restored = site.restore(image, PHOS_RESTORE="lazy")
     assert "restoring once more, eagerly" in restored.stderr
     assert "no guess named" in restored.stderr
-    assert "Kernels launched last, the newest first: " in restored.stderr
-    assert "product" in restored.stderr or "make_batch" in restored.stderr
+    named = re.search(r"Kernels launched last, the newest first: (\w+)", restored.stderr)
+    assert named is not None, restored.stderr
+    sources = [(examples_folder() / name).read_text() for name in ("mlp.py", "cuda_program.py")]
+    assert any(f"__global__ void {named[1]}(" in source for source in sources)
     assert program.wait_result() == expected
     modes = [(job["mode"], job["state"]) for job in site.status()["jobs"] if job["kind"] == "restore"]
     assert modes == [("lazy", "mispredicted"), ("eager", "attached")]
@@ -136,21 +188,9 @@ class Layers:
 
     def begin(self, **changes: str) -> subprocess.Popen[bytes]:
         """Restore lazily, and return as soon as the program has been attached."""
-        earlier = len(self.restores())
         words = ["criu", "restore", "--lib", "phos", "-d", "-D", str(self.image), "-o", "restore.log", "-v4"]
-        criu = self.site.background(*words, PHOS_RESTORE="lazy", **changes)
-        wait_until(lambda: self.attached(earlier), "the program to compute again")
-        return criu
-
-    def restores(self) -> list[dict[str, Any]]:
-        """phosd's; none where it does not run (anybody's first command starts it)."""
-        found = self.site.run("phos-gpu", "status", "--json", check=False)
-        jobs = json.loads(found.stdout)["jobs"] if found.returncode == 0 else []
-        return [job for job in jobs if job["kind"] == "restore"]
-
-    def attached(self, earlier: int = 0) -> bool:
-        """Whether a restore beside so many earlier ones has let the program compute."""
-        return any(phase["name"] == "attach" for job in self.restores()[earlier:] for phase in job["phases"])
+        with held(self.site):
+            return self.site.background(*words, PHOS_RESTORE="lazy", **changes)
 
     def go_on(self) -> None:
         self.go.touch()
@@ -278,7 +318,8 @@ def test_processes_that_share_memory(site: Site, mode: str) -> None:
     )
     image = dump_at(site, program, 10)
     slowly(site, str(1 << 20))
-    site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY=mode)
+    with held(site):
+        site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY=mode)
     assert program.wait_result() == "120"
     assert restore_job(site)["window"]["waits"] > 0
 
@@ -314,7 +355,9 @@ def test_what_was_touched_first_is_loaded_first_the_next_time(site: Site) -> Non
 
     layers.program.output.write_bytes(layers.output)
     layers.go.unlink()
-    wait_until(lambda: not layers.program.alive(), "the end of the program")
+    wait_until(
+        lambda: not layers.program.alive() and site.gpu_memory() == 0, "the end of the program and of its copies"
+    )
     criu = layers.begin(PHOS_LAZY="fast")
     wait_until(lambda: 4 * restore_job(site)["bytes_done"] >= first["bytes_total"], "a quarter of the memory")
     layers.go_on()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.site import Site, wait_until
-from tests.integration.test_lazy import EXAMPLES, dump_at, restore_job, slowly, start_liar
+from tests.integration.test_lazy import EXAMPLES, dump_at, held, restore_job, slowly, start_liar
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -26,7 +26,7 @@ def liar(site: Site) -> Path:
     """A phosd that says that no kernel touches anything, as long as this file exists, and whose kernels have twins."""
     lies = site.folder / "lies"
     lies.touch()
-    site.environment |= {"LYING_PHOSD": str(lies), "SOFTGPU_COPY_BANDWIDTH": SLOW, "PHOS_TWINS": "on"}
+    site.environment |= {"LYING_PHOSD": str(lies), "PHOS_TWINS": "on"}
     return lies
 
 
@@ -90,7 +90,8 @@ def test_a_lazy_restore_with_twins(site: Site, name: str) -> None:
     program = site.example(name, *EXAMPLES[name])
     image = dump_at(site, program)
     slowly(site, str(1 << 20))
-    site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY="fast")
+    with held(site):
+        site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY="fast")
     assert program.wait_result() == expected
     counts = restore_job(site)["window"]
     assert counts["twin_kernels"] > 0
@@ -104,13 +105,13 @@ def test_a_wrong_guess_waits_for_its_data(site: Site, liar: Path) -> None:
     go = site.folder / "go"
     program = site.start(sys.executable, str(READER), str(BUFFERS), str(go))
     image = dump_at(site, program, 1)
-    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(10 << 20)
-    start_liar(site)
-    criu = site.background(
-        *("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4"),
-        PHOS_RESTORE="lazy",
-        PHOS_LAZY="fast",
-    )
+    start_liar(site, str(10 << 20))
+    with held(site):
+        criu = site.background(
+            *("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4"),
+            PHOS_RESTORE="lazy",
+            PHOS_LAZY="fast",
+        )
     wait_until(lambda: restoring(site).get("twin_kernels", 0) > 0, "twins")
     job = restore_job(site)
     assert job["bytes_done"] < job["bytes_total"]
@@ -120,7 +121,7 @@ def test_a_wrong_guess_waits_for_its_data(site: Site, liar: Path) -> None:
     counts = restore_job(site)["window"]
     assert counts["twins"] == BUFFERS
     assert counts["violations"] > 0
-    assert "guesses were wrong, and their kernels waited: add " in (site.folder / "liar.log").read_text()
+    assert "guesses were wrong, and their kernels waited: add " in (site.folder / "run" / "phosd.log").read_text()
 
 
 def restoring(site: Site) -> dict[str, int]:
@@ -134,7 +135,8 @@ def test_without_twins(site: Site) -> None:
     program = site.example("mlp", *EXAMPLES["mlp"])
     image = dump_at(site, program)
     slowly(site, str(1 << 20))
-    site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY="fast")
+    with held(site):
+        site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY="fast")
     program.wait_result()
     assert "twin_kernels" not in restore_job(site)["window"]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from .softgpu_host import needs_softgpu, run
 
 pytestmark = needs_softgpu
@@ -104,6 +106,26 @@ go.set()
 ok(cu.cuStreamSynchronize(s))
 assert get(p, 6) == b"before"
 """
+    )
+
+
+def test_copies_to_a_device_are_held(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.touch()
+    run(
+        f"""
+        import os
+        start()
+        device, host, s = ok(cu.cuMemAlloc(64)), ok(cu.cuMemHostAlloc(64, 0)), ok(cu.cuStreamCreate(1))
+        ok(cu.cuMemcpyDtoHAsync(host, device, 64, s))
+        ok(cu.cuStreamSynchronize(s))
+        ok(cu.cuMemcpyHtoDAsync(device, host, 64, s))
+        time.sleep(0.1)
+        assert cu.cuStreamQuery(s)[0] == E.CUDA_ERROR_NOT_READY
+        os.unlink({str(held)!r})
+        ok(cu.cuStreamSynchronize(s))
+        """,
+        SOFTGPU_COPY_HOLD=held,
     )
 
 
