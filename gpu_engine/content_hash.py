@@ -45,6 +45,12 @@ class ContentHasher:
         with self._lock:
             self._prepare(device)
 
+    def kernel(self, device: int) -> driver.Kernel:
+        """The kernel on a GPU, for who launches it himself: memory, bytes of a chunk, zeros to put the hashes to."""
+        with self._lock:
+            self._prepare(device)
+            return self._kernels[device]
+
     def _prepare(self, device: int) -> None:
         if device not in self._kernels:
             context = driver.context(device)

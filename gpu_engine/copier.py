@@ -143,6 +143,16 @@ class LoadSource(Protocol[Item]):
         """It is in GPU memory."""
 
 
+class LoadCheck(Protocol[Item]):
+    """Checks loads where they have arrived. ``slot`` numbers what is under way at the same time, from 0."""
+
+    def begin(self, slot: int, lane: driver.Lane, load: Load[Item]) -> None:
+        """Its copy has been queued in this lane."""
+
+    def end(self, slot: int, load: Load[Item]) -> None:
+        """All that was queued is done. Raises what the job shall fail with if the data is not what it should be."""
+
+
 class _Extents(Generic[Item]):
     """Parts of blocks, one after the other."""
 
@@ -465,6 +475,7 @@ class Copier:
         cancelled: threading.Event,
         mapped: MappedBlocks,
         workers: int | None = None,
+        check: LoadCheck[Item] | None = None,
     ) -> None:
         """Fill blocks: each extent is (block, offset, size, what to read), None: zeros; the rest as :meth:`fill`.
 
@@ -474,7 +485,7 @@ class Copier:
         """
         if extents:
             mapped.add(extent[0] for extent in extents)
-            self.fill(_Extents(extents, mapped), extents[0][0].device, read, progress, cancelled, workers)
+            self.fill(_Extents(extents, mapped), extents[0][0].device, read, progress, cancelled, workers, check)
 
     def fill(
         self,
@@ -484,17 +495,19 @@ class Copier:
         progress: Progress,
         cancelled: threading.Event,
         workers: int | None = None,
+        check: LoadCheck[Item] | None = None,
     ) -> None:
         """Fill what ``source`` names, until it ends; ``device`` is any GPU that has a part in it.
 
         ``read`` fills a slot, or returns the address of page-locked memory where the data lies already and stays: then
-        no slot is used, and the load may be larger than one. ``workers``: how many take part; None: all.
+        no slot is used, and the load may be larger than one. ``workers``: how many take part; None: all. ``check``
+        looks at everything but zeros before it counts as arrived.
 
         Raises: as :meth:`save`, and what the source raises.
         """
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
-            self._fill(worker, _taking(source.take, lease, cancelled), source.arrived, read, progress)
+            self._fill(worker, _taking(source.take, lease, cancelled), source.arrived, read, progress, check)
 
         self._run(work, device, cancelled, workers)
 
@@ -505,7 +518,9 @@ class Copier:
         arrived: Callable[[Load[Item]], None],
         read: Callable[[Item, memoryview], int | None],
         progress: Progress,
+        check: LoadCheck[Item] | None,
     ) -> None:
+        first_slot = 2 * worker.number
         under_way: list[tuple[Any, Load[Item]] | None] = [None, None]
         turn = 0
 
@@ -515,6 +530,8 @@ class Copier:
                 return False
             driver.wait(going[0])
             under_way[slot] = None
+            if check is not None and going[1].content is not None:
+                check.end(first_slot + slot, going[1])
             arrived(going[1])
             progress.done_by_worker[worker.number] += going[1].size
             return True
@@ -538,6 +555,8 @@ class Copier:
                 else:
                     lies_at = read(load.content, view[: load.size])
                     lane.copy_to_device(load.address, address if lies_at is None else lies_at, load.size)
+                    if check is not None:
+                        check.begin(first_slot + turn, lane, load)
                 event = worker.events[load.device][turn]
                 lane.record(event)
                 under_way[turn] = (event, load)

@@ -120,7 +120,7 @@ class Region:
         self.size = size
         self.descriptor = descriptor
         self.length = align_up(size)
-        self._registered = False
+        self._locked: list[int] = []  # addresses
         self._identity: tuple[int, int] | None = None
         self._watcher = watcher
         self._watch = watcher.add(descriptor) if watcher else 0
@@ -134,15 +134,23 @@ class Region:
         """Have the kernel find pages for a part of it."""
         advise(self.address + offset, length, MADV_POPULATE_WRITE)
 
-    def register(self) -> None:
-        """Page-lock it.
+    def lock(self, offset: int, length: int) -> None:
+        """Page-lock a part of it.
 
         Raises:
             DriverError: so much cannot be locked.
         """
         driver.context(0).use()
-        driver.register_host(self.address, self.length)
-        self._registered = True
+        driver.register_host(self.address + offset, length)
+        self._locked.append(self.address + offset)
+
+    def lock_all(self) -> None:
+        """Page-lock it.
+
+        Raises:
+            DriverError: so much cannot be locked.
+        """
+        self.lock(0, self.length)
 
     def note(self) -> None:
         """From now on a change of the file is noticed."""
@@ -167,9 +175,10 @@ class Region:
 
     def free(self) -> None:
         """Unlock and unmap it. No copy from it may be under way."""
-        if self._registered:
+        if self._locked:
             driver.context(0).use()
-            driver.unregister_host(self.address)
+        for address in self._locked:
+            driver.unregister_host(address)
         unmap_memory(self._base, self._mapped)
         if self.descriptor >= 0:
             os.close(self.descriptor)
@@ -232,7 +241,7 @@ class PinnedMemory:
             for at in range(0, region.length, POPULATE_BYTES)
         ]
         run_in_threads(pieces)
-        run_in_threads([region.register for region in regions])
+        run_in_threads([region.lock_all for region in regions])
         time.sleep(CLOCK_SECONDS)  # populating has changed the files' times
         for region in regions:
             region.note()
@@ -240,10 +249,10 @@ class PinnedMemory:
         self.confirm(image.path)
 
     def map_in_place(self, image: Image) -> bool:
-        """Page-lock an image's data where it lies, unchecked, if it lies in huge pages, which costs next to nothing.
+        """Map an image's data where it lies, unchecked and not locked yet, if it lies in huge pages.
 
         Raises:
-            ImageError: the data is not what it should be. DriverError: it cannot be locked. OSError.
+            ImageError: the data is not what it should be. OSError.
         """
         self._watcher = _Watcher()
         for file in image.record.files:
@@ -253,10 +262,17 @@ class PinnedMemory:
             region = self._regions[stripe] = _region(image, file.name, file.size, self._watcher)
             if region.descriptor < 0 or not has_huge_pages(region.descriptor):
                 return False
-        run_in_threads([region.register for region in self._regions.values()])
-        for region in self._regions.values():
             region.note()
         return True
+
+    def lock(self, stripe: int, offset: int, length: int) -> None:
+        """Page-lock what a data file has of a part of it.
+
+        Raises:
+            DriverError: so much cannot be locked.
+        """
+        region = self._regions[stripe]
+        region.lock(offset, min(length, region.length - offset))
 
     def _check(self, image: Image | RemoteImage) -> None:
         scratch = threading.local()

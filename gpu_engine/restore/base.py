@@ -22,12 +22,15 @@ from phos.gpu_engine import driver, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Cancelled, Copier, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
+from phos.gpu_engine.locked_ahead import LockedAhead
+from phos.gpu_engine.pinned import PinnedMemory
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.sources import confirm, open_source
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
+from phos.images.reader import Image
 from phos.images.source import ImageSource
 
 log = logging.getLogger(__name__)
@@ -240,6 +243,29 @@ class Restore(ABC):
     @abstractmethod
     def _may_attach(self) -> bool:
         """Whether the data allows a process to attach now; with the lock held."""
+
+    def _lock_ahead(self) -> LockedAhead | None:
+        """Where the data lies in huge pages GPUs may fetch it from there; :meth:`LockedAhead.begin` is to follow."""
+        if not isinstance(self._image, Image):
+            return None
+        memory = PinnedMemory()
+        try:
+            if memory.map_in_place(self._image):
+                memory.use()
+                ahead = LockedAhead(self._image, memory)
+                self._image = ahead
+                threading.Thread(target=self._unlock, args=(ahead, memory), name="unlock").start()
+                return ahead
+        except OSError as error:
+            log.info("%s: its pages cannot be used by the GPU directly: %s", self.path, error)
+        memory.release()
+        return None
+
+    def _unlock(self, image: LockedAhead, memory: PinnedMemory) -> None:
+        """It takes time, so no process waits for it."""
+        self._loaded.wait()
+        image.join()
+        memory.release()
 
     def _load_residues(self, residues: RestoredResidues) -> None:
         with self.timeline.phase("residue", concurrent=True):

@@ -20,6 +20,8 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Cancelled, Copier, MappedBlocks
 from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
 from phos.gpu_engine.errors import PhosError
+from phos.gpu_engine.locked_ahead import LockedAhead
+from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import UNDER_WAY, Restore
 from phos.gpu_engine.restore.feed import LoadFeed, LoadPlace
 from phos.gpu_engine.restore.settings import LazySettings
@@ -125,11 +127,12 @@ class LazyRestore(Restore):
             stack.callback(os.close, self._directory)
             mapped = stack.enter_context(closing(MappedBlocks()))
             mapped.add(blocks)
+            ahead = self._lock_ahead()
             how = manner(self._image, self._copier, len({block.device for block in blocks}))
-            self._feed = self._make_feed({block.key: mapped[block.key].address for block in blocks}, how.at_once)
-            self._pour(blocks, how)
+            self._feed = self._make_feed({block.key: mapped[block.key].address for block in blocks}, how)
+            self._pour(blocks, how, ahead)
 
-    def _make_feed(self, addresses: Mapping[BlockKey, int], at_once: int) -> LoadFeed:
+    def _make_feed(self, addresses: Mapping[BlockKey, int], how: Manner) -> LoadFeed:
         """What is loaded when, and to where: ``addresses`` are the blocks' in phosd's own contexts."""
         assert self._table is not None
         places = [
@@ -137,14 +140,18 @@ class LazyRestore(Restore):
             for block, offset, size, extent in self._chunks
         ]
         tables = [window.table for window in self._windows.values()]
-        return LoadFeed(self._table, places, self._order(places), tables, at_once)
+        return LoadFeed(self._table, places, self._order(places), tables, how.at_once, how.boundary)
 
-    def _pour(self, blocks: list[Block], how: Manner) -> None:
+    def _pour(self, blocks: list[Block], how: Manner, ahead: LockedAhead | None) -> None:
         assert self._feed is not None
+        if ahead is not None:
+            ahead.begin(self._feed.contents())
         if blocks:
-            read, device = self._image.read_into, blocks[0].device
+            devices = {block.device for block in blocks}
             try:
-                self._copier.fill(self._feed, device, read, self.progress, self._cancelled, how.workers)
+                with checked(self._image, self._copier, devices, {CHUNK_BYTES}, how.at_once) as (read, check):
+                    args = (blocks[0].device, read, self.progress, self._cancelled, how.workers, check)
+                    self._copier.fill(self._feed, *args)
             except Cancelled:  # the processes are dead; what they touched first is worth knowing all the same
                 self._end_windows()
                 raise

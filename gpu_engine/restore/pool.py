@@ -132,9 +132,10 @@ class PooledRestore(LazyRestore):
             self._reserved[key] = (block.device, driver.context(block.device).reserve(block.size), block.size)
         for device in {block.device for block in planned.values()}:
             self._copier.prepare(device)  # waits for a job that copies; pinning the ring takes half a second
+        self._ahead = self._lock_ahead()
         self._how = manner(self._image, self._copier, len({block.device for block in planned.values()}))
         addresses = {key: address for key, (_, address, _) in self._reserved.items()}
-        self._feed = self._make_feed(addresses, self._how.at_once)
+        self._feed = self._make_feed(addresses, self._how)
         threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
 
     def adopt(self, pid: int) -> int:
@@ -268,7 +269,7 @@ class PooledRestore(LazyRestore):
             for block in blocks:
                 device, address, size = self._reserved.pop(block.key)
                 mapped.append(driver.context(device).map_block(block.descriptor, size, address))
-            self._pour(blocks, self._how)
+            self._pour(blocks, self._how, self._ahead)
         finally:
             os.close(self._directory)
             for mapping in mapped:

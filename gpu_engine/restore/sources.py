@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.locked_ahead import SEGMENT_BYTES, LockedAhead
 from phos.gpu_engine.pinned import PinnedImage
 from phos.images.reader import Image
 from phos.images.remote import RemoteImage
@@ -52,14 +53,20 @@ def open_source(directory: int) -> ImageSource:
 
 @dataclass(frozen=True)
 class Manner:
-    """How an image's data is loaded: at most ``at_once`` bytes by one copy, with so many workers (None: all)."""
+    """How an image's data is loaded: at most ``at_once`` bytes by one copy, with so many workers (None: all).
+
+    No copy is to lie across a multiple of ``boundary`` bytes of a data file; 0: it may.
+    """
 
     at_once: int
     workers: int | None = None
+    boundary: int = 0
 
 
 def manner(image: ImageSource, copier: Copier, gpus: int) -> Manner:
     """How to load that image into so many GPUs."""
+    if isinstance(image, LockedAhead):
+        return Manner(copier.slot_bytes, boundary=SEGMENT_BYTES)
     if isinstance(image, PinnedImage):
         return Manner(PINNED_LOAD, PINNED_WORKERS * max(1, gpus))
     return Manner(copier.slot_bytes)

@@ -54,8 +54,23 @@ def test_dump_into_huge_pages_and_restore_from_them(site: Site, folder: Path, na
     assert "GPUs write into the image's own pages" in log_of(site)
     site.run("phos-gpu", "verify", str(image))
     site.restore(image)
-    assert "GPUs read from the image's own pages" in log_of(site)
+    assert "segments were locked while it was loaded" in log_of(site)
     assert program.wait_result() == expected
+
+
+@pytest.mark.parametrize("mode", ["strict", "fast"])
+def test_a_lazy_restore_locks_the_pages_while_it_reads_them(site: Site, folder: Path, mode: str) -> None:
+    expected = uninterrupted(site, "mlp", *EXAMPLES["mlp"])
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    program.wait_iterations(5)
+    image = folder / "image"
+    image.mkdir()
+    site.dump(program, image)
+    site.run("phosd", "--stop")
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(4 << 20)
+    site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY=mode)
+    assert program.wait_result() == expected
+    assert "segments were locked while it was loaded" in log_of(site)
 
 
 def test_a_concurrent_checkpoint_into_huge_pages_is_whole(site: Site, folder: Path) -> None:
@@ -68,7 +83,8 @@ def test_a_concurrent_checkpoint_into_huge_pages_is_whole(site: Site, folder: Pa
     assert program.wait_result() == expected
 
 
-def test_a_damaged_chunk_is_found_where_it_has_arrived(site: Site, folder: Path) -> None:
+@pytest.mark.parametrize("how", ["eager", "lazy"])
+def test_a_damaged_chunk_is_found_where_it_has_arrived(site: Site, folder: Path, how: str) -> None:
     program = site.example("mlp", *EXAMPLES["mlp"])
     program.wait_iterations(5)
     image = folder / "image"
@@ -80,7 +96,7 @@ def test_a_damaged_chunk_is_found_where_it_has_arrived(site: Site, folder: Path)
         byte = file.read(1)
         file.seek(5000)
         file.write(bytes([byte[0] ^ 1]))
-    result = site.restore(image, check=False)
+    result = site.restore(image, check=False, PHOS_RESTORE=how)
     assert result.returncode != 0
     assert "is damaged: its hash is not the one written" in log_of(site)
     assert not program.alive()

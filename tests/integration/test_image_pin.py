@@ -116,14 +116,15 @@ def test_a_file_that_changes_where_it_is_pinned_is_noticed(site: Site, shared: P
     assert dumped.restore(mode) == LAYERS_SUM
 
 
-def test_stores_through_a_mapping_are_noticed_by_an_eager_restore(site: Site, shared: Path) -> None:
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_stores_through_a_mapping_are_noticed_by_a_restore(site: Site, shared: Path, mode: str) -> None:
     """No time of modification tells of them."""
     dumped = Dumped(site, shared)
     assert pin(site, dumped.image)["copied"] == 0
     with open(dumped.data()[0], "r+b") as data, mmap.mmap(data.fileno(), 4096) as mapped:
         mapped[0] ^= 1
         assert {p["state"] for p in pinned(site)} == {"pinned"}
-        errors = dumped.restore(check=False)
+        errors = dumped.restore(mode, check=False)
         mapped[0] ^= 1
         assert "arrived on GPU 0 other than they are in" in errors
     assert {p["state"] for p in pinned(site)} == {"changed"}  # now that it is closed

@@ -77,18 +77,20 @@ CRIU_FILES = {
 OTHER_FILES = {"dump.log": b"a log\n", "stats-dump": b"", "criu.pid": b"1"}
 
 
-def write_small(directory: Path, *, direct: bool | None = None) -> None:
-    """The image of CONTENT, with CRIU's files beside it."""
+def write_small(
+    directory: Path, *, direct: bool | None = None, content: Mapping[BlockKey, Sequence[bytes]] = CONTENT
+) -> None:
+    """The image of some blocks, with CRIU's files beside it."""
     directory.mkdir(exist_ok=True)
     fd = os.open(directory, os.O_RDONLY)
     try:
         with ImageWriter(fd, stripes=3, chunk_size=CHUNK, direct=direct) as writer:
-            for stripe, (key, chunks) in enumerate(CONTENT.items()):
+            for stripe, (key, chunks) in enumerate(content.items()):
                 with aligned(b"".join(chunks)) as view:
                     writer.write(stripe, key, 0, view)
-            for name, content in {**CRIU_FILES, **OTHER_FILES}.items():
-                (directory / name).write_bytes(content)
-            writer.commit(inventory_of({key: len(chunks) * CHUNK for key, chunks in CONTENT.items()}))
+            for name, text in {**CRIU_FILES, **OTHER_FILES}.items():
+                (directory / name).write_bytes(text)
+            writer.commit(inventory_of({key: len(chunks) * CHUNK for key, chunks in content.items()}))
     finally:
         os.close(fd)
 
