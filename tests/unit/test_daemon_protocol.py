@@ -220,7 +220,7 @@ def test_memory_of_another_user_is_not_handed_out(frontend: Frontend) -> None:
 
 def test_token_gives_a_descriptor_to_the_same_user(frontend: Frontend) -> None:
     inode = os.fstat(descriptor := os.memfd_create("block")).st_ino
-    frontend.session._ordinals = {3: 0}
+    frontend.session._blocks._ordinals = {3: 0}
     frontend.send((descriptor,), block_added=block(1, device=3))
     os.close(descriptor)
     frontend.send((), 5, token_resolve=wire_pb2.TokenResolve(session=NUMBER, block=1))
@@ -334,7 +334,7 @@ def test_connecting_anew_ends_what_was_asked_before(frontend: Frontend) -> None:
 
 def test_attach_of_memory_that_is_gone_is_said(frontend: Frontend) -> None:
     frontend.session.machine.adopt(SessionState.ATTACHING)
-    frontend.session._imports = {4: (OTHER, 7)}
+    frontend.session._blocks._imports = {4: (OTHER, 7)}
     with pytest.raises(MemoryLost, match="no longer holds GPU memory block 7"):
         frontend.session.attach()
 

@@ -1,0 +1,232 @@
+"""The GPU memory of one session: the blocks that its frontend registers, and those of others that it maps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Protocol
+
+from phos.gen import phos_image_pb2 as pb
+from phos.gen import wire_pb2
+from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.memory import Broker
+from phos.gpu_engine.errors import CheckpointFailed, ProtocolError
+from phos.gpu_engine.process import Allocation, Detached, HostAllocation, MappedBlock, UncarriedState
+
+log = logging.getLogger(__name__)
+
+
+class Owner(Protocol):
+    """The session whose blocks they are."""
+
+    session: bytes
+    pid: int
+    uid: int
+    executable: str
+
+
+class SessionBlocks:
+    """What one session has of the broker's blocks, by the process's own numbers."""
+
+    def __init__(self, owner: Owner, broker: Broker) -> None:
+        self._owner = owner
+        self._broker = broker
+        self._ordinals: dict[int, int] = {}  # the process's numbering of GPUs → phosd's
+        self._granted: set[BlockKey] = set()  # blocks of others that the image says this process maps
+        self._announced = 0
+        self._seen: set[int] | None = None  # the blocks registered over this connection, until the table is whole
+        self._lock = threading.Lock()  # guards _imports, _unheld
+        self._imports: dict[int, BlockKey] = {}  # block numbers that stand for another session's blocks
+        self._unheld: set[int] = set()  # blocks without a descriptor: to unmap them would be to lose them
+
+    # Registration.
+
+    def announced(self, hello: wire_pb2.Hello, ordinals: dict[bytes, int]) -> None:
+        """A connection begins; ``ordinals`` gives phosd's number of each GPU by its UUID."""
+        detached = hello.state == wire_pb2.DETACHED
+        if not detached:  # all of them are told again
+            with self._lock:
+                self._imports = {}
+                self._unheld = set()
+        self._announced = hello.blocks
+        self._seen = None if detached else set()
+        self._ordinals = {device.ordinal: ordinals[device.uuid] for device in hello.devices if device.uuid in ordinals}
+        self._settle_table()
+
+    def restored(self, message: pb.Process, imports: dict[int, BlockKey]) -> Detached:
+        """What an image says the process maps; ``imports`` of it are other sessions' blocks."""
+        self._granted = set(imports.values())
+        with self._lock:
+            self._imports = dict(imports)
+        return Detached(
+            blocks=[
+                MappedBlock(b.block, imports.get(b.block, (self._owner.session, b.block)), b.size, b.device)
+                for b in message.blocks
+            ]
+        )
+
+    @property
+    def complete(self) -> bool:
+        """Whether every block that Hello announced has been registered."""
+        return self._seen is None
+
+    def _settle_table(self) -> None:
+        """Once all blocks are registered: what was not among them was freed while no phosd was there to be told."""
+        if self._seen is None or len(self._seen) < self._announced:
+            return
+        for block in self._broker.of_session(self._owner.session):
+            if block.key[1] not in self._seen:
+                self._broker.remove(block.key)
+        self._seen = None
+
+    def added(self, added: wire_pb2.BlockAdded, descriptors: list[int]) -> None:
+        """The process has a block; the descriptors become the broker's.
+
+        Raises:
+            ProtocolError: it may not have it, or its descriptor is missing.
+        """
+        if self._seen is not None:
+            self._seen.add(added.block)
+        try:
+            self._take(added, descriptors)
+        finally:
+            self._settle_table()
+
+    def _take(self, added: wire_pb2.BlockAdded, descriptors: list[int]) -> None:
+        pid = self._owner.pid
+        if added.owner_session:
+            wire.close_all(descriptors)
+            key = (added.owner_session, added.owner_block)
+            if not self.entitled(key):
+                raise ProtocolError(f"Process {pid} named memory of a process that is not its user's.")
+            with self._lock:
+                self._imports[added.block] = key
+            return
+        key = (self._owner.session, added.block)
+        if added.descriptor_lost:
+            wire.close_all(descriptors)
+            if self._broker.get(key) is None:
+                log.error("Process %d: nobody has a descriptor of its %d byte block %d.", pid, added.size, added.block)
+                with self._lock:
+                    self._unheld.add(added.block)
+            return
+        if len(descriptors) != 1:
+            wire.close_all(descriptors)
+            raise ProtocolError(f"Process {pid} announced block {added.block} without its descriptor.")
+        by_application = added.owner == wire_pb2.BlockAdded.APPLICATION
+        device = self._ordinals.get(added.device, added.device)
+        self._broker.add(Block(key, added.size, device, descriptors[0], by_application), pid)
+
+    def removed(self, number: int) -> None:
+        """The process has freed a block, or unmapped another's."""
+        with self._lock:
+            self._unheld.discard(number)
+            imported = self._imports.pop(number, None)
+        if imported is None:
+            self._broker.remove((self._owner.session, number))
+
+    # Questions.
+
+    def gpu_ordinals(self) -> list[int]:
+        """phosd's numbers of the GPUs the process sees, in the process's order."""
+        return [self._ordinals[n] for n in sorted(self._ordinals)]
+
+    def by_ordinal(self) -> dict[int, int]:
+        """The process's numbers of the GPUs it sees, by phosd's."""
+        return {mine: theirs for theirs, mine in self._ordinals.items()}
+
+    def own(self) -> list[Block]:
+        """Those whose owner the process is."""
+        return self._broker.of_session(self._owner.session)
+
+    def keys(self) -> dict[int, BlockKey]:
+        """All: its own, and those of others that it maps."""
+        own = {block.key[1]: block.key for block in self.own()}
+        with self._lock:
+            return own | self._imports
+
+    def entitled(self, key: BlockKey) -> bool:
+        """Memory of another process goes only to the same user's processes and to root's (DESIGN §3)."""
+        return (
+            key[0] == self._owner.session
+            or key in self._granted
+            or self._owner.uid == 0
+            or self._broker.user_of(key[0]) == self._owner.uid
+        )
+
+    def resolve(self, key: BlockKey) -> tuple[wire_pb2.TokenResolved, list[int]]:
+        """Exported memory: the descriptor that a token stands for, now the caller's, or a sentence why there is none.
+
+        Waits until the block's data is there.
+        """
+        try:
+            if self._broker.needed is not None and key[0] != self._owner.session:
+                self._broker.needed(key)
+            borrowed = self._broker.borrow([key] if self.entitled(key) else [])
+        except KeyError:
+            borrowed = []
+        if not borrowed:
+            error = "phosd knows no such exported memory; its owner may have ended."
+            return wire_pb2.TokenResolved(error=error), []
+        block = borrowed[0]
+        ordinals = self.by_ordinal()
+        if block.device not in ordinals:
+            wire.close_all([block.descriptor])
+            error = f"The memory is on GPU {block.device}, which process {self._owner.pid} does not see."
+            return wire_pb2.TokenResolved(error=error), []
+        return wire_pb2.TokenResolved(size=block.size, device=ordinals[block.device]), [block.descriptor]
+
+    # Detach.
+
+    def refuse_to_lose(self) -> None:
+        """Before anything is unmapped: is all that will be unmapped held here?
+
+        Raises:
+            CheckpointFailed: no.
+        """
+        with self._lock:
+            missing = set(self._unheld) | {n for n, key in self._imports.items() if self._broker.get(key) is None}
+        if missing:
+            raise CheckpointFailed(
+                f"phosd has no descriptor of {len(missing)} GPU memory block(s) of process {self._owner.pid} "
+                f"({self._owner.executable}): the driver did not give one, or phosd and its keeper were both killed "
+                "since the process was last restored. It runs on, but it cannot be checkpointed; restart it."
+            )
+
+    def parse_map(self, done: wire_pb2.DetachDone, descriptors: list[int]) -> Detached:
+        """What the process had mapped, from the file that came with DetachDone; the descriptors are closed.
+
+        Raises:
+            ProtocolError: there is none, or it names memory that the process may not have.
+            Exception: protobuf's own, of a file that is no MemoryMap.
+        """
+        memory = wire_pb2.MemoryMap()
+        try:
+            if len(descriptors) != 1:
+                raise ProtocolError("the memory map is missing.")
+            with open(descriptors[0], "rb", closefd=False) as file:
+                memory.ParseFromString(file.read())
+        finally:
+            wire.close_all(descriptors)
+        own = self._owner.session
+        for block in memory.blocks:
+            if block.owner_session and not self.entitled((block.owner_session, block.owner_block)):
+                raise ProtocolError(f"block {block.block} belongs to another user's process.")
+        blocks = [
+            MappedBlock(
+                number=block.block,
+                key=(block.owner_session, block.owner_block) if block.owner_session else (own, block.block),
+                size=block.size,
+                device=self._ordinals.get(block.device, block.device),
+            )
+            for block in memory.blocks
+        ]
+        return Detached(
+            blocks=blocks,
+            allocations=[Allocation(a.address, a.size, a.block, a.offset, a.entry_point) for a in memory.allocations],
+            host_allocations=[HostAllocation(h.address, h.size, h.entry_point) for h in memory.host_allocations],
+            uncarried=[UncarriedState(u.kind, u.count, u.bytes) for u in memory.uncarried],
+            unmap=done.unmap_ns * 1e-9,
+            reduce=done.reduce_ns * 1e-9,
+        )

@@ -1,0 +1,95 @@
+"""What is known of the kernels of one session: told by its frontend and by its image, and told to its frontend."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import kernels
+from phos.gpu_engine.daemon.conversation import Conversation
+from phos.gpu_engine.errors import PhosError
+from phos.gpu_engine.spec.speculator import Speculator
+
+HURRY_SECONDS = 30.0
+"""For how long the analysis of a process's kernels goes before others' once it is checkpointed or restored."""
+
+DESCRIBE_SECONDS = 60.0
+"""For how long a process that was restored lazily is told of descriptors that have been worked out since."""
+
+LATER_SECONDS = 0.25
+"""How often that is looked for."""
+
+DESCRIBE_RESTORED_SECONDS = 0.05
+"""How long a process that is restored lazily stands still for access descriptors that are being worked out. Without
+one, a launch waits for all that its arguments point to."""
+
+
+class SessionKernels:
+    """The kernels of one session."""
+
+    def __init__(self, session: bytes, conversation: Conversation, speculator: Speculator) -> None:
+        self.told = 0  # names of kernels that have come over this connection
+        self.whole = False  # the image's table names every kernel that the process has asked for
+        self._session = session
+        self._conversation = conversation
+        self._speculator = speculator
+        self._of_image = b""  # a table of access descriptors
+
+    def loaded(self, pid: int, uid: int, module: wire_pb2.ModuleLoaded, descriptors: list[int]) -> None:
+        """The process has loaded a module. The descriptors stay the caller's."""
+        kernels.module_loaded(self._speculator, self._session, pid, uid, module, descriptors)
+
+    def seen(self, names: wire_pb2.KernelsSeen) -> None:
+        """Kernels that the process may launch."""
+        kernels.kernels_seen(self._speculator, self._session, names)
+        self.told += len(names.kernel)
+
+    def restored(self, table: bytes, *, whole: bool = False) -> None:
+        """What the process's image says of them."""
+        self._of_image = table
+        self.whole = self.whole or whole
+
+    def hurry(self) -> None:
+        """Somebody will soon want to know what they touch."""
+        self._speculator.hurry(self._session, HURRY_SECONDS)
+
+    def pending(self) -> bool:
+        """Whether some are still being analysed."""
+        return self._speculator.pending(self._session)
+
+    def table(self) -> bytes:
+        """What is known by now of what they touch, for an image: nobody is kept waiting for more."""
+        return kernels.known_table(self._speculator, self._session, 0.0, self._of_image)
+
+    def describe(self, timeout: float) -> None:
+        """Tell the frontend what they touch, waiting so many seconds for what is being worked out.
+
+        Raises:
+            PhosError: the frontend is not connected.
+        """
+        table = kernels.table_file(self._speculator, self._session, timeout, self._of_image)
+        try:
+            self._conversation.tell([table], access_table=wire_pb2.AccessTable())
+        finally:
+            os.close(table)
+
+    def describe_restored(self) -> None:
+        """As the image has it (numbers of modules survive a restore), and as it is known here."""
+        self.hurry()
+        self.describe(0.0 if self._of_image else DESCRIBE_RESTORED_SECONDS)
+
+    def describe_later(self, going: Callable[[], bool]) -> None:
+        """What was still being worked out when the process ran on, as it comes, as long as ``going`` says so."""
+        deadline = time.monotonic() + DESCRIBE_SECONDS
+        told = b""
+        more = True
+        with suppress(PhosError):  # it has ended, or is about to be dumped
+            while more and going() and time.monotonic() < deadline:
+                known = kernels.known_table(self._speculator, self._session, LATER_SECONDS, quiet=True)
+                more = self.pending()
+                if known != told:
+                    self.describe(0.0)
+                    told = known

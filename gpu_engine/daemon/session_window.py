@@ -1,0 +1,118 @@
+"""The window of one session: the time in which its memory is saved, or loaded, while the process runs on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+from phos.gen import wire_pb2
+from phos.gpu_engine.daemon.conversation import ANSWER_SECONDS, Conversation
+from phos.gpu_engine.daemon.session_kernels import SessionKernels
+from phos.gpu_engine.daemon.twins import Twins
+from phos.gpu_engine.daemon.twins import wanted as twins_wanted
+from phos.gpu_engine.errors import Mispredicted
+from phos.gpu_engine.process import TracingWindow
+from phos.gpu_engine.ptx_instrument.twin_table import Report
+from phos.gpu_engine.spec.speculator import Speculator
+
+log = logging.getLogger(__name__)
+
+
+class Traced(Protocol):
+    """The session whose process is traced."""
+
+    session: bytes
+    pid: int
+    executable: str
+
+
+class SessionWindow:
+    """Opens and ends the windows of one process, one at a time."""
+
+    def __init__(
+        self, traced: Traced, conversation: Conversation, kernels: SessionKernels, speculator: Speculator
+    ) -> None:
+        self._traced = traced
+        self._conversation = conversation
+        self._kernels = kernels
+        self._speculator = speculator
+        self._lock = threading.Lock()  # guards _window, _tracing; held while the window is opened
+        self._window: TracingWindow | None = None
+        self._tracing = False
+        self._broken = False
+        self._twins: Twins | None = None  # those of the last window
+
+    def connected(self) -> None:
+        """The process has connected anew: it ended its window with the connection, and has not traced since."""
+        if self._tracing:
+            self._broken = True
+
+    def wanted(self) -> TracingWindow | None:
+        """The window that the process's next attach opens."""
+        with self._lock:
+            return self._window
+
+    def open(self) -> None:
+        """Between attach and open: from here on the process's calls are traced, if somebody saves its memory."""
+        with self._lock:
+            window = self._window
+            carried = window.descriptors() if window is not None else []
+            if window is None or not carried:
+                return
+            if window.loads:
+                self._kernels.describe_restored()
+            answer = self._conversation.ask(
+                ANSWER_SECONDS, patient=True, carried=carried, window_begin=wire_pb2.WindowBegin()
+            )
+            self._tracing = not answer.done.error
+            if self._tracing and twins_wanted(window):
+                self._twins = Twins(self._traced.session, self._speculator, window, self._send_twins)
+                self._twins.start()
+        if self._tracing and window.loads and self._kernels.pending():
+            going = (lambda: self._tracing,)
+            threading.Thread(target=self._kernels.describe_later, args=going, daemon=True, name="describe").start()
+        if answer.done.error:
+            log.warning(
+                "Process %d (%s) cannot run while its memory is saved: %s",
+                self._traced.pid,
+                self._traced.executable,
+                answer.done.error,
+            )
+            window.wait_saved()
+
+    def trace(self, window: TracingWindow | None) -> None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        with self._lock:
+            self._window = window
+            if window is not None or not self._tracing:
+                self._broken = False
+                return
+            self._tracing = False
+            twins = self._twins
+        if twins is not None:
+            twins.join()
+        if self._broken:
+            raise Mispredicted(
+                f"The connection to process {self._traced.pid} ({self._traced.executable}) broke while its memory was "
+                "saved: what it wrote since is not known."
+            )
+        if self._conversation.is_connected:  # otherwise it has ended its window by itself, or ended
+            self._conversation.ask(ANSWER_SECONDS, patient=True, window_end=wire_pb2.WindowEnd())
+        if twins is not None and not twins.loads and (report := twins.report()).violations:
+            raise Mispredicted(
+                f"Process {self._traced.pid} ({self._traced.executable}) touched GPU memory that was not saved yet and "
+                f"that no guess named: {report.named()}."
+            )
+
+    def _send_twins(self, descriptors: Sequence[int], twins: wire_pb2.Twins) -> None:
+        self._conversation.tell(list(descriptors), twins=twins)
+
+    def twin_counts(self) -> dict[str, int]:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        return {} if self._twins is None else self._twins.counts()
+
+    def twin_report(self) -> Report | None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        return None if self._twins is None else self._twins.report()
