@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
 
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine import inventory
-from phos.gpu_engine.copier import Cancelled, Copier
+from phos.gpu_engine.copier import Cancelled
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.window import ChunkKey, Windows
 from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError
-from phos.gpu_engine.process import ForeignProcess, GatedProcess
-from phos.gpu_engine.stop.dump import BorrowBlocks, Settings, StopDump
+from phos.gpu_engine.stop.dump import Assignment, StopDump
+from phos.gpu_engine.stop.tree import BorrowBlocks
 from phos.gpu_engine.timeline import STALL, STALL_BEGINS
 from phos.gpu_engine.touch_order import TouchOrder
 
@@ -42,20 +40,9 @@ class CowDump(StopDump):
 
     protocol = "cow"
 
-    def __init__(
-        self,
-        directory: int,
-        path: str,
-        gated: Sequence[GatedProcess],
-        foreign: Sequence[ForeignProcess],
-        copier: Copier,
-        settings: Settings,
-        versions: inventory.Versions,
-        cow: CowSettings,
-        memory: CowMemory,
-    ) -> None:
+    def __init__(self, assignment: Assignment, cow: CowSettings, memory: CowMemory) -> None:
         """As :class:`~phos.gpu_engine.stop.dump.StopDump`."""
-        super().__init__(directory, path, gated, foreign, copier, settings, versions)
+        super().__init__(assignment)
         self._cow = cow
         self._memory = memory
         self._windows = Windows(cow)
@@ -77,7 +64,7 @@ class CowDump(StopDump):
             expected = self._hash() if self._cow.validate else None
             feed = self._windows.lay_out(
                 self.gated,
-                self._detached,
+                self._tree.detached,
                 self._borrowed,
                 self._mapped,
                 expected,

@@ -24,7 +24,8 @@ from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, PhosError, UsageError
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
-from phos.gpu_engine.stop.dump import Settings, StopDump
+from phos.gpu_engine.stop.dump import Assignment, StopDump
+from phos.gpu_engine.stop.settings import Settings
 
 log = logging.getLogger(__name__)
 
@@ -133,9 +134,18 @@ class DumpServer:
             session.restore_thread = session.restore_thread or toggle.restore_thread(session.pid, THREAD_SECONDS)
         versions = dataclasses.replace(self._registry.versions, criu=request.criu_version)
         path = os.readlink(f"/proc/self/fd/{directory}")
-        job = self._job(connection, request, directory, path, gated, foreign, versions)
+        assignment = Assignment(
+            directory=directory,
+            path=path,
+            gated=gated,
+            foreign=foreign,
+            copier=self._registry.copier,
+            settings=Settings.from_environment(),
+            versions=versions,
+            criu=connection.pid,
+        )
+        job = self._job(connection, request, assignment)
         job.order = self._registry.cow.touched
-        job.criu = connection.pid
         self._registry.jobs.add(directory, job)
         for session in gated:
             session.hurry_kernels()  # while it is quiesced and copied: the image has what is known by the end of that
@@ -154,18 +164,8 @@ class DumpServer:
             if restore.error:
                 raise CheckpointFailed(restore.error)
 
-    def _job(
-        self,
-        connection: wire.Connection,
-        request: wire_pb2.DumpBegin,
-        directory: int,
-        path: str,
-        gated: list[Session],
-        foreign: list[ForeignProcess],
-        versions: inventory.Versions,
-    ) -> StopDump:
+    def _job(self, connection: wire.Connection, request: wire_pb2.DumpBegin, assignment: Assignment) -> StopDump:
         """A checkpoint by the protocol asked for; by copy-on-write if none was, and the processes are to run on."""
-        settings = Settings.from_environment()
         twins.setting()  # says what has no meaning before anything is done
         options = request.cow
         cow = CowSettings.from_environment().changed(
@@ -175,11 +175,9 @@ class DumpServer:
         if protocol not in PROTOCOLS:
             raise UsageError(f"There is no protocol {protocol!r}: choose one of {', '.join(PROTOCOLS)}.")
         # Processes that are about to be killed, or that the driver alone saves, have nothing to compute meanwhile.
-        if protocol == "stop" or not gated or not _leaves_alive(connection.pid):
-            return StopDump(directory, path, gated, foreign, self._registry.copier, settings, versions)
-        return CowDump(
-            directory, path, gated, foreign, self._registry.copier, settings, versions, cow, self._registry.cow
-        )
+        if protocol == "stop" or not assignment.gated or not _leaves_alive(connection.pid):
+            return StopDump(assignment)
+        return CowDump(assignment, cow, self._registry.cow)
 
     def _find_processes(self, root: int) -> tuple[list[Session], list[ForeignProcess]]:
         tree = [root] + [child.pid for child in psutil.Process(root).children(recursive=True)]

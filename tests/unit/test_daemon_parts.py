@@ -46,7 +46,7 @@ from phos.gpu_engine.errors import (
 )
 from phos.gpu_engine.procfs import is_alive, start_time
 from phos.gpu_engine.restore.base import match_gpus
-from phos.gpu_engine.stop.dump import Settings
+from phos.gpu_engine.stop.settings import Settings
 from phos.gpu_engine.timeline import Timeline
 from phos.images.chunk_hash import zero_hash
 

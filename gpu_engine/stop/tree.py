@@ -1,0 +1,232 @@
+"""The processes of a dump: brought to a stand, and back. What becomes of their memory meanwhile is not known here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from phos.gpu_engine import driver, procfs, toggle
+from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, PhosError, Unresponsive
+from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
+from phos.gpu_engine.stop.settings import Settings
+from phos.gpu_engine.timeline import Timeline
+
+BorrowBlocks = Callable[[Sequence[BlockKey]], list[Block]]
+"""See :meth:`phos.gpu_engine.daemon.memory.Broker.borrow`."""
+
+
+class ProcessTree:
+    """The GPU processes below the one that is dumped, and how far each has been brought."""
+
+    def __init__(
+        self,
+        gated: Sequence[GatedProcess],
+        foreign: Sequence[ForeignProcess],
+        settings: Settings,
+        timeline: Timeline,
+    ) -> None:
+        self.gated = list(gated)
+        self.foreign = list(foreign)
+        self.detached: dict[bytes, Detached] = {}  # by session: those whose memory is given over now
+        self.warnings: list[str] = []
+        self._settings = settings
+        self._timeline = timeline
+        self._quiesced: list[GatedProcess] = []
+        self._toggles: dict[int, toggle.Step] = {}
+
+    @property
+    def pids(self) -> list[int]:
+        """All GPU processes of the checkpoint."""
+        return [process.pid for process in self.gated] + [process.pid for process in self.foreign]
+
+    def find_warnings(self) -> list[str]:
+        """What a person should know of processes that are detached."""
+        found = [
+            f"Process {process.pid} ({process.executable}) was not started under 'phos-gpu run': the driver alone "
+            "saves its GPU memory, into its own host memory and CRIU's pages. That is right, but many times slower."
+            for process in self.foreign
+        ]
+        for process in self.gated:
+            detached = self.detached.get(process.session)
+            for state in detached.uncarried if detached else []:
+                if state.bytes >= 64 << 20:
+                    found.append(
+                        f"Process {process.pid} ({process.executable}): {state.bytes >> 20} MiB of {state.kind} stay "
+                        "with the driver, which saves them slowly."
+                    )
+        return found
+
+    def quiesce(self) -> None:
+        """All gates at once: work of one process may wait for another's (collectives).
+
+        Raises:
+            Unresponsive: a process did not answer, or its GPU work does not end.
+            CheckpointFailed: a gate could not be closed, however often it was tried.
+        """
+        if not self.gated:
+            return
+        with self._timeline.phase("quiesce"), ThreadPoolExecutor(len(self.gated)) as pool:
+            for attempt in range(1, self._settings.quiesce_tries + 1):
+                timeout = self._settings.quiesce_timeout / self._settings.quiesce_tries
+                futures = {p.session: pool.submit(p.quiesce, timeout) for p in self.gated}
+                failures = [f.exception() for f in futures.values() if f.exception()]
+                self._quiesced = [p for p in self.gated if not futures[p.session].exception()]
+                if not failures:
+                    return
+                if stuck := [error for error in failures if isinstance(error, Unresponsive)]:
+                    raise stuck[0]
+                if attempt < self._settings.quiesce_tries:
+                    for process in self._quiesced:
+                        process.open()  # let the others' work finish
+                    self._quiesced = []
+            raise failures[0] or CheckpointFailed("A process could not be quiesced.")
+
+    def detach(self) -> None:
+        """Every process drops its mappings; those that have are in :attr:`detached`, also when another one failed."""
+        if not self.gated:
+            return
+
+        def one(process: GatedProcess) -> None:
+            self.detached[process.session] = process.detach(
+                reduce_stack=self._settings.reduce_stack, huge_pages=self._settings.huge_pages
+            )
+
+        with ThreadPoolExecutor(len(self.gated)) as pool:
+            for future in [pool.submit(one, process) for process in self.gated]:
+                future.result()
+
+    def collect(self, borrow: BorrowBlocks) -> list[Block]:
+        """All memory of the detached processes, borrowed.
+
+        Raises:
+            CheckpointFailed: some of it is not held, or not the tree's.
+        """
+        tree = {process.session for process in self.gated}
+        keys = {block.key for process in self.gated for block in process.own_blocks()}
+        for process in self.gated:
+            for block in self.detached[process.session].blocks:
+                if block.key[0] not in tree:
+                    raise CheckpointFailed(
+                        f"Process {process.pid} ({process.executable}) maps GPU memory that belongs to a process "
+                        "outside the tree being dumped. Dump their common ancestor."
+                    )
+                keys.add(block.key)
+        try:
+            return borrow(sorted(keys))
+        except KeyError as error:
+            session, number = error.args[0]
+            owner = next((p for p in self.gated if p.session == session), None)
+            if owner is not None and not owner.alive():
+                raise CheckpointFailed(
+                    f"Process {owner.pid} ({owner.executable}) ended while it was being checkpointed."
+                ) from error
+            raise CheckpointFailed(
+                f"phosd has no descriptor of GPU memory block {number} of process {owner.pid if owner else '?'}: "
+                "phosd and its keeper were both killed since the process was last restored. Restart the process."
+            ) from error
+
+    def checkpoint(self) -> None:
+        """The driver saves its own part of every process.
+
+        Raises:
+            Unresponsive: a process is stopped, or the driver does not answer.
+            CheckpointFailed: the driver refused.
+        """
+        foreign = {process.pid for process in self.foreign}
+
+        def one(pid: int) -> None:
+            toggle.checkpoint(pid, toggle.FOREIGN_LOCK_MS if pid in foreign else toggle.LOCK_MS)
+
+        for pid in self.pids:
+            self._toggles[pid] = toggle.Step(one, pid)
+        for step in toggle.wait_for(self._toggles.values(), self._settings.checkpoint_timeout):
+            raise Unresponsive(
+                f"The driver could not checkpoint process {step.pid}: "
+                + ("it is stopped. Continue it first." if procfs.is_stopped(step.pid) else "it does not answer.")
+            )
+        for step in self._toggles.values():
+            if step.error is not None:
+                raise step.error
+
+    def bring_back(self) -> str:
+        """Driver restore, unlock, attach, open for every process that is still there. Returns what went wrong.
+
+        Each process returns by itself: one that is stopped, or finds no GPU memory, holds up nobody else, and comes
+        back when it can, however long after this method has returned.
+        """
+        failures: list[str] = []
+        toggled = set(self._toggles)
+        gated = {p.pid: p for p in self.gated if p.session in self.detached}
+        allowed: list[GatedProcess] = []
+
+        def revive(pid: int) -> None:
+            process = gated.get(pid)
+            try:
+                if pid in toggled:
+                    toggle.revive_when_there_is_room(pid)
+            except NoSuchProcess:
+                return  # CRIU has killed it, as asked
+            except PhosError as error:
+                if process is not None and _alive(pid):
+                    process.lose(str(error))
+                if _alive(pid):
+                    raise CheckpointFailed(f"Process {pid}: {error} Its CUDA calls fail from now on.") from error
+                return
+            if process is not None and process.alive():
+                process.allow_attach()
+                allowed.append(process)
+
+        pids = [pid for pid in {*gated, *toggled} if pid in gated or _alive(pid)]
+        steps = [toggle.Step(revive, pid, self._toggles.get(pid)) for pid in pids]
+        if steps:
+            with self._timeline.phase("driver restore"):
+                late = toggle.wait_for(steps, self._settings.return_timeout)
+            failures += [self._not_back(step.pid) for step in late if _alive(step.pid)]
+            failures += [str(step.error) for step in steps if step.error is not None]
+        self._toggles = {}
+        deadline = time.monotonic() + self._settings.return_timeout
+        if gated:
+            with self._timeline.phase("attach"):
+                for process in list(allowed):
+                    self._wait_attached(process, deadline, failures)
+        self.detached = {}
+        return " ".join(filter(None, failures))
+
+    def _wait_attached(self, process: GatedProcess, deadline: float, failures: list[str]) -> None:
+        while True:
+            try:
+                process.wait_attached(min(1.0, max(0.0, deadline - time.monotonic())))
+                return
+            except PhosError as error:
+                if not process.alive():
+                    return
+                if procfs.is_stopped(process.pid):
+                    failures.append(self._not_back(process.pid))
+                    return
+                if not isinstance(error, Unresponsive) or time.monotonic() > deadline:
+                    failures.append(str(error))
+                    return
+
+    def _not_back(self, pid: int) -> str:
+        if procfs.is_stopped(pid):
+            self.warnings.append(f"Process {pid} is stopped: its GPU state comes back when it is continued.")
+            return ""
+        return f"Process {pid} has not come back within {self._settings.return_timeout:.0f} s; phosd goes on trying."
+
+    def open_gates(self, but: Collection[bytes]) -> list[str]:
+        """Let those go on that were quiesced, but for sessions that were detached too. Returns what went wrong."""
+        problems = []
+        for process in self._quiesced:
+            if process.session not in but and process.alive():
+                try:
+                    process.open()
+                except PhosError as error:
+                    problems.append(str(error))
+        self._quiesced = []
+        return problems
+
+
+def _alive(pid: int) -> bool:
+    return driver.checkpoint_state(pid) is not None
