@@ -2,8 +2,8 @@
  * beside what the driver does then; what a launch touches is worked out from that at the first launch in a window, and
  * again after a change. A launch outside a window costs nothing.
  *
- * One lock, graph_lock, guards the records; phos_memory_lock and then function_lock are taken under it. No driver call is
- * made with it held. */
+ * One lock, graph_lock, guards the records; phos_memory_lock and then phos_function_lock are taken under it. No driver call
+ * is made with it held. */
 #include "graphs.h"
 #include "audit.h"
 #include "cleanup.h"

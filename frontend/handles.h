@@ -1,4 +1,4 @@
-/* Which kernel a handle stands for: two hash tables with chains. No lock of their own: function_lock of functions.c. */
+/* Which kernel a handle stands for: two hash tables with chains. No lock of their own: phos_function_lock. */
 #pragma once
 #include "phos_api.h"
 

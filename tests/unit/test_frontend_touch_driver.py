@@ -14,7 +14,8 @@ from tests.unit.frontend_fake import BUILD, ROOT
 CUDA = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
 GENERATED = BUILD / "gen"
 PARTS = (
-    "access arguments functions graph_nodes graphs handles ranges tensor_maps touch touch_copy touch_launch touch_set"
+    "access arguments functions functions_tell functions_touch graph_nodes graphs handles ranges tensor_maps touch "
+    "touch_copy touch_launch touch_set"
 )
 
 pytestmark = [
