@@ -1,5 +1,6 @@
 /* Time. */
 #pragma once
+#include <stddef.h>
 #include <stdint.h>
 #include <time.h>
 
@@ -14,4 +15,9 @@ static inline uint64_t phos_clock_ns(clockid_t clock)
 static inline uint64_t phos_now_ns(void)
 {
     return phos_clock_ns(CLOCK_MONOTONIC);
+}
+
+static inline void phos_sleep_ms(unsigned ms)
+{
+    nanosleep(&(struct timespec){ms / 1000, (long)(ms % 1000) * 1000000}, NULL);
 }

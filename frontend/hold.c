@@ -4,7 +4,7 @@
  * listens: after two seconds start a phosd, as PHOS_DAEMON_COMMAND says.
  *
  * Several processes may come from one image, each in a pid namespace of its own, and their sessions have one name until
- * phosd gives them others (control.c). So a hold for a process of another namespace is none. From another namespace than
+ * phosd gives them others (request.c). So a hold for a process of another namespace is none. From another namespace than
  * phosd's its pid means nothing: then phosd lives as long as it listens. And a process that has been restored into another
  * namespace starts no phosd, which would belong there and end with it. */
 #include "hold.h"

@@ -1,4 +1,4 @@
-/* What phosd is told; for control.c, by the control thread. */
+/* What phosd is told, by the control thread. */
 #pragma once
 #include "wire_link.h"
 #include <stdbool.h>
@@ -10,9 +10,9 @@
     name.body_case = PHOS__WIRE__ENVELOPE__BODY_##which; \
     name.field = body
 
-/* control.c: one packet over the connection. False: it is gone. */
+/* connection.c: one packet over the connection. False: it is gone. */
 bool phos_tell_send(Phos__Wire__Envelope *envelope, const int *descriptors, size_t count);
-/* control.c: the last attempt to connect failed. Any thread. */
+/* connection.c: the last attempt to connect failed. Any thread. */
 bool phos_tell_nobody(void);
 
 /* A new connection: hello, then every block there is (none while detached, phosd has them). */
