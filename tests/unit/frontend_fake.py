@@ -16,7 +16,7 @@ import tempfile
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("PHOS_BUILD", ROOT / "build"))
 LIBPHOS = BUILD / "lib" / "libphos.so"
 SOFTGPU = BUILD / "softgpu"
+UNIT = 2 << 20  # physical memory comes in multiples of it
+SLAB = 16 * UNIT
 PATIENCE = 30.0  # seconds; nothing here takes one
 
 
@@ -450,11 +452,3 @@ def program(phosd: FakePhosd, body: str, **environment: str) -> Iterator[tuple[P
         yield running, phosd.arrival()
     finally:
         running.kill()
-
-
-def eventually(condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
-    """Wait until `condition` holds. Raises AssertionError when it does not in time."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen in time"
-        time.sleep(0.005)

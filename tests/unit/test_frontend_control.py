@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from phos.gen import wire_pb2 as wire
-from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Program, eventually, program
+from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Program, program
+from tests.unit.waiting import eventually
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -132,7 +133,7 @@ def test_a_new_phosd_is_started_when_the_holder_is_dead(tmp_path: Path) -> None:
         (tmp_path / "new").symlink_to(f"{dead}:12345")
         os.replace(tmp_path / "new", hold)  # there is no moment without a hold
         first.stop()
-        eventually((tmp_path / "started").exists, 15)
+        eventually((tmp_path / "started").exists, seconds=15)
         preload, libraries, descriptors, alone = eval((tmp_path / "started").read_text())  # noqa: S307
         assert preload is None
         assert libraries == "/somewhere/lib"

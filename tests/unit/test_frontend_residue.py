@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from phos.gen import wire_pb2 as wire
-from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Program, Session, eventually, program
+from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Program, Session, program
+from tests.unit.waiting import eventually
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -14,8 +14,9 @@ import pytest
 from phos.gen import wire_pb2 as wire
 from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Field, FieldKind, Parameter, Source
 from phos.gpu_engine.spec.table import pack
-from tests.unit.frontend_fake import BUILD, LIBPHOS, ROOT, SOFTGPU, FakePhosd, Program, Session, eventually, program
+from tests.unit.frontend_fake import BUILD, LIBPHOS, ROOT, SOFTGPU, FakePhosd, Program, Session, program
 from tests.unit.library_fakes import Workshop
+from tests.unit.waiting import eventually
 
 CUDA = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
 OBJECTS = BUILD / "obj" / "frontend"

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from phos.gen import wire_pb2 as wire
-from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, eventually, process_start, program
+from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, process_start, program
+from tests.unit.waiting import eventually
 
 pytestmark = [
     pytest.mark.timeout(120),

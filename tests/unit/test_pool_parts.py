@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -20,15 +20,9 @@ from phos.gpu_engine.daemon import pools as module
 from phos.gpu_engine.daemon.pools import Entry, Pool, Pools
 from phos.gpu_engine.errors import NoSuchProcess, RestoreFailed, UsageError
 from phos.gpu_engine.restore.pool_process import far_from
+from tests.unit.waiting import eventually
 
 PATIENCE = 10.0
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 class FakeRestore:

@@ -19,7 +19,8 @@ from phos.gpu_engine.daemon import requests as requests_module
 from phos.gpu_engine.daemon.jobs import Claims
 from phos.gpu_engine.daemon.requests import Requests
 from phos.images.formats import COMMIT_FILE
-from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Session, eventually, program
+from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Session, program
+from tests.unit.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 

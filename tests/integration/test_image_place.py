@@ -1,0 +1,128 @@
+"""A place for the image that fills up or goes away, and what is left behind by many dumps."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.many_blocks import blocks, end, fit_for_the_next, nothing_of_ours, phosd_descriptors, text_of
+from tests.integration.site import Site, wait_until
+
+
+@contextmanager
+def small_disk(site: Site, kilobytes: int) -> Iterator[Path]:
+    """A tmpfs of that size."""
+    folder = site.folder / f"disk-{kilobytes}"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "none", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_disk_full_at_every_step(site: Site) -> None:
+    """From too small for the reserve, over GPU data and CRIU's pages, to a few pages short at the commit."""
+    program = blocks(site, "--served", "--size", str(4 << 20), "--iterations", "3000", "--seconds", "0.005")
+    fitting = site.image("fitting")
+    site.dump(program, fitting, "--leave-running")
+    ours = sum(path.stat().st_blocks * 512 for path in fitting.glob("phos-*"))
+    whole = ours + sum(path.stat().st_blocks * 512 for path in fitting.glob("*.img") if not path.match("phos-*"))
+    before = phosd_descriptors(site)
+    sizes = [64, 4096, ours // 1024 + 256, whole * 3 // 4096, whole // 1024 - 64, whole // 1024 - 16, whole // 1024 - 4]
+    for size in sizes:
+        with small_disk(site, size) as disk:
+            image = disk / "image"
+            image.mkdir()
+            log = site.folder / f"{size}.log"
+            result = site.dump(program, image, "-o", str(log), "-W", str(site.folder), check=False)
+            if result.returncode == 0:  # compiled or mapped a little less this time
+                pytest.fail(f"a disk of {size} KiB took an image of {whole >> 10} KiB")
+            assert nothing_of_ours(image), (size, sorted(p.name for p in image.iterdir()))
+            said = result.stderr + text_of(log)
+            assert "No space" in said or "is full" in said, [line for line in said.splitlines() if "Error" in line]
+            program.wait_progress()
+    wait_until(lambda: len(phosd_descriptors(site)) <= len(before), "phosd to close what it opened")
+    with small_disk(site, whole // 1024 + 8192) as disk:
+        image = disk / "image"
+        image.mkdir()
+        site.dump(program, image, "-o", str(site.folder / "last.log"), "-W", str(site.folder))
+        site.restore(image, "-o", str(site.folder / "restore.log"), "-W", str(site.folder))
+        program.wait_progress()
+        end(site, program)
+
+
+REMOVALS: dict[str, Callable[[Path], object]] = {
+    "directory": lambda image: subprocess.run(["rm", "-rf", str(image)], check=True),
+    "our files": lambda image: subprocess.run(f"rm {image}/phos-*", shell=True, check=True),
+}
+
+
+@pytest.mark.parametrize("what", REMOVALS)
+def test_image_is_removed_while_it_is_written(site: Site, what: str) -> None:
+    program = blocks(site, SOFTGPU_TOGGLE_MS="500")
+    image = site.image()
+    logs = ["-o", str(site.folder / "dump.log"), "-W", str(site.folder)]
+    dump = site.background("criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-v4", *logs)
+    wait_until(lambda: site.status()["processes"][0]["state"] == "detached", "the process to be detached")
+    REMOVALS[what](image)
+    status = dump.wait(60)
+    if status != 0:
+        program.wait_progress()
+        end(site, program)
+    else:
+        site.run("phos-gpu", "verify", str(image))
+    fit_for_the_next(site)
+
+
+@pytest.mark.parametrize("delay", [0.1, 0.3, 0.5, 0.7, 0.9])
+def test_phosd_is_killed_in_a_dump_that_kills(site: Site, delay: float) -> None:
+    """The application is killed only once its image is whole."""
+    program = blocks(site, "--blocks", "8", SOFTGPU_TOGGLE_MS="200")
+    image = site.image()
+    pid = site.daemon_pid()
+    dump = site.background(
+        "criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4"
+    )
+    time.sleep(delay)
+    os.kill(pid, signal.SIGKILL)
+    dump.wait(60)
+    whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
+    program.process.poll()
+    if program.alive():
+        program.wait_progress()
+        end(site, program)
+    else:
+        assert whole
+
+
+# Nothing accumulates.
+
+
+def test_descriptors_and_threads_of_phosd_do_not_grow(site: Site) -> None:
+    program = blocks(site, "--iterations", "100000")
+    site.dump(program, site.image("warm"), "--leave-running")
+
+    def open_now() -> tuple[int, int]:
+        return len(phosd_descriptors(site)), psutil.Process(site.daemon_pid()).num_threads()
+
+    wait_until(lambda: site.status()["jobs"][-1]["state"] == "committed", "the end of the first")
+    before = open_now()
+    for number in range(3):
+        image = site.image(f"image-{number}")
+        site.dump(program, image, "--leave-running")
+        program.wait_progress()
+        failed = site.dump(program, image, "--leave-running", check=False)  # not empty
+        assert failed.returncode != 0
+        refused = site.restore(image, check=False)  # it still runs
+        assert refused.returncode != 0
+        program.wait_progress()
+    wait_until(lambda: all(now <= then for now, then in zip(open_now(), before, strict=True)), "phosd to settle", 15)

@@ -1,0 +1,126 @@
+"""Restores that fail, through the real CRIU: nothing of the application runs then, and nothing of it is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.integration.many_blocks import Fault, blocks, daemon, fit_for_the_next, log_of, renewed, text_of
+from tests.integration.site import Site, wait_until
+
+RESTORE_FAULTS = {
+    "driver restore": Fault("cuCheckpointProcessRestore", application="restore-fail:1"),
+    "attach": Fault("block", application="import-fail-at:1"),
+    "no memory": Fault("cuMemCreate", phosd="alloc-oom-at:2"),
+    "no descriptor": Fault("cuMemExportToShareableHandle", phosd="export-fail-at:2"),
+    "phosd cannot map": Fault("cuMemMap", phosd="map-fail-at:2"),
+    "phosd's context is lost": Fault("Loading GPU memory", phosd="copy-fail-at:2"),
+}
+
+
+@pytest.mark.parametrize("name", RESTORE_FAULTS)
+def test_driver_fails_while_restoring(site: Site, name: str) -> None:
+    fault = RESTORE_FAULTS[name]
+    daemon(site)
+    program = blocks(site, "--blocks", "3", SOFTGPU_FAULTS=fault.application)
+    image = site.image()
+    site.dump(program, image)
+    if fault.phosd:
+        site.run("phosd", "--stop")
+        daemon(site, SOFTGPU_FAULTS=fault.phosd)
+    result = site.restore(image, check=False)
+    assert result.returncode != 0
+    assert fault.said in result.stderr + (image / "restore.log").read_text()
+    wait_until(lambda: not program.alive(), "the end of what was restored")
+    assert program.result() is None
+    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.run("phos-gpu", "verify", str(image))
+    wait_until(lambda: "GPU context is lost" not in log_of(site) or renewed(site), "phosd's renewal")
+    if fault.phosd:
+        site.run("phosd", "--stop")
+        daemon(site)
+    fit_for_the_next(site)
+
+
+def test_restored_process_that_is_killed_before_it_computes(site: Site) -> None:
+    program = blocks(site, SOFTGPU_TOGGLE_MS="700")
+    image = site.image()
+    site.dump(program, image)
+    restore = site.background("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4")
+    wait_until(lambda: "Restore finished successfully" in text_of(image / "restore.log"), "CRIU")
+    os.kill(program.pid, signal.SIGKILL)
+    assert restore.wait(30) != 0
+    wait_until(lambda: not program.alive(), "its end")
+    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    assert "ended before its GPU state was back" in site.status()["jobs"][-1]["error"]
+    fit_for_the_next(site)
+
+
+def test_second_restore_of_an_image_that_is_being_restored(site: Site) -> None:
+    program = blocks(site, "--iterations", "60", SOFTGPU_TOGGLE_MS="1000")
+    image = site.image()
+    site.dump(program, image)
+    first = site.background("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4")
+    wait_until(lambda: any(job["kind"] == "restore" for job in site.status()["jobs"]), "the first")
+    second = site.run("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "second.log", check=False)
+    assert second.returncode != 0
+    said = (image / "second.log").read_text()
+    assert "being restored already" in said or "still runs" in said
+    assert first.wait(30) == 0
+    assert program.wait_result() == "right"
+
+
+def test_two_restores_at_the_same_time(site: Site) -> None:
+    programs = [blocks(site, "--iterations", "60") for _ in range(2)]
+    images = [site.image(f"image-{n}") for n in range(2)]
+    for program, image in zip(programs, images, strict=True):
+        site.dump(program, image)
+    running = [
+        site.background("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4")
+        for image in images
+    ]
+    assert [one.wait(60) for one in running] == [0, 0], [site.errors(i / "restore.log") for i in images]
+    assert [program.wait_result() for program in programs] == ["right", "right"]
+
+
+def test_restored_process_can_be_dumped_by_a_phosd_that_never_knew_it(site: Site) -> None:
+    """The keeper's record follows the process to its new life."""
+    program = blocks(site, "--iterations", "150")
+    first = site.image("first")
+    site.dump(program, first)
+    site.restore(first)
+    program.wait_progress()
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    daemon(site)
+    program.wait_progress(10)
+    second = site.image("second")
+    site.dump(program, second)
+    site.restore(second)
+    assert program.wait_result() == "right"
+
+
+# GPUs.
+
+
+def test_fewer_gpus_and_another_model_are_refused(site: Site) -> None:
+    site.environment["SOFTGPU_DEVICES"] = "2"
+    program = blocks(site, "--devices", "2", "--iterations", "80")
+    image = site.image()
+    site.dump(program, image)
+    site.run("phosd", "--stop")
+    daemon(site, SOFTGPU_DEVICES="1")
+    result = site.restore(image, check=False)
+    assert result.returncode != 0
+    assert "needs 2 GPU" in (image / "restore.log").read_text()
+    assert not program.alive()
+    site.run("phosd", "--stop")
+    daemon(site, SOFTGPU_NAME="Another GPU")
+    result = site.restore(image, check=False)
+    assert result.returncode != 0
+    assert "same model" in (image / "restore.log").read_text()
+    site.run("phosd", "--stop")
+    daemon(site)
+    site.restore(image)
+    assert program.wait_result() == "right"

@@ -1,0 +1,192 @@
+"""Whom a dump takes, the claims on them, and the jobs that are under way."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import types
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from phos.cli import checkpoint
+from phos.gpu_engine import toggle
+from phos.gpu_engine.copier import Progress
+from phos.gpu_engine.daemon import serve_dump
+from phos.gpu_engine.daemon.jobs import REMEMBERED, Claims, JobTable
+from phos.gpu_engine.daemon.registry import Registry
+from phos.gpu_engine.daemon.serve_dump import LEAVE
+from phos.gpu_engine.daemon.states import SessionState, StateMachine
+from phos.gpu_engine.errors import CheckpointFailed, ExitStatus, NotPermitted
+from phos.gpu_engine.timeline import Timeline
+
+SESSION = bytes(16)
+
+
+def test_two_checkpoints_cannot_have_one_process() -> None:
+    claims = Claims()
+    with claims.hold([1, 2]):
+        with pytest.raises(CheckpointFailed, match="Process 2 is part of another checkpoint"), claims.hold([2, 3]):
+            pass
+        with claims.hold([3]):
+            assert claims.any()
+    assert not claims.any()
+    with claims.hold([1, 2, 3]):
+        pass
+
+
+def test_a_checkpoint_that_is_just_ending_is_waited_for() -> None:
+    """Its image is committed a moment before it lets its processes go, and whoever waited for that may ask at once."""
+    claims = Claims()
+    held, first = threading.Event(), claims.hold([1, 2])
+
+    def hold_for_a_moment() -> None:
+        with first:
+            held.set()
+            time.sleep(0.1)
+
+    other = threading.Thread(target=hold_for_a_moment)
+    other.start()
+    held.wait()
+    with claims.hold([2]):
+        assert claims.has([2])
+        assert not claims.has([1])
+    other.join()
+
+
+def test_a_session_is_not_restored_while_its_former_life_is_put_away() -> None:
+    """Its memory has the same names: what is still to be dropped would be the restored process's."""
+    said: list[str] = []
+    dropping, go_on = threading.Event(), threading.Event()
+
+    def drop_session(number: bytes) -> int:
+        dropping.set()
+        go_on.wait()
+        said.append("dropped")
+        return 0
+
+    nothing = types.SimpleNamespace(forget=lambda *_, **__: None, release=lambda _: None)
+    lock = threading.Lock()
+    session: Any = types.SimpleNamespace(
+        session=SESSION, pid=1, machine=types.SimpleNamespace(state=SessionState.RUNNING, end=lambda: None)
+    )
+    registry: Any = types.SimpleNamespace(
+        lock=lock,
+        forgotten=threading.Condition(lock),
+        being_forgotten=set(),
+        sessions={SESSION: session},
+        restores={},
+        reaper=nothing,
+        holds=nothing,
+        speculator=nothing,
+        cow=types.SimpleNamespace(touched=nothing),
+        broker=types.SimpleNamespace(drop_session=drop_session),
+    )
+
+    def restore() -> None:
+        Registry.wait_forgotten(registry, SESSION)
+        said.append("restored")
+
+    ended = threading.Thread(target=Registry.forget, args=(registry, session))
+    ended.start()
+    dropping.wait()
+    assert SESSION not in registry.sessions
+    restored = threading.Thread(target=restore)
+    restored.start()
+    restored.join(0.05)
+    go_on.set()
+    for thread in (ended, restored):
+        thread.join()
+    assert said == ["dropped", "restored"]
+    Registry.wait_forgotten(registry, SESSION)
+
+
+class FakeJob:
+    kind = "dump"
+    state = "writing"
+    error = ""
+    since = 0.0
+
+    def __init__(self, path: str = "", kind: str = "dump") -> None:
+        self.path = path
+        self.kind = kind
+        self.progress = Progress(10, [1, 2])
+        self.timeline = Timeline()
+        self.pids = [1]
+
+    def warnings(self) -> list[str]:
+        return ["take care"]
+
+
+def test_job_table(tmp_path: Path) -> None:
+    table = JobTable()
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir()
+    a, b = (os.open(folder, os.O_RDONLY) for folder in folders)
+    assert table.state(a, "dump").state == "unknown"
+    table.add(a, FakeJob("a"))
+    assert table.state(a, "dump").state == "writing"
+    assert table.state(a, "dump").bytes_done == 3
+    assert table.state(a, "restore").state == "unknown"
+    assert table.state(b, "dump").state == "unknown"
+    newer = FakeJob("a")
+    newer.state = "failed"
+    table.add(a, newer)
+    assert table.state(a, "dump").state == "failed", "the newest counts"
+    table.none_for(b)
+    assert table.state(b, "dump").state == "none"
+    assert table.state(b, "restore").state == "none"
+    for _ in range(REMEMBERED + 10):
+        table.add(b, FakeJob("b"))
+    assert len(table.report()) == REMEMBERED
+    os.close(a)
+    os.close(b)
+
+
+class FakeSession:
+    """A connected process that has not handed over all of its blocks."""
+
+    pid = os.getpid()
+    executable = "/bin/late"
+    is_connected = True
+    table_complete = False
+
+    def __init__(self) -> None:
+        self.machine = StateMachine(SessionState.RUNNING)
+
+
+def test_process_that_does_not_hand_over_its_memory_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its image would lack blocks, and detaching would lose them."""
+    session = FakeSession()
+    registry = SimpleNamespace(lock=threading.Lock(), sessions={SESSION: session}, path=tmp_path)
+    server = serve_dump.DumpServer(registry)  # type: ignore[arg-type]
+    monkeypatch.setattr(serve_dump, "REGISTER_SECONDS", 0.1)
+    monkeypatch.setattr(toggle, "holds_cuda", lambda _pid: False)
+    with pytest.raises(CheckpointFailed, match=r"/bin/late\) has not handed all of its GPU memory to phosd"):
+        server._find_processes(session.pid)
+    session.table_complete = True
+    assert server._find_processes(session.pid) == ([session], [])
+
+
+def test_process_of_another_user_is_refused_before_criu_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 4242)
+    with pytest.raises(NotPermitted, match=f"belongs to user {owner}") as refused:
+        checkpoint._require_cuda(os.getpid())
+    assert refused.value.exit_status == ExitStatus.NOT_PERMITTED
+
+
+@pytest.mark.parametrize("word", ["--leave-running", "--leave-r", "--leave-stopped", "-R", "-s", "-jR", "-vR", "-Rv4"])
+def test_options_that_leave_tasks_alive(word: str) -> None:
+    assert LEAVE.fullmatch(word)
+
+
+@pytest.mark.parametrize(
+    "word", ["-v4", "-D/tmp/Rs", "-ols", "-t12", "-j", "/x/-R", "--lib", "-L/plugins", "--shell-job"]
+)
+def test_options_that_do_not(word: str) -> None:
+    assert not LEAVE.fullmatch(word)

@@ -1,0 +1,279 @@
+"""phosd's side of a conversation with one process, without a GPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import session as session_module
+from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.session import Session
+from phos.gpu_engine.daemon.states import SessionState
+from phos.gpu_engine.errors import CheckpointFailed, MemoryLost, PhosError, Unresponsive
+from phos.gpu_engine.spec.speculator import Speculator
+from tests.unit.session_fake import NUMBER, OTHER, Frontend, MiB, block, memory_map, open_descriptors
+
+
+@pytest.fixture
+def frontend(tmp_path: Path) -> Iterator[Frontend]:
+    made = Frontend(tmp_path)
+    made.connect()
+    yield made
+    made.close()
+    made.broker.drop_session(NUMBER)
+
+
+# What a session does with what it is told.
+
+
+def test_blocks_are_held_and_let_go(frontend: Frontend) -> None:
+    before = open_descriptors()
+    read_end, write_end = os.pipe()
+    for number in (1, 2, 3):
+        frontend.send((write_end,), block_added=block(number))
+    frontend.send(block_removed=wire_pb2.BlockRemoved(block=2))
+    frontend.settle()
+    os.close(write_end)
+    os.close(read_end)
+    assert [b.key for b in frontend.session.own_blocks()] == [(NUMBER, 1), (NUMBER, 3)]
+    assert open_descriptors() == before + 2
+    assert frontend.broker.drop_session(NUMBER) == 4 * MiB
+    assert open_descriptors() == before
+
+
+def test_what_was_freed_while_phosd_was_away_is_dropped(frontend: Frontend) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    for number in (1, 2, 3):
+        frontend.send((null,), block_added=block(number))
+    frontend.settle()
+    frontend.close()
+    frontend.connect(blocks=2)
+    assert not frontend.session.table_complete
+    frontend.send((null,), block_added=block(3))
+    frontend.send(block_added=block(1, descriptor_lost=True))  # imported once: it cannot be exported again
+    frontend.settle()
+    assert frontend.session.table_complete
+    assert [b.key[1] for b in frontend.session.own_blocks()] == [1, 3]
+    os.close(null)
+
+
+def test_modules_and_totals_do_not_grow_with_every_connection(frontend: Frontend) -> None:
+    for _ in range(3):
+        frontend.send(module_loaded=wire_pb2.ModuleLoaded(entry_point="cuModuleLoad", size=1))
+        frontend.send(uncarried=wire_pb2.Uncarried(kind="managed", count=1, bytes=5))
+        frontend.settle()
+        assert len(frontend.session.modules) == 1
+        assert len(frontend.session.uncarried) == 1
+        frontend.close()
+        frontend.connect()
+
+
+def test_a_mad_frontend_does_not_fill_memory(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "MODULES_KEPT", 10)
+    for number in range(200):
+        frontend.send(uncarried=wire_pb2.Uncarried(kind=f"kind {number} " + "x" * 9000, count=1))
+        frontend.send(module_loaded=wire_pb2.ModuleLoaded(path="p" * 9000))
+    frontend.settle()
+    assert len(frontend.session.uncarried) == session_module.KINDS_KEPT
+    assert len(frontend.session.modules) == 10
+    assert max(map(len, frontend.session.uncarried)) <= session_module.TEXT_KEPT
+
+
+def test_memory_of_another_user_is_not_handed_out(frontend: Frontend) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    owner = Session(OTHER, 1, 2000, frontend.broker, frontend.session._holds, Speculator(), SessionState.RUNNING)
+    owner.handle(wire_pb2.Envelope(block_added=block(7)), [os.dup(null)])
+    assert frontend.end
+    for user, allowed in ((2000, False), (1000, True)):
+        frontend.broker.belongs(OTHER, user)
+        frontend.send((), 5, token_resolve=wire_pb2.TokenResolve(session=OTHER, block=7))
+        packet = wire.receive(frontend.end)
+        assert packet is not None
+        assert "no such exported memory" in packet[0].token_resolved.error or allowed
+        assert not packet[1]  # this process sees no GPU at all, so even the right user gets a sentence
+    frontend.broker.belongs(OTHER, 2000)
+    frontend.send(block_added=block(8, owner_session=OTHER, owner_block=7))
+    assert frontend.end.recv(1) == b"", "the connection must end"
+    frontend.broker.drop_session(OTHER)
+    os.close(null)
+
+
+def test_token_gives_a_descriptor_to_the_same_user(frontend: Frontend) -> None:
+    inode = os.fstat(descriptor := os.memfd_create("block")).st_ino
+    frontend.session._blocks._ordinals = {3: 0}
+    frontend.send((descriptor,), block_added=block(1, device=3))
+    os.close(descriptor)
+    frontend.send((), 5, token_resolve=wire_pb2.TokenResolve(session=NUMBER, block=1))
+    assert frontend.end
+    packet = wire.receive(frontend.end)
+    assert packet is not None
+    assert (packet[0].token_resolved.size, packet[0].token_resolved.device) == (2 * MiB, 3)
+    assert [os.fstat(d).st_ino for d in packet[1]] == [inode]
+    wire.close_all(packet[1])
+
+
+# Quiesce, detach, attach: what phosd makes of every way to fail.
+
+
+def quiesced(frontend: Frontend) -> None:
+    thread = frontend.in_background("quiesce", quiesce_done=wire_pb2.QuiesceDone())
+    frontend.session.quiesce(1.0)
+    thread.join()
+
+
+def test_quiesce_that_is_not_answered_is_followed_by_open(frontend: Frontend) -> None:
+    with pytest.raises(Unresponsive, match="did not answer 'quiesce'"):
+        frontend.session.quiesce(0.1)
+    frontend.answer("quiesce")
+    frontend.answer("open")
+    assert frontend.session.machine.state is SessionState.RUNNING
+
+
+def test_late_answer_is_nobodys(frontend: Frontend) -> None:
+    before = open_descriptors()
+    null = os.open(os.devnull, os.O_RDONLY)
+    frontend.send((null,), 12345, detach_done=wire_pb2.DetachDone())
+    frontend.settle()
+    os.close(null)
+    assert open_descriptors() == before
+
+
+def test_detach_without_a_descriptor_of_everything_is_refused_before_it_begins(frontend: Frontend) -> None:
+    frontend.send(block_added=block(1, descriptor_lost=True))
+    frontend.settle()
+    quiesced(frontend)
+    with pytest.raises(CheckpointFailed, match="no descriptor of 1 GPU memory"):
+        frontend.session.detach(reduce_stack=False, huge_pages=False)
+    thread = frontend.in_background("open", done=wire_pb2.Done())  # not 'detach'
+    frontend.session.open()
+    thread.join()
+
+
+@pytest.mark.parametrize("damage", ["no map", "two maps", "no protobuf", "memory of others"])
+def test_detach_with_a_map_that_cannot_be_read_brings_the_process_back(frontend: Frontend, damage: str) -> None:
+    quiesced(frontend)
+    before = open_descriptors()
+    maps = [memory_map()]
+    if damage == "no map":
+        os.close(maps.pop())
+    elif damage == "two maps":
+        maps.append(memory_map())
+    elif damage == "no protobuf":
+        os.write(maps[0], b"\xff" * 100)
+        os.lseek(maps[0], 0, os.SEEK_SET)
+    else:
+        os.close(maps.pop())
+        maps.append(memory_map(blocks=[wire_pb2.MemoryMap.Block(block=1, owner_session=OTHER, owner_block=7)]))
+    thread = frontend.in_background("detach", detach_done=wire_pb2.DetachDone(), descriptors=tuple(maps))
+    with pytest.raises(CheckpointFailed, match="cannot be read"):
+        frontend.session.detach(reduce_stack=False, huge_pages=False)
+    thread.join()
+    for descriptor in maps:
+        os.close(descriptor)
+    assert frontend.session.machine.state is SessionState.RETURNING
+    assert not list(frontend.session._holds._folder.iterdir())
+    assert open_descriptors() == before
+
+
+def test_detach_whose_process_ends_leaves_no_hold(frontend: Frontend) -> None:
+    quiesced(frontend)
+
+    def hang_up() -> None:
+        frontend.answer("detach")
+        frontend.end.close()  # type: ignore[union-attr]
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    with pytest.raises(CheckpointFailed, match="ended, or closed its connection, at 'detach'"):
+        frontend.session.detach(reduce_stack=False, huge_pages=False)
+    thread.join()
+    assert not list(frontend.session._holds._folder.iterdir())
+
+
+def test_connecting_anew_ends_what_was_asked_before(frontend: Frontend) -> None:
+    failure: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            frontend.session.quiesce(20.0)
+        except PhosError as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    frontend.answer("quiesce")
+    former, former_thread = frontend.end, frontend.thread
+    frontend.connect()
+    thread.join(5)
+    assert not thread.is_alive()
+    assert "closed its connection" in str(failure[0])
+    former.close()  # type: ignore[union-attr]
+    former_thread.join(5)  # type: ignore[union-attr]
+    assert frontend.session.is_connected
+
+
+def test_attach_of_memory_that_is_gone_is_said(frontend: Frontend) -> None:
+    frontend.session.machine.adopt(SessionState.ATTACHING)
+    frontend.session._blocks._imports = {4: (OTHER, 7)}
+    with pytest.raises(MemoryLost, match="no longer holds GPU memory block 7"):
+        frontend.session.attach()
+
+
+def test_attach_sends_thousands_of_descriptors_in_packets(frontend: Frontend) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    for number in range(450):
+        frontend.send((null,), block_added=block(number))
+    frontend.settle()
+    os.close(null)
+    before = open_descriptors()
+    got: list[int] = []
+    sizes: list[int] = []
+
+    def take() -> None:
+        assert frontend.end
+        while True:
+            packet = wire.receive(frontend.end)
+            assert packet is not None
+            wire.close_all(packet[1])
+            kind = packet[0].WhichOneof("body")
+            if kind == "attach_blocks":
+                sizes.append(len(packet[1]))
+                got.extend(packet[0].attach_blocks.block)
+            elif kind == "attach":
+                assert packet[0].attach.blocks == len(got)
+                frontend.send((), packet[0].id, attach_done=wire_pb2.AttachDone())
+            else:
+                frontend.send((), packet[0].id, done=wire_pb2.Done())
+                return
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    frontend.session.attach()
+    thread.join()
+    assert got == list(range(450))
+    assert sizes == [200, 200, 50]
+    assert open_descriptors() == before
+
+
+def test_stopped_process_is_noticed_at_once(tmp_path: Path) -> None:
+    import signal
+    import subprocess
+
+    child = subprocess.Popen(["sleep", "60"])
+    frontend = Frontend(tmp_path)
+    frontend.connect()
+    frontend.session.pid = child.pid
+    os.kill(child.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(Unresponsive, match="is stopped"):
+        frontend.session.quiesce(20.0)
+    assert time.monotonic() - began < 5
+    child.kill()
+    child.wait()
+    frontend.close()

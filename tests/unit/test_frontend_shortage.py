@@ -1,0 +1,105 @@
+"""What happens when GPU memory runs out: what is free is given back, and waited for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Program, Session, program
+from tests.unit.waiting import eventually
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built"),
+]
+
+
+@pytest.fixture
+def phosd() -> Iterator[FakePhosd]:
+    with FakePhosd() as daemon:
+        yield daemon
+
+
+SHORT_OF_MEMORY = """
+context = start()
+free, total = ok(cu.cuMemGetInfo())
+heard()
+pieces = [ok(cu.cuMemAlloc(20 << 20)) for _ in range(6)]
+begun = time.monotonic()
+assert int(cu.cuMemAlloc(free)[0]) == 2
+say(time.monotonic() - begun)  # what running out takes here and now, with nothing to wait for
+heard()
+for p in pieces:
+    ok(cu.cuMemFree(p))
+begun = time.monotonic()
+code, everything = cu.cuMemAlloc(free)
+say(int(code), time.monotonic() - begun)
+"""
+
+
+def run_short(phosd: FakePhosd, app: Program, session: Session, reluctance: float) -> tuple[int, float]:
+    """The answer to asking for all memory just after much was freed, and how many seconds were spent waiting."""
+    app.tell()
+    usual = float(app.line())
+    eventually(lambda: len(session.blocks) == 6)
+    phosd.reluctance = reluctance
+    app.tell()
+    code, seconds = app.line().split()
+    return int(code), float(seconds) - usual
+
+
+SHORT = {"SOFTGPU_MEMORY": "200M", "PHOS_CACHE_BYTES": "0"}
+
+
+def test_freed_memory_is_waited_for_until_phosd_lets_go(phosd: FakePhosd) -> None:
+    with program(phosd, SHORT_OF_MEMORY, **SHORT) as (app, session):
+        code, seconds = run_short(phosd, app, session, 0.05)
+        assert code == 0
+        assert 0.2 < seconds < 0.9  # six times 0.05 s, and no more
+        assert session.settled == 1
+        app.finish()
+
+
+def test_a_phosd_that_does_not_answer_costs_a_second(phosd: FakePhosd) -> None:
+    phosd.settles = False
+    with program(phosd, SHORT_OF_MEMORY, **SHORT) as (app, session):
+        code, seconds = run_short(phosd, app, session, 0.3)
+        assert code == 2
+        assert 0.8 < seconds < 3
+        app.finish()
+
+
+def test_nobody_waits_for_a_phosd_that_has_gone(phosd: FakePhosd) -> None:
+    phosd.settles = False
+    with program(phosd, SHORT_OF_MEMORY, **SHORT) as (app, session):
+        threading.Thread(target=lambda: (eventually(lambda: session.settled > 0), phosd.stop())).start()
+        _, seconds = run_short(phosd, app, session, 0.02)
+        assert seconds < 0.9
+        app.finish()
+
+
+def test_who_waits_for_memory_does_not_hold_up_a_quiesce(phosd: FakePhosd) -> None:
+    phosd.settles = False
+    with program(phosd, SHORT_OF_MEMORY, **SHORT) as (app, session):
+        app.tell()
+        app.line()
+        eventually(lambda: len(session.blocks) == 6)
+        app.tell()
+        eventually(lambda: session.settled > 0)
+        # The waiting thread is inside: it leaves when its second is over.
+        assert not phosd.quiesce(session).error
+        assert not phosd.open(session).error
+        assert app.line().startswith("0 ")  # the descriptors were closed, only the answer was missing
+        phosd.settles = True
+        app.finish()
+
+
+def test_nothing_freed_is_nothing_to_wait_for(phosd: FakePhosd) -> None:
+    phosd.settles = False
+    with program(phosd, SHORT_OF_MEMORY, **SHORT) as (app, session):
+        app.tell()
+        app.line()
+        assert session.settled == 0
+        app.kill()

@@ -1,0 +1,124 @@
+"""Memory that comes and goes in the order of a stream, and allocation while one is captured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, program
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built"),
+]
+
+
+@pytest.fixture
+def phosd() -> Iterator[FakePhosd]:
+    with FakePhosd() as daemon:
+        yield daemon
+
+
+def test_stream_ordered_reuse_waits_for_the_freeing_stream(phosd: FakePhosd) -> None:
+    body = """
+    start()
+    a, b = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))
+    size = 8 << 20
+    flag = int(ok(cu.cuMemHostAlloc(4096, 0)))
+    ctypes.memset(flag, 0, 4096)
+    p = ok(cu.cuMemAllocAsync(size, a))
+    ok(cu.cuStreamWaitValue32(a, flag, 1, 0))
+    ok(cu.cuMemFreeAsync(p, a))
+    other = ok(cu.cuMemAllocAsync(size, b))
+    same = ok(cu.cuMemAllocAsync(size, a))
+    assert int(other) != int(p), "another stream got memory that is still in use"
+    assert int(same) == int(p), "the stream that freed it did not get it again"
+    ctypes.memset(flag, 1, 1)
+    ok(cu.cuMemFreeAsync(other, b)); ok(cu.cuMemFreeAsync(same, a))
+    ok(cu.cuCtxSynchronize())
+    again = ok(cu.cuMemAllocAsync(size, b))
+    assert int(again) in (int(p), int(other))
+    pool = ok(cu.cuDeviceGetDefaultMemPool(0))
+    attribute = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+    assert int(ok(cu.cuMemPoolGetAttribute(pool, attribute))) == size
+    ok(cu.cuMemFree(again))
+    assert int(ok(cu.cuMemPoolGetAttribute(pool, attribute))) == 0
+    say("done")
+    """
+    with program(phosd, body) as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
+def test_own_pool(phosd: FakePhosd) -> None:
+    body = """
+    start()
+    props = cu.CUmemPoolProps()
+    props.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    props.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    props.location.id = 0
+    pool = ok(cu.cuMemPoolCreate(props))
+    p = ok(cu.cuMemAllocFromPoolAsync(1 << 20, pool, 0))
+    fill(p, 1 << 20, 6)
+    assert int(ok(cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE, p))) == int(pool)
+    say("ready")
+    heard()
+    ok(cu.cuMemPoolDestroy(pool))
+    assert read(p, 1 << 20) == bytes([6]) * (1 << 20)
+    ok(cu.cuMemFreeAsync(p, 0))
+    ok(cu.cuCtxSynchronize())
+    say("done")
+    """
+    with program(phosd, body) as (app, session):
+        app.line()
+        phosd.toggle(session)
+        assert session.memory_map is not None
+        assert [a.entry_point for a in session.memory_map.allocations] == ["cuMemAllocFromPoolAsync"]
+        app.tell()
+        assert app.line() == "done"
+        app.finish()
+
+
+def test_a_capture_survives_allocation_and_free(phosd: FakePhosd) -> None:
+    body = """
+    start()
+    old = ok(cu.cuMemAlloc(5 << 20))
+    keep = ok(cu.cuMemAlloc(1 << 20))
+    s = ok(cu.cuStreamCreate(1))
+    ok(cu.cuStreamBeginCapture(s, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    p = ok(cu.cuMemAlloc(3 << 20))
+    q = ok(cu.cuMemAlloc(300))
+    ok(cu.cuMemsetD8Async(keep, 7, 1 << 20, s))
+    ok(cu.cuMemFree(old))
+    graph = ok(cu.cuStreamEndCapture(s))
+    run = ok(cu.cuGraphInstantiate(graph, 0))
+    ok(cu.cuGraphLaunch(run, s))
+    ok(cu.cuStreamSynchronize(s))
+    assert read(keep, 1 << 20) == bytes([7]) * (1 << 20)
+    ok(cu.cuMemFree(p)); ok(cu.cuMemFree(q)); ok(cu.cuMemFree(keep))
+    say("done")
+    """
+    with program(phosd, body) as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
+def test_a_quiesce_waits_for_a_capture_to_end(phosd: FakePhosd) -> None:
+    body = """
+    start()
+    keep = ok(cu.cuMemAlloc(1 << 20))
+    s = ok(cu.cuStreamCreate(1))
+    ok(cu.cuStreamBeginCapture(s, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+    say("capturing")
+    heard()
+    ok(cu.cuMemsetD8Async(keep, 7, 1 << 20, s))
+    ok(cu.cuStreamEndCapture(s))
+    say("done")
+    """
+    with program(phosd, body) as (app, session):
+        app.line()
+        assert "capture" in phosd.quiesce(session, timeout_ms=200).error
+        app.tell()
+        assert app.line() == "done"
+        app.finish()

@@ -1,0 +1,121 @@
+"""The driver's calls on a process, which wait for it: bounded, and undone where they fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+
+from phos.gpu_engine import driver, procfs, toggle
+from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess
+from tests.unit.waiting import eventually
+
+
+def test_step_that_hangs_holds_up_nobody() -> None:
+    release = threading.Event()
+    order: list[str] = []
+
+    def hang(_pid: int) -> None:
+        release.wait(20)
+        order.append("first")
+
+    def after(_pid: int) -> None:
+        order.append("second")
+
+    hanging = toggle.Step(hang, os.getpid())
+    quick = toggle.Step(lambda _pid: None, os.getpid())
+    follower = toggle.Step(after, os.getpid(), hanging)
+    assert toggle.wait_for([hanging, quick], 0.3) == [hanging]
+    assert order == []
+    release.set()
+    assert toggle.wait_for([hanging, follower], 5) == []
+    assert order == ["first", "second"]
+
+
+def test_waiting_ends_when_only_stopped_processes_are_left() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    release = threading.Event()
+
+    def hang(_pid: int) -> None:
+        release.wait(20)
+
+    step = toggle.Step(hang, child.pid)
+    os.kill(child.pid, signal.SIGSTOP)
+    eventually(lambda: procfs.is_stopped(child.pid), "the stop")
+    began = time.monotonic()
+    assert toggle.wait_for([step], 15) == [step]
+    assert time.monotonic() - began < 3
+    release.set()
+    child.kill()
+    child.wait()
+    assert not procfs.is_stopped(child.pid)
+
+
+class FakeDriver:
+    """The driver's checkpoint API for one process; what is in ``fail`` fails so often."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, state: str | None = "running", **fail: int) -> None:
+        self.state = state
+        self.fail = fail
+        self.code = 999
+        self.dies = False
+        monkeypatch.setattr(driver, "checkpoint_state", lambda _pid: self.state)
+        monkeypatch.setattr(driver, "checkpoint_lock", lambda _pid, _ms: self.go("lock", "locked"))
+        monkeypatch.setattr(driver, "checkpoint_checkpoint", lambda _pid: self.go("checkpoint", "checkpointed"))
+        monkeypatch.setattr(driver, "checkpoint_restore", lambda _pid, _pairs=None: self.go("restore", "locked"))
+        monkeypatch.setattr(driver, "checkpoint_unlock", lambda _pid: self.go("unlock", "running"))
+
+    def go(self, call: str, state: str) -> None:
+        if self.fail.get(call, 0) > 0:
+            self.fail[call] -= 1
+            if self.dies:
+                self.state = None
+            raise DriverError(call, self.code, "CUDA_ERROR_X")
+        self.state = state
+
+
+@pytest.mark.parametrize("call", ["lock", "checkpoint"])
+def test_checkpoint_that_fails_leaves_the_process_running(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    fake = FakeDriver(monkeypatch, "running", **{call: 1})
+    with pytest.raises(CheckpointFailed, match="goes on as before"):
+        toggle.checkpoint(1, 10)
+    assert fake.state == "running"
+    toggle.checkpoint(1, 10)
+    assert fake.state == "checkpointed"
+    toggle.revive(1)
+    assert fake.state == "running"
+
+
+def test_checkpoint_whose_undoing_fails_says_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDriver(monkeypatch, checkpoint=1, unlock=1)
+    with pytest.raises(CheckpointFailed, match=r"checkpoint failed .*Bringing it back failed as well.*unlock"):
+        toggle.checkpoint(1, 10)
+
+
+def test_process_that_ends_meanwhile_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDriver(monkeypatch, lock=1).dies = True
+    with pytest.raises(CheckpointFailed, match="ended while it was being checkpointed"):
+        toggle.checkpoint(1, 10)
+    FakeDriver(monkeypatch, "checkpointed", restore=1).dies = True
+    with pytest.raises(NoSuchProcess, match="ended while"):
+        toggle.revive(1)
+
+
+def test_process_that_the_driver_gave_up_is_not_called_revived(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeDriver(monkeypatch, "failed")
+    with pytest.raises(CheckpointFailed, match="has lost the GPU state"):
+        toggle.revive(1)
+
+
+def test_only_lack_of_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver(monkeypatch, "checkpointed", restore=1)
+    fake.code = toggle.OUT_OF_MEMORY
+    toggle.revive_when_there_is_room(1)
+    assert fake.state == "running"
+    FakeDriver(monkeypatch, "checkpointed", restore=1)
+    with pytest.raises(DriverError):
+        toggle.revive_when_there_is_room(1)
