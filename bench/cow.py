@@ -26,9 +26,8 @@ import harness
 import machine
 import process
 import training
-from harness import Results
+from harness import GB, Results
 from process import ProcessError, Program
-from training import GB
 
 SECTIONS = ("sizes", "pools", "validate", "phases", "transfers")
 HOST_RESERVE = 8 << 30  # for the programs, phosd's buffers and everybody else
@@ -404,28 +403,18 @@ class Bench:
             raise SystemExit(1)
 
 
-def sizes(text: str) -> list[int]:
-    """Parse a list of sizes in GB."""
-    return [int(float(part) * GB) for part in text.split(",")]
-
-
-def words(text: str) -> list[str]:
-    """Parse a list of words."""
-    return [word for word in text.split(",") if word]
-
-
 def main() -> None:
     """Run the benchmark."""
     parser = harness.options(__doc__ or "")
-    parser.add_argument("--sections", type=words, default=["sizes"], metavar="S,...", help=", ".join(SECTIONS))
-    parser.add_argument("--sizes", type=sizes, metavar="GB,...", help="of the GPU memory (8,32,64)")
+    parser.add_argument("--sections", type=harness.words, default=["sizes"], metavar="S,...", help=", ".join(SECTIONS))
+    parser.add_argument("--sizes", type=harness.sizes, metavar="GB,...", help="of the GPU memory (8,32,64)")
     parser.add_argument(
-        "--systems", type=words, default=["cow", "stop", "peer"], metavar="S,...", help="cow, stop, peer"
+        "--systems", type=harness.words, default=["cow", "stop", "peer"], metavar="S,...", help="cow, stop, peer"
     )
     parser.add_argument("--variant-size", type=float, metavar="GB", help="of all sections but `sizes` (32)")
-    parser.add_argument("--pools", type=words, default=["2G", "256M", "0"], metavar="SIZE,...")
-    parser.add_argument("--phase", type=words, default=["start", "end"], metavar="P,...", help="start, end")
-    parser.add_argument("--prioritise", type=words, default=["on", "off"], metavar="S,...", help="on, off")
+    parser.add_argument("--pools", type=harness.words, default=["2G", "256M", "0"], metavar="SIZE,...")
+    parser.add_argument("--phase", type=harness.words, default=["start", "end"], metavar="P,...", help="start, end")
+    parser.add_argument("--prioritise", type=harness.words, default=["on", "off"], metavar="S,...", help="on, off")
     parser.add_argument(
         "--iteration-seconds", type=float, metavar="S", help="(2 at 64 GB, and in proportion; 0.3 at least)"
     )
@@ -444,7 +433,7 @@ def main() -> None:
     unknown = set(chosen.sections) - set(SECTIONS)
     if unknown or set(chosen.phase) - set(POSITIONS):
         parser.error(f"there are the sections {', '.join(SECTIONS)}, and the phases {', '.join(POSITIONS)}")
-    chosen.sizes = chosen.sizes or (sizes("0.0002") if chosen.smoke else sizes("8,32,64"))
+    chosen.sizes = chosen.sizes or (harness.sizes("0.0002") if chosen.smoke else harness.sizes("8,32,64"))
     chosen.variant_size = int((chosen.variant_size or (0.0002 if chosen.smoke else 32)) * GB)
     chosen.peer_limit = int(chosen.peer_limit * GB)
     Bench(chosen).run()

@@ -28,9 +28,8 @@ import harness
 import machine
 import process
 import training
-from harness import Results
+from harness import GB, Results
 from process import ProcessError, Program
-from training import GB
 from training_log import combine  # of examples
 
 RESTORE_SECONDS = 8.0  # kept free for each image that is to be restored

@@ -21,10 +21,9 @@ import driver_checkpoint
 import harness
 import machine
 import process
-from harness import Results
+from harness import GB, Results
 from process import ProcessError, Program
 
-GB = 1_000_000_000
 HOST_RESERVE = 6 << 30  # left free for everybody else
 # Stop-the-world: all of these pass before the application runs again (of the dump, those that the image records).
 STALL_PHASES = ("quiesce", "detach", "driver checkpoint", "CRIU freeze and dump", "driver restore", "attach")
@@ -313,27 +312,19 @@ class Bench:
         return text
 
 
-def sizes(text: str) -> list[int]:
-    """Parse a list of sizes in GB."""
-    return [int(float(part) * GB) for part in text.split(",")]
-
-
-def names(text: str) -> list[str]:
-    """Parse a list of words."""
-    return text.split(",")
-
-
 def main() -> None:
     """Run the benchmark."""
     parser = harness.options(__doc__ or "")
-    parser.add_argument("--sizes", type=sizes, metavar="GB,...", help="of the buffers (8,32,64)")
+    parser.add_argument("--sizes", type=harness.sizes, metavar="GB,...", help="of the buffers (8,32,64)")
     parser.add_argument(
         "--places",
-        type=names,
+        type=harness.words,
         metavar="P,...",
         help="memory, huge (pages), disk (all)",
     )
-    parser.add_argument("--systems", type=names, default=["phos", "peer"], metavar="S,...", help="phos, peer (both)")
+    parser.add_argument(
+        "--systems", type=harness.words, default=["phos", "peer"], metavar="S,...", help="phos, peer (both)"
+    )
     parser.add_argument("--memory-folder", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--disk-folder", type=Path, default=Path("/var/tmp"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--touch-gib", type=int, default=112, metavar="N", help="host memory to touch before timing")
@@ -341,7 +332,7 @@ def main() -> None:
         "--disk-gib", type=int, default=6, metavar="N", help="written to measure the disk (%(default)s)"
     )
     chosen = harness.prepare(parser)
-    chosen.sizes = chosen.sizes or ([8_000_000] if chosen.smoke else sizes("8,32,64"))
+    chosen.sizes = chosen.sizes or ([8_000_000] if chosen.smoke else harness.sizes("8,32,64"))
     chosen.places = chosen.places or ["memory", *([] if chosen.smoke else ["huge"]), "disk"]
     Bench(chosen).run()
 

@@ -26,6 +26,8 @@ from typing import Any
 import machine
 import process
 
+GB = 1_000_000_000
+
 # An installation keeps no results: they go where the caller stands.
 HUGE = "huge"
 HUGE_BYTES = 128 << 30
@@ -54,6 +56,24 @@ def options(description: str, *, budget: float = 500.0) -> argparse.ArgumentPars
         "--work", type=Path, default=Path("/tmp/phos-bench"), metavar="DIR", help="for reports and logs (%(default)s)"
     )
     return parser
+
+
+def sizes(text: str) -> list[int]:
+    """Parse a list of sizes in GB."""
+    return [int(float(part) * GB) for part in text.split(",")]
+
+
+def words(text: str) -> list[str]:
+    """Parse a list of words."""
+    return [word for word in text.split(",") if word]
+
+
+def refuse_unknown(
+    parser: argparse.ArgumentParser, chosen: Iterable[str], known: Iterable[str], separator: str = ", "
+) -> None:
+    """Say which of the names chosen there is not, and end."""
+    if unknown := set(chosen) - set(known):
+        parser.error(f"there is no {', '.join(sorted(unknown))}; choose from: {separator.join(known)}")
 
 
 def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:

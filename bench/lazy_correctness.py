@@ -25,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 import process
 import restore_runs
-from harness import Results
+from harness import GB, Results
 from process import ProcessError, Program
-from restore_runs import GB, Answer, Server
+from restore_runs import Answer, Server
 
 AHEAD = 24  # requests that are there beyond those answered
 ANSWERS_AFTER = 2  # of them the first was begun before the dump, the last after the restore

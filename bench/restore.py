@@ -22,9 +22,9 @@ import harness
 import process
 import restore_runs
 import restore_tables
-from harness import Results
+from harness import GB, Results
 from restore_bench import RestoreBench
-from restore_runs import GB, VARIANTS, Answer, Pool, Restored, Server, Unavailable
+from restore_runs import VARIANTS, Answer, Pool, Restored, Server, Unavailable
 
 SYSTEMS = (*VARIANTS, "pool", "peer")
 
@@ -157,11 +157,6 @@ class Bench(RestoreBench):
         self.end("The answer was not that of the process left alone")
 
 
-def sizes(text: str) -> list[int]:
-    """Parse a list of sizes in GB."""
-    return [int(float(part) * GB) for part in text.split(",")]
-
-
 def systems(text: str) -> list[str]:
     """Parse a list of ways to restore; they have commas in their names, so semicolons separate them."""
     return [word.strip() for word in text.split(";") if word.strip()]
@@ -170,7 +165,7 @@ def systems(text: str) -> list[str]:
 def main() -> None:
     """Run the benchmark."""
     parser = harness.options(__doc__ or "")
-    parser.add_argument("--sizes", type=sizes, metavar="GB,...", help="of the weights (8,32,64)")
+    parser.add_argument("--sizes", type=harness.sizes, metavar="GB,...", help="of the weights (8,32,64)")
     parser.add_argument("--systems", type=systems, default=list(SYSTEMS), metavar="S;...", help="; ".join(SYSTEMS))
     parser.add_argument(
         "--models",
@@ -181,10 +176,9 @@ def main() -> None:
     )
     restore_runs.add_options(parser)
     chosen = harness.prepare(parser)
-    if unknown := set(chosen.systems) - set(SYSTEMS):
-        parser.error(f"there is no {', '.join(sorted(unknown))}; choose from: {'; '.join(SYSTEMS)}")
+    harness.refuse_unknown(parser, chosen.systems, SYSTEMS, "; ")
     restore_runs.settle_options(chosen)
-    chosen.sizes = chosen.sizes or (sizes("0.016") if chosen.smoke else sizes("8,32,64"))
+    chosen.sizes = chosen.sizes or (harness.sizes("0.016") if chosen.smoke else harness.sizes("8,32,64"))
     Bench(chosen).run()
 
 

@@ -24,9 +24,9 @@ import driver_checkpoint
 import harness
 import machine
 import process
+from harness import GB
 from process import ProcessError, Program
 
-GB = 1_000_000_000
 HOST_RESERVE = 6 << 30  # left free for everybody else
 PROGRAM_BYTES = 4 << 30  # host memory of the server itself, as CRIU sees it
 WARM_REQUESTS = 2

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import harness
-from harness import Results
+from harness import GB, Results
 
-GB = 1_000_000_000
 LAZY = "lazy"
 WITHOUT = ("lazy, allocation order", "lazy, random order")
 

@@ -20,9 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 import machine
-from harness import Results
-
-GB = 1_000_000_000
+from harness import GB, Results
 
 
 def fill(blocks: int, size: int) -> list[Any]:

@@ -21,9 +21,9 @@ import harness
 import process
 import restore_runs
 import restore_tables
-from harness import Results
+from harness import GB, Results
 from restore_bench import RestoreBench
-from restore_runs import GB, Answer, Pool, Restored, Server, Unavailable
+from restore_runs import Answer, Pool, Restored, Server, Unavailable
 
 SYSTEMS = ("cold", "peer", "eager", "lazy", "pool")
 
@@ -150,27 +150,18 @@ class Bench(RestoreBench):
         return [*text, harness.table(columns, cells), "", *restore_tables.phases(rows)]
 
 
-def sizes(text: str) -> list[int]:
-    """Parse a list of sizes in GB."""
-    return [int(float(part) * GB) for part in text.split(",")]
-
-
-def words(text: str) -> list[str]:
-    """Parse a list of words."""
-    return [word for word in text.split(",") if word]
-
-
 def main() -> None:
     """Run the benchmark."""
     parser = harness.options(__doc__ or "", budget=300)
-    parser.add_argument("--sizes", type=sizes, metavar="GB,...", help="of the weights (8,32)")
-    parser.add_argument("--systems", type=words, default=list(SYSTEMS), metavar="S,...", help=", ".join(SYSTEMS))
+    parser.add_argument("--sizes", type=harness.sizes, metavar="GB,...", help="of the weights (8,32)")
+    parser.add_argument(
+        "--systems", type=harness.words, default=list(SYSTEMS), metavar="S,...", help=", ".join(SYSTEMS)
+    )
     restore_runs.add_options(parser)
     chosen = harness.prepare(parser)
-    if unknown := set(chosen.systems) - set(SYSTEMS):
-        parser.error(f"there is no {', '.join(sorted(unknown))}; choose from: {', '.join(SYSTEMS)}")
+    harness.refuse_unknown(parser, chosen.systems, SYSTEMS)
     restore_runs.settle_options(chosen)
-    chosen.sizes = chosen.sizes or (sizes("0.016") if chosen.smoke else sizes("8,32"))
+    chosen.sizes = chosen.sizes or (harness.sizes("0.016") if chosen.smoke else harness.sizes("8,32"))
     Bench(chosen).run()
 
 

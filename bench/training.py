@@ -20,8 +20,6 @@ import harness
 import process
 from process import ProcessError, Program
 
-GB = 1_000_000_000
-
 
 def training_program(folder: Path, device: str, options: Sequence[str], *, frontend: bool, name: str) -> Program:
     """Return the large training program, not started; on the software GPU its likeness without PyTorch."""

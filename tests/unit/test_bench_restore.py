@@ -104,7 +104,7 @@ JOB = {
 
 def test_phosds_times_count_from_the_command() -> None:
     """Begin, attach and last byte on one clock; the rate is of what the image holds."""
-    row = restore_runs.studied(JOB, 1000.0, 8 * restore_runs.GB)
+    row = restore_runs.studied(JOB, 1000.0, 8 * harness.GB)
     assert row["begin_s"] == pytest.approx(0.5)
     assert row["attached_s"] == pytest.approx(1.0)
     assert row["last_byte_s"] == pytest.approx(2.6)
@@ -124,7 +124,7 @@ def test_an_older_restore_of_the_same_image_does_not_count() -> None:
 def test_times_of_a_pool_count_from_the_command() -> None:
     """What `pool take` prints begins when phosd is asked."""
     said = {"began": 1000.2, "pids": [7], "attached": 0.01, "first_kernel": None, "last_byte": 2.0}
-    row = restore_runs.taken(said, 1000.0, 10 * restore_runs.GB)
+    row = restore_runs.taken(said, 1000.0, 10 * harness.GB)
     assert row == {
         "begin_s": pytest.approx(0.2),
         "attached_s": pytest.approx(0.21),
@@ -139,7 +139,7 @@ def test_times_of_a_pool_count_from_the_command() -> None:
 def results(folder: Path, rows: list[dict[str, Any]]) -> harness.Results:
     """Results with these rows."""
     made = harness.Results(argparse.Namespace(device="software", smoke=True, results=folder), "restore", "Title")
-    usual = {"bytes": 32 * restore_runs.GB, "models": 1, "tokens_equal": True, "driver_only": False}
+    usual = {"bytes": 32 * harness.GB, "models": 1, "tokens_equal": True, "driver_only": False}
     for row in [{**usual, **row} for row in rows]:
         made.add(f"{restore_tables.label(row)} {row['system']}", **row)
     return made
@@ -159,7 +159,7 @@ def test_goals_are_those_of_the_issue(tmp_path: Path) -> None:
                 "percent_of_copy": 80,
                 **times,
             },
-            {"system": "lazy", "first_kernel_s": 0.9, "first_token_s": 2.0, "bytes": 64 * restore_runs.GB, **times},
+            {"system": "lazy", "first_kernel_s": 0.9, "first_token_s": 2.0, "bytes": 64 * harness.GB, **times},
             {"system": "lazy, random order", "first_kernel_s": 0.7, "first_token_s": 1.6, "waited_s": 0.4, **times},
             {"system": "pool", "first_kernel_s": 0.05, "first_token_s": 0.9, **times},
             {"system": "peer", "first_kernel_s": 17.0, "first_token_s": 18.0, **times},
