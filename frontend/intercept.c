@@ -34,26 +34,9 @@ static CUresult refused(enum phos_gate_answer answer)
     phos_gate_leave(before_); \
     return result_
 
-/* Nested calls go to the driver itself: they are the driver's own business, or made with a lock of ours held. So do
- * calls while the frontend is not serving (before cuInit succeeded; in a forked child; after a failure of ours). In a
- * window they stay marked to their end: memory that comes or goes is the window's business. */
-#define HOOK_SERVE(entry, call, direct) \
-    uint32_t before_; \
-    CUresult result_; \
-    enum phos_gate_answer answer_ = phos_gate_enter(entry, &before_); \
-    if (__builtin_expect(answer_ > PHOS_GATE_NESTED, 0)) { \
-        if (answer_ > PHOS_GATE_TRACED_PASS) \
-            return refused(answer_); \
-        result_ = phos_window_result(phos_serving() ? call : direct); \
-        phos_gate_untrace_self(); \
-    } else \
-        result_ = answer_ == PHOS_GATE_PASS && phos_serving() ? call : direct; \
-    phos_gate_leave(before_); \
-    return result_
-
-/* What touches device memory. `traced` is a function of its own, out of the way of an open, untraced gate: it has the
- * list of touches on its stack. */
-#define HOOK_TOUCH(entry, call, traced) \
+/* A call that a window has to know of from its beginning to its end: then it is `traced` and stays marked; else it is
+ * `plain`. */
+#define HOOK_MARKED(entry, plain, traced) \
     uint32_t before_; \
     CUresult result_; \
     enum phos_gate_answer answer_ = phos_gate_enter(entry, &before_); \
@@ -63,9 +46,20 @@ static CUresult refused(enum phos_gate_answer answer)
         result_ = traced; \
         phos_gate_untrace_self(); \
     } else \
-        result_ = call; \
+        result_ = plain; \
     phos_gate_leave(before_); \
     return result_
+
+/* Nested calls go to the driver itself: they are the driver's own business, or made with a lock of ours held. So do
+ * calls while the frontend is not serving (before cuInit succeeded; in a forked child; after a failure of ours). In a
+ * window they stay marked to their end: memory that comes or goes is the window's business. */
+#define HOOK_SERVE(entry, call, direct) \
+    HOOK_MARKED(entry, answer_ == PHOS_GATE_PASS && phos_serving() ? call : direct, \
+                phos_window_result(phos_serving() ? call : direct))
+
+/* What touches device memory. `traced` is a function of its own, out of the way of an open, untraced gate: it has the
+ * list of touches on its stack. */
+#define HOOK_TOUCH(entry, call, traced) HOOK_MARKED(entry, call, traced)
 
 /* An audit may learn of better descriptors by the call itself, which was the first to name a kernel. */
 #define HOOK_TRACED(touch, per_thread, name, call) \

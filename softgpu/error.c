@@ -10,28 +10,25 @@ static const struct {
 #undef ERROR
 };
 
-CUresult softgpu_cuGetErrorString(CUresult error, const char **pStr)
+static CUresult find(CUresult error, const char **text, bool name)
 {
-    if (!pStr)
+    if (!text)
         return CUDA_ERROR_INVALID_VALUE;
-    *pStr = NULL;
+    *text = NULL;
     for (size_t i = 0; i < sizeof(errors) / sizeof(errors[0]); i++)
         if (errors[i].error == error) {
-            *pStr = errors[i].text;
+            *text = name ? errors[i].name : errors[i].text;
             return CUDA_SUCCESS;
         }
     return CUDA_ERROR_INVALID_VALUE;
 }
 
+CUresult softgpu_cuGetErrorString(CUresult error, const char **pStr)
+{
+    return find(error, pStr, false);
+}
+
 CUresult softgpu_cuGetErrorName(CUresult error, const char **pStr)
 {
-    if (!pStr)
-        return CUDA_ERROR_INVALID_VALUE;
-    *pStr = NULL;
-    for (size_t i = 0; i < sizeof(errors) / sizeof(errors[0]); i++)
-        if (errors[i].error == error) {
-            *pStr = errors[i].name;
-            return CUDA_SUCCESS;
-        }
-    return CUDA_ERROR_INVALID_VALUE;
+    return find(error, pStr, true);
 }
