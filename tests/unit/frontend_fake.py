@@ -21,12 +21,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
+
 from phos.gen import wire_pb2 as wire
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("PHOS_BUILD", ROOT / "build"))
 LIBPHOS = BUILD / "lib" / "libphos.so"
 SOFTGPU = BUILD / "softgpu"
+built = pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built")
 UNIT = 2 << 20  # physical memory comes in multiples of it
 SLAB = 16 * UNIT
 PATIENCE = 30.0  # seconds; nothing here takes one

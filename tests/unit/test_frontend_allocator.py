@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,18 +20,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.unit.frontend_fake import LIBPHOS, PRELUDE, SLAB, SOFTGPU, UNIT, FakePhosd, Program, environment_for
+from tests.unit.frontend_fake import PRELUDE, SLAB, UNIT, FakePhosd, Program, built, environment_for
 
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built"),
-]
-
-
-@pytest.fixture
-def phosd() -> Iterator[FakePhosd]:
-    with FakePhosd() as daemon:
-        yield daemon
+pytestmark = [pytest.mark.timeout(240), built]
 
 
 # A program that does what it is told, one JSON list a line, and answers with one.

@@ -5,25 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from phos.gen import wire_pb2 as wire
-from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Program, program
+from tests.unit.frontend_fake import FakePhosd, Program, built, program
 from tests.unit.waiting import eventually
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built"),
-]
-
-
-@pytest.fixture
-def phosd() -> Iterator[FakePhosd]:
-    with FakePhosd() as daemon:
-        yield daemon
+pytestmark = [pytest.mark.timeout(120), built]
 
 
 HOLDING = """

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterator
 
 import pytest
 
 from phos.gen import wire_pb2 as wire
-from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, program
+from tests.unit.frontend_fake import FakePhosd, built, program
 from tests.unit.waiting import eventually
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built"),
-]
-
-
-@pytest.fixture
-def phosd() -> Iterator[FakePhosd]:
-    with FakePhosd() as daemon:
-        yield daemon
+pytestmark = [pytest.mark.timeout(120), built]
 
 
 def test_memory_keeps_content_and_address(phosd: FakePhosd) -> None:

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.unit.frontend_fake import LIBPHOS, SLAB, SOFTGPU, UNIT, FakePhosd, program
+from tests.unit.frontend_fake import SLAB, UNIT, FakePhosd, built, program
 from tests.unit.waiting import eventually
 
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built"),
-]
-
-
-@pytest.fixture
-def phosd() -> Iterator[FakePhosd]:
-    with FakePhosd() as daemon:
-        yield daemon
+pytestmark = [pytest.mark.timeout(240), built]
 
 
 def test_freed_memory_is_reported_free_and_given_back_when_needed(phosd: FakePhosd) -> None:

@@ -11,13 +11,10 @@ from pathlib import Path
 import pytest
 
 from phos.gen import wire_pb2 as wire
-from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Program, Session, program
+from tests.unit.frontend_fake import SOFTGPU, FakePhosd, Program, Session, built, program
 from tests.unit.waiting import eventually
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built"),
-]
+pytestmark = [pytest.mark.timeout(120), built]
 
 MiB = 1 << 20
 RESIDUE = 12 * MiB  # what the software GPU saves of a context (SOFTGPU_RESIDUE)
@@ -44,12 +41,6 @@ while (word := heard()):
             os._exit(".residue" in text)
         say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-
-
-@pytest.fixture
-def phosd() -> Iterator[FakePhosd]:
-    with FakePhosd() as daemon:
-        yield daemon
 
 
 @pytest.fixture

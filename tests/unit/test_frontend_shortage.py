@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Program, Session, program
+from tests.unit.frontend_fake import FakePhosd, Program, Session, built, program
 from tests.unit.waiting import eventually
 
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built"),
-]
-
-
-@pytest.fixture
-def phosd() -> Iterator[FakePhosd]:
-    with FakePhosd() as daemon:
-        yield daemon
+pytestmark = [pytest.mark.timeout(240), built]
 
 
 SHORT_OF_MEMORY = """

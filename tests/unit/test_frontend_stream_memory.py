@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, program
+from tests.unit.frontend_fake import FakePhosd, built, program
 
-pytestmark = [
-    pytest.mark.timeout(240),
-    pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built"),
-]
-
-
-@pytest.fixture
-def phosd() -> Iterator[FakePhosd]:
-    with FakePhosd() as daemon:
-        yield daemon
+pytestmark = [pytest.mark.timeout(240), built]
 
 
 def test_stream_ordered_reuse_waits_for_the_freeing_stream(phosd: FakePhosd) -> None:

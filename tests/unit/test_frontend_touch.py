@@ -103,12 +103,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture
-def phosd() -> Iterator[FakePhosd]:
-    with FakePhosd() as daemon:
-        yield daemon
-
-
 @contextmanager
 def tracing(phosd: FakePhosd, library: Path, body: str) -> Iterator[tuple[Program, Session]]:
     """A program with a window of its own."""

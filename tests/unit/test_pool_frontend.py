@@ -9,13 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from phos.gen import wire_pb2 as wire
-from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, process_start, program
+from tests.unit.frontend_fake import FakePhosd, built, process_start, program
 from tests.unit.waiting import eventually
 
-pytestmark = [
-    pytest.mark.timeout(120),
-    pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built"),
-]
+pytestmark = [pytest.mark.timeout(120), built]
 
 HOLDING = """
 start()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,10 @@ from phos.gpu_engine.daemon import requests as requests_module
 from phos.gpu_engine.daemon.jobs import Claims
 from phos.gpu_engine.daemon.requests import Requests
 from phos.images.formats import COMMIT_FILE
-from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Session, program
+from tests.unit.frontend_fake import FakePhosd, Session, built, program
 from tests.unit.waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
-
-built = pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built")
-
-
-@pytest.fixture
-def phosd() -> Iterator[FakePhosd]:
-    with FakePhosd() as daemon:
-        yield daemon
 
 
 def result(session: Session, number: int, error: str = "", **more: Any) -> None:
