@@ -342,7 +342,7 @@ put_link() {
 install_files() {
     step "Installing into $prefix"
     local file
-    for file in criu phos-gpu phosd layout.sh supervise.py; do
+    for file in criu phos-gpu phosd layout.sh supervise.py take.py; do
         put "$source/packaging/$file" "$home/bin/$file"
     done
     # For developers links, so that `make build` is all it takes to try a change.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,11 +77,14 @@ def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: 
 @click.option("--timeout", default=60.0, show_default=True, help="How long to wait for a parked process; seconds.")
 @click.option("--quick", is_flag=True, help="Return as soon as it computes, not only when all of its memory is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def take(name: str, eager: bool, no_wait: bool, timeout: float, quick: bool, as_json: bool) -> None:
+@click.pass_obj
+def take(asked: int | None, name: str, eager: bool, no_wait: bool, timeout: float, quick: bool, as_json: bool) -> None:
     """Open one process of the pool NAME (or of the only pool of the image NAME). It runs in the background."""
-    request = wire_pb2.PoolTake(name=name, eager=eager, wait_s=0.0 if no_wait else timeout)
-    with client.connect() as connection:
-        wire.send(connection, wire_pb2.Envelope(id=1, pool_take=request))
+    # packaging/take.py may have asked already; `asked` is its connection.
+    with client.connect() if asked is None else socket.socket(fileno=asked) as connection:
+        if asked is None:
+            request = wire_pb2.PoolTake(name=name, eager=eager, wait_s=0.0 if no_wait else timeout)
+            wire.send(connection, wire_pb2.Envelope(id=1, pool_take=request))
         taken = _receive(connection)
         if not as_json:
             click.echo(f"Process {', '.join(map(str, taken.pids))} computes ({taken.attached * 1e3:.1f} ms).")
