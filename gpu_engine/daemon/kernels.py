@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from contextlib import suppress
+from functools import lru_cache
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.spec import table as tables
@@ -19,6 +20,9 @@ COPY_LIMIT = 256 << 20
 """Bytes of a module that is in no file: the frontend keeps no more of them either."""
 
 NAME_LIMIT = 4096
+
+IMAGES_KEPT = 16
+"""Images whose tables are kept as they were looked through; some hundred kilobytes each."""
 
 _store = ModuleStore()
 
@@ -57,10 +61,22 @@ def known_table(
     if not of_image:
         return known
     try:
-        return tables.merge(of_image, known)
+        # Thousands of kernels take tens of milliseconds. Of a process that has told nothing yet that is done already
+        # when somebody waits for it, if it was done when the process was parked.
+        return _of_image(of_image) if tables.is_empty(known) else tables.merge(of_image, known)
     except SpecError as error:
         log.warning("What the image says of kernels is of no use: %s", error)
         return known
+
+
+@lru_cache(maxsize=IMAGES_KEPT)
+def _of_image(table: bytes) -> bytes:
+    """What an image says, looked through.
+
+    Raises:
+        SpecError: it is no table.
+    """
+    return tables.merge(table)
 
 
 def table_file(speculator: Speculator, session: bytes, timeout: float, of_image: bytes = b"") -> int:

@@ -69,6 +69,20 @@ class Broker:
             os.close(former.descriptor)
         self._keeper.add(block.key[0], pid, block.key[1], block.size, block.device, block.descriptor)
 
+    def hold(self, blocks: Iterable[Block], pid: int) -> None:
+        """As :meth:`add` for new blocks, but the keeper does not have them before :meth:`entrust`."""
+        with self._lock:
+            for block in blocks:
+                self._blocks[block.key] = block
+                self._pids[block.key[0]] = pid
+
+    def entrust(self, session: bytes) -> None:
+        """Give the keeper what a session's :meth:`hold` left out. With the lock held, as :meth:`_hand_over`."""
+        with self._lock:
+            for key, block in self._blocks.items():
+                if key[0] == session:
+                    self._keeper.add(session, self._pids[session], key[1], block.size, block.device, block.descriptor)
+
     def remove(self, key: BlockKey) -> None:
         """The block's owner has freed it."""
         with self._lock:

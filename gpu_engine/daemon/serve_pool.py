@@ -110,6 +110,8 @@ class PoolServer:
                 raise RestoreFailed(job.error)
             said.attached = time.time() - began
             assert entry.warden is not None
+            for number in job.sessions:  # only now: until it is taken it ends with phosd, and its memory may too
+                self._registry.broker.entrust(number)
             entry.warden.taken()  # before its lifeline is closed: else it takes that for phosd's end
             entry.warden.close()
             self.pools.taken(pool, entry)
@@ -145,7 +147,7 @@ class PoolServer:
                 self._registry.loading[number] = job
                 self._registry.sessions[number].machine.to(SessionState.DETACHED)
         try:
-            job.open(lambda block: self._registry.broker.add(block, os.getpid()), eager=eager)
+            job.open(lambda blocks: self._registry.broker.hold(blocks, os.getpid()), eager=eager)
         except BaseException:
             with self._registry.lock:
                 for number in job.sessions:
@@ -178,6 +180,7 @@ class PoolServer:
         session.restored_from(process.message, process.imports)
         if table := job.tables.get(process.message.session):
             session.knows(table)
+        session.access_table()  # looked through now, and not when it is taken
         with self._registry.lock:
             self._registry.sessions[process.session] = session
             self._registry.restores[process.session] = job

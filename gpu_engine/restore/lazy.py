@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.copier import Cancelled, Copier, MappedBlocks
+from phos.gpu_engine.copier import Cancelled, Copier, LoadSource, MappedBlocks
 from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
 from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.locked_ahead import LockedAhead
@@ -151,11 +151,15 @@ class LazyRestore(Restore):
             try:
                 with checked(self._image, self._copier, devices, {CHUNK_BYTES}, how.at_once) as (read, check):
                     args = (blocks[0].device, read, self.progress, self._cancelled, how.workers, check)
-                    self._copier.fill(self._feed, *args)
+                    self._copier.fill(self._source(self._feed), *args)
             except Cancelled:  # the processes are dead; what they touched first is worth knowing all the same
                 self._end_windows()
                 raise
         self._end_windows()
+
+    def _source(self, feed: LoadFeed) -> LoadSource[Extent]:
+        """What the copier takes its loads from."""
+        return feed
 
     def _order(self, places: Sequence[LoadPlace]) -> list[int]:
         """Zeros first, which cost next to nothing; then what was touched first; then the rest, as it was allocated."""

@@ -18,16 +18,19 @@ from contextlib import suppress
 
 from phos.gpu_engine import driver, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.copier import Copier
-from phos.gpu_engine.errors import DriverError, RestoreFailed
+from phos.gpu_engine.copier import Copier, LoadSource
+from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.base import Register
+from phos.gpu_engine.restore.feed import LoadFeed
 from phos.gpu_engine.restore.lazy import LazyRestore
+from phos.gpu_engine.restore.reserved import MappingFeed, ReservedMemory
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.gpu_engine.restore.sources import manner
 from phos.gpu_engine.timeline import Timeline
 from phos.gpu_engine.touch_order import TouchOrder
+from phos.images.extents import Extent
 from phos.images.formats import COMMIT_FILE
 
 log = logging.getLogger(__name__)
@@ -81,7 +84,7 @@ class PooledRestore(LazyRestore):
         self.tables: dict[bytes, bytes] = {}
         """Access tables, by the image's session, of processes whose kernels are known already."""
         self._tasks: dict[int, int] = {}  # all of the tree's processes → pidfd
-        self._reserved: dict[BlockKey, tuple[int, int, int]] = {}  # → GPU, address, size
+        self._reserved = ReservedMemory()
         self._eager = False
         self._discarded = False
 
@@ -128,13 +131,11 @@ class PooledRestore(LazyRestore):
         if strangers := {key[0] for key in planned} - set(self._sessions):
             raise RestoreFailed(f"The image's processes map GPU memory of {len(strangers)} that are not in it.")
         self._prepare(list(planned.values()))
-        for key, block in planned.items():
-            self._reserved[key] = (block.device, driver.context(block.device).reserve(block.size), block.size)
+        addresses = {key: self._reserved.reserve(block) for key, block in planned.items()}
         for device in {block.device for block in planned.values()}:
-            self._copier.prepare(device)  # waits for a job that copies; pinning the ring takes half a second
+            self._copier.prepare(device)
         self._ahead = self._lock_ahead()
         self._how = manner(self._image, self._copier, len({block.device for block in planned.values()}))
-        addresses = {key: address for key, (_, address, _) in self._reserved.items()}
         self._feed = self._make_feed(addresses, self._how)
         threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
 
@@ -227,8 +228,8 @@ class PooledRestore(LazyRestore):
         if identity(directory) != self.identity:
             raise RestoreFailed("Another image has been written in its place.")
 
-    def open(self, add: Callable[[Block], None], *, eager: bool) -> None:
-        """Create the memory, begin to load it, let the processes go. ``add`` takes the blocks over.
+    def open(self, hold: Callable[[list[Block]], None], *, eager: bool) -> None:
+        """Create the memory, begin to load it, let the processes go. ``hold`` takes the blocks over.
 
         Raises:
             RestoreFailed: there is too little memory; it is parked as before.
@@ -248,8 +249,7 @@ class PooledRestore(LazyRestore):
             for block in [*blocks.values(), *borrowed]:
                 os.close(block.descriptor)
             raise RestoreFailed(f"phosd has no descriptors left: {error}") from error
-        for block in blocks.values():
-            add(block)
+        hold(list(blocks.values()))
         with self._lock:
             self.state = "loading"
             self._eager = eager
@@ -264,18 +264,15 @@ class PooledRestore(LazyRestore):
 
     def _fill(self, blocks: list[Block]) -> None:
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
-        mapped: list[driver.Mapping] = []
+        self._reserved.have(blocks)
         try:
-            for block in blocks:
-                device, address, size = self._reserved.pop(block.key)
-                mapped.append(driver.context(device).map_block(block.descriptor, size, address))
             self._pour(blocks, self._how, self._ahead)
         finally:
             os.close(self._directory)
-            for mapping in mapped:
-                with suppress(DriverError):
-                    mapping.unmap()
-            self._free_reserved()
+            self._reserved.free()
+
+    def _source(self, feed: LoadFeed) -> LoadSource[Extent]:
+        return MappingFeed(feed, self._reserved)
 
     def _may_attach(self) -> bool:
         if self._eager:
@@ -316,12 +313,6 @@ class PooledRestore(LazyRestore):
             if self._table is not None:
                 self._table.close()
                 self._table = None
-        self._free_reserved()
+        self._reserved.free()
         self.close()
         self.put_away.set()
-
-    def _free_reserved(self) -> None:
-        while self._reserved:
-            _, (device, address, size) = self._reserved.popitem()
-            with suppress(DriverError):
-                driver.context(device).free_reserved(address, size)

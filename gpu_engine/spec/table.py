@@ -84,6 +84,12 @@ def _fits(module: int, found: AccessDescriptor) -> bool:
     return 0 <= module < 1 << 64 and all(0 <= number <= _U32 for number in numbers)
 
 
+def is_empty(table: bytes) -> bool:
+    """Whether a table that :func:`pack` has made has no kernel."""
+    kernels: int = HEADER.unpack_from(table)[1]
+    return not kernels
+
+
 def unpack(table: bytes) -> list[tuple[int, int, AccessDescriptor]]:
     """(module, hash of the name, descriptor without its name) of each kernel in a table. Raises SpecError."""
     try:
