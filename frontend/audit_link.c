@@ -30,7 +30,7 @@ void phos_audit_hang_up(void)
 static bool send(Phos__Wire__Envelope *envelope, int body, uint64_t id)
 {
     if (link_fd < 0)
-        link_fd = phos_link_connect(phos_hold_socket());
+        link_fd = phos_link_connect(phos_hold_socket(), false);
     envelope->id = id;
     envelope->body_case = (Phos__Wire__Envelope__BodyCase)body;
     if (link_fd >= 0 && phos_link_send(link_fd, envelope, NULL, 0))

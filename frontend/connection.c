@@ -7,6 +7,7 @@
 #include "cleanup.h"
 #include "clock.h"
 #include "control.h"
+#include "descriptors.h"
 #include "memory.h"
 #include "tell.h"
 
@@ -20,12 +21,16 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#define SPENT_NS 100000000
+
 /* The control thread's own. */
 static int link_fd = -1;
 static dev_t link_device; /* which socket link_fd is: an application may close descriptors that are not its own */
 static ino_t link_inode;
 static struct phos_packet stash[8]; /* packets that came while the gate was closing */
 static size_t stashed;
+static int spent_wake = -1; /* what wake_fd was a moment ago: who is just waking us may have read it then */
+static uint64_t spent_at;
 /* Everybody's. */
 static atomic_bool nobody_there; /* the last attempt to connect failed */
 static _Atomic int wake_fd = -1;
@@ -163,15 +168,11 @@ bool phos_connection_fetch(const uint8_t session[16], uint64_t block, int *descr
 
 /* ---- its life ---- */
 
-bool phos_connection_take(int link)
+bool phos_connection_take(int link, bool at_once)
 {
     struct stat now;
     int low = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-    int wake = low >= 0 ? fcntl(low, F_DUPFD_CLOEXEC, 512) : -1;
-    if (wake >= 0)
-        close(low);
-    else
-        wake = low;
+    int wake = low < 0 ? low : at_once ? phos_descriptor_raise_at_once(low) : phos_descriptor_raise(low);
     if (wake < 0 || fstat(link, &now)) {
         if (wake >= 0)
             close(wake);
@@ -186,11 +187,36 @@ bool phos_connection_take(int link)
     return true;
 }
 
+static void close_spent(void)
+{
+    if (spent_wake >= 0)
+        close(spent_wake);
+    spent_wake = -1;
+}
+
 static void close_wake(void)
 {
     int wake = atomic_exchange(&wake_fd, -1);
     if (wake >= 0)
         close(wake);
+    close_spent();
+}
+
+void phos_connection_raise(void)
+{
+    if (spent_wake >= 0 && phos_now_ns() - spent_at > SPENT_NS)
+        close_spent();
+    if (link_fd >= PHOS_DESCRIPTOR_FLOOR || !ours())
+        return;
+    link_fd = phos_descriptor_raise(link_fd);
+    int wake = atomic_load(&wake_fd);
+    int high = wake < PHOS_DESCRIPTOR_FLOOR ? fcntl(wake, F_DUPFD_CLOEXEC, PHOS_DESCRIPTOR_FLOOR) : -1;
+    if (high < 0)
+        return;
+    close_spent();
+    spent_wake = wake;
+    spent_at = phos_now_ns();
+    atomic_store(&wake_fd, high);
 }
 
 static void close_link(void)

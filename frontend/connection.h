@@ -4,8 +4,10 @@
 #include "error.h"
 #include "wire_link.h"
 
-/* A connection that has just been made; it is closed if that fails. */
-bool phos_connection_take(int link) PHOS_CHECKED;
+/* A connection that has just been made; it is closed if that fails. `at_once`: somebody waits (descriptors.h). */
+bool phos_connection_take(int link, bool at_once) PHOS_CHECKED;
+/* Nobody waits any more: puts its descriptors out of the application's way, if they are not. */
+void phos_connection_raise(void);
 /* The attempt to make one failed, or did not (phos_tell_nobody). */
 void phos_connection_tried(bool failed);
 void phos_connection_drop(void);

@@ -52,11 +52,18 @@ static bool serve_packets(void)
     }
 }
 
+static bool tell(void)
+{
+    if (phos_request_state() == PHOS__WIRE__GATE_STATE__OPEN)
+        phos_connection_raise();
+    return phos_connection_tell();
+}
+
 /* Until the connection ends, by either side. */
 static void serve_connection(void)
 {
     if (phos_tell_begin(phos_request_state()))
-        while ((detached() || phos_connection_tell()) && phos_connection_wait(patience()) && serve_packets())
+        while ((detached() || tell()) && phos_connection_wait(patience()) && serve_packets())
             ;
     phos_window_abandoned();
     phos_connection_drop();
@@ -73,9 +80,9 @@ static void *control_main(void *unused)
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     phos_real.cuThreadExchangeStreamCaptureMode(&mode);
     for (;;) {
-        int link = detached() ? phos_hold_wait() : phos_link_connect(phos_hold_socket());
+        int link = detached() ? phos_hold_wait() : phos_link_connect(phos_hold_socket(), false);
         phos_connection_tried(link < 0);
-        if (link >= 0 && phos_connection_take(link))
+        if (link >= 0 && phos_connection_take(link, detached()))
             serve_connection();
         else
             phos_sleep_ms(100);

@@ -130,7 +130,7 @@ enum hold { HOLD_NONE, HOLD_ALIVE, HOLD_DEAD };
 /* Makes a descriptor for a moment. */
 static bool listens(void)
 {
-    int link = phos_link_connect(socket_path);
+    int link = phos_link_connect(socket_path, true);
     if (link >= 0)
         close(link);
     return link >= 0;
@@ -221,7 +221,7 @@ int phos_hold_wait(void)
         if (hold == HOLD_ALIVE)
             trouble_us = 0;
         else if (hold == HOLD_NONE) {
-            int link = phos_link_connect(socket_path);
+            int link = phos_link_connect(socket_path, true);
             if (link >= 0)
                 return link;
         }

@@ -1,4 +1,5 @@
 #include "wire_link.h"
+#include "descriptors.h"
 #include "log.h"
 
 #include <errno.h>
@@ -10,10 +11,7 @@
 #include <sys/un.h>
 #include <unistd.h>
 
-/* Programs that become daemons close the low descriptors blindly; ours stay out of their way. */
-#define DESCRIPTOR_FLOOR 512
-
-int phos_link_connect(const char *path)
+int phos_link_connect(const char *path, bool at_once)
 {
     struct sockaddr_un address = {.sun_family = AF_UNIX};
     if (strlen(path) >= sizeof address.sun_path)
@@ -25,11 +23,7 @@ int phos_link_connect(const char *path)
     int low = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
     if (low < 0)
         return -1;
-    int link = fcntl(low, F_DUPFD_CLOEXEC, DESCRIPTOR_FLOOR);
-    if (link >= 0)
-        close(low);
-    else
-        link = low;
+    int link = at_once ? phos_descriptor_raise_at_once(low) : phos_descriptor_raise(low);
     int wanted = 1 << 20;
     setsockopt(link, SOL_SOCKET, SO_SNDBUF, &wanted, sizeof wanted);
     if (connect(link, (struct sockaddr *)&address, sizeof address)) {

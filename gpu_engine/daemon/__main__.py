@@ -21,6 +21,14 @@ from phos.gpu_engine.daemon.remote_settings import VARIABLES, RemoteSettings
 from phos.gpu_engine.errors import PhosError, UsageError
 from phos.gpu_engine.installation import device_kind, load_driver
 
+DESCRIPTORS_USUAL = 16384
+"""Room for so many is made at the start: 128 KiB."""
+
+
+def _make_room(descriptors: int) -> None:
+    """Let the table of descriptors grow now. With threads, and somebody waiting, each doubling takes 10 ms and more."""
+    os.close(fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, descriptors - 1))
+
 
 def _version() -> str:
     try:
@@ -87,6 +95,7 @@ def _run(path: Path, verbose: bool) -> None:
     )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor for each block of each process
+    _make_room(min(hard, DESCRIPTORS_USUAL))
     try:
         configuration.fill_environment(VARIABLES)
     except UsageError as error:  # it matters for checkpoints, and they say so; applications need their phosd
