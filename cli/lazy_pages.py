@@ -12,13 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.installation import launcher
 
 SOCKET = "lazy-pages.socket"
 LOG = "lazy-pages.log"
-
-START_SECONDS = 20.0
 
 
 class LazyPages:
@@ -28,11 +25,7 @@ class LazyPages:
     """
 
     def __init__(self, directory: Path, pids: Callable[[], list[int]]) -> None:
-        """``directory``: of the image.
-
-        Raises:
-            RestoreFailed: it did not start.
-        """
+        """``directory``: of the image."""
         self._pids = pids
         self.error = ""
         self.seconds: float | None = None
@@ -46,14 +39,13 @@ class LazyPages:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         self._wanted = True
-        deadline = time.monotonic() + START_SECONDS
-        while not self._socket.exists():
-            if self._process.poll() is not None or time.monotonic() > deadline:
-                self._process.kill()
-                raise RestoreFailed(f"criu lazy-pages did not start: {self._last_error()} Its log: {self._log}")
-            time.sleep(0.002)
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="lazy-pages")
         self._watcher.start()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """For CRIU, whose plugin waits until the server listens (criu_plugin/lazy_pages.c): both start side by side."""
+        return {"PHOS_LAZY_PAGES": str(self._process.pid)}
 
     def __enter__(self) -> LazyPages:
         return self

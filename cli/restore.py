@@ -66,6 +66,7 @@ def _restore(image: str, directory: Path, lazy: bool, as_json: bool, began: floa
             arguments.append("--lazy-pages")
         stack.enter_context(ImageProgress(directory, restore=True, quiet=as_json))
         mode = {"PHOS_RESTORE": "lazy" if lazy else os.environ.get("PHOS_RESTORE", "")}
+        mode |= pages.environment if pages is not None else {}
         status, errors = run_criu(arguments, directory, "restore.log", mode)
         if status != 0:
             why = f"{pages.error}\n" if pages is not None and pages.error else ""

@@ -52,7 +52,7 @@ static int phos_plugin_init(int stage)
 		/* Plain CRIU's images do not name us, nor do ours of before 4.1: phosd looks at the files themselves. */
 		if (check_and_remove_inventory_plugin)
 			check_and_remove_inventory_plugin(PHOS_INVENTORY_PREFIX, strlen(PHOS_INVENTORY_PREFIX));
-		return phos_link_restore_begin();
+		return phos_link_restore_begin() ? -1 : phos_wait_lazy_pages();
 	default:
 		return 0;
 	}

@@ -38,4 +38,7 @@ void phos_link_restore_end(int result);
 /* Leaves a restored task stopped; before that its one thread `thread`, unless 0, runs while phosd works. */
 int phos_park(int pid, int thread);
 
+/* Returns when the server of a lazy restore that was started beside CRIU listens; at once if none was. */
+int phos_wait_lazy_pages(void);
+
 #endif

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from phos.gpu_engine.installation import examples_folder
+from phos.gpu_engine.installation import examples_folder, launcher
 from phos.gpu_engine.touch_order import read_beside
 from phos.images.reader import Image
 from tests.integration.site import Program, Site, become_reaper, wait_until, words
@@ -308,6 +308,22 @@ def test_criu_lazy_pages_dies_in_the_middle(site: Site) -> None:
     assert status != 0
     assert layers.program.result() is None
     layers.restore_again()
+    assert layers.program.wait_result() == str(LAYERS_SUM)
+
+
+def test_criu_lazy_pages_does_not_start(site: Site) -> None:
+    layers = Layers(site, "sum")
+    other = site.folder / "criu"
+    other.write_text(f'#!/bin/sh\n[ "$1" != lazy-pages ] || exit 3\nPHOS_CRIU= exec {launcher("criu")} "$@"\n')
+    other.chmod(0o755)
+    refused = site.run("phos-gpu", "restore", "--lazy", str(layers.image), check=False, PHOS_CRIU=str(other))
+    assert refused.returncode != 0
+    assert "criu lazy-pages failed with status 3 before all of the CPU's memory was there" in refused.stderr
+    assert re.search(r"criu lazy-pages \(pid \d+\) has ended", refused.stderr)
+    assert not layers.program.alive()
+    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    layers.restore_again()
+    layers.go_on()
     assert layers.program.wait_result() == str(LAYERS_SUM)
 
 
