@@ -8,8 +8,6 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-import psutil
-
 from phos.gpu_engine import procfs
 from phos.gpu_engine.errors import NoSuchProcess, UsageError
 from phos.gpu_engine.installation import launcher
@@ -47,6 +45,8 @@ def needs_shell_job(pid: int) -> bool:
         raise NoSuchProcess(f"There is no process {pid}.") from error
     except PermissionError:
         pass
+    import psutil  # here, because a restore needs it not, and would wait for it
+
     tree = {pid} | {child.pid for child in psutil.Process(pid).children(recursive=True)}
     return os.getsid(pid) not in tree
 

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from phos.cli import remote_image
 from phos.cli.criu import image_directory
-from phos.cli.inspect import refuse
+from phos.cli.refusal import refuse
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, wire

@@ -7,32 +7,24 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phos.cli.refusal import refuse
 from phos.cli.text import printable, seconds_text, size_text
 from phos.images import formats
 from phos.images.errors import ImageError
 from phos.images.reader import Image
-from phos.images.summary import SCHEMA, summarise
+from phos.images.summary import summarise
 
 image_argument = click.argument("image", type=click.Path())
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead (schema in the docs)."
 )
-
-
-def refuse(command: str, error: ImageError, as_json: bool) -> NoReturn:
-    """Say why an image is bad, on stderr, or as JSON on stdout; and end with the image's exit status, 1."""
-    if as_json:
-        click.echo(json.dumps({"schema": SCHEMA, "complete": False, "error": str(error), "problems": error.problems}))
-    else:
-        click.echo(f"phos-gpu {command}: {error}", err=True)
-    sys.exit(error.exit_status)
 
 
 @click.command("inspect")

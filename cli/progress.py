@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import PhosError
@@ -42,6 +40,9 @@ class ImageProgress:
             self._thread.join(2)
 
     def _follow(self) -> None:
+        # Here, because importing it takes longer than many a restore's other preparations.
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
         began = time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         with Progress(*columns, transient=True) as bar:

@@ -12,12 +12,7 @@ from pathlib import Path
 from phos.gpu_engine import configuration
 from phos.gpu_engine.errors import RestoreFailed
 from phos.images.remote import fetch_description
-from phos.images.remote_wire import DEFAULT_KEY, SCHEME, Address
-
-
-def is_remote(image: str) -> bool:
-    """Whether that names an image at another host."""
-    return image.startswith(SCHEME)
+from phos.images.remote_wire import DEFAULT_KEY, Address
 
 
 def fetch(image: str, directory: Path, *, only_data: bool = False) -> int:

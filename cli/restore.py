@@ -12,16 +12,16 @@ from typing import Any
 import click
 
 from phos.cli.criu import image_directory, run_criu
-from phos.cli.inspect import refuse
 from phos.cli.lazy_pages import LazyPages
 from phos.cli.progress import ImageProgress
-from phos.cli.remote_image import fetched, is_remote
+from phos.cli.refusal import refuse
 from phos.cli.text import size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import DaemonUnavailable, RestoreFailed
 from phos.images.errors import ImageError
 from phos.images.reader import Image
+from phos.images.source import SCHEME
 
 
 @click.command()
@@ -38,9 +38,11 @@ def restore(image: str, lazy: bool, as_json: bool) -> None:
     Returns when they compute again; with --lazy, when all of their memory is there as well.
     """
     began, began_at = time.perf_counter(), time.time()
-    if not is_remote(image):
+    if not image.startswith(SCHEME):
         _restore(image, image_directory(Path(image), create=False), lazy, as_json, began, began_at)
         return
+    from phos.cli.remote_image import fetched  # here, because other restores would wait for its network modules
+
     with ExitStack() as stack:
         try:
             directory = stack.enter_context(fetched(image))

@@ -10,7 +10,8 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from phos.cli.inspect import image_argument, json_option, refuse
+from phos.cli.inspect import image_argument, json_option
+from phos.cli.refusal import refuse
 from phos.cli.text import size_text
 from phos.images.errors import ImageError
 from phos.images.reader import Image

@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from phos.gen import remote_pb2
 from phos.images.errors import ImageError
+from phos.images.source import SCHEME
 
 VERSION = 1
 MAGIC = "phos-image"
@@ -38,7 +39,6 @@ KEY_BYTES = (16, 4096)
 
 DEFAULT_KEY = Path("/etc/phos/remote.key")
 
-SCHEME = "tcp://"
 
 _SIZE = struct.Struct("<I")
 M = TypeVar("M", bound=Message)

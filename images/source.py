@@ -10,6 +10,9 @@ from phos.gen import phos_image_pb2 as pb
 from phos.images.extents import BlockTable, Extent
 from phos.images.formats import BlockKey
 
+SCHEME = "tcp://"
+"""How the name of an image at another host begins."""
+
 
 class ImageSource(Protocol):
     """An image whose description is there and has been checked. May be used by several threads at once."""

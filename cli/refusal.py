@@ -1,0 +1,21 @@
+"""What a command says of an image that is bad."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import NoReturn
+
+import click
+
+from phos.images.errors import ImageError
+from phos.images.summary import SCHEMA
+
+
+def refuse(command: str, error: ImageError, as_json: bool) -> NoReturn:
+    """Say why an image is bad, on stderr, or as JSON on stdout; and end with the image's exit status, 1."""
+    if as_json:
+        click.echo(json.dumps({"schema": SCHEMA, "complete": False, "error": str(error), "problems": error.problems}))
+    else:
+        click.echo(f"phos-gpu {command}: {error}", err=True)
+    sys.exit(error.exit_status)
