@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.content_hash import SPAN_BYTES, THREADS
@@ -93,7 +93,12 @@ def checked(
             check = undo.enter_context(_check(image, copier, devices, max(1, most_bytes // min(chunks))))
         except DriverError as error:
             log.info("%s: the GPU does not hash its memory, so processors do: %s", image.path, error)
-        yield (image.read_into if check is None else image.read_unchecked), check
+        try:
+            yield (image.read_into if check is None else image.read_unchecked), check
+        except BaseException:
+            with suppress(DriverError):  # a context that is lost: what has failed first says so
+                undo.close()
+            raise
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def test_driver_fails_while_dumping(site: Site, name: str, mode: str) -> None:
 
 def test_application_survives_the_renewal_of_phosd(site: Site) -> None:
     """A bad copy costs phosd its context, so it becomes a new process; who was attached before can be dumped again."""
-    daemon(site, SOFTGPU_FAULTS="copy-fail-at:7")
+    daemon(site, SOFTGPU_FAULTS="copy-fail-at:8")  # its successor has it, too, and makes seven copies below
     program = blocks(site, "--blocks", "2", "--iterations", "200")
     site.dump(program, site.image("first"), "--leave-running")
     for number in range(4):
