@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.site import Site, wait_until
-from tests.integration.test_lazy import EXAMPLES, dump_at, held, restore_job, slowly, start_liar
+from tests.integration.test_lazy import EXAMPLES, analysed, dump_at, held, restore_job, slowly, start_liar
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -39,11 +39,12 @@ def window_of(site: Site, image: Path) -> dict[str, int]:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_checkpoint_with_twins(site: Site, name: str) -> None:
     """Guesses are right: twins compute what their kernels compute, and the image is the one that it was."""
-    site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": SLOW}
+    site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(1 << 20)}  # twins are made in the window
     expected = site.example(name, *LONG[:2], under=False, SOFTGPU_COPY_BANDWIDTH="0").wait_result()
     site.run("phosd", "--ensure")  # with slow copies, which the program does not have
     program = site.example(name, *LONG, SOFTGPU_COPY_BANDWIDTH="0")
     program.wait_iterations(3)
+    wait_until(lambda: analysed(site, program), "the analysis of its kernels")
     image = site.image()
     site.dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")
     assert program.wait_result() == expected
