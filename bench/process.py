@@ -112,7 +112,8 @@ class Program:
         environment = dict(os.environ) if self.frontend else device_environment(self.device)
         if self.frontend:
             command = [PHOS_GPU, "run", "--device", self.device, "--", *command]
-        with open(self.errors, "wb") as errors:
+        self.errors.unlink(missing_ok=True)
+        with open(self.errors, "ab") as errors:  # CRIU restores other files only where they have not grown
             self._child = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,

@@ -133,6 +133,7 @@ class PooledRestore(LazyRestore):
         self._prepare(list(planned.values()))
         addresses = {key: self._reserved.reserve(block) for key, block in planned.items()}
         for device in {block.device for block in planned.values()}:
+            self._copier.hasher.prepare(device)
             self._copier.prepare(device)
         self._ahead = self._lock_ahead()
         self._how = manner(self._image, self._copier, len({block.device for block in planned.values()}))
