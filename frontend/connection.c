@@ -18,6 +18,7 @@
 #include <stdatomic.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -27,7 +28,7 @@
 static int link_fd = -1;
 static dev_t link_device; /* which socket link_fd is: an application may close descriptors that are not its own */
 static ino_t link_inode;
-static struct phos_packet stash[8]; /* packets that came while the gate was closing */
+static struct phos_packet stash[64]; /* packets that came while the gate was closing, or something was asked for */
 static size_t stashed;
 static int spent_wake = -1; /* what wake_fd was a moment ago: who is just waking us may have read it then */
 static uint64_t spent_at;
@@ -157,9 +158,13 @@ bool phos_connection_fetch(const uint8_t session[16], uint64_t block, int *descr
         }
         if (resolved)
             phos_tell_answer(&packet);
-        else if (e->body_case != PHOS__WIRE__ENVELOPE__BODY_DONE && !stash_full()) {
-            stash[stashed++] = packet;
-            continue;
+        else if (e->body_case != PHOS__WIRE__ENVELOPE__BODY_DONE) {
+            if (!stash_full()) {
+                stash[stashed++] = packet;
+                continue;
+            }
+            /* It may be the one that opens the gate: rather begin anew with phosd than lose it. */
+            shutdown(link_fd, SHUT_RDWR);
         }
         phos_packet_free(&packet);
     }
