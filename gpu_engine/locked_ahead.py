@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.pinned import PinnedImage, PinnedMemory
@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 SEGMENT_BYTES = 64 << 20
 """What is locked by one call, and most that one copy may fetch; no copy may lie across two."""
 
+PAUSE_SECONDS = 0.002
+"""How often to look whether locking is allowed again; a segment takes as long."""
+
 Segment = tuple[int, int]
 """A data file, and the number of the piece in it."""
 
@@ -29,9 +32,13 @@ Segment = tuple[int, int]
 class LockedAhead(PinnedImage):
     """An :class:`~phos.images.source.ImageSource`. Its data is unchecked where :meth:`read_unchecked` names it."""
 
-    def __init__(self, image: Image, memory: PinnedMemory) -> None:
-        """As :class:`~phos.gpu_engine.pinned.PinnedImage`; ``memory`` is mapped and not locked."""
+    def __init__(self, image: Image, memory: PinnedMemory, may_lock: Callable[[], bool]) -> None:
+        """As :class:`~phos.gpu_engine.pinned.PinnedImage`; ``memory`` is mapped and not locked.
+
+        Nothing is locked while ``may_lock`` says no: locking takes what the driver needs to bring a process back.
+        """
         super().__init__(image, memory)
+        self._may_lock = may_lock
         self._lock = threading.Lock()  # guards the following two
         self._locked: set[Segment] = set()
         self._read: Counter[Segment] = Counter()  # bytes that have gone through the ring
@@ -51,6 +58,8 @@ class LockedAhead(PinnedImage):
     def _lock_all(self, segments: list[Segment]) -> None:
         try:
             for segment in segments:
+                while not self._may_lock() and not self._stop.wait(PAUSE_SECONDS):
+                    pass
                 if self._stop.is_set():
                     break
                 with self._lock:

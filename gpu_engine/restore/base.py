@@ -13,8 +13,8 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from phos.gen import phos_image_pb2 as pb
@@ -132,7 +132,8 @@ class Restore(ABC):
         self._over = threading.Event()
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
-        self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, state, error
+        self._reviving = 0  # calls of the driver that bring a process's part back
+        self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, _reviving, state, error
         self._sessions: dict[bytes, GatedProcess] = {}
         self._image: ImageSource = open_source(directory)
         self._residues: RestoredResidues | None = None
@@ -252,7 +253,7 @@ class Restore(ABC):
         try:
             if memory.map_in_place(self._image):
                 memory.use()
-                ahead = LockedAhead(self._image, memory)
+                ahead = LockedAhead(self._image, memory, self._may_lock)
                 self._image = ahead
                 threading.Thread(target=self._unlock, args=(ahead, memory), name="unlock").start()
                 return ahead
@@ -356,7 +357,7 @@ class Restore(ABC):
             if self._residues.error:
                 return  # the restore has failed for that
         try:
-            with self.timeline.phase("driver restore"):
+            with self.timeline.phase("driver restore"), self._undisturbed():
                 self._revive(pid)
             log.info("%s: the driver's part of process %d is back", self.path, pid)
         except NoSuchProcess:
@@ -369,6 +370,20 @@ class Restore(ABC):
                 self._driver_ready.add(pid)
         else:
             self._computes(pid)  # without the frontend nothing else has to come back
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        with self._lock:
+            self._reviving += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reviving -= 1
+
+    def _may_lock(self) -> bool:
+        """Whether pages may be locked now: it takes locks of the driver's that bringing a process back needs."""
+        return self._reviving == 0
 
     def _revive(self, pid: int) -> None:
         toggle.revive(pid, self._gpu_pairs or None)

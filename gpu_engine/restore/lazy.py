@@ -120,6 +120,10 @@ class LazyRestore(Restore):
     def _may_attach(self) -> bool:
         return self.state in UNDER_WAY
 
+    def _may_lock(self) -> bool:
+        """See :class:`~phos.gpu_engine.restore.base.Restore`. Somebody waits for the processes, less for the rest."""
+        return super()._may_lock() and len(self._computing) == self._waiting_for
+
     def _fill(self, blocks: list[Block]) -> None:
         assert self._table is not None
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()

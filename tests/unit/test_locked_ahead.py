@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,8 @@ __all__ = ["no_gpu"]
 
 SEGMENT = 16 << 10
 
+ALLOWED = [True]
+
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LockedAhead, Image, list[Extent]]]:
@@ -35,7 +38,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LockedAhead, Image,
     memory = PinnedMemory()
     assert memory.map_in_place(image)
     assert memory.use()
-    ahead = LockedAhead(image, memory)
+    ahead = LockedAhead(image, memory, lambda: ALLOWED[0])
     extents = [e for table in image.blocks.values() for e in table.extents(CHUNK) if e.stripe is not None]
     yield ahead, image, extents
     ahead.close()
@@ -109,3 +112,28 @@ def test_where_the_driver_refuses_all_is_read(
     ahead.join()
     with aligned(bytes(1 << 20)) as view:
         assert all(ahead.read_unchecked(extent, view) is None for extent in extents)
+
+
+def test_nothing_is_locked_while_it_is_not_allowed(small: tuple[LockedAhead, Image, list[Extent]]) -> None:
+    ahead, _, extents = small
+    ALLOWED[0] = False
+    try:
+        ahead.begin(extents)
+        time.sleep(0.05)
+        assert not REGISTERED
+    finally:
+        ALLOWED[0] = True
+    ahead.join()
+    assert len(REGISTERED) == 12
+
+
+def test_the_end_does_not_wait_for_permission(small: tuple[LockedAhead, Image, list[Extent]]) -> None:
+    ahead, _, extents = small
+    ALLOWED[0] = False
+    try:
+        ahead.begin(extents)
+        ahead.close()
+        ahead.join()
+    finally:
+        ALLOWED[0] = True
+    assert not REGISTERED
