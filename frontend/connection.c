@@ -16,6 +16,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -207,6 +208,14 @@ static void close_wake(void)
     close_spent();
 }
 
+/* As far as can be told: one of the application's cannot be told from ours. */
+static bool is_eventfd(int descriptor)
+{
+    char path[40], target[40] = "";
+    snprintf(path, sizeof path, "/proc/self/fd/%d", descriptor);
+    return readlink(path, target, sizeof target - 1) > 0 && !strcmp(target, "anon_inode:[eventfd]");
+}
+
 void phos_connection_raise(void)
 {
     if (spent_wake >= 0 && phos_now_ns() - spent_at > SPENT_NS)
@@ -215,7 +224,7 @@ void phos_connection_raise(void)
         return;
     link_fd = phos_descriptor_raise(link_fd);
     int wake = atomic_load(&wake_fd);
-    int high = wake < PHOS_DESCRIPTOR_FLOOR ? fcntl(wake, F_DUPFD_CLOEXEC, PHOS_DESCRIPTOR_FLOOR) : -1;
+    int high = wake < PHOS_DESCRIPTOR_FLOOR && is_eventfd(wake) ? fcntl(wake, F_DUPFD_CLOEXEC, PHOS_DESCRIPTOR_FLOOR) : -1;
     if (high < 0)
         return;
     close_spent();

@@ -173,7 +173,9 @@ void phos_window_launched(const struct phos_touches *touches)
         __atomic_compare_exchange_n(&loading->first_launch_ns, &none, phos_clock_ns(CLOCK_REALTIME), false, __ATOMIC_RELAXED,
                                     __ATOMIC_RELAXED);
     uint32_t at = __atomic_fetch_add(&loading->launches, 1, __ATOMIC_RELAXED) % PHOS_RECENT;
-    strncpy(loading->recent[at], name, PHOS_RECENT_NAME - 1);
+    char *recent = loading->recent[at];
+    memset(recent, 0, PHOS_RECENT_NAME);
+    memcpy(recent, name, strnlen(name, PHOS_RECENT_NAME - 1));
 }
 
 void phos_window_load(const struct phos_touches *touches)

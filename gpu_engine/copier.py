@@ -8,6 +8,7 @@ queued; Python's part is a few calls per span, made while the interpreter lock i
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import ContentHasher, chunk_count
+from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
 from phos.gpu_engine.shared_workers import Lease, SharedWorkers
 from phos.images.chunk_hash import zero_hash
@@ -225,6 +227,16 @@ class _Worker:
             self.events[device] = [self.lanes[device].event() for _ in range(2)]
         return self.lanes[device]
 
+    def synchronise(self) -> None:
+        """Wait for all that is queued. What fails is raised, unless something has failed already, which says why."""
+        failing = sys.exc_info()[1]
+        for lane in self.lanes.values():
+            try:
+                lane.synchronise()
+            except DriverError:
+                if failing is None:
+                    raise
+
     def release(self) -> None:
         """Give the streams and events back, and let go of the ring."""
         for events in self.events.values():
@@ -297,11 +309,16 @@ class MappedBlocks:
             mapping.unmap()
 
     def close(self) -> None:
-        """Unmap all, whatever fails."""
-        with ExitStack() as undo:
-            for mapping in self._mappings.values():
-                undo.callback(mapping.unmap)
-            self._mappings = {}
+        """Unmap all, whatever fails; where something has failed already, that is what is raised."""
+        failing = sys.exc_info()[1]
+        try:
+            with ExitStack() as undo:
+                for mapping in self._mappings.values():
+                    undo.callback(mapping.unmap)
+                self._mappings = {}
+        except DriverError:
+            if failing is None:
+                raise
 
 
 class Copier:
@@ -383,8 +400,11 @@ class Copier:
         sink: Sink,
         progress: Progress,
         cancelled: threading.Event,
+        workers: Callable[[], int | None] = lambda: None,
     ) -> None:
         """Copy out whatever ``source`` gives, until it ends; ``device`` is any GPU that has a part in it.
+
+        ``workers``: how many may take part by now, which may become more; None: all.
 
         Raises: as :meth:`save`, and what the source raises.
         """
@@ -392,14 +412,14 @@ class Copier:
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
             self._save(worker, _taking(source.take, lease, cancelled), source.landed, sink, progress)
 
-        self._run(work, device, cancelled)
+        self._run(work, device, cancelled, workers)
 
     def _run(
         self,
         work: Callable[[_Worker, Lease[_Worker]], None],
         device: int,
         cancelled: threading.Event,
-        workers: int | None = None,
+        workers: Callable[[], int | None],
     ) -> None:
         if not self._prepare(device).run(work, cancelled.is_set, workers):
             raise Cancelled
@@ -464,8 +484,7 @@ class Copier:
                     progress.done_by_worker[worker.number] += done.size
                 before = following
         finally:
-            for lane in worker.lanes.values():
-                lane.synchronise()  # nothing of ours may still be writing to the ring
+            worker.synchronise()  # nothing of ours may still be writing to the ring
 
     def load(
         self,
@@ -509,7 +528,7 @@ class Copier:
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
             self._fill(worker, _taking(source.take, lease, cancelled), source.arrived, read, progress, check)
 
-        self._run(work, device, cancelled, workers)
+        self._run(work, device, cancelled, lambda: workers)
 
     def _fill(
         self,
@@ -565,5 +584,4 @@ class Copier:
                 else:
                     turn ^= 1
         finally:
-            for lane in worker.lanes.values():
-                lane.synchronise()
+            worker.synchronise()

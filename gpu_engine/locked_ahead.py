@@ -46,16 +46,16 @@ class LockedAhead(PinnedImage):
         self._thread: threading.Thread | None = None
 
     def begin(self, order: Iterable[Extent]) -> None:
-        """Begin to lock; ``order`` is how the extents will be asked for, more or less."""
+        """Begin to lock; ``order`` is how the extents will be asked for, more or less, and is gone through later."""
+        self._thread = threading.Thread(target=self._lock_all, args=(order,), name="lock-ahead", daemon=True)
+        self._thread.start()
+
+    def _lock_all(self, order: Iterable[Extent]) -> None:
         segments: dict[Segment, None] = {}
-        for extent in reversed([e for e in order if e.stripe is not None]):
+        for extent in reversed(list(order)):
             assert extent.stripe is not None
             for number in reversed(_pieces(extent)):
                 segments.setdefault((extent.stripe, number))
-        self._thread = threading.Thread(target=self._lock_all, args=(list(segments),), name="lock-ahead")
-        self._thread.start()
-
-    def _lock_all(self, segments: list[Segment]) -> None:
         try:
             for segment in segments:
                 while not self._may_lock() and not self._stop.wait(PAUSE_SECONDS):
@@ -87,6 +87,9 @@ class LockedAhead(PinnedImage):
             if not there:
                 self._read[extent.stripe, pieces[0]] += extent.length
         return self._memory.address_of(extent) if there else self._image.read_unchecked(extent, buffer)
+
+    def confirm(self) -> None:
+        """Nothing: all of it is checked when it has arrived, and locking changes the files' times."""
 
     def close(self) -> None:
         """See :class:`~phos.images.source.ImageSource`; :meth:`join` follows before the memory's owner lets go."""

@@ -108,7 +108,7 @@ def _has_writers(descriptor: int) -> bool:
 
 
 class Region:
-    """One data file's bytes at an address, page-locked."""
+    """One data file's bytes at an address, to be page-locked."""
 
     def __init__(self, name: str, size: int, descriptor: int = -1, watcher: _Watcher | None = None) -> None:
         """``descriptor``: of the file to be mapped, which becomes this object's; -1: the bytes are copied.
@@ -184,6 +184,40 @@ class Region:
             os.close(self.descriptor)
 
 
+def _data_files(image: Image) -> list[tuple[str, int, int]]:
+    """Name, size and number of each data file that holds something."""
+    files = ((file.name, file.size, formats.stripe_of(file.name)) for file in image.record.files)
+    return [(name, size, stripe) for name, size, stripe in files if size and stripe is not None]
+
+
+def _open_in_huge_pages(image: Image, name: str, size: int, access: int) -> int:
+    """Open a data file. Raises OSError, too, if it is not in huge pages, or not this user's or root's alone."""
+    descriptor = os.open(image.path / name, access | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        status = os.fstat(descriptor)
+        if not lives_in_memory(descriptor) or not has_huge_pages(descriptor):
+            raise OSError(f"{name} does not lie in huge pages")
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
+            raise OSError(f"others may write to {name}")
+        if status.st_size != size:
+            raise OSError(f"{name} has changed its size")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def lies_in_huge_pages(image: Image) -> bool:
+    """Whether an image's data could be mapped by :meth:`PinnedMemory.map_in_place`."""
+    files = _data_files(image)
+    try:
+        for name, size, _ in files:
+            os.close(_open_in_huge_pages(image, name, size, os.O_RDONLY))
+    except OSError:
+        return False
+    return bool(files)
+
+
 def data_bytes(image: Image) -> int:
     """What pinning an image takes."""
     return sum(align_up(file.size) for file in image.record.files if file.origin == pb.File.PHOS_DATA)
@@ -248,22 +282,19 @@ class PinnedMemory:
         self._check(image)
         self.confirm(image.path)
 
-    def map_in_place(self, image: Image) -> bool:
-        """Map an image's data where it lies, unchecked and not locked yet, if it lies in huge pages.
+    def map_in_place(self, image: Image) -> None:
+        """Map an image's data where it lies, unchecked and not locked yet, and with nobody who tells of changes.
 
         Raises:
-            ImageError: the data is not what it should be. OSError.
+            OSError: it does not lie in huge pages (:func:`lies_in_huge_pages`), or cannot be mapped.
         """
-        self._watcher = _Watcher()
-        for file in image.record.files:
-            stripe = formats.stripe_of(file.name)
-            if not file.size or stripe is None:
-                continue
-            region = self._regions[stripe] = _region(image, file.name, file.size, self._watcher)
-            if region.descriptor < 0 or not has_huge_pages(region.descriptor):
-                return False
-            region.note()
-        return True
+        for name, size, stripe in _data_files(image):
+            descriptor = _open_in_huge_pages(image, name, size, os.O_RDWR)
+            try:
+                self._regions[stripe] = Region(name, size, descriptor)
+            except BaseException:
+                os.close(descriptor)
+                raise
 
     def lock(self, stripe: int, offset: int, length: int) -> None:
         """Page-lock what a data file has of a part of it.

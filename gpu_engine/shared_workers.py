@@ -22,7 +22,7 @@ Worker = TypeVar("Worker")
 
 
 class _Job(Generic[Worker]):
-    """All but ``body`` and ``limit`` is guarded by the lock of :class:`SharedWorkers`."""
+    """All but ``body`` is guarded by the lock of :class:`SharedWorkers`."""
 
     def __init__(self, body: Callable[[Worker, Lease[Worker]], None], limit: int) -> None:
         self.body = body
@@ -73,17 +73,18 @@ class SharedWorkers(Generic[Worker]):
         self,
         body: Callable[[Worker, Lease[Worker]], None],
         given_up: Callable[[], bool],
-        limit: int | None = None,
+        limit: Callable[[], int | None] = lambda: None,
     ) -> bool:
-        """Call ``body`` with workers, at most ``limit`` at a time (None: all), until it has no further item.
+        """Call ``body`` with workers, until it has no further item.
+
+        At most ``limit`` of them at a time (None: all); it may become more, and is asked now and then.
 
         Returns when every call has returned: True, or False because ``given_up`` said so first.
 
         Raises:
             BaseException: the first that ``body`` raised; the others were told to leave.
         """
-        most = len(self._workers)
-        job = _Job(body, max(1, min(most if limit is None else limit, most)))
+        job = _Job(body, self._bounded(limit()))
         with self._changed:
             self._jobs.append(job)
             try:
@@ -92,12 +93,19 @@ class SharedWorkers(Generic[Worker]):
                     self._changed.wait(LOOK_SECONDS)
                     if not job.over and given_up():
                         job.over = job.given_up = True
+                    if not job.over and (now := self._bounded(limit())) > job.limit:
+                        job.limit = now
+                        self._start_threads()
             finally:
                 job.over = True
                 self._jobs.remove(job)
         if job.failures:
             raise job.failures[0]
         return not job.given_up
+
+    def _bounded(self, limit: int | None) -> int:
+        most = len(self._workers)
+        return max(1, min(most if limit is None else limit, most))
 
     def _start_threads(self) -> None:
         for number in range(len(self._workers)):

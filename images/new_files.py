@@ -96,7 +96,7 @@ class NewFiles:
         self.directory = -1
 
     def _unlink(self, name: str) -> None:
-        with suppress(FileNotFoundError, OSError):
+        with suppress(OSError):
             os.unlink(name, dir_fd=self.directory)
 
     @contextmanager

@@ -12,7 +12,7 @@ import _struct
 import os
 import sys
 
-# proto/wire.proto; tests/unit/test_install_launcher.py compares.
+# proto/wire.proto; tests/unit/test_install_take.py compares.
 ENVELOPE_ID, ENVELOPE_POOL_TAKE = 1, 61
 TAKE_NAME, TAKE_WAIT, TAKE_EAGER = 1, 2, 3
 VARINT, FIXED64, BYTES = 0, 1, 2

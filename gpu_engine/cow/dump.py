@@ -74,7 +74,7 @@ class CowDump(StopDump):
             self._laid_out.set()
             with self.timeline.phase("GPU data", concurrent=True):
                 device = self._borrowed[0].device
-                self._copier.drain(feed, device, self._writer, self.progress, self._cancelled)
+                self._copier.drain(feed, device, self._writer, self.progress, self._cancelled, feed.workers)
         except BaseException as error:
             self._copy_failure = error
             if not isinstance(error, Cancelled):

@@ -46,8 +46,6 @@ On an H100 with 29 GB the stall is 0.55 s with one worker and 0.70 s with six: C
 memory, and little is left for the window. With 60 GB it is 0.66 s either way, and after a stall with one worker the
 window's copies cost the program 0.9 s instead of 0.25 s."""
 
-STALL_LOOK_SECONDS = 0.002
-
 ALIVE_SECONDS = 0.1
 """How often to look whether a process still runs that owes a copy, or transfers something."""
 
@@ -111,7 +109,6 @@ class ChunkFeed:
         self.runs_on = threading.Event()
         """Set when no process waits any more for what goes on beside the copies."""
         self._lock = threading.Lock()  # guards all below
-        self._early: set[int] = set()  # the threads that copy while the processes stand still
         self._given = bytearray(len(places))
         self._given_count = 0
         self._owed: deque[int] = deque()  # chunks that a process has taken, whose copy may not have been made yet
@@ -123,13 +120,15 @@ class ChunkFeed:
         self.first_wanted: list[int] = []
         """Chunks in the order in which the processes came to write to them."""
 
+    def workers(self) -> int | None:
+        """How many may copy now; None: all."""
+        return None if self.runs_on.is_set() else self._stall_workers
+
     def take(self) -> Piece | None:
         """See :class:`~phos.gpu_engine.copier.Source`."""
         with self._lock:
             if self._given_count == len(self.places):
                 return None
-            if not self.runs_on.is_set() and not self._is_early(threading.get_ident()):
-                raise NothingYet(STALL_LOOK_SECONDS)
             if self._prioritise and self._step_aside():
                 raise NothingYet
             piece = self._wanted() or self._shadowed() or self._any()
@@ -161,11 +160,6 @@ class ChunkFeed:
                         f"{place.size} bytes at {place.offset}): a kernel wrote where no guess said it would."
                     )
         return list(expected)
-
-    def _is_early(self, thread: int) -> bool:
-        if len(self._early) < self._stall_workers:
-            self._early.add(thread)
-        return thread in self._early
 
     def _give(self, chunk: int, address: int, slot: int = -1, device: int = -1) -> Piece:
         self._given[chunk] = 1

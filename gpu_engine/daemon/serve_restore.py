@@ -79,12 +79,29 @@ class RestoreServer:
             log.warning("%s holds no GPU part: CRIU restores it alone.", os.readlink(f"/proc/self/fd/{directory}"))
             return None
         job = self._job(connection, request, directory)
+        while (ending := self._begin_unless_ending(job, directory)) is not None:
+            if not ending.put_away.wait(ENDING_SECONDS):
+                job.close()
+                raise RestoreFailed(
+                    f"The process of this image has ended, but its restore from {ending.path} is still being put away "
+                    f"after {ENDING_SECONDS:.0f} s. Try again; phosd's log says what it does."
+                )
+        return job
+
+    def _begin_unless_ending(self, job: Restore, directory: int) -> Restore | None:
+        """Begin, or name the restore of one of the processes that has ended and is still in the way.
+
+        Raises:
+            PhosError, ImageError, OSError: it cannot begin; it has been closed.
+        """
         with self._restoring:  # two restores of one image at the same moment: one of them finds the other's sessions
             try:
-                self._refuse_living(job)
+                ending = self._refuse_living(job)
             except BaseException:
                 job.close()
                 raise
+            if ending is not None:
+                return ending
             self._registry.jobs.add(directory, job)
             try:
                 job.begin(lambda process, blocks: self._register(job, process, blocks))
@@ -93,7 +110,7 @@ class RestoreServer:
                 job.close()
                 self.settle(job)
                 raise
-        return job
+        return None
 
     def _job(self, connection: wire.Connection, request: wire_pb2.RestoreBegin, directory: int) -> Restore:
         path, copier = os.readlink(f"/proc/self/fd/{directory}"), self._registry.copier
@@ -110,7 +127,8 @@ class RestoreServer:
             log.warning("%s has chunks of another size than this PhOS makes: it is restored eagerly.", path)
         return EagerRestore(directory, path, copier)
 
-    def _refuse_living(self, job: Restore) -> None:
+    def _refuse_living(self, job: Restore) -> Restore | None:
+        """See to it that none of the processes runs; returns a former restore of one that is not put away yet."""
         for process in job.processes:
             with self._registry.lock:
                 existing = self._registry.sessions.get(process.session)
@@ -125,11 +143,9 @@ class RestoreServer:
                     )
                 self._registry.forget(existing)
             self._registry.wait_forgotten(process.session)  # another thread may have been quicker
-            if restore is not None and not restore.put_away.wait(ENDING_SECONDS):
-                raise RestoreFailed(
-                    f"The process of this image has ended, but its restore from {restore.path} is still being put away "
-                    f"after {ENDING_SECONDS:.0f} s. Try again; phosd's log says what it does."
-                )
+            if restore is not None and not restore.put_away.is_set():
+                return restore
+        return None
 
     def _register(self, job: Restore, process: RestoredProcess, blocks: list[Block]) -> Session:
         session = self._registry.session(process.session, process.pid, UNKNOWN_USER, SessionState.DETACHED)

@@ -85,6 +85,7 @@ class Session:
         """A frontend said hello; ``ordinals`` gives phosd's number of each GPU by its UUID."""
         self._window.connected()
         self.connections += 1
+        self._blocks.announced(hello, ordinals)  # before anybody can ask over the new connection
         self._conversation.begin(connection)
         self.pid = connection.pid
         self.executable = hello.executable
@@ -94,7 +95,6 @@ class Session:
         self.uncarried = {}
         self._kernels.told = 0
         self.takes_residue = hello.residue
-        self._blocks.announced(hello, ordinals)
 
     @property
     def table_complete(self) -> bool:

@@ -23,7 +23,7 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Cancelled, Copier, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.locked_ahead import LockedAhead
-from phos.gpu_engine.pinned import PinnedMemory
+from phos.gpu_engine.pinned import PinnedMemory, lies_in_huge_pages
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
@@ -247,20 +247,20 @@ class Restore(ABC):
 
     def _lock_ahead(self) -> LockedAhead | None:
         """Where the data lies in huge pages GPUs may fetch it from there; :meth:`LockedAhead.begin` is to follow."""
-        if not isinstance(self._image, Image):
+        if not isinstance(self._image, Image) or not lies_in_huge_pages(self._image):
             return None
         memory = PinnedMemory()
         try:
-            if memory.map_in_place(self._image):
-                memory.use()
-                ahead = LockedAhead(self._image, memory, self._may_lock)
-                self._image = ahead
-                threading.Thread(target=self._unlock, args=(ahead, memory), name="unlock").start()
-                return ahead
+            memory.map_in_place(self._image)
+            memory.use()
         except OSError as error:
             log.info("%s: its pages cannot be used by the GPU directly: %s", self.path, error)
-        memory.release()
-        return None
+            memory.release()
+            return None
+        ahead = LockedAhead(self._image, memory, self._may_lock)
+        self._image = ahead
+        threading.Thread(target=self._unlock, args=(ahead, memory), name="unlock", daemon=True).start()
+        return ahead
 
     def _unlock(self, image: LockedAhead, memory: PinnedMemory) -> None:
         """It takes time, so no process waits for it."""
@@ -448,9 +448,9 @@ class Restore(ABC):
             self._over.set()
             tasks = list(self._pids.items())
         log.error("%s", reason)
-        self._cancelled.set()
         for pid, pidfd in tasks:
             self._kill(pid, pidfd)
+        self._cancelled.set()  # after that: whoever copies may then tell processes that wait that all is there
 
     @staticmethod
     def _kill(pid: int, pidfd: int) -> None:

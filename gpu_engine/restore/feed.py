@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.copier import Load, NothingYet
 from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable, WindowTable
-from phos.images.reader import Extent
+from phos.images.extents import Extent
 
 ZEROS_AT_ONCE = 64
 """Chunks of zeros that are written by one call: the GPU does that a hundred times as fast as it takes data."""

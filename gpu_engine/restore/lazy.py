@@ -28,7 +28,7 @@ from phos.gpu_engine.restore.settings import LazySettings
 from phos.gpu_engine.restore.sources import Manner, manner
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.gpu_engine.touch_order import Touched, TouchOrder, from_messages, read_beside, write_beside
-from phos.images.reader import Extent
+from phos.images.extents import Extent
 
 log = logging.getLogger(__name__)
 
@@ -228,10 +228,7 @@ class LazyRestore(Restore):
             self._counts = self._count()
             self._learn()
             culprits = sorted({name for window in self._windows.values() if (name := window.table.culprit())})
-            for window in self._windows.values():
-                window.table.close()
-            self._table.close()
-            self._table = None
+            self._close_tables()
         for name in culprits:
             log.info(
                 "%s: %s may touch anything, as far as is known: it waited until everything was there", self.path, name
@@ -241,6 +238,23 @@ class LazyRestore(Restore):
             if report is not None and report.violations:
                 log.warning("%s: guesses were wrong, and their kernels waited: %s", self.path, report.named())
         log.info("%s: while loading: %s", self.path, ", ".join(f"{k} {v}" for k, v in self._counts.items()))
+
+    def _close_tables(self) -> None:
+        """With _counting held."""
+        if self._table is not None:
+            for window in self._windows.values():
+                window.table.close()
+            self._table.close()
+            self._table = None
+
+    def _load(self, borrowed: list[Block]) -> None:
+        try:
+            super()._load(borrowed)
+        finally:  # of one that failed: its processes have been ended
+            with self._counting:
+                if self._table is not None:
+                    self._counts = self._count()
+                self._close_tables()
 
     def _watch(self) -> None:
         while self.state in UNDER_WAY and not self._loaded.is_set():

@@ -27,7 +27,7 @@ from phos.gpu_engine.restore.feed import LoadFeed
 from phos.gpu_engine.restore.lazy import LazyRestore
 from phos.gpu_engine.restore.reserved import MappingFeed, ReservedMemory
 from phos.gpu_engine.restore.settings import LazySettings
-from phos.gpu_engine.restore.sources import manner
+from phos.gpu_engine.restore.sources import Manner, manner
 from phos.gpu_engine.timeline import Timeline
 from phos.gpu_engine.touch_order import TouchOrder
 from phos.images.extents import Extent
@@ -85,7 +85,9 @@ class PooledRestore(LazyRestore):
         """Access tables, by the image's session, of processes whose kernels are known already."""
         self._tasks: dict[int, int] = {}  # all of the tree's processes → pidfd
         self._reserved = ReservedMemory()
+        self._how: Manner | None = None
         self._eager = False
+        self._parking = threading.Lock()  # held while phosd's part of parking is done, and undone
         self._discarded = False
 
     @classmethod
@@ -122,6 +124,12 @@ class PooledRestore(LazyRestore):
         Raises:
             RestoreFailed, DriverError: and :meth:`discard` is to follow.
         """
+        with self._parking:
+            if self._discarded:
+                raise RestoreFailed("It was not taken.")
+            self._park(register)
+
+    def _park(self, register: Register) -> None:
         self._match_gpus()
         self._planned = planned = self._wanted_blocks()
         self.progress.total = sum(block.size for block in planned.values())
@@ -135,7 +143,6 @@ class PooledRestore(LazyRestore):
         for device in {block.device for block in planned.values()}:
             self._copier.hasher.prepare(device)
             self._copier.prepare(device)
-        self._ahead = self._lock_ahead()
         self._how = manner(self._image, self._copier, len({block.device for block in planned.values()}))
         self._feed = self._make_feed(addresses, self._how)
         threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
@@ -266,8 +273,9 @@ class PooledRestore(LazyRestore):
     def _fill(self, blocks: list[Block]) -> None:
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
         self._reserved.have(blocks)
+        assert self._how is not None
         try:
-            self._pour(blocks, self._how, self._ahead)
+            self._pour(blocks, self._how, self._lock_ahead())
         finally:
             os.close(self._directory)
             self._reserved.free()
@@ -297,6 +305,10 @@ class PooledRestore(LazyRestore):
     def discard(self) -> None:
         """Let a process go that is parked, or could not be: it is ended."""
         self.fail("It was not taken.")
+        with self._parking:
+            self._discard()
+
+    def _discard(self) -> None:
         with self._lock:
             if self._discarded:
                 return
@@ -309,11 +321,7 @@ class PooledRestore(LazyRestore):
         for descriptor in descriptors:
             os.close(descriptor)
         with self._counting:
-            for window in self._windows.values():
-                window.table.close()
-            if self._table is not None:
-                self._table.close()
-                self._table = None
+            self._close_tables()
         self._reserved.free()
         self.close()
         self.put_away.set()

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.locked_ahead import SEGMENT_BYTES, LockedAhead
-from phos.gpu_engine.pinned import PinnedImage
+from phos.gpu_engine.pinned import PinnedImage, lies_in_huge_pages
 from phos.images.reader import Image
 from phos.images.remote import RemoteImage
 from phos.images.source import ImageSource
@@ -65,7 +65,7 @@ class Manner:
 
 def manner(image: ImageSource, copier: Copier, gpus: int) -> Manner:
     """How to load that image into so many GPUs."""
-    if isinstance(image, LockedAhead):
+    if isinstance(image, LockedAhead) or (isinstance(image, Image) and lies_in_huge_pages(image)):
         return Manner(copier.slot_bytes, boundary=SEGMENT_BYTES)
     if isinstance(image, PinnedImage):
         return Manner(PINNED_LOAD, PINNED_WORKERS * max(1, gpus))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import threading
@@ -35,8 +36,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[LockedAhead, Image,
     folder = Path(tempfile.mkdtemp(prefix="phos-test-", dir="/dev/shm"))
     write_small(folder, content={(SESSION, n): [page(100 * n + i) for i in range(24)] for n in (1, 2)})
     image = Image.open(folder)
+    assert pinned.lies_in_huge_pages(image)
     memory = PinnedMemory()
-    assert memory.map_in_place(image)
+    memory.map_in_place(image)
     assert memory.use()
     ahead = LockedAhead(image, memory, lambda: ALLOWED[0])
     extents = [e for table in image.blocks.values() for e in table.extents(CHUNK) if e.stripe is not None]
@@ -137,3 +139,34 @@ def test_the_end_does_not_wait_for_permission(small: tuple[LockedAhead, Image, l
     finally:
         ALLOWED[0] = True
     assert not REGISTERED
+
+
+def test_locking_may_change_the_files_times(small: tuple[LockedAhead, Image, list[Extent]]) -> None:
+    ahead, image, extents = small
+    for file in image.path.glob("phos-data-*.raw"):
+        os.utime(file)
+    ahead.begin(extents)
+    ahead.join()
+    ahead.confirm()
+    assert REGISTERED
+
+
+@pytest.mark.parametrize("why", ["pages", "mode", "missing"])
+def test_where_an_image_cannot_be_mapped(
+    small: tuple[LockedAhead, Image, list[Extent]], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    _, image, _ = small
+    file = next(image.path.glob("phos-data-*.raw"))
+    if why == "pages":
+        monkeypatch.setattr(pinned, "has_huge_pages", lambda descriptor: False)
+    elif why == "mode":
+        file.chmod(0o666)
+    else:
+        file.rename(file.with_suffix(".away"))
+    assert not pinned.lies_in_huge_pages(image)
+    before = len(os.listdir("/proc/self/fd"))
+    memory = PinnedMemory()
+    with pytest.raises(OSError, match=r"huge pages|may write|No such file"):
+        memory.map_in_place(image)
+    memory.release()
+    assert len(os.listdir("/proc/self/fd")) == before

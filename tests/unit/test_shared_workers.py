@@ -109,7 +109,7 @@ def test_more_jobs_than_workers_take_turns() -> None:
 def test_a_job_that_wants_few_leaves_the_others() -> None:
     shared = SharedWorkers(list("abcd"))
     few, many = Work(60, 0.002), Work(180, 0.002)
-    first = beside(lambda: shared.run(few.body, never, 1))
+    first = beside(lambda: shared.run(few.body, never, lambda: 1))
     assert shared.run(many.body, never)
     first.join(PATIENCE)
     assert few.most_at_once == 1
@@ -163,7 +163,7 @@ def test_whatever_comes_and_goes_everything_is_done_once(seed: int) -> None:
     threads = []
     for work, limit in zip(works, limits, strict=True):
         time.sleep(source.random() * 0.02)
-        threads.append(beside(lambda work=work, limit=limit: shared.run(work.body, never, limit)))  # type: ignore
+        threads.append(beside(lambda work=work, limit=limit: shared.run(work.body, never, lambda: limit)))  # type: ignore
     for thread in threads:
         thread.join(PATIENCE)
         assert not thread.is_alive()
@@ -173,3 +173,34 @@ def test_whatever_comes_and_goes_everything_is_done_once(seed: int) -> None:
         assert work.at_once == 0
         assert limit is None or work.most_at_once <= limit
     eventually(lambda: not copying())
+
+
+def test_a_limit_may_become_more() -> None:
+    shared = SharedWorkers(range(4))
+    limit = 1
+    seen: list[int] = []
+    inside: set[int] = set()
+    lock = threading.Lock()
+    left = 400
+
+    def body(worker: int, lease: Lease[int]) -> None:
+        nonlocal left, limit
+        with lock:
+            inside.add(worker)
+        try:
+            while not lease.leave():
+                with lock:
+                    left -= 1
+                    seen.append(len(inside))
+                    if left < 300:
+                        limit = 4
+                    if left <= 0:
+                        lease.over()
+                time.sleep(0.002)
+        finally:
+            with lock:
+                inside.discard(worker)
+
+    assert shared.run(body, never, lambda: limit)
+    assert set(seen[:100]) == {1}
+    assert max(seen) > 1
