@@ -81,6 +81,9 @@ class Connection:
         self.ended = threading.Event()
         self.last_id = 100
         self.lock = threading.Lock()
+
+    def serve(self) -> None:
+        """Begin to read, in a thread."""
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, envelope: wire.Envelope, descriptors: list[int] | None = None) -> None:
@@ -250,7 +253,9 @@ class FakePhosd:
                 peer, _ = self.listener.accept()
             except OSError:
                 return
-            self.connections.append(Connection(self, peer))
+            connection = Connection(self, peer)
+            self.connections.append(connection)  # before anything of it can be seen: stop() closes what is in there
+            connection.serve()
 
     def arrival(self, timeout: float = PATIENCE) -> Session:
         """The next frontend that says hello."""
