@@ -9,6 +9,7 @@ from __future__ import annotations
 import array
 import os
 import queue
+import shutil
 import socket
 import subprocess
 import sys
@@ -209,6 +210,7 @@ class FakePhosd:
     """Listens; a context manager."""
 
     def __init__(self, folder: Path | None = None) -> None:
+        self._own_folder = folder is None
         self.folder = folder or Path(tempfile.mkdtemp(prefix="phos-test-"))
         self.path = self.folder / "phosd.sock"
         (self.folder / "hold").mkdir(exist_ok=True)
@@ -228,7 +230,13 @@ class FakePhosd:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End, and leave nothing behind."""
         self.stop()
+        if self._own_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def stop(self) -> None:
         """As if killed."""

@@ -162,7 +162,7 @@ class AllocatorMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "app"):
             self.app.kill()
-            self.phosd.stop()
+            self.phosd.close()
 
 
 def test_allocator_against_a_model() -> None:
