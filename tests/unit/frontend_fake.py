@@ -132,7 +132,10 @@ class Connection:
             descriptors: list[int] = []
             for _, _, content in ancillary:
                 descriptors += array.array("i", content[: len(content) // 4 * 4])
-            self._take(wire.Envelope.FromString(data), descriptors)
+            try:
+                self._take(wire.Envelope.FromString(data), descriptors)
+            except BrokenPipeError:  # it has hung up
+                break
         self.ended.set()
         self.peer.close()
 
