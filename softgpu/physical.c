@@ -158,6 +158,7 @@ static void scan_fds(struct seen *seen, const char *pid)
 static void account_scan(void)
 {
     struct seen seen = {0};
+    uint64_t begun = sg_now_ns(); /* what others did while it went on may have been missed */
     DIR *proc = opendir("/proc");
     for (struct dirent *entry; proc && (entry = readdir(proc));)
         if (isdigit((unsigned char)entry->d_name[0])) {
@@ -168,7 +169,7 @@ static void account_scan(void)
         closedir(proc);
     free(seen.inodes);
     memcpy(account_used, seen.used, sizeof(account_used));
-    account_time = sg_now_ns();
+    account_time = begun;
     account_stale = false;
 }
 

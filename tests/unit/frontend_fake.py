@@ -120,24 +120,29 @@ class Connection:
             pass
 
     def _read(self) -> None:
-        while True:
-            try:
-                room = socket.CMSG_SPACE(4 * 253)
-                data, ancillary, flags, _ = self.peer.recvmsg(65536, room, socket.MSG_CMSG_CLOEXEC)
-            except OSError:
-                data, ancillary, flags = b"", [], 0
-            assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
-            if not data:
-                break
-            descriptors: list[int] = []
-            for _, _, content in ancillary:
-                descriptors += array.array("i", content[: len(content) // 4 * 4])
-            try:
+        try:
+            while self._read_one():
+                pass
+        finally:
+            self.ended.set()
+            self.peer.close()
+
+    def _read_one(self) -> bool:
+        try:
+            room = socket.CMSG_SPACE(4 * 253)
+            data, ancillary, flags, _ = self.peer.recvmsg(65536, room, socket.MSG_CMSG_CLOEXEC)
+        except OSError:
+            return False
+        assert not flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC)
+        descriptors: list[int] = []
+        for _, _, content in ancillary:
+            descriptors += array.array("i", content[: len(content) // 4 * 4])
+        try:
+            if data:
                 self._take(wire.Envelope.FromString(data), descriptors)
-            except BrokenPipeError:  # it has hung up
-                break
-        self.ended.set()
-        self.peer.close()
+        except BrokenPipeError:  # it has hung up
+            return False
+        return bool(data)
 
     def _take(self, envelope: wire.Envelope, descriptors: list[int]) -> None:
         kind = envelope.WhichOneof("body")
@@ -158,19 +163,22 @@ class Connection:
             self.replies.put((envelope, descriptors))
             return
         assert self.session is not None
+        if self.session.connection is not self:  # it has begun anew; what was under way here was told again there
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return
         if kind == "block_added":
             added = envelope.block_added
             former = self.session.blocks.get(added.block)
             assert former is None or former.lost, "a block was added twice"
+            self.daemon.descriptors.update(descriptors)
             self.session.blocks[added.block] = Block(
                 added.size, added.owner, descriptors[0] if descriptors else -1, added.descriptor_lost,
                 added.owner_session, added.owner_block,
             )  # fmt: skip
         elif kind == "block_removed":
             if envelope.block_removed.block:
-                removed = self.session.blocks.pop(envelope.block_removed.block)
-                if removed.descriptor >= 0:
-                    os.close(removed.descriptor)
+                self.daemon.let_go(self.session.blocks.pop(envelope.block_removed.block))
             if envelope.id:
                 self.session.settled += 1
                 if self.daemon.settles:
@@ -223,6 +231,7 @@ class FakePhosd:
         self.reluctance = 0.0  # seconds it takes to let go of a block
         self.settles = True  # whether it answers who waits for that
         self.connections: list[Connection] = []
+        self.descriptors: set[int] = set()  # those of blocks, open until the block is let go of or the test is over
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.path.unlink(missing_ok=True)
         self.listener.bind(str(self.path))
@@ -238,8 +247,20 @@ class FakePhosd:
     def close(self) -> None:
         """End, and leave nothing behind."""
         self.stop()
+        for connection in self.connections:
+            connection.ended.wait(PATIENCE)
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+        self.descriptors.clear()
         if self._own_folder:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def let_go(self, block: Block) -> None:
+        """Close a block's memory."""
+        if block.descriptor >= 0:
+            self.descriptors.discard(block.descriptor)
+            os.close(block.descriptor)
+            block.descriptor = -1
 
     def stop(self) -> None:
         """As if killed."""

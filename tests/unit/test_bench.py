@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -143,9 +144,12 @@ def test_keys_are_found_at_any_depth() -> None:
 
 @needs_criu
 @pytest.mark.root
-def test_a_program_goes_through_criu_and_back(ticker: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_goes_through_criu_and_back(
+    ticker: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """Dump and kill, restore, dump and run on, kill, restore again: the lines are those of one life."""
     monkeypatch.setattr(process, "CRIU", CRIU)
+    request.addfinalizer(lambda: ctypes.CDLL(None).prctl(36, 0, 0, 0, 0))  # PR_SET_CHILD_SUBREAPER, undone
     process.adopt_orphans()
     ticker.start()
     ticker.wait_for("^ITERATION 3 ")

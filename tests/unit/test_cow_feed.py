@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 
@@ -117,7 +118,10 @@ class Process:
 class Scene:
     """A feed over some chunks and processes, and a clock that only the test moves."""
 
+    made: ClassVar[list[Scene]] = []
+
     def __init__(self, chunks: int, *slots: tuple[int, ...], **more: Any) -> None:
+        Scene.made.append(self)
         self.table = ChunkTable(CHUNK, chunks)
         self.processes = [Process(i, self.table, each) for i, each in enumerate(slots)]
         self.places = [Place((SESSION, 1), i * CHUNK, CHUNK, BASE + i * CHUNK, 0) for i in range(chunks)]
@@ -147,6 +151,19 @@ class Scene:
                 return taken
             taken.append(piece.chunk)
             self.feed.landed(piece, memoryview(bytearray(8)))
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.table.close()
+        self.table.close()
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Keep no descriptors of tables."""
+    yield
+    while Scene.made:
+        Scene.made.pop().close()
 
 
 class Clock:
@@ -411,6 +428,7 @@ def test_many_owed_chunks_do_not_hold_up_the_others(clock: Clock) -> None:
     scene = Scene(count, (count,))
     process = scene.processes[0]
     process.table.close()
+    scene.processes[0].table.close()
     process = scene.processes[0] = Process(0, scene.table, (count,), queue=count)
     scene.feed._windows = [process.window]
     for chunk in range(count - 1):

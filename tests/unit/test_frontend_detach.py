@@ -421,8 +421,7 @@ os._exit(0)
         app.line()
         assert not phosd.quiesce(session).error
         for block in session.blocks.values():
-            os.close(block.descriptor)
-            block.descriptor = -1
+            phosd.let_go(block)
         assert "cannot be released" in phosd.detach(session).error
         assert not phosd.open(session).error
         app.tell()

@@ -28,6 +28,8 @@ PATIENCE = 10.0
 class FakeRestore:
     """Stands for a PooledRestore."""
 
+    made: ClassVar[list[FakeRestore]] = []
+
     def __init__(self) -> None:
         self.processes: list[Any] = []
         self.pids = [1]
@@ -38,6 +40,7 @@ class FakeRestore:
         self.error = ""
         self.discarded = 0
         self._read, self._write = os.pipe()
+        FakeRestore.made.append(self)
 
     def restored(self, pid: int) -> bool:
         return pid in self.pids
@@ -53,6 +56,11 @@ class FakeRestore:
 
     def discard(self) -> None:
         self.discarded += 1
+
+    def forget(self) -> None:
+        """Called when the test is over."""
+        os.close(self._read)
+        os.close(self._write)
 
 
 class FakeWarden:
@@ -80,7 +88,12 @@ class FakeWarden:
         """It is."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Nothing: the test looks at it afterwards."""
+
+    def forget(self) -> None:
+        """Called when the test is over."""
+        os.close(self.pidfd)
+        os.close(self._write)
 
 
 class Site:
@@ -114,9 +127,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     monkeypatch.setattr(module, "RETRY_SECONDS", 0.05)
     FakeWarden.failing = ""
     FakeWarden.made = []
+    FakeRestore.made = []
     made = Site(tmp_path)
     yield made
     made.close()
+    for one in [*FakeWarden.made, *FakeRestore.made]:
+        one.forget()
 
 
 def test_a_pool_is_filled_and_refilled(site: Site) -> None:
@@ -290,6 +306,8 @@ pool_process.launcher = lambda name: Path("/bin/true")
 warden = pool_process.Warden(Path(sys.argv[1]), Path(sys.argv[1]) / "x.log", os.environ, [])
 warden.wait_restored()
 print("restored")
+warden.end()
+warden.wait_ended(60)
 """
 
 

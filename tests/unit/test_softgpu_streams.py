@@ -229,6 +229,7 @@ ok(cu.cuMemsetD32(p, 0, 100))
 MODE = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 a, b = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))
 e, f = ok(cu.cuEventCreate(2)), ok(cu.cuEventCreate(2))
+ok(cu.cuCtxSynchronize())                       # a fill does not wait for its end, nor a or b for the legacy stream
 """
 
 
