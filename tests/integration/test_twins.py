@@ -69,8 +69,8 @@ def test_a_checkpoint_with_twins(site: Site, name: str) -> None:
 def test_a_checkpoint_whose_guesses_are_wrong(site: Site, liar: Path, name: str, options: tuple[str, ...]) -> None:
     """Of larger memory, where otherwise the first copy would wait until all is saved.
 
-    The program is stopped while it sleeps between two iterations. What it then does first is the launch of which nothing
-    was guessed: in the middle of an iteration it could be a fill, which waits until half of the memory is saved.
+    The program is stopped while it sleeps between two iterations. What it then does first is the launch of which
+    nothing was guessed: in the middle of an iteration it could be a fill, which waits until half the memory is saved.
     """
     expected = site.example(name, *options, under=False, SOFTGPU_COPY_BANDWIDTH="0").wait_result()
     site.run("phosd", "--ensure")
