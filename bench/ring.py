@@ -44,7 +44,8 @@ def fill(blocks: int, size: int) -> list[Any]:
 
 def rate(blocks: list[Any], folder: Path, threads: int, slot: int, reserve: bool) -> float:
     """GB/s of one save."""
-    from phos.gpu_engine.copier import Copier, Progress
+    from phos.gpu_engine.copier import Copier
+    from phos.gpu_engine.copy_work import Progress
     from phos.images.writer import ImageWriter
 
     copier = Copier(threads, 2 * threads * slot)

@@ -11,15 +11,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
+from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.formats import HASH_SIZE
-
-if TYPE_CHECKING:
-    from phos.gpu_engine.copier import MappedBlocks
 
 SPAN_BYTES = 65536
 THREADS = 256

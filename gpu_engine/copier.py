@@ -12,147 +12,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from phos.gpu_engine import driver
-from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.content_hash import ContentHasher, chunk_count
+from phos.gpu_engine.copy_work import (
+    IDLE_SECONDS,
+    Cancelled,
+    Item,
+    Load,
+    LoadCheck,
+    LoadSource,
+    NothingYet,
+    Piece,
+    Progress,
+    Sink,
+    Source,
+    Span,
+    known_spans,
+)
 from phos.gpu_engine.errors import DriverError
+from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
 from phos.gpu_engine.shared_workers import Lease, SharedWorkers
-from phos.images.chunk_hash import zero_hash
 from phos.images.writer import Place
 
-IDLE_SECONDS = 5e-5
-"""How long a worker that has nothing to copy waits before it looks again."""
-
-Item = TypeVar("Item")
 Taken = TypeVar("Taken")
-
-
-class Sink(Protocol):
-    """Where what is copied out goes: an :class:`~phos.images.writer.ImageWriter`. Called from any worker's thread."""
-
-    placeable: int
-    """How many bytes :meth:`place` can give in all, however they are cut."""
-    place_limit: int
-    """And at once."""
-
-    def place(self, size: int) -> Place | None:
-        """Page-locked room of the sink's own, so that the GPU can write there; None: the ring is to be used."""
-
-    def write(
-        self,
-        stripe: int,
-        block: BlockKey,
-        offset: int,
-        data: memoryview,
-        hashes: Sequence[bytes] | None = None,
-        place: Place | None = None,
-    ) -> None:
-        """Take the data; ``stripe`` is the worker's number, ``hashes`` its chunks', if they are known."""
-
-
-class Cancelled(Exception):
-    """The job was given up by its owner."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """A part of a block that is copied at once; bytes. ``hashes``: of its chunks, if they are known."""
-
-    block: Block
-    offset: int
-    size: int
-    hashes: Sequence[bytes] | None = None
-    zero: bool = False
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What is copied out at once: ``size`` bytes at an ``address`` of phosd's; they belong at ``offset`` of a block."""
-
-    key: BlockKey
-    offset: int
-    size: int
-    address: int
-    """0: it is known to be zeros, and its hashes say so; nothing is copied."""
-    device: int
-    chunk: int = -1
-    """Its number, for a source that counts chunks."""
-    slot: int = -1
-    """The shadow slot that it is in, if it is in one."""
-    hashes: Sequence[bytes] | None = None
-    """Of its chunks, if they are known."""
-
-
-class NothingYet(Exception):
-    """A source has no piece now, but is not at its end: ask again in so many ``seconds``."""
-
-    def __init__(self, seconds: float = IDLE_SECONDS) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-
-class Source(Protocol):
-    """Where the pieces come from. Both methods are called from any worker's thread."""
-
-    def take(self) -> Piece | None:
-        """The next piece, or None when there are no more.
-
-        Raises:
-            NothingYet: ask again soon.
-        """
-
-    def landed(self, piece: Piece, data: memoryview) -> Sequence[bytes] | None:
-        """The piece's bytes are in host memory: from now on the device memory may change.
-
-        Returns the hashes of its chunks, if it knows them.
-        """
-
-
-@dataclass(frozen=True)
-class Load(Generic[Item]):
-    """What is filled at once: ``size`` bytes at an ``address`` of phosd's.
-
-    At most a slot, unless they are zeros or need no slot (see :meth:`Copier.fill`).
-    """
-
-    address: int
-    size: int
-    device: int
-    content: Item | None
-    """What to read; None: zeros."""
-    chunks: range = range(0)
-    """Their numbers, for a source that counts chunks."""
-    urgent: bool = False
-    """Somebody waits for it."""
-
-
-class LoadSource(Protocol[Item]):
-    """Where loads come from. Both methods are called from any worker's thread."""
-
-    def take(self) -> Load[Item] | None:
-        """The next one, or None when there are no more.
-
-        Raises:
-            NothingYet: ask again soon.
-        """
-
-    def arrived(self, load: Load[Item]) -> None:
-        """It is in GPU memory."""
-
-
-class LoadCheck(Protocol[Item]):
-    """Checks loads where they have arrived. ``slot`` numbers what is under way at the same time, from 0."""
-
-    def begin(self, slot: int, lane: driver.Lane, load: Load[Item]) -> None:
-        """Its copy has been queued in this lane."""
-
-    def end(self, slot: int, load: Load[Item]) -> None:
-        """All that was queued is done. Raises what the job shall fail with if the data is not what it should be."""
 
 
 class _Extents(Generic[Item]):
@@ -191,19 +77,6 @@ class _Spans:
     def landed(self, piece: Piece, data: memoryview) -> Sequence[bytes] | None:
         """Nobody waits for it."""
         return piece.hashes
-
-
-@dataclass
-class Progress:
-    """How far a copy is; bytes. Read without a lock: each worker adds to its own entry."""
-
-    total: int
-    done_by_worker: list[int]
-
-    @property
-    def done(self) -> int:
-        """Bytes copied so far."""
-        return sum(self.done_by_worker)
 
 
 class _Worker:
@@ -248,21 +121,6 @@ class _Worker:
             view.release()
 
 
-def known_spans(block: Block, hashes: Sequence[bytes], limit: int, zero_limit: int) -> list[Span]:
-    """A block in spans of at most ``limit`` bytes; those of zeros (``zero_limit``) apart. ``hashes``: of its chunks."""
-    spans: list[Span] = []
-    start = 0
-    zero = [hash_ == zero_hash(min(CHUNK_BYTES, block.size - i * CHUNK_BYTES)) for i, hash_ in enumerate(hashes)]
-    for end in range(1, len(hashes) + 1):
-        most = zero_limit if zero[start] else limit
-        if end == len(hashes) or zero[end] != zero[start] or (end - start) * CHUNK_BYTES >= most:
-            offset = start * CHUNK_BYTES
-            size = min(end * CHUNK_BYTES, block.size) - offset
-            spans.append(Span(block, offset, size, hashes[start:end], zero[start]))
-            start = end
-    return spans
-
-
 def _taking(
     take: Callable[[], Taken | None], lease: Lease[_Worker], cancelled: threading.Event
 ) -> Callable[[], Taken | None]:
@@ -279,46 +137,6 @@ def _taking(
         return taken
 
     return next_one
-
-
-class MappedBlocks:
-    """Blocks in phosd's own address space. A mapping keeps its memory alive, whatever becomes of the descriptor.
-
-    Mapping takes the driver's lock, which the driver's checkpoint of another process holds for long: what can be mapped
-    before it should be.
-    """
-
-    def __init__(self) -> None:
-        self._mappings: dict[BlockKey, driver.Mapping] = {}
-
-    def add(self, blocks: Iterable[Block]) -> None:
-        """Map those that are not mapped yet; a failure leaves the others mapped."""
-        for block in blocks:
-            if block.key not in self._mappings:
-                self._mappings[block.key] = driver.context(block.device).map_block(block.descriptor, block.size)
-
-    def __getitem__(self, key: BlockKey) -> driver.Mapping:
-        return self._mappings[key]
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self._mappings
-
-    def remove(self, key: BlockKey) -> None:
-        """Unmap one, if it is mapped."""
-        if (mapping := self._mappings.pop(key, None)) is not None:
-            mapping.unmap()
-
-    def close(self) -> None:
-        """Unmap all, whatever fails; where something has failed already, that is what is raised."""
-        failing = sys.exc_info()[1]
-        try:
-            with ExitStack() as undo:
-                for mapping in self._mappings.values():
-                    undo.callback(mapping.unmap)
-                self._mappings = {}
-        except DriverError:
-            if failing is None:
-                raise
 
 
 class Copier:

@@ -11,7 +11,7 @@ import logging
 import threading
 
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine.copier import Cancelled
+from phos.gpu_engine.copy_work import Cancelled
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.window import ChunkKey, Windows
 from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.content_hash import chunk_count
-from phos.gpu_engine.copier import NothingYet, Piece
+from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow.chunk_table import (
     NO_SLOT,
     SAVED,

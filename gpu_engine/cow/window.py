@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import chunk_count
-from phos.gpu_engine.copier import MappedBlocks, Sink
+from phos.gpu_engine.copy_work import Sink
 from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
 from phos.gpu_engine.cow.feed import PLACING_LITTLE, PLACING_WORKERS, STALL_WORKERS, ChunkFeed, Place, Window
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
 from phos.gpu_engine.errors import DriverError
+from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import Detached, GatedProcess
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.gpu_engine.touch_order import Touched

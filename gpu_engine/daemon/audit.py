@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 from phos.gen import wire_pb2
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import SPAN_BYTES, ContentHasher, chunk_count
-from phos.gpu_engine.copier import MappedBlocks
 from phos.gpu_engine.daemon import kernels, wire
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.errors import DriverError, NotPermitted, PhosError, ProtocolError
+from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.spec.audit import (
     PLACES_NAMED,
     Audit,

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
-from phos.gpu_engine.copier import Progress
+from phos.gpu_engine.copy_work import Progress
 from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.timeline import Timeline

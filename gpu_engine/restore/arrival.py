@@ -11,7 +11,8 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.content_hash import SPAN_BYTES, THREADS
-from phos.gpu_engine.copier import Copier, Load
+from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.copy_work import Load
 from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.restore.sources import confirm
 from phos.images.errors import ImageError
@@ -25,7 +26,7 @@ Read = Callable[[Extent, memoryview], int | None]
 
 
 class ArrivalCheck:
-    """Scratch memory on each GPU for every slot of a copier. A :class:`~phos.gpu_engine.copier.LoadCheck`."""
+    """Scratch memory on each GPU for every slot of a copier. A :class:`~phos.gpu_engine.copy_work.LoadCheck`."""
 
     def __init__(
         self,
@@ -43,7 +44,7 @@ class ArrivalCheck:
         self._slot_bytes = slot_bytes
 
     def begin(self, slot: int, lane: driver.Lane, load: Load[Extent]) -> None:
-        """See :class:`~phos.gpu_engine.copier.LoadCheck`."""
+        """See :class:`~phos.gpu_engine.copy_work.LoadCheck`."""
         assert load.content is not None
         at, wanted = slot * self._slot_bytes, len(load.content.hashes) * HASH_SIZE
         if wanted > self._slot_bytes:
@@ -54,7 +55,7 @@ class ArrivalCheck:
         lane.copy_to_host(self._host.address + at, sums, wanted)
 
     def end(self, slot: int, load: Load[Extent]) -> None:
-        """See :class:`~phos.gpu_engine.copier.LoadCheck`.
+        """See :class:`~phos.gpu_engine.copy_work.LoadCheck`.
 
         Raises:
             ImageError: it is not what the image's writer wrote.

@@ -20,13 +20,15 @@ from dataclasses import dataclass, field
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.copier import Cancelled, Copier, Progress
+from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.locked_ahead import LockedAhead
 from phos.gpu_engine.pinned import PinnedMemory, lies_in_huge_pages
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
+from phos.gpu_engine.restore.gpus import match_gpus, require_room
 from phos.gpu_engine.restore.sources import confirm, open_source
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
@@ -34,9 +36,6 @@ from phos.images.reader import Image
 from phos.images.source import ImageSource
 
 log = logging.getLogger(__name__)
-
-MEMORY_PATIENCE = 1.0
-"""Seconds without more GPU memory becoming free after which there is too little."""
 
 
 @dataclass
@@ -50,44 +49,6 @@ class RestoredProcess:
     pid: int
     session: bytes
     imports: dict[int, BlockKey] = field(default_factory=dict)
-
-
-def match_gpus(wanted: list[pb.Gpu], present: list[driver.Gpu]) -> tuple[dict[int, int], dict[str, str]]:
-    """Which GPU here takes the place of which GPU of the image.
-
-    Returns (image ordinal → ordinal here, old UUID → new UUID for the driver; empty when all are the same).
-
-    Raises:
-        RestoreFailed: too few GPUs, or of another model.
-    """
-    by_uuid = {gpu.uuid: gpu for gpu in present}
-    names = [driver.format_uuid(gpu.uuid) for gpu in wanted]
-    if all(name in by_uuid for name in names):
-        return {old.ordinal: by_uuid[name].ordinal for old, name in zip(wanted, names, strict=True)}, {}
-    if len(wanted) > len(present):
-        raise RestoreFailed(
-            f"The image needs {len(wanted)} GPU(s), this machine shows {len(present)}. "
-            "Restore on a machine with as many, or make more visible (CUDA_VISIBLE_DEVICES)."
-        )
-    ordinals: dict[int, int] = {}
-    pairs: dict[str, str] = {}
-    free = list(present)
-    # Whoever is still there stays where it is; only then may others take what is left.
-    for old, name in sorted(zip(wanted, names, strict=True), key=lambda pair: pair[1] not in by_uuid):
-        same = [g for g in free if g.name == old.name and g.compute_capability == (old.major, old.minor)]
-        if not same:
-            raise RestoreFailed(
-                f"The image was made on {old.name} (compute capability {old.major}.{old.minor}); this machine has "
-                f"{', '.join(sorted({gpu.name for gpu in free})) or 'no further GPU'}. "
-                "The driver restores only onto the same model."
-            )
-        chosen = next((g for g in same if g.uuid == name), same[0])
-        free.remove(chosen)
-        ordinals[old.ordinal] = chosen.ordinal
-        pairs[name] = chosen.uuid
-    for gpu in free:  # the driver's list must name every visible GPU (DESIGN §2)
-        pairs.setdefault(gpu.uuid, gpu.uuid)
-    return ordinals, pairs
 
 
 Register = Callable[[RestoredProcess, list[Block]], GatedProcess]
@@ -295,20 +256,8 @@ class Restore(ABC):
 
     def _create_blocks(self) -> dict[BlockKey, Block]:
         wanted = self._wanted_blocks()
-        self._require_room(wanted)
+        require_room(wanted.values())
         return self._make_blocks(wanted)
-
-    @staticmethod
-    def _require_room(wanted: dict[BlockKey, Block]) -> None:
-        needed: dict[int, int] = {}
-        for block in wanted.values():
-            needed[block.device] = needed.get(block.device, 0) + block.size
-        for device, size in needed.items():
-            if size > (free := _wait_for_memory(device, size)):
-                raise RestoreFailed(
-                    f"The image needs {size / 1e9:.2f} GB on GPU {device}, which has {free / 1e9:.2f} GB free. "
-                    "End what else uses that GPU (nvidia-smi shows it) and restore again."
-                )
 
     def _make_blocks(self, wanted: dict[BlockKey, Block]) -> dict[BlockKey, Block]:
         blocks: dict[BlockKey, Block] = {}
@@ -493,22 +442,6 @@ class Restore(ABC):
                 self.state = "attached"
                 self._over.set()
         self._cancelled.set()
-
-
-def _wait_for_memory(device: int, size: int) -> int:
-    """Bytes free on a GPU; as long as others are letting go of theirs and ``size`` is not reached, wait.
-
-    What a process held that was killed a moment ago, by the dump for example, comes free piece by piece.
-    """
-    context = driver.context(device)
-    free, grew = context.free_memory(), time.monotonic()
-    while free < size and time.monotonic() - grew < MEMORY_PATIENCE:
-        time.sleep(0.02)
-        now = context.free_memory()
-        if now > free:
-            grew = time.monotonic()
-        free = now
-    return free
 
 
 def _readable(descriptor: int) -> bool:

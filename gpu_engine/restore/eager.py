@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.copier import MappedBlocks
+from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.restore.sources import manner

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from phos.gpu_engine.blocks import BlockKey
-from phos.gpu_engine.copier import Load, NothingYet
+from phos.gpu_engine.copy_work import Load, NothingYet
 from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable, WindowTable
 from phos.images.extents import Extent
 
@@ -32,7 +32,7 @@ class LoadPlace:
 
 
 class LoadFeed:
-    """A :class:`~phos.gpu_engine.copier.LoadSource` over the chunks of a restore."""
+    """A :class:`~phos.gpu_engine.copy_work.LoadSource` over the chunks of a restore."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LoadFeed:
         return (extent for chunk in self._order if (extent := self.places[chunk].extent) is not None)
 
     def take(self) -> Load[Extent] | None:
-        """See :class:`~phos.gpu_engine.copier.LoadSource`."""
+        """See :class:`~phos.gpu_engine.copy_work.LoadSource`."""
         with self._lock:
             load = self._wanted()
             if load is None:
@@ -77,7 +77,7 @@ class LoadFeed:
             return load
 
     def arrived(self, load: Load[Extent]) -> None:
-        """See :class:`~phos.gpu_engine.copier.LoadSource`."""
+        """See :class:`~phos.gpu_engine.copy_work.LoadSource`."""
         for chunk in load.chunks:
             self._table.saved(chunk)
 

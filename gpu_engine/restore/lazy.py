@@ -17,10 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.copier import Cancelled, Copier, LoadSource, MappedBlocks
+from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.copy_work import Cancelled, LoadSource
 from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
 from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.locked_ahead import LockedAhead
+from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import UNDER_WAY, Restore
 from phos.gpu_engine.restore.feed import LoadFeed, LoadPlace

@@ -18,12 +18,14 @@ from contextlib import suppress
 
 from phos.gpu_engine import driver, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.copier import Copier, LoadSource
+from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.copy_work import LoadSource
 from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.base import Register
 from phos.gpu_engine.restore.feed import LoadFeed
+from phos.gpu_engine.restore.gpus import require_room
 from phos.gpu_engine.restore.lazy import LazyRestore
 from phos.gpu_engine.restore.reserved import MappingFeed, ReservedMemory
 from phos.gpu_engine.restore.settings import LazySettings
@@ -247,7 +249,7 @@ class PooledRestore(LazyRestore):
         try:
             blocks = self._make_blocks(self._planned)
         except RestoreFailed:  # say why, or wait for what is just being given back
-            self._require_room(self._planned)
+            require_room(self._planned.values())
             blocks = self._make_blocks(self._planned)
         borrowed: list[Block] = []
         try:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.copier import Load
+from phos.gpu_engine.copy_work import Load
 from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.restore.feed import LoadFeed
 from phos.images.extents import Extent
@@ -82,12 +82,12 @@ class MappingFeed:
         self._memory = memory
 
     def take(self) -> Load[Extent] | None:
-        """See :class:`~phos.gpu_engine.copier.LoadSource`."""
+        """See :class:`~phos.gpu_engine.copy_work.LoadSource`."""
         load = self._feed.take()
         if load is not None:
             self._memory.need(self._feed.places[load.chunks.start].key)
         return load
 
     def arrived(self, load: Load[Extent]) -> None:
-        """See :class:`~phos.gpu_engine.copier.LoadSource`."""
+        """See :class:`~phos.gpu_engine.copy_work.LoadSource`."""
         self._feed.arrived(load)

@@ -22,9 +22,11 @@ import psutil
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, inventory
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.copier import Cancelled, Copier, MappedBlocks, Progress
+from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, PhosError
 from phos.gpu_engine.landing import Landing
+from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.residue import DumpedResidues
 from phos.gpu_engine.stop.settings import Settings

@@ -18,7 +18,7 @@ from phos.gpu_engine.installation import load_driver
 load_driver("software")
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.copier import MappedBlocks
+from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.content_hash import ContentHasher, chunk_count
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.chunk_hash import hash_memory

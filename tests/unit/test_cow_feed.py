@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from phos.gpu_engine.copier import NothingYet, Piece
+from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow import feed as feed_module
 from phos.gpu_engine.cow.chunk_table import (
     NO_SLOT,

@@ -14,7 +14,7 @@ import pytest
 
 from phos.cli import checkpoint
 from phos.gpu_engine import toggle
-from phos.gpu_engine.copier import Progress
+from phos.gpu_engine.copy_work import Progress
 from phos.gpu_engine.daemon import serve_dump
 from phos.gpu_engine.daemon.jobs import REMEMBERED, Claims, JobTable
 from phos.gpu_engine.daemon.registry import Registry

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, procfs, ring
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.copier import Copier, known_spans
+from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.copy_work import known_spans
 from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.errors import RestoreFailed, UsageError
 from phos.gpu_engine.procfs import is_alive, start_time
-from phos.gpu_engine.restore.base import match_gpus
+from phos.gpu_engine.restore.gpus import match_gpus
 from phos.images.chunk_hash import zero_hash
 from tests.unit.waiting import eventually
 

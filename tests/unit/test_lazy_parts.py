@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phos.gpu_engine.copier import Load
+from phos.gpu_engine.copy_work import Load
 from phos.gpu_engine.cow.chunk_table import SAVED, STRICT, UNSAVED, ChunkTable, WindowTable
 from phos.gpu_engine.errors import UsageError
 from phos.gpu_engine.restore.feed import ZEROS_AT_ONCE, LoadFeed, LoadPlace

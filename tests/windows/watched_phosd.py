@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from phos.gpu_engine.copier import Piece
+from phos.gpu_engine.copy_work import Piece
 from phos.gpu_engine.cow import dump, feed
 from phos.gpu_engine.daemon import __main__ as daemon
 from phos.gpu_engine.daemon import kernels, serve_dump
