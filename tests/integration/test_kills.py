@@ -38,59 +38,55 @@ def expected_result(site: Site) -> str:
     return site.example("stencil", *OPTIONS[:2], under=False).wait_result()
 
 
+class Dumping:
+    """A dump that leaves its program running, begun: CRIU is there."""
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.expected = expected_result(site)
+        self.program = site.example("stencil", *OPTIONS, **SLOW)
+        self.program.wait_iterations(5)
+        self.daemon = site.daemon_pid()
+        self.image = site.image()
+        self.dump = begin_dump(site, self.program, self.image, "--leave-running")
+        wait_until(lambda: criu_processes(site) or self.dump.poll() is not None, "CRIU")
+
+    def ends_well(self) -> None:
+        """The program computes on, and no half image passes for a whole one."""
+        status = self.dump.wait(60)
+        assert self.program.wait_result() == self.expected
+        whole = self.site.run("phos-gpu", "verify", str(self.image), check=False).returncode == 0
+        assert whole or status != 0  # what happens after the commit leaves a whole image, although the command failed
+        assert (self.image / "phos-commit.img").exists() == whole
+
+
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.15, 0.3, 0.45, 0.6, 0.9])
 def test_criu_is_killed(site: Site, delay: float) -> None:
-    expected = expected_result(site)
-    program = site.example("stencil", *OPTIONS, **SLOW)
-    program.wait_iterations(5)
-    image = site.image()
-    dump = begin_dump(site, program, image, "--leave-running")
-    wait_until(lambda: criu_processes(site) or dump.poll() is not None, "CRIU")
+    dumping = Dumping(site)
     time.sleep(delay)
     for pid in criu_processes(site):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-    status = dump.wait(60)
-    assert program.wait_result() == expected
-    whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
-    assert whole or status != 0  # killed after the commit, it is whole although the command failed
-    assert (image / "phos-commit.img").exists() == whole
+    dumping.ends_well()
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 0.6])
 def test_interrupted_from_the_keyboard(site: Site, delay: float) -> None:
     """Ctrl-C goes to the launcher; it must not leave the program without its GPU."""
-    expected = expected_result(site)
-    program = site.example("stencil", *OPTIONS, **SLOW)
-    program.wait_iterations(5)
-    image = site.image()
-    dump = begin_dump(site, program, image, "--leave-running")
-    wait_until(lambda: criu_processes(site) or dump.poll() is not None, "CRIU")
+    dumping = Dumping(site)
     time.sleep(delay)
-    dump.send_signal(signal.SIGINT)
-    status = dump.wait(60)
-    assert program.wait_result() == expected
-    whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
-    assert whole or status != 0
+    dumping.dump.send_signal(signal.SIGINT)
+    dumping.ends_well()
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.15, 0.3, 0.45, 0.6, 0.9])
 def test_phosd_is_killed_while_dumping(site: Site, delay: float) -> None:
-    expected = expected_result(site)
-    program = site.example("stencil", *OPTIONS, **SLOW)
-    program.wait_iterations(5)
-    daemon = site.daemon_pid()
-    image = site.image()
-    dump = begin_dump(site, program, image, "--leave-running")
-    wait_until(lambda: criu_processes(site) or dump.poll() is not None, "CRIU")
+    dumping = Dumping(site)
     time.sleep(delay)
-    os.kill(daemon, signal.SIGKILL)
-    status = dump.wait(60)
-    assert program.wait_result() == expected
-    whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
-    assert whole or status != 0
+    os.kill(dumping.daemon, signal.SIGKILL)
+    dumping.ends_well()
 
 
 def test_phosd_is_killed_while_all_is_detached_and_nobody_reaps_it(site: Site) -> None:
@@ -139,7 +135,7 @@ def test_application_is_killed_while_dumping(site: Site, delay: float) -> None:
 
 def test_phosd_is_killed_and_a_new_one_adopts(site: Site) -> None:
     """Also after an attach, when the frontend's handles are imported ones and only the keeper has descriptors."""
-    options = ("--iterations", "250", "--iteration-seconds", "0.03")
+    options = ("--iterations", "400", "--iteration-seconds", "0.03")
     expected = site.example("stencil", *options[:2], under=False).wait_result()
     program = site.example("stencil", *options)
     program.wait_iterations(3)

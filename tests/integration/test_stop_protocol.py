@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phos.gpu_engine.installation import examples_folder
-from tests.integration.site import Site, wait_until
+from tests.integration.site import Program, Site, wait_until
 
 EXAMPLES = {
     "mlp": ("--iterations", "40", "--iteration-seconds", "0.04"),
@@ -27,13 +27,19 @@ def uninterrupted(site: Site, name: str, *options: str) -> str:
     return site.example(name, *options[:2], under=False).wait_result()
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_dump_kill_and_restore_gives_the_uninterrupted_result(site: Site, name: str) -> None:
+def dumped(site: Site, name: str) -> tuple[str, Program, Path]:
+    """The result that an example should have, the example, and the image that it was dumped into half way."""
     expected = uninterrupted(site, name, *EXAMPLES[name])
     program = site.example(name, *EXAMPLES[name])
     program.wait_iterations(5)
     image = site.image()
     site.dump(program, image)
+    return expected, program, image
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_dump_kill_and_restore_gives_the_uninterrupted_result(site: Site, name: str) -> None:
+    expected, program, image = dumped(site, name)
     assert not program.alive()
     assert program.result() is None
     site.run("phos-gpu", "verify", str(image))
@@ -63,12 +69,7 @@ def test_leave_running_disturbs_nothing_and_the_image_is_whole(site: Site) -> No
 
 
 def test_restore_twice_from_one_image(site: Site) -> None:
-    options = EXAMPLES["stencil"]
-    expected = uninterrupted(site, "stencil", *options)
-    program = site.example("stencil", *options)
-    program.wait_iterations(5)
-    image = site.image()
-    site.dump(program, image)
+    expected, program, image = dumped(site, "stencil")
     at_dump = program.output.read_bytes()
     for _ in range(2):
         program.output.write_bytes(at_dump)
@@ -90,12 +91,7 @@ def test_ten_generations(site: Site) -> None:
 
 
 def test_restore_into_a_fresh_daemon(site: Site) -> None:
-    options = EXAMPLES["stencil"]
-    expected = uninterrupted(site, "stencil", *options)
-    program = site.example("stencil", *options)
-    program.wait_iterations(5)
-    image = site.image()
-    site.dump(program, image)
+    expected, program, image = dumped(site, "stencil")
     first = site.daemon_pid()
     site.run("phosd", "--stop")
     site.restore(image)
@@ -104,12 +100,7 @@ def test_restore_into_a_fresh_daemon(site: Site) -> None:
 
 
 def test_lazy_pages_restore(site: Site) -> None:
-    options = EXAMPLES["stencil"]
-    expected = uninterrupted(site, "stencil", *options)
-    program = site.example("stencil", *options)
-    program.wait_iterations(5)
-    image = site.image()
-    site.dump(program, image)
+    expected, program, image = dumped(site, "stencil")
     server = site.background("criu", "lazy-pages", "-D", str(image), "-o", "lazy.log")
     try:
         wait_until((image / "lazy-pages.socket").exists, "the lazy-pages server")
