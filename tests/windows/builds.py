@@ -23,6 +23,9 @@ KINDS = {"thread": ("tsan", "TSAN_OPTIONS", b"__tsan_"), "address,undefined": ("
 REPORTS = "sanitizer"
 """Begin of the names of the files that reports go to."""
 
+COPIES = "sg_copy_run softgpu/copy.c"
+"""In reports: what the software GPU copies with, shadows too."""
+
 
 class Wrong(AssertionError):
     """Something is not as it must be."""
@@ -79,8 +82,12 @@ class Sanitizer:
 
     def _options(self, *more: str) -> dict[str, str]:
         path = f"log_path={self.folder / REPORTS}"
-        known = more if self.kind == "thread" else tuple(m for m in more if m.startswith("detect_leaks"))
-        return {KINDS[self.kind][1]: ":".join([path, "exitcode=66", *known])}
+        if self.kind == "thread":
+            # The files say what was found, and programs that end at once join nobody.
+            more = ("exitcode=0", "report_thread_leaks=0", *more)
+        else:
+            more = ("exitcode=66", *(m for m in more if m.startswith("detect_leaks")))
+        return {KINDS[self.kind][1]: ":".join([path, *more])}
 
     def check_build(self) -> None:
         """
@@ -94,13 +101,20 @@ class Sanitizer:
                     f"{path} is not built with -fsanitize={self.kind}: `make frontend softgpu chunks SANITIZE=…`."
                 )
 
-    def complain(self) -> None:
+    def complain(self, *, lied: bool = False) -> None:
         """
+        ``lied``: no guess said where kernels write. Then they race with the copies of shadows, which is what the
+        content's hash is to find; reports of that are thrown away.
+
         Raises:
             Wrong: a sanitizer has reported something.
         """
         for path in self.folder.glob(f"{REPORTS}.*"):
-            raise Wrong(f"{path.name}: {path.read_text(errors='replace')[:6000]}")
+            said = path.read_text(errors="replace")
+            if lied and all("data race" in report and COPIES in report for report in said.split("SUMMARY: ")[:-1]):
+                path.unlink()
+                continue
+            raise Wrong(f"{path.name}: {said[:6000]}")
 
 
 def build(folder: Path, *flags: str) -> Path:
