@@ -30,7 +30,18 @@ from phos.gpu_engine.daemon import client, wire
 from phos.gpu_engine.installation import application_environment
 from phos.images.reader import EXTENT_LIMIT, Extent, Image
 from tests.windows import many
-from tests.windows.builds import HERE, PATIENCE, ROOT, Sanitizer, Wrong, build, of_socket, start_phosd
+from tests.windows.builds import (
+    HERE,
+    PATIENCE,
+    RACE_OF_A_LIE,
+    ROOT,
+    THREADS_LEFT,
+    Sanitizer,
+    Wrong,
+    build,
+    of_socket,
+    start_phosd,
+)
 from tests.windows.many import Kind
 from tests.windows.watched_phosd import truth_file
 
@@ -130,14 +141,14 @@ class Workshop:
         """What the program has written so far."""
         return self.output.read_text(errors="replace")
 
-    def end_program(self, *, lied: bool = False) -> None:
-        """It compares all of its memory with what must be in it. ``lied``: see :meth:`Sanitizer.complain`."""
+    def end_program(self, *expected: tuple[str, str]) -> None:
+        """It compares all of its memory with what must be in it. ``expected``: see :meth:`Sanitizer.complain`."""
         assert self.program is not None
         self.program.send_signal(signal.SIGUSR1)
         status = self.program.wait(PATIENCE)
         self.program = None
         self._forget_truth()
-        self.sanitizer.complain(lied=lied)
+        self.sanitizer.complain(*expected)
         if status != 0 or "GOOD" not in self.said():
             raise Wrong(f"the program was harmed: status {status}, {self.said()[-3000:]}")
 
@@ -177,10 +188,11 @@ class Workshop:
                 raise Wrong(f"the program ended with {status}: {self.said()[-3000:]}")
         elif self.program.poll() is not None:
             raise Wrong(f"the program ended with {self.program.returncode}: {self.said()[-3000:]}")
-        self.sanitizer.complain(lied=lying)
+        expected = [kind for kind, may_be in ((RACE_OF_A_LIE, lying), (THREADS_LEFT, ends)) if may_be]
+        self.sanitizer.complain(*expected)
         shutil.rmtree(image)
         if lying and self.sanitizer.kind == "thread" and self.program is not None:
-            self.end_program(lied=True)  # races of this window may come out after it
+            self.end_program(RACE_OF_A_LIE)  # it may come out after the window
         if self.program is None:
             self._forget_truth()
         return state.state
