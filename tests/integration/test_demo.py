@@ -95,7 +95,7 @@ def test_it_measures_restores(site: Site, mode: str) -> None:
     ((found, *times, memory, on_demand, waits, waited),) = re.findall(RESTORED, done.stdout, re.M)
     kernel, iteration, last_byte = (float(seconds) for seconds in times)
     assert found == mode
-    assert 0 < kernel < iteration
+    assert 0 < kernel <= iteration  # they are printed in milliseconds: an iteration may fit into what is left of one
     assert memory == "8.0 MiB"
     if mode == "eager":
         assert last_byte < kernel + 0.002  # the gate opens when all is there
