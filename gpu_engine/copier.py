@@ -17,16 +17,17 @@ from typing import Any, Generic, TypeVar
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.content_hash import ContentHasher, chunk_count
+from phos.gpu_engine.copy_loop import Filler, LoadLane
 from phos.gpu_engine.copy_work import (
-    IDLE_SECONDS,
+    SLOTS,
     Cancelled,
     Item,
     Load,
-    LoadCheck,
     LoadSource,
     NothingYet,
     Piece,
     Progress,
+    Reading,
     Sink,
     Source,
     Span,
@@ -90,6 +91,7 @@ class _Worker:
         ]
         self.lanes: dict[int, driver.Lane] = {}
         self.events: dict[int, list[Any]] = {}
+        self.load_lanes: dict[int, LoadLane] = {}
 
     def lane(self, device: int) -> driver.Lane:
         """This worker's stream on a GPU; its context becomes current."""
@@ -97,8 +99,15 @@ class _Worker:
         context.use()
         if device not in self.lanes:
             self.lanes[device] = driver.Lane(context)
-            self.events[device] = [self.lanes[device].event() for _ in range(2)]
+            self.events[device] = [self.lanes[device].event() for _ in range(SLOTS)]
         return self.lanes[device]
+
+    def load_lane(self, device: int) -> LoadLane:
+        """The same for loads."""
+        lane = self.lane(device)
+        if device not in self.load_lanes:
+            self.load_lanes[device] = LoadLane(lane, self.events[device], [address for address, _ in self.slots])
+        return self.load_lanes[device]
 
     def synchronise(self) -> None:
         """Wait for all that is queued. What fails is raised, unless something has failed already, which says why."""
@@ -307,12 +316,11 @@ class Copier:
     def load(
         self,
         extents: Sequence[tuple[Block, int, int, Item | None]],
-        read: Callable[[Item, memoryview], int | None],
+        reading: Reading[Item],
         progress: Progress,
         cancelled: threading.Event,
         mapped: MappedBlocks,
         workers: int | None = None,
-        check: LoadCheck[Item] | None = None,
     ) -> None:
         """Fill blocks: each extent is (block, offset, size, what to read), None: zeros; the rest as :meth:`fill`.
 
@@ -322,84 +330,34 @@ class Copier:
         """
         if extents:
             mapped.add(extent[0] for extent in extents)
-            self.fill(_Extents(extents, mapped), extents[0][0].device, read, progress, cancelled, workers, check)
+            self.fill(_Extents(extents, mapped), extents[0][0].device, reading, progress, cancelled, workers)
 
     def fill(
         self,
         source: LoadSource[Item],
         device: int,
-        read: Callable[[Item, memoryview], int | None],
+        reading: Reading[Item],
         progress: Progress,
         cancelled: threading.Event,
         workers: int | None = None,
-        check: LoadCheck[Item] | None = None,
     ) -> None:
         """Fill what ``source`` names, until it ends; ``device`` is any GPU that has a part in it.
 
-        ``read`` fills a slot, or returns the address of page-locked memory where the data lies already and stays: then
-        no slot is used, and the load may be larger than one. ``workers``: how many take part; None: all. ``check``
-        looks at everything but zeros before it counts as arrived.
+        ``workers``: how many take part; None: all.
 
         Raises: as :meth:`save`, and what the source raises.
         """
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
-            self._fill(worker, _taking(source.take, lease, cancelled), source.arrived, read, progress, check)
+            def arrived(load: Load[Item]) -> None:
+                source.arrived(load)
+                progress.done_by_worker[worker.number] += load.size
+
+            try:
+                Filler(worker.number, worker.slots, worker.load_lane, reading, arrived).run(
+                    _taking(source.take, lease, cancelled)
+                )
+            finally:
+                worker.synchronise()
 
         self._run(work, device, cancelled, lambda: workers)
-
-    def _fill(
-        self,
-        worker: _Worker,
-        take: Callable[[], Load[Item] | None],
-        arrived: Callable[[Load[Item]], None],
-        read: Callable[[Item, memoryview], int | None],
-        progress: Progress,
-        check: LoadCheck[Item] | None,
-    ) -> None:
-        first_slot = 2 * worker.number
-        under_way: list[tuple[Any, Load[Item]] | None] = [None, None]
-        turn = 0
-
-        def land(slot: int) -> bool:
-            going = under_way[slot]
-            if going is None:
-                return False
-            driver.wait(going[0])
-            under_way[slot] = None
-            if check is not None and going[1].content is not None:
-                check.end(first_slot + slot, going[1])
-            arrived(going[1])
-            progress.done_by_worker[worker.number] += going[1].size
-            return True
-
-        try:
-            while True:
-                try:
-                    load = take()
-                except NothingYet:
-                    if not land(turn) and not land(turn ^ 1):
-                        time.sleep(IDLE_SECONDS)
-                    continue
-                land(turn)
-                if load is None:
-                    land(turn ^ 1)
-                    return
-                lane = worker.lane(load.device)
-                address, view = worker.slots[turn]
-                if load.content is None:
-                    lane.fill_zero(load.address, load.size)
-                else:
-                    lies_at = read(load.content, view[: load.size])
-                    lane.copy_to_device(load.address, address if lies_at is None else lies_at, load.size)
-                    if check is not None:
-                        check.begin(first_slot + turn, lane, load)
-                event = worker.events[load.device][turn]
-                lane.record(event)
-                under_way[turn] = (event, load)
-                if load.urgent:
-                    land(turn)
-                else:
-                    turn ^= 1
-        finally:
-            worker.synchronise()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.chunk_hash import zero_hash
@@ -14,6 +13,12 @@ from phos.images.writer import Place
 
 IDLE_SECONDS = 5e-5
 """How long a worker that has nothing to copy waits before it looks again."""
+
+SLOTS = 2
+"""Of the ring, for each worker: while the processor is at one, the copy engine works on the other."""
+
+UNDER_WAY = 6
+"""Loads that a worker has at most under way, or ready to be queued."""
 
 Item = TypeVar("Item")
 
@@ -131,14 +136,43 @@ class LoadSource(Protocol[Item]):
         """It is in GPU memory."""
 
 
+@dataclass(frozen=True)
+class HashRoom:
+    """How one load is hashed where it has arrived: a kernel and its grid, and where ``size`` bytes of hashes go."""
+
+    kernel: int
+    grid: int
+    block: int
+    chunk_bytes: int
+    sums: int
+    """A device address."""
+    host: int
+    """Page-locked, where they are once the load has landed."""
+    size: int
+
+
 class LoadCheck(Protocol[Item]):
-    """Checks loads where they have arrived. ``slot`` numbers what is under way at the same time, from 0."""
+    """Checks loads where they have arrived. ``number`` is that of one of :data:`UNDER_WAY` rooms of each worker."""
 
-    def begin(self, slot: int, lane: driver.Lane, load: Load[Item]) -> None:
-        """Its copy has been queued in this lane."""
+    def room(self, number: int, load: Load[Item]) -> HashRoom:
+        """How the load is hashed."""
 
-    def end(self, slot: int, load: Load[Item]) -> None:
-        """All that was queued is done. Raises what the job shall fail with if the data is not what it should be."""
+    def end(self, number: int, load: Load[Item]) -> None:
+        """It has landed. Raises what the job shall fail with if the data is not what it should be."""
+
+
+@dataclass(frozen=True)
+class Reading(Generic[Item]):
+    """How the data of loads is had; any thread may ask."""
+
+    read: Callable[[Item, memoryview], None]
+    """Fill a slot."""
+    lies_at: Callable[[Item], int | None]
+    """The address of page-locked memory where it lies already and stays: the load may be larger than a slot then."""
+    file_of: Callable[[Item], tuple[int, int] | None]
+    """A descriptor, and where in that file it is, for who checks it himself: asked only if there is a ``check``."""
+    check: LoadCheck[Item] | None = None
+    """Looks at everything but zeros before it counts as arrived."""
 
 
 @dataclass

@@ -10,11 +10,11 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from cuda.bindings import driver as cuda
 
@@ -39,6 +39,22 @@ def _check(call: str, result: tuple[Any, ...], context: str = "") -> Any:
     if len(result) == 1:
         return None
     return result[1] if len(result) == 2 else result[1:]
+
+
+def fail(call: str, code: int, context: str = "") -> NoReturn:
+    """Raise what a driver call's status means, for who has called it himself."""
+    try:
+        result = cuda.CUresult(code)
+    except ValueError:  # newer than cuda-python
+        raise DriverError(call, code, "unknown", context) from None
+    _check(call, (result,), context)
+    raise ValueError(f"{call} has not failed")
+
+
+def entry_points(symbols: Sequence[str]) -> list[int]:
+    """The addresses of functions of the driver, for native code that calls it."""
+    library = ctypes.CDLL("libcuda.so.1")
+    return [int(ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0) for symbol in symbols]
 
 
 def kind() -> str:
@@ -225,6 +241,11 @@ class Kernel:
     name: str
     function: Any
 
+    @property
+    def handle(self) -> int:
+        """For native code."""
+        return int(self.function)
+
 
 @dataclass
 class Mapping:
@@ -291,6 +312,11 @@ class Lane:
         self._context = context
         context.use()
         self._stream = _check("cuStreamCreate", cuda.cuStreamCreate(1))  # CU_STREAM_NON_BLOCKING
+
+    @property
+    def handle(self) -> int:
+        """The stream, for native code."""
+        return int(self._stream)
 
     def event(self) -> Any:
         """A reusable event for :meth:`record` and :func:`wait`."""

@@ -34,7 +34,6 @@ from phos.images.mapping import (
     MADV_HUGEPAGE,
     MADV_POPULATE_WRITE,
     advise,
-    has_huge_pages,
     map_memory,
     unmap_memory,
     view_of,
@@ -120,7 +119,7 @@ class Region:
         self.size = size
         self.descriptor = descriptor
         self.length = align_up(size)
-        self._locked: list[int] = []  # addresses
+        self._locked = False
         self._identity: tuple[int, int] | None = None
         self._watcher = watcher
         self._watch = watcher.add(descriptor) if watcher else 0
@@ -134,23 +133,15 @@ class Region:
         """Have the kernel find pages for a part of it."""
         advise(self.address + offset, length, MADV_POPULATE_WRITE)
 
-    def lock(self, offset: int, length: int) -> None:
-        """Page-lock a part of it.
-
-        Raises:
-            DriverError: so much cannot be locked.
-        """
-        driver.context(0).use()
-        driver.register_host(self.address + offset, length)
-        self._locked.append(self.address + offset)
-
-    def lock_all(self) -> None:
+    def lock(self) -> None:
         """Page-lock it.
 
         Raises:
             DriverError: so much cannot be locked.
         """
-        self.lock(0, self.length)
+        driver.context(0).use()
+        driver.register_host(self.address, self.length)
+        self._locked = True
 
     def note(self) -> None:
         """From now on a change of the file is noticed."""
@@ -177,45 +168,10 @@ class Region:
         """Unlock and unmap it. No copy from it may be under way."""
         if self._locked:
             driver.context(0).use()
-        for address in self._locked:
-            driver.unregister_host(address)
+            driver.unregister_host(self.address)
         unmap_memory(self._base, self._mapped)
         if self.descriptor >= 0:
             os.close(self.descriptor)
-
-
-def _data_files(image: Image) -> list[tuple[str, int, int]]:
-    """Name, size and number of each data file that holds something."""
-    files = ((file.name, file.size, formats.stripe_of(file.name)) for file in image.record.files)
-    return [(name, size, stripe) for name, size, stripe in files if size and stripe is not None]
-
-
-def _open_in_huge_pages(image: Image, name: str, size: int, access: int) -> int:
-    """Open a data file. Raises OSError, too, if it is not in huge pages, or not this user's or root's alone."""
-    descriptor = os.open(image.path / name, access | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        status = os.fstat(descriptor)
-        if not lives_in_memory(descriptor) or not has_huge_pages(descriptor):
-            raise OSError(f"{name} does not lie in huge pages")
-        if status.st_uid not in (0, os.geteuid()) or status.st_mode & 0o022:
-            raise OSError(f"others may write to {name}")
-        if status.st_size != size:
-            raise OSError(f"{name} has changed its size")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
-
-
-def lies_in_huge_pages(image: Image) -> bool:
-    """Whether an image's data could be mapped by :meth:`PinnedMemory.map_in_place`."""
-    files = _data_files(image)
-    try:
-        for name, size, _ in files:
-            os.close(_open_in_huge_pages(image, name, size, os.O_RDONLY))
-    except OSError:
-        return False
-    return bool(files)
 
 
 def data_bytes(image: Image) -> int:
@@ -275,35 +231,12 @@ class PinnedMemory:
             for at in range(0, region.length, POPULATE_BYTES)
         ]
         run_in_threads(pieces)
-        run_in_threads([region.lock_all for region in regions])
+        run_in_threads([region.lock for region in regions])
         time.sleep(CLOCK_SECONDS)  # populating has changed the files' times
         for region in regions:
             region.note()
         self._check(image)
         self.confirm(image.path)
-
-    def map_in_place(self, image: Image) -> None:
-        """Map an image's data where it lies, unchecked and not locked yet, and with nobody who tells of changes.
-
-        Raises:
-            OSError: it does not lie in huge pages (:func:`lies_in_huge_pages`), or cannot be mapped.
-        """
-        for name, size, stripe in _data_files(image):
-            descriptor = _open_in_huge_pages(image, name, size, os.O_RDWR)
-            try:
-                self._regions[stripe] = Region(name, size, descriptor)
-            except BaseException:
-                os.close(descriptor)
-                raise
-
-    def lock(self, stripe: int, offset: int, length: int) -> None:
-        """Page-lock what a data file has of a part of it.
-
-        Raises:
-            DriverError: so much cannot be locked.
-        """
-        region = self._regions[stripe]
-        region.lock(offset, min(length, region.length - offset))
 
     def _check(self, image: Image | RemoteImage) -> None:
         scratch = threading.local()
@@ -430,13 +363,20 @@ class PinnedImage:
         """A part of a data file, for a system call; see :meth:`Region.view`."""
         return self._memory.view(stripe, offset, length)
 
-    def read_into(self, extent: Extent, buffer: memoryview) -> int | None:
-        """See :class:`~phos.images.source.ImageSource`; the buffer stays as it is."""
+    def lies_at(self, extent: Extent) -> int:
+        """See :class:`~phos.images.source.ImageSource`."""
         return self._memory.address_of(extent)
 
-    def read_unchecked(self, extent: Extent, buffer: memoryview) -> int | None:
+    def file_of(self, extent: Extent) -> None:
+        """There is no need for one: see :class:`~phos.images.source.ImageSource`."""
+
+    def read_into(self, extent: Extent, buffer: memoryview) -> None:
+        """See :class:`~phos.images.source.ImageSource`; nobody need ask for what lies in memory."""
+        self._image.read_into(extent, buffer)
+
+    def read_unchecked(self, extent: Extent, buffer: memoryview) -> None:
         """See :class:`~phos.images.source.ImageSource`."""
-        return self.read_into(extent, buffer)
+        self._image.read_unchecked(extent, buffer)
 
     def copy_file(self, name: str, target: int) -> None:
         """See :class:`~phos.images.source.ImageSource`; from where the image is, such files are not pinned."""

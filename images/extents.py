@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
@@ -28,30 +28,6 @@ class Extent:
     file_offset: int
     hashes: tuple[bytes, ...]  # one per chunk; none for zeros
     chunk_size: int
-
-    def cut(self, boundary: int) -> Iterator[Extent]:
-        """Its chunks in parts of which none lies across a multiple of ``boundary`` bytes of the file; 0: as it is.
-
-        A chunk that does is a part of its own.
-        """
-        start = 0
-        for end in range(self.chunk_size, self.length + self.chunk_size, self.chunk_size):
-            following = min(end + self.chunk_size, self.length)
-            if end < self.length and (not boundary or not self._crosses(start, following, boundary)):
-                continue
-            last = min(end, self.length)
-            hashes = self.hashes[start // self.chunk_size : -(-last // self.chunk_size)]
-            yield replace(
-                self,
-                offset=self.offset + start,
-                length=last - start,
-                file_offset=self.file_offset + start,
-                hashes=hashes,
-            )
-            start = last
-
-    def _crosses(self, start: int, end: int, boundary: int) -> bool:
-        return (self.file_offset + start) // boundary != (self.file_offset + end - 1) // boundary
 
 
 class BlockTable:

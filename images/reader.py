@@ -248,6 +248,16 @@ class Image:
         """As `read_into`, but the caller compares the hashes: a GPU does that in a hundredth of the time."""
         self._read(extent, buffer, check=False)
 
+    def lies_at(self, extent: Extent) -> None:
+        """Nowhere: see :class:`~phos.images.source.ImageSource`."""
+
+    def file_of(self, extent: Extent) -> tuple[int, int] | None:
+        """See :class:`~phos.images.source.ImageSource`."""
+        if extent.stripe is None:
+            return None
+        data = self._data_file(extent.stripe)
+        return None if data.direct >= 0 else (data.buffered, extent.file_offset)
+
     def _read(self, extent: Extent, buffer: memoryview, *, check: bool) -> list[str]:
         view = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
         view = view[: extent.length]

@@ -240,7 +240,7 @@ class RemoteImage:
         """The commit record."""
         return self._local.record
 
-    def read_into(self, extent: Extent, buffer: memoryview) -> int | None:
+    def read_into(self, extent: Extent, buffer: memoryview) -> None:
         """See :class:`~phos.images.source.ImageSource`."""
         self.read_unchecked(extent, buffer)
         view = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
@@ -253,9 +253,8 @@ class RemoteImage:
                 raise ImageError(
                     f"{where}: {len(piece)} bytes of {owner} are damaged: their hash is not the one written"
                 )
-        return None
 
-    def read_unchecked(self, extent: Extent, buffer: memoryview) -> int | None:
+    def read_unchecked(self, extent: Extent, buffer: memoryview) -> None:
         """See :class:`~phos.images.source.ImageSource`."""
         view = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
         view = view[: extent.length]
@@ -263,7 +262,12 @@ class RemoteImage:
             self._local.read_into(extent, view)
         else:
             self._links.read_into(formats.data_file(extent.stripe), extent.file_offset, view)
-        return None
+
+    def lies_at(self, extent: Extent) -> None:
+        """Nowhere here: see :class:`~phos.images.source.ImageSource`."""
+
+    def file_of(self, extent: Extent) -> None:
+        """In none of this host's: see :class:`~phos.images.source.ImageSource`."""
 
     def copy_file(self, name: str, target: int) -> None:
         """See :class:`~phos.images.source.ImageSource`."""

@@ -29,21 +29,34 @@ class ImageSource(Protocol):
     def path(self) -> Path:
         """Its directory, for messages."""
 
-    def read_into(self, extent: Extent, buffer: memoryview) -> int | None:
-        """Get an extent's data, every chunk of it checked.
-
-        Returns None: it is in the first ``extent.length`` bytes of ``buffer``. Else the address of page-locked memory
-        where it lies already, until :meth:`close`; the buffer may then be smaller.
+    def read_into(self, extent: Extent, buffer: memoryview) -> None:
+        """Get an extent's data into the first ``extent.length`` bytes of a buffer, every chunk of it checked.
 
         Raises:
             ImageError: it cannot be had, or is not what was written.
         """
 
-    def read_unchecked(self, extent: Extent, buffer: memoryview) -> int | None:
+    def read_unchecked(self, extent: Extent, buffer: memoryview) -> None:
         """As :meth:`read_into`, but the caller compares the hashes, or has to: a GPU does that in no time.
 
         Raises:
             ImageError: it cannot be had.
+        """
+
+    def lies_at(self, extent: Extent) -> int | None:
+        """The address of page-locked memory where an extent's data lies, checked, until :meth:`close`; None: nowhere.
+
+        Raises:
+            ImageError: there is no such data.
+        """
+
+    def file_of(self, extent: Extent) -> tuple[int, int] | None:
+        """A descriptor of this object's, and where in that file the data lies, unchecked; None: in no file.
+
+        Not for files that are read past the page cache, which wants care.
+
+        Raises:
+            ImageError: the file cannot be opened.
         """
 
     def copy_file(self, name: str, target: int) -> None:

@@ -6,13 +6,13 @@ A GPU hashes 3 TB/s (content_hash.py). A processor that does it beforehand reads
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.content_hash import SPAN_BYTES, THREADS
 from phos.gpu_engine.copier import Copier
-from phos.gpu_engine.copy_work import Load
+from phos.gpu_engine.copy_work import UNDER_WAY, HashRoom, Load, Reading
 from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.restore.sources import confirm
 from phos.images.errors import ImageError
@@ -22,11 +22,9 @@ from phos.images.source import ImageSource
 
 log = logging.getLogger(__name__)
 
-Read = Callable[[Extent, memoryview], int | None]
-
 
 class ArrivalCheck:
-    """Scratch memory on each GPU for every slot of a copier. A :class:`~phos.gpu_engine.copy_work.LoadCheck`."""
+    """Scratch memory on each GPU for what a copier has under way. A :class:`~phos.gpu_engine.copy_work.LoadCheck`."""
 
     def __init__(
         self,
@@ -34,42 +32,52 @@ class ArrivalCheck:
         kernels: dict[int, driver.Kernel],
         sums: dict[int, int],
         host: driver.PinnedBuffer,
-        slot_bytes: int,
+        room_bytes: int,
     ) -> None:
-        """``sums``: the scratch memory's address, by GPU; ``host``: as much. ``slot_bytes`` of them are a slot's."""
+        """``sums``: the scratch memory's address, by GPU; ``host``: as much. ``room_bytes`` of them are a load's."""
         self._image = image
         self._kernels = kernels
         self._sums = sums
         self._host = host
-        self._slot_bytes = slot_bytes
+        self._room_bytes = room_bytes
 
-    def begin(self, slot: int, lane: driver.Lane, load: Load[Extent]) -> None:
+    def room(self, number: int, load: Load[Extent]) -> HashRoom:
         """See :class:`~phos.gpu_engine.copy_work.LoadCheck`."""
         assert load.content is not None
-        at, wanted = slot * self._slot_bytes, len(load.content.hashes) * HASH_SIZE
-        if wanted > self._slot_bytes:
-            raise ValueError(f"{len(load.content.hashes)} chunks at once, and room for {self._slot_bytes // HASH_SIZE}")
-        sums, kernel = self._sums[load.device] + at, self._kernels[load.device]
-        lane.fill_zero(sums, wanted)
-        lane.launch(kernel, load.size // SPAN_BYTES, THREADS, load.address, load.content.chunk_size, sums)
-        lane.copy_to_host(self._host.address + at, sums, wanted)
+        at, size = number * self._room_bytes, len(load.content.hashes) * HASH_SIZE
+        if size > self._room_bytes:
+            raise ValueError(f"{len(load.content.hashes)} chunks at once, and room for {self._room_bytes // HASH_SIZE}")
+        return HashRoom(
+            kernel=self._kernels[load.device].handle,
+            grid=load.size // SPAN_BYTES,
+            block=THREADS,
+            chunk_bytes=load.content.chunk_size,
+            sums=self._sums[load.device] + at,
+            host=self._host.address + at,
+            size=size,
+        )
 
-    def end(self, slot: int, load: Load[Extent]) -> None:
+    def end(self, number: int, load: Load[Extent]) -> None:
         """See :class:`~phos.gpu_engine.copy_work.LoadCheck`.
 
         Raises:
             ImageError: it is not what the image's writer wrote.
         """
         assert load.content is not None
-        at = slot * self._slot_bytes
-        for number, expected in enumerate(load.content.hashes):
-            if self._host.view[at + number * HASH_SIZE : at + (number + 1) * HASH_SIZE] != expected:
-                self._blame(load.content, number, load.device)
+        at = number * self._room_bytes
+        found, wanted = self._host.view[at : at + len(load.content.hashes) * HASH_SIZE], b"".join(load.content.hashes)
+        if found == wanted:
+            return
+        for chunk in range(len(load.content.hashes)):
+            part = slice(chunk * HASH_SIZE, (chunk + 1) * HASH_SIZE)
+            if found[part] != wanted[part]:
+                self._blame(load.content, chunk, load.device)
 
     def _blame(self, extent: Extent, number: int, device: int) -> None:
         confirm(self._image)
         # The reader knows whose memory it is and says so; what it finds good was changed on its way.
-        self._image.read_into(extent, memoryview(bytearray(extent.length)))
+        if self._image.lies_at(extent) is None:
+            self._image.read_into(extent, memoryview(bytearray(extent.length)))
         raise ImageError(
             f"{extent.chunk_size} bytes at {extent.offset + number * extent.chunk_size} of block {extent.block[1]} "
             f"arrived on GPU {device} other than they are in {self._image.path}. Restore again; if it happens again, "
@@ -80,13 +88,13 @@ class ArrivalCheck:
 @contextmanager
 def checked(
     image: ImageSource, copier: Copier, devices: Iterable[int], chunks: set[int], most_bytes: int
-) -> Iterator[tuple[Read, ArrivalCheck | None]]:
-    """How to read an image's data for loads of at most ``most_bytes``, and what checks them where they have arrived.
+) -> Iterator[Reading[Extent]]:
+    """How to read an image's data for loads of at most ``most_bytes``.
 
-    None: processors check them as they are read. ``chunks``: the sizes that chunks have.
+    Without a check of what has arrived, processors check it as they read. ``chunks``: the sizes that chunks have.
     """
     if any(size % SPAN_BYTES for size in chunks) or not chunks:
-        yield image.read_into, None
+        yield Reading(image.read_into, image.lies_at, image.file_of)
         return
     with ExitStack() as undo:
         check: ArrivalCheck | None = None
@@ -95,7 +103,8 @@ def checked(
         except DriverError as error:
             log.info("%s: the GPU does not hash its memory, so processors do: %s", image.path, error)
         try:
-            yield (image.read_into if check is None else image.read_unchecked), check
+            read = image.read_into if check is None else image.read_unchecked
+            yield Reading(read, image.lies_at, image.file_of, check)
         except BaseException:
             with suppress(DriverError):  # a context that is lost: what has failed first says so
                 undo.close()
@@ -105,7 +114,7 @@ def checked(
 @contextmanager
 def _check(image: ImageSource, copier: Copier, devices: Iterable[int], chunks: int) -> Iterator[ArrivalCheck]:
     """``chunks``: most in one load. Raises DriverError: a GPU has no 2 MiB left, for example."""
-    wanted = 2 * copier.threads * chunks * HASH_SIZE
+    wanted = UNDER_WAY * copier.threads * chunks * HASH_SIZE
     size = -(-wanted // driver.GRANULARITY) * driver.GRANULARITY
     with ExitStack() as undo:
         kernels: dict[int, driver.Kernel] = {}

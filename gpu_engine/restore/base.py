@@ -13,8 +13,8 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from phos.gen import phos_image_pb2 as pb
@@ -23,8 +23,6 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
-from phos.gpu_engine.locked_ahead import LockedAhead
-from phos.gpu_engine.pinned import PinnedMemory, lies_in_huge_pages
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
@@ -32,7 +30,6 @@ from phos.gpu_engine.restore.gpus import match_gpus, require_room
 from phos.gpu_engine.restore.sources import confirm, open_source
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
-from phos.images.reader import Image
 from phos.images.source import ImageSource
 
 log = logging.getLogger(__name__)
@@ -93,8 +90,7 @@ class Restore(ABC):
         self._over = threading.Event()
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
-        self._reviving = 0  # calls of the driver that bring a process's part back
-        self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, _reviving, state, error
+        self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, state, error
         self._sessions: dict[bytes, GatedProcess] = {}
         self._image: ImageSource = open_source(directory)
         self._residues: RestoredResidues | None = None
@@ -206,29 +202,6 @@ class Restore(ABC):
     def _may_attach(self) -> bool:
         """Whether the data allows a process to attach now; with the lock held."""
 
-    def _lock_ahead(self) -> LockedAhead | None:
-        """Where the data lies in huge pages GPUs may fetch it from there; :meth:`LockedAhead.begin` is to follow."""
-        if not isinstance(self._image, Image) or not lies_in_huge_pages(self._image):
-            return None
-        memory = PinnedMemory()
-        try:
-            memory.map_in_place(self._image)
-            memory.use()
-        except OSError as error:
-            log.info("%s: its pages cannot be used by the GPU directly: %s", self.path, error)
-            memory.release()
-            return None
-        ahead = LockedAhead(self._image, memory, self._may_lock)
-        self._image = ahead
-        threading.Thread(target=self._unlock, args=(ahead, memory), name="unlock", daemon=True).start()
-        return ahead
-
-    def _unlock(self, image: LockedAhead, memory: PinnedMemory) -> None:
-        """It takes time, so no process waits for it."""
-        self._loaded.wait()
-        image.join()
-        memory.release()
-
     def _load_residues(self, residues: RestoredResidues) -> None:
         with self.timeline.phase("residue", concurrent=True):
             residues.fill()
@@ -306,7 +279,7 @@ class Restore(ABC):
             if self._residues.error:
                 return  # the restore has failed for that
         try:
-            with self.timeline.phase("driver restore"), self._undisturbed():
+            with self.timeline.phase("driver restore"):
                 self._revive(pid)
             log.info("%s: the driver's part of process %d is back", self.path, pid)
         except NoSuchProcess:
@@ -319,20 +292,6 @@ class Restore(ABC):
                 self._driver_ready.add(pid)
         else:
             self._computes(pid)  # without the frontend nothing else has to come back
-
-    @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        with self._lock:
-            self._reviving += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._reviving -= 1
-
-    def _may_lock(self) -> bool:
-        """Whether pages may be locked now: it takes locks of the driver's that bringing a process back needs."""
-        return self._reviving == 0
 
     def _revive(self, pid: int) -> None:
         toggle.revive(pid, self._gpu_pairs or None)

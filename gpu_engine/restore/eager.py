@@ -21,25 +21,18 @@ class EagerRestore(Restore):
         """Nothing but loading is to be done."""
 
     def _fill(self, blocks: list[Block]) -> None:
-        ahead = self._lock_ahead()
         image, devices = self._image, {block.device for block in blocks}
         how = manner(image, self._copier, len(devices))
         loads: list[tuple[Block, int, int, Extent | None]] = []
         for block in blocks:
             for extent in image.blocks[block.key].extents(how.at_once):
-                if extent.stripe is None:
-                    loads.append((block, extent.offset, extent.length, None))
-                    continue
-                for part in extent.cut(how.boundary):
-                    loads.append((block, part.offset, part.length, part))
-        if ahead is not None:
-            ahead.begin(content for *_, content in loads if content is not None)
+                loads.append((block, extent.offset, extent.length, None if extent.stripe is None else extent))
         chunks = {image.blocks[block.key].chunk_size for block in blocks}
         with (
             closing(MappedBlocks()) as mapped,
-            checked(image, self._copier, devices, chunks, how.at_once) as (read, check),
+            checked(image, self._copier, devices, chunks, how.at_once) as reading,
         ):
-            self._copier.load(loads, read, self.progress, self._cancelled, mapped, how.workers, check)
+            self._copier.load(loads, reading, self.progress, self._cancelled, mapped, how.workers)
 
     def _may_attach(self) -> bool:
         return self._loaded.is_set() and self.state in ("loaded", "attached")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phos.gpu_engine.blocks import BlockKey
@@ -41,17 +41,13 @@ class LoadFeed:
         order: Sequence[int],
         windows: Sequence[WindowTable],
         slot_bytes: int,
-        boundary: int = 0,
     ) -> None:
-        """``order`` has every chunk once: how they come if nobody waits. ``slot_bytes``: most that is read at once,
-        nothing across a multiple of ``boundary`` bytes of a data file (0: anything).
-        """
+        """``order`` has every chunk once: how they come if nobody waits. ``slot_bytes``: most that is read at once."""
         self._table = table
         self.places = places
         self._order = order
         self._windows = windows
         self._slot_bytes = slot_bytes
-        self._boundary = boundary
         self._lock = threading.Lock()  # guards all below
         self._given = bytearray(len(places))
         self._left = len(places)
@@ -61,10 +57,6 @@ class LoadFeed:
         self.on_demand = 0
         """Chunks that went before others because a process waited for them."""
         self.on_demand_bytes = 0
-
-    def contents(self) -> Iterator[Extent]:
-        """What is read of the image, in the order in which it comes if nobody waits."""
-        return (extent for chunk in self._order if (extent := self.places[chunk].extent) is not None)
 
     def take(self) -> Load[Extent] | None:
         """See :class:`~phos.gpu_engine.copy_work.LoadSource`."""
@@ -132,12 +124,7 @@ class LoadFeed:
             a.extent.stripe == b.extent.stripe
             and a.extent.file_offset + length == b.extent.file_offset
             and length + b.size <= self._slot_bytes
-            and not self._crosses(a.extent.file_offset, length + b.size)
         )
-
-    def _crosses(self, file_offset: int, length: int) -> bool:
-        boundary = self._boundary
-        return boundary > 0 and file_offset // boundary != (file_offset + length - 1) // boundary
 
     def _give(self, first: int, end: int, *, urgent: bool = False) -> Load[Extent]:
         for chunk in range(first, end):

@@ -21,7 +21,6 @@ from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, LoadSource
 from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
 from phos.gpu_engine.errors import PhosError
-from phos.gpu_engine.locked_ahead import LockedAhead
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import UNDER_WAY, Restore
@@ -122,10 +121,6 @@ class LazyRestore(Restore):
     def _may_attach(self) -> bool:
         return self.state in UNDER_WAY
 
-    def _may_lock(self) -> bool:
-        """See :class:`~phos.gpu_engine.restore.base.Restore`. Somebody waits for the processes, less for the rest."""
-        return super()._may_lock() and len(self._computing) == self._waiting_for
-
     def _fill(self, blocks: list[Block]) -> None:
         assert self._table is not None
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
@@ -133,10 +128,9 @@ class LazyRestore(Restore):
             stack.callback(os.close, self._directory)
             mapped = stack.enter_context(closing(MappedBlocks()))
             mapped.add(blocks)
-            ahead = self._lock_ahead()
             how = manner(self._image, self._copier, len({block.device for block in blocks}))
             self._feed = self._make_feed({block.key: mapped[block.key].address for block in blocks}, how)
-            self._pour(blocks, how, ahead)
+            self._pour(blocks, how)
 
     def _make_feed(self, addresses: Mapping[BlockKey, int], how: Manner) -> LoadFeed:
         """What is loaded when, and to where: ``addresses`` are the blocks' in phosd's own contexts."""
@@ -146,17 +140,15 @@ class LazyRestore(Restore):
             for block, offset, size, extent in self._chunks
         ]
         tables = [window.table for window in self._windows.values()]
-        return LoadFeed(self._table, places, self._order(places), tables, how.at_once, how.boundary)
+        return LoadFeed(self._table, places, self._order(places), tables, how.at_once)
 
-    def _pour(self, blocks: list[Block], how: Manner, ahead: LockedAhead | None) -> None:
+    def _pour(self, blocks: list[Block], how: Manner) -> None:
         assert self._feed is not None
-        if ahead is not None:
-            ahead.begin(self._feed.contents())
         if blocks:
             devices = {block.device for block in blocks}
             try:
-                with checked(self._image, self._copier, devices, {CHUNK_BYTES}, how.at_once) as (read, check):
-                    args = (blocks[0].device, read, self.progress, self._cancelled, how.workers, check)
+                with checked(self._image, self._copier, devices, {CHUNK_BYTES}, how.at_once) as reading:
+                    args = (blocks[0].device, reading, self.progress, self._cancelled, how.workers)
                     self._copier.fill(self._source(self._feed), *args)
             except Cancelled:  # the processes are dead; what they touched first is worth knowing all the same
                 self._end_windows()

@@ -277,7 +277,7 @@ class PooledRestore(LazyRestore):
         self._reserved.have(blocks)
         assert self._how is not None
         try:
-            self._pour(blocks, self._how, self._lock_ahead())
+            self._pour(blocks, self._how)
         finally:
             os.close(self._directory)
             self._reserved.free()

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phos.gpu_engine.copier import Copier
-from phos.gpu_engine.locked_ahead import SEGMENT_BYTES, LockedAhead
-from phos.gpu_engine.pinned import PinnedImage, lies_in_huge_pages
+from phos.gpu_engine.pinned import PinnedImage
 from phos.images.reader import Image
 from phos.images.remote import RemoteImage
 from phos.images.source import ImageSource
@@ -53,20 +52,14 @@ def open_source(directory: int) -> ImageSource:
 
 @dataclass(frozen=True)
 class Manner:
-    """How an image's data is loaded: at most ``at_once`` bytes by one copy, with so many workers (None: all).
-
-    No copy is to lie across a multiple of ``boundary`` bytes of a data file; 0: it may.
-    """
+    """How an image's data is loaded: at most ``at_once`` bytes by one copy, with so many workers (None: all)."""
 
     at_once: int
     workers: int | None = None
-    boundary: int = 0
 
 
 def manner(image: ImageSource, copier: Copier, gpus: int) -> Manner:
     """How to load that image into so many GPUs."""
-    if isinstance(image, LockedAhead) or (isinstance(image, Image) and lies_in_huge_pages(image)):
-        return Manner(copier.slot_bytes, boundary=SEGMENT_BYTES)
     if isinstance(image, PinnedImage):
         return Manner(PINNED_LOAD, PINNED_WORKERS * max(1, gpus))
     return Manner(copier.slot_bytes)

@@ -1,0 +1,165 @@
+/* Fills GPU memory, load by load, without the interpreter: read a piece of a file into page-locked memory, have the GPU fetch
+ * it, have it hashed where it has arrived. At 50 GB/s that is twelve thousand pieces a second, each with half a dozen calls,
+ * in as many threads as there are processors; Python, which lets one thread run at a time, manages a third of it.
+ *
+ * A lane belongs to one thread, in which the GPU's context is current. No state but the lane's. copy_loop.py describes the
+ * same structures. The driver's functions come from whoever loaded the driver: this library is not linked with it. */
+#include <errno.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <unistd.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+#define SLOTS 2
+
+/* CUDA driver API documentation; handles are opaque here, and device addresses 64 bits wide. */
+struct phos_copy_driver {
+    int (*memcpy_to_device)(uint64_t device, const void *host, size_t size, void *stream);
+    int (*memcpy_to_host)(void *host, uint64_t device, size_t size, void *stream);
+    int (*memset_8)(uint64_t device, unsigned char value, size_t size, void *stream);
+    int (*launch)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                  unsigned block_z, unsigned shared_bytes, void *stream, void **parameters, void **extra);
+    int (*record)(void *event, void *stream);
+    int (*wait)(void *event);
+    int (*synchronise)(void *stream);
+};
+
+struct phos_copy_lane {
+    const struct phos_copy_driver *driver;
+    void *stream;
+    void *events[SLOTS];
+    unsigned char *slots[SLOTS]; /* page-locked */
+    uint64_t marks[SLOTS];       /* how many loads have landed once the slot's event has been reached; 0: nothing is under way */
+    uint64_t queued;             /* loads, since the lane was made */
+    uint64_t landed;             /* of them; they land in their order */
+};
+
+/* What a load's data is. */
+enum { ZEROS, HOST, IN_FILE };
+
+struct phos_load {
+    uint64_t device; /* address */
+    uint64_t size;
+    uint64_t host;      /* HOST: page-locked memory that it lies in */
+    uint64_t offset;    /* IN_FILE: it lies in `descriptor` there, and is no larger than a slot */
+    int32_t descriptor;
+    uint32_t kind;
+    void *hash_kernel;  /* what hashes it where it has arrived (content_hash.cu); NULL: nothing does */
+    uint64_t sums;      /* device memory for the hashes */
+    void *sums_on_host; /* page-locked, where they come then */
+    uint32_t sums_bytes;
+    uint32_t hash_grid, hash_block;
+    uint32_t padding;
+    uint64_t chunk_bytes;
+};
+
+/* What went wrong, besides the status. */
+enum { READING = 1, MEMCPY_TO_DEVICE, MEMCPY_TO_HOST, MEMSET, LAUNCH, RECORD, WAIT, SYNCHRONISE };
+
+struct phos_copy_failure {
+    uint32_t call;
+    int32_t code;    /* READING: an errno, or 0 at the file's end; else the driver's */
+    uint32_t number; /* of the load, in what was given */
+};
+
+static int fails(struct phos_copy_failure *failure, uint32_t call, int code)
+{
+    failure->call = call;
+    failure->code = code;
+    return -1;
+}
+
+static int land(struct phos_copy_lane *lane, unsigned slot, struct phos_copy_failure *failure)
+{
+    if (!lane->marks[slot])
+        return 0;
+    int code = lane->driver->wait(lane->events[slot]);
+    if (code)
+        return fails(failure, WAIT, code);
+    if (lane->marks[slot] > lane->landed)
+        lane->landed = lane->marks[slot];
+    lane->marks[slot] = 0;
+    return 0;
+}
+
+static int fill_slot(const struct phos_load *load, unsigned char *slot, struct phos_copy_failure *failure)
+{
+    for (uint64_t done = 0; done < load->size;) {
+        ssize_t count = pread(load->descriptor, slot + done, load->size - done, (off_t)(load->offset + done));
+        if (count < 0 && errno == EINTR)
+            continue;
+        if (count <= 0)
+            return fails(failure, READING, count < 0 ? errno : 0);
+        done += (uint64_t)count;
+    }
+    return 0;
+}
+
+static int hash(const struct phos_copy_lane *lane, const struct phos_load *load, struct phos_copy_failure *failure)
+{
+    uint64_t memory = load->device, chunk_bytes = load->chunk_bytes, sums = load->sums;
+    void *parameters[] = {&memory, &chunk_bytes, &sums};
+    const struct phos_copy_driver *driver = lane->driver;
+    int code = driver->memset_8(sums, 0, load->sums_bytes, lane->stream);
+    if (code)
+        return fails(failure, MEMSET, code);
+    code = driver->launch(load->hash_kernel, load->hash_grid, 1, 1, load->hash_block, 1, 1, 0, lane->stream, parameters, NULL);
+    if (code)
+        return fails(failure, LAUNCH, code);
+    code = driver->memcpy_to_host(load->sums_on_host, sums, load->sums_bytes, lane->stream);
+    return code ? fails(failure, MEMCPY_TO_HOST, code) : 0;
+}
+
+static int queue(struct phos_copy_lane *lane, const struct phos_load *load, struct phos_copy_failure *failure)
+{
+    const struct phos_copy_driver *driver = lane->driver;
+    unsigned slot = lane->queued % SLOTS;
+    if (land(lane, slot, failure))
+        return -1;
+    int code;
+    if (load->kind == ZEROS) {
+        code = driver->memset_8(load->device, 0, load->size, lane->stream);
+        if (code)
+            return fails(failure, MEMSET, code);
+    } else {
+        const void *host = (const void *)(uintptr_t)load->host;
+        if (load->kind == IN_FILE) {
+            if (fill_slot(load, lane->slots[slot], failure))
+                return -1;
+            host = lane->slots[slot];
+        }
+        code = driver->memcpy_to_device(load->device, host, load->size, lane->stream);
+        if (code)
+            return fails(failure, MEMCPY_TO_DEVICE, code);
+        if (load->hash_kernel && hash(lane, load, failure))
+            return -1;
+    }
+    code = driver->record(lane->events[slot], lane->stream);
+    if (code)
+        return fails(failure, RECORD, code);
+    lane->marks[slot] = ++lane->queued;
+    return 0;
+}
+
+/* Queue loads; the last ones may still be under way when it returns. Returns 0, or -1 and what failed. */
+EXPORT int phos_copy_load(struct phos_copy_lane *lane, const struct phos_load *loads, uint32_t count,
+                          struct phos_copy_failure *failure)
+{
+    for (failure->number = 0; failure->number < count; failure->number++)
+        if (queue(lane, &loads[failure->number], failure))
+            return -1;
+    return 0;
+}
+
+/* Return when all that was queued has landed. */
+EXPORT int phos_copy_wait(struct phos_copy_lane *lane, struct phos_copy_failure *failure)
+{
+    int code = lane->driver->synchronise(lane->stream);
+    if (code)
+        return fails(failure, SYNCHRONISE, code);
+    for (unsigned slot = 0; slot < SLOTS; slot++)
+        lane->marks[slot] = 0;
+    lane->landed = lane->queued;
+    return 0;
+}
