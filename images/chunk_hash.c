@@ -6,7 +6,8 @@
  * both modulo 2^64. Addition is commutative, so a GPU may sum in any order (content_hash.cu, which must agree). Each sum is
  * changed by any change of one word; contents that differ by chance have the same two once in 2^128. Not for adversaries.
  * A part of a word at the end counts as if zeros followed it. No state; any thread. */
-#include <stdint.h>
+#include "chunk_hash.h"
+
 #include <string.h>
 
 #define KEY_1 0x9e3779b97f4a7c15ull

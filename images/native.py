@@ -18,5 +18,5 @@ def home() -> Path:
 
 
 def chunks_library() -> Path:
-    """libphos_chunks.so: the hash of chunks, and the tables that phosd shares with frontends. It may not be built."""
+    """libphos_chunks.so: hashing and appending of chunks, the tables shared with frontends. It may not be built."""
     return home() / "lib" / "libphos_chunks.so"

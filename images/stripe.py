@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
+from phos.images.append import ZEROS, StripeState, append
 from phos.images.chunk_hash import chunk_hash, zero_hash
 from phos.images.files import allocate
-from phos.images.formats import ALIGNMENT, BlockKey, align_up
+from phos.images.formats import HASH_SIZE, BlockKey, align_up
 from phos.images.mapping import HUGE_PAGE, has_huge_pages, map_memory
 from phos.images.new_files import NewFiles
 from phos.images.table import WrittenRun
-
-_IOV_MAX = 1024  # Linux's UIO_MAXIOV
 
 
 class Stripe:
@@ -29,15 +27,36 @@ class Stripe:
         self.index = index
         self.name = formats.data_file(index)
         self.lock = threading.Lock()
-        self.fd = -1
-        self.end = 0  # where the next run goes: a multiple of ALIGNMENT
-        self.direct = False
-        self.written = 0
+        self.state = StripeState(descriptor=-1, chunk=chunk_size)  # native code may append too, holding the lock
         self.zero = 0
         self.runs: list[WrittenRun] = []
         self._files = files
         self._chunk_size = chunk_size
         self._sequence = sequence
+
+    @property
+    def fd(self) -> int:
+        """The file's descriptor; -1: it is not open."""
+        return int(self.state.descriptor)
+
+    @fd.setter
+    def fd(self, descriptor: int) -> None:
+        self.state.descriptor = descriptor
+
+    @property
+    def end(self) -> int:
+        """Where the next run goes: a multiple of ALIGNMENT."""
+        return int(self.state.end)
+
+    @property
+    def direct(self) -> bool:
+        """Whether O_DIRECT is on."""
+        return bool(self.state.direct)
+
+    @property
+    def written(self) -> int:
+        """Bytes of chunks that the file took, zeros and padding not counted. May be read without the lock."""
+        return int(self.state.written)
 
     def create(self) -> None:
         """Make the file."""
@@ -57,7 +76,7 @@ class Stripe:
             fcntl.fcntl(self.fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
         except OSError:
             return False
-        self.direct = on
+        self.state.direct = on
         return True
 
     def allocate(self, offset: int, length: int) -> bool:
@@ -69,46 +88,34 @@ class Stripe:
 
         Raises ImageError with file and reason; then nothing is recorded.
         """
-        # On O_DIRECT the whole call goes out in one pwritev, so that the disk sees one large request. Through memory
-        # each chunk is written right after it was hashed, while it is still in the processor's cache.
-        chunk, length, direct = self._chunk_size, len(view), self.direct
-        pending: list[memoryview] = []
-        hashes: list[bytes] = []
-        kind = pb.Run.KIND_UNSPECIFIED
-        begin = file_offset = 0
-        start, at = self.end, self.end  # file offsets: where `pending` begins, where the next chunk goes
+        try:
+            hashes, places = append(self.state, view, known)
+        except OSError as error:
+            raise self._files.failure(self.name, error, self.state.missing) from error
+        self.record(block, offset, len(view), hashes, places)
+
+    def record(self, block: BlockKey, offset: int, length: int, hashes: bytes, places: Sequence[int]) -> None:
+        """Part of a block, in bytes, has been appended: ``hashes`` and ``places`` are of its chunks, as append() says.
+
+        What wrote a chunk again must be recorded later than what wrote it first.
+        """
+        chunk = self._chunk_size
         runs: list[WrittenRun] = []
-        for i in range(0, length, chunk):
-            piece = view[i : i + chunk]
-            size = len(piece)
-            hash_ = chunk_hash(piece) if known is None else known[i // chunk]
-            if hash_ == zero_hash(size):
-                self.zero += size
-                if kind != pb.Run.ZERO:
-                    if kind:
-                        runs.append(self._run(block, kind, offset + begin, i - begin, file_offset, hashes))
-                    kind, begin, hashes = pb.Run.ZERO, i, []
+        begin = 0  # of the run, in chunks
+        for i in range(1, len(places) + 1):
+            first, before = places[begin], places[i - 1]
+            if i < len(places) and places[i] == (ZEROS if before == ZEROS else before + chunk):
                 continue
-            if kind != pb.Run.DATA:
-                if kind:
-                    runs.append(self._run(block, kind, offset + begin, i - begin, file_offset, hashes))
-                kind, begin, file_offset, hashes = pb.Run.DATA, i, at, []
-            hashes.append(hash_)
-            at += size
-            if not direct:
-                self._write_out([piece], start, size)
-                start = at
-            elif pending and len(hashes) > 1:
-                # the neighbour of the last piece, in memory and in the file: one larger piece
-                pending[-1] = view[begin : i + size]
+            start = begin * chunk
+            size = min(i * chunk, length) - start
+            if first == ZEROS:
+                self.zero += size
+                runs.append(self._run(block, pb.Run.ZERO, offset + start, size, 0, b""))
             else:
-                pending.append(piece)
-        if kind:
-            runs.append(self._run(block, kind, offset + begin, length - begin, file_offset, hashes))
-        if pending:
-            self._write_out(pending, start, at - start)
-        self.end = align_up(at)
-        self.runs += runs  # only now: a failed write leaves no run behind
+                part = hashes[begin * HASH_SIZE : i * HASH_SIZE]
+                runs.append(self._run(block, pb.Run.DATA, offset + start, size, first, part))
+            begin = i
+        self.runs += runs
 
     def finish(self) -> None:
         """All that was written is on stable storage, and nothing else in the file."""
@@ -116,50 +123,8 @@ class Stripe:
             os.ftruncate(self.fd, self.end)  # a tail that was not padded: up to the next multiple of 4096, with zeros
             os.fsync(self.fd)
 
-    def _run(
-        self, block: BlockKey, kind: int, offset: int, length: int, file_offset: int, hashes: list[bytes]
-    ) -> WrittenRun:
-        number = next(self._sequence)
-        return WrittenRun(block, offset, length, kind, self.index, file_offset, b"".join(hashes), number)
-
-    def _write_out(self, pieces: list[memoryview], offset: int, size: int) -> None:
-        """Write pieces one behind the other at a file offset, whole, however often the kernel stops short."""
-        if self.direct and size % ALIGNMENT:
-            # Only a block's tail has such a size, so only the last piece: O_DIRECT gets it padded with zeros.
-            tail = pieces[-1]
-            whole = len(tail) & ~(ALIGNMENT - 1)
-            if whole:
-                pieces[-1] = tail[:whole]
-            else:
-                pieces.pop()
-            if pieces:
-                self._write_pieces(pieces, offset, size)
-            self._write_padded(tail[whole:], offset + size - (len(tail) - whole))
-        else:
-            self._write_pieces(pieces, offset, size)
-        self.written += size
-
-    def _write_pieces(self, pieces: list[memoryview], offset: int, size: int) -> None:
-        done = 0
-        while pieces:
-            try:
-                n = os.pwritev(self.fd, pieces[:_IOV_MAX], offset + done)
-            except OSError as error:
-                if error.errno == errno.EINVAL and self.direct and self.set_direct(False):
-                    continue  # memory or file system not fit for O_DIRECT after all: through the page cache from now on
-                raise self._files.failure(self.name, error, size - done) from error
-            if n == 0:
-                raise self._files.failure(self.name, OSError(errno.EIO, "the file took no bytes"), size - done)
-            done += n
-            while pieces and n >= len(pieces[0]):
-                n -= len(pieces.pop(0))
-            if n:
-                pieces[0] = pieces[0][n:]
-
-    def _write_padded(self, tail: memoryview, offset: int) -> None:
-        page = mmap.mmap(-1, ALIGNMENT)
-        page[: len(tail)] = tail
-        self._write_pieces([memoryview(page)], offset, ALIGNMENT)
+    def _run(self, block: BlockKey, kind: int, offset: int, length: int, file_offset: int, hashes: bytes) -> WrittenRun:
+        return WrittenRun(block, offset, length, kind, self.index, file_offset, hashes, next(self._sequence))
 
 
 class MappedStripe(Stripe):
@@ -193,7 +158,7 @@ class MappedStripe(Stripe):
                 at = -(-at // self._segment) * self._segment
             if at + size > self.size:
                 return None
-            self.end = align_up(at + size)
+            self.state.end = align_up(at + size)
         return at
 
     def note(
@@ -207,10 +172,10 @@ class MappedStripe(Stripe):
             hash_ = chunk_hash(piece) if known is None else known[i // chunk]
             if hash_ == zero_hash(len(piece)):
                 zero += len(piece)
-                runs.append(self._run(block, pb.Run.ZERO, offset + i, len(piece), 0, []))
+                runs.append(self._run(block, pb.Run.ZERO, offset + i, len(piece), 0, b""))
             else:
-                runs.append(self._run(block, pb.Run.DATA, offset + i, len(piece), file_offset + i, [hash_]))
+                runs.append(self._run(block, pb.Run.DATA, offset + i, len(piece), file_offset + i, hash_))
         with self.lock:
             self.zero += zero
-            self.written += len(view) - zero
+            self.state.written += len(view) - zero
             self.runs += runs

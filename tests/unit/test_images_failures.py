@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +18,8 @@ import pytest
 from phos.images.errors import ImageError
 from phos.images.reader import Image
 from phos.images.writer import ImageWriter
-from tests.unit.image_sets import CHUNK, SESSION, aligned, inventory_of, ours, page, skip, write_small
+from tests.unit.append_replaced import Write
+from tests.unit.image_sets import CHUNK, SESSION, aligned, inventory_of, ours, page, write_small
 
 KEY = (SESSION, 1)
 
@@ -120,19 +121,18 @@ def test_writing_after_the_end_is_refused(directory):
         writer.commit(inventory_of({}))
 
 
-def test_abort_waits_for_the_write_in_progress(tmp_path, directory, monkeypatch):
+def test_abort_waits_for_the_write_in_progress(tmp_path, directory, replace_pwritev):
     """Else the descriptor could be closed, and reused, under the thread that writes to it."""
     writer = ImageWriter(directory, stripes=1, chunk_size=CHUNK, direct=False)
     inside, go_on, order = threading.Event(), threading.Event(), []
-    real = os.pwritev
 
     def slow(*args):
         inside.set()
         go_on.wait(10)
         order.append("written")
-        return real(*args)
+        return os.pwritev(*args)
 
-    monkeypatch.setattr(os, "pwritev", slow)
+    replace_pwritev(slow)
     thread = threading.Thread(target=write_pages, args=(writer, 1))
     thread.start()
     assert inside.wait(10)
@@ -151,15 +151,11 @@ def test_abort_waits_for_the_write_in_progress(tmp_path, directory, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_short_writes_are_continued(tmp_path, directory, monkeypatch):
-    real = os.pwritev
-    monkeypatch.setattr(
-        os, "pwritev", lambda fd, pieces, offset: real(fd, [pieces[0][: max(1, len(pieces[0]) // 3)]], offset)
-    )
+def test_short_writes_are_continued(tmp_path, directory, replace_pwritev):
+    replace_pwritev(lambda fd, pieces, offset: os.pwritev(fd, [pieces[0][: max(1, len(pieces[0]) // 3)]], offset))
     with ImageWriter(directory, stripes=1, chunk_size=CHUNK, direct=False) as writer:
         with aligned(page(1) + page(2) + page(3)[:100]) as view:
             writer.write(0, KEY, 0, view)
-        monkeypatch.undo()
         writer.commit(inventory_of({KEY: 2 * CHUNK + 100}))
     with Image.open(tmp_path) as image:
         assert image.verify() == []
@@ -167,7 +163,9 @@ def test_short_writes_are_continued(tmp_path, directory, monkeypatch):
 
 @pytest.mark.parametrize("call", ["pwritev", "pwrite", "fsync", "rename", "ftruncate", "preadv"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
-def test_any_failing_call_is_a_sentence_and_leaves_nothing(tmp_path, directory, monkeypatch, call, number):
+def test_any_failing_call_is_a_sentence_and_leaves_nothing(
+    tmp_path, directory, monkeypatch, replace_pwritev, call, number
+):
     """One call after the other fails, once; whichever it was, nothing of ours stays and CRIU's file does."""
     (tmp_path / "pages-1.img").write_bytes(page(1))
     real = getattr(os, call)
@@ -182,7 +180,10 @@ def test_any_failing_call_is_a_sentence_and_leaves_nothing(tmp_path, directory, 
                 raise OSError(number, os.strerror(number))
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(os, call, failing)
+        if call == "pwritev":
+            replace_pwritev(failing)
+        else:
+            monkeypatch.setattr(os, call, failing)
         complaint = ""
         try:
             with ImageWriter(directory, stripes=2, chunk_size=CHUNK) as writer:
@@ -191,6 +192,7 @@ def test_any_failing_call_is_a_sentence_and_leaves_nothing(tmp_path, directory, 
         except ImageError as error:
             complaint = str(error)
         monkeypatch.undo()
+        replace_pwritev(None)
         if not complaint:
             break
         failures += 1
@@ -203,32 +205,6 @@ def test_any_failing_call_is_a_sentence_and_leaves_nothing(tmp_path, directory, 
 
 
 # ----------------------------------------------------------------------------------------------------------- disk full
-
-
-@pytest.fixture(params=["tmpfs", "ext4"])
-def small_disk(request, tmp_path):
-    """A file system of 2 MiB."""
-    if os.geteuid() != 0:
-        skip("mounting needs root")
-    place = tmp_path / "mounted"
-    place.mkdir()
-    if request.param == "tmpfs":
-        mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "none", str(place)]
-    else:
-        mkfs = shutil.which("mkfs.ext4", path=os.environ.get("PATH", "") + ":/sbin:/usr/sbin")
-        if mkfs is None:
-            skip("no mkfs.ext4")
-        file = tmp_path / "disk"
-        file.write_bytes(bytes(2 << 20))
-        subprocess.run([mkfs, "-q", "-m", "0", "-O", "^has_journal", str(file)], check=True, capture_output=True)
-        mount = ["mount", "-o", "loop", str(file), str(place)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        skip(f"cannot mount a {request.param}: {done.stderr.strip()}")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.mark.parametrize("direct", [None, False])
@@ -290,7 +266,7 @@ def test_full_disk_while_committing(small_disk):
 # --------------------------------------------------------------------------------------------------------------- death
 
 
-def test_death_at_any_system_call_leaves_no_image_that_lies(tmp_path):
+def test_death_at_any_system_call_leaves_no_image_that_lies(tmp_path, replace_pwritev):
     """A child dies at its first, second, third… call that changes the file system, until one lives to the end.
 
     Whatever is there then either does not open, or it is the whole image.
@@ -302,7 +278,7 @@ def test_death_at_any_system_call_leaves_no_image_that_lies(tmp_path):
         pid = os.fork()
         if pid == 0:
             try:
-                die_at_call(nth)
+                die_at_call(nth, replace_pwritev)
                 write_small(place)
             except BaseException:
                 os._exit(1)
@@ -326,7 +302,7 @@ def test_death_at_any_system_call_leaves_no_image_that_lies(tmp_path):
     assert outcomes == sorted(outcomes)  # once it opens, it stays so
 
 
-def die_at_call(nth: int) -> None:
+def die_at_call(nth: int, replace_pwritev: Callable[[Write], None]) -> None:
     """Make this process die before its nth call of those that change a file."""
     calls = iter(range(1 << 30))
 
@@ -338,13 +314,15 @@ def die_at_call(nth: int) -> None:
 
         return call
 
-    for name in ("open", "pwritev", "pwrite", "fsync", "ftruncate", "unlink", "rename"):
+    replace_pwritev(dying(os.pwritev))
+    for name in ("open", "pwrite", "fsync", "ftruncate", "unlink", "rename"):
         setattr(os, name, dying(getattr(os, name)))
 
 
 WRITER = """
 import sys
 from pathlib import Path
+from tests.unit.append_replaced import Write
 from tests.unit.image_sets import write_small
 print("ready", flush=True)
 for i in range(100000):
