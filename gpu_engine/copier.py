@@ -2,29 +2,29 @@
 
 Each worker thread owns two slots of the ring and one stream a GPU: while it writes one slot to the image (or fills one
 from it), the copy engine works on the other. The streams of all workers feed one copy engine, so it always has work
-queued; Python's part is a few calls per span, made while the interpreter lock is free most of the time.
+queued. Python decides what is copied when, for several pieces at a time; copy_loop.c does it.
 """
 
 from __future__ import annotations
 
 import queue
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.content_hash import ContentHasher, chunk_count
-from phos.gpu_engine.copy_loop import Filler, LoadLane
+from phos.gpu_engine.copy_in import Filler
+from phos.gpu_engine.copy_loop import CopyLane
+from phos.gpu_engine.copy_out import Saver
 from phos.gpu_engine.copy_work import (
     SLOTS,
     Cancelled,
     Item,
     Load,
     LoadSource,
-    NothingYet,
     Piece,
     Progress,
     Reading,
@@ -37,7 +37,6 @@ from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
 from phos.gpu_engine.shared_workers import Lease, SharedWorkers
-from phos.images.writer import Place
 
 Taken = TypeVar("Taken")
 
@@ -63,6 +62,8 @@ class _Extents(Generic[Item]):
 class _Spans:
     """Whole blocks, one slot's worth at a time."""
 
+    table = changing = 0
+
     def __init__(self, spans: Iterable[Span], mappings: MappedBlocks) -> None:
         self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
         for s in spans:
@@ -75,9 +76,12 @@ class _Spans:
         except queue.Empty:
             return None
 
-    def landed(self, piece: Piece, data: memoryview) -> Sequence[bytes] | None:
+    def landed(self, piece: Piece) -> None:
         """Nobody waits for it."""
-        return piece.hashes
+
+    def changed(self, piece: Piece, number: int, data: memoryview) -> Exception:
+        """It cannot be: nobody looks."""
+        raise NotImplementedError
 
 
 class _Worker:
@@ -91,33 +95,35 @@ class _Worker:
         ]
         self.lanes: dict[int, driver.Lane] = {}
         self.events: dict[int, list[Any]] = {}
-        self.load_lanes: dict[int, LoadLane] = {}
+        self.copy_lanes: dict[int, CopyLane] = {}
 
-    def lane(self, device: int) -> driver.Lane:
+    def copy_lane(self, device: int) -> CopyLane:
         """This worker's stream on a GPU; its context becomes current."""
         context = driver.context(device)
         context.use()
-        if device not in self.lanes:
-            self.lanes[device] = driver.Lane(context)
-            self.events[device] = [self.lanes[device].event() for _ in range(SLOTS)]
-        return self.lanes[device]
+        if device not in self.copy_lanes:
+            self.lanes[device] = lane = driver.Lane(context)
+            self.events[device] = [lane.event() for _ in range(SLOTS)]
+            self.copy_lanes[device] = CopyLane(lane, self.events[device], [address for address, _ in self.slots])
+        return self.copy_lanes[device]
 
-    def load_lane(self, device: int) -> LoadLane:
-        """The same for loads."""
-        lane = self.lane(device)
-        if device not in self.load_lanes:
-            self.load_lanes[device] = LoadLane(lane, self.events[device], [address for address, _ in self.slots])
-        return self.load_lanes[device]
+    @contextmanager
+    def quiet_afterwards(self) -> Iterator[None]:
+        """Whatever happens meanwhile, nothing of it is under way afterwards, nor uses the slots.
 
-    def synchronise(self) -> None:
-        """Wait for all that is queued. What fails is raised, unless something has failed already, which says why."""
-        failing = sys.exc_info()[1]
-        for lane in self.lanes.values():
-            try:
-                lane.synchronise()
-            except DriverError:
-                if failing is None:
-                    raise
+        What fails then is raised, unless something has failed already, which says why.
+        """
+        failing = True
+        try:
+            yield
+            failing = False
+        finally:
+            for lane in self.lanes.values():
+                try:
+                    lane.synchronise()
+                except DriverError:
+                    if not failing:
+                        raise
 
     def release(self) -> None:
         """Give the streams and events back, and let go of the ring."""
@@ -237,7 +243,13 @@ class Copier:
         """
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
-            self._save(worker, _taking(source.take, lease, cancelled), source.landed, sink, progress)
+            def saved(size: int) -> None:
+                progress.done_by_worker[worker.number] += size
+
+            with worker.quiet_afterwards():
+                Saver(worker.number, worker.slots, worker.copy_lane, source, sink, saved).run(
+                    _taking(source.take, lease, cancelled)
+                )
 
         self._run(work, device, cancelled, workers)
 
@@ -267,51 +279,6 @@ class Copier:
             spans += known_spans(block, hashes[first : first + count], limit, self.slot_bytes)
             first += count
         return spans
-
-    def _save(
-        self,
-        worker: _Worker,
-        take: Callable[[], Piece | None],
-        landed: Callable[[Piece, memoryview], Sequence[bytes] | None],
-        sink: Sink,
-        progress: Progress,
-    ) -> None:
-        before: tuple[Piece, Any, memoryview, Place | None] | None = None
-        turn = 0
-        ended = False
-        try:
-            while not ended or before is not None:
-                following: tuple[Piece, Any, memoryview, Place | None] | None = None
-                try:
-                    piece = None if ended else take()
-                    ended = piece is None
-                except NothingYet as later:
-                    piece = None
-                    if before is None:
-                        time.sleep(later.seconds)
-                        continue
-                if piece is not None:
-                    address, view = worker.slots[turn]
-                    lane = worker.lane(piece.device)
-                    event = worker.events[piece.device][turn]
-                    place = sink.place(piece.size) if piece.address else None
-                    if place is not None:
-                        address, view = place.address, place.view
-                    elif piece.address and piece.size > len(view):
-                        raise ValueError(f"a piece of {piece.size} bytes has no place, and a slot has {len(view)}")
-                    if piece.address:
-                        lane.copy_to_host(address, piece.address, piece.size)
-                    lane.record(event)
-                    turn ^= 1
-                    following = (piece, event, view, place)
-                if before is not None:
-                    driver.wait(before[1])
-                    done, data = before[0], before[2][: before[0].size]
-                    sink.write(worker.number, done.key, done.offset, data, landed(done, data), before[3])
-                    progress.done_by_worker[worker.number] += done.size
-                before = following
-        finally:
-            worker.synchronise()  # nothing of ours may still be writing to the ring
 
     def load(
         self,
@@ -353,11 +320,9 @@ class Copier:
                 source.arrived(load)
                 progress.done_by_worker[worker.number] += load.size
 
-            try:
-                Filler(worker.number, worker.slots, worker.load_lane, reading, arrived).run(
+            with worker.quiet_afterwards():
+                Filler(worker.number, worker.slots, worker.copy_lane, reading, arrived).run(
                     _taking(source.take, lease, cancelled)
                 )
-            finally:
-                worker.synchronise()
 
         self._run(work, device, cancelled, lambda: workers)

@@ -1,12 +1,18 @@
-/* Fills GPU memory, load by load, without the interpreter: read a piece of a file into page-locked memory, have the GPU fetch
- * it, have it hashed where it has arrived. At 50 GB/s that is twelve thousand pieces a second, each with half a dozen calls,
- * in as many threads as there are processors; Python, which lets one thread run at a time, manages a third of it.
+/* Copies between an image and GPU memory, piece by piece, without the interpreter. Out: have the GPU write a piece into
+ * page-locked memory, append that to a file. In: read a piece of a file, have the GPU fetch it, have it hashed where it has
+ * arrived. At 50 GB/s that is twelve thousand pieces a second, each with half a dozen calls, in as many threads as there are
+ * processors; Python, which lets one thread run at a time, manages a third of it.
  *
  * A lane belongs to one thread, in which the GPU's context is current. No state but the lane's. copy_loop.py describes the
  * same structures. The driver's functions come from whoever loaded the driver: this library is not linked with it. */
+#include "../images/append.h"
+#include "../images/chunk_hash.h"
+#include "cow/chunk_table.h"
+
 #include <errno.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <string.h>
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
@@ -54,13 +60,32 @@ struct phos_load {
     uint64_t chunk_bytes;
 };
 
+struct phos_save {
+    uint64_t device; /* address; 0: it is known to be zeros, and its hashes say so */
+    uint64_t size;
+    uint64_t place;                 /* page-locked memory of the image's, where it is to go; 0: it is appended */
+    unsigned char *hashes;          /* 16 bytes for each chunk: given if `known`, else set if it is appended */
+    uint64_t *places;               /* see phos_append() */
+    const unsigned char *zero_tail; /* hash of zeros as long as its last chunk */
+    uint32_t known;
+    uint32_t chunk; /* number of its first chunk */
+};
+
+struct phos_save_job {
+    struct phos_stripe *stripe;
+    struct phos_chunk_table *table; /* where it is said what has been saved; NULL: nobody waits for it */
+    const uint32_t *changing;       /* not 0: memory may have changed before it was copied; NULL: it cannot */
+    const unsigned char *zero;      /* hash of a chunk of zeros */
+};
+
 /* What went wrong, besides the status. */
-enum { READING = 1, MEMCPY_TO_DEVICE, MEMCPY_TO_HOST, MEMSET, LAUNCH, RECORD, WAIT, SYNCHRONISE };
+enum { READING = 1, APPENDING, CHANGED, MEMCPY_TO_DEVICE, MEMCPY_TO_HOST, MEMSET, LAUNCH, RECORD, WAIT, SYNCHRONISE };
 
 struct phos_copy_failure {
     uint32_t call;
-    int32_t code;    /* READING: an errno, or 0 at the file's end; else the driver's */
-    uint32_t number; /* of the load, in what was given */
+    int32_t code;    /* READING: an errno, or 0 at the file's end. APPENDING: an errno. CHANGED: the chunk's number in its
+                        piece. Else the driver's status */
+    uint32_t number; /* of the piece, in what was given */
 };
 
 static int fails(struct phos_copy_failure *failure, uint32_t call, int code)
@@ -149,6 +174,75 @@ EXPORT int phos_copy_load(struct phos_copy_lane *lane, const struct phos_load *l
     for (failure->number = 0; failure->number < count; failure->number++)
         if (queue(lane, &loads[failure->number], failure))
             return -1;
+    return 0;
+}
+
+/* A piece's bytes are in host memory: from now on the device memory may change. Has it done so before, that is told. */
+EXPORT int phos_copy_landed(const struct phos_save_job *job, const struct phos_save *save, const unsigned char *data,
+                            struct phos_copy_failure *failure)
+{
+    const uint64_t chunk = job->stripe->chunk;
+    for (uint64_t at = 0, i = 0; job->table && at < save->size; at += chunk, i++)
+        phos_chunks_saved(job->table, (uint32_t)(save->chunk + i));
+    if (!save->device || !save->known || !job->changing || !__atomic_load_n(job->changing, __ATOMIC_ACQUIRE))
+        return 0;
+    for (uint64_t at = 0, i = 0; at < save->size; at += chunk, i++) {
+        uint64_t sums[2];
+        phos_chunk_hash(data + at, save->size - at < chunk ? save->size - at : chunk, sums);
+        if (memcmp(sums, save->hashes + i * PHOS_HASH_SIZE, PHOS_HASH_SIZE))
+            return fails(failure, CHANGED, (int)i);
+    }
+    return 0;
+}
+
+static unsigned char *target(const struct phos_copy_lane *lane, const struct phos_save *saves, uint32_t number)
+{
+    return saves[number].place ? (unsigned char *)(uintptr_t)saves[number].place : lane->slots[number % SLOTS];
+}
+
+static int begin_save(struct phos_copy_lane *lane, const struct phos_save *saves, uint32_t number,
+                      struct phos_copy_failure *failure)
+{
+    const struct phos_save *save = &saves[number];
+    if (!save->device)
+        return 0;
+    int code = lane->driver->memcpy_to_host(target(lane, saves, number), save->device, save->size, lane->stream);
+    if (code)
+        return fails(failure, MEMCPY_TO_HOST, code);
+    code = lane->driver->record(lane->events[number % SLOTS], lane->stream);
+    return code ? fails(failure, RECORD, code) : 0;
+}
+
+static int end_save(struct phos_copy_lane *lane, const struct phos_save_job *job, const struct phos_save *saves,
+                    uint32_t number, struct phos_copy_failure *failure)
+{
+    const struct phos_save *save = &saves[number];
+    const unsigned char *data = target(lane, saves, number);
+    failure->number = number;
+    int code = save->device ? lane->driver->wait(lane->events[number % SLOTS]) : 0;
+    if (code)
+        return fails(failure, WAIT, code);
+    if (phos_copy_landed(job, save, data, failure))
+        return -1;
+    if (save->place)
+        return 0;
+    code = phos_append(job->stripe, data, save->size, (int)save->known, save->hashes, save->places, job->zero,
+                       save->zero_tail);
+    return code ? fails(failure, APPENDING, code) : 0;
+}
+
+/* Copy pieces out; while one is appended the next is on its way. All are there when it returns 0; after -1 one may still be
+ * under way, and what was appended is not to be counted. Nothing else may be under way in the lane. */
+EXPORT int phos_copy_save(struct phos_copy_lane *lane, const struct phos_save_job *job, const struct phos_save *saves,
+                          uint32_t count, struct phos_copy_failure *failure)
+{
+    for (uint32_t i = 0; i <= count; i++) {
+        failure->number = i;
+        if (i < count && begin_save(lane, saves, i, failure))
+            return -1;
+        if (i && end_save(lane, job, saves, i - 1, failure))
+            return -1;
+    }
     return 0;
 }
 

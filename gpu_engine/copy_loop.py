@@ -1,38 +1,26 @@
-"""Filling GPU memory without the interpreter lock: libphos_chunks.so is given several loads at once (copy_loop.c)."""
+"""Copies without the interpreter lock: libphos_chunks.so is given several pieces at once (copy_loop.c)."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import struct
-import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, Generic
+from collections.abc import Sequence
+from typing import Any
 
 from phos.gpu_engine import driver
-from phos.gpu_engine.copy_work import (
-    IDLE_SECONDS,
-    SLOTS,
-    UNDER_WAY,
-    HashRoom,
-    Item,
-    Load,
-    NothingYet,
-    Reading,
-)
+from phos.gpu_engine.copy_work import SLOTS, HashRoom
+from phos.images.append import StripeState
 from phos.images.native import chunks_library
-
-LOADS_AT_ONCE = UNDER_WAY - SLOTS
-"""How many loads are given to the library by one call. With more, a process would wait longer for one that another
-worker has been given already."""
 
 _ZEROS, _HOST, _IN_FILE = 0, 1, 2
 _LOAD = struct.Struct("=QQQQiIQQQIIIIQ")
 """enum and struct phos_load."""
 
-_READING = 1
+_SAVE = struct.Struct("=QQQQQQII")
+"""struct phos_save."""
+
+READING, APPENDING, CHANGED = 1, 2, 3
 _CALLS = (
     ("cuMemcpyHtoDAsync", "cuMemcpyHtoDAsync_v2"),
     ("cuMemcpyDtoHAsync", "cuMemcpyDtoHAsync_v2"),
@@ -42,7 +30,7 @@ _CALLS = (
     ("cuEventSynchronize", "cuEventSynchronize"),
     ("cuStreamSynchronize", "cuStreamSynchronize"),
 )
-"""struct phos_copy_driver; what failed is counted from _READING + 1 on."""
+"""struct phos_copy_driver; as something that fails they are counted from CHANGED + 1 on."""
 
 
 class _Lane(ctypes.Structure):
@@ -59,6 +47,17 @@ class _Lane(ctypes.Structure):
     )
 
 
+class SaveJob(ctypes.Structure):
+    """struct phos_save_job."""
+
+    _fields_ = (
+        ("stripe", ctypes.POINTER(StripeState)),
+        ("table", ctypes.c_void_p),
+        ("changing", ctypes.c_void_p),
+        ("zero", ctypes.c_char_p),
+    )
+
+
 class _Failure(ctypes.Structure):
     """struct phos_copy_failure."""
 
@@ -68,8 +67,11 @@ class _Failure(ctypes.Structure):
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(chunks_library()))
-    library.phos_copy_load.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_void_p]
-    library.phos_copy_wait.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
+    library.phos_copy_load.argtypes = [pointer, pointer, u32, pointer]
+    library.phos_copy_save.argtypes = [pointer, pointer, pointer, u32, pointer]
+    library.phos_copy_landed.argtypes = [pointer, pointer, pointer, pointer]
+    library.phos_copy_wait.argtypes = [pointer, pointer]
     return library
 
 
@@ -79,20 +81,31 @@ def _driver_table() -> Any:
     return (ctypes.c_uint64 * len(addresses))(*addresses)
 
 
-class ReadFailed(Exception):
-    """A file did not give what was asked for; ``number``: of the load, ``code``: an errno, or 0 at the file's end."""
+class CopyFailed(Exception):
+    """Something other than the driver failed.
 
-    def __init__(self, number: int, code: int) -> None:
-        super().__init__(number, code)
-        self.number = number
+    ``call``: READING or APPENDING, then ``code`` is an errno, or 0 at a file's end; or CHANGED, then it is that of
+    a chunk in the piece. ``number``: of the piece, in what was given.
+    """
+
+    def __init__(self, call: int, code: int, number: int) -> None:
+        super().__init__(call, code, number)
+        self.call = call
         self.code = code
+        self.number = number
 
 
-class LoadLane:
+def _fail(failure: _Failure) -> None:
+    if failure.call <= CHANGED:
+        raise CopyFailed(int(failure.call), int(failure.code), int(failure.number))
+    driver.fail(_CALLS[failure.call - CHANGED - 1][0], int(failure.code))
+
+
+class CopyLane:
     """A stream of one worker on one GPU, whose context is current; of one thread."""
 
     def __init__(self, lane: driver.Lane, events: Sequence[Any], slots: Sequence[int]) -> None:
-        """``slots``: addresses of page-locked memory, used in turns for what comes from files."""
+        """``slots``: addresses of page-locked memory, used in turns for what comes from files or goes there."""
         self._lane = _Lane(ctypes.addressof(_driver_table()), lane.handle)
         self._lane.events[:] = [int(event) for event in events]
         self._lane.slots[:] = list(slots)
@@ -103,16 +116,28 @@ class LoadLane:
         """How many loads have landed, as far as is known, since the lane was made; they do in their order."""
         return int(self._lane.landed)
 
-    def queue(self, loads: Sequence[bytes]) -> None:
-        """Queue what :func:`packed` has made; some may have landed then, all but SLOTS of those from memory have.
+    def load(self, loads: Sequence[bytes]) -> None:
+        """Queue what :func:`packed_load` has made; all but the last SLOTS have landed then.
 
         Raises:
-            ReadFailed: then those before it are queued.
+            CopyFailed: it could not be read; those before it are queued.
             DriverError: likewise.
         """
         raw = b"".join(loads)
         if _library().phos_copy_load(ctypes.byref(self._lane), raw, len(loads), ctypes.byref(self._failure)):
-            self._fail()
+            _fail(self._failure)
+
+    def save(self, job: SaveJob, saves: Sequence[bytes]) -> None:
+        """Copy out what :func:`packed_save` has made.
+
+        Raises:
+            CopyFailed: it could not be appended, or memory had changed.
+            DriverError: likewise; one piece may still be under way, and nothing counts as appended.
+        """
+        raw = b"".join(saves)
+        lane, failure = ctypes.byref(self._lane), ctypes.byref(self._failure)
+        if _library().phos_copy_save(lane, ctypes.byref(job), raw, len(saves), failure):
+            _fail(self._failure)
 
     def wait(self) -> None:
         """Return when all has landed.
@@ -121,16 +146,21 @@ class LoadLane:
             DriverError: it cannot.
         """
         if _library().phos_copy_wait(ctypes.byref(self._lane), ctypes.byref(self._failure)):
-            self._fail()
-
-    def _fail(self) -> None:
-        failure = self._failure
-        if failure.call == _READING:
-            raise ReadFailed(int(failure.number), int(failure.code))
-        driver.fail(_CALLS[failure.call - _READING - 1][0], int(failure.code))
+            _fail(self._failure)
 
 
-def packed(
+def landed(job: SaveJob, save: bytes, data: int) -> None:
+    """What is done for a piece whose bytes have come to an address; :meth:`CopyLane.save` does it for each.
+
+    Raises:
+        CopyFailed: CHANGED.
+    """
+    failure = _Failure()
+    if _library().phos_copy_landed(ctypes.byref(job), save, data, ctypes.byref(failure)):
+        _fail(failure)
+
+
+def packed_load(
     address: int, size: int, *, host: int = 0, file: tuple[int, int] | None = None, room: HashRoom | None = None
 ) -> bytes:
     """A load as the library wants it: from ``host`` memory, or a ``file`` (descriptor, offset), else zeros."""
@@ -142,122 +172,8 @@ def packed(
     return _LOAD.pack(address, size, host, offset, descriptor, kind, *hashing)
 
 
-class Filler(Generic[Item]):
-    """One worker's part of a job that fills GPU memory."""
-
-    def __init__(
-        self,
-        number: int,
-        slots: Sequence[tuple[int, memoryview]],
-        lane: Callable[[int], LoadLane],
-        reading: Reading[Item],
-        arrived: Callable[[Load[Item]], None],
-    ) -> None:
-        """``number``: the worker's; ``lane``: its lane on a GPU, which makes that GPU's context current."""
-        self._number = number
-        self._slots = slots
-        self._lane_on = lane
-        self._reading = reading
-        self._arrived = arrived
-        self._lane: LoadLane | None = None
-        self._device = -1
-        self._confirmed = 0  # of the lane's loads
-        self._turn = 0
-        self._going: deque[tuple[int, Load[Item]]] = deque()  # the number of the room for its hashes
-        self._held: list[Load[Item]] = []
-        self._over = False
-
-    def run(self, take: Callable[[], Load[Item] | None]) -> None:
-        """Fill what ``take`` gives, until it gives None; all has landed then.
-
-        Raises: what ``take``, reading, the driver and the check raise; loads may be under way then.
-        """
-        while not self._over or self._held:
-            loads = self._gather(take)
-            if loads:
-                self._queue(loads)
-            if not loads or loads[-1].urgent:
-                going = bool(self._going)
-                self._land()
-                if not going and not loads and not self._over:
-                    time.sleep(IDLE_SECONDS)
-        self._land()
-
-    def _gather(self, take: Callable[[], Load[Item] | None]) -> list[Load[Item]]:
-        """Some for one GPU. One that somebody waits for comes alone, before those that were taken already."""
-        loads, self._held = self._held, []
-        while len(loads) < LOADS_AT_ONCE and not self._over:
-            try:
-                load = take()
-            except NothingYet:
-                break
-            if load is None:
-                self._over = True
-            elif load.urgent:
-                self._held = loads
-                return [load]
-            elif loads and load.device != loads[0].device:
-                self._held = [load]
-                break
-            else:
-                loads.append(load)
-        return loads
-
-    def _queue(self, loads: Sequence[Load[Item]]) -> None:
-        if self._lane is None or loads[0].device != self._device:
-            self._land()  # its slots are the other lane's as well
-            self._device = loads[0].device
-            self._lane = self._lane_on(self._device)
-            self._lane.wait()  # a job that failed may have left something, which counts for nobody
-            self._confirmed = self._lane.landed
-        ready: list[bytes] = []
-        first = 0
-        for number, load in enumerate(loads):
-            content, reading = load.content, self._reading
-            if content is None:
-                ready.append(packed(load.address, load.size))
-                self._going.append((-1, load))
-                continue
-            room_number = self._number * UNDER_WAY + self._turn
-            self._turn = (self._turn + 1) % UNDER_WAY
-            room = None if reading.check is None else reading.check.room(room_number, load)
-            if host := reading.lies_at(content):
-                ready.append(packed(load.address, load.size, host=host, room=room))
-            elif reading.check is not None and (file := reading.file_of(content)) is not None:
-                ready.append(packed(load.address, load.size, file=file, room=room))
-            else:
-                self._hand_over(loads[first:number], ready)
-                ready, first = [], number
-                self._land()  # the slot is free now
-                address, view = self._slots[0]
-                reading.read(content, view[: load.size])
-                ready.append(packed(load.address, load.size, host=address, room=room))
-            self._going.append((room_number, load))
-        self._hand_over(loads[first:], ready)
-        self._confirm()
-
-    def _hand_over(self, loads: Sequence[Load[Item]], ready: Sequence[bytes]) -> None:
-        assert self._lane is not None
-        if not ready:
-            return
-        try:
-            self._lane.queue(ready)
-        except ReadFailed as failed:
-            load = loads[failed.number]
-            if load.content is not None:  # whoever owns the file can say what it is and whose
-                self._reading.read(load.content, memoryview(bytearray(load.size)))
-            raise OSError(failed.code, os.strerror(failed.code) if failed.code else "a file has ended early") from None
-
-    def _land(self) -> None:
-        if self._going and self._lane is not None:
-            self._lane.wait()
-            self._confirm()
-
-    def _confirm(self) -> None:
-        assert self._lane is not None
-        for _ in range(self._lane.landed - self._confirmed):
-            room_number, load = self._going.popleft()
-            if room_number >= 0 and self._reading.check is not None:
-                self._reading.check.end(room_number, load)
-            self._arrived(load)
-        self._confirmed = self._lane.landed
+def packed_save(
+    address: int, size: int, *, place: int, hashes: int, places: int, zero_tail: int, known: bool, chunk: int
+) -> bytes:
+    """A piece to be copied out as the library wants it; addresses, see struct phos_save."""
+    return _SAVE.pack(address, size, place, hashes, places, zero_tail, known, chunk)

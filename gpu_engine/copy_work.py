@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.chunk_hash import zero_hash
+from phos.images.stripe import Stripe
 from phos.images.writer import Place
 
 IDLE_SECONDS = 5e-5
@@ -34,16 +36,11 @@ class Sink(Protocol):
     def place(self, size: int) -> Place | None:
         """Page-locked room of the sink's own, so that the GPU can write there; None: the ring is to be used."""
 
-    def write(
-        self,
-        stripe: int,
-        block: BlockKey,
-        offset: int,
-        data: memoryview,
-        hashes: Sequence[bytes] | None = None,
-        place: Place | None = None,
-    ) -> None:
-        """Take the data; ``stripe`` is the worker's number, ``hashes`` its chunks', if they are known."""
+    def write_placed(self, block: BlockKey, offset: int, place: Place, hashes: Sequence[bytes] | None) -> None:
+        """Take what lies in its place by now; ``hashes``: its chunks', if they are known."""
+
+    def appending(self, stripe: int) -> AbstractContextManager[Stripe]:
+        """The data file with a worker's number, for that worker alone, to append to it natively and record that."""
 
 
 class Cancelled(Exception):
@@ -77,6 +74,8 @@ class Piece:
     """The shadow slot that it is in, if it is in one."""
     hashes: Sequence[bytes] | None = None
     """Of its chunks, if they are known."""
+    urgent: bool = False
+    """Somebody waits for it."""
 
 
 class NothingYet(Exception):
@@ -88,7 +87,14 @@ class NothingYet(Exception):
 
 
 class Source(Protocol):
-    """Where the pieces come from. Both methods are called from any worker's thread."""
+    """Where the pieces come from. Its methods are called from any worker's thread."""
+
+    table: int
+    """Address of a struct phos_chunk_table where a piece's chunks are marked as saved as soon as their bytes are in
+    host memory; 0: nobody waits for that."""
+    changing: int
+    """Address of a 32-bit word: unless it is 0 memory may have changed before it was copied, and what comes is compared
+    with the piece's hashes. 0: there is no such word."""
 
     def take(self) -> Piece | None:
         """The next piece, or None when there are no more.
@@ -97,10 +103,13 @@ class Source(Protocol):
             NothingYet: ask again soon.
         """
 
-    def landed(self, piece: Piece, data: memoryview) -> Sequence[bytes] | None:
-        """The piece's bytes are in host memory: from now on the device memory may change.
+    def landed(self, piece: Piece) -> None:
+        """The piece has been saved."""
 
-        Returns the hashes of its chunks, if it knows them.
+    def changed(self, piece: Piece, number: int, data: memoryview) -> Exception:
+        """What to fail with because a chunk of a piece, counted from its beginning, has not the hash that it should.
+
+        ``data``: what came instead of the piece.
         """
 
 

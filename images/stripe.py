@@ -12,6 +12,7 @@ from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
 from phos.images.append import ZEROS, StripeState, append
 from phos.images.chunk_hash import chunk_hash, zero_hash
+from phos.images.errors import ImageError
 from phos.images.files import allocate
 from phos.images.formats import HASH_SIZE, BlockKey, align_up
 from phos.images.mapping import HUGE_PAGE, has_huge_pages, map_memory
@@ -91,8 +92,15 @@ class Stripe:
         try:
             hashes, places = append(self.state, view, known)
         except OSError as error:
-            raise self._files.failure(self.name, error, self.state.missing) from error
+            raise self._failure(error) from error
         self.record(block, offset, len(view), hashes, places)
+
+    def failure(self, code: int) -> ImageError:
+        """What is to be raised when native code has failed to append, with an errno."""
+        return self._failure(OSError(code, os.strerror(code)))
+
+    def _failure(self, error: OSError) -> ImageError:
+        return self._files.failure(self.name, error, self.state.missing)
 
     def record(self, block: BlockKey, offset: int, length: int, hashes: bytes, places: Sequence[int]) -> None:
         """Part of a block, in bytes, has been appended: ``hashes`` and ``places`` are of its chunks, as append() says.

@@ -10,8 +10,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, final
@@ -166,7 +166,7 @@ class ImageWriter:
             self.placeable = self.place_limit = 0
 
     def place(self, size: int) -> Place | None:
-        """Room for whole chunks, or a block's end, to be filled and then named to write(); None: no more."""
+        """Room for whole chunks, or a block's end, to be filled and then given to write_placed(); None: no more."""
         s = self._mapped
         at = None if s is None else s.place(size)
         if s is None or at is None:
@@ -180,7 +180,6 @@ class ImageWriter:
         offset: int,
         data: memoryview,
         hashes: Sequence[bytes] | None = None,
-        place: Place | None = None,
     ) -> None:
         """Append part of a block to a stripe's data file; returns when the kernel has taken the bytes.
 
@@ -189,7 +188,6 @@ class ImageWriter:
         offset  in the block, a multiple of the chunk size.
         data    a whole number of chunks, or fewer bytes at the block's end; page-aligned for O_DIRECT to work.
         hashes  chunk_hash() of each chunk, if the caller knows them.
-        place   where the data lies already; `stripe` has no meaning then.
 
         Each chunk is hashed if it has to be; chunks of zeros take no space. Writing a chunk again replaces it in the
         image (the old bytes stay in the file, unused). Raises ImageError with file and reason; the writer then takes no
@@ -200,18 +198,29 @@ class ImageWriter:
         if len(block[0]) != HASH_SIZE:
             raise ValueError(f"a session has 16 bytes, not {len(block[0])}")
         view = data if data.format == "B" and data.ndim == 1 else data.cast("B")
-        if place is not None and self._mapped is not None:
-            self._check_usable()
-            self._mapped.note(block, offset, view, hashes, place.file_offset)
-            return
+        with self.appending(stripe) as s:
+            s.append(block, offset, view, hashes)
+
+    @contextmanager
+    def appending(self, stripe: int) -> Iterator[Stripe]:
+        """A data file for native code, which appends to it (append.h) and has that recorded (:meth:`Stripe.record`).
+
+        Nobody else uses it meanwhile. Raises ImageError as write(); one that is raised in it ends the writer as well.
+        """
         s = self._stripes[stripe]
         with s.lock:
             self._check_usable()
             try:
-                s.append(block, offset, view, hashes)
+                yield s
             except ImageError as error:
                 self._fail(error)
                 raise
+
+    def write_placed(self, block: BlockKey, offset: int, place: Place, hashes: Sequence[bytes] | None) -> None:
+        """As write(), for what lies in a place(), all of it, already."""
+        assert self._mapped is not None
+        self._check_usable()
+        self._mapped.note(block, offset, place.view, hashes, place.file_offset)
 
     def add_file(self, name: str, source: int, size: int) -> list[bytes]:
         """Copy the first `size` bytes of the file `source` into the image, under a name that formats.is_ours() knows.

@@ -1,5 +1,7 @@
 /* phosd's side of the tables in frontend/window_table.h: what needs atomic operations, which Python does not have. Loaded
  * by chunk_table.py with ctypes, which lets go of the interpreter lock for each call. No state of its own; any thread. */
+#include "chunk_table.h"
+
 #include "../../frontend/window_table.h"
 
 #include <stdbool.h>

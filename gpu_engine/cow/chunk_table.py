@@ -151,6 +151,11 @@ class ChunkTable:
         """The memfd."""
         return self._shared.descriptor
 
+    @property
+    def address(self) -> int:
+        """For native code."""
+        return self._shared.address
+
     def state(self, chunk: int) -> int:
         """UNSAVED, SAVING, SAVED, or SHADOWED + where."""
         return int(self._lib.phos_chunks_state(self._shared.address, chunk))
@@ -175,6 +180,22 @@ class ChunkTable:
     def close(self) -> None:
         """Give the memory back; frontends keep theirs."""
         self._shared.close()
+
+
+class Flag:
+    """A 32-bit word that native code may look at. The machine's stores are atomic; any thread."""
+
+    def __init__(self) -> None:
+        self._word = ctypes.c_uint32(0)
+        self.address = ctypes.addressof(self._word)
+
+    def set(self) -> None:
+        """From now on it is not 0."""
+        self._word.value = 1
+
+    def clear(self) -> None:
+        """It is 0 again."""
+        self._word.value = 0
 
 
 class ClaimOrder:

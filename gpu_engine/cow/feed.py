@@ -18,12 +18,13 @@ from phos.gpu_engine.cow.chunk_table import (
     UNSAVED,
     ChunkTable,
     ClaimOrder,
+    Flag,
     WindowTable,
 )
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.errors import Mispredicted
 from phos.gpu_engine.ring import CHUNK_BYTES
-from phos.images.chunk_hash import chunk_hash, zero_hash
+from phos.images.chunk_hash import zero_hash
 
 REFRESH_SECONDS = 1e-4
 """The flags of a pool are read at most so often: each time is a copy from the GPU."""
@@ -74,7 +75,7 @@ class Window:
 
 
 class ChunkFeed:
-    """A :class:`~phos.gpu_engine.copier.Source` over the chunks of a checkpoint.
+    """A :class:`~phos.gpu_engine.copy_work.Source` over the chunks of a checkpoint.
 
     A chunk comes from where its content of *t1* is: from the original, which nobody writes to before it is marked as
     saved, or from a shadow slot once the GPU has made that copy.
@@ -104,10 +105,12 @@ class ChunkFeed:
         self._prioritise = prioritise and bool(windows)
         self._at_once = at_once
         self._stall_workers = stall_workers
-        self.may_change = threading.Event()
+        self.may_change = Flag()
         """Set before the first process may write to its memory again."""
         self.runs_on = threading.Event()
         """Set when no process waits any more for what goes on beside the copies."""
+        self.table = table.address
+        self.changing = self.may_change.address if expected is not None else 0
         self._lock = threading.Lock()  # guards all below
         self._given = bytearray(len(places))
         self._given_count = 0
@@ -125,7 +128,7 @@ class ChunkFeed:
         return None if self.runs_on.is_set() else self._stall_workers
 
     def take(self) -> Piece | None:
-        """See :class:`~phos.gpu_engine.copier.Source`."""
+        """See :class:`~phos.gpu_engine.copy_work.Source`."""
         with self._lock:
             if self._given_count == len(self.places):
                 return None
@@ -136,30 +139,19 @@ class ChunkFeed:
                 raise NothingYet
             return piece
 
-    def landed(self, piece: Piece, data: memoryview) -> list[bytes] | None:
-        """See :class:`~phos.gpu_engine.copier.Source`.
-
-        Raises:
-            Mispredicted: the content is not that of *t1*.
-        """
-        end = piece.chunk + chunk_count(piece.size)
-        for chunk in range(piece.chunk, end):
-            self._table.saved(chunk)
+    def landed(self, piece: Piece) -> None:
+        """See :class:`~phos.gpu_engine.copy_work.Source`."""
         if piece.slot >= 0:
             process, slot = divmod(piece.slot, SHADOWED)
             self._windows[process].table.free_slot(slot)
-        if self._expected is None:
-            return None
-        expected = self._expected[piece.chunk : end]
-        if piece.address and self.may_change.is_set():
-            for place, hash_ in zip(self.places[piece.chunk : end], expected, strict=True):
-                at = place.offset - piece.offset
-                if chunk_hash(data[at : at + place.size]) != hash_:
-                    raise Mispredicted(
-                        f"GPU memory changed before it was saved (block {place.key[1]}, "
-                        f"{place.size} bytes at {place.offset}): a kernel wrote where no guess said it would."
-                    )
-        return list(expected)
+
+    def changed(self, piece: Piece, number: int, data: memoryview) -> Mispredicted:
+        """See :class:`~phos.gpu_engine.copy_work.Source`."""
+        place = self.places[piece.chunk + number]
+        return Mispredicted(
+            f"GPU memory changed before it was saved (block {place.key[1]}, {place.size} bytes at {place.offset}): "
+            "a kernel wrote where no guess said it would."
+        )
 
     def _give(self, chunk: int, address: int, slot: int = -1, device: int = -1) -> Piece:
         self._given[chunk] = 1
@@ -167,7 +159,9 @@ class ChunkFeed:
         place = self.places[chunk]
         if self._was_zeros(chunk):
             address = 0  # what it was is known, whatever it has become
-        return Piece(place.key, place.offset, place.size, address, device if slot >= 0 else place.device, chunk, slot)
+        hashes = None if self._expected is None else self._expected[chunk : chunk + 1]
+        device = device if slot >= 0 else place.device
+        return Piece(place.key, place.offset, place.size, address, device, chunk, slot, hashes)
 
     def _was_zeros(self, chunk: int) -> bool:
         return self._expected is not None and self._expected[chunk] == zero_hash(self.places[chunk].size)
@@ -188,7 +182,10 @@ class ChunkFeed:
             ):
                 break
             size += self._give(chunk, self.places[chunk].address).size
-        return replace(piece, size=size)
+        if size == piece.size:
+            return piece
+        hashes = None if self._expected is None else self._expected[piece.chunk : piece.chunk + chunk_count(size)]
+        return replace(piece, size=size, hashes=hashes)
 
     def _wanted(self) -> Piece | None:
         """From the processes' queues."""
@@ -200,7 +197,7 @@ class ChunkFeed:
                 if self._given[chunk]:
                     continue
                 if self._table.claim(chunk) == UNSAVED:
-                    return self._give(chunk, self.places[chunk].address)
+                    return replace(self._give(chunk, self.places[chunk].address), urgent=True)
                 if not self._given[chunk]:
                     self._owed.append(chunk)
         return None

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
 
+from phos.gpu_engine.copy_loop import CHANGED, CopyFailed, SaveJob, landed
+from phos.gpu_engine.copy_out import Batch
 from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow import feed as feed_module
 from phos.gpu_engine.cow.chunk_table import (
@@ -26,7 +28,9 @@ from phos.gpu_engine.cow.feed import STALL_WORKERS, ChunkFeed, Place, Window
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.window import first_written_first
 from phos.gpu_engine.errors import Mispredicted
+from phos.images.append import StripeState
 from phos.images.chunk_hash import chunk_hash, zero_hash
+from phos.images.files import address_of
 
 CHUNK = 4 << 20
 BASE = 1 << 40
@@ -139,6 +143,20 @@ class Scene:
     def take(self) -> Piece | None:
         return self.feed.take()
 
+    def land(self, piece: Piece, data: bytearray | memoryview | None = None) -> Sequence[bytes] | None:
+        """What is done with a piece that has come to host memory."""
+        state = StripeState(descriptor=-1, chunk=CHUNK)
+        job = SaveJob(ctypes.pointer(state), self.feed.table, self.feed.changing, zero_hash(CHUNK))
+        batch = Batch([piece], [None])
+        try:
+            landed(job, batch.packed[0], address_of(memoryview(data or bytearray(8))))
+        except CopyFailed as failed:
+            if failed.call != CHANGED or data is None:
+                raise
+            raise self.feed.changed(piece, failed.code, memoryview(data)) from None
+        self.feed.landed(piece)
+        return piece.hashes
+
     def all(self) -> list[int]:
         """Take and save whatever there is now."""
         taken: list[int] = []
@@ -150,7 +168,7 @@ class Scene:
             if piece is None:
                 return taken
             taken.append(piece.chunk)
-            self.feed.landed(piece, memoryview(bytearray(8)))
+            self.land(piece)
 
     def close(self) -> None:
         for process in self.processes:
@@ -195,7 +213,7 @@ def test_a_chunk_comes_from_its_place_and_is_not_free_before_it_has_landed() -> 
     piece = scene.take()
     assert piece == Piece((SESSION, 1), 0, CHUNK, BASE, 0, 0, -1)
     assert scene.table.state(0) != SAVED
-    scene.feed.landed(piece, memoryview(bytearray(8)))
+    scene.land(piece)
     assert scene.table.state(0) == SAVED
 
 
@@ -236,7 +254,7 @@ def test_a_shadow_is_read_when_its_copy_has_been_made(clock: Clock) -> None:
     assert piece is not None
     assert (piece.chunk, piece.address, piece.slot) == (1, 7_000_000_002, 2)
     assert process.table.ticket(2) == 9
-    scene.feed.landed(piece, memoryview(bytearray(8)))
+    scene.land(piece)
     assert process.table.ticket(2) == 0, "the slot is free again"
     assert scene.take() is None
 
@@ -260,7 +278,7 @@ def test_a_slot_of_the_second_pool_is_found_there(clock: Clock) -> None:
     piece = scene.take()
     assert piece is not None
     assert (piece.address, piece.device, piece.slot) == (7_000_000_001, 1, 4)
-    scene.feed.landed(piece, memoryview(bytearray(8)))
+    scene.land(piece)
     assert process.table.ticket(4) == 0
 
 
@@ -279,7 +297,7 @@ def test_the_second_process_has_slots_of_its_own(clock: Clock) -> None:
     piece = scene.take()
     assert piece is not None
     assert (piece.chunk, piece.slot) == (0, SHADOWED + 1)
-    scene.feed.landed(piece, memoryview(bytearray(8)))
+    scene.land(piece)
     assert (first.table.ticket(1), second.table.ticket(1)) == (5, 0)
 
 
@@ -361,11 +379,11 @@ def test_content_that_is_not_that_of_t1_fails_the_checkpoint() -> None:
         piece = scene.take()
         assert piece is not None
         if good:
-            assert scene.feed.landed(piece, memoryview(data)) == [expected]
+            assert scene.land(piece, data) == [expected]
             data[CHUNK - 1] ^= 1
         else:
             with pytest.raises(Mispredicted, match="block 1"):
-                scene.feed.landed(piece, memoryview(data))
+                scene.land(piece, data)
     assert scene.table.state(1) == SAVED, "nobody waits for what is not wanted any more"
 
 
@@ -466,7 +484,7 @@ def test_while_the_processes_stand_still_few_workers_copy_and_nothing_is_compare
     data = bytearray(os.urandom(CHUNK))
     piece = scene.take()
     assert piece is not None
-    scene.feed.landed(piece, memoryview(data))  # not what it should be, but nobody can have changed it
+    scene.land(piece, data)  # not what it should be, but nobody can have changed it
     assert scene.feed.workers() == STALL_WORKERS
     scene.feed.runs_on.set()
     assert scene.feed.workers() is None
@@ -481,8 +499,8 @@ def test_a_chunk_that_was_zeros_is_not_copied_whatever_it_has_become() -> None:
     by_chunk = {piece.chunk: piece for piece in pieces if piece is not None}
     assert {chunk: piece.address for chunk, piece in by_chunk.items()} == {0: 0, 1: BASE + CHUNK, 2: 0}
     anything = memoryview(bytearray(os.urandom(CHUNK)))
-    assert scene.feed.landed(by_chunk[0], anything) == [zero_hash(CHUNK)]
-    assert scene.feed.landed(by_chunk[2], anything) == [zero_hash(CHUNK)]
+    assert scene.land(by_chunk[0], anything) == [zero_hash(CHUNK)]
+    assert scene.land(by_chunk[2], anything) == [zero_hash(CHUNK)]
     assert scene.table.state(0) == scene.table.state(2) == SAVED
 
 
@@ -504,7 +522,7 @@ def test_neighbours_that_nobody_waits_for_are_taken_together() -> None:
         (6, 1, False),
         (7, 1, True),
     ]
-    assert scene.feed.landed(pieces[0], memoryview(bytearray(3 * CHUNK))) == expected[2:5]
+    assert scene.land(pieces[0], memoryview(bytearray(3 * CHUNK))) == expected[2:5]
     assert [scene.table.state(chunk) == SAVED for chunk in range(8)] == [False, False, True, True, True, *[False] * 3]
 
 
@@ -518,8 +536,8 @@ def test_each_of_the_neighbours_is_compared() -> None:
         assert piece.size == 2 * CHUNK
         changed = bytearray(data)
         if wrong is None:
-            assert scene.feed.landed(piece, memoryview(changed)) == expected
+            assert scene.land(piece, changed) == expected
             continue
         changed[wrong * CHUNK + 7] ^= 1
         with pytest.raises(Mispredicted, match=f"at {wrong * CHUNK}"):
-            scene.feed.landed(piece, memoryview(changed))
+            scene.land(piece, changed)

@@ -94,15 +94,13 @@ def watch(truth: Path, lies: Path) -> None:
                 file.write(without_writes(packed))
         return descriptor
 
-    landed = feed.ChunkFeed.landed
+    changed = feed.ChunkFeed.changed
 
-    def landed_and_told(source: feed.ChunkFeed, piece: Piece, data: memoryview) -> list[bytes] | None:
-        try:
-            return landed(source, piece, data)
-        except Mispredicted as error:
-            raise Mispredicted(f"{error} ({difference(truth, piece, data)})") from error
+    def changed_and_told(source: feed.ChunkFeed, piece: Piece, number: int, data: memoryview) -> Mispredicted:
+        error = changed(source, piece, number, data)
+        return Mispredicted(f"{error} ({difference(truth, piece, data)})")
 
-    feed.ChunkFeed.landed = landed_and_told  # type: ignore[method-assign,assignment]
+    feed.ChunkFeed.changed = changed_and_told  # type: ignore[method-assign]
     dump.CowDump._copy = copy_and_keep  # type: ignore[method-assign,assignment]
     kernels.table_file = perhaps_lie  # type: ignore[assignment]
     serve_dump._leaves_alive = lambda criu: True  # who asks is no CRIU

@@ -1,0 +1,148 @@
+"""Copying GPU memory out: one worker's part of a job."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phos.gpu_engine.content_hash import chunk_count
+from phos.gpu_engine.copy_loop import APPENDING, CopyFailed, CopyLane, SaveJob, packed_save
+from phos.gpu_engine.copy_work import NothingYet, Piece, Sink, Source
+from phos.gpu_engine.ring import CHUNK_BYTES
+from phos.images.chunk_hash import zero_hash
+from phos.images.formats import HASH_SIZE
+from phos.images.writer import Place
+
+PIECES_AT_ONCE = 4
+"""How many pieces are given to the library by one call. A process that is about to write to one waits for those before
+it."""
+
+
+class Batch:
+    """Pieces as the library wants them, and the memory where it finds and puts their hashes and places."""
+
+    def __init__(self, pieces: Sequence[Piece], rooms: Sequence[Place | None]) -> None:
+        """``rooms``: where the pieces are to go, in the order of the pieces; None: they are appended."""
+        self._counts = [chunk_count(piece.size) for piece in pieces]
+        raw = bytearray()
+        starts: list[int] = []
+        for piece, count in zip(pieces, self._counts, strict=True):
+            starts.append(len(raw))
+            raw += b"".join(piece.hashes) if piece.hashes is not None else bytes(count * HASH_SIZE)
+            if len(raw) != starts[-1] + count * HASH_SIZE:
+                raise ValueError(f"a piece of {count} chunks has {len(piece.hashes or ())} hashes")
+            raw += zero_hash((piece.size - 1) % CHUNK_BYTES + 1)
+        self._starts = starts
+        self._hashes: Any = (ctypes.c_char * len(raw)).from_buffer(raw)
+        self._places: Any = (ctypes.c_uint64 * sum(self._counts))()
+        hashes, places = ctypes.addressof(self._hashes), ctypes.addressof(self._places)
+        self.packed: list[bytes] = []
+        first = 0
+        for piece, count, start, room in zip(pieces, self._counts, starts, rooms, strict=True):
+            self.packed.append(
+                packed_save(
+                    piece.address,
+                    piece.size,
+                    place=room.address if room else 0,
+                    hashes=hashes + start,
+                    places=places + first * ctypes.sizeof(ctypes.c_uint64),
+                    zero_tail=hashes + start + count * HASH_SIZE,
+                    known=piece.hashes is not None,
+                    chunk=max(0, piece.chunk),
+                )
+            )
+            first += count
+
+    def appended(self, number: int) -> tuple[bytes, list[int]]:
+        """The hashes of a piece's chunks, one behind the other, and their places."""
+        start, count = self._starts[number], self._counts[number]
+        first = sum(self._counts[:number])
+        return bytes(self._hashes[start : start + count * HASH_SIZE]), list(self._places[first : first + count])
+
+
+class Saver:
+    """One worker's part of a job that copies GPU memory out."""
+
+    def __init__(
+        self,
+        number: int,
+        slots: Sequence[tuple[int, memoryview]],
+        lane: Callable[[int], CopyLane],
+        source: Source,
+        sink: Sink,
+        saved: Callable[[int], None],
+    ) -> None:
+        """``number``: the worker's; ``lane``: its lane on a GPU, which makes that GPU's context current.
+
+        ``saved`` is told how many bytes are in the image.
+        """
+        self._number = number
+        self._slots = slots
+        self._lane_on = lane
+        self._source = source
+        self._sink = sink
+        self._saved = saved
+        self._held: list[Piece] = []
+        self._over = False
+
+    def run(self, take: Callable[[], Piece | None]) -> None:
+        """Save what ``take`` gives, until it gives None.
+
+        Raises: what ``take``, the source, the sink and the driver raise; a copy may be under way then.
+        """
+        while not self._over or self._held:
+            if pieces := self._gather(take):
+                self._save(pieces)
+
+    def _gather(self, take: Callable[[], Piece | None]) -> list[Piece]:
+        """Some of one GPU. One that somebody waits for comes alone, before those that were taken already."""
+        pieces, self._held = self._held, []
+        while len(pieces) < PIECES_AT_ONCE and not self._over:
+            try:
+                piece = take()
+            except NothingYet as later:
+                if not pieces:
+                    time.sleep(later.seconds)
+                break
+            if piece is None:
+                self._over = True
+            elif piece.urgent:
+                self._held = pieces
+                return [piece]
+            elif pieces and piece.device != pieces[0].device:
+                self._held = [piece]
+                break
+            else:
+                pieces.append(piece)
+        return pieces
+
+    def _save(self, pieces: Sequence[Piece]) -> None:
+        rooms: list[Place | None] = []
+        for piece in pieces:
+            rooms.append(self._sink.place(piece.size) if piece.address else None)
+            if piece.address and rooms[-1] is None and piece.size > len(self._slots[0][1]):
+                raise ValueError(f"a piece of {piece.size} bytes has no place, and a slot has {len(self._slots[0][1])}")
+        lane = self._lane_on(pieces[0].device)
+        batch = Batch(pieces, rooms)
+        with self._sink.appending(self._number) as stripe:
+            job = SaveJob(
+                ctypes.pointer(stripe.state), self._source.table, self._source.changing, zero_hash(CHUNK_BYTES)
+            )
+            try:
+                lane.save(job, batch.packed)
+            except CopyFailed as failed:
+                if failed.call == APPENDING:
+                    raise stripe.failure(failed.code) from None
+                room = rooms[failed.number]
+                data = self._slots[failed.number % len(self._slots)][1] if room is None else room.view
+                raise self._source.changed(pieces[failed.number], failed.code, data) from None
+            for number, (piece, room) in enumerate(zip(pieces, rooms, strict=True)):
+                if room is None:
+                    stripe.record(piece.key, piece.offset, piece.size, *batch.appended(number))
+        for piece, room in zip(pieces, rooms, strict=True):
+            if room is not None:
+                self._sink.write_placed(piece.key, piece.offset, room, piece.hashes)
+            self._source.landed(piece)
+            self._saved(piece.size)
