@@ -106,7 +106,8 @@ class CopyLane:
 
     def __init__(self, lane: driver.Lane, events: Sequence[Any], slots: Sequence[int]) -> None:
         """``slots``: addresses of page-locked memory, used in turns for what comes from files or goes there."""
-        self._lane = _Lane(ctypes.addressof(_driver_table()), lane.handle)
+        self._table = _driver_table()  # kept: threads that come first at the same time make one each
+        self._lane = _Lane(ctypes.addressof(self._table), lane.handle)
         self._lane.events[:] = [int(event) for event in events]
         self._lane.slots[:] = list(slots)
         self._failure = _Failure()
