@@ -45,15 +45,17 @@ class _Extents(Generic[Item]):
     """Parts of blocks, one after the other."""
 
     def __init__(self, extents: Iterable[tuple[Block, int, int, Item | None]], mappings: MappedBlocks) -> None:
-        self._loads: queue.SimpleQueue[Load[Item]] = queue.SimpleQueue()
-        for block, offset, size, content in extents:
-            self._loads.put(Load(mappings[block.key].address + offset, size, block.device, content))
+        self._extents = iter(extents)
+        self._mappings = mappings
+        self._lock = threading.Lock()  # guards the iterator
 
     def take(self) -> Load[Item] | None:
-        try:
-            return self._loads.get_nowait()
-        except queue.Empty:
+        with self._lock:
+            following = next(self._extents, None)
+        if following is None:
             return None
+        block, offset, size, content = following
+        return Load(self._mappings[block.key].address + offset, size, block.device, content)
 
     def arrived(self, load: Load[Item]) -> None:
         """Nobody waits for it."""
@@ -282,7 +284,8 @@ class Copier:
 
     def load(
         self,
-        extents: Sequence[tuple[Block, int, int, Item | None]],
+        blocks: Sequence[Block],
+        extents: Iterable[tuple[Block, int, int, Item | None]],
         reading: Reading[Item],
         progress: Progress,
         cancelled: threading.Event,
@@ -291,13 +294,14 @@ class Copier:
     ) -> None:
         """Fill blocks: each extent is (block, offset, size, what to read), None: zeros; the rest as :meth:`fill`.
 
-        ``mapped`` gets those that it has not.
+        ``extents`` is gone through while data comes: thousands of them take a while to make. ``mapped`` gets the blocks
+        that it has not.
 
         Raises: as :meth:`save`.
         """
-        if extents:
-            mapped.add(extent[0] for extent in extents)
-            self.fill(_Extents(extents, mapped), extents[0][0].device, reading, progress, cancelled, workers)
+        if blocks:
+            mapped.add(blocks)
+            self.fill(_Extents(extents, mapped), blocks[0].device, reading, progress, cancelled, workers)
 
     def fill(
         self,

@@ -39,13 +39,9 @@ STALL_WORKERS = 4
 """So many workers copy while the processes stand still. More of them save more by then, but CRIU and the driver, which
 the processes wait for, go slower for it."""
 
-PLACING_LITTLE = 40_000_000_000
-PLACING_WORKERS = (1, 6)
-"""And where the GPU writes into the image itself: for up to so many bytes of GPU memory, and for more.
-
-On an H100 with 29 GB the stall is 0.55 s with one worker and 0.70 s with six: CRIU and the driver wait for the same
-memory, and little is left for the window. With 60 GB it is 0.66 s either way, and after a stall with one worker the
-window's copies cost the program 0.9 s instead of 0.25 s."""
+PLACING_WORKERS = 1
+"""And where the GPU writes into the image itself. CRIU and the driver wait for the same memory: on an H100 with 29 GB
+the stall is 0.55 s with one worker and 0.70 s with six."""
 
 ALIVE_SECONDS = 0.1
 """How often to look whether a process still runs that owes a copy, or transfers something."""

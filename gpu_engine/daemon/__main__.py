@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import logging
 import os
@@ -88,6 +89,7 @@ def main(path: Path | None, ensure: bool, stop: bool, verbose: bool) -> None:
 
 
 def _run(path: Path, verbose: bool) -> None:
+    faulthandler.enable()  # should native code ever crash, the log has the stacks of all threads
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(threadName)s: %(message)s",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import closing
 
 from phos.gpu_engine.blocks import Block
@@ -23,16 +24,19 @@ class EagerRestore(Restore):
     def _fill(self, blocks: list[Block]) -> None:
         image, devices = self._image, {block.device for block in blocks}
         how = manner(image, self._copier, len(devices))
-        loads: list[tuple[Block, int, int, Extent | None]] = []
-        for block in blocks:
-            for extent in image.blocks[block.key].extents(how.at_once):
-                loads.append((block, extent.offset, extent.length, None if extent.stripe is None else extent))
         chunks = {image.blocks[block.key].chunk_size for block in blocks}
         with (
             closing(MappedBlocks()) as mapped,
             checked(image, self._copier, devices, chunks, how.at_once) as reading,
         ):
-            self._copier.load(loads, reading, self.progress, self._cancelled, mapped, how.workers)
+            self._copier.load(
+                blocks, self._loads(blocks, how.at_once), reading, self.progress, self._cancelled, mapped, how.workers
+            )
+
+    def _loads(self, blocks: list[Block], at_once: int) -> Iterator[tuple[Block, int, int, Extent | None]]:
+        for block in blocks:
+            for extent in self._image.blocks[block.key].extents(at_once):
+                yield block, extent.offset, extent.length, None if extent.stripe is None else extent
 
     def _may_attach(self) -> bool:
         return self._loaded.is_set() and self.state in ("loaded", "attached")
