@@ -10,7 +10,7 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copy_work import Sink
 from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
-from phos.gpu_engine.cow.feed import PLACING_WORKERS, STALL_WORKERS, ChunkFeed, Place, Window
+from phos.gpu_engine.cow.feed import PLACING_LITTLE, PLACING_WORKERS, STALL_WORKERS, ChunkFeed, Place, Window
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
 from phos.gpu_engine.errors import DriverError
@@ -132,7 +132,7 @@ class Windows:
             prioritise=self._settings.prioritise,
             # Where the GPU writes into the image itself, copies cost no processor.
             at_once=sink.place_limit if placed else CHUNK_BYTES,
-            stall_workers=PLACING_WORKERS if placed else STALL_WORKERS,
+            stall_workers=PLACING_WORKERS[size > PLACING_LITTLE] if placed else STALL_WORKERS,
         )
         return self.feed
 
