@@ -171,4 +171,6 @@ def log_of(site: Site) -> str:
 
 
 def renewed(site: Site) -> bool:
-    return log_of(site).count("phosd serves") > 1
+    """Whether phosd has lost its GPU context, and serves again since."""
+    _, lost, since = log_of(site).rpartition("GPU context is lost")
+    return bool(lost) and "phosd serves" in since
