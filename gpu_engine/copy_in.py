@@ -102,8 +102,9 @@ class Filler(Generic[Item]):
             else:
                 self._hand_over(loads[first:number], ready)
                 ready, first = [], number
-                self._land()  # the slot is free now
-                address, view = self._slots[0]
+                self._land()
+                # The one that the library would use for it, which fills the other one next, from a file.
+                address, view = self._slots[self._lane.queued % SLOTS]
                 reading.read(content, view[: load.size])
                 ready.append(packed_load(load.address, load.size, host=address, room=room))
             self._going.append((room_number, load))

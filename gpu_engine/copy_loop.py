@@ -117,6 +117,11 @@ class CopyLane:
         """How many loads have landed, as far as is known, since the lane was made; they do in their order."""
         return int(self._lane.landed)
 
+    @property
+    def queued(self) -> int:
+        """How many loads have been queued since the lane was made; the next one's slot goes by it, modulo SLOTS."""
+        return int(self._lane.queued)
+
     def load(self, loads: Sequence[bytes]) -> None:
         """Queue what :func:`packed_load` has made; all but the last SLOTS have landed then.
 
