@@ -8,8 +8,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic
 
+from phos.gpu_engine.batches import Batches
 from phos.gpu_engine.copy_loop import CopyFailed, CopyLane, packed_load
-from phos.gpu_engine.copy_work import IDLE_SECONDS, SLOTS, UNDER_WAY, Item, Load, NothingYet, Reading
+from phos.gpu_engine.copy_work import SLOTS, UNDER_WAY, Item, Load, NothingYet, Reading
 
 LOADS_AT_ONCE = UNDER_WAY - SLOTS
 """How many loads are given to the library by one call. With more, a process would wait longer for one that another
@@ -38,44 +39,27 @@ class Filler(Generic[Item]):
         self._confirmed = 0  # of the lane's loads
         self._turn = 0
         self._going: deque[tuple[int, Load[Item]]] = deque()  # the number of the room for its hashes
-        self._held: list[Load[Item]] = []
-        self._over = False
 
     def run(self, take: Callable[[], Load[Item] | None]) -> None:
         """Fill what ``take`` gives, until it gives None; all has landed then.
 
         Raises: what ``take``, reading, the driver and the check raise; loads may be under way then.
         """
-        while not self._over or self._held:
-            loads = self._gather(take)
+        batches = Batches(take, LOADS_AT_ONCE)
+        while not batches.over:
+            try:
+                loads = batches.following()
+            except NothingYet as later:
+                if self._going:
+                    self._land()
+                else:
+                    time.sleep(later.seconds)
+                continue
             if loads:
                 self._queue(loads)
-            if not loads or loads[-1].urgent:
-                going = bool(self._going)
-                self._land()
-                if not going and not loads and not self._over:
-                    time.sleep(IDLE_SECONDS)
+                if loads[-1].urgent:
+                    self._land()
         self._land()
-
-    def _gather(self, take: Callable[[], Load[Item] | None]) -> list[Load[Item]]:
-        """Some for one GPU. One that somebody waits for comes alone, before those that were taken already."""
-        loads, self._held = self._held, []
-        while len(loads) < LOADS_AT_ONCE and not self._over:
-            try:
-                load = take()
-            except NothingYet:
-                break
-            if load is None:
-                self._over = True
-            elif load.urgent:
-                self._held = loads
-                return [load]
-            elif loads and load.device != loads[0].device:
-                self._held = [load]
-                break
-            else:
-                loads.append(load)
-        return loads
 
     def _queue(self, loads: Sequence[Load[Item]]) -> None:
         if self._lane is None or loads[0].device != self._device:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from phos.gpu_engine.batches import Batches
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copy_loop import APPENDING, CopyFailed, CopyLane, SaveJob, packed_save
 from phos.gpu_engine.copy_work import NothingYet, Piece, Sink, Source
@@ -84,39 +85,21 @@ class Saver:
         self._source = source
         self._sink = sink
         self._saved = saved
-        self._held: list[Piece] = []
-        self._over = False
 
     def run(self, take: Callable[[], Piece | None]) -> None:
         """Save what ``take`` gives, until it gives None.
 
         Raises: what ``take``, the source, the sink and the driver raise; a copy may be under way then.
         """
-        while not self._over or self._held:
-            if pieces := self._gather(take):
-                self._save(pieces)
-
-    def _gather(self, take: Callable[[], Piece | None]) -> list[Piece]:
-        """Some of one GPU. One that somebody waits for comes alone, before those that were taken already."""
-        pieces, self._held = self._held, []
-        while len(pieces) < PIECES_AT_ONCE and not self._over:
+        batches = Batches(take, PIECES_AT_ONCE)
+        while not batches.over:
             try:
-                piece = take()
+                pieces = batches.following()
             except NothingYet as later:
-                if not pieces:
-                    time.sleep(later.seconds)
-                break
-            if piece is None:
-                self._over = True
-            elif piece.urgent:
-                self._held = pieces
-                return [piece]
-            elif pieces and piece.device != pieces[0].device:
-                self._held = [piece]
-                break
-            else:
-                pieces.append(piece)
-        return pieces
+                time.sleep(later.seconds)
+                continue
+            if pieces:
+                self._save(pieces)
 
     def _save(self, pieces: Sequence[Piece]) -> None:
         rooms: list[Place | None] = []

@@ -306,7 +306,7 @@ def unregister_host(address: int) -> None:
 
 
 class Lane:
-    """One stream with one copy in flight at a time per :class:`Event`-like ticket; not shared by threads."""
+    """One stream; not shared by threads."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -319,16 +319,12 @@ class Lane:
         return int(self._stream)
 
     def event(self) -> Any:
-        """A reusable event for :meth:`record` and :func:`wait`."""
+        """A reusable event, for native code to record and wait for."""
         return _check("cuEventCreate", cuda.cuEventCreate(2))  # CU_EVENT_DISABLE_TIMING
 
     def copy_to_host(self, host: int, device: int, size: int) -> None:
         """Queue a copy of ``size`` bytes from the device address to pinned host memory."""
         _check("cuMemcpyDtoHAsync", cuda.cuMemcpyDtoHAsync(host, device, size, self._stream))
-
-    def copy_to_device(self, device: int, host: int, size: int) -> None:
-        """Queue a copy of ``size`` bytes from pinned host memory to the device address."""
-        _check("cuMemcpyHtoDAsync", cuda.cuMemcpyHtoDAsync(device, host, size, self._stream))
 
     def fill_zero(self, device: int, size: int) -> None:
         """Queue setting ``size`` bytes at the device address to zero."""
@@ -340,10 +336,6 @@ class Lane:
         result = cuda.cuLaunchKernel(kernel.function, blocks, 1, 1, threads, 1, 1, 0, self._stream, values, 0)
         _check("cuLaunchKernel", result, kernel.name)
 
-    def record(self, event: Any) -> None:
-        """Record ``event`` behind everything queued so far."""
-        _check("cuEventRecord", cuda.cuEventRecord(event, self._stream))
-
     def synchronise(self) -> None:
         """Wait for everything queued."""
         _check("cuStreamSynchronize", cuda.cuStreamSynchronize(self._stream))
@@ -352,11 +344,6 @@ class Lane:
         """Give the stream back."""
         self._context.use()
         _check("cuStreamDestroy", cuda.cuStreamDestroy(self._stream))
-
-
-def wait(event: Any) -> None:
-    """Wait until a recorded event has been reached."""
-    _check("cuEventSynchronize", cuda.cuEventSynchronize(event))
 
 
 def destroy_event(event: Any) -> None:
