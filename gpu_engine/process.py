@@ -97,6 +97,8 @@ class GatedProcess(Protocol):
     """Whether :meth:`prepare_residue` can be asked for."""
     residue_bytes: int | None
     """What the driver wanted for its own part at the last checkpoint; None if there was none yet."""
+    lost_reason: str
+    """Why its memory is gone (:meth:`lose`); empty if it is not."""
 
     def prepare_residue(self, path: str, size: int, device: int, inode: int) -> None:
         """Map a file for what the driver will save (residue.py)."""

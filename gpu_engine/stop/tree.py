@@ -169,11 +169,11 @@ class ProcessTree:
             except NoSuchProcess:
                 return  # CRIU has killed it, as asked
             except PhosError as error:
-                if process is not None and _alive(pid):
-                    process.lose(str(error))
-                if _alive(pid):
-                    raise CheckpointFailed(f"Process {pid}: {error} Its CUDA calls fail from now on.") from error
-                return
+                if not _alive(pid):
+                    return
+                if process is not None:
+                    process.lose(str(error))  # it may end at once: that it was lost is to be said all the same
+                raise CheckpointFailed(f"Process {pid}: {error} Its CUDA calls fail from now on.") from error
             if process is not None and process.alive():
                 process.allow_attach()
                 allowed.append(process)
@@ -200,7 +200,7 @@ class ProcessTree:
                 process.wait_attached(min(1.0, max(0.0, deadline - time.monotonic())))
                 return
             except PhosError as error:
-                if not process.alive():
+                if not process.alive() and not process.lost_reason:
                     return
                 if procfs.is_stopped(process.pid):
                     failures.append(self._not_back(process.pid))

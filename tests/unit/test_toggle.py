@@ -7,11 +7,16 @@ import signal
 import subprocess
 import threading
 import time
+from typing import cast
 
 import pytest
 
 from phos.gpu_engine import driver, procfs, toggle
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess
+from phos.gpu_engine.process import Detached, GatedProcess
+from phos.gpu_engine.stop.settings import Settings
+from phos.gpu_engine.stop.tree import ProcessTree
+from phos.gpu_engine.timeline import Timeline
 from tests.unit.waiting import eventually
 
 
@@ -119,3 +124,51 @@ def test_only_lack_of_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     FakeDriver(monkeypatch, "checkpointed", restore=1)
     with pytest.raises(DriverError):
         toggle.revive_when_there_is_room(1)
+
+
+class QuickToEnd:
+    """A process that notices at once that its GPU is gone, and ends."""
+
+    pid = 1
+    session = b"s"
+    executable = "python"
+
+    def __init__(self, fake: FakeDriver) -> None:
+        self.fake = fake
+        self.lost_reason = ""
+
+    def alive(self) -> bool:
+        return self.fake.state is not None
+
+    def lose(self, reason: str) -> None:
+        self.lost_reason = reason
+        self.fake.state = None
+
+    def allow_attach(self) -> None:
+        """It may come; phosd does not hold its memory any more."""
+
+    def wait_attached(self, _timeout: float) -> None:
+        self.lose("phosd holds no memory of it")
+        raise CheckpointFailed(f"did not come back ({self.lost_reason})")
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["by its loss", "by CRIU, before it"])
+def test_a_lost_process_is_told_of_however_soon_it_ends(monkeypatch: pytest.MonkeyPatch, killed: bool) -> None:
+    fake = FakeDriver(monkeypatch, restore=1)
+    fake.dies = killed
+    process = QuickToEnd(fake)
+    # Of a GatedProcess this is all that a tree asks one that does not come back.
+    tree = ProcessTree([cast(GatedProcess, process)], [], Settings(), Timeline())
+    tree.detached = {process.session: Detached()}
+    tree.checkpoint()
+    said = tree.bring_back()
+    assert ("CUDA calls fail from now on" in said) is not killed
+    assert bool(process.lost_reason) is not killed
+
+
+def test_a_process_whose_memory_is_lost_is_told_of_however_soon_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = QuickToEnd(FakeDriver(monkeypatch))
+    tree = ProcessTree([cast(GatedProcess, process)], [], Settings(), Timeline())
+    tree.detached = {process.session: Detached()}
+    tree.checkpoint()
+    assert "phosd holds no memory of it" in tree.bring_back()
