@@ -35,6 +35,7 @@ MORE = 5  # restores beyond those asked for, if too few checkpoints came while d
 SECONDS_EACH = 6.0  # kept free for what is still to be done when time runs out
 WAITED_SECONDS = 0.05  # how late a checkpoint begins at most that waited for the last byte
 ORDERS = ("recorded", "random", "allocation")
+WORKER_BYTES = 8 << 20  # of phosd's pinned ring, for each of those that copy
 
 
 def answers(lines: Sequence[str]) -> list[Answer]:
@@ -304,7 +305,7 @@ def main() -> None:
         "--gigabytes",
         type=float,
         metavar="GB",
-        help="of the weights (34); with less, all may be there before the program computes",
+        help="of the weights (12); with less, all may be there before the program computes",
     )
     parser.add_argument("--seed", type=int, default=50, help="of the random moments (%(default)s)")
     restore_runs.add_options(parser)
@@ -312,7 +313,9 @@ def main() -> None:
     if chosen.smoke:
         os.environ.setdefault("SOFTGPU_COPY_BANDWIDTH", str(24 << 20))
     restore_runs.settle_options(chosen, tokens=8)
-    chosen.gigabytes = chosen.gigabytes or (0.064 if chosen.smoke else 34.0)
+    chosen.gigabytes = chosen.gigabytes or (0.064 if chosen.smoke else 12.0)
+    # Few workers: else all memory is there before the driver has its context back, and no call has to wait for any.
+    os.environ.setdefault("PHOS_RING_BYTES", str(2 * WORKER_BYTES))
     Bench(chosen).run()
 
 

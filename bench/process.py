@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -402,6 +402,12 @@ def stop_daemon() -> None:
         return not os.path.exists(f"/proc/{pid}")
 
     wait_until(gone, 30, "phosd to end")
+
+
+def restart_daemon(changes: Mapping[str, str]) -> None:
+    """A fresh phosd, with these variables in its environment."""
+    stop_daemon()
+    command([PHOS_GPU, "run", "--", "true"], 60, {**os.environ, **changes})
 
 
 def python_program(path: Path, *options: str) -> list[str]:

@@ -24,9 +24,9 @@ import restore_runs
 import restore_tables
 from harness import GB, Results
 from restore_bench import RestoreBench
-from restore_runs import VARIANTS, Answer, Pool, Restored, Server, Unavailable
+from restore_runs import POOLS, VARIANTS, Answer, Pool, Restored, Server, Unavailable
 
-SYSTEMS = (*VARIANTS, "pool", "peer")
+SYSTEMS = (*VARIANTS, *POOLS, "peer")
 
 
 class Bench(RestoreBench):
@@ -83,8 +83,9 @@ class Bench(RestoreBench):
         for name in VARIANTS:
             if name in wanted and "pinned" not in name:
                 self.attempt(f"{label} {name}", lambda name=name: self.variant(size, restored, name))
-        if "pool" in wanted:
-            self.attempt(f"{label} pool", lambda: self.several(size, "pool", lambda: self.take(restored)))
+        for name in POOLS:
+            if name in wanted:
+                self.attempt(f"{label} {name}", lambda name=name: self.pooled(size, restored, name))
         pinned = [name for name in VARIANTS if name in wanted and "pinned" in name]
         if pinned:
             self.attempt(f"{label} pinned", lambda: self.pinned(size, restored, pinned))
@@ -93,9 +94,13 @@ class Bench(RestoreBench):
         """Restore in one of the ways of `phos-gpu restore`."""
         self.several(size, name, lambda: restored.variant(name))
 
-    def take(self, restored: Restored) -> dict[str, Any]:
+    def pooled(self, size: int, restored: Restored, system: str) -> None:
+        """Take from a pool of one of the kinds."""
+        self.several(size, system, lambda: self.take(restored, system))
+
+    def take(self, restored: Restored, system: str) -> dict[str, Any]:
         """Park a process and take it."""
-        with Pool(restored) as pool:
+        with Pool(restored, system) as pool:
             row = pool.take()
             return {
                 **row,

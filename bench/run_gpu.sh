@@ -43,6 +43,10 @@ sweep() {
     done 2>/dev/null
 }
 
+# CRIU keeps what it has found out about the kernel in /run, if that is a tmpfs, as under systemd; else it finds it out
+# again whenever it starts.
+[ "$(stat -f -c %T /run)" = tmpfs ] || mount -t tmpfs tmpfs /run || echo "run_gpu.sh: /run is no tmpfs" >&2
+
 # One archive, renewed after each part: what was measured survives whatever ends this script.
 collect() {
     [ -z "$out" ] || tar -czf "$out/phos-gpu-results.tar.gz" -C "$PWD" "$results" -C "$(dirname "$logs")" "$(basename "$logs")"
@@ -139,7 +143,7 @@ for wanted in "$@"; do
     restore64) measure restore64 400 restore --sizes 64 --repeats 2 ;;
     restore-order)
         measure restore-order 200 restore --sizes 32 --models 4 \
-            --systems "lazy, allocation order;lazy, random order;lazy;lazy, fast"
+            --systems "lazy, random order;lazy;lazy, fast;pool, allocation order;pool, random order;pool"
         ;;
     serverless) measure serverless 300 serverless ;;
     lazy-correctness) measure lazy-correctness 420 lazy_correctness ;;

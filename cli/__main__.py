@@ -1,5 +1,11 @@
 """``python -m phos.cli``."""
 
-from phos.cli.main import main
+import sys
 
-main(prog_name="phos-gpu")
+from phos.cli import restore_first
+
+begun = restore_first.begin(sys.argv[1:])
+
+from phos.cli.main import main  # noqa: E402  # this takes long
+
+main(prog_name="phos-gpu", obj=begun)

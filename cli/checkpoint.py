@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import psutil
 
-from phos.cli.criu import apart, image_directory, needs_shell_job, run_criu
+from phos.cli.criu import DUMP_LOG, apart, image_directory, needs_shell_job, run_dump
 from phos.cli.progress import ImageProgress
 from phos.gpu_engine import configuration, procfs
 from phos.gpu_engine.cow.settings import CowSettings
@@ -59,7 +59,7 @@ def checkpoint(
     os.environ.update(settings)  # CRIU hands them to its plugin, and that to phosd
     CowSettings.from_environment()  # says what has no meaning before anything is done
     beside = pid if apart(pid) else None
-    arguments = ["dump", "-t", str(procfs.inner_pid(pid) if beside else pid)]
+    arguments = ["-t", str(procfs.inner_pid(pid) if beside else pid)]
     if needs_shell_job(pid):
         arguments.append("--shell-job")
     if leave_running:
@@ -68,11 +68,11 @@ def checkpoint(
     _require_cuda(pid)
     directory = image_directory(image, create=True)
     with ImageProgress(directory, restore=False, quiet=as_json):
-        status, errors = run_criu(arguments, directory.absolute(), "dump.log", beside=beside)
+        status, errors = run_dump(arguments, directory.absolute(), beside)
     if status != 0:
         raise CheckpointFailed(
             f"Process {pid} could not be checkpointed; it runs on as before.\n{errors}\n"
-            f"CRIU's log: {directory / 'dump.log'}"
+            f"CRIU's log: {directory / DUMP_LOG}"
         )
     seconds = time.perf_counter() - began
     warnings = list(client.wait_image(directory).warnings)

@@ -1,16 +1,18 @@
-"""Starting CRIU through the launcher for phos-gpu's own commands, with what a person needs to know of a failure."""
+"""CRIU for phos-gpu's own commands: image directories, dumps, and what a person needs to know of a failure."""
 
 from __future__ import annotations
 
 import os
 import re
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 
+from phos.cli.restore_first import verbosity
 from phos.gpu_engine import procfs
 from phos.gpu_engine.errors import NoSuchProcess, UsageError
 from phos.gpu_engine.installation import launcher
+
+DUMP_LOG = "dump.log"
 
 _NOISE = re.compile(r"RLIMIT|Warn ")
 
@@ -51,11 +53,6 @@ def needs_shell_job(pid: int) -> bool:
     return os.getsid(pid) not in tree
 
 
-VERBOSITY = "2"
-"""Errors and warnings. CRIU writes its log line by line while the processes are frozen: at 4 that takes a quarter of
-the time for which they are, with the image in memory, and more than half on a disk."""
-
-
 def apart(pid: int) -> bool:
     """Whether a process has a pid namespace of its own, on our own file system: one that came from a pool.
 
@@ -69,30 +66,23 @@ def apart(pid: int) -> bool:
         return False
 
 
-def run_criu(
-    arguments: list[str],
-    directory: Path,
-    log_name: str,
-    changes: Mapping[str, str] | None = None,
-    beside: int | None = None,
-) -> tuple[int, str]:
-    """Run CRIU with its log in the image directory. Returns (exit status, the errors in it and from phosd).
+def run_dump(arguments: list[str], directory: Path, beside: int | None = None) -> tuple[int, str]:
+    """Run ``criu dump`` with its log in the image directory. Returns (exit status, the errors in it and from phosd).
 
-    ``changes`` go into its environment. ``beside``: a process in whose namespaces it is run.
+    ``beside``: a process in whose namespaces it is run.
     """
-    verbosity = "-v" + os.environ.get("PHOS_CRIU_VERBOSITY", VERBOSITY)
-    command = [str(launcher("criu")), *arguments, "--lib", "phos", "-D", str(directory), "-o", log_name, verbosity]
+    words = ["dump", *arguments, "--lib", "phos", "-D", str(directory), "-o", DUMP_LOG, verbosity()]
+    command = [str(launcher("criu")), *words]
     if beside is not None:
         command = ["nsenter", "--target", str(beside), "--pid", "--mount", "--", *command]
-    environment = {**os.environ, **(changes or {})}
-    result = subprocess.run(
-        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    errors = [line for line in (result.stderr + result.stdout).splitlines() if line.strip()]
-    log = directory / log_name
-    if result.returncode != 0 and log.exists():
+    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    return result.returncode, errors(result.returncode, result.stderr + result.stdout, directory / DUMP_LOG)
+
+
+def errors(status: int, said: str, log: Path) -> str:
+    """What went wrong in a CRIU that ended with ``status``: by its log, and by what it and its launcher wrote."""
+    lines = [line for line in said.splitlines() if line.strip()]
+    if status != 0 and log.exists():
         found = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
-        errors = [re.sub(r"^\([\d.]+\)\s*(\d+:)?\s*", "", line) for line in found if not _NOISE.search(line)][
-            :8
-        ] + errors
-    return result.returncode, "\n".join(dict.fromkeys(errors))
+        lines = [re.sub(r"^\([\d.]+\)\s*(\d+:)?\s*", "", line) for line in found if not _NOISE.search(line)][:8] + lines
+    return "\n".join(dict.fromkeys(lines))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -12,40 +11,29 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from phos.gpu_engine.installation import launcher
-
-SOCKET = "lazy-pages.socket"
-LOG = "lazy-pages.log"
+from phos.cli.restore_first import PAGES_LOG, PAGES_SOCKET, Begun
 
 
 class LazyPages:
-    """Starts the server for the block under it; after the block it goes on until all pages are there.
+    """Watches the server for the block under it; after the block it goes on until all pages are there.
 
     If it ends before, the restored processes cannot go on: ``pids`` is asked for them, and they are killed.
     """
 
-    def __init__(self, directory: Path, pids: Callable[[], list[int]]) -> None:
-        """``directory``: of the image."""
+    def __init__(self, directory: Path, begun: Begun, pids: Callable[[], list[int]]) -> None:
+        """``directory``: of the image; ``begun``: what has started the server."""
         self._pids = pids
         self.error = ""
         self.seconds: float | None = None
         """When it was done, since it was started."""
-        self._socket = directory / SOCKET
-        self._log = directory / LOG
-        self._began = time.perf_counter()
-        self._socket.unlink(missing_ok=True)  # of one that was killed
-        command = [str(launcher("criu")), "lazy-pages", "-D", str(directory), "-o", LOG, "-v2"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        self._socket = directory / PAGES_SOCKET
+        self._log = directory / PAGES_LOG
+        self._began = begun.began
+        self._pid = begun.pages
+        self._pidfd = os.pidfd_open(begun.pages)  # our child, which nobody has waited for: still that process
         self._wanted = True
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="lazy-pages")
         self._watcher.start()
-
-    @property
-    def environment(self) -> dict[str, str]:
-        """For CRIU, whose plugin waits until the server listens (criu_plugin/lazy_pages.c): both start side by side."""
-        return {"PHOS_LAZY_PAGES": str(self._process.pid)}
 
     def __enter__(self) -> LazyPages:
         return self
@@ -55,12 +43,14 @@ class LazyPages:
     ) -> None:
         self._wanted = False
         if kind is not None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         self._watcher.join()
+        os.close(self._pidfd)
         self._socket.unlink(missing_ok=True)
 
     def _watch(self) -> None:
-        status = self._process.wait()
+        status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         self.seconds = time.perf_counter() - self._began
         if status == 0:
             return

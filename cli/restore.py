@@ -11,10 +11,11 @@ from typing import Any
 
 import click
 
-from phos.cli.criu import image_directory, run_criu
+from phos.cli.criu import errors, image_directory
 from phos.cli.lazy_pages import LazyPages
 from phos.cli.progress import ImageProgress
 from phos.cli.refusal import refuse
+from phos.cli.restore_first import RESTORE_LOG, Begun
 from phos.cli.text import size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
@@ -30,64 +31,83 @@ from phos.images.source import SCHEME
     "--lazy", is_flag=True, help="Let the processes compute while their memory, CPU and GPU, is still coming."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def restore(image: str, lazy: bool, as_json: bool) -> None:
+@click.pass_obj
+def restore(begun: Begun | None, image: str, lazy: bool, as_json: bool) -> None:
     """Restore the processes in the directory IMAGE. They run in the background.
 
     IMAGE may be tcp://HOST:PORT/NAME: an image that phosd at another host shares.
 
     Returns when they compute again; with --lazy, when all of their memory is there as well.
     """
-    began, began_at = time.perf_counter(), time.time()
     if not image.startswith(SCHEME):
-        _restore(image, image_directory(Path(image), create=False), lazy, as_json, began, began_at)
+        _restore(image, image_directory(Path(image), create=False), lazy, as_json, begun)
         return
     from phos.cli.remote_image import fetched  # here, because other restores would wait for its network modules
 
     with ExitStack() as stack:
+        began, began_at = time.perf_counter(), time.time()
         try:
             directory = stack.enter_context(fetched(image))
         except ImageError as error:
             refuse("restore", error, as_json)
-        _restore(image, directory, lazy, as_json, began, began_at)
+        _restore(image, directory, lazy, as_json, None, (began, began_at))
 
 
-def _restore(image: str, directory: Path, lazy: bool, as_json: bool, began: float, began_at: float) -> None:
+def _restore(
+    image: str,
+    directory: Path,
+    lazy: bool,
+    as_json: bool,
+    begun: Begun | None,
+    since: tuple[float, float] | None = None,
+) -> None:
+    """``begun``: by __main__.py, if it is. ``since``: when it began, if that was before anything here."""
+    bad: ImageError | None = None
+    pids: list[int] = []
     try:
         with Image.open_damaged(directory) as opened:
             if opened.problems and not _is_pinned(opened):
                 raise ImageError(opened.problems[0], opened.problems)
             pids = [process.pid for process in opened.inventory.processes]
     except ImageError as error:
-        refuse("restore", error, as_json)
-    client.ensure()
-    arguments = ["restore", "--restore-detached", "--shell-job"]
+        bad = error
+    if begun is None:
+        if bad is not None:
+            refuse("restore", bad, as_json)
+        client.ensure()
+        try:
+            begun = Begun(str(directory), lazy)
+        except OSError as error:
+            raise RestoreFailed(f"CRIU cannot be started: {error.strerror}. Run install.sh again.") from error
+    began, began_at = since or (begun.began, begun.began_at)
     pages: LazyPages | None = None
     with ExitStack() as stack:
         if lazy:
-            pages = stack.enter_context(LazyPages(directory, lambda: list(_job(directory).pids)))
-            arguments.append("--lazy-pages")
+            pages = stack.enter_context(LazyPages(directory, begun, lambda: list(_job(directory).pids)))
         stack.enter_context(ImageProgress(directory, restore=True, quiet=as_json))
-        mode = {"PHOS_RESTORE": "lazy" if lazy else os.environ.get("PHOS_RESTORE", "")}
-        mode |= pages.environment if pages is not None else {}
-        status, errors = run_criu(arguments, directory, "restore.log", mode)
+        status = begun.wait()
+        if status != 0 and bad is not None:
+            refuse("restore", bad, as_json)
         if status != 0:
+            client.ensure()
+            said = errors(status, begun.said(), directory / RESTORE_LOG)
             why = f"{pages.error}\n" if pages is not None and pages.error else ""
             raise RestoreFailed(
-                f"The image in {image} could not be restored; nothing of it was left running.\n{why}{errors}\n"
-                f"CRIU's log: {directory / 'restore.log'}"
+                f"The image in {image} could not be restored; nothing of it was left running.\n{why}{said}\n"
+                f"CRIU's log: {directory / RESTORE_LOG}"
             )
     if pages is not None and pages.error and (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]):
         raise RestoreFailed(f"{pages.error} Processes {', '.join(map(str, left))} cannot be relied upon: end them.")
     seconds = time.perf_counter() - began
-    said: dict[str, Any] = {"pids": pids, "image": image, "seconds": round(seconds, 4)}
+    answer: dict[str, Any] = {"pids": pids, "image": image, "seconds": round(seconds, 4)}
     if lazy:
-        said |= _lazily(_job(directory), began_at)
+        answer |= _lazily(_job(directory), began_at)
     if as_json:
-        click.echo(json.dumps(said))
+        click.echo(json.dumps(answer))
         return
     click.echo(f"Restored process {', '.join(map(str, pids))} from {image} ({seconds:.2f} s).")
     if lazy:
-        _show(said)
+        _show(answer)
 
 
 def _is_pinned(image: Image) -> bool:

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 from phos.gpu_engine.errors import Unsupported, UsageError
+from phos.images import native
 from phos.images.native import home
 
 
 def launcher(name: str) -> Path:
     """The launcher ``criu``, ``phosd`` or ``phos-gpu``."""
-    installed = home() / "bin" / name
-    return installed if installed.exists() else home().parent / "packaging" / name
+    return Path(native.launcher(name))
 
 
 def plugin_folder() -> Path:

@@ -6,7 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
@@ -17,8 +17,7 @@ from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey
 EXTENT_LIMIT = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """Neighbouring chunks of one block that can be read at once: at most EXTENT_LIMIT bytes, or one chunk."""
 
     block: BlockKey
@@ -70,23 +69,17 @@ class BlockTable:
         """The block from its beginning to its end."""
         chunk = self.chunk_size
         step = max(1, limit // chunk) * chunk
+        key = self.key
         for run in self._message.runs:
-            hashes = run.hashes
-            for at in range(0, run.length, step):
-                length = min(step, run.length - at)
-                first = at // chunk
-                last = first + -(-length // chunk)
-                yield Extent(
-                    block=self.key,
-                    offset=run.offset + at,
-                    length=length,
-                    stripe=None if run.kind == pb.Run.ZERO else run.stripe,
-                    file_offset=0 if run.kind == pb.Run.ZERO else run.file_offset + at,
-                    hashes=tuple(hashes[i * HASH_SIZE : (i + 1) * HASH_SIZE] for i in range(first, last))
-                    if hashes
-                    else (),
-                    chunk_size=chunk,
-                )
+            offset, whole, hashes = run.offset, run.length, run.hashes
+            zero = run.kind == pb.Run.ZERO
+            stripe, file_offset = (None, 0) if zero else (run.stripe, run.file_offset)
+            for at in range(0, whole, step):
+                length = min(step, whole - at)
+                first = at // chunk * HASH_SIZE
+                last = first + -(-length // chunk) * HASH_SIZE
+                found = tuple(hashes[i : i + HASH_SIZE] for i in range(first, last, HASH_SIZE)) if hashes else ()
+                yield Extent(key, offset + at, length, stripe, 0 if zero else file_offset + at, found, chunk)
 
 
 class DataFile:

@@ -241,7 +241,6 @@ def _criu(image: Image) -> dict[str, Any]:
         "frozen_seconds": None,
         "memory_dump_seconds": None,
         "memory_write_seconds": None,
-        "lazy_bytes": None,
     }
     stats = read_criu_stats(image.path)
     if stats is not None:
@@ -249,7 +248,6 @@ def _criu(image: Image) -> dict[str, Any]:
         out["frozen_seconds"] = stats.frozen_time / 1e6
         out["memory_dump_seconds"] = stats.memdump_time / 1e6
         out["memory_write_seconds"] = stats.memwrite_time / 1e6
-        out["lazy_bytes"] = stats.pages_lazy * 4096
     return out
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import mmap
 import sys
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def main() -> None:
     options = parser("Hold and check device memory.", iterations=1_000_000_000)
     options.add_argument("--bytes", type=float, default=1e6, metavar="N", help="of all buffers (%(default)s)")
     options.add_argument("--buffers", type=int, default=8, metavar="N", help="how many (%(default)s)")
+    options.add_argument("--host-bytes", type=int, default=0, metavar="N", help="of its own memory, written once")
     options.add_argument("--launches", type=int, default=10, metavar="N", help="small kernels in an iteration")
     options.add_argument("--check-file", type=Path, metavar="FILE", help="check all buffers when this file appears")
     run(options.parse_args())
@@ -72,6 +74,9 @@ def run(options: argparse.Namespace) -> None:
         small, wrong = Buffer(8 * 32), Buffer(8)
         small.fill(0)
         device.synchronize()
+        host = mmap.mmap(-1, options.host_bytes, mmap.MAP_PRIVATE) if options.host_bytes else b""
+        for at in range(0, options.host_bytes, 4096):
+            host[at : at + 8] = (at + 1).to_bytes(8, "little")
         report.line(f"READY {options.buffers} buffers of {4 * words} bytes")
         for iteration in range(options.iterations):
             for _ in range(options.launches):

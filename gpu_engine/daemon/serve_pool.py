@@ -137,7 +137,10 @@ class PoolServer:
         for process in job.processes:
             with self._registry.lock:
                 session = self._registry.sessions.get(process.session)
-            if session is not None and (table := session.whole_table()):
+            if session is None:
+                continue
+            table, whole = session.access_table()
+            if whole:
                 pool.tables[process.message.session] = table
 
     def _open(self, pool: Pool, entry: Entry, *, eager: bool) -> None:

@@ -247,7 +247,7 @@ class Session:
         if state in (SessionState.LOST, SessionState.ENDED):
             raise CheckpointFailed(
                 f"Process {self.pid} ({self.executable}) did not come back: it is {state.value}"
-                + (f" ({self.lost_reason})." if state is SessionState.LOST and self.lost_reason else ".")
+                + (f" ({self.lost_reason})." if self.lost_reason else ".")
             )
         if state is not SessionState.RUNNING:
             raise Unresponsive(f"Process {self.pid} ({self.executable}) has not come back (it is {state.value}).")
@@ -359,12 +359,8 @@ class Session:
         """Another process of its image has been described: it need not tell of its kernels before it runs."""
         self._kernels.restored(table, whole=True)
 
-    def whole_table(self) -> bytes:
-        """What its kernels touch, for :meth:`knows`; nothing as long as some are being analysed."""
-        return b"" if self._kernels.pending() else self._kernels.table()
-
-    def access_table(self) -> bytes:
-        """What is known by now of what its kernels touch, for an image: nobody is kept waiting for more."""
+    def access_table(self) -> tuple[bytes, bool]:
+        """What is known by now of what its kernels touch, nobody being kept waiting; and whether that is all."""
         return self._kernels.table()
 
     def hang_up(self) -> None:
@@ -383,7 +379,7 @@ class Session:
     def restored_from(self, message: pb.Process, imports: dict[int, BlockKey]) -> None:
         """Take over what the image knows: executable, modules, and whose blocks the process maps."""
         self._from_image = True
-        self._kernels.restored(message.access_table)
+        self._kernels.restored(message.access_table, whole=message.access_table_whole)
         self.restore_thread = message.restore_thread
         self.executable = message.executable
         self.modules = [LoadedModule(m.entry_point, m.size, m.path, m.offset) for m in message.modules]

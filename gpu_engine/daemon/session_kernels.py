@@ -32,7 +32,7 @@ class SessionKernels:
 
     def __init__(self, session: bytes, conversation: Conversation, speculator: Speculator) -> None:
         self.told = 0  # names of kernels that have come over this connection
-        self.whole = False  # the image's table names every kernel that the process has asked for
+        self.whole = False  # the image's table names every kernel that the process had asked for: it need not tell
         self._session = session
         self._conversation = conversation
         self._speculator = speculator
@@ -60,9 +60,10 @@ class SessionKernels:
         """Whether some are still being analysed."""
         return self._speculator.pending(self._session)
 
-    def table(self) -> bytes:
-        """What is known by now of what they touch, for an image: nobody is kept waiting for more."""
-        return kernels.known_table(self._speculator, self._session, 0.0, self._of_image)
+    def table(self) -> tuple[bytes, bool]:
+        """What is known by now of what they touch, nobody being kept waiting for more; and whether that is all."""
+        whole = (self.whole or self.told > 0) and self._speculator.complete(self._session)
+        return kernels.known_table(self._speculator, self._session, 0.0, self._of_image), whole
 
     def describe(self, timeout: float) -> None:
         """Tell the frontend what they touch, waiting so many seconds for what is being worked out.

@@ -164,7 +164,6 @@ class Restore(ABC):
                 self._sessions[process.session] = register(process, own)
             if unregistered:
                 raise RestoreFailed("The image's processes map GPU memory of a process that is not in the image.")
-            self._prepare(borrowed)
             threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
             threading.Thread(target=self._load, args=(borrowed,), name="load").start()
         except BaseException:
@@ -188,7 +187,10 @@ class Restore(ABC):
 
     @abstractmethod
     def _prepare(self, blocks: list[Block]) -> None:
-        """Before the loading begins, and before any process exists."""
+        """What comes before loading, in the same thread: CRIU works already, but nobody attaches before this is done.
+
+        Raises: as :meth:`_fill`.
+        """
 
     @abstractmethod
     def _fill(self, blocks: list[Block]) -> None:
@@ -247,6 +249,7 @@ class Restore(ABC):
 
     def _load(self, borrowed: list[Block]) -> None:
         try:
+            self._prepare(borrowed)
             with self.timeline.phase("GPU data", concurrent=True):
                 self._fill(borrowed)
                 confirm(self._image)

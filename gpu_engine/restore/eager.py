@@ -19,7 +19,7 @@ class EagerRestore(Restore):
     mode = "eager"
 
     def _prepare(self, blocks: list[Block]) -> None:
-        """Nothing but loading is to be done."""
+        """Nothing comes before it."""
 
     def _fill(self, blocks: list[Block]) -> None:
         image, devices = self._image, {block.device for block in blocks}

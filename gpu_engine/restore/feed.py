@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.copy_work import Load, NothingYet
@@ -16,8 +16,7 @@ ZEROS_AT_ONCE = 64
 """Chunks of zeros that are written by one call: the GPU does that a hundred times as fast as it takes data."""
 
 
-@dataclass(frozen=True)
-class LoadPlace:
+class LoadPlace(NamedTuple):
     """A chunk: ``size`` bytes at ``offset`` of a block, at a device address of phosd's, and what comes there.
 
     ``extent`` None: zeros.
@@ -137,5 +136,5 @@ class LoadFeed:
         extent = a.extent
         if extent is not None and len(places) > 1:
             hashes = tuple(h for place in places if place.extent is not None for h in place.extent.hashes)
-            extent = replace(extent, length=size, hashes=hashes)
+            extent = extent._replace(length=size, hashes=hashes)
         return Load(a.address, size, a.device, extent, range(first, end), urgent)

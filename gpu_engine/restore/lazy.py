@@ -23,7 +23,7 @@ from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTabl
 from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.restore.arrival import checked
-from phos.gpu_engine.restore.base import UNDER_WAY, Restore
+from phos.gpu_engine.restore.base import PARKED, UNDER_WAY, Restore
 from phos.gpu_engine.restore.feed import LoadFeed, LoadPlace
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.gpu_engine.restore.sources import Manner, manner
@@ -82,6 +82,7 @@ class LazyRestore(Restore):
         self._settings = settings
         self._table: ChunkTable | None = None
         self._windows: dict[bytes, LoadWindow] = {}
+        self._laid_out = False  # set once, by the loading thread: the sessions have their windows
         self._feed: LoadFeed | None = None
         self._chunks: list[tuple[Block, int, int, Extent | None]] = []
         self._counts: dict[str, int] = {}
@@ -97,36 +98,46 @@ class LazyRestore(Restore):
         super().close()
 
     def _prepare(self, blocks: list[Block]) -> None:
+        self._lay_out(blocks)
+
+    def _lay_out(self, blocks: list[Block]) -> None:
+        """Number the chunks, and make the tables that the processes are to share."""
         first: dict[BlockKey, int] = {}
         for block in blocks:
             first[block.key] = len(self._chunks)
-            extents = {e.offset: e for e in self._image.blocks[self._in_image(block.key)].extents(CHUNK_BYTES)}
-            for offset in range(0, block.size, CHUNK_BYTES):
-                extent = extents[offset]
+            for extent in self._image.blocks[self._in_image(block.key)].extents(CHUNK_BYTES):
                 content = None if extent.stripe is None else extent
-                self._chunks.append((block, offset, min(CHUNK_BYTES, block.size - offset), content))
-        self._table = ChunkTable(CHUNK_BYTES, len(self._chunks))
-        for number, process in enumerate(self.processes):
-            records = []
-            for b in process.message.blocks:
-                key = process.imports.get(b.block, (process.session, b.block))
-                records.append((b.block, b.size, first[key]))
-            chunks = sum(-(-size // CHUNK_BYTES) for _, size, _ in records)
-            mode = STRICT if self._settings.strict else LAZY
-            table = WindowTable(number, records, [], chunks, prioritise=False, mode=mode, order=chunks)
-            window = LoadWindow(table, self._table, strict=self._settings.strict)
-            self._windows[process.session] = window
-            self._sessions[process.session].trace(window)
+                self._chunks.append((block, extent.offset, extent.length, content))
+        windows: dict[bytes, LoadWindow] = {}
+        with ExitStack() as undo:
+            shared = undo.enter_context(closing(ChunkTable(CHUNK_BYTES, len(self._chunks))))
+            for number, process in enumerate(self.processes):
+                records = []
+                for b in process.message.blocks:
+                    key = process.imports.get(b.block, (process.session, b.block))
+                    records.append((b.block, b.size, first[key]))
+                chunks = sum(-(-size // CHUNK_BYTES) for _, size, _ in records)
+                mode = STRICT if self._settings.strict else LAZY
+                table = WindowTable(number, records, [], chunks, prioritise=False, mode=mode, order=chunks)
+                undo.callback(table.close)
+                windows[process.session] = LoadWindow(table, shared, strict=self._settings.strict)
+            undo.pop_all()
+        with self._counting:
+            self._table, self._windows = shared, windows
+        for session, window in windows.items():
+            self._sessions[session].trace(window)
+        self._laid_out = True
+        with self._lock:
+            if self.state not in (*PARKED, *UNDER_WAY):  # it failed before there were windows that could be ended
+                self._release_windows()
 
     def _may_attach(self) -> bool:
-        return self.state in UNDER_WAY
+        return self._laid_out and self.state in UNDER_WAY
 
     def _fill(self, blocks: list[Block]) -> None:
         assert self._table is not None
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
-        with ExitStack() as stack:
-            stack.callback(os.close, self._directory)
-            mapped = stack.enter_context(closing(MappedBlocks()))
+        with closing(MappedBlocks()) as mapped:
             mapped.add(blocks)
             how = manner(self._image, self._copier, len({block.device for block in blocks}))
             self._feed = self._make_feed({block.key: mapped[block.key].address for block in blocks}, how)
@@ -196,14 +207,18 @@ class LazyRestore(Restore):
     def fail(self, reason: str, state: str = "failed") -> None:
         """See :class:`~phos.gpu_engine.restore.base.Restore`."""
         super().fail(reason, state)
-        for window in self._windows.values():  # the processes are dead: nobody need wait for their memory
+        self._release_windows()
+
+    def _release_windows(self) -> None:
+        """The processes are dead: nobody need wait for their memory."""
+        for window in self._windows.values():
             window.end()
 
     def need(self, key: BlockKey) -> None:
         """See :class:`~phos.gpu_engine.restore.base.Restore`."""
         while not self._loaded.is_set() and not self._over.is_set():
             with self._counting:
-                if self._table is None or (self._feed is not None and self._feed.want(key)):
+                if self._laid_out and (self._table is None or (self._feed is not None and self._feed.want(key))):
                     return
             self._over.wait(WATCH_SECONDS)
 
@@ -244,8 +259,9 @@ class LazyRestore(Restore):
     def _load(self, borrowed: list[Block]) -> None:
         try:
             super()._load(borrowed)
-        finally:  # of one that failed: its processes have been ended
-            with self._counting:
+        finally:
+            os.close(self._directory)
+            with self._counting:  # of one that failed: its processes have been ended
                 if self._table is not None:
                     self._counts = self._count()
                 self._close_tables()

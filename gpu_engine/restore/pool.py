@@ -140,7 +140,7 @@ class PooledRestore(LazyRestore):
             self._sessions[process.session] = register(process, [])
         if strangers := {key[0] for key in planned} - set(self._sessions):
             raise RestoreFailed(f"The image's processes map GPU memory of {len(strangers)} that are not in it.")
-        self._prepare(list(planned.values()))
+        self._lay_out(list(planned.values()))
         addresses = {key: self._reserved.reserve(block) for key, block in planned.items()}
         for device in {block.device for block in planned.values()}:
             self._copier.hasher.prepare(device)
@@ -272,6 +272,9 @@ class PooledRestore(LazyRestore):
                 signal.pidfd_send_signal(pidfd, signal.SIGCONT)
             os.close(pidfd)
 
+    def _prepare(self, blocks: list[Block]) -> None:
+        """All of it was done when it was parked."""
+
     def _fill(self, blocks: list[Block]) -> None:
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
         self._reserved.have(blocks)
@@ -279,7 +282,6 @@ class PooledRestore(LazyRestore):
         try:
             self._pour(blocks, self._how)
         finally:
-            os.close(self._directory)
             self._reserved.free()
 
     def _source(self, feed: LoadFeed) -> LoadSource[Extent]:

@@ -166,6 +166,12 @@ class Speculator:
         with self._changed:
             return self._pending(session) and not self._closed
 
+    def complete(self, session: bytes) -> bool:
+        """Whether nothing is to come of the kernels that it has asked for: their modules are there, and analysed."""
+        with self._changed:
+            of_session = self._sessions.get(session)
+            return not self._pending(session) and (of_session is None or not any(of_session.early.values()))
+
     def progress(self, session: bytes) -> tuple[int, int]:
         """How many kernels a session may launch, and of how many of them the analysis is still to be done."""
         with self._changed:

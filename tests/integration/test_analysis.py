@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,12 @@ def described(image: Path) -> list[Source]:
     return [found.source for _, _, found in table.unpack(process.access_table)]
 
 
+def names_all(image: Path) -> bool:
+    """Whether a process restored from it need not tell what it may launch."""
+    [process] = Image.open(image).inventory.processes
+    return process.access_table_whole
+
+
 def all_of_code(image: Path) -> bool:
     found = described(image)
     return len(found) >= KERNELS and set(found) == {Source.PTX}
@@ -91,7 +98,32 @@ def test_a_first_checkpoint_finds_kernels_described(analysed: Site) -> None:
     image = analysed.image()
     analysed.dump(program, image)
     assert all_of_code(image)
+    assert names_all(image)
     assert "analysis was not done" not in phosd_log(analysed)
+
+
+def test_a_lazy_restore_begins_with_what_the_image_names(analysed: Site) -> None:
+    """Another phosd, and no analysis: the process tells of its kernels while it computes, and no call waits for all."""
+    go_on(analysed)
+    program = start(analysed)
+    wait_until(lambda: list((analysed.folder / "cache").glob("*.json")) != [], "the first descriptors")
+    program.wait_progress(10)
+    first = analysed.image("first")
+    analysed.dump(program, first)
+    assert names_all(first)
+    (analysed.folder / "analyse").unlink()
+    shutil.rmtree(analysed.folder / "cache")
+    analysed.environment["SOFTGPU_COPY_BANDWIDTH"] = str(2 << 20)
+    serve(analysed)
+    analysed.restore(first, PHOS_RESTORE="lazy")
+    program.wait_progress(2)
+    wait_until((analysed.folder / "analyses").exists, "the process to tell of its kernels")
+    wait_until(lambda: "while loading:" in phosd_log(analysed), "the end of the loading")
+    assert re.findall(r"while loading: .*\banything (\d+)", phosd_log(analysed)) == ["0"]
+    second = analysed.image("second")
+    analysed.dump(program, second, PHOS_PROTOCOL="stop")
+    assert all_of_code(second)
+    assert not names_all(second)  # what it has told of is not analysed, so that there may be more than the image says
 
 
 @pytest.mark.parametrize("leave", [True, False])
@@ -101,6 +133,7 @@ def test_no_checkpoint_waits_for_an_analysis(analysed: Site, leave: bool) -> Non
     image = analysed.image()
     analysed.dump(program, image, *(["--leave-running"] if leave else []), PHOS_PROTOCOL="stop")
     assert described(image) == []
+    assert not names_all(image)
     times = {said: when_logged(analysed, f"{image}: {said}") for said in ("CRIU has ended", "committed")}
     assert times["committed"] - times["CRIU has ended"] < 1.5
     assert Image.open(image).inventory.total_seconds < 30

@@ -142,6 +142,7 @@ def test_cow_correctness(site: Site) -> None:
 
 
 WAYS = ("eager", "lazy, allocation order", "lazy, random order", "lazy", "lazy, fast", "eager, pinned", "lazy, pinned")
+POOLS = ("pool, allocation order", "pool, random order", "pool")
 
 
 @pytest.mark.timeout(240)
@@ -149,7 +150,7 @@ def test_restore(site: Site) -> None:
     """A waiting request is answered after every kind of restore as by the process that was not interrupted."""
     content = smoke(site, "restore", "--image", str(site.folder))
     rows = {row["system"]: row for row in content["rows"]}
-    assert set(rows) == {"running", *WAYS, "pool", "peer"}
+    assert set(rows) == {"running", *WAYS, *POOLS, "peer"}
     assert all(row["tokens_equal"] for row in rows.values())
     for name, row in rows.items():
         assert 0 < row["first_kernel_s"] <= row["first_token_s"] <= row["last_token_s"], name
@@ -168,12 +169,14 @@ def test_restore(site: Site) -> None:
 
 def test_the_order_of_prefetching(site: Site) -> None:
     """A server of several models is asked for the one made last; each row says which order it had."""
-    systems = "lazy, allocation order;lazy"
+    systems = "lazy, allocation order;lazy;pool, random order;pool"
     content = smoke(site, "restore", "--models", "2", "--systems", systems, "--image", str(site.folder))
     assert [row["key"] for row in content["rows"]] == [
         "16 MB, 2 models running",
         "16 MB, 2 models lazy, allocation order",
         "16 MB, 2 models lazy",
+        "16 MB, 2 models pool, random order",
+        "16 MB, 2 models pool",
     ]
     assert all(row["tokens_equal"] for row in content["rows"])
 
@@ -230,12 +233,29 @@ def test_an_audit_says_what_it_leaves_out(site: Site) -> None:
 
 def test_criu_freeze(site: Site) -> None:
     """The parts of the stall, and CRIU's own figures, with what the driver saves in CRIU's pages and without."""
-    choose = ("--only", "none", "--only", "all", "--gaps", "--image", str(site.folder))
+    by_criu = "all, pages copied by CRIU"
+    choose = (
+        "--only",
+        "none",
+        "--only",
+        "all",
+        "--only",
+        by_criu,
+        "--host-bytes",
+        "8000000",
+        "--gaps",
+        "--image",
+        str(site.folder),
+    )
     rows = {row["key"]: row for row in smoke(site, "criu_freeze", *choose)["rows"]}
-    assert set(rows) == {"none", "all"}
+    assert set(rows) == {"none", "all", by_criu}
     for row in rows.values():
         assert row["stall_s"] >= row["CRIU freeze and dump"] >= row["criu_frozen_seconds"] > 0
         assert row["gaps"][0][0] >= row["gaps"][-1][0] > 0
         assert sum(row["private_bytes"].values()) > 1 << 20
     assert rows["all"]["criu_pages_mb"] < rows["none"]["criu_pages_mb"] - 8
     assert rows["all"]["prepare residue"] > 0
+    assert rows["all"]["merge CPU pages"] > 0
+    assert rows["all"]["prepare CPU pages"] > 0
+    assert "prepare CPU pages" not in rows[by_criu]
+    assert rows[by_criu]["criu_memory_write_seconds"] > rows["all"]["criu_memory_write_seconds"]

@@ -133,6 +133,17 @@ def test_kernels_may_come_later(speculator: Speculator) -> None:
     assert set(sources(speculator.table(ONE, PATIENCE))) == {key(1, SCALE), key(1, THROUGH)}
 
 
+def test_all_is_there_when_every_module_has_come_and_is_analysed(speculator: Speculator) -> None:
+    assert speculator.complete(ONE)  # it has asked for nothing
+    speculator.add_kernels(ONE, 7, [SCALE])
+    assert not speculator.pending(ONE)  # nothing can be done about it yet
+    assert not speculator.complete(ONE)
+    speculator.add_module(ONE, 7, ZSTD)
+    speculator.table(ONE, PATIENCE)
+    assert speculator.complete(ONE)
+    assert speculator.complete(TWO)
+
+
 @pytest.mark.parametrize(
     ("module", "why"),
     [

@@ -1,0 +1,111 @@
+"""``phos-gpu restore``: CRIU is started before anything slow is imported.
+
+Somebody waits for the process, and a tenth of a second of that would be Python's, reading the command line's parts. So
+a command line that is understood at once is begun by __main__.py, with this module alone; any other one by restore.py.
+An image that is bad then makes CRIU fail, because phosd looks at it first; what is wrong with it restore.py finds
+meanwhile, and says.
+"""
+
+import fcntl
+import os
+import signal
+import time
+
+from phos.images import native
+
+COMMIT_FILE = "phos-commit.img"  # images/formats.py; tests/unit/test_cli_restore.py compares
+RESTORE_LOG, PAGES_LOG, PAGES_SOCKET = "restore.log", "lazy-pages.log", "lazy-pages.socket"
+VERBOSITY = "2"
+"""Errors and warnings. CRIU writes its log line by line while the processes are frozen: at 4 that takes a quarter of
+the time for which they are, with the image in memory, and more than half on a disk."""
+
+
+def verbosity() -> str:
+    """CRIU's option for how much it logs."""
+    return "-v" + os.environ.get("PHOS_CRIU_VERBOSITY", VERBOSITY)
+
+
+class Begun:
+    """CRIU at work on a restore."""
+
+    def __init__(self, directory: str, lazy: bool) -> None:
+        """Start it; ``lazy``: and ``criu lazy-pages`` at its side, for which its plugin waits.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        self.began, self.began_at = time.perf_counter(), time.time()
+        self.pages = 0
+        """The pid of ``criu lazy-pages``, a child that somebody else has to wait for."""
+        self._output = os.memfd_create("criu")
+        # Two programs share its offset, which the kernel does not lock in a memfd: one would overwrite the other.
+        fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)
+        criu, changes = native.launcher("criu"), {"PHOS_RESTORE": os.environ.get("PHOS_RESTORE", "")}
+        words = ["--restore-detached", "--shell-job"]
+        if lazy:
+            try:
+                os.unlink(f"{directory}/{PAGES_SOCKET}")  # of one that was killed
+            except FileNotFoundError:
+                pass
+            self.pages = self._start([criu, "lazy-pages", "-D", directory, "-o", PAGES_LOG, "-v2"], {})
+            changes = {"PHOS_RESTORE": "lazy", "PHOS_LAZY_PAGES": str(self.pages)}
+            words.append("--lazy-pages")
+        words += ["--lib", "phos", "-D", directory, "-o", RESTORE_LOG, verbosity()]
+        try:
+            self._pid = self._start([criu, "restore", *words], changes)
+        except OSError:
+            if self.pages:  # nobody would watch it
+                os.kill(self.pages, signal.SIGKILL)
+                os.waitpid(self.pages, 0)
+            raise
+
+    def _start(self, command: list[str], changes: dict[str, str]) -> int:
+        return os.posix_spawn(
+            command[0],
+            command,
+            {**os.environ, **changes},
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, self._output, 1),
+                (os.POSIX_SPAWN_DUP2, self._output, 2),
+            ],
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, and ignoring is inherited
+        )
+
+    def wait(self) -> int:
+        """Wait for CRIU, and for the GPU's part. Returns its exit status, or the negative number of a signal."""
+        try:
+            _, status = os.waitpid(self._pid, 0)
+        except BaseException:
+            try:
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+            except (ProcessLookupError, ChildProcessError):
+                pass  # the interruption came when it had ended, and been waited for
+            raise
+        return os.waitstatus_to_exitcode(status)
+
+    def said(self) -> str:
+        """What CRIU and its launcher wrote to their output."""
+        return os.pread(self._output, os.fstat(self._output).st_size, 0).decode(errors="replace")
+
+
+def understand(words: list[str]) -> tuple[str, bool] | None:
+    """(image directory, lazy) of a command line that restores an image at this host; None: anything else."""
+    if words[:1] != ["restore"]:
+        return None
+    images = [word for word in words[1:] if word not in ("--lazy", "--json")]
+    if len(images) != 1 or images[0].startswith("-") or not os.path.isfile(f"{images[0]}/{COMMIT_FILE}"):
+        return None
+    return images[0], "--lazy" in words
+
+
+def begin(words: list[str]) -> Begun | None:
+    """Begin what the command line asks for, if that is understood at once."""
+    wanted = understand(words)
+    if wanted is None:
+        return None
+    try:
+        return Begun(*wanted)
+    except OSError:
+        return None  # restore.py will meet with it again, and say so

@@ -1,0 +1,185 @@
+"""What of `phos-gpu restore` is begun before anything is imported: what the command line means, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from phos.cli import restore, restore_first
+from phos.gpu_engine.installation import launcher
+from phos.images import formats, native
+
+
+def test_the_name_of_the_commit_record_is_the_format_s() -> None:
+    assert restore_first.COMMIT_FILE == formats.COMMIT_FILE
+
+
+def by_click(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, bool] | None:
+    """What the command line itself understands; None if it refuses."""
+    understood: list[tuple[str, bool]] = []
+    monkeypatch.setattr(restore, "_restore", lambda image, _d, lazy, *_: understood.append((image, lazy)))
+    done = CliRunner().invoke(restore.restore, words)
+    return understood[0] if done.exit_code == 0 and understood else None
+
+
+@settings(deadline=None)
+@given(words=st.lists(st.sampled_from(["--lazy", "--json", "there", "./there", "-x", "--", "--laz", "elsewhere", ""])))
+def test_what_is_understood_at_once_means_what_the_command_line_means(
+    words: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("images")
+    (folder / "there").mkdir()
+    (folder / "there" / formats.COMMIT_FILE).touch()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.chdir(folder)
+        understood = restore_first.understand(["restore", *words])
+        if understood is not None:
+            assert by_click(words, monkeypatch) == understood
+        assert restore_first.understand(["checkpoint", *words]) is None
+        assert restore_first.understand(words) is None
+
+
+@pytest.mark.parametrize(
+    ("words", "lazy"), [(["image"], False), (["--lazy", "image"], True), (["image", "--json", "--lazy"], True)]
+)
+def test_what_people_write_is_understood(
+    words: list[str], lazy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert restore_first.understand(["restore", *words]) is None  # there is no image: the command says so
+    Path("image").mkdir()
+    assert restore_first.understand(["restore", *words]) is None  # nor is that one
+    Path("image", formats.COMMIT_FILE).touch()
+    assert restore_first.understand(["restore", *words]) == ("image", lazy)
+
+
+def test_nothing_slow_is_imported_before() -> None:
+    """The whole point: none of the modules that take long."""
+    code = "import sys; from phos.cli import restore_first; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "phos.cli.restore_first" in loaded
+    assert not {"click", "google.protobuf", "pathlib", "subprocess", "re", "threading"} & set(loaded)
+
+
+def test_launchers_are_where_the_installation_says() -> None:
+    assert native.launcher("criu") == str(launcher("criu"))
+    assert os.access(native.launcher("criu"), os.X_OK)
+
+
+@pytest.fixture(name="home")
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installation whose CRIU is a script: what is asked of it is what matters here."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "image").mkdir()
+    monkeypatch.setenv("PHOS_HOME", str(tmp_path))
+    return tmp_path
+
+
+def criu(home: Path, script: str) -> None:
+    """Let CRIU be this."""
+    path = home / "bin" / "criu"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def test_both_servers_are_started_and_the_one_knows_the_other(home: Path) -> None:
+    criu(home, 'echo "$PHOS_RESTORE/$PHOS_LAZY_PAGES/$*"; [ "$1" = lazy-pages ] || exit 3')
+    image = home / "image"
+    (image / restore_first.PAGES_SOCKET).touch()
+    begun = restore_first.Begun(str(image), lazy=True)
+    assert os.waitpid(begun.pages, 0)[1] == 0
+    assert begun.wait() == 3
+    assert not (image / restore_first.PAGES_SOCKET).exists()  # that of one that was killed
+    lines = begun.said().splitlines()
+    assert f"//lazy-pages -D {image} -o lazy-pages.log -v2" in lines
+    assert any(
+        line.startswith(f"lazy/{begun.pages}/restore --restore-detached --shell-job --lazy-pages") for line in lines
+    )
+    assert all(f"-D {image}" in line for line in lines)
+
+
+def test_neither_overwrites_what_the_other_says(home: Path) -> None:
+    criu(home, 'i=1000; while [ $i -lt 4000 ]; do echo "$1 says $i"; i=$((i + 1)); done')
+    begun = restore_first.Begun(str(home / "image"), lazy=True)
+    os.waitpid(begun.pages, 0)
+    begun.wait()
+    said = [f"{name} says {i}" for name in ("lazy-pages", "restore") for i in range(1000, 4000)]
+    assert sorted(begun.said().splitlines()) == said
+
+
+def test_without_lazy_there_is_no_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHOS_RESTORE", "eager")
+    monkeypatch.setenv("PHOS_CRIU_VERBOSITY", "4")
+    criu(home, 'echo "$PHOS_RESTORE/$PHOS_LAZY_PAGES/$*" >&2')
+    begun = restore_first.Begun(str(home / "image"), lazy=False)
+    assert (begun.wait(), begun.pages) == (0, 0)
+    assert begun.said().startswith("eager//restore --restore-detached")
+    assert "--lazy-pages" not in begun.said()
+    assert begun.said().split()[-1] == "-v4"
+
+
+def test_a_signal_that_ends_criu_is_told(home: Path) -> None:
+    criu(home, "kill -TERM $$")
+    assert restore_first.Begun(str(home / "image"), lazy=False).wait() == -signal.SIGTERM
+
+
+WAITS = """
+import signal, sys, time
+from phos.cli import restore_first
+signal.signal(signal.SIGINT, signal.default_int_handler)
+begun = restore_first.Begun(sys.argv[1], lazy=False)
+while not begun.said():
+    time.sleep(0.01)
+print(begun.said(), flush=True)
+begun.wait()
+"""
+
+
+def test_whoever_gives_up_waiting_leaves_no_criu_behind(home: Path) -> None:
+    criu(home, "echo $$; exec sleep 100")
+    command = [sys.executable, "-c", WAITS, str(home / "image")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
+        assert waiting.stdout
+        begun = int(waiting.stdout.readline())
+        assert Path(f"/proc/{begun}").exists()
+        time.sleep(0.2)
+        waiting.send_signal(signal.SIGINT)
+        _, errors = waiting.communicate(timeout=50)
+    assert "KeyboardInterrupt" in errors
+    assert not Path(f"/proc/{begun}").exists()
+
+
+def test_the_server_does_not_outlive_a_restore_that_cannot_be_started(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    criu(home, "exec sleep 100")
+    spawned: list[int] = []
+    spawn = os.posix_spawn
+
+    def once(*arguments: Any, **more: Any) -> int:
+        if spawned:
+            raise OSError(11, "Resource temporarily unavailable")
+        spawned.append(spawn(*arguments, **more))
+        return spawned[0]
+
+    monkeypatch.setattr(os, "posix_spawn", once)
+    with pytest.raises(OSError, match="temporarily"):
+        restore_first.Begun(str(home / "image"), lazy=True)
+    assert not Path("/proc", str(spawned[0])).exists()
+
+
+def test_one_that_cannot_be_started_is_left_to_the_command(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "image" / formats.COMMIT_FILE).touch()
+    monkeypatch.chdir(home)
+    (home / "bin" / "criu").write_text("no script")  # not to be executed
+    assert restore_first.begin(["restore", "image"]) is None
