@@ -32,7 +32,7 @@ WIRE := $(GEN)/wire.pb-c
 FRONTEND_SRC := $(wildcard frontend/*.c)
 SOFTGPU_SRC := $(wildcard softgpu/*.c)
 PLUGIN_SRC := $(wildcard criu_plugin/*.c)
-CHUNKS_SRC := $(wildcard gpu_engine/copy_loop.c gpu_engine/cow/chunk_table.c images/append.c images/chunk_hash.c)
+CHUNKS_SRC := $(wildcard gpu_engine/copy_loop.c gpu_engine/page_copy.c gpu_engine/cow/chunk_table.c images/append.c images/chunk_hash.c)
 
 # A folder whose sources do not exist (a partial checkout) is skipped.
 FRONTEND := $(if $(FRONTEND_SRC),$(BUILD)/lib/libphos.so)
@@ -125,11 +125,11 @@ $(OBJ)/softgpu/%.o: softgpu/%.c Makefile | $(GENERATED)
 
 $(OBJ)/criu_plugin/%.o: criu_plugin/%.c Makefile | $(WIRE).c
 	@mkdir -p $(@D)
-	$(CC) $(ALL_CFLAGS) -Icriu_plugin -isystem $(CRIU_INCLUDE) -c -o $@ $<
+	$(CC) $(ALL_CFLAGS) -Icriu_plugin -Iinclude -isystem $(CRIU_INCLUDE) -c -o $@ $<
 
 $(CHUNKS_OBJ): $(OBJ)/%.o: %.c Makefile
 	@mkdir -p $(@D)
-	$(CC) $(ALL_CFLAGS) -c -o $@ $<
+	$(CC) $(ALL_CFLAGS) -Iinclude -c -o $@ $<
 
 $(WIRE_OBJ): $(WIRE).c Makefile
 	@mkdir -p $(@D)

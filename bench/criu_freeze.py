@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Where the stall of a dump that leaves its program running goes: PhOS's phases, CRIU's own figures, and CRIU's log.
 
-For each setting of the toggle reducers it prints the median of the phases that make up the stall, what CRIU counts
-(stats-dump: freezing, frozen, dumping and writing memory, pages), with --gaps the longest gaps in CRIU's log, and whose
-memory the pages are (from the program's smaps just before the dump). "unaccounted" is what the phases leave of the
-stall.
+For each setting of the toggle reducers, and with the tasks' pages copied by CRIU instead of phosd, it prints the median
+of the phases that make up the stall, what CRIU counts (stats-dump: freezing, frozen, dumping and writing memory), how
+much memory its images hold, with --gaps the longest gaps in CRIU's log, and whose memory the pages are (from the
+program's smaps just before the dump). "unaccounted" is what the phases leave of the stall.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ from process import Program
 from toggle import Heartbeat
 
 ALL = "stack-limit,huge-pages,residue"
-VARIANTS = {
-    "none": ("none", {}),
-    "stack-limit, huge-pages": ("stack-limit,huge-pages", {}),
-    "all": (ALL, {}),
-    "all, 1 connection": (ALL, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+
+# Of phosd's environment, and of the program's.
+VARIANTS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "none": ({"PHOS_REDUCERS": "none"}, {}),
+    "stack-limit, huge-pages": ({"PHOS_REDUCERS": "stack-limit,huge-pages"}, {}),
+    "all": ({"PHOS_REDUCERS": ALL}, {}),
+    "all, pages copied by CRIU": ({"PHOS_REDUCERS": ALL, "PHOS_CPU_PAGES": "off"}, {}),
+    "all, 1 connection": ({"PHOS_REDUCERS": ALL}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
 }
 STATISTICS = ("freezing_seconds", "frozen_seconds", "memory_dump_seconds", "memory_write_seconds")
 STALLING = (
@@ -97,15 +100,18 @@ class Bench:
         self.results = Results(chosen, "criu-freeze", "Where the stall of a dump that leaves its program running goes")
         self.repeats = chosen.repeats or (1 if chosen.smoke else 3)
 
-    def measure(self, key: str, reducers: str, changes: dict[str, str]) -> None:
+    def measure(self, key: str, daemon: dict[str, str], changes: dict[str, str]) -> None:
         """Dump a running program a few times under one setting."""
         chosen = self.chosen
         process.stop_daemon()  # it reads its settings when it starts
-        os.environ["PHOS_REDUCERS"] = reducers
+        os.environ.pop("PHOS_CPU_PAGES", None)
+        os.environ.update(daemon)
         software = chosen.device == "software"
         script = process.PROGRAMS / "buffers.py" if software else process.EXAMPLES / "pytorch_buffers.py"
         size = chosen.bytes or (4_000_000 if software else 8_000_000_000)
         command = process.python_program(script, "--bytes", str(size), "--buffers", "16")
+        if software:
+            command += ["--host-bytes", str(chosen.host_bytes)]
         environment = dict(changes)
         if software:
             environment["SOFTGPU_RESIDUE"] = os.environ.get("SOFTGPU_RESIDUE", "12M" if chosen.smoke else "400M")
@@ -132,7 +138,9 @@ class Bench:
         finally:
             program.kill()
         medians = {name: harness.median(run.get(name, 0.0) for run in runs) for name in runs[-1]}
-        self.results.add(key, reducers=reducers, dumps=len(runs), **medians, gaps=longest, private_bytes=owners)
+        self.results.add(
+            key, reducers=daemon["PHOS_REDUCERS"], dumps=len(runs), **medians, gaps=longest, private_bytes=owners
+        )
         for seconds, when, what in longest:
             print(f"    {seconds * 1e3:8.1f} ms after {when:8.3f} s: {what}", flush=True)
         for name, held in owners.items():
@@ -160,6 +168,9 @@ def main() -> None:
     """Run the benchmark."""
     parser = harness.options(__doc__ or "", budget=240)
     parser.add_argument("--bytes", type=int, metavar="N", help="of the program's buffers (8 GB; software: 4 MB)")
+    parser.add_argument(
+        "--host-bytes", type=int, default=0, metavar="N", help="of the software GPU's program's own memory (none)"
+    )
     parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--only", action="append", choices=VARIANTS, help="of the settings; may be repeated")
     parser.add_argument(

@@ -137,7 +137,9 @@ def kernel() -> Iterator[Finding]:
         "PAGEMAP_SCAN",
         "ok" if scan else "warning",
         "there" if scan else "not there",
-        "" if scan else "Linux 6.7 has it; dumps read page tables more slowly without",
+        ""
+        if scan
+        else "Linux 6.7 has it; without it CRIU alone copies the processes' memory, and they stand still for longer",
     )
     # Only CRIU's incremental dumps want it, and PhOS's own way is PAGEMAP_SCAN.
     yield Finding("soft-dirty", "ok", "there" if dirty else "not there (not needed)")
@@ -191,7 +193,19 @@ def criu() -> Iterator[Finding]:
             found_on_path,
             f"put ours first, or call {launcher}: that one does not know --lib phos",
         )
+    yield criu_cache()
     yield plugin()
+
+
+def criu_cache() -> Finding:
+    """Whether CRIU may keep what it finds out about the kernel (its kerndat.c): in /run, if that is a tmpfs."""
+    kinds = [words[2] for line in _read("/proc/mounts").splitlines() if (words := line.split())[1] == "/run"]
+    if kinds[-1:] == ["tmpfs"]:
+        return Finding("CRIU's cache", "ok", "/run is a tmpfs")
+    remedy = (
+        "mount a tmpfs there before phosd starts: else each dump and restore first looks through the kernel's features"
+    )
+    return Finding("CRIU's cache", "warning", "/run is no tmpfs", remedy)
 
 
 def plugin() -> Finding:

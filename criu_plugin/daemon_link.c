@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <time.h>
@@ -33,7 +34,7 @@ typedef Phos__Wire__Envelope Envelope;
 static struct {
 	int fd;
 	uint64_t next_id;
-	bool dumping;
+	bool dumping, gpu_part;
 } link_ = { .fd = -1, .next_id = 1 };
 
 static const char *socket_path(char *buffer, size_t size)
@@ -223,11 +224,13 @@ int phos_link_dump_begin(int pid)
 	cow.validate = setting("PHOS_VALIDATE");
 	cow.prioritise = setting("PHOS_PRIORITISE");
 	begin.cow = &cow;
+	begin.hides_pages = phos_can_hide();
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_DUMP_BEGIN;
 	envelope.dump_begin = &begin;
 	if (request(&envelope, criu_get_image_dir(), "begin the checkpoint", &said))
 		return -1;
 	link_.dumping = true;
+	link_.gpu_part = said.gpu_part;
 	if (said.gpu_part && add_inventory_plugin && add_inventory_plugin(PHOS_INVENTORY_NAME)) {
 		pr_err("no memory to note in the image that it has a GPU part\n");
 		return -1;
@@ -235,17 +238,46 @@ int phos_link_dump_begin(int pid)
 	return 0;
 }
 
+int phos_link_task_frozen(int pid)
+{
+	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
+	Phos__Wire__TaskFrozen frozen = PHOS__WIRE__TASK_FROZEN__INIT;
+	int table, ret;
+
+	if (!link_.gpu_part || !phos_can_hide())
+		return 0; /* CRIU dumps all pages itself */
+	table = memfd_create("phos-pages", MFD_CLOEXEC);
+	if (table < 0) {
+		pr_err("cannot make a table of pages: %s\n", strerror(errno));
+		return -1;
+	}
+	frozen.pid = pid;
+	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_FROZEN;
+	envelope.task_frozen = &frozen;
+	ret = request(&envelope, table, "copy a frozen task's pages", NULL);
+	if (!ret)
+		ret = phos_hide(pid, table);
+	close(table);
+	return ret;
+}
+
 int phos_link_dump_end(int result)
 {
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__DumpEnd end = PHOS__WIRE__DUMP_END__INIT;
+	int hidden, ret;
 
 	if (!link_.dumping)
 		return 0;
+	if (phos_hidden(&hidden) && !result)
+		result = -1; /* the image cannot be completed */
 	end.result = result;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_DUMP_END;
 	envelope.dump_end = &end;
-	return request(&envelope, -1, "end the checkpoint", NULL);
+	ret = request(&envelope, hidden, "end the checkpoint", NULL);
+	if (hidden >= 0)
+		close(hidden);
+	return ret ? ret : result;
 }
 
 int phos_link_restore_begin(void)

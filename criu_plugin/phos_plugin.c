@@ -5,6 +5,8 @@
  *   init(DUMP), PAUSE_DEVICES(root)      every task of the tree still runs; phosd quiesces, detaches and checkpoints all
  *                                        GPU processes of the tree here
  *   PAUSE_DEVICES(child)                 only after its parent has been frozen: nothing is left to do
+ *   CHECKPOINT_DEVICES(pid)              the whole tree is frozen, and CRIU has not touched any task's memory yet: phosd
+ *                                        begins to copy it
  *   exit(DUMP, result)                   tasks still frozen. If CRIU is going to kill them, phosd completes the image first;
  *                                        if they are to run on it answers at once. CRIU's exit closes the socket, and that
  *                                        tells phosd that the tasks are released or dead
@@ -62,7 +64,7 @@ static void phos_plugin_exit(int stage, int ret)
 {
 	switch (stage) {
 	case CR_PLUGIN_STAGE__DUMP:
-		if (phos_link_dump_end(ret) && !ret)
+		if (phos_link_dump_end(ret) && !ret) /* whatever it says of a dump that failed */
 			keep_tasks();
 		break;
 	case CR_PLUGIN_STAGE__RESTORE:
@@ -78,6 +80,11 @@ static int phos_plugin_pause_devices(int pid)
 	if (pre_dump) /* memory only, and the tasks run on: nothing of the GPU is touched */
 		return 0;
 	return phos_link_dump_begin(pid);
+}
+
+static int phos_plugin_checkpoint_devices(int pid)
+{
+	return pre_dump ? 0 : phos_link_task_frozen(pid);
 }
 
 static int phos_plugin_resume_devices_late(int pid)
@@ -99,6 +106,7 @@ __attribute__((visibility("default"))) cr_plugin_desc_t CR_PLUGIN_DESC = {
 	.max_hooks = CR_PLUGIN_HOOK__CHECKPOINT_DEVICES + 1,
 	.hooks = {
 		[CR_PLUGIN_HOOK__PAUSE_DEVICES] = (void *)phos_plugin_pause_devices,
+		[CR_PLUGIN_HOOK__CHECKPOINT_DEVICES] = (void *)phos_plugin_checkpoint_devices,
 		[CR_PLUGIN_HOOK__RESUME_DEVICES_LATE] = (void *)phos_plugin_resume_devices_late,
 	},
 };

@@ -35,6 +35,16 @@ int phos_link_task_restored(int pid, bool *park, int *thread);
 int phos_link_task_runs(int pid);
 void phos_link_restore_end(int result);
 
+/* A task is frozen: phosd begins to copy its pages, and says which CRIU need not dump (hidden_pages.c). */
+int phos_link_task_frozen(int pid);
+
+/* Whether what CRIU asks the kernel comes to us first. */
+bool phos_can_hide(void);
+/* Hides from CRIU what `table`, a memfd of struct phos_pages, lists of a task's pages; 0 or -1. */
+int phos_hide(int pid, int table);
+/* *table: a memfd of struct phos_hidden, with what was hidden of all tasks; -1 if nothing was. Returns 0 or -1. */
+int phos_hidden(int *table);
+
 /* Leaves a restored task stopped; before that its one thread `thread`, unless 0, runs while phosd works. */
 int phos_park(int pid, int thread);
 

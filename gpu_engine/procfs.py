@@ -10,6 +10,9 @@ _STATE = 0
 _THREADS = 17
 _START_TIME = 19
 
+_WAIT4 = 61  # x86-64
+_PID_LIMIT = 1 << 22
+
 
 def _fields(pid: int) -> list[str]:
     """The fields after the program's name; none when there is no such process."""
@@ -37,6 +40,38 @@ def is_alive(pid: int) -> bool:
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, by a signal (T) or by whoever traces it (t)."""
     return state(pid) in ("T", "t")
+
+
+def tracer(pid: int) -> int:
+    """Who traces a process, by our number; 0 if nobody does, or there is no such process."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+            if line.startswith("TracerPid:"):
+                return int(line.split()[1])
+    except OSError:
+        pass
+    return 0
+
+
+def is_remains(pid: int) -> bool:
+    """Whether a process has ended, and all its threads, and its parent or its tracer has yet to collect it."""
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    return bool(threads) and all(state(int(thread)) in ("Z", "X", "") for thread in threads)
+
+
+def waited_for(pid: int) -> int:
+    """The process that ``pid`` sits in wait4(2) for, by the number that it knows it by; 0 if it does not."""
+    try:
+        words = Path(f"/proc/{pid}/syscall").read_text().split()
+    except OSError:
+        return 0
+    if not words or words[0] != str(_WAIT4):
+        return 0
+    number = int(words[1], 16)
+    return number if number <= _PID_LIMIT else 0  # else -1 and the like: for any
 
 
 def start_time(pid: int) -> int | None:

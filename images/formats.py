@@ -47,6 +47,7 @@ BlockKey = tuple[bytes, int]
 _U32 = struct.Struct("<I")
 _DATA_NAME = re.compile(r"phos-data-(\d+)\.raw")
 _RESIDUE_NAME = re.compile(r"phos-residue-\d+\.raw")
+_TASK_PAGES_NAME = re.compile(r"phos-pages-\d+\.raw")
 
 
 def data_file(stripe: int) -> str:
@@ -68,9 +69,14 @@ def is_residue(name: str) -> bool:
     return _RESIDUE_NAME.fullmatch(name) is not None
 
 
+def task_pages_file(pid: int) -> str:
+    """The name of a file with pages of a task, which become part of CRIU's own before the image is committed."""
+    return f"phos-pages-{pid}.raw"
+
+
 def is_ours(name: str) -> bool:
     named = name in (INVENTORY_FILE, CHUNKS_FILE, COMMIT_FILE, COMMIT_TEMPORARY, ORDER_FILE)
-    return named or stripe_of(name) is not None or is_residue(name)
+    return named or stripe_of(name) is not None or is_residue(name) or _TASK_PAGES_NAME.fullmatch(name) is not None
 
 
 def is_criu_image(name: str) -> bool:

@@ -6,9 +6,10 @@ import dataclasses
 import logging
 import os
 import re
+import signal
 import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ from phos.gpu_engine.daemon.permissions import may_write, uid_of
 from phos.gpu_engine.daemon.registry import Registry, say_failure
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
-from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, PhosError, UsageError
+from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, PhosError, ProtocolError, UsageError
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.stop.dump import Assignment, StopDump
 from phos.gpu_engine.stop.settings import Settings
@@ -36,6 +37,9 @@ THREAD_SECONDS = 1.0
 """How long the driver may take to name a thread; one that is stopped does not answer."""
 
 PROTOCOLS = ("stop", "cow")
+
+NOTICE_SECONDS = 3.0
+"""How long CRIU may wait for a task that has ended before it counts as stuck."""
 
 LEAVE = re.compile(r"--leave-(r\w*|s\w*)|-[A-CE-IKNP-VX-Za-npqsu-z]*[Rs].*")
 """How ``--leave-running`` (-R) and ``--leave-stopped`` (-s) may look on CRIU's command line."""
@@ -64,10 +68,16 @@ class DumpServer:
                 wire.close_all(descriptors)
             connection.done(envelope.id, warnings=job.warnings() if job else [], gpu_part=job is not None)
             result = -1
+            over = threading.Event()
+            threading.Thread(target=_free_criu, args=(connection.pid, over), daemon=True, name="watch-criu").start()
             try:
                 result = self._follow_criu(connection, job, kills=not _leaves_alive(connection.pid))
             except (PhosError, OSError) as error:
                 log.error("Checkpoint of process %d: CRIU's plugin is not to be understood: %s", request.pid, error)
+            except Exception:
+                log.exception("Checkpoint of process %d", request.pid)
+            finally:
+                over.set()
             # CRIU's process has ended: its tasks are killed, or run.
             if job:
                 try:
@@ -80,25 +90,36 @@ class DumpServer:
         if job and job.state == "failed":
             self._registry.renew_if_broken()
 
-    @staticmethod
-    def _follow_criu(connection: wire.Connection, job: StopDump | None, *, kills: bool) -> int:
+    def _follow_criu(self, connection: wire.Connection, job: StopDump | None, *, kills: bool) -> int:
         """Until CRIU's process ends. Returns its result; -1 if it did not say any, or was told to keep the tasks."""
         result = -1
         while (packet := connection.receive()) is not None:
-            wire.close_all(packet[1])
-            if packet[0].WhichOneof("body") != "dump_end":
-                connection.done(packet[0].id, error="phosd expects the end of the dump here.")
-                continue
-            result = packet[0].dump_end.result
+            envelope, descriptors = packet
             try:
-                if job:
-                    job.criu_ended(result, kills=kills)
-            except CheckpointFailed as error:
+                match envelope.WhichOneof("body"):
+                    case "task_frozen":
+                        self._freeze(connection, job, envelope.task_frozen.pid, wire.only(descriptors))
+                    case "dump_end":
+                        result = envelope.dump_end.result
+                        if job:
+                            hidden = _all_of(wire.only(descriptors)) if descriptors else b""
+                            job.criu_ended(result, hidden, kills=kills)
+                    case _:
+                        raise ProtocolError("phosd expects a frozen task here, or the end of the dump.")
+            except (PhosError, OSError) as error:
                 result = -1
-                connection.done(packet[0].id, error=error)
+                connection.done(envelope.id, error=error)
             else:
-                connection.done(packet[0].id)
+                connection.done(envelope.id)
+            finally:
+                wire.close_all(descriptors)
         return result
+
+    @staticmethod
+    def _freeze(connection: wire.Connection, job: StopDump | None, criu_pid: int, table: int) -> None:
+        # One in a pid namespace below CRIU's is not found, and CRIU dumps it alone.
+        if job and (pid := procfs.outer_pid(connection.pid, criu_pid)):
+            job.task_frozen(pid, criu_pid, table, connection.pid)
 
     def _begin(
         self, connection: wire.Connection, request: wire_pb2.DumpBegin, directory: int, claim: ExitStack
@@ -134,13 +155,14 @@ class DumpServer:
             session.restore_thread = session.restore_thread or toggle.restore_thread(session.pid, THREAD_SECONDS)
         versions = dataclasses.replace(self._registry.versions, criu=request.criu_version)
         path = os.readlink(f"/proc/self/fd/{directory}")
+        settings = Settings.from_environment()
         assignment = Assignment(
             directory=directory,
             path=path,
             gated=gated,
             foreign=foreign,
             copier=self._registry.copier,
-            settings=Settings.from_environment(),
+            settings=settings if request.hides_pages else dataclasses.replace(settings, cpu_pages=False),
             versions=versions,
             criu=connection.pid,
         )
@@ -229,6 +251,28 @@ class DumpServer:
         )
 
 
+def _free_criu(criu: int, over: threading.Event) -> None:
+    """End a CRIU that waits for ever, until its connection is ``over``.
+
+    If a task is killed while CRIU puts its parasite into it, CRIU 4.1.1 waits for the task's first thread alone. That
+    is not to be had before the other threads have been collected, which is CRIU's work, too, as their tracer.
+    """
+    step = 0.5
+    # By the first CRIU's own alarm goes off, which interrupts the wait: it fails then, and undoes what it has done.
+    for number in (signal.SIGALRM, signal.SIGKILL):
+        stuck_for, task = 0.0, 0
+        while stuck_for < NOTICE_SECONDS:
+            if over.wait(step):
+                return
+            task = procfs.waited_for(criu)
+            task = procfs.outer_pid(criu, task) if task else 0
+            stuck = task and procfs.is_remains(task) and not procfs.is_stopped(criu)
+            stuck_for = stuck_for + step if stuck else 0.0
+        log.error("CRIU (process %d) waits for ever for process %d, which was killed: it is ended.", criu, task)
+        with suppress(ProcessLookupError):
+            os.kill(criu, number)
+
+
 def _leaves_alive(criu: int) -> bool:
     """Whether a CRIU that is dumping will leave its tasks alive. In doubt (an RPC client asked it): it will not."""
     try:
@@ -236,6 +280,10 @@ def _leaves_alive(criu: int) -> bool:
     except OSError:
         return False
     return any(LEAVE.fullmatch(word) for word in words)
+
+
+def _all_of(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 def _has_frontend(pid: int) -> bool:

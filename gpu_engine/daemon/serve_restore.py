@@ -51,6 +51,8 @@ class RestoreServer:
         finally:
             wire.close_all(descriptors)
         connection.done(envelope.id)
+        if isinstance(job, LazyRestore):
+            self._look_through(job)
         result: int | None = None
         try:
             while (packet := connection.receive()) is not None:
@@ -156,6 +158,19 @@ class RestoreServer:
         for block in blocks:
             self._registry.broker.add(block, os.getpid())  # the keeper watches phosd until the process exists
         return session
+
+    def _look_through(self, job: Restore) -> None:
+        """What the image knows of kernels, which the processes are told when they attach: now, while CRIU works.
+
+        Where it does not name them all, it is put together with what they tell then, and nothing is gained now.
+        """
+        for process in job.processes:
+            if not process.message.access_table_whole:
+                continue
+            with self._registry.lock:
+                session = self._registry.sessions.get(process.session)
+            if session is not None:
+                session.access_table()
 
     def settle(self, job: Restore) -> None:
         """The restore is over. Processes of one that failed are dead: let their memory go."""

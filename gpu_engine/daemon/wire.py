@@ -78,9 +78,9 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
 
 
 def only(descriptors: list[int]) -> int:
-    """The one descriptor that has to come with a request: the image directory's."""
+    """The one descriptor that has to come with a request: an image directory's, for example."""
     if len(descriptors) != 1:
-        raise ProtocolError("A checkpoint or restore needs the descriptor of its image directory.")
+        raise ProtocolError("A request came without the one descriptor that belongs to it.")
     return descriptors[0]
 
 

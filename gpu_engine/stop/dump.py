@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -31,10 +32,11 @@ from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.residue import DumpedResidues
 from phos.gpu_engine.stop.settings import Settings
 from phos.gpu_engine.stop.tree import BorrowBlocks, ProcessTree
+from phos.gpu_engine.task_pages import TaskPages
 from phos.gpu_engine.timeline import Timeline
 from phos.gpu_engine.touch_order import TouchOrder, to_messages
 from phos.images.errors import ImageError
-from phos.images.formats import COMMIT_FILE
+from phos.images.formats import COMMIT_FILE, CRIU_INVENTORY_FILE
 from phos.images.reader import Image
 from phos.images.writer import ImageWriter
 
@@ -74,8 +76,8 @@ class StopDump:
     protocol = "stop"
     order: TouchOrder | None = None
     """What is known of the order in which the processes touch their memory."""
-    access_tables: Mapping[bytes, Callable[[], bytes]] = MappingProxyType({})
-    """What is known of what their kernels touch, by session (frontend/access_table.h)."""
+    access_tables: Mapping[bytes, Callable[[], tuple[bytes, bool]]] = MappingProxyType({})
+    """What is known of what their kernels touch, by session (frontend/access_table.h), and whether that is all."""
 
     def __init__(self, assignment: Assignment) -> None:
         """
@@ -106,6 +108,8 @@ class StopDump:
         self._writer = ImageWriter(assignment.directory, stripes=assignment.copier.threads)
         self._landing: Landing | None = None
         self._directory = os.dup(assignment.directory)
+        self._pages = TaskPages(self._directory)
+        self._hidden = b""
 
     @property
     def pids(self) -> list[int]:
@@ -156,6 +160,17 @@ class StopDump:
         Memory-backed file systems are slow at finding pages, and mapping would wait for the driver's checkpoint. The
         processes may allocate and free meanwhile: what is new is mapped later, what is gone is not copied.
         """
+        with ThreadPoolExecutor(1, thread_name_prefix="prepare-pages") as beside:
+            pages = beside.submit(self._prepare_pages) if self.settings.cpu_pages else None
+            self._prepare_gpu(borrow)
+            if pages:
+                pages.result()
+
+    def _prepare_pages(self) -> None:
+        with self.timeline.phase("prepare CPU pages", concurrent=True):
+            self._pages.prepare(self.pids)
+
+    def _prepare_gpu(self, borrow: BorrowBlocks) -> None:
         blocks = [block for process in self.gated for block in process.own_blocks()]
         with self.timeline.phase("map blocks"):
             for block in blocks:
@@ -209,10 +224,25 @@ class StopDump:
         """The driver has saved its part, and everything stands still."""
         self._residues.start_saving(self._writer)
 
-    # Step 2: CRIU has ended.
+    # Step 2: CRIU dumps.
 
-    def criu_ended(self, result: int, *, kills: bool) -> None:
+    def task_frozen(self, pid: int, criu_pid: int, table: int, tracer: int) -> None:
+        """CRIU, which is process ``tracer``, has frozen a task of the tree, and calls it ``criu_pid``.
+
+        Copies its pages; ``table`` is a memfd for what CRIU need not dump (task_pages.py).
+
+        Raises:
+            OSError: the table cannot be written.
+        """
+        if self.settings.cpu_pages:
+            self._pages.freeze(pid, criu_pid, table, tracer)
+
+    # Step 3: CRIU has ended.
+
+    def criu_ended(self, result: int, hidden: bytes, *, kills: bool) -> None:
         """CRIU has dumped its part (or failed: ``result`` is not 0), and the tasks are still frozen.
+
+        ``hidden``: which pages it was not shown (task_pages.py).
 
         If CRIU is about to kill them, the image is completed first: a process may be killed only when it is safe on
         disk. Waiting costs it nothing. A process that is to run on is not kept waiting here (DESIGN §3).
@@ -221,7 +251,15 @@ class StopDump:
             CheckpointFailed: the image cannot be completed, so the tasks must not be killed.
         """
         log.info("%s: CRIU has ended", self.path)
-        self.timeline.add("CRIU freeze and dump", self._frozen_at)
+        self._hidden = hidden
+        try:
+            with self.timeline.phase("wait for CPU pages", concurrent=True):
+                self._pages.wait()
+        except CheckpointFailed as error:
+            self._failure = str(error)
+            raise
+        finally:
+            self.timeline.add("CRIU freeze and dump", self._frozen_at)
         if result == 0 and kills:
             self._complete()
 
@@ -271,8 +309,10 @@ class StopDump:
         Raises:
             CheckpointFailed: that was not possible; the image is not withdrawn yet.
         """
-        self._wait_for_data()
         try:
+            with self.timeline.phase("merge CPU pages", concurrent=True):
+                self._pages.merge(self._hidden)
+            self._wait_for_data()
             if self._copy_failure is not None:
                 raise self._copy_failure
             message = inventory.build(
@@ -283,9 +323,8 @@ class StopDump:
             self._residues.describe(message, self._writer)
             self._add_to(message)
             for process in message.processes:
-                process.access_table = (
-                    self.access_tables[process.session]() if process.session in self.access_tables else b""
-                )
+                if process.session in self.access_tables:
+                    process.access_table, process.access_table_whole = self.access_tables[process.session]()
             if self.order is not None:
                 message.order.extend(to_messages(self.order.of(process.session for process in self.gated)))
             self._writer.commit(message)
@@ -331,6 +370,10 @@ class StopDump:
     def _withdraw(self, reason: str) -> None:
         self._residues.drop(self.gated)
         self._residues.discard()
+        if self._pages.unmerged:  # CRIU's part looks whole, and lacks most of the memory
+            with suppress(OSError):
+                os.unlink(CRIU_INVENTORY_FILE, dir_fd=self._directory)
+        self._pages.discard()
         self._writer.abort()
         self._close_directory()
         self.error = reason

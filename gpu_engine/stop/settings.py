@@ -23,6 +23,7 @@ class Settings:
     huge_pages: bool = True
     residue: bool = True
     in_place: bool = True  # GPUs write into the image's own pages, where they are huge
+    cpu_pages: bool = True  # phosd copies the pages of frozen tasks, instead of CRIU
     residue_bytes: int = 0  # for a driver of which nothing is known yet; 0: as much as one of its kind usually wants
 
     @staticmethod
@@ -32,7 +33,8 @@ class Settings:
         PHOS_QUIESCE_SECONDS; PHOS_CHECKPOINT_SECONDS: how long the driver may take (whole GPUs are copied of processes
         without the frontend); PHOS_RETURN_SECONDS: how long a released process may take to come back; PHOS_REDUCERS: a
         comma-separated list of 'stack-limit', 'huge-pages' and 'residue', or 'none'; PHOS_RESIDUE_BYTES: how much
-        memory is prepared for what the driver saves, at a process's first checkpoint; PHOS_IN_PLACE: on or off.
+        memory is prepared for what the driver saves, at a process's first checkpoint; PHOS_IN_PLACE, PHOS_CPU_PAGES:
+        on or off.
 
         Raises:
             UsageError: one of them has no meaning.
@@ -52,6 +54,7 @@ class Settings:
             huge_pages="huge-pages" in reducers,
             residue="residue" in reducers,
             in_place=_switch("PHOS_IN_PLACE"),
+            cpu_pages=_switch("PHOS_CPU_PAGES"),
             residue_bytes=size_of("PHOS_RESIDUE_BYTES", os.environ.get("PHOS_RESIDUE_BYTES", "0")),
         )
 

@@ -214,6 +214,22 @@ def test_probes_agree_with_this_machine() -> None:
         assert rows["userfaultfd"].state == "ok"
 
 
+@pytest.mark.parametrize(
+    ("mounts", "state"),
+    [
+        ("tmpfs /run tmpfs rw 0 0\n", "ok"),
+        ("overlay / overlay rw 0 0\ntmpfs /run/lock tmpfs rw 0 0\n", "warning"),
+        ("tmpfs /run tmpfs rw 0 0\n/dev/vda /run ext4 rw 0 0\n", "warning"),
+        ("", "warning"),
+    ],
+)
+def test_the_doctor_sees_whether_criu_can_keep_its_cache(
+    mounts: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "_read", lambda path: mounts if path == "/proc/mounts" else "")
+    assert probes.criu_cache().state == state
+
+
 def plugin_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> probes.Finding:
     monkeypatch.setenv("PHOS_HOME", str(tmp_path))
     return probes.plugin()

@@ -363,6 +363,59 @@ def test_installed_layout_starts_criu_through_its_own_loader(
     assert started == ["--library-path", library, "--argv0", "criu", program, "check", "x"]
 
 
+def with_own_criu(tree: Path, environment: dict[str, str]) -> Path:
+    """A clone with a CRIU that has a loader, and no blank in its name: ld.so would take that for the name's end."""
+    clone = tree.parent / "clone"
+    shutil.copytree(tree, clone)
+    write_program(clone / "build" / "criu" / "loader" / "criu", FAKE_CRIU)
+    del environment["PHOS_CRIU"]
+    return clone
+
+
+def test_nothing_is_preloaded_from_a_folder_that_ld_so_cannot_name(tree: Path, environment: dict[str, str]) -> None:
+    write_program(tree / "build" / "criu" / "loader" / "criu", FAKE_CRIU)
+    del environment["PHOS_CRIU"]
+    words = [str(tree / "packaging" / "criu"), "dump", "-t", "5", "--lib", "phos"]
+    subprocess.run(words, env=environment, check=True, stdin=subprocess.DEVNULL)
+    assert "--preload" not in Path(environment["FAKE"], "argv").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("words", "preloads"),
+    [
+        (["dump", "-t", "5", "-D", "image"], True),
+        (["dump", "-t", "5", "--leave-running", "--images-dir=image"], True),
+        (["dump", "-t", "5", "--page-server", "--address", "host"], False),
+        (["dump", "-t", "5", "--prev-images-dir", "../before", "--track-mem"], False),
+        (["dump", "-t", "5", "--stream"], False),
+        (["dump", "-t", "5", "--lazy-p"], False),
+        (["restore", "-d"], False),
+    ],
+)
+def test_criu_asks_the_plugin_for_pages_when_it_dumps_into_files(
+    tree: Path, environment: dict[str, str], words: list[str], preloads: bool
+) -> None:
+    tree = with_own_criu(tree, environment)
+    launcher = str(tree / "packaging" / "criu")
+    subprocess.run([launcher, *words, "--lib", "phos"], env=environment, check=True, stdin=subprocess.DEVNULL)
+    started = Path(environment["FAKE"], "argv").read_text().splitlines()
+    loaders = started[: started.index("--argv0")]
+    assert (loaders[2:] == ["--preload", f"{plugins(tree)}/phos_plugin.so"]) is preloads
+    assert "--preload" not in started[started.index("--argv0") :]
+
+
+def test_criu_s_own_options_from_a_file_count_as_well(tree: Path, environment: dict[str, str], tmp_path: Path) -> None:
+    tree = with_own_criu(tree, environment)
+    options = tmp_path / "criu.conf"
+    launcher = [str(tree / "packaging" / "criu"), "dump", "-t", "5", "--lib", "phos"]
+    for text, preloads in (("# page-server\ntcp-established\n", True), ("tcp-close\n  page-server\n", False)):
+        options.write_text(text)
+        for words, more in ((["--config", str(options)], {}), ([], {"CRIU_CONFIG_FILE": str(options)})):
+            subprocess.run([*launcher, *words], env={**environment, **more}, check=True, stdin=subprocess.DEVNULL)
+            started = Path(environment["FAKE"], "argv").read_text().splitlines()
+            assert ("--preload" in started) is preloads
+
+
 def test_an_installation_without_criu_says_so(environment: dict[str, str], tmp_path: Path) -> None:
     home = tmp_path / "lib" / "phos" / "bin"
     home.mkdir(parents=True)

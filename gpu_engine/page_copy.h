@@ -1,0 +1,33 @@
+#ifndef PHOS_PAGE_COPY_H
+#define PHOS_PAGE_COPY_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "task_pages.h"
+
+/*
+ * The private pages of a frozen task that CRIU dumps, or may dump, by address: at most `room` of them into `found`. Returns
+ * how many there are (if no more than `room`, none is missing), or -errno: the kernel knows no PAGEMAP_SCAN (-ENOTTY), the
+ * task has ended, its memory may not be read, ...
+ */
+long phos_find_pages(int pid, struct phos_pages *found, long room);
+
+/* Whether the kernel says which pages there are: 0 or 1. */
+int phos_can_find_pages(void);
+
+/* A copy by several threads, each of which calls phos_copy_pages(). The last three are 0 at first. */
+struct phos_page_copy {
+	char *file; /* the mapping of it */
+	const struct phos_pages *pages;
+	uint64_t count;
+	int32_t pid;
+	_Atomic int32_t error; /* errno; 0: none. EFAULT, too, if the file system is full */
+	_Atomic uint64_t next; /* what of the file no thread has begun: an offset */
+	_Atomic uint64_t failed_at; /* an address of the task's, if there is an error */
+};
+
+/* Returns when nothing is left to begin, or something has failed. */
+void phos_copy_pages(struct phos_page_copy *copy);
+
+#endif

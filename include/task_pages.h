@@ -1,0 +1,47 @@
+#ifndef PHOS_TASK_PAGES_H
+#define PHOS_TASK_PAGES_H
+
+#include <stdint.h>
+#include <sys/ioctl.h>
+
+/*
+ * ioctl PAGEMAP_SCAN of /proc/PID/pagemap (Linux 6.7, Documentation/admin-guide/mm/pagemap.rst; uapi linux/fs.h). Written
+ * down here because the kernel headers of the systems that PhOS is built on may be older than the kernel it runs on.
+ */
+struct phos_pm_region {
+	uint64_t start, end; /* addresses, half-open */
+	uint64_t categories;
+};
+
+struct phos_pm_scan {
+	uint64_t size; /* of this structure */
+	uint64_t flags;
+	uint64_t start, end;
+	uint64_t walk_end; /* written: what comes from here on was not looked at */
+	uint64_t vec, vec_len; /* struct phos_pm_region */
+	uint64_t max_pages;
+	uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
+};
+
+#define PHOS_PAGEMAP_SCAN _IOWR('f', 16, struct phos_pm_scan)
+
+#define PHOS_PAGE_IS_FILE (1 << 2)
+#define PHOS_PAGE_IS_PRESENT (1 << 3)
+#define PHOS_PAGE_IS_SWAPPED (1 << 4)
+#define PHOS_PAGE_IS_PFNZERO (1 << 5)
+#define PHOS_PAGE_IS_GUARD (1 << 8) /* Linux 6.15 */
+
+/* Pages of a frozen task, and their place in the file that phosd copies them to. Bytes, all multiples of the page size. */
+struct phos_pages {
+	uint64_t address, size;
+	uint64_t offset; /* each begins where the one before it ends */
+	uint64_t copied; /* 0: CRIU is to dump it, if it is there; phosd only leaves room for it */
+};
+
+/* Pages that CRIU asked for and was not shown. */
+struct phos_hidden {
+	uint64_t pid; /* as CRIU sees it */
+	uint64_t start, end;
+};
+
+#endif

@@ -1,0 +1,313 @@
+"""Copies of a frozen task's pages: found, laid out and copied as CRIU's images need them, or given up cleanly."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phos.gpu_engine import procfs, task_pages
+from phos.gpu_engine.errors import CheckpointFailed
+from phos.gpu_engine.task_pages import TaskPages
+from phos.images import criu_pages
+from tests.unit.waiting import eventually
+
+PAGE = 4096
+MIB = 1 << 20
+
+needs_page_scan = pytest.mark.skipif(
+    tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 7), reason="Linux before 6.7: no PAGEMAP_SCAN"
+)
+pytestmark = [needs_page_scan]
+
+PROGRAM = """
+import mmap, os, sys
+def fill(size, step):
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for at in range(0, size, 4096 * step):
+        memory[at : at + 4096] = os.urandom(8) * 512
+    return memory
+held = [fill(6 << 20, 1), fill(3 << 20, 2)]
+print("READY", flush=True)
+sys.stdin.readline()
+held.append(fill(9 << 20, 1))
+print("GROWN", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def task() -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-S", "-c", PROGRAM]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "READY\n"
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[int]:
+    descriptor = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    yield descriptor
+    os.close(descriptor)
+
+
+def stop(task: subprocess.Popen[str]) -> None:
+    os.kill(task.pid, signal.SIGSTOP)
+    eventually(lambda: procfs.is_stopped(task.pid), "the stop")
+
+
+def frozen(pages: TaskPages, pid: int, tracer: int = 0) -> list[tuple[int, int, int, int]]:
+    """What phosd tells the plugin of a task: address, size, offset, whether it is copied."""
+    table = os.memfd_create("table")
+    pages.freeze(pid, pid, table, tracer)
+    raw = os.pread(table, os.fstat(table).st_size, 0)
+    os.close(table)
+    return list(struct.iter_unpack("=QQQQ", raw))
+
+
+def whole(task: subprocess.Popen[str], file: Path, runs: list[tuple[int, int, int, int]]) -> int:
+    """How much was copied; all of it as it is in the task."""
+    copied = 0
+    with open(f"/proc/{task.pid}/mem", "rb", buffering=0) as memory, open(file, "rb") as data:
+        for address, size, offset, is_copied in runs:
+            if is_copied:
+                memory.seek(address)
+                data.seek(offset)
+                assert data.read(size) == memory.read(size), hex(address)
+                copied += size
+    return copied
+
+
+def rights(pid: int) -> dict[range, str]:
+    areas = {}
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        start, end = (int(word, 16) for word in line.split()[0].split("-"))
+        areas[range(start, end)] = line.split()[1]
+    return areas
+
+
+@pytest.mark.parametrize("found", [task_pages.FOUND, 3], ids=["room", "too little room"])
+def test_all_is_copied_but_what_criu_changes(
+    task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: int
+) -> None:
+    monkeypatch.setattr(task_pages, "FOUND", found)
+    pages = TaskPages(directory)
+    pages.prepare([task.pid])
+    stop(task)
+    runs = frozen(pages, task.pid)
+    pages.wait()
+    file = tmp_path / f"phos-pages-{task.pid}.raw"
+    assert whole(task, file, runs) > 8 * MIB
+    place, behind = 0, 0
+    for address, size, offset, copied in runs:
+        assert address >= behind
+        assert offset == place
+        assert size % PAGE == 0 < size
+        behind, place = address + size, place + size
+        if copied:
+            within = {word for area, word in rights(task.pid).items() if area.start < behind and address < area.stop}
+            assert {word[0] + word[2:] for word in within} <= {"r-p"}
+    # Room for the page that CRIU writes its instructions into, and for the vDSO.
+    left = [address for address, _, _, copied in runs if not copied]
+    first = min(area.start for area, word in rights(task.pid).items() if word[2] == "x")
+    assert first in left
+    assert len(left) >= 2
+    pages.discard()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("growth", [task_pages.GROWTH_BYTES, 0], ids=["as expected", "more than expected"])
+def test_a_task_that_grows_before_it_is_frozen(
+    task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, growth: int
+) -> None:
+    monkeypatch.setattr(task_pages, "GROWTH_BYTES", growth)
+    pages = TaskPages(directory)
+    pages.prepare([task.pid])
+    assert task.stdin
+    assert task.stdout
+    task.stdin.write("\n")
+    task.stdin.flush()
+    assert task.stdout.readline() == "GROWN\n"
+    stop(task)
+    runs = frozen(pages, task.pid)
+    pages.wait()
+    assert whole(task, tmp_path / f"phos-pages-{task.pid}.raw", runs) > 17 * MIB
+    pages.discard()
+
+
+def test_a_task_that_nothing_was_prepared_for(task: subprocess.Popen[str], directory: int, tmp_path: Path) -> None:
+    pages = TaskPages(directory)
+    stop(task)
+    runs = frozen(pages, task.pid)
+    pages.wait()
+    assert whole(task, tmp_path / f"phos-pages-{task.pid}.raw", runs) > 8 * MIB
+    pages.discard()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_task_that_has_ended_is_left_to_criu(task: subprocess.Popen[str], directory: int, tmp_path: Path) -> None:
+    pages = TaskPages(directory)
+    pages.prepare([task.pid])
+    task.kill()
+    task.wait()
+    assert frozen(pages, task.pid) == []
+    pages.wait()
+    pages.merge(b"")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_task_that_ends_while_it_is_copied(
+    task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = task_pages._Task.start
+
+    def kill_first(self: task_pages._Task) -> None:
+        task.kill()
+        task.wait()
+        start(self)
+
+    monkeypatch.setattr(task_pages._Task, "start", kill_first)
+    pages = TaskPages(directory)
+    stop(task)
+    assert frozen(pages, task.pid)
+    for _ in range(2):  # whoever asks later is told, too
+        with pytest.raises(CheckpointFailed, match=r"pages of process \d+ .* No such process.*PHOS_CPU_PAGES=off"):
+            pages.wait()
+    with pytest.raises(CheckpointFailed, match="No such process"):
+        pages.merge(b"")
+    pages.discard()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
+def test_a_file_system_that_is_full(task: subprocess.Popen[str], tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4M", "tmpfs", small], check=True)
+    try:
+        directory = os.open(small, os.O_RDONLY | os.O_DIRECTORY)
+        pages = TaskPages(directory)
+        pages.prepare([task.pid])
+        stop(task)
+        assert frozen(pages, task.pid)
+        with pytest.raises(CheckpointFailed, match="No space left"):
+            pages.wait()
+        pages.discard()
+        assert not list(small.iterdir())
+        os.close(directory)
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_what_the_plugin_cannot_have_hidden_is_refused(task: subprocess.Popen[str], directory: int) -> None:
+    pages = TaskPages(directory)
+    stop(task)
+    runs = frozen(pages, task.pid)
+    with pytest.raises(CheckpointFailed, match="in no known form"):
+        pages.merge(b"short")
+    with pytest.raises(CheckpointFailed, match=f"hid pages of process {os.getpid()}, which phosd has not copied"):
+        pages.merge(struct.pack("=QQQ", os.getpid(), runs[0][0], runs[0][0] + PAGE))
+    pages.discard()
+
+
+def test_the_structures_are_those_of_the_headers(tmp_path: Path) -> None:
+    """Sizes and offsets, by the compiler."""
+    root = Path(__file__).resolve().parents[2]
+    fields = {
+        "phos_pages": (task_pages._Pages, ["address", "size", "offset", "copied"]),
+        "phos_page_copy": (
+            task_pages._PageCopy,
+            ["file", "pages", "count", "pid", "error", "next", "failed_at"],
+        ),
+    }
+    lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "page_copy.h"', "int main(void) {"]
+    expected = []
+    for name, (kind, names) in fields.items():
+        lines.append(f'printf("%zu\\n", sizeof(struct {name}));')
+        expected.append(ctypes.sizeof(kind))
+        for field in names:
+            lines.append(f'printf("%zu\\n", offsetof(struct {name}, {field}));')
+            expected.append(getattr(kind, field).offset)
+        assert [field for field, *_ in kind._fields_] == names
+    lines.append('printf("%zu\\n", sizeof(struct phos_hidden)); }')
+    expected.append(task_pages._HIDDEN.size)
+    source = tmp_path / "sizes.c"
+    source.write_text("\n".join(lines))
+    include = [f"-I{root / 'gpu_engine'}", f"-I{root / 'include'}"]
+    subprocess.run(["gcc", "-std=gnu11", *include, "-o", tmp_path / "sizes", source], check=True)
+    done = subprocess.run([tmp_path / "sizes"], capture_output=True, text=True, check=True)
+    assert [int(word) for word in done.stdout.split()] == expected
+
+
+def test_without_criu_s_package_the_pages_are_criu_s(
+    task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise ImportError("No module named 'pycriu'")
+
+    monkeypatch.setattr(criu_pages, "prepare", missing)
+    pages = TaskPages(directory)
+    pages.prepare([task.pid])
+    stop(task)
+    assert frozen(pages, task.pid) == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_task_that_its_tracer_does_not_hold_is_left_to_criu(
+    task: subprocess.Popen[str], directory: int, tmp_path: Path
+) -> None:
+    """It could become another user's program while it is read."""
+    pages = TaskPages(directory)
+    pages.prepare([task.pid])
+    stop(task)
+    assert frozen(pages, task.pid, tracer=os.getpid()) == []
+    assert not pages.unmerged
+    pages.discard()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_task_whose_tracer_goes_away_is_not_believed(
+    task: subprocess.Popen[str], directory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = TaskPages(directory)
+    stop(task)
+    assert frozen(pages, task.pid)
+    assert pages.unmerged
+    monkeypatch.setattr(procfs, "tracer", lambda _pid: 1)
+    with pytest.raises(CheckpointFailed, match="No such process"):
+        pages.wait()
+    pages.discard()
+
+
+def test_a_kernel_that_does_not_say_which_pages_there_are(
+    task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task_pages._library(), "phos_can_find_pages", lambda: 0)
+    pages = TaskPages(directory)
+    pages.prepare([task.pid])
+    stop(task)
+    assert frozen(pages, task.pid) == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_machine_without_another_thread(
+    task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pages = TaskPages(directory)
+    stop(task)
+    monkeypatch.setattr(threading.Thread, "start", none)
+    assert frozen(pages, task.pid) == []
+    assert not list(tmp_path.iterdir())
