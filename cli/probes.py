@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phos.gpu_engine import installation as places
-from phos.gpu_engine import ring
+from phos.gpu_engine import procfs, ring
 from phos.gpu_engine.daemon.paths import socket_path
 from phos.gpu_engine.errors import UsageError
 from phos.images.native import home
@@ -29,7 +29,6 @@ UFFDIO_API = 0xC018AA3F  # _IOWR(0xAA, 0x3F, struct uffdio_api), 24 bytes
 UFFD_API = 0xAA
 UFFD_FEATURE_WP_ASYNC = 1 << 15
 MEMBARRIER_PRIVATE_EXPEDITED = 1 << 3
-PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg), 96 bytes
 SOFT_DIRTY = 1 << 55
 CAPABILITIES = {"CAP_SYS_ADMIN": 21, "CAP_SYS_PTRACE": 19, "CAP_CHECKPOINT_RESTORE": 40}
 OLDEST_CRIU = (4, 1)
@@ -83,22 +82,6 @@ def _userfaultfd() -> int | None:
         os.close(fd)
 
 
-def _pagemap_scan() -> bool:
-    """Whether the kernel has PAGEMAP_SCAN (6.7): tried on one page of our own."""
-    page = mmap.mmap(-1, mmap.PAGESIZE)
-    page[0] = 1
-    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
-    # struct pm_scan_arg: size, flags, start, end, walk_end, vec, vec_len, max_pages, four masks.
-    present = 1 << 3
-    argument = struct.pack("12Q", 96, 0, address, address + mmap.PAGESIZE, 0, 0, 0, 0, 0, present, 0, present)
-    with open("/proc/self/pagemap", "rb") as pagemap:
-        try:
-            fcntl.ioctl(pagemap, PAGEMAP_SCAN, argument)
-        except OSError:
-            return False
-    return True
-
-
 def _soft_dirty() -> bool:
     """Whether the kernel tracks written pages: a page just written must say so."""
     page = mmap.mmap(-1, mmap.PAGESIZE)
@@ -132,7 +115,7 @@ def kernel() -> Iterator[Finding]:
     else:
         asynchronous = "with" if features & UFFD_FEATURE_WP_ASYNC else "without"
         yield Finding("userfaultfd", "ok", f"there, {asynchronous} asynchronous write protection")
-    scan, dirty = _pagemap_scan(), _soft_dirty()
+    scan, dirty = procfs.says_pages(), _soft_dirty()
     yield Finding(
         "PAGEMAP_SCAN",
         "ok" if scan else "warning",

@@ -34,7 +34,8 @@ typedef Phos__Wire__Envelope Envelope;
 static struct {
 	int fd;
 	uint64_t next_id;
-	bool dumping, gpu_part;
+	bool dumping;
+	bool hides_pages; /* CRIU can be kept from dumping pages, and phosd is there to copy them */
 } link_ = { .fd = -1, .next_id = 1 };
 
 static const char *socket_path(char *buffer, size_t size)
@@ -230,7 +231,7 @@ int phos_link_dump_begin(int pid)
 	if (request(&envelope, criu_get_image_dir(), "begin the checkpoint", &said))
 		return -1;
 	link_.dumping = true;
-	link_.gpu_part = said.gpu_part;
+	link_.hides_pages = said.gpu_part && begin.hides_pages;
 	if (said.gpu_part && add_inventory_plugin && add_inventory_plugin(PHOS_INVENTORY_NAME)) {
 		pr_err("no memory to note in the image that it has a GPU part\n");
 		return -1;
@@ -244,7 +245,7 @@ int phos_link_task_frozen(int pid)
 	Phos__Wire__TaskFrozen frozen = PHOS__WIRE__TASK_FROZEN__INIT;
 	int table, ret;
 
-	if (!link_.gpu_part || !phos_can_hide())
+	if (!link_.hides_pages)
 		return 0; /* CRIU dumps all pages itself */
 	table = memfd_create("phos-pages", MFD_CLOEXEC);
 	if (table < 0) {

@@ -86,20 +86,6 @@ static bool is_special(const char *name)
 	       (!strncmp(name, "/dev/", 5) && strncmp(name, "/dev/zero", 9) && strncmp(name, "/dev/shm/", 9));
 }
 
-EXPORT int phos_can_find_pages(void)
-{
-	struct phos_pages page;
-	struct finding finding = { .found = &page, .room = 1, .guard = PHOS_PAGE_IS_GUARD };
-	uint64_t here = (uintptr_t)&page & ~(uint64_t)(PAGE - 1);
-	int pagemap = open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC), error;
-
-	if (pagemap < 0)
-		return 0;
-	error = scan(pagemap, here, here + PAGE, true, &finding);
-	close(pagemap);
-	return !error && finding.count == 1;
-}
-
 /* Whether the task's memory may be read at all: the right to attach to it is more than that to look at its maps. */
 static int try_reading(int pid, const struct finding *finding)
 {
@@ -191,31 +177,18 @@ static bool copy_range(struct phos_page_copy *copy, uint64_t address, uint64_t s
 	return true;
 }
 
-/* The first of the pages whose place ends behind `offset`. */
-static uint64_t first_behind(const struct phos_page_copy *copy, uint64_t offset)
-{
-	uint64_t low = 0, high = copy->count;
-
-	while (low < high) {
-		uint64_t middle = (low + high) / 2;
-
-		if (copy->pages[middle].offset + copy->pages[middle].size <= offset)
-			low = middle + 1;
-		else
-			high = middle;
-	}
-	return low;
-}
-
 EXPORT void phos_copy_pages(struct phos_page_copy *copy)
 {
+	uint64_t first = 0; /* no share that is still to be had begins before these pages */
+
 	while (!atomic_load(&copy->error)) {
 		uint64_t begin = atomic_fetch_add(&copy->next, SHARE), end = begin + SHARE;
-		uint64_t number = first_behind(copy, begin);
 
-		if (number == copy->count)
+		while (first < copy->count && copy->pages[first].offset + copy->pages[first].size <= begin)
+			first++;
+		if (first == copy->count)
 			break;
-		for (; number < copy->count && copy->pages[number].offset < end; number++) {
+		for (uint64_t number = first; number < copy->count && copy->pages[number].offset < end; number++) {
 			const struct phos_pages *pages = &copy->pages[number];
 			uint64_t from = pages->offset > begin ? pages->offset : begin;
 			uint64_t to = pages->offset + pages->size < end ? pages->offset + pages->size : end;

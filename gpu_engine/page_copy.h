@@ -13,9 +13,6 @@
  */
 long phos_find_pages(int pid, struct phos_pages *found, long room);
 
-/* Whether the kernel says which pages there are: 0 or 1. */
-int phos_can_find_pages(void);
-
 /* A copy by several threads, each of which calls phos_copy_pages(). The last three are 0 at first. */
 struct phos_page_copy {
 	char *file; /* the mapping of it */

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
+import mmap
 import os
+import struct
 from pathlib import Path
 
 # Positions after the program's name, which may itself hold blanks and parentheses: field 3 of the manual is number 0.
@@ -12,6 +16,8 @@ _START_TIME = 19
 
 _WAIT4 = 61  # x86-64
 _PID_LIMIT = 1 << 22
+
+_PAGEMAP_SCAN = 0xC0606610  # _IOWR('f', 16, struct pm_scan_arg), 96 bytes
 
 
 def _fields(pid: int) -> list[str]:
@@ -42,15 +48,27 @@ def is_stopped(pid: int) -> bool:
     return state(pid) in ("T", "t")
 
 
-def tracer(pid: int) -> int:
-    """Who traces a process, by our number; 0 if nobody does, or there is no such process."""
+def _status(status: Path, name: str) -> list[str]:
+    """The words of one line of a process's (or thread's) status file; none when there is no such process or line."""
     try:
-        for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
-            if line.startswith("TracerPid:"):
-                return int(line.split()[1])
+        for line in status.read_text(errors="replace").splitlines():
+            if line.startswith(f"{name}:"):
+                return line.split()[1:]
     except OSError:
         pass
-    return 0
+    return []
+
+
+def tracer(pid: int) -> int:
+    """Who traces a process, by our number; 0 if nobody does, or there is no such process."""
+    words = _status(Path(f"/proc/{pid}/status"), "TracerPid")
+    return int(words[0]) if words else 0
+
+
+def anonymous(pid: int) -> int:
+    """Bytes of a process's memory that are in RAM and no file's; 0 when there is no such process."""
+    words = _status(Path(f"/proc/{pid}/status"), "RssAnon")
+    return int(words[0]) << 10 if words else 0
 
 
 def is_remains(pid: int) -> bool:
@@ -111,13 +129,8 @@ def pid_namespace(pid: int) -> int:
 
 def _inner(status: Path) -> int:
     """The last number behind NSpid: what the process (or thread) is called in its own pid namespace."""
-    try:
-        for line in status.read_text(errors="replace").splitlines():
-            if line.startswith("NSpid:"):
-                return int(line.split()[-1])
-    except OSError:
-        pass
-    return 0
+    words = _status(status, "NSpid")
+    return int(words[-1]) if words else 0
 
 
 def inner_pid(pid: int) -> int:
@@ -140,3 +153,19 @@ def inner_thread(pid: int, thread: int) -> int:
     """What a thread of ``pid`` is called in that process's own pid namespace. ``thread`` may be that already."""
     inner = _inner(Path(f"/proc/{pid}/task/{thread}/status"))
     return inner or thread
+
+
+def says_pages() -> bool:
+    """Whether the kernel says which pages a process has (PAGEMAP_SCAN, Linux 6.7): tried on one of our own."""
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    page[0] = 1
+    address = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    # struct pm_scan_arg: size, flags, start, end, walk_end, vec, vec_len, max_pages, four masks.
+    present = 1 << 3
+    argument = struct.pack("12Q", 96, 0, address, address + mmap.PAGESIZE, 0, 0, 0, 0, 0, present, 0, present)
+    with open("/proc/self/pagemap", "rb") as pagemap:
+        try:
+            fcntl.ioctl(pagemap, _PAGEMAP_SCAN, argument)
+        except OSError:
+            return False
+    return True

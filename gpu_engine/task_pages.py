@@ -13,13 +13,11 @@ import errno
 import functools
 import logging
 import os
-import re
 import struct
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from phos.gpu_engine import procfs
 from phos.gpu_engine.errors import CheckpointFailed
@@ -49,8 +47,6 @@ what was populated would have to be found again. Addresses only."""
 
 _HIDDEN = struct.Struct("=QQQ")
 """struct phos_hidden of include/task_pages.h."""
-
-_ANONYMOUS = re.compile(r"^RssAnon:\s+(\d+) kB$", re.MULTILINE)
 
 
 class _Pages(ctypes.Structure):
@@ -83,7 +79,6 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(chunks_library()))
     library.phos_find_pages.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_long]
     library.phos_find_pages.restype = ctypes.c_long
-    library.phos_can_find_pages.argtypes = []
     library.phos_copy_pages.argtypes = [ctypes.POINTER(_PageCopy)]
     library.phos_copy_pages.restype = None
     return library
@@ -116,7 +111,7 @@ class _Task:
         Raises:
             OSError: there is no room, or no mapping of it.
         """
-        size = _anonymous(self.pid)
+        size = procfs.anonymous(self.pid)
         size += size // 16
         size -= size % POPULATE_BYTES
         if not size or free_bytes(self.file) < size or not allocate(self.file, 0, size):
@@ -183,18 +178,13 @@ class _Task:
         found = (self.found[number] for number in range(self.count))
         return [criu_pages.Run(pages.address, pages.size, pages.offset) for pages in found if pages.copied]
 
-    def close(self) -> None:
-        """The file is somebody else's from here on."""
-        self._join()
-        self._map(0)
-        descriptor, self.file = self.file, -1  # closed even if that fails
-        if descriptor >= 0:
-            os.close(descriptor)
-
     def remove(self) -> None:
-        """As if there had been no file; it may be gone already."""
+        """As if there had been no file; it may be gone already, or CRIU's own by now."""
+        self._join()
         with suppress(OSError):
-            self.close()
+            self._map(0)
+        with suppress(OSError):
+            os.close(self.file)
         with suppress(OSError):
             os.unlink(self.name, dir_fd=self._directory)
 
@@ -227,7 +217,7 @@ class TaskPages:
 
     def prepare(self, pids: Iterable[int]) -> None:
         """Make room for the memory of tasks that still run; what cannot be done is left to CRIU, or done later."""
-        if not _library().phos_can_find_pages():
+        if not procfs.says_pages():
             self._merges = False
             return
         try:
@@ -314,11 +304,3 @@ class TaskPages:
         if pid not in self._tasks:
             self._tasks[pid] = _Task(self._directory, pid)
         return self._tasks[pid]
-
-
-def _anonymous(pid: int) -> int:
-    try:
-        found = _ANONYMOUS.search(Path(f"/proc/{pid}/status").read_text(errors="replace"))
-    except OSError:
-        return 0
-    return int(found[1]) << 10 if found else 0

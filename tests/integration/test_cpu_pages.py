@@ -14,14 +14,13 @@ import pytest
 
 from tests.integration.many_blocks import daemon, log_of
 from tests.integration.site import Program, Site
+from tests.page_scan import needs_page_scan
+
+pytestmark = needs_page_scan
 
 PAGE = 4096
 PE_PRESENT = 4
 PROGRAM = Path(__file__).parent / "programs" / "memory_shapes.py"
-
-needs_page_scan = pytest.mark.skipif(
-    tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 7), reason="Linux before 6.7: no PAGEMAP_SCAN"
-)
 
 
 def started(site: Site, *options: str) -> Program:
@@ -68,7 +67,6 @@ def private_pages(pid: int) -> set[int]:
     return found
 
 
-@needs_page_scan
 @pytest.mark.parametrize("who", ["phosd", "CRIU"])
 def test_the_image_holds_what_the_memory_holds(site: Site, who: str) -> None:
     daemon(site, PHOS_CPU_PAGES="on" if who == "phosd" else "off")
@@ -98,7 +96,6 @@ def test_the_image_holds_what_the_memory_holds(site: Site, who: str) -> None:
     assert program.wait_result() == "right"
 
 
-@needs_page_scan
 @pytest.mark.parametrize("how", [(), ("--lazy",)], ids=["eager", "lazy"])
 def test_what_was_copied_is_restored(site: Site, how: tuple[str, ...]) -> None:
     program = started(site)
@@ -109,7 +106,6 @@ def test_what_was_copied_is_restored(site: Site, how: tuple[str, ...]) -> None:
     assert program.wait_result() == "right"
 
 
-@needs_page_scan
 def test_tasks_without_a_gpu_are_copied_as_well(site: Site) -> None:
     shell = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, {str(PROGRAM)!r}]))"
     program = site.start(sys.executable, "-c", shell)
@@ -123,7 +119,6 @@ def test_tasks_without_a_gpu_are_copied_as_well(site: Site) -> None:
     assert program.wait_result() == "right"
 
 
-@needs_page_scan
 def test_a_failed_dump_leaves_no_pages_behind(site: Site) -> None:
     program = started(site, "--undumpable")
     image = site.image()
@@ -133,7 +128,6 @@ def test_a_failed_dump_leaves_no_pages_behind(site: Site) -> None:
     assert program.wait_result() == "right"
 
 
-@needs_page_scan
 def test_where_pages_do_not_become_files_here_criu_has_them(site: Site) -> None:
     """A chain of CRIU's own images: the launcher preloads nothing, and CRIU itself refuses on kernels without it."""
     program = started(site)
@@ -143,7 +137,6 @@ def test_where_pages_do_not_become_files_here_criu_has_them(site: Site) -> None:
     assert program.wait_result() == "right"
 
 
-@needs_page_scan
 def test_what_lacks_pages_is_no_image(site: Site) -> None:
     """The file system is full before all are copied: CRIU's own files would look like a whole dump."""
     small = site.image("small")
@@ -154,7 +147,7 @@ def test_what_lacks_pages_is_no_image(site: Site) -> None:
         image.mkdir()
         result = site.dump(program, image, "--leave-running", check=False)
         assert result.returncode != 0
-        assert "No space left on device" in result.stderr + (image / "dump.log").read_text()
+        assert "No space left on device" in result.stderr  # no room for it in CRIU's log, either
         assert not list(image.glob("phos-*"))
         assert not (image / "inventory.img").exists()
         assert program.wait_result() == "right"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.page_scan import needs_page_scan
+
 ROOT = Path(__file__).resolve().parents[2]
 HEADERS = [ROOT / "build/criu/include", ROOT / ".prefix/lib/phos/criu/include", Path("/usr/include/criu")]
 HEADER = next((folder for folder in HEADERS if (folder / "criu-plugin.h").exists()), None)
@@ -16,10 +18,7 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler"),
     pytest.mark.skipif(HEADER is None, reason="no criu-plugin.h"),
-    pytest.mark.skipif(
-        tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 7),
-        reason="Linux before 6.7: no PAGEMAP_SCAN",
-    ),
+    needs_page_scan,
 ]
 
 

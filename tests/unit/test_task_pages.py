@@ -9,8 +9,9 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -18,15 +19,13 @@ from phos.gpu_engine import procfs, task_pages
 from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.task_pages import TaskPages
 from phos.images import criu_pages
+from tests.page_scan import needs_page_scan
 from tests.unit.waiting import eventually
 
 PAGE = 4096
 MIB = 1 << 20
 
-needs_page_scan = pytest.mark.skipif(
-    tuple(int(part) for part in os.uname().release.split(".")[:2]) < (6, 7), reason="Linux before 6.7: no PAGEMAP_SCAN"
-)
-pytestmark = [needs_page_scan]
+pytestmark = needs_page_scan
 
 PROGRAM = """
 import mmap, os, sys
@@ -249,13 +248,25 @@ def test_the_structures_are_those_of_the_headers(tmp_path: Path) -> None:
     assert [int(word) for word in done.stdout.split()] == expected
 
 
-def test_without_criu_s_package_the_pages_are_criu_s(
-    task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def missing() -> None:
-        raise ImportError("No module named 'pycriu'")
+def no_package() -> None:
+    raise ImportError("No module named 'pycriu'")
 
-    monkeypatch.setattr(criu_pages, "prepare", missing)
+
+@pytest.mark.parametrize(
+    ("module", "name", "lacking"),
+    [(criu_pages, "prepare", no_package), (procfs, "says_pages", lambda: False)],
+    ids=["CRIU's package", "a kernel that says which pages there are"],
+)
+def test_without_it_the_pages_are_criu_s(
+    task: subprocess.Popen[str],
+    directory: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    module: ModuleType,
+    name: str,
+    lacking: Callable[[], bool | None],
+) -> None:
+    monkeypatch.setattr(module, name, lacking)
     pages = TaskPages(directory)
     pages.prepare([task.pid])
     stop(task)
@@ -287,17 +298,6 @@ def test_a_task_whose_tracer_goes_away_is_not_believed(
     with pytest.raises(CheckpointFailed, match="No such process"):
         pages.wait()
     pages.discard()
-
-
-def test_a_kernel_that_does_not_say_which_pages_there_are(
-    task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(task_pages._library(), "phos_can_find_pages", lambda: 0)
-    pages = TaskPages(directory)
-    pages.prepare([task.pid])
-    stop(task)
-    assert frozen(pages, task.pid) == []
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_machine_without_another_thread(
