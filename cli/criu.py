@@ -15,6 +15,8 @@ from phos.gpu_engine.installation import launcher
 DUMP_LOG = "dump.log"
 
 _NOISE = re.compile(r"RLIMIT|Warn ")
+_HEAD = re.compile(r"^\([\d.]+\)\s*(\d+:)?\s*(Error: (?=phos: ))?")
+"""Of a line in CRIU's log: time, process, and for the plugin's lines a word that they are errors."""
 
 
 def image_directory(path: Path, *, create: bool) -> Path:
@@ -84,5 +86,5 @@ def errors(status: int, said: str, log: Path) -> str:
     lines = [line for line in said.splitlines() if line.strip()]
     if status != 0 and log.exists():
         found = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]
-        lines = [re.sub(r"^\([\d.]+\)\s*(\d+:)?\s*", "", line) for line in found if not _NOISE.search(line)][:8] + lines
-    return "\n".join(dict.fromkeys(lines))
+        lines = [_HEAD.sub("", line) for line in found if not _NOISE.search(line)][:8] + lines
+    return "\n".join(dict.fromkeys(lines))  # the launcher says again what phosd said to the plugin

@@ -169,9 +169,12 @@ def eagerly(command: list[str]) -> list[str]:
 
 def attempt(action: str, images: str, phosd: str, command: list[str]) -> tuple[int, bool]:
     """Run CRIU and wait for the GPU's part. Returns (exit status, whether a wrong guess spoilt a concurrent dump)."""
+    began = time.time()
     status, client = run(command, gently=action == "dump")
     if status != 0:
         bring_back(phosd)
+        if not isinstance(client, Exception):
+            client.show_undone(images, restore=action == "restore", began=began)  # type: ignore[attr-defined]
         return finish(status), False
     if isinstance(client, Exception):
         sys.stderr.write(f"criu: CRIU is done, but the GPU's part cannot be waited for: {client}\n")

@@ -20,6 +20,9 @@ from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.paths import log_file, socket_path
 from phos.gpu_engine.errors import DaemonUnavailable, PhosError
 
+UNDO_SECONDS = 60.0
+"""How long the launcher waits for a phosd that is undoing a dump or a restore."""
+
 START_SECONDS = 30.0
 """How long phosd may take to start; initialising the driver on a machine without persistence mode takes seconds."""
 
@@ -161,6 +164,22 @@ def wait_image(
                     progress(state)
     finally:
         os.close(descriptor)
+
+
+def show_undone(directory: str, *, restore: bool, began: float) -> None:
+    """After a CRIU that failed: return when phosd has undone what it did for that, and tell the user why, if it knows.
+
+    ``began``: when CRIU was started, in seconds since 1970. A job of before that is none of this CRIU's.
+    """
+    try:
+        state = wait_image(Path(directory), restore=restore, timeout=0.001)
+        if state.since < began:
+            return
+        state = wait_image(Path(directory), restore=restore, timeout=UNDO_SECONDS)
+    except (PhosError, OSError):
+        return  # that may be the reason, and somebody else has said so
+    if state.error:
+        print(f"phos: {state.error}", file=sys.stderr)
 
 
 MISPREDICTED = 75

@@ -138,6 +138,7 @@ class JobTable:
                         bytes_total=job.progress.total,
                         warnings=job.warnings(),
                         window=counts_of(job),
+                        since=job.since,
                     )
         return wire_pb2.ImageState(state="unknown", error="phosd knows of no such job for this directory.")
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,8 @@ import json, os, sys
 def main():
     json.dump(sys.argv[1:], open(os.environ["FAKE"] + "/client", "w"))
     return int(os.environ.get("FAKE_CLIENT_STATUS", "0"))
+def show_undone(directory, restore, began):
+    json.dump([directory, restore, began], open(os.environ["FAKE"] + "/undone", "w"))
 """
 
 Run = Callable[..., "Outcome"]
@@ -61,6 +64,12 @@ class Outcome:
     @property
     def waited(self) -> list[str] | None:
         text = self._read("client")
+        return None if text is None else json.loads(text)
+
+    @property
+    def undone(self) -> list[Any] | None:
+        """Of which directory it was waited for that a failure is undone, whether of a restore, and since when."""
+        text = self._read("undone")
         return None if text is None else json.loads(text)
 
     @property
@@ -211,11 +220,17 @@ def test_dump_fails_when_the_image_is_not_whole(run: Run) -> None:
     assert outcome.status == 1
 
 
-def test_a_failed_dump_is_not_waited_for_and_leaves_a_living_phosd(run: Run) -> None:
-    outcome = run("dump", "--lib", "phos", "-t", "5", FAKE_STATUS="9")
+@pytest.mark.parametrize("words", [("dump", "-t", "5"), ("restore", "-d")], ids=["dump", "restore"])
+def test_what_failed_is_undone_by_a_living_phosd_before_it_returns(run: Run, words: tuple[str, ...]) -> None:
+    before = time.time()
+    outcome = run(*words, "--lib", "phos", "-D", "image", FAKE_STATUS="9")
     assert outcome.status == 9
     assert outcome.waited is None
     assert outcome.phosd == ["--ensure", "--ensure"]
+    assert outcome.undone is not None
+    directory, restore, began = outcome.undone
+    assert (directory, restore) == ("image", words[0] == "restore")
+    assert before <= began <= time.time()
 
 
 def test_nothing_is_dumped_without_phosd(run: Run) -> None:
