@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,16 +51,25 @@ def attached(site: Site, earlier: int = 0) -> bool:
     return any(phase["name"] == "attach" for job in restores(site)[earlier:] for phase in job["phases"])
 
 
+def computing(site: Site, earlier: int = 0) -> bool:
+    """Whether the program of such a restore has met with its window, whatever became of it."""
+    jobs = restores(site)[earlier:]
+    return any(job.get("window", {}).get("calls", 0) > 0 or job["state"] == "mispredicted" for job in jobs)
+
+
 @contextmanager
-def held(site: Site) -> Iterator[None]:
-    """A block that restores; no copy of the phosd that :func:`slowly` makes ends before the program computes."""
+def held(site: Site, until: Callable[[Site, int], bool] = computing) -> Iterator[None]:
+    """A block that restores; no copy of the phosd that :func:`slowly` makes ends before the program computes.
+
+    ``until`` says when it does. A program that waits for a sign from the test can be no more than attached.
+    """
     earlier = len(restores(site))
     hold = Path(site.environment["SOFTGPU_COPY_HOLD"])
     hold.touch()
 
     def let_go() -> None:
         try:
-            wait_until(lambda: attached(site, earlier), "the program to compute again")
+            wait_until(lambda: until(site, earlier), "the program to compute again")
         finally:
             hold.unlink()
 
@@ -189,7 +198,7 @@ class Layers:
     def begin(self, **changes: str) -> subprocess.Popen[bytes]:
         """Restore lazily, and return as soon as the program has been attached."""
         words = ["criu", "restore", "--lib", "phos", "-d", "-D", str(self.image), "-o", "restore.log", "-v4"]
-        with held(self.site):
+        with held(self.site, attached):
             return self.site.background(*words, PHOS_RESTORE="lazy", **changes)
 
     def go_on(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.site import Site, wait_until
-from tests.integration.test_lazy import EXAMPLES, analysed, dump_at, held, restore_job, slowly, start_liar
+from tests.integration.test_lazy import EXAMPLES, analysed, attached, dump_at, held, restore_job, slowly, start_liar
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -113,7 +113,7 @@ def test_a_wrong_guess_waits_for_its_data(site: Site, liar: Path) -> None:
     program = site.start(sys.executable, str(READER), str(BUFFERS), str(go))
     image = dump_at(site, program, 1)
     start_liar(site, str(10 << 20))
-    with held(site):
+    with held(site, attached):
         criu = site.background(
             *("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4"),
             PHOS_RESTORE="lazy",

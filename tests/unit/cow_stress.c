@@ -391,6 +391,7 @@ static void wait_idle(void)
 }
 
 static struct phos_window_counts total;
+static uint64_t all_touched; /* in one window the copiers may have been done before a thread of the application ran */
 
 static void window(uint32_t slots)
 {
@@ -445,7 +446,7 @@ static void window(uint32_t slots)
     memset(given, 0, chunk_count);
     for (int64_t chunk; (chunk = phos_window_next_touched(phos_window.table, &touched)) >= 0; given[chunk] = true)
         check(chunk < chunk_count && !given[chunk], "a chunk is touched for the first time twice");
-    check(touched, "nothing was touched");
+    all_touched += touched;
     free(phos_window.seen);
     free(phos_window.slots);
     free(phos_window.table);
@@ -491,6 +492,7 @@ int main(int count, char **words)
     pthread_mutex_unlock(&gpu_lock);
     for (int s = 0; s < STREAMS; s++)
         pthread_join(streams[s].thread, NULL);
+    check(all_touched, "nothing was touched");
     printf("%llu launches, %llu shadowed, %llu waits, %llu stream_waits, %llu failures\n",
            (unsigned long long)atomic_load(&launches), (unsigned long long)total.shadowed, (unsigned long long)total.waits,
            (unsigned long long)total.stream_waits, (unsigned long long)total.failures);
