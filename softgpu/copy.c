@@ -138,7 +138,7 @@ CUresult sg_copy_run(const struct sg_copy *copy, struct sg_context *context)
     else if (to)
         engine_wait(&sg_device(to_device)->engines[SG_H2D], bytes, while_held(started));
     else if (from)
-        engine_wait(&sg_device(from_device)->engines[SG_D2H], bytes, started);
+        engine_wait(&sg_device(from_device)->engines[SG_D2H], bytes, while_held(started));
     (void)context;
     return CUDA_SUCCESS;
 }

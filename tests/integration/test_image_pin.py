@@ -21,7 +21,7 @@ MODES = ["eager", "lazy"]
 
 @pytest.fixture
 def shared() -> Iterator[Path]:
-    """A folder in memory."""
+    """A folder in memory. Asked for before the site, it is there until that site's phosd has ended."""
     folder = Path(tempfile.mkdtemp(prefix="phos-test-", dir="/dev/shm"))
     try:
         yield folder
@@ -59,7 +59,7 @@ def test_an_image_on_a_disk_is_copied_and_restored_without_its_data_files(site: 
     assert "is missing" in dumped.restore(check=False)
 
 
-def test_what_lies_in_memory_is_pinned_where_it_is(site: Site, shared: Path) -> None:
+def test_what_lies_in_memory_is_pinned_where_it_is(shared: Path, site: Site) -> None:
     dumped = Dumped(site, shared)
     said = pin(site, dumped.image)
     assert said["copied"] == 0
@@ -78,7 +78,7 @@ def test_what_lies_in_memory_is_pinned_where_it_is(site: Site, shared: Path) -> 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("copy", [True, False])
-def test_a_pinned_image_is_neither_read_nor_hashed(site: Site, shared: Path, mode: str, copy: bool) -> None:
+def test_a_pinned_image_is_neither_read_nor_hashed(shared: Path, site: Site, mode: str, copy: bool) -> None:
     """What is pinned is altered in a way that nothing but reading it could notice."""
     dumped = Dumped(site, shared)
     pin(site, dumped.image, *(["--copy"] if copy else []))
@@ -93,7 +93,7 @@ def test_a_pinned_image_is_neither_read_nor_hashed(site: Site, shared: Path, mod
 
 @pytest.mark.parametrize("damage", ["altered", "cut off"])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_file_that_changes_where_it_is_pinned_is_noticed(site: Site, shared: Path, mode: str, damage: str) -> None:
+def test_a_file_that_changes_where_it_is_pinned_is_noticed(shared: Path, site: Site, mode: str, damage: str) -> None:
     dumped = Dumped(site, shared)
     kept = {file: file.read_bytes() for file in dumped.data()}
     pin(site, dumped.image)
@@ -117,7 +117,7 @@ def test_a_file_that_changes_where_it_is_pinned_is_noticed(site: Site, shared: P
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_stores_through_a_mapping_are_noticed_by_a_restore(site: Site, shared: Path, mode: str) -> None:
+def test_stores_through_a_mapping_are_noticed_by_a_restore(shared: Path, site: Site, mode: str) -> None:
     """No time of modification tells of them."""
     dumped = Dumped(site, shared)
     assert pin(site, dumped.image)["copied"] == 0
@@ -131,7 +131,7 @@ def test_stores_through_a_mapping_are_noticed_by_a_restore(site: Site, shared: P
     assert dumped.restore("lazy") == LAYERS_SUM
 
 
-def test_what_somebody_may_write_to_is_copied(site: Site, shared: Path) -> None:
+def test_what_somebody_may_write_to_is_copied(shared: Path, site: Site) -> None:
     dumped = Dumped(site, shared)
     with open(dumped.data()[0], "r+b") as data, mmap.mmap(data.fileno(), 4096) as mapped:
         assert pin(site, dumped.image)["copied"] > 0
@@ -140,7 +140,7 @@ def test_what_somebody_may_write_to_is_copied(site: Site, shared: Path) -> None:
             assert dumped.restore(mode) == LAYERS_SUM
 
 
-def test_a_damaged_image_is_not_pinned(site: Site, shared: Path) -> None:
+def test_a_damaged_image_is_not_pinned(shared: Path, site: Site) -> None:
     dumped = Dumped(site, shared)
     file = dumped.data()[0]
     with open(file, "r+b") as data:
@@ -155,7 +155,7 @@ def test_a_damaged_image_is_not_pinned(site: Site, shared: Path) -> None:
     assert "is incomplete" in refused(site, "pin", str(dumped.image))
 
 
-def test_refusals_are_sentences(site: Site, shared: Path) -> None:
+def test_refusals_are_sentences(shared: Path, site: Site) -> None:
     site.environment["PHOS_PIN_LIMIT"] = "60M"
     dumped = Dumped(site, shared)
     other = shared / "other"
@@ -189,7 +189,7 @@ def test_a_limit_that_is_no_size_is_said(site: Site) -> None:
     assert "PHOS_PIN_LIMIT=much is no size" in done.stderr
 
 
-def test_phosd_lets_its_pinned_images_go_when_it_ends(site: Site, shared: Path) -> None:
+def test_phosd_lets_its_pinned_images_go_when_it_ends(shared: Path, site: Site) -> None:
     dumped = Dumped(site, shared)
     pin(site, dumped.image)
     pid = site.daemon_pid()
@@ -200,7 +200,7 @@ def test_phosd_lets_its_pinned_images_go_when_it_ends(site: Site, shared: Path) 
     assert pinned(site) == []
 
 
-def test_an_image_that_is_unpinned_during_its_restore_stays_until_it_is_done(site: Site, shared: Path) -> None:
+def test_an_image_that_is_unpinned_during_its_restore_stays_until_it_is_done(shared: Path, site: Site) -> None:
     dumped = Dumped(site, shared)
     dumped.go.unlink()
     site.run("phosd", "--stop")
@@ -219,7 +219,7 @@ def test_an_image_that_is_unpinned_during_its_restore_stays_until_it_is_done(sit
     assert criu.wait() == 0
 
 
-def test_a_pool_takes_its_memory_from_what_is_pinned(site: Site, shared: Path) -> None:
+def test_a_pool_takes_its_memory_from_what_is_pinned(shared: Path, site: Site) -> None:
     dumped = Dumped(site, shared)
     pin(site, dumped.image, "--name", "layers")
     site.run("phos-gpu", "pool", "create", str(dumped.image), "--size", "1")
@@ -232,7 +232,7 @@ def test_a_pool_takes_its_memory_from_what_is_pinned(site: Site, shared: Path) -
     assert dumped.program.result() == LAYERS_SUM
 
 
-def test_what_is_shown(site: Site, shared: Path) -> None:
+def test_what_is_shown(shared: Path, site: Site) -> None:
     dumped = Dumped(site, shared)
     assert "No image is pinned" in site.run("phos-gpu", "image", "list").stdout
     assert "is pinned" not in site.run("phos-gpu", "status").stdout

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,30 +61,42 @@ def test_a_checkpoint_with_twins(site: Site, name: str) -> None:
     assert program.wait_result() == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("struct_argument", ("--size", "1500000", "--iterations", "12")),
-        ("pointer_chase", ("--size", "19", "--iterations", "12")),
-        ("device_pointer", ("--size", "1500000", "--iterations", "12")),
-    ],
-)
-def test_a_checkpoint_whose_guesses_are_wrong(site: Site, liar: Path, name: str, options: tuple[str, ...]) -> None:
-    """Of larger memory, where otherwise the first copy would wait until all is saved.
+ASLEEP = 3
+"""Seconds between two iterations: longer than a dump takes from its command to the quiesce, even on a slow machine."""
 
-    The program is stopped while it sleeps between two iterations. What it then does first is the launch of which
-    nothing was guessed: in the middle of an iteration it could be a fill, which waits until half the memory is saved.
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("struct_argument", "1500000"), ("pointer_chase", "19"), ("device_pointer", "1500000")]
+)
+def test_a_checkpoint_whose_guesses_are_wrong(site: Site, liar: Path, name: str, size: str) -> None:
+    """The program is stopped while it sleeps; what it does next is the launch of which nothing was guessed.
+
+    No copy of phosd's ends before it has been made.
     """
-    expected = site.example(name, *options, under=False, SOFTGPU_COPY_BANDWIDTH="0").wait_result()
+    options = ("--size", size, "--iterations", "6")
+    expected = site.example(name, *options, under=False).wait_result()
     site.run("phosd", "--ensure")
-    start_liar(site, str(8 << 20))
-    program = site.example(name, *options, "--iteration-seconds", "1", SOFTGPU_COPY_BANDWIDTH="0")
+    start_liar(site, "0")
+    program = site.example(name, *options, "--iteration-seconds", str(ASLEEP), SOFTGPU_COPY_HOLD="")
     program.wait_iterations(1)
     wait_until(lambda: analysed(site, program), "the analysis of its kernels")
     program.wait_iterations(program.iterations() + 1)
     image = site.image()
-    site.dump(program, image, "--leave-running", PHOS_PROTOCOL="cow", PHOS_VALIDATE="off")
-    wrong, right = [job for job in site.status()["jobs"] if job["kind"] == "dump"]
+    hold = Path(site.environment["SOFTGPU_COPY_HOLD"])
+    hold.touch()
+
+    def let_go() -> None:
+        try:
+            wait_until(lambda: any(p["name"] == "attach" for job in dumps(site) for p in job["phases"]), "the window")
+            time.sleep(ASLEEP + 1)
+        finally:
+            hold.unlink()
+
+    with ThreadPoolExecutor(1) as executor:
+        letting_go = executor.submit(let_go)
+        site.dump(program, image, "--leave-running", PHOS_PROTOCOL="cow", PHOS_VALIDATE="off")
+        letting_go.result()
+    wrong, right = dumps(site)
     assert (wrong["state"], right["state"]) == ("mispredicted", "committed")  # made anew, with the world stopped
     assert "that no guess named: " in wrong["error"]
     assert re.search(r"\w+ writes to 0x[0-9a-f]+ \(line \d+ of its PTX\)", wrong["error"])
@@ -129,6 +144,11 @@ def test_a_wrong_guess_waits_for_its_data(site: Site, liar: Path) -> None:
     assert counts["twins"] == BUFFERS
     assert counts["violations"] > 0
     assert "guesses were wrong, and their kernels waited: add " in (site.folder / "run" / "phosd.log").read_text()
+
+
+def dumps(site: Site) -> list[dict[str, Any]]:
+    """phosd's dumps, the last one last."""
+    return [job for job in site.status()["jobs"] if job["kind"] == "dump"]
 
 
 def restoring(site: Site) -> dict[str, int]:

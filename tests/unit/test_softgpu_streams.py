@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from .softgpu_host import needs_softgpu, run
 
 pytestmark = needs_softgpu
@@ -109,7 +111,8 @@ assert get(p, 6) == b"before"
     )
 
 
-def test_copies_to_a_device_are_held(tmp_path: Path) -> None:
+@pytest.mark.parametrize("copy", ["HtoDAsync(device, host", "DtoHAsync(host, device"], ids=["to", "from"])
+def test_copies_to_and_from_a_device_are_held(tmp_path: Path, copy: str) -> None:
     held = tmp_path / "held"
     held.touch()
     run(
@@ -117,9 +120,7 @@ def test_copies_to_a_device_are_held(tmp_path: Path) -> None:
         import os
         start()
         device, host, s = ok(cu.cuMemAlloc(64)), ok(cu.cuMemHostAlloc(64, 0)), ok(cu.cuStreamCreate(1))
-        ok(cu.cuMemcpyDtoHAsync(host, device, 64, s))
-        ok(cu.cuStreamSynchronize(s))
-        ok(cu.cuMemcpyHtoDAsync(device, host, 64, s))
+        ok(cu.cuMemcpy{copy}, 64, s))
         time.sleep(0.1)
         assert cu.cuStreamQuery(s)[0] == E.CUDA_ERROR_NOT_READY
         os.unlink({str(held)!r})
