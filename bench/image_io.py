@@ -1,16 +1,17 @@
 """How fast the image library writes, reads and verifies, without a GPU: memory to an image and back.
 
-    python bench/image_io.py DIRECTORY [--threads N] [--gigabytes G] [--json]
-
 Each thread plays one slot of the daemon's ring: it writes the same 64 MiB of random bytes again and again, in calls of
 --call MiB, to its own stripe. Also measured is what a call costs beside hashing and writing ('overhead'): calls of one
 page, a million of which would otherwise hide in the copying.
+
+With "reserve" the files' room is allocated first, with "place" huge pages are found for it and all is copied into
+these, as GPUs do it (only in a file system in memory); that is timed apart. The image is read as soon as it has been
+written: what a restore after a dump does.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import ctypes
 import mmap
 import os
 import random
@@ -19,11 +20,25 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import harness
+import machine
+from harness import Results
+
 from phos.gen import phos_image_pb2 as pb
+from phos.images.files import address_of, run_in_threads
+from phos.images.mapping import unmap_memory
 from phos.images.reader import Image
 from phos.images.writer import ImageWriter
+
+SEGMENT = 512 << 20
+MOST = 16 << 20
+"""Of places, as gpu_engine/landing.py has it."""
+
+ROOMS = ("none", "reserve", "place")
 
 SESSION = bytes(16)
 SLOT = 64 << 20
@@ -79,28 +94,52 @@ def overhead(directory: Path) -> float:
         return (time.monotonic() - began) / calls * 1e6
 
 
+def find_room(writer: ImageWriter, room: str, total: int, threads: int) -> int:
+    """Where the memory is that is written to, with room "place"; else 0."""
+    if room == "reserve" and not writer.reserve(total):
+        raise SystemExit(f"there is no room for {total} bytes")
+    if room != "place":
+        return 0
+    address = writer.map_data(total, SEGMENT, MOST)
+    if not address:
+        raise SystemExit("this file system does not keep its data in memory")
+    size = writer.mapped_bytes
+    run_in_threads(
+        [partial(writer.populate_data, at, min(SEGMENT, size - at)) for at in range(0, size, SEGMENT)], threads
+    )
+    return address
+
+
 def measure(
-    directory: Path, threads: int, total: int, call: int, chunk: int, direct: bool | None, reserve: bool
-) -> dict[str, object]:
+    directory: Path, threads: int, total: int, call: int, chunk: int, direct: bool | None, room: str
+) -> dict[str, float]:
+    """Seconds and GB/s of one image."""
+    call = min(call, MOST) if room == "place" else call
     each = total // threads // SLOT * SLOT
     slots = [random_slot() for _ in range(threads)]
     fd = os.open(directory, os.O_RDONLY)
     with ImageWriter(fd, stripes=threads, chunk_size=chunk, direct=direct) as writer:
         began = time.monotonic()
-        if reserve and not writer.reserve(each * threads):
-            raise SystemExit(f"there is no room for {each * threads} bytes in {directory}")
-        reserved = time.monotonic() - began
+        address = find_room(writer, room, each * threads, threads)
+        found = time.monotonic() - began
 
         def write(i: int) -> None:
             view = memoryview(slots[i])
+            source = address_of(view)
             for at in range(0, each, call):
                 begin = at % SLOT
-                writer.write(i, (SESSION, i + 1), at, view[begin : begin + call])
+                if not address:
+                    writer.write(i, (SESSION, i + 1), at, view[begin : begin + call])
+                elif place := writer.place(call):
+                    ctypes.memmove(place.address, source + begin, call)
+                    writer.write_placed((SESSION, i + 1), at, place, None)
 
         written = in_threads(threads, write)
         began = time.monotonic()
         writer.commit(inventory([each] * threads))
         commit = time.monotonic() - began
+        if address:
+            unmap_memory(address, writer.mapped_bytes)
 
     def read(i: int) -> None:
         view = memoryview(slots[i])
@@ -114,52 +153,55 @@ def measure(
         verified = time.monotonic() - began
         if problems:
             raise SystemExit("\n".join(problems))
-        was_direct = image.inventory.data.direct
     size = each * threads
     return {
-        "bytes": size,
-        "threads": threads,
-        "call_bytes": call,
-        "chunk_bytes": chunk,
-        "direct": was_direct,
-        "reserve_s": round(reserved, 3) if reserve else None,
-        "write_GB_s": round(size / written / 1e9, 2),
-        "commit_s": round(commit, 3),
-        "write_and_commit_GB_s": round(size / (written + commit) / 1e9, 2),
-        "read_GB_s": round(size / took / 1e9, 2),
-        "verify_GB_s": round(size / verified / 1e9, 2),
+        "room_s": found,
+        "write_GB_s": size / written / 1e9,
+        "commit_s": commit,
+        "read_GB_s": size / took / 1e9,
+        "verify_GB_s": size / verified / 1e9,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("directory", type=Path, help="where the images are written (and removed again)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--gigabytes", type=float, default=4.0)
-    parser.add_argument("--call", type=int, default=32, help="MiB a write() gets")
-    parser.add_argument("--chunk", type=int, default=4, help="MiB")
+    """Run the benchmark."""
+    parser = harness.options(__doc__ or "")
+    harness.add_image_option(parser)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), metavar="N", help="(%(default)s)")
+    parser.add_argument("--gigabytes", type=float, default=4.0, metavar="G", help="(%(default)s)")
+    parser.add_argument("--call", type=int, default=32, metavar="M", help="MiB a write() gets (%(default)s)")
+    parser.add_argument("--chunk", type=int, default=4, metavar="M", help="MiB (%(default)s)")
     parser.add_argument("--direct", choices=["auto", "yes", "no"], default="auto")
-    parser.add_argument("--reserve", action="store_true", help="allocate the files' room first, timed apart")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    direct = {"auto": None, "yes": True, "no": False}[args.direct]
-    total = int(args.gigabytes * 1e9)
-    if total // args.threads < SLOT:
-        parser.error(f"--gigabytes is too small for {args.threads} threads of at least {SLOT} bytes each")
-    folder = Path(tempfile.mkdtemp(prefix="phos-image-io-", dir=args.directory))
-    try:
-        (folder / "a").mkdir()
-        (folder / "b").mkdir()
-        result = measure(folder / "a", args.threads, total, args.call << 20, args.chunk << 20, direct, args.reserve)
-        result["overhead_us_per_call"] = round(overhead(folder / "b"), 1)
-    finally:
-        shutil.rmtree(folder)
-    if args.json:
-        json.dump(result, sys.stdout)
-        print()
-    else:
-        for key, value in result.items():
-            print(f"{key:24} {value}")
+    parser.add_argument("--rooms", type=harness.words, default=["none", "reserve", "place"], metavar="LIST")
+    parser.add_argument(
+        "--touch-gib", type=int, default=0, metavar="G", help="have the machine find so much memory first"
+    )
+    chosen = harness.prepare(parser)
+    harness.refuse_unknown(parser, chosen.rooms, ROOMS)
+    total = 2 * SLOT * chosen.threads if chosen.smoke else int(chosen.gigabytes * 1e9)
+    if total // chosen.threads < SLOT:
+        parser.error(f"--gigabytes is too small for {chosen.threads} threads of at least {SLOT} bytes each")
+    results = Results(chosen, "image-io", "How fast images are written, read and verified")
+    if chosen.touch_gib:
+        machine.touch_memory(chosen.touch_gib << 30)
+    direct = {"auto": None, "yes": True, "no": False}[chosen.direct]
+
+    def measure_room(room: str) -> None:
+        runs = []
+        for _ in range(chosen.repeats or (1 if chosen.smoke else 3)):
+            folder = Path(tempfile.mkdtemp(prefix="phos-image-io-", dir=chosen.image))
+            try:
+                (folder / "a").mkdir()
+                (folder / "b").mkdir()
+                sizes = (chosen.call << 20, chosen.chunk << 20)
+                runs.append(measure(folder / "a", chosen.threads, total, *sizes, direct, room))
+                runs[-1]["overhead_us_per_call"] = overhead(folder / "b")
+            finally:
+                shutil.rmtree(folder)
+        medians = {name: harness.median(run[name] for run in runs) for name in runs[0]}
+        results.add(f"{room}, {chosen.image}", bytes=total, threads=chosen.threads, runs=runs, **medians)
+
+    harness.measure_each(chosen, results, chosen.rooms, measure_room)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
 """The data file of an image that is being written, page-locked: GPUs write into it, and no processor copies.
 
-Only where the file system has huge pages for it (tmpfs mounted with huge=always or within_size): to find, map and lock
-small pages costs more than to copy.
+Only in a tmpfs, and with huge pages (images/stripe.py): to find, map and lock small ones costs more than to copy.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import suppress
 from functools import partial
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.errors import DriverError
 from phos.images.files import run_in_threads
-from phos.images.mapping import MADV_POPULATE_WRITE, advise, unmap_memory
+from phos.images.mapping import unmap_memory
 from phos.images.writer import ImageWriter
 
 log = logging.getLogger(__name__)
@@ -27,13 +27,18 @@ PLACE_BYTES = 16 << 20
 THREADS = 8
 """The processes still compute meanwhile."""
 
+SLOWEST = 2e9
+"""Bytes per second. Where memory is so fragmented that huge pages are found more slowly, small ones have to do."""
+
 
 class Landing:
     """The locked memory behind :meth:`phos.images.writer.ImageWriter.place`."""
 
-    def __init__(self, address: int, size: int) -> None:
+    def __init__(self, writer: ImageWriter, address: int) -> None:
+        self._writer = writer
         self._address = address
-        self._size = size
+        self._size = writer.mapped_bytes
+        self._deadline = time.monotonic() + 1 + self._size / SLOWEST
         self._locked: list[int] = []  # list.append is one step under the GIL
 
     @staticmethod
@@ -42,10 +47,10 @@ class Landing:
         address = writer.map_data(total, SEGMENT_BYTES, PLACE_BYTES)
         if not address:
             return None
-        landing = Landing(address, writer.mapped_bytes)
+        landing = Landing(writer, address)
         try:
             pieces = [
-                partial(landing._lock, address + at, min(SEGMENT_BYTES, landing._size - at))
+                partial(landing._lock, at, min(SEGMENT_BYTES, landing._size - at))
                 for at in range(0, landing._size, SEGMENT_BYTES)
             ]
             run_in_threads(pieces, THREADS)
@@ -57,19 +62,21 @@ class Landing:
         log.info("GPUs write into the image's own pages: %d bytes of them.", landing._size)
         return landing
 
-    def _lock(self, address: int, size: int) -> None:
-        if not advise(address, size, MADV_POPULATE_WRITE):
-            raise OSError("the file system is full, or the kernel cannot populate a mapping")
+    def _lock(self, offset: int, size: int) -> None:
+        if time.monotonic() > self._deadline:
+            raise TimeoutError(f"finding huge pages for {self._size} bytes takes too long")
+        self._writer.populate_data(offset, size)
         driver.context(0).use()
-        driver.register_host(address, size)
-        self._locked.append(address)
+        driver.register_host(self._address + offset, size)
+        self._locked.append(self._address + offset)
 
     def release(self) -> None:
         """Unlock and unmap it; no copy to it may be under way."""
-        with suppress(DriverError):  # the context may be lost
-            driver.context(0).use()
-            while self._locked:
-                driver.unregister_host(self._locked.pop())
+        if self._locked:
+            with suppress(DriverError):  # the context may be lost
+                driver.context(0).use()
+                while self._locked:
+                    driver.unregister_host(self._locked.pop())
         if self._size:
             unmap_memory(self._address, self._size)
             self._size = 0

@@ -30,7 +30,6 @@ from phos.images.extents import BlockTable, Extent
 from phos.images.files import lives_in_memory, run_in_threads, thread_count
 from phos.images.formats import BlockKey, align_up
 from phos.images.mapping import (
-    HUGE_PAGE,
     MADV_HUGEPAGE,
     MADV_POPULATE_WRITE,
     advise,
@@ -123,10 +122,8 @@ class Region:
         self._identity: tuple[int, int] | None = None
         self._watcher = watcher
         self._watch = watcher.add(descriptor) if watcher else 0
-        self._mapped = self.length + (HUGE_PAGE if descriptor < 0 else 0)
-        self._base = self.address = map_memory(self._mapped, descriptor)
+        self.address = map_memory(self.length, descriptor)
         if descriptor < 0:
-            self.address = (self._base + HUGE_PAGE - 1) & -HUGE_PAGE
             advise(self.address, self.length, MADV_HUGEPAGE)
 
     def populate(self, offset: int, length: int) -> None:
@@ -169,7 +166,7 @@ class Region:
         if self._locked:
             driver.context(0).use()
             driver.unregister_host(self.address)
-        unmap_memory(self._base, self._mapped)
+        unmap_memory(self.address, self.length)
         if self.descriptor >= 0:
             os.close(self.descriptor)
 

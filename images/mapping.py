@@ -10,7 +10,9 @@ HUGE_PAGE = 2 << 20
 
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # Linux 5.14
-_MAP_SHARED, _MAP_PRIVATE, _MAP_ANONYMOUS, _MAP_NORESERVE = 1, 2, 0x20, 0x4000
+MADV_COLLAPSE = 25  # Linux 6.1
+_PROT_NONE = 0
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 1, 2, 0x10, 0x20, 0x4000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -20,17 +22,33 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def map_memory(size: int, descriptor: int) -> int:
-    """Map memory, of a file or (-1) of nobody, to be read and written; its address.
+    """Map memory, of a file or (-1) of nobody, to be read and written; its address, a multiple of a huge page.
 
     Raises:
         OSError: the kernel refuses.
     """
+    # Room for it and for its alignment, of which only what it needs is kept.
+    room = _mmap(0, size + HUGE_PAGE, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    address = -(-room // HUGE_PAGE) * HUGE_PAGE
     flags = _MAP_SHARED if descriptor >= 0 else _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
-    address = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, 0)
-    if address == ctypes.c_void_p(-1).value:
+    try:
+        _mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags | _MAP_FIXED, descriptor)
+    except OSError:
+        unmap_memory(room, size + HUGE_PAGE)
+        raise
+    end = -(-(address + size) // mmap.PAGESIZE) * mmap.PAGESIZE
+    for start, stop in ((room, address), (end, room + size + HUGE_PAGE)):
+        if start < stop:
+            unmap_memory(start, stop - start)
+    return address
+
+
+def _mmap(address: int, size: int, protection: int, flags: int, descriptor: int) -> int:
+    mapped = _libc.mmap(address, size, protection, flags, descriptor, 0)
+    if mapped == ctypes.c_void_p(-1).value:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    return int(address)
+    return int(mapped or 0)
 
 
 def unmap_memory(address: int, size: int) -> None:
@@ -38,9 +56,9 @@ def unmap_memory(address: int, size: int) -> None:
     _libc.munmap(address, size)
 
 
-def advise(address: int, size: int, advice: int) -> bool:
-    """madvise(2); whether the kernel took it."""
-    return int(_libc.madvise(address, size, advice)) == 0
+def advise(address: int, size: int, advice: int) -> int:
+    """madvise(2): 0, or an errno."""
+    return 0 if _libc.madvise(address, size, advice) == 0 else ctypes.get_errno()
 
 
 def view_of(address: int, size: int) -> memoryview:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,9 +16,12 @@ from phos.images.chunk_hash import chunk_hash, zero_hash
 from phos.images.errors import ImageError
 from phos.images.files import allocate
 from phos.images.formats import HASH_SIZE, BlockKey, align_up
-from phos.images.mapping import HUGE_PAGE, has_huge_pages, map_memory
+from phos.images.mapping import HUGE_PAGE, MADV_COLLAPSE, MADV_POPULATE_WRITE, advise, has_huge_pages, map_memory
 from phos.images.new_files import NewFiles
 from phos.images.table import WrittenRun
+
+COLLAPSE_ATTEMPTS = 3
+"""How often pages that somebody holds for a moment, the kernel for its lists for example, are tried again."""
 
 
 class Stripe:
@@ -140,6 +144,7 @@ class MappedStripe(Stripe):
 
     address = size = 0  # where it is mapped, once it is
     _segment = 0
+    _mounted_huge = False
 
     def map(self, total: int, segment: int, most: int) -> None:
         """Make the file and map it, with room for ``total`` bytes in places of at most ``most``.
@@ -147,16 +152,41 @@ class MappedStripe(Stripe):
         No place lies across a multiple of ``segment``.
 
         Raises:
-            OSError, ImageError: it cannot be made, has no huge pages, or cannot be mapped.
+            OSError, ImageError: it cannot be made, or cannot be mapped.
         """
         self.create()
-        if not has_huge_pages(self.fd):
-            raise OSError(errno.ENOTSUP, "small pages")
+        self._mounted_huge = has_huge_pages(self.fd)
         size = total + total // (segment - most) * most  # what places leave free before a boundary
         self.size = -(-size // HUGE_PAGE) * HUGE_PAGE
         self._segment = segment
         os.ftruncate(self.fd, self.size)
         self.address = map_memory(self.size, self.fd)
+
+    def populate(self, offset: int, size: int) -> None:
+        """Find the pages for a part of it, in bytes, both multiples of a huge page: huge ones, all of them zeros.
+
+        A tmpfs that is not mounted with huge=always gives a file small pages, unless it is asked to collapse some into
+        a huge one (madvise(2), Linux 6.1). They need not be there: one for each huge page is enough.
+
+        Raises:
+            OSError: there are none.
+        """
+        if self._mounted_huge:
+            code = advise(self.address + offset, size, MADV_POPULATE_WRITE)
+        else:
+            for at in range(offset, offset + size, HUGE_PAGE):
+                if not allocate(self.fd, at, mmap.PAGESIZE):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            code = self._collapse(offset, size)
+        if code:
+            raise OSError(code, f"{os.strerror(code)} (for huge pages)")
+
+    def _collapse(self, offset: int, size: int) -> int:
+        for _ in range(COLLAPSE_ATTEMPTS):
+            code = advise(self.address + offset, size, MADV_COLLAPSE)
+            if code not in (errno.EAGAIN, errno.EBUSY):
+                break
+        return code
 
     def place(self, size: int) -> int | None:
         """Where in the file so many bytes may be put; None: there is no more room."""

@@ -130,14 +130,14 @@ class ImageWriter:
         return True
 
     def map_data(self, total: int, segment: int, most: int) -> int:
-        """Make a data file that is written through memory, where the file system has huge pages for it.
+        """Make a data file that is written through memory, in a file system that keeps its data there.
 
         total    so many bytes can be placed there, however they are cut.
         segment  no place lies across a multiple of this many bytes; a multiple of the size of a huge page.
         most     bytes of one place.
 
-        Returns the address of `mapped_bytes` bytes, which have no pages yet; 0: it is not to be had. The caller unmaps
-        them when nothing is written there any more, before commit() or after it.
+        Returns the address of `mapped_bytes` bytes, which have no pages yet (populate_data() finds them); 0: it is not
+        to be had. The caller unmaps them when nothing is written there any more, before commit() or after it.
         """
         if self._direct or not lives_in_memory(self._files.directory):
             return 0
@@ -156,6 +156,14 @@ class ImageWriter:
     def mapped_bytes(self) -> int:
         """How much memory :meth:`map_data` has mapped."""
         return 0 if self._mapped is None else self._mapped.size
+
+    def populate_data(self, offset: int, size: int) -> None:
+        """Find huge pages for a part of what :meth:`map_data` has mapped; see :meth:`MappedStripe.populate`.
+
+        Several threads may, each for another part. Raises OSError.
+        """
+        assert self._mapped is not None
+        self._mapped.populate(offset, size)
 
     def unmap_data(self) -> None:
         """No more places, because the memory cannot be used after all; nothing has been written there."""

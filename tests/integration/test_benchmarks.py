@@ -259,3 +259,12 @@ def test_criu_freeze(site: Site) -> None:
     assert rows["all"]["prepare CPU pages"] > 0
     assert "prepare CPU pages" not in rows[by_criu]
     assert rows[by_criu]["criu_memory_write_seconds"] > rows["all"]["criu_memory_write_seconds"]
+
+
+def test_image_io(site: Site) -> None:
+    """A row for each way to have room, in a file system in memory."""
+    rows = {row["key"]: row for row in smoke(site, "image_io", "--image", "/dev/shm")["rows"]}
+    none, reserve, place = (rows[f"{room}, /dev/shm"] for room in ("none", "reserve", "place"))
+    assert all(row["write_GB_s"] > 0 < row["read_GB_s"] for row in rows.values())
+    assert none["room_s"] < reserve["room_s"]
+    assert none["room_s"] < place["room_s"]

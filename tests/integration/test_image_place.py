@@ -116,7 +116,8 @@ def test_descriptors_and_threads_of_phosd_do_not_grow(site: Site) -> None:
 
     wait_until(lambda: site.status()["jobs"][-1]["state"] == "committed", "the end of the first")
     before = open_now()
-    for number in range(3):
+    rounds = 3
+    for number in range(rounds):
         image = site.image(f"image-{number}")
         site.dump(program, image, "--leave-running")
         program.wait_progress()
@@ -125,4 +126,5 @@ def test_descriptors_and_threads_of_phosd_do_not_grow(site: Site) -> None:
         refused = site.restore(image, check=False)  # it still runs
         assert refused.returncode != 0
         program.wait_progress()
-    wait_until(lambda: all(now <= then for now, then in zip(open_now(), before, strict=True)), "phosd to settle", 15)
+    # A worker that had nothing to do in the first dump may have made its stream since; a leak has one for each dump.
+    wait_until(lambda: open_now()[0] <= before[0] and open_now()[1] < before[1] + rounds, "phosd to settle", 15)

@@ -17,8 +17,9 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.daemon import pinned_images
 from phos.gpu_engine.daemon.pinned_images import PinnedImages, available_memory, limit_from
 from phos.gpu_engine.errors import DriverError, PhosError, UsageError
-from phos.gpu_engine.pinned import HUGE_PAGE, PinnedMemory, data_bytes
+from phos.gpu_engine.pinned import PinnedMemory, data_bytes
 from phos.images.errors import ImageError
+from phos.images.mapping import HUGE_PAGE
 from phos.images.reader import Image
 from tests.unit.image_sets import CONTENT, aligned, write_small
 
