@@ -184,6 +184,7 @@ def main() -> None:
     results = Results(chosen, "image-io", "How fast images are written, read and verified")
     if chosen.touch_gib:
         machine.touch_memory(chosen.touch_gib << 30)
+    place = getattr(chosen, "images_in", chosen.image)
     direct = {"auto": None, "yes": True, "no": False}[chosen.direct]
 
     def measure_room(room: str) -> None:
@@ -199,7 +200,7 @@ def main() -> None:
             finally:
                 shutil.rmtree(folder)
         medians = {name: harness.median(run[name] for run in runs) for name in runs[0]}
-        results.add(f"{room}, {chosen.image}", bytes=total, threads=chosen.threads, runs=runs, **medians)
+        results.add(f"{room}, {place}", bytes=total, threads=chosen.threads, runs=runs, **medians)
 
     harness.measure_each(chosen, results, chosen.rooms, measure_room)
 
