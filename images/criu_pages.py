@@ -59,6 +59,9 @@ _BUFFER_SIZE = 1 << 20
 _U32 = struct.Struct("<I")
 _MAGICS = struct.Struct("<II")
 
+_COMPAT = "compat_nr_pages"
+"""Where CRIU before 4.2 counts the pages of an entry. Later ones have a wider nr_pages, and 0 here."""
+
 _Range = tuple[int, int, int]
 """First address, address behind the last, and what its list says of it."""
 
@@ -213,6 +216,8 @@ def _encoder() -> Callable[[int, int, int], bytes]:
     from pycriu.images.pagemap_pb2 import pagemap_entry
 
     entry = pagemap_entry()  # one for all: making one takes as long as filling it in
+    if _COMPAT in pagemap_entry.DESCRIPTOR.fields_by_name:
+        entry.compat_nr_pages = 0
 
     def encode(address: int, end: int, flags: int) -> bytes:
         entry.vaddr, entry.nr_pages, entry.flags = address, (end - address) // _PAGE, flags
@@ -235,8 +240,13 @@ def _own(directory: int, name: str) -> tuple[bytes, int, list[_Part]]:
     parts, offset, encode = [], 0, _encoder()
     for body in bodies[1:]:
         entry = _parse(pagemap_entry, body, name)
-        address, pages = entry.vaddr, entry.nr_pages
-        # Images of older CRIUs have no flags; init_compat_pagemap_entry() of criu/pagemap.c.
+        # Images of older CRIUs count pages elsewhere, or have no flags; init_compat_pagemap_entry() of criu/pagemap.c.
+        address, pages = entry.vaddr, entry.nr_pages or getattr(entry, _COMPAT, 0)
+        if not pages:
+            raise ImageError(
+                f"{name} has no pages at {address:#x}. Is CRIU newer than the pycriu package that PhOS was installed "
+                "with? With PHOS_CPU_PAGES=off in phosd's environment CRIU copies all pages itself."
+            )
         flags = entry.flags if entry.HasField("flags") else PE_PRESENT
         if flags & PE_PARENT or entry.in_parent:
             raise ImageError(f"{name}: the pages at {address:#x} are in a parent image, which cannot be merged into")

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,6 +56,51 @@ KINDS = {
     (0x22, 1 | 1 << 12): PE_PRESENT,  # vvar
 }
 """Flags and status of a VMA, and the flags of its pages."""
+
+
+def wider_entries() -> type[Any]:
+    """The message of an entry as CRIU 4.2 has it, and its pycriu (images/pagemap.proto there)."""
+    file = descriptor_pb2.FileDescriptorProto(name="pagemap-4.2.proto")
+    message = file.message_type.add(name="pagemap_entry")
+    field = descriptor_pb2.FieldDescriptorProto
+    for number, (name, kind, label) in enumerate(
+        [
+            ("vaddr", field.TYPE_UINT64, field.LABEL_REQUIRED),
+            ("compat_nr_pages", field.TYPE_UINT32, field.LABEL_REQUIRED),
+            ("in_parent", field.TYPE_BOOL, field.LABEL_OPTIONAL),
+            ("flags", field.TYPE_UINT32, field.LABEL_OPTIONAL),
+            ("nr_pages", field.TYPE_UINT64, field.LABEL_OPTIONAL),
+        ],
+        start=1,
+    ):
+        message.field.add(name=name, number=number, type=kind, label=label)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    made: type[Any] = message_factory.GetMessageClass(pool.FindMessageTypeByName("pagemap_entry"))
+    return made
+
+
+INSTALLED = pagemap_pb2.pagemap_entry
+WIDER = INSTALLED if "compat_nr_pages" in INSTALLED.DESCRIPTOR.fields_by_name else wider_entries()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """With entries as the CRIU that is installed has them; where it need not read them, also with those of CRIU 4.2."""
+    forms = [INSTALLED] if "dumped" in metafunc.fixturenames or WIDER is INSTALLED else [INSTALLED, WIDER]
+    metafunc.parametrize("form", forms, indirect=True, ids=["installed", "4.2"][: len(forms)])
+
+
+@pytest.fixture(autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pagemap_pb2, "pagemap_entry", request.param)
+
+
+def entry_of(page: int, count: int, **more: Any) -> Any:
+    """An entry of so many pages, the first by its number."""
+    entry = pagemap_pb2.pagemap_entry(vaddr=page * PAGE, nr_pages=count, **more)
+    if "compat_nr_pages" in entry.DESCRIPTOR.fields_by_name:
+        entry.compat_nr_pages = 0
+    return entry
 
 
 # ------------------------------------------------------------------------------------------------- images and a model
@@ -116,10 +162,7 @@ def pages_of(folder: Path, task: int) -> Pages:
 
 def write_pair(folder: Path, task: int, number: int, pages: Mapping[int, tuple[bytes, int]]) -> None:
     """A pagemap and its pages."""
-    entries = [
-        pagemap_pb2.pagemap_entry(vaddr=first * PAGE, nr_pages=count, flags=flags)
-        for first, count, flags in entries_for(pages)
-    ]
+    entries = [entry_of(first, count, flags=flags) for first, count, flags in entries_for(pages)]
     write_image(folder / f"pagemap-{task}.img", "PAGEMAP", [pagemap_pb2.pagemap_head(pages_id=number), *entries])
     (folder / f"pages-{number}.img").write_bytes(b"".join(pages[number][0] for number in sorted(pages)))
 
@@ -389,7 +432,7 @@ def test_an_entry_without_flags_has_its_pages(tmp_path: Path) -> None:
     """So an old CRIU wrote it."""
     expected, runs, wanted = write_case(tmp_path, SIMPLE)
     pagemap = tmp_path / f"pagemap-{TASK}.img"
-    entries = [pagemap_pb2.pagemap_entry(vaddr=at(page), nr_pages=1) for page in (0, 3)]
+    entries = [entry_of(at(page) // PAGE, 1) for page in (0, 3)]
     write_image(pagemap, "PAGEMAP", [bodies_of(pagemap)[0], *entries])
     assert call(tmp_path, runs, wanted) is True
     assert bodies_of(pagemap)[1] == entries[0].SerializeToString()
@@ -510,9 +553,31 @@ def test_a_parent_image_is_refused(tmp_path: Path) -> None:
     pagemap = tmp_path / f"pagemap-{TASK}.img"
     head, *_ = bodies_of(pagemap)
     for says in ({"flags": PE_PARENT}, {"in_parent": True}):
-        entry = pagemap_pb2.pagemap_entry(vaddr=at(0), nr_pages=1, **says)
+        entry = entry_of(at(0) // PAGE, 1, **says)
         write_image(pagemap, "PAGEMAP", [head, entry])
         refused(tmp_path, runs, wanted, f"^pagemap-{TASK}.img: the pages at {at(0):#x} are in a parent image")
+
+
+def test_pages_that_an_older_criu_counted_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By CRIU 4.2's package, in an image of CRIU 4.1."""
+    monkeypatch.setattr(pagemap_pb2, "pagemap_entry", WIDER)
+    expected, runs, wanted = write_case(tmp_path, SIMPLE)
+    pagemap = tmp_path / f"pagemap-{TASK}.img"
+    entries = [WIDER(vaddr=at(page), compat_nr_pages=1, flags=BOTH) for page in (0, 3)]
+    write_image(pagemap, "PAGEMAP", [bodies_of(pagemap)[0], *entries])
+    assert call(tmp_path, runs, wanted) is True
+    assert bodies_of(pagemap)[1] == entries[0].SerializeToString()
+    raw = b"".join(expected[number][0] for number in sorted(expected))
+    assert (tmp_path / f"pages-{NUMBER}.img").read_bytes() == raw
+
+
+def test_an_entry_that_a_newer_criu_counted_is_refused(tmp_path: Path) -> None:
+    """By CRIU 4.1's package, which sees no pages in it."""
+    runs, wanted = simple(tmp_path)
+    pagemap = tmp_path / f"pagemap-{TASK}.img"
+    head, *_ = bodies_of(pagemap)
+    write_image(pagemap, "PAGEMAP", [head, entry_of(at(0) // PAGE, 0)])
+    refused(tmp_path, runs, wanted, f"^pagemap-{TASK}.img has no pages at {at(0):#x}. Is CRIU newer")
 
 
 def test_a_pages_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
