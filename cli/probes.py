@@ -21,6 +21,7 @@ from phos.gpu_engine import installation as places
 from phos.gpu_engine import procfs, ring
 from phos.gpu_engine.daemon.paths import socket_path
 from phos.gpu_engine.errors import UsageError
+from phos.images.mapping import can_collapse
 from phos.images.native import home
 
 SYS_USERFAULTFD = 323  # x86-64
@@ -372,6 +373,15 @@ def limits() -> Iterator[Finding]:
         )
     else:
         yield Finding("huge pages", "ok", pages[1] if pages else "unknown: /sys cannot be read")
+    collapses = can_collapse()
+    yield Finding(
+        "MADV_COLLAPSE",
+        "ok" if collapses else "warning",
+        "there" if collapses else "not there, or no huge page is free",
+        ""
+        if collapses
+        else "Linux 6.1 has it; without it GPUs write into an image in memory only in a tmpfs mounted with huge=always",
+    )
     try:
         shared = os.statvfs("/dev/shm")
     except OSError:

@@ -66,6 +66,23 @@ def view_of(address: int, size: int) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
+def can_collapse() -> bool:
+    """Whether the kernel makes a huge page of small ones of a file in memory when it is asked to: tried on one."""
+    descriptor = os.memfd_create("collapse", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, HUGE_PAGE)
+        os.pwrite(descriptor, b"1", 0)
+        address = map_memory(HUGE_PAGE, descriptor)
+        try:
+            return advise(address, HUGE_PAGE, MADV_COLLAPSE) == 0
+        finally:
+            unmap_memory(address, HUGE_PAGE)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
 def has_huge_pages(descriptor: int) -> bool:
     """Whether a file's file system gives it huge pages: one in memory says so by its block size (mm/shmem.c)."""
     return os.fstat(descriptor).st_blksize >= HUGE_PAGE
