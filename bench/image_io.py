@@ -26,6 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 import machine
+import process
 from harness import Results
 
 from phos.gen import phos_image_pb2 as pb
@@ -97,12 +98,12 @@ def overhead(directory: Path) -> float:
 def find_room(writer: ImageWriter, room: str, total: int, threads: int) -> int:
     """Where the memory is that is written to, with room "place"; else 0."""
     if room == "reserve" and not writer.reserve(total):
-        raise SystemExit(f"there is no room for {total} bytes")
+        raise process.ProcessError(f"there is no room for {total} bytes")
     if room != "place":
         return 0
     address = writer.map_data(total, SEGMENT, MOST)
     if not address:
-        raise SystemExit("this file system does not keep its data in memory")
+        raise process.ProcessError("there are no places in this file system, which keeps its data on a disk")
     size = writer.mapped_bytes
     run_in_threads(
         [partial(writer.populate_data, at, min(SEGMENT, size - at)) for at in range(0, size, SEGMENT)], threads

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+CRIU_FAILED = "CRIU failed; its own log says why (dump.log, or what -o names, or the terminal)."
+"""All that phosd knows where it had no part in the failure of a dump."""
+
 
 class ExitStatus(IntEnum):
     """Exit statuses of ``phos-gpu`` and ``phosd``; docs/cli.md lists them for users."""

@@ -163,9 +163,9 @@ def says_pages() -> bool:
     # struct pm_scan_arg: size, flags, start, end, walk_end, vec, vec_len, max_pages, four masks.
     present = 1 << 3
     argument = struct.pack("12Q", 96, 0, address, address + mmap.PAGESIZE, 0, 0, 0, 0, 0, present, 0, present)
-    with open("/proc/self/pagemap", "rb") as pagemap:
-        try:
+    try:
+        with open("/proc/self/pagemap", "rb") as pagemap:
             fcntl.ioctl(pagemap, _PAGEMAP_SCAN, argument)
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True

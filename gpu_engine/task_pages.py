@@ -183,8 +183,9 @@ class _Task:
         self._join()
         with suppress(OSError):
             self._map(0)
+        descriptor, self.file = self.file, -1  # the number may soon be another file's
         with suppress(OSError):
-            os.close(self.file)
+            os.close(descriptor)
         with suppress(OSError):
             os.unlink(self.name, dir_fd=self._directory)
 
@@ -244,7 +245,7 @@ class TaskPages:
         Raises:
             OSError: the table cannot be written.
         """
-        if not self._merges or procfs.tracer(pid) != tracer:
+        if not self._merges or procfs.tracer(pid) != tracer or criu_pid in self._frozen:
             return
         try:
             task = self._task(pid)

@@ -136,7 +136,7 @@ def merge(
         return False
 
     pagemap = f"pagemap-{task}.img"
-    head, number, own = _own(directory, pagemap)
+    head, number, own, wide = _own(directory, pagemap)
     pages = f"pages-{number}.img"
     parts = sorted([*own, *_ours(directory, task, name, copied, ranges)], key=itemgetter(0))
     for part, following in pairwise(parts):
@@ -165,7 +165,7 @@ def merge(
 
         table = stack.enter_context(_new(directory, f"{pagemap}.new", stack))
         with _naming(f"{pagemap}.new"):
-            _write(table, head + b"".join(_entries(parts)))
+            _write(table, head + b"".join(_entries(parts, wide)))
             os.fchmod(table.fileno(), mode)
         os.rename(f"{pagemap}.new", pagemap, src_dir_fd=directory, dst_dir_fd=directory)
         os.rename(made, pages, src_dir_fd=directory, dst_dir_fd=directory)
@@ -211,24 +211,35 @@ def _only(directory: int, name: str, magic: str, kind: Any) -> Any:
     return _parse(kind, bodies[0], name)
 
 
-def _encoder() -> Callable[[int, int, int], bytes]:
-    """What gives the message of an entry: from its address, its end and its flags."""
+def _encoder(wide: bool) -> Callable[[int, int, int], bytes]:
+    """What makes an entry of an address, an end and flags. ``wide``: one that counts pages as CRIU 4.2 does."""
     from pycriu.images.pagemap_pb2 import pagemap_entry
 
     entry = pagemap_entry()  # one for all: making one takes as long as filling it in
-    if _COMPAT in pagemap_entry.DESCRIPTOR.fields_by_name:
+    count = "nr_pages"
+    if _knows_compat(pagemap_entry):
         entry.compat_nr_pages = 0
+        count = "nr_pages" if wide else _COMPAT
 
     def encode(address: int, end: int, flags: int) -> bytes:
-        entry.vaddr, entry.nr_pages, entry.flags = address, (end - address) // _PAGE, flags
+        entry.vaddr, entry.flags = address, flags
+        setattr(entry, count, (end - address) // _PAGE)
         message: bytes = entry.SerializeToString()
         return message
 
     return encode
 
 
-def _own(directory: int, name: str) -> tuple[bytes, int, list[_Part]]:
-    """What CRIU's pagemap says: its bytes before the first entry, the pages file's number, the entries."""
+def _knows_compat(kind: Any) -> bool:
+    """Whether the pycriu that is installed is CRIU 4.2's."""
+    return _COMPAT in kind.DESCRIPTOR.fields_by_name
+
+
+def _own(directory: int, name: str) -> tuple[bytes, int, list[_Part], bool]:
+    """What CRIU's pagemap says: its bytes before the first entry, the pages file's number, the entries.
+
+    And whether it counts pages as CRIU 4.2 does, which reads the other way as well; CRIU 4.1 reads no other.
+    """
     from pycriu.images.magic import by_name
     from pycriu.images.pagemap_pb2 import pagemap_entry, pagemap_head
 
@@ -237,9 +248,10 @@ def _own(directory: int, name: str) -> tuple[bytes, int, list[_Part]]:
         raise ImageError(f"{name} does not say which its pages file is")
     head = _parse(pagemap_head, bodies[0], name)
     raw_head = _MAGICS.pack(IMG_COMMON, by_name["PAGEMAP"]) + _framed(bodies[0])
-    parts, offset, encode = [], 0, _encoder()
-    for body in bodies[1:]:
-        entry = _parse(pagemap_entry, body, name)
+    entries = [_parse(pagemap_entry, body, name) for body in bodies[1:]]
+    wide = _knows_compat(pagemap_entry) and any(entry.HasField("nr_pages") for entry in entries)
+    parts, offset, encode = [], 0, _encoder(wide)
+    for body, entry in zip(bodies[1:], entries, strict=True):
         # Images of older CRIUs count pages elsewhere, or have no flags; init_compat_pagemap_entry() of criu/pagemap.c.
         address, pages = entry.vaddr, entry.nr_pages or getattr(entry, _COMPAT, 0)
         if not pages:
@@ -254,7 +266,7 @@ def _own(directory: int, name: str) -> tuple[bytes, int, list[_Part]]:
         parts.append(_Part(address, end, flags, offset, True, None if body == encode(address, end, flags) else body))
         if flags & PE_PRESENT:
             offset += end - address
-    return raw_head, head.pages_id, parts
+    return raw_head, head.pages_id, parts, wide
 
 
 def _memory(directory: int, task: int) -> list[_Range]:
@@ -357,10 +369,10 @@ def _check_sizes(theirs: io.FileIO, ours: io.FileIO, parts: Iterable[_Part]) -> 
             raise ImageError(f"{file.name} is cut off: it has {size} bytes, and its pages take {end}")
 
 
-def _entries(parts: Iterable[_Part]) -> Iterator[bytes]:
+def _entries(parts: Iterable[_Part], wide: bool) -> Iterator[bytes]:
     """The pagemap's entries as they are in the file."""
     address = end = flags = 0  # of the entry that is being put together; nothing as long as it ends where it begins
-    limit, encode = _ENTRY_LIMIT * _PAGE, _encoder()
+    limit, encode = _ENTRY_LIMIT * _PAGE, _encoder(wide)
     for part in parts:
         if part.address == end and part.flags == flags and part.kept is None and part.end - address <= limit:
             end = part.end

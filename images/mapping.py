@@ -68,7 +68,10 @@ def view_of(address: int, size: int) -> memoryview:
 
 def can_collapse() -> bool:
     """Whether the kernel makes a huge page of small ones of a file in memory when it is asked to: tried on one."""
-    descriptor = os.memfd_create("collapse", os.MFD_CLOEXEC)
+    try:
+        descriptor = os.memfd_create("collapse", os.MFD_CLOEXEC)
+    except OSError:
+        return False
     try:
         os.ftruncate(descriptor, HUGE_PAGE)
         os.pwrite(descriptor, b"1", 0)

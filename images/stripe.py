@@ -166,7 +166,7 @@ class MappedStripe(Stripe):
         """Find the pages for a part of it, in bytes, both multiples of a huge page: huge ones, all of them zeros.
 
         A tmpfs that is not mounted with huge=always gives a file small pages, unless it is asked to collapse some into
-        a huge one (madvise(2), Linux 6.1). They need not be there: one for each huge page is enough.
+        a huge one (madvise(2), Linux 6.1). Not all of these small ones need to be there: one is enough.
 
         Raises:
             OSError: there are none.
@@ -184,7 +184,7 @@ class MappedStripe(Stripe):
     def _collapse(self, offset: int, size: int) -> int:
         for _ in range(COLLAPSE_ATTEMPTS):
             code = advise(self.address + offset, size, MADV_COLLAPSE)
-            if code not in (errno.EAGAIN, errno.EBUSY):
+            if code != errno.EAGAIN:
                 break
         return code
 

@@ -18,10 +18,13 @@ from pathlib import Path
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.paths import log_file, socket_path
-from phos.gpu_engine.errors import DaemonUnavailable, PhosError
+from phos.gpu_engine.errors import CRIU_FAILED, DaemonUnavailable, PhosError
 
 UNDO_SECONDS = 60.0
 """How long the launcher waits for a phosd that is undoing a dump or a restore."""
+
+ANSWER_SECONDS = 10.0
+"""How much later than asked for an answer may come, before phosd counts as hanging."""
 
 START_SECONDS = 30.0
 """How long phosd may take to start; initialising the driver on a machine without persistence mode takes seconds."""
@@ -151,6 +154,7 @@ def wait_image(
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with connect(path) as connection:
+            connection.settimeout(timeout + ANSWER_SECONDS)
             asked = wire_pb2.WaitImage(timeout_s=timeout, progress=progress is not None, restore=restore)
             wire.send(connection, wire_pb2.Envelope(id=1, wait_image=asked), [descriptor])
             while True:
@@ -176,10 +180,12 @@ def show_undone(directory: str, *, restore: bool, began: float) -> None:
         if state.since < began:
             return
         state = wait_image(Path(directory), restore=restore, timeout=UNDO_SECONDS)
+        if state.timed_out:
+            print("phos: phosd is still undoing its part; 'phos-gpu status' shows it.", file=sys.stderr)
+        elif state.error and state.error != CRIU_FAILED:
+            print(f"phos: {state.error}", file=sys.stderr)
     except (PhosError, OSError):
-        return  # that may be the reason, and somebody else has said so
-    if state.error:
-        print(f"phos: {state.error}", file=sys.stderr)
+        pass  # that may be the reason, and somebody else has said so; or nobody reads what we write
 
 
 MISPREDICTED = 75

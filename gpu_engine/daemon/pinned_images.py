@@ -19,6 +19,7 @@ from phos.gpu_engine import procfs
 from phos.gpu_engine.cow.settings import size_of
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.errors import DriverError, NotPermitted, PhosError, UsageError
+from phos.gpu_engine.landing import wait_released
 from phos.gpu_engine.pinned import PinnedImage, PinnedMemory, data_bytes
 from phos.images import formats
 from phos.images.errors import ImageError
@@ -87,6 +88,7 @@ class PinnedImages:
         """
         if name and not _NAME.fullmatch(name):
             raise UsageError(f"'{name}' is no name for an image: use letters, digits, '.', '_' and '-', at most 100.")
+        wait_released()
         with Image.open(directory) as image:
             made = Pinned(
                 name, str(image.path), image.record.SerializeToString(), image.record.image_id, data_bytes(image)

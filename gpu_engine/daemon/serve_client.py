@@ -66,8 +66,8 @@ class ClientServer:
         while True:
             state = self._registry.jobs.state(directory, "restore" if request.restore else "dump")
             state.final = state.state in ("unknown", "none", "committed", "failed", "mispredicted", "attached")
-            if time.monotonic() > deadline:
-                state.final = True
+            if not state.final and time.monotonic() > deadline:
+                state.final = state.timed_out = True
                 state.error = state.error or f"not complete after {request.timeout_s:.0f} s"
             if state.final or request.progress:
                 connection.send(wire_pb2.Envelope(id=envelope.id, image_state=state))

@@ -25,7 +25,7 @@ from phos.gpu_engine import driver, inventory
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
-from phos.gpu_engine.errors import CheckpointFailed, DriverError, PhosError
+from phos.gpu_engine.errors import CRIU_FAILED, CheckpointFailed, DriverError, PhosError
 from phos.gpu_engine.landing import Landing
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
@@ -46,8 +46,6 @@ DescribeProcess = Callable[[GatedProcess, Detached], inventory.ProcessRecord]
 
 USUAL_RESIDUE = {"nvidia": 512 << 20, "software": 32 << 20}
 """What a driver wants for its own part when it is checkpointed, by :func:`driver.kind`; bytes."""
-
-CRIU_FAILED = "CRIU failed; its own log says why (dump.log, or what -o names, or the terminal)."
 
 
 @dataclass(frozen=True)
@@ -188,10 +186,11 @@ class StopDump:
                 self._residues.prepare(self.gated, estimate, self._criu)
         size = sum(block.size for block in blocks)
         # What is reserved for data that turns out to be zeros would be missing for CRIU's pages.
-        if size and _free_bytes(self._directory) > size + sum(_resident_bytes(pid) for pid in self.pids):
+        room = _free_bytes(self._directory) - sum(_resident_bytes(pid) for pid in self.pids)
+        if size and room > size:
             with self.timeline.phase("reserve room"):
                 if self.settings.in_place:
-                    self._landing = Landing.prepare(self._writer, size)
+                    self._landing = Landing.prepare(self._writer, size, room)
                 if self._landing is None and not self._writer.reserve(size):
                     log.info("%s: less room than %d bytes of GPU memory need if none of it is zeros", self.path, size)
 
@@ -375,6 +374,9 @@ class StopDump:
                 os.unlink(CRIU_INVENTORY_FILE, dir_fd=self._directory)
         self._pages.discard()
         self._writer.abort()
+        if self._landing is not None:  # whoever tries again needs the room
+            self._landing.release()
+            self._landing = None
         self._close_directory()
         self.error = reason
         self.state = "failed"
@@ -383,8 +385,8 @@ class StopDump:
         if self._directory >= 0:
             os.close(self._directory)
         self._directory = -1
-        if self._landing is not None:  # takes time, and nobody has to wait for it
-            threading.Thread(target=self._landing.release, name="release").start()
+        if self._landing is not None:  # takes time, and the image is whole
+            self._landing.release_later()
             self._landing = None
 
     def _return_blocks(self) -> None:

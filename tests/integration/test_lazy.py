@@ -162,9 +162,15 @@ def start_liar(site: Site, bandwidth: str = SLOW) -> None:
 
 
 def test_a_wrong_guess_faults_and_the_image_is_restored_eagerly(site: Site, liar: Path) -> None:
-    expected = site.example("mlp", *EXAMPLES["mlp"][:2], under=False).wait_result()
-    program = site.example("mlp", *EXAMPLES["mlp"])
-    image = dump_at(site, program)
+    """The program is stopped while it sleeps, and what it does next is a launch.
+
+    A copy would come with its guess, and wait until it has its memory: by the launch behind it all may be there.
+    """
+    options = ("--iterations", "6")
+    expected = site.example("device_pointer", *options, under=False).wait_result()
+    program = site.example("device_pointer", *options, "--iteration-seconds", "2")
+    wait_until(lambda: analysed(site, program), "the analysis of its kernels")
+    image = dump_at(site, program, program.iterations() + 1)
     start_liar(site)
     with held(site):
         restored = site.restore(image, PHOS_RESTORE="lazy")
@@ -172,7 +178,7 @@ def test_a_wrong_guess_faults_and_the_image_is_restored_eagerly(site: Site, liar
     assert "no guess named" in restored.stderr
     named = re.search(r"Kernels launched last, the newest first: (\w+)", restored.stderr)
     assert named is not None, restored.stderr
-    sources = [(examples_folder() / name).read_text() for name in ("mlp.py", "cuda_program.py")]
+    sources = [(examples_folder() / name).read_text() for name in ("device_pointer.py", "cuda_program.py")]
     assert any(f"__global__ void {named[1]}(" in source for source in sources)
     assert program.wait_result() == expected
     modes = [(job["mode"], job["state"]) for job in site.status()["jobs"] if job["kind"] == "restore"]

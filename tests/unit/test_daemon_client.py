@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
-from phos.gpu_engine.errors import DaemonUnavailable
+from phos.gpu_engine.errors import CRIU_FAILED, DaemonUnavailable
 
 BEGAN = 1000.0
 
@@ -39,6 +40,42 @@ def test_its_own_job_is_waited_for(
     client.show_undone("image", restore=True, began=BEGAN)
     assert max(waited) == client.UNDO_SECONDS
     assert capsys.readouterr().err == "phos: The disk is full.\n"
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (wire_pb2.ImageState(state="failed", error=CRIU_FAILED), ""),  # CRIU has said why
+        (wire_pb2.ImageState(state="committed"), ""),
+        (
+            wire_pb2.ImageState(state="writing", error="not complete after 60 s", timed_out=True),
+            "phos: phosd is still undoing its part; 'phos-gpu status' shows it.\n",
+        ),
+    ],
+)
+def test_what_is_no_reason_is_not_said(
+    answers: Callable[[wire_pb2.ImageState], list[float]],
+    capsys: pytest.CaptureFixture[str],
+    state: wire_pb2.ImageState,
+    said: str,
+) -> None:
+    state.since = BEGAN
+    answers(state)
+    client.show_undone("image", restore=True, began=BEGAN)
+    assert capsys.readouterr().err == said
+
+
+def test_a_phosd_that_hangs_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "phosd.sock"
+    monkeypatch.setenv("PHOS_SOCKET", str(path))
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.1)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(path))
+        listening.listen()
+        client.show_undone(str(tmp_path), restore=False, began=BEGAN)
+    assert capsys.readouterr().err == ""
 
 
 def test_an_earlier_one_is_none_of_its_business(

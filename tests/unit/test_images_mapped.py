@@ -147,9 +147,32 @@ def test_where_there_are_none_the_image_is_written_as_ever(
     folder = mount("never", "64m")
     directory = opened(folder)
     with ImageWriter(directory, stripes=1, chunk_size=CHUNK) as writer:
-        assert Landing.prepare(writer, TOTAL) is None
+        assert Landing.prepare(writer, TOTAL, 2 * TOTAL) is None
         assert writer.place(CHUNK) is None
         assert [path.name for path in folder.glob("phos-data-*")] == ["phos-data-0.raw"]
+    os.close(directory)
+
+
+def test_without_room_for_what_is_left_free_between_places_nothing_is_populated(mount: Mount) -> None:
+    folder = mount("never", "64m")
+    directory = opened(folder)
+    free = os.fstatvfs(directory).f_bfree
+    with ImageWriter(directory, stripes=1, chunk_size=CHUNK) as writer:
+        assert Landing.prepare(writer, TOTAL, TOTAL - 1) is None
+        assert os.fstatvfs(directory).f_bfree == free
+    os.close(directory)
+
+
+def test_the_first_failure_ends_the_others(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(landing, "SEGMENT_BYTES", SEGMENT)
+    monkeypatch.setattr(landing, "PLACE_BYTES", MOST)
+    monkeypatch.setattr(landing, "STEP_BYTES", HUGE_PAGE)
+    monkeypatch.setattr(stripe, "advise", lambda address, *_: asked.append(address) or errno.ENOMEM)
+    directory = opened(mount("never", "1g"))
+    with ImageWriter(directory, stripes=1, chunk_size=CHUNK) as writer:
+        assert Landing.prepare(writer, 50 * SEGMENT, 1 << 30) is None
+    assert 1 <= len(asked) <= landing.THREADS
     os.close(directory)
 
 

@@ -287,6 +287,20 @@ def test_a_task_that_its_tracer_does_not_hold_is_left_to_criu(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_task_is_frozen_once(task: subprocess.Popen[str], directory: int, tmp_path: Path) -> None:
+    """Asked for again, its file stays as it is: what was told of it holds."""
+    pages = TaskPages(directory)
+    stop(task)
+    first = frozen(pages, task.pid)
+    assert first
+    assert frozen(pages, task.pid) == []
+    pages.wait()
+    task.kill()
+    assert frozen(pages, task.pid) == []
+    assert [path.name for path in tmp_path.iterdir()] == [f"phos-pages-{task.pid}.raw"]
+    pages.discard()
+
+
 def test_a_task_whose_tracer_goes_away_is_not_believed(
     task: subprocess.Popen[str], directory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
