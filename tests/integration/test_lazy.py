@@ -169,6 +169,7 @@ def test_a_wrong_guess_faults_and_the_image_is_restored_eagerly(site: Site, liar
     options = ("--iterations", "6")
     expected = site.example("device_pointer", *options, under=False).wait_result()
     program = site.example("device_pointer", *options, "--iteration-seconds", "2")
+    program.wait_iterations(1)
     wait_until(lambda: analysed(site, program), "the analysis of its kernels")
     image = dump_at(site, program, program.iterations() + 1)
     start_liar(site)
