@@ -27,14 +27,18 @@ MIB = 1 << 20
 
 pytestmark = needs_page_scan
 
+RUNS = 700
+"""Pages of the program that stand alone, in one mapping: two turns of the kernel's, of which the second is not full."""
+
 PROGRAM = """
 import mmap, os, sys
 def fill(size, step):
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
     for at in range(0, size, 4096 * step):
         memory[at : at + 4096] = os.urandom(8) * 512
     return memory
-held = [fill(6 << 20, 1), fill(3 << 20, 2)]
+held = [fill(6 << 20, 1), fill(int(sys.argv[1]) * 8192, 2)]
 print("READY", flush=True)
 sys.stdin.readline()
 held.append(fill(9 << 20, 1))
@@ -45,7 +49,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def task() -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-S", "-c", PROGRAM]
+    command = [sys.executable, "-S", "-c", PROGRAM, str(RUNS)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         assert process.stdout.readline() == "READY\n"
@@ -116,6 +120,7 @@ def test_all_is_copied_but_what_criu_changes(
         if copied:
             within = {word for area, word in rights(task.pid).items() if area.start < behind and address < area.stop}
             assert {word[0] + word[2:] for word in within} <= {"r-p"}
+    assert sum(size == PAGE and copied for _, size, _, copied in runs) >= RUNS - 2
     # Room for the page that CRIU writes its instructions into, and for the vDSO.
     left = [address for address, _, _, copied in runs if not copied]
     first = min(area.start for area, word in rights(task.pid).items() if word[2] == "x")
