@@ -64,7 +64,7 @@ class _Extents(Generic[Item]):
 class _Spans:
     """Whole blocks, one slot's worth at a time."""
 
-    table = changing = 0
+    table = changing = permits = 0
 
     def __init__(self, spans: Iterable[Span], mappings: MappedBlocks) -> None:
         self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()

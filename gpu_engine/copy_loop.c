@@ -10,6 +10,7 @@
 #include "cow/chunk_table.h"
 
 #include <errno.h>
+#include <semaphore.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
@@ -76,6 +77,7 @@ struct phos_save_job {
     struct phos_chunk_table *table; /* where it is said what has been saved; NULL: nobody waits for it */
     const uint32_t *changing;       /* not 0: memory may have changed before it was copied; NULL: it cannot */
     const unsigned char *zero;      /* hash of a chunk of zeros */
+    sem_t *permits;                 /* the caller has one for each piece; NULL: none is needed */
 };
 
 /* What went wrong, besides the status. */
@@ -184,6 +186,8 @@ EXPORT int phos_copy_landed(const struct phos_save_job *job, const struct phos_s
     const uint64_t chunk = job->stripe->chunk;
     for (uint64_t at = 0, i = 0; job->table && at < save->size; at += chunk, i++)
         phos_chunks_saved(job->table, (uint32_t)(save->chunk + i));
+    if (job->permits)
+        sem_post(job->permits);
     if (!save->device || !save->known || !job->changing || !__atomic_load_n(job->changing, __ATOMIC_ACQUIRE))
         return 0;
     for (uint64_t at = 0, i = 0; at < save->size; at += chunk, i++) {
@@ -256,4 +260,25 @@ EXPORT int phos_copy_wait(struct phos_copy_lane *lane, struct phos_copy_failure 
         lane->marks[slot] = 0;
     lane->landed = lane->queued;
     return 0;
+}
+
+EXPORT size_t phos_permits_size(void)
+{
+    return sizeof(sem_t);
+}
+
+EXPORT void phos_permits_begin(sem_t *permits, uint32_t count)
+{
+    sem_init(permits, 0, count);
+}
+
+EXPORT void phos_permits_take(sem_t *permits)
+{
+    while (sem_wait(permits) && errno == EINTR)
+        ;
+}
+
+EXPORT void phos_permits_give(sem_t *permits)
+{
+    sem_post(permits);
 }

@@ -55,6 +55,7 @@ class SaveJob(ctypes.Structure):
         ("table", ctypes.c_void_p),
         ("changing", ctypes.c_void_p),
         ("zero", ctypes.c_char_p),
+        ("permits", ctypes.c_void_p),
     )
 
 
@@ -72,6 +73,9 @@ def _library() -> ctypes.CDLL:
     library.phos_copy_save.argtypes = [pointer, pointer, pointer, u32, pointer]
     library.phos_copy_landed.argtypes = [pointer, pointer, pointer, pointer]
     library.phos_copy_wait.argtypes = [pointer, pointer]
+    library.phos_permits_size.restype = ctypes.c_size_t
+    library.phos_permits_begin.argtypes = [pointer, u32]
+    library.phos_permits_take.argtypes = library.phos_permits_give.argtypes = [pointer]
     return library
 
 
@@ -79,6 +83,30 @@ def _library() -> ctypes.CDLL:
 def _driver_table() -> Any:
     addresses = driver.entry_points([symbol for _, symbol in _CALLS])
     return (ctypes.c_uint64 * len(addresses))(*addresses)
+
+
+class Permits:
+    """So many pieces may be taken and on their way to host memory at once; any thread.
+
+    Native code gives a piece's permit back when the piece has landed (struct phos_save_job).
+    """
+
+    def __init__(self, count: int) -> None:
+        self._semaphore = (ctypes.c_uint64 * -(-_library().phos_permits_size() // 8))()
+        self.address = ctypes.addressof(self._semaphore)
+        _library().phos_permits_begin(self.address, count)
+
+
+def take_permit(permits: int) -> None:
+    """Wait for one of the :class:`Permits` at an address; 0: none is needed."""
+    if permits:
+        _library().phos_permits_take(permits)
+
+
+def give_permit(permits: int) -> None:
+    """Give it back: no piece was taken, or it was not copied."""
+    if permits:
+        _library().phos_permits_give(permits)
 
 
 class CopyFailed(Exception):

@@ -9,7 +9,7 @@ from typing import Any
 
 from phos.gpu_engine.batches import Batches
 from phos.gpu_engine.content_hash import chunk_count
-from phos.gpu_engine.copy_loop import APPENDING, CopyFailed, CopyLane, SaveJob, packed_save
+from phos.gpu_engine.copy_loop import APPENDING, CopyFailed, CopyLane, SaveJob, give_permit, packed_save, take_permit
 from phos.gpu_engine.copy_work import NothingYet, Piece, Sink, Source
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.chunk_hash import zero_hash
@@ -91,15 +91,27 @@ class Saver:
 
         Raises: what ``take``, the source, the sink and the driver raise; a copy may be under way then.
         """
-        batches = Batches(take, PIECES_AT_ONCE)
+        # A piece that is taken and waits for a permit would be in the way of who waits for it.
+        batches = Batches(take, 1 if self._source.permits else PIECES_AT_ONCE)
         while not batches.over:
-            try:
-                pieces = batches.following()
-            except NothingYet as later:
-                time.sleep(later.seconds)
-                continue
-            if pieces:
+            later = self._step(batches)
+            if later:
+                time.sleep(later)
+
+    def _step(self, batches: Batches[Piece]) -> float:
+        """Save a batch; if there is none yet, the answer is for how many seconds to wait."""
+        landed = False
+        take_permit(self._source.permits)
+        try:
+            if pieces := batches.following():
                 self._save(pieces)
+                landed = True
+        except NothingYet as later:
+            return later.seconds
+        finally:
+            if not landed:  # and if it landed and was not what it should be, nobody counts any more
+                give_permit(self._source.permits)
+        return 0.0
 
     def _save(self, pieces: Sequence[Piece]) -> None:
         rooms: list[Place | None] = []
@@ -111,7 +123,11 @@ class Saver:
         batch = Batch(pieces, rooms)
         with self._sink.appending(self._number) as stripe:
             job = SaveJob(
-                ctypes.pointer(stripe.state), self._source.table, self._source.changing, zero_hash(CHUNK_BYTES)
+                ctypes.pointer(stripe.state),
+                self._source.table,
+                self._source.changing,
+                zero_hash(CHUNK_BYTES),
+                self._source.permits,
             )
             try:
                 lane.save(job, batch.packed)

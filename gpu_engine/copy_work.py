@@ -95,6 +95,9 @@ class Source(Protocol):
     changing: int
     """Address of a 32-bit word: unless it is 0 memory may have changed before it was copied, and what comes is compared
     with the piece's hashes. 0: there is no such word."""
+    permits: int
+    """Address of a :class:`~phos.gpu_engine.copy_loop.Permits`, one of which is had before a piece is taken and until
+    its bytes are in host memory; 0: as many are taken and queued as may be."""
 
     def take(self) -> Piece | None:
         """The next piece, or None when there are no more.

@@ -72,7 +72,7 @@ class CowDump(StopDump):
                 self._writer,
             )
             self._laid_out.set()
-            with self.timeline.phase("GPU data", concurrent=True):
+            with self.timeline.phase("GPU data", concurrent=True), feed.shadows.followed():
                 device = self._borrowed[0].device
                 self._copier.drain(feed, device, self._writer, self.progress, self._cancelled, feed.workers)
         except BaseException as error:

@@ -4,30 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.content_hash import chunk_count
+from phos.gpu_engine.copy_loop import Permits
 from phos.gpu_engine.copy_work import NothingYet, Piece
-from phos.gpu_engine.cow.chunk_table import (
-    NO_SLOT,
-    SAVED,
-    SHADOWED,
-    UNSAVED,
-    ChunkTable,
-    ClaimOrder,
-    Flag,
-    WindowTable,
-)
-from phos.gpu_engine.cow.shadow_pool import LentPools
+from phos.gpu_engine.cow.chunk_table import SAVED, SHADOWED, UNSAVED, ChunkTable, ClaimOrder, Flag
+from phos.gpu_engine.cow.shadows import Shadows, Window
 from phos.gpu_engine.errors import Mispredicted
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.chunk_hash import zero_hash
-
-REFRESH_SECONDS = 1e-4
-"""The flags of a pool are read at most so often: each time is a copy from the GPU."""
 
 STEP_ASIDE_SECONDS = 0.01
 """So long phosd's copies wait for the application's at a stretch."""
@@ -36,22 +24,12 @@ STEP_ASIDE_PAUSE = 0.1
 """So long they then go all the same: a transfer that is queued behind a long kernel is in nobody's way."""
 
 STALL_WORKERS = 4
-"""So many workers copy while the processes stand still. More of them save more by then, but CRIU and the driver, which
-the processes wait for, go slower for it."""
+"""So many workers copy while the processes stand still, unless the GPU writes into the image itself. More of them save
+more by then, but CRIU and the driver, which the processes wait for, go slower for it."""
 
-PLACING_LITTLE = 40_000_000_000
-PLACING_WORKERS = (1, 6)
-"""And where the GPU writes into the image itself: for up to so many bytes of GPU memory, and for more.
-
-CRIU and the driver wait for the same memory: on an H100 with 29 GB the stall is 0.55 s with one worker and 0.70 s with
-six. With 60 GB it is 0.73 s with two and 0.79 s with six, but what is left for the window costs an iteration of 2.0 s
-0.46 s then, instead of 0.20 s."""
-
-ALIVE_SECONDS = 0.1
-"""How often to look whether a process still runs that owes a copy, or transfers something."""
-
-OWED_AT_ONCE = 32
-"""How many chunks that are owed are looked at before another is taken: with one lock for all workers, time is short."""
+UNDER_WAY = 4
+"""So many pieces the GPU is given at once where it writes into the image itself. They keep the copy engine busy; what
+somebody waits for comes behind them."""
 
 
 @dataclass(frozen=True)
@@ -63,15 +41,6 @@ class Place:
     size: int
     address: int
     device: int
-
-
-@dataclass
-class Window:
-    """One process's window, as the feed sees it."""
-
-    table: WindowTable
-    pools: LentPools
-    alive: Callable[[], bool]
 
 
 class ChunkFeed:
@@ -91,20 +60,25 @@ class ChunkFeed:
         *,
         prioritise: bool,
         at_once: int = CHUNK_BYTES,
-        stall_workers: int = STALL_WORKERS,
+        placed: bool = False,
     ) -> None:
         """``order`` has every chunk once; ``expected``: content hashes at *t1*, or None for no validation.
 
-        ``at_once``: neighbours that nobody waits for may be taken together, up to so many bytes.
+        ``at_once``: neighbours that nobody waits for may be taken together, up to so many bytes. ``placed``: the GPU
+        writes into the image itself.
         """
         self._table = table
         self.places = places
         self._order = ClaimOrder(order)
         self._windows = windows
+        self.shadows = Shadows(table, windows)
+        """To be followed while pieces are taken."""
         self._expected = expected
         self._prioritise = prioritise and bool(windows)
         self._at_once = at_once
-        self._stall_workers = stall_workers
+        self._placed = placed
+        self._permits = Permits(UNDER_WAY) if placed else None
+        self.permits = self._permits.address if self._permits else 0
         self.may_change = Flag()
         """Set before the first process may write to its memory again."""
         self.runs_on = threading.Event()
@@ -114,10 +88,6 @@ class ChunkFeed:
         self._lock = threading.Lock()  # guards all below
         self._given = bytearray(len(places))
         self._given_count = 0
-        self._owed: deque[int] = deque()  # chunks that a process has taken, whose copy may not have been made yet
-        self._refreshed = 0.0
-        self._looked = 0.0
-        self._dead: set[int] = set()  # numbers of processes that were found to have ended; their last flags are read
         self._aside_since = 0.0
         self._aside_again = 0.0
         self.first_wanted: list[int] = []
@@ -125,7 +95,7 @@ class ChunkFeed:
 
     def workers(self) -> int | None:
         """How many may copy now; None: all."""
-        return None if self.runs_on.is_set() else self._stall_workers
+        return None if self._placed or self.runs_on.is_set() else STALL_WORKERS
 
     def take(self) -> Piece | None:
         """See :class:`~phos.gpu_engine.copy_work.Source`."""
@@ -199,80 +169,36 @@ class ChunkFeed:
                 if self._table.claim(chunk) == UNSAVED:
                     return replace(self._give(chunk, self.places[chunk].address), urgent=True)
                 if not self._given[chunk]:
-                    self._owed.append(chunk)
+                    self.shadows.owe(chunk)
         return None
 
     def _shadowed(self) -> Piece | None:
-        """A chunk that a process has taken, if it can be had now; some of them are looked at, in turns."""
-        if not self._owed:
-            return None
-        now = time.perf_counter()
-        if now - self._refreshed >= REFRESH_SECONDS:
-            self._refresh()
-        self._look_who_lives(now)
-        for _ in range(min(len(self._owed), OWED_AT_ONCE)):
-            chunk = self._owed.popleft()
-            if self._given[chunk]:
+        """A chunk that a process has taken, if one can be had now."""
+        while (made := self.shadows.next_made()) is not None:
+            if self._given[made.chunk]:
                 continue
-            piece = self._owed_now(chunk)
-            if piece is not None:
-                return piece
-            self._owed.append(chunk)
+            if made.slot < 0:
+                return self._give(made.chunk, self.places[made.chunk].address)
+            return self._give(made.chunk, made.address, made.slot, made.device)
         return None
-
-    def _owed_now(self, chunk: int) -> Piece | None:
-        state = self._table.state(chunk)
-        if state == UNSAVED and self._table.claim(chunk) == UNSAVED:  # the driver refused the copy
-            return self._give(chunk, self.places[chunk].address)
-        if state < SHADOWED:
-            return None
-        process, slot = divmod(state - SHADOWED, SHADOWED)
-        if process >= len(self._windows):
-            raise Mispredicted(f"Chunk {chunk} is in the hands of a process that does not exist.")
-        window = self._windows[process]
-        if slot != NO_SLOT:
-            found = window.pools.find(slot)
-            if found is None:
-                raise Mispredicted(f"A process said that it copied chunk {chunk} to a place that does not exist.")
-            pool, index = found
-            if pool.flag(index) == window.table.ticket(slot):
-                return self._give(chunk, pool.address(index), process * SHADOWED + slot, pool.device)
-        if process in self._dead:
-            # Its copy has not been made, so what comes behind it in its stream was not run either.
-            return self._give(chunk, self.places[chunk].address)
-        return None
-
-    def _look_who_lives(self, now: float) -> None:
-        if now - self._looked < ALIVE_SECONDS:
-            return
-        self._looked = now
-        dead = {number for number, window in enumerate(self._windows) if not window.alive()}
-        if dead - self._dead:
-            self._refresh()  # its last flags, before it counts as dead
-        self._dead = dead
 
     def _any(self) -> Piece | None:
         chunk = self._table.claim_next(self._order)
         if chunk is not None:
             return self._joined(chunk)
-        if not self._owed:
+        if not self.shadows.waiting:
             # What is left was taken by processes; a queue that was full says nothing of it.
-            self._owed.extend(c for c in range(len(self.places)) if not self._given[c])
+            for chunk in range(len(self.places)):
+                if not self._given[chunk]:
+                    self.shadows.owe(chunk)
         return None
-
-    def _refresh(self) -> None:
-        for window in self._windows:
-            for pool in window.pools.pools:
-                pool.refresh()
-        self._refreshed = time.perf_counter()
 
     def _step_aside(self) -> bool:
         """Whether the application's transfers go first now."""
         now = time.perf_counter()
-        self._look_who_lives(now)  # whoever ended in the middle of a transfer has no more
         if now < self._aside_again:
             return False
-        if not self._transferring(now):
+        if not self.shadows.transferring():
             self._aside_since = 0.0
             return False
         if not self._aside_since:
@@ -282,26 +208,6 @@ class ChunkFeed:
             self._aside_again = now + STEP_ASIDE_PAUSE
             return False
         return True
-
-    def _transferring(self, now: float) -> bool:
-        queued = False
-        living = [window for number, window in enumerate(self._windows) if number not in self._dead]
-        for window in living:
-            for number, pool in enumerate(window.pools.pools):
-                answer = window.table.transferring(number, pool.flags)
-                if answer & 1:
-                    return True
-                queued = queued or bool(answer & 2)
-        if not queued:
-            return False
-        if now - self._refreshed < REFRESH_SECONDS:
-            return True
-        self._refresh()
-        return any(
-            window.table.transferring(number, pool.flags)
-            for window in living
-            for number, pool in enumerate(window.pools.pools)
-        )
 
     def unsaved(self) -> int:
         """How many chunks are not saved."""

@@ -10,9 +10,10 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copy_work import Sink
 from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
-from phos.gpu_engine.cow.feed import PLACING_LITTLE, PLACING_WORKERS, STALL_WORKERS, ChunkFeed, Place, Window
+from phos.gpu_engine.cow.feed import ChunkFeed, Place
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
+from phos.gpu_engine.cow.shadows import Window
 from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import Detached, GatedProcess
@@ -121,8 +122,7 @@ class Windows:
         order = first_written_first(places, wanted_before)
         if expected is not None:  # zeros first: they need no copying, so nobody has to copy them aside
             order.sort(key=lambda chunk: expected[chunk] != zero_hash(places[chunk].size))
-        size = sum(block.size for block in blocks)
-        placed = size <= sink.placeable
+        placed = sum(block.size for block in blocks) <= sink.placeable
         self.feed = ChunkFeed(
             self._table,
             places,
@@ -132,7 +132,7 @@ class Windows:
             prioritise=self._settings.prioritise,
             # Where the GPU writes into the image itself, copies cost no processor.
             at_once=sink.place_limit if placed else CHUNK_BYTES,
-            stall_workers=PLACING_WORKERS[size > PLACING_LITTLE] if placed else STALL_WORKERS,
+            placed=placed,
         )
         return self.feed
 

@@ -15,6 +15,7 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.copy_loop import Permits
 from phos.gpu_engine.copy_work import NothingYet, Piece, Progress
 from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable, Flag
 from phos.gpu_engine.installation import load_driver
@@ -180,13 +181,18 @@ class Given:
     """A source of pieces (and, with ``None``, moments when there is none) that writes down what happens."""
 
     def __init__(
-        self, pieces: Sequence[Piece | None], table: ChunkTable | None = None, flag: Flag | None = None
+        self,
+        pieces: Sequence[Piece | None],
+        table: ChunkTable | None = None,
+        flag: Flag | None = None,
+        permits: Permits | None = None,
     ) -> None:
         self._left = list(pieces)
         self._table = table
         self._lock = threading.Lock()
         self.table = table.address if table else 0
         self.changing = flag.address if flag else 0
+        self.permits = permits.address if permits else 0
         self.saved: list[Piece] = []
         self.blamed: list[tuple[Piece, int, bytes]] = []
 

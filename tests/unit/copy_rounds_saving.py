@@ -13,6 +13,7 @@ from typing import Any
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import BlockKey
+from phos.gpu_engine.copy_loop import Permits, take_permit
 from phos.gpu_engine.copy_work import Piece
 from phos.gpu_engine.cow.chunk_table import SAVED, UNSAVED, ChunkTable, Flag
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
@@ -22,7 +23,19 @@ from phos.images.formats import HASH_SIZE
 from phos.images.mapping import view_of
 from phos.images.stripe import Stripe
 from phos.images.writer import ImageWriter, Place
-from tests.unit.copy_machine import HALF, Blamed, Given, Machine, Stored, fails, hashes_of, stripes_of, writer_in
+from tests.unit.copy_machine import (
+    HALF,
+    PATIENCE,
+    Blamed,
+    Given,
+    Machine,
+    Stored,
+    fails,
+    hashes_of,
+    started,
+    stripes_of,
+    writer_in,
+)
 
 SHAPES = ["x", "xxx0", "xx00xx", "0", "00000", "00xx0", "xxxxxxx", "0x0x00x", "x", "x", "xxx"]
 
@@ -112,6 +125,44 @@ def save_urgent(folder: Path) -> None:
         seen = "".join("|" if isinstance(event, str) else str(event.chunk) for event in source.saved)
         assert seen == "|2|3|014|5|9|678", seen
         machine.compare(writer, [block])
+
+
+def save_permitted(folder: Path) -> None:
+    """As many pieces as there are permits are taken and have not come; afterwards all permits are there again."""
+    machine = Machine(6)
+    (block,) = machine.blocks(["xx" * 24])
+    table = ChunkTable(CHUNK, 24)
+    permits = Permits(2)
+
+    class Counted(Given):
+        taken = most = 0
+        counting = threading.Lock()
+
+        def take(self) -> Piece | None:
+            with self.counting:
+                piece = super().take()
+                self.taken += piece is not None
+                self.most = max(self.most, self.taken - sum(table.state(i) == SAVED for i in range(24)))
+                return piece
+
+    pieces: list[Piece | None] = [machine.piece(block, i * CHUNK, chunk=i, urgent=i % 5 == 3) for i in range(24)]
+    pieces[7:7] = [None, None]
+    source = Counted(pieces, table, None, permits)
+    with writer_in(folder / "image", 6) as writer:
+        machine.drain(source, writer)
+        machine.compare(writer, [block])
+    assert source.most == 2, source.most
+    table.close()
+    table = ChunkTable(CHUNK, 24)
+    flag = Flag()
+    flag.set()
+    wrong = [machine.piece(block, i * CHUNK, chunk=i, hashes=[bytes(HASH_SIZE)]) for i in range(24)]
+    with writer_in(folder / "next", 6) as writer:
+        fails(Blamed, lambda: machine.drain(Counted(wrong, table, flag, permits), writer))
+    back, _ = started(lambda: [take_permit(permits.address) for _ in range(2)])
+    back.join(PATIENCE)
+    assert not back.is_alive()
+    table.close()
 
 
 def save_changed(folder: Path, number: int, placed: bool) -> None:

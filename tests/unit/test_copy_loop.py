@@ -64,6 +64,11 @@ def test_what_somebody_waits_for_is_saved_alone_and_first(tmp_path: Path) -> Non
 
 
 @needs_softgpu
+def test_with_permits_few_pieces_are_under_way(tmp_path: Path) -> None:
+    play(tmp_path, "save_permitted", SOFTGPU_COPY_BANDWIDTH="400000000")
+
+
+@needs_softgpu
 def test_memory_that_changed_too_early_is_found(tmp_path: Path) -> None:
     play(tmp_path, "save_changed", [0, False], [3, False], [1, True])
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
 
-from phos.gpu_engine.copy_loop import CHANGED, CopyFailed, SaveJob, landed
+from phos.gpu_engine.copy_loop import CHANGED, CopyFailed, SaveJob, landed, take_permit
 from phos.gpu_engine.copy_out import Batch
 from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow import feed as feed_module
+from phos.gpu_engine.cow import shadows as shadows_module
 from phos.gpu_engine.cow.chunk_table import (
     NO_SLOT,
     POOL_FLAGS,
@@ -24,13 +26,15 @@ from phos.gpu_engine.cow.chunk_table import (
     PoolShape,
     WindowTable,
 )
-from phos.gpu_engine.cow.feed import STALL_WORKERS, ChunkFeed, Place, Window
+from phos.gpu_engine.cow.feed import STALL_WORKERS, UNDER_WAY, ChunkFeed, Place
 from phos.gpu_engine.cow.shadow_pool import LentPools
+from phos.gpu_engine.cow.shadows import ALIVE_SECONDS, Window
 from phos.gpu_engine.cow.window import first_written_first
-from phos.gpu_engine.errors import Mispredicted
+from phos.gpu_engine.errors import DriverError, Mispredicted
 from phos.images.append import StripeState
 from phos.images.chunk_hash import chunk_hash, zero_hash
 from phos.images.files import address_of
+from tests.unit.waiting import eventually
 
 CHUNK = 4 << 20
 BASE = 1 << 40
@@ -127,15 +131,24 @@ class Scene:
     def __init__(self, chunks: int, *slots: tuple[int, ...], **more: Any) -> None:
         Scene.made.append(self)
         self.table = ChunkTable(CHUNK, chunks)
-        self.processes = [Process(i, self.table, each) for i, each in enumerate(slots)]
+        queue = more.pop("queue", 64)
+        self.processes = [Process(i, self.table, each, queue) for i, each in enumerate(slots)]
         self.places = [Place((SESSION, 1), i * CHUNK, CHUNK, BASE + i * CHUNK, 0) for i in range(chunks)]
         order = more.pop("order", range(chunks))
         expected = more.pop("expected", None)
         prioritise = more.pop("prioritise", False)
         at_once = more.pop("at_once", CHUNK)
+        placed = more.pop("placed", False)
         windows = [process.window for process in self.processes]
         self.feed = ChunkFeed(
-            self.table, self.places, list(order), windows, expected, prioritise=prioritise, at_once=at_once
+            self.table,
+            self.places,
+            list(order),
+            windows,
+            expected,
+            prioritise=prioritise,
+            at_once=at_once,
+            placed=placed,
         )
         self.feed.may_change.set()
         self.feed.runs_on.set()
@@ -143,10 +156,14 @@ class Scene:
     def take(self) -> Piece | None:
         return self.feed.take()
 
+    def read(self) -> None:
+        """What its thread does again and again."""
+        self.feed.shadows.read()
+
     def land(self, piece: Piece, data: bytearray | memoryview | None = None) -> Sequence[bytes] | None:
         """What is done with a piece that has come to host memory."""
         state = StripeState(descriptor=-1, chunk=CHUNK)
-        job = SaveJob(ctypes.pointer(state), self.feed.table, self.feed.changing, zero_hash(CHUNK))
+        job = SaveJob(ctypes.pointer(state), self.feed.table, self.feed.changing, zero_hash(CHUNK), self.feed.permits)
         batch = Batch([piece], [None])
         try:
             landed(job, batch.packed[0], address_of(memoryview(data or bytearray(8))))
@@ -198,6 +215,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(feed_module, "time", made)
+    monkeypatch.setattr(shadows_module, "time", made)
     return made
 
 
@@ -237,7 +255,7 @@ def test_numbers_that_mean_no_chunk_are_passed_over() -> None:
     assert scene.all() == [1, 0, 2]
 
 
-def test_a_shadow_is_read_when_its_copy_has_been_made(clock: Clock) -> None:
+def test_a_shadow_is_read_when_its_copy_has_been_made() -> None:
     scene = Scene(3, (4,))
     process = scene.processes[0]
     process.shadow(1, 2, ticket=9)
@@ -245,11 +263,11 @@ def test_a_shadow_is_read_when_its_copy_has_been_made(clock: Clock) -> None:
     with pytest.raises(NothingYet):
         scene.take()
     process.copied(2, 8)  # another's
-    clock.now += 1
+    scene.read()
     with pytest.raises(NothingYet):
         scene.take()
     process.copied(2, 9)
-    clock.now += 1
+    scene.read()
     piece = scene.take()
     assert piece is not None
     assert (piece.chunk, piece.address, piece.slot) == (1, 7_000_000_002, 2)
@@ -259,22 +277,66 @@ def test_a_shadow_is_read_when_its_copy_has_been_made(clock: Clock) -> None:
     assert scene.take() is None
 
 
-def test_flags_are_not_read_for_every_piece(clock: Clock) -> None:
-    scene = Scene(40, (4,))
-    scene.processes[0].shadow(39, 0, ticket=1)
+def test_flags_are_read_while_somebody_waits_for_one() -> None:
+    scene = Scene(40, (4,), prioritise=True)
+    process = scene.processes[0]
+    pool = process.pools[0]
+    scene.read()
+    assert not pool.refreshes
+    process.shadow(39, 0, ticket=1)
     scene.all()
-    assert scene.processes[0].pools[0].refreshes == 1
-    clock.now += 2 * feed_module.REFRESH_SECONDS
-    scene.all()
-    assert scene.processes[0].pools[0].refreshes == 2
+    scene.read()
+    assert pool.refreshes == 1
+    process.copied(0, 1)
+    scene.read()
+    assert pool.refreshes == 2
+    assert scene.all() == [39]
+    scene.read()
+    assert pool.refreshes == 2
+    process.transfer(0, ticket=8)
+    assert scene.feed.shadows.transferring()
+    scene.read()
+    scene.read()
+    assert pool.refreshes == 3
 
 
-def test_a_slot_of_the_second_pool_is_found_there(clock: Clock) -> None:
+def test_who_takes_pieces_does_not_wait_for_flags() -> None:
+    """They come behind all that is queued: meanwhile nothing more would be."""
+    scene = Scene(2, (4,))
+    reading, proceed = threading.Event(), threading.Event()
+
+    def refresh() -> None:
+        reading.set()
+        assert proceed.wait(30)
+        raise DriverError("cuStreamSynchronize", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    scene.processes[0].pools[0].refresh = refresh  # type: ignore[method-assign]
+    scene.processes[0].shadow(0, 0, ticket=1)
+    with scene.feed.shadows.followed():
+        assert scene.all() == [1]
+        assert reading.wait(30)
+        with pytest.raises(NothingYet):
+            scene.take()
+        proceed.set()
+        eventually(lambda: type(failure_of(scene)) is DriverError)
+
+
+def failure_of(scene: Scene) -> BaseException | None:
+    """Of an attempt to take a piece."""
+    try:
+        scene.take()
+    except BaseException as error:
+        return error
+    return None
+
+
+def test_a_slot_of_the_second_pool_is_found_there() -> None:
     scene = Scene(2, (3, 2))
     process = scene.processes[0]
     process.shadow(0, 4, ticket=5)
     process.copied(4, 5)
-    clock.now += 1
+    assert scene.all() == [1]
+    scene.read()
     piece = scene.take()
     assert piece is not None
     assert (piece.address, piece.device, piece.slot) == (7_000_000_001, 1, 4)
@@ -282,18 +344,19 @@ def test_a_slot_of_the_second_pool_is_found_there(clock: Clock) -> None:
     assert process.table.ticket(4) == 0
 
 
-def test_the_second_process_has_slots_of_its_own(clock: Clock) -> None:
+def test_the_second_process_has_slots_of_its_own() -> None:
     scene = Scene(2, (3,), (3,))
     first, second = scene.processes
     second.shadow(0, 1, ticket=5)
     first.shadow(1, 1, ticket=5)
     first.copied(1, 5)
-    clock.now += 1
+    assert scene.all() == []
+    scene.read()
     piece = scene.take()
     assert piece is not None
     assert (piece.chunk, piece.slot) == (1, 1)
     second.copied(1, 5)
-    clock.now += 1
+    scene.read()
     piece = scene.take()
     assert piece is not None
     assert (piece.chunk, piece.slot) == (0, SHADOWED + 1)
@@ -301,20 +364,20 @@ def test_the_second_process_has_slots_of_its_own(clock: Clock) -> None:
     assert (first.table.ticket(1), second.table.ticket(1)) == (5, 0)
 
 
-def test_a_chunk_whose_copy_the_driver_refused_comes_from_its_place(clock: Clock) -> None:
+def test_a_chunk_whose_copy_the_driver_refused_comes_from_its_place() -> None:
     scene = Scene(2, (3,))
     process = scene.processes[0]
     process.take(0)
     process.want(0)
     assert scene.all() == [1]
     process.state(0, 0)
-    clock.now += 1
+    scene.read()
     piece = scene.take()
     assert piece is not None
     assert (piece.chunk, piece.address, piece.slot) == (0, BASE, -1)
 
 
-def test_chunks_that_no_queue_says_anything_of_come_at_last(clock: Clock) -> None:
+def test_chunks_that_no_queue_says_anything_of_come_at_last() -> None:
     """The queue was full when the process took them."""
     scene = Scene(3, (3,))
     process = scene.processes[0]
@@ -322,7 +385,7 @@ def test_chunks_that_no_queue_says_anything_of_come_at_last(clock: Clock) -> Non
     process._write(TAIL, 0)  # as if it had not been put in
     assert scene.all() == [0, 2]
     process.copied(0, 3)
-    clock.now += 1
+    scene.read()
     assert scene.all() == [1]
 
 
@@ -336,11 +399,13 @@ def test_what_an_ended_process_had_in_its_hands_comes_from_its_place(clock: Cloc
         second.take(1)
         second.want(1)
     assert scene.all() == [0]
-    clock.now += 1
+    scene.read()
     assert scene.all() == []
     second.lives = False
+    scene.read()
     assert scene.all() == [], "nobody looks so often"
-    clock.now += feed_module.ALIVE_SECONDS
+    clock.now += ALIVE_SECONDS
+    scene.read()
     piece = scene.take()
     assert piece is not None
     assert (piece.chunk, piece.address, piece.slot) == (1, BASE + CHUNK, -1)
@@ -355,20 +420,21 @@ def test_a_copy_that_was_made_before_the_process_ended_counts(clock: Clock) -> N
     assert scene.all() == [0]
     process.copied(0, 4)
     process.lives = False
-    clock.now += feed_module.ALIVE_SECONDS
+    clock.now += ALIVE_SECONDS
+    scene.read()
     piece = scene.take()
     assert piece is not None
     assert piece.slot == 0
 
 
 @pytest.mark.parametrize("state", [SHADOWED + 3, SHADOWED + 2 * SHADOWED, 0xFFFFFFFF, 0xFFFF0000])
-def test_places_that_do_not_exist_fail_the_checkpoint(clock: Clock, state: int) -> None:
+def test_places_that_do_not_exist_fail_the_checkpoint(state: int) -> None:
     scene = Scene(2, (3,), (3,))
     scene.processes[0].state(1, state)
     scene.processes[0].want(1)
-    clock.now += 1
+    assert scene.all() == [0]
     with pytest.raises(Mispredicted, match="does not exist"):
-        scene.all()
+        scene.read()
 
 
 def test_content_that_is_not_that_of_t1_fails_the_checkpoint() -> None:
@@ -419,14 +485,14 @@ def test_without_priorities_nothing_steps_aside() -> None:
     assert scene.all() == [0, 1, 2]
 
 
-def test_a_queued_transfer_is_over_when_its_flag_is_set(clock: Clock) -> None:
+def test_a_queued_transfer_is_over_when_its_flag_is_set() -> None:
     scene = Scene(3, (2,), prioritise=True)
     process = scene.processes[0]
     process.transfer(5, ticket=17)
     assert scene.all() == []
     process.pools[0].gpu[2 + 5] = 17
-    assert scene.all() == [], "flags are read ever so often"
-    clock.now += 2 * feed_module.REFRESH_SECONDS
+    assert scene.all() == []
+    scene.read()
     assert scene.all() == [0, 1, 2]
 
 
@@ -436,38 +502,23 @@ def test_nobody_steps_aside_for_a_process_that_has_ended(clock: Clock) -> None:
     scene.processes[1].transfer(0, ticket=9)
     assert scene.all() == []
     scene.processes[1].lives = False
-    clock.now += feed_module.ALIVE_SECONDS
+    clock.now += ALIVE_SECONDS
+    scene.read()
     assert scene.all() == [0, 1, 2]
 
 
-def test_many_owed_chunks_do_not_hold_up_the_others(clock: Clock) -> None:
+def test_many_owed_chunks_do_not_hold_up_the_others() -> None:
     """However many copies are on their way: a chunk that nobody has taken comes at once."""
     count = 2000
-    scene = Scene(count, (count,))
+    scene = Scene(count, (count,), queue=count)
     process = scene.processes[0]
-    process.table.close()
-    scene.processes[0].table.close()
-    process = scene.processes[0] = Process(0, scene.table, (count,), queue=count)
-    scene.feed._windows = [process.window]
     for chunk in range(count - 1):
         process.shadow(chunk, chunk, ticket=chunk + 1)
-    clock.now += 1
-    piece = scene.take()
-    assert piece is not None
-    assert piece.chunk == count - 1
+    assert scene.all() == [count - 1]
     process.copied(count - 2, count - 1)
-    clock.now += 1
-    asked = 0
-    while True:
-        asked += 1
-        try:
-            piece = scene.take()
-            break
-        except NothingYet:
-            pass
-    assert piece is not None
-    assert piece.chunk == count - 2
-    assert asked <= count // feed_module.OWED_AT_ONCE + 1
+    assert scene.all() == []
+    scene.read()
+    assert scene.all() == [count - 2]
 
 
 def test_first_written_first() -> None:
@@ -490,12 +541,30 @@ def test_while_the_processes_stand_still_few_workers_copy_and_nothing_is_compare
     assert scene.feed.workers() is None
 
 
+def test_where_the_gpu_writes_into_the_image_few_pieces_are_under_way_instead() -> None:
+    scene = Scene(8, (1,), placed=True)
+    scene.feed.runs_on.clear()
+    assert scene.feed.workers() is None
+    for _ in range(UNDER_WAY):
+        take_permit(scene.feed.permits)
+    late = threading.Thread(target=take_permit, args=(scene.feed.permits,), daemon=True)
+    late.start()
+    late.join(0.05)
+    assert late.is_alive()
+    piece = scene.take()
+    assert piece is not None
+    scene.land(piece)
+    late.join(30)
+    assert not late.is_alive(), "a piece that has landed makes room for another"
+
+
 def test_a_chunk_that_was_zeros_is_not_copied_whatever_it_has_become() -> None:
     scene = Scene(3, (1,), expected=[zero_hash(CHUNK), bytes(16), zero_hash(CHUNK)])
     scene.processes[0].shadow(2, 0, 1)
     scene.processes[0].copied(0, 1)
-    pieces = [scene.take() for _ in range(3)]
-    assert None not in pieces
+    pieces = [scene.take(), scene.take()]
+    scene.read()
+    pieces.append(scene.take())
     by_chunk = {piece.chunk: piece for piece in pieces if piece is not None}
     assert {chunk: piece.address for chunk, piece in by_chunk.items()} == {0: 0, 1: BASE + CHUNK, 2: 0}
     anything = memoryview(bytearray(os.urandom(CHUNK)))

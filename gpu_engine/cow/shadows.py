@@ -1,0 +1,195 @@
+"""Chunks that processes have copied aside: which of those copies the GPU has made.
+
+Behind each copy the GPU sets a flag, in its own memory. Reading the flags is a copy as well, and its turn comes behind
+all those that phosd has queued, milliseconds later. So a thread of its own reads them, and who copies need not wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from phos.gpu_engine.cow.chunk_table import NO_SLOT, SHADOWED, UNSAVED, ChunkTable, WindowTable
+from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool
+from phos.gpu_engine.errors import Mispredicted
+
+READ_SECONDS = 1e-4
+"""The flags are read at most so often, while somebody waits for one."""
+
+IDLE_SECONDS = 1e-3
+"""And so often it is looked whether somebody does."""
+
+ALIVE_SECONDS = 0.1
+"""How often to look whether a process still runs that owes a copy, or transfers something."""
+
+
+@dataclass
+class Window:
+    """One process's window."""
+
+    table: WindowTable
+    pools: LentPools
+    alive: Callable[[], bool]
+
+
+class Made(NamedTuple):
+    """A chunk that can be had now."""
+
+    chunk: int
+    address: int
+    """Of the copy; 0: there is none, and the chunk is in its place as it was."""
+    device: int
+    slot: int
+    """As the chunk's state says it, without SHADOWED; -1: in its place."""
+
+
+class _Copy(NamedTuple):
+    """A copy that a process has queued."""
+
+    chunk: int
+    process: int
+    pool: ShadowPool
+    number: int
+    """Of the slot, in the pool."""
+    ticket: int
+    slot: int
+
+
+class Shadows:
+    """The copies of all processes of a checkpoint. Any thread; :meth:`read` is one thread's at a time."""
+
+    def __init__(self, table: ChunkTable, windows: Sequence[Window]) -> None:
+        self._table = table
+        self._windows = windows
+        self._looked = 0.0  # of who reads, as is what comes of it:
+        self._dead: frozenset[int] = frozenset()  # numbers of processes that had ended before the flags were read
+        self._failure: BaseException | None = None
+        self._asked = False  # about transfers that only newer flags can tell of; a look too many does no harm
+        self._lock = threading.Lock()  # guards all below
+        self._owed: list[int] = []  # where they are is not known yet
+        self._copies: list[_Copy] = []
+        self._made: deque[Made] = deque()
+
+    def owe(self, chunk: int) -> None:
+        """A process has taken the chunk: it is to be had when its copy has been made."""
+        with self._lock:
+            self._owed.append(chunk)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any chunk is owed, or has not been fetched."""
+        with self._lock:
+            return bool(self._owed or self._copies or self._made)
+
+    def next_made(self) -> Made | None:
+        """A chunk that can be had; it may come twice if it was owed twice.
+
+        Raises: what :meth:`read` has raised in its thread.
+        """
+        if self._failure is not None:
+            raise self._failure
+        with self._lock:
+            return self._made.popleft() if self._made else None
+
+    def transferring(self) -> bool:
+        """Whether a transfer of a process that lives is under way or queued, by the flags as last read."""
+        queued = False
+        for number, window in enumerate(self._windows):
+            if number in self._dead:
+                continue
+            for at, pool in enumerate(window.pools.pools):
+                answer = window.table.transferring(at, pool.flags)
+                if answer & 1:
+                    return True
+                queued = queued or bool(answer & 2)
+        if queued:
+            self._asked = True
+        return queued
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """Meanwhile a thread reads the flags.
+
+        Raises:
+            RuntimeError: there can be no thread.
+        """
+        ended = threading.Event()
+        thread = threading.Thread(target=self._follow, args=(ended,), name="shadow-flags", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _follow(self, ended: threading.Event) -> None:
+        try:
+            while not ended.wait(READ_SECONDS if self._owed or self._copies or self._asked else IDLE_SECONDS):
+                self.read()
+        except BaseException as error:
+            self._failure = error
+
+    def read(self) -> None:
+        """Find out what has been made, and now and then who has ended.
+
+        Raises:
+            Mispredicted: a process said something that cannot be.
+            DriverError: the flags cannot be read.
+        """
+        dead = self._dead
+        now = time.perf_counter()
+        if now - self._looked >= ALIVE_SECONDS:
+            self._looked = now
+            # Before the flags: those of who has ended are then the last ones.
+            dead = frozenset(number for number, window in enumerate(self._windows) if not window.alive())
+        if self._owed or self._copies or self._asked:
+            self._asked = False
+            for window in self._windows:
+                for pool in window.pools.pools:
+                    pool.refresh()
+        with self._lock:
+            self._dead = dead
+            owed, self._owed = self._owed, []
+            for chunk in owed:
+                self._locate(chunk)
+            copies, self._copies = self._copies, []
+            for copy in copies:
+                if copy.pool.flag(copy.number) == copy.ticket:
+                    self._made.append(Made(copy.chunk, copy.pool.address(copy.number), copy.pool.device, copy.slot))
+                elif copy.process in dead:
+                    self._left(copy.chunk)
+                else:
+                    self._copies.append(copy)
+
+    def _left(self, chunk: int) -> None:
+        """Its copy will not be made, and what comes behind it in its stream is not run either."""
+        self._made.append(Made(chunk, 0, -1, -1))
+
+    def _locate(self, chunk: int) -> None:
+        state = self._table.state(chunk)
+        if state == UNSAVED:  # the driver refused the copy
+            if self._table.claim(chunk) == UNSAVED:
+                self._left(chunk)
+            else:
+                self._owed.append(chunk)
+        if state < SHADOWED:
+            return
+        process, slot = divmod(state - SHADOWED, SHADOWED)
+        if process >= len(self._windows):
+            raise Mispredicted(f"Chunk {chunk} is in the hands of a process that does not exist.")
+        if slot != NO_SLOT:
+            window = self._windows[process]
+            found = window.pools.find(slot)
+            if found is None:
+                raise Mispredicted(f"A process said that it copied chunk {chunk} to a place that does not exist.")
+            pool, number = found
+            self._copies.append(_Copy(chunk, process, pool, number, window.table.ticket(slot), state - SHADOWED))
+        elif process in self._dead:
+            self._left(chunk)
+        else:
+            self._owed.append(chunk)
