@@ -96,18 +96,28 @@ class _Worker:
             (ring.address + base + i * slot_bytes, ring.view[base + i * slot_bytes :][:slot_bytes]) for i in (0, 1)
         ]
         self.lanes: dict[int, driver.Lane] = {}
-        self.events: dict[int, list[Any]] = {}
-        self.copy_lanes: dict[int, CopyLane] = {}
+        self.copy_lanes: dict[driver.Lane, CopyLane] = {}
+        self._events: list[Any] = []
 
     def copy_lane(self, device: int) -> CopyLane:
         """This worker's stream on a GPU; its context becomes current."""
         context = driver.context(device)
         context.use()
-        if device not in self.copy_lanes:
-            self.lanes[device] = lane = driver.Lane(context)
-            self.events[device] = [lane.event() for _ in range(SLOTS)]
-            self.copy_lanes[device] = CopyLane(lane, self.events[device], [address for address, _ in self.slots])
-        return self.copy_lanes[device]
+        if device not in self.lanes:
+            self.lanes[device] = driver.Lane(context)
+        return self._on(self.lanes[device])
+
+    def copy_lane_on(self, lane: driver.Lane, device: int) -> CopyLane:
+        """This worker's part of a stream that is not its own; the GPU's context becomes current."""
+        driver.context(device).use()
+        return self._on(lane)
+
+    def _on(self, lane: driver.Lane) -> CopyLane:
+        if lane not in self.copy_lanes:
+            events = [lane.event() for _ in range(SLOTS)]
+            self._events += events
+            self.copy_lanes[lane] = CopyLane(lane, events, [address for address, _ in self.slots])
+        return self.copy_lanes[lane]
 
     @contextmanager
     def quiet_afterwards(self) -> Iterator[None]:
@@ -120,7 +130,7 @@ class _Worker:
             yield
             failing = False
         finally:
-            for lane in self.lanes.values():
+            for lane in self.copy_lanes:
                 try:
                     lane.synchronise()
                 except DriverError:
@@ -129,9 +139,8 @@ class _Worker:
 
     def release(self) -> None:
         """Give the streams and events back, and let go of the ring."""
-        for events in self.events.values():
-            for event in events:
-                driver.destroy_event(event)
+        for event in self._events:
+            driver.destroy_event(event)
         for lane in self.lanes.values():
             lane.destroy()
         for _, view in self.slots:
@@ -169,7 +178,8 @@ class Copier:
         self._ring: driver.PinnedBuffer | None = None
         self._workers: list[_Worker] = []
         self._shared: SharedWorkers[_Worker] | None = None
-        self._making = threading.Lock()  # guards _ring, _workers and _shared
+        self._lanes: dict[int, driver.Lane] = {}
+        self._making = threading.Lock()  # guards _ring, _workers, _shared and _lanes
 
     @property
     def ring_bytes(self) -> int:
@@ -189,12 +199,25 @@ class Copier:
                 self._shared = SharedWorkers(self._workers)
             return self._shared
 
+    def shared_lane(self, device: int) -> driver.Lane:
+        """A stream for copies whose workers have permits.
+
+        While a process computes, the copy engine takes some 0.2 ms to go from one stream to another (measured on an
+        H100), and 0.08 ms to copy a chunk: as little as is under way then is all in one stream.
+        """
+        with self._making:
+            if device not in self._lanes:
+                self._lanes[device] = driver.Lane(driver.context(device))
+            return self._lanes[device]
+
     def release(self) -> None:
         """Give the ring back. No job may be under way."""
         with self._making:
             for worker in self._workers:
                 worker.release()
-            self._workers, self._shared = [], None
+            for lane in self._lanes.values():
+                lane.destroy()
+            self._workers, self._shared, self._lanes = [], None, {}
             if self._ring is not None:
                 self._ring.free()
                 self._ring = None
@@ -248,8 +271,12 @@ class Copier:
             def saved(size: int) -> None:
                 progress.done_by_worker[worker.number] += size
 
+            def shared(device: int) -> CopyLane:
+                return worker.copy_lane_on(self.shared_lane(device), device)
+
             with worker.quiet_afterwards():
-                Saver(worker.number, worker.slots, worker.copy_lane, source, sink, saved).run(
+                lane = shared if source.permits else worker.copy_lane
+                Saver(worker.number, worker.slots, lane, source, sink, saved).run(
                     _taking(source.take, lease, cancelled)
                 )
 

@@ -306,7 +306,7 @@ def unregister_host(address: int) -> None:
 
 
 class Lane:
-    """One stream; not shared by threads."""
+    """One stream. Threads may share it, as the driver lets them: what they queue goes in some order."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -335,6 +335,11 @@ class Lane:
         values = (tuple(arguments), tuple(ctypes.c_uint64 for _ in arguments))
         result = cuda.cuLaunchKernel(kernel.function, blocks, 1, 1, threads, 1, 1, 0, self._stream, values, 0)
         _check("cuLaunchKernel", result, kernel.name)
+
+    def wait_until_here(self, event: Any) -> None:
+        """Wait for what was queued so far, whatever others queue meanwhile; ``event`` is one of its own."""
+        _check("cuEventRecord", cuda.cuEventRecord(event, self._stream))
+        _check("cuEventSynchronize", cuda.cuEventSynchronize(event))
 
     def synchronise(self) -> None:
         """Wait for everything queued."""

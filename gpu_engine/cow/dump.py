@@ -45,7 +45,7 @@ class CowDump(StopDump):
         super().__init__(assignment)
         self._cow = cow
         self._memory = memory
-        self._windows = Windows(cow)
+        self._windows = Windows(cow, self._copier.shared_lane)
         self._laid_out = threading.Event()  # the windows can be opened, or never will
         self._counts: dict[str, int] = {}
 

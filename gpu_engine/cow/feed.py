@@ -24,8 +24,11 @@ STEP_ASIDE_PAUSE = 0.1
 """So long they then go all the same: a transfer that is queued behind a long kernel is in nobody's way."""
 
 STALL_WORKERS = 4
-"""So many workers copy while the processes stand still, unless the GPU writes into the image itself. More of them save
-more by then, but CRIU and the driver, which the processes wait for, go slower for it."""
+"""So many workers copy while the processes stand still. More of them save more by then, but CRIU and the driver, which
+the processes wait for, go slower for it."""
+
+PLACING_WORKERS = 6
+"""And where the GPU writes into the image itself."""
 
 UNDER_WAY = 4
 """So many pieces the GPU is given at once where it writes into the image itself. They keep the copy engine busy; what
@@ -95,7 +98,9 @@ class ChunkFeed:
 
     def workers(self) -> int | None:
         """How many may copy now; None: all."""
-        return None if self._placed or self.runs_on.is_set() else STALL_WORKERS
+        if self.runs_on.is_set():
+            return None
+        return PLACING_WORKERS if self._placed else STALL_WORKERS
 
     def take(self) -> Piece | None:
         """See :class:`~phos.gpu_engine.copy_work.Source`."""
@@ -137,7 +142,7 @@ class ChunkFeed:
         return self._expected is not None and self._expected[chunk] == zero_hash(self.places[chunk].size)
 
     def _joined(self, chunk: int) -> Piece:
-        """A chunk of ours, with neighbours that nobody has taken yet."""
+        """A chunk of ours, with those behind it that nobody has taken yet."""
         piece = self._give(chunk, self.places[chunk].address)
         size = piece.size
         while piece.address and size + CHUNK_BYTES <= self._at_once:
@@ -167,7 +172,7 @@ class ChunkFeed:
                 if self._given[chunk]:
                     continue
                 if self._table.claim(chunk) == UNSAVED:
-                    return replace(self._give(chunk, self.places[chunk].address), urgent=True)
+                    return replace(self._joined(chunk), urgent=True)  # who writes to one soon writes to the next
                 if not self._given[chunk]:
                     self.shadows.owe(chunk)
         return None

@@ -20,8 +20,8 @@ MARGIN_BYTES = 512 << 20
 class ShadowPool:
     """One process's pool on one GPU, as phosd sees it: the memory, and the flags that the GPU sets in it."""
 
-    def __init__(self, device: int, slots: int) -> None:
-        """``device`` is phosd's number of the GPU.
+    def __init__(self, device: int, slots: int, lane: driver.Lane) -> None:
+        """``device`` is phosd's number of the GPU; ``lane``, the caller's, is where the flags are read.
 
         Raises:
             DriverError: the GPU has not that much memory left.
@@ -39,10 +39,11 @@ class ShadowPool:
         self._words = slots + TRANSFERS
         self._host = driver.PinnedBuffer(self._words * 4)
         self._flags = self._host.view.cast("I")
-        self._lane = driver.Lane(context)
+        self._lane = lane
+        self._event = lane.event()
         self._context = context
         self._lane.fill_zero(self._mapping.address, self._words * 4)
-        self._lane.synchronise()
+        self._lane.wait_until_here(self._event)
         self._flags[:] = memoryview(bytes(self._words * 4)).cast("I")
 
     @property
@@ -58,7 +59,7 @@ class ShadowPool:
         """Read the flags anew; one caller at a time."""
         self._context.use()
         self._lane.copy_to_host(self._host.address, self._mapping.address, self._words * 4)
-        self._lane.synchronise()
+        self._lane.wait_until_here(self._event)
 
     def flag(self, index: int) -> int:
         """A slot's flag (its number in this pool), as last read."""
@@ -78,7 +79,7 @@ class ShadowPool:
         with ExitStack() as undo:  # backwards
             undo.callback(os.close, self.descriptor)
             undo.callback(self._mapping.unmap)
-            undo.callback(self._lane.destroy)
+            undo.callback(driver.destroy_event, self._event)
             undo.callback(self._host.free)
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copy_work import Sink
@@ -58,8 +59,10 @@ class ProcessWindow:
 class Windows:
     """All windows of a checkpoint."""
 
-    def __init__(self, settings: CowSettings) -> None:
+    def __init__(self, settings: CowSettings, lane: Callable[[int], driver.Lane]) -> None:
+        """``lane``: where all copies from a GPU go."""
         self._settings = settings
+        self._lane = lane
         self._pools: dict[bytes, LentPools] = {}
         self._windows: dict[bytes, ProcessWindow] = {}
         self._table: ChunkTable | None = None
@@ -80,7 +83,7 @@ class Windows:
                     continue
                 try:
                     slots = slots_for(device, self._settings.pool_bytes, sharing[device])
-                    pools.append(ShadowPool(device, slots))
+                    pools.append(ShadowPool(device, slots, self._lane(device)))
                     self.pool_bytes += pools[-1].slots * CHUNK_BYTES
                 except DriverError as error:
                     log.warning("GPU %d: no shadow pool for process %d: %s", device, process.pid, error)

@@ -26,7 +26,7 @@ from phos.gpu_engine.cow.chunk_table import (
     PoolShape,
     WindowTable,
 )
-from phos.gpu_engine.cow.feed import STALL_WORKERS, UNDER_WAY, ChunkFeed, Place
+from phos.gpu_engine.cow.feed import PLACING_WORKERS, STALL_WORKERS, UNDER_WAY, ChunkFeed, Place
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import ALIVE_SECONDS, Window
 from phos.gpu_engine.cow.window import first_written_first
@@ -544,6 +544,8 @@ def test_while_the_processes_stand_still_few_workers_copy_and_nothing_is_compare
 def test_where_the_gpu_writes_into_the_image_few_pieces_are_under_way_instead() -> None:
     scene = Scene(8, (1,), placed=True)
     scene.feed.runs_on.clear()
+    assert scene.feed.workers() == PLACING_WORKERS
+    scene.feed.runs_on.set()
     assert scene.feed.workers() is None
     for _ in range(UNDER_WAY):
         take_permit(scene.feed.permits)
@@ -593,6 +595,16 @@ def test_neighbours_that_nobody_waits_for_are_taken_together() -> None:
     ]
     assert scene.land(pieces[0], memoryview(bytearray(3 * CHUNK))) == expected[2:5]
     assert [scene.table.state(chunk) == SAVED for chunk in range(8)] == [False, False, True, True, True, *[False] * 3]
+
+
+def test_what_a_process_waits_for_comes_with_what_it_will_wait_for_next() -> None:
+    scene = Scene(8, (1,), at_once=4 * CHUNK)
+    scene.processes[0].take(5)
+    scene.processes[0].want(2, 3, 4, 6)
+    pieces = [scene.take() for _ in range(3)]
+    assert [(p.chunk, p.size // CHUNK, p.urgent) for p in pieces if p] == [(2, 3, True), (6, 2, True), (0, 2, False)]
+    with pytest.raises(NothingYet):
+        scene.take()
 
 
 def test_each_of_the_neighbours_is_compared() -> None:
