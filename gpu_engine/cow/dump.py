@@ -13,7 +13,8 @@ import threading
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine.copy_work import Cancelled
 from phos.gpu_engine.cow.settings import CowSettings
-from phos.gpu_engine.cow.window import ChunkKey, Windows
+from phos.gpu_engine.cow.window import Windows
+from phos.gpu_engine.cow.write_order import WriteOrder
 from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError
 from phos.gpu_engine.stop.dump import Assignment, StopDump
 from phos.gpu_engine.stop.tree import BorrowBlocks
@@ -28,11 +29,16 @@ that its arguments point to: slower, not wrong."""
 
 
 class CowMemory:
-    """What outlives a checkpoint: what was written first in the last window."""
+    """What outlives a checkpoint: what windows have seen."""
 
     def __init__(self) -> None:
-        self.wanted: dict[ChunkKey, int] = {}
+        self.written = WriteOrder()
         self.touched = TouchOrder()
+
+    def forget(self, session: bytes) -> None:
+        """Its process has ended."""
+        self.written.forget(session)
+        self.touched.forget(session)
 
 
 class CowDump(StopDump):
@@ -68,7 +74,7 @@ class CowDump(StopDump):
                 self._borrowed,
                 self._mapped,
                 expected,
-                self._memory.wanted,
+                self._memory.written.of(process.session for process in self.gated),
                 self._writer,
             )
             self._laid_out.set()
@@ -128,8 +134,7 @@ class CowDump(StopDump):
                 self._counts[name] = self._counts.get(name, 0) + value
         for name in self._windows.culprits():
             log.info("%s: %s may write anywhere: it waited until everything was saved", self.path, name)
-        if wanted := self._windows.wanted():
-            self._memory.wanted = wanted
+        self._memory.written.learn(self._windows.written())
         for session, touched in self._windows.touched().items():
             self._memory.touched.learn(session, touched)
         self._windows.close()

@@ -93,8 +93,10 @@ class ChunkFeed:
         self._given_count = 0
         self._aside_since = 0.0
         self._aside_again = 0.0
-        self.first_wanted: list[int] = []
-        """Chunks in the order in which the processes came to write to them."""
+        self.began = 0.0
+        """When the first process could write to its memory again, by time.perf_counter()."""
+        self.first_wanted: dict[int, float] = {}
+        """When, since then, processes came to write to chunks that were not saved."""
 
     def workers(self) -> int | None:
         """How many may copy now; None: all."""
@@ -168,7 +170,7 @@ class ChunkFeed:
             while (chunk := window.table.next_wanted()) is not None:
                 if not 0 <= chunk < len(self.places):
                     continue
-                self.first_wanted.append(chunk)
+                self.first_wanted.setdefault(chunk, time.perf_counter() - self.began)
                 if self._given[chunk]:
                     continue
                 if self._table.claim(chunk) == UNSAVED:

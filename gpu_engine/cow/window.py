@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from phos.gpu_engine import driver
@@ -15,6 +17,7 @@ from phos.gpu_engine.cow.feed import ChunkFeed, Place
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
 from phos.gpu_engine.cow.shadows import Window
+from phos.gpu_engine.cow.write_order import ChunkKey
 from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import Detached, GatedProcess
@@ -23,9 +26,6 @@ from phos.gpu_engine.touch_order import Touched
 from phos.images.chunk_hash import zero_hash
 
 log = logging.getLogger(__name__)
-
-ChunkKey = tuple[BlockKey, int]
-"""A chunk that outlives a checkpoint: its block, and its offset there."""
 
 
 class ProcessWindow:
@@ -96,12 +96,12 @@ class Windows:
         blocks: Sequence[Block],
         mapped: MappedBlocks,
         expected: Sequence[bytes] | None,
-        wanted_before: Mapping[ChunkKey, int],
+        written_before: Mapping[ChunkKey, float],
         sink: Sink,
     ) -> ChunkFeed:
         """With the processes detached: number the chunks and make the tables.
 
-        ``wanted_before``: what an earlier window saw written, with its rank. ``sink``: where the data will go.
+        ``written_before``: what earlier windows saw written, and when. ``sink``: where the data will go.
         """
         first: dict[BlockKey, int] = {}
         places: list[Place] = []
@@ -122,7 +122,7 @@ class Windows:
                 number, records, shapes, queue, prioritise=self._settings.prioritise, order=queue // 4
             )
             self._windows[process.session] = ProcessWindow(process, pools.table, self._table, pools)
-        order = first_written_first(places, wanted_before)
+        order = first_written_first(places, written_before)
         if expected is not None:  # zeros first: they need no copying, so nobody has to copy them aside
             order.sort(key=lambda chunk: expected[chunk] != zero_hash(places[chunk].size))
         placed = sum(block.size for block in blocks) <= sink.placeable
@@ -146,6 +146,7 @@ class Windows:
     def may_change(self) -> None:
         """The processes are about to run on: from here on what is saved is compared with what it was."""
         if self.feed is not None:
+            self.feed.began = time.perf_counter()
             self.feed.may_change.set()
 
     def runs_on(self) -> None:
@@ -160,15 +161,12 @@ class Windows:
         for window in self._windows.values():
             window.end()
 
-    def wanted(self) -> dict[ChunkKey, int]:
-        """The chunks that the processes came to write to in this window, ranked by when."""
+    def written(self) -> dict[ChunkKey, float]:
+        """The chunks that the processes came to write to before they were saved, and when, in seconds."""
         if self.feed is None:
             return {}
-        ranks: dict[ChunkKey, int] = {}
-        for chunk in self.feed.first_wanted:
-            place = self.feed.places[chunk]
-            ranks.setdefault((place.key, place.offset), len(ranks))
-        return ranks
+        places = self.feed.places
+        return {(places[chunk].key, places[chunk].offset): at for chunk, at in self.feed.first_wanted.items()}
 
     def touched(self) -> dict[bytes, list[Touched]]:
         """Of each process, in which order it first touched its chunks in this window."""
@@ -205,10 +203,6 @@ class Windows:
             self._table = None
 
 
-def first_written_first(places: Sequence[Place], wanted_before: Mapping[ChunkKey, int]) -> list[int]:
-    """An order in which to save chunks: those first that an earlier window saw written first, then the others.
-
-    Training repeats itself: what the last window's first iteration wrote early, this one's writes early.
-    """
-    last = len(wanted_before)
-    return sorted(range(len(places)), key=lambda c: (wanted_before.get((places[c].key, places[c].offset), last), c))
+def first_written_first(places: Sequence[Place], before: Mapping[ChunkKey, float]) -> list[int]:
+    """An order in which to save chunks: those first that earlier windows saw written first, then the others."""
+    return sorted(range(len(places)), key=lambda c: (before.get((places[c].key, places[c].offset), math.inf), c))

@@ -91,7 +91,7 @@ class Registry:
             session.machine.end()
             self.holds.release(session.session)
             self.speculator.forget(session.session, finish=dumped)
-            self.cow.touched.forget(session.session)
+            self.cow.forget(session.session)
             freed = self.broker.drop_session(session.session)
         finally:
             with self.lock:

@@ -30,6 +30,7 @@ from phos.gpu_engine.cow.feed import PLACING_WORKERS, STALL_WORKERS, UNDER_WAY, 
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import ALIVE_SECONDS, Window
 from phos.gpu_engine.cow.window import first_written_first
+from phos.gpu_engine.cow.write_order import WriteOrder
 from phos.gpu_engine.errors import DriverError, Mispredicted
 from phos.images.append import StripeState
 from phos.images.chunk_hash import chunk_hash, zero_hash
@@ -235,11 +236,15 @@ def test_a_chunk_comes_from_its_place_and_is_not_free_before_it_has_landed() -> 
     assert scene.table.state(0) == SAVED
 
 
-def test_what_a_process_waits_for_goes_first() -> None:
+def test_what_a_process_waits_for_goes_first(clock: Clock) -> None:
     scene = Scene(6, (0,))
+    scene.feed.began = clock.now - 1
     scene.processes[0].want(4, 2)
     assert scene.all() == [4, 2, 0, 1, 3, 5]
-    assert scene.feed.first_wanted == [4, 2]
+    clock.now += 2
+    scene.processes[0].want(2, 5)
+    assert scene.take() is None
+    assert scene.feed.first_wanted == {4: 1, 2: 1}, "and the window is over"
 
 
 def test_chunks_wanted_twice_come_once() -> None:
@@ -523,9 +528,21 @@ def test_many_owed_chunks_do_not_hold_up_the_others() -> None:
 
 def test_first_written_first() -> None:
     places = Scene(4, (0,)).places
-    before = {(places[2].key, places[2].offset): 0, (places[0].key, places[0].offset): 1, ((SESSION, 9), 0): 2}
+    before = {(places[2].key, places[2].offset): 0.5, (places[0].key, places[0].offset): 1.5, ((SESSION, 9), 0): 2.0}
     assert first_written_first(places, before) == [2, 0, 1, 3]
     assert first_written_first(places, {}) == [0, 1, 2, 3]
+
+
+def test_what_was_saved_too_early_to_be_seen_keeps_its_place() -> None:
+    early, late, other = ((SESSION, 1), 0), ((SESSION, 1), CHUNK), ((bytes(15) + b"x", 1), 0)
+    order = WriteOrder()
+    order.learn({early: 0.1, other: 0.2})
+    order.learn({late: 0.7})  # `early` had been saved before the program ran on
+    assert order.of([SESSION]) == {early: 0.1, late: 0.7}
+    order.learn({late: 0.05})
+    assert order.of([SESSION, other[0][0]]) == {early: 0.1, late: 0.05, other: 0.2}
+    order.forget(SESSION)
+    assert order.of([SESSION]) == {}
 
 
 def test_while_the_processes_stand_still_few_workers_copy_and_nothing_is_compared() -> None:

@@ -82,7 +82,7 @@ def test_a_session_is_not_restored_while_its_former_life_is_put_away() -> None:
         reaper=nothing,
         holds=nothing,
         speculator=nothing,
-        cow=types.SimpleNamespace(touched=nothing),
+        cow=nothing,
         broker=types.SimpleNamespace(drop_session=drop_session),
     )
 
