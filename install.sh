@@ -365,8 +365,20 @@ install_files() {
     # What was measured elsewhere and earlier is the clone's to keep.
     [ -L "$home/bench" ] || rm -rf "$home/bench/results"
     if [ "$mode" != bundle ]; then install_package; fi
+    install_commit
     install_links
     install_unit
+}
+
+# What it was made of, for benchmarks where there is no history; a developer's installation follows the clone.
+install_commit() {
+    [ "$source" != "$home" ] || return 0
+    rm -f "$home/commit"
+    if [ -n "$dev" ] && [ "$mode" != bundle ]; then return 0; fi
+    local commit
+    commit=$(git -C "$source" rev-parse HEAD 2>/dev/null) || return 0
+    [ -z "$(git -C "$source" status --porcelain --untracked-files=no)" ] || commit="$commit with changes"
+    echo "$commit" >"$home/commit"
 }
 
 # The Python part: the clone itself for developers, else a wheel's contents.

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +159,9 @@ def environment(device: str) -> dict[str, Any]:
     versions = "import torch; print(torch.__version__, torch.version.cuda)"
     torch = _output(sys.executable, "-c", versions).split() if device == "nvidia" else []
     bindings = "import importlib.metadata as m; print(m.version('cuda-bindings'))"
-    commit = os.environ.get("PHOS_COMMIT") or _output("git", "-C", str(process.ROOT), "rev-parse", "HEAD")
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit,
+        "commit": _commit(),
         "device": device,
         "gpu": gpu,
         "gpu_memory": memory,
@@ -176,6 +176,17 @@ def environment(device: str) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "memory_gib": round(int(_first_match(r"MemTotal:\s*(\d+)", "/proc/meminfo") or 0) / 2**20, 1),
     }
+
+
+def _commit() -> str:
+    """Of what is measured: as whoever calls says, as install.sh has written down, else of the clone's history."""
+    if given := os.environ.get("PHOS_COMMIT"):
+        return given
+    command = shutil.which(process.PHOS_GPU)
+    if command:
+        with suppress(OSError):
+            return (Path(command).resolve().parents[1] / "commit").read_text().strip()
+    return _output("git", "-C", str(process.ROOT), "rev-parse", "HEAD")
 
 
 def _first_line(text: str) -> str:
@@ -251,7 +262,8 @@ class Results:
         ]
         parts += [f"PyTorch {e['pytorch']}" if e["pytorch"] else "", f"CRIU {e['criu']}" if e["criu"] else "no CRIU"]
         parts += [f"Linux {e['kernel']}", f"{e['cpu']}, {e['cores']} cores, {e['memory_gib']} GiB"]
-        return f"{', '.join(part for part in parts if part)}; {e['date']}, commit {e['commit'][:12] or 'unknown'}."
+        commit = e["commit"][:12] + e["commit"][40:]
+        return f"{', '.join(part for part in parts if part)}; {e['date']}, commit {commit or 'unknown'}."
 
     def default_table(self) -> str:
         """Return all rows as one table: a column for each value that is not itself a table."""

@@ -86,6 +86,19 @@ def test_a_second_run_of_one_commit_adds_to_the_first(tmp_path: Path, monkeypatc
     assert harness.Results(options(tmp_path), "name", "Title").rows == {}
 
 
+def test_a_result_names_the_commit_of_the_installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of the clone that the benchmark's script is in, if there is another installed."""
+    monkeypatch.delenv("PHOS_COMMIT", raising=False)
+    home = tmp_path / "lib" / "phos"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "phos-gpu").write_text("#!/bin/sh\n")
+    (home / "bin" / "phos-gpu").chmod(0o755)
+    (tmp_path / "phos-gpu").symlink_to(home / "bin" / "phos-gpu")
+    monkeypatch.setattr(harness.process, "PHOS_GPU", str(tmp_path / "phos-gpu"))
+    (home / "commit").write_text("f" * 40 + " with changes\n")
+    assert harness._commit() == "f" * 40 + " with changes"
+
+
 def test_results_are_copied_to_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is given back keeps nothing but $OUT."""
     (tmp_path / "out").mkdir()
