@@ -244,6 +244,8 @@ def test_exported_memory_travels_as_a_token_and_survives(phosd: FakePhosd) -> No
     heard()
     ok(cu.cuIpcCloseMemHandle(other))
     ok(cu.cuMemUnmap(address, unit)); ok(cu.cuMemRelease(handle))
+    say("freed")
+    heard()
     """
     with program(phosd, exporter) as (one, first), program(phosd, importer) as (two, second):
         two.tell(one.line())
@@ -266,8 +268,10 @@ def test_exported_memory_travels_as_a_token_and_survives(phosd: FakePhosd) -> No
         one.tell()
         assert one.line() == "7 8"
         two.tell()
+        assert two.line() == "freed"
+        eventually(lambda: not second.blocks)  # a process that ended might not have told: phosd sees the end
+        two.tell()
         two.finish()
-        eventually(lambda: not second.blocks)
         one.tell()
         one.finish()
 
