@@ -376,6 +376,8 @@ install_commit() {
     rm -f "$home/commit"
     if [ -n "$dev" ] && [ "$mode" != bundle ]; then return 0; fi
     local commit
+    # An export in the middle of another repository is none of its commits.
+    [ "$(git -C "$source" rev-parse --show-toplevel 2>/dev/null)" = "$source" ] || return 0
     commit=$(git -C "$source" rev-parse HEAD 2>/dev/null) || return 0
     [ -z "$(git -C "$source" status --porcelain --untracked-files=no)" ] || commit="$commit with changes"
     echo "$commit" >"$home/commit"

@@ -196,6 +196,11 @@ none:
 	return -1;
 }
 
+static uint64_t last_end(const struct phos_pm_scan *scan, size_t count)
+{
+	return ((const struct phos_pm_region *)(uintptr_t)scan->vec)[count - 1].end;
+}
+
 /* CRIU's question which pages it has to dump; later ones ask the same way for other kinds (guard regions). */
 static bool asks_for_pages(const struct phos_pm_scan *scan)
 {
@@ -218,6 +223,9 @@ static int scan_ioctl(int descriptor, unsigned long request, ...)
 	task = task_of(descriptor);
 	if (!task)
 		return (int)result;
+	/* It may lag behind the regions (page_copy.c): what is noted would be asked for, and noted, once more. */
+	if (last_end(argument, result) > ((struct phos_pm_scan *)argument)->walk_end)
+		((struct phos_pm_scan *)argument)->walk_end = last_end(argument, result);
 	result = take_away(task, argument, result);
 	if (result < 0)
 		errno = ENOMEM;

@@ -2,7 +2,8 @@
 
 Each worker thread owns two slots of the ring and one stream a GPU: while it writes one slot to the image (or fills one
 from it), the copy engine works on the other. The streams of all workers feed one copy engine, so it always has work
-queued. Python decides what is copied when, for several pieces at a time; copy_loop.c does it.
+queued. Where the GPU writes into the image itself while processes compute, all share one stream (shared_lane()).
+Python decides what is copied when, for several pieces at a time; copy_loop.c does it.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class _Worker:
         ]
         self.lanes: dict[int, driver.Lane] = {}
         self.copy_lanes: dict[driver.Lane, CopyLane] = {}
+        self._used: set[driver.Lane] = set()  # since the last quiet moment
         self._events: list[Any] = []
 
     def copy_lane(self, device: int) -> CopyLane:
@@ -117,6 +119,7 @@ class _Worker:
             events = [lane.event() for _ in range(SLOTS)]
             self._events += events
             self.copy_lanes[lane] = CopyLane(lane, events, [address for address, _ in self.slots])
+        self._used.add(lane)
         return self.copy_lanes[lane]
 
     @contextmanager
@@ -130,9 +133,9 @@ class _Worker:
             yield
             failing = False
         finally:
-            for lane in self.copy_lanes:
+            while self._used:
                 try:
-                    lane.synchronise()
+                    self._used.pop().synchronise()
                 except DriverError:
                     if not failing:
                         raise
@@ -200,7 +203,7 @@ class Copier:
             return self._shared
 
     def shared_lane(self, device: int) -> driver.Lane:
-        """A stream for copies whose workers have permits.
+        """A stream for copies whose workers have permits, and for what they wait for besides.
 
         As little as is under way then is all in one stream: with four chunks of 4 MiB in four streams each takes 1.7 ms
         while a process computes (an H100), where the bus needs 0.3 ms for all of them.

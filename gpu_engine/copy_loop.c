@@ -236,7 +236,7 @@ static int end_save(struct phos_copy_lane *lane, const struct phos_save_job *job
 }
 
 /* Copy pieces out; while one is appended the next is on its way. All are there when it returns 0; after -1 one may still be
- * under way, and what was appended is not to be counted. Nothing else may be under way in the lane. */
+ * under way, and what was appended is not to be counted. Nothing else may be under way with the lane's events and slots. */
 EXPORT int phos_copy_save(struct phos_copy_lane *lane, const struct phos_save_job *job, const struct phos_save *saves,
                           uint32_t count, struct phos_copy_failure *failure)
 {

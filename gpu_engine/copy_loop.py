@@ -130,7 +130,7 @@ def _fail(failure: _Failure) -> None:
 
 
 class CopyLane:
-    """A stream of one worker on one GPU, whose context is current; of one thread."""
+    """One worker's use of a stream on one GPU, whose context is current. Of one thread; the stream need not be."""
 
     def __init__(self, lane: driver.Lane, events: Sequence[Any], slots: Sequence[int]) -> None:
         """``slots``: addresses of page-locked memory, used in turns for what comes from files or goes there."""

@@ -109,7 +109,7 @@ class Saver:
         except NothingYet as later:
             return later.seconds
         finally:
-            if not landed:  # and if it landed and was not what it should be, nobody counts any more
+            if not landed:  # and if it landed and something failed then, nobody counts any more
                 give_permit(self._source.permits)
         return 0.0
 

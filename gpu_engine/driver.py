@@ -336,10 +336,9 @@ class Lane:
         result = cuda.cuLaunchKernel(kernel.function, blocks, 1, 1, threads, 1, 1, 0, self._stream, values, 0)
         _check("cuLaunchKernel", result, kernel.name)
 
-    def wait_until_here(self, event: Any) -> None:
-        """Wait for what was queued so far, whatever others queue meanwhile; ``event`` is one of its own."""
+    def record(self, event: Any) -> None:
+        """Have an event reached when what was queued so far is done."""
         _check("cuEventRecord", cuda.cuEventRecord(event, self._stream))
-        _check("cuEventSynchronize", cuda.cuEventSynchronize(event))
 
     def synchronise(self) -> None:
         """Wait for everything queued."""
@@ -349,6 +348,11 @@ class Lane:
         """Give the stream back."""
         self._context.use()
         _check("cuStreamDestroy", cuda.cuStreamDestroy(self._stream))
+
+
+def wait_event(event: Any) -> None:
+    """Return when an event has been reached."""
+    _check("cuEventSynchronize", cuda.cuEventSynchronize(event))
 
 
 def destroy_event(event: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 
@@ -32,12 +32,15 @@ class TouchOrder:
         self._lock = threading.Lock()  # guards _sessions
         self._sessions: dict[bytes, list[Touched]] = {}
 
-    def learn(self, session: bytes, touched: Sequence[Touched]) -> None:
-        """What a window has seen; where it was too short to see all, what was known before still counts."""
-        if not touched:
-            return
+    def learn(self, session: bytes, touched: Sequence[Touched], blocks: Container[BlockKey]) -> None:
+        """What a window has seen; where it was too short to see all, what was known before still counts.
+
+        ``blocks``: those that its process had; what was known of others is forgotten, as they were freed.
+        """
         with self._lock:
-            self._sessions[session] = list(dict.fromkeys([*touched, *self._sessions.get(session, [])]))
+            known = [place for place in self._sessions.pop(session, []) if place[0] in blocks]
+            if learnt := list(dict.fromkeys([*touched, *known])):
+                self._sessions[session] = learnt
 
     def of(self, sessions: Iterable[bytes]) -> list[Touched]:
         """Of several processes, which begin at the same moment."""

@@ -134,9 +134,13 @@ class CowDump(StopDump):
                 self._counts[name] = self._counts.get(name, 0) + value
         for name in self._windows.culprits():
             log.info("%s: %s may write anywhere: it waited until everything was saved", self.path, name)
-        self._memory.written.learn(self._windows.written())
+        blocks = {block.key for block in self._borrowed}
+        self._memory.written.learn(self._windows.written(), blocks)
         for session, touched in self._windows.touched().items():
-            self._memory.touched.learn(session, touched)
+            self._memory.touched.learn(session, touched, blocks)
+        for process in self.gated:
+            if not process.alive():  # it may have been forgotten before that
+                self._memory.forget(process.session)
         self._windows.close()
         if self._counts:
             log.info("%s: in the window: %s", self.path, ", ".join(f"{k} {v}" for k, v in self._counts.items()))

@@ -30,8 +30,8 @@ the processes wait for, go slower for it."""
 PLACING_WORKERS = 6
 """And where the GPU writes into the image itself."""
 
-UNDER_WAY = 4
-"""So many pieces the GPU is given at once where it writes into the image itself. They keep the copy engine busy; what
+PIECES_UNDER_WAY = 4
+"""So many pieces each GPU is given at once where it writes into the image itself. They keep its copy engine busy; what
 somebody waits for comes behind them."""
 
 
@@ -80,7 +80,7 @@ class ChunkFeed:
         self._prioritise = prioritise and bool(windows)
         self._at_once = at_once
         self._placed = placed
-        self._permits = Permits(UNDER_WAY) if placed else None
+        self._permits = Permits(PIECES_UNDER_WAY * len({place.device for place in places})) if placed else None
         self.permits = self._permits.address if self._permits else 0
         self.may_change = Flag()
         """Set before the first process may write to its memory again."""
@@ -93,10 +93,8 @@ class ChunkFeed:
         self._given_count = 0
         self._aside_since = 0.0
         self._aside_again = 0.0
-        self.began = 0.0
-        """When the first process could write to its memory again, by time.perf_counter()."""
         self.first_wanted: dict[int, float] = {}
-        """When, since then, processes came to write to chunks that were not saved."""
+        """When, by time.perf_counter(), processes came to write to chunks that were not saved."""
 
     def workers(self) -> int | None:
         """How many may copy now; None: all."""
@@ -170,7 +168,7 @@ class ChunkFeed:
             while (chunk := window.table.next_wanted()) is not None:
                 if not 0 <= chunk < len(self.places):
                     continue
-                self.first_wanted.setdefault(chunk, time.perf_counter() - self.began)
+                self.first_wanted.setdefault(chunk, time.perf_counter())
                 if self._given[chunk]:
                     continue
                 if self._table.claim(chunk) == UNSAVED:

@@ -29,21 +29,23 @@ class ShadowPool:
         self.device = device
         self.slots = slots
         self.size = POOL_FLAGS + slots * CHUNK_BYTES
-        context = driver.context(device)
-        self.descriptor = context.create_block(self.size)
-        try:
-            self._mapping = context.map_block(self.descriptor, self.size)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
         self._words = slots + TRANSFERS
-        self._host = driver.PinnedBuffer(self._words * 4)
-        self._flags = self._host.view.cast("I")
         self._lane = lane
-        self._event = lane.event()
-        self._context = context
-        self._lane.fill_zero(self._mapping.address, self._words * 4)
-        self._lane.wait_until_here(self._event)
+        self._context = driver.context(device)
+        with ExitStack() as undo:
+            self.descriptor = self._context.create_block(self.size)
+            undo.callback(os.close, self.descriptor)
+            self._mapping = self._context.map_block(self.descriptor, self.size)
+            undo.callback(self._mapping.unmap)
+            self._host = driver.PinnedBuffer(self._words * 4)
+            undo.callback(self._host.free)
+            self._event = lane.event()
+            undo.callback(driver.destroy_event, self._event)
+            lane.fill_zero(self._mapping.address, self._words * 4)
+            lane.record(self._event)
+            driver.wait_event(self._event)
+            self._undo = undo.pop_all()
+        self._flags = self._host.view.cast("I")
         self._flags[:] = memoryview(bytes(self._words * 4)).cast("I")
 
     @property
@@ -55,11 +57,15 @@ class ShadowPool:
         """What a window table says of it; ``ordinal`` is the process's number of the GPU."""
         return PoolShape(ordinal, self.slots, self.size)
 
-    def refresh(self) -> None:
-        """Read the flags anew; one caller at a time."""
+    def begin_reading(self) -> None:
+        """Have the flags read anew; one caller at a time."""
         self._context.use()
         self._lane.copy_to_host(self._host.address, self._mapping.address, self._words * 4)
-        self._lane.wait_until_here(self._event)
+        self._lane.record(self._event)
+
+    def end_reading(self) -> None:
+        """Return when they have been."""
+        driver.wait_event(self._event)
 
     def flag(self, index: int) -> int:
         """A slot's flag (its number in this pool), as last read."""
@@ -76,11 +82,8 @@ class ShadowPool:
             DriverError: phosd's context is lost; everything was tried.
         """
         self._flags.release()
-        with ExitStack() as undo:  # backwards
-            undo.callback(os.close, self.descriptor)
-            undo.callback(self._mapping.unmap)
-            undo.callback(driver.destroy_event, self._event)
-            undo.callback(self._host.free)
+        with self._undo:
+            self._context.use()
 
 
 def slots_for(device: int, wanted_bytes: int, processes: int) -> int:

@@ -66,11 +66,13 @@ class Shadows:
     def __init__(self, table: ChunkTable, windows: Sequence[Window]) -> None:
         self._table = table
         self._windows = windows
-        self._looked = 0.0  # of who reads, as is what comes of it:
+        # Written by the one that reads the flags, read by all: each is replaced as a whole.
+        self._looked = 0.0
         self._dead: frozenset[int] = frozenset()  # numbers of processes that had ended before the flags were read
         self._failure: BaseException | None = None
-        self._asked = False  # about transfers that only newer flags can tell of; a look too many does no harm
+        self._asked = False  # by anybody, about transfers that only newer flags can tell of; a look too many is no harm
         self._lock = threading.Lock()  # guards all below
+        self._pending: set[int] = set()  # chunks in one of the three below
         self._owed: list[int] = []  # where they are is not known yet
         self._copies: list[_Copy] = []
         self._made: deque[Made] = deque()
@@ -78,23 +80,29 @@ class Shadows:
     def owe(self, chunk: int) -> None:
         """A process has taken the chunk: it is to be had when its copy has been made."""
         with self._lock:
-            self._owed.append(chunk)
+            if chunk not in self._pending:
+                self._pending.add(chunk)
+                self._owed.append(chunk)
 
     @property
     def waiting(self) -> bool:
         """Whether any chunk is owed, or has not been fetched."""
         with self._lock:
-            return bool(self._owed or self._copies or self._made)
+            return bool(self._pending)
 
     def next_made(self) -> Made | None:
-        """A chunk that can be had; it may come twice if it was owed twice.
+        """A chunk that can be had; it may come again if it is owed again.
 
         Raises: what :meth:`read` has raised in its thread.
         """
         if self._failure is not None:
             raise self._failure
         with self._lock:
-            return self._made.popleft() if self._made else None
+            if not self._made:
+                return None
+            made = self._made.popleft()
+            self._pending.discard(made.chunk)
+            return made
 
     def transferring(self) -> bool:
         """Whether a transfer of a process that lives is under way or queued, by the flags as last read."""
@@ -129,10 +137,14 @@ class Shadows:
 
     def _follow(self, ended: threading.Event) -> None:
         try:
-            while not ended.wait(READ_SECONDS if self._owed or self._copies or self._asked else IDLE_SECONDS):
+            while not ended.wait(READ_SECONDS if self._in_demand() else IDLE_SECONDS):
                 self.read()
         except BaseException as error:
             self._failure = error
+
+    def _in_demand(self) -> bool:
+        with self._lock:
+            return bool(self._owed or self._copies or self._asked)
 
     def read(self) -> None:
         """Find out what has been made, and now and then who has ended.
@@ -147,11 +159,14 @@ class Shadows:
             self._looked = now
             # Before the flags: those of who has ended are then the last ones.
             dead = frozenset(number for number, window in enumerate(self._windows) if not window.alive())
-        if self._owed or self._copies or self._asked:
+        # Of who has just been found dead in any case: a chunk of his may be owed at any moment from here on.
+        if dead - self._dead or self._in_demand():
             self._asked = False
-            for window in self._windows:
-                for pool in window.pools.pools:
-                    pool.refresh()
+            pools = [pool for window in self._windows for pool in window.pools.pools]
+            for pool in pools:
+                pool.begin_reading()
+            for pool in pools:
+                pool.end_reading()
         with self._lock:
             self._dead = dead
             owed, self._owed = self._owed, []
@@ -177,6 +192,8 @@ class Shadows:
                 self._left(chunk)
             else:
                 self._owed.append(chunk)
+        elif state < SHADOWED:
+            self._pending.discard(chunk)  # phosd has it
         if state < SHADOWED:
             return
         process, slot = divmod(state - SHADOWED, SHADOWED)

@@ -60,8 +60,9 @@ class Windows:
     """All windows of a checkpoint."""
 
     def __init__(self, settings: CowSettings, lane: Callable[[int], driver.Lane]) -> None:
-        """``lane``: where all copies from a GPU go."""
+        """``lane``: the stream of a GPU in which the flags of shadows are read."""
         self._settings = settings
+        self._began = 0.0
         self._lane = lane
         self._pools: dict[bytes, LentPools] = {}
         self._windows: dict[bytes, ProcessWindow] = {}
@@ -146,12 +147,12 @@ class Windows:
     def may_change(self) -> None:
         """The processes are about to run on: from here on what is saved is compared with what it was."""
         if self.feed is not None:
-            self.feed.began = time.perf_counter()
             self.feed.may_change.set()
 
     def runs_on(self) -> None:
         """Nobody stands still any more: the copies may take what they can get."""
-        if self.feed is not None:
+        if self.feed is not None and not self.feed.runs_on.is_set():
+            self._began = time.perf_counter()
             self.feed.runs_on.set()
 
     def over(self) -> None:
@@ -162,11 +163,15 @@ class Windows:
             window.end()
 
     def written(self) -> dict[ChunkKey, float]:
-        """The chunks that the processes came to write to before they were saved, and when, in seconds."""
+        """The chunks that the processes came to write to before they were saved, and when: seconds since they run on.
+
+        Less than 0: while others were still brought back.
+        """
         if self.feed is None:
             return {}
         places = self.feed.places
-        return {(places[chunk].key, places[chunk].offset): at for chunk, at in self.feed.first_wanted.items()}
+        found = self.feed.first_wanted.items()
+        return {(places[chunk].key, places[chunk].offset): at - self._began for chunk, at in found}
 
     def touched(self) -> dict[bytes, list[Touched]]:
         """Of each process, in which order it first touched its chunks in this window."""
@@ -195,6 +200,7 @@ class Windows:
     def close(self) -> None:
         """Give memory and descriptors back, once no process uses them and nothing is copied any more."""
         self.over()
+        self._windows = {}
         for pools in self._pools.values():
             pools.close()
         self._pools = {}

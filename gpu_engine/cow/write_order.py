@@ -6,7 +6,7 @@ Training repeats itself: what one window's first iteration wrote early, the next
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from phos.gpu_engine.blocks import BlockKey
 
@@ -26,9 +26,17 @@ class WriteOrder:
         self._lock = threading.Lock()  # guards _sessions
         self._sessions: dict[bytes, dict[ChunkKey, float]] = {}
 
-    def learn(self, written: Mapping[ChunkKey, float]) -> None:
-        """What a window has seen: for each chunk that was still to be saved, when it was about to be written to."""
+    def learn(self, written: Mapping[ChunkKey, float], blocks: Collection[BlockKey]) -> None:
+        """What a window has seen: for each chunk that was still to be saved, when it was about to be written to.
+
+        ``blocks``: all that its processes had. What was known of others of theirs is forgotten, as those were freed.
+        """
         with self._lock:
+            for session in {key[0] for key in blocks}:
+                known = self._sessions.pop(session, {})
+                left = {chunk: at for chunk, at in known.items() if chunk[0] in blocks}
+                if left:
+                    self._sessions[session] = left
             for chunk, seconds in written.items():
                 self._sessions.setdefault(chunk[0][0], {})[chunk] = seconds
 

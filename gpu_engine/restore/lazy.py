@@ -193,13 +193,14 @@ class LazyRestore(Restore):
 
     def _learn(self) -> None:
         """What the processes touched first: for checkpoints of them, and for this image's next restore."""
+        blocks = {place.key for place in self._feed.places} if self._feed is not None else set()
         for session, window in self._windows.items():
             touched: list[Touched] = []
             while self._feed is not None and (chunk := window.table.next_touched()) is not None:
                 if 0 <= chunk < len(self._feed.places):
                     place = self._feed.places[chunk]
                     touched.append((place.key, place.offset // CHUNK_BYTES))
-            self._learnt.learn(session, touched)
+            self._learnt.learn(session, touched, blocks)
         if order := self._learnt.of(self._windows):
             named = [(self._in_image(key), chunk) for key, chunk in order]
             write_beside(self._directory, self._image.inventory.image_id, named)

@@ -69,6 +69,9 @@ def test_a_bundle_is_small_and_whole(bundle: Path) -> None:
         assert (home / part).is_file(), part
     assert [path.name for path in (home / "plugin").iterdir()] == ["phos_plugin.so"]
     assert size(bundle) < 60e6
+    history = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    if history.returncode == 0 and (ROOT / ".git").exists():
+        assert (home / "commit").read_text().split()[0] == history.stdout.strip()
     assert not [path for path in bundle.rglob("*") if path.is_symlink() and not path.resolve().is_relative_to(bundle)]
 
 

@@ -14,7 +14,7 @@ from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.copy_loop import Permits, take_permit
-from phos.gpu_engine.copy_work import Piece
+from phos.gpu_engine.copy_work import Cancelled, Piece
 from phos.gpu_engine.cow.chunk_table import SAVED, UNSAVED, ChunkTable, Flag
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
 from phos.images.chunk_hash import zero_hash
@@ -130,7 +130,12 @@ def save_urgent(folder: Path) -> None:
 def save_permitted(folder: Path) -> None:
     """As many pieces as there are permits are taken and have not come; afterwards all permits are there again."""
     machine = Machine(6)
-    (block,) = machine.blocks(["xx" * 24])
+    blocks = machine.blocks(["xx" * 12] * 2)
+    assert {block.device for block in blocks} == {0, 1}
+
+    def piece(number: int, **more: Any) -> Piece:
+        return machine.piece(blocks[number // 12], number % 12 * CHUNK, chunk=number, **more)
+
     table = ChunkTable(CHUNK, 24)
     permits = Permits(2)
 
@@ -145,20 +150,31 @@ def save_permitted(folder: Path) -> None:
                 self.most = max(self.most, self.taken - sum(table.state(i) == SAVED for i in range(24)))
                 return piece
 
-    pieces: list[Piece | None] = [machine.piece(block, i * CHUNK, chunk=i, urgent=i % 5 == 3) for i in range(24)]
+    pieces: list[Piece | None] = [piece(i, urgent=i % 5 == 3) for i in range(24)]
     pieces[7:7] = [None, None]
     source = Counted(pieces, table, None, permits)
     with writer_in(folder / "image", 6) as writer:
         machine.drain(source, writer)
-        machine.compare(writer, [block])
+        machine.compare(writer, blocks)
     assert source.most == 2, source.most
     table.close()
     table = ChunkTable(CHUNK, 24)
     flag = Flag()
     flag.set()
-    wrong = [machine.piece(block, i * CHUNK, chunk=i, hashes=[bytes(HASH_SIZE)]) for i in range(24)]
-    with writer_in(folder / "next", 6) as writer:
+    wrong = [piece(i, hashes=[bytes(HASH_SIZE)]) for i in range(24)]
+    with writer_in(folder / "wrong", 6) as writer:
         fails(Blamed, lambda: machine.drain(Counted(wrong, table, flag, permits), writer))
+    cancelled = threading.Event()
+
+    class Ending(Given):
+        def landed(self, piece: Piece) -> None:
+            super().landed(piece)
+            cancelled.set()
+
+    with writer_in(folder / "cancelled", 6) as writer:
+        ending = Ending([piece(i) for i in range(24)], None, None, permits)
+        fails(Cancelled, lambda: machine.copier.drain(ending, 0, writer, machine.progress(), cancelled))
+        assert 0 < len(ending.saved) < 24
     back, _ = started(lambda: [take_permit(permits.address) for _ in range(2)])
     back.join(PATIENCE)
     assert not back.is_alive()

@@ -26,7 +26,7 @@ from phos.gpu_engine.cow.chunk_table import (
     PoolShape,
     WindowTable,
 )
-from phos.gpu_engine.cow.feed import PLACING_WORKERS, STALL_WORKERS, UNDER_WAY, ChunkFeed, Place
+from phos.gpu_engine.cow.feed import PIECES_UNDER_WAY, PLACING_WORKERS, STALL_WORKERS, ChunkFeed, Place
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import ALIVE_SECONDS, Window
 from phos.gpu_engine.cow.window import first_written_first
@@ -58,8 +58,10 @@ class FakePool:
     def flags(self) -> int:
         return ctypes.addressof(self.read)
 
-    def refresh(self) -> None:
+    def begin_reading(self) -> None:
         self.refreshes += 1
+
+    def end_reading(self) -> None:
         self.read[:] = self.gpu
 
     def flag(self, index: int) -> int:
@@ -238,13 +240,12 @@ def test_a_chunk_comes_from_its_place_and_is_not_free_before_it_has_landed() -> 
 
 def test_what_a_process_waits_for_goes_first(clock: Clock) -> None:
     scene = Scene(6, (0,))
-    scene.feed.began = clock.now - 1
     scene.processes[0].want(4, 2)
     assert scene.all() == [4, 2, 0, 1, 3, 5]
     clock.now += 2
     scene.processes[0].want(2, 5)
     assert scene.take() is None
-    assert scene.feed.first_wanted == {4: 1, 2: 1}, "and the window is over"
+    assert scene.feed.first_wanted == {4: clock.now - 2, 2: clock.now - 2}, "and the window is over"
 
 
 def test_chunks_wanted_twice_come_once() -> None:
@@ -310,12 +311,12 @@ def test_who_takes_pieces_does_not_wait_for_flags() -> None:
     scene = Scene(2, (4,))
     reading, proceed = threading.Event(), threading.Event()
 
-    def refresh() -> None:
+    def end_reading() -> None:
         reading.set()
         assert proceed.wait(30)
         raise DriverError("cuStreamSynchronize", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    scene.processes[0].pools[0].refresh = refresh  # type: ignore[method-assign]
+    scene.processes[0].pools[0].end_reading = end_reading  # type: ignore[method-assign]
     scene.processes[0].shadow(0, 0, ticket=1)
     with scene.feed.shadows.followed():
         assert scene.all() == [1]
@@ -432,6 +433,41 @@ def test_a_copy_that_was_made_before_the_process_ended_counts(clock: Clock) -> N
     assert piece.slot == 0
 
 
+def test_a_copy_counts_that_is_owed_while_its_process_is_found_dead(clock: Clock) -> None:
+    """Its flag is known by then, though nobody had asked for one."""
+    scene = Scene(2, (3,))
+    process = scene.processes[0]
+    process.shadow(1, 0, ticket=4)
+    process.copied(0, 4)
+    process.lives = False
+    end_reading = process.pools[0].end_reading
+
+    def owed_meanwhile() -> None:
+        end_reading()
+        assert scene.all() == [0]
+
+    process.pools[0].end_reading = owed_meanwhile  # type: ignore[method-assign]
+    clock.now += ALIVE_SECONDS
+    scene.read()
+    piece = scene.take()
+    assert piece is not None
+    assert (piece.chunk, piece.slot) == (1, 0)
+
+
+def test_a_chunk_that_is_owed_twice_is_waited_for_once() -> None:
+    """Else the second would wait for a flag that its slot, used again, never gets."""
+    scene = Scene(2, (3,))
+    process = scene.processes[0]
+    process.shadow(1, 0, ticket=4)
+    process.want(1)
+    assert scene.all() == [0]
+    process.copied(0, 4)
+    scene.read()
+    assert scene.all() == [1]
+    assert not scene.feed.shadows.waiting
+    assert scene.take() is None
+
+
 @pytest.mark.parametrize("state", [SHADOWED + 3, SHADOWED + 2 * SHADOWED, 0xFFFFFFFF, 0xFFFF0000])
 def test_places_that_do_not_exist_fail_the_checkpoint(state: int) -> None:
     scene = Scene(2, (3,), (3,))
@@ -536,11 +572,14 @@ def test_first_written_first() -> None:
 def test_what_was_saved_too_early_to_be_seen_keeps_its_place() -> None:
     early, late, other = ((SESSION, 1), 0), ((SESSION, 1), CHUNK), ((bytes(15) + b"x", 1), 0)
     order = WriteOrder()
-    order.learn({early: 0.1, other: 0.2})
-    order.learn({late: 0.7})  # `early` had been saved before the program ran on
+    order.learn({early: 0.1, other: 0.2}, [early[0], other[0]])
+    order.learn({late: 0.7}, [late[0]])  # `early` had been saved before the program ran on
     assert order.of([SESSION]) == {early: 0.1, late: 0.7}
-    order.learn({late: 0.05})
-    assert order.of([SESSION, other[0][0]]) == {early: 0.1, late: 0.05, other: 0.2}
+    order.learn({late: -0.05}, [late[0]])
+    assert order.of([SESSION, other[0][0]]) == {early: 0.1, late: -0.05, other: 0.2}
+    order.learn({}, [(SESSION, 2)])  # the block is not there any more
+    assert order.of([SESSION, other[0][0]]) == {other: 0.2}
+    order.learn({early: 0.1}, [early[0]])
     order.forget(SESSION)
     assert order.of([SESSION]) == {}
 
@@ -564,7 +603,7 @@ def test_where_the_gpu_writes_into_the_image_few_pieces_are_under_way_instead() 
     assert scene.feed.workers() == PLACING_WORKERS
     scene.feed.runs_on.set()
     assert scene.feed.workers() is None
-    for _ in range(UNDER_WAY):
+    for _ in range(PIECES_UNDER_WAY):
         take_permit(scene.feed.permits)
     late = threading.Thread(target=take_permit, args=(scene.feed.permits,), daemon=True)
     late.start()

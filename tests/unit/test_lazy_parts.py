@@ -97,11 +97,14 @@ def test_a_new_window_says_nothing() -> None:
 
 def test_orders_of_processes_are_merged_and_kept() -> None:
     order = TouchOrder()
-    order.learn(b"one", [(A, 3), (A, 1)])
-    order.learn(b"two", [(B, 0)])
-    order.learn(b"one", [(A, 1), (A, 2)])
-    order.learn(b"one", [])
+    order.learn(b"one", [(A, 3), (A, 1)], [A])
+    order.learn(b"two", [(B, 0)], [B])
+    order.learn(b"one", [(A, 1), (A, 2)], [A])
+    order.learn(b"one", [], [A])
     assert order.of([b"one", b"two", b"three"]) == [(A, 1), (B, 0), (A, 2), (A, 3)]
+    order.learn(b"two", [(A, 7)], [A])  # its other block is not there any more
+    assert order.of([b"two"]) == [(A, 7)]
+    order.learn(b"two", [(B, 0)], [B])
     order.forget(b"one")
     assert order.of([b"one", b"two"]) == [(B, 0)]
 
