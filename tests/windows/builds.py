@@ -132,6 +132,11 @@ def build(folder: Path, *flags: str) -> Path:
     return program
 
 
+def gpus(seed: int) -> int:
+    """How many GPUs the programs of a batch compute on: every other batch has two."""
+    return 1 + seed % 2
+
+
 def start_phosd(
     module: str, socket: Path, log: Path, environment: Mapping[str, str], sanitizer: Sanitizer
 ) -> subprocess.Popen[bytes]:

@@ -23,7 +23,7 @@ from phos.gpu_engine.daemon import client
 from phos.gpu_engine.installation import application_environment, launcher
 from tests.integration.site import Program, Site, become_reaper, reap, wait_until
 from tests.windows import many
-from tests.windows.builds import HERE, PATIENCE, ROOT, Sanitizer, Wrong, build, start_phosd
+from tests.windows.builds import HERE, PATIENCE, ROOT, Sanitizer, Wrong, build, gpus, start_phosd
 from tests.windows.many import Kind
 
 BANDWIDTHS = ("30M", "100M", "400M")
@@ -50,7 +50,7 @@ class LazyRun:
         self.rare = rare
         self.random = random.Random(seed)
         self.met: Counter[str] = Counter()
-        self.site = Site(folder, {"PHOS_PREFETCH": "random", "NO_FORK": "1"})
+        self.site = Site(folder, {"PHOS_PREFETCH": "random", "NO_FORK": "1", "SOFTGPU_DEVICES": str(gpus(seed))})
         self.socket = folder / "run" / "phosd.sock"
         self.sanitizer = Sanitizer(sanitize, folder)
         self.executable = str(executable or build(folder, *self.sanitizer.flags))
@@ -66,6 +66,7 @@ class LazyRun:
         """A new program."""
         self._programs += 1
         self.met["programs"] += 1
+        self.met["programs on two GPUs"] += self.site.environment["SOFTGPU_DEVICES"] == "2"
         numbers = (self._programs, self.random.randint(1, 4), MEGABYTES, 150, self.rare)
         environment = {**application_environment("software", self.socket), **self.sanitizer.program()}
         words = [*self.sanitizer.prefix, self.executable, str(HERE / "kernels.ptx"), *map(str, numbers)]

@@ -1,5 +1,5 @@
-/* A program that does at random what programs do with device memory, in several threads and streams, and knows what must
- * come out: of every 4096 bytes the first word has a model on the host. Built and run by windows.py.
+/* A program that does at random what programs do with device memory, in several threads and streams, on all GPUs that there
+ * are, and knows what must come out: of every 4096 bytes the first word has a model on the host. Built and run by windows.py.
  *
  * Usage: program KERNELS.ptx SEED THREADS MEGABYTES NAP_US RARE. It says READY, and runs until SIGUSR1: then it compares
  * all of its memory with the models, says GOOD and ends with 0. SIGUSR2: it ends at once, in one of several ways. What is
@@ -10,9 +10,7 @@
 #include <signal.h>
 #include <sys/wait.h>
 
-struct kernels kernels;
 char *ptx;
-CUcontext context;
 atomic_int stop; /* SIGUSR1: 1, SIGUSR2: 2 */
 static unsigned nap, rare;
 static bool race;                       /* PLANT_RACE: the sanitizer has something to find */
@@ -164,7 +162,7 @@ static void struct_kernel(struct worker *w)
     begin_use(to, stream);
     note(to, "derive", r, both.value, stream);
     begin_use(from, stream);
-    launch(w, kernels.derive, r.pages, stream, parameters);
+    launch(w, w->gpu->kernels.derive, r.pages, stream, parameters);
     end_use(to, stream);
     end_use(from, stream);
     for (unsigned i = r.first; i < r.first + r.pages; i++)
@@ -201,7 +199,7 @@ static void device_copy(struct worker *w)
         CHECK(cuMemcpyAsync(a, b, bytes, stream));
         break;
     case 3:
-        CHECK(cuMemcpyPeerAsync(a, context, b, context, bytes, stream));
+        CHECK(cuMemcpyPeerAsync(a, w->gpu->context, b, w->gpu->context, bytes, stream));
         break;
     case 4: /* in the legacy stream, behind what is queued in that one */
         CHECK(cuStreamSynchronize(stream));
@@ -311,7 +309,7 @@ static void hidden_write(struct worker *w)
         CUdeviceptr both[] = {page(a, r.first), page(b, r.first)};
         void *parameters[] = {&w->table, &two, &r.pages, &value};
         CHECK(cuMemcpyHtoDAsync(w->table, both, sizeof both, stream));
-        launch(w, kernels.scatter, r.pages, stream, parameters);
+        launch(w, w->gpu->kernels.scatter, r.pages, stream, parameters);
         CHECK(cuStreamSynchronize(stream)); /* the table is used again */
         model_set(b, r, value, true);
         model_set(a, r, value, true);
@@ -321,8 +319,8 @@ static void hidden_write(struct worker *w)
         CUdeviceptr to = page(a, r.first);
         void *aimed[] = {&to}, *parameters[] = {&r.pages, &value};
         pthread_mutex_lock(&target_lock);
-        launch(w, kernels.aim, 1, stream, aimed);
-        launch(w, kernels.shoot, r.pages, stream, parameters);
+        launch(w, w->gpu->kernels.aim, 1, stream, aimed);
+        launch(w, w->gpu->kernels.shoot, r.pages, stream, parameters);
         CHECK(cuStreamSynchronize(stream));
         pthread_mutex_unlock(&target_lock);
         model_add(a, r, value);
@@ -371,7 +369,7 @@ static void one_operation(struct worker *w)
     if (rare && !draw(w, rare))
         hidden_write(w);
     else if (kind < 30)
-        simple_kernel(w, &kernels);
+        simple_kernel(w, &w->gpu->kernels);
     else if (kind < 40)
         struct_kernel(w);
     else if (kind < 52)
@@ -405,7 +403,7 @@ static void become_another(struct worker *w)
     uint32_t value = 1;
     void *parameters[] = {&to, &all.pages, &value};
     for (unsigned i = 0; i < 300; i++)
-        launch(w, kernels.add, all.pages, w->streams[2], parameters);
+        launch(w, w->gpu->kernels.add, all.pages, w->streams[2], parameters);
     for (unsigned i = 0; i < w->count; i++)
         CHECK(cuMemsetD8Async(w->buffers[i].address, 1, PAGE, w->streams[2]));
     execlp("sleep", "sleep", "60", NULL);
@@ -429,7 +427,7 @@ static void leave_at_once(struct worker *w)
 static void *work(void *argument)
 {
     struct worker *w = argument;
-    CHECK(cuCtxSetCurrent(context));
+    CHECK(cuCtxSetCurrent(w->gpu->context));
     for (unsigned i = 500 + draw(w, 1000); i && !atomic_load(&stop); i--) {
         one_operation(w);
         if (race)
@@ -475,14 +473,22 @@ int main(int count, char **words)
     rare = (unsigned)atoi(words[6]);
     race = getenv("PLANT_RACE") != NULL;
     ptx = read_text(words[1]);
-    CUdevice device;
+    static struct gpu gpus[GPUS];
+    int present;
     CHECK(cuInit(0));
-    CHECK(cuDeviceGet(&device, 0));
-    CHECK(cuDevicePrimaryCtxRetain(&context, device));
-    CHECK(cuCtxSetCurrent(context));
-    load_kernels(&kernels);
+    CHECK(cuDeviceGetCount(&present));
+    for (int i = 0; i < present && i < GPUS; i++) {
+        CUdevice device;
+        gpus[i].number = i;
+        CHECK(cuDeviceGet(&device, i));
+        CHECK(cuDevicePrimaryCtxRetain(&gpus[i].context, device));
+        CHECK(cuCtxSetCurrent(gpus[i].context));
+        load_kernels(&gpus[i].kernels);
+    }
     for (unsigned i = 0; i < threads; i++) {
+        workers[i].gpu = &gpus[i % (unsigned)(present < GPUS ? present : GPUS)];
         workers[i].seed = strtoull(words[2], NULL, 10) * 1000003 + i;
+        CHECK(cuCtxSetCurrent(workers[i].gpu->context));
         set_up(&workers[i], pages);
     }
     signal(SIGUSR1, on_signal);
@@ -492,9 +498,11 @@ int main(int count, char **words)
     puts("READY");
     fflush(stdout);
     wait_for_end(workers, threads);
-    for (unsigned i = 0; i < threads; i++)
+    for (unsigned i = 0; i < threads; i++) {
+        CHECK(cuCtxSetCurrent(workers[i].gpu->context));
         for (unsigned j = 0; j < workers[i].count; j++)
             verify(&workers[i], &workers[i].buffers[j], (struct range){0, workers[i].buffers[j].pages}, NULL);
+    }
     puts("GOOD");
     return 0;
 }

@@ -25,6 +25,13 @@ struct kernels {
     CUfunction fill, add, count_up, derive, scatter, aim, shoot;
 };
 
+struct gpu {
+    int number;
+    CUcontext context;
+    struct kernels kernels;
+};
+#define GPUS 8
+
 struct range {
     unsigned first, pages;
 };
@@ -54,6 +61,7 @@ struct buffer {
 /* Of one thread alone. */
 struct worker {
     pthread_t thread;
+    const struct gpu *gpu; /* all of the thread's memory is there */
     uint64_t seed;
     CUstream streams[STREAMS]; /* legacy, blocking, non-blocking, the thread's own */
     struct buffer buffers[BUFFERS];
@@ -70,9 +78,7 @@ struct worker {
     struct range add_to, set_to;
 };
 
-extern struct kernels kernels;
 extern char *ptx;
-extern CUcontext context;
 extern atomic_int stop;
 
 void check_at(CUresult result, const char *what, int line);

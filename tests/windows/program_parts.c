@@ -27,12 +27,11 @@ void load_kernels(struct kernels *to)
 
 /* ---- buffers ---- */
 
-static const CUmemAllocationProp properties = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
-                                               .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = 0}};
-
 /* Of the program's own making, in one physical part or two of different size. */
 static void map_own(struct worker *w, struct buffer *b)
 {
+    const CUmemAllocationProp properties = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                            .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = w->gpu->number}};
     const size_t unit = (size_t)2 << 20;
     size_t size = ((size_t)b->pages * PAGE + unit - 1) / unit * unit;
     size_t first = size > unit && draw(w, 2) ? unit * (1 + draw(w, (unsigned)(size / unit) - 1)) : size;
@@ -145,7 +144,7 @@ static CUDA_KERNEL_NODE_PARAMS adding(struct buffer *b, struct worker *w, void *
     parameters[0] = to;
     parameters[1] = &w->add_to.pages;
     parameters[2] = &w->value;
-    return (CUDA_KERNEL_NODE_PARAMS){.func = kernels.add, .gridDimX = (w->add_to.pages + 127) / 128, .gridDimY = 1,
+    return (CUDA_KERNEL_NODE_PARAMS){.func = w->gpu->kernels.add, .gridDimX = (w->add_to.pages + 127) / 128, .gridDimY = 1,
                                      .gridDimZ = 1, .blockDimX = 128, .blockDimY = 1, .blockDimZ = 1,
                                      .kernelParams = parameters};
 }
@@ -168,7 +167,7 @@ static void make_graph(struct worker *w, struct buffer *a, struct buffer *b)
         CUgraphNode second;
         CHECK(cuGraphCreate(&w->graph, 0));
         CHECK(cuGraphAddKernelNode(&w->node, w->graph, NULL, 0, &kernel));
-        CHECK(cuGraphAddMemsetNode(&second, w->graph, &w->node, 1, &set, context));
+        CHECK(cuGraphAddMemsetNode(&second, w->graph, &w->node, 1, &set, w->gpu->context));
     } else {
         CUstream stream = w->streams[2];
         size_t nodes = 1;

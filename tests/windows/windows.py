@@ -39,6 +39,7 @@ from tests.windows.builds import (
     Sanitizer,
     Wrong,
     build,
+    gpus,
     of_socket,
     start_phosd,
 )
@@ -96,6 +97,7 @@ class Workshop:
             "PYTHONPATH": str(ROOT),
             "SOFTGPU_MEMORY": "2G",
             "SOFTGPU_MACHINE": folder.name,
+            "SOFTGPU_DEVICES": str(gpus(options.seed)),
             "WATCH_TRUTH": str(self.truth),
             "WATCH_LIES": str(self.lies),
         }
@@ -116,6 +118,7 @@ class Workshop:
         """A new one, with a seed of its own."""
         self._programs += 1
         self.met["programs"] += 1
+        self.met["programs on two GPUs"] += gpus(self.options.seed) == 2
         options = self.options
         seed = options.seed * 100000 + self._programs
         numbers = (seed, self.random.randint(1, 4), options.megabytes, options.nap, options.rare)
