@@ -17,7 +17,7 @@ def test_images_are_the_memory_of_t1(tmp_path: Path) -> None:
         made.run(70)
         met = made.met
     assert met["images committed"] == 70
-    for name in ("shadowed", "waits", "stream_waits", "anything", "exits in the window"):
+    for name in ("programs on two GPUs", "shadowed", "waits", "stream_waits", "anything", "exits in the window"):
         assert met[name] > 0, f"{name}: {met}"
 
 
