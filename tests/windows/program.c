@@ -11,6 +11,8 @@
 #include <sys/wait.h>
 
 char *ptx;
+struct gpu gpus[GPUS];
+unsigned gpu_count;
 atomic_int stop; /* SIGUSR1: 1, SIGUSR2: 2 */
 static unsigned nap, rare;
 static bool race;                       /* PLANT_RACE: the sanitizer has something to find */
@@ -199,7 +201,7 @@ static void device_copy(struct worker *w)
         CHECK(cuMemcpyAsync(a, b, bytes, stream));
         break;
     case 3:
-        CHECK(cuMemcpyPeerAsync(a, w->gpu->context, b, w->gpu->context, bytes, stream));
+        CHECK(cuMemcpyPeerAsync(a, to->gpu->context, b, from->gpu->context, bytes, stream));
         break;
     case 4: /* in the legacy stream, behind what is queued in that one */
         CHECK(cuStreamSynchronize(stream));
@@ -463,6 +465,27 @@ static void wait_for_end(struct worker *workers, unsigned count)
     }
 }
 
+/* Each may touch the others' memory. */
+static void set_up_gpus(void)
+{
+    int present;
+    CHECK(cuInit(0));
+    CHECK(cuDeviceGetCount(&present));
+    for (; (int)gpu_count < present && gpu_count < GPUS; gpu_count++) {
+        CUdevice device;
+        gpus[gpu_count].number = (int)gpu_count;
+        CHECK(cuDeviceGet(&device, (int)gpu_count));
+        CHECK(cuDevicePrimaryCtxRetain(&gpus[gpu_count].context, device));
+    }
+    for (unsigned i = 0; i < gpu_count; i++) {
+        CHECK(cuCtxSetCurrent(gpus[i].context));
+        load_kernels(&gpus[i].kernels);
+        for (unsigned j = 0; j < gpu_count; j++)
+            if (i != j)
+                CHECK(cuCtxEnablePeerAccess(gpus[j].context, 0));
+    }
+}
+
 int main(int count, char **words)
 {
     static struct worker workers[16];
@@ -473,20 +496,9 @@ int main(int count, char **words)
     rare = (unsigned)atoi(words[6]);
     race = getenv("PLANT_RACE") != NULL;
     ptx = read_text(words[1]);
-    static struct gpu gpus[GPUS];
-    int present;
-    CHECK(cuInit(0));
-    CHECK(cuDeviceGetCount(&present));
-    for (int i = 0; i < present && i < GPUS; i++) {
-        CUdevice device;
-        gpus[i].number = i;
-        CHECK(cuDeviceGet(&device, i));
-        CHECK(cuDevicePrimaryCtxRetain(&gpus[i].context, device));
-        CHECK(cuCtxSetCurrent(gpus[i].context));
-        load_kernels(&gpus[i].kernels);
-    }
+    set_up_gpus();
     for (unsigned i = 0; i < threads; i++) {
-        workers[i].gpu = &gpus[i % (unsigned)(present < GPUS ? present : GPUS)];
+        workers[i].gpu = &gpus[i % gpu_count];
         workers[i].seed = strtoull(words[2], NULL, 10) * 1000003 + i;
         CHECK(cuCtxSetCurrent(workers[i].gpu->context));
         set_up(&workers[i], pages);

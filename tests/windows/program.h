@@ -32,6 +32,9 @@ struct gpu {
 };
 #define GPUS 8
 
+extern struct gpu gpus[GPUS];
+extern unsigned gpu_count;
+
 struct range {
     unsigned first, pages;
 };
@@ -51,6 +54,7 @@ struct buffer {
     unsigned pages;
     uint32_t *model; /* the first word of each page */
     const char *kind;
+    const struct gpu *gpu;
     size_t mapped;   /* of the application's own mappings: bytes */
     CUevent event;   /* behind its last use */
     CUstream last;   /* in which that was */
@@ -61,7 +65,7 @@ struct buffer {
 /* Of one thread alone. */
 struct worker {
     pthread_t thread;
-    const struct gpu *gpu; /* all of the thread's memory is there */
+    const struct gpu *gpu; /* where the thread computes; most of its memory is there */
     uint64_t seed;
     CUstream streams[STREAMS]; /* legacy, blocking, non-blocking, the thread's own */
     struct buffer buffers[BUFFERS];

@@ -31,11 +31,13 @@ void load_kernels(struct kernels *to)
 static void map_own(struct worker *w, struct buffer *b)
 {
     const CUmemAllocationProp properties = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
-                                            .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = w->gpu->number}};
+                                            .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = b->gpu->number}};
     const size_t unit = (size_t)2 << 20;
     size_t size = ((size_t)b->pages * PAGE + unit - 1) / unit * unit;
     size_t first = size > unit && draw(w, 2) ? unit * (1 + draw(w, (unsigned)(size / unit) - 1)) : size;
-    CUmemAccessDesc access = {.location = properties.location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    CUmemAccessDesc access[] = {{.location = properties.location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE},
+                                {.location = properties.location, .flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE}};
+    access[1].location.id = w->gpu->number;
     CHECK(cuMemAddressReserve(&b->address, size, 0, 0, 0));
     for (size_t at = 0; at < size; at += at ? size - first : first) {
         size_t part = at ? size - first : first;
@@ -44,7 +46,7 @@ static void map_own(struct worker *w, struct buffer *b)
         CHECK(cuMemMap(b->address + at, part, 0, handle, 0));
         CHECK(cuMemRelease(handle));
     }
-    CHECK(cuMemSetAccess(b->address, size, &access, 1));
+    CHECK(cuMemSetAccess(b->address, size, access, b->gpu == w->gpu ? 1 : 2));
     b->mapped = size;
 }
 
@@ -64,7 +66,8 @@ static void make_buffer(struct worker *w, struct buffer *b)
     size_t bytes = (size_t)b->pages * PAGE;
     CUstream stream = any_stream(w);
     b->mapped = 0;
-    switch (draw(w, 4)) {
+    b->gpu = gpu_count > 1 && !draw(w, 4) ? &gpus[draw(w, gpu_count)] : w->gpu;
+    switch (b->gpu == w->gpu ? draw(w, 4) : 1 + draw(w, 3)) {
     case 0:
         b->kind = "cuMemAllocAsync";
         CHECK(cuMemAllocAsync(&b->address, bytes, stream));
@@ -75,7 +78,9 @@ static void make_buffer(struct worker *w, struct buffer *b)
         break;
     default:
         b->kind = "cuMemAlloc";
+        CHECK(cuCtxPushCurrent(b->gpu->context));
         CHECK(cuMemAlloc(&b->address, bytes));
+        CHECK(cuCtxPopCurrent(NULL));
     }
     b->model = calloc(b->pages, sizeof *b->model);
     CHECK(cuMemsetD8Async(b->address, 0, bytes, stream));
