@@ -20,6 +20,7 @@ from phos.gpu_engine.content_hash import ContentHasher, chunk_count
 from phos.gpu_engine.copy_in import Filler
 from phos.gpu_engine.copy_loop import CopyLane
 from phos.gpu_engine.copy_out import Saver
+from phos.gpu_engine.copy_trace import CopyTrace
 from phos.gpu_engine.copy_work import (
     SLOTS,
     Cancelled,
@@ -262,10 +263,11 @@ class Copier:
         progress: Progress,
         cancelled: threading.Event,
         workers: Callable[[], int | None] = lambda: None,
+        trace: CopyTrace | None = None,
     ) -> None:
         """Copy out whatever ``source`` gives, until it ends; ``device`` is any GPU that has a part in it.
 
-        ``workers``: how many may take part by now, which may become more; None: all.
+        ``workers``: how many may take part by now, which may become more; None: all. ``trace`` is told of each piece.
 
         Raises: as :meth:`save`, and what the source raises.
         """
@@ -279,7 +281,7 @@ class Copier:
 
             with worker.quiet_afterwards():
                 lane = shared if source.permits else worker.copy_lane
-                Saver(worker.number, worker.slots, lane, source, sink, saved).run(
+                Saver(worker.number, worker.slots, lane, source, sink, saved, trace).run(
                     _taking(source.take, lease, cancelled)
                 )
 

@@ -10,6 +10,7 @@ from typing import Any
 from phos.gpu_engine.batches import Batches
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copy_loop import APPENDING, CopyFailed, CopyLane, SaveJob, give_permit, packed_save, take_permit
+from phos.gpu_engine.copy_trace import CopyTrace
 from phos.gpu_engine.copy_work import NothingYet, Piece, Sink, Source
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.chunk_hash import zero_hash
@@ -74,10 +75,11 @@ class Saver:
         source: Source,
         sink: Sink,
         saved: Callable[[int], None],
+        trace: CopyTrace | None = None,
     ) -> None:
         """``number``: the worker's; ``lane``: its lane on a GPU, which makes that GPU's context current.
 
-        ``saved`` is told how many bytes are in the image.
+        ``saved`` is told how many bytes are in the image, ``trace`` when.
         """
         self._number = number
         self._slots = slots
@@ -85,6 +87,7 @@ class Saver:
         self._source = source
         self._sink = sink
         self._saved = saved
+        self._trace = trace
 
     def run(self, take: Callable[[], Piece | None]) -> None:
         """Save what ``take`` gives, until it gives None.
@@ -101,11 +104,16 @@ class Saver:
     def _step(self, batches: Batches[Piece]) -> float:
         """Save a batch; if there is none yet, the answer is for how many seconds to wait."""
         landed = False
+        asked = time.perf_counter()
         take_permit(self._source.permits)
+        allowed = time.perf_counter()
         try:
             if pieces := batches.following():
+                taken = time.perf_counter()
                 self._save(pieces)
                 landed = True
+                if self._trace is not None:
+                    self._trace.add(self._number, asked, allowed, taken, pieces)
         except NothingYet as later:
             return later.seconds
         finally:

@@ -11,6 +11,7 @@ import logging
 import threading
 
 from phos.gen import phos_image_pb2 as pb
+from phos.gpu_engine.copy_trace import CopyTrace
 from phos.gpu_engine.copy_work import Cancelled
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.window import Windows
@@ -78,9 +79,12 @@ class CowDump(StopDump):
                 self._writer,
             )
             self._laid_out.set()
+            trace = CopyTrace.wanted()
             with self.timeline.phase("GPU data", concurrent=True), feed.shadows.followed():
                 device = self._borrowed[0].device
-                self._copier.drain(feed, device, self._writer, self.progress, self._cancelled, feed.workers)
+                self._copier.drain(feed, device, self._writer, self.progress, self._cancelled, feed.workers, trace)
+            if trace is not None:
+                trace.write(str(self.path))
         except BaseException as error:
             self._copy_failure = error
             if not isinstance(error, Cancelled):
