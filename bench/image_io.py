@@ -30,14 +30,11 @@ import process
 from harness import Results
 
 from phos.gen import phos_image_pb2 as pb
+from phos.gpu_engine.landing import PLACE_BYTES, SEGMENT_BYTES
 from phos.images.files import address_of, run_in_threads
 from phos.images.mapping import unmap_memory
 from phos.images.reader import Image
 from phos.images.writer import ImageWriter
-
-SEGMENT = 512 << 20
-MOST = 16 << 20
-"""Of places, as gpu_engine/landing.py has it."""
 
 ROOMS = ("none", "reserve", "place")
 
@@ -101,12 +98,13 @@ def find_room(writer: ImageWriter, room: str, total: int, threads: int) -> int:
         raise process.ProcessError(f"there is no room for {total} bytes")
     if room != "place":
         return 0
-    address = writer.map_data(total, SEGMENT, MOST)
+    address = writer.map_data(total, SEGMENT_BYTES, PLACE_BYTES)
     if not address:
         raise process.ProcessError("there are no places in this file system, which keeps its data on a disk")
     size = writer.mapped_bytes
     run_in_threads(
-        [partial(writer.populate_data, at, min(SEGMENT, size - at)) for at in range(0, size, SEGMENT)], threads
+        [partial(writer.populate_data, at, min(SEGMENT_BYTES, size - at)) for at in range(0, size, SEGMENT_BYTES)],
+        threads,
     )
     return address
 
@@ -115,7 +113,7 @@ def measure(
     directory: Path, threads: int, total: int, call: int, chunk: int, direct: bool | None, room: str
 ) -> dict[str, float]:
     """Seconds and GB/s of one image."""
-    call = min(call, MOST) if room == "place" else call
+    call = min(call, PLACE_BYTES) if room == "place" else call
     each = total // threads // SLOT * SLOT
     slots = [random_slot() for _ in range(threads)]
     fd = os.open(directory, os.O_RDONLY)
@@ -173,7 +171,7 @@ def main() -> None:
     parser.add_argument("--call", type=int, default=32, metavar="M", help="MiB a write() gets (%(default)s)")
     parser.add_argument("--chunk", type=int, default=4, metavar="M", help="MiB (%(default)s)")
     parser.add_argument("--direct", choices=["auto", "yes", "no"], default="auto")
-    parser.add_argument("--rooms", type=harness.words, default=["none", "reserve", "place"], metavar="LIST")
+    parser.add_argument("--rooms", type=harness.words, default=list(ROOMS), metavar="LIST")
     parser.add_argument(
         "--touch-gib", type=int, default=0, metavar="G", help="have the machine find so much memory first"
     )

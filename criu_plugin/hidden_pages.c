@@ -196,11 +196,6 @@ none:
 	return -1;
 }
 
-static uint64_t last_end(const struct phos_pm_scan *scan, size_t count)
-{
-	return ((const struct phos_pm_region *)(uintptr_t)scan->vec)[count - 1].end;
-}
-
 /* CRIU's question which pages it has to dump; later ones ask the same way for other kinds (guard regions). */
 static bool asks_for_pages(const struct phos_pm_scan *scan)
 {
@@ -213,6 +208,7 @@ static int scan_ioctl(int descriptor, unsigned long request, ...)
 	void *argument;
 	long result;
 	const struct task *task;
+	struct phos_pm_scan *scan;
 
 	va_start(list, request);
 	argument = va_arg(list, void *);
@@ -223,10 +219,9 @@ static int scan_ioctl(int descriptor, unsigned long request, ...)
 	task = task_of(descriptor);
 	if (!task)
 		return (int)result;
-	/* It may lag behind the regions (page_copy.c): what is noted would be asked for, and noted, once more. */
-	if (last_end(argument, result) > ((struct phos_pm_scan *)argument)->walk_end)
-		((struct phos_pm_scan *)argument)->walk_end = last_end(argument, result);
-	result = take_away(task, argument, result);
+	scan = argument;
+	scan->walk_end = phos_pm_walked(scan, result); /* else CRIU asks for what is noted once more, and it is noted again */
+	result = take_away(task, scan, result);
 	if (result < 0)
 		errno = ENOMEM;
 	return (int)result;

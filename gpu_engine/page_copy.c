@@ -72,12 +72,7 @@ static int scan(int pagemap, uint64_t start, uint64_t end, bool copy, struct fin
 			return -errno;
 		for (int i = 0; i < count; i++) /* nothing can be read in a guard region */
 			add(finding, regions[i].start, regions[i].end, copy && !(regions[i].categories & finding->guard));
-		/*
-		 * The kernel looks at as many pages at a time as make 512 regions, and where it needs a last, smaller turn,
-		 * walk_end stays at the end of the one before (fs/proc/task_mmu.c, Linux 6.18): regions may lie behind it.
-		 */
-		if (count && regions[count - 1].end > arguments.walk_end)
-			arguments.walk_end = regions[count - 1].end;
+		arguments.walk_end = phos_pm_walked(&arguments, count);
 		if (arguments.walk_end <= start)
 			return -EIO;
 		start = arguments.walk_end;

@@ -1,6 +1,7 @@
 #ifndef PHOS_TASK_PAGES_H
 #define PHOS_TASK_PAGES_H
 
+#include <stddef.h>
 #include <stdint.h>
 #include <sys/ioctl.h>
 
@@ -24,6 +25,18 @@ struct phos_pm_scan {
 };
 
 #define PHOS_PAGEMAP_SCAN _IOWR('f', 16, struct phos_pm_scan)
+
+/*
+ * Up to where a scan has looked that reported so many regions. The kernel looks at as many pages at a time as make 512
+ * regions, and where it needs a last, smaller turn, walk_end stays at the end of the one before (fs/proc/task_mmu.c,
+ * Linux 6.18): regions may lie behind it.
+ */
+static inline uint64_t phos_pm_walked(const struct phos_pm_scan *scan, size_t count)
+{
+	const struct phos_pm_region *regions = (const struct phos_pm_region *)(uintptr_t)scan->vec;
+
+	return count && regions[count - 1].end > scan->walk_end ? regions[count - 1].end : scan->walk_end;
+}
 
 #define PHOS_PAGE_IS_FILE (1 << 2)
 #define PHOS_PAGE_IS_PRESENT (1 << 3)

@@ -192,9 +192,9 @@ class Shadows:
                 self._left(chunk)
             else:
                 self._owed.append(chunk)
-        elif state < SHADOWED:
-            self._pending.discard(chunk)  # phosd has it
-        if state < SHADOWED:
+            return
+        if state < SHADOWED:  # phosd has it
+            self._pending.discard(chunk)
             return
         process, slot = divmod(state - SHADOWED, SHADOWED)
         if process >= len(self._windows):

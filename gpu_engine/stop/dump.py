@@ -36,6 +36,7 @@ from phos.gpu_engine.task_pages import TaskPages
 from phos.gpu_engine.timeline import Timeline
 from phos.gpu_engine.touch_order import TouchOrder, to_messages
 from phos.images.errors import ImageError
+from phos.images.files import free_bytes
 from phos.images.formats import COMMIT_FILE, CRIU_INVENTORY_FILE
 from phos.images.reader import Image
 from phos.images.writer import ImageWriter
@@ -186,7 +187,7 @@ class StopDump:
                 self._residues.prepare(self.gated, estimate, self._criu)
         size = sum(block.size for block in blocks)
         # What is reserved for data that turns out to be zeros would be missing for CRIU's pages.
-        room = _free_bytes(self._directory) - sum(_resident_bytes(pid) for pid in self.pids)
+        room = free_bytes(self._directory) - sum(_resident_bytes(pid) for pid in self.pids)
         if size and room > size:
             with self.timeline.phase("reserve room"):
                 if self.settings.in_place:
@@ -397,11 +398,6 @@ class StopDump:
             self._mapped.close()
         except DriverError as error:
             log.warning("%s: %s", self.path, error)
-
-
-def _free_bytes(directory: int) -> int:
-    room = os.fstatvfs(directory)
-    return room.f_bavail * room.f_frsize
 
 
 def _resident_bytes(pid: int) -> int:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from phos.gpu_engine.cow import feed, shadows
 from tests.unit import append_replaced
+from tests.unit.cow_scene import Clock, Scene
 from tests.unit.frontend_fake import FakePhosd
 from tests.unit.image_sets import skip
 
@@ -57,3 +59,20 @@ def replace_pwritev(append_library: Path) -> Iterator[Callable[[append_replaced.
     """Says what is called where GPU data is written to an image, instead of pwritev()."""
     with append_replaced.replaceable(append_library) as replace:
         yield replace
+
+
+@pytest.fixture
+def closed_scenes() -> Iterator[None]:
+    """Keep no descriptors of tables."""
+    yield
+    while Scene.made:
+        Scene.made.pop().close()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The feed's and the shadows' time."""
+    made = Clock()
+    monkeypatch.setattr(feed, "time", made)
+    monkeypatch.setattr(shadows, "time", made)
+    return made

@@ -321,14 +321,14 @@ TestChunks.settings = settings(max_examples=60, stateful_step_count=30, deadline
 
 
 def test_tables_are_as_tests_write_them(layout: dict[str, int]) -> None:
-    from tests.unit import test_cow_feed as feed
+    from tests.unit import cow_scene as scene
 
-    assert layout["states at"] == feed.STATES == 64
+    assert layout["states at"] == scene.STATES == 64
     assert [layout[name] for name in ("tail at", "transferring at", "slots at", "transfers at", "queue at")] == [
-        feed.TAIL,
-        feed.TRANSFERRING,
-        feed.SLOTS_AT,
-        feed.TRANSFERS_AT,
-        feed.QUEUE_AT,
+        scene.TAIL,
+        scene.TRANSFERRING,
+        scene.SLOTS_AT,
+        scene.TRANSFERS_AT,
+        scene.QUEUE_AT,
     ]
     assert chunk_table.library().phos_chunks_size(0) == 64
