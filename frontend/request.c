@@ -205,11 +205,13 @@ static bool on_open(uint64_t id)
         open_what_is_shut(&error);
         done.error = error.text;
         state = PHOS__WIRE__GATE_STATE__OPEN;
-        phos_gate_open();
     }
     ENVELOPE(envelope, id, DONE, done, &done);
     bool sent = phos_tell_send(&envelope, NULL, 0);
-    if (state == PHOS__WIRE__GATE_STATE__OPEN && residue_spent) {
+    if (state != PHOS__WIRE__GATE_STATE__OPEN)
+        return sent;
+    phos_gate_open(); /* after the answer: the program may have nothing to do but end */
+    if (residue_spent) {
         phos_residue_release(); /* nobody waits for this any more */
         residue_spent = false;
     }

@@ -226,7 +226,10 @@ class Daemon:
             if session is None:
                 state = SessionState.LOST if hello.state == wire_pb2.DETACHED else SessionState.RUNNING
                 session = self._registry.session(hello.session, connection.pid, connection.uid, state)
-                session.lost_reason = "phosd holds no GPU memory for this process: phosd and its keeper were restarted."
+                if state is SessionState.LOST:
+                    session.lost_reason = (
+                        "phosd holds no GPU memory for this process: it and its keeper were restarted."
+                    )
                 self._registry.sessions[hello.session] = session
         if session.uid == UNKNOWN_USER:
             with self._registry.lock:
@@ -268,9 +271,10 @@ class Daemon:
             restore = self._registry.restores.get(session.session)
         try:
             began = restore.timeline.now() if restore else 0.0
+            if restore:
+                restore.attaching(session.pid)
             session.attach()
-            if session.machine.state is not SessionState.ENDED:  # it may have been quick
-                session.machine.to(SessionState.RUNNING)
+            session.machine.adopt(SessionState.RUNNING)  # unless it was quick, and has ended
             session.attach_failures = 0
             if restore:
                 restore.timeline.add("attach", began)
@@ -278,6 +282,8 @@ class Daemon:
                 with self._registry.lock:
                     self._registry.restores.pop(session.session, None)
         except Exception as error:
+            if restore:
+                restore.not_attached(session.pid)
             if session.machine.state is SessionState.ENDED:
                 return  # said by whoever noticed
             if isinstance(error, PhosError):

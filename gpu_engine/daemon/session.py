@@ -225,8 +225,7 @@ class Session:
     def open(self) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         self._conversation.ask(ANSWER_SECONDS, open=wire_pb2.Open())
-        if self.machine.state is not SessionState.RUNNING:  # it may have connected anew, and opened its gate for that
-            self.machine.to(SessionState.RUNNING)
+        self.machine.adopt(SessionState.RUNNING)  # unless it has ended since
 
     def allow_attach(self) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""

@@ -48,6 +48,9 @@ class RestoredProcess:
     imports: dict[int, BlockKey] = field(default_factory=dict)
 
 
+VERDICT_SECONDS = 10.0
+"""For so long a thread that brings back a process which has ended may take to say whether it was back by then."""
+
 Register = Callable[[RestoredProcess, list[Block]], GatedProcess]
 """Makes a process and its blocks known to phosd, before it exists."""
 
@@ -87,10 +90,11 @@ class Restore(ABC):
         self._driver_ready: set[int] = set()
         self._pids: dict[int, int] = {}  # the tasks that CRIU has put together → pidfd, or -1
         self._computing: set[int] = set()  # those of them that have all of their GPU state back
+        self._returning: set[int] = set()  # those of which a thread is about to say whether they have
         self._over = threading.Event()
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
-        self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, state, error
+        self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, _returning, state, error
         self._sessions: dict[bytes, GatedProcess] = {}
         self._image: ImageSource = open_source(directory)
         self._residues: RestoredResidues | None = None
@@ -277,6 +281,15 @@ class Restore(ABC):
 
         Runs in a thread of its own: the driver waits for the process to run.
         """
+        with self._lock:
+            self._returning.add(pid)
+        try:
+            self._bring_back_driver_part(pid)
+        finally:
+            with self._lock:
+                self._returning.discard(pid)
+
+    def _bring_back_driver_part(self, pid: int) -> None:
         if self._residues is not None:
             self._residues.wait()
             if self._residues.error:
@@ -317,6 +330,8 @@ class Restore(ABC):
         if failed:
             self._kill(pid, pidfd)  # it must not go on without its memory
             return
+        with self._lock:
+            self._returning.add(pid)  # before it runs
         threading.Thread(target=self.task_restored, args=(pid,), name=f"restore-{pid}", daemon=True).start()
 
     def ready(self, pid: int) -> bool:
@@ -324,11 +339,22 @@ class Restore(ABC):
         with self._lock:
             return pid in self._driver_ready and self._may_attach()
 
+    def attaching(self, pid: int) -> None:
+        """A process under the frontend gets its memory back. Followed by :meth:`attached` or :meth:`not_attached`."""
+        with self._lock:
+            self._returning.add(pid)
+
     def attached(self, pid: int) -> None:
-        """A process under the frontend computes again."""
+        """It computes again, or has ended since."""
         with self._lock:
             self._driver_ready.discard(pid)
         self._computes(pid)
+        self.not_attached(pid)
+
+    def not_attached(self, pid: int) -> None:
+        """Nobody brings this process's memory back any more."""
+        with self._lock:
+            self._returning.discard(pid)
 
     def _computes(self, pid: int) -> None:
         with self._lock:
@@ -373,15 +399,22 @@ class Restore(ABC):
 
     def watch_to_the_end(self) -> None:
         """CRIU has ended. Wait until all processes compute; one that ends before that ends the restore."""
+        seen: dict[int, float] = {}  # who has ended → when that was noticed
         while True:
             with self._lock:
                 if self.state not in UNDER_WAY:
                     break
                 everybody = dict(self._pids)
-                tasks = {pid: fd for pid, fd in everybody.items() if pid not in self._computing}
-                missing = self._waiting_for - len(self._pids)
-            gone = [pid for pid, fd in tasks.items() if fd < 0 or _readable(fd)]
-            if not tasks and not missing and all(fd >= 0 and _readable(fd) for fd in everybody.values()):
+            for pid, fd in everybody.items():
+                if fd < 0 or _readable(fd):
+                    seen.setdefault(pid, time.monotonic())
+            # After that: one that computes may end at once, before the thread that let it go has said that it computes.
+            with self._lock:
+                waiting = everybody.keys() - self._computing
+                missing = self._waiting_for - len(everybody)
+                since = time.monotonic() - VERDICT_SECONDS
+                gone = [pid for pid in waiting & seen.keys() if pid not in self._returning or seen[pid] < since]
+            if not waiting and not missing and seen.keys() == everybody.keys():
                 self._all_have_ended()
             elif gone:
                 self.fail(f"Process {gone[0]} ended before its GPU state was back.")

@@ -1,0 +1,65 @@
+"""Programs that end as soon as they compute again: no failure of the restore, however slow phosd is to notice."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.integration.dumped import LAYERS_PROGRAM, LAYERS_SUM, Dumped
+from tests.integration.site import Site, wait_until
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_under_the_frontend(site: Site, mode: str) -> None:
+    dumped = Dumped(site, site.folder)
+    site.serve("tests.integration.tardy_phosd")
+    assert dumped.restore(mode) == LAYERS_SUM
+    job = site.status()["jobs"][-1]
+    assert (job["kind"], job["state"], job["error"]) == ("restore", "attached", "")
+    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+
+
+def test_not_under_the_frontend(site: Site) -> None:
+    go = site.folder / "go"
+    program = site.start(sys.executable, str(LAYERS_PROGRAM), "last", "3", str(go), under=False)
+    program.wait_iterations(1)
+    image = site.image()
+    site.dump(program, image)
+    go.touch()
+    site.serve("tests.integration.tardy_phosd")
+    site.restore(image)
+    assert program.wait_result() == "3"
+    assert site.status()["jobs"][-1]["state"] == "attached"
+
+
+def test_taken_from_a_pool(site: Site) -> None:
+    dumped = Dumped(site, site.folder)
+    dumped.go.unlink()
+    site.serve("tests.integration.tardy_phosd")
+    site.run("phos-gpu", "pool", "create", str(dumped.image), "--size", "1", "--name", "p")
+    dumped.program.output.write_bytes(dumped.output)
+    dumped.go.touch()
+    site.run("phos-gpu", "pool", "take", "p")
+    wait_until(lambda: dumped.program.result() is not None, "its result")
+    assert dumped.program.result() == LAYERS_SUM
+
+
+def test_left_running_after_a_dump(site: Site) -> None:
+    """It waits for the dump to end it, or for a file that is there as soon as the dump has begun."""
+    site.run("phosd", "--stop", check=False)
+    site.environment["SOFTGPU_TOGGLE_MS"] = "300"
+    site.serve("tests.integration.tardy_phosd")
+    go = site.folder / "go"
+    program = site.start(sys.executable, str(LAYERS_PROGRAM), "last", "3", str(go))
+    program.wait_iterations(1)
+    image = site.image()
+    words = ["criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4"]
+    dump = site.background(*words, "--leave-running", PHOS_PROTOCOL="stop")
+    wait_until(lambda: site.status()["processes"][0]["state"] == "detached", "the dump to begin")
+    go.touch()
+    assert program.wait_result() == "3"
+    assert dump.wait() == 0
+    site.run("phos-gpu", "verify", str(image))
+    site.restore(image)
+    assert program.wait_result() == "3"
