@@ -3,7 +3,7 @@
 
 For each tenth of a second: the rate, how many pieces came and how large they were, for how many of them somebody
 waited, how many came from shadows, and how long a worker waited for a permit, took to take a piece, and to save it
-(medians).
+(medians); how fast pieces that had come were compared with their hashes, and how long one took.
 """
 
 from __future__ import annotations
@@ -20,15 +20,20 @@ import harness
 from harness import GB
 
 COLUMNS = ["s", "GB/s", "pieces", "MB each", "waited for", "shadows", "zeros", "permit ms", "take ms", "save ms"]
+COLUMNS += ["compared GB/s", "compare ms"]
 
 
-def rows(steps: list[list[Any]], bin_seconds: float) -> list[list[Any]]:
-    """Return the table's rows; a step counts where it ended."""
+def rows(trace: dict[str, Any], bin_seconds: float) -> list[list[Any]]:
+    """Return the table's rows; a step, or a comparison, counts where it ended."""
     bins: dict[int, list[list[Any]]] = defaultdict(list)
-    for step in steps:
+    for step in trace["steps"]:
         bins[int(step[4] / bin_seconds)].append(step)
+    compared: dict[int, list[list[Any]]] = defaultdict(list)
+    for check in trace["checks"]:
+        compared[int(check[2] / bin_seconds)].append(check)
     found: list[list[Any]] = []
-    for number, inside in sorted(bins.items()):
+    for number in sorted(bins.keys() | compared.keys()):
+        inside, checks = bins[number], compared[number]
         pieces = [piece for step in inside for piece in step[5]]
         copied = [size for size, kind, _ in pieces if kind != "zeros"]
         times = [harness.median(1e3 * (step[at + 1] - step[at]) for step in inside) for at in (1, 2, 3)]
@@ -42,6 +47,8 @@ def rows(steps: list[list[Any]], bin_seconds: float) -> list[list[Any]]:
                 sum(kind == "shadow" for _, kind, _ in pieces),
                 len(pieces) - len(copied),
                 *times,
+                sum(check[3] for check in checks) / bin_seconds / GB,
+                harness.median(1e3 * (check[2] - check[1]) for check in checks),
             ]
         )
     return found
@@ -56,7 +63,7 @@ def main() -> None:
     for file in chosen.files:
         trace = json.loads(file.read_text())
         print(f"{file.name}: {trace['image']}\n")
-        print(harness.table(COLUMNS, rows(trace["steps"], chosen.bin)) + "\n")
+        print(harness.table(COLUMNS, rows(trace, chosen.bin)) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -24,6 +25,7 @@ from phos.gpu_engine.copy_trace import CopyTrace
 from phos.gpu_engine.copy_work import (
     SLOTS,
     Cancelled,
+    Checks,
     Item,
     Load,
     LoadSource,
@@ -67,6 +69,7 @@ class _Spans:
     """Whole blocks, one slot's worth at a time."""
 
     table = changing = permits = 0
+    checks = None
 
     def __init__(self, spans: Iterable[Span], mappings: MappedBlocks) -> None:
         self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
@@ -271,6 +274,7 @@ class Copier:
 
         Raises: as :meth:`save`, and what the source raises.
         """
+        checking = threading.Semaphore(max(1, self.threads // 2))
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
             def saved(size: int) -> None:
@@ -281,11 +285,30 @@ class Copier:
 
             with worker.quiet_afterwards():
                 lane = shared if source.permits else worker.copy_lane
-                Saver(worker.number, worker.slots, lane, source, sink, saved, trace).run(
+                Saver(worker.number, worker.slots, lane, source, sink, saved, checking, trace).run(
                     _taking(source.take, lease, cancelled)
                 )
 
         self._run(work, device, cancelled, workers)
+
+    def check(self, checks: Checks, device: int, cancelled: threading.Event, trace: CopyTrace | None = None) -> None:
+        """Compare what is left when all has been copied; the rest as :meth:`drain`.
+
+        Raises: as :meth:`save`, and what the checks raise.
+        """
+
+        def work(worker: _Worker, lease: Lease[_Worker]) -> None:
+            while not lease.leave():
+                if cancelled.is_set():
+                    raise Cancelled
+                began = time.perf_counter()
+                size = checks.one()
+                if not size:
+                    lease.over()
+                elif trace is not None:
+                    trace.checked(worker.number, began, size)
+
+        self._run(work, device, cancelled, lambda: None)
 
     def _run(
         self,

@@ -75,7 +75,8 @@ struct phos_save {
 struct phos_save_job {
     struct phos_stripe *stripe;
     struct phos_chunk_table *table; /* where it is said what has been saved; NULL: nobody waits for it */
-    const uint32_t *changing;       /* not 0: memory may have changed before it was copied; NULL: it cannot */
+    const uint32_t *changing;       /* not 0: memory may have changed before it was copied, and what is appended is compared
+                                       with its hashes; NULL: it cannot */
     const unsigned char *zero;      /* hash of a chunk of zeros */
     sem_t *permits;                 /* the caller has one for each piece; NULL: none is needed */
 };
@@ -179,24 +180,35 @@ EXPORT int phos_copy_load(struct phos_copy_lane *lane, const struct phos_load *l
     return 0;
 }
 
-/* A piece's bytes are in host memory: from now on the device memory may change. Has it done so before, that is told. */
-EXPORT int phos_copy_landed(const struct phos_save_job *job, const struct phos_save *save, const unsigned char *data,
-                            struct phos_copy_failure *failure)
+/* A piece's bytes are in host memory: from now on the device memory may change. */
+EXPORT void phos_copy_landed(const struct phos_save_job *job, const struct phos_save *save)
 {
-    const uint64_t chunk = job->stripe->chunk;
-    for (uint64_t at = 0, i = 0; job->table && at < save->size; at += chunk, i++)
+    for (uint64_t at = 0, i = 0; job->table && at < save->size; at += job->stripe->chunk, i++)
         phos_chunks_saved(job->table, (uint32_t)(save->chunk + i));
     if (job->permits)
         sem_post(job->permits);
+}
+
+/* Returns the number of the first chunk of some data that has not the hash that it should, or -1. */
+EXPORT int64_t phos_copy_compare(const unsigned char *data, uint64_t size, uint64_t chunk, const unsigned char *hashes)
+{
+    for (uint64_t at = 0, i = 0; at < size; at += chunk, i++) {
+        uint64_t sums[2];
+        phos_chunk_hash(data + at, size - at < chunk ? size - at : chunk, sums);
+        if (memcmp(sums, hashes + i * PHOS_HASH_SIZE, PHOS_HASH_SIZE))
+            return (int64_t)i;
+    }
+    return -1;
+}
+
+/* What is appended is compared before it is; what has a place, by whoever gave it (copy_check.py). */
+static int compare(const struct phos_save_job *job, const struct phos_save *save, const unsigned char *data,
+                   struct phos_copy_failure *failure)
+{
     if (!save->device || !save->known || !job->changing || !__atomic_load_n(job->changing, __ATOMIC_ACQUIRE))
         return 0;
-    for (uint64_t at = 0, i = 0; at < save->size; at += chunk, i++) {
-        uint64_t sums[2];
-        phos_chunk_hash(data + at, save->size - at < chunk ? save->size - at : chunk, sums);
-        if (memcmp(sums, save->hashes + i * PHOS_HASH_SIZE, PHOS_HASH_SIZE))
-            return fails(failure, CHANGED, (int)i);
-    }
-    return 0;
+    int64_t number = phos_copy_compare(data, save->size, job->stripe->chunk, save->hashes);
+    return number < 0 ? 0 : fails(failure, CHANGED, (int)number);
 }
 
 static unsigned char *target(const struct phos_copy_lane *lane, const struct phos_save *saves, uint32_t number)
@@ -226,10 +238,11 @@ static int end_save(struct phos_copy_lane *lane, const struct phos_save_job *job
     int code = save->device ? lane->driver->wait(lane->events[number % SLOTS]) : 0;
     if (code)
         return fails(failure, WAIT, code);
-    if (phos_copy_landed(job, save, data, failure))
-        return -1;
+    phos_copy_landed(job, save);
     if (save->place)
         return 0;
+    if (compare(job, save, data, failure))
+        return -1;
     code = phos_append(job->stripe, data, save->size, (int)save->known, save->hashes, save->places, job->zero,
                        save->zero_tail);
     return code ? fails(failure, APPENDING, code) : 0;
@@ -276,6 +289,15 @@ EXPORT void phos_permits_take(sem_t *permits)
 {
     while (sem_wait(permits) && errno == EINTR)
         ;
+}
+
+/* Answers whether there was one. */
+EXPORT int phos_permits_try(sem_t *permits)
+{
+    int code;
+    while ((code = sem_trywait(permits)) && errno == EINTR)
+        ;
+    return !code;
 }
 
 EXPORT void phos_permits_give(sem_t *permits)

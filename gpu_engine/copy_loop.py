@@ -71,11 +71,14 @@ def _library() -> ctypes.CDLL:
     pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
     library.phos_copy_load.argtypes = [pointer, pointer, u32, pointer]
     library.phos_copy_save.argtypes = [pointer, pointer, pointer, u32, pointer]
-    library.phos_copy_landed.argtypes = [pointer, pointer, pointer, pointer]
+    library.phos_copy_landed.argtypes = [pointer, pointer]
+    library.phos_copy_compare.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint64, pointer]
+    library.phos_copy_compare.restype = ctypes.c_int64
     library.phos_copy_wait.argtypes = [pointer, pointer]
     library.phos_permits_size.restype = ctypes.c_size_t
     library.phos_permits_begin.argtypes = [pointer, u32]
-    library.phos_permits_take.argtypes = library.phos_permits_give.argtypes = [pointer]
+    for of_permits in (library.phos_permits_take, library.phos_permits_try, library.phos_permits_give):
+        of_permits.argtypes = [pointer]
     return library
 
 
@@ -101,6 +104,11 @@ def take_permit(permits: int) -> None:
     """Wait for one of the :class:`Permits` at an address; 0: none is needed."""
     if permits:
         _library().phos_permits_take(permits)
+
+
+def try_permit(permits: int) -> bool:
+    """Have one if there is one now, or none is needed; whether."""
+    return not permits or bool(_library().phos_permits_try(permits))
 
 
 def give_permit(permits: int) -> None:
@@ -183,15 +191,14 @@ class CopyLane:
             _fail(self._failure)
 
 
-def landed(job: SaveJob, save: bytes, data: int) -> None:
-    """What is done for a piece whose bytes have come to an address; :meth:`CopyLane.save` does it for each.
+def landed(job: SaveJob, save: bytes) -> None:
+    """What is done for a piece whose bytes are in host memory; :meth:`CopyLane.save` does it for each."""
+    _library().phos_copy_landed(ctypes.byref(job), save)
 
-    Raises:
-        CopyFailed: CHANGED.
-    """
-    failure = _Failure()
-    if _library().phos_copy_landed(ctypes.byref(job), save, data, ctypes.byref(failure)):
-        _fail(failure)
+
+def first_changed(address: int, size: int, chunk: int, hashes: bytes) -> int:
+    """The number of the first chunk of ``size`` bytes at an address that has not its hash; -1: all have."""
+    return int(_library().phos_copy_compare(address, size, chunk, hashes))
 
 
 def packed_load(

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from phos.gpu_engine.batches import Batches
 from phos.gpu_engine.content_hash import chunk_count
-from phos.gpu_engine.copy_loop import APPENDING, CopyFailed, CopyLane, SaveJob, give_permit, packed_save, take_permit
+from phos.gpu_engine.copy_loop import (
+    APPENDING,
+    CopyFailed,
+    CopyLane,
+    SaveJob,
+    give_permit,
+    packed_save,
+    take_permit,
+    try_permit,
+)
 from phos.gpu_engine.copy_trace import CopyTrace
 from phos.gpu_engine.copy_work import NothingYet, Piece, Sink, Source
 from phos.gpu_engine.ring import CHUNK_BYTES
@@ -75,11 +85,13 @@ class Saver:
         source: Source,
         sink: Sink,
         saved: Callable[[int], None],
+        checking: threading.Semaphore,
         trace: CopyTrace | None = None,
     ) -> None:
         """``number``: the worker's; ``lane``: its lane on a GPU, which makes that GPU's context current.
 
-        ``saved`` is told how many bytes are in the image, ``trace`` when.
+        ``saved`` is told how many bytes are in the image, ``trace`` when. ``checking`` is had by who compares pieces
+        while others are copied.
         """
         self._number = number
         self._slots = slots
@@ -87,6 +99,7 @@ class Saver:
         self._source = source
         self._sink = sink
         self._saved = saved
+        self._checking = checking
         self._trace = trace
 
     def run(self, take: Callable[[], Piece | None]) -> None:
@@ -102,10 +115,13 @@ class Saver:
                 time.sleep(later)
 
     def _step(self, batches: Batches[Piece]) -> float:
-        """Save a batch; if there is none yet, the answer is for how many seconds to wait."""
+        """Save a batch, or check a piece meanwhile; if there is neither, the answer is for how many seconds to wait."""
         landed = False
         asked = time.perf_counter()
-        take_permit(self._source.permits)
+        if not try_permit(self._source.permits):
+            if self._check():
+                return 0.0
+            take_permit(self._source.permits)
         allowed = time.perf_counter()
         try:
             if pieces := batches.following():
@@ -114,12 +130,27 @@ class Saver:
                 landed = True
                 if self._trace is not None:
                     self._trace.add(self._number, asked, allowed, taken, pieces)
+            return 0.0
         except NothingYet as later:
-            return later.seconds
+            wait = later.seconds
         finally:
             if not landed:  # and if it landed and something failed then, nobody counts any more
                 give_permit(self._source.permits)
-        return 0.0
+        return 0.0 if self._check() else wait
+
+    def _check(self) -> bool:
+        """Whether there was a piece to check, and not enough workers at it."""
+        checks = self._source.checks
+        if checks is None or not self._checking.acquire(blocking=False):
+            return False
+        try:
+            began = time.perf_counter()
+            size = checks.one()
+            if size and self._trace is not None:
+                self._trace.checked(self._number, began, size)
+            return size > 0
+        finally:
+            self._checking.release()
 
     def _save(self, pieces: Sequence[Piece]) -> None:
         rooms: list[Place | None] = []
@@ -151,5 +182,13 @@ class Saver:
         for piece, room in zip(pieces, rooms, strict=True):
             if room is not None:
                 self._sink.write_placed(piece.key, piece.offset, room, piece.hashes)
+                if self._may_have_changed() and piece.hashes is not None:
+                    assert self._source.checks is not None
+                    self._source.checks.add(piece, room.address)
             self._source.landed(piece)
             self._saved(piece.size)
+
+    def _may_have_changed(self) -> bool:
+        """Looked at when pieces have come: memory that may change from here on may have done so before."""
+        changing = self._source.changing
+        return changing != 0 and ctypes.c_uint32.from_address(changing).value != 0

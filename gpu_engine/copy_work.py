@@ -78,6 +78,19 @@ class Piece:
     """Somebody waits for it."""
 
 
+class Checks(Protocol):
+    """Pieces in memory of the image's own, to be compared when there is time (copy_check.py). Any thread."""
+
+    def add(self, piece: Piece, address: int) -> None:
+        """It has come to this address, and stays there."""
+
+    def one(self) -> int:
+        """Compare one piece that nobody has compared; its size, or 0 if there is none.
+
+        Raises: what the job shall fail with if it is not what it should be.
+        """
+
+
 class NothingYet(Exception):
     """A source has no piece now, but is not at its end: ask again in so many ``seconds``."""
 
@@ -94,10 +107,14 @@ class Source(Protocol):
     host memory; 0: nobody waits for that."""
     changing: int
     """Address of a 32-bit word: unless it is 0 memory may have changed before it was copied, and what comes is compared
-    with the piece's hashes. 0: there is no such word."""
+    with the piece's hashes, or given to ``checks``. 0: there is no such word."""
     permits: int
     """Address of a :class:`~phos.gpu_engine.copy_loop.Permits`, one of which is had before a piece is taken and until
     its bytes are in host memory; 0: as many are taken and queued as may be."""
+
+    @property
+    def checks(self) -> Checks | None:
+        """What takes pieces that come to places of their own; None: none does, or nothing is compared."""
 
     def take(self) -> Piece | None:
         """The next piece, or None when there are no more.

@@ -54,6 +54,8 @@ class CowDump(StopDump):
         self._memory = memory
         self._windows = Windows(cow, self._copier.shared_lane)
         self._laid_out = threading.Event()  # the windows can be opened, or never will
+        self._saved = threading.Event()  # all data is in the image, or will not be
+        self._ended = False  # the windows
         self._counts: dict[str, int] = {}
 
     def _prepare(self, borrow: BorrowBlocks) -> None:
@@ -80,9 +82,14 @@ class CowDump(StopDump):
             )
             self._laid_out.set()
             trace = CopyTrace.wanted()
+            device = self._borrowed[0].device
             with self.timeline.phase("GPU data", concurrent=True), feed.shadows.followed():
-                device = self._borrowed[0].device
                 self._copier.drain(feed, device, self._writer, self.progress, self._cancelled, feed.workers, trace)
+            self._windows.over()
+            self._saved.set()
+            if feed.checks:
+                with self.timeline.phase("compare GPU data", concurrent=True):
+                    self._copier.check(feed.checks, device, self._cancelled, trace)
             if trace is not None:
                 trace.write(str(self.path))
         except BaseException as error:
@@ -90,8 +97,10 @@ class CowDump(StopDump):
             if not isinstance(error, Cancelled):
                 log.error("%s: copying GPU memory failed: %s", self.path, error)
         finally:
-            self._windows.over()
+            if not self._saved.is_set():
+                self._windows.over()
             self._laid_out.set()
+            self._saved.set()
 
     def _keep_residues(self) -> None:
         """Copying can wait until the processes run again; the driver is not expected to write there (DESIGN §2)."""
@@ -106,7 +115,6 @@ class CowDump(StopDump):
         if self._borrowed and self._copy_failure is None:
             for process in self.gated:
                 process.trace(self._windows.of(process))
-        self._windows.may_change()
         back = self._bring_back()
         self._windows.runs_on()
         began = next((phase.start for phase in self.timeline.phases() if phase.name in STALL_BEGINS), None)
@@ -114,16 +122,34 @@ class CowDump(StopDump):
             self.timeline.add(STALL, began, concurrent=True)
         self._residues.start_saving(self._writer)
         self._say_if_not_back(back)
-        self._wait_for_data()
+        self._wait_saved()
         self._end_windows()
         try:
             self._complete()
         except CheckpointFailed as error:
             self._withdraw(str(error) + (f" Then: {back}" if back else ""))
             raise CheckpointFailed(self.error) from error
+        finally:
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Who has ended meanwhile was perhaps forgotten before the windows were learnt from."""
+        for process in self.gated:
+            if not process.alive():
+                self._memory.forget(process.session)
+
+    def _wait_saved(self) -> None:
+        """Return when nobody waits for copies any more. What has come is compared still: nobody waits for that."""
+        began = self.timeline.now()
+        self._saved.wait()
+        self.timeline.add("wait for GPU data", began)
+
+    def _wait_for_data(self, phase: str = "wait for comparing") -> None:
+        super()._wait_for_data(phase)
 
     def _end_windows(self) -> None:
         """Nothing of a window is in use by anybody from here on."""
+        self._ended = True
         self._windows.over()
         for process in self.gated:
             try:
@@ -138,13 +164,9 @@ class CowDump(StopDump):
                 self._counts[name] = self._counts.get(name, 0) + value
         for name in self._windows.culprits():
             log.info("%s: %s may write anywhere: it waited until everything was saved", self.path, name)
-        blocks = {block.key for block in self._borrowed}
-        self._memory.written.learn(self._windows.written(), blocks)
+        self._memory.written.learn(self._windows.written(), self._keys)
         for session, touched in self._windows.touched().items():
-            self._memory.touched.learn(session, touched, blocks)
-        for process in self.gated:
-            if not process.alive():  # it may have been forgotten before that
-                self._memory.forget(process.session)
+            self._memory.touched.learn(session, touched, self._keys)
         self._windows.close()
         if self._counts:
             log.info("%s: in the window: %s", self.path, ", ".join(f"{k} {v}" for k, v in self._counts.items()))
@@ -160,11 +182,12 @@ class CowDump(StopDump):
         self._windows.runs_on()
         super()._give_up(reason)
         self._end_windows()
+        self._forget_ended()
 
     def _complete(self) -> None:
-        if self._copying is not None:  # CRIU is about to kill the processes: nobody traces
+        if not self._ended:  # CRIU is about to kill the processes: nobody traces
             self._windows.runs_on()
-            self._wait_for_data()
+            self._wait_saved()
             self._end_windows()
         super()._complete()
 

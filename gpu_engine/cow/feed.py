@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.content_hash import chunk_count
+from phos.gpu_engine.copy_check import PlacedPieces
 from phos.gpu_engine.copy_loop import Permits
 from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow.chunk_table import SAVED, SHADOWED, UNSAVED, ChunkTable, ClaimOrder, Flag
@@ -60,12 +61,14 @@ class ChunkFeed:
         order: Sequence[int],
         windows: Sequence[Window],
         expected: Sequence[bytes] | None,
+        may_change: Flag,
         *,
         prioritise: bool,
         at_once: int = CHUNK_BYTES,
         placed: bool = False,
     ) -> None:
-        """``order`` has every chunk once; ``expected``: content hashes at *t1*, or None for no validation.
+        """``order`` has every chunk once; ``expected``: content hashes at *t1*, or None for no validation;
+        ``may_change``: set before the first process may write to its memory again.
 
         ``at_once``: neighbours that nobody waits for may be taken together, up to so many bytes. ``placed``: the GPU
         writes into the image itself.
@@ -82,12 +85,12 @@ class ChunkFeed:
         self._placed = placed
         self._permits = Permits(PIECES_UNDER_WAY * len({place.device for place in places})) if placed else None
         self.permits = self._permits.address if self._permits else 0
-        self.may_change = Flag()
-        """Set before the first process may write to its memory again."""
+        self._may_change = may_change  # kept for its address
         self.runs_on = threading.Event()
         """Set when no process waits any more for what goes on beside the copies."""
         self.table = table.address
-        self.changing = self.may_change.address if expected is not None else 0
+        self.changing = may_change.address if expected is not None else 0
+        self.checks = PlacedPieces(self.changed) if expected is not None else None
         self._lock = threading.Lock()  # guards all below
         self._given = bytearray(len(places))
         self._given_count = 0

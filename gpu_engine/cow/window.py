@@ -12,7 +12,7 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copy_work import Sink
-from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
+from phos.gpu_engine.cow.chunk_table import ChunkTable, Flag, WindowTable
 from phos.gpu_engine.cow.feed import ChunkFeed, Place
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
@@ -34,15 +34,23 @@ class ProcessWindow:
     shut = False
     loads = False
 
-    def __init__(self, process: GatedProcess, table: WindowTable, chunks: ChunkTable, pools: LentPools) -> None:
+    def __init__(
+        self, process: GatedProcess, table: WindowTable, chunks: ChunkTable, pools: LentPools, may_change: Flag
+    ) -> None:
         self.process = process
         self.table = table
         self.pools = pools
         self._chunks = chunks
+        self._may_change = may_change
         self._saved = threading.Event()
 
     def descriptors(self) -> list[int]:
-        """See :class:`~phos.gpu_engine.process.TracingWindow`."""
+        """See :class:`~phos.gpu_engine.process.TracingWindow`.
+
+        Asked for right before the process may compute: until then nothing can write to its memory, which it has not
+        even mapped, and what is saved need not be compared.
+        """
+        self._may_change.set()
         if self._saved.is_set():
             return []
         return [self._chunks.descriptor, self.table.descriptor, *(pool.descriptor for pool in self.pools.pools)]
@@ -113,6 +121,7 @@ class Windows:
                 size = min(CHUNK_BYTES, block.size - offset)
                 places.append(Place(block.key, offset, size, address + offset, block.device))
         self._table = ChunkTable(CHUNK_BYTES, len(places))
+        may_change = Flag()
         for number, process in enumerate(processes):
             pools = self._pools.setdefault(process.session, LentPools([]))
             visible = process.ordinals()
@@ -122,7 +131,7 @@ class Windows:
             pools.table = WindowTable(
                 number, records, shapes, queue, prioritise=self._settings.prioritise, order=queue // 4
             )
-            self._windows[process.session] = ProcessWindow(process, pools.table, self._table, pools)
+            self._windows[process.session] = ProcessWindow(process, pools.table, self._table, pools, may_change)
         order = first_written_first(places, written_before)
         if expected is not None:  # zeros first: they need no copying, so nobody has to copy them aside
             order.sort(key=lambda chunk: expected[chunk] != zero_hash(places[chunk].size))
@@ -133,6 +142,7 @@ class Windows:
             order,
             [Window(w.table, w.pools, w.process.alive) for w in self._windows.values()],
             expected,
+            may_change,
             prioritise=self._settings.prioritise,
             # Where the GPU writes into the image itself, copies cost no processor.
             at_once=sink.place_limit if placed else CHUNK_BYTES,
@@ -143,11 +153,6 @@ class Windows:
     def of(self, process: GatedProcess) -> ProcessWindow:
         """A process's window."""
         return self._windows[process.session]
-
-    def may_change(self) -> None:
-        """The processes are about to run on: from here on what is saved is compared with what it was."""
-        if self.feed is not None:
-            self.feed.may_change.set()
 
     def runs_on(self) -> None:
         """Nobody stands still any more: the copies may take what they can get."""

@@ -22,7 +22,7 @@ import psutil
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, inventory
-from phos.gpu_engine.blocks import Block
+from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import CRIU_FAILED, CheckpointFailed, DriverError, PhosError
@@ -99,6 +99,7 @@ class StopDump:
         self._copying: threading.Thread | None = None
         self._copy_failure: BaseException | None = None
         self._borrowed: list[Block] = []
+        self._keys: frozenset[BlockKey] = frozenset()  # of those, also when they have been returned
         self._mapped = MappedBlocks()
         self._residues = DumpedResidues()
         self._records: list[inventory.ProcessRecord] = []
@@ -139,6 +140,7 @@ class StopDump:
             log.info("%s: processes %s are detached", self.path, self.pids)
             self._records = [describe(p, self._tree.detached[p.session]) for p in self.gated]
             self._borrowed = self._tree.collect(borrow)
+            self._keys = frozenset(block.key for block in self._borrowed)
             self.progress.total = sum(block.size for block in self._borrowed)
             self._copying = threading.Thread(target=self._copy, name="save")
             self._copying.start()
@@ -294,13 +296,13 @@ class StopDump:
             self.error = problems
             log.error("%s: %s", self.path, problems)
 
-    def _wait_for_data(self) -> None:
+    def _wait_for_data(self, phase: str = "wait for GPU data") -> None:
         if self._copying is None:
             return
         began = self.timeline.now()
         self._copying.join()
         self._copying = None
-        self.timeline.add("wait for GPU data", began)
+        self.timeline.add(phase, began)
         self._return_blocks()
 
     def _complete(self) -> None:

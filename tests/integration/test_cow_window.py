@@ -227,3 +227,24 @@ def test_two_processes_with_one_buffer(site: Site) -> None:
     assert len(said["processes"]) == 2
     restore_at(site, program, image)
     assert program.wait_result() == expected
+
+
+def test_the_order_of_first_touches_is_kept_over_windows(site: Site) -> None:
+    """A window is too short to see all, and what an earlier one saw still counts."""
+    go = site.folder / "go"
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(12 << 20)  # 48 MiB take seconds
+    site.run("phosd", "--ensure")
+    program = site.start(sys.executable, str(PROGRAMS / "layers.py"), "ends", "12", str(go), SOFTGPU_COPY_BANDWIDTH="0")
+    program.wait_iterations(1)
+    seen = []
+    for number, file in enumerate((go, Path(f"{go}.end"))):
+        image = site.image(f"image-{number}")
+        checkpoint = begin(site, program, image)
+        file.touch()
+        if number == 0:
+            program.wait_iterations(2)
+        assert checkpoint.wait(PATIENCE) == 0
+        seen.append(inventory(site, image)["order"]["chunks"])
+    assert seen == [1, 2]
+    Path(f"{go}.over").touch()
+    assert program.wait_result() == "1"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.site import Site
+from tests.integration.site import Site, wait_until
+from tests.integration.test_lazy import analysed
 from tests.integration.test_stop_protocol import EXAMPLES, uninterrupted
 from tests.unit.image_sets import skip
 
@@ -70,6 +71,26 @@ def test_a_concurrent_checkpoint_into_huge_pages_is_whole(site: Site, folder: Pa
     program.wait_iterations(5)
     site.run("phos-gpu", "checkpoint", str(program.pid), str(folder / "image"), "--leave-running", "--protocol", "cow")
     assert "GPUs write into the image's own pages" in log_of(site)
+    site.run("phos-gpu", "verify", str(folder / "image"))
+    assert program.wait_result() == expected
+
+
+def test_a_wrong_guess_is_found_in_what_the_gpu_wrote(site: Site, folder: Path) -> None:
+    """What comes to the image's own pages is compared apart from being copied, and before the image is whole."""
+    expected = uninterrupted(site, "mlp", *EXAMPLES["mlp"])
+    lies = site.folder / "lies"
+    lies.touch()
+    site.environment |= {"LYING_PHOSD": str(lies), "SOFTGPU_COPY_BANDWIDTH": str(8 << 20)}
+    site.serve("tests.integration.lying_phosd")
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    program.wait_iterations(5)
+    wait_until(lambda: analysed(site, program), "the analysis of its kernels")
+    words = ["phos-gpu", "checkpoint", str(program.pid), str(folder / "image"), "--leave-running", "--protocol", "cow"]
+    site.run(*words)
+    assert "GPUs write into the image's own pages" in log_of(site)
+    assert "GPU memory changed before it was saved" in log_of(site)
+    states = [job["state"] for job in site.status()["jobs"] if job["kind"] == "dump"]
+    assert states == ["mispredicted", "committed"]
     site.run("phos-gpu", "verify", str(folder / "image"))
     assert program.wait_result() == expected
 

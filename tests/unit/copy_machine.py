@@ -15,6 +15,7 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.copy_check import PlacedPieces
 from phos.gpu_engine.copy_loop import Permits
 from phos.gpu_engine.copy_work import NothingYet, Piece, Progress
 from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable, Flag
@@ -96,7 +97,10 @@ class Machine:
         assert progress.done == sum(block.size for block in blocks)
 
     def drain(self, source: Given, sink: Any) -> None:
+        """Copy all out, then compare what has not been."""
         self.copier.drain(source, 0, sink, self.progress(), threading.Event())
+        self.copier.check(source.checks, 0, threading.Event())
+        assert not source.checks
 
     def saves_still(self, folder: Path) -> None:
         """Another job of the same copier is right, whatever became of the last one."""
@@ -193,6 +197,7 @@ class Given:
         self.table = table.address if table else 0
         self.changing = flag.address if flag else 0
         self.permits = permits.address if permits else 0
+        self.checks = PlacedPieces(self.changed)
         self.saved: list[Piece] = []
         self.blamed: list[tuple[Piece, int, bytes]] = []
 

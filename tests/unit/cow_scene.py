@@ -8,7 +8,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from phos.gpu_engine.copy_loop import CHANGED, CopyFailed, SaveJob, landed
+from phos.gpu_engine.copy_loop import SaveJob, landed
 from phos.gpu_engine.copy_out import Batch
 from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow.chunk_table import (
@@ -17,6 +17,7 @@ from phos.gpu_engine.cow.chunk_table import (
     SHADOWED,
     TRANSFERS,
     ChunkTable,
+    Flag,
     PoolShape,
     WindowTable,
 )
@@ -133,17 +134,19 @@ class Scene:
         at_once = more.pop("at_once", CHUNK)
         placed = more.pop("placed", False)
         windows = [process.window for process in self.processes]
+        self.may_change = Flag()
         self.feed = ChunkFeed(
             self.table,
             self.places,
             list(order),
             windows,
             expected,
+            self.may_change,
             prioritise=prioritise,
             at_once=at_once,
             placed=placed,
         )
-        self.feed.may_change.set()
+        self.may_change.set()
         self.feed.runs_on.set()
 
     def take(self) -> Piece | None:
@@ -157,13 +160,10 @@ class Scene:
         """What is done with a piece that has come to host memory."""
         state = StripeState(descriptor=-1, chunk=CHUNK)
         job = SaveJob(ctypes.pointer(state), self.feed.table, self.feed.changing, zero_hash(CHUNK), self.feed.permits)
-        batch = Batch([piece], [None])
-        try:
-            landed(job, batch.packed[0], address_of(memoryview(data or bytearray(8))))
-        except CopyFailed as failed:
-            if failed.call != CHANGED or data is None:
-                raise
-            raise self.feed.changed(piece, failed.code, memoryview(data)) from None
+        landed(job, Batch([piece], [None]).packed[0])
+        if data is not None and piece.address and self.feed.checks is not None:
+            self.feed.checks.add(piece, address_of(memoryview(data)))
+            assert self.feed.checks.one() == piece.size
         self.feed.landed(piece)
         return piece.hashes
 

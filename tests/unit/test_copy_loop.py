@@ -75,7 +75,11 @@ def test_memory_that_changed_too_early_is_found(tmp_path: Path) -> None:
 
 @needs_softgpu
 def test_nothing_is_compared_without_need(tmp_path: Path) -> None:
-    play(tmp_path, "save_not_compared", ["flag"], ["no word"], ["unknown"], ["zeros"])
+    play(
+        tmp_path,
+        "save_not_compared",
+        *([why, placed] for why in ("flag", "no word", "unknown", "zeros") for placed in (False, True)),
+    )
 
 
 @needs_softgpu

@@ -8,6 +8,8 @@ things is done with them, and a result printed:
     ballast  has much memory of the CPU as well; reads all of that, then as sum
     wait     waits for the file GO.end, then as sum
     first    reads a word of the last buffer, says so by ITERATION 2, then as wait
+    ends     reads a word of the last buffer, says so by ITERATION 2, waits for the file GO.end, reads one of the first,
+             waits for the file GO.over
     exit     ends at once
 
 Usage: layers.py ACTION LAYERS GO
@@ -50,12 +52,20 @@ def fresh(value: int) -> int:
     return address
 
 
+def wait_for(file: str) -> None:
+    while not Path(file).exists():
+        time.sleep(0.005)
+
+
 def act(action: str, layers: list[int], go: Path) -> int:
-    if action in ("first", "wait"):
-        if action == "first" and read(layers[-1] + SIZE - 4) == len(layers):
+    if action in ("first", "wait", "ends"):
+        if action != "wait" and read(layers[-1] + SIZE - 4) == len(layers):
             print("ITERATION 2", flush=True)
-        while not Path(f"{go}.end").exists():
-            time.sleep(0.005)
+        wait_for(f"{go}.end")
+        if action == "ends":
+            word = read(layers[0] + SIZE - 4)
+            wait_for(f"{go}.over")
+            return word
     elif action == "last":
         return read(layers[-1] + SIZE - 4)
     elif action == "exit":
@@ -87,8 +97,7 @@ def main() -> None:
     ballast = b"\1" * BALLAST if action == "ballast" else b""
     check(cuda.cuCtxSynchronize())
     print("ITERATION 1", flush=True)
-    while not go.exists():
-        time.sleep(0.005)
+    wait_for(str(go))
     if ballast.count(b"\1") != len(ballast):
         raise SystemExit("the CPU's memory is not what it was")
     print(f"RESULT {act(action, layers, go)}", flush=True)
