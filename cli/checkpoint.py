@@ -70,9 +70,9 @@ def checkpoint(
     with ImageProgress(directory, restore=False, quiet=as_json):
         status, errors = run_dump(arguments, directory.absolute(), beside)
     if status != 0:
+        became = "it runs on as before" if procfs.is_alive(pid) else "it has ended"
         raise CheckpointFailed(
-            f"Process {pid} could not be checkpointed; it runs on as before.\n{errors}\n"
-            f"CRIU's log: {directory / DUMP_LOG}"
+            f"Process {pid} could not be checkpointed; {became}.\n{errors}\nCRIU's log: {directory / DUMP_LOG}"
         )
     seconds = time.perf_counter() - began
     warnings = list(client.wait_image(directory).warnings)

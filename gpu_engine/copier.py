@@ -270,11 +270,12 @@ class Copier:
     ) -> None:
         """Copy out whatever ``source`` gives, until it ends; ``device`` is any GPU that has a part in it.
 
-        ``workers``: how many may take part by now, which may become more; None: all. ``trace`` is told of each piece.
+        ``workers``: how many may take part by now, which may become more; None: all. Of as many as it is at first, half
+        may compare pieces with their hashes while others are copied. ``trace`` is told of each piece.
 
         Raises: as :meth:`save`, and what the source raises.
         """
-        checking = threading.Semaphore(max(1, self.threads // 2))
+        checking = threading.Semaphore(max(1, (workers() or self.threads) // 2))
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
             def saved(size: int) -> None:

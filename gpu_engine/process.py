@@ -80,6 +80,9 @@ class TracingWindow(Protocol):
     def loads(self) -> bool:
         """It is a lazy restore's: phosd does not know the process's modules and kernels before it attaches."""
 
+    def attaching(self) -> None:
+        """The process is about to get its memory, and may compute then, even if its connection breaks."""
+
     def descriptors(self) -> list[int]:
         """Those that go to the frontend; they stay the window's. None: the window is over, nothing need be traced."""
 

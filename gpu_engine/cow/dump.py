@@ -93,7 +93,7 @@ class CowDump(StopDump):
             if trace is not None:
                 trace.write(str(self.path))
         except BaseException as error:
-            self._copy_failure = error
+            self._copy_failure = self._copy_failure or error
             if not isinstance(error, Cancelled):
                 log.error("%s: copying GPU memory failed: %s", self.path, error)
         finally:
@@ -124,6 +124,7 @@ class CowDump(StopDump):
         self._say_if_not_back(back)
         self._wait_saved()
         self._end_windows()
+        self._return_blocks()  # comparing needs none, and the processes may have freed some
         try:
             self._complete()
         except CheckpointFailed as error:
@@ -172,6 +173,8 @@ class CowDump(StopDump):
             log.info("%s: in the window: %s", self.path, ", ".join(f"{k} {v}" for k, v in self._counts.items()))
 
     def _withdraw(self, reason: str) -> None:
+        self._cancelled.set()
+        self._wait_for_data()  # before the image's memory, which is being compared, is let go
         super()._withdraw(reason)
         if isinstance(self._copy_failure, Mispredicted) or self._residues.changed:
             self.state = "mispredicted"  # the world has to be stopped

@@ -44,13 +44,15 @@ class ProcessWindow:
         self._may_change = may_change
         self._saved = threading.Event()
 
-    def descriptors(self) -> list[int]:
+    def attaching(self) -> None:
         """See :class:`~phos.gpu_engine.process.TracingWindow`.
 
-        Asked for right before the process may compute: until then nothing can write to its memory, which it has not
-        even mapped, and what is saved need not be compared.
+        Until the first process of a tree maps its memory nothing can write there: what is saved need not be compared.
         """
         self._may_change.set()
+
+    def descriptors(self) -> list[int]:
+        """See :class:`~phos.gpu_engine.process.TracingWindow`."""
         if self._saved.is_set():
             return []
         return [self._chunks.descriptor, self.table.descriptor, *(pool.descriptor for pool in self.pools.pools)]

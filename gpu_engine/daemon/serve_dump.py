@@ -151,6 +151,7 @@ class DumpServer:
                     f"Process {session.pid} ({session.executable}) is {session.machine.state.value}: "
                     "another checkpoint or restore of it is under way. Wait for it ('phos-gpu status' shows it)."
                 )
+        self._refuse_guests(gated)
         for session in gated:  # while it runs: a pool has to know it when it does not
             session.restore_thread = session.restore_thread or toggle.restore_thread(session.pid, THREAD_SECONDS)
         versions = dataclasses.replace(self._registry.versions, criu=request.criu_version)
@@ -174,6 +175,19 @@ class DumpServer:
         job.begin(self._registry.broker.borrow, self._describe)
         job.access_tables = {s.session: s.access_table for s in gated}
         return job
+
+    def _refuse_guests(self, gated: list[Session]) -> None:
+        """Somebody outside the tree who maps memory of it does not stand still, and may write there meanwhile."""
+        owners = {session.session: session for session in gated}
+        with self._registry.lock:
+            others = [s for s in self._registry.sessions.values() if s.session not in owners]
+        for other in others:
+            for key in other.block_keys().values():
+                if (owner := owners.get(key[0])) is not None and other.alive():
+                    raise CheckpointFailed(
+                        f"Process {other.pid} ({other.executable}), which is outside the tree being dumped, maps GPU "
+                        f"memory of process {owner.pid}. Dump their common ancestor."
+                    )
 
     def _wait_until_loaded(self, gated: list[Session]) -> None:
         """What is restored lazily has an image again only when all of its memory is there."""

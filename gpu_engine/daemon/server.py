@@ -175,8 +175,8 @@ class Daemon:
         if hello.state != wire_pb2.DETACHED:
             self._replace_program(session, connection.pid)
             session.connected(connection, hello, self._ordinals)
-            if session.machine.state is SessionState.QUIESCED:
-                # Its connection broke while it was quiesced, and it opened its gate for that.
+            if session.machine.state in (SessionState.QUIESCED, SessionState.RETURNING, SessionState.ATTACHING):
+                # Its connection broke while it was quiesced, or had just been attached: it opened its gate for that.
                 session.machine.adopt(SessionState.RUNNING)
             connection.reply(envelope.id, welcome=wire_pb2.Welcome(action=wire_pb2.Welcome.STAY))
             self._registry.reaper.watch(connection.pid, session)
@@ -280,7 +280,8 @@ class Daemon:
                 restore.timeline.add("attach", began)
                 restore.attached(session.pid)
                 with self._registry.lock:
-                    self._registry.restores.pop(session.session, None)
+                    if self._registry.restores.get(session.session) is restore:
+                        del self._registry.restores[session.session]
         except Exception as error:
             if restore:
                 restore.not_attached(session.pid)

@@ -83,7 +83,7 @@ class Session:
 
     def connected(self, connection: wire.Connection, hello: wire_pb2.Hello, ordinals: dict[bytes, int]) -> None:
         """A frontend said hello; ``ordinals`` gives phosd's number of each GPU by its UUID."""
-        self._window.connected()
+        self._window.connected(detached=hello.state == wire_pb2.DETACHED)
         self.connections += 1
         self._blocks.announced(hello, ordinals)  # before anybody can ask over the new connection
         self._conversation.begin(connection)
@@ -290,7 +290,7 @@ class Session:
                 )
         finally:
             wire.close_all(block.descriptor for block in borrowed)
-        window = self._window.wanted()
+        window = self._window.attaching()
         attach = wire_pb2.Attach(
             blocks=len(numbers),
             restored=self._from_image,

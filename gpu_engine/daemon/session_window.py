@@ -38,20 +38,27 @@ class SessionWindow:
         self._conversation = conversation
         self._kernels = kernels
         self._speculator = speculator
-        self._lock = threading.Lock()  # guards _window, _tracing; held while the window is opened
+        self._lock = threading.Lock()  # guards _window, _tracing, _safe; held while the window is opened
         self._window: TracingWindow | None = None
         self._tracing = False
-        self._broken = False
+        self._safe = False  # nothing of what the process does need be known any more
+        self._broken = False  # not guarded: written by whoever connects, and read when that is over
         self._twins: Twins | None = None  # those of the last window
 
-    def connected(self) -> None:
-        """The process has connected anew: it ended its window with the connection, and has not traced since."""
-        if self._tracing:
+    def connected(self, *, detached: bool) -> None:
+        """The process has connected anew: it ended its window with the connection, and has not traced since.
+
+        Unless it is ``detached`` it computes, perhaps before its window was opened.
+        """
+        # Without the lock: whoever opens the window has it, and may wait for an answer over the connection that broke.
+        if self._tracing or (self._window is not None and not self._safe and not detached):
             self._broken = True
 
-    def wanted(self) -> TracingWindow | None:
-        """The window that the process's next attach opens."""
+    def attaching(self) -> TracingWindow | None:
+        """The process is about to be attached; the window that is opened then."""
         with self._lock:
+            if self._window is not None:
+                self._window.attaching()
             return self._window
 
     def open(self) -> None:
@@ -60,6 +67,7 @@ class SessionWindow:
             window = self._window
             carried = window.descriptors() if window is not None else []
             if window is None or not carried:
+                self._safe = True
                 return
             if window.loads:
                 self._kernels.describe_restored()
@@ -81,24 +89,26 @@ class SessionWindow:
                 answer.done.error,
             )
             window.wait_saved()
+            self._safe = True
 
     def trace(self, window: TracingWindow | None) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         with self._lock:
             self._window = window
-            if window is not None or not self._tracing:
-                self._broken = False
-                return
-            self._tracing = False
-            twins = self._twins
+            self._safe = False
+            broken, self._broken = self._broken, False
+            traced, self._tracing = self._tracing, False
+            twins = self._twins if traced else None
+        if window is not None:
+            return
         if twins is not None:
             twins.join()
-        if self._broken:
+        if broken:
             raise Mispredicted(
                 f"The connection to process {self._traced.pid} ({self._traced.executable}) broke while its memory was "
                 "saved: what it wrote since is not known."
             )
-        if self._conversation.is_connected:  # otherwise it has ended its window by itself, or ended
+        if traced and self._conversation.is_connected:  # otherwise it has ended its window by itself, or ended
             self._conversation.ask(ANSWER_SECONDS, patient=True, window_end=wire_pb2.WindowEnd())
         if twins is not None and not twins.loads and (report := twins.report()).violations:
             raise Mispredicted(

@@ -90,11 +90,12 @@ class Restore(ABC):
         self._driver_ready: set[int] = set()
         self._pids: dict[int, int] = {}  # the tasks that CRIU has put together → pidfd, or -1
         self._computing: set[int] = set()  # those of them that have all of their GPU state back
-        self._returning: set[int] = set()  # those of which a thread is about to say whether they have
+        self._reviving: set[int] = set()  # those whose driver's part a thread brings back
+        self._attaching: set[int] = set()  # those that a thread gives their memory
         self._over = threading.Event()
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
-        self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, _returning, state, error
+        self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, _reviving, _attaching, state, error
         self._sessions: dict[bytes, GatedProcess] = {}
         self._image: ImageSource = open_source(directory)
         self._residues: RestoredResidues | None = None
@@ -282,12 +283,12 @@ class Restore(ABC):
         Runs in a thread of its own: the driver waits for the process to run.
         """
         with self._lock:
-            self._returning.add(pid)
+            self._reviving.add(pid)
         try:
             self._bring_back_driver_part(pid)
         finally:
             with self._lock:
-                self._returning.discard(pid)
+                self._reviving.discard(pid)
 
     def _bring_back_driver_part(self, pid: int) -> None:
         if self._residues is not None:
@@ -331,7 +332,7 @@ class Restore(ABC):
             self._kill(pid, pidfd)  # it must not go on without its memory
             return
         with self._lock:
-            self._returning.add(pid)  # before it runs
+            self._reviving.add(pid)  # before it runs
         threading.Thread(target=self.task_restored, args=(pid,), name=f"restore-{pid}", daemon=True).start()
 
     def ready(self, pid: int) -> bool:
@@ -342,7 +343,7 @@ class Restore(ABC):
     def attaching(self, pid: int) -> None:
         """A process under the frontend gets its memory back. Followed by :meth:`attached` or :meth:`not_attached`."""
         with self._lock:
-            self._returning.add(pid)
+            self._attaching.add(pid)
 
     def attached(self, pid: int) -> None:
         """It computes again, or has ended since."""
@@ -354,7 +355,7 @@ class Restore(ABC):
     def not_attached(self, pid: int) -> None:
         """Nobody brings this process's memory back any more."""
         with self._lock:
-            self._returning.discard(pid)
+            self._attaching.discard(pid)
 
     def _computes(self, pid: int) -> None:
         with self._lock:
@@ -412,9 +413,11 @@ class Restore(ABC):
             with self._lock:
                 waiting = everybody.keys() - self._computing
                 missing = self._waiting_for - len(everybody)
+                told = self._reviving | self._attaching
                 since = time.monotonic() - VERDICT_SECONDS
-                gone = [pid for pid in waiting & seen.keys() if pid not in self._returning or seen[pid] < since]
-            if not waiting and not missing and seen.keys() == everybody.keys():
+                gone = [pid for pid in waiting & seen.keys() if pid not in told or seen[pid] < since]
+            # Without a pidfd nobody knows whether it has ended.
+            if not waiting and not missing and all(fd >= 0 and pid in seen for pid, fd in everybody.items()):
                 self._all_have_ended()
             elif gone:
                 self.fail(f"Process {gone[0]} ended before its GPU state was back.")

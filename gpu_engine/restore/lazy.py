@@ -48,6 +48,9 @@ class LoadWindow:
         self._chunks = chunks
         self._there = threading.Event()
 
+    def attaching(self) -> None:
+        """See :class:`~phos.gpu_engine.process.TracingWindow`."""
+
     def descriptors(self) -> list[int]:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
         return [] if self._there.is_set() else [self._chunks.descriptor, self.table.descriptor]

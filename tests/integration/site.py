@@ -127,7 +127,7 @@ class Site:
             "PHOS_PYTHON": sys.executable,
             "PHOS_TEST_SITE": str(self.folder),
             "SOFTGPU_MEMORY": "2G",
-            "SOFTGPU_MACHINE": self.folder.name,  # accounts of its own
+            "SOFTGPU_MACHINE": f"{self.folder.name}-{os.getpid()}",  # accounts of its own
             **self.environment,
         }
 
@@ -245,7 +245,7 @@ class Site:
     def daemon_pid(self) -> int:
         return int(self.status()["pid"])
 
-    def serve(self, module: str) -> None:
+    def serve(self, module: str, **changes: str) -> None:
         """Run this module as phosd in place of the one that runs, with the environment's PYTHONPATH.
 
         The installed phosd takes no notice of that variable.
@@ -256,6 +256,7 @@ class Site:
             **self.environment,
             "PYTHONPATH": os.pathsep.join(filter(None, path)),
             "LD_LIBRARY_PATH": str(software_gpu_folder()),
+            **changes,
         }
         log_file = self.folder / "run" / "phosd.log"
         log_file.parent.mkdir(mode=0o700, exist_ok=True)

@@ -268,3 +268,11 @@ def test_image_io(site: Site) -> None:
     assert all(row["write_GB_s"] > 0 < row["read_GB_s"] for row in rows.values())
     assert none["room_s"] < reserve["room_s"]
     assert none["room_s"] < place["room_s"]
+
+
+def test_page_lock(site: Site) -> None:
+    content = smoke(site, "page_lock", "--image", "/dev/shm")
+    assert {row["key"] for row in content["rows"]} == {
+        f"{pages} pages, {threads} threads" for pages in ("huge", "small") for threads in (1, 2, 4, 8)
+    }
+    assert all(row["copied_gb_s"] > 0 for row in content["rows"])

@@ -248,3 +248,40 @@ def test_the_order_of_first_touches_is_kept_over_windows(site: Site) -> None:
     assert seen == [1, 2]
     Path(f"{go}.over").touch()
     assert program.wait_result() == "1"
+
+
+@pytest.mark.parametrize(
+    ("validate", "said"), [("on", "changed before it was saved"), ("off", "broke while its memory was saved")]
+)
+def test_a_connection_that_breaks_before_the_window_is_open(site: Site, validate: str, said: str) -> None:
+    """The program opens its gate then and computes, and nobody traces what it writes: there is no such image."""
+    options = ("--iterations", "200", "--iteration-seconds", "0.03")
+    expected = site.example("mlp", *options[:2], under=False).wait_result()
+    site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(8 << 20), "PHOS_PROTOCOL": "cow", "PHOS_RETURN_SECONDS": "5"}
+    site.environment["PHOS_VALIDATE"] = validate
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="cut off")
+    program = site.example("mlp", *options, SOFTGPU_COPY_BANDWIDTH="0")
+    program.wait_iterations(5)
+    image = site.image()
+    done = site.dump(program, image, "--leave-running")
+    assert "dumping once more, by the stop protocol" in done.stderr
+    assert said in done.stderr
+    site.run("phos-gpu", "verify", str(image))
+    assert [job["state"] for job in site.status()["jobs"]] == ["mispredicted", "committed"]
+    assert site.status()["processes"][0]["state"] == "running"
+    assert program.wait_result() == expected
+
+
+def test_a_program_that_ends_before_its_image_is_made_anew(site: Site) -> None:
+    """What became of the first shows at the end of the window, and then there is nobody to stop any more."""
+    site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(2 << 20), "PHOS_VALIDATE": "off"}
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="cut off")
+    program = site.example("mlp", "--iterations", "30", "--iteration-seconds", "0.03", SOFTGPU_COPY_BANDWIDTH="0")
+    program.wait_iterations(5)
+    image = site.folder / "image"
+    words = ["phos-gpu", "checkpoint", str(program.pid), str(image), "--leave-running", "--protocol", "cow"]
+    done = site.run(*words, check=False)
+    assert done.returncode != 0
+    assert f"Process {program.pid} could not be checkpointed; it has ended." in done.stderr
+    assert program.result() is not None
+    assert not list(image.glob("phos-*"))

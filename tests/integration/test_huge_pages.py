@@ -77,12 +77,13 @@ def test_a_concurrent_checkpoint_into_huge_pages_is_whole(site: Site, folder: Pa
 
 def test_a_wrong_guess_is_found_in_what_the_gpu_wrote(site: Site, folder: Path) -> None:
     """What comes to the image's own pages is compared apart from being copied, and before the image is whole."""
-    expected = uninterrupted(site, "mlp", *EXAMPLES["mlp"])
+    options = ("--iterations", "200", "--iteration-seconds", "0.03")
+    expected = uninterrupted(site, "mlp", *options)
     lies = site.folder / "lies"
     lies.touch()
     site.environment |= {"LYING_PHOSD": str(lies), "SOFTGPU_COPY_BANDWIDTH": str(8 << 20)}
     site.serve("tests.integration.lying_phosd")
-    program = site.example("mlp", *EXAMPLES["mlp"])
+    program = site.example("mlp", *options)
     program.wait_iterations(5)
     wait_until(lambda: analysed(site, program), "the analysis of its kernels")
     words = ["phos-gpu", "checkpoint", str(program.pid), str(folder / "image"), "--leave-running", "--protocol", "cow"]
@@ -93,6 +94,23 @@ def test_a_wrong_guess_is_found_in_what_the_gpu_wrote(site: Site, folder: Path) 
     assert states == ["mispredicted", "committed"]
     site.run("phos-gpu", "verify", str(folder / "image"))
     assert program.wait_result() == expected
+
+
+def test_an_image_that_fails_while_it_is_compared_is_let_go_after_that(site: Site, folder: Path) -> None:
+    expected = uninterrupted(site, "mlp", *EXAMPLES["mlp"])
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(8 << 20)
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="full at the merge")
+    daemon = site.daemon_pid()
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    program.wait_iterations(5)
+    words = ["phos-gpu", "checkpoint", str(program.pid), str(folder / "image"), "--leave-running", "--protocol", "cow"]
+    done = site.run(*words, check=False)
+    assert done.returncode != 0
+    assert "No space left on device" in done.stderr
+    assert "GPUs write into the image's own pages" in log_of(site)
+    assert program.wait_result() == expected
+    assert site.daemon_pid() == daemon, "phosd lives"
+    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
 
 
 @pytest.mark.parametrize("how", ["eager", "lazy"])

@@ -1,4 +1,4 @@
-"""Programs that end as soon as they compute again: no failure of the restore, however slow phosd is to notice."""
+"""Programs that end as soon as they compute again: no failure, however slow phosd is to notice that they computed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,26 @@ from tests.integration.site import Site, wait_until
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_under_the_frontend(site: Site, mode: str) -> None:
     dumped = Dumped(site, site.folder)
-    site.serve("tests.integration.tardy_phosd")
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="tardy")
     assert dumped.restore(mode) == LAYERS_SUM
     job = site.status()["jobs"][-1]
     assert (job["kind"], job["state"], job["error"]) == ("restore", "attached", "")
     wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+
+
+def test_while_the_driver_s_part_is_not_known_to_be_back(site: Site) -> None:
+    dumped = Dumped(site, site.folder)
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="crossed")
+    assert dumped.restore() == LAYERS_SUM
+    assert site.status()["jobs"][-1]["state"] == "attached"
+
+
+def test_whoever_cannot_be_watched_has_not_ended(site: Site) -> None:
+    """Nobody knows whether he has: his memory is loaded to the end."""
+    dumped = Dumped(site, site.folder)
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(16 << 20)
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="no pidfd")
+    assert dumped.restore("lazy") == LAYERS_SUM
 
 
 def test_not_under_the_frontend(site: Site) -> None:
@@ -27,7 +42,7 @@ def test_not_under_the_frontend(site: Site) -> None:
     image = site.image()
     site.dump(program, image)
     go.touch()
-    site.serve("tests.integration.tardy_phosd")
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="tardy")
     site.restore(image)
     assert program.wait_result() == "3"
     assert site.status()["jobs"][-1]["state"] == "attached"
@@ -36,7 +51,7 @@ def test_not_under_the_frontend(site: Site) -> None:
 def test_taken_from_a_pool(site: Site) -> None:
     dumped = Dumped(site, site.folder)
     dumped.go.unlink()
-    site.serve("tests.integration.tardy_phosd")
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="tardy")
     site.run("phos-gpu", "pool", "create", str(dumped.image), "--size", "1", "--name", "p")
     dumped.program.output.write_bytes(dumped.output)
     dumped.go.touch()
@@ -49,7 +64,7 @@ def test_left_running_after_a_dump(site: Site) -> None:
     """It waits for the dump to end it, or for a file that is there as soon as the dump has begun."""
     site.run("phosd", "--stop", check=False)
     site.environment["SOFTGPU_TOGGLE_MS"] = "300"
-    site.serve("tests.integration.tardy_phosd")
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="tardy")
     go = site.folder / "go"
     program = site.start(sys.executable, str(LAYERS_PROGRAM), "last", "3", str(go))
     program.wait_iterations(1)

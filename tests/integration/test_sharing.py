@@ -31,3 +31,22 @@ def test_shared_buffer_survives_generations_that_run_on(site: Site) -> None:
         site.dump(program, site.image(f"generation-{generation}"), "--leave-running")
         program.wait_progress(3)
     assert program.wait_result() == "200"
+
+
+def test_memory_that_somebody_outside_the_tree_maps_is_refused(site: Site) -> None:
+    """He would not stand still while it is saved."""
+    handle = site.folder / "handle"
+    owner = site.start(sys.executable, str(PROGRAM), "alone", "60", str(handle))
+    wait_until(lambda: handle.exists() and handle.stat().st_size == 64, "the handle")
+    guest = site.start(sys.executable, str(PROGRAM), "child", "60", str(handle))
+    owner.wait_iterations(3)
+    for number, (program, said) in enumerate(
+        [(owner, f"Process {guest.pid} "), (guest, "belongs to a process outside the tree")]
+    ):
+        image = site.image(f"image-{number}")
+        done = site.dump(program, image, "--leave-running", check=False)
+        assert done.returncode != 0
+        assert said in done.stderr + (image / "dump.log").read_text()
+        assert "Dump their common ancestor" in done.stderr + (image / "dump.log").read_text()
+        assert not list(image.glob("phos-*"))
+    assert owner.wait_result() == "120"

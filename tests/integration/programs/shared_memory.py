@@ -1,7 +1,8 @@
 """Two processes that share one GPU buffer by a CUDA IPC handle, and each count it up in turn.
 
 The parent allocates and exports, starts the child, and both add to the same word through their own mapping. Each checks
-at every step that it sees what the other wrote. Prints ITERATION and RESULT lines as the examples do.
+at every step that it sees what the other wrote. Prints ITERATION and RESULT lines as the examples do. With "alone" for
+"parent" somebody else starts the child.
 """
 
 import ctypes
@@ -38,20 +39,22 @@ def main():
     role, iterations, handle_file = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     check(cuda.cuInit(0))
     check(cuda.cuCtxSetCurrent(check(cuda.cuDevicePrimaryCtxRetain(check(cuda.cuDeviceGet(0))))))
-    if role == "parent":
+    parent = role != "child"
+    if parent:
         base = int(check(cuda.cuMemAlloc(3 << 20)))
         check(cuda.cuMemsetD32(base, 0, (3 << 20) // 4))
         check(cuda.cuCtxSynchronize())
         handle = check(cuda.cuIpcGetMemHandle(base))
         handle_file.write_bytes(bytes(handle.reserved))
-        child = subprocess.Popen([sys.executable, __file__, "child", sys.argv[2], sys.argv[3]])
+        if role == "parent":
+            child = subprocess.Popen([sys.executable, __file__, "child", sys.argv[2], sys.argv[3]])
     else:
         handle = cuda.CUipcMemHandle()
         handle.reserved = handle_file.read_bytes()
         base = int(check(cuda.cuIpcOpenMemHandle(handle, cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)))
     word = base + (1 << 20)
     for number in range(iterations):
-        if role == "parent":
+        if parent:
             wait_for(word, 2 * number)
             write(word, 2 * number + 1)
             print(f"ITERATION {number + 1}", flush=True)
@@ -59,9 +62,10 @@ def main():
         else:
             wait_for(word, 2 * number + 1)
             write(word, 2 * number + 2)
-    if role == "parent":
+    if parent:
         wait_for(word, 2 * iterations)
-        child.wait()
+        if role == "parent":
+            child.wait()
         print(f"RESULT {read(word)}", flush=True)
     else:
         check(cuda.cuIpcCloseMemHandle(base))

@@ -1,0 +1,109 @@
+"""phosd for tests of what hardly ever happens: ALTERED_PHOSD names one or several of the alterations below.
+
+Started as phosd is: ``python -m tests.integration.altered_phosd --socket PATH``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from phos.gpu_engine import toggle
+from phos.gpu_engine.copy_check import PlacedPieces
+from phos.gpu_engine.daemon import __main__ as daemon
+from phos.gpu_engine.daemon.session import Session
+from phos.gpu_engine.daemon.session_window import SessionWindow
+from phos.gpu_engine.errors import CheckpointFailed
+from phos.gpu_engine.restore.base import Restore
+from phos.gpu_engine.task_pages import TaskPages
+
+SECONDS = 0.5
+"""Many times what a program needs to end."""
+
+
+def after(kind: Any, name: str, seconds: float = SECONDS) -> None:
+    """Whoever calls this takes his time behind it."""
+    function: Callable[..., Any] = getattr(kind, name)
+
+    def slow(*arguments: Any) -> Any:
+        answer = function(*arguments)
+        time.sleep(seconds)
+        return answer
+
+    setattr(kind, name, slow)
+
+
+def tardy() -> None:
+    """Threads take their time to say that a process computes again: it may have ended by then."""
+    after(toggle, "revive")
+    after(Session, "attach")
+
+
+def crossed() -> None:
+    """A process is attached while the thread that brought the driver's part back has not ended yet."""
+    after(Restore, "_bring_back_driver_part")
+    after(Session, "attach", 4 * SECONDS)
+
+
+def no_pidfd() -> None:
+    """There is no descriptor left at the moment when CRIU names a restored task."""
+    take_task = Restore.take_task
+
+    def refused(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def take(restore: Restore, pid: int) -> None:
+        pidfd_open, os.pidfd_open = os.pidfd_open, refused
+        try:
+            take_task(restore, pid)
+        finally:
+            os.pidfd_open = pidfd_open
+
+    Restore.take_task = take  # type: ignore[method-assign]
+
+
+def full_at_the_merge() -> None:
+    """The image's file system is full when CPU pages are merged, and what GPUs wrote is still being compared."""
+    one = PlacedPieces.one
+
+    def merge(pages: TaskPages, hidden: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "pages-1.img")
+
+    def slowly(pieces: PlacedPieces) -> int:
+        time.sleep(SECONDS)
+        return one(pieces)
+
+    TaskPages.merge = merge  # type: ignore[method-assign]
+    PlacedPieces.one = slowly  # type: ignore[method-assign]
+
+
+def cut_off() -> None:
+    """The connection to a process breaks when it has its memory again and its window is to be opened; once."""
+    opened = SessionWindow.open
+    done: list[bool] = []
+
+    def cut(window: SessionWindow) -> None:
+        if window._window is None or done:
+            opened(window)
+            return
+        done.append(True)
+        window._conversation.hang_up()
+        time.sleep(SECONDS / 10)
+        raise CheckpointFailed("The connection was cut off.")
+
+    SessionWindow.open = cut  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    for alteration in os.environ["ALTERED_PHOSD"].split(","):
+        {
+            "tardy": tardy,
+            "crossed": crossed,
+            "no pidfd": no_pidfd,
+            "full at the merge": full_at_the_merge,
+            "cut off": cut_off,
+        }[alteration]()
+    daemon.main(prog_name="phosd")
