@@ -1,4 +1,4 @@
-"""What several files of tests share: phosd's place, played by the test; disks that are full; writes that fail."""
+"""What several files of tests share: phosd's place, played by the test; full disks; writes that fail; hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from phos.gpu_engine.cow import feed, shadows
 from tests.unit import append_replaced
 from tests.unit.cow_scene import Clock, Scene
 from tests.unit.frontend_fake import FakePhosd
-from tests.unit.image_sets import skip
+from tests.unit.image_sets import skip, write_small
+from tests.unit.remote_peers import KEY, Host
 
 
 @pytest.fixture
@@ -76,3 +77,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(feed, "time", made)
     monkeypatch.setattr(shadows, "time", made)
     return made
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    """A folder with an image, for other hosts."""
+    folder = tmp_path / "shared"
+    (folder / "image").mkdir(parents=True)
+    write_small(folder / "image")
+    return folder
+
+
+@pytest.fixture
+def host(shared: Path) -> Iterator[Host]:
+    """Who shares it."""
+    made = Host(shared)
+    yield made
+    made.server.stop()
+
+
+@pytest.fixture
+def key_file(tmp_path: Path) -> Path:
+    """The secret that such a host asks for."""
+    file = tmp_path / "key"
+    file.write_bytes(KEY)
+    file.chmod(0o600)
+    return file
