@@ -1,0 +1,109 @@
+"""Pools: what is done while the memory of a process that was taken is still on its way, and what ends that."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+
+from phos.gpu_engine import procfs
+from tests.integration.pool_commands import (
+    LAYERS,
+    LAYERS_SUM,
+    LONG,
+    create,
+    full,
+    layers_image,
+    results,
+    take,
+    wardens,
+)
+from tests.integration.site import Site, wait_until
+
+
+def slow_copies(site: Site) -> None:
+    """A new phosd, whose GPU copies 8 MiB/s: what layers_image() has takes half a minute."""
+    site.run("phosd", "--stop")
+    site.run("phosd", "--ensure", SOFTGPU_COPY_BANDWIDTH=str(8 << 20))
+
+
+def loading(site: Site) -> list[str]:
+    """How far the processes are that were taken."""
+    return [job["state"] for job in site.status()["jobs"] if job["mode"] == "pool"]
+
+
+def test_what_the_second_waits_for_comes_before_the_rest_of_the_first(site: Site) -> None:
+    program, image, go = layers_image(site, "first", 2 * LAYERS)
+    slow_copies(site)
+    create(site, image, 2, "--name", "p")
+    for _ in range(2):
+        take(site, "p", "--quick")
+    go.touch()
+    wait_until(lambda: program.lines().count("ITERATION 2") == 2, "what both need first")
+    assert loading(site) == ["loading", "loading"]
+
+
+def test_a_checkpoint_ends_while_a_process_that_was_taken_is_loaded(site: Site) -> None:
+    _, image, _ = layers_image(site, "first", 4 * LAYERS)
+    other = site.example("mlp", *LONG)
+    other.wait_iterations(3)
+    slow_copies(site)
+    create(site, image, 1, "--name", "p")
+    take(site, "p", "--quick")
+    site.run("phos-gpu", "checkpoint", str(other.pid), str(site.folder / "other"))
+    assert loading(site) == ["loading"]
+
+
+def test_another_is_parked_while_the_one_before_is_loaded(site: Site) -> None:
+    _, image, _ = layers_image(site, "first", 2 * LAYERS)
+    slow_copies(site)
+    create(site, image, 1, "--name", "p")
+    take(site, "p", "--quick")
+    full(site, 1)
+    assert loading(site) == ["loading"]
+
+
+def test_a_take_that_phosd_does_not_live_to_finish_ends_the_process(site: Site) -> None:
+    _, image, _ = layers_image(site)
+    site.run("phosd", "--stop")
+    site.run("phosd", "--ensure", SOFTGPU_COPY_BANDWIDTH=str(4 << 20))
+    made = create(site, image, 1, "--name", "p")
+    (pid,) = made["parked"][0]["pids"]
+    taking = site.background("phos-gpu", "pool", "take", "p", "--eager")
+    wait_until(lambda: procfs.state(pid) != "T", "the take")
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    assert taking.wait() == 3
+    wait_until(lambda: not psutil.pid_exists(pid), "the end of the process")
+    site.run("phosd", "--ensure")
+    full(site, 1)
+
+
+def test_a_drop_in_the_middle_of_a_take_leaves_the_process_to_its_taker(site: Site) -> None:
+    program, image, go = layers_image(site)
+    site.run("phosd", "--stop")
+    site.run("phosd", "--ensure", SOFTGPU_COPY_BANDWIDTH=str(32 << 20))
+    made = create(site, image, 1, "--name", "p")
+    (pid,) = made["parked"][0]["pids"]
+    taking = site.background("phos-gpu", "pool", "take", "p", "--eager")
+    wait_until(lambda: procfs.state(pid) != "T", "the take")
+    site.run("phos-gpu", "pool", "drop", "p")
+    assert taking.wait() == 0
+    go.touch()
+    wait_until(lambda: results(program) == [str(LAYERS_SUM)], "the result")
+    wait_until(lambda: not wardens(site), "the end of the wardens")
+
+
+def test_damaged_data_ends_the_process_and_says_where(site: Site) -> None:
+    _, image, _ = layers_image(site)
+    made = create(site, image, 1, "--name", "p")
+    (pid,) = made["parked"][0]["pids"]
+    data = next(iter(sorted(image.glob("phos-data-*.raw"))))
+    with data.open("r+b") as file:
+        file.seek(data.stat().st_size // 2)
+        file.write(b"damage")
+    refused = site.run("phos-gpu", "pool", "take", "p", check=False)
+    assert refused.returncode == 7
+    assert "is damaged" in refused.stderr
+    wait_until(lambda: not psutil.pid_exists(pid), "the end of the process")
+    full(site, 1)
