@@ -1,4 +1,4 @@
-"""Handles, graphs and tensor maps over a driver of touch_driver.c's own, with sanitizers."""
+"""Handles, graphs and tensor maps over a driver of our own: touch_cases.c with touch_driver.c, with sanitizers."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ pytestmark = [
 
 
 def _build(folder: Path, *flags: str) -> Path:
-    program = folder / "touch_driver"
-    sources = [ROOT / "tests/unit/touch_driver.c", *(ROOT / "frontend" / f"{part}.c" for part in PARTS.split())]
+    program = folder / "touch_cases"
+    own = [ROOT / "tests/unit" / name for name in ("touch_cases.c", "touch_driver.c")]
+    sources = [*own, *(ROOT / "frontend" / f"{part}.c" for part in PARTS.split())]
     command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE=", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
     include = [f"-I{ROOT / 'frontend'}", f"-I{GENERATED}", "-isystem", str(CUDA)]
     subprocess.run([*command, *include, "-o", program, *sources], check=True)
