@@ -1,0 +1,305 @@
+"""Data flow over machine code: a few instructions at a time, written for what they show."""
+
+from __future__ import annotations
+
+import pytest
+
+from phos.gpu_engine.spec import sass_flow
+from phos.gpu_engine.spec.descriptor import Parameter
+from phos.gpu_engine.spec.sass_state import Layout
+from phos.gpu_engine.spec.sass_text import parse
+from tests.unit.spec_access import BOTH, NONE, POINTER, READ, SCAN, TENSOR_MAP, WRITE, Expected, as_expected, pointers
+
+
+def flow(code: str, *parameters: Parameter, architecture: int = 90, slots: dict[int, str] | None = None) -> Expected:
+    """What a kernel k of these instructions does."""
+    lines = [
+        line if line.endswith(":") else f"/*{16 * n:04x}*/ {line} ;"
+        for n, line in enumerate(line.strip() for line in code.strip().splitlines())
+    ]
+    text = f'.target sm_{architecture}\n.section .text.k,"ax",@progbits\nk:\n' + "\n".join(lines)
+    size = max((p.offset + p.size for p in parameters), default=0)
+    layouts = {"k": (tuple(parameters), Layout(0x210, size, architecture))}
+    return as_expected(sass_flow.describe_listing(parse(text), layouts, slots or {})["k"])
+
+
+P0, P1, P2 = Parameter(0, 8), Parameter(8, 8), Parameter(16, 8)
+
+
+def test_a_register_used_again_loses_what_it_held() -> None:
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        LDC.64 R4, c[0x0][0x218]
+        LDG.E R0, desc[UR4][R2.64]
+        MOV R2, R4
+        MOV R3, R5
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(READ, WRITE), NONE)
+
+
+def test_a_predicated_move_may_leave_the_old_pointer() -> None:
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        @P0 LDC.64 R2, c[0x0][0x218]
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(WRITE, WRITE), NONE)
+
+
+def test_what_is_set_and_used_under_one_predicate_is_nothing_else() -> None:
+    code = """
+        LDC.64 R2, c[0x0][0x210]
+        ISETP.NE.AND P0, PT, R9, RZ, PT
+        @P0 LDC.64 R2, c[0x0][0x218]
+        @P0 STG.E desc[UR4][R2.64], R0
+        LDG.E R1, desc[UR4][R2.64]
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(READ, BOTH), NONE)
+    # Not so once the predicate was changed in between, or under the opposite one.
+    changed = code.replace("@P0 STG", "ISETP.NE.AND P0, PT, R8, RZ, PT\n@P0 STG")
+    assert flow(changed, P0, P1) == (pointers(BOTH, BOTH), NONE)
+    assert flow(code.replace("@P0 STG", "@!P0 STG"), P0, P1) == (pointers(BOTH, BOTH), NONE)
+
+
+def test_a_vote_stands_for_the_predicate_it_was_taken_on() -> None:
+    code = """
+        ULDC.64 UR6, c[0x0][0x198]
+        UMOV UR4, 0x1
+        UMOV UR5, 0x2
+        VOTEU.ANY UP3, P5
+        @P5 R2UR UR4, UR6
+        @P5 R2UR UR5, UR7
+        @UP3 UTMALDG.2D [UR20], [UR4]
+        EXIT
+    """
+    assert flow(code, Parameter(0, 128)) == ([(0, 0, 128, READ, TENSOR_MAP)], NONE)
+
+
+def test_a_call_of_a_place_in_the_same_function_is_a_jump() -> None:
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        .L_x_0:
+        @P0 CALL.REL.NOINC `(.L_x_1)
+        LDG.E R0, desc[UR4][R2.64]
+        BRA `(.L_x_0)
+        .L_x_1:
+        LDC.64 R2, c[0x0][0x218]
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(READ, WRITE), NONE)
+
+
+def test_threads_go_on_where_their_own_barrier_says() -> None:
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        BSSY B0, `(.L_x_0)
+        BSYNC B0
+        .L_x_0:
+        LDG.E R0, desc[UR4][R2.64]
+        LDC.64 R2, c[0x0][0x218]
+        BSSY B0, `(.L_x_1)
+        BSYNC B0
+        .L_x_1:
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(READ, WRITE), NONE)
+
+
+def test_an_instruction_that_is_never_executed_does_nothing() -> None:
+    assert flow("LDC.64 R2, c[0x0][0x210]\n@!PT STG.E desc[UR4][R2.64], R0\nEXIT", P0) == ([], NONE)
+
+
+def test_code_after_an_unconditional_exit_is_not_reached() -> None:
+    assert flow("LDC.64 R2, c[0x0][0x210]\nEXIT\nSTG.E desc[UR4][R2.64], R0", P0) == ([], NONE)
+
+
+def test_a_pointer_changed_in_a_loop_stays_that_pointer() -> None:
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        LDC.64 R6, c[0x0][0x218]
+        .L_x_0:
+        STG.E desc[UR4][R2.64], R0
+        IADD3 R2, P0, R2, R6, RZ
+        IADD3.X R3, R3, R7, RZ, P0, !PT
+        @P1 BRA `(.L_x_0)
+        EXIT
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(WRITE), NONE)
+
+
+def test_a_sum_of_two_words_is_doubtful_where_nothing_says_which_is_the_pointer() -> None:
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        LDC.64 R6, c[0x0][0x218]
+        IADD3 R2, P0, R2, R6, RZ
+        IADD3.X R3, R3, R7, RZ, P0, !PT
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(WRITE, WRITE), NONE)
+
+
+LEFTOVER = """
+    LDC.64 R6, c[0x0][0x210]
+    LDG.E.64 R2, desc[UR4][R6.64]
+    @P0 LDC.64 R2, c[0x0][0x218]
+    STG.E desc[UR4][R2.64], R0
+    EXIT
+"""
+
+
+def test_a_store_through_a_parameter_or_what_was_loaded_before_is_one_through_the_parameter() -> None:
+    assert flow(LEFTOVER, P0, P1) == (pointers(READ, WRITE), NONE)
+    # Of a load it costs little to believe both; and another store that goes nowhere else is one to anywhere.
+    assert flow(LEFTOVER.replace("STG.E desc[UR4][R2.64], R0", "LDG.E R0, desc[UR4][R2.64]"), P0, P1) == (
+        pointers(READ, READ),
+        READ,
+    )
+    other = LEFTOVER.replace("EXIT", "LDG.E.64 R8, desc[UR4][R6.64+0x8]\nSTG.E desc[UR4][R8.64], R0\nEXIT")
+    assert flow(other, P0, P1) == (pointers(READ, WRITE), WRITE)
+
+
+def test_a_tensor_map_in_memory_may_stand_for_anything_whatever_else_is_written() -> None:
+    """As in cuDNN's attention: the maps lie in the workspace, sums go out through an argument."""
+    code = """
+        LDC.64 R2, c[0x0][0x210]
+        STG.E desc[UR8][R2.64], R0
+        ULDC.64 UR6, c[0x0][0x218]
+        UIADD3 UR4, UP0, UR6, 0x80, URZ
+        UIADD3.X UR5, URZ, UR7, URZ, UP0, !UPT
+        UTMASTG.4D [UR12], [UR4]
+        UTMACMDFLUSH
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(WRITE, READ), WRITE)
+    # The address of the map itself may have been loaded, too.
+    loaded = code.replace("ULDC.64 UR6, c[0x0][0x218]", "LDG.E.64 R4, desc[UR8][R2.64]\nR2UR UR6, R4\nR2UR UR7, R5")
+    assert flow(loaded, P0, P1) == (pointers(BOTH), BOTH)
+    # Among the arguments it is not: the frontend knows what it was made of.
+    argument = code.replace("c[0x0][0x218]", "c[0x0][0x198]").replace("UR6, 0x80", "UR6, 0x40")
+    assert flow(argument, P0, Parameter(64, 128)) == (
+        [(0, 0, 8, WRITE, POINTER), (1, 0, 128, WRITE, TENSOR_MAP)],
+        NONE,
+    )
+
+
+def test_an_instruction_that_nobody_knows_keeps_the_pointer() -> None:
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        NEWOP.64 R4, R2, 0x10, RZ
+        STG.E desc[UR4][R4.64], R0
+        EXIT
+        """,
+        P0,
+    )
+    assert found == (pointers(WRITE), NONE)
+
+
+def test_an_address_without_a_base_is_laid_to_whatever_went_into_it() -> None:
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        SHF.R.U64 R4, R2, 0x3, R3
+        SHF.R.U32.HI R5, RZ, 0x3, R3
+        SHF.L.U64.HI R7, R4, 0x3, R5
+        IMAD.SHL.U32 R6, R4, 0x8, RZ
+        IADD3 R7, R7, R3, RZ
+        IADD3 R7, R7, -R3, RZ
+        STG.E desc[UR4][R6.64], R0
+        EXIT
+        """,
+        P0,
+    )
+    assert found == (pointers(WRITE), NONE)
+
+
+def test_texture_and_surface_handles_are_indirect() -> None:
+    assert flow("TEX.SCR.LL R0, R2, R4, 0x0, UR4, 2D\nEXIT", P0) == ([], READ)
+    assert flow("SURED.D.BA.2D.ADD [R2], R4, UR4, 0x0\nEXIT", P0) == ([], BOTH)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "CALL.ABS.NOINC R2\nEXIT",
+        "CALL.REL.NOINC `(elsewhere)\nEXIT",
+        "BRX R2 -0x10\nEXIT",
+        "RET.REL.NODEC R2 `(k)",
+        "again:\nMOV R20, 0x20\nCALL.REL.NOINC `(again)\nEXIT",
+    ],
+)
+def test_code_that_cannot_be_followed_may_do_anything_to_what_its_arguments_name(code: str) -> None:
+    assert flow(code, P0, Parameter(8, 4), Parameter(16, 40)) == (
+        [(0, 0, 8, BOTH, SCAN), (2, 0, 40, BOTH, SCAN)],
+        NONE,
+    )
+
+
+def test_printing_and_failing_assertions_touch_nothing() -> None:
+    code = """
+        LDC.64 R16, c[0x0][0x210]
+        MOV R0, 0x8
+        LDC.64 R2, c[0x4][R0]
+        LEPC R20, `(.L_x_1)
+        CALL.ABS.NOINC R2
+        .L_x_1:
+        STG.E desc[UR4][R16.64], R4
+        EXIT
+    """
+    assert flow(code, P0, slots={8: "vprintf"}) == (pointers(WRITE), NONE)
+    assert flow(code, P0, slots={8: "__assertfail"}) == ([], NONE)
+    assert flow(code, P0, slots={8: "cudaLaunchDeviceV2"}) == ([(0, 0, 8, BOTH, SCAN)], NONE)
+
+
+def test_helpers_are_followed_apart_for_each_caller() -> None:
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        MOV R20, 0x30
+        CALL.REL.NOINC `(helper)
+        LDG.E R0, desc[UR4][R2.64]
+        LDC.64 R2, c[0x0][0x218]
+        MOV R20, 0x70
+        CALL.REL.NOINC `(helper)
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+        helper:
+        IADD3 R2, P0, R2, 0x10, RZ
+        IADD3.X R3, R3, RZ, RZ, P0, !PT
+        RET.REL.NODEC R20 `(k)
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(READ, WRITE), NONE)
