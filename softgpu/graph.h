@@ -1,4 +1,5 @@
-/* Between the files that make up graphs: graph.c (structure), node.c (parameters), exec.c (running), capture.c. */
+/* Between the files that make up graphs: graph.c (structure) with graphapi.c (its entry points) and userobject.c, node.c
+ * (parameters), exec.c (running), capture.c. */
 #ifndef SOFTGPU_GRAPH_H
 #define SOFTGPU_GRAPH_H
 #include "op.h"
@@ -62,6 +63,7 @@ struct sg_graph *sg_graph_new(void);
 CUresult sg_graph_add(struct sg_graph *graph, struct sg_node *const *dependencies, size_t count, CUgraphNodeType type,
                       struct sg_work *work, struct sg_node **out);
 bool sg_node_depend(struct sg_node *node, struct sg_node *on); /* false: out of memory */
+void sg_node_destroy(struct sg_node *gone);                    /* out of its graph, its edges with it */
 struct sg_graph *sg_graph_duplicate(const struct sg_graph *graph, bool keep_origin, bool children);
 struct sg_node *sg_graph_find(struct sg_graph *graph, uint64_t origin);
 struct sg_node **sg_graph_order(const struct sg_graph *graph); /* malloc'ed; null: a cycle, or out of memory */
