@@ -126,6 +126,13 @@ static struct ptx_value expression(struct ptx_parser *p, uint32_t least, uint32_
 
 struct ptx_value ptx_expression(struct ptx_parser *p) { return expression(p, 0, 0); }
 
+uint64_t ptx_integer(struct ptx_parser *p, const char *what) {
+    uint32_t line = p->t.line;
+    struct ptx_value v = ptx_expression(p);
+    if (v.is_float || v.symbol != NULL) ptx_fail(p, line, "%s must be a whole number", what);
+    return v.bits;
+}
+
 static void element_value(struct ptx_element *e, const struct ptx_value *v) {
     e->kind = PTX_O_IMM;
     e->bits = v->bits;

@@ -191,15 +191,17 @@ struct ptx_value {
     bool generic;
 };
 struct ptx_value ptx_expression(struct ptx_parser *p);
-
-/* ptx_operand.c */
+uint64_t ptx_integer(struct ptx_parser *p, const char *what); /* an expression that must be a whole number; `what` names it */
 void ptx_parse_operand(struct ptx_parser *p, struct ptx_operand *o);
-void ptx_parse_call(struct ptx_parser *p, struct ptx_stmt *s);
+
+/* ptx_declaration.c */
+void ptx_parse_variable(struct ptx_parser *p, enum ptx_space space, bool external);
+void ptx_parse_reg(struct ptx_parser *p);
+void ptx_parse_params(struct ptx_parser *p, struct ptx_param **list, uint32_t *count);
 
 /* ptx_function.c */
 void ptx_parse_function(struct ptx_parser *p, bool entry);
-void ptx_parse_variable(struct ptx_parser *p, enum ptx_space space, bool external);
-void ptx_parse_reg(struct ptx_parser *p);
+void ptx_fixup_branch(struct ptx_parser *p, struct ptx_str name, uint32_t at, uint32_t *target);
 
 /* ptx_decode*.c */
 struct ptx_ins *ptx_emit(struct ptx_parser *p, uint32_t op);
@@ -208,6 +210,7 @@ bool ptx_decode_arith(struct ptx_parser *p, const struct ptx_stmt *s);
 bool ptx_decode_convert(struct ptx_parser *p, const struct ptx_stmt *s);
 bool ptx_decode_memory(struct ptx_parser *p, const struct ptx_stmt *s);
 bool ptx_decode_control(struct ptx_parser *p, const struct ptx_stmt *s);
+void ptx_parse_call(struct ptx_parser *p, struct ptx_stmt *s);
 bool ptx_mod(const struct ptx_stmt *s, const char *name);
 bool ptx_mod_prefix(const struct ptx_stmt *s, const char *prefix);
 enum ptx_type ptx_stmt_type(const struct ptx_stmt *s, uint32_t which);
@@ -223,7 +226,6 @@ void ptx_dest_done(struct ptx_parser *p, const struct ptx_operand *o, enum ptx_t
 int32_t ptx_dest_pred(struct ptx_parser *p, const struct ptx_element *e);
 void ptx_need(struct ptx_parser *p, const struct ptx_stmt *s, uint32_t operands);
 uint32_t ptx_cvi(uint32_t to_width, uint32_t from_width, enum ptx_type type);
-void ptx_fixup_branch(struct ptx_parser *p, struct ptx_str name, uint32_t at, uint32_t *target);
 void ptx_callee(struct ptx_parser *p, uint32_t function);
 
 #endif
