@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from phos.gpu_engine.spec.errors import SpecError
+from phos.gpu_engine.spec.mangled_text import MAX_NAME, Text
 from phos.gpu_engine.spec.mangled_types import (
     BUILTIN_BYTES,
     Array,
@@ -24,7 +25,6 @@ from phos.gpu_engine.spec.mangled_types import (
     pointer_to,
 )
 
-MAX_NAME = 1 << 16
 MAX_DEPTH = 120
 
 STANDARD = {"a": "allocator", "b": "basic_string", "s": "string", "i": "istream", "o": "ostream", "d": "iostream"}
@@ -60,57 +60,14 @@ def parameter_types(name: str) -> list[Type]:
     return [] if len(flat) == 1 and isinstance(flat[0], Builtin) and flat[0].code == "v" else flat
 
 
-class _Parser:
+class _Parser(Text):
     """Recursive descent over the grammar of section 5.1; methods are named after its productions."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.at = 0
+        super().__init__(text)
         self.depth = 0
         self.substitutions: list[Type] = []
         self.scope: tuple[Type, ...] = ()  # what T_, T0_, ... stand for
-
-    # The text.
-
-    def rest(self) -> str:
-        return self.text[self.at :]
-
-    def peek(self, count: int = 1) -> str:
-        return self.text[self.at : self.at + count]
-
-    def accept(self, expected: str) -> bool:
-        if self.text.startswith(expected, self.at):
-            self.at += len(expected)
-            return True
-        return False
-
-    def take(self, expected: str) -> None:
-        if not self.accept(expected):
-            raise self.lost()
-
-    def lost(self) -> SpecError:
-        return SpecError(f'The mangled name is not understood from "{self.text[self.at : self.at + 24]}" on.')
-
-    def number(self) -> int:
-        start = self.at
-        while self.peek().isdecimal() and self.peek().isascii() and self.at - start < 9:
-            self.at += 1
-        if start == self.at:
-            raise self.lost()
-        return int(self.text[start : self.at])
-
-    def sequence_number(self, digits: str) -> int:
-        """``_`` is 0, ``0_`` is 1, and so on, in base 10 or 36."""
-        value = 0
-        if self.accept("_"):
-            return 0
-        while (digit := digits.find(self.peek() or "?")) >= 0:
-            value = value * len(digits) + digit
-            self.at += 1
-            if value > MAX_NAME:
-                raise self.lost()
-        self.take("_")
-        return value + 1
 
     def add(self, found: Type) -> Type:
         self.substitutions.append(found)
@@ -210,13 +167,6 @@ class _Parser:
         self.discriminator()
         return found
 
-    def discriminator(self) -> None:
-        if self.accept("__"):
-            self.number()
-            self.take("_")
-        elif self.peek() == "_" and self.peek(2)[1:].isdecimal():
-            self.at += 2
-
     def unqualified_name(self) -> Type:
         self.accept("L")  # internal linkage
         found = self._unqualified_name()
@@ -249,14 +199,6 @@ class _Parser:
             self.at += 2
             return Named("operator")
         raise self.lost()
-
-    def source_name(self) -> str:
-        length = self.number()
-        name = self.text[self.at : self.at + length]
-        if len(name) != length or length == 0:
-            raise self.lost()
-        self.at += length
-        return name
 
     def substitution(self) -> Type:
         self.take("S")
