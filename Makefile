@@ -92,7 +92,7 @@ define generate
 	@touch $@
 endef
 
-$(GEN)/api.stamp: $(GEN_API) frontend/cuda_api.def
+$(GEN)/api.stamp: $(GEN_API) frontend/own_code.py frontend/cuda_api.def
 	$(call generate,$(GEN_API))
 
 $(GEN)/library.stamp: $(GEN_LIBRARY) frontend/library_api.def frontend/libphos.map

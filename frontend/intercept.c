@@ -1,4 +1,4 @@
-/* The expanded hooks: no policy here. What each one does follows from cuda_api.def and gen_api.py. */
+/* The expanded hooks: no policy here. What each one does follows from cuda_api.def and own_code.py. */
 #include "audit.h"
 #include "gate.h"
 #include "log.h"
