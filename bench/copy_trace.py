@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Show what phosd's workers did in a concurrent checkpoint: files that it leaves where PHOS_TRACE_COPIES says.
+"""Show what phosd's workers did in a checkpoint or a restore: files that it leaves where PHOS_TRACE_COPIES says.
 
 For each tenth of a second: the rate, how many pieces came and how large they were, for how many of them somebody
 waited, how many came from shadows, and how long a worker waited for a permit, took to take a piece, and to save it

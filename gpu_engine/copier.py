@@ -237,6 +237,7 @@ class Copier:
         cancelled: threading.Event,
         mapped: MappedBlocks | None = None,
         hashes: Sequence[bytes] | None = None,
+        trace: CopyTrace | None = None,
     ) -> None:
         """Copy whole blocks out.
 
@@ -253,7 +254,7 @@ class Copier:
         try:
             mappings.add(blocks)
             spans = _Spans(self._spans(blocks, hashes, sink), mappings)
-            self.drain(spans, blocks[0].device, sink, progress, cancelled)
+            self.drain(spans, blocks[0].device, sink, progress, cancelled, trace=trace)
         finally:
             if mapped is None:
                 mappings.close()
@@ -347,6 +348,7 @@ class Copier:
         cancelled: threading.Event,
         mapped: MappedBlocks,
         workers: int | None = None,
+        trace: CopyTrace | None = None,
     ) -> None:
         """Fill blocks: each extent is (block, offset, size, what to read), None: zeros; the rest as :meth:`fill`.
 
@@ -357,7 +359,7 @@ class Copier:
         """
         if blocks:
             mapped.add(blocks)
-            self.fill(_Extents(extents, mapped), blocks[0].device, reading, progress, cancelled, workers)
+            self.fill(_Extents(extents, mapped), blocks[0].device, reading, progress, cancelled, workers, trace)
 
     def fill(
         self,
@@ -367,10 +369,11 @@ class Copier:
         progress: Progress,
         cancelled: threading.Event,
         workers: int | None = None,
+        trace: CopyTrace | None = None,
     ) -> None:
         """Fill what ``source`` names, until it ends; ``device`` is any GPU that has a part in it.
 
-        ``workers``: how many take part; None: all.
+        ``workers``: how many take part; None: all. ``trace`` is told of each load.
 
         Raises: as :meth:`save`, and what the source raises.
         """
@@ -381,7 +384,7 @@ class Copier:
                 progress.done_by_worker[worker.number] += load.size
 
             with worker.quiet_afterwards():
-                Filler(worker.number, worker.slots, worker.copy_lane, reading, arrived).run(
+                Filler(worker.number, worker.slots, worker.copy_lane, reading, arrived, trace).run(
                     _taking(source.take, lease, cancelled)
                 )
 

@@ -10,6 +10,7 @@ from typing import Generic
 
 from phos.gpu_engine.batches import Batches
 from phos.gpu_engine.copy_loop import CopyFailed, CopyLane, packed_load
+from phos.gpu_engine.copy_trace import FILE, HOST, ZEROS, CopyTrace
 from phos.gpu_engine.copy_work import SLOTS, UNDER_WAY, Item, Load, NothingYet, Reading
 
 LOADS_AT_ONCE = UNDER_WAY - SLOTS
@@ -27,13 +28,18 @@ class Filler(Generic[Item]):
         lane: Callable[[int], CopyLane],
         reading: Reading[Item],
         arrived: Callable[[Load[Item]], None],
+        trace: CopyTrace | None = None,
     ) -> None:
-        """``number``: the worker's; ``lane``: its lane on a GPU, which makes that GPU's context current."""
+        """``number``: the worker's; ``lane``: its lane on a GPU, which makes that GPU's context current.
+
+        ``trace`` is told of what has been queued.
+        """
         self._number = number
         self._slots = slots
         self._lane_on = lane
         self._reading = reading
         self._arrived = arrived
+        self._trace = trace
         self._lane: CopyLane | None = None
         self._device = -1
         self._confirmed = 0  # of the lane's loads
@@ -47,6 +53,7 @@ class Filler(Generic[Item]):
         """
         batches = Batches(take, LOADS_AT_ONCE)
         while not batches.over:
+            asked = time.perf_counter()
             try:
                 loads = batches.following()
             except NothingYet as later:
@@ -56,10 +63,24 @@ class Filler(Generic[Item]):
                     time.sleep(later.seconds)
                 continue
             if loads:
+                taken = time.perf_counter()
                 self._queue(loads)
                 if loads[-1].urgent:
                     self._land()
+                if self._trace is not None:
+                    self._trace.add(
+                        self._number,
+                        asked,
+                        asked,
+                        taken,
+                        [(load.size, self._kind(load), load.urgent) for load in loads],
+                    )
         self._land()
+
+    def _kind(self, load: Load[Item]) -> str:
+        if load.content is None:
+            return ZEROS
+        return HOST if self._reading.lies_at(load.content) else FILE
 
     def _queue(self, loads: Sequence[Load[Item]]) -> None:
         if self._lane is None or loads[0].device != self._device:

@@ -20,7 +20,7 @@ from phos.gpu_engine.copy_loop import (
     take_permit,
     try_permit,
 )
-from phos.gpu_engine.copy_trace import CopyTrace
+from phos.gpu_engine.copy_trace import PLACE, SHADOW, ZEROS, CopyTrace
 from phos.gpu_engine.copy_work import NothingYet, Piece, Sink, Source
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.chunk_hash import zero_hash
@@ -72,6 +72,10 @@ class Batch:
         start, count = self._starts[number], self._counts[number]
         first = sum(self._counts[:number])
         return bytes(self._hashes[start : start + count * HASH_SIZE]), list(self._places[first : first + count])
+
+
+def _kind(piece: Piece) -> str:
+    return ZEROS if not piece.address else SHADOW if piece.slot >= 0 else PLACE
 
 
 class Saver:
@@ -129,7 +133,7 @@ class Saver:
                 self._save(pieces)
                 landed = True
                 if self._trace is not None:
-                    self._trace.add(self._number, asked, allowed, taken, pieces)
+                    self._trace.add(self._number, asked, allowed, taken, [(p.size, _kind(p), p.urgent) for p in pieces])
             return 0.0
         except NothingYet as later:
             wait = later.seconds

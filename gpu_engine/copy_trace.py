@@ -1,12 +1,13 @@
-"""What became of each piece that was copied out, and when: to find out where the time of a window goes.
+"""What became of each piece that was copied out or in, and when: to find out where the time goes.
 
-PHOS_TRACE_COPIES names a folder. Each concurrent checkpoint leaves a file of JSON there, for bench/copy_trace.py:
+PHOS_TRACE_COPIES names a folder. Each checkpoint and each restore leaves a file of JSON there, for bench/copy_trace.py:
 
     {"image": path, "steps": [[worker, asked, allowed, taken, saved, [[bytes, kind, urgent], ...]], ...],
      "checks": [[worker, began, ended, bytes], ...]}
 
-Times are seconds since the first step: a worker asked for a permit, had it, had taken the pieces, had saved them; it
-began to compare a piece that had been saved, and had done so.
+Times are seconds since the first step: a worker asked for a permit, had it (a restore needs none), had taken the
+pieces, had saved them, or had queued them, when the last may still be under way; it began to compare a piece that had
+been saved, and had done so.
 """
 
 from __future__ import annotations
@@ -15,18 +16,17 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
-
-from phos.gpu_engine.copy_work import Piece
 
 log = logging.getLogger(__name__)
 
 VARIABLE = "PHOS_TRACE_COPIES"
 
-PLACE, SHADOW, ZEROS = "place", "shadow", "zeros"
-"""Where a piece came from; zeros are not copied."""
+PLACE, SHADOW, HOST, FILE, ZEROS = "place", "shadow", "host", "file", "zeros"
+"""Where a piece came from: GPU memory or a copy in it, page-locked memory or a file; zeros are not copied."""
 
 
 class Step(NamedTuple):
@@ -57,16 +57,11 @@ class CopyTrace:
         self._steps: list[Step] = []  # list.append is one step under the GIL
         self._checks: list[Check] = []
 
-    @staticmethod
-    def wanted() -> CopyTrace | None:
-        """One, if PHOS_TRACE_COPIES is set."""
-        folder = os.environ.get(VARIABLE)
-        return CopyTrace(Path(folder)) if folder else None
-
-    def add(self, worker: int, asked: float, allowed: float, taken: float, pieces: Sequence[Piece]) -> None:
-        """Pieces have been saved just now."""
-        kinds = [(p.size, ZEROS if not p.address else SHADOW if p.slot >= 0 else PLACE, p.urgent) for p in pieces]
-        self._steps.append(Step(worker, asked, allowed, taken, time.perf_counter(), kinds))
+    def add(
+        self, worker: int, asked: float, allowed: float, taken: float, pieces: Sequence[tuple[int, str, bool]]
+    ) -> None:
+        """Pieces (bytes, where they came from, whether somebody waited) have been saved or queued just now."""
+        self._steps.append(Step(worker, asked, allowed, taken, time.perf_counter(), list(pieces)))
 
     def checked(self, worker: int, began: float, size: int) -> None:
         """A piece has been compared just now."""
@@ -85,3 +80,15 @@ class CopyTrace:
             path.write_text(json.dumps({"image": image, "steps": steps, "checks": checks}))
         except OSError as error:
             log.warning("%s=%s: %s", VARIABLE, self._folder, error)
+
+
+@contextmanager
+def tracing(image: str) -> Iterator[CopyTrace | None]:
+    """A trace of what is copied to or from an image meanwhile, if PHOS_TRACE_COPIES is set."""
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        yield None
+        return
+    trace = CopyTrace(Path(folder))
+    yield trace
+    trace.write(image)

@@ -11,7 +11,7 @@ import logging
 import threading
 
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine.copy_trace import CopyTrace
+from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.copy_work import Cancelled
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.window import Windows
@@ -81,17 +81,15 @@ class CowDump(StopDump):
                 self._writer,
             )
             self._laid_out.set()
-            trace = CopyTrace.wanted()
             device = self._borrowed[0].device
-            with self.timeline.phase("GPU data", concurrent=True), feed.shadows.followed():
-                self._copier.drain(feed, device, self._writer, self.progress, self._cancelled, feed.workers, trace)
-            self._windows.over()
-            self._saved.set()
-            if feed.checks:
-                with self.timeline.phase("compare GPU data", concurrent=True):
-                    self._copier.check(feed.checks, device, self._cancelled, trace)
-            if trace is not None:
-                trace.write(str(self.path))
+            with tracing(self.path) as trace:
+                with self.timeline.phase("GPU data", concurrent=True), feed.shadows.followed():
+                    self._copier.drain(feed, device, self._writer, self.progress, self._cancelled, feed.workers, trace)
+                self._windows.over()
+                self._saved.set()
+                if feed.checks:
+                    with self.timeline.phase("compare GPU data", concurrent=True):
+                        self._copier.check(feed.checks, device, self._cancelled, trace)
         except BaseException as error:
             self._copy_failure = self._copy_failure or error
             if not isinstance(error, Cancelled):

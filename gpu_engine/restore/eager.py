@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 from phos.gpu_engine.blocks import Block
+from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import Restore
@@ -28,10 +29,10 @@ class EagerRestore(Restore):
         with (
             closing(MappedBlocks()) as mapped,
             checked(image, self._copier, devices, chunks, how.at_once) as reading,
+            tracing(self.path) as trace,
         ):
-            self._copier.load(
-                blocks, self._loads(blocks, how.at_once), reading, self.progress, self._cancelled, mapped, how.workers
-            )
+            loads = self._loads(blocks, how.at_once)
+            self._copier.load(blocks, loads, reading, self.progress, self._cancelled, mapped, how.workers, trace)
 
     def _loads(self, blocks: list[Block], at_once: int) -> Iterator[tuple[Block, int, int, Extent | None]]:
         for block in blocks:

@@ -18,6 +18,7 @@ from contextlib import ExitStack, closing
 
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.copy_work import Cancelled, LoadSource
 from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
 from phos.gpu_engine.errors import PhosError
@@ -161,8 +162,11 @@ class LazyRestore(Restore):
         if blocks:
             devices = {block.device for block in blocks}
             try:
-                with checked(self._image, self._copier, devices, {CHUNK_BYTES}, how.at_once) as reading:
-                    args = (blocks[0].device, reading, self.progress, self._cancelled, how.workers)
+                with (
+                    checked(self._image, self._copier, devices, {CHUNK_BYTES}, how.at_once) as reading,
+                    tracing(self.path) as trace,
+                ):
+                    args = (blocks[0].device, reading, self.progress, self._cancelled, how.workers, trace)
                     self._copier.fill(self._source(self._feed), *args)
             except Cancelled:  # the processes are dead; what they touched first is worth knowing all the same
                 self._end_windows()

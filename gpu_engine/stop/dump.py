@@ -24,6 +24,7 @@ from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, inventory
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
+from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import CRIU_FAILED, CheckpointFailed, DriverError, PhosError
 from phos.gpu_engine.landing import Landing
@@ -204,9 +205,9 @@ class StopDump:
                 hashes = self._hash()
             except DriverError as error:
                 log.info("%s: the GPU does not hash its memory, so the CPU does: %s", self.path, error)
-            with self.timeline.phase("GPU data", concurrent=True):
+            with self.timeline.phase("GPU data", concurrent=True), tracing(self.path) as trace:
                 writer, mapped = self._writer, self._mapped
-                self._copier.save(self._borrowed, writer, self.progress, self._cancelled, mapped, hashes)
+                self._copier.save(self._borrowed, writer, self.progress, self._cancelled, mapped, hashes, trace)
         except BaseException as error:
             self._copy_failure = error
             if not isinstance(error, Cancelled):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.integration.dumped import LAYERS_SUM, Dumped
 from tests.integration.site import Site
 from tests.integration.test_stop_protocol import EXAMPLES
 
@@ -37,6 +38,24 @@ def test_each_piece_is_in_the_trace(site: Site) -> None:
     header, row = ([word.strip() for word in line.strip("|").split("|")] for line in (shown[2], shown[4]))
     counted = dict(zip(header, row, strict=True))
     assert int(counted["pieces"]) + int(counted["zeros"]) == len(pieces)
+
+
+def test_so_are_those_of_a_stopped_program_and_of_its_restores(site: Site) -> None:
+    folder = site.folder / "traces"
+    folder.mkdir()
+    site.environment["PHOS_TRACE_COPIES"] = str(folder)
+    dumped = Dumped(site, site.folder)
+    assert dumped.restore("eager") == LAYERS_SUM
+    assert dumped.restore("lazy") == LAYERS_SUM
+    total = json.loads(site.run("phos-gpu", "inspect", "--json", str(dumped.image)).stdout)["gpu_data"]["total_bytes"]
+    kinds = []
+    for file in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        trace = json.loads(file.read_text())
+        pieces = [piece for step in trace["steps"] for piece in step[5]]
+        assert trace["image"] == str(dumped.image)
+        assert sum(size for size, _, _ in pieces) == total
+        kinds.append({kind for _, kind, _ in pieces} - {"zeros"})
+    assert kinds == [{"place"}, {"file"}, {"file"}]
 
 
 def test_a_folder_that_is_not_there_fails_no_checkpoint(site: Site) -> None:
