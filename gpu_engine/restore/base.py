@@ -24,7 +24,7 @@ from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.process import GatedProcess
-from phos.gpu_engine.procfs import inner_pid
+from phos.gpu_engine.procfs import inner_pid, is_alive
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.gpus import match_gpus, require_room
 from phos.gpu_engine.restore.sources import confirm, open_source
@@ -407,7 +407,7 @@ class Restore(ABC):
                     break
                 everybody = dict(self._pids)
             for pid, fd in everybody.items():
-                if fd < 0 or _readable(fd):
+                if _has_ended(pid, fd):
                     seen.setdefault(pid, time.monotonic())
             # After that: one that computes may end at once, before the thread that let it go has said that it computes.
             with self._lock:
@@ -416,8 +416,7 @@ class Restore(ABC):
                 told = self._reviving | self._attaching
                 since = time.monotonic() - VERDICT_SECONDS
                 gone = [pid for pid in waiting & seen.keys() if pid not in told or seen[pid] < since]
-            # Without a pidfd nobody knows whether it has ended.
-            if not waiting and not missing and all(fd >= 0 and pid in seen for pid, fd in everybody.items()):
+            if not waiting and not missing and seen.keys() == everybody.keys():
                 self._all_have_ended()
             elif gone:
                 self.fail(f"Process {gone[0]} ended before its GPU state was back.")
@@ -442,7 +441,9 @@ class Restore(ABC):
         self._cancelled.set()
 
 
-def _readable(descriptor: int) -> bool:
+def _has_ended(pid: int, pidfd: int) -> bool:
+    if pidfd < 0:  # there was none to be had
+        return not is_alive(pid)
     poll = select.poll()  # not select(): descriptor numbers go far beyond its 1024
-    poll.register(descriptor, select.POLLIN)
+    poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))

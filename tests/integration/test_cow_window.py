@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -274,14 +275,19 @@ def test_a_connection_that_breaks_before_the_window_is_open(site: Site, validate
 
 def test_a_program_that_ends_before_its_image_is_made_anew(site: Site) -> None:
     """What became of the first shows at the end of the window, and then there is nobody to stop any more."""
-    site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(2 << 20), "PHOS_VALIDATE": "off"}
+    site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(12 << 20), "PHOS_VALIDATE": "off"}  # 48 MiB take seconds
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="cut off")
-    program = site.example("mlp", "--iterations", "30", "--iteration-seconds", "0.03", SOFTGPU_COPY_BANDWIDTH="0")
-    program.wait_iterations(5)
+    go, log = site.folder / "go", site.folder / "run" / "phosd.log"
+    program = site.start(sys.executable, str(PROGRAMS / "layers.py"), "last", "12", str(go), SOFTGPU_COPY_BANDWIDTH="0")
+    program.wait_iterations(1)
     image = site.folder / "image"
     words = ["phos-gpu", "checkpoint", str(program.pid), str(image), "--leave-running", "--protocol", "cow"]
-    done = site.run(*words, check=False)
+    with ThreadPoolExecutor(1) as beside:
+        checkpoint = beside.submit(site.run, *words, check=False)
+        wait_until(lambda: "are detached" in log.read_text() or checkpoint.done(), "the dump to begin")
+        go.touch()
+        done = checkpoint.result()
     assert done.returncode != 0
     assert f"Process {program.pid} could not be checkpointed; it has ended." in done.stderr
-    assert program.result() is not None
+    assert program.result() == "12"
     assert not list(image.glob("phos-*"))

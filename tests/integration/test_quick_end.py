@@ -28,11 +28,13 @@ def test_while_the_driver_s_part_is_not_known_to_be_back(site: Site) -> None:
 
 
 def test_whoever_cannot_be_watched_has_not_ended(site: Site) -> None:
-    """Nobody knows whether he has: his memory is loaded to the end."""
+    """His memory is loaded to the end, and his end is noticed all the same."""
     dumped = Dumped(site, site.folder)
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(16 << 20)
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="no pidfd")
     assert dumped.restore("lazy") == LAYERS_SUM
+    assert site.status()["jobs"][-1]["state"] == "attached"
+    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
 
 
 def test_not_under_the_frontend(site: Site) -> None:
@@ -71,7 +73,8 @@ def test_left_running_after_a_dump(site: Site) -> None:
     image = site.image()
     words = ["criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4"]
     dump = site.background(*words, "--leave-running", PHOS_PROTOCOL="stop")
-    wait_until(lambda: site.status()["processes"][0]["state"] == "detached", "the dump to begin")
+    log = site.folder / "run" / "phosd.log"
+    wait_until(lambda: "are detached" in log.read_text(), "the dump to begin")
     go.touch()
     assert program.wait_result() == "3"
     assert dump.wait() == 0
