@@ -7,7 +7,7 @@
 # is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already.
 # PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks steady dump8 toggle cow-variants audit
 # dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8 cow32
-# cow64: one size of `cow`, without the peer.
+# cow64: one size of `cow`, without the peer; page-lock.
 #
 # Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
 # (default 530) any more are named and left for another call. Results go to bench/results, and with the logs as one
@@ -136,6 +136,7 @@ for wanted in "$@"; do
     cow8) measure cow8 100 cow --sizes 8 --systems cow,stop ;;
     cow32) measure cow32 150 cow --sizes 32 --systems cow,stop ;;
     cow64) measure cow64 200 cow --sizes 64 --systems cow,stop ;;
+    page-lock) measure page-lock 60 page_lock ;;
     cow-variants) measure cow-variants 420 cow --sections pools,validate,phases,transfers ;;
     audit) measure audit 240 audit ;;
     restore8) measure restore8 200 restore --sizes 8 ;;
