@@ -7,7 +7,8 @@
 # is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already.
 # PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks steady dump8 toggle cow-variants audit
 # dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8 cow32
-# cow64: one size of `cow`, without the peer; page-lock.
+# cow64: one size of `cow`, without the peer; page-lock; trace-cow64 trace-restore32: when each piece was copied, tables of
+# which go to the logs and nothing to the results.
 #
 # Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
 # (default 530) any more are named and left for another call. Results go to bench/results, and with the logs as one
@@ -109,6 +110,17 @@ measure() {
     part "$name" $((seconds + 40)) "$python" "bench/$script.py" --budget "$budget" "$@"
 }
 
+# traced NAME SECONDS SCRIPT...: as measure, with phosd's traces of copies; they and their tables go to the logs.
+traced() {
+    PHOS_TRACE_COPIES=$logs/$1
+    mkdir -p "$PHOS_TRACE_COPIES"
+    export PHOS_TRACE_COPIES
+    measure "$@" --results "$logs"
+    "$python" bench/copy_trace.py "$PHOS_TRACE_COPIES"/*.json >"$PHOS_TRACE_COPIES.md"
+    unset PHOS_TRACE_COPIES
+    collect
+}
+
 # gpu_tests NAME SECONDS FILE...; PHOS_GPU_TESTS may hold more of pytest's arguments, such as `-k graph`.
 gpu_tests() {
     name=$1 seconds=$2
@@ -136,6 +148,8 @@ for wanted in "$@"; do
     cow8) measure cow8 100 cow --sizes 8 --systems cow,stop ;;
     cow32) measure cow32 150 cow --sizes 32 --systems cow,stop ;;
     cow64) measure cow64 200 cow --sizes 64 --systems cow,stop ;;
+    trace-cow64) traced trace-cow64 120 cow --sizes 64 --systems cow --repeats 2 --no-restore ;;
+    trace-restore32) traced trace-restore32 200 restore --sizes 32 --repeats 1 --systems "eager;lazy;lazy, pinned;pool" ;;
     page-lock) measure page-lock 60 page_lock ;;
     cow-variants) measure cow-variants 420 cow --sections pools,validate,phases,transfers ;;
     audit) measure audit 240 audit ;;
