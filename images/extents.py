@@ -50,10 +50,6 @@ class BlockTable:
     def runs(self) -> list[pb.Run]:
         return list(self._message.runs)
 
-    def bytes_of(self, kind: int) -> int:
-        """How much of the block is of that Run.Kind."""
-        return sum(r.length for r in self._message.runs if r.kind == kind)
-
     def hashes(self) -> list[bytes]:
         """The hash of each chunk, those of zeros too."""
         found: list[bytes] = []

@@ -228,13 +228,6 @@ class Pools:
             os.close(pool.directory)
             pool.directory = -1
 
-    def end_all(self) -> None:
-        """phosd ends: the parked processes do with it."""
-        with self._changed:
-            wardens = [e.warden for p in self._pools.values() for e in p.entries if e.warden and not e.opening]
-        for warden in wardens:
-            warden.end()
-
     # What is there.
 
     def entry(self, number: str) -> Entry | None:

@@ -17,7 +17,6 @@ from typing import Any
 import psutil
 
 from phos.gpu_engine.installation import examples_folder, launcher, software_gpu_folder
-from phos.images.native import home
 
 PATIENCE = 90.0
 """Seconds after which something that should have happened has not."""
@@ -318,8 +317,3 @@ class Site:
             program.process.poll()
             _started.discard(program.pid)
         reap()
-
-
-def phos_home() -> Path:
-    """For tests that look at files of the installation."""
-    return home()
