@@ -25,6 +25,7 @@
 static Phos__Wire__GateState state = PHOS__WIRE__GATE_STATE__OPEN;
 static struct phos_error attach_error;
 static bool residue_spent; /* what was prepared for a toggle has been through it */
+static bool data_comes;    /* attached, and what it maps may still be empty: it computes in a window, or when all is there */
 
 Phos__Wire__GateState phos_request_state(void)
 {
@@ -170,6 +171,7 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
         phos_fail(&attach_error, CUDA_SUCCESS, "only a detached process can be attached");
     else if (!attach_error.text[0] && phos_attach(attach->blocks, attach->shut, &done.map_ns, &done.undo_ns, &attach_error)) {
         state = PHOS__WIRE__GATE_STATE__QUIESCED;
+        data_comes = attach->loads;
         residue_spent = true;
         phos_tell_known();
         if (attach->restored)
@@ -205,6 +207,7 @@ static bool on_open(uint64_t id)
         open_what_is_shut(&error);
         done.error = error.text;
         state = PHOS__WIRE__GATE_STATE__OPEN;
+        data_comes = false;
     }
     ENVELOPE(envelope, id, DONE, done, &done);
     bool sent = phos_tell_send(&envelope, NULL, 0);
@@ -258,8 +261,10 @@ static bool on_window_begin(uint64_t id, const struct phos_packet *packet)
     struct phos_error error = {0};
     if (state != PHOS__WIRE__GATE_STATE__QUIESCED)
         phos_fail(&error, CUDA_SUCCESS, "a window begins before the gate is opened");
-    else if (phos_window_begin(packet->descriptors, packet->descriptor_count, &error))
-        phos_debug("the window of a concurrent checkpoint is open");
+    else if (phos_window_begin(packet->descriptors, packet->descriptor_count, &error)) {
+        phos_debug("the window is open");
+        data_comes = false; /* who computes now waits for it */
+    }
     done.error = error.text;
     ENVELOPE(envelope, id, DONE, done, &done);
     return phos_tell_send(&envelope, NULL, 0);
@@ -326,6 +331,8 @@ bool phos_request_take(struct phos_packet *packet)
 
 void phos_request_abandoned(void)
 {
+    if (state == PHOS__WIRE__GATE_STATE__QUIESCED && data_comes)
+        phos_window_hopeless();
     if (state == PHOS__WIRE__GATE_STATE__QUIESCED) {
         state = PHOS__WIRE__GATE_STATE__OPEN;
         phos_gate_open();

@@ -25,6 +25,8 @@ bool phos_window_is_open(void);
 bool phos_window_loading(void);
 /* The connection to phosd has ended: does not return if memory is missing that only phosd could have brought. */
 void phos_window_abandoned(void);
+/* The same is known already. Does not return. */
+void phos_window_hopeless(void);
 
 /* Nothing may be accessed before its data is there; an error that says that something was is not the application's. */
 extern atomic_bool phos_window_strict;

@@ -281,9 +281,13 @@ bool phos_window_loading(void)
 
 void phos_window_abandoned(void)
 {
-    if (!phos_window_loading() || __atomic_load_n(&phos_window.chunks->closed, __ATOMIC_ACQUIRE))
-        return;
-    phos_warn("phosd ended while the GPU memory of this process was still being restored; what is not there cannot come "
-              "any more, so the process ends: restore it again");
+    if (phos_window_loading() && !__atomic_load_n(&phos_window.chunks->closed, __ATOMIC_ACQUIRE))
+        phos_window_hopeless();
+}
+
+void phos_window_hopeless(void)
+{
+    phos_warn("the connection to phosd ended while the GPU memory of this process was still being restored; what is not "
+              "there cannot come any more, so the process ends: restore it again");
     kill(getpid(), SIGKILL);
 }

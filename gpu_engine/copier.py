@@ -276,7 +276,7 @@ class Copier:
 
         Raises: as :meth:`save`, and what the source raises.
         """
-        checking = threading.Semaphore(max(1, (workers() or self.threads) // 2))
+        checking = threading.Semaphore(max(1, min(workers() or self.threads, self.threads) // 2))
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
             def saved(size: int) -> None:

@@ -43,6 +43,18 @@ def is_alive(pid: int) -> bool:
     return fields[_STATE] != "Z" or int(fields[_THREADS]) > 1
 
 
+def has_ended(pid: int) -> bool:
+    """Whether a process is known to have ended: not merely that nobody can look, for want of a descriptor."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass
+    fields = _fields(pid)
+    return bool(fields) and fields[_STATE] in ("Z", "X") and int(fields[_THREADS]) <= 1
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped, by a signal (T) or by whoever traces it (t)."""
     return state(pid) in ("T", "t")

@@ -57,7 +57,7 @@ class Claims:
 
     def __init__(self) -> None:
         self._lock = threading.Condition()  # guards _claimed
-        self._claimed: set[int] = set()
+        self._claimed: dict[int, object] = {}  # pid → the claim, another object each time
 
     def any(self) -> bool:
         """Whether a checkpoint is under way."""
@@ -67,7 +67,12 @@ class Claims:
     def has(self, pids: Iterable[int]) -> bool:
         """Whether a checkpoint has one of these processes."""
         with self._lock:
-            return not self._claimed.isdisjoint(pids)
+            return any(pid in self._claimed for pid in pids)
+
+    def wait_unless_shared(self, owner: int, guest: int) -> None:
+        """Return when no checkpoint has process ``owner``, or one that has ``guest`` too."""
+        with self._lock:
+            self._lock.wait_for(lambda: owner not in self._claimed or self._claimed[owner] is self._claimed.get(guest))
 
     @contextmanager
     def hold(self, pids: Iterable[int]) -> Iterator[None]:
@@ -78,18 +83,20 @@ class Claims:
         """
         wanted = set(pids)
         with self._lock:
-            self._lock.wait_for(lambda: not wanted & self._claimed, RELEASE_SECONDS)
-            if taken := wanted & self._claimed:
+            self._lock.wait_for(lambda: not wanted & self._claimed.keys(), RELEASE_SECONDS)
+            if taken := wanted & self._claimed.keys():
                 raise CheckpointFailed(
                     f"Process {min(taken)} is part of another checkpoint that is under way. "
                     "Wait for it ('phos-gpu status' shows it)."
                 )
-            self._claimed |= wanted
+            claim = object()
+            self._claimed |= dict.fromkeys(wanted, claim)
         try:
             yield
         finally:
             with self._lock:
-                self._claimed -= wanted
+                for pid in wanted:
+                    del self._claimed[pid]
                 self._lock.notify_all()
 
 

@@ -28,7 +28,8 @@ class Broker:
         self._blocks: dict[BlockKey, Block] = {}
         self._users: dict[bytes, int] = {}  # whose each session is; guarded by _lock
         self.removed: Callable[[BlockKey], None] | None = None  # told of blocks that their owners have freed
-        self.needed: Callable[[BlockKey], None] | None = None  # returns when a block's data is there
+        self.needed: Callable[[BlockKey, int], None] | None = None
+        """Returns when a process of that number may have another's block: its data is there, and it is not saved."""
         self._pids: dict[bytes, int] = {}  # with whose end the keeper lets a session go; guarded by _lock
 
     def _hand_over(self) -> None:

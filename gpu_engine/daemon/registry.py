@@ -66,12 +66,18 @@ class Registry:
         """A new session; the caller puts it among the others."""
         return Session(number, pid, uid, self.broker, self.holds, self.speculator, state)
 
-    def _need(self, key: BlockKey) -> None:
-        """Memory that is still being restored is handed to nobody who does not wait for it."""
+    def _need(self, key: BlockKey, guest: int) -> None:
+        """Memory that is still being restored, or in the hands of a checkpoint, is handed to nobody who does not wait.
+
+        Those of the same tree stand still with its owner when it is saved, and must not wait for that.
+        """
         with self.lock:
             restore = self.loading.get(key[0])
+            owner = self.sessions.get(key[0])
         if restore is not None:
             restore.need(key)
+        if owner is not None:
+            self.claims.wait_unless_shared(owner.pid, guest)
 
     def _process_ended(self, session: Session) -> None:
         if not session.alive():

@@ -177,13 +177,18 @@ class DumpServer:
         return job
 
     def _refuse_guests(self, gated: list[Session]) -> None:
-        """Somebody outside the tree who maps memory of it does not stand still, and may write there meanwhile."""
+        """Somebody outside the tree who maps memory of it does not stand still, and may write there meanwhile.
+
+        With the tree claimed: from here on nobody outside is handed any.
+        """
         owners = {session.session: session for session in gated}
+        pids = {session.pid for session in gated}  # one that replaced its program has a former session for a while
         with self._registry.lock:
-            others = [s for s in self._registry.sessions.values() if s.session not in owners]
+            others = [s for s in self._registry.sessions.values() if s.session not in owners and s.pid not in pids]
         for other in others:
-            for key in other.block_keys().values():
-                if (owner := owners.get(key[0])) is not None and other.alive():
+            for key in other.blocks_of_others():
+                owner = owners.get(key[0])
+                if owner is not None and self._registry.broker.get(key) is not None and other.alive():
                     raise CheckpointFailed(
                         f"Process {other.pid} ({other.executable}), which is outside the tree being dumped, maps GPU "
                         f"memory of process {owner.pid}. Dump their common ancestor."

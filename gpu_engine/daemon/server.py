@@ -178,6 +178,10 @@ class Daemon:
             if session.machine.state in (SessionState.QUIESCED, SessionState.RETURNING, SessionState.ATTACHING):
                 # Its connection broke while it was quiesced, or had just been attached: it opened its gate for that.
                 session.machine.adopt(SessionState.RUNNING)
+                with self._registry.lock:
+                    restore = self._registry.restores.get(session.session)
+                if restore is not None:
+                    restore.fail(f"The connection to process {session.pid} broke while it was given its memory back.")
             connection.reply(envelope.id, welcome=wire_pb2.Welcome(action=wire_pb2.Welcome.STAY))
             self._registry.reaper.watch(connection.pid, session)
             threading.Thread(target=self._prepare, args=(session.gpu_ordinals(),), daemon=True).start()
@@ -294,6 +298,8 @@ class Daemon:
             session.attach_failures += 1
             if restore:
                 restore.fail(str(error))
+            elif session.machine.state is SessionState.RUNNING:
+                return  # it has connected again since, and computes
             elif session.attach_failures < ATTACH_TRIES and not isinstance(error, MemoryLost):
                 session.machine.adopt(SessionState.RETURNING)
                 session.hang_up()  # it asks again

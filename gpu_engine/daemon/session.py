@@ -255,6 +255,10 @@ class Session:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         return self._blocks.own()
 
+    def blocks_of_others(self) -> set[BlockKey]:
+        """Other processes' blocks that this one maps, or may be about to map."""
+        return self._blocks.of_others()
+
     def block_keys(self) -> dict[int, BlockKey]:
         """The blocks that the process has, by its own numbers: its own, and those of others that it maps."""
         return self._blocks.keys()
@@ -296,6 +300,7 @@ class Session:
             restored=self._from_image,
             shut=window is not None and window.shut,
             tell=window is not None and window.loads and not self._kernels.whole,
+            loads=window is not None and window.loads,
         )
         done = self._conversation.ask(ANSWER_SECONDS, patient=True, attach=attach).attach_done
         if done.error:

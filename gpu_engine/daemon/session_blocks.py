@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from typing import Protocol
 
 from phos.gen import phos_image_pb2 as pb
@@ -15,6 +16,10 @@ from phos.gpu_engine.errors import CheckpointFailed, ProtocolError
 from phos.gpu_engine.process import Allocation, Detached, HostAllocation, MappedBlock, UncarriedState
 
 log = logging.getLogger(__name__)
+
+
+MAPPING_SECONDS = 10.0
+"""A process that was handed another's block says long before that that it maps it, if it does."""
 
 
 class Owner(Protocol):
@@ -36,8 +41,9 @@ class SessionBlocks:
         self._granted: set[BlockKey] = set()  # blocks of others that the image says this process maps
         self._announced = 0
         self._seen: set[int] | None = None  # the blocks registered over this connection, until the table is whole
-        self._lock = threading.Lock()  # guards _imports, _unheld
+        self._lock = threading.Lock()  # guards _imports, _handed, _unheld
         self._imports: dict[int, BlockKey] = {}  # block numbers that stand for another session's blocks
+        self._handed: dict[BlockKey, float] = {}  # others' that it is about to map, and since when
         self._unheld: set[int] = set()  # blocks without a descriptor: to unmap them would be to lose them
 
     # Registration.
@@ -102,6 +108,7 @@ class SessionBlocks:
                 raise ProtocolError(f"Process {pid} named memory of a process that is not its user's.")
             with self._lock:
                 self._imports[added.block] = key
+                self._handed.pop(key, None)
             return
         key = (self._owner.session, added.block)
         if added.descriptor_lost:
@@ -146,6 +153,12 @@ class SessionBlocks:
         with self._lock:
             return own | self._imports
 
+    def of_others(self) -> set[BlockKey]:
+        """Other processes' that it maps, or may be about to map."""
+        since = time.monotonic() - MAPPING_SECONDS
+        with self._lock:
+            return {*self._imports.values(), *(key for key, at in self._handed.items() if at > since)}
+
     def entitled(self, key: BlockKey) -> bool:
         """Memory of another process goes only to the same user's processes and to root's (DESIGN §3)."""
         return (
@@ -158,11 +171,15 @@ class SessionBlocks:
     def resolve(self, key: BlockKey) -> tuple[wire_pb2.TokenResolved, list[int]]:
         """Exported memory: the descriptor that a token stands for, now the caller's, or a sentence why there is none.
 
-        Waits until the block's data is there.
+        Waits until the block's data is there, and no checkpoint has its owner and not this process.
         """
         try:
             if self._broker.needed is not None and key[0] != self._owner.session:
-                self._broker.needed(key)
+                with self._lock:  # before it waits: a checkpoint that begins then sees it
+                    self._handed[key] = time.monotonic()
+                self._broker.needed(key, self._owner.pid)
+                with self._lock:
+                    self._handed[key] = time.monotonic()
             borrowed = self._broker.borrow([key] if self.entitled(key) else [])
         except KeyError:
             borrowed = []

@@ -24,7 +24,7 @@ from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.process import GatedProcess
-from phos.gpu_engine.procfs import inner_pid, is_alive
+from phos.gpu_engine.procfs import has_ended, inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.gpus import match_gpus, require_room
 from phos.gpu_engine.restore.sources import confirm, open_source
@@ -443,7 +443,7 @@ class Restore(ABC):
 
 def _has_ended(pid: int, pidfd: int) -> bool:
     if pidfd < 0:  # there was none to be had
-        return not is_alive(pid)
+        return has_ended(pid)
     poll = select.poll()  # not select(): descriptor numbers go far beyond its 1024
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))

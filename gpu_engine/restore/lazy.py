@@ -21,7 +21,7 @@ from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.copy_work import Cancelled, LoadSource
 from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
-from phos.gpu_engine.errors import PhosError
+from phos.gpu_engine.errors import Mispredicted, PhosError
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import PARKED, UNDER_WAY, Restore
@@ -238,6 +238,8 @@ class LazyRestore(Restore):
             window.end()
             try:
                 self._sessions[session].trace(None)
+            except Mispredicted as error:
+                self.fail(f"{error} It has been ended; restore it again.")
             except PhosError as error:
                 log.info("%s: %s", self.path, error)  # it has ended
         self._look()

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from phos.gpu_engine import toggle
+from phos.gpu_engine import procfs, toggle
 from phos.gpu_engine.copy_check import PlacedPieces
 from phos.gpu_engine.daemon import __main__ as daemon
 from phos.gpu_engine.daemon.session import Session
+from phos.gpu_engine.daemon.session_kernels import SessionKernels
 from phos.gpu_engine.daemon.session_window import SessionWindow
 from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.restore.base import Restore
@@ -49,7 +51,8 @@ def crossed() -> None:
 
 
 def no_pidfd() -> None:
-    """There is no descriptor left at the moment when CRIU names a restored task."""
+    """There is no descriptor left when CRIU names a restored task, nor to look into /proc when it has been attached."""
+    after_attach = Restore.attached
     take_task = Restore.take_task
 
     def refused(pid: int, flags: int = 0) -> int:
@@ -62,7 +65,13 @@ def no_pidfd() -> None:
         finally:
             os.pidfd_open = pidfd_open
 
+    def attached(restore: Restore, pid: int) -> None:
+        fields, procfs._fields = procfs._fields, lambda pid: []
+        threading.Timer(SECONDS, setattr, (procfs, "_fields", fields)).start()
+        after_attach(restore, pid)
+
     Restore.take_task = take  # type: ignore[method-assign]
+    Restore.attached = attached  # type: ignore[method-assign]
 
 
 def full_at_the_merge() -> None:
@@ -97,6 +106,18 @@ def cut_off() -> None:
     SessionWindow.open = cut  # type: ignore[method-assign]
 
 
+def cut_off_lazily() -> None:
+    """As the one before, of a process that is restored lazily."""
+    described = SessionKernels.describe_restored
+
+    def cut(kernels: SessionKernels) -> None:
+        described(kernels)
+        kernels._conversation.hang_up()
+        time.sleep(SECONDS / 10)
+
+    SessionKernels.describe_restored = cut  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     for alteration in os.environ["ALTERED_PHOSD"].split(","):
         {
@@ -105,5 +126,6 @@ if __name__ == "__main__":
             "no pidfd": no_pidfd,
             "full at the merge": full_at_the_merge,
             "cut off": cut_off,
+            "cut off lazily": cut_off_lazily,
         }[alteration]()
     daemon.main(prog_name="phosd")

@@ -129,7 +129,7 @@ def test_a_damaged_chunk_is_found_where_it_has_arrived(site: Site, folder: Path,
     result = site.restore(image, check=False, PHOS_RESTORE=how)
     assert result.returncode != 0
     assert "is damaged: its hash is not the one written" in log_of(site)
-    assert not program.alive()
+    wait_until(lambda: not program.alive(), "its end")
 
 
 def test_without_room_for_all_the_dump_says_so_and_the_program_runs_on(site: Site) -> None:

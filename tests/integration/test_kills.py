@@ -51,9 +51,17 @@ class Dumping:
         self.dump = begin_dump(site, self.program, self.image, "--leave-running")
         wait_until(lambda: criu_processes(site) or self.dump.poll() is not None, "CRIU")
 
-    def ends_well(self) -> None:
-        """The program computes on, and no half image passes for a whole one."""
+    def ends_well(self, *, inside: bool = False) -> None:
+        """The program computes on, and no half image passes for a whole one.
+
+        ``inside``: CRIU may have been killed in the few milliseconds in which it works inside the program, which then
+        ends by the breakpoint that CRIU has put there (docs/troubleshooting.md).
+        """
         status = self.dump.wait(60)
+        wait_until(lambda: not self.program.alive(), "the end of the program")
+        if inside and self.program.process.returncode == -signal.SIGTRAP:
+            assert not (self.image / "phos-commit.img").exists()
+            return
         assert self.program.wait_result() == self.expected
         whole = self.site.run("phos-gpu", "verify", str(self.image), check=False).returncode == 0
         assert whole or status != 0  # what happens after the commit leaves a whole image, although the command failed
@@ -69,7 +77,7 @@ def test_criu_is_killed(site: Site, delay: float) -> None:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-    dumping.ends_well()
+    dumping.ends_well(inside=True)
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 0.6])

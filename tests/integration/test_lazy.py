@@ -336,7 +336,7 @@ def test_criu_lazy_pages_does_not_start(site: Site) -> None:
     assert refused.returncode != 0
     assert "criu lazy-pages failed with status 3 before all of the CPU's memory was there" in refused.stderr
     assert re.search(r"criu lazy-pages \(pid \d+\) has ended", refused.stderr)
-    assert not layers.program.alive()
+    wait_until(lambda: not layers.program.alive(), "its end")
     wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
     layers.restore_again()
     layers.go_on()

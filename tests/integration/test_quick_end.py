@@ -37,6 +37,22 @@ def test_whoever_cannot_be_watched_has_not_ended(site: Site) -> None:
     wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
 
 
+@pytest.mark.parametrize("mode", ["strict", "fast"])
+def test_a_connection_that_breaks_before_a_lazy_restore_s_window_is_open(site: Site, mode: str) -> None:
+    """The program would compute with memory that is not there: it is ended, and can be restored again."""
+    dumped = Dumped(site, site.folder)
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(16 << 20)
+    site.environment["PHOS_LAZY"] = mode
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="cut off lazily")
+    assert "Error" in dumped.restore("lazy", check=False)
+    wait_until(lambda: not dumped.program.alive(), "its end")
+    assert any("still being restored" in line for line in dumped.program.lines())
+    assert dumped.program.result() is None
+    assert site.status()["jobs"][-1]["state"] == "failed"
+    site.run("phosd", "--stop")
+    assert dumped.restore("lazy") == LAYERS_SUM
+
+
 def test_not_under_the_frontend(site: Site) -> None:
     go = site.folder / "go"
     program = site.start(sys.executable, str(LAYERS_PROGRAM), "last", "3", str(go), under=False)

@@ -77,7 +77,7 @@ def test_plain_criu_refuses_what_has_a_gpu_part(site: Site) -> None:
     assert result.returncode != 0
     assert "Missing required plugin: phos" in (image / "plain.log").read_text()
     assert "--lib phos" in site.errors(image / "plain.log")
-    assert not program.alive()
+    wait_until(lambda: not program.alive(), "its end")
     site.restore(image)
     assert program.wait_result() == expected
 
@@ -269,7 +269,7 @@ def test_restore_on_another_model(site: Site) -> None:
     result = site.restore(image, check=False)
     assert result.returncode != 0
     assert "same model" in (image / "restore.log").read_text()
-    assert not program.alive()
+    wait_until(lambda: not program.alive(), "its end")
     del expected
 
 
@@ -281,7 +281,7 @@ def test_restore_with_too_little_memory(site: Site) -> None:
     result = site.restore(image, check=False)
     assert result.returncode != 0
     assert "free" in (image / "restore.log").read_text()
-    assert not program.alive()
+    wait_until(lambda: not program.alive(), "its end")
     wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
 
 

@@ -114,7 +114,7 @@ def test_fewer_gpus_and_another_model_are_refused(site: Site) -> None:
     result = site.restore(image, check=False)
     assert result.returncode != 0
     assert "needs 2 GPU" in (image / "restore.log").read_text()
-    assert not program.alive()
+    wait_until(lambda: not program.alive(), "its end")
     site.run("phosd", "--stop")
     daemon(site, SOFTGPU_NAME="Another GPU")
     result = site.restore(image, check=False)

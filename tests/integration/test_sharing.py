@@ -6,7 +6,9 @@ import json
 import sys
 from pathlib import Path
 
-from tests.integration.site import Site, wait_until
+import pytest
+
+from tests.integration.site import PATIENCE, Site, wait_until
 
 PROGRAM = Path(__file__).parent / "programs" / "shared_memory.py"
 
@@ -25,20 +27,20 @@ def test_shared_buffer_survives_dump_kill_and_restore(site: Site) -> None:
 
 
 def test_shared_buffer_survives_generations_that_run_on(site: Site) -> None:
-    program = site.start(sys.executable, str(PROGRAM), "parent", "100", str(site.folder / "handle"))
+    program = site.start(sys.executable, str(PROGRAM), "parent", "300", str(site.folder / "handle"))
     program.wait_iterations(5)
     for generation in range(3):
         site.dump(program, site.image(f"generation-{generation}"), "--leave-running")
         program.wait_progress(3)
-    assert program.wait_result() == "200"
+    assert program.wait_result() == "600"
 
 
 def test_memory_that_somebody_outside_the_tree_maps_is_refused(site: Site) -> None:
     """He would not stand still while it is saved."""
     handle = site.folder / "handle"
-    owner = site.start(sys.executable, str(PROGRAM), "alone", "60", str(handle))
+    owner = site.start(sys.executable, str(PROGRAM), "alone", "200", str(handle))
     wait_until(lambda: handle.exists() and handle.stat().st_size == 64, "the handle")
-    guest = site.start(sys.executable, str(PROGRAM), "child", "60", str(handle))
+    guest = site.start(sys.executable, str(PROGRAM), "child", "200", str(handle))
     owner.wait_iterations(3)
     for number, (program, said) in enumerate(
         [(owner, f"Process {guest.pid} "), (guest, "belongs to a process outside the tree")]
@@ -49,4 +51,35 @@ def test_memory_that_somebody_outside_the_tree_maps_is_refused(site: Site) -> No
         assert said in done.stderr + (image / "dump.log").read_text()
         assert "Dump their common ancestor" in done.stderr + (image / "dump.log").read_text()
         assert not list(image.glob("phos-*"))
-    assert owner.wait_result() == "120"
+    assert owner.wait_result() == "400"
+
+
+@pytest.mark.parametrize("protocol", ["stop", "cow"])
+def test_nobody_outside_is_handed_memory_that_is_being_saved(site: Site, protocol: str) -> None:
+    """He waits until it has been."""
+    site.environment |= {"SOFTGPU_TOGGLE_MS": "500", "SOFTGPU_COPY_BANDWIDTH": str(8 << 20)}
+    handle, log = site.folder / "handle", site.folder / "run" / "phosd.log"
+    site.run("phosd", "--ensure")
+    owner = site.start(sys.executable, str(PROGRAM), "alone", "30", str(handle), SOFTGPU_COPY_BANDWIDTH="0")
+    wait_until(lambda: handle.exists() and handle.stat().st_size == 64, "the handle")
+    image = site.image()
+    words = ["criu", "dump", "--lib", "phos", "-t", str(owner.pid), "-D", str(image), "-o", "dump.log"]
+    dump = site.background(*words, "--leave-running", PHOS_PROTOCOL=protocol)
+    wait_until(lambda: "are detached" in log.read_text(), "the dump to begin")
+    site.start(sys.executable, str(PROGRAM), "child", "30", str(handle), SOFTGPU_COPY_BANDWIDTH="0")
+    assert dump.wait(PATIENCE) == 0, site.errors(image / "dump.log")
+    assert [job["state"] for job in site.status()["jobs"]] == ["committed"]
+    site.run("phos-gpu", "verify", str(image))
+    assert owner.wait_result() == "60"
+
+
+def test_what_has_been_freed_is_nobody_s(site: Site) -> None:
+    """A guest that keeps it open is in nobody's way."""
+    handle, freed = site.folder / "handle", site.folder / "handle.freed"
+    owner = site.start(sys.executable, str(PROGRAM), "leaves", "30", str(handle))
+    wait_until(lambda: handle.exists() and handle.stat().st_size == 64, "the handle")
+    guest = site.start(sys.executable, str(PROGRAM), "keeps", "30", str(handle))
+    wait_until(freed.exists, "the memory to be freed")
+    site.dump(owner, site.image(), "--leave-running")
+    guest.process.kill()
+    assert owner.wait_result() == "0"

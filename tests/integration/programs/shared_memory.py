@@ -2,7 +2,8 @@
 
 The parent allocates and exports, starts the child, and both add to the same word through their own mapping. Each checks
 at every step that it sees what the other wrote. Prints ITERATION and RESULT lines as the examples do. With "alone" for
-"parent" somebody else starts the child.
+"parent" somebody else starts the child. "keeps" opens the parent's memory and keeps it open; "leaves" frees 64 MiB as
+soon as that one has it, says so by the file HANDLE.freed, and ends some time later.
 """
 
 import ctypes
@@ -35,10 +36,32 @@ def wait_for(address, value):
         time.sleep(0.002)
 
 
+def outlive(owner, handle_file):
+    opened, freed = handle_file.with_suffix(".opened"), handle_file.with_suffix(".freed")
+    if owner:
+        base = int(check(cuda.cuMemAlloc(64 << 20)))
+        handle_file.write_bytes(bytes(check(cuda.cuIpcGetMemHandle(base)).reserved))
+        while not opened.exists():
+            time.sleep(0.01)
+        check(cuda.cuMemFree(base))
+        freed.touch()
+        time.sleep(3)
+        print("RESULT 0", flush=True)
+        return
+    handle = cuda.CUipcMemHandle()
+    handle.reserved = handle_file.read_bytes()
+    check(cuda.cuIpcOpenMemHandle(handle, cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS))
+    opened.touch()
+    time.sleep(60)
+
+
 def main():
     role, iterations, handle_file = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     check(cuda.cuInit(0))
     check(cuda.cuCtxSetCurrent(check(cuda.cuDevicePrimaryCtxRetain(check(cuda.cuDeviceGet(0))))))
+    if role in ("leaves", "keeps"):
+        outlive(role == "leaves", handle_file)
+        return
     parent = role != "child"
     if parent:
         base = int(check(cuda.cuMemAlloc(3 << 20)))
