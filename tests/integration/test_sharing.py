@@ -81,5 +81,6 @@ def test_what_has_been_freed_is_nobody_s(site: Site) -> None:
     guest = site.start(sys.executable, str(PROGRAM), "keeps", "30", str(handle))
     wait_until(freed.exists, "the memory to be freed")
     site.dump(owner, site.image(), "--leave-running")
+    handle.with_suffix(".over").touch()
     guest.process.kill()
     assert owner.wait_result() == "0"

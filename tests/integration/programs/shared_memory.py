@@ -3,7 +3,7 @@
 The parent allocates and exports, starts the child, and both add to the same word through their own mapping. Each checks
 at every step that it sees what the other wrote. Prints ITERATION and RESULT lines as the examples do. With "alone" for
 "parent" somebody else starts the child. "keeps" opens the parent's memory and keeps it open; "leaves" frees 64 MiB as
-soon as that one has it, says so by the file HANDLE.freed, and ends some time later.
+soon as that one has it, says so by the file HANDLE.freed, and ends when there is a file HANDLE.over.
 """
 
 import ctypes
@@ -45,7 +45,8 @@ def outlive(owner, handle_file):
             time.sleep(0.01)
         check(cuda.cuMemFree(base))
         freed.touch()
-        time.sleep(3)
+        while not handle_file.with_suffix(".over").exists():
+            time.sleep(0.01)
         print("RESULT 0", flush=True)
         return
     handle = cuda.CUipcMemHandle()
