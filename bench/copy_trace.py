@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 from harness import GB
 
-COLUMNS = ["s", "GB/s", "pieces", "MB each", "waited for", "shadows", "zeros", "permit ms", "take ms", "save ms"]
-COLUMNS += ["compared GB/s", "compare ms"]
+COLUMNS = ["s", "GB/s", "pieces", "MB each", "waited for", "shadows", "zeros"]
+COLUMNS += ["permit ms", "take ms", "save ms", "compared GB/s", "compare ms"]
 
 
 def rows(trace: dict[str, Any], bin_seconds: float) -> list[list[Any]]:

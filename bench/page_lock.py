@@ -57,6 +57,7 @@ class Locked:
         for at in range(0, size, part):
             self._left.put(at)
         self.done: list[int] = []
+        self.locked = 0.0  # when the last part was, by time.perf_counter()
 
     def start(self, threads: int) -> None:
         """Begin to lock."""
@@ -74,6 +75,7 @@ class Locked:
                 except queue.Empty:
                     return
                 driver.register_host(self.address + at, min(self._part, self._size - at))
+                self.locked = time.perf_counter()
                 self.ready.put(at)
         except BaseException as error:
             self.ready.put(error)
@@ -98,30 +100,32 @@ class Locked:
 
 def measure(descriptor: int, size: int, part: int, threads: int, target: int) -> dict[str, float]:
     """Seconds until all is locked, until all is in GPU memory, and to unlock it."""
-    from cuda.bindings import driver as cuda
-
     from phos.gpu_engine import driver
+    from phos.gpu_engine.copy_loop import CopyLane, packed_load
+    from phos.gpu_engine.copy_work import SLOTS
 
     context = driver.context(0)
     context.use()
-    lane = driver.Lane(context)
+    stream = driver.Lane(context)
+    events = [stream.event() for _ in range(SLOTS)]
+    lane = CopyLane(stream, events, [0] * SLOTS)  # without slots: nothing is read from a file
     began = time.perf_counter()
     locked = Locked(descriptor, size, part)
     locked.start(threads)
     try:
         for _ in range(0, size, part):
             at = locked.following()
-            cuda.cuMemcpyHtoDAsync(target + at, locked.address + at, min(part, size - at), lane.handle)
-        all_locked = time.perf_counter()
-        lane.synchronise()
+            lane.load([packed_load(target + at, min(part, size - at), host=locked.address + at)])
+        lane.wait()
         copied = time.perf_counter()
     finally:
-        lane.synchronise()
-        released = time.perf_counter()
+        stream.synchronise()
         locked.release()
-        released = time.perf_counter() - released
-        lane.destroy()
-    return {"locked_s": all_locked - began, "copied_s": copied - began, "unlocked_s": released}
+        released = time.perf_counter()
+        for event in events:
+            driver.destroy_event(event)
+        stream.destroy()
+    return {"locked_s": locked.locked - began, "copied_s": copied - began, "unlocked_s": released - copied}
 
 
 def main() -> None:

@@ -331,9 +331,9 @@ bool phos_request_take(struct phos_packet *packet)
 
 void phos_request_abandoned(void)
 {
-    if (state == PHOS__WIRE__GATE_STATE__QUIESCED && data_comes)
-        phos_window_hopeless();
     if (state == PHOS__WIRE__GATE_STATE__QUIESCED) {
+        if (data_comes)
+            phos_window_hopeless();
         state = PHOS__WIRE__GATE_STATE__OPEN;
         phos_gate_open();
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
@@ -20,7 +19,7 @@ from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.content_hash import ContentHasher, chunk_count
 from phos.gpu_engine.copy_in import Filler
 from phos.gpu_engine.copy_loop import CopyLane
-from phos.gpu_engine.copy_out import Saver
+from phos.gpu_engine.copy_out import Saver, check_one
 from phos.gpu_engine.copy_trace import CopyTrace
 from phos.gpu_engine.copy_work import (
     SLOTS,
@@ -300,15 +299,9 @@ class Copier:
         """
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
-            while not lease.leave():
-                if cancelled.is_set():
-                    raise Cancelled
-                began = time.perf_counter()
-                size = checks.one()
-                if not size:
-                    lease.over()
-                elif trace is not None:
-                    trace.checked(worker.number, began, size)
+            check = _taking(lambda: check_one(checks, worker.number, trace) or None, lease, cancelled)
+            while check():
+                pass
 
         self._run(work, device, cancelled, lambda: None)
 

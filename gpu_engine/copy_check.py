@@ -1,8 +1,8 @@
 """What the GPU has written into an image's own memory is compared with its hashes apart from being copied.
 
-A processor compares at a tenth of the rate at which the GPU writes (4 GB/s of 50 on an H100 machine), and who waits to
-write to a chunk waits for its copy only. So the copies go on, and what has come is compared by workers that have
-nothing to copy, and in the end by all.
+A processor compares at a tenth of the rate at which the GPU writes (3 to 5 GB/s of 50 on an H100 machine), and who
+waits to write to a chunk waits for its copy only. So the copies go on, and what has come is compared by workers that
+have nothing to copy, and in the end by all.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from phos.gpu_engine.copy_loop import (
     try_permit,
 )
 from phos.gpu_engine.copy_trace import PLACE, SHADOW, ZEROS, CopyTrace
-from phos.gpu_engine.copy_work import NothingYet, Piece, Sink, Source
+from phos.gpu_engine.copy_work import Checks, NothingYet, Piece, Sink, Source
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.chunk_hash import zero_hash
 from phos.images.formats import HASH_SIZE
@@ -72,6 +72,18 @@ class Batch:
         start, count = self._starts[number], self._counts[number]
         first = sum(self._counts[:number])
         return bytes(self._hashes[start : start + count * HASH_SIZE]), list(self._places[first : first + count])
+
+
+def check_one(checks: Checks, number: int, trace: CopyTrace | None) -> bool:
+    """Have worker ``number`` compare a piece, and tell ``trace`` of it; whether there was one.
+
+    Raises: what the checks raise.
+    """
+    began = time.perf_counter()
+    size = checks.one()
+    if size and trace is not None:
+        trace.checked(number, began, size)
+    return size > 0
 
 
 def _kind(piece: Piece) -> str:
@@ -148,11 +160,7 @@ class Saver:
         if checks is None or not self._checking.acquire(blocking=False):
             return False
         try:
-            began = time.perf_counter()
-            size = checks.one()
-            if size and self._trace is not None:
-                self._trace.checked(self._number, began, size)
-            return size > 0
+            return check_one(checks, self._number, self._trace)
         finally:
             self._checking.release()
 

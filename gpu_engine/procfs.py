@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 
 # Positions after the program's name, which may itself hold blanks and parentheses: field 3 of the manual is number 0.
@@ -38,9 +39,11 @@ def state(pid: int) -> str:
 def is_alive(pid: int) -> bool:
     """Whether a process exists; a zombie does not count, unless it is only the main thread that has ended."""
     fields = _fields(pid)
-    if not fields or fields[_STATE] == "X":
-        return False
-    return fields[_STATE] != "Z" or int(fields[_THREADS]) > 1
+    return bool(fields) and _lives(fields)
+
+
+def _lives(fields: Sequence[str]) -> bool:
+    return fields[_STATE] != "X" and (fields[_STATE] != "Z" or int(fields[_THREADS]) > 1)
 
 
 def has_ended(pid: int) -> bool:
@@ -52,7 +55,7 @@ def has_ended(pid: int) -> bool:
     except PermissionError:
         pass
     fields = _fields(pid)
-    return bool(fields) and fields[_STATE] in ("Z", "X") and int(fields[_THREADS]) <= 1
+    return bool(fields) and not _lives(fields)
 
 
 def is_stopped(pid: int) -> bool:

@@ -141,7 +141,7 @@ CUresult softgpu_cuGraphGetEdges(CUgraph hGraph, CUgraphNode *from, CUgraphNode 
     return softgpu_cuGraphGetEdges_v2(hGraph, from, to, NULL, numEdges);
 }
 
-static CUresult neighbours(struct sg_node *node, CUgraphNode *out, CUgraphEdgeData *data, size_t *number, bool after)
+static CUresult list_neighbours(struct sg_node *node, CUgraphNode *out, CUgraphEdgeData *data, size_t *number, bool after)
 {
     struct list list = {out, *number, 0};
     if (data && out)
@@ -155,13 +155,18 @@ static CUresult neighbours(struct sg_node *node, CUgraphNode *out, CUgraphEdgeDa
     return finish(&list, number);
 }
 
+static CUresult neighbours(CUgraphNode hNode, CUgraphNode *out, CUgraphEdgeData *data, size_t *number, bool after)
+{
+    struct sg_node *node = sg_node_get(hNode);
+    if (!node || !number)
+        return CUDA_ERROR_INVALID_VALUE;
+    LOCKED(list_neighbours(node, out, data, number, after));
+}
+
 CUresult softgpu_cuGraphNodeGetDependencies_v2(CUgraphNode hNode, CUgraphNode *dependencies, CUgraphEdgeData *edgeData,
                                                size_t *numDependencies)
 {
-    struct sg_node *node = sg_node_get(hNode);
-    if (!node || !numDependencies)
-        return CUDA_ERROR_INVALID_VALUE;
-    LOCKED(neighbours(node, dependencies, edgeData, numDependencies, false));
+    return neighbours(hNode, dependencies, edgeData, numDependencies, false);
 }
 
 CUresult softgpu_cuGraphNodeGetDependencies(CUgraphNode hNode, CUgraphNode *dependencies, size_t *numDependencies)
@@ -172,10 +177,7 @@ CUresult softgpu_cuGraphNodeGetDependencies(CUgraphNode hNode, CUgraphNode *depe
 CUresult softgpu_cuGraphNodeGetDependentNodes_v2(CUgraphNode hNode, CUgraphNode *dependentNodes, CUgraphEdgeData *edgeData,
                                                  size_t *numDependentNodes)
 {
-    struct sg_node *node = sg_node_get(hNode);
-    if (!node || !numDependentNodes)
-        return CUDA_ERROR_INVALID_VALUE;
-    LOCKED(neighbours(node, dependentNodes, edgeData, numDependentNodes, true));
+    return neighbours(hNode, dependentNodes, edgeData, numDependentNodes, true);
 }
 
 CUresult softgpu_cuGraphNodeGetDependentNodes(CUgraphNode hNode, CUgraphNode *dependentNodes, size_t *numDependentNodes)

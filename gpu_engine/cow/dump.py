@@ -46,6 +46,7 @@ class CowDump(StopDump):
     """One concurrent checkpoint of a tree of processes that is to run on."""
 
     protocol = "cow"
+    _joining = "wait for comparing"
 
     def __init__(self, assignment: Assignment, cow: CowSettings, memory: CowMemory) -> None:
         """As :class:`~phos.gpu_engine.stop.dump.StopDump`."""
@@ -142,9 +143,6 @@ class CowDump(StopDump):
         began = self.timeline.now()
         self._saved.wait()
         self.timeline.add("wait for GPU data", began)
-
-    def _wait_for_data(self, phase: str = "wait for comparing") -> None:
-        super()._wait_for_data(phase)
 
     def _end_windows(self) -> None:
         """Nothing of a window is in use by anybody from here on."""

@@ -38,11 +38,12 @@ class SessionWindow:
         self._conversation = conversation
         self._kernels = kernels
         self._speculator = speculator
-        self._lock = threading.Lock()  # guards _window, _tracing, _safe; held while the window is opened
+        self._lock = threading.Lock()  # guards _window, _tracing; held while the window is opened
         self._window: TracingWindow | None = None
         self._tracing = False
+        # Not guarded: whoever connects cannot wait for the lock (connected()).
         self._safe = False  # nothing of what the process does need be known any more
-        self._broken = False  # not guarded: written by whoever connects, and read when that is over
+        self._broken = False
         self._twins: Twins | None = None  # those of the last window
 
     def connected(self, *, detached: bool) -> None:

@@ -282,8 +282,6 @@ class Restore(ABC):
 
         Runs in a thread of its own: the driver waits for the process to run.
         """
-        with self._lock:
-            self._reviving.add(pid)
         try:
             self._bring_back_driver_part(pid)
         finally:

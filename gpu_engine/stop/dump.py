@@ -74,6 +74,7 @@ class StopDump:
 
     kind = "dump"
     protocol = "stop"
+    _joining = "wait for GPU data"  # the phase in which the thread that copies is waited for
     order: TouchOrder | None = None
     """What is known of the order in which the processes touch their memory."""
     access_tables: Mapping[bytes, Callable[[], tuple[bytes, bool]]] = MappingProxyType({})
@@ -297,13 +298,13 @@ class StopDump:
             self.error = problems
             log.error("%s: %s", self.path, problems)
 
-    def _wait_for_data(self, phase: str = "wait for GPU data") -> None:
+    def _wait_for_data(self) -> None:
         if self._copying is None:
             return
         began = self.timeline.now()
         self._copying.join()
         self._copying = None
-        self.timeline.add(phase, began)
+        self.timeline.add(self._joining, began)
         self._return_blocks()
 
     def _complete(self) -> None:

@@ -185,13 +185,20 @@ class Site:
         self, program: Program, image: Path, *options: str, check: bool = True, **changes: str
     ) -> subprocess.CompletedProcess[str]:
         """``criu dump --lib phos``; without --leave-running the program is reaped, so that its pid is free."""
-        words = ["criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4"]
-        result = self.run(*words, *options, check=False, **changes)
+        result = self.run(*self._dump(program, image), *options, check=False, **changes)
         if check:
             assert result.returncode == 0, f"{result.stdout}{result.stderr}{self.errors(image / 'dump.log')}"
             if "--leave-running" not in options:
                 self.gone(program)
         return result
+
+    def begin_dump(self, program: Program, image: Path, *options: str, **changes: str) -> subprocess.Popen[bytes]:
+        """The same in the background."""
+        return self.background(*self._dump(program, image), *options, **changes)
+
+    @staticmethod
+    def _dump(program: Program, image: Path) -> list[str]:
+        return ["criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4"]
 
     def gone(self, program: Program) -> None:
         """Wait until a program and its children have ended and their pids are free: CRIU restores under the same."""

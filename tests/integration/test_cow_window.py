@@ -74,8 +74,7 @@ def begin(site: Site, program: Program, image: Path) -> subprocess.Popen[bytes]:
     script = site.folder / f"{image.name}-post-dump"
     script.write_text(f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || cp {program.output} {image}/output\n')
     script.chmod(0o755)
-    options = ["--leave-running", "--action-script", str(script), "-o", "dump.log", "-v4"]
-    dump = site.background("criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), *options)
+    dump = site.begin_dump(program, image, "--leave-running", "--action-script", str(script))
     wait_until(
         lambda: log.read_text().count(" is attached: ") > before or dump.poll() is not None, f"the window of {image}"
     )

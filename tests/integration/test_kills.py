@@ -5,23 +5,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.integration.site import Program, Site, wait_until, words
+from tests.integration.site import Site, wait_until, words
 
 OPTIONS = ("--iterations", "60", "--iteration-seconds", "0.03")
 SLOW = {"SOFTGPU_TOGGLE_MS": "300"}
-
-
-def begin_dump(site: Site, program: Program, image: Path, *options: str) -> subprocess.Popen[bytes]:
-    """criu dump in the background."""
-    words = ["criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4"]
-    return site.background(*words, *options)
 
 
 def criu_processes(site: Site) -> list[int]:
@@ -48,7 +40,7 @@ class Dumping:
         self.program.wait_iterations(5)
         self.daemon = site.daemon_pid()
         self.image = site.image()
-        self.dump = begin_dump(site, self.program, self.image, "--leave-running")
+        self.dump = site.begin_dump(self.program, self.image, "--leave-running")
         wait_until(lambda: criu_processes(site) or self.dump.poll() is not None, "CRIU")
 
     def ends_well(self, *, inside: bool = False) -> None:
@@ -103,7 +95,7 @@ def test_phosd_is_killed_while_all_is_detached_and_nobody_reaps_it(site: Site) -
     program = site.example("stencil", *OPTIONS, SOFTGPU_TOGGLE_MS="2000")
     program.wait_iterations(5)
     daemon = site.daemon_pid()
-    dump = begin_dump(site, program, site.image(), "--leave-running")
+    dump = site.begin_dump(program, site.image(), "--leave-running")
     hold = site.folder / "run" / "hold"
     wait_until(lambda: hold.exists() and any(hold.iterdir()), "the detach")
     for process in (*(p for p in site.processes() if "supervise.py" in " ".join(words(p))), psutil.Process(daemon)):
@@ -122,7 +114,7 @@ def test_application_is_killed_while_dumping(site: Site, delay: float) -> None:
     program = site.example("stencil", *OPTIONS, **SLOW)
     program.wait_iterations(5)
     image = site.image()
-    dump = begin_dump(site, program, image)
+    dump = site.begin_dump(program, image)
     wait_until(lambda: criu_processes(site) or dump.poll() is not None, "CRIU")
     time.sleep(delay)
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+from pathlib import Path
 
 import psutil
 
@@ -22,10 +24,19 @@ from tests.integration.pool_commands import (
 from tests.integration.site import Site, wait_until
 
 
-def slow_copies(site: Site) -> None:
-    """A new phosd, whose GPU copies 8 MiB/s: what layers_image() has takes half a minute."""
+def slow_copies(site: Site, rate: int = 8 << 20) -> None:
+    """A new phosd, whose GPU copies so many bytes a second: with 8 MiB, what layers_image() has takes half a minute."""
     site.run("phosd", "--stop")
-    site.run("phosd", "--ensure", SOFTGPU_COPY_BANDWIDTH=str(8 << 20))
+    site.run("phosd", "--ensure", SOFTGPU_COPY_BANDWIDTH=str(rate))
+
+
+def begin_take(site: Site, image: Path) -> tuple[int, subprocess.Popen[bytes]]:
+    """A process of a new pool p that is being opened eagerly, and the command that opens it."""
+    made = create(site, image, 1, "--name", "p")
+    (pid,) = made["parked"][0]["pids"]
+    taking = site.background("phos-gpu", "pool", "take", "p", "--eager")
+    wait_until(lambda: procfs.state(pid) != "T", "the take")
+    return pid, taking
 
 
 def loading(site: Site) -> list[str]:
@@ -66,12 +77,8 @@ def test_another_is_parked_while_the_one_before_is_loaded(site: Site) -> None:
 
 def test_a_take_that_phosd_does_not_live_to_finish_ends_the_process(site: Site) -> None:
     _, image, _ = layers_image(site)
-    site.run("phosd", "--stop")
-    site.run("phosd", "--ensure", SOFTGPU_COPY_BANDWIDTH=str(4 << 20))
-    made = create(site, image, 1, "--name", "p")
-    (pid,) = made["parked"][0]["pids"]
-    taking = site.background("phos-gpu", "pool", "take", "p", "--eager")
-    wait_until(lambda: procfs.state(pid) != "T", "the take")
+    slow_copies(site, 4 << 20)
+    pid, taking = begin_take(site, image)
     os.kill(site.daemon_pid(), signal.SIGKILL)
     assert taking.wait() == 3
     wait_until(lambda: not psutil.pid_exists(pid), "the end of the process")
@@ -81,12 +88,8 @@ def test_a_take_that_phosd_does_not_live_to_finish_ends_the_process(site: Site) 
 
 def test_a_drop_in_the_middle_of_a_take_leaves_the_process_to_its_taker(site: Site) -> None:
     program, image, go = layers_image(site)
-    site.run("phosd", "--stop")
-    site.run("phosd", "--ensure", SOFTGPU_COPY_BANDWIDTH=str(32 << 20))
-    made = create(site, image, 1, "--name", "p")
-    (pid,) = made["parked"][0]["pids"]
-    taking = site.background("phos-gpu", "pool", "take", "p", "--eager")
-    wait_until(lambda: procfs.state(pid) != "T", "the take")
+    slow_copies(site, 32 << 20)
+    _, taking = begin_take(site, image)
     site.run("phos-gpu", "pool", "drop", "p")
     assert taking.wait() == 0
     go.touch()

@@ -87,8 +87,7 @@ def test_left_running_after_a_dump(site: Site) -> None:
     program = site.start(sys.executable, str(LAYERS_PROGRAM), "last", "3", str(go))
     program.wait_iterations(1)
     image = site.image()
-    words = ["criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4"]
-    dump = site.background(*words, "--leave-running", PHOS_PROTOCOL="stop")
+    dump = site.begin_dump(program, image, "--leave-running", PHOS_PROTOCOL="stop")
     log = site.folder / "run" / "phosd.log"
     wait_until(lambda: "are detached" in log.read_text(), "the dump to begin")
     go.touch()

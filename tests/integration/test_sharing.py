@@ -13,6 +13,11 @@ from tests.integration.site import PATIENCE, Site, wait_until
 PROGRAM = Path(__file__).parent / "programs" / "shared_memory.py"
 
 
+def wait_exported(handle: Path) -> None:
+    """Until an owner has written its handle."""
+    wait_until(lambda: handle.exists() and handle.stat().st_size == 64, "the handle")
+
+
 def test_shared_buffer_survives_dump_kill_and_restore(site: Site) -> None:
     program = site.start(sys.executable, str(PROGRAM), "parent", "60", str(site.folder / "handle"))
     program.wait_iterations(10)
@@ -39,7 +44,7 @@ def test_memory_that_somebody_outside_the_tree_maps_is_refused(site: Site) -> No
     """He would not stand still while it is saved."""
     handle = site.folder / "handle"
     owner = site.start(sys.executable, str(PROGRAM), "alone", "5000", str(handle))
-    wait_until(lambda: handle.exists() and handle.stat().st_size == 64, "the handle")
+    wait_exported(handle)
     guest = site.start(sys.executable, str(PROGRAM), "child", "5000", str(handle))
     owner.wait_iterations(3)
     for number, (program, said) in enumerate(
@@ -61,10 +66,9 @@ def test_nobody_outside_is_handed_memory_that_is_being_saved(site: Site, protoco
     handle, log = site.folder / "handle", site.folder / "run" / "phosd.log"
     site.run("phosd", "--ensure")
     owner = site.start(sys.executable, str(PROGRAM), "alone", "30", str(handle), SOFTGPU_COPY_BANDWIDTH="0")
-    wait_until(lambda: handle.exists() and handle.stat().st_size == 64, "the handle")
+    wait_exported(handle)
     image = site.image()
-    words = ["criu", "dump", "--lib", "phos", "-t", str(owner.pid), "-D", str(image), "-o", "dump.log"]
-    dump = site.background(*words, "--leave-running", PHOS_PROTOCOL=protocol)
+    dump = site.begin_dump(owner, image, "--leave-running", PHOS_PROTOCOL=protocol)
     wait_until(lambda: "are detached" in log.read_text(), "the dump to begin")
     site.start(sys.executable, str(PROGRAM), "child", "30", str(handle), SOFTGPU_COPY_BANDWIDTH="0")
     assert dump.wait(PATIENCE) == 0, site.errors(image / "dump.log")
@@ -77,7 +81,7 @@ def test_what_has_been_freed_is_nobody_s(site: Site) -> None:
     """A guest that keeps it open is in nobody's way."""
     handle, freed = site.folder / "handle", site.folder / "handle.freed"
     owner = site.start(sys.executable, str(PROGRAM), "leaves", "30", str(handle))
-    wait_until(lambda: handle.exists() and handle.stat().st_size == 64, "the handle")
+    wait_exported(handle)
     guest = site.start(sys.executable, str(PROGRAM), "keeps", "30", str(handle))
     wait_until(freed.exists, "the memory to be freed")
     site.dump(owner, site.image(), "--leave-running")
