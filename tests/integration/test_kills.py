@@ -159,8 +159,10 @@ def test_application_does_not_need_phosd(site: Site) -> None:
 
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.3])
 def test_phosd_is_killed_while_restoring(site: Site, delay: float) -> None:
-    expected = expected_result(site)
-    program = site.example("stencil", *OPTIONS)
+    # So long that what computes in spite of a restore that failed is ended here before it is through.
+    options = ("--iterations", "250", "--iteration-seconds", "0.03")
+    expected = site.example("stencil", *options[:2], under=False).wait_result()
+    program = site.example("stencil", *options)
     program.wait_iterations(5)
     image = site.image()
     site.dump(program, image)
