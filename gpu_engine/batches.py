@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -10,6 +11,10 @@ from phos.gpu_engine.copy_work import NothingYet
 
 class Copied(Protocol):
     """A piece or a load."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
 
     @property
     def device(self) -> int:
@@ -26,10 +31,11 @@ Taken = TypeVar("Taken", bound=Copied)
 class Batches(Generic[Taken]):
     """What a worker takes from a source, in batches of at most ``most``; of one thread."""
 
-    def __init__(self, take: Callable[[], Taken | None], most: int) -> None:
-        """``take`` gives one after the other, then None for ever."""
+    def __init__(self, take: Callable[[], Taken | None], most: int, most_bytes: float = math.inf) -> None:
+        """``take`` gives one after the other, then None for ever. No further one follows ``most_bytes`` in a batch."""
         self._take = take
         self._most = most
+        self._most_bytes = most_bytes
         self._held: list[Taken] = []
         self._ended = False
 
@@ -47,7 +53,8 @@ class Batches(Generic[Taken]):
             NothingYet: there is nothing now.
         """
         batch, self._held = self._held, []
-        while len(batch) < self._most and not self._ended:
+        size = sum(taken.size for taken in batch)
+        while len(batch) < self._most and (not batch or size < self._most_bytes) and not self._ended:
             try:
                 taken = self._take()
             except NothingYet:
@@ -64,4 +71,5 @@ class Batches(Generic[Taken]):
                 break
             else:
                 batch.append(taken)
+                size += taken.size
         return batch

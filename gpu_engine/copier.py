@@ -67,7 +67,7 @@ class _Extents(Generic[Item]):
 class _Spans:
     """Whole blocks, one slot's worth at a time."""
 
-    table = changing = permits = 0
+    table = changing = permits = permitted = 0
     checks = None
 
     def __init__(self, spans: Iterable[Span], mappings: MappedBlocks) -> None:

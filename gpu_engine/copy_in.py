@@ -73,6 +73,7 @@ class Filler(Generic[Item]):
                         asked,
                         asked,
                         taken,
+                        time.perf_counter(),
                         [(load.size, self._kind(load), load.urgent) for load in loads],
                     )
         self._land()

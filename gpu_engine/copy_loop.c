@@ -5,6 +5,7 @@
  *
  * A lane belongs to one thread, in which the GPU's context is current. No state but the lane's. copy_loop.py describes the
  * same structures. The driver's functions come from whoever loaded the driver: this library is not linked with it. */
+#include "../frontend/clock.h"
 #include "../images/append.h"
 #include "../images/chunk_hash.h"
 #include "cow/chunk_table.h"
@@ -78,7 +79,8 @@ struct phos_save_job {
     const uint32_t *changing;       /* not 0: memory may have changed before it was copied, and what is appended is compared
                                        with its hashes; NULL: it cannot */
     const unsigned char *zero;      /* hash of a chunk of zeros */
-    sem_t *permits;                 /* the caller has one for each piece; NULL: none is needed */
+    sem_t *permits;                 /* the caller has one; NULL: none is needed */
+    uint64_t landed_ns;             /* set: when the last piece's bytes were in host memory, CLOCK_MONOTONIC */
 };
 
 /* What went wrong, besides the status. */
@@ -180,11 +182,14 @@ EXPORT int phos_copy_load(struct phos_copy_lane *lane, const struct phos_load *l
     return 0;
 }
 
-/* A piece's bytes are in host memory: from now on the device memory may change. */
-EXPORT void phos_copy_landed(const struct phos_save_job *job, const struct phos_save *save)
+/* A piece's bytes are in host memory: from now on the device memory may change. `last`: of those with one permit. */
+EXPORT void phos_copy_landed(struct phos_save_job *job, const struct phos_save *save, int last)
 {
     for (uint64_t at = 0, i = 0; job->table && at < save->size; at += job->stripe->chunk, i++)
         phos_chunks_saved(job->table, (uint32_t)(save->chunk + i));
+    if (!last)
+        return;
+    job->landed_ns = phos_now_ns();
     if (job->permits)
         sem_post(job->permits);
 }
@@ -229,8 +234,8 @@ static int begin_save(struct phos_copy_lane *lane, const struct phos_save *saves
     return code ? fails(failure, RECORD, code) : 0;
 }
 
-static int end_save(struct phos_copy_lane *lane, const struct phos_save_job *job, const struct phos_save *saves,
-                    uint32_t number, struct phos_copy_failure *failure)
+static int end_save(struct phos_copy_lane *lane, struct phos_save_job *job, const struct phos_save *saves,
+                    uint32_t number, int last, struct phos_copy_failure *failure)
 {
     const struct phos_save *save = &saves[number];
     const unsigned char *data = target(lane, saves, number);
@@ -238,7 +243,7 @@ static int end_save(struct phos_copy_lane *lane, const struct phos_save_job *job
     int code = save->device ? lane->driver->wait(lane->events[number % SLOTS]) : 0;
     if (code)
         return fails(failure, WAIT, code);
-    phos_copy_landed(job, save);
+    phos_copy_landed(job, save, last);
     if (save->place)
         return 0;
     if (compare(job, save, data, failure))
@@ -250,14 +255,14 @@ static int end_save(struct phos_copy_lane *lane, const struct phos_save_job *job
 
 /* Copy pieces out; while one is appended the next is on its way. All are there when it returns 0; after -1 one may still be
  * under way, and what was appended is not to be counted. Nothing else may be under way with the lane's events and slots. */
-EXPORT int phos_copy_save(struct phos_copy_lane *lane, const struct phos_save_job *job, const struct phos_save *saves,
+EXPORT int phos_copy_save(struct phos_copy_lane *lane, struct phos_save_job *job, const struct phos_save *saves,
                           uint32_t count, struct phos_copy_failure *failure)
 {
     for (uint32_t i = 0; i <= count; i++) {
         failure->number = i;
         if (i < count && begin_save(lane, saves, i, failure))
             return -1;
-        if (i && end_save(lane, job, saves, i - 1, failure))
+        if (i && end_save(lane, job, saves, i - 1, i == count, failure))
             return -1;
     }
     return 0;

@@ -56,6 +56,7 @@ class SaveJob(ctypes.Structure):
         ("changing", ctypes.c_void_p),
         ("zero", ctypes.c_char_p),
         ("permits", ctypes.c_void_p),
+        ("landed_ns", ctypes.c_uint64),
     )
 
 
@@ -71,14 +72,21 @@ def _library() -> ctypes.CDLL:
     pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
     library.phos_copy_load.argtypes = [pointer, pointer, u32, pointer]
     library.phos_copy_save.argtypes = [pointer, pointer, pointer, u32, pointer]
-    library.phos_copy_landed.argtypes = [pointer, pointer]
+    library.phos_copy_landed.argtypes = [pointer, pointer, ctypes.c_int]
     library.phos_copy_compare.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint64, pointer]
     library.phos_copy_compare.restype = ctypes.c_int64
     library.phos_copy_wait.argtypes = [pointer, pointer]
     library.phos_permits_size.restype = ctypes.c_size_t
     library.phos_permits_begin.argtypes = [pointer, u32]
-    for of_permits in (library.phos_permits_take, library.phos_permits_try, library.phos_permits_give):
-        of_permits.argtypes = [pointer]
+    library.phos_permits_take.argtypes = [pointer]
+    return library
+
+
+@functools.cache
+def _brief() -> ctypes.PyDLL:
+    """The same, for what takes less time than getting the interpreter lock back."""
+    library = ctypes.PyDLL(str(chunks_library()))
+    library.phos_permits_try.argtypes = library.phos_permits_give.argtypes = [ctypes.c_void_p]
     return library
 
 
@@ -89,9 +97,9 @@ def _driver_table() -> Any:
 
 
 class Permits:
-    """So many pieces may be taken and on their way to host memory at once; any thread.
+    """So many batches of pieces may be taken and on their way to host memory at once; any thread.
 
-    Native code gives a piece's permit back when the piece has landed (struct phos_save_job).
+    Native code gives a permit back when the last piece has landed (struct phos_save_job).
     """
 
     def __init__(self, count: int) -> None:
@@ -108,13 +116,13 @@ def take_permit(permits: int) -> None:
 
 def try_permit(permits: int) -> bool:
     """Have one if there is one now, or none is needed; whether."""
-    return not permits or bool(_library().phos_permits_try(permits))
+    return not permits or bool(_brief().phos_permits_try(permits))
 
 
 def give_permit(permits: int) -> None:
     """Give it back: no piece was taken, or it was not copied."""
     if permits:
-        _library().phos_permits_give(permits)
+        _brief().phos_permits_give(permits)
 
 
 class CopyFailed(Exception):
@@ -192,8 +200,8 @@ class CopyLane:
 
 
 def landed(job: SaveJob, save: bytes) -> None:
-    """What is done for a piece whose bytes are in host memory; :meth:`CopyLane.save` does it for each."""
-    _library().phos_copy_landed(ctypes.byref(job), save)
+    """What is done for a piece whose bytes are in host memory, the only one; :meth:`CopyLane.save` does it for each."""
+    _library().phos_copy_landed(ctypes.byref(job), save, True)
 
 
 def first_changed(address: int, size: int, chunk: int, hashes: bytes) -> int:

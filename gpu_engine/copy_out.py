@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -123,8 +124,8 @@ class Saver:
 
         Raises: what ``take``, the source, the sink and the driver raise; a copy may be under way then.
         """
-        # A piece that is taken and waits for a permit would be in the way of who waits for it.
-        batches = Batches(take, 1 if self._source.permits else PIECES_AT_ONCE)
+        limit = self._source.permitted if self._source.permits else math.inf
+        batches = Batches(take, PIECES_AT_ONCE, limit)
         while not batches.over:
             later = self._step(batches)
             if later:
@@ -142,10 +143,11 @@ class Saver:
         try:
             if pieces := batches.following():
                 taken = time.perf_counter()
-                self._save(pieces)
+                at = self._save(pieces)
                 landed = True
                 if self._trace is not None:
-                    self._trace.add(self._number, asked, allowed, taken, [(p.size, _kind(p), p.urgent) for p in pieces])
+                    copied = [(p.size, _kind(p), p.urgent) for p in pieces]
+                    self._trace.add(self._number, asked, allowed, taken, at, copied)
             return 0.0
         except NothingYet as later:
             wait = later.seconds
@@ -164,7 +166,8 @@ class Saver:
         finally:
             self._checking.release()
 
-    def _save(self, pieces: Sequence[Piece]) -> None:
+    def _save(self, pieces: Sequence[Piece]) -> float:
+        """Answers when the last of them was in host memory, by time.perf_counter()."""
         rooms: list[Place | None] = []
         for piece in pieces:
             rooms.append(self._sink.place(piece.size) if piece.address else None)
@@ -199,6 +202,7 @@ class Saver:
                     self._source.checks.add(piece, room.address)
             self._source.landed(piece)
             self._saved(piece.size)
+        return float(job.landed_ns * 1e-9)
 
     def _may_have_changed(self) -> bool:
         """Looked at when pieces have come: memory that may change from here on may have done so before."""

@@ -2,12 +2,13 @@
 
 PHOS_TRACE_COPIES names a folder. Each checkpoint and each restore leaves a file of JSON there, for bench/copy_trace.py:
 
-    {"image": path, "steps": [[worker, asked, allowed, taken, saved, [[bytes, kind, urgent], ...]], ...],
+    {"image": path, "began": seconds,
+     "steps": [[worker, asked, allowed, taken, landed, saved, [[bytes, kind, urgent], ...]], ...],
      "checks": [[worker, began, ended, bytes], ...]}
 
-Times are seconds since the first step: a worker asked for a permit, had it (a restore needs none), had taken the
-pieces, had saved them, or had queued them, when the last may still be under way; it began to compare a piece that had
-been saved, and had done so.
+``began`` is when the first step did, by the monotonic clock; other times are seconds since then: a worker asked for a
+permit, had it (a restore needs none), had taken the pieces, had the last of them in host memory (in a restore, had
+queued it), had seen to all that follows from that; it began to compare a piece that had been saved, and had done so.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Step(NamedTuple):
     asked: float
     allowed: float
     taken: float
+    landed: float
     saved: float
     pieces: list[tuple[int, str, bool]]
 
@@ -58,10 +60,16 @@ class CopyTrace:
         self._checks: list[Check] = []
 
     def add(
-        self, worker: int, asked: float, allowed: float, taken: float, pieces: Sequence[tuple[int, str, bool]]
+        self,
+        worker: int,
+        asked: float,
+        allowed: float,
+        taken: float,
+        landed: float,
+        pieces: Sequence[tuple[int, str, bool]],
     ) -> None:
-        """Pieces (bytes, where they came from, whether somebody waited) have been saved or queued just now."""
-        self._steps.append(Step(worker, asked, allowed, taken, time.perf_counter(), list(pieces)))
+        """Pieces (bytes, where they came from, whether somebody waited) have been seen to just now."""
+        self._steps.append(Step(worker, asked, allowed, taken, landed, time.perf_counter(), list(pieces)))
 
     def checked(self, worker: int, began: float, size: int) -> None:
         """A piece has been compared just now."""
@@ -71,13 +79,13 @@ class CopyTrace:
         """Leave the file; the job is over. A folder that cannot be written to is no reason to fail."""
         first = min((step.asked for step in self._steps), default=0.0)
         steps = [
-            [s.worker, *(round(at - first, 6) for at in (s.asked, s.allowed, s.taken, s.saved)), s.pieces]
+            [s.worker, *(round(at - first, 6) for at in (s.asked, s.allowed, s.taken, s.landed, s.saved)), s.pieces]
             for s in self._steps
         ]
         checks = [[c.worker, round(c.began - first, 6), round(c.ended - first, 6), c.size] for c in self._checks]
         path = self._folder / f"copies-{os.getpid()}-{time.time_ns()}.json"
         try:
-            path.write_text(json.dumps({"image": image, "steps": steps, "checks": checks}))
+            path.write_text(json.dumps({"image": image, "began": first, "steps": steps, "checks": checks}))
         except OSError as error:
             log.warning("%s=%s: %s", VARIABLE, self._folder, error)
 

@@ -109,8 +109,10 @@ class Source(Protocol):
     """Address of a 32-bit word: unless it is 0 memory may have changed before it was copied, and what comes is compared
     with the piece's hashes, or given to ``checks``. 0: there is no such word."""
     permits: int
-    """Address of a :class:`~phos.gpu_engine.copy_loop.Permits`, one of which is had before a piece is taken and until
-    its bytes are in host memory; 0: as many are taken and queued as may be."""
+    """Address of a :class:`~phos.gpu_engine.copy_loop.Permits`, one of which is had before pieces are taken and until
+    their bytes are in host memory; 0: as many are taken and queued as may be."""
+    permitted: int
+    """With one permit pieces are taken until there are so many bytes; 0: one piece."""
 
     @property
     def checks(self) -> Checks | None:

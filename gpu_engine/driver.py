@@ -30,6 +30,11 @@ _FD_HANDLE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRI
 _STACK_LIMIT = cuda.CUlimit.CU_LIMIT_STACK_SIZE
 
 
+_in_use = threading.local()
+"""The thread's current context, which nobody else sets: each call that is spared is one after which the thread would
+have to get the interpreter lock back."""
+
+
 def _check(call: str, result: tuple[Any, ...], context: str = "") -> Any:
     code = int(result[0])
     if code != 0:
@@ -160,7 +165,9 @@ class Context:
 
     def use(self) -> None:
         """Make this context current in the calling thread."""
-        _check("cuCtxSetCurrent", cuda.cuCtxSetCurrent(self._context), f"on GPU {self.ordinal}")
+        if getattr(_in_use, "context", None) is not self:
+            _check("cuCtxSetCurrent", cuda.cuCtxSetCurrent(self._context), f"on GPU {self.ordinal}")
+            _in_use.context = self
 
     def free_memory(self) -> int:
         """Bytes free on the GPU now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.integration.dumped import LAYERS_SUM, Dumped
@@ -21,16 +22,18 @@ def test_each_piece_is_in_the_trace(site: Site) -> None:
     program = site.example("mlp", *EXAMPLES["mlp"])
     program.wait_iterations(5)
     image = site.image()
+    began = time.monotonic()
     site.run("phos-gpu", "checkpoint", str(program.pid), str(image), "--leave-running", "--protocol", "cow")
     program.wait_result()
     (file,) = folder.iterdir()
     trace = json.loads(file.read_text())
     assert trace["image"] == str(image)
-    for _, asked, allowed, taken, saved, pieces in trace["steps"]:
-        assert 0 <= asked <= allowed <= taken <= saved
+    assert began < trace["began"] < time.monotonic()
+    for _, asked, allowed, taken, landed, saved, pieces in trace["steps"]:
+        assert 0 <= asked <= allowed <= taken <= landed <= saved
         assert pieces
         assert {kind for _, kind, _ in pieces} <= {"place", "shadow", "zeros"}
-    pieces = [piece for step in trace["steps"] for piece in step[5]]
+    pieces = [piece for step in trace["steps"] for piece in step[6]]
     said = json.loads(site.run("phos-gpu", "inspect", "--json", str(image)).stdout)
     assert sum(size for size, _, _ in pieces) == said["gpu_data"]["total_bytes"]
     command = [sys.executable, str(ROOT / "bench" / "copy_trace.py"), "--bin", "1000", str(file)]
@@ -51,7 +54,7 @@ def test_so_are_those_of_a_stopped_program_and_of_its_restores(site: Site) -> No
     kinds = []
     for file in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
         trace = json.loads(file.read_text())
-        pieces = [piece for step in trace["steps"] for piece in step[5]]
+        pieces = [piece for step in trace["steps"] for piece in step[6]]
         assert trace["image"] == str(dumped.image)
         assert sum(size for size, _, _ in pieces) == total
         kinds.append({kind for _, kind, _ in pieces} - {"zeros"})

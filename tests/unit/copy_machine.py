@@ -190,6 +190,7 @@ class Given:
         table: ChunkTable | None = None,
         flag: Flag | None = None,
         permits: Permits | None = None,
+        permitted: int = 0,
     ) -> None:
         self._left = list(pieces)
         self._table = table
@@ -197,6 +198,7 @@ class Given:
         self.table = table.address if table else 0
         self.changing = flag.address if flag else 0
         self.permits = permits.address if permits else 0
+        self.permitted = permitted
         self.checks = PlacedPieces(self.changed)
         self.saved: list[Piece] = []
         self.blamed: list[tuple[Piece, int, bytes]] = []

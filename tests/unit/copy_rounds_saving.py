@@ -13,7 +13,7 @@ from typing import Any
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import BlockKey
-from phos.gpu_engine.copy_loop import Permits, take_permit
+from phos.gpu_engine.copy_loop import Permits, take_permit, try_permit
 from phos.gpu_engine.copy_work import Cancelled, Piece
 from phos.gpu_engine.cow.chunk_table import SAVED, UNSAVED, ChunkTable, Flag
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
@@ -178,6 +178,39 @@ def save_permitted(folder: Path) -> None:
     back, _ = started(lambda: [take_permit(permits.address) for _ in range(2)])
     back.join(PATIENCE)
     assert not back.is_alive()
+    table.close()
+
+
+def save_small_with_one_permit(folder: Path) -> None:
+    """With a permit pieces are taken up to so many bytes, and it comes back once, when the last of them is there."""
+    machine = Machine(1)
+    (block,) = machine.blocks(["xx" * 12])
+
+    def piece(number: int, size: int = CHUNK, **more: Any) -> Piece:
+        return machine.piece(block, number * CHUNK, size, chunk=number, **more)
+
+    pieces = [
+        piece(0),
+        piece(1),
+        piece(2),
+        piece(3),
+        piece(4),
+        piece(5, urgent=True),
+        piece(6),
+        None,
+        piece(7),
+        piece(8),
+    ]
+    table = ChunkTable(CHUNK, 12)
+    permits = Permits(1)
+    with writer_in(folder / "image", 1) as writer:
+        source = Given([*pieces, piece(9), piece(10), piece(11)], table, None, permits, permitted=3 * CHUNK)
+        machine.drain(source, Watched(writer, source.saved))
+        seen = "".join("|" if isinstance(event, str) else f"{event.chunk:x}" for event in source.saved)
+        assert seen == "|012|5|346|789|ab", seen
+        machine.compare(writer, [block])
+    assert try_permit(permits.address)
+    assert not try_permit(permits.address), "it is there once"
     table.close()
 
 

@@ -69,6 +69,11 @@ def test_with_permits_few_pieces_are_under_way(tmp_path: Path) -> None:
 
 
 @needs_softgpu
+def test_small_pieces_are_saved_together_with_one_permit(tmp_path: Path) -> None:
+    play(tmp_path, "save_small_with_one_permit")
+
+
+@needs_softgpu
 def test_memory_that_changed_too_early_is_found(tmp_path: Path) -> None:
     play(tmp_path, "save_changed", [0, False], [3, False], [1, True])
 
