@@ -44,7 +44,8 @@ static bool tables_agree(void)
     size_t whole = phos_window.table_size;
     return chunks->magic == PHOS_CHUNKS_MAGIC && table->magic == PHOS_WINDOW_MAGIC && table->size <= whole &&
            chunks->chunk_bytes && chunks->chunk_bytes % ((uint32_t)2 << 20) == 0 &&
-           sizeof *chunks + (uint64_t)chunks->chunks * 4 <= phos_window.chunks_size && table->slots < PHOS_SLOTS_MOST &&
+           sizeof *chunks + (uint64_t)chunks->chunks * 4 <= phos_window.chunks_size && chunks->chunks < PHOS_TOUCH_WRITES &&
+           table->slots < PHOS_SLOTS_MOST &&
            table->process < PHOS_PROCESSES_MOST && table->pools <= PHOS_DEVICES &&
            table->blocks_at + (uint64_t)table->blocks * sizeof(struct phos_window_block) <= whole &&
            table->pools_at + (uint64_t)table->pools * sizeof(struct phos_window_pool) <= whole &&
@@ -146,6 +147,7 @@ static void put_away(void)
     }
     free(phos_window.slots);
     free(phos_window.seen);
+    free(phos_window.written);
     free(phos_window.queued);
     if (phos_window.chunks)
         munmap(phos_window.chunks, phos_window.chunks_size);
@@ -167,8 +169,9 @@ static bool begin(const int *descriptors, size_t count, struct phos_error *error
     phos_window.slots = calloc(phos_window.table->slots + 1, sizeof *phos_window.slots);
     size_t words = phos_window.chunks->chunks / 64 + 1;
     phos_window.seen = calloc(words, sizeof *phos_window.seen);
+    phos_window.written = calloc(words, sizeof *phos_window.written);
     phos_window.queued = calloc(words, sizeof *phos_window.queued);
-    if (!phos_window.slots || !phos_window.seen || !phos_window.queued)
+    if (!phos_window.slots || !phos_window.seen || !phos_window.written || !phos_window.queued)
         return phos_fail(error, CUDA_SUCCESS, "out of host memory");
     for (uint32_t i = 0; i < phos_window.table->pools; i++)
         if (!map_pool(&phos_window_pools()[i], i, descriptors[2 + i], error))

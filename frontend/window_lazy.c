@@ -60,7 +60,7 @@ static void add_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdevic
 {
     struct missing *missing = cookie;
     struct phos_chunk_range chunks = phos_window_chunks(mapping, begin, end);
-    phos_window_note(chunks);
+    phos_window_note(chunks, false); /* checkpoints of this process see its writes themselves */
     if (mapping->shut)
         chunks = phos_window_chunks(mapping, mapping->range.address, mapping->range.address + mapping->range.size);
     else if (missing->strict)

@@ -33,7 +33,7 @@ struct phos_window {
     struct phos_slot *slots;
     uint32_t ticket;
     uint32_t transfer; /* where to look for a free transfer record */
-    uint64_t *seen;   /* a bit for each chunk that was touched; with phos_memory_lock */
+    uint64_t *seen, *written; /* a bit for each chunk that was touched, or written to; with phos_memory_lock */
     uint64_t *queued; /* lazy: a bit for each chunk that was put in the queue; with `lock` */
     bool no_longer_shut; /* strict: what is mapped from now on has access; with phos_memory_lock */
 };
@@ -51,8 +51,8 @@ struct phos_chunk_range {
 
 /* The chunks in the part of a mapping that lies in [begin, end); none if its block is not in the window. */
 struct phos_chunk_range phos_window_chunks(const struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end);
-/* These chunks are touched now: those that never were before are next in the order. */
-void phos_window_note(struct phos_chunk_range chunks);
+/* These chunks are touched now: those that never were, or were not written to, before are next in the order. */
+void phos_window_note(struct phos_chunk_range chunks, bool writes);
 void phos_window_note_all(const struct phos_touches *touches);
 
 /* ---- window_lazy.c ---- */

@@ -45,25 +45,27 @@ struct phos_chunk_range phos_window_chunks(const struct phos_mapping *mapping, C
     return (struct phos_chunk_range){block->window_first + (uint32_t)from, block->window_first + (uint32_t)(from < to ? to : from)};
 }
 
-void phos_window_note(struct phos_chunk_range chunks)
+void phos_window_note(struct phos_chunk_range chunks, bool writes)
 {
     struct phos_window_table *table = phos_window.table;
     uint32_t *list = (uint32_t *)((char *)table + table->order_at);
     uint32_t touched = table->touched; /* written here alone */
     for (uint32_t chunk = chunks.first; chunk < chunks.end && touched < table->order; chunk++) {
         uint64_t bit = (uint64_t)1 << chunk % 64;
-        if (phos_window.seen[chunk / 64] & bit)
+        if ((writes ? phos_window.written : phos_window.seen)[chunk / 64] & bit)
             continue;
         phos_window.seen[chunk / 64] |= bit;
-        list[touched++] = chunk;
+        if (writes)
+            phos_window.written[chunk / 64] |= bit;
+        list[touched++] = chunk | (writes ? PHOS_TOUCH_WRITES : 0);
     }
     __atomic_store_n(&table->touched, touched, __ATOMIC_RELEASE);
 }
 
-static void note_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *unused)
+static void note_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie)
 {
-    (void)unused;
-    phos_window_note(phos_window_chunks(mapping, begin, end));
+    const struct phos_touch *touch = cookie;
+    phos_window_note(phos_window_chunks(mapping, begin, end), touch->access & PHOS_WRITES);
 }
 
 void phos_window_note_all(const struct phos_touches *touches)
@@ -72,5 +74,5 @@ void phos_window_note_all(const struct phos_touches *touches)
         return;
     PHOS_LOCKED(&phos_memory_lock);
     for (size_t i = 0; i < touches->count; i++)
-        phos_window_visit(&touches->list[i], note_mapping, NULL);
+        phos_window_visit(&touches->list[i], note_mapping, (void *)&touches->list[i]);
 }

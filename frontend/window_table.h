@@ -13,7 +13,7 @@
  * before it nobody may read or write it, and phosd alone changes the states.
  *
  * One window table for each process: which chunks its blocks have, the slots of its shadow pools, a queue of chunks that
- * phosd should see to first, and the order in which the process first touched its chunks. */
+ * phosd should see to first, and the order in which the process first touched, and first wrote to, its chunks. */
 #pragma once
 #include <stdint.h>
 
@@ -35,6 +35,7 @@ enum phos_chunk_state {
 #define PHOS_SLOT_NONE 0xffffu
 #define PHOS_SLOTS_MOST 0x10000u
 #define PHOS_PROCESSES_MOST 0x7ffeu
+#define PHOS_TOUCH_WRITES 0x80000000u /* beside a chunk's number in the list of first touches: it may have been written to */
 
 struct phos_chunk_table {
     uint64_t magic;
@@ -105,7 +106,7 @@ struct phos_window_table {
     uint64_t blocks_at, pools_at, slots_at, transfers_at, queue_at; /* bytes from the start */
     struct phos_window_counts counts;
     uint32_t mode;         /* enum phos_window_mode */
-    uint32_t order;        /* room in the list of first touches: each chunk at most once */
+    uint32_t order;        /* room in the list of first touches; a chunk that is read first comes again when it is written */
     uint32_t touched;      /* how many are in it */
     uint32_t zero;
     uint64_t order_at;     /* bytes from the start */

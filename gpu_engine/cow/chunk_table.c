@@ -128,7 +128,8 @@ EXPORT int64_t phos_window_next(struct phos_window_table *table, uint32_t *head)
     return ((uint32_t *)at(table, table->queue_at))[(*head)++];
 }
 
-/* The next chunk that the process touched for the first time, or -1; the reader keeps *head. */
+/* The next chunk that the process touched for the first time, perhaps with PHOS_TOUCH_WRITES, or -1; the reader keeps
+ * *head. */
 EXPORT int64_t phos_window_next_touched(struct phos_window_table *table, uint32_t *head)
 {
     uint32_t tail = load(&table->touched);

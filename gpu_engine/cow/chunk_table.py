@@ -21,6 +21,9 @@ SHADOWED = 0x10000
 NO_SLOT = 0xFFFF
 """Instead of a slot's number: the process has taken the chunk, and not queued its copy yet."""
 
+TOUCH_WRITES = 0x80000000
+"""PHOS_TOUCH_WRITES of window_table.h."""
+
 POOL_FLAGS = 2 << 20
 TRANSFERS = 64
 """PHOS_POOL_FLAGS and PHOS_TRANSFERS of window_table.h; a test compares them."""
@@ -256,10 +259,13 @@ class WindowTable:
         """The memfd."""
         return self._shared.descriptor
 
-    def next_touched(self) -> int | None:
-        """The next chunk that the process touched for the first time; one caller at a time."""
-        chunk = self._lib.phos_window_next_touched(self._shared.address, ctypes.byref(self._touched_head))
-        return None if chunk < 0 else int(chunk)
+    def next_touched(self) -> tuple[int, bool] | None:
+        """The next chunk that the process touched for the first time, and whether that may have been by writing.
+
+        One that was read first comes again when it is written to. One caller at a time.
+        """
+        touch = self._lib.phos_window_next_touched(self._shared.address, ctypes.byref(self._touched_head))
+        return None if touch < 0 else (int(touch) & ~TOUCH_WRITES, bool(touch & TOUCH_WRITES))
 
     def loading(self) -> Loading:
         """How far a lazily restored process is."""

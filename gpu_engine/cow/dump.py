@@ -15,7 +15,6 @@ from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.copy_work import Cancelled
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.window import Windows
-from phos.gpu_engine.cow.write_order import WriteOrder
 from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError
 from phos.gpu_engine.stop.dump import Assignment, StopDump
 from phos.gpu_engine.stop.tree import BorrowBlocks
@@ -30,10 +29,13 @@ that its arguments point to: slower, not wrong."""
 
 
 class CowMemory:
-    """What outlives a checkpoint: what windows have seen."""
+    """What outlives a checkpoint: what windows have seen. Training repeats itself.
+
+    ``written``: in which order processes first write to their memory once they run on; so the next checkpoint saves it.
+    """
 
     def __init__(self) -> None:
-        self.written = WriteOrder()
+        self.written = TouchOrder()
         self.touched = TouchOrder()
 
     def forget(self, session: bytes) -> None:
@@ -119,9 +121,9 @@ class CowDump(StopDump):
         began = next((phase.start for phase in self.timeline.phases() if phase.name in STALL_BEGINS), None)
         if began is not None:
             self.timeline.add(STALL, began, concurrent=True)
-        self._residues.start_saving(self._writer)
         self._say_if_not_back(back)
         self._wait_saved()
+        self._residues.start_saving(self._writer)  # not before: a process waits for copies, and for none of these
         self._end_windows()
         self._return_blocks()  # comparing needs none, and the processes may have freed some
         try:
@@ -161,9 +163,9 @@ class CowDump(StopDump):
                 self._counts[name] = self._counts.get(name, 0) + value
         for name in self._windows.culprits():
             log.info("%s: %s may write anywhere: it waited until everything was saved", self.path, name)
-        self._memory.written.learn(self._windows.written(), self._keys)
-        for session, touched in self._windows.touched().items():
-            self._memory.touched.learn(session, touched, self._keys)
+        for session, seen in self._windows.touched().items():
+            self._memory.touched.learn(session, seen.touched, self._keys)
+            self._memory.written.learn(session, seen.written, self._keys)
         self._windows.close()
         if self._counts:
             log.info("%s: in the window: %s", self.path, ", ".join(f"{k} {v}" for k, v in self._counts.items()))

@@ -61,7 +61,11 @@ class _Copy(NamedTuple):
 
 
 class Shadows:
-    """The copies of all processes of a checkpoint. Any thread; :meth:`read` is one thread's at a time."""
+    """The copies of all processes of a checkpoint. :meth:`read` is one thread's at a time, the others another's.
+
+    The two share no lock. Whoever gives out chunks would wait for it with all the others behind him, and to be woken
+    takes longer than what there is to do. Steps that a comment calls single are so under the interpreter lock.
+    """
 
     def __init__(self, table: ChunkTable, windows: Sequence[Window]) -> None:
         self._table = table
@@ -70,25 +74,23 @@ class Shadows:
         self._looked = 0.0
         self._dead: frozenset[int] = frozenset()  # numbers of processes that had ended before the flags were read
         self._failure: BaseException | None = None
-        self._asked = False  # by anybody, about transfers that only newer flags can tell of; a look too many is no harm
-        self._lock = threading.Lock()  # guards all below
-        self._pending: set[int] = set()  # chunks in one of the three below
-        self._owed: list[int] = []  # where they are is not known yet
         self._copies: list[_Copy] = []
+        self._asked = False  # by anybody, about transfers that only newer flags can tell of; a look too many is no harm
+        # Of both; add, discard, append and popleft are single steps.
+        self._pending: set[int] = set()  # chunks whose copies are owed, under way, or made
+        self._owed: deque[int] = deque()  # where they are is not known yet
         self._made: deque[Made] = deque()
 
     def owe(self, chunk: int) -> None:
         """A process has taken the chunk: it is to be had when its copy has been made."""
-        with self._lock:
-            if chunk not in self._pending:
-                self._pending.add(chunk)
-                self._owed.append(chunk)
+        if chunk not in self._pending:
+            self._pending.add(chunk)
+            self._owed.append(chunk)
 
     @property
     def waiting(self) -> bool:
         """Whether any chunk is owed, or has not been fetched."""
-        with self._lock:
-            return bool(self._pending)
+        return bool(self._pending)
 
     def next_made(self) -> Made | None:
         """A chunk that can be had; it may come again if it is owed again.
@@ -97,12 +99,11 @@ class Shadows:
         """
         if self._failure is not None:
             raise self._failure
-        with self._lock:
-            if not self._made:
-                return None
-            made = self._made.popleft()
-            self._pending.discard(made.chunk)
-            return made
+        if not self._made:
+            return None
+        made = self._made.popleft()
+        self._pending.discard(made.chunk)
+        return made
 
     def transferring(self) -> bool:
         """Whether a transfer of a process that lives is under way or queued, by the flags as last read."""
@@ -143,8 +144,7 @@ class Shadows:
             self._failure = error
 
     def _in_demand(self) -> bool:
-        with self._lock:
-            return bool(self._owed or self._copies or self._asked)
+        return bool(self._owed or self._copies or self._asked)
 
     def read(self) -> None:
         """Find out what has been made, and now and then who has ended.
@@ -167,25 +167,25 @@ class Shadows:
                 pool.begin_reading()
             for pool in pools:
                 pool.end_reading()
-        with self._lock:
-            self._dead = dead
-            owed, self._owed = self._owed, []
-            for chunk in owed:
-                self._locate(chunk)
-            copies, self._copies = self._copies, []
-            for copy in copies:
-                if copy.pool.flag(copy.number) == copy.ticket:
-                    self._made.append(Made(copy.chunk, copy.pool.address(copy.number), copy.pool.device, copy.slot))
-                elif copy.process in dead:
-                    self._left(copy.chunk)
-                else:
-                    self._copies.append(copy)
+        self._dead = dead
+        copies = list(self._copies)
+        for _ in range(len(self._owed)):
+            self._locate(self._owed.popleft(), copies)
+        left = []
+        for copy in copies:
+            if copy.pool.flag(copy.number) == copy.ticket:
+                self._made.append(Made(copy.chunk, copy.pool.address(copy.number), copy.pool.device, copy.slot))
+            elif copy.process in dead:
+                self._left(copy.chunk)
+            else:
+                left.append(copy)
+        self._copies = left
 
     def _left(self, chunk: int) -> None:
         """Its copy will not be made, and what comes behind it in its stream is not run either."""
         self._made.append(Made(chunk, 0, -1, -1))
 
-    def _locate(self, chunk: int) -> None:
+    def _locate(self, chunk: int, copies: list[_Copy]) -> None:
         state = self._table.state(chunk)
         if state == UNSAVED:  # the driver refused the copy
             if self._table.claim(chunk) == UNSAVED:
@@ -205,7 +205,7 @@ class Shadows:
             if found is None:
                 raise Mispredicted(f"A process said that it copied chunk {chunk} to a place that does not exist.")
             pool, number = found
-            self._copies.append(_Copy(chunk, process, pool, number, window.table.ticket(slot), state - SHADOWED))
+            copies.append(_Copy(chunk, process, pool, number, window.table.ticket(slot), state - SHADOWED))
         elif process in self._dead:
             self._left(chunk)
         else:

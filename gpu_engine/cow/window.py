@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
@@ -17,7 +16,6 @@ from phos.gpu_engine.cow.feed import ChunkFeed, Place
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
 from phos.gpu_engine.cow.shadows import Window
-from phos.gpu_engine.cow.write_order import ChunkKey
 from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import Detached, GatedProcess
@@ -28,6 +26,13 @@ from phos.images.chunk_hash import zero_hash
 log = logging.getLogger(__name__)
 
 
+class FirstTouches(NamedTuple):
+    """Chunks in the order in which a process first read or wrote them, and in which it first wrote to them."""
+
+    touched: list[Touched]
+    written: list[Touched]
+
+
 class ProcessWindow:
     """One process's window. Implements :class:`~phos.gpu_engine.process.TracingWindow`."""
 
@@ -35,21 +40,24 @@ class ProcessWindow:
     loads = False
 
     def __init__(
-        self, process: GatedProcess, table: WindowTable, chunks: ChunkTable, pools: LentPools, may_change: Flag
+        self,
+        process: GatedProcess,
+        table: WindowTable,
+        chunks: ChunkTable,
+        pools: LentPools,
+        attaching: Callable[[], None],
     ) -> None:
+        """``attaching`` is called when the process is about to map its memory."""
         self.process = process
         self.table = table
         self.pools = pools
         self._chunks = chunks
-        self._may_change = may_change
+        self._attaching = attaching
         self._saved = threading.Event()
 
     def attaching(self) -> None:
-        """See :class:`~phos.gpu_engine.process.TracingWindow`.
-
-        Until the first process of a tree maps its memory nothing can write there: what is saved need not be compared.
-        """
-        self._may_change.set()
+        """See :class:`~phos.gpu_engine.process.TracingWindow`."""
+        self._attaching()
 
     def descriptors(self) -> list[int]:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
@@ -72,7 +80,6 @@ class Windows:
     def __init__(self, settings: CowSettings, lane: Callable[[int], driver.Lane]) -> None:
         """``lane``: the stream of a GPU in which the flags of shadows are read."""
         self._settings = settings
-        self._began = 0.0
         self._lane = lane
         self._pools: dict[bytes, LentPools] = {}
         self._windows: dict[bytes, ProcessWindow] = {}
@@ -107,12 +114,12 @@ class Windows:
         blocks: Sequence[Block],
         mapped: MappedBlocks,
         expected: Sequence[bytes] | None,
-        written_before: Mapping[ChunkKey, float],
+        written_before: Sequence[Touched],
         sink: Sink,
     ) -> ChunkFeed:
         """With the processes detached: number the chunks and make the tables.
 
-        ``written_before``: what earlier windows saw written, and when. ``sink``: where the data will go.
+        ``written_before``: what earlier windows saw written, in order. ``sink``: where the data will go.
         """
         first: dict[BlockKey, int] = {}
         places: list[Place] = []
@@ -124,6 +131,12 @@ class Windows:
                 places.append(Place(block.key, offset, size, address + offset, block.device))
         self._table = ChunkTable(CHUNK_BYTES, len(places))
         may_change = Flag()
+
+        def attaching() -> None:
+            may_change.set()  # until the first process maps its memory nothing can write there: why compare?
+            if self.feed is not None:
+                self.feed.hold()
+
         for number, process in enumerate(processes):
             pools = self._pools.setdefault(process.session, LentPools([]))
             visible = process.ordinals()
@@ -131,9 +144,9 @@ class Windows:
             shapes = [pool.shape(visible[pool.device]) for pool in pools.pools]
             queue = 4 * sum(chunk_count(size) for _, size, _ in records)
             pools.table = WindowTable(
-                number, records, shapes, queue, prioritise=self._settings.prioritise, order=queue // 4
+                number, records, shapes, queue, prioritise=self._settings.prioritise, order=queue // 2
             )
-            self._windows[process.session] = ProcessWindow(process, pools.table, self._table, pools, may_change)
+            self._windows[process.session] = ProcessWindow(process, pools.table, self._table, pools, attaching)
         order = first_written_first(places, written_before)
         if expected is not None:  # zeros first: they need no copying, so nobody has to copy them aside
             order.sort(key=lambda chunk: expected[chunk] != zero_hash(places[chunk].size))
@@ -159,7 +172,6 @@ class Windows:
     def runs_on(self) -> None:
         """Nobody stands still any more: the copies may take what they can get."""
         if self.feed is not None and not self.feed.runs_on.is_set():
-            self._began = time.perf_counter()
             self.feed.runs_on.set()
 
     def over(self) -> None:
@@ -169,25 +181,18 @@ class Windows:
         for window in self._windows.values():
             window.end()
 
-    def written(self) -> dict[ChunkKey, float]:
-        """The chunks that the processes came to write to before they were saved, and when: seconds since they run on.
-
-        Less than 0: while others were still brought back.
-        """
-        if self.feed is None:
-            return {}
-        places = self.feed.places
-        found = self.feed.first_wanted.items()
-        return {(places[chunk].key, places[chunk].offset): at - self._began for chunk, at in found}
-
-    def touched(self) -> dict[bytes, list[Touched]]:
-        """Of each process, in which order it first touched its chunks in this window."""
-        found: dict[bytes, list[Touched]] = {}
+    def touched(self) -> dict[bytes, FirstTouches]:
+        """What each process did with its chunks in this window, in the order in which it first did so."""
+        found: dict[bytes, FirstTouches] = {}
         for session, window in self._windows.items():
-            while self.feed is not None and (chunk := window.table.next_touched()) is not None:
-                if 0 <= chunk < len(self.feed.places):
+            while self.feed is not None and (touch := window.table.next_touched()) is not None:
+                chunk, writes = touch
+                if chunk < len(self.feed.places):
                     place = self.feed.places[chunk]
-                    found.setdefault(session, []).append((place.key, place.offset // CHUNK_BYTES))
+                    touches = found.setdefault(session, FirstTouches([], []))
+                    touches.touched.append((place.key, place.offset // CHUNK_BYTES))
+                    if writes:
+                        touches.written.append(touches.touched[-1])
         return found
 
     def culprits(self) -> list[str]:
@@ -216,6 +221,10 @@ class Windows:
             self._table = None
 
 
-def first_written_first(places: Sequence[Place], before: Mapping[ChunkKey, float]) -> list[int]:
+def first_written_first(places: Sequence[Place], before: Sequence[Touched]) -> list[int]:
     """An order in which to save chunks: those first that earlier windows saw written first, then the others."""
-    return sorted(range(len(places)), key=lambda c: (before.get((places[c].key, places[c].offset), math.inf), c))
+    ranks = {touched: rank for rank, touched in enumerate(before)}
+    last = len(ranks)
+    return sorted(
+        range(len(places)), key=lambda c: (ranks.get((places[c].key, places[c].offset // CHUNK_BYTES), last), c)
+    )

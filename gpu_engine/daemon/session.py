@@ -285,6 +285,7 @@ class Session:
             ) from error
         except OSError as error:
             raise PhosError(f"phosd cannot hand process {self.pid} its memory: {error}") from error
+        window = self._window.attaching()
         try:
             for start in range(0, len(borrowed), wire.DESCRIPTOR_LIMIT):
                 part = slice(start, start + wire.DESCRIPTOR_LIMIT)
@@ -294,7 +295,6 @@ class Session:
                 )
         finally:
             wire.close_all(block.descriptor for block in borrowed)
-        window = self._window.attaching()
         attach = wire_pb2.Attach(
             blocks=len(numbers),
             restored=self._from_image,

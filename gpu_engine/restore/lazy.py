@@ -203,9 +203,9 @@ class LazyRestore(Restore):
         blocks = {place.key for place in self._feed.places} if self._feed is not None else set()
         for session, window in self._windows.items():
             touched: list[Touched] = []
-            while self._feed is not None and (chunk := window.table.next_touched()) is not None:
-                if 0 <= chunk < len(self._feed.places):
-                    place = self._feed.places[chunk]
+            while self._feed is not None and (touch := window.table.next_touched()) is not None:
+                if touch[0] < len(self._feed.places):
+                    place = self._feed.places[touch[0]]
                     touched.append((place.key, place.offset // CHUNK_BYTES))
             self._learnt.learn(session, touched, blocks)
         if order := self._learnt.of(self._windows):

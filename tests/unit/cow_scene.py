@@ -15,6 +15,7 @@ from phos.gpu_engine.cow.chunk_table import (
     NO_SLOT,
     POOL_FLAGS,
     SHADOWED,
+    TOUCH_WRITES,
     TRANSFERS,
     ChunkTable,
     Flag,
@@ -32,7 +33,7 @@ CHUNK = 4 << 20
 BASE = 1 << 40
 SESSION = bytes(16)
 STATES = 64
-TAIL, TRANSFERRING, SLOTS_AT, TRANSFERS_AT, QUEUE_AT = 40, 44, 64, 72, 80
+TAIL, TRANSFERRING, SLOTS_AT, TRANSFERS_AT, QUEUE_AT, TOUCHED, ORDER_AT = 40, 44, 64, 72, 80, 160, 168
 """Offsets in the tables: test_cow_tables.py compares them with window_table.h."""
 
 
@@ -71,10 +72,10 @@ class Process:
         self.lives = True
         self.pools = [FakePool(count, device) for device, count in enumerate(slots)]
         shapes = [PoolShape(i, count, POOL_FLAGS + count * CHUNK) for i, count in enumerate(slots)]
-        self.table = WindowTable(number, [], shapes, queue, prioritise=True)
+        self.table = WindowTable(number, [], shapes, queue, prioritise=True, order=queue)
         lent = LentPools(self.pools)  # type: ignore[arg-type]
         self.window = Window(self.table, lent, lambda: self.lives)
-        self._tail = 0
+        self._tail = self._touched = 0
 
     def _read(self, offset: int) -> int:
         return int(struct.unpack("<Q", os.pread(self.table.descriptor, 8, offset))[0])
@@ -90,6 +91,12 @@ class Process:
             self._write(self._read(QUEUE_AT) + 4 * self._tail, chunk)
             self._tail += 1
         self._write(TAIL, self._tail)
+
+    def touch(self, chunk: int, *, writes: bool) -> None:
+        """Say that a chunk is touched for the first time, or written to."""
+        self._write(self._read(ORDER_AT) + 4 * self._touched, chunk | (TOUCH_WRITES if writes else 0))
+        self._touched += 1
+        self._write(TOUCHED, self._touched)
 
     def take(self, chunk: int) -> None:
         """Claim a chunk; its copy is not queued yet."""

@@ -288,9 +288,10 @@ static void *compute(void *argument)
         size_t size = 8 + 8 * draw(&seed, draw(&seed, 4) ? CHUNK / 4 : CHUNK * 2);
         size = size < memory_size - first ? size : memory_size - first;
         CUdeviceptr to = (CUdeviceptr)memory + first;
-        struct phos_touches touches = {.stream = stream, .list = touches.inline_list, .count = 1,
+        struct phos_touches touches = {.stream = stream, .list = touches.inline_list, .count = 2,
                                        .capacity = PHOS_TOUCHES_INLINE, .host_copy = !draw(&seed, 4)};
         touches.list[0] = (struct phos_touch){to, size, PHOS_WRITES};
+        touches.list[1] = (struct phos_touch){(CUdeviceptr)memory + draw(&seed, (unsigned)memory_size - 8), 8, PHOS_READS};
         phos_window_before(&touches);
         enqueue(stream, (struct work){.kind = KERNEL, .to = (char *)to, .size = size,
                                       .value = draw(&seed, 1000)});
@@ -391,18 +392,20 @@ static void wait_idle(void)
 }
 
 static struct phos_window_counts total;
-static uint64_t all_touched; /* in one window the copiers may have been done before a thread of the application ran */
+static unsigned char *noted; /* what the list of first touches has said of each chunk */
+static uint64_t all_touched, all_written; /* in one window the copiers may have been done before a thread of the application ran */
 
 static void window(uint32_t slots)
 {
     uint32_t queue = chunk_count * 4;
-    size_t size = phos_window_size(0, 1, slots, queue, chunk_count);
+    size_t size = phos_window_size(0, 1, slots, queue, chunk_count * 2);
     uint64_t pool_bytes = PHOS_POOL_FLAGS + (uint64_t)slots * CHUNK;
     phos_window.chunks = calloc(1, phos_chunks_size(chunk_count));
     phos_window.table = calloc(1, size);
     phos_chunks_begin(phos_window.chunks, CHUNK, chunk_count);
-    table_begin(phos_window.table, 5, 0, 1, slots, queue, chunk_count, 1, PHOS_WINDOW_COW);
+    table_begin(phos_window.table, 5, 0, 1, slots, queue, chunk_count * 2, 1, PHOS_WINDOW_COW);
     phos_window.seen = calloc(chunk_count / 64 + 1, sizeof *phos_window.seen);
+    phos_window.written = calloc(chunk_count / 64 + 1, sizeof *phos_window.written);
     phos_window_set_pool(phos_window.table, 0, 0, 0, slots, pool_bytes);
     phos_window.slots = calloc(slots + 1, sizeof *phos_window.slots);
     pool = &phos_window.pools[0];
@@ -443,11 +446,19 @@ static void window(uint32_t slots)
         if (phos_window.slots[i].event)
             fake_event_destroy(phos_window.slots[i].event);
     free((void *)pool->address);
-    memset(given, 0, chunk_count);
-    for (int64_t chunk; (chunk = phos_window_next_touched(phos_window.table, &touched)) >= 0; given[chunk] = true)
-        check(chunk < chunk_count && !given[chunk], "a chunk is touched for the first time twice");
+    memset(noted, 0, chunk_count);
+    for (int64_t touch; (touch = phos_window_next_touched(phos_window.table, &touched)) >= 0;) {
+        uint32_t chunk = (uint32_t)touch & ~PHOS_TOUCH_WRITES;
+        bool writes = (uint32_t)touch & PHOS_TOUCH_WRITES;
+        check(chunk < chunk_count, "a chunk that there is not is touched");
+        enum { TOUCHED = 1, WRITTEN } now = writes ? WRITTEN : TOUCHED;
+        check(noted[chunk] < now, "a chunk is touched, or written to, for the first time twice");
+        noted[chunk] = (unsigned char)now;
+        all_written += writes;
+    }
     all_touched += touched;
     free(phos_window.seen);
+    free(phos_window.written);
     free(phos_window.slots);
     free(phos_window.table);
     free(phos_window.chunks);
@@ -475,6 +486,7 @@ int main(int count, char **words)
     make_memory();
     order = calloc(chunk_count, sizeof *order);
     given = calloc(chunk_count, sizeof *given);
+    noted = calloc(chunk_count, sizeof *noted);
     check(chunk_count % 31 != 0, "the order has every chunk once");
     copier_seed = strtoull(words[3], NULL, 10);
     for (unsigned s = 0; s < STREAMS; s++) {
@@ -492,7 +504,7 @@ int main(int count, char **words)
     pthread_mutex_unlock(&gpu_lock);
     for (int s = 0; s < STREAMS; s++)
         pthread_join(streams[s].thread, NULL);
-    check(all_touched, "nothing was touched");
+    check(all_written && all_written < all_touched, "nothing was written to, or nothing read before it was");
     printf("%llu launches, %llu shadowed, %llu waits, %llu stream_waits, %llu failures\n",
            (unsigned long long)atomic_load(&launches), (unsigned long long)total.shadowed, (unsigned long long)total.waits,
            (unsigned long long)total.stream_waits, (unsigned long long)total.failures);

@@ -7,17 +7,18 @@ import threading
 
 import pytest
 
+from phos.gpu_engine import driver
 from phos.gpu_engine.copy_loop import take_permit
 from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow import feed as feed_module
-from phos.gpu_engine.cow.chunk_table import (
-    SAVED,
-)
-from phos.gpu_engine.cow.feed import PIECES_UNDER_WAY, PLACING_WORKERS, STALL_WORKERS
+from phos.gpu_engine.cow.chunk_table import SAVED
+from phos.gpu_engine.cow.feed import BATCHES_UNDER_WAY, HOLD_SECONDS, PLACING_WORKERS, STALL_WORKERS
+from phos.gpu_engine.cow.settings import CowSettings
+from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import ALIVE_SECONDS
-from phos.gpu_engine.cow.window import first_written_first
-from phos.gpu_engine.cow.write_order import WriteOrder
+from phos.gpu_engine.cow.window import ProcessWindow, Windows, first_written_first
 from phos.gpu_engine.errors import Mispredicted
+from phos.gpu_engine.touch_order import TouchOrder
 from phos.images.chunk_hash import chunk_hash, zero_hash
 from tests.unit.cow_scene import BASE, CHUNK, SESSION, Clock, Scene
 
@@ -46,8 +47,7 @@ def test_what_a_process_waits_for_goes_first(clock: Clock) -> None:
     assert scene.all() == [4, 2, 0, 1, 3, 5]
     clock.now += 2
     scene.processes[0].want(2, 5)
-    assert scene.take() is None
-    assert scene.feed.first_wanted == {4: clock.now - 2, 2: clock.now - 2}, "and the window is over"
+    assert scene.take() is None, "and the window is over"
 
 
 def test_chunks_wanted_twice_come_once() -> None:
@@ -135,24 +135,27 @@ def test_nobody_steps_aside_for_a_process_that_has_ended(clock: Clock) -> None:
 
 def test_first_written_first() -> None:
     places = Scene(4, (0,)).places
-    before = {(places[2].key, places[2].offset): 0.5, (places[0].key, places[0].offset): 1.5, ((SESSION, 9), 0): 2.0}
+    before = [(places[2].key, 2), ((SESSION, 9), 0), (places[0].key, 0)]
     assert first_written_first(places, before) == [2, 0, 1, 3]
-    assert first_written_first(places, {}) == [0, 1, 2, 3]
+    assert first_written_first(places, []) == [0, 1, 2, 3]
 
 
-def test_what_was_saved_too_early_to_be_seen_keeps_its_place() -> None:
-    early, late, other = ((SESSION, 1), 0), ((SESSION, 1), CHUNK), ((bytes(15) + b"x", 1), 0)
-    order = WriteOrder()
-    order.learn({early: 0.1, other: 0.2}, [early[0], other[0]])
-    order.learn({late: 0.7}, [late[0]])  # `early` had been saved before the program ran on
-    assert order.of([SESSION]) == {early: 0.1, late: 0.7}
-    order.learn({late: -0.05}, [late[0]])
-    assert order.of([SESSION, other[0][0]]) == {early: 0.1, late: -0.05, other: 0.2}
-    order.learn({}, [(SESSION, 2)])  # the block is not there any more
-    assert order.of([SESSION, other[0][0]]) == {other: 0.2}
-    order.learn({early: 0.1}, [early[0]])
-    order.forget(SESSION)
-    assert order.of([SESSION]) == {}
+def test_what_a_process_reads_first_and_writes_later_is_known_of_both() -> None:
+    scene = Scene(4, (1,))
+    process = scene.processes[0]
+    for chunk, writes in ((3, False), (1, True), (3, True), (2, False), (9, True)):
+        process.touch(chunk, writes=writes)
+    windows = Windows(CowSettings(), driver.Lane)
+    windows.feed = scene.feed
+    windows._windows = {SESSION: ProcessWindow(process, process.table, scene.table, LentPools([]), scene.feed.hold)}  # type: ignore[arg-type]
+    key = scene.places[0].key
+    (seen,) = windows.touched().values()
+    order = TouchOrder()
+    order.learn(SESSION, seen.touched, [key])
+    assert order.of([SESSION]) == [(key, 3), (key, 1), (key, 2)]
+    assert seen.written == [(key, 1), (key, 3)]
+    assert first_written_first(scene.places, seen.written) == [1, 3, 0, 2]
+    assert not windows.touched()
 
 
 def test_while_the_processes_stand_still_few_workers_copy() -> None:
@@ -169,7 +172,7 @@ def test_where_the_gpu_writes_into_the_image_few_pieces_are_under_way_instead() 
     assert scene.feed.workers() == PLACING_WORKERS
     scene.feed.runs_on.set()
     assert scene.feed.workers() is None
-    for _ in range(PIECES_UNDER_WAY):
+    for _ in range(BATCHES_UNDER_WAY):
         take_permit(scene.feed.permits)
     late = threading.Thread(target=take_permit, args=(scene.feed.permits,), daemon=True)
     late.start()
@@ -180,6 +183,42 @@ def test_where_the_gpu_writes_into_the_image_few_pieces_are_under_way_instead() 
     scene.land(piece)
     late.join(30)
     assert not late.is_alive(), "a piece that has landed makes room for another"
+
+
+def test_while_it_is_held_only_what_somebody_needs_is_copied(clock: Clock) -> None:
+    scene = Scene(8, (1,), placed=True)
+    scene.feed.runs_on.clear()
+    assert taken(scene) == 0
+    scene.feed.hold()
+    assert taken(scene) is None
+    scene.processes[0].want(5)
+    assert taken(scene) == 5
+    scene.processes[0].shadow(3, 0, 1)
+    scene.processes[0].copied(0, 1)
+    scene.processes[0].want(3)
+    assert taken(scene) is None
+    scene.read()
+    assert taken(scene) == 3
+    clock.now += HOLD_SECONDS - 0.01
+    assert taken(scene) is None
+    clock.now += 0.02
+    assert taken(scene) == 1, "a process that does not come back holds nothing up for ever"
+    scene.feed.hold()
+    assert taken(scene) is None
+    scene.feed.runs_on.set()
+    assert taken(scene) == 2
+    scene.feed.hold()
+    assert taken(scene) == 4, "nobody stands still any more"
+
+
+def taken(scene: Scene) -> int | None:
+    """The number of the next chunk, None: there is nothing now."""
+    try:
+        piece = scene.take()
+    except NothingYet:
+        return None
+    assert piece is not None
+    return piece.chunk
 
 
 def test_a_chunk_that_was_zeros_is_not_copied_whatever_it_has_become() -> None:

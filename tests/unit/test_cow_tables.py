@@ -58,6 +58,9 @@ int main(void)
     SHOW("slots at", offsetof(struct phos_window_table, slots_at));
     SHOW("transfers at", offsetof(struct phos_window_table, transfers_at));
     SHOW("queue at", offsetof(struct phos_window_table, queue_at));
+    SHOW("touched at", offsetof(struct phos_window_table, touched));
+    SHOW("order at", offsetof(struct phos_window_table, order_at));
+    SHOW("touch writes", PHOS_TOUCH_WRITES);
 #define COUNT(field) SHOW("count " #field, offsetof(struct phos_window_counts, field))
     COUNT(calls), COUNT(call_ns), COUNT(shadowed), COUNT(waits), COUNT(wait_ns), COUNT(anything), COUNT(stream_waits);
     COUNT(failures);
@@ -324,11 +327,15 @@ def test_tables_are_as_tests_write_them(layout: dict[str, int]) -> None:
     from tests.unit import cow_scene as scene
 
     assert layout["states at"] == scene.STATES == 64
-    assert [layout[name] for name in ("tail at", "transferring at", "slots at", "transfers at", "queue at")] == [
-        scene.TAIL,
-        scene.TRANSFERRING,
-        scene.SLOTS_AT,
-        scene.TRANSFERS_AT,
-        scene.QUEUE_AT,
-    ]
+    written = {
+        "tail at": scene.TAIL,
+        "transferring at": scene.TRANSFERRING,
+        "slots at": scene.SLOTS_AT,
+        "transfers at": scene.TRANSFERS_AT,
+        "queue at": scene.QUEUE_AT,
+        "touched at": scene.TOUCHED,
+        "order at": scene.ORDER_AT,
+        "touch writes": chunk_table.TOUCH_WRITES,
+    }
+    assert {name: layout[name] for name in written} == written
     assert chunk_table.library().phos_chunks_size(0) == 64
