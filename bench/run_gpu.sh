@@ -110,6 +110,11 @@ measure() {
     part "$name" $((seconds + 40)) "$python" "bench/$script.py" --budget "$budget" "$@"
 }
 
+# The Python that has PhOS itself, for what measures a part of it without phosd.
+own_python() {
+    command=$(readlink -f "$(command -v phos-gpu)") && echo "${command%/bin/phos-gpu}/venv/bin/python"
+}
+
 # traced NAME SECONDS SCRIPT...: as measure, with phosd's traces of copies; they and their tables go to the logs.
 traced() {
     PHOS_TRACE_COPIES=$logs/$1
@@ -150,7 +155,7 @@ for wanted in "$@"; do
     cow64) measure cow64 200 cow --sizes 64 --systems cow,stop ;;
     trace-cow64) traced trace-cow64 120 cow --sizes 64 --systems cow --repeats 2 --no-restore ;;
     trace-restore32) traced trace-restore32 200 restore --sizes 32 --repeats 1 --systems "eager;lazy;lazy, pinned;pool" ;;
-    page-lock) measure page-lock 60 page_lock ;;
+    page-lock) (python=$(own_python) && measure page-lock 60 page_lock --gib 8 --repeats 1) ;;
     cow-variants) measure cow-variants 420 cow --sections pools,validate,phases,transfers ;;
     audit) measure audit 240 audit ;;
     restore8) measure restore8 200 restore --sizes 8 ;;

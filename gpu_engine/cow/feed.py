@@ -36,10 +36,10 @@ BATCHES_UNDER_WAY = 6
 comes behind them. Four keep its copy engine busy as long as no worker waits for anything; but when one wants the
 interpreter lock and sleeps, a virtual machine takes half a millisecond to wake it."""
 
-HOLD_SECONDS = 1.0
-"""For so long at most only what somebody waits for is copied: a process that is stopped maps nothing for days."""
+STAND_BACK_SECONDS = 1.0
+"""For so long at most copies stand back for processes that map their memory: one may be stopped, and map nothing."""
 
-HELD_SECONDS = 1e-3
+LOOK_SECONDS = 1e-3
 """So often a worker looks then whether that is over."""
 
 
@@ -104,7 +104,7 @@ class ChunkFeed:
         self._given_count = 0
         self._aside_since = 0.0
         self._aside_again = 0.0
-        self._held_until = 0.0
+        self._back_until = 0.0
 
     def workers(self) -> int | None:
         """How many may copy now; None: all."""
@@ -119,20 +119,20 @@ class ChunkFeed:
                 return None
             if self._prioritise and self._step_aside():
                 raise NothingYet
-            held = time.perf_counter() < self._held_until and not self.runs_on.is_set()
-            piece = self._wanted() or self._shadowed() or (None if held else self._any())
+            back = time.perf_counter() < self._back_until and not self.runs_on.is_set()
+            piece = self._wanted() or self._shadowed() or (None if back else self._any())
             if piece is None:
-                raise NothingYet(HELD_SECONDS if held else IDLE_SECONDS)
+                raise NothingYet(LOOK_SECONDS if back else IDLE_SECONDS)
             return piece
 
-    def hold(self) -> None:
+    def stand_back(self) -> None:
         """Until processes run on, copy nothing but what one waits for or has copied aside.
 
         What the driver does for a process takes longer while copies fill the bus, mapping memory twenty times as long
         (an H100, 397 blocks: 0.39 s and 0.02 s), and the process stands still meanwhile.
         """
         with self._lock:
-            self._held_until = time.perf_counter() + HOLD_SECONDS
+            self._back_until = time.perf_counter() + STAND_BACK_SECONDS
 
     def landed(self, piece: Piece) -> None:
         """See :class:`~phos.gpu_engine.copy_work.Source`."""

@@ -135,7 +135,7 @@ class Windows:
         def attaching() -> None:
             may_change.set()  # until the first process maps its memory nothing can write there: why compare?
             if self.feed is not None:
-                self.feed.hold()
+                self.feed.stand_back()
 
         for number, process in enumerate(processes):
             pools = self._pools.setdefault(process.session, LentPools([]))

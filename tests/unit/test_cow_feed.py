@@ -12,7 +12,7 @@ from phos.gpu_engine.copy_loop import take_permit
 from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow import feed as feed_module
 from phos.gpu_engine.cow.chunk_table import SAVED
-from phos.gpu_engine.cow.feed import BATCHES_UNDER_WAY, HOLD_SECONDS, PLACING_WORKERS, STALL_WORKERS
+from phos.gpu_engine.cow.feed import BATCHES_UNDER_WAY, PLACING_WORKERS, STALL_WORKERS, STAND_BACK_SECONDS
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import ALIVE_SECONDS
@@ -147,7 +147,9 @@ def test_what_a_process_reads_first_and_writes_later_is_known_of_both() -> None:
         process.touch(chunk, writes=writes)
     windows = Windows(CowSettings(), driver.Lane)
     windows.feed = scene.feed
-    windows._windows = {SESSION: ProcessWindow(process, process.table, scene.table, LentPools([]), scene.feed.hold)}  # type: ignore[arg-type]
+    windows._windows = {
+        SESSION: ProcessWindow(process, process.table, scene.table, LentPools([]), scene.feed.stand_back)
+    }  # type: ignore[arg-type]
     key = scene.places[0].key
     (seen,) = windows.touched().values()
     order = TouchOrder()
@@ -185,11 +187,11 @@ def test_where_the_gpu_writes_into_the_image_few_pieces_are_under_way_instead() 
     assert not late.is_alive(), "a piece that has landed makes room for another"
 
 
-def test_while_it_is_held_only_what_somebody_needs_is_copied(clock: Clock) -> None:
+def test_while_copies_stand_back_only_what_somebody_needs_comes(clock: Clock) -> None:
     scene = Scene(8, (1,), placed=True)
     scene.feed.runs_on.clear()
     assert taken(scene) == 0
-    scene.feed.hold()
+    scene.feed.stand_back()
     assert taken(scene) is None
     scene.processes[0].want(5)
     assert taken(scene) == 5
@@ -199,15 +201,15 @@ def test_while_it_is_held_only_what_somebody_needs_is_copied(clock: Clock) -> No
     assert taken(scene) is None
     scene.read()
     assert taken(scene) == 3
-    clock.now += HOLD_SECONDS - 0.01
+    clock.now += STAND_BACK_SECONDS - 0.01
     assert taken(scene) is None
     clock.now += 0.02
     assert taken(scene) == 1, "a process that does not come back holds nothing up for ever"
-    scene.feed.hold()
+    scene.feed.stand_back()
     assert taken(scene) is None
     scene.feed.runs_on.set()
     assert taken(scene) == 2
-    scene.feed.hold()
+    scene.feed.stand_back()
     assert taken(scene) == 4, "nobody stands still any more"
 
 
