@@ -23,6 +23,7 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
+from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import has_ended, inner_pid
 from phos.gpu_engine.residue import RestoredResidues
@@ -99,6 +100,7 @@ class Restore(ABC):
         self._sessions: dict[bytes, GatedProcess] = {}
         self._image: ImageSource = open_source(directory)
         self._residues: RestoredResidues | None = None
+        self._mapped = MappedBlocks()  # where phosd copies to them; of the loading thread
         self._gpu_pairs: dict[str, str] = {}
         self._ordinals: dict[int, int] = {}
         inventory = self._image.inventory
@@ -205,6 +207,14 @@ class Restore(ABC):
             Cancelled, ImageError, DriverError, OSError.
         """
 
+    def _filled(self) -> None:
+        """All of it is there, and what it should be. Raises: as :meth:`_fill`."""
+        log.info("%s: %d bytes of GPU memory loaded", self.path, self.progress.total)
+
+    def _put_back(self) -> None:
+        """Nobody copies to the blocks any more, whatever has become of that: drop what it took."""
+        self._mapped.close()
+
     @abstractmethod
     def _may_attach(self) -> bool:
         """Whether the data allows a process to attach now; with the lock held."""
@@ -258,11 +268,11 @@ class Restore(ABC):
             with self.timeline.phase("GPU data", concurrent=True):
                 self._fill(borrowed)
                 confirm(self._image)
+            self._filled()
             with self._lock:
                 if self.state == "loading":
                     self.state = "loaded"
                 self._settle()
-            log.info("%s: %d bytes of GPU memory loaded", self.path, self.progress.total)
         except Cancelled:
             pass
         except Exception as error:
@@ -270,6 +280,10 @@ class Restore(ABC):
                 log.exception("%s: loading failed in an unforeseen way", self.path)
             self.fail(f"Loading GPU memory from {self.path} failed: {error}")
         finally:
+            try:
+                self._put_back()
+            except DriverError as error:  # the context is lost, with all that was mapped in it
+                log.warning("%s: what the data was copied through cannot be put back: %s", self.path, error)
             for block in borrowed:
                 os.close(block.descriptor)
             if self._residues is not None:

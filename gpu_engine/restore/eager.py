@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.copy_trace import tracing
-from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.restore.sources import manner
@@ -27,12 +25,11 @@ class EagerRestore(Restore):
         how = manner(image, self._copier, len(devices))
         chunks = {image.blocks[block.key].chunk_size for block in blocks}
         with (
-            closing(MappedBlocks()) as mapped,
             checked(image, self._copier, devices, chunks, how.at_once) as reading,
             tracing(self.path) as trace,
         ):
             loads = self._loads(blocks, how.at_once)
-            self._copier.load(blocks, loads, reading, self.progress, self._cancelled, mapped, how.workers, trace)
+            self._copier.load(blocks, loads, reading, self.progress, self._cancelled, self._mapped, how.workers, trace)
 
     def _loads(self, blocks: list[Block], at_once: int) -> Iterator[tuple[Block, int, int, Extent | None]]:
         for block in blocks:
@@ -40,4 +37,4 @@ class EagerRestore(Restore):
                 yield block, extent.offset, extent.length, None if extent.stripe is None else extent
 
     def _may_attach(self) -> bool:
-        return self._loaded.is_set() and self.state in ("loaded", "attached")
+        return self.state in ("loaded", "attached")

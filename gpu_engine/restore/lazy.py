@@ -19,10 +19,9 @@ from contextlib import ExitStack, closing
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_trace import tracing
-from phos.gpu_engine.copy_work import Cancelled, LoadSource
+from phos.gpu_engine.copy_work import Cancelled
 from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
 from phos.gpu_engine.errors import Mispredicted, PhosError
-from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import PARKED, UNDER_WAY, Restore
 from phos.gpu_engine.restore.feed import LoadFeed, LoadPlace
@@ -50,6 +49,9 @@ class LoadWindow:
         self._there = threading.Event()
 
     def attaching(self) -> None:
+        """See :class:`~phos.gpu_engine.process.TracingWindow`."""
+
+    def mapped(self) -> None:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
 
     def descriptors(self) -> list[int]:
@@ -141,11 +143,10 @@ class LazyRestore(Restore):
     def _fill(self, blocks: list[Block]) -> None:
         assert self._table is not None
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
-        with closing(MappedBlocks()) as mapped:
-            mapped.add(blocks)
-            how = manner(self._image, self._copier, len({block.device for block in blocks}))
-            self._feed = self._make_feed({block.key: mapped[block.key].address for block in blocks}, how)
-            self._pour(blocks, how)
+        self._mapped.add(blocks)
+        how = manner(self._image, self._copier, len({block.device for block in blocks}))
+        self._feed = self._make_feed({block.key: self._mapped[block.key].address for block in blocks}, how)
+        self._pour(blocks, how)
 
     def _make_feed(self, addresses: Mapping[BlockKey, int], how: Manner) -> LoadFeed:
         """What is loaded when, and to where: ``addresses`` are the blocks' in phosd's own contexts."""
@@ -167,15 +168,15 @@ class LazyRestore(Restore):
                     tracing(self.path) as trace,
                 ):
                     args = (blocks[0].device, reading, self.progress, self._cancelled, how.workers, trace)
-                    self._copier.fill(self._source(self._feed), *args)
+                    self._copier.fill(self._feed, *args)
             except Cancelled:  # the processes are dead; what they touched first is worth knowing all the same
                 self._end_windows()
                 raise
-        self._end_windows()
 
-    def _source(self, feed: LoadFeed) -> LoadSource[Extent]:
-        """What the copier takes its loads from."""
-        return feed
+    def _filled(self) -> None:
+        super()._filled()
+        with self.timeline.phase("end windows", concurrent=True):
+            self._end_windows()
 
     def _order(self, places: Sequence[LoadPlace]) -> list[int]:
         """Zeros first, which cost next to nothing; then what was touched first; then the rest, as it was allocated."""

@@ -19,20 +19,17 @@ from contextlib import suppress
 from phos.gpu_engine import driver, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
-from phos.gpu_engine.copy_work import LoadSource
 from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.base import Register
-from phos.gpu_engine.restore.feed import LoadFeed
 from phos.gpu_engine.restore.gpus import require_room
 from phos.gpu_engine.restore.lazy import LazyRestore
-from phos.gpu_engine.restore.reserved import MappingFeed, ReservedMemory
+from phos.gpu_engine.restore.reserved import ReservedMemory
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.gpu_engine.restore.sources import Manner, manner
 from phos.gpu_engine.timeline import Timeline
 from phos.gpu_engine.touch_order import TouchOrder
-from phos.images.extents import Extent
 from phos.images.formats import COMMIT_FILE
 
 log = logging.getLogger(__name__)
@@ -277,19 +274,16 @@ class PooledRestore(LazyRestore):
 
     def _fill(self, blocks: list[Block]) -> None:
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
-        self._reserved.have(blocks)
         assert self._how is not None
-        try:
-            self._pour(blocks, self._how)
-        finally:
-            self._reserved.free()
+        self._reserved.map(blocks)
+        self._pour(blocks, self._how)
 
-    def _source(self, feed: LoadFeed) -> LoadSource[Extent]:
-        return MappingFeed(feed, self._reserved)
+    def _put_back(self) -> None:
+        self._reserved.free()
 
     def _may_attach(self) -> bool:
         if self._eager:
-            return self._loaded.is_set() and self.state in ("loaded", "attached")
+            return self.state in ("loaded", "attached")
         return super()._may_attach()
 
     def _computes(self, pid: int) -> None:
