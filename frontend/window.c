@@ -109,6 +109,7 @@ static bool mark_blocks(struct phos_error *error)
                              (unsigned long long)record->block);
         block->window_chunks = (uint32_t)chunks;
         block->window_first = record->first_chunk;
+        phos_window.unwritten += (uint32_t)chunks;
     }
     return true;
 }

@@ -34,6 +34,7 @@ struct phos_window {
     uint32_t ticket;
     uint32_t transfer; /* where to look for a free transfer record */
     uint64_t *seen, *written; /* a bit for each chunk that was touched, or written to; with phos_memory_lock */
+    uint32_t unwritten;       /* chunks of this process that were not written to; likewise, but read by anybody, atomically */
     uint64_t *queued; /* lazy: a bit for each chunk that was put in the queue; with `lock` */
     bool no_longer_shut; /* strict: what is mapped from now on has access; with phos_memory_lock */
 };

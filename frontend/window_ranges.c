@@ -55,8 +55,10 @@ void phos_window_note(struct phos_chunk_range chunks, bool writes)
         if ((writes ? phos_window.written : phos_window.seen)[chunk / 64] & bit)
             continue;
         phos_window.seen[chunk / 64] |= bit;
-        if (writes)
+        if (writes) {
             phos_window.written[chunk / 64] |= bit;
+            __atomic_fetch_sub(&phos_window.unwritten, 1, __ATOMIC_RELAXED);
+        }
         list[touched++] = chunk | (writes ? PHOS_TOUCH_WRITES : 0);
     }
     __atomic_store_n(&table->touched, touched, __ATOMIC_RELEASE);
@@ -70,8 +72,8 @@ static void note_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdevi
 
 void phos_window_note_all(const struct phos_touches *touches)
 {
-    if (__atomic_load_n(&phos_window.table->touched, __ATOMIC_RELAXED) == phos_window.table->order)
-        return;
+    if (!__atomic_load_n(&phos_window.unwritten, __ATOMIC_RELAXED))
+        return; /* nothing is touched for the first time any more */
     PHOS_LOCKED(&phos_memory_lock);
     for (size_t i = 0; i < touches->count; i++)
         phos_window_visit(&touches->list[i], note_mapping, (void *)&touches->list[i]);

@@ -31,11 +31,22 @@ Taken = TypeVar("Taken", bound=Copied)
 class Batches(Generic[Taken]):
     """What a worker takes from a source, in batches of at most ``most``; of one thread."""
 
-    def __init__(self, take: Callable[[], Taken | None], most: int, most_bytes: float = math.inf) -> None:
-        """``take`` gives one after the other, then None for ever. No further one follows ``most_bytes`` in a batch."""
+    def __init__(
+        self,
+        take: Callable[[], Taken | None],
+        most: int,
+        most_bytes: float = math.inf,
+        *,
+        urgent_alone: bool = True,
+    ) -> None:
+        """``take`` gives one after the other, then None for ever. No further one follows ``most_bytes`` in a batch.
+
+        ``urgent_alone``: who waits for the first of a batch waits for all of it.
+        """
         self._take = take
         self._most = most
         self._most_bytes = most_bytes
+        self._urgent_alone = urgent_alone
         self._held: list[Taken] = []
         self._ended = False
 
@@ -44,10 +55,15 @@ class Batches(Generic[Taken]):
         """Whether there will be no further batch."""
         return self._ended and not self._held
 
+    @property
+    def holds(self) -> bool:
+        """Whether something has been taken that is in no batch yet."""
+        return bool(self._held)
+
     def following(self) -> list[Taken]:
         """The next batch, all for one GPU; empty: it is over.
 
-        One that somebody waits for comes alone, before those that were taken already.
+        One that somebody waits for ends a batch, and comes before those that were taken already.
 
         Raises:
             NothingYet: there is nothing now.
@@ -64,8 +80,9 @@ class Batches(Generic[Taken]):
             if taken is None:
                 self._ended = True
             elif taken.urgent:
-                self._held = batch
-                return [taken]
+                if self._urgent_alone or (batch and taken.device != batch[0].device):
+                    self._held, batch = batch, []
+                return [taken, *batch]
             elif batch and taken.device != batch[0].device:
                 self._held = [taken]
                 break

@@ -118,14 +118,17 @@ class Saver:
         self._saved = saved
         self._checking = checking
         self._trace = trace
+        self._landed = 0.0
+        """When all pieces of the last batch were in host memory, by time.perf_counter(); 0: they are not."""
 
     def run(self, take: Callable[[], Piece | None]) -> None:
         """Save what ``take`` gives, until it gives None.
 
         Raises: what ``take``, the source, the sink and the driver raise; a copy may be under way then.
         """
+        # A piece that was taken and is in no batch would wait for another permit, and who wants it would wait for that.
         limit = self._source.permitted if self._source.permits else math.inf
-        batches = Batches(take, PIECES_AT_ONCE, limit)
+        batches = Batches(take, PIECES_AT_ONCE, limit, urgent_alone=not self._source.permits)
         while not batches.over:
             later = self._step(batches)
             if later:
@@ -133,26 +136,25 @@ class Saver:
 
     def _step(self, batches: Batches[Piece]) -> float:
         """Save a batch, or check a piece meanwhile; if there is neither, the answer is for how many seconds to wait."""
-        landed = False
+        self._landed = 0.0
         asked = time.perf_counter()
         if not try_permit(self._source.permits):
-            if self._check():
+            if not batches.holds and self._check():
                 return 0.0
             take_permit(self._source.permits)
         allowed = time.perf_counter()
         try:
             if pieces := batches.following():
                 taken = time.perf_counter()
-                at = self._save(pieces)
-                landed = True
+                self._save(pieces)
                 if self._trace is not None:
                     copied = [(p.size, _kind(p), p.urgent) for p in pieces]
-                    self._trace.add(self._number, asked, allowed, taken, at, copied)
+                    self._trace.add(self._number, asked, allowed, taken, self._landed, copied)
             return 0.0
         except NothingYet as later:
             wait = later.seconds
         finally:
-            if not landed:  # and if it landed and something failed then, nobody counts any more
+            if not self._landed:
                 give_permit(self._source.permits)
         return 0.0 if self._check() else wait
 
@@ -166,8 +168,7 @@ class Saver:
         finally:
             self._checking.release()
 
-    def _save(self, pieces: Sequence[Piece]) -> float:
-        """Answers when the last of them was in host memory, by time.perf_counter()."""
+    def _save(self, pieces: Sequence[Piece]) -> None:
         rooms: list[Place | None] = []
         for piece in pieces:
             rooms.append(self._sink.place(piece.size) if piece.address else None)
@@ -191,6 +192,8 @@ class Saver:
                 room = rooms[failed.number]
                 data = self._slots[failed.number % len(self._slots)][1] if room is None else room.view
                 raise self._source.changed(pieces[failed.number], failed.code, data) from None
+            finally:
+                self._landed = job.landed_ns * 1e-9
             for number, (piece, room) in enumerate(zip(pieces, rooms, strict=True)):
                 if room is None:
                     stripe.record(piece.key, piece.offset, piece.size, *batch.appended(number))
@@ -202,7 +205,6 @@ class Saver:
                     self._source.checks.add(piece, room.address)
             self._source.landed(piece)
             self._saved(piece.size)
-        return float(job.landed_ns * 1e-9)
 
     def _may_have_changed(self) -> bool:
         """Looked at when pieces have come: memory that may change from here on may have done so before."""

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.content_hash import chunk_count
@@ -39,7 +40,7 @@ interpreter lock and sleeps, a virtual machine takes half a millisecond to wake 
 STAND_BACK_SECONDS = 1.0
 """For so long at most copies stand back for processes that map their memory: one may be stopped, and map nothing."""
 
-LOOK_SECONDS = 1e-3
+LOOK_SECONDS = 2.5e-4
 """So often a worker looks then whether that is over."""
 
 
@@ -52,6 +53,14 @@ class Place:
     size: int
     address: int
     device: int
+
+
+def _changed(places: Sequence[Place], piece: Piece, number: int, _: memoryview) -> Mispredicted:
+    place = places[piece.chunk + number]
+    return Mispredicted(
+        f"GPU memory changed before it was saved (block {place.key[1]}, {place.size} bytes at {place.offset}): "
+        "a kernel wrote where no guess said it would."
+    )
 
 
 class ChunkFeed:
@@ -98,12 +107,13 @@ class ChunkFeed:
         """Set when no process waits any more for what goes on beside the copies."""
         self.table = table.address
         self.changing = may_change.address if expected is not None else 0
-        self.checks = PlacedPieces(self.changed) if expected is not None else None
+        self.checks = PlacedPieces(partial(_changed, places)) if expected is not None else None
         self._lock = threading.Lock()  # guards all below
         self._given = bytearray(len(places))
         self._given_count = 0
         self._aside_since = 0.0
         self._aside_again = 0.0
+        self._mapping = 0  # processes that map their memory now
         self._back_until = 0.0
 
     def workers(self) -> int | None:
@@ -119,20 +129,27 @@ class ChunkFeed:
                 return None
             if self._prioritise and self._step_aside():
                 raise NothingYet
-            back = time.perf_counter() < self._back_until and not self.runs_on.is_set()
+            back = self._mapping > 0 and time.perf_counter() < self._back_until
             piece = self._wanted() or self._shadowed() or (None if back else self._any())
             if piece is None:
                 raise NothingYet(LOOK_SECONDS if back else IDLE_SECONDS)
             return piece
 
-    def stand_back(self) -> None:
-        """Until processes run on, copy nothing but what one waits for or has copied aside.
+    def mapping_begins(self) -> None:
+        """Until it ends, copy nothing but what somebody waits for or has copied aside.
 
-        What the driver does for a process takes longer while copies fill the bus, mapping memory twenty times as long
-        (an H100, 397 blocks: 0.39 s and 0.02 s), and the process stands still meanwhile.
+        Mapping memory takes the driver twenty times as long while copies fill the bus (an H100, 397 blocks: 0.39 s and
+        0.02 s), and the process stands still meanwhile. Several processes may be at it.
         """
         with self._lock:
-            self._back_until = time.perf_counter() + STAND_BACK_SECONDS
+            if not self._mapping:
+                self._back_until = time.perf_counter() + STAND_BACK_SECONDS
+            self._mapping += 1
+
+    def mapping_ended(self) -> None:
+        """A process has mapped its memory, or failed to."""
+        with self._lock:
+            self._mapping -= 1
 
     def landed(self, piece: Piece) -> None:
         """See :class:`~phos.gpu_engine.copy_work.Source`."""
@@ -142,11 +159,7 @@ class ChunkFeed:
 
     def changed(self, piece: Piece, number: int, data: memoryview) -> Mispredicted:
         """See :class:`~phos.gpu_engine.copy_work.Source`."""
-        place = self.places[piece.chunk + number]
-        return Mispredicted(
-            f"GPU memory changed before it was saved (block {place.key[1]}, {place.size} bytes at {place.offset}): "
-            "a kernel wrote where no guess said it would."
-        )
+        return _changed(self.places, piece, number, data)
 
     def _give(self, chunk: int, address: int, slot: int = -1, device: int = -1) -> Piece:
         self._given[chunk] = 1

@@ -33,6 +33,13 @@ class FirstTouches(NamedTuple):
     written: list[Touched]
 
 
+class Mapping(NamedTuple):
+    """What is called when a process is about to map its memory, and when it has, or has failed to."""
+
+    begins: Callable[[], None]
+    ended: Callable[[], None]
+
+
 class ProcessWindow:
     """One process's window. Implements :class:`~phos.gpu_engine.process.TracingWindow`."""
 
@@ -40,24 +47,22 @@ class ProcessWindow:
     loads = False
 
     def __init__(
-        self,
-        process: GatedProcess,
-        table: WindowTable,
-        chunks: ChunkTable,
-        pools: LentPools,
-        attaching: Callable[[], None],
+        self, process: GatedProcess, table: WindowTable, chunks: ChunkTable, pools: LentPools, mapping: Mapping
     ) -> None:
-        """``attaching`` is called when the process is about to map its memory."""
         self.process = process
         self.table = table
         self.pools = pools
         self._chunks = chunks
-        self._attaching = attaching
+        self._mapping = mapping
         self._saved = threading.Event()
 
     def attaching(self) -> None:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
-        self._attaching()
+        self._mapping.begins()
+
+    def mapped(self) -> None:
+        """See :class:`~phos.gpu_engine.process.TracingWindow`."""
+        self._mapping.ended()
 
     def descriptors(self) -> list[int]:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
@@ -132,10 +137,14 @@ class Windows:
         self._table = ChunkTable(CHUNK_BYTES, len(places))
         may_change = Flag()
 
-        def attaching() -> None:
+        def begins() -> None:
             may_change.set()  # until the first process maps its memory nothing can write there: why compare?
             if self.feed is not None:
-                self.feed.stand_back()
+                self.feed.mapping_begins()
+
+        def ended() -> None:
+            if self.feed is not None:
+                self.feed.mapping_ended()
 
         for number, process in enumerate(processes):
             pools = self._pools.setdefault(process.session, LentPools([]))
@@ -146,7 +155,9 @@ class Windows:
             pools.table = WindowTable(
                 number, records, shapes, queue, prioritise=self._settings.prioritise, order=queue // 2
             )
-            self._windows[process.session] = ProcessWindow(process, pools.table, self._table, pools, attaching)
+            self._windows[process.session] = ProcessWindow(
+                process, pools.table, self._table, pools, Mapping(begins, ended)
+            )
         order = first_written_first(places, written_before)
         if expected is not None:  # zeros first: they need no copying, so nobody has to copy them aside
             order.sort(key=lambda chunk: expected[chunk] != zero_hash(places[chunk].size))
@@ -171,7 +182,7 @@ class Windows:
 
     def runs_on(self) -> None:
         """Nobody stands still any more: the copies may take what they can get."""
-        if self.feed is not None and not self.feed.runs_on.is_set():
+        if self.feed is not None:
             self.feed.runs_on.set()
 
     def over(self) -> None:
@@ -183,16 +194,15 @@ class Windows:
 
     def touched(self) -> dict[bytes, FirstTouches]:
         """What each process did with its chunks in this window, in the order in which it first did so."""
-        found: dict[bytes, FirstTouches] = {}
+        found = {session: FirstTouches([], []) for session in self._windows}
         for session, window in self._windows.items():
             while self.feed is not None and (touch := window.table.next_touched()) is not None:
                 chunk, writes = touch
                 if chunk < len(self.feed.places):
                     place = self.feed.places[chunk]
-                    touches = found.setdefault(session, FirstTouches([], []))
-                    touches.touched.append((place.key, place.offset // CHUNK_BYTES))
+                    found[session].touched.append((place.key, place.offset // CHUNK_BYTES))
                     if writes:
-                        touches.written.append(touches.touched[-1])
+                        found[session].written.append(found[session].touched[-1])
         return found
 
     def culprits(self) -> list[str]:
@@ -213,6 +223,7 @@ class Windows:
         """Give memory and descriptors back, once no process uses them and nothing is copied any more."""
         self.over()
         self._windows = {}
+        self.feed = None
         for pools in self._pools.values():
             pools.close()
         self._pools = {}

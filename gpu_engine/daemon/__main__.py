@@ -111,7 +111,7 @@ def _run(path: Path, verbose: bool) -> None:
     sys.setswitchinterval(0.0002)
     # With Python's thresholds it looked for garbage for 4 % of a checkpoint, up to 34 ms at a time (64 GB, an H100).
     gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
+    gc.set_threshold(100_000)
     listener = _listen(path)
     daemon = Daemon(path, _version(), sharing)
     signal.signal(signal.SIGTERM, lambda *_: daemon.stop(listener))

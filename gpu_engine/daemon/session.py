@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 
 from phos.gen import phos_image_pb2 as pb
@@ -276,33 +277,16 @@ class Session:
             numbers = [(block.number, block.key) for block in self.detached.blocks]
         else:
             numbers = list(self._blocks.keys().items())
-        try:
-            borrowed = self._broker.borrow(key for _, key in numbers)
-        except KeyError as error:
-            raise MemoryLost(
-                f"phosd no longer holds GPU memory block {error.args[0][1]} that process {self.pid} "
-                f"({self.executable}) maps."
-            ) from error
-        except OSError as error:
-            raise PhosError(f"phosd cannot hand process {self.pid} its memory: {error}") from error
-        window = self._window.attaching()
-        try:
-            for start in range(0, len(borrowed), wire.DESCRIPTOR_LIMIT):
-                part = slice(start, start + wire.DESCRIPTOR_LIMIT)
-                self._conversation.tell(
-                    [block.descriptor for block in borrowed[part]],
-                    attach_blocks=wire_pb2.AttachBlocks(block=[number for number, _ in numbers[part]]),
-                )
-        finally:
-            wire.close_all(block.descriptor for block in borrowed)
-        attach = wire_pb2.Attach(
-            blocks=len(numbers),
-            restored=self._from_image,
-            shut=window is not None and window.shut,
-            tell=window is not None and window.loads and not self._kernels.whole,
-            loads=window is not None and window.loads,
-        )
-        done = self._conversation.ask(ANSWER_SECONDS, patient=True, attach=attach).attach_done
+        with self._window.mapping() as window:
+            self._send_blocks(numbers)
+            attach = wire_pb2.Attach(
+                blocks=len(numbers),
+                restored=self._from_image,
+                shut=window is not None and window.shut,
+                tell=window is not None and window.loads and not self._kernels.whole,
+                loads=window is not None and window.loads,
+            )
+            done = self._conversation.ask(ANSWER_SECONDS, patient=True, attach=attach).attach_done
         if done.error:
             raise PhosError(f"Process {self.pid} ({self.executable}) could not map its GPU memory again: {done.error}")
         if self.takes_residue:
@@ -329,6 +313,27 @@ class Session:
         self.detached = None
         self._from_image = False
         return done.map_ns * 1e-9, done.undo_ns * 1e-9
+
+    def _send_blocks(self, numbers: Sequence[tuple[int, BlockKey]]) -> None:
+        """Hand the frontend the descriptors of blocks, by its own numbers."""
+        try:
+            borrowed = self._broker.borrow(key for _, key in numbers)
+        except KeyError as error:
+            raise MemoryLost(
+                f"phosd no longer holds GPU memory block {error.args[0][1]} that process {self.pid} "
+                f"({self.executable}) maps."
+            ) from error
+        except OSError as error:
+            raise PhosError(f"phosd cannot hand process {self.pid} its memory: {error}") from error
+        try:
+            for start in range(0, len(borrowed), wire.DESCRIPTOR_LIMIT):
+                part = slice(start, start + wire.DESCRIPTOR_LIMIT)
+                self._conversation.tell(
+                    [block.descriptor for block in borrowed[part]],
+                    attach_blocks=wire_pb2.AttachBlocks(block=[number for number, _ in numbers[part]]),
+                )
+        finally:
+            wire.close_all(block.descriptor for block in borrowed)
 
     def tell(self, **body: object) -> None:
         """A packet that wants no answer. A process that is not connected now asks again when it is."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 from phos.gen import wire_pb2
@@ -55,12 +56,19 @@ class SessionWindow:
         if self._tracing or (self._window is not None and not self._safe and not detached):
             self._broken = True
 
-    def attaching(self) -> TracingWindow | None:
-        """The process is about to be attached; the window that is opened then."""
+    @contextmanager
+    def mapping(self) -> Iterator[TracingWindow | None]:
+        """Meanwhile the process gets its memory back; the window that is opened then."""
         with self._lock:
-            if self._window is not None:
-                self._window.attaching()
-            return self._window
+            window = self._window
+        if window is None:
+            yield None
+            return
+        window.attaching()
+        try:
+            yield window
+        finally:
+            window.mapped()
 
     def open(self) -> None:
         """Between attach and open: from here on the process's calls are traced, if somebody saves its memory."""

@@ -77,15 +77,17 @@ def test_a_concurrent_checkpoint_into_huge_pages_is_whole(site: Site, folder: Pa
 
 def test_a_wrong_guess_is_found_in_what_the_gpu_wrote(site: Site, folder: Path) -> None:
     """What comes to the image's own pages is compared apart from being copied, and before the image is whole."""
-    options = ("--iterations", "200", "--iteration-seconds", "0.03")
+    # It is between two iterations then, and goes on with kernels in its window. In the midst of one it would perhaps
+    # fill memory first, nobody lies about that, and wait until it is saved, with all the rest.
+    options = ("--iterations", "8", "--iteration-seconds", "2")
     expected = uninterrupted(site, "mlp", *options)
     lies = site.folder / "lies"
     lies.touch()
-    site.environment |= {"LYING_PHOSD": str(lies), "SOFTGPU_COPY_BANDWIDTH": str(8 << 20)}
+    site.environment |= {"LYING_PHOSD": str(lies), "SOFTGPU_COPY_BANDWIDTH": str(2 << 20)}
     site.serve("tests.integration.lying_phosd")
     program = site.example("mlp", *options)
-    program.wait_iterations(5)
     wait_until(lambda: analysed(site, program), "the analysis of its kernels")
+    program.wait_iterations(program.iterations() + 1)
     words = ["phos-gpu", "checkpoint", str(program.pid), str(folder / "image"), "--leave-running", "--protocol", "cow"]
     site.run(*words)
     assert "GPUs write into the image's own pages" in log_of(site)

@@ -7,13 +7,14 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import BlockKey
-from phos.gpu_engine.copy_loop import Permits, take_permit, try_permit
+from phos.gpu_engine.copy_loop import Permits, give_permit, take_permit, try_permit
 from phos.gpu_engine.copy_work import Cancelled, Piece
 from phos.gpu_engine.cow.chunk_table import SAVED, UNSAVED, ChunkTable, Flag
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
@@ -207,11 +208,27 @@ def save_small_with_one_permit(folder: Path) -> None:
         source = Given([*pieces, piece(9), piece(10), piece(11)], table, None, permits, permitted=3 * CHUNK)
         machine.drain(source, Watched(writer, source.saved))
         seen = "".join("|" if isinstance(event, str) else f"{event.chunk:x}" for event in source.saved)
-        assert seen == "|012|5|346|789|ab", seen
+        assert seen == "|012|534|6|789|ab", seen
         machine.compare(writer, [block])
-    assert try_permit(permits.address)
-    assert not try_permit(permits.address), "it is there once"
+    one_is_left(permits)
     table.close()
+    hashes = hashes_of(machine.content[block.key])
+    for bad in range(3):
+        table, flag = ChunkTable(CHUNK, 12), Flag()
+        flag.set()
+        wrong = [piece(i, hashes=[bytes(HASH_SIZE) if i == bad else hashes[i]]) for i in range(3)]
+        with writer_in(folder / f"wrong {bad}", 1) as writer:
+            source = Given(wrong, table, flag, permits, permitted=3 * CHUNK)
+            assert fails(Blamed, partial(machine.drain, source, writer)).args == (bad,)
+        one_is_left(permits)
+        table.close()
+
+
+def one_is_left(permits: Permits) -> None:
+    """Of one permit."""
+    assert try_permit(permits.address)
+    assert not try_permit(permits.address), "it is there twice"
+    give_permit(permits.address)
 
 
 def save_changed(folder: Path, number: int, placed: bool) -> None:

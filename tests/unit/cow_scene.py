@@ -33,7 +33,7 @@ CHUNK = 4 << 20
 BASE = 1 << 40
 SESSION = bytes(16)
 STATES = 64
-TAIL, TRANSFERRING, SLOTS_AT, TRANSFERS_AT, QUEUE_AT, TOUCHED, ORDER_AT = 40, 44, 64, 72, 80, 160, 168
+TAIL, TRANSFERRING, SLOTS_AT, TRANSFERS_AT, QUEUE_AT, ORDER, TOUCHED, ORDER_AT = 40, 44, 64, 72, 80, 156, 160, 168
 """Offsets in the tables: test_cow_tables.py compares them with window_table.h."""
 
 

@@ -406,6 +406,7 @@ static void window(uint32_t slots)
     table_begin(phos_window.table, 5, 0, 1, slots, queue, chunk_count * 2, 1, PHOS_WINDOW_COW);
     phos_window.seen = calloc(chunk_count / 64 + 1, sizeof *phos_window.seen);
     phos_window.written = calloc(chunk_count / 64 + 1, sizeof *phos_window.written);
+    phos_window.unwritten = chunk_count;
     phos_window_set_pool(phos_window.table, 0, 0, 0, slots, pool_bytes);
     phos_window.slots = calloc(slots + 1, sizeof *phos_window.slots);
     pool = &phos_window.pools[0];

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import struct
 import threading
+from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
 from phos.gpu_engine import driver
+from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.copy_loop import take_permit
 from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow import feed as feed_module
@@ -16,11 +21,12 @@ from phos.gpu_engine.cow.feed import BATCHES_UNDER_WAY, PLACING_WORKERS, STALL_W
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import ALIVE_SECONDS
-from phos.gpu_engine.cow.window import ProcessWindow, Windows, first_written_first
+from phos.gpu_engine.cow.window import Mapping, ProcessWindow, Windows, first_written_first
+from phos.gpu_engine.daemon.session_window import SessionWindow
 from phos.gpu_engine.errors import Mispredicted
 from phos.gpu_engine.touch_order import TouchOrder
 from phos.images.chunk_hash import chunk_hash, zero_hash
-from tests.unit.cow_scene import BASE, CHUNK, SESSION, Clock, Scene
+from tests.unit.cow_scene import BASE, CHUNK, ORDER, SESSION, Clock, Scene
 
 pytestmark = pytest.mark.usefixtures("closed_scenes", "clock")
 
@@ -147,9 +153,8 @@ def test_what_a_process_reads_first_and_writes_later_is_known_of_both() -> None:
         process.touch(chunk, writes=writes)
     windows = Windows(CowSettings(), driver.Lane)
     windows.feed = scene.feed
-    windows._windows = {
-        SESSION: ProcessWindow(process, process.table, scene.table, LentPools([]), scene.feed.stand_back)
-    }  # type: ignore[arg-type]
+    mapping = Mapping(scene.feed.mapping_begins, scene.feed.mapping_ended)
+    windows._windows = {SESSION: ProcessWindow(process, process.table, scene.table, LentPools([]), mapping)}  # type: ignore[arg-type]
     key = scene.places[0].key
     (seen,) = windows.touched().values()
     order = TouchOrder()
@@ -157,7 +162,8 @@ def test_what_a_process_reads_first_and_writes_later_is_known_of_both() -> None:
     assert order.of([SESSION]) == [(key, 3), (key, 1), (key, 2)]
     assert seen.written == [(key, 1), (key, 3)]
     assert first_written_first(scene.places, seen.written) == [1, 3, 0, 2]
-    assert not windows.touched()
+    (again,) = windows.touched().values()
+    assert again == ([], [])
 
 
 def test_while_the_processes_stand_still_few_workers_copy() -> None:
@@ -189,9 +195,8 @@ def test_where_the_gpu_writes_into_the_image_few_pieces_are_under_way_instead() 
 
 def test_while_copies_stand_back_only_what_somebody_needs_comes(clock: Clock) -> None:
     scene = Scene(8, (1,), placed=True)
-    scene.feed.runs_on.clear()
     assert taken(scene) == 0
-    scene.feed.stand_back()
+    scene.feed.mapping_begins()
     assert taken(scene) is None
     scene.processes[0].want(5)
     assert taken(scene) == 5
@@ -201,16 +206,46 @@ def test_while_copies_stand_back_only_what_somebody_needs_comes(clock: Clock) ->
     assert taken(scene) is None
     scene.read()
     assert taken(scene) == 3
+    scene.feed.mapping_begins()
+    scene.feed.mapping_ended()
+    assert taken(scene) is None, "one of them still maps"
+    scene.feed.mapping_ended()
+    assert taken(scene) == 1
+    scene.feed.mapping_begins()
     clock.now += STAND_BACK_SECONDS - 0.01
+    scene.feed.mapping_begins()
     assert taken(scene) is None
     clock.now += 0.02
-    assert taken(scene) == 1, "a process that does not come back holds nothing up for ever"
-    scene.feed.stand_back()
-    assert taken(scene) is None
-    scene.feed.runs_on.set()
-    assert taken(scene) == 2
-    scene.feed.stand_back()
-    assert taken(scene) == 4, "nobody stands still any more"
+    assert taken(scene) == 2, "a process that does not come back holds nothing up for ever"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_copies_stand_back_from_before_a_process_gets_its_memory_until_it_has_it(fails: bool) -> None:
+    windows = Windows(CowSettings(), driver.Lane)
+    block = Block((SESSION, 1), 3 * CHUNK, 0, -1, True)
+    process = SimpleNamespace(session=SESSION, pid=1, ordinals=dict, alive=lambda: True)
+    detached = SimpleNamespace(blocks=[SimpleNamespace(number=1, size=block.size, key=block.key)])
+    mapped, sink = {block.key: SimpleNamespace(address=BASE)}, SimpleNamespace(placeable=0, place_limit=0)
+    feed = windows.lay_out([process], {SESSION: detached}, [block], mapped, [bytes(16)] * 3, [], sink)  # type: ignore[list-item,dict-item,arg-type]
+    session = SimpleNamespace(session=SESSION, pid=1, executable="x")
+    window = SessionWindow(session, None, None, None)  # type: ignore[arg-type]
+    window.trace(windows.of(process))  # type: ignore[arg-type]
+    first = feed.take()
+    assert first is not None
+    assert first.chunk == 0
+    with suppress(ValueError), window.mapping():
+        assert ctypes.c_uint32.from_address(feed.changing).value, "from here on it may write"
+        with pytest.raises(NothingYet):
+            feed.take()
+        if fails:
+            raise ValueError
+    second = feed.take()
+    assert second is not None
+    assert second.chunk == 1
+    table = windows.of(process).table  # type: ignore[arg-type]
+    (room,) = struct.unpack("<I", os.pread(table.descriptor, 4, ORDER))
+    assert room == 2 * 3, "each chunk may be read first and written to later"
+    windows.close()
 
 
 def taken(scene: Scene) -> int | None:

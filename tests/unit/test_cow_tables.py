@@ -58,6 +58,7 @@ int main(void)
     SHOW("slots at", offsetof(struct phos_window_table, slots_at));
     SHOW("transfers at", offsetof(struct phos_window_table, transfers_at));
     SHOW("queue at", offsetof(struct phos_window_table, queue_at));
+    SHOW("order", offsetof(struct phos_window_table, order));
     SHOW("touched at", offsetof(struct phos_window_table, touched));
     SHOW("order at", offsetof(struct phos_window_table, order_at));
     SHOW("touch writes", PHOS_TOUCH_WRITES);
@@ -333,6 +334,7 @@ def test_tables_are_as_tests_write_them(layout: dict[str, int]) -> None:
         "slots at": scene.SLOTS_AT,
         "transfers at": scene.TRANSFERS_AT,
         "queue at": scene.QUEUE_AT,
+        "order": scene.ORDER,
         "touched at": scene.TOUCHED,
         "order at": scene.ORDER_AT,
         "touch writes": chunk_table.TOUCH_WRITES,
