@@ -164,11 +164,12 @@ class Bench:
                 f"{process.log_errors(folder, 'restore.log')}"
             )
         row = self.row(folder, settings) | {"seconds": time.monotonic() - began}
-        data = spans(restore_runs.restore_job(folder), "GPU data")
+        job = restore_runs.restore_job(folder)
+        data, ended = spans(job, "GPU data"), spans(job, "end windows")
         dumps = [job for job in restore_runs.status()["jobs"] if job["image"] == str(other.resolve())]
-        if data and dumps:
-            # phosd begins a checkpoint that had to wait at the moment at which all memory is there.
-            row["interrupted"] = asked < data[1] and dumps[-1]["since"] < data[1] + WAITED_SECONDS
+        if data and ended and dumps:
+            # phosd begins a checkpoint that had to wait as soon as all memory is there and the windows have ended.
+            row["interrupted"] = asked < ended[1] and dumps[-1]["since"] < ended[1] + WAITED_SECONDS
             row["asked_before_last_byte_s"] = data[1] - asked
         return row
 

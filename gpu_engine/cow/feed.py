@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.content_hash import chunk_count
@@ -44,8 +45,7 @@ LOOK_SECONDS = 2.5e-4
 """So often a worker looks then whether that is over."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a chunk is: ``size`` bytes at ``offset`` of a block, at a device address of phosd's."""
 
     key: BlockKey

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from phos.gpu_engine import driver
@@ -33,7 +33,7 @@ class FirstTouches(NamedTuple):
     written: list[Touched]
 
 
-class Mapping(NamedTuple):
+class Remapping(NamedTuple):
     """What is called when a process is about to map its memory, and when it has, or has failed to."""
 
     begins: Callable[[], None]
@@ -47,7 +47,7 @@ class ProcessWindow:
     loads = False
 
     def __init__(
-        self, process: GatedProcess, table: WindowTable, chunks: ChunkTable, pools: LentPools, mapping: Mapping
+        self, process: GatedProcess, table: WindowTable, chunks: ChunkTable, pools: LentPools, mapping: Remapping
     ) -> None:
         self.process = process
         self.table = table
@@ -126,43 +126,44 @@ class Windows:
 
         ``written_before``: what earlier windows saw written, in order. ``sink``: where the data will go.
         """
-        first: dict[BlockKey, int] = {}
+        chunks: dict[BlockKey, range] = {}
         places: list[Place] = []
-        for block in blocks:
-            first[block.key] = len(places)
-            address = mapped[block.key].address
-            for offset in range(0, block.size, CHUNK_BYTES):
-                size = min(CHUNK_BYTES, block.size - offset)
-                places.append(Place(block.key, offset, size, address + offset, block.device))
+        for key, size, device in ((block.key, block.size, block.device) for block in blocks):
+            address = mapped[key].address
+            chunks[key] = range(len(places), len(places) + chunk_count(size))
+            places += [
+                Place(key, offset, min(CHUNK_BYTES, size - offset), address + offset, device)
+                for offset in range(0, size, CHUNK_BYTES)
+            ]
         self._table = ChunkTable(CHUNK_BYTES, len(places))
         may_change = Flag()
 
         def begins() -> None:
             may_change.set()  # until the first process maps its memory nothing can write there: why compare?
-            if self.feed is not None:
-                self.feed.mapping_begins()
+            feed.mapping_begins()
 
         def ended() -> None:
-            if self.feed is not None:
-                self.feed.mapping_ended()
+            feed.mapping_ended()
 
         for number, process in enumerate(processes):
             pools = self._pools.setdefault(process.session, LentPools([]))
             visible = process.ordinals()
-            records = [(b.number, b.size, first[b.key]) for b in detached[process.session].blocks if b.key in first]
+            own = [b for b in detached[process.session].blocks if b.key in chunks]
+            records = [(b.number, b.size, chunks[b.key].start) for b in own]
             shapes = [pool.shape(visible[pool.device]) for pool in pools.pools]
             queue = 4 * sum(chunk_count(size) for _, size, _ in records)
             pools.table = WindowTable(
                 number, records, shapes, queue, prioritise=self._settings.prioritise, order=queue // 2
             )
             self._windows[process.session] = ProcessWindow(
-                process, pools.table, self._table, pools, Mapping(begins, ended)
+                process, pools.table, self._table, pools, Remapping(begins, ended)
             )
-        order = first_written_first(places, written_before)
+        order = first_written_first(chunks, written_before)
         if expected is not None:  # zeros first: they need no copying, so nobody has to copy them aside
-            order.sort(key=lambda chunk: expected[chunk] != zero_hash(places[chunk].size))
+            zeros = {zero_hash(size) for size in {place.size for place in places}}
+            order.sort(key=lambda chunk: expected[chunk] not in zeros)
         placed = sum(block.size for block in blocks) <= sink.placeable
-        self.feed = ChunkFeed(
+        self.feed = feed = ChunkFeed(
             self._table,
             places,
             order,
@@ -174,7 +175,7 @@ class Windows:
             at_once=sink.place_limit if placed else CHUNK_BYTES,
             placed=placed,
         )
-        return self.feed
+        return feed
 
     def of(self, process: GatedProcess) -> ProcessWindow:
         """A process's window."""
@@ -232,10 +233,10 @@ class Windows:
             self._table = None
 
 
-def first_written_first(places: Sequence[Place], before: Sequence[Touched]) -> list[int]:
-    """An order in which to save chunks: those first that earlier windows saw written first, then the others."""
-    ranks = {touched: rank for rank, touched in enumerate(before)}
-    last = len(ranks)
-    return sorted(
-        range(len(places)), key=lambda c: (ranks.get((places[c].key, places[c].offset // CHUNK_BYTES), last), c)
-    )
+def first_written_first(chunks: Mapping[BlockKey, range], before: Sequence[Touched]) -> list[int]:
+    """An order in which to save chunks: those first that earlier windows saw written first, then the others.
+
+    ``chunks``: the numbers of each block's. The processes stand still for this, thousands of chunks long.
+    """
+    known = dict.fromkeys(chunks[key][n] for key, n in before if key in chunks and n < len(chunks[key]))
+    return [*known, *(chunk for numbers in chunks.values() for chunk in numbers if chunk not in known)]

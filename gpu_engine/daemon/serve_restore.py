@@ -178,8 +178,9 @@ class RestoreServer:
             registered = {s for s, restore in self._registry.loading.items() if restore is job}
             for number in registered:
                 del self._registry.loading[number]
-        if job.state != "attached":
+        if job.state != "attached" or job.unsound:
             threading.Thread(target=self._registry.renew_if_broken, daemon=True, name="renew").start()
+        if job.state != "attached":
             for process in job.processes:
                 with self._registry.lock:
                     session = self._registry.sessions.get(process.session)

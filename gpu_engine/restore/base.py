@@ -99,6 +99,8 @@ class Restore(ABC):
         self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, _reviving, _attaching, state, error
         self._sessions: dict[bytes, GatedProcess] = {}
         self._image: ImageSource = open_source(directory)
+        self.unsound = False
+        """What was copied through could not be put back: phosd's GPU context may be lost."""
         self._residues: RestoredResidues | None = None
         self._mapped = MappedBlocks()  # where phosd copies to them; of the loading thread
         self._gpu_pairs: dict[str, str] = {}
@@ -282,8 +284,9 @@ class Restore(ABC):
         finally:
             try:
                 self._put_back()
-            except DriverError as error:  # the context is lost, with all that was mapped in it
-                log.warning("%s: what the data was copied through cannot be put back: %s", self.path, error)
+            except Exception as error:  # the data is there, or the restore has failed for that
+                log.error("%s: what the data was copied through cannot be put back: %s", self.path, error)
+                self.unsound = True
             for block in borrowed:
                 os.close(block.descriptor)
             if self._residues is not None:

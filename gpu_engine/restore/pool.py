@@ -19,7 +19,7 @@ from contextlib import suppress
 from phos.gpu_engine import driver, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
-from phos.gpu_engine.errors import RestoreFailed
+from phos.gpu_engine.errors import DriverError, RestoreFailed
 from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.base import Register
@@ -320,6 +320,9 @@ class PooledRestore(LazyRestore):
             os.close(descriptor)
         with self._counting:
             self._close_tables()
-        self._reserved.free()
+        try:
+            self._reserved.free()
+        except DriverError as error:
+            log.error("%s: addresses of phosd's own cannot be given back: %s", self.path, error)
         self.close()
         self.put_away.set()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.errors import DriverError
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,14 @@ class ReservedMemory:
                 self._mapped.append(context.map_block(block.descriptor, range_.size, range_.address))
 
     def free(self) -> None:
-        """Let everything go, mapped or not. It may be called twice."""
-        with self._lock:
+        """Let everything go, mapped or not. It may be called twice.
+
+        Raises:
+            DriverError: something could not be let go; all was tried.
+        """
+        with self._lock, ExitStack() as undo:
             for mapping in self._mapped:
-                with suppress(DriverError):
-                    mapping.unmap()
+                undo.callback(mapping.unmap)
             for range_ in self._reserved.values():
-                with suppress(DriverError):
-                    driver.context(range_.device).free_reserved(range_.address, range_.size)
+                undo.callback(driver.context(range_.device).free_reserved, range_.address, range_.size)
             self._mapped, self._reserved = [], {}

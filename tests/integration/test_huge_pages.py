@@ -79,7 +79,7 @@ def test_a_wrong_guess_is_found_in_what_the_gpu_wrote(site: Site, folder: Path) 
     """What comes to the image's own pages is compared apart from being copied, and before the image is whole."""
     # It is between two iterations then, and goes on with kernels in its window. In the midst of one it would perhaps
     # fill memory first, nobody lies about that, and wait until it is saved, with all the rest.
-    options = ("--iterations", "8", "--iteration-seconds", "2")
+    options = ("--iterations", "12", "--iteration-seconds", "2")
     expected = uninterrupted(site, "mlp", *options)
     lies = site.folder / "lies"
     lies.touch()

@@ -140,8 +140,9 @@ def test_phos_gpu_restore_lazy_starts_and_supervises_both(site: Site) -> None:
         said = json.loads(site.run("phos-gpu", "restore", "--lazy", "--json", str(image)).stdout)
     assert program.wait_result() == expected
     assert said["mode"] == "lazy"
-    assert 0 < said["first_kernel"] <= said["last_byte"] <= said["seconds"]
-    assert said["waits"] > 0
+    assert 0 < said["first_kernel"] <= said["seconds"]
+    assert 0 < said["last_byte"] <= said["seconds"]
+    assert said["waits"] > 0, "it computed while data came: all of what its first kernel touches, here"
     assert said["waited"] > 0
     assert not (image / "lazy-pages.socket").exists()
 

@@ -21,7 +21,7 @@ from phos.gpu_engine.cow.feed import BATCHES_UNDER_WAY, PLACING_WORKERS, STALL_W
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import ALIVE_SECONDS
-from phos.gpu_engine.cow.window import Mapping, ProcessWindow, Windows, first_written_first
+from phos.gpu_engine.cow.window import ProcessWindow, Remapping, Windows, first_written_first
 from phos.gpu_engine.daemon.session_window import SessionWindow
 from phos.gpu_engine.errors import Mispredicted
 from phos.gpu_engine.touch_order import TouchOrder
@@ -140,10 +140,11 @@ def test_nobody_steps_aside_for_a_process_that_has_ended(clock: Clock) -> None:
 
 
 def test_first_written_first() -> None:
-    places = Scene(4, (0,)).places
-    before = [(places[2].key, 2), ((SESSION, 9), 0), (places[0].key, 0)]
-    assert first_written_first(places, before) == [2, 0, 1, 3]
-    assert first_written_first(places, []) == [0, 1, 2, 3]
+    one, other = (SESSION, 1), (SESSION, 2)
+    chunks = {one: range(3), other: range(3, 5)}
+    before = [(other, 1), ((SESSION, 9), 0), (one, 2), (one, 3), (other, 1), (one, 0)]
+    assert first_written_first(chunks, before) == [4, 2, 0, 1, 3]
+    assert first_written_first(chunks, []) == [0, 1, 2, 3, 4]
 
 
 def test_what_a_process_reads_first_and_writes_later_is_known_of_both() -> None:
@@ -153,7 +154,7 @@ def test_what_a_process_reads_first_and_writes_later_is_known_of_both() -> None:
         process.touch(chunk, writes=writes)
     windows = Windows(CowSettings(), driver.Lane)
     windows.feed = scene.feed
-    mapping = Mapping(scene.feed.mapping_begins, scene.feed.mapping_ended)
+    mapping = Remapping(scene.feed.mapping_begins, scene.feed.mapping_ended)
     windows._windows = {SESSION: ProcessWindow(process, process.table, scene.table, LentPools([]), mapping)}  # type: ignore[arg-type]
     key = scene.places[0].key
     (seen,) = windows.touched().values()
@@ -161,7 +162,7 @@ def test_what_a_process_reads_first_and_writes_later_is_known_of_both() -> None:
     order.learn(SESSION, seen.touched, [key])
     assert order.of([SESSION]) == [(key, 3), (key, 1), (key, 2)]
     assert seen.written == [(key, 1), (key, 3)]
-    assert first_written_first(scene.places, seen.written) == [1, 3, 0, 2]
+    assert first_written_first({key: range(4)}, seen.written) == [1, 3, 0, 2]
     (again,) = windows.touched().values()
     assert again == ([], [])
 
