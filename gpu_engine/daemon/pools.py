@@ -32,6 +32,10 @@ RETRY_SECONDS = 2.0
 RETRY_SECONDS_MOST = 60.0
 """How long after a process could not be parked it is tried again: at first, and when it has failed many times."""
 
+DEFER_SECONDS = 10.0
+"""For so long after a take nothing is parked at most, while data of the process that was taken comes: CRIU and the
+driver would want the processors, the image and the driver's lock just then."""
+
 SIZE_MOST = 256
 
 END_SECONDS = 10.0
@@ -73,6 +77,12 @@ class Pool:
     """In a row."""
     next_try: float = 0.0
     taken: int = 0
+    coming: int = 0
+    """Processes that were handed out, and whose memory is not all there yet."""
+    deferred: float = 0.0
+    """Until when nothing is parked for them, by time.monotonic()."""
+    waiting: int = 0
+    """Who waits for one to be parked."""
     since: float = field(default_factory=time.time)
     dropped: bool = False
     tables: dict[bytes, bytes] = field(default_factory=dict)
@@ -168,6 +178,8 @@ class Pools:
                     raise RestoreFailed(f"Pool {pool.name} has been dropped.")
                 if parked := pool.parked():
                     parked[0].opening = True
+                    pool.coming += 1
+                    pool.deferred = time.monotonic() + DEFER_SECONDS
                     return parked[0]
                 if pool.failed:
                     raise RestoreFailed(f"Pool {pool.name} has no process and gets none: {pool.error}")
@@ -176,19 +188,31 @@ class Pools:
                     why = f" The last could not be parked: {pool.error}" if pool.error else ""
                     waited = f" within {wait:.0f} s" if wait else ""
                     raise RestoreFailed(f"Pool {pool.name} has no parked process{waited}.{why}")
-                self._changed.wait(left)
+                pool.waiting += 1
+                self._changed.notify_all()
+                try:
+                    self._changed.wait(left)
+                finally:
+                    pool.waiting -= 1
 
     def taken(self, pool: Pool, entry: Entry) -> None:
-        """It computes: another is parked in its place."""
+        """It computes: another is parked in its place, when :meth:`arrived` says so or somebody waits for one."""
         with self._changed:
             pool.entries = [other for other in pool.entries if other is not entry]
             pool.taken += 1
+            self._changed.notify_all()
+
+    def arrived(self, pool: Pool) -> None:
+        """The memory of one that was taken is all there, or never will be."""
+        with self._changed:
+            pool.coming -= 1
             self._changed.notify_all()
 
     def put_back(self, pool: Pool, entry: Entry) -> None:
         """It could not be opened, and is as it was."""
         with self._changed:
             entry.opening = False
+            pool.coming -= 1
             dropped = pool.dropped
             self._changed.notify_all()
         if dropped:
@@ -196,6 +220,7 @@ class Pools:
 
     def lost(self, pool: Pool, entry: Entry) -> None:
         """It could not be opened, and has ended."""
+        self.arrived(pool)
         self._end(pool, entry)
 
     def forget(self, entry: Entry) -> None:
@@ -303,9 +328,11 @@ class Pools:
             with self._changed:
                 now = time.monotonic()
                 short = [pool for pool in self._pools.values() if pool.missing() > 0]
-                ready = [pool for pool in short if pool.next_try <= now]
+                deferred = max((pool.deferred for pool in self._pools.values() if pool.coming), default=0.0)
+                due = {pool.name: pool.next_try if pool.waiting else max(pool.next_try, deferred) for pool in short}
+                ready = [pool for pool in short if due[pool.name] <= now]
                 if not ready:
-                    self._changed.wait(min((pool.next_try - now for pool in short), default=None))
+                    self._changed.wait(min((at - now for at in due.values()), default=None))
                     continue
                 # The one that has least of what it wants.
                 pool = min(ready, key=lambda p: (p.size - p.missing()) / p.size)

@@ -118,8 +118,11 @@ class PoolServer:
         except PhosError:
             self.pools.lost(pool, entry)
             raise
-        connection.reply(envelope.id, pool_taken=said)
-        job.wait()
+        try:
+            connection.reply(envelope.id, pool_taken=said)
+            job.wait()
+        finally:
+            self.pools.arrived(pool)
         counts = job.window_counts()
         data = [phase.start + phase.seconds for phase in job.timeline.phases() if phase.name == "GPU data"]
         first = counts.get("first_launch_ns", 0)

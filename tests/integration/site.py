@@ -207,6 +207,16 @@ class Site:
         wait_until(lambda: not program.alive() and not self._zombies(), f"the end of process {program.pid}")
 
     @staticmethod
+    def freed(pid: int) -> None:
+        """Wait until there is no process with this pid, a zombie neither: it may end any time after it was killed."""
+
+        def free() -> bool:
+            reap()
+            return not psutil.pid_exists(pid)
+
+        wait_until(free, f"pid {pid} to be free")
+
+    @staticmethod
     def _zombies() -> bool:
         reap()
         return any(

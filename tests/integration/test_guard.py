@@ -177,7 +177,7 @@ def test_a_guard_that_was_killed_is_resumed(site: Site) -> None:
         os.kill(victim, signal.SIGKILL)
     site.gone(guarding)
     wait_until(lambda: not any("dump" in words(process) for process in site.processes()), "the end of the last dump")
-    site.gone(guarding)  # and its job, which was killed after it
+    site.freed(pid)  # its job, which was killed after it
     refused = guard(site, "--", *job())
     assert status_of(refused) == 2
     assert "holds images of an earlier job" in refused.lines()[-1]

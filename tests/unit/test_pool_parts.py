@@ -142,11 +142,43 @@ def test_a_pool_is_filled_and_refilled(site: Site) -> None:
     entry = site.pools.take(pool, 0)
     assert entry is first, "the one that has waited longest"
     site.pools.taken(pool, entry)
+    site.pools.arrived(pool)
     site.filled(pool, 3)
     assert pool.taken == 1
     assert pool.state() == "full"
     assert len(FakeWarden.made) == 4
     assert not site.let_go
+
+
+def test_none_is_parked_while_memory_of_one_that_was_taken_comes(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, other = site.create(size=2), site.create("other", size=1)
+    site.filled(pool, 2)
+    site.filled(other, 1)
+    entry = site.pools.take(pool, 0)
+    site.pools.taken(pool, entry)
+    site.pools.lost(other, site.pools.take(other, 0))
+    assert not fills_up(pool, 2)
+    assert not other.parked(), "of no pool"
+    site.pools.arrived(pool)
+    site.filled(pool, 2)
+    site.filled(other, 1)
+    assert (pool.coming, other.coming) == (0, 0)
+    for _ in range(2):
+        site.pools.taken(pool, site.pools.take(pool, 0))
+    assert not fills_up(pool, 1)
+    entry = site.pools.take(pool, PATIENCE)  # somebody waits
+    site.pools.put_back(pool, entry)
+    monkeypatch.setattr(module, "DEFER_SECONDS", 0.2)
+    site.pools.taken(pool, site.pools.take(pool, 0))
+    site.filled(pool, 2)  # whoever does not say that all is there holds it up for so long
+
+
+def fills_up(pool: Pool, size: int) -> bool:
+    """Whether it comes to be filled all the same."""
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until and len(pool.parked()) < size:
+        time.sleep(0.01)
+    return len(pool.parked()) >= size
 
 
 def test_takes_of_several_threads_get_different_processes(site: Site) -> None:
