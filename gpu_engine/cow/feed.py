@@ -77,14 +77,12 @@ class ChunkFeed:
         order: Sequence[int],
         windows: Sequence[Window],
         expected: Sequence[bytes] | None,
-        may_change: Flag,
         *,
         prioritise: bool,
         at_once: int = CHUNK_BYTES,
         placed: bool = False,
     ) -> None:
-        """``order`` has every chunk once; ``expected``: content hashes at *t1*, or None for no validation;
-        ``may_change``: set before the first process may write to its memory again.
+        """``order`` has every chunk once; ``expected``: content hashes at *t1*, or None for no validation.
 
         ``at_once``: neighbours that nobody waits for may be taken together, up to so many bytes. ``placed``: the GPU
         writes into the image itself.
@@ -102,11 +100,11 @@ class ChunkFeed:
         self._permits = Permits(BATCHES_UNDER_WAY * len({place.device for place in places})) if placed else None
         self.permits = self._permits.address if self._permits else 0
         self.permitted = at_once
-        self._may_change = may_change  # kept for its address
+        self._may_change = Flag()
         self.runs_on = threading.Event()
         """Set when no process waits any more for what goes on beside the copies."""
         self.table = table.address
-        self.changing = may_change.address if expected is not None else 0
+        self.changing = self._may_change.address if expected is not None else 0
         self.checks = PlacedPieces(partial(_changed, places)) if expected is not None else None
         self._lock = threading.Lock()  # guards all below
         self._given = bytearray(len(places))
@@ -138,9 +136,11 @@ class ChunkFeed:
     def mapping_begins(self) -> None:
         """Until it ends, copy nothing but what somebody waits for or has copied aside.
 
-        Mapping memory takes the driver twenty times as long while copies fill the bus (an H100, 397 blocks: 0.39 s and
-        0.02 s), and the process stands still meanwhile. Several processes may be at it.
+        Until the first process maps its memory nothing can write there, and what is saved need not be compared. Mapping
+        takes the driver twenty times as long while copies fill the bus (an H100, 397 blocks: 0.39 s and 0.02 s), and
+        the process stands still meanwhile. Several processes may be at it.
         """
+        self._may_change.set()
         with self._lock:
             if not self._mapping:
                 self._back_until = time.perf_counter() + STAND_BACK_SECONDS

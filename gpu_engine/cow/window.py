@@ -11,7 +11,7 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copy_work import Sink
-from phos.gpu_engine.cow.chunk_table import ChunkTable, Flag, WindowTable
+from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
 from phos.gpu_engine.cow.feed import ChunkFeed, Place
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
@@ -33,36 +33,26 @@ class FirstTouches(NamedTuple):
     written: list[Touched]
 
 
-class Remapping(NamedTuple):
-    """What is called when a process is about to map its memory, and when it has, or has failed to."""
-
-    begins: Callable[[], None]
-    ended: Callable[[], None]
-
-
 class ProcessWindow:
     """One process's window. Implements :class:`~phos.gpu_engine.process.TracingWindow`."""
 
     shut = False
     loads = False
 
-    def __init__(
-        self, process: GatedProcess, table: WindowTable, chunks: ChunkTable, pools: LentPools, mapping: Remapping
-    ) -> None:
-        self.process = process
+    def __init__(self, table: WindowTable, chunks: ChunkTable, pools: LentPools, feed: ChunkFeed) -> None:
         self.table = table
         self.pools = pools
         self._chunks = chunks
-        self._mapping = mapping
+        self._feed = feed
         self._saved = threading.Event()
 
     def attaching(self) -> None:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
-        self._mapping.begins()
+        self._feed.mapping_begins()
 
     def mapped(self) -> None:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
-        self._mapping.ended()
+        self._feed.mapping_ended()
 
     def descriptors(self) -> list[int]:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
@@ -136,15 +126,7 @@ class Windows:
                 for offset in range(0, size, CHUNK_BYTES)
             ]
         self._table = ChunkTable(CHUNK_BYTES, len(places))
-        may_change = Flag()
-
-        def begins() -> None:
-            may_change.set()  # until the first process maps its memory nothing can write there: why compare?
-            feed.mapping_begins()
-
-        def ended() -> None:
-            feed.mapping_ended()
-
+        windows: list[Window] = []
         for number, process in enumerate(processes):
             pools = self._pools.setdefault(process.session, LentPools([]))
             visible = process.ordinals()
@@ -155,9 +137,7 @@ class Windows:
             pools.table = WindowTable(
                 number, records, shapes, queue, prioritise=self._settings.prioritise, order=queue // 2
             )
-            self._windows[process.session] = ProcessWindow(
-                process, pools.table, self._table, pools, Remapping(begins, ended)
-            )
+            windows.append(Window(pools.table, pools, process.alive))
         order = first_written_first(chunks, written_before)
         if expected is not None:  # zeros first: they need no copying, so nobody has to copy them aside
             zeros = {zero_hash(size) for size in {place.size for place in places}}
@@ -167,14 +147,15 @@ class Windows:
             self._table,
             places,
             order,
-            [Window(w.table, w.pools, w.process.alive) for w in self._windows.values()],
+            windows,
             expected,
-            may_change,
             prioritise=self._settings.prioritise,
             # Where the GPU writes into the image itself, copies cost no processor.
             at_once=sink.place_limit if placed else CHUNK_BYTES,
             placed=placed,
         )
+        for process, window in zip(processes, windows, strict=True):
+            self._windows[process.session] = ProcessWindow(window.table, self._table, window.pools, feed)
         return feed
 
     def of(self, process: GatedProcess) -> ProcessWindow:

@@ -18,7 +18,6 @@ from phos.gpu_engine.cow.chunk_table import (
     TOUCH_WRITES,
     TRANSFERS,
     ChunkTable,
-    Flag,
     PoolShape,
     WindowTable,
 )
@@ -141,19 +140,18 @@ class Scene:
         at_once = more.pop("at_once", CHUNK)
         placed = more.pop("placed", False)
         windows = [process.window for process in self.processes]
-        self.may_change = Flag()
         self.feed = ChunkFeed(
             self.table,
             self.places,
             list(order),
             windows,
             expected,
-            self.may_change,
             prioritise=prioritise,
             at_once=at_once,
             placed=placed,
         )
-        self.may_change.set()
+        self.feed.mapping_begins()
+        self.feed.mapping_ended()
         self.feed.runs_on.set()
 
     def take(self) -> Piece | None:

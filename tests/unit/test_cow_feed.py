@@ -21,7 +21,7 @@ from phos.gpu_engine.cow.feed import BATCHES_UNDER_WAY, PLACING_WORKERS, STALL_W
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import ALIVE_SECONDS
-from phos.gpu_engine.cow.window import ProcessWindow, Remapping, Windows, first_written_first
+from phos.gpu_engine.cow.window import ProcessWindow, Windows, first_written_first
 from phos.gpu_engine.daemon.session_window import SessionWindow
 from phos.gpu_engine.errors import Mispredicted
 from phos.gpu_engine.touch_order import TouchOrder
@@ -154,8 +154,7 @@ def test_what_a_process_reads_first_and_writes_later_is_known_of_both() -> None:
         process.touch(chunk, writes=writes)
     windows = Windows(CowSettings(), driver.Lane)
     windows.feed = scene.feed
-    mapping = Remapping(scene.feed.mapping_begins, scene.feed.mapping_ended)
-    windows._windows = {SESSION: ProcessWindow(process, process.table, scene.table, LentPools([]), mapping)}  # type: ignore[arg-type]
+    windows._windows = {SESSION: ProcessWindow(process.table, scene.table, LentPools([]), scene.feed)}  # type: ignore[arg-type]
     key = scene.places[0].key
     (seen,) = windows.touched().values()
     order = TouchOrder()
