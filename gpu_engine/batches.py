@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
 
 from phos.gpu_engine.copy_work import NothingYet
@@ -37,16 +38,17 @@ class Batches(Generic[Taken]):
         most: int,
         most_bytes: float = math.inf,
         *,
-        urgent_alone: bool = True,
+        urgent_at_once: Callable[[], int] | None = None,
     ) -> None:
         """``take`` gives one after the other, then None for ever. No further one follows ``most_bytes`` in a batch.
 
-        ``urgent_alone``: who waits for the first of a batch waits for all of it.
+        ``urgent_at_once``: who waits for the first of a batch waits for all of it, so that of what somebody waits for
+        only so many come together, and nothing else does. None: he does not, and it comes with what was taken already.
         """
         self._take = take
         self._most = most
         self._most_bytes = most_bytes
-        self._urgent_alone = urgent_alone
+        self._urgent_at_once = urgent_at_once
         self._held: list[Taken] = []
         self._ended = False
 
@@ -68,9 +70,10 @@ class Batches(Generic[Taken]):
         Raises:
             NothingYet: there is nothing now.
         """
-        batch, self._held = self._held, []
+        ready = sum(1 for _ in takewhile(lambda held: held.device == self._held[0].device, self._held[: self._most]))
+        batch, self._held = self._held[:ready], self._held[ready:]
         size = sum(taken.size for taken in batch)
-        while len(batch) < self._most and (not batch or size < self._most_bytes) and not self._ended:
+        while len(batch) < self._most and (not batch or size < self._most_bytes) and not (self._held or self._ended):
             try:
                 taken = self._take()
             except NothingYet:
@@ -80,13 +83,30 @@ class Batches(Generic[Taken]):
             if taken is None:
                 self._ended = True
             elif taken.urgent:
-                if self._urgent_alone or (batch and taken.device != batch[0].device):
-                    self._held, batch = batch, []
-                return [taken, *batch]
+                if self._urgent_at_once is None and (not batch or taken.device == batch[0].device):
+                    return [taken, *batch]
+                self._held = batch
+                return self._urgent(taken)
             elif batch and taken.device != batch[0].device:
                 self._held = [taken]
                 break
             else:
                 batch.append(taken)
                 size += taken.size
+        return batch
+
+    def _urgent(self, first: Taken) -> list[Taken]:
+        batch = [first]
+        while self._urgent_at_once is not None and len(batch) < min(self._most, self._urgent_at_once()):
+            try:
+                taken = self._take()
+            except NothingYet:
+                break
+            if taken is None:
+                self._ended = True
+                break
+            if not taken.urgent or taken.device != first.device:
+                self._held.insert(0 if taken.urgent else len(self._held), taken)
+                break
+            batch.append(taken)
         return batch

@@ -60,6 +60,10 @@ class _Extents(Generic[Item]):
         block, offset, size, content = following
         return Load(self._mappings[block.key].address + offset, size, block.device, content)
 
+    def urgent_at_once(self) -> int:
+        """Nobody waits for any."""
+        return 1
+
     def arrived(self, load: Load[Item]) -> None:
         """Nobody waits for it."""
 
@@ -81,6 +85,10 @@ class _Spans:
             return self._pieces.get_nowait()
         except queue.Empty:
             return None
+
+    def turns(self, device: int) -> int:
+        """Copies never take turns: the processes wait for all of them."""
+        return 0
 
     def landed(self, piece: Piece) -> None:
         """Nobody waits for it."""
@@ -377,7 +385,8 @@ class Copier:
                 progress.done_by_worker[worker.number] += load.size
 
             with worker.quiet_afterwards():
-                Filler(worker.number, worker.slots, worker.copy_lane, reading, arrived, trace).run(
+                lane, at_once = worker.copy_lane, source.urgent_at_once
+                Filler(worker.number, worker.slots, lane, reading, arrived, at_once, trace).run(
                     _taking(source.take, lease, cancelled)
                 )
 

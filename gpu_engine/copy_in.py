@@ -28,17 +28,20 @@ class Filler(Generic[Item]):
         lane: Callable[[int], CopyLane],
         reading: Reading[Item],
         arrived: Callable[[Load[Item]], None],
+        urgent_at_once: Callable[[], int],
         trace: CopyTrace | None = None,
     ) -> None:
         """``number``: the worker's; ``lane``: its lane on a GPU, which makes that GPU's context current.
 
-        ``trace`` is told of what has been queued.
+        ``urgent_at_once``: see :class:`~phos.gpu_engine.copy_work.LoadSource`. ``trace`` is told of what has been
+        queued.
         """
         self._number = number
         self._slots = slots
         self._lane_on = lane
         self._reading = reading
         self._arrived = arrived
+        self._urgent_at_once = urgent_at_once
         self._trace = trace
         self._lane: CopyLane | None = None
         self._device = -1
@@ -51,7 +54,7 @@ class Filler(Generic[Item]):
 
         Raises: what ``take``, reading, the driver and the check raise; loads may be under way then.
         """
-        batches = Batches(take, LOADS_AT_ONCE)
+        batches = Batches(take, LOADS_AT_ONCE, urgent_at_once=self._urgent_at_once)
         while not batches.over:
             asked = time.perf_counter()
             try:
@@ -65,7 +68,7 @@ class Filler(Generic[Item]):
             if loads:
                 taken = time.perf_counter()
                 self._queue(loads)
-                if loads[-1].urgent:
+                if any(load.urgent for load in loads):
                     self._land()
                 if self._trace is not None:
                     self._trace.add(

@@ -8,6 +8,7 @@
 #include "../frontend/clock.h"
 #include "../images/append.h"
 #include "../images/chunk_hash.h"
+#include "copy_turns.h"
 #include "cow/chunk_table.h"
 
 #include <errno.h>
@@ -21,6 +22,8 @@
 
 #define SLOTS 2
 
+#define NOT_READY 600 /* CUDA_ERROR_NOT_READY */
+
 /* CUDA driver API documentation; handles are opaque here, and device addresses 64 bits wide. */
 struct phos_copy_driver {
     int (*memcpy_to_device)(uint64_t device, const void *host, size_t size, void *stream);
@@ -31,6 +34,7 @@ struct phos_copy_driver {
     int (*record)(void *event, void *stream);
     int (*wait)(void *event);
     int (*synchronise)(void *stream);
+    int (*query)(void *event);
 };
 
 struct phos_copy_lane {
@@ -80,11 +84,12 @@ struct phos_save_job {
                                        with its hashes; NULL: it cannot */
     const unsigned char *zero;      /* hash of a chunk of zeros */
     sem_t *permits;                 /* the caller has one; NULL: none is needed */
+    struct phos_turns *turns;       /* of their GPU; NULL: copies never take turns */
     uint64_t landed_ns;             /* set: when the last piece's bytes were in host memory, CLOCK_MONOTONIC */
 };
 
 /* What went wrong, besides the status. */
-enum { READING = 1, APPENDING, CHANGED, MEMCPY_TO_DEVICE, MEMCPY_TO_HOST, MEMSET, LAUNCH, RECORD, WAIT, SYNCHRONISE };
+enum { READING = 1, APPENDING, CHANGED, MEMCPY_TO_DEVICE, MEMCPY_TO_HOST, MEMSET, LAUNCH, RECORD, WAIT, SYNCHRONISE, QUERY };
 
 struct phos_copy_failure {
     uint32_t call;
@@ -221,17 +226,45 @@ static unsigned char *target(const struct phos_copy_lane *lane, const struct pho
     return saves[number].place ? (unsigned char *)(uintptr_t)saves[number].place : lane->slots[number % SLOTS];
 }
 
-static int begin_save(struct phos_copy_lane *lane, const struct phos_save *saves, uint32_t number,
-                      struct phos_copy_failure *failure)
+/* Queue `size` bytes of a piece, and its event. */
+static int fetch(struct phos_copy_lane *lane, const struct phos_save *saves, uint32_t number, uint64_t offset, uint64_t size,
+                 struct phos_copy_failure *failure)
 {
-    const struct phos_save *save = &saves[number];
-    if (!save->device)
-        return 0;
-    int code = lane->driver->memcpy_to_host(target(lane, saves, number), save->device, save->size, lane->stream);
+    int code = lane->driver->memcpy_to_host(target(lane, saves, number) + offset, saves[number].device + offset, size,
+                                            lane->stream);
     if (code)
         return fails(failure, MEMCPY_TO_HOST, code);
     code = lane->driver->record(lane->events[number % SLOTS], lane->stream);
     return code ? fails(failure, RECORD, code) : 0;
+}
+
+/* The piece has landed when it returns. */
+static int fetch_in_turn(struct phos_copy_lane *lane, const struct phos_save *saves, uint32_t number, struct phos_turns *turns,
+                         struct phos_copy_failure *failure)
+{
+    int code = 0;
+    phos_turn_begin(turns);
+    for (uint64_t at = 0, size = saves[number].size; at < size && !code; at += PHOS_TURN_BYTES) {
+        code = fetch(lane, saves, number, at, size - at < PHOS_TURN_BYTES ? size - at : PHOS_TURN_BYTES, failure);
+        int status = NOT_READY;
+        for (unsigned spins = 0; !code && (status = lane->driver->query(lane->events[number % SLOTS])) == NOT_READY;)
+            phos_turn_pause(&spins);
+        if (!code && status)
+            code = fails(failure, QUERY, status);
+    }
+    phos_turn_end(turns);
+    return code;
+}
+
+static int begin_save(struct phos_copy_lane *lane, const struct phos_save_job *job, const struct phos_save *saves,
+                      uint32_t number, struct phos_copy_failure *failure)
+{
+    const struct phos_save *save = &saves[number];
+    if (!save->device)
+        return 0;
+    if (job->turns && __atomic_load_n(&job->turns->taking, __ATOMIC_RELAXED))
+        return fetch_in_turn(lane, saves, number, job->turns, failure);
+    return fetch(lane, saves, number, 0, save->size, failure);
 }
 
 static int end_save(struct phos_copy_lane *lane, struct phos_save_job *job, const struct phos_save *saves,
@@ -260,7 +293,7 @@ EXPORT int phos_copy_save(struct phos_copy_lane *lane, struct phos_save_job *job
 {
     for (uint32_t i = 0; i <= count; i++) {
         failure->number = i;
-        if (i < count && begin_save(lane, saves, i, failure))
+        if (i < count && begin_save(lane, job, saves, i, failure))
             return -1;
         if (i && end_save(lane, job, saves, i - 1, i == count, failure))
             return -1;

@@ -29,6 +29,7 @@ _CALLS = (
     ("cuEventRecord", "cuEventRecord"),
     ("cuEventSynchronize", "cuEventSynchronize"),
     ("cuStreamSynchronize", "cuStreamSynchronize"),
+    ("cuEventQuery", "cuEventQuery"),
 )
 """struct phos_copy_driver; as something that fails they are counted from CHANGED + 1 on."""
 
@@ -56,6 +57,7 @@ class SaveJob(ctypes.Structure):
         ("changing", ctypes.c_void_p),
         ("zero", ctypes.c_char_p),
         ("permits", ctypes.c_void_p),
+        ("turns", ctypes.c_void_p),
         ("landed_ns", ctypes.c_uint64),
     )
 
@@ -106,6 +108,23 @@ class Permits:
         self._semaphore = (ctypes.c_uint64 * -(-_library().phos_permits_size() // 8))()
         self.address = ctypes.addressof(self._semaphore)
         _library().phos_permits_begin(self.address, count)
+
+
+class Turns:
+    """Copies to the host that leave a GPU's copy engine to others again and again (copy_turns.h); any thread."""
+
+    def __init__(self) -> None:
+        self._words = (ctypes.c_uint32 * 3)()
+        """struct phos_turns."""
+        self.address = ctypes.addressof(self._words)
+
+    def begin(self) -> None:
+        """From now on one small part is under way at a time. What is queued is still copied as it is."""
+        self._words[0] = 1
+
+    def end(self) -> None:
+        """Copies are queued again as they come."""
+        self._words[0] = 0
 
 
 def take_permit(permits: int) -> None:

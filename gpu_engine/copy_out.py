@@ -128,7 +128,7 @@ class Saver:
         """
         # A piece that was taken and is in no batch would wait for another permit, and who wants it would wait for that.
         limit = self._source.permitted if self._source.permits else math.inf
-        batches = Batches(take, PIECES_AT_ONCE, limit, urgent_alone=not self._source.permits)
+        batches = Batches(take, PIECES_AT_ONCE, limit, urgent_at_once=None if self._source.permits else lambda: 1)
         while not batches.over:
             later = self._step(batches)
             if later:
@@ -183,6 +183,7 @@ class Saver:
                 self._source.changing,
                 zero_hash(CHUNK_BYTES),
                 self._source.permits,
+                self._source.turns(pieces[0].device),
             )
             try:
                 lane.save(job, batch.packed)

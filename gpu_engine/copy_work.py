@@ -114,6 +114,9 @@ class Source(Protocol):
     permitted: int
     """With one permit pieces are taken until there are so many bytes; 0: one piece."""
 
+    def turns(self, device: int) -> int:
+        """Address of that GPU's :class:`~phos.gpu_engine.copy_loop.Turns`; 0: its copies never take turns."""
+
     @property
     def checks(self) -> Checks | None:
         """What takes pieces that come to places of their own; None: none does, or nothing is compared."""
@@ -154,7 +157,7 @@ class Load(Generic[Item]):
 
 
 class LoadSource(Protocol[Item]):
-    """Where loads come from. Both methods are called from any worker's thread."""
+    """Where loads come from. Its methods are called from any worker's thread."""
 
     def take(self) -> Load[Item] | None:
         """The next one, or None when there are no more.
@@ -162,6 +165,9 @@ class LoadSource(Protocol[Item]):
         Raises:
             NothingYet: ask again soon.
         """
+
+    def urgent_at_once(self) -> int:
+        """How many that somebody waits for a worker is to take now, and load, before it says that they are there."""
 
     def arrived(self, load: Load[Item]) -> None:
         """It is in GPU memory."""

@@ -83,9 +83,6 @@ class TracingWindow(Protocol):
     def attaching(self) -> None:
         """The process is about to get its memory, and may compute then, even if its connection breaks."""
 
-    def mapped(self) -> None:
-        """It has got it, or has not: follows each :meth:`attaching`."""
-
     def descriptors(self) -> list[int]:
         """Those that go to the frontend; they stay the window's. None: the window is over, nothing need be traced."""
 

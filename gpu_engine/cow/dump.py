@@ -116,6 +116,7 @@ class CowDump(StopDump):
         if self._borrowed and self._copy_failure is None:
             for process in self.gated:
                 process.trace(self._windows.of(process))
+        self._windows.bringing_back()
         back = self._bring_back()
         self._windows.runs_on()
         began = next((phase.start for phase in self.timeline.phases() if phase.name in STALL_BEGINS), None)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copy_check import PlacedPieces
-from phos.gpu_engine.copy_loop import Permits
-from phos.gpu_engine.copy_work import IDLE_SECONDS, NothingYet, Piece
+from phos.gpu_engine.copy_loop import Permits, Turns
+from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow.chunk_table import SAVED, SHADOWED, UNSAVED, ChunkTable, ClaimOrder, Flag
 from phos.gpu_engine.cow.shadows import Shadows, Window
 from phos.gpu_engine.errors import Mispredicted
@@ -37,12 +37,6 @@ BATCHES_UNDER_WAY = 6
 """So many batches of pieces each GPU is given at once where it writes into the image itself. What somebody waits for
 comes behind them. Four keep its copy engine busy as long as no worker waits for anything; but when one wants the
 interpreter lock and sleeps, a virtual machine takes half a millisecond to wake it."""
-
-STAND_BACK_SECONDS = 1.0
-"""For so long at most copies stand back for processes that map their memory: one may be stopped, and map nothing."""
-
-LOOK_SECONDS = 2.5e-4
-"""So often a worker looks then whether that is over."""
 
 
 class Place(NamedTuple):
@@ -100,9 +94,9 @@ class ChunkFeed:
         self._permits = Permits(BATCHES_UNDER_WAY * len({place.device for place in places})) if placed else None
         self.permits = self._permits.address if self._permits else 0
         self.permitted = at_once
+        self._turns = {device: Turns() for device in {place.device for place in places}}
         self._may_change = Flag()
-        self.runs_on = threading.Event()
-        """Set when no process waits any more for what goes on beside the copies."""
+        self._runs_on = threading.Event()
         self.table = table.address
         self.changing = self._may_change.address if expected is not None else 0
         self.checks = PlacedPieces(partial(_changed, places)) if expected is not None else None
@@ -111,12 +105,10 @@ class ChunkFeed:
         self._given_count = 0
         self._aside_since = 0.0
         self._aside_again = 0.0
-        self._mapping = 0  # processes that map their memory now
-        self._back_until = 0.0
 
     def workers(self) -> int | None:
         """How many may copy now; None: all."""
-        if self.runs_on.is_set():
+        if self._runs_on.is_set():
             return None
         return PLACING_WORKERS if self._placed else STALL_WORKERS
 
@@ -127,29 +119,30 @@ class ChunkFeed:
                 return None
             if self._prioritise and self._step_aside():
                 raise NothingYet
-            back = self._mapping > 0 and time.perf_counter() < self._back_until
-            piece = self._wanted() or self._shadowed() or (None if back else self._any())
+            piece = self._wanted() or self._shadowed() or self._any()
             if piece is None:
-                raise NothingYet(LOOK_SECONDS if back else IDLE_SECONDS)
+                raise NothingYet
             return piece
 
-    def mapping_begins(self) -> None:
-        """Until it ends, copy nothing but what somebody waits for or has copied aside.
+    def turns(self, device: int) -> int:
+        """See :class:`~phos.gpu_engine.copy_work.Source`."""
+        turns = self._turns.get(device)
+        return turns.address if turns is not None else 0
 
-        Until the first process maps its memory nothing can write there, and what is saved need not be compared. Mapping
-        takes the driver twenty times as long while copies fill the bus (an H100, 397 blocks: 0.39 s and 0.02 s), and
-        the process stands still meanwhile. Several processes may be at it.
-        """
+    def bringing_back(self) -> None:
+        """Until all run on, copies take turns: the driver and those that map memory need the copy engines as well."""
+        for turns in self._turns.values():
+            turns.begin()
+
+    def may_change(self) -> None:
+        """A process is about to get its memory. Until the first has, what is saved need not be compared."""
         self._may_change.set()
-        with self._lock:
-            if not self._mapping:
-                self._back_until = time.perf_counter() + STAND_BACK_SECONDS
-            self._mapping += 1
 
-    def mapping_ended(self) -> None:
-        """A process has mapped its memory, or failed to."""
-        with self._lock:
-            self._mapping -= 1
+    def runs_on(self) -> None:
+        """No process waits any more for what goes on beside the copies: they may take what they can get."""
+        for turns in self._turns.values():
+            turns.end()
+        self._runs_on.set()
 
     def landed(self, piece: Piece) -> None:
         """See :class:`~phos.gpu_engine.copy_work.Source`."""

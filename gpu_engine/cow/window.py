@@ -48,11 +48,7 @@ class ProcessWindow:
 
     def attaching(self) -> None:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
-        self._feed.mapping_begins()
-
-    def mapped(self) -> None:
-        """See :class:`~phos.gpu_engine.process.TracingWindow`."""
-        self._feed.mapping_ended()
+        self._feed.may_change()
 
     def descriptors(self) -> list[int]:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
@@ -162,10 +158,15 @@ class Windows:
         """A process's window."""
         return self._windows[process.session]
 
-    def runs_on(self) -> None:
-        """Nobody stands still any more: the copies may take what they can get."""
+    def bringing_back(self) -> None:
+        """The processes are about to be brought back; :meth:`runs_on` follows."""
         if self.feed is not None:
-            self.feed.runs_on.set()
+            self.feed.bringing_back()
+
+    def runs_on(self) -> None:
+        """Nobody stands still any more."""
+        if self.feed is not None:
+            self.feed.runs_on()
 
     def over(self) -> None:
         """All is saved or given up: nobody waits any more, and nobody begins to trace."""

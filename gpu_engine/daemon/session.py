@@ -277,16 +277,16 @@ class Session:
             numbers = [(block.number, block.key) for block in self.detached.blocks]
         else:
             numbers = list(self._blocks.keys().items())
-        with self._window.mapping() as window:
-            self._send_blocks(numbers)
-            attach = wire_pb2.Attach(
-                blocks=len(numbers),
-                restored=self._from_image,
-                shut=window is not None and window.shut,
-                tell=window is not None and window.loads and not self._kernels.whole,
-                loads=window is not None and window.loads,
-            )
-            done = self._conversation.ask(ANSWER_SECONDS, patient=True, attach=attach).attach_done
+        window = self._window.attaching()
+        self._send_blocks(numbers)
+        attach = wire_pb2.Attach(
+            blocks=len(numbers),
+            restored=self._from_image,
+            shut=window is not None and window.shut,
+            tell=window is not None and window.loads and not self._kernels.whole,
+            loads=window is not None and window.loads,
+        )
+        done = self._conversation.ask(ANSWER_SECONDS, patient=True, attach=attach).attach_done
         if done.error:
             raise PhosError(f"Process {self.pid} ({self.executable}) could not map its GPU memory again: {done.error}")
         if self.takes_residue:

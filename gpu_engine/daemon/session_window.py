@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Protocol
 
 from phos.gen import wire_pb2
@@ -56,19 +55,13 @@ class SessionWindow:
         if self._tracing or (self._window is not None and not self._safe and not detached):
             self._broken = True
 
-    @contextmanager
-    def mapping(self) -> Iterator[TracingWindow | None]:
-        """Meanwhile the process gets its memory back; the window that is opened then."""
+    def attaching(self) -> TracingWindow | None:
+        """The process is about to get its memory back; returns the window that is opened then."""
         with self._lock:
             window = self._window
-        if window is None:
-            yield None
-            return
-        window.attaching()
-        try:
-            yield window
-        finally:
-            window.mapped()
+        if window is not None:
+            window.attaching()
+        return window
 
     def open(self) -> None:
         """Between attach and open: from here on the process's calls are traced, if somebody saves its memory."""

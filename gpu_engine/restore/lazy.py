@@ -51,9 +51,6 @@ class LoadWindow:
     def attaching(self) -> None:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
 
-    def mapped(self) -> None:
-        """See :class:`~phos.gpu_engine.process.TracingWindow`."""
-
     def descriptors(self) -> list[int]:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
         return [] if self._there.is_set() else [self._chunks.descriptor, self.table.descriptor]
@@ -156,7 +153,8 @@ class LazyRestore(Restore):
             for block, offset, size, extent in self._chunks
         ]
         tables = [window.table for window in self._windows.values()]
-        return LoadFeed(self._table, places, self._order(places), tables, how.at_once)
+        workers = how.workers or self._copier.threads
+        return LoadFeed(self._table, places, self._order(places), tables, how.at_once, workers)
 
     def _pour(self, blocks: list[Block], how: Manner) -> None:
         assert self._feed is not None

@@ -16,7 +16,7 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_check import PlacedPieces
-from phos.gpu_engine.copy_loop import Permits
+from phos.gpu_engine.copy_loop import Permits, Turns
 from phos.gpu_engine.copy_work import NothingYet, Piece, Progress
 from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable, Flag
 from phos.gpu_engine.installation import load_driver
@@ -191,6 +191,7 @@ class Given:
         flag: Flag | None = None,
         permits: Permits | None = None,
         permitted: int = 0,
+        turns: Sequence[Turns] = (),
     ) -> None:
         self._left = list(pieces)
         self._table = table
@@ -199,6 +200,7 @@ class Given:
         self.changing = flag.address if flag else 0
         self.permits = permits.address if permits else 0
         self.permitted = permitted
+        self._turns = turns
         self.checks = PlacedPieces(self.changed)
         self.saved: list[Piece] = []
         self.blamed: list[tuple[Piece, int, bytes]] = []
@@ -211,6 +213,9 @@ class Given:
         if piece is None:
             raise NothingYet(0.001)
         return piece
+
+    def turns(self, device: int) -> int:
+        return self._turns[device].address if self._turns else 0
 
     def landed(self, piece: Piece) -> None:
         if self._table is not None:

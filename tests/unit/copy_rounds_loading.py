@@ -148,6 +148,9 @@ class Loads:
             raise NothingYet
         return load
 
+    def urgent_at_once(self) -> int:
+        return 1
+
     def arrived(self, load: Load[Item]) -> None:
         assert self._held is None or not self._held.exists(), "it cannot have landed"
         data = bytes(load.size) if load.content is None else load.content.data

@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import BlockKey
-from phos.gpu_engine.copy_loop import Permits, give_permit, take_permit, try_permit
+from phos.gpu_engine.copy_loop import Permits, Turns, give_permit, take_permit, try_permit
 from phos.gpu_engine.copy_work import Cancelled, Piece
 from phos.gpu_engine.cow.chunk_table import SAVED, UNSAVED, ChunkTable, Flag
+from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
 from phos.images.chunk_hash import zero_hash
 from phos.images.errors import ImageError
@@ -180,6 +182,48 @@ def save_permitted(folder: Path) -> None:
     back.join(PATIENCE)
     assert not back.is_alive()
     table.close()
+
+
+def save_in_turns(folder: Path, placed: bool) -> None:
+    """What is copied in turns is all there, also when they begin and end meanwhile; a copy that fails ends its turn."""
+    machine = Machine(6)
+    blocks = machine.blocks(["xx" * 12] * 2)
+    turns = [Turns(), Turns()]
+
+    class Switching(Given):
+        def take(self) -> Piece | None:
+            left = len(self._left)
+            for each in turns:
+                if left % 5 == 0:
+                    each.begin() if left % 10 else each.end()
+            return super().take()
+
+    def pieces() -> list[Piece]:
+        return [machine.piece(blocks[i % 2], i // 2 * CHUNK, chunk=i) for i in range(24)]
+
+    for number, kind in enumerate((Given, Switching)):
+        for each in turns:
+            each.begin()
+        permits = Permits(6)
+        source = kind(pieces(), permits=permits, turns=turns)
+        with writer_in(folder / f"image-{number}", 6) as writer:
+            if not placed:
+                machine.drain(source, writer)
+                machine.compare(writer, blocks)
+                continue
+            with placing(writer, 24 * CHUNK, CHUNK) as sink:
+                machine.drain(source, sink)
+                assert len(sink.taken) == 24
+                for (key, offset), (data, _) in sink.taken.items():
+                    assert data == machine.content[key][offset : offset + CHUNK]
+    for each in turns:
+        each.begin()
+    wrong: list[Piece | None] = [replace(p, address=1 << 60) if i == 15 else p for i, p in enumerate(pieces())]
+    with writer_in(folder / "wrong", 6) as writer:
+        fails(DriverError, lambda: machine.drain(Given(wrong, turns=turns), writer), "cuMemcpyDtoHAsync")
+    for each in turns:
+        _, taken, served = each._words
+        assert taken == served > 12, "whoever waits for the next turn gets it"
 
 
 def save_small_with_one_permit(folder: Path) -> None:

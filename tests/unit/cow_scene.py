@@ -150,9 +150,9 @@ class Scene:
             at_once=at_once,
             placed=placed,
         )
-        self.feed.mapping_begins()
-        self.feed.mapping_ended()
-        self.feed.runs_on.set()
+        if not more.pop("still", False):
+            self.feed.may_change()
+            self.feed.runs_on()
 
     def take(self) -> Piece | None:
         return self.feed.take()

@@ -8,18 +8,23 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import random
 import re
 import shutil
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from phos.gpu_engine import copy_loop
 from phos.gpu_engine.copy_work import SLOTS, HashRoom
+from phos.gpu_engine.errors import DriverError
+from phos.images.append import StripeState
 from tests.unit.image_sets import skip
 from tests.unit.softgpu_host import needs_softgpu
 
@@ -66,6 +71,97 @@ def test_what_somebody_waits_for_is_saved_alone_and_first(tmp_path: Path) -> Non
 @needs_softgpu
 def test_with_permits_few_pieces_are_under_way(tmp_path: Path) -> None:
     play(tmp_path, "save_permitted", SOFTGPU_COPY_BANDWIDTH="400000000")
+
+
+@needs_softgpu
+def test_copies_that_take_turns_are_complete(tmp_path: Path) -> None:
+    play(tmp_path, "save_in_turns", [False], [True])
+
+
+class Engine:
+    """A driver of which only copies to the host work, which says how much of them was under way at once."""
+
+    def __init__(self) -> None:
+        self.under_way = self.most = self.refused = 0
+        self.parts: list[int] = []
+        self.asked: dict[int, int] = {}
+        self._lock = threading.Lock()
+        integer, address = ctypes.c_int, ctypes.c_uint64
+        copy = ctypes.CFUNCTYPE(integer, address, address, ctypes.c_size_t, address)(self._copy)
+        query = ctypes.CFUNCTYPE(integer, address)(self._query)
+        nothing = ctypes.CFUNCTYPE(integer, address, address)(lambda *_: 0)
+        by_name = {"cuMemcpyDtoHAsync": copy, "cuEventQuery": query}
+        self._kept = [by_name.get(name, nothing) for name, _ in copy_loop._CALLS]
+        self.table = (ctypes.c_uint64 * len(self._kept))(*(ctypes.cast(f, ctypes.c_void_p).value for f in self._kept))
+
+    def _copy(self, host: int, device: int, size: int, _: int) -> int:
+        if device == self.refused:
+            return 1
+        ctypes.memmove(host, device, size)
+        with self._lock:
+            self.parts.append(size)
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+        return 0
+
+    def _query(self, event: int) -> int:
+        with self._lock:
+            self.asked[event] = self.asked.get(event, 0) + 1
+            if self.asked[event] % 3:
+                return 600  # CUDA_ERROR_NOT_READY
+            self.under_way -= 1
+            return 0
+
+
+def refuse(call: str, code: int) -> None:
+    """What driver.fail() does where there is a driver."""
+    raise DriverError(call, code, "refused")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_in_turns_one_small_part_is_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    engine = Engine()
+    monkeypatch.setattr(copy_loop, "_driver_table", lambda: engine.table)
+    monkeypatch.setattr(copy_loop.driver, "fail", refuse)
+    turns = copy_loop.Turns()
+    turns.begin()
+    workers, pieces, size = 5, 4, (5 << 20) + 4096
+    stream = SimpleNamespace(handle=0)
+    content = random.Random(1).randbytes(size)
+    source = ctypes.create_string_buffer(content, size)
+    targets = [[ctypes.create_string_buffer(size) for _ in range(pieces)] for _ in range(workers)]
+    wrong = [DriverError] if fails else []
+    raised: list[type[BaseException]] = []
+    if fails:
+        engine.refused = 4096
+
+    def work(number: int) -> None:
+        lane = copy_loop.CopyLane(stream, [2 * number + 1, 2 * number + 2], [0, 0])  # type: ignore[arg-type]
+        state = StripeState(descriptor=-1, chunk=4 << 20)
+        job = copy_loop.SaveJob(ctypes.pointer(state), turns=turns.address)
+        for piece, target in enumerate(targets[number]):
+            device = engine.refused if fails and (number, piece) == (2, 1) else ctypes.addressof(source)
+            place = ctypes.addressof(target)
+            save = copy_loop.packed_save(
+                device, size, place=place, hashes=0, places=0, zero_tail=0, known=False, chunk=0
+            )
+            try:
+                lane.save(job, [save])
+            except DriverError as error:
+                raised.append(type(error))
+            else:
+                assert target.raw == content
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert raised == wrong
+    assert engine.most == 1
+    assert sorted(set(engine.parts)) == [(1 << 20) + 4096, 2 << 20]
+    assert len(engine.parts) == 3 * (workers * pieces - len(wrong))
 
 
 @needs_softgpu
@@ -268,6 +364,7 @@ def test_calls_are_numbered_as_in_the_source(layout: Layout) -> None:
         "record": "cuEventRecord",
         "wait": "cuEventSynchronize",
         "synchronise": "cuStreamSynchronize",
+        "query": "cuEventQuery",
     }
     calls = [name for name, _ in copy_loop._CALLS]
     members = sorted((offset, name) for name, (offset, _) in layout["copy_driver"].items() if name)

@@ -6,7 +6,6 @@ import ctypes
 import os
 import struct
 import threading
-from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ from phos.gpu_engine.copy_loop import take_permit
 from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow import feed as feed_module
 from phos.gpu_engine.cow.chunk_table import SAVED
-from phos.gpu_engine.cow.feed import BATCHES_UNDER_WAY, PLACING_WORKERS, STALL_WORKERS, STAND_BACK_SECONDS
+from phos.gpu_engine.cow.feed import BATCHES_UNDER_WAY, PLACING_WORKERS, STALL_WORKERS
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import ALIVE_SECONDS
@@ -167,18 +166,16 @@ def test_what_a_process_reads_first_and_writes_later_is_known_of_both() -> None:
 
 
 def test_while_the_processes_stand_still_few_workers_copy() -> None:
-    scene = Scene(8, range(8), expected=[bytes(16)] * 8)
-    scene.feed.runs_on.clear()
+    scene = Scene(8, (1,), expected=[bytes(16)] * 8, still=True)
     assert scene.feed.workers() == STALL_WORKERS
-    scene.feed.runs_on.set()
+    scene.feed.runs_on()
     assert scene.feed.workers() is None
 
 
 def test_where_the_gpu_writes_into_the_image_few_pieces_are_under_way_instead() -> None:
-    scene = Scene(8, (1,), placed=True)
-    scene.feed.runs_on.clear()
+    scene = Scene(8, (1,), placed=True, still=True)
     assert scene.feed.workers() == PLACING_WORKERS
-    scene.feed.runs_on.set()
+    scene.feed.runs_on()
     assert scene.feed.workers() is None
     for _ in range(BATCHES_UNDER_WAY):
         take_permit(scene.feed.permits)
@@ -193,34 +190,22 @@ def test_where_the_gpu_writes_into_the_image_few_pieces_are_under_way_instead() 
     assert not late.is_alive(), "a piece that has landed makes room for another"
 
 
-def test_while_copies_stand_back_only_what_somebody_needs_comes(clock: Clock) -> None:
-    scene = Scene(8, (1,), placed=True)
-    assert taken(scene) == 0
-    scene.feed.mapping_begins()
-    assert taken(scene) is None
-    scene.processes[0].want(5)
-    assert taken(scene) == 5
-    scene.processes[0].shadow(3, 0, 1)
-    scene.processes[0].copied(0, 1)
-    scene.processes[0].want(3)
-    assert taken(scene) is None
-    scene.read()
-    assert taken(scene) == 3
-    scene.feed.mapping_begins()
-    scene.feed.mapping_ended()
-    assert taken(scene) is None, "one of them still maps"
-    scene.feed.mapping_ended()
-    assert taken(scene) == 1
-    scene.feed.mapping_begins()
-    clock.now += STAND_BACK_SECONDS - 0.01
-    scene.feed.mapping_begins()
-    assert taken(scene) is None
-    clock.now += 0.02
-    assert taken(scene) == 2, "a process that does not come back holds nothing up for ever"
+def taking_turns(scene: Scene, device: int = 0) -> bool:
+    return ctypes.c_uint32.from_address(scene.feed.turns(device)).value != 0
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_copies_stand_back_from_before_a_process_gets_its_memory_until_it_has_it(fails: bool) -> None:
+def test_copies_take_turns_while_processes_are_brought_back() -> None:
+    scene = Scene(8, (1,), still=True)
+    assert not taking_turns(scene)
+    scene.feed.bringing_back()
+    assert taking_turns(scene)
+    assert [taken(scene), taken(scene)] == [0, 1], "they do not wait"
+    scene.feed.runs_on()
+    assert not taking_turns(scene)
+    assert scene.feed.turns(1) == 0, "a GPU that it has nothing on"
+
+
+def test_memory_may_change_from_before_a_process_gets_it() -> None:
     windows = Windows(CowSettings(), driver.Lane)
     block = Block((SESSION, 1), 3 * CHUNK, 0, -1, True)
     process = SimpleNamespace(session=SESSION, pid=1, ordinals=dict, alive=lambda: True)
@@ -229,21 +214,14 @@ def test_copies_stand_back_from_before_a_process_gets_its_memory_until_it_has_it
     feed = windows.lay_out([process], {SESSION: detached}, [block], mapped, [bytes(16)] * 3, [], sink)  # type: ignore[list-item,dict-item,arg-type]
     session = SimpleNamespace(session=SESSION, pid=1, executable="x")
     window = SessionWindow(session, None, None, None)  # type: ignore[arg-type]
-    window.trace(windows.of(process))  # type: ignore[arg-type]
-    first = feed.take()
-    assert first is not None
-    assert first.chunk == 0
-    with suppress(ValueError), window.mapping():
-        assert ctypes.c_uint32.from_address(feed.changing).value, "from here on it may write"
-        with pytest.raises(NothingYet):
-            feed.take()
-        if fails:
-            raise ValueError
-    second = feed.take()
-    assert second is not None
-    assert second.chunk == 1
-    table = windows.of(process).table  # type: ignore[arg-type]
-    (room,) = struct.unpack("<I", os.pread(table.descriptor, 4, ORDER))
+    assert window.attaching() is None
+    of_process = windows.of(process)  # type: ignore[arg-type]
+    window.trace(of_process)
+    windows.bringing_back()
+    assert not ctypes.c_uint32.from_address(feed.changing).value, "nobody has it"
+    assert window.attaching() is of_process
+    assert ctypes.c_uint32.from_address(feed.changing).value, "from here on it may write"
+    (room,) = struct.unpack("<I", os.pread(of_process.table.descriptor, 4, ORDER))
     assert room == 2 * 3, "each chunk may be read first and written to later"
     windows.close()
 

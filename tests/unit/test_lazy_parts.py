@@ -30,7 +30,7 @@ def place(number: int, *, zero: bool = False, stripe: int = 0) -> LoadPlace:
 
 def feed_of(places: list[LoadPlace], order: list[int], slot: int = CHUNK) -> tuple[LoadFeed, ChunkTable]:
     table = ChunkTable(CHUNK, len(places))
-    return LoadFeed(table, places, order, [], slot), table
+    return LoadFeed(table, places, order, [], slot, 4), table
 
 
 def drain(feed: LoadFeed) -> list[Load[Extent]]:
