@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 from phos.gpu_engine import driver
-from phos.gpu_engine.blocks import Block
+from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import ContentHasher, chunk_count
 from phos.gpu_engine.copy_in import Filler
 from phos.gpu_engine.copy_loop import CopyLane
@@ -47,9 +47,11 @@ Taken = TypeVar("Taken")
 class _Extents(Generic[Item]):
     """Parts of blocks, one after the other."""
 
-    def __init__(self, extents: Iterable[tuple[Block, int, int, Item | None]], mappings: MappedBlocks) -> None:
+    def __init__(
+        self, extents: Iterable[tuple[Block, int, int, Item | None]], address: Callable[[BlockKey], int]
+    ) -> None:
         self._extents = iter(extents)
-        self._mappings = mappings
+        self._address = address
         self._lock = threading.Lock()  # guards the iterator
 
     def take(self) -> Load[Item] | None:
@@ -58,7 +60,7 @@ class _Extents(Generic[Item]):
         if following is None:
             return None
         block, offset, size, content = following
-        return Load(self._mappings[block.key].address + offset, size, block.device, content)
+        return Load(self._address(block.key) + offset, size, block.device, content)
 
     def urgent_at_once(self) -> int:
         """Nobody waits for any."""
@@ -347,20 +349,19 @@ class Copier:
         reading: Reading[Item],
         progress: Progress,
         cancelled: threading.Event,
-        mapped: MappedBlocks,
+        address: Callable[[BlockKey], int],
         workers: int | None = None,
         trace: CopyTrace | None = None,
     ) -> None:
         """Fill blocks: each extent is (block, offset, size, what to read), None: zeros; the rest as :meth:`fill`.
 
-        ``extents`` is gone through while data comes: thousands of them take a while to make. ``mapped`` gets the blocks
-        that it has not.
+        ``extents`` is gone through while data comes: thousands of them take a while to make. ``address``: where a block
+        is mapped, when it is; called from any worker's thread, whose current context it leaves as it is.
 
-        Raises: as :meth:`save`.
+        Raises: as :meth:`save`, and what ``address`` raises.
         """
         if blocks:
-            mapped.add(blocks)
-            self.fill(_Extents(extents, mapped), blocks[0].device, reading, progress, cancelled, workers, trace)
+            self.fill(_Extents(extents, address), blocks[0].device, reading, progress, cancelled, workers, trace)
 
     def fill(
         self,

@@ -240,12 +240,12 @@ static int fetch(struct phos_copy_lane *lane, const struct phos_save *saves, uin
 
 /* The piece has landed when it returns. */
 static int fetch_in_turn(struct phos_copy_lane *lane, const struct phos_save *saves, uint32_t number, struct phos_turns *turns,
-                         struct phos_copy_failure *failure)
+                         uint64_t part, struct phos_copy_failure *failure)
 {
     int code = 0;
     phos_turn_begin(turns);
-    for (uint64_t at = 0, size = saves[number].size; at < size && !code; at += PHOS_TURN_BYTES) {
-        code = fetch(lane, saves, number, at, size - at < PHOS_TURN_BYTES ? size - at : PHOS_TURN_BYTES, failure);
+    for (uint64_t at = 0, size = saves[number].size; at < size && !code; at += part) {
+        code = fetch(lane, saves, number, at, size - at < part ? size - at : part, failure);
         int status = NOT_READY;
         for (unsigned spins = 0; !code && (status = lane->driver->query(lane->events[number % SLOTS])) == NOT_READY;)
             phos_turn_pause(&spins);
@@ -262,8 +262,9 @@ static int begin_save(struct phos_copy_lane *lane, const struct phos_save_job *j
     const struct phos_save *save = &saves[number];
     if (!save->device)
         return 0;
-    if (job->turns && __atomic_load_n(&job->turns->taking, __ATOMIC_RELAXED))
-        return fetch_in_turn(lane, saves, number, job->turns, failure);
+    uint32_t part = job->turns ? __atomic_load_n(&job->turns->part, __ATOMIC_RELAXED) : 0;
+    if (part)
+        return fetch_in_turn(lane, saves, number, job->turns, part, failure);
     return fetch(lane, saves, number, 0, save->size, failure);
 }
 

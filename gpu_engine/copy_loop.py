@@ -118,9 +118,9 @@ class Turns:
         """struct phos_turns."""
         self.address = ctypes.addressof(self._words)
 
-    def begin(self) -> None:
-        """From now on one small part is under way at a time. What is queued is still copied as it is."""
-        self._words[0] = 1
+    def begin(self, part: int) -> None:
+        """From now on ``part`` bytes are under way at a time. What is queued is still copied as it is."""
+        self._words[0] = part
 
     def end(self) -> None:
         """Copies are queued again as they come."""

@@ -11,16 +11,14 @@
 #include <stdint.h>
 #include <time.h>
 
-#define PHOS_TURN_BYTES ((uint64_t)2 << 20)
-
 #define PHOS_TURN_SPINS 200
 
 #define PHOS_TURN_SLEEP_NS 200000 /* about as long as a piece takes of those that pieces are joined to */
 
 /* One for each GPU. copy_loop.py describes the same structure. All are accessed atomically. */
 struct phos_turns {
-    uint32_t taking; /* not 0: copies take turns */
-    uint32_t next;   /* the ticket of who comes next */
+    uint32_t part; /* bytes under way at a time; 0: copies do not take turns */
+    uint32_t next; /* the ticket of who comes next */
     uint32_t served; /* the ticket of who copies */
 };
 

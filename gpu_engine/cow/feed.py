@@ -39,6 +39,10 @@ comes behind them. Four keep its copy engine busy as long as no worker waits for
 interpreter lock and sleeps, a virtual machine takes half a millisecond to wake it."""
 
 
+TURN_BYTES = 2 << 20
+"""So much of them is copied at a time while processes are brought back."""
+
+
 class Place(NamedTuple):
     """Where a chunk is: ``size`` bytes at ``offset`` of a block, at a device address of phosd's."""
 
@@ -132,7 +136,7 @@ class ChunkFeed:
     def bringing_back(self) -> None:
         """Until all run on, copies take turns: the driver and those that map memory need the copy engines as well."""
         for turns in self._turns.values():
-            turns.begin()
+            turns.begin(TURN_BYTES)
 
     def may_change(self) -> None:
         """A process is about to get its memory. Until the first has, what is saved need not be compared."""

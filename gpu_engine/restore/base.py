@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -23,11 +23,11 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
-from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import has_ended, inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.gpus import match_gpus, require_room
+from phos.gpu_engine.restore.reserved import ReservedMemory
 from phos.gpu_engine.restore.sources import confirm, open_source
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
@@ -102,7 +102,7 @@ class Restore(ABC):
         self.unsound = False
         """What was copied through could not be put back: phosd's GPU context may be lost."""
         self._residues: RestoredResidues | None = None
-        self._mapped = MappedBlocks()  # where phosd copies to them; of the loading thread
+        self._memory = ReservedMemory()  # where phosd copies to
         self._gpu_pairs: dict[str, str] = {}
         self._ordinals: dict[int, int] = {}
         inventory = self._image.inventory
@@ -209,13 +209,19 @@ class Restore(ABC):
             Cancelled, ImageError, DriverError, OSError.
         """
 
+    def _map(self, blocks: Sequence[Block]) -> dict[BlockKey, int]:
+        """Begin to map blocks, in this order. Returns where each will be: ask :attr:`_memory` to wait for it."""
+        addresses = {block.key: self._memory.reserve(block) for block in blocks}
+        self._memory.map(blocks)
+        return addresses
+
     def _filled(self) -> None:
         """All of it is there, and what it should be. Raises: as :meth:`_fill`."""
         log.info("%s: %d bytes of GPU memory loaded", self.path, self.progress.total)
 
     def _put_back(self) -> None:
         """Nobody copies to the blocks any more, whatever has become of that: drop what it took."""
-        self._mapped.close()
+        self._memory.free()
 
     @abstractmethod
     def _may_attach(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phos.gpu_engine.blocks import Block
+from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import Restore
@@ -21,6 +21,12 @@ class EagerRestore(Restore):
         """Nothing comes before it."""
 
     def _fill(self, blocks: list[Block]) -> None:
+        addresses = self._map(blocks)
+
+        def address(key: BlockKey) -> int:
+            self._memory.wait(key)
+            return addresses[key]
+
         image, devices = self._image, {block.device for block in blocks}
         how = manner(image, self._copier, len(devices))
         chunks = {image.blocks[block.key].chunk_size for block in blocks}
@@ -29,7 +35,7 @@ class EagerRestore(Restore):
             tracing(self.path) as trace,
         ):
             loads = self._loads(blocks, how.at_once)
-            self._copier.load(blocks, loads, reading, self.progress, self._cancelled, self._mapped, how.workers, trace)
+            self._copier.load(blocks, loads, reading, self.progress, self._cancelled, address, how.workers, trace)
 
     def _loads(self, blocks: list[Block], at_once: int) -> Iterator[tuple[Block, int, int, Extent | None]]:
         for block in blocks:

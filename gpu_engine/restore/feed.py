@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from phos.gpu_engine.blocks import BlockKey
@@ -41,10 +41,12 @@ class LoadFeed:
         windows: Sequence[WindowTable],
         slot_bytes: int,
         workers: int,
+        mapped: Callable[[BlockKey], None] = lambda _: None,
     ) -> None:
         """``order`` has every chunk once: how they come if nobody waits.
 
-        ``slot_bytes``: most that is read at once; ``workers``: so many take.
+        ``slot_bytes``: most that is read at once; ``workers``: so many take. ``mapped`` returns when a block is where
+        its places are.
         """
         self._table = table
         self.places = places
@@ -52,6 +54,7 @@ class LoadFeed:
         self._windows = windows
         self._slot_bytes = slot_bytes
         self._workers = workers
+        self._mapped = mapped
         self._lock = threading.Lock()  # guards all below
         self._given = bytearray(len(places))
         self._left = len(places)
@@ -63,7 +66,10 @@ class LoadFeed:
         self.on_demand_bytes = 0
 
     def take(self) -> Load[Extent] | None:
-        """See :class:`~phos.gpu_engine.copy_work.LoadSource`."""
+        """See :class:`~phos.gpu_engine.copy_work.LoadSource`.
+
+        Raises: what ``mapped`` raises.
+        """
         with self._lock:
             load = self._wanted()
             if load is None:
@@ -86,6 +92,10 @@ class LoadFeed:
         """See :class:`~phos.gpu_engine.copy_work.LoadSource`."""
         for chunk in load.chunks:
             self._table.saved(chunk)
+
+    def blocks(self) -> list[BlockKey]:
+        """The blocks, in the order in which something of them is given first."""
+        return list(dict.fromkeys(self.places[chunk].key for chunk in self._order))
 
     def want(self, key: BlockKey) -> bool:
         """Load a block before others, for somebody who has no window; whether all of it is there."""
@@ -141,6 +151,7 @@ class LoadFeed:
         )
 
     def _give(self, first: int, end: int, *, urgent: bool = False) -> Load[Extent]:
+        self._mapped(self.places[first].key)
         for chunk in range(first, end):
             self._given[chunk] = 1
             self._table.claim(chunk)

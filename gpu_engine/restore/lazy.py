@@ -140,13 +140,12 @@ class LazyRestore(Restore):
     def _fill(self, blocks: list[Block]) -> None:
         assert self._table is not None
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
-        self._mapped.add(blocks)
         how = manner(self._image, self._copier, len({block.device for block in blocks}))
-        self._feed = self._make_feed({block.key: self._mapped[block.key].address for block in blocks}, how)
+        self._feed = self._make_feed({block.key: self._memory.reserve(block) for block in blocks}, how)
         self._pour(blocks, how)
 
     def _make_feed(self, addresses: Mapping[BlockKey, int], how: Manner) -> LoadFeed:
-        """What is loaded when, and to where: ``addresses`` are the blocks' in phosd's own contexts."""
+        """What is loaded when, and to where: ``addresses`` are the blocks', reserved in phosd's own contexts."""
         assert self._table is not None
         places = [
             LoadPlace(block.key, offset, size, addresses[block.key] + offset, block.device, extent)
@@ -154,11 +153,13 @@ class LazyRestore(Restore):
         ]
         tables = [window.table for window in self._windows.values()]
         workers = how.workers or self._copier.threads
-        return LoadFeed(self._table, places, self._order(places), tables, how.at_once, workers)
+        return LoadFeed(self._table, places, self._order(places), tables, how.at_once, workers, self._memory.wait)
 
     def _pour(self, blocks: list[Block], how: Manner) -> None:
         assert self._feed is not None
         if blocks:
+            by_key = {block.key: block for block in blocks}
+            self._memory.map([by_key[key] for key in self._feed.blocks()])
             devices = {block.device for block in blocks}
             try:
                 with (
@@ -177,7 +178,7 @@ class LazyRestore(Restore):
             self._end_windows()
 
     def _order(self, places: Sequence[LoadPlace]) -> list[int]:
-        """Zeros first, which cost next to nothing; then what was touched first; then the rest, as it was allocated."""
+        """What was touched first; then zeros, which cost next to nothing; then the rest, as it was allocated."""
         numbers = list(range(len(places)))
         if self._settings.order == "random":
             random.shuffle(numbers)
@@ -190,10 +191,10 @@ class LazyRestore(Restore):
                 ranks.setdefault(touched, len(ranks))
         last = len(ranks)
 
-        def rank(chunk: int) -> tuple[bool, int, int]:
+        def rank(chunk: int) -> tuple[int, bool, int]:
             place = places[chunk]
             touched = (self._in_image(place.key), place.offset // CHUNK_BYTES)
-            return place.extent is not None, ranks.get(touched, last), chunk
+            return ranks.get(touched, last), place.extent is not None, chunk
 
         return sorted(numbers, key=rank)
 

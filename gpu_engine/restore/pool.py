@@ -25,7 +25,6 @@ from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.base import Register
 from phos.gpu_engine.restore.gpus import require_room
 from phos.gpu_engine.restore.lazy import LazyRestore
-from phos.gpu_engine.restore.reserved import ReservedMemory
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.gpu_engine.restore.sources import Manner, manner
 from phos.gpu_engine.timeline import Timeline
@@ -83,7 +82,6 @@ class PooledRestore(LazyRestore):
         self.tables: dict[bytes, bytes] = {}
         """Access tables, by the image's session, of processes whose kernels are known already."""
         self._tasks: dict[int, int] = {}  # all of the tree's processes → pidfd
-        self._reserved = ReservedMemory()
         self._how: Manner | None = None
         self._eager = False
         self._parking = threading.Lock()  # held while phosd's part of parking is done, and undone
@@ -138,7 +136,7 @@ class PooledRestore(LazyRestore):
         if strangers := {key[0] for key in planned} - set(self._sessions):
             raise RestoreFailed(f"The image's processes map GPU memory of {len(strangers)} that are not in it.")
         self._lay_out(list(planned.values()))
-        addresses = {key: self._reserved.reserve(block) for key, block in planned.items()}
+        addresses = {key: self._memory.reserve(block) for key, block in planned.items()}
         for device in {block.device for block in planned.values()}:
             self._copier.hasher.prepare(device)
             self._copier.prepare(device)
@@ -275,11 +273,7 @@ class PooledRestore(LazyRestore):
     def _fill(self, blocks: list[Block]) -> None:
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
         assert self._how is not None
-        self._reserved.map(blocks)
         self._pour(blocks, self._how)
-
-    def _put_back(self) -> None:
-        self._reserved.free()
 
     def _may_attach(self) -> bool:
         if self._eager:
@@ -321,7 +315,7 @@ class PooledRestore(LazyRestore):
         with self._counting:
             self._close_tables()
         try:
-            self._reserved.free()
+            self._memory.free()
         except DriverError as error:
             log.error("%s: addresses of phosd's own cannot be given back: %s", self.path, error)
         self.close()

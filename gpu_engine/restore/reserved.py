@@ -1,14 +1,19 @@
-"""Addresses of phosd's own for the memory of a parked process, which are mapped when it is taken."""
+"""Addresses of phosd's own for memory that is loaded: known before it exists, and mapped while other data comes.
+
+Mapping a hundred blocks takes a GPU's driver as long as loading a gigabyte, so copies begin when the first is mapped.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.errors import DriverError
 
 
 @dataclass(frozen=True)
@@ -19,49 +24,86 @@ class _Range:
 
 
 class ReservedMemory:
-    """Of one process, or tree of processes."""
+    """Of one process, or tree of processes. Methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards all below; held while something is mapped
+        self._changed = threading.Condition()  # its lock guards all below but _thread
         self._reserved: dict[BlockKey, _Range] = {}
-        self._mapped: list[driver.Mapping] = []
+        self._mapped: dict[BlockKey, driver.Mapping] = {}
+        self._left: dict[BlockKey, Block] = {}
+        self._first: deque[BlockKey] = deque()
+        self._failure: DriverError | None = None
+        self._thread: threading.Thread | None = None
 
     def reserve(self, block: Block) -> int:
-        """An address for a block that has no memory yet.
+        """An address for a block that may have no memory yet.
 
         Raises:
             DriverError: there is none left.
         """
         context = driver.context(block.device)
-        with self._lock:
+        with self._changed:
             address = context.reserve(block.size)
             self._reserved[block.key] = _Range(block.device, address, block.size)
         return address
 
     def map(self, blocks: Iterable[Block]) -> None:
-        """The blocks have memory now; their descriptors stay the caller's.
+        """The blocks have memory now: map them in this order, in a thread of its own. Once.
 
-        All of them, before the first copy: mapping takes longer while others are copied to, and when the process does
-        what needs the driver's lock; whoever has a load for a block that is not mapped yet waits for that.
+        Their descriptors stay the caller's, and open until :meth:`free`.
+        """
+        with self._changed:
+            self._left = {block.key: block for block in blocks}
+        self._thread = threading.Thread(target=self._map, name="map-blocks")
+        self._thread.start()
+
+    def wait(self, key: BlockKey) -> None:
+        """Return when a block is mapped; it goes before others. The calling thread's current context stays as it is.
 
         Raises:
-            DriverError: one cannot be mapped.
+            DriverError: it could not be mapped, or another before it.
         """
-        with self._lock:
-            for block in blocks:
-                range_ = self._reserved.pop(block.key)
-                context = driver.context(range_.device)
-                self._mapped.append(context.map_block(block.descriptor, range_.size, range_.address))
+        if key in self._mapped:  # looked at without the lock: it stays there as long as anybody copies
+            return
+        with self._changed:
+            self._first.append(key)
+            self._changed.wait_for(lambda: key in self._mapped or self._failure is not None)
+            if key not in self._mapped and self._failure is not None:
+                raise self._failure
+
+    def _map(self) -> None:
+        while True:
+            with self._changed:
+                while self._first and self._first[0] not in self._left:
+                    self._first.popleft()
+                if not self._left:
+                    return
+                key = self._first.popleft() if self._first else next(iter(self._left))
+                block, range_ = self._left.pop(key), self._reserved.pop(key)
+            try:
+                mapping = driver.context(range_.device).map_block(block.descriptor, range_.size, range_.address)
+            except DriverError as error:
+                with self._changed:
+                    self._failure = error
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._mapped[key] = mapping
+                self._changed.notify_all()
 
     def free(self) -> None:
-        """Let everything go, mapped or not. It may be called twice.
+        """Let everything go, mapped or not, when nobody copies or waits any more. It may be called twice.
 
         Raises:
             DriverError: something could not be let go; all was tried.
         """
-        with self._lock, ExitStack() as undo:
-            for mapping in self._mapped:
+        with self._changed:
+            self._left = {}
+        if self._thread is not None:
+            self._thread.join()
+        with self._changed, ExitStack() as undo:
+            for mapping in self._mapped.values():
                 undo.callback(mapping.unmap)
             for range_ in self._reserved.values():
                 undo.callback(driver.context(range_.device).free_reserved, range_.address, range_.size)
-            self._mapped, self._reserved = [], {}
+            self._mapped, self._reserved = {}, {}

@@ -16,7 +16,7 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import SPAN_BYTES, THREADS
 from phos.gpu_engine.copy_work import UNDER_WAY, HashRoom, Load, NothingYet, Progress, Reading
-from phos.gpu_engine.mapped_blocks import MappedBlocks
+from phos.gpu_engine.restore.reserved import ReservedMemory
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
 from phos.images.errors import ImageError
 from phos.images.formats import HASH_SIZE
@@ -252,11 +252,17 @@ def load_blocks(folder: Path) -> None:
             data += part
         expected[block.key] = data
     with reading_of(machine, store, True) as reading:
-        mapped, progress = MappedBlocks(), machine.progress()
-        machine.copier.load(blocks, iter(extents), reading, progress, threading.Event(), mapped)
+        memory, progress = ReservedMemory(), machine.progress()
+        addresses = {block.key: memory.reserve(block) for block in blocks}
+        memory.map(reversed(blocks))
+
+        def address(key: BlockKey) -> int:
+            memory.wait(key)
+            return addresses[key]
+
+        machine.copier.load(blocks, iter(extents), reading, progress, threading.Event(), address)
         assert progress.done == sum(block.size for block in blocks)
-        assert all(block.key in mapped for block in blocks)
-        mapped.close()
+        memory.free()
     for block in blocks:
         assert machine.memory(block) == expected[block.key]
 

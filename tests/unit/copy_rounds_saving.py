@@ -195,7 +195,7 @@ def save_in_turns(folder: Path, placed: bool) -> None:
             left = len(self._left)
             for each in turns:
                 if left % 5 == 0:
-                    each.begin() if left % 10 else each.end()
+                    each.begin(HALF) if left % 10 else each.end()
             return super().take()
 
     def pieces() -> list[Piece]:
@@ -203,7 +203,7 @@ def save_in_turns(folder: Path, placed: bool) -> None:
 
     for number, kind in enumerate((Given, Switching)):
         for each in turns:
-            each.begin()
+            each.begin(HALF)
         permits = Permits(6)
         source = kind(pieces(), permits=permits, turns=turns)
         with writer_in(folder / f"image-{number}", 6) as writer:
@@ -217,7 +217,7 @@ def save_in_turns(folder: Path, placed: bool) -> None:
                 for (key, offset), (data, _) in sink.taken.items():
                     assert data == machine.content[key][offset : offset + CHUNK]
     for each in turns:
-        each.begin()
+        each.begin(HALF)
     wrong: list[Piece | None] = [replace(p, address=1 << 60) if i == 15 else p for i, p in enumerate(pieces())]
     with writer_in(folder / "wrong", 6) as writer:
         fails(DriverError, lambda: machine.drain(Given(wrong, turns=turns), writer), "cuMemcpyDtoHAsync")

@@ -124,7 +124,7 @@ def test_in_turns_one_small_part_is_under_way_at_a_time(monkeypatch: pytest.Monk
     monkeypatch.setattr(copy_loop, "_driver_table", lambda: engine.table)
     monkeypatch.setattr(copy_loop.driver, "fail", refuse)
     turns = copy_loop.Turns()
-    turns.begin()
+    turns.begin(2 << 20)
     workers, pieces, size = 5, 4, (5 << 20) + 4096
     stream = SimpleNamespace(handle=0)
     content = random.Random(1).randbytes(size)
