@@ -18,7 +18,7 @@ from phos.images import formats
 from phos.images.chunk_hash import chunk_hash
 from phos.images.errors import ImageError
 from phos.images.extents import EXTENT_LIMIT, BlockTable, DataFile, Extent, read_fully
-from phos.images.files import address_of, copy_segment, hash_segment, run_in_threads, segments
+from phos.images.files import address_of, copy_segment, hash_segment, lives_in_memory, run_in_threads, segments
 from phos.images.formats import BlockKey, digest
 from phos.images.table import block_key, complaint_about, inventory_blocks, name_of
 
@@ -247,6 +247,11 @@ class Image:
     def read_unchecked(self, extent: Extent, buffer: memoryview) -> None:
         """As `read_into`, but the caller compares the hashes: a GPU does that in a hundredth of the time."""
         self._read(extent, buffer, check=False)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether its files lie in a file system without a disk."""
+        return lives_in_memory(self._directory)
 
     def lies_at(self, extent: Extent) -> None:
         """Nowhere: see :class:`~phos.images.source.ImageSource`."""

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.copy_work import Load
 from phos.gpu_engine.cow.chunk_table import SAVED, STRICT, UNSAVED, ChunkTable, WindowTable
-from phos.gpu_engine.errors import UsageError
+from phos.gpu_engine.errors import DriverError, UsageError
 from phos.gpu_engine.restore.feed import ZEROS_AT_ONCE, LoadFeed, LoadPlace
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.gpu_engine.touch_order import TouchOrder, from_messages, read_beside, to_messages, write_beside
 from phos.images import formats
 from phos.images.reader import Extent
+from tests.unit.cow_scene import Process
 
 CHUNK = 4 << 20
 A, B = (b"a" * 16, 1), (b"b" * 16, 2)
@@ -28,9 +32,11 @@ def place(number: int, *, zero: bool = False, stripe: int = 0) -> LoadPlace:
     return LoadPlace(A, offset, CHUNK, 0x1000_0000 + offset, 0, extent)
 
 
-def feed_of(places: list[LoadPlace], order: list[int], slot: int = CHUNK) -> tuple[LoadFeed, ChunkTable]:
+def feed_of(
+    places: list[LoadPlace], order: list[int], slot: int = CHUNK, windows: Sequence[WindowTable] = (), **more: Any
+) -> tuple[LoadFeed, ChunkTable]:
     table = ChunkTable(CHUNK, len(places))
-    return LoadFeed(table, places, order, [], slot, 4), table
+    return LoadFeed(table, places, order, windows, slot, 4, **more), table
 
 
 def drain(feed: LoadFeed) -> list[Load[Extent]]:
@@ -84,6 +90,42 @@ def test_a_block_that_is_wanted_goes_first() -> None:
     assert feed.want(B)
     assert [list(load.chunks) for load in drain(feed)] == [[0], [1]]
     assert table.state(0) != UNSAVED
+
+
+def test_nothing_is_given_before_it_is_mapped() -> None:
+    asked: list[BlockKey] = []
+    places = [place(0), place(1), LoadPlace(B, 0, CHUNK, 0, 0, None), place(2)]
+    feed, table = feed_of(places, [2, 0, 1, 3], mapped=asked.append)
+    assert feed.blocks() == [B, A]
+    assert asked == []
+    assert feed.want(A) is False
+    first = feed.take()
+    assert first is not None
+    assert (first.chunks[0], asked) == (0, [A])
+
+    def refuse(_: BlockKey) -> None:
+        raise DriverError("cuMemMap", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    feed, table = feed_of(places, [2, 0, 1, 3], mapped=refuse)
+    with pytest.raises(DriverError):
+        feed.take()
+    assert table.state(2) == UNSAVED, "nobody has it"
+
+
+def test_with_more_wanted_than_there_are_workers_each_takes_several() -> None:
+    process = Process(0, ChunkTable(CHUNK, 20), (1,), queue=64)
+    feed, _ = feed_of([place(n) for n in range(20)], list(range(20)), windows=[process.table])
+    assert feed.urgent_at_once() == 1
+    process.want(5, 6, 7)
+    assert feed.urgent_at_once() == 1, "one for each of four workers"
+    process.want(*range(8, 14))
+    assert feed.urgent_at_once() == 3
+    taken = [load.chunks[0] for load in (feed.take(), feed.take()) if load is not None]
+    assert taken == [5, 6]
+    assert feed.urgent_at_once() == 2
+    feed.want(A)
+    assert feed.urgent_at_once() == 1 + (7 + 18) // 4
+    assert [load.urgent for load in drain(feed)] == [True] * 18
 
 
 def test_a_new_window_says_nothing() -> None:
