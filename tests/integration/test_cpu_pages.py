@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.many_blocks import daemon, log_of
-from tests.integration.site import Program, Site
+from tests.integration.site import Program, Site, wait_until
 from tests.page_scan import needs_page_scan
 
 pytestmark = needs_page_scan
@@ -155,3 +155,18 @@ def test_what_lacks_pages_is_no_image(site: Site) -> None:
         assert site.restore(image, check=False).returncode != 0
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+UNNAMED = Path(__file__).parent / "programs" / "unnamed_memory.py"
+
+
+def test_memory_that_is_a_file_without_a_name_is_there_again_and_shared(site: Site) -> None:
+    go = site.folder / "go"
+    program = site.start(sys.executable, str(UNNAMED), "/dev/shm", str(go), str(24 << 20))
+    wait_until(lambda: "READY" in program.lines(), "the program")
+    image = site.image()
+    site.dump(program, image)
+    site.gone(program)
+    site.restore(image)
+    go.touch()
+    assert program.wait_result() == "counts,same"
