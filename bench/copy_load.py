@@ -4,12 +4,13 @@
 During a concurrent checkpoint phosd copies GPU memory while the driver brings the application's context back and the
 application maps its memory. One process copies here, in pieces of a given size, of which so many are under way at once
 and with pauses if asked; this one maps blocks meanwhile, and has the driver checkpoint and restore a third process. No
-phosd is involved. Only on a real GPU.
+phosd is involved.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import time
@@ -19,12 +20,21 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import driver_checkpoint
 import harness
+import process
 from harness import GB, Results
 
 MIB = 1 << 20
-SOURCE_BYTES = 4 << 30
-BLOCK_BYTES = 160 * MIB
-BLOCKS = 100
+
+
+class Sizes(NamedTuple):
+    """Bytes that are copied round and round, bytes of a block, and how many blocks are mapped."""
+
+    source: int = 4 << 30
+    block: int = 160 * MIB
+    blocks: int = 100
+
+
+SMALL = Sizes(64 * MIB, 2 * MIB, 8)
 
 
 class Load(NamedTuple):
@@ -48,6 +58,18 @@ LOADS = {
     "4 MiB, 1, half the time": Load(4, 1, 0.00008),
     "16 MiB, 1, half the time": Load(16, 1, 0.0003),
 }
+
+SMALL_LOADS = ("none", "16 MiB, 2", "4 MiB, 1, half the time")
+
+SMALL_APPLICATION = """
+import sys
+from cuda.bindings import driver as cuda
+assert not int(cuda.cuInit(0)[0])
+error, context = cuda.cuDevicePrimaryCtxRetain(0)
+assert not int(error) and not int(cuda.cuCtxSetCurrent(context)[0]) and not int(cuda.cuMemAlloc(4 << 20)[0])
+print("READY", flush=True)
+sys.stdin.read()
+"""
 
 APPLICATION = """
 import sys, torch
@@ -76,21 +98,21 @@ def _use_gpu() -> Any:
     return device
 
 
-def copy_until_closed(load: Load) -> None:
+def copy_until_closed(load: Load, size: int) -> None:
     """Copy until standard input ends; print READY after the first round and GB/s at the end."""
     import select
 
     from cuda.bindings import driver as cuda
 
     _use_gpu()
-    host, source = _check(cuda.cuMemHostAlloc(SOURCE_BYTES, 0)), _check(cuda.cuMemAlloc(SOURCE_BYTES))
-    _check(cuda.cuMemsetD8(source, 1, SOURCE_BYTES))
+    host, source = _check(cuda.cuMemHostAlloc(size, 0)), _check(cuda.cuMemAlloc(size))
+    _check(cuda.cuMemsetD8(source, 1, size))
     stream = _check(cuda.cuStreamCreate(1))
     events = [_check(cuda.cuEventCreate(2)) for _ in range(load.depth)]
     piece = load.piece * MIB
     copied, number, began = 0, 0, 0.0
     while not select.select([sys.stdin], [], [], 0)[0]:
-        for at in range(0, SOURCE_BYTES // 16, piece):  # looks for the end once in a while
+        for at in range(0, max(piece, size // 16), piece):  # looks for the end once in a while
             event = events[number % load.depth]
             _check(cuda.cuEventSynchronize(event))
             if load.pause and number:
@@ -111,9 +133,10 @@ def copy_until_closed(load: Load) -> None:
 class Blocks:
     """One block of physical memory and addresses to map it at."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         from cuda.bindings import driver as cuda
 
+        self._size, self._count = sizes.block, sizes.blocks
         device = _use_gpu()
         self._property = cuda.CUmemAllocationProp()
         self._property.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -122,22 +145,22 @@ class Blocks:
         self._access = cuda.CUmemAccessDesc()
         self._access.location = self._property.location
         self._access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-        self._block = _check(cuda.cuMemCreate(BLOCK_BYTES, self._property, 0))
-        self._address = int(_check(cuda.cuMemAddressReserve(BLOCKS * BLOCK_BYTES, 0, 0, 0)))
+        self._block = _check(cuda.cuMemCreate(self._size, self._property, 0))
+        self._address = int(_check(cuda.cuMemAddressReserve(self._count * self._size, 0, 0, 0)))
 
     def map(self) -> tuple[float, float]:
         """Map all and unmap all; seconds a block."""
         from cuda.bindings import driver as cuda
 
         began = time.perf_counter()
-        for number in range(BLOCKS):
-            address = self._address + number * BLOCK_BYTES
-            _check(cuda.cuMemMap(address, BLOCK_BYTES, 0, self._block, 0))
-            _check(cuda.cuMemSetAccess(address, BLOCK_BYTES, [self._access], 1))
+        for number in range(self._count):
+            address = self._address + number * self._size
+            _check(cuda.cuMemMap(address, self._size, 0, self._block, 0))
+            _check(cuda.cuMemSetAccess(address, self._size, [self._access], 1))
         mapped = time.perf_counter()
-        for number in range(BLOCKS):
-            _check(cuda.cuMemUnmap(self._address + number * BLOCK_BYTES, BLOCK_BYTES))
-        return (mapped - began) / BLOCKS, (time.perf_counter() - mapped) / BLOCKS
+        for number in range(self._count):
+            _check(cuda.cuMemUnmap(self._address + number * self._size, self._size))
+        return (mapped - began) / self._count, (time.perf_counter() - mapped) / self._count
 
 
 def _started(*command: str) -> subprocess.Popen[str]:
@@ -149,9 +172,9 @@ def _started(*command: str) -> subprocess.Popen[str]:
     return child
 
 
-def measure(load: Load | None, blocks: Blocks, application: int, repeats: int) -> dict[str, Any]:
+def measure(load: Load | None, sizes: Sizes, blocks: Blocks, application: int, repeats: int) -> dict[str, Any]:
     """Medians of seconds under one load."""
-    copier = None if load is None else _started(__file__, "--copy", *map(str, load))
+    copier = None if load is None else _started(__file__, "--copy", str(sizes.source), *map(str, load))
     maps, toggles = [], []
     for _ in range(repeats):
         maps.append(blocks.map())
@@ -169,22 +192,24 @@ def measure(load: Load | None, blocks: Blocks, application: int, repeats: int) -
 def main() -> None:
     """Run as a program."""
     if sys.argv[1:2] == ["--copy"]:
-        copy_until_closed(Load(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))
+        copy_until_closed(Load(int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])), int(sys.argv[2]))
         return
     chosen: argparse.Namespace = harness.prepare(harness.options(__doc__ or "", budget=120))
-    if chosen.device != "nvidia":
-        raise SystemExit("copy_load.py measures an NVIDIA GPU and its driver.")
+    environment = process.device_environment(chosen.device)
+    if "PHOS_COPY_LOAD" not in os.environ:  # what is loaded from where is decided when a process starts
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**environment, "PHOS_COPY_LOAD": "1"})
     results = Results(
         chosen, "copy-load", "What copies to the host cost who maps memory or toggles a process meanwhile"
     )
-    blocks = Blocks()
-    application = _started("-c", APPLICATION)
+    sizes, loads, program = (SMALL, SMALL_LOADS, SMALL_APPLICATION) if chosen.smoke else (Sizes(), LOADS, APPLICATION)
+    blocks, repeats = Blocks(sizes), chosen.repeats or (1 if chosen.smoke else 5)
+    application = _started("-c", program)
     try:
         harness.measure_each(
             chosen,
             results,
-            LOADS,
-            lambda key: results.add(key, **measure(LOADS[key], blocks, application.pid, chosen.repeats or 5)),
+            loads,
+            lambda key: results.add(key, **measure(LOADS[key], sizes, blocks, application.pid, repeats)),
         )
     finally:
         application.kill()

@@ -7,8 +7,9 @@
 # is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already.
 # PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks steady dump8 toggle cow-variants audit
 # dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8 cow32
-# cow64: one size of `cow`, without the peer; copy-load, page-lock: what a decision of phosd's rests on; trace-cow64 trace-restore32: when each piece was copied, tables of
-# which go to the logs and nothing to the results.
+# cow64: one size of `cow`, without the peer; copy-load, page-lock: what a decision of phosd's rests on; trace-cow64
+# trace-restore32: when each piece was copied, tables of which go to the logs and nothing to the results; gpus: tests that
+# need two GPUs.
 #
 # Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
 # (default 530) any more are named and left for another call. Results go to bench/results, and with the logs as one
@@ -142,6 +143,7 @@ for wanted in "$@"; do
         ;;
     doctor) part doctor 60 phos-gpu doctor ;;
     tests) gpu_tests tests 240 tests/gpu/test_examples.py tests/gpu/test_lifecycle.py ;;
+    gpus) gpu_tests gpus 240 tests/gpu/test_several_gpus.py ;;
     frameworks) gpu_tests frameworks 480 tests/gpu/test_frameworks.py ;;
     dump8) measure dump8 150 dump_restore --sizes 8 ;;
     dump32) measure dump32 400 dump_restore --sizes 32 --disk-gib 30 ;;

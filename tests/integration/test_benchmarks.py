@@ -276,3 +276,12 @@ def test_page_lock(site: Site) -> None:
         f"{pages} pages, {threads} threads" for pages in ("huge", "small") for threads in (1, 2, 4, 8)
     }
     assert all(row["copied_gb_s"] > 0 for row in content["rows"])
+
+
+def test_copy_load(site: Site) -> None:
+    """A row for each load, and what was copied where there was one."""
+    rows = {row["key"]: row for row in smoke(site, "copy_load")["rows"]}
+    assert set(rows) == {"none", "16 MiB, 2", "4 MiB, 1, half the time"}
+    assert all(row["map_us"] > 0 < row["restore_s"] for row in rows.values())
+    assert "copied_gb_s" not in rows["none"]
+    assert rows["16 MiB, 2"]["copied_gb_s"] > 0 < rows["4 MiB, 1, half the time"]["copied_gb_s"]
