@@ -65,11 +65,13 @@ class Batches(Generic[Taken]):
     def following(self) -> list[Taken]:
         """The next batch, all for one GPU; empty: it is over.
 
-        One that somebody waits for ends a batch, and comes before those that were taken already.
+        What somebody waits for comes before what was taken already.
 
         Raises:
             NothingYet: there is nothing now.
         """
+        if self._urgent_at_once is not None and self._held and self._held[0].urgent:
+            return self._urgent(self._held.pop(0))
         ready = sum(1 for _ in takewhile(lambda held: held.device == self._held[0].device, self._held[: self._most]))
         batch, self._held = self._held[:ready], self._held[ready:]
         size = sum(taken.size for taken in batch)
@@ -96,17 +98,20 @@ class Batches(Generic[Taken]):
         return batch
 
     def _urgent(self, first: Taken) -> list[Taken]:
+        """With others like it. One for another GPU is the first of what is held: it comes next."""
         batch = [first]
         while self._urgent_at_once is not None and len(batch) < min(self._most, self._urgent_at_once()):
+            if (self._held and self._held[0].urgent) or self._ended:
+                break
             try:
                 taken = self._take()
             except NothingYet:
                 break
             if taken is None:
                 self._ended = True
-                break
-            if not taken.urgent or taken.device != first.device:
+            elif taken.urgent and taken.device == first.device:
+                batch.append(taken)
+            else:
                 self._held.insert(0 if taken.urgent else len(self._held), taken)
                 break
-            batch.append(taken)
         return batch

@@ -22,12 +22,14 @@ from phos.gpu_engine.copy_loop import CopyLane
 from phos.gpu_engine.copy_out import Saver, check_one
 from phos.gpu_engine.copy_trace import CopyTrace
 from phos.gpu_engine.copy_work import (
+    MAPPING_SECONDS,
     SLOTS,
     Cancelled,
     Checks,
     Item,
     Load,
     LoadSource,
+    NothingYet,
     Piece,
     Progress,
     Reading,
@@ -52,15 +54,19 @@ class _Extents(Generic[Item]):
     ) -> None:
         self._extents = iter(extents)
         self._address = address
-        self._lock = threading.Lock()  # guards the iterator
+        self._lock = threading.Lock()  # guards all but _address
+        self._held: tuple[Block, int, int, Item | None] | None = None
 
     def take(self) -> Load[Item] | None:
         with self._lock:
-            following = next(self._extents, None)
-        if following is None:
-            return None
-        block, offset, size, content = following
-        return Load(self._address(block.key) + offset, size, block.device, content)
+            following, self._held = self._held or next(self._extents, None), None
+            if following is None:
+                return None
+            block, offset, size, content = following
+            if not (address := self._address(block.key)):
+                self._held = following
+                raise NothingYet(MAPPING_SECONDS)
+        return Load(address + offset, size, block.device, content)
 
     def urgent_at_once(self) -> int:
         """Nobody waits for any."""
@@ -356,7 +362,7 @@ class Copier:
         """Fill blocks: each extent is (block, offset, size, what to read), None: zeros; the rest as :meth:`fill`.
 
         ``extents`` is gone through while data comes: thousands of them take a while to make. ``address``: where a block
-        is mapped, when it is; called from any worker's thread, whose current context it leaves as it is.
+        is mapped, 0 while it is not; called from any worker's thread, whose current context it leaves as it is.
 
         Raises: as :meth:`save`, and what ``address`` raises.
         """

@@ -256,6 +256,7 @@ static int fetch_in_turn(struct phos_copy_lane *lane, const struct phos_save *sa
     return code;
 }
 
+/* Returns 1 if the piece has landed already, 0 if it is on its way. */
 static int begin_save(struct phos_copy_lane *lane, const struct phos_save_job *job, const struct phos_save *saves,
                       uint32_t number, struct phos_copy_failure *failure)
 {
@@ -264,7 +265,7 @@ static int begin_save(struct phos_copy_lane *lane, const struct phos_save_job *j
         return 0;
     uint32_t part = job->turns ? __atomic_load_n(&job->turns->part, __ATOMIC_RELAXED) : 0;
     if (part)
-        return fetch_in_turn(lane, saves, number, job->turns, part, failure);
+        return fetch_in_turn(lane, saves, number, job->turns, part, failure) ? -1 : 1;
     return fetch(lane, saves, number, 0, save->size, failure);
 }
 
@@ -292,14 +293,17 @@ static int end_save(struct phos_copy_lane *lane, struct phos_save_job *job, cons
 EXPORT int phos_copy_save(struct phos_copy_lane *lane, struct phos_save_job *job, const struct phos_save *saves,
                           uint32_t count, struct phos_copy_failure *failure)
 {
-    for (uint32_t i = 0; i <= count; i++) {
+    int under_way = 0; /* the piece before */
+    for (uint32_t i = 0; i < count; i++) {
         failure->number = i;
-        if (i < count && begin_save(lane, job, saves, i, failure))
+        int landed = begin_save(lane, job, saves, i, failure);
+        if (landed < 0 || (under_way && end_save(lane, job, saves, i - 1, 0, failure)))
             return -1;
-        if (i && end_save(lane, job, saves, i - 1, i == count, failure))
+        under_way = !landed;
+        if (landed && end_save(lane, job, saves, i, i == count - 1, failure)) /* nobody waits for the next one's turn */
             return -1;
     }
-    return 0;
+    return under_way ? end_save(lane, job, saves, count - 1, 1, failure) : 0;
 }
 
 /* Return when all that was queued has landed. */

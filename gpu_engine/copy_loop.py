@@ -126,6 +126,11 @@ class Turns:
         """Copies are queued again as they come."""
         self._words[0] = 0
 
+    @property
+    def taken(self) -> int:
+        """How many pieces were copied so."""
+        return int(self._words[2])
+
 
 def take_permit(permits: int) -> None:
     """Wait for one of the :class:`Permits` at an address; 0: none is needed."""

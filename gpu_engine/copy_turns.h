@@ -13,9 +13,11 @@
 
 #define PHOS_TURN_SPINS 200
 
-#define PHOS_TURN_SLEEP_NS 200000 /* about as long as a piece takes of those that pieces are joined to */
+#define PHOS_TURN_AWAKE 2 /* so many wait without sleeping: to be woken may take as long as a small piece */
 
-/* One for each GPU. copy_loop.py describes the same structure. All are accessed atomically. */
+#define PHOS_TURN_SLEEP_NS 200000 /* half of what a piece of 16 MiB takes */
+
+/* Of one checkpoint's copies on one GPU. copy_loop.py describes the same structure. All are accessed atomically. */
 struct phos_turns {
     uint32_t part; /* bytes under way at a time; 0: copies do not take turns */
     uint32_t next; /* the ticket of who comes next */
@@ -34,12 +36,12 @@ static inline void phos_turn_pause(unsigned *spins)
         sched_yield();
 }
 
-/* Wait until nobody else copies. Who is next but one and later sleeps meanwhile; waking takes too long for who is next. */
+/* Wait until nobody else copies. */
 static inline void phos_turn_begin(struct phos_turns *turns)
 {
     uint32_t mine = __atomic_fetch_add(&turns->next, 1, __ATOMIC_RELAXED), before;
     for (unsigned spins = 0; (before = mine - __atomic_load_n(&turns->served, __ATOMIC_ACQUIRE));) {
-        if (before > 1)
+        if (before > PHOS_TURN_AWAKE)
             nanosleep(&(struct timespec){0, PHOS_TURN_SLEEP_NS}, NULL);
         else
             phos_turn_pause(&spins);

@@ -16,6 +16,9 @@ from phos.images.writer import Place
 IDLE_SECONDS = 5e-5
 """How long a worker that has nothing to copy waits before it looks again."""
 
+MAPPING_SECONDS = 2e-4
+"""How long a worker waits before it looks again whether a block is mapped."""
+
 SLOTS = 2
 """Of the ring, for each worker: while the processor is at one, the copy engine works on the other."""
 

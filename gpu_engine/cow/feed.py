@@ -133,6 +133,10 @@ class ChunkFeed:
         turns = self._turns.get(device)
         return turns.address if turns is not None else 0
 
+    def in_turns(self) -> int:
+        """How many pieces were copied while processes were brought back."""
+        return sum(turns.taken for turns in self._turns.values())
+
     def bringing_back(self) -> None:
         """Until all run on, copies take turns: the driver and those that map memory need the copy engines as well."""
         for turns in self._turns.values():

@@ -200,6 +200,7 @@ class Windows:
                 total[name] = total.get(name, 0) + value
         if self.feed is not None:
             total["pool_bytes"] = self.pool_bytes
+            total["in_turns"] = self.feed.in_turns()
         return total
 
     def close(self) -> None:

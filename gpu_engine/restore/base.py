@@ -210,7 +210,7 @@ class Restore(ABC):
         """
 
     def _map(self, blocks: Sequence[Block]) -> dict[BlockKey, int]:
-        """Begin to map blocks, in this order. Returns where each will be: ask :attr:`_memory` to wait for it."""
+        """Begin to map blocks, in this order. Returns where each will be once :attr:`_memory` says so."""
         addresses = {block.key: self._memory.reserve(block) for block in blocks}
         self._memory.map(blocks)
         return addresses

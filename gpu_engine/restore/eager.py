@@ -24,8 +24,7 @@ class EagerRestore(Restore):
         addresses = self._map(blocks)
 
         def address(key: BlockKey) -> int:
-            self._memory.wait(key)
-            return addresses[key]
+            return addresses[key] if self._memory.mapped(key) else 0
 
         image, devices = self._image, {block.device for block in blocks}
         how = manner(image, self._copier, len(devices))

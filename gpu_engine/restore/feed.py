@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from phos.gpu_engine.blocks import BlockKey
-from phos.gpu_engine.copy_work import Load, NothingYet
+from phos.gpu_engine.copy_work import MAPPING_SECONDS, Load, NothingYet
 from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable, WindowTable
 from phos.images.extents import Extent
 
@@ -41,12 +41,12 @@ class LoadFeed:
         windows: Sequence[WindowTable],
         slot_bytes: int,
         workers: int,
-        mapped: Callable[[BlockKey], None] = lambda _: None,
+        mapped: Callable[[BlockKey], bool] = lambda _: True,
     ) -> None:
         """``order`` has every chunk once: how they come if nobody waits.
 
-        ``slot_bytes``: most that is read at once; ``workers``: so many take. ``mapped`` returns when a block is where
-        its places are.
+        ``slot_bytes``: most that is read at once; ``workers``: so many take. ``mapped``: whether a block is where its
+        places are; one of which it is asked is mapped soon.
         """
         self._table = table
         self.places = places
@@ -61,6 +61,8 @@ class LoadFeed:
         self._next = 0
         self._turn = 0
         self._asked: deque[int] = deque()
+        self._unmapped: deque[int] = deque()
+        """Chunks that somebody waits for, of blocks that were not mapped when it was their turn."""
         self.on_demand = 0
         """Chunks that went before others because a process waited for them."""
         self.on_demand_bytes = 0
@@ -68,7 +70,7 @@ class LoadFeed:
     def take(self) -> Load[Extent] | None:
         """See :class:`~phos.gpu_engine.copy_work.LoadSource`.
 
-        Raises: what ``mapped`` raises.
+        Raises: NothingYet, and what ``mapped`` raises.
         """
         with self._lock:
             load = self._wanted()
@@ -85,7 +87,7 @@ class LoadFeed:
         by workers that take several: alone, each costs as much of the interpreter as four together, and half of what
         the bus can carry came (an H100, 16 workers: 25 GB/s).
         """
-        wanted = len(self._asked) + sum(window.wanted() for window in self._windows)
+        wanted = len(self._asked) + len(self._unmapped) + sum(window.wanted() for window in self._windows)
         return 1 + wanted // self._workers
 
     def arrived(self, load: Load[Extent]) -> None:
@@ -106,9 +108,12 @@ class LoadFeed:
 
     def _wanted(self) -> Load[Extent] | None:
         """From the processes' queues, in turns."""
+        for _ in range(len(self._unmapped)):
+            if (load := self._give_urgent(self._unmapped.popleft())) is not None:
+                return load
         while self._asked:
-            if not self._given[asked := self._asked.popleft()]:
-                return self._give(asked, asked + 1, urgent=True)
+            if (load := self._give_urgent(self._asked.popleft())) is not None:
+                return load
         for _ in range(len(self._windows)):
             window = self._windows[self._turn % len(self._windows)]
             self._turn += 1
@@ -118,21 +123,34 @@ class LoadFeed:
                 if not self._given[chunk]:
                     self.on_demand += 1
                     self.on_demand_bytes += self.places[chunk].size
-                    return self._give(chunk, chunk + 1, urgent=True)
+                    if (load := self._give_urgent(chunk)) is not None:
+                        return load
         return None
+
+    def _give_urgent(self, chunk: int) -> Load[Extent] | None:
+        """None: somebody has it, or its block is not mapped yet."""
+        if self._given[chunk]:
+            return None
+        if not self._mapped(self.places[chunk].key):
+            self._unmapped.append(chunk)
+            return None
+        return self._give(chunk, chunk + 1, urgent=True)
 
     def _following(self) -> Load[Extent]:
         while self._next < len(self._order):
             chunk = self._order[self._next]
-            self._next += 1
             if self._given[chunk]:
+                self._next += 1
                 continue
+            if not self._mapped(self.places[chunk].key):
+                raise NothingYet(MAPPING_SECONDS)
+            self._next += 1
             end = chunk + 1
             while self._next < len(self._order) and self._order[self._next] == end and self._joins(chunk, end):
                 end += 1
                 self._next += 1
             return self._give(chunk, end)
-        raise NothingYet  # cannot be: what is left is in the order
+        raise NothingYet(MAPPING_SECONDS)  # what is left waits in _unmapped
 
     def _joins(self, first: int, chunk: int) -> bool:
         """Whether a chunk can be loaded in one with those from ``first`` up to it."""
@@ -151,7 +169,6 @@ class LoadFeed:
         )
 
     def _give(self, first: int, end: int, *, urgent: bool = False) -> Load[Extent]:
-        self._mapped(self.places[first].key)
         for chunk in range(first, end):
             self._given[chunk] = 1
             self._table.claim(chunk)

@@ -153,7 +153,7 @@ class LazyRestore(Restore):
         ]
         tables = [window.table for window in self._windows.values()]
         workers = how.workers or self._copier.threads
-        return LoadFeed(self._table, places, self._order(places), tables, how.at_once, workers, self._memory.wait)
+        return LoadFeed(self._table, places, self._order(places), tables, how.at_once, workers, self._memory.mapped)
 
     def _pour(self, blocks: list[Block], how: Manner) -> None:
         assert self._feed is not None

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.errors import DriverError
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,12 @@ class ReservedMemory:
     """Of one process, or tree of processes. Methods may be called from any thread."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()  # its lock guards all below but _thread
+        self._lock = threading.Lock()  # guards all below but _thread
         self._reserved: dict[BlockKey, _Range] = {}
         self._mapped: dict[BlockKey, driver.Mapping] = {}
         self._left: dict[BlockKey, Block] = {}
         self._first: deque[BlockKey] = deque()
-        self._failure: DriverError | None = None
+        self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def reserve(self, block: Block) -> int:
@@ -42,7 +41,7 @@ class ReservedMemory:
             DriverError: there is none left.
         """
         context = driver.context(block.device)
-        with self._changed:
+        with self._lock:
             address = context.reserve(block.size)
             self._reserved[block.key] = _Range(block.device, address, block.size)
         return address
@@ -52,56 +51,58 @@ class ReservedMemory:
 
         Their descriptors stay the caller's, and open until :meth:`free`.
         """
-        with self._changed:
+        with self._lock:
             self._left = {block.key: block for block in blocks}
-        self._thread = threading.Thread(target=self._map, name="map-blocks")
-        self._thread.start()
+        thread = threading.Thread(target=self._map, name="map-blocks")
+        thread.start()
+        self._thread = thread
 
-    def wait(self, key: BlockKey) -> None:
-        """Return when a block is mapped; it goes before others. The calling thread's current context stays as it is.
+    def mapped(self, key: BlockKey) -> bool:
+        """Whether a block is mapped; else it is one of the next. The calling thread's current context stays as it is.
 
         Raises:
             DriverError: it could not be mapped, or another before it.
         """
         if key in self._mapped:  # looked at without the lock: it stays there as long as anybody copies
-            return
-        with self._changed:
-            self._first.append(key)
-            self._changed.wait_for(lambda: key in self._mapped or self._failure is not None)
+            return True
+        with self._lock:
             if key not in self._mapped and self._failure is not None:
                 raise self._failure
+            if key in self._left:
+                self._first.append(key)
+            return key in self._mapped
 
     def _map(self) -> None:
-        while True:
-            with self._changed:
-                while self._first and self._first[0] not in self._left:
-                    self._first.popleft()
-                if not self._left:
-                    return
-                key = self._first.popleft() if self._first else next(iter(self._left))
-                block, range_ = self._left.pop(key), self._reserved.pop(key)
-            try:
+        try:
+            while (following := self._following()) is not None:
+                block, range_ = following
                 mapping = driver.context(range_.device).map_block(block.descriptor, range_.size, range_.address)
-            except DriverError as error:
-                with self._changed:
-                    self._failure = error
-                    self._changed.notify_all()
-                return
-            with self._changed:
-                self._mapped[key] = mapping
-                self._changed.notify_all()
+                with self._lock:
+                    self._mapped[block.key] = mapping
+        except BaseException as error:  # whoever asks for a block fails with it
+            with self._lock:
+                self._failure = error
+
+    def _following(self) -> tuple[Block, _Range] | None:
+        with self._lock:
+            while self._first and self._first[0] not in self._left:
+                self._first.popleft()
+            if not self._left:
+                return None
+            key = self._first.popleft() if self._first else next(iter(self._left))
+            return self._left.pop(key), self._reserved.pop(key)
 
     def free(self) -> None:
-        """Let everything go, mapped or not, when nobody copies or waits any more. It may be called twice.
+        """Let everything go, mapped or not, when nobody copies any more. It may be called twice.
 
         Raises:
             DriverError: something could not be let go; all was tried.
         """
-        with self._changed:
+        with self._lock:
             self._left = {}
         if self._thread is not None:
             self._thread.join()
-        with self._changed, ExitStack() as undo:
+        with self._lock, ExitStack() as undo:
             for mapping in self._mapped.values():
                 undo.callback(mapping.unmap)
             for range_ in self._reserved.values():

@@ -21,9 +21,9 @@ PINNED_WORKERS = 2
 
 
 READING_SHARE = 5 / 8
-"""Of the processors read an image that lies in memory. They fill the bus (an H100, 16 processors: ten workers load 50
-GB/s), and CRIU and the driver, which bring the processes back meanwhile, need the others: with fifteen workers data
-came at 45 GB/s, and the first kernel of a lazy restore a tenth later."""
+"""Of the processors read an image that lies in memory, for each GPU. They fill the bus (an H100, 16 processors: ten
+workers load 50 GB/s), and CRIU and the driver, which bring the processes back meanwhile, need the others: with fifteen
+workers data came at 45 GB/s, and the first kernel of a lazy restore a tenth later."""
 
 
 class Pinned(Protocol):
@@ -70,7 +70,8 @@ def manner(image: ImageSource, copier: Copier, gpus: int) -> Manner:
     if isinstance(image, PinnedImage):
         return Manner(PINNED_LOAD, PINNED_WORKERS * max(1, gpus))
     if isinstance(image, Image) and image.in_memory:
-        return Manner(copier.slot_bytes, min(copier.threads, max(2, int((os.cpu_count() or 2) * READING_SHARE))))
+        fill = int((os.cpu_count() or 2) * READING_SHARE) * max(1, gpus)
+        return Manner(copier.slot_bytes, min(copier.threads, max(2, fill)))
     return Manner(copier.slot_bytes)
 
 

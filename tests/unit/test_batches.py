@@ -76,6 +76,16 @@ def test_who_is_waited_for_goes_first_with_as_many_as_may(
     assert numbers(batches_of(things(urgent), at_once)) == expected
 
 
+def test_nobody_who_waits_on_another_gpu_is_overtaken_again() -> None:
+    things_ = [Thing(0, True, 0), Thing(1, True, 1), *(Thing(i, True, 0) for i in range(2, 9))]
+    assert numbers(batches_of(things_, 2)) == [[0], [1], [2, 3], [4, 5], [6, 7], [8]]
+
+
+def test_what_was_held_for_another_gpu_is_no_part_of_what_somebody_waits_for() -> None:
+    things_ = [Thing(0, False, 1), Thing(1, False, 1), Thing(2, True, 0), Thing(3, True, 1), Thing(4, False, 1)]
+    assert numbers(batches_of(things_, 9)) == [[2], [3], [0, 1, 4]]
+
+
 @given(
     st.lists(st.one_of(st.none(), st.tuples(st.booleans(), st.integers(0, 1), st.integers(1, 5))), max_size=40),
     st.sampled_from([None, 1, 2, 3, 9]),
@@ -93,5 +103,9 @@ def test_all_come_once_for_one_gpu_at_a_time_and_as_many_as_may(
         assert len({thing.device for thing in batch}) == 1
         assert len(batch) <= MOST
         assert sum(thing.size for thing in batch[:-1]) < most_bytes or any(thing.urgent for thing in batch)
-        if at_once is not None and batch[0].urgent:
-            assert len(batch) <= max(at_once, 1) or not all(thing.urgent for thing in batch)
+        if at_once is not None and any(thing.urgent for thing in batch):
+            assert all(thing.urgent for thing in batch)
+            assert len(batch) <= at_once
+    waited_for = [thing.number for batch in found for thing in batch if thing.urgent]
+    if at_once is not None:
+        assert waited_for == sorted(waited_for)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from phos.gpu_engine.blocks import BlockKey
-from phos.gpu_engine.copy_work import Load
+from phos.gpu_engine.copy_work import Load, NothingYet
 from phos.gpu_engine.cow.chunk_table import SAVED, STRICT, UNSAVED, ChunkTable, WindowTable
 from phos.gpu_engine.errors import DriverError, UsageError
 from phos.gpu_engine.restore.feed import ZEROS_AT_ONCE, LoadFeed, LoadPlace
@@ -93,17 +93,33 @@ def test_a_block_that_is_wanted_goes_first() -> None:
 
 
 def test_nothing_is_given_before_it_is_mapped() -> None:
+    mapped: set[BlockKey] = set()
     asked: list[BlockKey] = []
+
+    def is_mapped(key: BlockKey) -> bool:
+        asked.append(key)
+        return key in mapped
+
     places = [place(0), place(1), LoadPlace(B, 0, CHUNK, 0, 0, None), place(2)]
-    feed, table = feed_of(places, [2, 0, 1, 3], mapped=asked.append)
+    process = Process(0, ChunkTable(CHUNK, 4), (1,), queue=64)
+    feed, table = feed_of(places, [2, 0, 1, 3], mapped=is_mapped, windows=[process.table])
     assert feed.blocks() == [B, A]
-    assert asked == []
-    assert feed.want(A) is False
+    with pytest.raises(NothingYet):
+        feed.take()
+    process.want(3)
+    with pytest.raises(NothingYet):
+        feed.take()
+    assert asked == [B, A, B], "it has been said what is needed next"
+    assert feed.urgent_at_once() == 1
+    mapped.add(B)
     first = feed.take()
     assert first is not None
-    assert (first.chunks[0], asked) == (0, [A])
+    assert (first.chunks[0], first.urgent) == (2, False), "what can be given is not held up"
+    assert table.state(3) == UNSAVED
+    mapped.add(A)
+    assert [(load.chunks[0], load.urgent) for load in drain(feed)] == [(3, True), (0, False), (1, False)]
 
-    def refuse(_: BlockKey) -> None:
+    def refuse(_: BlockKey) -> bool:
         raise DriverError("cuMemMap", 2, "CUDA_ERROR_OUT_OF_MEMORY")
 
     feed, table = feed_of(places, [2, 0, 1, 3], mapped=refuse)

@@ -38,13 +38,8 @@ class Gpu:
         self.order: list[int] = []
         self.may_map = threading.Semaphore(0)
         self.begun = threading.Semaphore(0)
-        self.refused: set[int] = set()
+        self.refused: dict[int, BaseException] = {}
         self.next = 1 << 40
-
-    def wait_mapped(self, count: int) -> None:
-        end = time.monotonic() + PATIENCE
-        while len(self.order) < count and time.monotonic() < end:
-            time.sleep(0.001)
 
     def reserve(self, size: int) -> int:
         self.next += size
@@ -59,7 +54,7 @@ class Gpu:
         assert self.may_map.acquire(timeout=PATIENCE)
         self.reserved.remove(address)
         if descriptor in self.refused:
-            raise DriverError("cuMemMap", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+            raise self.refused[descriptor]
         self.order.append(descriptor)
         self.mapped.append(address)
         return Mapped(self, address)
@@ -79,19 +74,20 @@ def blocks_of(count: int) -> list[Block]:
     return [Block((b"s" * 16, number), SIZE, 0, number, True) for number in range(count)]
 
 
-def started(action: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
-    """A thread, and what it fails with."""
-    failures: list[BaseException] = []
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
-    def run() -> None:
-        try:
-            action()
-        except BaseException as error:
-            failures.append(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, failures
+def reserved(blocks: list[Block]) -> ReservedMemory:
+    """Memory with addresses for some blocks."""
+    memory = ReservedMemory()
+    for block in blocks:
+        memory.reserve(block)
+    return memory
 
 
 def test_blocks_are_mapped_in_their_order_beside_the_caller(gpu: Gpu) -> None:
@@ -101,72 +97,72 @@ def test_blocks_are_mapped_in_their_order_beside_the_caller(gpu: Gpu) -> None:
     memory.map(reversed(blocks))
     assert gpu.order == []
     gpu.may_map.release(3)
-    gpu.wait_mapped(3)
+    until(lambda: len(gpu.order) == 3)
+    until(lambda: all(memory.mapped(block.key) for block in blocks))
     assert gpu.order == [2, 1, 0]
-    for block in blocks:
-        memory.wait(block.key)
     assert sorted(gpu.mapped) == sorted(addresses)
     memory.free()
     memory.free()
 
 
-def test_who_waits_for_a_block_has_it_mapped_next(gpu: Gpu) -> None:
-    memory, blocks = ReservedMemory(), blocks_of(6)
-    for block in blocks:
-        memory.reserve(block)
+def test_what_is_asked_for_is_mapped_next(gpu: Gpu) -> None:
+    blocks = blocks_of(6)
+    memory = reserved(blocks)
     memory.map(blocks)
     assert gpu.begun.acquire(timeout=PATIENCE)  # the first is being mapped
-    waiting, failures = started(lambda: memory.wait(blocks[4].key))
-    waiting.join(0.2)
-    assert waiting.is_alive()
+    for number in (4, 0, 4, 5):
+        assert not memory.mapped(blocks[number].key)
     gpu.may_map.release(2)
-    waiting.join(PATIENCE)
-    assert not waiting.is_alive()
-    assert not failures
+    until(lambda: memory.mapped(blocks[4].key))
     assert gpu.order == [0, 4]
     gpu.may_map.release(4)
-    gpu.wait_mapped(6)
-    assert gpu.order == [0, 4, 1, 2, 3, 5]
+    until(lambda: len(gpu.order) == 6)
+    assert gpu.order == [0, 4, 5, 1, 2, 3]
     memory.free()
 
 
-def test_who_waits_is_told_that_mapping_failed(gpu: Gpu) -> None:
-    memory, blocks = ReservedMemory(), blocks_of(5)
-    for block in blocks:
-        memory.reserve(block)
-    gpu.refused = {2}
+@pytest.mark.parametrize("failure", [DriverError("cuMemMap", 2, "CUDA_ERROR_OUT_OF_MEMORY"), MemoryError()])
+def test_who_asks_is_told_that_mapping_failed(gpu: Gpu, failure: BaseException) -> None:
+    blocks = blocks_of(5)
+    memory = reserved(blocks)
+    gpu.refused = {2: failure}
     memory.map(blocks)
-    waiting = [started(lambda key=block.key: memory.wait(key)) for block in blocks[3:]]
-    assert gpu.begun.acquire(timeout=PATIENCE)
-    time.sleep(0.1)
     gpu.may_map.release(5)
-    told = []
-    for thread, failures in waiting:
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-        told += failures
-    assert all(isinstance(error, DriverError) for error in told)
-    with pytest.raises(DriverError):
-        memory.wait(blocks[2].key)
-    memory.wait(blocks[0].key)
+    until(lambda: len(gpu.order) == 2 and memory._failure is not None)
+    for number in (2, 3, 4):
+        with pytest.raises(type(failure)):
+            memory.mapped(blocks[number].key)
+    assert memory.mapped(blocks[0].key), "what was mapped before is there"
     memory.free()
 
 
 def test_what_was_never_mapped_is_given_back(gpu: Gpu) -> None:
-    memory, blocks = ReservedMemory(), blocks_of(5)
-    for block in blocks:
-        memory.reserve(block)
+    blocks = blocks_of(5)
+    memory = reserved(blocks)
     memory.free()
     assert not gpu.reserved
-    for block in blocks:
-        memory.reserve(block)
+    memory = reserved(blocks)
     memory.map(blocks)
     assert gpu.begun.acquire(timeout=PATIENCE)
-    freeing, failures = started(memory.free)
-    freeing.join(0.1)
+    freeing = threading.Thread(target=memory.free, daemon=True)
+    freeing.start()
+    until(lambda: not memory._left)
     assert freeing.is_alive(), "one is being mapped"
     gpu.may_map.release(1)
     freeing.join(PATIENCE)
     assert not freeing.is_alive()
-    assert not failures
     assert gpu.order == [0], "no further one is mapped"
+
+
+def test_without_a_thread_everything_is_given_back(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = reserved(blocks_of(2))
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as no_threads:
+        no_threads.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError):
+            memory.map(blocks_of(2))
+    memory.free()
+    assert not gpu.reserved
