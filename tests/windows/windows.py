@@ -221,7 +221,7 @@ class Workshop:
     def _compare(self, image: Path) -> None:
         with Image.open(image) as opened:
             for name, value in opened.inventory.window.items():
-                if name not in ("pool_bytes", "in_turns"):
+                if name != "pool_bytes":
                     self.met[name] += value
             keys = {
                 key
