@@ -79,6 +79,27 @@ class Bench:
             each=[without, with_],
         )
 
+    def in_one_process(self, batches: str, launches: str) -> None:
+        """Compare launches through the frontend with those by the driver's own function, batch by batch.
+
+        Processes differ from each other by more than what is looked for.
+        """
+        output = self.output([str(self.program), "both", batches, launches], frontend=True)
+        columns = list(zip(*([float(word) for word in line.split()] for line in output.splitlines()), strict=True))
+        for key, through, own in (("submission", 0, 1), ("until done", 2, 3)):
+            percent, spread = harness.paired_percent(columns[own], columns[through])
+            self.results.add(
+                f"launch, {key}, in one process",
+                what=f"launch, {key}, in one process",
+                unit="ns",
+                without=harness.median(columns[own]),
+                with_frontend=harness.median(columns[through]),
+                percent=percent,
+                spread_percent=spread,
+                pairs=len(columns[own]),
+                each=[columns[own], columns[through]],
+            )
+
     def memory(self, mode: str, argument: str, remark: str) -> None:
         """Measure cuMemAlloc and cuMemFree in one of launch_rate's two ways."""
         sizes = SIZES[:4] if self.chosen.smoke else SIZES
@@ -112,6 +133,10 @@ class Bench:
         batches, launches = ("3", "50") if chosen.smoke else ("40", "5000")
         for kind, key in (("launch", "launch, submission"), ("finish", "launch, until done")):
             self.rate(key, "ns", [str(self.program), kind, batches, launches], self.pairs)
+        self.in_one_process(batches if chosen.smoke else "400", launches)
+        if chosen.only_launches:
+            self.finish()
+            return
         self.memory("memory", "5" if chosen.smoke else "200", "")
         # Alive at once: the frontend cannot answer with what it has just been given back.
         self.memory("many", "16" if chosen.smoke else "16384", ", many")
@@ -126,6 +151,10 @@ class Bench:
                     self.results.note(f"{key}: no time left.")
                     continue
                 self.rate(key, "ms", process.python_program(script, "20", "50", *options), max(1, self.pairs // 3))
+        self.finish()
+
+    def finish(self) -> None:
+        """Store and show all of it."""
         columns = ["what", "unit", "without", "with_frontend", "percent", "spread_percent", "pairs"]
         rows = [[row[name] for name in columns] for row in self.results.rows.values()]
         names = ["", "unit", "without", "with the frontend", "% more", "± %", "pairs"]
@@ -134,7 +163,9 @@ class Bench:
 
 def main() -> None:
     """Run the benchmark."""
-    Bench(harness.prepare(harness.options(__doc__ or "", budget=400))).run()
+    parser = harness.options(__doc__ or "", budget=400)
+    parser.add_argument("--only-launches", action="store_true", help="neither allocations nor training")
+    Bench(harness.prepare(parser)).run()
 
 
 if __name__ == "__main__":

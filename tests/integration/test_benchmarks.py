@@ -77,6 +77,9 @@ def test_steady_state(site: Site) -> None:
         assert rows[key]["pairs"] == 1
         assert rows[key]["without"] > 0
         assert rows[key]["with_frontend"] > 0
+    for key in ("launch, submission, in one process", "launch, until done, in one process"):
+        assert rows[key]["pairs"] == 3
+        assert rows[key]["without"] > 0 < rows[key]["with_frontend"]
 
 
 def test_correctness(site: Site) -> None:
