@@ -104,6 +104,13 @@ def add_image_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help=f"(%(default)s); {more}")
 
 
+def add_settle_option(parser: argparse.ArgumentParser) -> None:
+    """Add --settle: how long a benchmark waits until phosd has analysed a program's kernels."""
+    parser.add_argument(
+        "--settle", type=float, default=40.0, metavar="S", help="wait for the analysis of kernels at most (%(default)s)"
+    )
+
+
 def time_left(chosen: argparse.Namespace) -> float:
     """Return the seconds of the budget that are left."""
     return float(chosen.budget - (time.monotonic() - chosen.started))

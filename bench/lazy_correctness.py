@@ -166,7 +166,7 @@ class Bench:
         row = self.row(folder, settings) | {"seconds": time.monotonic() - began}
         job = restore_runs.restore_job(folder)
         data, ended = spans(job, "GPU data"), spans(job, "end windows")
-        dumps = [job for job in restore_runs.status()["jobs"] if job["image"] == str(other.resolve())]
+        dumps = [job for job in process.status()["jobs"] if job["image"] == str(other.resolve())]
         if data and ended and dumps:
             # phosd begins a checkpoint that had to wait as soon as all memory is there and the windows have ended.
             row["interrupted"] = asked < ended[1] and dumps[-1]["since"] < ended[1] + WAITED_SECONDS

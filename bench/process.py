@@ -280,6 +280,25 @@ def command(arguments: Sequence[str], timeout: float, environment: dict[str, str
     return seconds, text
 
 
+def status() -> dict[str, Any]:
+    """Return what `phos-gpu status --json` says."""
+    _, text = command([PHOS_GPU, "status", "--json"], 60)
+    return dict(json.loads(text))
+
+
+def settle(pid: int, seconds: float) -> int:
+    """Wait until phosd has analysed all kernels of a process, so many seconds at most; return how many are left.
+
+    As in any program that has run for a while. The analysis takes several processors, which what is measured wants.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        pending = sum(entry["kernels_pending"] for entry in status()["processes"] if entry["pid"] == pid)
+        if not pending or time.monotonic() >= end:
+            return int(pending)
+        time.sleep(0.1)
+
+
 def criu_dump(
     program: Program, folder: Path, *, leave_running: bool = False, plugin: bool = True, timeout: float = 300.0
 ) -> float:

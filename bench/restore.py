@@ -66,6 +66,7 @@ class Bench(RestoreBench):
                 image_gb=process.folder_size(folder) / GB,
                 start_s=started,
                 checkpoint_s=seconds,
+                kernels_pending=server.kernels_pending,
                 tokens_equal=True,
                 # Of a process that was not interrupted: from the moment it saw the request.
                 **expected.since(expected.received),

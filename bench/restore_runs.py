@@ -110,6 +110,8 @@ class Server:
         self.folder: Path = chosen.work / f"{name}-requests"
         self.program = self._program(name)
         self.weights = 0
+        self.kernels_pending = 0
+        """When its image was made: those of which nothing was known yet."""
 
     def _program(self, name: str) -> Program:
         chosen = self.chosen
@@ -166,6 +168,7 @@ class Server:
         server is gone afterwards.
         """
         number = WARM_REQUESTS
+        self.kernels_pending = process.settle(self.program.pid, self.chosen.settle)
         words = [process.PHOS_GPU, "checkpoint", str(self.program.pid), str(folder), "--leave-running", "--protocol"]
         self.program.before_dump()
         seconds, _ = process.command([*words, "stop", "--json"], 300)
@@ -180,17 +183,11 @@ class Server:
 # Restores.
 
 
-def status() -> dict[str, Any]:
-    """Return what `phos-gpu status --json` says."""
-    _, text = process.command([process.PHOS_GPU, "status", "--json"], 60)
-    return dict(json.loads(text))
-
-
 def wait_memory_free(timeout: float = 30.0) -> None:
     """Wait until phosd holds no memory of a process any more: what was killed must not be in a restore's way."""
     end = time.monotonic() + timeout
     while True:
-        said = status()
+        said = process.status()
         if not any(gpu["held"] for gpu in said["gpus"]):
             return
         if time.monotonic() > end:
@@ -202,7 +199,7 @@ def wait_memory_free(timeout: float = 30.0) -> None:
 def restore_job(folder: Path) -> dict[str, Any]:
     """Return phosd's newest restore from an image; empty if it knows of none."""
     where = str(folder.resolve())
-    jobs = [job for job in status()["jobs"] if job["kind"] == "restore" and job["image"] == where]
+    jobs = [job for job in process.status()["jobs"] if job["kind"] == "restore" and job["image"] == where]
     return jobs[-1] if jobs else {}
 
 
@@ -466,6 +463,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--touch-gib", type=int, default=112, metavar="N", help="host memory to touch before timing")
     parser.add_argument("--tokens", type=int, metavar="N", help="in an answer (16, or 8)")
     parser.add_argument("--prompt", type=int, metavar="N", help="tokens in a prompt (64)")
+    harness.add_settle_option(parser)
     parser.add_argument(
         "--build-order",
         choices=("files", "layers"),

@@ -113,6 +113,7 @@ def tables(results: Results) -> list[str]:
             "image, GB": "image_gb",
             "cold start, s": "start_s",
             "checkpoint, s": "checkpoint_s",
+            "kernels not analysed": "kernels_pending",
         }
         text += ["The program:", "", _table(sizes, columns), ""]
     pools = [row for row in rows if row["system"].startswith("pool")]

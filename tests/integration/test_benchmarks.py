@@ -164,6 +164,7 @@ def test_restore(site: Site) -> None:
         assert row["last_byte_s"] > row["begin_s"]
         assert 0 < row["percent_of_copy"] < 200
         assert ("waits" in row) == ("lazy" in name)
+    assert rows["running"]["kernels_pending"] == 0
     assert rows["eager"]["first_kernel_s"] > rows["eager"]["last_byte_s"] - 0.01
     assert rows["lazy"]["phosd_first_kernel_s"] == pytest.approx(rows["lazy"]["first_kernel_s"], abs=0.5)
     assert any("lazy, first kernel" in goal for goal in content["summary"])

@@ -222,11 +222,22 @@ def test_dump_keeps_the_callers_limit_of_files_without_a_name(run: Run, tree: Pa
     assert outcome.argv == ["--timeout", "600", "dump", *given, "-t", "5", f"-L{plugins(tree)}"]
 
 
-def test_dump_keeps_a_limit_from_a_file_of_options(run: Run, tree: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ("ghost-limit 2M", ["--timeout", "600"]),
+        ("timeout 30", ["--ghost-limit", "1G"]),
+        ("timeout 30\nghost-limit 2M", []),
+        ("#timeout 30", ["--timeout", "600", "--ghost-limit", "1G"]),
+    ],
+)
+def test_dump_keeps_what_a_file_of_options_says(
+    run: Run, tree: Path, tmp_path: Path, given: str, ours: list[str]
+) -> None:
     options = tmp_path / "criu.conf"
-    options.write_text("ghost-limit 2M\n")
+    options.write_text(f"{given}\n")
     outcome = run("dump", "-t", "5", "-Lphos", CRIU_CONFIG_FILE=str(options))
-    assert outcome.argv == ["--timeout", "600", "dump", "-t", "5", f"-L{plugins(tree)}"]
+    assert outcome.argv == [*ours, "dump", "-t", "5", f"-L{plugins(tree)}"]
 
 
 def test_dump_fails_when_the_image_is_not_whole(run: Run) -> None:
