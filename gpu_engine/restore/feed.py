@@ -150,7 +150,7 @@ class LoadFeed:
                 end += 1
                 self._next += 1
             return self._give(chunk, end)
-        raise NothingYet(MAPPING_SECONDS)  # what is left waits in _unmapped
+        raise NothingYet  # cannot be: what is left is in the order
 
     def _joins(self, first: int, chunk: int) -> bool:
         """Whether a chunk can be loaded in one with those from ``first`` up to it."""

@@ -6,7 +6,6 @@ Mapping a hundred blocks takes a GPU's driver as long as loading a gigabyte, so 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ class ReservedMemory:
         self._reserved: dict[BlockKey, _Range] = {}
         self._mapped: dict[BlockKey, driver.Mapping] = {}
         self._left: dict[BlockKey, Block] = {}
-        self._first: deque[BlockKey] = deque()
+        self._first: dict[BlockKey, None] = {}  # asked for, in that order, each once
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -69,7 +68,7 @@ class ReservedMemory:
             if key not in self._mapped and self._failure is not None:
                 raise self._failure
             if key in self._left:
-                self._first.append(key)
+                self._first.setdefault(key)
             return key in self._mapped
 
     def _map(self) -> None:
@@ -85,11 +84,10 @@ class ReservedMemory:
 
     def _following(self) -> tuple[Block, _Range] | None:
         with self._lock:
-            while self._first and self._first[0] not in self._left:
-                self._first.popleft()
             if not self._left:
                 return None
-            key = self._first.popleft() if self._first else next(iter(self._left))
+            key = next(iter(self._first), None) or next(iter(self._left))
+            self._first.pop(key, None)
             return self._left.pop(key), self._reserved.pop(key)
 
     def free(self) -> None:
