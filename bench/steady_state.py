@@ -57,15 +57,8 @@ class Bench:
         outputs = {frontend: self.output(command, frontend=frontend) for frontend in order}
         return outputs[False], outputs[True]
 
-    def rate(self, key: str, unit: str, command: Sequence[str], pairs: int) -> None:
-        """Measure a program that prints one number a batch; a process counts with its median batch."""
-        without: list[float] = []
-        with_: list[float] = []
-        for number in range(pairs):
-            if number and harness.time_left(self.chosen) <= 0:
-                break
-            for values, output in zip((without, with_), self.pair(command, number), strict=True):
-                values.append(harness.median(float(line) for line in output.split()))
+    def add(self, key: str, unit: str, without: Sequence[float], with_: Sequence[float]) -> None:
+        """Store what was measured in pairs."""
         percent, spread = harness.paired_percent(without, with_)
         self.results.add(
             key,
@@ -79,6 +72,17 @@ class Bench:
             each=[without, with_],
         )
 
+    def rate(self, key: str, unit: str, command: Sequence[str], pairs: int) -> None:
+        """Measure a program that prints one number a batch; a process counts with its median batch."""
+        without: list[float] = []
+        with_: list[float] = []
+        for number in range(pairs):
+            if number and harness.time_left(self.chosen) <= 0:
+                break
+            for values, output in zip((without, with_), self.pair(command, number), strict=True):
+                values.append(harness.median(float(line) for line in output.split()))
+        self.add(key, unit, without, with_)
+
     def in_one_process(self, batches: str, launches: str) -> None:
         """Compare launches through the frontend with those by the driver's own function, batch by batch.
 
@@ -87,18 +91,7 @@ class Bench:
         output = self.output([str(self.program), "both", batches, launches], frontend=True)
         columns = list(zip(*([float(word) for word in line.split()] for line in output.splitlines()), strict=True))
         for key, through, own in (("submission", 0, 1), ("until done", 2, 3)):
-            percent, spread = harness.paired_percent(columns[own], columns[through])
-            self.results.add(
-                f"launch, {key}, in one process",
-                what=f"launch, {key}, in one process",
-                unit="ns",
-                without=harness.median(columns[own]),
-                with_frontend=harness.median(columns[through]),
-                percent=percent,
-                spread_percent=spread,
-                pairs=len(columns[own]),
-                each=[columns[own], columns[through]],
-            )
+            self.add(f"launch, {key}, in one process", "ns", columns[own], columns[through])
 
     def memory(self, mode: str, argument: str, remark: str) -> None:
         """Measure cuMemAlloc and cuMemFree in one of launch_rate's two ways."""
@@ -113,19 +106,7 @@ class Bench:
             for column, call in ((1, "cuMemAlloc"), (2, "cuMemFree")):
                 without = [float(pair[0].splitlines()[row].split()[column]) / 1000 for pair in outputs]
                 with_ = [float(pair[1].splitlines()[row].split()[column]) / 1000 for pair in outputs]
-                percent, spread = harness.paired_percent(without, with_)
-                key = f"{call} {size_text(size)}{remark}"
-                self.results.add(
-                    key,
-                    what=key,
-                    unit="µs",
-                    without=harness.median(without),
-                    with_frontend=harness.median(with_),
-                    percent=percent,
-                    spread_percent=spread,
-                    pairs=len(outputs),
-                    each=[without, with_],
-                )
+                self.add(f"{call} {size_text(size)}{remark}", "µs", without, with_)
 
     def run(self) -> None:
         """Measure everything, the most telling first."""

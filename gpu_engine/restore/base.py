@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -208,12 +208,6 @@ class Restore(ABC):
         Raises:
             Cancelled, ImageError, DriverError, OSError.
         """
-
-    def _map(self, blocks: Sequence[Block]) -> dict[BlockKey, int]:
-        """Begin to map blocks, in this order. Returns where each will be once :attr:`_memory` says so."""
-        addresses = {block.key: self._memory.reserve(block) for block in blocks}
-        self._memory.map(blocks)
-        return addresses
 
     def _filled(self) -> None:
         """All of it is there, and what it should be. Raises: as :meth:`_fill`."""

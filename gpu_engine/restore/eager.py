@@ -21,7 +21,8 @@ class EagerRestore(Restore):
         """Nothing comes before it."""
 
     def _fill(self, blocks: list[Block]) -> None:
-        addresses = self._map(blocks)
+        addresses = {block.key: self._memory.reserve(block) for block in blocks}
+        self._memory.map(blocks)
 
         def address(key: BlockKey) -> int:
             return addresses[key] if self._memory.mapped(key) else 0
