@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What copies to the host cost those who map memory, or toggle a process's GPU state, at the same time.
+"""What copies cost those who map memory, or toggle a process's GPU state, at the same time.
 
 During a concurrent checkpoint phosd copies GPU memory while the driver brings the application's context back and the
-application maps its memory. One process copies here, in pieces of a given size, of which so many are under way at once
-and with pauses if asked; this one maps blocks meanwhile, and has the driver checkpoint and restore a third process. No
-phosd is involved.
+application maps its memory; during a restore it copies the other way. One process copies here, in pieces of a given
+size, of which so many are under way at once and with pauses if asked; this one imports and maps blocks meanwhile, and
+has the driver checkpoint and restore a third process. No phosd is involved.
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ SMALL = Sizes(64 * MIB, 2 * MIB, 8)
 
 
 class Load(NamedTuple):
-    """How the other process copies: MiB of a piece, pieces under way, seconds of pause after each."""
+    """How the other process copies: MiB of a piece, pieces under way, seconds of pause after each; to the host unless
+    ``inward``. ``back``: bytes that go to the host after each piece that came from there.
+    """
 
     piece: int
     depth: int
     pause: float = 0.0
+    inward: bool = False
+    back: int = 0
 
 
 LOADS = {
@@ -57,9 +61,14 @@ LOADS = {
     "1 MiB, 1": Load(1, 1),
     "4 MiB, 1, half the time": Load(4, 1, 0.00008),
     "16 MiB, 1, half the time": Load(16, 1, 0.0003),
+    "to the GPU: 16 MiB, 4": Load(16, 4, inward=True),
+    "to the GPU: 4 MiB, 16": Load(4, 16, inward=True),
+    "to the GPU: 4 MiB, 16, and 64 bytes back": Load(4, 16, inward=True, back=64),
+    "to the GPU: 4 MiB, 1": Load(4, 1, inward=True),
+    "to the GPU: 2 MiB, 1": Load(2, 1, inward=True),
 }
 
-SMALL_LOADS = ("none", "16 MiB, 2", "4 MiB, 1, half the time")
+SMALL_LOADS = ("none", "16 MiB, 2", "4 MiB, 1, half the time", "to the GPU: 4 MiB, 16, and 64 bytes back")
 
 SMALL_APPLICATION = """
 import sys
@@ -105,8 +114,8 @@ def copy_until_closed(load: Load, size: int) -> None:
     from cuda.bindings import driver as cuda
 
     _use_gpu()
-    host, source = _check(cuda.cuMemHostAlloc(size, 0)), _check(cuda.cuMemAlloc(size))
-    _check(cuda.cuMemsetD8(source, 1, size))
+    host, memory = int(_check(cuda.cuMemHostAlloc(size, 0))), int(_check(cuda.cuMemAlloc(size)))
+    _check(cuda.cuMemsetD8(memory, 1, size))
     stream = _check(cuda.cuStreamCreate(1))
     events = [_check(cuda.cuEventCreate(2)) for _ in range(load.depth)]
     piece = load.piece * MIB
@@ -119,7 +128,10 @@ def copy_until_closed(load: Load, size: int) -> None:
                 until = time.perf_counter() + load.pause
                 while time.perf_counter() < until:
                     pass
-            _check(cuda.cuMemcpyDtoHAsync(int(host) + at, int(source) + at, piece, stream))
+            if load.inward:
+                _check(cuda.cuMemcpyHtoDAsync(memory + at, host + at, piece, stream))
+            if not load.inward or load.back:
+                _check(cuda.cuMemcpyDtoHAsync(host + at, memory + at, load.back or piece, stream))
             _check(cuda.cuEventRecord(event, stream))
             number += 1
             copied += piece
@@ -142,16 +154,26 @@ class Blocks:
         self._property.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._property.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         self._property.location.id = int(device)
+        self._property.requestedHandleTypes = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
         self._access = cuda.CUmemAccessDesc()
         self._access.location = self._property.location
         self._access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._block = _check(cuda.cuMemCreate(self._size, self._property, 0))
         self._address = int(_check(cuda.cuMemAddressReserve(self._count * self._size, 0, 0, 0)))
+        kind = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        self._kind, self._descriptor = kind, int(_check(cuda.cuMemExportToShareableHandle(self._block, kind, 0)))
 
-    def map(self) -> tuple[float, float]:
-        """Map all and unmap all; seconds a block."""
+    def map(self) -> tuple[float, float, float]:
+        """Import one again and again, map all and unmap all; seconds a block."""
         from cuda.bindings import driver as cuda
 
+        began = time.perf_counter()
+        imported = [
+            _check(cuda.cuMemImportFromShareableHandle(self._descriptor, self._kind)) for _ in range(self._count)
+        ]
+        importing = time.perf_counter() - began
+        for handle in imported:
+            _check(cuda.cuMemRelease(handle))
         began = time.perf_counter()
         for number in range(self._count):
             address = self._address + number * self._size
@@ -160,7 +182,8 @@ class Blocks:
         mapped = time.perf_counter()
         for number in range(self._count):
             _check(cuda.cuMemUnmap(self._address + number * self._size, self._size))
-        return (mapped - began) / self._count, (time.perf_counter() - mapped) / self._count
+        unmapping = time.perf_counter() - mapped
+        return importing / self._count, (mapped - began) / self._count, unmapping / self._count
 
 
 def _started(*command: str) -> subprocess.Popen[str]:
@@ -180,8 +203,9 @@ def measure(load: Load | None, sizes: Sizes, blocks: Blocks, application: int, r
         maps.append(blocks.map())
         toggles.append(driver_checkpoint.suspend(application) | driver_checkpoint.resume(application))
     row: dict[str, Any] = {
-        "map_us": harness.median(one[0] for one in maps) * 1e6,
-        "unmap_us": harness.median(one[1] for one in maps) * 1e6,
+        "import_us": harness.median(one[0] for one in maps) * 1e6,
+        "map_us": harness.median(one[1] for one in maps) * 1e6,
+        "unmap_us": harness.median(one[2] for one in maps) * 1e6,
         **{f"{step}_s": harness.median(one[step] for one in toggles) for step in toggles[0]},
     }
     if copier is not None:
@@ -192,14 +216,17 @@ def measure(load: Load | None, sizes: Sizes, blocks: Blocks, application: int, r
 def main() -> None:
     """Run as a program."""
     if sys.argv[1:2] == ["--copy"]:
-        copy_until_closed(Load(int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5])), int(sys.argv[2]))
+        piece, depth, pause, inward, back = sys.argv[3:8]
+        copy_until_closed(Load(int(piece), int(depth), float(pause), inward == "True", int(back)), int(sys.argv[2]))
         return
-    chosen: argparse.Namespace = harness.prepare(harness.options(__doc__ or "", budget=120))
+    parser = harness.options(__doc__ or "", budget=120)
+    parser.add_argument("--only", action="append", choices=LOADS, help="of the loads; may be repeated")
+    chosen: argparse.Namespace = harness.prepare(parser)
     environment = process.device_environment(chosen.device)
     if "PHOS_COPY_LOAD" not in os.environ:  # what is loaded from where is decided when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], {**environment, "PHOS_COPY_LOAD": "1"})
     results = Results(
-        chosen, "copy-load", "What copies to the host cost who maps memory or toggles a process meanwhile"
+        chosen, "copy-load", "What copies cost who maps memory or toggles a process meanwhile"
     )
     sizes, loads, program = (SMALL, SMALL_LOADS, SMALL_APPLICATION) if chosen.smoke else (Sizes(), LOADS, APPLICATION)
     blocks, repeats = Blocks(sizes), chosen.repeats or (1 if chosen.smoke else 5)
@@ -208,7 +235,7 @@ def main() -> None:
         harness.measure_each(
             chosen,
             results,
-            loads,
+            chosen.only or loads,
             lambda key: results.add(key, **measure(LOADS[key], sizes, blocks, application.pid, repeats)),
         )
     finally:

@@ -2,6 +2,9 @@
 //
 // A thread block sums SPAN bytes; several add to one chunk's two sums, which must be zero before. Compiled to content_hash.ptx
 // by packaging/make_content_hash.py, so that no compiler is needed where phosd runs.
+//
+// What is hashed where it has arrived brings its sums to the host by itself: a copy of a few bytes to the host, thousands of
+// times a second, would keep that copy engine from who brings a process back meanwhile (copy_turns.h).
 
 #define SPAN 65536
 #define THREADS 256
@@ -20,8 +23,7 @@ __device__ __forceinline__ u64 swapped(u64 word)
     return word << 32 | word >> 32;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) phos_content_hash(const ulonglong2 *block, u64 chunk_bytes,
-                                                                        u64 *sums)
+__device__ __forceinline__ void add_span(const ulonglong2 *block, u64 chunk_bytes, u64 *sums)
 {
     __shared__ u64 partial_1[THREADS], partial_2[THREADS];
     u64 start = (u64)blockIdx.x * SPAN;
@@ -52,4 +54,34 @@ extern "C" __global__ void __launch_bounds__(THREADS) phos_content_hash(const ul
         atomicAdd(&sums[2 * chunk], partial_1[0]);
         atomicAdd(&sums[2 * chunk + 1], partial_2[0]);
     }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) phos_content_hash(const ulonglong2 *block, u64 chunk_bytes,
+                                                                        u64 *sums)
+{
+    add_span(block, chunk_bytes, sums);
+}
+
+#define ROOM_HEAD 2 // words of a room before the sums: how many thread blocks have added what is theirs, and nothing
+
+// `room`: what the thread blocks work at; zero before, and after.
+extern "C" __global__ void __launch_bounds__(THREADS) phos_arrival_hash(const ulonglong2 *block, u64 chunk_bytes, u64 *room,
+                                                                        u64 *host)
+{
+    __shared__ bool last;
+    u64 *sums = room + ROOM_HEAD;
+    add_span(block, chunk_bytes, sums);
+    if (!threadIdx.x) {
+        __threadfence();
+        last = atomicAdd(room, 1ull) == gridDim.x - 1;
+    }
+    __syncthreads();
+    if (!last)
+        return;
+    __threadfence();
+    u64 words = 2 * (((u64)gridDim.x * SPAN + chunk_bytes - 1) / chunk_bytes);
+    for (u64 i = threadIdx.x; i < words; i += THREADS)
+        host[i] = atomicExch(&sums[i], 0ull);
+    if (!threadIdx.x)
+        *room = 0;
 }

@@ -22,6 +22,9 @@ SPAN_BYTES = 65536
 THREADS = 256
 """SPAN and THREADS of content_hash.cu."""
 
+ROOM_HEAD = 16
+"""The same of content_hash.cu; bytes."""
+
 
 class ContentHasher:
     """The kernel and its stream on each GPU. Callers take turns.
@@ -35,24 +38,41 @@ class ContentHasher:
         self._kept: dict[int, tuple[ExitStack, driver.Mapping, driver.PinnedBuffer]] = {}
         self._lock = threading.Lock()  # guards what follows
         self._kernels: dict[int, driver.Kernel] = {}
+        self._arrival_kernels: dict[int, driver.Kernel] = {}
         self._lanes: dict[int, driver.Lane] = {}
 
     def prepare(self, device: int) -> None:
-        """Load the kernel on a GPU ahead of the first use."""
+        """Load the kernels on a GPU ahead of the first use."""
         with self._lock:
             self._prepare(device)
 
-    def kernel(self, device: int) -> driver.Kernel:
-        """The kernel on a GPU, for who launches it himself: memory, bytes of a chunk, zeros to put the hashes to."""
+    def arrival_kernel(self, device: int) -> driver.Kernel:
+        """The kernel on a GPU that hashes what has just come: memory, bytes of a chunk, a room, host memory for hashes.
+
+        A room is :data:`ROOM_HEAD` and the size of the hashes, zero before the first use.
+        """
         with self._lock:
             self._prepare(device)
-            return self._kernels[device]
+            return self._arrival_kernels[device]
+
+    def clear(self, device: int, address: int, size: int) -> None:
+        """Set GPU memory to zero: rooms before their first use. Returns when it is.
+
+        Raises:
+            DriverError: it cannot.
+        """
+        with self._lock:
+            self._prepare(device)
+            driver.context(device).use()
+            self._lanes[device].fill_zero(address, size)
+            self._lanes[device].synchronise()
 
     def _prepare(self, device: int) -> None:
         if device not in self._kernels:
             context = driver.context(device)
             image = Path(__file__).with_name("content_hash.ptx").read_bytes()
             self._kernels[device] = context.kernel(image, "phos_content_hash")
+            self._arrival_kernels[device] = context.kernel(image, "phos_arrival_hash")
             self._lanes[device] = driver.Lane(context)
 
     def hash(self, blocks: Sequence[Block], mapped: MappedBlocks, chunk_bytes: int = CHUNK_BYTES) -> list[bytes]:

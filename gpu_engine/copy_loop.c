@@ -58,11 +58,9 @@ struct phos_load {
     int32_t descriptor;
     uint32_t kind;
     void *hash_kernel;  /* what hashes it where it has arrived (content_hash.cu); NULL: nothing does */
-    uint64_t sums;      /* device memory for the hashes */
-    void *sums_on_host; /* page-locked, where they come then */
-    uint32_t sums_bytes;
+    uint64_t room;      /* device memory that it works at */
+    void *hashes;       /* page-locked, where they come then */
     uint32_t hash_grid, hash_block;
-    uint32_t padding;
     uint64_t chunk_bytes;
 };
 
@@ -133,17 +131,11 @@ static int fill_slot(const struct phos_load *load, unsigned char *slot, struct p
 
 static int hash(const struct phos_copy_lane *lane, const struct phos_load *load, struct phos_copy_failure *failure)
 {
-    uint64_t memory = load->device, chunk_bytes = load->chunk_bytes, sums = load->sums;
-    void *parameters[] = {&memory, &chunk_bytes, &sums};
-    const struct phos_copy_driver *driver = lane->driver;
-    int code = driver->memset_8(sums, 0, load->sums_bytes, lane->stream);
-    if (code)
-        return fails(failure, MEMSET, code);
-    code = driver->launch(load->hash_kernel, load->hash_grid, 1, 1, load->hash_block, 1, 1, 0, lane->stream, parameters, NULL);
-    if (code)
-        return fails(failure, LAUNCH, code);
-    code = driver->memcpy_to_host(load->sums_on_host, sums, load->sums_bytes, lane->stream);
-    return code ? fails(failure, MEMCPY_TO_HOST, code) : 0;
+    uint64_t memory = load->device, chunk_bytes = load->chunk_bytes, room = load->room;
+    void *hashes = load->hashes, *parameters[] = {&memory, &chunk_bytes, &room, &hashes};
+    int code = lane->driver->launch(load->hash_kernel, load->hash_grid, 1, 1, load->hash_block, 1, 1, 0, lane->stream,
+                                    parameters, NULL);
+    return code ? fails(failure, LAUNCH, code) : 0;
 }
 
 static int queue(struct phos_copy_lane *lane, const struct phos_load *load, struct phos_copy_failure *failure)

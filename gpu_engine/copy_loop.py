@@ -14,7 +14,7 @@ from phos.images.append import StripeState
 from phos.images.native import chunks_library
 
 _ZEROS, _HOST, _IN_FILE = 0, 1, 2
-_LOAD = struct.Struct("=QQQQiIQQQIIIIQ")
+_LOAD = struct.Struct("=QQQQiIQQQIIQ")
 """enum and struct phos_load."""
 
 _SAVE = struct.Struct("=QQQQQQII")
@@ -239,9 +239,9 @@ def packed_load(
     """A load as the library wants it: from ``host`` memory, or a ``file`` (descriptor, offset), else zeros."""
     kind = _HOST if host else _ZEROS if file is None else _IN_FILE
     descriptor, offset = file or (-1, 0)
-    hashing = (0, 0, 0, 0, 0, 0, 0, 0)
+    hashing = (0, 0, 0, 0, 0, 0)
     if room is not None:
-        hashing = (room.kernel, room.sums, room.host, room.size, room.grid, room.block, 0, room.chunk_bytes)
+        hashing = (room.kernel, room.room, room.host, room.grid, room.block, room.chunk_bytes)
     return _LOAD.pack(address, size, host, offset, descriptor, kind, *hashing)
 
 

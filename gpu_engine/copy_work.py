@@ -178,17 +178,16 @@ class LoadSource(Protocol[Item]):
 
 @dataclass(frozen=True)
 class HashRoom:
-    """How one load is hashed where it has arrived: a kernel and its grid, and where ``size`` bytes of hashes go."""
+    """How one load is hashed where it has arrived: a kernel and its grid, and where the hashes go."""
 
     kernel: int
     grid: int
     block: int
     chunk_bytes: int
-    sums: int
-    """A device address."""
+    room: int
+    """A device address, for the kernel to work at."""
     host: int
     """Page-locked, where they are once the load has landed."""
-    size: int
 
 
 class LoadCheck(Protocol[Item]):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from phos.gpu_engine import driver
-from phos.gpu_engine.content_hash import SPAN_BYTES, THREADS
+from phos.gpu_engine.content_hash import ROOM_HEAD, SPAN_BYTES, THREADS
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import UNDER_WAY, HashRoom, Load, Reading
 from phos.gpu_engine.errors import DriverError
@@ -30,31 +30,30 @@ class ArrivalCheck:
         self,
         image: ImageSource,
         kernels: dict[int, driver.Kernel],
-        sums: dict[int, int],
+        rooms: dict[int, int],
         host: driver.PinnedBuffer,
         room_bytes: int,
     ) -> None:
-        """``sums``: the scratch memory's address, by GPU; ``host``: as much. ``room_bytes`` of them are a load's."""
+        """``rooms``: the scratch memory's address, by GPU; ``host``: as much. ``room_bytes`` of them are a load's."""
         self._image = image
         self._kernels = kernels
-        self._sums = sums
+        self._rooms = rooms
         self._host = host
         self._room_bytes = room_bytes
 
     def room(self, number: int, load: Load[Extent]) -> HashRoom:
         """See :class:`~phos.gpu_engine.copy_work.LoadCheck`."""
         assert load.content is not None
-        at, size = number * self._room_bytes, len(load.content.hashes) * HASH_SIZE
-        if size > self._room_bytes:
-            raise ValueError(f"{len(load.content.hashes)} chunks at once, and room for {self._room_bytes // HASH_SIZE}")
+        at, count = number * self._room_bytes, len(load.content.hashes)
+        if room_bytes(count) > self._room_bytes:
+            raise ValueError(f"{count} chunks at once, and {self._room_bytes} bytes of room")
         return HashRoom(
             kernel=self._kernels[load.device].handle,
             grid=load.size // SPAN_BYTES,
             block=THREADS,
             chunk_bytes=load.content.chunk_size,
-            sums=self._sums[load.device] + at,
+            room=self._rooms[load.device] + at,
             host=self._host.address + at,
-            size=size,
         )
 
     def end(self, number: int, load: Load[Extent]) -> None:
@@ -83,6 +82,11 @@ class ArrivalCheck:
             f"arrived on GPU {device} other than they are in {self._image.path}. Restore again; if it happens again, "
             "that GPU or this host's memory is not to be trusted."
         )
+
+
+def room_bytes(chunks: int) -> int:
+    """What hashing a load of so many chunks takes."""
+    return ROOM_HEAD + chunks * HASH_SIZE
 
 
 @contextmanager
@@ -114,15 +118,16 @@ def checked(
 @contextmanager
 def _check(image: ImageSource, copier: Copier, devices: Iterable[int], chunks: int) -> Iterator[ArrivalCheck]:
     """``chunks``: most in one load. Raises DriverError: a GPU has no 2 MiB left, for example."""
-    wanted = UNDER_WAY * copier.threads * chunks * HASH_SIZE
+    wanted = UNDER_WAY * copier.threads * room_bytes(chunks)
     size = -(-wanted // driver.GRANULARITY) * driver.GRANULARITY
     with ExitStack() as undo:
         kernels: dict[int, driver.Kernel] = {}
-        sums: dict[int, int] = {}
+        rooms: dict[int, int] = {}
         for device in sorted(set(devices)):
-            kernels[device] = copier.hasher.kernel(device)
+            kernels[device] = copier.hasher.arrival_kernel(device)
             driver.context(device).use()
-            sums[device] = undo.enter_context(driver.scratch(driver.context(device), size)).address
+            rooms[device] = undo.enter_context(driver.scratch(driver.context(device), size)).address
+            copier.hasher.clear(device, rooms[device], size)
         host = driver.PinnedBuffer(size)
         undo.callback(host.free)
-        yield ArrivalCheck(image, kernels, sums, host, chunks * HASH_SIZE)
+        yield ArrivalCheck(image, kernels, rooms, host, room_bytes(chunks))

@@ -254,7 +254,8 @@ def test_criu_freeze(site: Site) -> None:
     rows = {row["key"]: row for row in smoke(site, "criu_freeze", *choose)["rows"]}
     assert set(rows) == {"none", "all", by_criu}
     for row in rows.values():
-        assert row["stall_s"] >= row["CRIU freeze and dump"] >= row["criu_frozen_seconds"] > 0
+        assert row["stall_s"] >= row["CRIU freeze and dump"] > 0
+        assert row["stall_s"] >= row["criu_frozen_seconds"] > 0  # lets the tasks go a little after phosd has heard of it
         assert row["gaps"][0][0] >= row["gaps"][-1][0] > 0
         assert sum(row["private_bytes"].values()) > 1 << 20
     assert rows["all"]["criu_pages_mb"] < rows["none"]["criu_pages_mb"] - 8
@@ -285,7 +286,8 @@ def test_page_lock(site: Site) -> None:
 def test_copy_load(site: Site) -> None:
     """A row for each load, and what was copied where there was one."""
     rows = {row["key"]: row for row in smoke(site, "copy_load")["rows"]}
-    assert set(rows) == {"none", "16 MiB, 2", "4 MiB, 1, half the time"}
-    assert all(row["map_us"] > 0 < row["restore_s"] for row in rows.values())
+    loaded = {"16 MiB, 2", "4 MiB, 1, half the time", "to the GPU: 4 MiB, 16, and 64 bytes back"}
+    assert set(rows) == {"none", *loaded}
+    assert all(row["import_us"] > 0 < row["map_us"] and row["restore_s"] > 0 for row in rows.values())
     assert "copied_gb_s" not in rows["none"]
-    assert rows["16 MiB, 2"]["copied_gb_s"] > 0 < rows["4 MiB, 1, half the time"]["copied_gb_s"]
+    assert all(rows[key]["copied_gb_s"] > 0 for key in loaded)

@@ -16,10 +16,10 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import SPAN_BYTES, THREADS
 from phos.gpu_engine.copy_work import UNDER_WAY, HashRoom, Load, NothingYet, Progress, Reading
+from phos.gpu_engine.restore.arrival import room_bytes
 from phos.gpu_engine.restore.reserved import ReservedMemory
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
 from phos.images.errors import ImageError
-from phos.images.formats import HASH_SIZE
 from tests.unit.copy_machine import HALF, PATIENCE, Blamed, Machine, fails, hashes_of, noise, started
 
 
@@ -79,14 +79,15 @@ class Check:
     """Hashes what has arrived, in GPU memory, and compares."""
 
     def __init__(self, machine: Machine, undo: ExitStack, chunks: int = 4) -> None:
-        self._room_bytes = chunks * HASH_SIZE
+        self._room_bytes = room_bytes(chunks)
         size = driver.GRANULARITY
         assert UNDER_WAY * machine.copier.threads * self._room_bytes <= size
-        self._kernels = [machine.copier.hasher.kernel(device) for device in range(machine.gpus)]
-        self._sums = []
+        self._kernels = [machine.copier.hasher.arrival_kernel(device) for device in range(machine.gpus)]
+        self._room = []
         for device in range(machine.gpus):
             driver.context(device).use()
-            self._sums.append(undo.enter_context(driver.scratch(driver.context(device), size)).address)
+            self._room.append(undo.enter_context(driver.scratch(driver.context(device), size)).address)
+            machine.copier.hasher.clear(device, self._room[device], size)
         self._host = driver.PinnedBuffer(size)
         undo.callback(self._host.free)
         self._lock = threading.Lock()
@@ -98,11 +99,11 @@ class Check:
         with self._lock:
             assert number not in self._rooms, "the room is another load's still"
             self._rooms[number] = load
-        at, size = number * self._room_bytes, len(load.content.hashes) * HASH_SIZE
-        assert size <= self._room_bytes
+        at = number * self._room_bytes
+        assert room_bytes(len(load.content.hashes)) <= self._room_bytes
         grid = load.size // SPAN_BYTES
         kernel = self._kernels[load.device].handle
-        return HashRoom(kernel, grid, THREADS, CHUNK, self._sums[load.device] + at, self._host.address + at, size)
+        return HashRoom(kernel, grid, THREADS, CHUNK, self._room[load.device] + at, self._host.address + at)
 
     def end(self, number: int, load: Load[Item]) -> None:
         assert load.content is not None

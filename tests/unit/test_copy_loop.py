@@ -324,7 +324,7 @@ def test_structures_are_those_of_the_source(layout: Layout, name: str, structure
 
 
 def test_loads_are_packed_as_the_source_has_them(layout: Layout) -> None:
-    room = HashRoom(kernel=5, grid=6, block=7, chunk_bytes=8, sums=9, host=10, size=11)
+    room = HashRoom(kernel=5, grid=6, block=7, chunk_bytes=8, room=9, host=10)
     kinds = layout["enum"]
     cases = [
         (copy_loop.packed_load(1, 2, host=3, room=room), {"host": 3, "kind": kinds["HOST"][0]}),
@@ -335,7 +335,7 @@ def test_loads_are_packed_as_the_source_has_them(layout: Layout) -> None:
         (copy_loop.packed_load(1, 2), {"kind": kinds["ZEROS"][0]}),
     ]
     hashed = {"hash_kernel": 5, "hash_grid": 6, "hash_block": 7, "chunk_bytes": 8}
-    hashed |= {"sums": 9, "sums_on_host": 10, "sums_bytes": 11}
+    hashed |= {"room": 9, "hashes": 10}
     for number, (packed, special) in enumerate(cases):
         found = unpacked(packed, layout["load"])
         expected = {**dict.fromkeys(found, 0), "device": 1, "size": 2, **special, **(hashed if number < 2 else {})}
