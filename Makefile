@@ -32,7 +32,7 @@ WIRE := $(GEN)/wire.pb-c
 FRONTEND_SRC := $(wildcard frontend/*.c)
 SOFTGPU_SRC := $(wildcard softgpu/*.c)
 PLUGIN_SRC := $(wildcard criu_plugin/*.c)
-CHUNKS_SRC := $(wildcard gpu_engine/copy_loop.c gpu_engine/page_copy.c gpu_engine/cow/chunk_table.c images/append.c images/chunk_hash.c)
+CHUNKS_SRC := $(wildcard gpu_engine/copy_loop.c gpu_engine/fill_loop.c gpu_engine/fill_plan.c gpu_engine/page_copy.c gpu_engine/cow/chunk_table.c images/append.c images/chunk_hash.c)
 
 # A folder whose sources do not exist (a partial checkout) is skipped.
 FRONTEND := $(if $(FRONTEND_SRC),$(BUILD)/lib/libphos.so)

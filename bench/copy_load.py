@@ -225,9 +225,7 @@ def main() -> None:
     environment = process.device_environment(chosen.device)
     if "PHOS_COPY_LOAD" not in os.environ:  # what is loaded from where is decided when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], {**environment, "PHOS_COPY_LOAD": "1"})
-    results = Results(
-        chosen, "copy-load", "What copies cost who maps memory or toggles a process meanwhile"
-    )
+    results = Results(chosen, "copy-load", "What copies cost who maps memory or toggles a process meanwhile")
     sizes, loads, program = (SMALL, SMALL_LOADS, SMALL_APPLICATION) if chosen.smoke else (Sizes(), LOADS, APPLICATION)
     blocks, repeats = Blocks(sizes), chosen.repeats or (1 if chosen.smoke else 5)
     application = _started("-c", program)

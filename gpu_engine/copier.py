@@ -3,7 +3,7 @@
 Each worker thread owns two slots of the ring and one stream a GPU: while it writes one slot to the image (or fills one
 from it), the copy engine works on the other. The streams of all workers feed one copy engine, so it always has work
 queued. Where the GPU writes into the image itself while processes compute, all share one stream (shared_lane()).
-Python decides what is copied when, for several pieces at a time; copy_loop.c does it.
+What is copied out when, Python decides, for several pieces at a time (copy_loop.c); loading is native (fill_loop.c).
 """
 
 from __future__ import annotations
@@ -12,24 +12,20 @@ import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from phos.gpu_engine import driver
-from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.content_hash import ContentHasher, chunk_count
 from phos.gpu_engine.copy_in import Filler
-from phos.gpu_engine.copy_loop import CopyLane
+from phos.gpu_engine.copy_lane import NativeLane
 from phos.gpu_engine.copy_out import Saver, check_one
 from phos.gpu_engine.copy_trace import CopyTrace
 from phos.gpu_engine.copy_work import (
-    MAPPING_SECONDS,
     SLOTS,
     Cancelled,
     Checks,
     Item,
-    Load,
-    LoadSource,
-    NothingYet,
     Piece,
     Progress,
     Reading,
@@ -39,41 +35,12 @@ from phos.gpu_engine.copy_work import (
     known_spans,
 )
 from phos.gpu_engine.errors import DriverError
+from phos.gpu_engine.fill_plan import FillPlan
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
 from phos.gpu_engine.shared_workers import Lease, SharedWorkers
 
 Taken = TypeVar("Taken")
-
-
-class _Extents(Generic[Item]):
-    """Parts of blocks, one after the other."""
-
-    def __init__(
-        self, extents: Iterable[tuple[Block, int, int, Item | None]], address: Callable[[BlockKey], int]
-    ) -> None:
-        self._extents = iter(extents)
-        self._address = address
-        self._lock = threading.Lock()  # guards all but _address
-        self._held: tuple[Block, int, int, Item | None] | None = None
-
-    def take(self) -> Load[Item] | None:
-        with self._lock:
-            following, self._held = self._held or next(self._extents, None), None
-            if following is None:
-                return None
-            block, offset, size, content = following
-            if not (address := self._address(block.key)):
-                self._held = following
-                raise NothingYet(MAPPING_SECONDS)
-        return Load(address + offset, size, block.device, content)
-
-    def urgent_at_once(self) -> int:
-        """Nobody waits for any."""
-        return 1
-
-    def arrived(self, load: Load[Item]) -> None:
-        """Nobody waits for it."""
 
 
 class _Spans:
@@ -116,11 +83,11 @@ class _Worker:
             (ring.address + base + i * slot_bytes, ring.view[base + i * slot_bytes :][:slot_bytes]) for i in (0, 1)
         ]
         self.lanes: dict[int, driver.Lane] = {}
-        self.copy_lanes: dict[driver.Lane, CopyLane] = {}
+        self.copy_lanes: dict[driver.Lane, NativeLane] = {}
         self._used: set[driver.Lane] = set()  # since the last quiet moment
         self._events: list[Any] = []
 
-    def copy_lane(self, device: int) -> CopyLane:
+    def copy_lane(self, device: int) -> NativeLane:
         """This worker's stream on a GPU; its context becomes current."""
         context = driver.context(device)
         context.use()
@@ -128,16 +95,16 @@ class _Worker:
             self.lanes[device] = driver.Lane(context)
         return self._on(self.lanes[device])
 
-    def copy_lane_on(self, lane: driver.Lane, device: int) -> CopyLane:
+    def copy_lane_on(self, lane: driver.Lane, device: int) -> NativeLane:
         """This worker's part of a stream that is not its own; the GPU's context becomes current."""
         driver.context(device).use()
         return self._on(lane)
 
-    def _on(self, lane: driver.Lane) -> CopyLane:
+    def _on(self, lane: driver.Lane) -> NativeLane:
         if lane not in self.copy_lanes:
             events = [lane.event() for _ in range(SLOTS)]
             self._events += events
-            self.copy_lanes[lane] = CopyLane(lane, events, [address for address, _ in self.slots])
+            self.copy_lanes[lane] = NativeLane(lane, events, [address for address, _ in self.slots])
         self._used.add(lane)
         return self.copy_lanes[lane]
 
@@ -297,7 +264,7 @@ class Copier:
             def saved(size: int) -> None:
                 progress.done_by_worker[worker.number] += size
 
-            def shared(device: int) -> CopyLane:
+            def shared(device: int) -> NativeLane:
                 return worker.copy_lane_on(self.shared_lane(device), device)
 
             with worker.quiet_afterwards():
@@ -348,53 +315,36 @@ class Copier:
             first += count
         return spans
 
-    def load(
-        self,
-        blocks: Sequence[Block],
-        extents: Iterable[tuple[Block, int, int, Item | None]],
-        reading: Reading[Item],
-        progress: Progress,
-        cancelled: threading.Event,
-        address: Callable[[BlockKey], int],
-        workers: int | None = None,
-        trace: CopyTrace | None = None,
-    ) -> None:
-        """Fill blocks: each extent is (block, offset, size, what to read), None: zeros; the rest as :meth:`fill`.
-
-        ``extents`` is gone through while data comes: thousands of them take a while to make. ``address``: where a block
-        is mapped, 0 while it is not; called from any worker's thread, whose current context it leaves as it is.
-
-        Raises: as :meth:`save`, and what ``address`` raises.
-        """
-        if blocks:
-            self.fill(_Extents(extents, address), blocks[0].device, reading, progress, cancelled, workers, trace)
-
     def fill(
         self,
-        source: LoadSource[Item],
-        device: int,
+        plan: FillPlan[Item],
         reading: Reading[Item],
         progress: Progress,
         cancelled: threading.Event,
         workers: int | None = None,
         trace: CopyTrace | None = None,
     ) -> None:
-        """Fill what ``source`` names, until it ends; ``device`` is any GPU that has a part in it.
+        """Fill all that a plan names. ``workers``: how many take part; None: all. ``trace`` is told of each piece.
 
-        ``workers``: how many take part; None: all. ``trace`` is told of each load.
-
-        Raises: as :meth:`save`, and what the source raises.
+        Raises: as :meth:`save`, and what the reading raises.
         """
+        if not plan.devices:
+            return
+        if reading.check is None:
+            plan.places.get_all()
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
-            def arrived(load: Load[Item]) -> None:
-                source.arrived(load)
-                progress.done_by_worker[worker.number] += load.size
+            def arrived(size: int) -> None:
+                progress.done_by_worker[worker.number] += size
+
+            def leave() -> bool:
+                if cancelled.is_set():
+                    raise Cancelled
+                return lease.leave()
 
             with worker.quiet_afterwards():
-                lane, at_once = worker.copy_lane, source.urgent_at_once
-                Filler(worker.number, worker.slots, lane, reading, arrived, at_once, trace).run(
-                    _taking(source.take, lease, cancelled)
-                )
+                slots = [view for _, view in worker.slots]
+                if Filler(worker.number, slots, worker.copy_lane, plan, reading, arrived, trace).run(leave):
+                    lease.over()
 
-        self._run(work, device, cancelled, lambda: workers)
+        self._run(work, plan.devices[0], cancelled, lambda: workers)

@@ -1,21 +1,19 @@
-"""Filling GPU memory: one worker's part of a job."""
+"""Filling GPU memory: one worker's part of a job. What comes next, and all that follows, is native (fill_plan.py)."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Generic
 
-from phos.gpu_engine.batches import Batches
-from phos.gpu_engine.copy_loop import CopyFailed, CopyLane, packed_load
-from phos.gpu_engine.copy_trace import FILE, HOST, ZEROS, CopyTrace
-from phos.gpu_engine.copy_work import SLOTS, UNDER_WAY, Item, Load, NothingYet, Reading
+from phos.gpu_engine.copy_lane import CHANGED, CopyFailed, NativeLane
+from phos.gpu_engine.copy_trace import CopyTrace
+from phos.gpu_engine.copy_work import MAPPING_SECONDS, Item, Reading
+from phos.gpu_engine.fill_plan import BROKEN, GET, NOTHING_LEFT, NOTHING_YET, FillPlan, FillWorker
 
-LOADS_AT_ONCE = UNDER_WAY - SLOTS
-"""How many loads are given to the library by one call. With more, a process would wait longer for one that another
-worker has been given already."""
+TURN_SECONDS = 0.01
+"""For so long a worker fills before it looks whether it is wanted elsewhere."""
 
 
 class Filler(Generic[Item]):
@@ -24,124 +22,105 @@ class Filler(Generic[Item]):
     def __init__(
         self,
         number: int,
-        slots: Sequence[tuple[int, memoryview]],
-        lane: Callable[[int], CopyLane],
+        slots: Sequence[memoryview],
+        lane: Callable[[int], NativeLane],
+        plan: FillPlan[Item],
         reading: Reading[Item],
-        arrived: Callable[[Load[Item]], None],
-        urgent_at_once: Callable[[], int],
+        arrived: Callable[[int], None],
         trace: CopyTrace | None = None,
     ) -> None:
         """``number``: the worker's; ``lane``: its lane on a GPU, which makes that GPU's context current.
 
-        ``urgent_at_once``: see :class:`~phos.gpu_engine.copy_work.LoadSource`. ``trace`` is told of what has been
-        queued.
+        ``arrived`` is told how many bytes have, ``trace`` of what has been queued.
         """
         self._number = number
         self._slots = slots
         self._lane_on = lane
+        self._plan = plan
         self._reading = reading
         self._arrived = arrived
-        self._urgent_at_once = urgent_at_once
         self._trace = trace
-        self._lane: CopyLane | None = None
-        self._device = -1
-        self._confirmed = 0  # of the lane's loads
-        self._turn = 0
-        self._going: deque[tuple[int, Load[Item]]] = deque()  # the number of the room for its hashes
+        self._workers: dict[int, FillWorker] = {}
+        self._current: FillWorker | None = None
 
-    def run(self, take: Callable[[], Load[Item] | None]) -> None:
-        """Fill what ``take`` gives, until it gives None; all has landed then.
+    def run(self, leave: Callable[[], bool]) -> bool:
+        """Fill until nothing is left, or ``leave`` says so; all has landed then. Answers whether nothing is left.
 
-        Raises: what ``take``, reading, the driver and the check raise; loads may be under way then.
+        Raises: what ``leave``, reading, the driver and the check raise; loads may be under way then.
         """
-        batches = Batches(take, LOADS_AT_ONCE, urgent_at_once=self._urgent_at_once)
-        while not batches.over:
-            asked = time.perf_counter()
-            try:
-                loads = batches.following()
-            except NothingYet as later:
-                if self._going:
-                    self._land()
-                else:
-                    time.sleep(later.seconds)
-                continue
-            if loads:
-                taken = time.perf_counter()
-                self._queue(loads)
-                if any(load.urgent for load in loads):
-                    self._land()
-                if self._trace is not None:
-                    self._trace.add(
-                        self._number,
-                        asked,
-                        asked,
-                        taken,
-                        time.perf_counter(),
-                        [(load.size, self._kind(load), load.urgent) for load in loads],
-                    )
-        self._land()
+        count = len(self._plan.devices)
+        queue = self._plan.enlist() % max(1, count)
+        left = set(range(count))
+        idle = 0
+        while left and not leave():
+            if queue in left:
+                status = self._fill(queue)
+                idle = idle + 1 if status == NOTHING_YET else 0
+                if status == NOTHING_LEFT:
+                    left.discard(queue)
+                elif not idle and len(left) == 1:
+                    continue
+            # With fewer workers than GPUs, whoever waits for one is not to wait for all of another.
+            queue = (queue + 1) % count
+            if left and idle >= len(left):
+                time.sleep(MAPPING_SECONDS)
+                idle = 0
+        if self._current is not None:
+            self._report(self._current, self._current.land)
+        return not left
 
-    def _kind(self, load: Load[Item]) -> str:
-        if load.content is None:
-            return ZEROS
-        return HOST if self._reading.lies_at(load.content) else FILE
+    def _fill(self, queue: int) -> int:
+        worker = self._on(queue)
+        status = NOTHING_YET
 
-    def _queue(self, loads: Sequence[Load[Item]]) -> None:
-        if self._lane is None or loads[0].device != self._device:
-            self._land()  # its slots are the other lane's as well
-            self._device = loads[0].device
-            self._lane = self._lane_on(self._device)
-            self._lane.wait()  # a job that failed may have left something, which counts for nobody
-            self._confirmed = self._lane.landed
-        ready: list[bytes] = []
-        first = 0
-        for number, load in enumerate(loads):
-            content, reading = load.content, self._reading
-            if content is None:
-                ready.append(packed_load(load.address, load.size))
-                self._going.append((-1, load))
-                continue
-            room_number = self._number * UNDER_WAY + self._turn
-            self._turn = (self._turn + 1) % UNDER_WAY
-            room = None if reading.check is None else reading.check.room(room_number, load)
-            if host := reading.lies_at(content):
-                ready.append(packed_load(load.address, load.size, host=host, room=room))
-            elif reading.check is not None and (file := reading.file_of(content)) is not None:
-                ready.append(packed_load(load.address, load.size, file=file, room=room))
-            else:
-                self._hand_over(loads[first:number], ready)
-                ready, first = [], number
-                self._land()
-                # The one that the library would use for it, which fills the other one next, from a file.
-                address, view = self._slots[self._lane.queued % SLOTS]
-                reading.read(content, view[: load.size])
-                ready.append(packed_load(load.address, load.size, host=address, room=room))
-            self._going.append((room_number, load))
-        self._hand_over(loads[first:], ready)
-        self._confirm()
+        def fill() -> None:
+            nonlocal status
+            status = worker.fill(TURN_SECONDS)
 
-    def _hand_over(self, loads: Sequence[Load[Item]], ready: Sequence[bytes]) -> None:
-        assert self._lane is not None
-        if not ready:
-            return
+        self._report(worker, fill)
+        if status == BROKEN:
+            raise self._plan.error
+        if status == GET:
+            content, size = self._plan.places.content(worker.wanted), self._plan.places.size(worker.wanted)
+            self._reading.read(content, self._slots[worker.slot][:size])
+            self._report(worker, worker.got)
+        return status
+
+    def _on(self, queue: int) -> FillWorker:
+        """The worker on a queue's GPU, whose context is current then."""
+        if queue not in self._workers:
+            device, check = self._plan.devices[queue], self._reading.check
+            rooms = None if check is None else check.rooms(self._number, device)
+            lane = self._lane_on(device)
+            self._workers[queue] = FillWorker(self._plan, queue, lane, rooms, steps=self._trace is not None)
+        worker = self._workers[queue]
+        if worker is not self._current:
+            if self._current is not None:
+                self._report(self._current, self._current.land)  # its slots are the other's as well
+            self._lane_on(self._plan.devices[queue])
+            self._current = worker
+        return worker
+
+    def _report(self, worker: FillWorker, action: Callable[[], None]) -> None:
+        """Do something, and tell what has become of it."""
         try:
-            self._lane.load(ready)
+            action()
         except CopyFailed as failed:
-            load = loads[failed.number]
-            if load.content is not None:  # whoever owns the file can say what it is and whose
-                self._reading.read(load.content, memoryview(bytearray(load.size)))
-            raise OSError(failed.code, os.strerror(failed.code) if failed.code else "a file has ended early") from None
+            raise self._explained(failed) from None
+        finally:
+            if worker.arrived:
+                self._arrived(worker.arrived)
+        if self._trace is not None:
+            for step in worker.steps():
+                piece = (step.size, step.kind, step.urgent)
+                self._trace.add(self._number, step.asked, step.asked, step.taken, step.queued, [piece], step.queued)
 
-    def _land(self) -> None:
-        if self._going and self._lane is not None:
-            self._lane.wait()
-            self._confirm()
-
-    def _confirm(self) -> None:
-        assert self._lane is not None
-        for _ in range(self._lane.landed - self._confirmed):
-            room_number, load = self._going.popleft()
-            if room_number >= 0 and self._reading.check is not None:
-                self._reading.check.end(room_number, load)
-            self._arrived(load)
-        self._confirmed = self._lane.landed
+    def _explained(self, failed: CopyFailed) -> Exception:
+        content, size = self._plan.places.content(failed.number), self._plan.places.size(failed.number)
+        if failed.call == CHANGED and self._reading.check is not None:
+            return self._reading.check.wrong(content, self._plan.device_of(failed.number))
+        try:  # whoever owns the file can say what it is and whose
+            self._reading.read(content, memoryview(bytearray(size)))
+        except Exception as error:
+            return error
+        return OSError(failed.code, os.strerror(failed.code) if failed.code else "a file has ended early")

@@ -1,13 +1,13 @@
-/* Copies between an image and GPU memory, piece by piece, without the interpreter. Out: have the GPU write a piece into
- * page-locked memory, append that to a file. In: read a piece of a file, have the GPU fetch it, have it hashed where it has
- * arrived. At 50 GB/s that is twelve thousand pieces a second, each with half a dozen calls, in as many threads as there are
- * processors; Python, which lets one thread run at a time, manages a third of it.
+/* Copies of GPU memory into an image, piece by piece, without the interpreter: have the GPU write a piece into page-locked
+ * memory, append that to a file. At 50 GB/s that is twelve thousand pieces a second, each with half a dozen calls, in as many
+ * threads as there are processors; Python, which lets one thread run at a time, manages a third of it.
  *
  * A lane belongs to one thread, in which the GPU's context is current. No state but the lane's. copy_loop.py describes the
  * same structures. The driver's functions come from whoever loaded the driver: this library is not linked with it. */
 #include "../frontend/clock.h"
 #include "../images/append.h"
 #include "../images/chunk_hash.h"
+#include "copy_lane.h"
 #include "copy_turns.h"
 #include "cow/chunk_table.h"
 
@@ -17,52 +17,6 @@
 #include <stdint.h>
 #include <string.h>
 #include <unistd.h>
-
-#define EXPORT __attribute__((visibility("default")))
-
-#define SLOTS 2
-
-#define NOT_READY 600 /* CUDA_ERROR_NOT_READY */
-
-/* CUDA driver API documentation; handles are opaque here, and device addresses 64 bits wide. */
-struct phos_copy_driver {
-    int (*memcpy_to_device)(uint64_t device, const void *host, size_t size, void *stream);
-    int (*memcpy_to_host)(void *host, uint64_t device, size_t size, void *stream);
-    int (*memset_8)(uint64_t device, unsigned char value, size_t size, void *stream);
-    int (*launch)(void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                  unsigned block_z, unsigned shared_bytes, void *stream, void **parameters, void **extra);
-    int (*record)(void *event, void *stream);
-    int (*wait)(void *event);
-    int (*synchronise)(void *stream);
-    int (*query)(void *event);
-};
-
-struct phos_copy_lane {
-    const struct phos_copy_driver *driver;
-    void *stream;
-    void *events[SLOTS];
-    unsigned char *slots[SLOTS]; /* page-locked */
-    uint64_t marks[SLOTS];       /* how many loads have landed once the slot's event has been reached; 0: nothing is under way */
-    uint64_t queued;             /* loads, since the lane was made */
-    uint64_t landed;             /* of them; they land in their order */
-};
-
-/* What a load's data is. */
-enum { ZEROS, HOST, IN_FILE };
-
-struct phos_load {
-    uint64_t device; /* address */
-    uint64_t size;
-    uint64_t host;      /* HOST: page-locked memory that it lies in */
-    uint64_t offset;    /* IN_FILE: it lies in `descriptor` there, and is no larger than a slot */
-    int32_t descriptor;
-    uint32_t kind;
-    void *hash_kernel;  /* what hashes it where it has arrived (content_hash.cu); NULL: nothing does */
-    uint64_t room;      /* device memory that it works at */
-    void *hashes;       /* page-locked, where they come then */
-    uint32_t hash_grid, hash_block;
-    uint64_t chunk_bytes;
-};
 
 struct phos_save {
     uint64_t device; /* address; 0: it is known to be zeros, and its hashes say so */
@@ -85,99 +39,6 @@ struct phos_save_job {
     struct phos_turns *turns;       /* of their GPU; NULL: copies never take turns */
     uint64_t landed_ns;             /* set: when the last piece's bytes were in host memory, CLOCK_MONOTONIC */
 };
-
-/* What went wrong, besides the status. */
-enum { READING = 1, APPENDING, CHANGED, MEMCPY_TO_DEVICE, MEMCPY_TO_HOST, MEMSET, LAUNCH, RECORD, WAIT, SYNCHRONISE, QUERY };
-
-struct phos_copy_failure {
-    uint32_t call;
-    int32_t code;    /* READING: an errno, or 0 at the file's end. APPENDING: an errno. CHANGED: the chunk's number in its
-                        piece. Else the driver's status */
-    uint32_t number; /* of the piece, in what was given */
-};
-
-static int fails(struct phos_copy_failure *failure, uint32_t call, int code)
-{
-    failure->call = call;
-    failure->code = code;
-    return -1;
-}
-
-static int land(struct phos_copy_lane *lane, unsigned slot, struct phos_copy_failure *failure)
-{
-    if (!lane->marks[slot])
-        return 0;
-    int code = lane->driver->wait(lane->events[slot]);
-    if (code)
-        return fails(failure, WAIT, code);
-    if (lane->marks[slot] > lane->landed)
-        lane->landed = lane->marks[slot];
-    lane->marks[slot] = 0;
-    return 0;
-}
-
-static int fill_slot(const struct phos_load *load, unsigned char *slot, struct phos_copy_failure *failure)
-{
-    for (uint64_t done = 0; done < load->size;) {
-        ssize_t count = pread(load->descriptor, slot + done, load->size - done, (off_t)(load->offset + done));
-        if (count < 0 && errno == EINTR)
-            continue;
-        if (count <= 0)
-            return fails(failure, READING, count < 0 ? errno : 0);
-        done += (uint64_t)count;
-    }
-    return 0;
-}
-
-static int hash(const struct phos_copy_lane *lane, const struct phos_load *load, struct phos_copy_failure *failure)
-{
-    uint64_t memory = load->device, chunk_bytes = load->chunk_bytes, room = load->room;
-    void *hashes = load->hashes, *parameters[] = {&memory, &chunk_bytes, &room, &hashes};
-    int code = lane->driver->launch(load->hash_kernel, load->hash_grid, 1, 1, load->hash_block, 1, 1, 0, lane->stream,
-                                    parameters, NULL);
-    return code ? fails(failure, LAUNCH, code) : 0;
-}
-
-static int queue(struct phos_copy_lane *lane, const struct phos_load *load, struct phos_copy_failure *failure)
-{
-    const struct phos_copy_driver *driver = lane->driver;
-    unsigned slot = lane->queued % SLOTS;
-    if (land(lane, slot, failure))
-        return -1;
-    int code;
-    if (load->kind == ZEROS) {
-        code = driver->memset_8(load->device, 0, load->size, lane->stream);
-        if (code)
-            return fails(failure, MEMSET, code);
-    } else {
-        const void *host = (const void *)(uintptr_t)load->host;
-        if (load->kind == IN_FILE) {
-            if (fill_slot(load, lane->slots[slot], failure))
-                return -1;
-            host = lane->slots[slot];
-        }
-        code = driver->memcpy_to_device(load->device, host, load->size, lane->stream);
-        if (code)
-            return fails(failure, MEMCPY_TO_DEVICE, code);
-        if (load->hash_kernel && hash(lane, load, failure))
-            return -1;
-    }
-    code = driver->record(lane->events[slot], lane->stream);
-    if (code)
-        return fails(failure, RECORD, code);
-    lane->marks[slot] = ++lane->queued;
-    return 0;
-}
-
-/* Queue loads; the last ones may still be under way when it returns. Returns 0, or -1 and what failed. */
-EXPORT int phos_copy_load(struct phos_copy_lane *lane, const struct phos_load *loads, uint32_t count,
-                          struct phos_copy_failure *failure)
-{
-    for (failure->number = 0; failure->number < count; failure->number++)
-        if (queue(lane, &loads[failure->number], failure))
-            return -1;
-    return 0;
-}
 
 /* A piece's bytes are in host memory: from now on the device memory may change. `last`: of those with one permit. */
 EXPORT void phos_copy_landed(struct phos_save_job *job, const struct phos_save *save, int last)
@@ -210,7 +71,7 @@ static int compare(const struct phos_save_job *job, const struct phos_save *save
     if (!save->device || !save->known || !job->changing || !__atomic_load_n(job->changing, __ATOMIC_ACQUIRE))
         return 0;
     int64_t number = phos_copy_compare(data, save->size, job->stripe->chunk, save->hashes);
-    return number < 0 ? 0 : fails(failure, CHANGED, (int)number);
+    return number < 0 ? 0 : phos_copy_fails(failure, CHANGED, (int)number);
 }
 
 static unsigned char *target(const struct phos_copy_lane *lane, const struct phos_save *saves, uint32_t number)
@@ -225,9 +86,9 @@ static int fetch(struct phos_copy_lane *lane, const struct phos_save *saves, uin
     int code = lane->driver->memcpy_to_host(target(lane, saves, number) + offset, saves[number].device + offset, size,
                                             lane->stream);
     if (code)
-        return fails(failure, MEMCPY_TO_HOST, code);
+        return phos_copy_fails(failure, MEMCPY_TO_HOST, code);
     code = lane->driver->record(lane->events[number % SLOTS], lane->stream);
-    return code ? fails(failure, RECORD, code) : 0;
+    return code ? phos_copy_fails(failure, RECORD, code) : 0;
 }
 
 /* The piece has landed when it returns. */
@@ -242,7 +103,7 @@ static int fetch_in_turn(struct phos_copy_lane *lane, const struct phos_save *sa
         for (unsigned spins = 0; !code && (status = lane->driver->query(lane->events[number % SLOTS])) == NOT_READY;)
             phos_turn_pause(&spins);
         if (!code && status)
-            code = fails(failure, QUERY, status);
+            code = phos_copy_fails(failure, QUERY, status);
     }
     phos_turn_end(turns);
     return code;
@@ -269,7 +130,7 @@ static int end_save(struct phos_copy_lane *lane, struct phos_save_job *job, cons
     failure->number = number;
     int code = save->device ? lane->driver->wait(lane->events[number % SLOTS]) : 0;
     if (code)
-        return fails(failure, WAIT, code);
+        return phos_copy_fails(failure, WAIT, code);
     phos_copy_landed(job, save, last);
     if (save->place)
         return 0;
@@ -277,7 +138,7 @@ static int end_save(struct phos_copy_lane *lane, struct phos_save_job *job, cons
         return -1;
     code = phos_append(job->stripe, data, save->size, (int)save->known, save->hashes, save->places, job->zero,
                        save->zero_tail);
-    return code ? fails(failure, APPENDING, code) : 0;
+    return code ? phos_copy_fails(failure, APPENDING, code) : 0;
 }
 
 /* Copy pieces out; while one is appended the next is on its way. All are there when it returns 0; after -1 one may still be
@@ -296,18 +157,6 @@ EXPORT int phos_copy_save(struct phos_copy_lane *lane, struct phos_save_job *job
             return -1;
     }
     return under_way ? end_save(lane, job, saves, count - 1, 1, failure) : 0;
-}
-
-/* Return when all that was queued has landed. */
-EXPORT int phos_copy_wait(struct phos_copy_lane *lane, struct phos_copy_failure *failure)
-{
-    int code = lane->driver->synchronise(lane->stream);
-    if (code)
-        return fails(failure, SYNCHRONISE, code);
-    for (unsigned slot = 0; slot < SLOTS; slot++)
-        lane->marks[slot] = 0;
-    lane->landed = lane->queued;
-    return 0;
 }
 
 EXPORT size_t phos_permits_size(void)

@@ -11,16 +11,8 @@ from typing import Any
 
 from phos.gpu_engine.batches import Batches
 from phos.gpu_engine.content_hash import chunk_count
-from phos.gpu_engine.copy_loop import (
-    APPENDING,
-    CopyFailed,
-    CopyLane,
-    SaveJob,
-    give_permit,
-    packed_save,
-    take_permit,
-    try_permit,
-)
+from phos.gpu_engine.copy_lane import APPENDING, CopyFailed, NativeLane
+from phos.gpu_engine.copy_loop import SaveJob, give_permit, packed_save, save, take_permit, try_permit
 from phos.gpu_engine.copy_trace import PLACE, SHADOW, ZEROS, CopyTrace
 from phos.gpu_engine.copy_work import Checks, NothingYet, Piece, Sink, Source
 from phos.gpu_engine.ring import CHUNK_BYTES
@@ -98,7 +90,7 @@ class Saver:
         self,
         number: int,
         slots: Sequence[tuple[int, memoryview]],
-        lane: Callable[[int], CopyLane],
+        lane: Callable[[int], NativeLane],
         source: Source,
         sink: Sink,
         saved: Callable[[int], None],
@@ -186,7 +178,7 @@ class Saver:
                 self._source.turns(pieces[0].device),
             )
             try:
-                lane.save(job, batch.packed)
+                save(lane, job, batch.packed)
             except CopyFailed as failed:
                 if failed.call == APPENDING:
                     raise stripe.failure(failed.code) from None

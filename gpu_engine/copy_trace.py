@@ -67,9 +67,11 @@ class CopyTrace:
         taken: float,
         landed: float,
         pieces: Sequence[tuple[int, str, bool]],
+        saved: float | None = None,
     ) -> None:
-        """Pieces (bytes, where they came from, whether somebody waited) have been seen to just now."""
-        self._steps.append(Step(worker, asked, allowed, taken, landed, time.perf_counter(), list(pieces)))
+        """Pieces (bytes, where they came from, whether somebody waited) have been seen to, just now unless said."""
+        saved = time.perf_counter() if saved is None else saved
+        self._steps.append(Step(worker, asked, allowed, taken, landed, saved, list(pieces)))
 
     def checked(self, worker: int, began: float, size: int) -> None:
         """A piece has been compared just now."""

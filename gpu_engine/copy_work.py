@@ -1,4 +1,4 @@
-"""What a copier is given to do: pieces to copy out and loads to fill, where they come from, and where they go."""
+"""What a copier is given to do: pieces to copy out, where they go, and how what is loaded is had (see fill_plan.py)."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ MAPPING_SECONDS = 2e-4
 SLOTS = 2
 """Of the ring, for each worker: while the processor is at one, the copy engine works on the other."""
 
-UNDER_WAY = 6
-"""Loads that a worker has at most under way, or ready to be queued."""
-
 Item = TypeVar("Item")
+Item_contra = TypeVar("Item_contra", contravariant=True)
 
 
 class Sink(Protocol):
@@ -142,74 +140,32 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Load(Generic[Item]):
-    """What is filled at once: ``size`` bytes at an ``address`` of phosd's.
-
-    At most a slot, unless they are zeros or need no slot (see :meth:`Copier.fill`).
-    """
-
-    address: int
-    size: int
-    device: int
-    content: Item | None
-    """What to read; None: zeros."""
-    chunks: range = range(0)
-    """Their numbers, for a source that counts chunks."""
-    urgent: bool = False
-    """Somebody waits for it."""
-
-
-class LoadSource(Protocol[Item]):
-    """Where loads come from. Its methods are called from any worker's thread."""
-
-    def take(self) -> Load[Item] | None:
-        """The next one, or None when there are no more.
-
-        Raises:
-            NothingYet: ask again soon.
-        """
-
-    def urgent_at_once(self) -> int:
-        """How many that somebody waits for a worker is to take now, and load, before it says that they are there."""
-
-    def arrived(self, load: Load[Item]) -> None:
-        """It is in GPU memory."""
-
-
-@dataclass(frozen=True)
-class HashRoom:
-    """How one load is hashed where it has arrived: a kernel and its grid, and where the hashes go."""
+class HashRooms:
+    """How a worker's loads are hashed where they have arrived; one of each for each slot."""
 
     kernel: int
-    grid: int
-    block: int
-    chunk_bytes: int
-    room: int
-    """A device address, for the kernel to work at."""
-    host: int
-    """Page-locked, where they are once the load has landed."""
+    rooms: Sequence[int]
+    """Device addresses, for the kernel to work at."""
+    hosts: Sequence[int]
+    """Page-locked, where the hashes are once a load has landed."""
 
 
-class LoadCheck(Protocol[Item]):
-    """Checks loads where they have arrived. ``number`` is that of one of :data:`UNDER_WAY` rooms of each worker."""
+class LoadCheck(Protocol[Item_contra]):
+    """Checks loads where they have arrived."""
 
-    def room(self, number: int, load: Load[Item]) -> HashRoom:
-        """How the load is hashed."""
+    def rooms(self, worker: int, device: int) -> HashRooms:
+        """Those of a worker, by its number, on a GPU."""
 
-    def end(self, number: int, load: Load[Item]) -> None:
-        """It has landed. Raises what the job shall fail with if the data is not what it should be."""
+    def wrong(self, content: Item_contra, device: int) -> Exception:
+        """What the job shall fail with because something else has arrived on that GPU."""
 
 
 @dataclass(frozen=True)
 class Reading(Generic[Item]):
-    """How the data of loads is had; any thread may ask."""
+    """How the data of loads is had, where a plan does not say it; any thread may ask."""
 
     read: Callable[[Item, memoryview], None]
     """Fill a slot."""
-    lies_at: Callable[[Item], int | None]
-    """The address of page-locked memory where it lies already and stays: the load may be larger than a slot then."""
-    file_of: Callable[[Item], tuple[int, int] | None]
-    """A descriptor, and where in that file it is, for who checks it himself: asked only if there is a ``check``."""
     check: LoadCheck[Item] | None = None
     """Looks at everything but zeros before it counts as arrived."""
 

@@ -128,13 +128,6 @@ EXPORT int64_t phos_window_next(struct phos_window_table *table, uint32_t *head)
     return ((uint32_t *)at(table, table->queue_at))[(*head)++];
 }
 
-/* How many chunks are in the queue behind `head`. */
-EXPORT uint32_t phos_window_wanted(const struct phos_window_table *table, uint32_t head)
-{
-    uint32_t tail = load(&table->tail);
-    return tail > head && tail <= table->queue ? tail - head : 0;
-}
-
 /* The next chunk that the process touched for the first time, perhaps with PHOS_TOUCH_WRITES, or -1; the reader keeps
  * *head. */
 EXPORT int64_t phos_window_next_touched(struct phos_window_table *table, uint32_t *head)

@@ -3,6 +3,11 @@
 #include <stdint.h>
 
 struct phos_chunk_table;
+struct phos_window_table;
 
 /* From now on anybody may write to the chunk. */
 void phos_chunks_saved(struct phos_chunk_table *table, uint32_t chunk);
+/* Take a chunk that nobody has. Answers the state before: PHOS_CHUNK_UNSAVED if it is the caller's now. */
+uint32_t phos_chunks_claim(struct phos_chunk_table *table, uint32_t chunk);
+/* The next chunk that a process wants to be seen to, or -1; the reader keeps *head. */
+int64_t phos_window_next(struct phos_window_table *table, uint32_t *head);

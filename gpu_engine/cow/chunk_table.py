@@ -102,7 +102,6 @@ def library() -> ctypes.PyDLL:
         "phos_window_set_block": (None, [pointer, u32, u64, u64, u32]),
         "phos_window_set_pool": (None, [pointer, u32, u32, u32, u32, u64]),
         "phos_window_next": (i64, [pointer, pointer]),
-        "phos_window_wanted": (u32, [pointer, u32]),
         "phos_window_next_touched": (i64, [pointer, pointer]),
         "phos_window_loading": (None, [pointer, pointer]),
         "phos_window_ticket": (u32, [pointer, u32]),
@@ -260,6 +259,11 @@ class WindowTable:
         """The memfd."""
         return self._shared.descriptor
 
+    @property
+    def address(self) -> int:
+        """For native code."""
+        return self._shared.address
+
     def next_touched(self) -> tuple[int, bool] | None:
         """The next chunk that the process touched for the first time, and whether that may have been by writing.
 
@@ -278,10 +282,6 @@ class WindowTable:
         """The next chunk that the process wants to be seen to; one caller at a time."""
         chunk = self._lib.phos_window_next(self._shared.address, ctypes.byref(self._head))
         return None if chunk < 0 else int(chunk)
-
-    def wanted(self) -> int:
-        """How many chunks :meth:`next_wanted` would give now."""
-        return int(self._lib.phos_window_wanted(self._shared.address, self._head))
 
     def ticket(self, slot: int) -> int:
         """What the GPU sets a slot's flag to once its copy has been made."""

@@ -39,6 +39,9 @@ SEND_SECONDS = 60.0
 
 ATTACH_TRIES = 3
 
+READY_SECONDS = 1.0
+"""For so long a process that is being restored is kept waiting for an answer before it has to ask again."""
+
 RECONNECT_SECONDS = 5.0
 """After this long without a connection a process that still runs has replaced its program: its memory is dropped."""
 
@@ -256,7 +259,8 @@ class Daemon:
             restore = self._registry.restores.get(session.session)
         state = session.machine.state
         if restore is not None and state is SessionState.DETACHED:
-            if not restore.ready(connection.pid):
+            # It would ask again every other millisecond, which takes processors from who brings its driver's part back.
+            if not restore.wait_ready(connection.pid, READY_SECONDS):
                 return welcome(action=welcome.RETRY, retry_ms=1)
             self._registry.broker.moved(session.session, connection.pid)
             session.machine.to(SessionState.RETURNING)

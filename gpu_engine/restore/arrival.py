@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from phos.gpu_engine import driver
-from phos.gpu_engine.content_hash import ROOM_HEAD, SPAN_BYTES, THREADS
+from phos.gpu_engine.content_hash import ROOM_HEAD, SPAN_BYTES
 from phos.gpu_engine.copier import Copier
-from phos.gpu_engine.copy_work import UNDER_WAY, HashRoom, Load, Reading
+from phos.gpu_engine.copy_work import SLOTS, HashRooms, Reading
 from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.restore.sources import confirm
 from phos.images.errors import ImageError
@@ -41,46 +41,25 @@ class ArrivalCheck:
         self._host = host
         self._room_bytes = room_bytes
 
-    def room(self, number: int, load: Load[Extent]) -> HashRoom:
+    def rooms(self, worker: int, device: int) -> HashRooms:
         """See :class:`~phos.gpu_engine.copy_work.LoadCheck`."""
-        assert load.content is not None
-        at, count = number * self._room_bytes, len(load.content.hashes)
-        if room_bytes(count) > self._room_bytes:
-            raise ValueError(f"{count} chunks at once, and {self._room_bytes} bytes of room")
-        return HashRoom(
-            kernel=self._kernels[load.device].handle,
-            grid=load.size // SPAN_BYTES,
-            block=THREADS,
-            chunk_bytes=load.content.chunk_size,
-            room=self._rooms[load.device] + at,
-            host=self._host.address + at,
-        )
+        at = [(worker * SLOTS + slot) * self._room_bytes for slot in range(SLOTS)]
+        rooms, hosts = [self._rooms[device] + offset for offset in at], [self._host.address + offset for offset in at]
+        return HashRooms(self._kernels[device].handle, rooms, hosts)
 
-    def end(self, number: int, load: Load[Extent]) -> None:
-        """See :class:`~phos.gpu_engine.copy_work.LoadCheck`.
-
-        Raises:
-            ImageError: it is not what the image's writer wrote.
-        """
-        assert load.content is not None
-        at = number * self._room_bytes
-        found, wanted = self._host.view[at : at + len(load.content.hashes) * HASH_SIZE], b"".join(load.content.hashes)
-        if found == wanted:
-            return
-        for chunk in range(len(load.content.hashes)):
-            part = slice(chunk * HASH_SIZE, (chunk + 1) * HASH_SIZE)
-            if found[part] != wanted[part]:
-                self._blame(load.content, chunk, load.device)
-
-    def _blame(self, extent: Extent, number: int, device: int) -> None:
-        confirm(self._image)
-        # The reader knows whose memory it is and says so; what it finds good was changed on its way.
-        if self._image.lies_at(extent) is None:
-            self._image.read_into(extent, memoryview(bytearray(extent.length)))
-        raise ImageError(
-            f"{extent.chunk_size} bytes at {extent.offset + number * extent.chunk_size} of block {extent.block[1]} "
-            f"arrived on GPU {device} other than they are in {self._image.path}. Restore again; if it happens again, "
-            "that GPU or this host's memory is not to be trusted."
+    def wrong(self, content: Extent, device: int) -> Exception:
+        """See :class:`~phos.gpu_engine.copy_work.LoadCheck`."""
+        try:
+            confirm(self._image)
+            # The reader knows whose memory it is and says so; what it finds good was changed on its way.
+            if self._image.lies_at(content) is None:
+                self._image.read_into(content, memoryview(bytearray(content.length)))
+        except ImageError as error:
+            return error
+        return ImageError(
+            f"{content.length} bytes at {content.offset} of block {content.block[1]} arrived on GPU {device} other "
+            f"than they are in {self._image.path}. Restore again; if it happens again, that GPU or this host's memory "
+            "is not to be trusted."
         )
 
 
@@ -98,7 +77,7 @@ def checked(
     Without a check of what has arrived, processors check it as they read. ``chunks``: the sizes that chunks have.
     """
     if any(size % SPAN_BYTES for size in chunks) or not chunks:
-        yield Reading(image.read_into, image.lies_at, image.file_of)
+        yield Reading(image.read_into)
         return
     with ExitStack() as undo:
         check: ArrivalCheck | None = None
@@ -108,7 +87,7 @@ def checked(
             log.info("%s: the GPU does not hash its memory, so processors do: %s", image.path, error)
         try:
             read = image.read_into if check is None else image.read_unchecked
-            yield Reading(read, image.lies_at, image.file_of, check)
+            yield Reading(read, check)
         except BaseException:
             with suppress(DriverError):  # a context that is lost: what has failed first says so
                 undo.close()
@@ -118,7 +97,7 @@ def checked(
 @contextmanager
 def _check(image: ImageSource, copier: Copier, devices: Iterable[int], chunks: int) -> Iterator[ArrivalCheck]:
     """``chunks``: most in one load. Raises DriverError: a GPU has no 2 MiB left, for example."""
-    wanted = UNDER_WAY * copier.threads * room_bytes(chunks)
+    wanted = SLOTS * copier.threads * room_bytes(chunks)
     size = -(-wanted // driver.GRANULARITY) * driver.GRANULARITY
     with ExitStack() as undo:
         kernels: dict[int, driver.Kernel] = {}

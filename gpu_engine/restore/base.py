@@ -97,6 +97,7 @@ class Restore(ABC):
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
         self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, _reviving, _attaching, state, error
+        self._changed = threading.Condition(self._lock)  # what ready() goes by
         self._sessions: dict[bytes, GatedProcess] = {}
         self._image: ImageSource = open_source(directory)
         self.unsound = False
@@ -274,6 +275,7 @@ class Restore(ABC):
             with self._lock:
                 if self.state == "loading":
                     self.state = "loaded"
+                self._changed.notify_all()
                 self._settle()
         except Cancelled:
             pass
@@ -322,6 +324,7 @@ class Restore(ABC):
         if inner_pid(pid) in self._gated_pids:
             with self._lock:
                 self._driver_ready.add(pid)
+                self._changed.notify_all()
         else:
             self._computes(pid)  # without the frontend nothing else has to come back
 
@@ -350,9 +353,14 @@ class Restore(ABC):
             self._reviving.add(pid)  # before it runs
         threading.Thread(target=self.task_restored, args=(pid,), name=f"restore-{pid}", daemon=True).start()
 
-    def ready(self, pid: int) -> bool:
-        """Whether the frontend in ``pid`` may attach now."""
+    def wait_ready(self, pid: int, seconds: float) -> bool:
+        """Whether the frontend in ``pid`` may attach, within so many seconds; at once if it never may."""
+
+        def settled() -> bool:
+            return self.state not in (*PARKED, *UNDER_WAY) or (pid in self._driver_ready and self._may_attach())
+
         with self._lock:
+            self._changed.wait_for(settled, seconds)
             return pid in self._driver_ready and self._may_attach()
 
     def attaching(self, pid: int) -> None:
@@ -398,6 +406,7 @@ class Restore(ABC):
                 return
             self.state = state
             self.error = reason
+            self._changed.notify_all()
             self._over.set()
             tasks = list(self._pids.items())
         log.error("%s", reason)

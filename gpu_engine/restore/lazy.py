@@ -13,7 +13,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 
 from phos.gpu_engine.blocks import Block, BlockKey
@@ -22,9 +22,10 @@ from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.copy_work import Cancelled
 from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
 from phos.gpu_engine.errors import Mispredicted, PhosError
+from phos.gpu_engine.fill_plan import FillPlan, Places
 from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import PARKED, UNDER_WAY, Restore
-from phos.gpu_engine.restore.feed import LoadFeed, LoadPlace
+from phos.gpu_engine.restore.plan import places_of
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.gpu_engine.restore.sources import Manner, manner
 from phos.gpu_engine.ring import CHUNK_BYTES
@@ -86,8 +87,8 @@ class LazyRestore(Restore):
         self._table: ChunkTable | None = None
         self._windows: dict[bytes, LoadWindow] = {}
         self._laid_out = False  # set once, by the loading thread: the sessions have their windows
-        self._feed: LoadFeed | None = None
-        self._chunks: list[tuple[Block, int, int, Extent | None]] = []
+        self._plan: FillPlan[Extent] | None = None
+        self._places: Places[Extent] | None = None
         self._counts: dict[str, int] = {}
         self._counting = threading.Lock()  # guards the tables against being closed while they are read, and _counts
 
@@ -104,16 +105,13 @@ class LazyRestore(Restore):
         self._lay_out(blocks)
 
     def _lay_out(self, blocks: list[Block]) -> None:
-        """Number the chunks, and make the tables that the processes are to share."""
-        first: dict[BlockKey, int] = {}
-        for block in blocks:
-            first[block.key] = len(self._chunks)
-            for extent in self._image.blocks[self._in_image(block.key)].extents(CHUNK_BYTES):
-                content = None if extent.stripe is None else extent
-                self._chunks.append((block, extent.offset, extent.length, content))
+        """Number the chunks, give each an address of phosd's, and make the tables that the processes are to share."""
+        addresses = {block.key: self._memory.reserve(block) for block in blocks}
+        self._places = places = places_of(self._image, blocks, addresses, self._in_image)
+        first = dict(zip(places.blocks, places.firsts, strict=True))
         windows: dict[bytes, LoadWindow] = {}
         with ExitStack() as undo:
-            shared = undo.enter_context(closing(ChunkTable(CHUNK_BYTES, len(self._chunks))))
+            shared = undo.enter_context(closing(ChunkTable(CHUNK_BYTES, len(places))))
             for number, process in enumerate(self.processes):
                 records = []
                 for b in process.message.blocks:
@@ -131,6 +129,7 @@ class LazyRestore(Restore):
             self._sessions[session].trace(window)
         self._laid_out = True
         with self._lock:
+            self._changed.notify_all()
             if self.state not in (*PARKED, *UNDER_WAY):  # it failed before there were windows that could be ended
                 self._release_windows()
 
@@ -141,33 +140,28 @@ class LazyRestore(Restore):
         assert self._table is not None
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
         how = manner(self._image, self._copier, len({block.device for block in blocks}))
-        self._feed = self._make_feed({block.key: self._memory.reserve(block) for block in blocks}, how)
+        self._plan = self._make_plan(how)
         self._pour(blocks, how)
 
-    def _make_feed(self, addresses: Mapping[BlockKey, int], how: Manner) -> LoadFeed:
-        """What is loaded when, and to where: ``addresses`` are the blocks', reserved in phosd's own contexts."""
+    def _make_plan(self, how: Manner) -> FillPlan[Extent]:
+        """What is loaded when."""
         assert self._table is not None
-        places = [
-            LoadPlace(block.key, offset, size, addresses[block.key] + offset, block.device, extent)
-            for block, offset, size, extent in self._chunks
-        ]
+        assert self._places is not None
         tables = [window.table for window in self._windows.values()]
-        workers = how.workers or self._copier.threads
-        return LoadFeed(self._table, places, self._order(places), tables, how.at_once, workers, self._memory.mapped)
+        return FillPlan(self._places, self._order(self._places), how.at_once, self._table, tables)
 
     def _pour(self, blocks: list[Block], how: Manner) -> None:
-        assert self._feed is not None
+        assert self._plan is not None
         if blocks:
             by_key = {block.key: block for block in blocks}
-            self._memory.map([by_key[key] for key in self._feed.blocks()])
+            self._memory.map([by_key[key] for key in self._plan.first_use], self._plan)
             devices = {block.device for block in blocks}
             try:
                 with (
                     checked(self._image, self._copier, devices, {CHUNK_BYTES}, how.at_once) as reading,
                     tracing(self.path) as trace,
                 ):
-                    args = (blocks[0].device, reading, self.progress, self._cancelled, how.workers, trace)
-                    self._copier.fill(self._feed, *args)
+                    self._copier.fill(self._plan, reading, self.progress, self._cancelled, how.workers, trace)
             except Cancelled:  # the processes are dead; what they touched first is worth knowing all the same
                 self._end_windows()
                 raise
@@ -177,36 +171,32 @@ class LazyRestore(Restore):
         with self.timeline.phase("end windows", concurrent=True):
             self._end_windows()
 
-    def _order(self, places: Sequence[LoadPlace]) -> list[int]:
+    def _order(self, places: Places[Extent]) -> list[int]:
         """What was touched first; then zeros, which cost next to nothing; then the rest, as it was allocated."""
         numbers = list(range(len(places)))
         if self._settings.order == "random":
             random.shuffle(numbers)
             return numbers
-        ranks: dict[Touched, int] = {}
+        first: list[int] = []
         if self._settings.order == "recorded":
             recorded = from_messages(self._image.inventory.order)
             beside = read_beside(self._directory, self._image.inventory.image_id)
-            for touched in [*beside, *recorded]:
-                ranks.setdefault(touched, len(ranks))
-        last = len(ranks)
-
-        def rank(chunk: int) -> tuple[int, bool, int]:
-            place = places[chunk]
-            touched = (self._in_image(place.key), place.offset // CHUNK_BYTES)
-            return ranks.get(touched, last), place.extent is not None, chunk
-
-        return sorted(numbers, key=rank)
+            ends = [*places.firsts[1:], len(places)]
+            of_block = {self._in_image(key): (places.firsts[n], ends[n]) for n, key in enumerate(places.blocks)}
+            for key, number in [*beside, *recorded]:
+                start, end = of_block.get(key, (0, 0))
+                if start + number < end:
+                    first.append(start + number)
+        return list(dict.fromkeys([*first, *(n for n in numbers if places.zeros(n)), *numbers]))
 
     def _learn(self) -> None:
         """What the processes touched first: for checkpoints of them, and for this image's next restore."""
-        blocks = {place.key for place in self._feed.places} if self._feed is not None else set()
+        blocks = set(self._places.blocks) if self._places is not None else set()
         for session, window in self._windows.items():
             touched: list[Touched] = []
-            while self._feed is not None and (touch := window.table.next_touched()) is not None:
-                if touch[0] < len(self._feed.places):
-                    place = self._feed.places[touch[0]]
-                    touched.append((place.key, place.offset // CHUNK_BYTES))
+            while self._places is not None and (touch := window.table.next_touched()) is not None:
+                if touch[0] < len(self._places):
+                    touched.append(self._places.key(touch[0]))
             self._learnt.learn(session, touched, blocks)
         if order := self._learnt.of(self._windows):
             named = [(self._in_image(key), chunk) for key, chunk in order]
@@ -226,7 +216,7 @@ class LazyRestore(Restore):
         """See :class:`~phos.gpu_engine.restore.base.Restore`."""
         while not self._loaded.is_set() and not self._over.is_set():
             with self._counting:
-                if self._laid_out and (self._table is None or (self._feed is not None and self._feed.want(key))):
+                if self._laid_out and (self._table is None or (self._plan is not None and self._plan.want(key))):
                     return
             self._over.wait(WATCH_SECONDS)
 
@@ -326,9 +316,8 @@ class LazyRestore(Restore):
         for session in self._windows:
             for name, value in self._sessions[session].twin_counts().items():
                 total[name] = total.get(name, 0) + value
-        if self._feed is not None:
-            total["on_demand"] = self._feed.on_demand
-            total["on_demand_bytes"] = self._feed.on_demand_bytes
+        if self._plan is not None:
+            total["on_demand"], total["on_demand_bytes"] = self._plan.on_demand()
         if launched:
             total["first_launch_ns"] = min(launched)
         return total

@@ -136,12 +136,11 @@ class PooledRestore(LazyRestore):
         if strangers := {key[0] for key in planned} - set(self._sessions):
             raise RestoreFailed(f"The image's processes map GPU memory of {len(strangers)} that are not in it.")
         self._lay_out(list(planned.values()))
-        addresses = {key: self._memory.reserve(block) for key, block in planned.items()}
         for device in {block.device for block in planned.values()}:
             self._copier.hasher.prepare(device)
             self._copier.prepare(device)
         self._how = manner(self._image, self._copier, len({block.device for block in planned.values()}))
-        self._feed = self._make_feed(addresses, self._how)
+        self._plan = self._make_plan(self._how)
         threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
 
     def adopt(self, pid: int) -> int:
@@ -257,6 +256,7 @@ class PooledRestore(LazyRestore):
         hold(list(blocks.values()))
         with self._lock:
             self.state = "loading"
+            self._changed.notify_all()
             self._eager = eager
             self._discarded = True  # by the loading thread
             tasks = list(self._tasks.items())

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Protocol
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
@@ -21,16 +22,27 @@ class _Range:
     size: int
 
 
+class Mapped(Protocol):
+    """Who waits for blocks to be mapped: a :class:`~phos.gpu_engine.fill_plan.FillPlan`. Called from another thread."""
+
+    def due(self) -> BlockKey | None:
+        """A block that is needed now."""
+
+    def map(self, key: BlockKey) -> None:
+        """It is mapped."""
+
+    def break_(self, error: BaseException) -> None:
+        """One cannot be mapped, and nor are those that were to follow."""
+
+
 class ReservedMemory:
     """Of one process, or tree of processes. Methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all below but _thread
         self._reserved: dict[BlockKey, _Range] = {}
-        self._mapped: dict[BlockKey, driver.Mapping] = {}
+        self._mapped: list[driver.Mapping] = []
         self._left: dict[BlockKey, Block] = {}
-        self._first: dict[BlockKey, None] = {}  # asked for, in that order, each once
-        self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
     def reserve(self, block: Block) -> int:
@@ -45,49 +57,34 @@ class ReservedMemory:
             self._reserved[block.key] = _Range(block.device, address, block.size)
         return address
 
-    def map(self, blocks: Iterable[Block]) -> None:
+    def map(self, blocks: Iterable[Block], plan: Mapped) -> None:
         """The blocks have memory now: map them in this order, in a thread of its own. Once.
 
-        Their descriptors stay the caller's, and open until :meth:`free`.
+        Those that the ``plan`` needs at once go first, and it is told of each. Their descriptors stay the caller's, and
+        open until :meth:`free`.
         """
         with self._lock:
             self._left = {block.key: block for block in blocks}
-        thread = threading.Thread(target=self._map, name="map-blocks")
+        thread = threading.Thread(target=self._map, args=(plan,), name="map-blocks")
         thread.start()
         self._thread = thread
 
-    def mapped(self, key: BlockKey) -> bool:
-        """Whether a block is mapped; else it is one of the next. The calling thread's current context stays as it is.
-
-        Raises:
-            DriverError: it could not be mapped, or another before it.
-        """
-        if key in self._mapped:  # looked at without the lock: it stays there as long as anybody copies
-            return True
-        with self._lock:
-            if key not in self._mapped and self._failure is not None:
-                raise self._failure
-            if key in self._left:
-                self._first.setdefault(key)
-            return key in self._mapped
-
-    def _map(self) -> None:
+    def _map(self, plan: Mapped) -> None:
         try:
-            while (following := self._following()) is not None:
+            while (following := self._following(plan.due())) is not None:
                 block, range_ = following
                 mapping = driver.context(range_.device).map_block(block.descriptor, range_.size, range_.address)
                 with self._lock:
-                    self._mapped[block.key] = mapping
-        except BaseException as error:  # whoever asks for a block fails with it
-            with self._lock:
-                self._failure = error
+                    self._mapped.append(mapping)
+                plan.map(block.key)
+        except BaseException as error:  # whoever fills fails with it
+            plan.break_(error)
 
-    def _following(self) -> tuple[Block, _Range] | None:
+    def _following(self, due: BlockKey | None) -> tuple[Block, _Range] | None:
         with self._lock:
             if not self._left:
                 return None
-            key = next(iter(self._first), None) or next(iter(self._left))
-            self._first.pop(key, None)
+            key = due if due in self._left else next(iter(self._left))
             return self._left.pop(key), self._reserved.pop(key)
 
     def free(self) -> None:
@@ -101,8 +98,8 @@ class ReservedMemory:
         if self._thread is not None:
             self._thread.join()
         with self._lock, ExitStack() as undo:
-            for mapping in self._mapped.values():
+            for mapping in self._mapped:
                 undo.callback(mapping.unmap)
             for range_ in self._reserved.values():
                 undo.callback(driver.context(range_.device).free_reserved, range_.address, range_.size)
-            self._mapped, self._reserved = {}, {}
+            self._mapped, self._reserved = [], {}

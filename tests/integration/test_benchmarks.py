@@ -255,7 +255,9 @@ def test_criu_freeze(site: Site) -> None:
     assert set(rows) == {"none", "all", by_criu}
     for row in rows.values():
         assert row["stall_s"] >= row["CRIU freeze and dump"] > 0
-        assert row["stall_s"] >= row["criu_frozen_seconds"] > 0  # lets the tasks go a little after phosd has heard of it
+        assert (
+            row["stall_s"] >= row["criu_frozen_seconds"] > 0
+        )  # lets the tasks go a little after phosd has heard of it
         assert row["gaps"][0][0] >= row["gaps"][-1][0] > 0
         assert sum(row["private_bytes"].values()) > 1 << 20
     assert rows["all"]["criu_pages_mb"] < rows["none"]["criu_pages_mb"] - 8

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from phos.gpu_engine import driver
-from phos.gpu_engine.copy_work import Cancelled, Load, Piece
+from phos.gpu_engine.copy_work import Cancelled, Piece
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
 from tests.unit import copy_rounds_loading, copy_rounds_saving
 from tests.unit.copy_machine import PATIENCE, Given, Machine, fails, started, writer_in
-from tests.unit.copy_rounds_loading import MIXED, Item, Loads, Store, fill, loads_of, loads_still, reading_of
+from tests.unit.copy_rounds_loading import MIXED, Loads, Store, fill, loads_of, loads_still, reading_of
 
 
 def cancelled(folder: Path) -> None:
@@ -34,11 +34,6 @@ def cancelled(folder: Path) -> None:
             super().landed(piece)
             event.set()
 
-    class StoppingLoads(Loads):
-        def arrived(self, load: Load[Item]) -> None:
-            super().arrived(load)
-            event.set()
-
     pieces = [machine.piece(block, at * CHUNK) for block in blocks for at in range(8)]
     with writer_in(folder / "image", 2) as writer:
         source = Stopping(pieces)
@@ -48,8 +43,13 @@ def cancelled(folder: Path) -> None:
     machine.saves_still(folder / "next")
     event.clear()
     with reading_of(machine, store, True) as reading:
-        loads = StoppingLoads(loads_of(machine, store, ["file"] * 24))
-        fails(Cancelled, lambda: machine.copier.fill(loads, 0, reading, machine.progress(), event))
+        loads = Loads(loads_of(machine, store, ["file"] * 24), store)
+
+        def look() -> None:
+            if loads.count():
+                event.set()
+
+        fails(Cancelled, lambda: fill(machine, loads, reading, event, look))
         assert 0 < loads.count() < 24
         loads_still(machine, store, reading)
     event.clear()
@@ -71,7 +71,7 @@ def both_ways(folder: Path) -> None:
     blocks = machine.blocks(["xx" * 5, "xx00xxx", "x"] * 2)
     with reading_of(machine, store, True) as reading, writer_in(folder / "image") as writer:
         made = loads_of(machine, store, MIXED)
-        loads = Loads(made)
+        loads = Loads(made, store)
         both = threading.Barrier(2)
 
         def save() -> None:

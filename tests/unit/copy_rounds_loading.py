@@ -7,20 +7,23 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from phos.gpu_engine import driver
-from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.content_hash import SPAN_BYTES, THREADS
-from phos.gpu_engine.copy_work import UNDER_WAY, HashRoom, Load, NothingYet, Progress, Reading
+from phos.gpu_engine.blocks import BlockKey
+from phos.gpu_engine.copy_work import SLOTS, HashRooms, Progress, Reading
+from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable
+from phos.gpu_engine.fill_plan import ALL_ZEROS, ELSEWHERE, IN_MEMORY, FillPlan, Places
 from phos.gpu_engine.restore.arrival import room_bytes
 from phos.gpu_engine.restore.reserved import ReservedMemory
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
 from phos.images.errors import ImageError
 from tests.unit.copy_machine import HALF, PATIENCE, Blamed, Machine, fails, hashes_of, noise, started
+
+SPAN_BYTES = 65536
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,18 @@ class Item:
     """The offset in the file, or the address."""
     data: bytes
     hashes: Sequence[bytes]
+
+    def chunks(self) -> list[Item]:
+        """Each chunk of it."""
+        parts = range(0, len(self.data), CHUNK)
+        return [
+            Item(self.kind, self.at + at, self.data[at : at + CHUNK], [hash_])
+            for at, hash_ in zip(parts, self.hashes, strict=True)
+        ]
+
+    def with_hashes(self, hashes: Sequence[bytes]) -> Item:
+        """The same, said to be something else."""
+        return Item(self.kind, self.at, self.data, hashes)
 
 
 class Store:
@@ -47,8 +62,8 @@ class Store:
         self.reads = 0
         self.descriptors: dict[int, int] = {}
         """By offset in the file: another descriptor than the file's."""
-        self.raised: tuple[Item, Exception] | None = None
-        """What cannot be read, and what reading it fails with."""
+        self.raised: tuple[int, Exception] | None = None
+        """Where something cannot be read, and what reading it fails with."""
 
     def put(self, kind: str, data: bytes) -> Item:
         hashes = hashes_of(data)
@@ -64,24 +79,25 @@ class Store:
     def read(self, item: Item, view: memoryview) -> None:
         self.reads += 1
         assert len(view) == len(item.data)
-        if self.raised is not None and self.raised[0] is item:
+        if self.raised is not None and self.raised[0] == item.at:
             raise self.raised[1]
         view[:] = item.data
 
-    def lies_at(self, item: Item) -> int | None:
-        return item.at if item.kind == "host" else None
-
-    def file_of(self, item: Item) -> tuple[int, int] | None:
-        return (self.descriptors.get(item.at, self.descriptor), item.at) if item.kind == "file" else None
+    def located(self, item: Item | None) -> tuple[int, int]:
+        """Descriptor and offset, or address, as a plan has them."""
+        if item is None:
+            return ALL_ZEROS, 0
+        kinds = {"file": self.descriptors.get(item.at, self.descriptor), "host": IN_MEMORY, "read": ELSEWHERE}
+        return kinds[item.kind], item.at
 
 
 class Check:
-    """Hashes what has arrived, in GPU memory, and compares."""
+    """Hashes what has arrived, in GPU memory."""
 
     def __init__(self, machine: Machine, undo: ExitStack, chunks: int = 4) -> None:
         self._room_bytes = room_bytes(chunks)
         size = driver.GRANULARITY
-        assert UNDER_WAY * machine.copier.threads * self._room_bytes <= size
+        assert SLOTS * machine.copier.threads * self._room_bytes <= size
         self._kernels = [machine.copier.hasher.arrival_kernel(device) for device in range(machine.gpus)]
         self._room = []
         for device in range(machine.gpus):
@@ -90,87 +106,111 @@ class Check:
             machine.copier.hasher.clear(device, self._room[device], size)
         self._host = driver.PinnedBuffer(size)
         undo.callback(self._host.free)
-        self._lock = threading.Lock()
-        self._rooms: dict[int, Load[Item]] = {}
-        self.ended = 0
 
-    def room(self, number: int, load: Load[Item]) -> HashRoom:
-        assert load.content is not None
-        with self._lock:
-            assert number not in self._rooms, "the room is another load's still"
-            self._rooms[number] = load
-        at = number * self._room_bytes
-        assert room_bytes(len(load.content.hashes)) <= self._room_bytes
-        grid = load.size // SPAN_BYTES
-        kernel = self._kernels[load.device].handle
-        return HashRoom(kernel, grid, THREADS, CHUNK, self._room[load.device] + at, self._host.address + at)
+    def rooms(self, worker: int, device: int) -> HashRooms:
+        at = [(worker * SLOTS + slot) * self._room_bytes for slot in range(SLOTS)]
+        rooms, hosts = [self._room[device] + offset for offset in at], [self._host.address + offset for offset in at]
+        return HashRooms(self._kernels[device].handle, rooms, hosts)
 
-    def end(self, number: int, load: Load[Item]) -> None:
-        assert load.content is not None
-        with self._lock:
-            assert self._rooms.pop(number) is load
-            self.ended += 1
-        at = number * self._room_bytes
-        wanted = b"".join(load.content.hashes)
-        if self._host.view[at : at + len(wanted)] != wanted:
-            raise Blamed(load.address)
-
-    def forget(self) -> None:
-        """What a job that failed had under way."""
-        self._rooms.clear()
+    def wrong(self, content: Item, device: int) -> Exception:
+        return Blamed(content.at, device)
 
 
 @contextmanager
 def reading_of(machine: Machine, store: Store, check: bool) -> Iterator[Reading[Item]]:
     with ExitStack() as undo:
-        yield Reading(store.read, store.lies_at, store.file_of, Check(machine, undo) if check else None)
+        yield Reading(store.read, Check(machine, undo) if check else None)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What is to come to an address; ``item`` None: zeros."""
+
+    address: int
+    size: int
+    device: int
+    item: Item | None
+
+    @property
+    def data(self) -> bytes:
+        return bytes(self.size) if self.item is None else self.item.data
+
+    def is_there(self) -> bool:
+        return ctypes.string_at(self.address, self.size) == self.data
 
 
 class Loads:
-    """A source of loads that looks at the memory when one is said to have arrived."""
+    """A plan of them, all mapped; each is a block of its own. What is said to have arrived is looked at."""
 
-    def __init__(self, loads: Sequence[Load[Item] | None], held: Path | None = None) -> None:
-        self._left = list(loads)
-        self._held = held
-        self._lock = threading.Lock()
-        self.taken: dict[int, list[int]] = {}
-        self.arrivals: dict[int, list[int]] = {}
-        """Numbers of loads, by thread."""
-        self._numbers = {id(load): number for number, load in enumerate(loads)}
+    def __init__(self, made: Sequence[Made], store: Store, order: Sequence[int] | None = None) -> None:
+        self.made = list(made)
+        self._chunks = [load.item.chunks() if load.item else [Item("zeros", 0, b"", [b""])] for load in made]
+        places: Places[Item] = Places(lambda key, number: self._chunks[key[1]][number])
+        self.of_place: list[int] = []
+        for number, (load, items) in enumerate(zip(self.made, self._chunks, strict=True)):
+            places.add((b"x" * 16, number), load.device, self._rows(load, items, store))
+            self.of_place += [number] * (len(places) - len(self.of_place))
+        self.table = ChunkTable(CHUNK, len(places))
+        numbers = [place for wanted in order or range(len(made)) for place in self.places_of(wanted)]
+        self.plan = FillPlan(places, numbers, 4 * CHUNK, self.table)
+        for key in places.blocks:
+            self.plan.map(key)
+        self.seen: list[int] = []
+        """Numbers of loads, as they were found to have arrived."""
 
-    def take(self) -> Load[Item] | None:
-        with self._lock:
-            if not self._left:
-                return None
-            load = self._left.pop(0)
-            if load is not None:
-                self.taken.setdefault(threading.get_ident(), []).append(self._numbers[id(load)])
-        if load is None:
-            raise NothingYet
-        return load
+    @staticmethod
+    def _rows(load: Made, items: Sequence[Item], store: Store) -> list[tuple[int, int, int, int, int, bytes]]:
+        rows = []
+        for number, item in enumerate(items):
+            descriptor, source = store.located(item if load.item else None)
+            size = min(CHUNK, load.size - number * CHUNK)
+            rows.append((load.address + number * CHUNK, source, size, CHUNK, descriptor, item.hashes[0]))
+        return rows
 
-    def urgent_at_once(self) -> int:
-        return 1
+    def places_of(self, load: int) -> list[int]:
+        """Its places."""
+        return [place for place, number in enumerate(self.of_place) if number == load]
 
-    def arrived(self, load: Load[Item]) -> None:
-        assert self._held is None or not self._held.exists(), "it cannot have landed"
-        data = bytes(load.size) if load.content is None else load.content.data
-        assert ctypes.string_at(load.address, load.size) == data, f"load {self._numbers[id(load)]} is not there"
-        with self._lock:
-            self.arrivals.setdefault(threading.get_ident(), []).append(self._numbers[id(load)])
+    def arrived(self, load: int) -> bool:
+        """Whether all of it is said to be there."""
+        return all(self.table.state(place) == SAVED for place in self.places_of(load))
+
+    def look(self) -> None:
+        """What is said to have arrived since is there."""
+        for number, load in enumerate(self.made):
+            if number not in self.seen and self.arrived(number):
+                assert load.is_there(), f"load {number} is not there"
+                self.seen.append(number)
 
     def count(self) -> int:
-        with self._lock:
-            return sum(map(len, self.arrivals.values()))
+        self.look()
+        return len(self.seen)
 
 
-def fill(machine: Machine, loads: Loads, reading: Reading[Item]) -> Progress:
+def fill(
+    machine: Machine,
+    loads: Loads,
+    reading: Reading[Item],
+    cancelled: threading.Event | None = None,
+    look: Callable[[], None] | None = None,
+) -> Progress:
+    """Fill, and look all the time at what is said to have arrived; raises what filling raises."""
     progress = machine.progress()
-    machine.copier.fill(loads, 0, reading, progress, threading.Event())
+    thread, failures = started(
+        lambda: machine.copier.fill(loads.plan, reading, progress, cancelled or threading.Event())
+    )
+    while thread.is_alive():
+        (look or loads.look)()
+        time.sleep(0.0002)
+    loads.look()
+    if failures:
+        raise failures[0]
+    assert progress.done == sum(load.size for load in loads.made)
+    assert loads.count() == len(loads.made)
     return progress
 
 
-def loads_of(machine: Machine, store: Store, kinds: Sequence[str], seed: int = 100) -> list[Load[Item]]:
+def loads_of(machine: Machine, store: Store, kinds: Sequence[str], seed: int = 100) -> list[Made]:
     """A load for each kind, into memory that holds something else; "zeros" has no content. Sizes differ."""
     loads = []
     for i, kind in enumerate(kinds):
@@ -179,18 +219,15 @@ def loads_of(machine: Machine, store: Store, kinds: Sequence[str], seed: int = 1
             size = 3 * CHUNK + HALF  # needs no slot
         block = machine.block(noise(seed + 1000 + i, -(-size // HALF) * HALF))
         item = None if kind == "zeros" else store.put(kind, noise(seed + i, size))
-        loads.append(Load(machine.address(block), size, block.device, item))
+        loads.append(Made(machine.address(block), size, block.device, item))
     return loads
 
 
 def loads_still(machine: Machine, store: Store, reading: Reading[Item]) -> None:
     """Another job of the same copier is right, whatever became of the last one."""
-    if isinstance(reading.check, Check):
-        reading.check.forget()
     store.descriptors, store.raised = {}, None
-    loads = Loads(loads_of(machine, store, ["file", "zeros", "read", "file", "host", "file"], seed=300))
-    fill(machine, loads, reading)
-    assert loads.count() == 6
+    kinds = ["file", "zeros", "read", "file", "host", "file"]
+    fill(machine, Loads(loads_of(machine, store, kinds, seed=300), store), reading)
 
 
 MIXED = [
@@ -212,59 +249,70 @@ MIXED = [
 
 
 def load_all(folder: Path, kinds: str, check: bool, threads: int) -> None:
-    """Everything gets where it belongs, and is said to have arrived once, then, in the order of each worker."""
+    """Everything gets where it belongs, and is said to have arrived then, with fewer workers than GPUs as well."""
     machine = Machine(threads)
     store = Store(folder, 40 * CHUNK)
     with reading_of(machine, store, check) as reading:
         which = MIXED if kinds == "mixed" else [kinds] * 9
         for turn in range(2):  # the second finds the lanes as the first has left them
             made = loads_of(machine, store, which, seed=turn * 100)
-            loads = Loads(made)
-            progress = fill(machine, loads, reading)
-            assert progress.done == sum(load.size for load in made)
-            assert loads.arrivals == loads.taken
-            assert sorted(n for each in loads.arrivals.values() for n in each) == list(range(len(which)))
+            fill(machine, Loads(made, store), reading)
             for load in made:  # nothing behind it has been touched
                 address = load.address + load.size
                 spare = -load.size % HALF
                 block = next(b for b in machine.content if machine.mapped[b].address == load.address)
                 assert ctypes.string_at(address, spare) == machine.content[block][load.size : load.size + spare]
-        if check:
-            assert isinstance(reading.check, Check)
-            assert reading.check.ended == 2 * sum(kind != "zeros" for kind in which)
         through = ["read"] if check else ["read", "file"]
         assert store.reads == 2 * sum(kind in through for kind in which)
 
 
 def load_blocks(folder: Path) -> None:
-    """Extents of blocks."""
+    """Blocks that become mapped meanwhile; one that never does ends the job."""
     machine = Machine(2)
     store = Store(folder, 8 * CHUNK)
     blocks = machine.blocks(["xx" * 3, "x", "xxxx"])
-    extents: list[tuple[Block, int, int, Item | None]] = []
     expected: dict[BlockKey, bytes] = {}
+    contents: dict[BlockKey, list[Item | None]] = {}
     for number, block in enumerate(blocks):
-        data = b""
+        contents[block.key] = []
         for offset in range(0, block.size, CHUNK):
             size = min(CHUNK, block.size - offset)
             zeros = (number + offset // CHUNK) % 3 == 1
             part = bytes(size) if zeros else noise(500 + number * 10 + offset // CHUNK, size)
-            extents.append((block, offset, size, None if zeros else store.put("file" if offset else "read", part)))
-            data += part
-        expected[block.key] = data
+            contents[block.key].append(None if zeros else store.put("file" if offset else "read", part))
+            expected[block.key] = expected.get(block.key, b"") + part
+
+    def content(key: BlockKey, number: int) -> Item:
+        found = contents[key][number]
+        assert found is not None
+        return found
+
+    memory = ReservedMemory()
+    places = Places(content)
+    for block in blocks:
+        address, rows = memory.reserve(block), []
+        for number, item in enumerate(contents[block.key]):
+            descriptor, source = store.located(item)
+            size, hash_ = min(CHUNK, block.size - number * CHUNK), item.hashes[0] if item else b""
+            rows.append((address + number * CHUNK, source, size, CHUNK, descriptor, hash_))
+        places.add(block.key, block.device, rows)
+    plan = FillPlan(places, range(len(places)), CHUNK)
     with reading_of(machine, store, True) as reading:
-        memory, progress = ReservedMemory(), machine.progress()
-        addresses = {block.key: memory.reserve(block) for block in blocks}
-        memory.map(reversed(blocks))
-
-        def address(key: BlockKey) -> int:
-            return addresses[key] if memory.mapped(key) else 0
-
-        machine.copier.load(blocks, iter(extents), reading, progress, threading.Event(), address)
+        progress = machine.progress()
+        memory.map(reversed(blocks), plan)
+        machine.copier.fill(plan, reading, progress, threading.Event())
         assert progress.done == sum(block.size for block in blocks)
         memory.free()
-    for block in blocks:
-        assert machine.memory(block) == expected[block.key]
+        for block in blocks:
+            assert machine.memory(block) == expected[block.key]
+        broken = FillPlan(places, range(len(places)), CHUNK)
+        thread, failures = started(lambda: machine.copier.fill(broken, reading, progress, threading.Event()))
+        time.sleep(0.05)
+        assert thread.is_alive()
+        assert broken.due() in expected
+        broken.break_(Blamed("it cannot be mapped"))
+        thread.join(PATIENCE)
+        assert [failure.args for failure in failures] == [("it cannot be mapped",)]
 
 
 def load_wrong(folder: Path, kind: str) -> None:
@@ -273,32 +321,43 @@ def load_wrong(folder: Path, kind: str) -> None:
     store = Store(folder, 16 * CHUNK)
     with reading_of(machine, store, True) as reading:
         made = loads_of(machine, store, ["file", "zeros", kind, "file", "file"])
-        item = made[2].content
+        item = made[2].item
         assert item is not None
-        wrong = Item(
-            kind, item.at, item.data, [bytes([*item.hashes[0][:15], item.hashes[0][15] ^ 1]), *item.hashes[1:]]
-        )
-        made[2] = Load(made[2].address, made[2].size, made[2].device, wrong)
-        loads = Loads(made)
+        first = bytes([*item.hashes[0][:15], item.hashes[0][15] ^ 1])
+        made[2] = Made(made[2].address, made[2].size, made[2].device, item.with_hashes([first, *item.hashes[1:]]))
+        loads = Loads(made, store)
         error = fails(Blamed, lambda: fill(machine, loads, reading))
-        assert error.args == (made[2].address,)
-        assert list(loads.arrivals.values()) == [[0, 1]]
+        assert error.args == (item.at, made[2].device)
+        assert not loads.arrived(2)
         loads_still(machine, store, reading)
 
 
 def load_urgent(folder: Path) -> None:
-    """What somebody waits for arrives before what had been taken already and was held back for it."""
+    """What somebody waits for arrives before all that was not under way."""
     machine = Machine(1)
     machine.gpus = 1
+    held = Path(os.environ["SOFTGPU_COPY_HOLD"])
     store = Store(folder, 8 * CHUNK)
-    made: list[Load[Item] | None] = []
-    for i, load in enumerate(loads_of(machine, store, ["file", "read", "file", "zeros", "host"] * 2)):
-        made.append(Load(load.address, load.size, load.device, load.content, urgent=i in (2, 3, 6, 9)))
-    made.insert(5, None)  # nothing yet; numbers from here on are one higher
+    made = loads_of(machine, store, ["file"] * 12)
     with reading_of(machine, store, True) as reading:
-        loads = Loads(made)
-        fill(machine, loads, reading)
-        assert list(loads.arrivals.values()) == [[2, 3, 0, 1, 4, 7, 10, 6, 8, 9]], loads.arrivals
+        loads = Loads(made, store)
+        arrived: list[int] = []
+
+        def look() -> None:
+            arrived.extend(n for n in range(12) if n not in arrived and loads.arrived(n))
+
+        held.touch()
+        thread, failures = started(lambda: fill(machine, loads, reading, look=look))
+        time.sleep(0.2)
+        assert not loads.plan.want((b"x" * 16, 11))
+        assert not loads.plan.want((b"x" * 16, 10))
+        held.unlink()
+        thread.join(PATIENCE)
+        assert not failures, failures
+        look()
+        last = max(arrived.index(10), arrived.index(11))
+        assert last <= SLOTS + 1, arrived
+        assert loads.plan.want((b"x" * 16, 11))
 
 
 def load_held(folder: Path, urgent: bool) -> None:
@@ -306,17 +365,17 @@ def load_held(folder: Path, urgent: bool) -> None:
     machine = Machine(2)
     held = Path(os.environ["SOFTGPU_COPY_HOLD"])
     store = Store(folder, 16 * CHUNK)
-    made = loads_of(machine, store, ["file", "read", "host", "file", "file", "host", "file", "zeros"])
-    if urgent:
-        made = [Load(m.address, m.size, m.device, m.content, urgent=True) for m in made]
+    made = loads_of(machine, store, ["file", "read", "host", "file", "file", "host", "file", "file"])
     with reading_of(machine, store, True) as reading:
-        loads = Loads(made, held)
+        loads = Loads(made, store)
+        if urgent:
+            for number in range(len(made)):
+                loads.plan.want((b"x" * 16, number))
         held.touch()
         thread, failures = started(lambda: fill(machine, loads, reading))
         time.sleep(0.3)
         assert thread.is_alive()
-        assert loads.count() == 0
-        assert 0 < sum(map(len, loads.taken.values())) <= 2 * UNDER_WAY
+        assert not any(loads.arrived(number) for number in range(len(made)))
         held.unlink()
         thread.join(PATIENCE)
         assert not failures, failures
@@ -330,32 +389,28 @@ def load_slowly(folder: Path, check: bool) -> None:
     store = Store(folder, 24 * CHUNK)
     kinds = ["file", "file", "host", "file", "file", "read", "file", "host", "file", "file"]
     bandwidth = float(os.environ["SOFTGPU_COPY_BANDWIDTH"])
-
-    class Timed(Loads):
-        copied = 0
-
-        def arrived(self, load: Load[Item]) -> None:
-            self.copied += load.size
-            assert time.monotonic() - began >= self.copied / bandwidth, "it cannot have landed"
-            super().arrived(load)
-
     with reading_of(machine, store, check) as reading:
         made = loads_of(machine, store, kinds)
+        loads = Loads(made, store)
         began = time.monotonic()
-        loads = Timed(made)
-        fill(machine, loads, reading)
-        assert loads.count() == len(kinds)
+
+        def look() -> None:
+            arrived = sum(load.size for number, load in enumerate(made) if loads.arrived(number))
+            assert time.monotonic() - began >= arrived / bandwidth, "it cannot have landed"
+            loads.look()
+
+        fill(machine, loads, reading, look=look)
 
 
 def load_failing(folder: Path, why: str, behind: int) -> None:
     """What cannot be read ends the job with the reason; what came before it has landed and counts for nobody later."""
     machine = Machine(1)
-    machine.gpus = 1  # so that loads are given to the library together
+    machine.gpus = 1
     store = Store(folder, 16 * CHUNK)
     text = {"short": "a file has ended early", "closed": os.strerror(errno.EBADF)}.get(why, "it is on fire")
     with reading_of(machine, store, why != "unchecked") as reading:
         made = loads_of(machine, store, ["file"] * behind + ["zeros", "file", "file"])
-        bad = made[behind + 1].content
+        bad = made[behind + 1].item
         assert bad is not None
         if why == "short":
             store.descriptors[bad.at] = os.open(folder / "short", os.O_RDWR | os.O_CREAT)
@@ -363,8 +418,8 @@ def load_failing(folder: Path, why: str, behind: int) -> None:
         else:
             store.descriptors[bad.at] = 9999
         if why in ("reader", "unchecked"):
-            store.raised = bad, ImageError(text)
-        loads = Loads(made)
+            store.raised = bad.at, ImageError(text)
+        loads = Loads(made, store)
         error = fails(ImageError if store.raised else OSError, lambda: fill(machine, loads, reading), text)
         assert isinstance(error, ImageError) or error.args[0] == (0 if why == "short" else errno.EBADF)
         assert loads.count() <= behind + 1
@@ -377,15 +432,9 @@ def load_between_slots(folder: Path) -> None:
     machine = Machine(1)
     machine.gpus = 1
     store = Store(folder, CHUNK)
-    kinds = ["zeros", "read", "file", "file"]
-    made = loads_of(machine, store, kinds)
+    made = loads_of(machine, store, ["zeros", "read", "file", "file"])
     with reading_of(machine, store, True) as reading:
         for _ in range(6):
             for load in made:
                 ctypes.memset(load.address, 0x5A, load.size)
-            loads = Loads(made)
-            fill(machine, loads, reading)
-            assert list(loads.arrivals.values()) == [[0, 1, 2, 3]]
-
-
-# -------------------------------------------------------------------------------------------------------------- both
+            fill(machine, Loads(made, store), reading)
