@@ -11,14 +11,13 @@ import functools
 import struct
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol
 
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.content_hash import SPAN_BYTES, THREADS
 from phos.gpu_engine.copy_lane import Failure, LaneRecord, NativeLane, fail
 from phos.gpu_engine.copy_trace import FILE, HOST, ZEROS
 from phos.gpu_engine.copy_work import SLOTS, HashRooms, Item
-from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable, WindowTable
 from phos.images.formats import HASH_SIZE
 from phos.images.native import chunks_library
 
@@ -154,6 +153,25 @@ def _brief() -> ctypes.PyDLL:
     return library
 
 
+class Arrivals(Protocol):
+    """Where it is said what has arrived: a :class:`~phos.gpu_engine.cow.chunk_table.ChunkTable`."""
+
+    @property
+    def address(self) -> int:
+        """Of a struct phos_chunk_table."""
+
+    def is_saved(self, chunk: int) -> bool:
+        """Whether a place has its data."""
+
+
+class Wishes(Protocol):
+    """What a process waits for: a :class:`~phos.gpu_engine.cow.chunk_table.WindowTable`."""
+
+    @property
+    def address(self) -> int:
+        """Of a struct phos_window_table."""
+
+
 class Places(Generic[Item]):
     """Chunks, where they go and what comes there: each block's follow each other, in the order of their numbers.
 
@@ -227,8 +245,8 @@ class FillPlan(Generic[Item]):
         places: Places[Item],
         order: Sequence[int],
         join_bytes: int,
-        table: ChunkTable | None = None,
-        windows: Sequence[WindowTable] = (),
+        table: Arrivals | None = None,
+        windows: Sequence[Wishes] = (),
     ) -> None:
         """``order`` has the number of every place once: how they come if nobody waits.
 
@@ -313,7 +331,7 @@ class FillPlan(Generic[Item]):
         first = self.places.firsts[block]
         end = ([*self.places.firsts, len(self.places)])[block + 1]
         _brief().phos_fill_want(self.address, first, end - first)
-        return self._table is not None and all(self._table.state(place) == SAVED for place in range(first, end))
+        return self._table is not None and all(map(self._table.is_saved, range(first, end)))
 
     def on_demand(self) -> tuple[int, int]:
         """Places that went before others because a process waited for them, and their bytes."""

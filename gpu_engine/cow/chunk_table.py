@@ -163,6 +163,10 @@ class ChunkTable:
         """UNSAVED, SAVING, SAVED, or SHADOWED + where."""
         return int(self._lib.phos_chunks_state(self._shared.address, chunk))
 
+    def is_saved(self, chunk: int) -> bool:
+        """Whether it is."""
+        return self.state(chunk) == SAVED
+
     def claim(self, chunk: int) -> int:
         """Take a chunk that nobody has. Returns its state before: UNSAVED if it is the caller's now."""
         return int(self._lib.phos_chunks_claim(self._shared.address, chunk))

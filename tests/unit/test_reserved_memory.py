@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from phos.gpu_engine import driver
-from phos.gpu_engine.blocks import Block
+from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.restore.reserved import ReservedMemory
 
@@ -69,6 +69,26 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     assert (made.reserved, made.mapped) == (set(), [])
 
 
+class Plan:
+    """Who waits for blocks, and is told of them."""
+
+    def __init__(self, *wanted: int) -> None:
+        self.wanted = list(wanted)
+        self.mapped: list[int] = []
+        self.error: BaseException | None = None
+
+    def due(self) -> BlockKey | None:
+        while self.wanted and self.wanted[0] in self.mapped:
+            self.wanted.pop(0)
+        return (b"s" * 16, self.wanted[0]) if self.wanted else None
+
+    def map(self, key: BlockKey) -> None:
+        self.mapped.append(key[1])
+
+    def break_(self, error: BaseException) -> None:
+        self.error = error
+
+
 def blocks_of(count: int) -> list[Block]:
     """Blocks whose descriptors are their numbers."""
     return [Block((b"s" * 16, number), SIZE, 0, number, True) for number in range(count)]
@@ -91,48 +111,47 @@ def reserved(blocks: list[Block]) -> ReservedMemory:
 
 
 def test_blocks_are_mapped_in_their_order_beside_the_caller(gpu: Gpu) -> None:
-    memory, blocks = ReservedMemory(), blocks_of(3)
+    memory, blocks, plan = ReservedMemory(), blocks_of(3), Plan()
     addresses = [memory.reserve(block) for block in blocks]
     assert len(set(addresses)) == 3
-    memory.map(reversed(blocks))
-    assert gpu.order == []
+    memory.map(reversed(blocks), plan)
+    assert (gpu.order, plan.mapped) == ([], [])
     gpu.may_map.release(3)
-    until(lambda: len(gpu.order) == 3)
-    until(lambda: all(memory.mapped(block.key) for block in blocks))
-    assert gpu.order == [2, 1, 0]
+    until(lambda: len(plan.mapped) == 3)
+    assert plan.mapped == gpu.order == [2, 1, 0]
     assert sorted(gpu.mapped) == sorted(addresses)
     memory.free()
     memory.free()
 
 
 def test_what_is_asked_for_is_mapped_next(gpu: Gpu) -> None:
-    blocks = blocks_of(6)
+    blocks, plan = blocks_of(6), Plan()
     memory = reserved(blocks)
-    memory.map(blocks)
+    memory.map(blocks, plan)
     assert gpu.begun.acquire(timeout=PATIENCE)  # the first is being mapped
-    for number in (4, 0, 4, 5):
-        assert not memory.mapped(blocks[number].key)
+    plan.wanted = [4, 99, 5]
     gpu.may_map.release(2)
-    until(lambda: memory.mapped(blocks[4].key))
-    assert gpu.order == [0, 4]
+    for _ in range(2):
+        assert gpu.begun.acquire(timeout=PATIENCE)  # 4, and the one after it
+    assert plan.mapped == [0, 4]
+    plan.wanted = [5]
     gpu.may_map.release(4)
-    until(lambda: len(gpu.order) == 6)
-    assert gpu.order == [0, 4, 5, 1, 2, 3]
+    until(lambda: len(plan.mapped) == 6)
+    # One was begun before 5 was asked for: what is not a block of this memory is passed over.
+    assert plan.mapped == [0, 4, 1, 5, 2, 3]
     memory.free()
 
 
 @pytest.mark.parametrize("failure", [DriverError("cuMemMap", 2, "CUDA_ERROR_OUT_OF_MEMORY"), MemoryError()])
-def test_who_asks_is_told_that_mapping_failed(gpu: Gpu, failure: BaseException) -> None:
-    blocks = blocks_of(5)
+def test_the_plan_is_told_that_mapping_failed(gpu: Gpu, failure: BaseException) -> None:
+    blocks, plan = blocks_of(5), Plan()
     memory = reserved(blocks)
     gpu.refused = {2: failure}
-    memory.map(blocks)
+    memory.map(blocks, plan)
     gpu.may_map.release(5)
-    until(lambda: len(gpu.order) == 2 and memory._failure is not None)
-    for number in (2, 3, 4):
-        with pytest.raises(type(failure)):
-            memory.mapped(blocks[number].key)
-    assert memory.mapped(blocks[0].key), "what was mapped before is there"
+    until(lambda: plan.error is not None)
+    assert plan.error is failure
+    assert plan.mapped == [0, 1], "what was mapped before is there"
     memory.free()
 
 
@@ -142,7 +161,7 @@ def test_what_was_never_mapped_is_given_back(gpu: Gpu) -> None:
     memory.free()
     assert not gpu.reserved
     memory = reserved(blocks)
-    memory.map(blocks)
+    memory.map(blocks, Plan())
     assert gpu.begun.acquire(timeout=PATIENCE)
     freeing = threading.Thread(target=memory.free, daemon=True)
     freeing.start()
@@ -163,6 +182,6 @@ def test_without_a_thread_everything_is_given_back(gpu: Gpu, monkeypatch: pytest
     with monkeypatch.context() as no_threads:
         no_threads.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError):
-            memory.map(blocks_of(2))
+            memory.map(blocks_of(2), Plan())
     memory.free()
     assert not gpu.reserved
