@@ -38,17 +38,17 @@ class Batches(Generic[Taken]):
         most: int,
         most_bytes: float = math.inf,
         *,
-        urgent_at_once: Callable[[], int] | None = None,
+        urgent_alone: bool = False,
     ) -> None:
         """``take`` gives one after the other, then None for ever. No further one follows ``most_bytes`` in a batch.
 
-        ``urgent_at_once``: who waits for the first of a batch waits for all of it, so that of what somebody waits for
-        only so many come together, and nothing else does. None: he does not, and it comes with what was taken already.
+        ``urgent_alone``: who waits for the first of a batch waits for all of it, so that what somebody waits for comes
+        alone. Otherwise it comes with what was taken already.
         """
         self._take = take
         self._most = most
         self._most_bytes = most_bytes
-        self._urgent_at_once = urgent_at_once
+        self._urgent_alone = urgent_alone
         self._held: list[Taken] = []
         self._ended = False
 
@@ -70,8 +70,6 @@ class Batches(Generic[Taken]):
         Raises:
             NothingYet: there is nothing now.
         """
-        if self._urgent_at_once is not None and self._held and self._held[0].urgent:
-            return self._urgent(self._held.pop(0))
         ready = sum(1 for _ in takewhile(lambda held: held.device == self._held[0].device, self._held[: self._most]))
         batch, self._held = self._held[:ready], self._held[ready:]
         size = sum(taken.size for taken in batch)
@@ -85,33 +83,14 @@ class Batches(Generic[Taken]):
             if taken is None:
                 self._ended = True
             elif taken.urgent:
-                if self._urgent_at_once is None and (not batch or taken.device == batch[0].device):
+                if not self._urgent_alone and (not batch or taken.device == batch[0].device):
                     return [taken, *batch]
                 self._held = batch
-                return self._urgent(taken)
+                return [taken]
             elif batch and taken.device != batch[0].device:
                 self._held = [taken]
                 break
             else:
                 batch.append(taken)
                 size += taken.size
-        return batch
-
-    def _urgent(self, first: Taken) -> list[Taken]:
-        """With others like it. One for another GPU is the first of what is held: it comes next."""
-        batch = [first]
-        while self._urgent_at_once is not None and len(batch) < min(self._most, self._urgent_at_once()):
-            if (self._held and self._held[0].urgent) or self._ended:
-                break
-            try:
-                taken = self._take()
-            except NothingYet:
-                break
-            if taken is None:
-                self._ended = True
-            elif taken.urgent and taken.device == first.device:
-                batch.append(taken)
-            else:
-                self._held.insert(0 if taken.urgent else len(self._held), taken)
-                break
         return batch

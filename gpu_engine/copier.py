@@ -332,6 +332,7 @@ class Copier:
             return
         if reading.check is None:
             plan.places.get_all()
+        roams = min(workers or self.threads, self.threads) < len(plan.devices)
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
             def arrived(size: int) -> None:
@@ -344,7 +345,8 @@ class Copier:
 
             with worker.quiet_afterwards():
                 slots = [view for _, view in worker.slots]
-                if Filler(worker.number, slots, worker.copy_lane, plan, reading, arrived, trace).run(leave):
+                filler = Filler(worker.number, slots, worker.copy_lane, plan, reading, arrived, trace, roams=roams)
+                if filler.run(leave):
                     lease.over()
 
         self._run(work, plan.devices[0], cancelled, lambda: workers)

@@ -28,11 +28,15 @@ class Filler(Generic[Item]):
         reading: Reading[Item],
         arrived: Callable[[int], None],
         trace: CopyTrace | None = None,
+        *,
+        roams: bool = False,
     ) -> None:
         """``number``: the worker's; ``lane``: its lane on a GPU, which makes that GPU's context current.
 
-        ``arrived`` is told how many bytes have, ``trace`` of what has been queued.
+        ``arrived`` is told how many bytes have, ``trace`` of what has been queued. ``roams``: there are fewer workers
+        than GPUs, and whoever waits for one is not to wait for all of another.
         """
+        self._roams = roams
         self._number = number
         self._slots = slots
         self._lane_on = lane
@@ -52,16 +56,16 @@ class Filler(Generic[Item]):
         queue = self._plan.enlist() % max(1, count)
         left = set(range(count))
         idle = 0
+        began = time.monotonic()
         while left and not leave():
             if queue in left:
                 status = self._fill(queue)
                 idle = idle + 1 if status == NOTHING_YET else 0
                 if status == NOTHING_LEFT:
                     left.discard(queue)
-                elif not idle and len(left) == 1:
+                elif not idle and (not self._roams or time.monotonic() - began < TURN_SECONDS):
                     continue
-            # With fewer workers than GPUs, whoever waits for one is not to wait for all of another.
-            queue = (queue + 1) % count
+            queue, began = (queue + 1) % count, time.monotonic()
             if left and idle >= len(left):
                 time.sleep(MAPPING_SECONDS)
                 idle = 0

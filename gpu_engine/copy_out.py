@@ -120,7 +120,7 @@ class Saver:
         """
         # A piece that was taken and is in no batch would wait for another permit, and who wants it would wait for that.
         limit = self._source.permitted if self._source.permits else math.inf
-        batches = Batches(take, PIECES_AT_ONCE, limit, urgent_at_once=None if self._source.permits else lambda: 1)
+        batches = Batches(take, PIECES_AT_ONCE, limit, urgent_alone=not self._source.permits)
         while not batches.over:
             later = self._step(batches)
             if later:

@@ -103,14 +103,18 @@ static int land_ready(struct phos_fill_plan *plan, struct phos_fill_worker *work
 
 /* ---- queueing ---- */
 
-static int read_piece(const struct phos_fill_place *place, uint64_t bytes, unsigned char *to, struct phos_copy_failure *failure)
+static int read_piece(const struct phos_fill_place *places, const struct phos_fill_piece *piece, unsigned char *to,
+                      struct phos_copy_failure *failure)
 {
-    for (uint64_t done = 0; done < bytes;) {
-        ssize_t count = pread(place->descriptor, to + done, bytes - done, (off_t)(place->source + done));
+    const struct phos_fill_place *place = &places[piece->first];
+    for (uint64_t done = 0; done < piece->bytes;) {
+        ssize_t count = pread(place->descriptor, to + done, piece->bytes - done, (off_t)(place->source + done));
         if (count < 0 && errno == EINTR)
             continue;
-        if (count <= 0)
+        if (count <= 0) {
+            failure->number = piece->first + (uint32_t)(done / place->chunk_bytes);
             return phos_copy_fails(failure, READING, count < 0 ? errno : 0);
+        }
         done += (uint64_t)count;
     }
     return 0;
@@ -167,8 +171,7 @@ static int load(struct phos_fill_plan *plan, struct phos_fill_worker *worker, co
         host = (const void *)(uintptr_t)place->source;
     else if (place->descriptor >= 0) {
         host = worker->lane.slots[worker->turn];
-        failure->number = piece->first;
-        if (read_piece(place, piece->bytes, worker->lane.slots[worker->turn], failure))
+        if (read_piece(plan->places, piece, worker->lane.slots[worker->turn], failure))
             return -1;
     }
     if (queue(plan, worker, piece, host, failure))

@@ -73,7 +73,7 @@ static void listen(struct phos_fill_plan *plan)
     for (uint32_t i = 0; i < plan->window_count; i++) {
         int64_t chunk;
         while ((chunk = phos_window_next(plan->windows[i].table, &plan->windows[i].head)) >= 0) {
-            if (chunk >= plan->count || plan->state[chunk] & PHOS_FILL_GIVEN)
+            if (chunk >= plan->count || plan->state[chunk])
                 continue;
             plan->on_demand++;
             plan->on_demand_bytes += plan->places[chunk].size;
@@ -93,9 +93,15 @@ EXPORT void phos_fill_want(struct phos_fill_plan *plan, uint32_t first, uint32_t
 
 bool phos_fill_asked(struct phos_fill_plan *plan, uint32_t queue)
 {
+    bool asked = false;
     pthread_mutex_lock(&plan->lock);
     listen(plan);
-    bool asked = plan->queues[queue].head != plan->queues[queue].tail;
+    const struct phos_fill_queue *of = &plan->queues[queue];
+    for (uint64_t at = of->head; at != of->tail && !asked; at++) {
+        uint32_t place = of->asked[at % of->count];
+        asked = !(plan->state[place] & PHOS_FILL_GIVEN) &&
+                __atomic_load_n(&plan->mapped[plan->places[place].block], __ATOMIC_RELAXED);
+    }
     pthread_mutex_unlock(&plan->lock);
     return asked;
 }
@@ -135,7 +141,7 @@ static bool joins(const struct phos_fill_plan *plan, const struct phos_fill_piec
 /* Of what is wanted, the first that can be had; what cannot stays wanted. */
 static bool take_asked(struct phos_fill_plan *plan, struct phos_fill_queue *queue, struct phos_fill_piece *piece)
 {
-    for (uint32_t looked = queue->tail - queue->head; looked; looked--) {
+    for (uint64_t looked = queue->tail - queue->head; looked; looked--) {
         uint32_t place = queue->asked[queue->head++ % queue->count];
         if (plan->state[place] & PHOS_FILL_GIVEN)
             continue;

@@ -36,7 +36,7 @@ struct phos_fill_queue {
     uint32_t next;         /* in the order, to be looked at */
     uint32_t left;         /* places that nobody has been given */
     uint32_t *asked;       /* a ring of `count` places that somebody waits for */
-    uint32_t head, tail;   /* in the ring: how many have been taken out, and put in */
+    uint64_t head, tail;   /* in the ring: how many have been taken out, and put in */
 };
 
 struct phos_fill_window {
@@ -77,5 +77,5 @@ enum phos_fill_taken { PHOS_FILL_TAKEN, PHOS_FILL_NOTHING_YET, PHOS_FILL_NOTHING
 
 /* The next piece of a queue, which is the caller's then. NOTHING_YET: the blocks of all that is left are not mapped. */
 enum phos_fill_taken phos_fill_take(struct phos_fill_plan *plan, uint32_t queue, struct phos_fill_piece *piece);
-/* Whether somebody waits for something of the queue that nobody has been given. */
+/* Whether somebody waits for something of the queue that can be had. */
 bool phos_fill_asked(struct phos_fill_plan *plan, uint32_t queue);

@@ -46,8 +46,8 @@ class _Queue(ctypes.Structure):
         ("next", ctypes.c_uint32),
         ("left", ctypes.c_uint32),
         ("asked", ctypes.c_void_p),
-        ("head", ctypes.c_uint32),
-        ("tail", ctypes.c_uint32),
+        ("head", ctypes.c_uint64),
+        ("tail", ctypes.c_uint64),
     )
 
 

@@ -9,6 +9,7 @@ from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.restore.plan import places_of
 from phos.gpu_engine.restore.sources import manner
+from phos.images.errors import ImageError
 
 
 class EagerRestore(Restore):
@@ -21,12 +22,17 @@ class EagerRestore(Restore):
 
     def _fill(self, blocks: list[Block]) -> None:
         image, devices = self._image, {block.device for block in blocks}
+        sizes = {image.blocks[self._in_image(block.key)].chunk_size for block in blocks}
+        if max(sizes, default=0) > self._copier.slot_bytes:
+            raise ImageError(
+                f"it has chunks of {max(sizes)} bytes, and a slot of phosd's ring {self._copier.slot_bytes}; "
+                f"give phosd a larger one: PHOS_RING_BYTES={2 * self._copier.threads * max(sizes)}"
+            )
         how = manner(image, self._copier, len(devices))
         addresses = {block.key: self._memory.reserve(block) for block in blocks}
         places = places_of(image, blocks, addresses, self._in_image)
         plan = FillPlan(places, range(len(places)), how.at_once)
         self._memory.map(blocks, plan)
-        sizes = {image.blocks[self._in_image(block.key)].chunk_size for block in blocks}
         with (
             checked(image, self._copier, devices, sizes, how.at_once) as reading,
             tracing(self.path) as trace,

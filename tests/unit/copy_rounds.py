@@ -18,14 +18,13 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.copy_work import Cancelled, Piece
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
 from tests.unit import copy_rounds_loading, copy_rounds_saving
+from tests.unit.copy_filling import MIXED, Filling, Store, places_of, reading_of
 from tests.unit.copy_machine import PATIENCE, Given, Machine, fails, started, writer_in
-from tests.unit.copy_rounds_loading import MIXED, Loads, Store, fill, loads_of, loads_still, reading_of
 
 
 def cancelled(folder: Path) -> None:
-    """A job that is given up ends so; the next one is right."""
+    """A job that saves and is given up ends so; the next one is right."""
     machine = Machine(2)
-    store = Store(folder, 16 * CHUNK)
     blocks = machine.blocks(["xx" * 8] * 2)
     event = threading.Event()
 
@@ -41,17 +40,6 @@ def cancelled(folder: Path) -> None:
         assert 0 < len(source.saved) < len(pieces)
         fails(Cancelled, lambda: machine.copier.save(blocks, writer, machine.progress(), event, machine.mapped))
     machine.saves_still(folder / "next")
-    event.clear()
-    with reading_of(machine, store, True) as reading:
-        loads = Loads(loads_of(machine, store, ["file"] * 24), store)
-
-        def look() -> None:
-            if loads.count():
-                event.set()
-
-        fails(Cancelled, lambda: fill(machine, loads, reading, event, look))
-        assert 0 < loads.count() < 24
-        loads_still(machine, store, reading)
     event.clear()
     waiting = Given([None] * 1_000_000)
     with writer_in(folder / "more", 2) as writer:
@@ -70,8 +58,7 @@ def both_ways(folder: Path) -> None:
     store = Store(folder, 16 * CHUNK)
     blocks = machine.blocks(["xx" * 5, "xx00xxx", "x"] * 2)
     with reading_of(machine, store, True) as reading, writer_in(folder / "image") as writer:
-        made = loads_of(machine, store, MIXED)
-        loads = Loads(made, store)
+        filling = Filling(machine, places_of(machine, store, MIXED))
         both = threading.Barrier(2)
 
         def save() -> None:
@@ -80,7 +67,7 @@ def both_ways(folder: Path) -> None:
 
         def load() -> None:
             both.wait(PATIENCE)
-            fill(machine, loads, reading)
+            filling.run(reading)
 
         (saving, failures), (loading, more) = started(save), started(load)
         for thread in (saving, loading):
@@ -88,7 +75,7 @@ def both_ways(folder: Path) -> None:
             assert not thread.is_alive()
         assert not failures + more, failures + more
         machine.compare(writer, blocks)
-        assert loads.count() == len(made)
+        filling.all_arrived()
 
 
 def first_use(folder: Path, slow: bool) -> None:

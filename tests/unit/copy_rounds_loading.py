@@ -5,381 +5,193 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
-from phos.gpu_engine import driver
-from phos.gpu_engine.blocks import BlockKey
-from phos.gpu_engine.copy_work import SLOTS, HashRooms, Progress, Reading
-from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable
-from phos.gpu_engine.fill_plan import ALL_ZEROS, ELSEWHERE, IN_MEMORY, FillPlan, Places
-from phos.gpu_engine.restore.arrival import room_bytes
+from phos.gpu_engine.copy_trace import FILE, HOST, ZEROS
+from phos.gpu_engine.copy_work import SLOTS, Cancelled, Reading
+from phos.gpu_engine.cow.chunk_table import SAVING, UNSAVED
+from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.restore.reserved import ReservedMemory
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
 from phos.images.errors import ImageError
-from tests.unit.copy_machine import HALF, PATIENCE, Blamed, Machine, fails, hashes_of, noise, started
-
-SPAN_BYTES = 65536
-
-
-@dataclass(frozen=True)
-class Item:
-    """Where a load's data comes from, and what it is."""
-
-    kind: str
-    """file, host or read."""
-    at: int
-    """The offset in the file, or the address."""
-    data: bytes
-    hashes: Sequence[bytes]
-
-    def chunks(self) -> list[Item]:
-        """Each chunk of it."""
-        parts = range(0, len(self.data), CHUNK)
-        return [
-            Item(self.kind, self.at + at, self.data[at : at + CHUNK], [hash_])
-            for at, hash_ in zip(parts, self.hashes, strict=True)
-        ]
-
-    def with_hashes(self, hashes: Sequence[bytes]) -> Item:
-        """The same, said to be something else."""
-        return Item(self.kind, self.at, self.data, hashes)
-
-
-class Store:
-    """Contents in a file and in page-locked memory."""
-
-    def __init__(self, folder: Path, room: int) -> None:
-        self.descriptor = os.open(folder / "contents", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        self._end = 4096
-        driver.context(0).use()
-        self._pinned = driver.PinnedBuffer(room)
-        self._used = 0
-        self.reads = 0
-        self.descriptors: dict[int, int] = {}
-        """By offset in the file: another descriptor than the file's."""
-        self.raised: tuple[int, Exception] | None = None
-        """Where something cannot be read, and what reading it fails with."""
-
-    def put(self, kind: str, data: bytes) -> Item:
-        hashes = hashes_of(data)
-        if kind == "host":
-            at, self._used = self._pinned.address + self._used, self._used + len(data)
-            assert self._used <= self._pinned.size
-            ctypes.memmove(at, data, len(data))
-            return Item(kind, at, data, hashes)
-        at, self._end = self._end, self._end + len(data) + 4096
-        os.pwrite(self.descriptor, data, at)
-        return Item(kind, at, data, hashes)
-
-    def read(self, item: Item, view: memoryview) -> None:
-        self.reads += 1
-        assert len(view) == len(item.data)
-        if self.raised is not None and self.raised[0] == item.at:
-            raise self.raised[1]
-        view[:] = item.data
-
-    def located(self, item: Item | None) -> tuple[int, int]:
-        """Descriptor and offset, or address, as a plan has them."""
-        if item is None:
-            return ALL_ZEROS, 0
-        kinds = {"file": self.descriptors.get(item.at, self.descriptor), "host": IN_MEMORY, "read": ELSEWHERE}
-        return kinds[item.kind], item.at
-
-
-class Check:
-    """Hashes what has arrived, in GPU memory."""
-
-    def __init__(self, machine: Machine, undo: ExitStack, chunks: int = 4) -> None:
-        self._room_bytes = room_bytes(chunks)
-        size = driver.GRANULARITY
-        assert SLOTS * machine.copier.threads * self._room_bytes <= size
-        self._kernels = [machine.copier.hasher.arrival_kernel(device) for device in range(machine.gpus)]
-        self._room = []
-        for device in range(machine.gpus):
-            driver.context(device).use()
-            self._room.append(undo.enter_context(driver.scratch(driver.context(device), size)).address)
-            machine.copier.hasher.clear(device, self._room[device], size)
-        self._host = driver.PinnedBuffer(size)
-        undo.callback(self._host.free)
-
-    def rooms(self, worker: int, device: int) -> HashRooms:
-        at = [(worker * SLOTS + slot) * self._room_bytes for slot in range(SLOTS)]
-        rooms, hosts = [self._room[device] + offset for offset in at], [self._host.address + offset for offset in at]
-        return HashRooms(self._kernels[device].handle, rooms, hosts)
-
-    def wrong(self, content: Item, device: int) -> Exception:
-        return Blamed(content.at, device)
-
-
-@contextmanager
-def reading_of(machine: Machine, store: Store, check: bool) -> Iterator[Reading[Item]]:
-    with ExitStack() as undo:
-        yield Reading(store.read, Check(machine, undo) if check else None)
-
-
-@dataclass(frozen=True)
-class Made:
-    """What is to come to an address; ``item`` None: zeros."""
-
-    address: int
-    size: int
-    device: int
-    item: Item | None
-
-    @property
-    def data(self) -> bytes:
-        return bytes(self.size) if self.item is None else self.item.data
-
-    def is_there(self) -> bool:
-        return ctypes.string_at(self.address, self.size) == self.data
-
-
-class Loads:
-    """A plan of them, all mapped; each is a block of its own. What is said to have arrived is looked at."""
-
-    def __init__(self, made: Sequence[Made], store: Store, order: Sequence[int] | None = None) -> None:
-        self.made = list(made)
-        self._chunks = [load.item.chunks() if load.item else [Item("zeros", 0, b"", [b""])] for load in made]
-        places: Places[Item] = Places(lambda key, number: self._chunks[key[1]][number])
-        self.of_place: list[int] = []
-        for number, (load, items) in enumerate(zip(self.made, self._chunks, strict=True)):
-            places.add((b"x" * 16, number), load.device, self._rows(load, items, store))
-            self.of_place += [number] * (len(places) - len(self.of_place))
-        self.table = ChunkTable(CHUNK, len(places))
-        numbers = [place for wanted in order or range(len(made)) for place in self.places_of(wanted)]
-        self.plan = FillPlan(places, numbers, 4 * CHUNK, self.table)
-        for key in places.blocks:
-            self.plan.map(key)
-        self.seen: list[int] = []
-        """Numbers of loads, as they were found to have arrived."""
-
-    @staticmethod
-    def _rows(load: Made, items: Sequence[Item], store: Store) -> list[tuple[int, int, int, int, int, bytes]]:
-        rows = []
-        for number, item in enumerate(items):
-            descriptor, source = store.located(item if load.item else None)
-            size = min(CHUNK, load.size - number * CHUNK)
-            rows.append((load.address + number * CHUNK, source, size, CHUNK, descriptor, item.hashes[0]))
-        return rows
-
-    def places_of(self, load: int) -> list[int]:
-        """Its places."""
-        return [place for place, number in enumerate(self.of_place) if number == load]
-
-    def arrived(self, load: int) -> bool:
-        """Whether all of it is said to be there."""
-        return all(self.table.state(place) == SAVED for place in self.places_of(load))
-
-    def look(self) -> None:
-        """What is said to have arrived since is there."""
-        for number, load in enumerate(self.made):
-            if number not in self.seen and self.arrived(number):
-                assert load.is_there(), f"load {number} is not there"
-                self.seen.append(number)
-
-    def count(self) -> int:
-        self.look()
-        return len(self.seen)
-
-
-def fill(
-    machine: Machine,
-    loads: Loads,
-    reading: Reading[Item],
-    cancelled: threading.Event | None = None,
-    look: Callable[[], None] | None = None,
-) -> Progress:
-    """Fill, and look all the time at what is said to have arrived; raises what filling raises."""
-    progress = machine.progress()
-    thread, failures = started(
-        lambda: machine.copier.fill(loads.plan, reading, progress, cancelled or threading.Event())
-    )
-    while thread.is_alive():
-        (look or loads.look)()
-        time.sleep(0.0002)
-    loads.look()
-    if failures:
-        raise failures[0]
-    assert progress.done == sum(load.size for load in loads.made)
-    assert loads.count() == len(loads.made)
-    return progress
-
-
-def loads_of(machine: Machine, store: Store, kinds: Sequence[str], seed: int = 100) -> list[Made]:
-    """A load for each kind, into memory that holds something else; "zeros" has no content. Sizes differ."""
-    loads = []
-    for i, kind in enumerate(kinds):
-        size = (CHUNK, HALF, CHUNK - SPAN_BYTES, CHUNK)[i % 4]
-        if kind == "host" and i % 3 == 0:
-            size = 3 * CHUNK + HALF  # needs no slot
-        block = machine.block(noise(seed + 1000 + i, -(-size // HALF) * HALF))
-        item = None if kind == "zeros" else store.put(kind, noise(seed + i, size))
-        loads.append(Made(machine.address(block), size, block.device, item))
-    return loads
-
-
-def loads_still(machine: Machine, store: Store, reading: Reading[Item]) -> None:
-    """Another job of the same copier is right, whatever became of the last one."""
-    store.descriptors, store.raised = {}, None
-    kinds = ["file", "zeros", "read", "file", "host", "file"]
-    fill(machine, Loads(loads_of(machine, store, kinds, seed=300), store), reading)
-
-
-MIXED = [
-    "file",
-    "file",
-    "zeros",
-    "host",
-    "file",
-    "read",
-    "file",
-    "read",
-    "read",
-    "host",
-    "zeros",
-    "file",
-    "file",
-    "host",
-]
+from tests.unit.copy_filling import (
+    MIXED,
+    Arrived,
+    Filling,
+    Item,
+    Store,
+    Trace,
+    filled_still,
+    kind_of,
+    places_at,
+    places_of,
+    reading_of,
+    until,
+)
+from tests.unit.copy_machine import HALF, PATIENCE, Machine, fails, started
+from tests.unit.fill_places import FillPlace
 
 
 def load_all(folder: Path, kinds: str, check: bool, threads: int) -> None:
-    """Everything gets where it belongs, and is said to have arrived then, with fewer workers than GPUs as well."""
-    machine = Machine(threads)
+    """Everything gets where it belongs, counts as arrived once and only when it is there, and is read once."""
+    machine = Machine(threads, 2)
     store = Store(folder, 40 * CHUNK)
+    which = MIXED if kinds == "mixed" else [kinds] * 9
     with reading_of(machine, store, check) as reading:
-        which = MIXED if kinds == "mixed" else [kinds] * 9
         for turn in range(2):  # the second finds the lanes as the first has left them
-            made = loads_of(machine, store, which, seed=turn * 100)
-            fill(machine, Loads(made, store), reading)
-            for load in made:  # nothing behind it has been touched
-                address = load.address + load.size
-                spare = -load.size % HALF
-                block = next(b for b in machine.content if machine.mapped[b].address == load.address)
-                assert ctypes.string_at(address, spare) == machine.content[block][load.size : load.size + spare]
-        through = ["read"] if check else ["read", "file"]
-        assert store.reads == 2 * sum(kind in through for kind in which)
+            filling = Filling(machine, places_of(machine, store, which, seed=turn * 100))
+            trace = Trace()
+            filling.run(reading, trace=trace)
+            filling.all_arrived()
+            through = ["read"] if check else ["read", "file"]
+            contents = [place.content for place in filling.places]
+            assert store.reads == sum(item is not None and item.kind in through for item in contents)
+            store.reads = 0
+            for kind in (FILE, HOST, ZEROS):
+                assert trace.bytes(kind) == sum(place.size for place in filling.places if kind_of(place) == kind)
+            largest = max(size for size, kind, _ in trace.pieces if kind in (FILE, HOST))
+            assert largest == 2 * CHUNK, "neighbours come together"
 
 
 def load_blocks(folder: Path) -> None:
-    """Blocks that become mapped meanwhile; one that never does ends the job."""
+    """Blocks that are mapped one after the other while others are filled, the last one first."""
     machine = Machine(2)
     store = Store(folder, 8 * CHUNK)
     blocks = machine.blocks(["xx" * 3, "x", "xxxx"])
-    expected: dict[BlockKey, bytes] = {}
-    contents: dict[BlockKey, list[Item | None]] = {}
-    for number, block in enumerate(blocks):
-        contents[block.key] = []
-        for offset in range(0, block.size, CHUNK):
-            size = min(CHUNK, block.size - offset)
-            zeros = (number + offset // CHUNK) % 3 == 1
-            part = bytes(size) if zeros else noise(500 + number * 10 + offset // CHUNK, size)
-            contents[block.key].append(None if zeros else store.put("file" if offset else "read", part))
-            expected[block.key] = expected.get(block.key, b"") + part
-
-    def content(key: BlockKey, number: int) -> Item:
-        found = contents[key][number]
-        assert found is not None
-        return found
-
     memory = ReservedMemory()
-    places = Places(content)
-    for block in blocks:
-        address, rows = memory.reserve(block), []
-        for number, item in enumerate(contents[block.key]):
-            descriptor, source = store.located(item)
-            size, hash_ = min(CHUNK, block.size - number * CHUNK), item.hashes[0] if item else b""
-            rows.append((address + number * CHUNK, source, size, CHUNK, descriptor, hash_))
-        places.add(block.key, block.device, rows)
-    plan = FillPlan(places, range(len(places)), CHUNK)
+    places: list[FillPlace[Item]] = []
+    for number, block in enumerate(blocks):
+        counts = range(-(-block.size // CHUNK))
+        kinds = ["zeros" if (number + i) % 3 == 1 else "file" if i else "read" for i in counts]
+        places += places_at(memory.reserve(block), block.key, block.device, block.size, kinds, store, 500 + 10 * number)
     with reading_of(machine, store, True) as reading:
-        progress = machine.progress()
-        memory.map(reversed(blocks), plan)
-        machine.copier.fill(plan, reading, progress, threading.Event())
-        assert progress.done == sum(block.size for block in blocks)
+        filling = Filling(machine, places, mapped=False)
+        memory.map(list(reversed(blocks)), filling.plan)
+        filling.run(reading)
+        filling.all_arrived()
         memory.free()
+    filling.all_arrived()
+
+
+def load_mapped_late(folder: Path, threads: int) -> None:
+    """What is not mapped is waited for, and said to be due; nobody who has something mapped waits for it."""
+    machine = Machine(threads)
+    store = Store(folder, 8 * CHUNK)
+    blocks = machine.blocks(["xxxx"] * 4)  # two for each GPU
+    places: list[FillPlace[Item]] = []
+    for number, block in enumerate(blocks):
+        places += places_at(machine.address(block), block.key, block.device, block.size, ["file"] * 2, store, number)
+    for broken in (False, True):
         for block in blocks:
-            assert machine.memory(block) == expected[block.key]
-        broken = FillPlan(places, range(len(places)), CHUNK)
-        thread, failures = started(lambda: machine.copier.fill(broken, reading, progress, threading.Event()))
-        time.sleep(0.05)
-        assert thread.is_alive()
-        assert broken.due() in expected
-        broken.break_(Blamed("it cannot be mapped"))
-        thread.join(PATIENCE)
-        assert [failure.args for failure in failures] == [("it cannot be mapped",)]
+            ctypes.memset(machine.address(block), 0x5A, block.size)
+            machine.content[block.key] = b"\x5a" * block.size
+        filling = Filling(machine, places, mapped=False)
+        with reading_of(machine, store, True) as reading:
+            thread, failures = started(lambda f=filling, r=reading: f.run(r))  # type: ignore[misc]
+            until(lambda f=filling: f.plan.due() == blocks[0].key)  # type: ignore[misc]
+            time.sleep(0.05)
+            assert filling.saved() == []
+            filling.plan.map(blocks[1].key)  # the first of the other GPU
+            until(lambda f=filling: f.saved() == [2, 3])  # type: ignore[misc]
+            assert filling.plan.due() == blocks[0].key
+            filling.plan.map(blocks[0].key)
+            until(lambda f=filling: f.plan.due() == blocks[2].key and f.saved() == [0, 1, 2, 3])  # type: ignore[misc]
+            assert not filling.plan.want(blocks[3].key)
+            until(lambda f=filling: f.plan.due() == blocks[2].key)  # type: ignore[misc]
+            filling.plan.map(blocks[2].key)
+            until(lambda f=filling: f.plan.due() == blocks[3].key and f.saved() == list(range(6)))  # type: ignore[misc]
+            assert thread.is_alive()
+            if broken:
+                filling.plan.break_(DriverError("cuMemMap", 2, "CUDA_ERROR_OUT_OF_MEMORY"))
+                filling.plan.break_(ValueError("of two that fail the first says why"))
+            else:
+                filling.plan.map(blocks[3].key)
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+            assert [type(failure) for failure in failures] == ([DriverError] if broken else []), failures
+            assert filling.saved() == list(range(6 if broken else 8))
+            filled_still(machine, store, reading)
 
 
-def load_wrong(folder: Path, kind: str) -> None:
-    """What has arrived other than it should be ends the job, and does not count as arrived."""
-    machine = Machine(1)
-    store = Store(folder, 16 * CHUNK)
+def load_wrong(folder: Path, kind: str, which: int) -> None:
+    """What has arrived other than it should be ends the job with its place, and does not count as arrived."""
+    machine = Machine(1, 2)
+    machine.gpus = 1
+    store = Store(folder, 24 * CHUNK)
     with reading_of(machine, store, True) as reading:
-        made = loads_of(machine, store, ["file", "zeros", kind, "file", "file"])
-        item = made[2].item
-        assert item is not None
-        first = bytes([*item.hashes[0][:15], item.hashes[0][15] ^ 1])
-        made[2] = Made(made[2].address, made[2].size, made[2].device, item.with_hashes([first, *item.hashes[1:]]))
-        loads = Loads(made, store)
-        error = fails(Blamed, lambda: fill(machine, loads, reading))
-        assert error.args == (item.at, made[2].device)
-        assert not loads.arrived(2)
-        loads_still(machine, store, reading)
+        # The first three blocks have one chunk, one chunk and one; the fourth has three, of which two are one piece.
+        places = places_of(machine, store, ["file", "zeros", "host", kind, "file", "file"])
+        bad = 3 + which
+        hash_ = places[bad].hash
+        places[bad] = places[bad]._replace(hash=bytes([*hash_[:15], hash_[15] ^ 1]))
+        filling = Filling(machine, places)
+        error = fails(Arrived, lambda: filling.run(reading))
+        assert error.args == (places[bad].content, 0)
+        piece = bad if kind == "read" else 3 + which // 2 * 2
+        assert filling.saved() == list(range(piece)), "nothing of its piece counts, and all before it does"
+        assert filling.table.state(bad) == SAVING
+        filled_still(machine, store, reading)
+
+
+def load_wrong_on_another_gpu(folder: Path) -> None:
+    """The GPU that is blamed is the one where it has arrived."""
+    machine = Machine(2)
+    assert machine.gpus == 2
+    store = Store(folder, 24 * CHUNK)
+    with reading_of(machine, store, True) as reading:
+        places = places_of(machine, store, ["file", "file", "host", "read"])
+        for number, place in enumerate(places):
+            wrong = [*places]
+            wrong[number] = place._replace(hash=bytes(16))
+            error = fails(Arrived, lambda w=wrong: Filling(machine, w, behind=False).run(reading))  # type: ignore[misc]
+            assert error.args == (place.content, place.device)
+        filled_still(machine, store, reading)
 
 
 def load_urgent(folder: Path) -> None:
-    """What somebody waits for arrives before all that was not under way."""
-    machine = Machine(1)
+    """What somebody waits for comes before all else, chunk by chunk."""
+    machine = Machine(1, 2)
     machine.gpus = 1
-    held = Path(os.environ["SOFTGPU_COPY_HOLD"])
-    store = Store(folder, 8 * CHUNK)
-    made = loads_of(machine, store, ["file"] * 12)
+    store = Store(folder, 16 * CHUNK)
     with reading_of(machine, store, True) as reading:
-        loads = Loads(made, store)
-        arrived: list[int] = []
-
-        def look() -> None:
-            arrived.extend(n for n in range(12) if n not in arrived and loads.arrived(n))
-
-        held.touch()
-        thread, failures = started(lambda: fill(machine, loads, reading, look=look))
-        time.sleep(0.2)
-        assert not loads.plan.want((b"x" * 16, 11))
-        assert not loads.plan.want((b"x" * 16, 10))
-        held.unlink()
-        thread.join(PATIENCE)
-        assert not failures, failures
-        look()
-        last = max(arrived.index(10), arrived.index(11))
-        assert last <= SLOTS + 1, arrived
-        assert loads.plan.want((b"x" * 16, 11))
+        places = places_of(machine, store, ["file", "read", "host", "file", "zeros"])
+        filling, trace = Filling(machine, places), Trace()
+        keys = list(dict.fromkeys(place.key for place in places))
+        wanted = [keys[3], keys[4], keys[2]]
+        assert not any(filling.plan.want(key) for key in wanted)
+        filling.run(reading, trace=trace)
+        filling.all_arrived()
+        assert all(filling.plan.want(key) for key in keys)
+        first = [place for key in wanted for place in places if place.key == key]
+        rest = [place for place in places if place.key not in wanted]
+        expected = [(place.size, kind_of(place), place in first) for place in first + rest]
+        assert trace.pieces == expected
 
 
 def load_held(folder: Path, urgent: bool) -> None:
     """Nothing has arrived as long as no copy to the GPU ends."""
     machine = Machine(2)
     held = Path(os.environ["SOFTGPU_COPY_HOLD"])
-    store = Store(folder, 16 * CHUNK)
-    made = loads_of(machine, store, ["file", "read", "host", "file", "file", "host", "file", "file"])
+    store = Store(folder, 24 * CHUNK)
+    places = places_of(machine, store, ["file", "read", "host", "file", "file", "host", "file", "zeros"])
     with reading_of(machine, store, True) as reading:
-        loads = Loads(made, store)
+        filling = Filling(machine, places, held=held)
         if urgent:
-            for number in range(len(made)):
-                loads.plan.want((b"x" * 16, number))
+            for key in filling.plan.first_use:
+                filling.plan.want(key)
         held.touch()
-        thread, failures = started(lambda: fill(machine, loads, reading))
+        thread, failures = started(lambda: filling.run(reading))
+        until(lambda: filling.states().count(SAVING) > 0)
         time.sleep(0.3)
         assert thread.is_alive()
-        assert not any(loads.arrived(number) for number in range(len(made)))
+        assert filling.saved() == []
+        assert filling.progress.done == 0
+        assert 0 < filling.states().count(SAVING) <= 2 * SLOTS
         held.unlink()
         thread.join(PATIENCE)
         assert not failures, failures
-        assert loads.count() == len(made)
+        filling.all_arrived()
 
 
 def load_slowly(folder: Path, check: bool) -> None:
@@ -388,43 +200,58 @@ def load_slowly(folder: Path, check: bool) -> None:
     machine.gpus = 1
     store = Store(folder, 24 * CHUNK)
     kinds = ["file", "file", "host", "file", "file", "read", "file", "host", "file", "file"]
-    bandwidth = float(os.environ["SOFTGPU_COPY_BANDWIDTH"])
     with reading_of(machine, store, check) as reading:
-        made = loads_of(machine, store, kinds)
-        loads = Loads(made, store)
-        began = time.monotonic()
-
-        def look() -> None:
-            arrived = sum(load.size for number, load in enumerate(made) if loads.arrived(number))
-            assert time.monotonic() - began >= arrived / bandwidth, "it cannot have landed"
-            loads.look()
-
-        fill(machine, loads, reading, look=look)
+        filling = Filling(
+            machine, places_of(machine, store, kinds), bandwidth=float(os.environ["SOFTGPU_COPY_BANDWIDTH"])
+        )
+        filling.run(reading)
+        filling.all_arrived()
+        assert filling.looks >= 2, "somebody has looked meanwhile"
 
 
 def load_failing(folder: Path, why: str, behind: int) -> None:
-    """What cannot be read ends the job with the reason; what came before it has landed and counts for nobody later."""
+    """What cannot be read ends the job with the reason; what came before it has landed, nobody gets what follows."""
     machine = Machine(1)
     machine.gpus = 1
     store = Store(folder, 16 * CHUNK)
     text = {"short": "a file has ended early", "closed": os.strerror(errno.EBADF)}.get(why, "it is on fire")
     with reading_of(machine, store, why != "unchecked") as reading:
-        made = loads_of(machine, store, ["file"] * behind + ["zeros", "file", "file"])
-        bad = made[behind + 1].item
-        assert bad is not None
+        places = places_of(machine, store, [*["file"] * behind, "zeros", "file", "file"], sizes=(CHUNK, HALF))
+        number = behind + 1
+        bad = places[number]
+        assert bad.content is not None
+        descriptor = 9999
         if why == "short":
-            store.descriptors[bad.at] = os.open(folder / "short", os.O_RDWR | os.O_CREAT)
-            os.ftruncate(store.descriptors[bad.at], bad.at + len(bad.data) - 1)
-        else:
-            store.descriptors[bad.at] = 9999
+            descriptor = os.open(folder / "short", os.O_RDWR | os.O_CREAT)
+            os.ftruncate(descriptor, bad.source + bad.size - 1)
+        places[number] = bad._replace(descriptor=descriptor)
         if why in ("reader", "unchecked"):
-            store.raised = bad.at, ImageError(text)
-        loads = Loads(made, store)
-        error = fails(ImageError if store.raised else OSError, lambda: fill(machine, loads, reading), text)
+            store.raised = bad.content, ImageError(text)
+        filling = Filling(machine, places)
+        error = fails(ImageError if store.raised else OSError, lambda: filling.run(reading), text)
         assert isinstance(error, ImageError) or error.args[0] == (0 if why == "short" else errno.EBADF)
-        assert loads.count() <= behind + 1
-        loads_still(machine, store, reading)
+        states = filling.states()
+        assert states[number:] == [SAVING, UNSAVED]
+        assert states[: max(0, number - 1)].count(UNSAVED) == 0
+        filled_still(machine, store, reading)
     machine.saves_still(folder / "next")
+
+
+def load_failing_joined(folder: Path, which: int) -> None:
+    """Of several chunks that are read at once, one cannot be read: who owns the file is asked what is wrong with it."""
+    machine = Machine(1, 4)
+    machine.gpus = 1
+    store = Store(folder, CHUNK)
+    with reading_of(machine, store, True) as reading:
+        places = places_of(machine, store, ["file"], sizes=(4 * CHUNK,))
+        assert len(places) == 4
+        bad = places[which]
+        assert bad.content is not None
+        os.ftruncate(store.descriptor, bad.source + CHUNK // 2)
+        store.raised = bad.content, ImageError("it is on fire")
+        filling = Filling(machine, places)
+        fails(ImageError, lambda: filling.run(reading), "it is on fire")
+        assert filling.saved() == []
 
 
 def load_between_slots(folder: Path) -> None:
@@ -432,9 +259,71 @@ def load_between_slots(folder: Path) -> None:
     machine = Machine(1)
     machine.gpus = 1
     store = Store(folder, CHUNK)
-    made = loads_of(machine, store, ["zeros", "read", "file", "file"])
+    places = places_of(machine, store, ["zeros", "read", "file", "file", "read", "zeros", "file", "read", "read"])
     with reading_of(machine, store, True) as reading:
-        for _ in range(6):
-            for load in made:
-                ctypes.memset(load.address, 0x5A, load.size)
-            fill(machine, Loads(made, store), reading)
+        for _ in range(4):
+            for place in places:
+                ctypes.memset(place.address, 0x5A, place.size)
+            Filling(machine, places, behind=False).run(reading)
+
+
+def load_with_few_workers(folder: Path) -> None:
+    """One worker fills both GPUs, and does not wait at the one whose blocks are not mapped."""
+    machine = Machine(3)
+    store = Store(folder, 16 * CHUNK)
+    places = places_of(machine, store, ["file", "host", "read", "file", "zeros", "file"])
+    on = [[number for number, place in enumerate(places) if place.device == device] for device in (0, 1)]
+    assert all(on)
+    with reading_of(machine, store, True) as reading:
+        for late in (0, 1):
+            for place in places:
+                ctypes.memset(place.address, 0x5A, place.size)
+            filling = Filling(machine, places, mapped=False, behind=False)
+            late_keys = dict.fromkeys(places[number].key for number in on[late])
+            for key in filling.plan.first_use:
+                if key not in late_keys:
+                    filling.plan.map(key)
+            thread, failures = started(lambda f=filling: f.run(reading, workers=1))  # type: ignore[misc]
+            until(lambda f=filling, o=on[1 - late]: f.saved() == o)  # type: ignore[misc]
+            assert thread.is_alive()
+            for key in late_keys:
+                filling.plan.map(key)
+            thread.join(PATIENCE)
+            assert not failures, failures
+            filling.all_arrived()
+            assert sum(done > 0 for done in filling.progress.done_by_worker) == 1
+
+
+def load_given_up(folder: Path) -> None:
+    """A job that is given up while it loads, or waits for blocks, ends so; the next one is right."""
+    machine = Machine(2)
+    store = Store(folder, 4 * CHUNK)
+    with reading_of(machine, store, True) as reading:
+        filling = Filling(machine, places_of(machine, store, ["read"] * 24, sizes=(CHUNK, HALF)))
+
+        def read(item: Item, view: memoryview) -> None:
+            store.read(item, view)
+            if store.reads >= 12:
+                filling.cancelled.set()
+
+        fails(Cancelled, lambda: filling.run(Reading(read, reading.check)))
+        assert 12 - 1 - 2 * SLOTS <= len(filling.saved()) <= 13
+        filled_still(machine, store, reading)
+        waiting = Filling(machine, places_of(machine, store, ["file"] * 4, seed=700), mapped=False)
+        thread, failures = started(lambda: waiting.run(reading))
+        until(lambda: waiting.plan.due() is not None)
+        time.sleep(0.05)
+        assert thread.is_alive()
+        waiting.cancelled.set()
+        thread.join(PATIENCE)
+        assert [type(failure) for failure in failures] == [Cancelled]
+        assert waiting.states() == [UNSAVED] * len(waiting.places)
+        filled_still(machine, store, reading)
+
+
+def load_nothing(folder: Path) -> None:
+    """A plan without places is filled at once."""
+    machine = Machine(1)
+    filling = Filling(machine, [])
+    filling.run(Reading(Store(folder, CHUNK).read))
+    assert (filling.plan.due(), filling.plan.on_demand(), filling.plan.first_use) == (None, (0, 0), [])

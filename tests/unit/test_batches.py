@@ -25,7 +25,7 @@ class Thing:
     size: int = 1
 
 
-def batches_of(things: Sequence[Thing | None], at_once: int | None, most_bytes: int = 1000) -> list[list[Thing]]:
+def batches_of(things: Sequence[Thing | None], alone: bool, most_bytes: int = 1000) -> list[list[Thing]]:
     """All batches; a None among the things is a moment when there is nothing."""
     left = list(things)
 
@@ -36,8 +36,7 @@ def batches_of(things: Sequence[Thing | None], at_once: int | None, most_bytes: 
             raise NothingYet
         return thing
 
-    urgent_at_once = None if at_once is None else lambda: at_once
-    batches = Batches(take, MOST, most_bytes, urgent_at_once=urgent_at_once)
+    batches = Batches(take, MOST, most_bytes, urgent_alone=alone)
     found: list[list[Thing]] = []
     while not batches.over:
         try:
@@ -58,44 +57,35 @@ def things(urgent: str) -> list[Thing]:
 
 
 @pytest.mark.parametrize(
-    ("urgent", "at_once", "expected"),
+    ("urgent", "alone", "expected"),
     [
-        ("......", 1, [[0, 1, 2, 3], [4, 5]]),
-        ("..u...", 1, [[2], [0, 1, 3, 4], [5]]),
-        ("..uuu.", 1, [[2], [3], [4], [0, 1, 5]]),
-        ("..uuu.", 2, [[2, 3], [4], [0, 1, 5]]),
-        ("..uuu.", 9, [[2, 3, 4], [0, 1, 5]]),
-        ("uuuuuu", 9, [[0, 1, 2, 3], [4, 5]]),
-        ("...uu....", 3, [[3, 4], [0, 1, 2, 5], [6, 7, 8]]),
-        ("..u...", None, [[2, 0, 1], [3, 4, 5]]),
+        ("......", True, [[0, 1, 2, 3], [4, 5]]),
+        ("..u...", True, [[2], [0, 1, 3, 4], [5]]),
+        ("..uuu.", True, [[2], [3], [4], [0, 1, 5]]),
+        ("..u...", False, [[2, 0, 1], [3, 4, 5]]),
+        ("..uu..", False, [[2, 0, 1], [3], [4, 5]]),
     ],
 )
-def test_who_is_waited_for_goes_first_with_as_many_as_may(
-    urgent: str, at_once: int | None, expected: list[list[int]]
-) -> None:
-    assert numbers(batches_of(things(urgent), at_once)) == expected
+def test_who_is_waited_for_goes_first(urgent: str, alone: bool, expected: list[list[int]]) -> None:
+    assert numbers(batches_of(things(urgent), alone)) == expected
 
 
-def test_nobody_who_waits_on_another_gpu_is_overtaken_again() -> None:
-    things_ = [Thing(0, True, 0), Thing(1, True, 1), *(Thing(i, True, 0) for i in range(2, 9))]
-    assert numbers(batches_of(things_, 2)) == [[0], [1], [2, 3], [4, 5], [6, 7], [8]]
-
-
-def test_what_was_held_for_another_gpu_is_no_part_of_what_somebody_waits_for() -> None:
-    things_ = [Thing(0, False, 1), Thing(1, False, 1), Thing(2, True, 0), Thing(3, True, 1), Thing(4, False, 1)]
-    assert numbers(batches_of(things_, 9)) == [[2], [3], [0, 1, 4]]
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_was_held_for_another_gpu_is_no_part_of_what_somebody_waits_for(alone: bool) -> None:
+    things_ = [Thing(0, False, 1), Thing(1, False, 1), Thing(2, True, 0), Thing(3, True, 0), Thing(4, False, 1)]
+    assert numbers(batches_of(things_, alone)) == [[2], [3], [0, 1, 4]]
 
 
 @given(
     st.lists(st.one_of(st.none(), st.tuples(st.booleans(), st.integers(0, 1), st.integers(1, 5))), max_size=40),
-    st.sampled_from([None, 1, 2, 3, 9]),
+    st.booleans(),
     st.integers(1, 12),
 )
 def test_all_come_once_for_one_gpu_at_a_time_and_as_many_as_may(
-    made: list[tuple[bool, int, int] | None], at_once: int | None, most_bytes: int
+    made: list[tuple[bool, int, int] | None], alone: bool, most_bytes: int
 ) -> None:
     given_out = [None if one is None else Thing(i, *one) for i, one in enumerate(made)]
-    found = batches_of(given_out, at_once, most_bytes)
+    found = batches_of(given_out, alone, most_bytes)
     assert sorted(thing.number for batch in found for thing in batch) == [
         thing.number for thing in given_out if thing is not None
     ]
@@ -103,9 +93,8 @@ def test_all_come_once_for_one_gpu_at_a_time_and_as_many_as_may(
         assert len({thing.device for thing in batch}) == 1
         assert len(batch) <= MOST
         assert sum(thing.size for thing in batch[:-1]) < most_bytes or any(thing.urgent for thing in batch)
-        if at_once is not None and any(thing.urgent for thing in batch):
-            assert all(thing.urgent for thing in batch)
-            assert len(batch) <= at_once
+        urgent = sum(thing.urgent for thing in batch)
+        assert urgent <= 1
+        assert not (alone and urgent) or len(batch) == 1
     waited_for = [thing.number for batch in found for thing in batch if thing.urgent]
-    if at_once is not None:
-        assert waited_for == sorted(waited_for)
+    assert waited_for == sorted(waited_for)

@@ -1,4 +1,4 @@
-"""The native loops (gpu_engine/copy_loop.c, fill_loop.c) under the copier: what they copy, say and leave behind.
+"""The native copy loops (gpu_engine/copy_loop.c, fill_loop.c) under the copier: what they copy, say and leave behind.
 
 Each test is a round of copy_rounds.py in a process of its own, on the software GPU.
 """
@@ -204,13 +204,18 @@ def test_pieces_that_fit_nowhere_are_refused(tmp_path: Path) -> None:
 
 
 @needs_softgpu
-def test_loads_arrive_once(tmp_path: Path) -> None:
+def test_what_is_loaded_counts_once_and_when_it_is_there(tmp_path: Path) -> None:
     play(tmp_path, "load_all", ["mixed", True, 1], ["mixed", True, 3])
 
 
 @needs_softgpu
-def test_loads_that_nobody_checks_arrive_once(tmp_path: Path) -> None:
+def test_what_nobody_checks_counts_once_and_when_it_is_there(tmp_path: Path) -> None:
     play(tmp_path, "load_all", ["mixed", False, 2], ["host", False, 1])
+
+
+@needs_softgpu
+def test_nothing_to_load_is_loaded_at_once(tmp_path: Path) -> None:
+    play(tmp_path, "load_nothing")
 
 
 @needs_softgpu
@@ -219,13 +224,23 @@ def test_blocks_are_filled(tmp_path: Path) -> None:
 
 
 @needs_softgpu
+def test_blocks_that_are_mapped_late_are_waited_for(tmp_path: Path) -> None:
+    play(tmp_path, "load_mapped_late", [1], [3])
+
+
+@needs_softgpu
 def test_what_arrived_wrong_does_not_count(tmp_path: Path) -> None:
-    play(tmp_path, "load_wrong", ["file"], ["host"], ["read"])
+    play(tmp_path, "load_wrong", *([kind, which] for kind in ("file", "host", "read") for which in range(3)))
+
+
+@needs_softgpu
+def test_the_gpu_where_it_arrived_wrong_is_blamed(tmp_path: Path) -> None:
+    play(tmp_path, "load_wrong_on_another_gpu")
 
 
 @needs_softgpu
 def test_what_somebody_waits_for_is_loaded_first(tmp_path: Path) -> None:
-    play(tmp_path, "load_urgent", SOFTGPU_COPY_HOLD=str(tmp_path / "held"))
+    play(tmp_path, "load_urgent")
 
 
 @needs_softgpu
@@ -244,16 +259,32 @@ def test_what_cannot_be_read_counts_for_nobody_later(tmp_path: Path) -> None:
 
 
 @needs_softgpu
+@pytest.mark.parametrize("which", range(4))
+def test_who_owns_a_file_says_what_is_wrong_with_any_chunk_of_a_piece(tmp_path: Path, which: int) -> None:
+    play(tmp_path, "load_failing_joined", [which])
+
+
+@needs_softgpu
 def test_files_do_not_overwrite_what_was_read_into_a_slot(tmp_path: Path) -> None:
-    play(tmp_path, "load_between_slots")
+    play(tmp_path, "load_between_slots", SOFTGPU_COPY_BANDWIDTH="1000000000")
+
+
+@needs_softgpu
+def test_one_worker_fills_two_gpus(tmp_path: Path) -> None:
+    play(tmp_path, "load_with_few_workers")
+
+
+@needs_softgpu
+def test_a_load_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    play(tmp_path, "load_given_up")
 
 
 # ---------------------------------------------------------------------------------------------------------------- both
 
 
 @needs_softgpu
-def test_a_job_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
-    play(tmp_path, "cancelled", SOFTGPU_COPY_BANDWIDTH="400000000")
+def test_a_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    play(tmp_path, "cancelled")
 
 
 @needs_softgpu

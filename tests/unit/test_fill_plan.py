@@ -1,442 +1,508 @@
-"""What is loaded next, what is joined to it, and when it counts: native plan and loop under a driver made of Python."""
+"""In which order GPU memory is filled, and what counts as arrived when: plans and workers, whose driver is the test."""
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import os
-import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Iterator
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from phos.gpu_engine import copy_lane
-from phos.gpu_engine.blocks import BlockKey
-from phos.gpu_engine.copy_lane import CHANGED, READING, CopyFailed, NativeLane
-from phos.gpu_engine.copy_work import HashRooms
-from phos.gpu_engine.cow.chunk_table import SAVED, SAVING, UNSAVED, ChunkTable
+from phos.gpu_engine.content_hash import SPAN_BYTES, THREADS
+from phos.gpu_engine.copy_lane import CHANGED, READING, CopyFailed
+from phos.gpu_engine.copy_trace import FILE, HOST, ZEROS
+from phos.gpu_engine.cow.chunk_table import SAVING, UNSAVED
 from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.fill_plan import (
-    ALL_ZEROS,
     BROKEN,
-    ELSEWHERE,
     GET,
-    IN_MEMORY,
     NOTHING_LEFT,
     NOTHING_YET,
     OUT_OF_TIME,
+    STEPS_KEPT,
     FillPlan,
-    FillWorker,
-    Places,
 )
-from tests.unit.cow_scene import Process
-
-CHUNK = 4096
-"""What the plan is told; nothing in it depends on the size."""
-
-ZEROS_AT_ONCE = 64
-"""Of fill_plan.c."""
-
-SESSION = b"s" * 16
-NOT_READY = 600
+from tests.unit.fill_places import packed
+from tests.unit.fill_scene import KERNEL, SIZE, FillScene
 
 
-@dataclass
-class Gpu:
-    """A driver that copies at once, but whose events are reached when it is asked for, or allowed."""
-
-    slow: bool = False
-    """Events are reached only by who waits for them."""
-    loads: list[tuple[str, int, int]] = field(default_factory=list)
-    """(copy or zeros, device address, bytes) as queued."""
-    refused: int = 0
-    """No copy to this address."""
-    sums: bytes = b""
-    """What hashing comes to."""
-
-    def __post_init__(self) -> None:
-        integer, address, size = ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t
-        byte = ctypes.c_ubyte
-        nine = [address, *[ctypes.c_uint] * 7, address, ctypes.POINTER(ctypes.c_void_p), address]
-        made = {
-            "cuMemcpyHtoDAsync": ctypes.CFUNCTYPE(integer, address, address, size, address)(self._copy),
-            "cuMemsetD8Async": ctypes.CFUNCTYPE(integer, address, byte, size, address)(self._zeros),
-            "cuLaunchKernel": ctypes.CFUNCTYPE(integer, *nine)(self._launch),
-            "cuEventQuery": ctypes.CFUNCTYPE(integer, address)(lambda _: NOT_READY if self.slow else 0),
-        }
-        nothing = ctypes.CFUNCTYPE(integer, address, address)(lambda *_: 0)
-        self._kept = [made.get(name, nothing) for name, _ in copy_lane.CALLS]
-        self.table = (ctypes.c_uint64 * len(self._kept))(*(ctypes.cast(f, ctypes.c_void_p).value for f in self._kept))
-
-    def _copy(self, device: int, host: int, size: int, _: int) -> int:
-        if device == self.refused:
-            return 1
-        self.loads.append(("copy", device, size))
-        ctypes.memmove(device, host, size)
-        return 0
-
-    def _zeros(self, device: int, value: int, size: int, _: int) -> int:
-        self.loads.append(("zeros", device, size))
-        ctypes.memset(device, value, size)
-        return 0
-
-    def _launch(self, *arguments: object) -> int:
-        sums = ctypes.cast(arguments[9][3], ctypes.POINTER(ctypes.c_uint64))[0]  # type: ignore[index]
-        ctypes.memmove(sums, self.sums, len(self.sums))
-        return 0
+@pytest.fixture(autouse=True)
+def closed_scenes() -> Iterator[None]:
+    """Keep no descriptors."""
+    yield
+    while FillScene.made:
+        FillScene.made.pop().close()
 
 
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    made = Gpu()
+# Pieces.
 
-    def refuse(call: str, code: int) -> None:
-        raise DriverError(call, code, "refused")
 
-    monkeypatch.setattr(copy_lane, "_driver_table", lambda: made.table)
+def test_every_place_comes_once_in_the_order_given() -> None:
+    scene = FillScene(["aame", "0b."], [3, 1, 5, 0, 2, 4])
+    assert scene.run() == NOTHING_LEFT
+    assert scene.pieces() == [[3], [1], [5], [0], [2], [4]]
+    assert scene.arrived == sum(place.size for place in scene.places) == 5 * SIZE + SIZE // 2
+    assert scene.saved() == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "join", "expected"),
+    [
+        (["aaaaaaa"], 3, [[0, 1, 2], [3, 4, 5], [6]]),
+        (["mmmmm"], 2, [[0, 1], [2, 3], [4]]),
+        (["aaa."], 3, [[0, 1, 2]]),
+        (["aaaa."], 3, [[0, 1, 2], [3]]),
+        (["aabbb"], 8, [[0, 1], [2, 3, 4]]),
+        (["aaAaa"], 8, [[0, 1], [2, 3, 4]]),
+        (["mmMm"], 8, [[0, 1], [2, 3]]),
+        (["aa", "aa"], 8, [[0, 1], [2, 3]]),
+        (["am0ae"], 8, [[0], [1], [2], [3], [4]]),
+        (["eee"], 8, [[0], [1], [2]]),
+        (["000a00"], 1, [[0, 1, 2], [3], [4, 5]]),
+        (["00", "00"], 8, [[0, 1], [2, 3]]),
+        (["0" * 131], 1, [list(range(64)), list(range(64, 128)), list(range(128, 131))]),
+        (["m" * 70], 80, [list(range(70))]),
+    ],
+)
+def test_neighbours_come_at_once(blocks: list[str], join: int, expected: list[list[int]]) -> None:
+    scene = FillScene(blocks, join=join)
+    assert scene.run() == NOTHING_LEFT
+    assert scene.pieces() == expected
+    assert scene.saved() == list(range(scene.count))
+
+
+def test_neighbours_that_do_not_follow_each_other_in_the_order_come_apart() -> None:
+    scene = FillScene(["aaaaa"], [4, 3, 0, 1, 2], join=8)
+    scene.run()
+    assert scene.pieces() == [[4], [3], [0, 1, 2]]
+
+
+def test_each_gpu_gets_its_own() -> None:
+    scene = FillScene(["aa", "aa", "00"], [2, 0, 3, 1, 4, 5], devices=[7, 3, 7])
+    assert scene.plan.devices == [7, 3]
+    assert [scene.plan.device_of(number) for number in range(6)] == [7, 7, 3, 3, 7, 7]
+    assert scene.run(1) == NOTHING_LEFT
+    assert scene.pieces() == [[2], [3]]
+    assert scene.run(0) == NOTHING_LEFT
+    assert scene.pieces()[2:] == [[0], [1], [4, 5]]
+
+
+def test_a_plan_says_what_it_was_given() -> None:
+    scene = FillScene(["a0", "e."], [2, 0, 1])
+    places = scene.plan.places
+    assert [places.content(number) for number in (0, 2)] == [0, 2]
+    assert [places.size(number) for number in range(3)] == [SIZE, SIZE, SIZE // 2]
+    assert [places.zeros(number) for number in range(3)] == [False, True, False]
+    assert [places.key(number) for number in range(3)] == [(scene.keys[0], 0), (scene.keys[0], 1), (scene.keys[1], 0)]
+    assert scene.plan.first_use == [scene.keys[1], scene.keys[0]]
+    assert [scene.plan.enlist() for _ in range(3)] == [0, 1, 2]
+
+
+def test_what_lies_in_files_is_elsewhere_for_who_checks_it_as_he_reads() -> None:
+    scene = FillScene(["aamm0"], join=8)
+    scene.plan.places.get_all()
+    assert [scene.step() for _ in range(5)] == [GET, GET, OUT_OF_TIME, OUT_OF_TIME, NOTHING_LEFT]
+    assert scene.pieces() == [[0], [1], [2, 3], [4]]
+
+
+# What is waited for.
+
+
+def test_a_block_that_is_wanted_goes_first() -> None:
+    scene = FillScene(["aa", "bb", "00"], join=8)
+    assert not scene.plan.want(scene.keys[1])
+    assert scene.steps(2) == [[2], [3]], "chunk by chunk"
+    assert scene.plan.want(scene.keys[1])
+    assert not scene.plan.want(scene.keys[2])
+    assert not scene.plan.want(scene.keys[2])
+    assert scene.steps(3) == [[4], [5], [0, 1]]
+    assert scene.plan.want(scene.keys[0]) == (scene.run() == NOTHING_LEFT)
+    assert len(scene.engine.moves) == 5
+    assert scene.plan.on_demand() == (0, 0), "no process has waited"
+
+
+def test_nobody_knows_what_has_arrived_without_a_table() -> None:
+    scene = FillScene(["aa"])
+    plan = FillPlan(packed(scene.places), [0, 1], SIZE)
+    plan.map(scene.keys[0])
+    scene.plan = plan
+    scene.workers = [scene.worker()]
+    assert scene.run() == NOTHING_LEFT
+    assert scene.pieces() == [[0], [1]]
+    assert scene.arrived == 2 * SIZE
+    assert not plan.want(scene.keys[0])
+
+
+def test_a_block_that_the_plan_lacks_is_there() -> None:
+    scene = FillScene(["aa"])
+    assert scene.plan.want((b"x" * 16, 9))
+    scene.plan.map((b"x" * 16, 9))
+    assert scene.run() == NOTHING_LEFT
+
+
+def test_what_a_process_waits_for_goes_first() -> None:
+    scene = FillScene(["aaaaaaaa"], join=8)
+    scene.processes[0].want(5, 2)
+    assert scene.steps(2) == [[5], [2]]
+    scene.processes[0].want(7)
+    assert scene.steps(3) == [[7], [0, 1], [3, 4]], "neighbours of what was given come without it"
+    scene.processes[0].want(4, 0)
+    assert scene.steps(1) == [[6]]
+    assert scene.run() == NOTHING_LEFT
+    assert scene.plan.on_demand() == (3, 3 * SIZE)
+
+
+def test_numbers_that_mean_no_chunk_are_passed_over() -> None:
+    scene = FillScene(["aaa."])
+    scene.processes[0].want(3, 0xFFFFFFFF, 1 << 31, 2, 4)
+    assert scene.steps(3) == [[2], [0], [1]]
+    assert scene.plan.on_demand() == (1, SIZE // 2)
+
+
+def test_all_processes_are_heard() -> None:
+    scene = FillScene(["aaaaaa"], processes=3)
+    scene.processes[2].want(5)
+    scene.processes[1].want(3)
+    assert scene.steps(2) == [[3], [5]]
+    scene.processes[0].want(4)
+    assert scene.steps(4) == [[4], [0], [1], [2]]
+    assert scene.plan.on_demand() == (3, 3 * SIZE)
+
+
+def test_what_is_wanted_twice_comes_once() -> None:
+    scene = FillScene(["aaaaa"], processes=2)
+    scene.processes[0].want(3, 3)
+    scene.processes[1].want(3, 4)
+    scene.plan.want(scene.keys[0])
+    assert scene.run() == NOTHING_LEFT
+    assert scene.pieces() == [[0], [1], [2], [3], [4]], "the block was asked for first"
+    assert scene.saved() == list(range(5))
+
+
+def test_what_is_wanted_twice_counts_once() -> None:
+    scene = FillScene(["aaaaa"], processes=2)
+    scene.processes[0].want(3, 3)
+    scene.processes[1].want(3)
+    assert scene.steps(1) == [[3]]
+    assert scene.plan.on_demand() == (1, SIZE)
+
+
+def test_a_worker_hears_what_is_wanted_on_another_gpu() -> None:
+    scene = FillScene(["aaa", "aaa"], devices=[0, 1])
+    scene.processes[0].want(5, 1)
+    assert scene.steps(1, queue=0) == [[1]]
+    assert scene.plan.on_demand() == (2, 2 * SIZE)
+    assert scene.steps(2, queue=1) == [[5], [3]]
+    assert scene.steps(2, queue=0) == [[0], [2]]
+
+
+# Blocks that are not mapped yet.
+
+
+def test_nothing_comes_before_its_block_is_mapped() -> None:
+    scene = FillScene(["aaa", "bb"], [3, 0, 1, 2, 4], mapped=False)
+    assert scene.plan.due() is None, "nobody has asked"
+    assert scene.step() == NOTHING_YET
+    assert scene.plan.due() == scene.keys[1]
+    scene.plan.map(scene.keys[1])
+    assert scene.plan.due() is None
+    assert scene.steps(2) == [[3]]
+    assert scene.plan.due() == scene.keys[0]
+    assert scene.step() == NOTHING_YET
+    scene.plan.map(scene.keys[0])
+    assert scene.plan.due() is None
+    assert scene.run() == NOTHING_LEFT
+    assert scene.pieces()[1:] == [[0], [1], [2], [4]]
+
+
+def test_what_is_wanted_and_not_mapped_stays_wanted_and_holds_nothing_up() -> None:
+    scene = FillScene(["aaa", "bb", "mm"], mapped=False, join=8)
+    scene.plan.map(scene.keys[1])
+    scene.processes[0].want(6, 3, 5)
+    assert scene.steps(1) == [[3]]
+    assert scene.plan.due() == scene.keys[2]
+    assert scene.steps(1) == []
+    assert scene.plan.due() == scene.keys[0], "the first of those that are needed"
+    scene.plan.map(scene.keys[0])
+    assert scene.plan.due() == scene.keys[2]
+    assert scene.steps(2) == [[0, 1, 2], [4]], "what can be had does not wait"
+    assert scene.step() == NOTHING_YET
+    scene.plan.map(scene.keys[2])
+    assert sorted(scene.steps(2)) == [[5], [6]], "each alone: somebody waits"
+    assert scene.step() == NOTHING_LEFT
+    assert scene.plan.on_demand() == (3, 3 * SIZE)
+
+
+def test_gpus_do_not_wait_for_each_others_blocks() -> None:
+    scene = FillScene(["a", "bb"], devices=[0, 1], mapped=False)
+    scene.plan.map(scene.keys[1])
+    assert scene.step(0) == NOTHING_YET
+    assert scene.run(1) == NOTHING_LEFT
+    assert scene.saved() == [1, 2]
+    assert scene.step(0) == NOTHING_YET
+    assert scene.plan.due() == scene.keys[0]
+
+
+def test_with_nothing_mapped_what_was_taken_lands() -> None:
+    scene = FillScene(["a", "b"], mapped=False)
+    scene.engine.ready = False
+    scene.plan.map(scene.keys[0])
+    assert scene.step() == OUT_OF_TIME
+    assert scene.saved() == []
+    assert scene.step() == NOTHING_YET
+    assert scene.saved() == [0]
+
+
+def test_of_a_broken_plan_nothing_can_be_had() -> None:
+    scene = FillScene(["aaa"])
+    scene.engine.ready = False
+    assert scene.step() == OUT_OF_TIME
+    first, second = DriverError("cuMemMap", 2, "CUDA_ERROR_OUT_OF_MEMORY"), ValueError()
+    scene.plan.break_(first)
+    scene.plan.break_(second)
+    assert scene.plan.error is first
+    assert scene.step() == BROKEN
+    assert scene.pieces() == [[0]]
+    assert [scene.table.state(number) for number in range(3)] == [SAVING, UNSAVED, UNSAVED]
+
+
+# What counts as arrived.
+
+
+def events(scene: FillScene) -> list[tuple[str, int]]:
+    """What the driver was asked since the last call, with the number of the slot."""
+    found = [(what, event % 10) for what, event in scene.engine.log]
+    scene.engine.log.clear()
+    return found
+
+
+def test_what_has_not_been_reached_does_not_count() -> None:
+    scene = FillScene(["abmme"], join=1)
+    scene.engine.ready = False
+    scene.step()
+    assert (events(scene), scene.saved(), scene.arrived) == ([("query", 0)], [], 0)
+    scene.step()
+    assert (events(scene), scene.saved()) == ([("query", 0)], []), "what was queued later cannot be there earlier"
+    scene.step()
+    assert (events(scene), scene.saved()) == ([("wait", 0), ("query", 1)], [0]), "its slot was needed"
+    assert scene.arrived == SIZE
+    assert [scene.table.state(number) for number in range(5)] == [2, SAVING, SAVING, UNSAVED, UNSAVED]
+    scene.engine.ready = True
+    assert scene.step() == OUT_OF_TIME
+    assert (events(scene), scene.saved()) == ([("wait", 1), ("query", 0), ("query", 1)], [0, 1, 2, 3])
+    scene.engine.ready = False
+    assert scene.step() == GET
+    assert (events(scene), scene.saved()) == ([("query", 0)], [0, 1, 2, 3])
+    assert scene.step() == NOTHING_LEFT
+    assert (events(scene), scene.saved()) == ([("wait", 0)], [0, 1, 2, 3, 4])
+    assert scene.arrived == 5 * SIZE
+
+
+def test_all_that_is_under_way_can_be_waited_for() -> None:
+    scene = FillScene(["aabb"], join=2)
+    scene.engine.ready = False
+    scene.steps(2)
+    events(scene)
+    assert scene.saved() == []
+    scene.land()
+    assert (events(scene), scene.saved(), scene.arrived) == ([("wait", 0), ("wait", 1)], [0, 1, 2, 3], 4 * SIZE)
+    scene.land()
+    assert (events(scene), scene.arrived) == ([], 4 * SIZE)
+
+
+@pytest.mark.parametrize("blocks", [["aaaaaa"], ["mmmmmm"], ["eeeeee"], ["0"] * 6])
+def test_what_somebody_waits_for_is_not_left_under_way(blocks: list[str]) -> None:
+    scene = FillScene(blocks)
+    scene.engine.ready = False
+    scene.step()
+    first = scene.pieces()[0]
+    events(scene)
+    scene.processes[0].want(5)
+    assert scene.steps(1) == [[5]]
+    assert (events(scene), scene.saved()) == ([("wait", 0), ("wait", 1)], [*first, 5])
+
+
+def test_what_somebody_waits_for_does_not_wait_for_what_cannot_be_had() -> None:
+    scene = FillScene(["aaa", "b"], mapped=False)
+    scene.plan.map(scene.keys[0])
+    scene.engine.ready = False
+    scene.processes[0].want(3, 2)
+    assert scene.steps(1) == [[2]]
+    assert scene.saved() == [2]
+
+
+def test_what_is_also_waited_for_is_read_meanwhile() -> None:
+    scene = FillScene(["aaaaaa"])
+    scene.engine.ready = False
+    scene.processes[0].want(5, 4)
+    scene.processes[0].want(3)
+    assert scene.steps(1) == [[5]]
+    assert (events(scene), scene.saved()) == ([("query", 0)], [])
+    assert scene.steps(1) == [[4]]
+    assert (events(scene), scene.saved()) == ([("query", 0)], [])
+    assert scene.steps(1) == [[3]]
+    assert (events(scene), scene.saved()) == ([("wait", 0), ("wait", 1), ("wait", 0)], [3, 4, 5])
+
+
+def test_time_is_kept() -> None:
+    scene = FillScene(["m" * 3])
+    assert scene.workers[0].fill(60) == NOTHING_LEFT, "one call is enough"
+    assert scene.workers[0].arrived == 3 * SIZE
+    assert scene.saved() == [0, 1, 2]
+
+
+def test_two_workers_share_a_gpu() -> None:
+    scene = FillScene(["a" * 9])
+    scene.engine.ready = False
+    scene.workers.append(scene.worker())
+    for turn in range(9):
+        scene.step(worker=scene.workers[turn % 2])
+    assert scene.pieces() == [[number] for number in range(9)]
+    assert scene.step(worker=scene.workers[1]) == NOTHING_LEFT
+    assert scene.saved() == [0, 1, 2, 3, 4, 5, 7], "the other's are under way still"
+    assert scene.step(worker=scene.workers[0]) == NOTHING_LEFT
+    assert scene.saved() == list(range(9))
+    assert scene.arrived == 9 * SIZE
+
+
+# What is hashed where it has arrived.
+
+
+def test_everything_but_zeros_is_hashed_where_it_has_arrived() -> None:
+    scene = FillScene(["aaa", "0m", "e"], join=2, size=2 * SPAN_BYTES, hashed=True)
+    assert scene.run() == NOTHING_LEFT
+    assert scene.pieces() == [[0, 1], [2], [3], [4], [5]]
+    found = [launch[:-1] for launch in scene.engine.launches]
+    rest = (1, 1, THREADS, 1, 1, 0, 100)
+    assert found == [
+        (KERNEL, grid, *rest, scene.places[number].address, 2 * SPAN_BYTES, room)
+        for grid, number, room in ((4, 0, 7000), (2, 2, 8000), (2, 4, 8000), (2, 5, 7000))
+    ]
+    sums = [launch[-1] for launch in scene.engine.launches]
+    assert sums[0] == sums[3] != sums[1] == sums[2]
+    assert scene.saved() == list(range(6))
+
+
+@pytest.mark.parametrize("kind", ["a", "m"])
+@pytest.mark.parametrize("which", range(6))
+def test_what_has_arrived_wrong_is_named_and_does_not_count(kind: str, which: int) -> None:
+    scene = FillScene([kind * 6], join=3, size=SPAN_BYTES, hashed=True)
+    scene.engine.ready = False
+    place = scene.places[which]
+    if kind == "m":
+        scene.memory[place.source - scene.places[0].source] = bytes([scene.data[which][0] ^ 1])
+    else:
+        os.pwrite(place.descriptor, bytes([scene.data[which][0] ^ 1]), place.source)
+    with pytest.raises(CopyFailed) as caught:
+        scene.run()
+    assert (caught.value.call, caught.value.code, caught.value.number) == (CHANGED, 0, which)
+    good = [0, 1, 2] if which >= 3 else []
+    assert scene.saved() == good
+    assert scene.arrived == len(good) * SPAN_BYTES
+
+
+# Failures.
+
+
+def refuse(call: str, code: int) -> None:
+    """What driver.fail() does where there is a driver."""
+    raise DriverError(call, code, "refused")
+
+
+@pytest.mark.parametrize(
+    ("call", "blocks", "ready"),
+    [
+        ("cuMemcpyHtoDAsync", ["0ae"], True),
+        ("cuMemcpyHtoDAsync", ["0ea"], True),
+        ("cuMemcpyHtoDAsync", ["0m"], True),
+        ("cuMemsetD8Async", ["a0"], True),
+        ("cuLaunchKernel", ["0a"], True),
+        ("cuEventRecord", ["aa"], True),
+        ("cuEventSynchronize", ["aaaa"], False),
+        ("cuEventQuery", ["aa"], True),
+    ],
+)
+def test_what_the_driver_refuses_is_named(
+    monkeypatch: pytest.MonkeyPatch, call: str, blocks: list[str], ready: bool
+) -> None:
     monkeypatch.setattr(copy_lane.driver, "fail", refuse)
-    return made
+    scene = FillScene(blocks, size=SPAN_BYTES, hashed=True)
+    scene.engine.ready = ready
+    scene.engine.refused, scene.engine.status = call, 719
+    with pytest.raises(DriverError, match=call) as caught:
+        scene.run()
+    assert "719" in str(caught.value)
+    if call in ("cuMemcpyHtoDAsync", "cuLaunchKernel"):
+        assert scene.saved() == [0], "what was there before counts"
+    else:
+        assert set(scene.saved()) <= {0}
+    assert scene.arrived == len(scene.saved()) * SPAN_BYTES
 
 
-class Scene:
-    """A file, memory, and places that come from them."""
-
-    def __init__(self, folder: Path, chunks: int = 600, files: int = 2) -> None:
-        self.room = ctypes.create_string_buffer(2 * chunks * CHUNK)
-        self.base = ctypes.addressof(self.room)
-        self.content = random.Random(3).randbytes(chunks * CHUNK)
-        self.files = []
-        for number in range(files):
-            path = folder / f"data-{number}"
-            path.write_bytes(self.content)
-            self.files.append(os.open(path, os.O_RDONLY))
-        self.memory = ctypes.create_string_buffer(self.content, len(self.content))
-        self.slots = ctypes.create_string_buffer(2 * 64 * CHUNK)
-        self.places: Places[int] = Places(lambda key, number: key[1] * 1000 + number)
-        self.blocks = 0
-        self.used = 0
-        self.expected: list[bytes] = []
-
-    def close(self) -> None:
-        for file in self.files:
-            os.close(file)
-
-    def block(self, kinds: str, device: int = 0, at: Sequence[int] | None = None) -> BlockKey:
-        """A block, with a chunk for each letter: a digit is a file's number, then m(emory), z(eros), e(lsewhere).
-
-        ``at``: which chunk of the contents each is; one after the other, if it is not said.
-        """
-        key = (SESSION, self.blocks)
-        self.blocks += 1
-        rows = []
-        for number, kind in enumerate(kinds):
-            where = (len(self.expected) if at is None else at[number]) * CHUNK
-            address = self.base + self.used
-            self.used += CHUNK
-            source = where + (ctypes.addressof(self.memory) if kind == "m" else 0)
-            descriptors = {"m": IN_MEMORY, "z": ALL_ZEROS, "e": ELSEWHERE}
-            descriptor = descriptors[kind] if kind in descriptors else self.files[int(kind)]
-            rows.append((address, source, CHUNK, CHUNK, descriptor, bytes([len(self.expected) % 251]) * 16))
-            self.expected.append(bytes(CHUNK) if kind == "z" else self.content[where : where + CHUNK])
-        self.used += CHUNK  # no two blocks touch
-        self.places.add(key, device, rows)
-        return key
-
-    def lane(self) -> NativeLane:
-        slots = [ctypes.addressof(self.slots), ctypes.addressof(self.slots) + 64 * CHUNK]
-        return NativeLane(SimpleNamespace(handle=0), [1, 2], slots)  # type: ignore[arg-type]
-
-    def number(self, address: int) -> int:
-        """Of the place at a device address."""
-        at = self.base
-        for key, first in zip(self.places.blocks, self.places.firsts, strict=True):
-            count = sum(1 for place in range(len(self.places)) if self.places.key(place)[0] == key)
-            if at <= address < at + count * CHUNK:
-                return first + (address - at) // CHUNK
-            at += (count + 1) * CHUNK
-        raise AssertionError("nothing is there")
-
-    def numbers(self, gpu: Gpu) -> list[list[int]]:
-        """The places of each load, as they were queued."""
-        return [[self.number(at) + i for i in range(size // CHUNK)] for _, at, size in gpu.loads]
-
-    def is_there(self, place: int) -> bool:
-        address = int.from_bytes(self.places.packed[place * 56 : place * 56 + 8], "little")
-        return ctypes.string_at(address, CHUNK) == self.expected[place]
-
-
-@pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path)
-    yield made
-    made.close()
-
-
-def mapped(plan: FillPlan[int]) -> FillPlan[int]:
-    for key in plan.places.blocks:
-        plan.map(key)
-    return plan
-
-
-def drain(worker: FillWorker) -> int:
-    """Fill until nothing is left; the bytes that were said to have arrived."""
-    arrived = 0
-    while (status := worker.fill(10)) == OUT_OF_TIME:
-        arrived += worker.arrived
-    assert status == NOTHING_LEFT
-    return arrived + worker.arrived
-
-
-def test_every_chunk_comes_once_in_the_order(gpu: Gpu, scene: Scene) -> None:
-    scene.block("01" * 25)
-    order = list(range(50))
-    random.Random(1).shuffle(order)
-    table = ChunkTable(CHUNK, 50)
-    plan = mapped(FillPlan(scene.places, order, CHUNK, table))
-    assert drain(FillWorker(plan, 0, scene.lane(), None)) == 50 * CHUNK
-    assert scene.numbers(gpu) == [[number] for number in order]
-    assert all(table.state(number) == SAVED and scene.is_there(number) for number in order)
-    assert FillWorker(plan, 0, scene.lane(), None).fill(1) == NOTHING_LEFT
-
-
-def test_neighbours_are_loaded_at_once_as_far_as_may_be(gpu: Gpu, scene: Scene) -> None:
-    scene.block("0000000")
-    scene.block("01mmmzz")
-    scene.block("zz000", at=[0, 1, 40, 42, 43])
-    scene.block("mm", at=[7, 5])
-    plan = mapped(FillPlan(scene.places, range(len(scene.places)), 3 * CHUNK))
-    drain(FillWorker(plan, 0, scene.lane(), None))
-    assert scene.numbers(gpu) == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [6],
-        [7],
-        [8],
-        [9, 10, 11],
-        [12, 13],
-        [14, 15],
-        [16],
-        [17, 18],
-        [19],
-        [20],
-    ]
-    assert [kind for kind, *_ in gpu.loads].count("zeros") == 2
-    assert all(scene.is_there(place) for place in range(len(scene.places)))
-
-
-def test_neighbours_apart_in_the_order_come_apart(gpu: Gpu, scene: Scene) -> None:
-    scene.block("0000")
-    drain(FillWorker(mapped(FillPlan(scene.places, [1, 2, 0, 3], 4 * CHUNK)), 0, scene.lane(), None))
-    assert scene.numbers(gpu) == [[1, 2], [0], [3]]
-
-
-def test_zeros_are_written_many_at_once(gpu: Gpu, scene: Scene) -> None:
-    count = ZEROS_AT_ONCE + 3
-    scene.block("z" * count)
-    drain(FillWorker(mapped(FillPlan(scene.places, range(count), CHUNK)), 0, scene.lane(), None))
-    assert [size // CHUNK for _, _, size in gpu.loads] == [ZEROS_AT_ONCE, 3]
-
-
-def test_a_block_that_is_wanted_goes_first(gpu: Gpu, scene: Scene) -> None:
-    scene.block("00")
-    wanted = scene.block("1m")
-    table = ChunkTable(CHUNK, 4)
-    plan = mapped(FillPlan(scene.places, range(4), 2 * CHUNK, table))
-    assert not plan.want(wanted)
-    assert not plan.want(wanted)
-    assert [table.state(place) for place in range(4)] == [UNSAVED] * 4
-    drain(FillWorker(plan, 0, scene.lane(), None))
-    assert scene.numbers(gpu) == [[2], [3], [0, 1]]
-    assert plan.want(wanted)
-    assert plan.want((SESSION, 99)), "nobody waits for what is not loaded"
-    assert plan.on_demand() == (0, 0)
-
-
-def test_what_a_process_waits_for_goes_first_whatever_it_says_besides(gpu: Gpu, scene: Scene) -> None:
-    scene.block("0" * 10)
-    process = Process(0, ChunkTable(CHUNK, 10), (1,), queue=64)
-    plan = mapped(FillPlan(scene.places, range(10), CHUNK, process.chunks, [process.table]))
-    process.want(7, 10, 4_000_000_000, 3, 7)
-    drain(FillWorker(plan, 0, scene.lane(), None))
-    assert scene.numbers(gpu) == [[n] for n in (7, 3, 0, 1, 2, 4, 5, 6, 8, 9)]
-    assert plan.on_demand() == (3, 3 * CHUNK), "7 was asked for twice before it was given"
-
-
-def test_nothing_is_given_before_it_is_mapped(gpu: Gpu, scene: Scene) -> None:
-    a, b = scene.block("000"), scene.block("z")
-    process = Process(0, ChunkTable(CHUNK, 4), (1,), queue=64)
-    plan = FillPlan(scene.places, [3, 0, 1, 2], CHUNK, process.chunks, [process.table])
-    worker = FillWorker(plan, 0, scene.lane(), None)
-    assert plan.first_use == [b, a]
-    assert plan.due() is None
-    assert worker.fill(1) == NOTHING_YET
-    assert plan.due() == b
-    process.want(2)
-    assert worker.fill(1) == NOTHING_YET
-    assert plan.due() == a
-    plan.map(b)
-    assert plan.due() == a
-    assert worker.fill(1) == NOTHING_YET
-    assert scene.numbers(gpu) == [[3]], "what can be given is not held up"
-    plan.map(a)
-    assert plan.due() is None
-    plan.map((SESSION, 99))
-    drain(worker)
-    assert scene.numbers(gpu) == [[3], [2], [0], [1]]
-
-
-def test_a_plan_that_is_broken_says_why(gpu: Gpu, scene: Scene) -> None:
-    scene.block("00")
-    plan = mapped(FillPlan(scene.places, range(2), CHUNK))
-    plan.break_(DriverError("cuMemMap", 2, "out of memory"))
-    plan.break_(ValueError("what followed from it"))
-    assert FillWorker(plan, 0, scene.lane(), None).fill(1) == BROKEN
-    assert isinstance(plan.error, DriverError)
-    assert gpu.loads == []
-
-
-def test_only_what_has_landed_counts(gpu: Gpu, scene: Scene) -> None:
-    scene.block("00000e")
-    table = ChunkTable(CHUNK, 6)
-    plan = mapped(FillPlan(scene.places, range(6), CHUNK, table))
-    worker = FillWorker(plan, 0, scene.lane(), None)
-    gpu.slow = True
-    assert worker.fill(10) == GET
-    # Each slot was waited for when it was wanted again; of the last two one is under way, the other's turn has come.
-    assert [table.state(place) for place in range(6)] == [SAVED] * 4 + [SAVING] * 2
-    assert (worker.wanted, worker.slot, worker.arrived) == (5, 1, 4 * CHUNK)
-    room = (ctypes.c_char * CHUNK).from_address(ctypes.addressof(scene.slots) + worker.slot * 64 * CHUNK)
-    room.raw = scene.expected[5]
-    worker.got()
-    assert (worker.arrived, table.state(5)) == (0, SAVING)
-    worker.land()
-    assert (worker.arrived, table.state(5)) == (2 * CHUNK, SAVED)
-    assert scene.is_there(5)
-    assert worker.fill(1) == NOTHING_LEFT
-
-
-def test_what_is_waited_for_is_not_left_under_way(gpu: Gpu, scene: Scene) -> None:
-    scene.block("00000000")
-    process = Process(0, ChunkTable(CHUNK, 8), (1,), queue=64)
-    plan = mapped(FillPlan(scene.places, range(8), CHUNK, process.chunks, [process.table]))
-    worker = FillWorker(plan, 0, scene.lane(), None)
-    gpu.slow = True
-    process.want(6, 5)
-    assert worker.fill(0) == OUT_OF_TIME
-    assert process.chunks.state(6) == SAVING, "another is waited for: it is read meanwhile"
-    assert worker.fill(0) == OUT_OF_TIME
-    assert [process.chunks.state(place) for place in (5, 6)] == [SAVED] * 2
-    assert worker.arrived == 2 * CHUNK
-    assert worker.fill(0) == OUT_OF_TIME
-    assert process.chunks.state(0) == SAVING, "nobody waits for this one"
-
-
-def test_what_has_arrived_otherwise_does_not_count(gpu: Gpu, scene: Scene) -> None:
-    scene.block("zz00")
-    sums = ctypes.create_string_buffer(2 * 64)
-    rooms = HashRooms(7, [8, 9], [ctypes.addressof(sums), ctypes.addressof(sums) + 64])
-    table = ChunkTable(CHUNK, 4)
-    worker = FillWorker(mapped(FillPlan(scene.places, range(4), 2 * CHUNK, table)), 0, scene.lane(), rooms)
-    gpu.sums = b"\2" * 16 + b"\1" * 16
+def test_what_cannot_be_read_is_named() -> None:
+    scene = FillScene(["aa", "bb"], join=2)
+    scene.engine.ready = False
+    os.ftruncate(scene.places[2].descriptor, 2 * SIZE - 1)
+    assert scene.step() == OUT_OF_TIME
     with pytest.raises(CopyFailed) as caught:
-        drain(worker)
-    assert (caught.value.call, caught.value.number) == (CHANGED, 3)
-    assert [table.state(place) for place in range(4)] == [SAVED, SAVED, SAVING, SAVING]
+        scene.step()
+    assert (caught.value.call, caught.value.code) == (READING, 0)
+    assert caught.value.number in (2, 3)
+    assert scene.pieces() == [[0, 1]]
+    scene.land()
+    assert scene.saved() == [0, 1]
 
 
-def test_what_cannot_be_read_or_copied_is_named(gpu: Gpu, scene: Scene) -> None:
-    scene.block("001", at=[0, 9999, 5])
-    worker = FillWorker(mapped(FillPlan(scene.places, range(3), CHUNK)), 0, scene.lane(), None)
+def test_of_what_is_read_at_once_the_one_that_cannot_be_is_named() -> None:
+    scene = FillScene(["aaaa"], join=4)
+    os.ftruncate(scene.places[0].descriptor, 2 * SIZE + 1)
     with pytest.raises(CopyFailed) as caught:
-        drain(worker)
-    assert caught.value.args == (READING, 0, 1)
-    gpu.refused = scene.base + 2 * CHUNK
-    with pytest.raises(DriverError, match="cuMemcpyHtoDAsync"):
-        worker.fill(1)
+        scene.step()
+    assert caught.value.number == 2
 
 
-def test_what_becomes_of_pieces_is_told(gpu: Gpu, scene: Scene) -> None:
-    key = scene.block("0mz")
-    plan = mapped(FillPlan(scene.places, range(3), CHUNK))
-    plan.want(key)
-    worker = FillWorker(plan, 0, scene.lane(), None, steps=True)
-    assert worker.fill(10) == NOTHING_LEFT
-    steps = worker.steps()
-    assert [(step.size, step.kind, step.urgent) for step in steps] == [
-        (CHUNK, "file", True),
-        (CHUNK, "host", True),
-        (CHUNK, "zeros", True),
-    ]
-    assert all(step.asked <= step.taken <= step.queued for step in steps)
+def test_an_errno_is_said() -> None:
+    scene = FillScene(["a"])
+    readable, writable = os.pipe()
+    scene.places[0] = scene.places[0]._replace(descriptor=readable)  # pread() takes no pipe
+    scene.plan = FillPlan(packed(scene.places), [0], SIZE, scene.table)
+    scene.plan.map(scene.keys[0])
+    with pytest.raises(CopyFailed) as caught:
+        scene.step(worker=scene.worker())
+    os.close(readable)
+    os.close(writable)
+    assert (caught.value.call, caught.value.code, caught.value.number) == (READING, errno.ESPIPE, 0)
 
 
-def test_files_are_left_to_others_where_nobody_checks(gpu: Gpu, scene: Scene) -> None:
-    scene.block("0mz1")
-    scene.places.get_all()
-    assert [scene.places.descriptor(place) for place in range(4)] == [ELSEWHERE, IN_MEMORY, ALL_ZEROS, ELSEWHERE]
+# What a trace is told.
 
 
-def test_gpus_have_queues_of_their_own(gpu: Gpu, scene: Scene) -> None:
-    for device in (3, 1, 3):
-        scene.block("00", device)
-    plan = mapped(FillPlan(scene.places, [5, 4, 3, 2, 1, 0], CHUNK))
-    assert plan.devices == [3, 1]
-    assert [plan.device_of(place) for place in range(6)] == [3, 3, 1, 1, 3, 3]
-    drain(FillWorker(plan, 1, scene.lane(), None))
-    assert scene.numbers(gpu) == [[3], [2]]
-    drain(FillWorker(plan, 0, scene.lane(), None))
-    assert scene.numbers(gpu)[2:] == [[5], [4], [1], [0]]
+def test_steps_say_what_was_queued() -> None:
+    scene = FillScene(["aam0e"], join=2, steps=True)
+    scene.processes[0].want(2)
+    worker = scene.workers[0]
+    kinds: list[tuple[int, str, bool]] = []
+    last = 0.0
+    for _ in range(4):
+        assert worker.fill(0) in (OUT_OF_TIME, GET)
+        if worker.wanted == 4:
+            worker.got()
+        for step in worker.steps():
+            assert last <= step.asked <= step.taken <= step.queued
+            last = step.queued
+            kinds.append((step.size, step.kind, step.urgent))
+    assert kinds == [(SIZE, HOST, True), (2 * SIZE, FILE, False), (SIZE, ZEROS, False), (SIZE, FILE, False)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_whatever_is_asked_and_mapped_when_all_comes_once(gpu: Gpu, tmp_path: Path, data: st.DataObject) -> None:
-    scene = Scene(tmp_path, 64)
-    gpu.loads.clear()
-    try:
-        shapes = st.text(alphabet="01mze", min_size=1, max_size=6)
-        for shape in data.draw(st.lists(shapes, min_size=1, max_size=6)):
-            scene.block(shape, data.draw(st.integers(0, 2)))
-        count = len(scene.places)
-        order = data.draw(st.permutations(range(count)))
-        process = Process(0, ChunkTable(CHUNK, count), (1,), queue=400)
-        plan = FillPlan(scene.places, order, data.draw(st.integers(1, 4)) * CHUNK, process.chunks, [process.table])
-        workers = {queue: [FillWorker(plan, queue, scene.lane(), None)] for queue in range(len(plan.devices))}
-        left = set(workers)
-        arrived = 0
-        for step in range(1000):
-            gpu.slow = data.draw(st.booleans()) if step < 30 else False
-            if step < 30 and data.draw(st.booleans()):
-                process.want(*data.draw(st.lists(st.integers(0, count + 5), max_size=4)))
-            if step < 30 and data.draw(st.booleans()):
-                plan.want(data.draw(st.sampled_from(scene.places.blocks)))
-            if step >= 20 or data.draw(st.booleans()):
-                plan.map(plan.due() or data.draw(st.sampled_from(scene.places.blocks)))
-            for queue in sorted(left):
-                worker = workers[queue][0]
-                status = worker.fill(0)
-                arrived += worker.arrived
-                if status == GET:
-                    slot = ctypes.addressof(scene.slots) + worker.slot * 64 * CHUNK
-                    ctypes.memmove(slot, scene.expected[worker.wanted], CHUNK)
-                    worker.got()
-                    arrived += worker.arrived
-                elif status == NOTHING_LEFT:
-                    left.discard(queue)
-                # The slots of this scene are all workers': nobody else may use them meanwhile.
-                worker.land()
-                arrived += worker.arrived
-            for place in range(count):
-                assert process.chunks.state(place) != SAVED or scene.is_there(place)
-            if not left:
-                break
-        assert not left
-        assert sorted(place for load in scene.numbers(gpu) for place in load) == list(range(count))
-        assert all(process.chunks.state(place) == SAVED for place in range(count))
-        assert arrived == count * CHUNK
-    finally:
-        scene.close()
+def test_no_more_steps_are_made_than_are_kept() -> None:
+    scene = FillScene(["m" * (2 * STEPS_KEPT + 1)], steps=True)
+    found = []
+    worker = scene.workers[0]
+    for expected in (OUT_OF_TIME, OUT_OF_TIME, NOTHING_LEFT):
+        assert worker.fill(60) == expected
+        found.append(len(worker.steps()))
+    assert found == [STEPS_KEPT, STEPS_KEPT, 1]
+    silent = FillScene(["m"])
+    assert silent.run() == NOTHING_LEFT
+    assert silent.workers[0].steps() == []

@@ -1,4 +1,4 @@
-"""A lazy restore's window, the order in which memory is touched, and the settings."""
+"""Parts of a lazy restore: its windows, the order in which memory is touched, and the settings."""
 
 from __future__ import annotations
 

@@ -70,23 +70,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 
 class Plan:
-    """Who waits for blocks, and is told of them."""
+    """Who waits for blocks."""
 
-    def __init__(self, *wanted: int) -> None:
-        self.wanted = list(wanted)
-        self.mapped: list[int] = []
-        self.error: BaseException | None = None
+    def __init__(self) -> None:
+        self.needed: list[BlockKey] = []
+        self.mapped: list[BlockKey] = []
+        self.errors: list[BaseException] = []
 
     def due(self) -> BlockKey | None:
-        while self.wanted and self.wanted[0] in self.mapped:
-            self.wanted.pop(0)
-        return (b"s" * 16, self.wanted[0]) if self.wanted else None
+        return next((key for key in self.needed if key not in self.mapped), None)
 
     def map(self, key: BlockKey) -> None:
-        self.mapped.append(key[1])
+        self.mapped.append(key)
 
     def break_(self, error: BaseException) -> None:
-        self.error = error
+        self.errors.append(error)
 
 
 def blocks_of(count: int) -> list[Block]:
@@ -115,53 +113,66 @@ def test_blocks_are_mapped_in_their_order_beside_the_caller(gpu: Gpu) -> None:
     addresses = [memory.reserve(block) for block in blocks]
     assert len(set(addresses)) == 3
     memory.map(reversed(blocks), plan)
-    assert (gpu.order, plan.mapped) == ([], [])
-    gpu.may_map.release(3)
+    assert gpu.order == []
+    gpu.may_map.release(1)
+    until(lambda: plan.mapped == [blocks[2].key])
+    gpu.may_map.release(2)
     until(lambda: len(plan.mapped) == 3)
-    assert plan.mapped == gpu.order == [2, 1, 0]
-    assert sorted(gpu.mapped) == sorted(addresses)
+    assert gpu.order == [2, 1, 0]
+    assert gpu.mapped == list(reversed(addresses))
+    assert plan.mapped == [block.key for block in reversed(blocks)]
     memory.free()
     memory.free()
+    assert plan.errors == []
 
 
-def test_what_is_asked_for_is_mapped_next(gpu: Gpu) -> None:
+def test_what_is_due_is_mapped_next(gpu: Gpu) -> None:
     blocks, plan = blocks_of(6), Plan()
     memory = reserved(blocks)
     memory.map(blocks, plan)
     assert gpu.begun.acquire(timeout=PATIENCE)  # the first is being mapped
-    plan.wanted = [4, 99, 5]
+    plan.needed = [blocks[number].key for number in (4, 0, 5)]
     gpu.may_map.release(2)
-    for _ in range(2):
-        assert gpu.begun.acquire(timeout=PATIENCE)  # 4, and the one after it
-    assert plan.mapped == [0, 4]
-    plan.wanted = [5]
+    until(lambda: len(plan.mapped) == 2)
+    assert gpu.order == [0, 4]
     gpu.may_map.release(4)
     until(lambda: len(plan.mapped) == 6)
-    # One was begun before 5 was asked for: what is not a block of this memory is passed over.
-    assert plan.mapped == [0, 4, 1, 5, 2, 3]
+    assert gpu.order == [0, 4, 5, 1, 2, 3]
+    memory.free()
+
+
+def test_what_is_due_and_was_never_to_be_mapped_holds_nothing_up(gpu: Gpu) -> None:
+    blocks, plan = blocks_of(3), Plan()
+    plan.needed = [(b"x" * 16, 1)]
+    memory = reserved(blocks)
+    memory.map(blocks[1:], plan)
+    gpu.may_map.release(2)
+    until(lambda: len(plan.mapped) == 2)
+    assert gpu.order == [1, 2]
     memory.free()
 
 
 @pytest.mark.parametrize("failure", [DriverError("cuMemMap", 2, "CUDA_ERROR_OUT_OF_MEMORY"), MemoryError()])
-def test_the_plan_is_told_that_mapping_failed(gpu: Gpu, failure: BaseException) -> None:
+def test_a_plan_is_told_that_mapping_failed(gpu: Gpu, failure: BaseException) -> None:
     blocks, plan = blocks_of(5), Plan()
     memory = reserved(blocks)
     gpu.refused = {2: failure}
     memory.map(blocks, plan)
     gpu.may_map.release(5)
-    until(lambda: plan.error is not None)
-    assert plan.error is failure
-    assert plan.mapped == [0, 1], "what was mapped before is there"
+    until(lambda: bool(plan.errors))
     memory.free()
+    assert plan.errors == [failure]
+    assert gpu.order == [0, 1], "none is mapped after it"
+    assert plan.mapped == [blocks[0].key, blocks[1].key], "what was mapped before is there"
 
 
 def test_what_was_never_mapped_is_given_back(gpu: Gpu) -> None:
-    blocks = blocks_of(5)
+    blocks, plan = blocks_of(5), Plan()
     memory = reserved(blocks)
     memory.free()
     assert not gpu.reserved
     memory = reserved(blocks)
-    memory.map(blocks, Plan())
+    memory.map(blocks, plan)
     assert gpu.begun.acquire(timeout=PATIENCE)
     freeing = threading.Thread(target=memory.free, daemon=True)
     freeing.start()
@@ -171,6 +182,7 @@ def test_what_was_never_mapped_is_given_back(gpu: Gpu) -> None:
     freeing.join(PATIENCE)
     assert not freeing.is_alive()
     assert gpu.order == [0], "no further one is mapped"
+    assert plan.errors == []
 
 
 def test_without_a_thread_everything_is_given_back(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
