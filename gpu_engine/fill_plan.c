@@ -60,9 +60,9 @@ EXPORT void phos_fill_break(struct phos_fill_plan *plan)
 
 static void ask(struct phos_fill_plan *plan, uint32_t place)
 {
-    if (plan->state[place])
+    if (plan->state[place] & (PHOS_FILL_GIVEN | PHOS_FILL_ASKED))
         return;
-    plan->state[place] = PHOS_FILL_ASKED;
+    plan->state[place] |= PHOS_FILL_ASKED;
     struct phos_fill_queue *queue = &plan->queues[plan->places[place].queue];
     queue->asked[queue->tail++ % queue->count] = place;
 }
@@ -73,8 +73,9 @@ static void listen(struct phos_fill_plan *plan)
     for (uint32_t i = 0; i < plan->window_count; i++) {
         int64_t chunk;
         while ((chunk = phos_window_next(plan->windows[i].table, &plan->windows[i].head)) >= 0) {
-            if (chunk >= plan->count || plan->state[chunk])
+            if (chunk >= plan->count || plan->state[chunk] & (PHOS_FILL_GIVEN | PHOS_FILL_HEARD))
                 continue;
+            plan->state[chunk] |= PHOS_FILL_HEARD;
             plan->on_demand++;
             plan->on_demand_bytes += plan->places[chunk].size;
             ask(plan, (uint32_t)chunk);

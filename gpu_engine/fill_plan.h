@@ -65,6 +65,7 @@ struct phos_fill_plan {
 /* Bits of a place's state. */
 #define PHOS_FILL_GIVEN 1
 #define PHOS_FILL_ASKED 2 /* it is in its queue's ring, or has been */
+#define PHOS_FILL_HEARD 4 /* a process has asked for it */
 
 /* Neighbouring places that are loaded at once. */
 struct phos_fill_piece {
