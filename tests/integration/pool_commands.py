@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -76,4 +77,9 @@ def results(program: Program) -> list[str]:
 
 def wardens(site: Site) -> list[int]:
     """The first processes of the pid namespaces that were made."""
-    return [p.pid for p in site.processes() if p.name() == "phos-pool"]
+    found = []
+    for process in site.processes():
+        with suppress(psutil.NoSuchProcess):  # it has ended just now
+            if process.name() == "phos-pool":
+                found.append(process.pid)
+    return found
