@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import mmap
 import os
 import re
 import secrets
@@ -29,6 +30,7 @@ from phos.gpu_engine.process import GatedProcess
 from phos.images.errors import ImageError
 from phos.images.files import hash_segment, run_in_threads, segments
 from phos.images.formats import residue_file
+from phos.images.mapping import collapse, map_memory, unmap_memory
 from phos.images.source import ImageSource
 from phos.images.writer import COPY_THREADS, ImageWriter
 
@@ -39,11 +41,12 @@ SHARED_MEMORY = Path("/dev/shm")
 GRAIN = 2 << 20
 """Sizes are multiples of a huge page; the frontend leaves the first one unused."""
 
+COLLAPSED = 32 << 20  # bytes that one thread makes huge pages for at a time
+
 MODE = 0o600
 
 _FOLDER = re.compile(r"phos(-\d+)?")
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.residue")
-_HUGE_SHARED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def folder() -> Path:
@@ -149,6 +152,25 @@ class ResidueFile:
             os.close(directory)
         return ResidueFile(path, descriptor, size, uid, gid)
 
+    def find_pages(self) -> None:
+        """Allocate all of it, in huge pages if the kernel has any to spare, whatever the mount says of its files.
+
+        The driver pins what it saves into, page by page. Who maps small pages anew (a process that CRIU restores) finds
+        none of them in its page tables: 92,000 faults instead of 180.
+
+        Raises:
+            OSError: there is no memory, or no room.
+        """
+        places = segments(self.size, COLLAPSED)
+        address = map_memory(self.size, self.descriptor)
+        try:
+            for at, size in segments(self.size, GRAIN):  # a page of each, which the others join
+                os.posix_fallocate(self.descriptor, at, min(mmap.PAGESIZE, size))
+            run_in_threads([partial(collapse, address + at, size) for at, size in places], COPY_THREADS)
+        finally:
+            unmap_memory(address, self.size)
+        os.posix_fallocate(self.descriptor, 0, self.size)
+
     def discard(self) -> None:
         """Let it go: who has it mapped keeps the memory, nobody else can find it."""
         if self.descriptor < 0:
@@ -229,9 +251,7 @@ class DumpedResidues:
         name = f"{process.session.hex()}-{secrets.token_hex(4)}.residue"
         file = ResidueFile.make(folder() / name, size, *_owner(process.pid))
         try:
-            # Huge pages come only with the mapping that asks for them.
-            if "[advise]" not in _huge_shared():
-                os.posix_fallocate(file.descriptor, 0, size)
+            file.find_pages()
             status = os.fstat(file.descriptor)
             process.prepare_residue(str(file.path), size, status.st_dev, status.st_ino)
         except BaseException:
@@ -341,6 +361,9 @@ class RestoredResidues:
         """Copy the content out of the image, every hash checked; afterwards :attr:`error` says what went wrong."""
         try:
             for name, file in self._files:
+                if _room_for(file.size):
+                    with suppress(OSError):  # copying will say what is missing
+                        file.find_pages()
                 self._image.copy_file(name, file.descriptor)
         except (ImageError, OSError) as error:
             self.error = str(error)
@@ -378,10 +401,3 @@ def _make_again(residue: pb.Residue) -> ResidueFile:
         raise RestoreFailed(
             f"{path}, where the image's process has part of its memory, cannot be made: {error.strerror or error}."
         ) from error
-
-
-def _huge_shared() -> str:
-    try:
-        return _HUGE_SHARED.read_text()
-    except OSError:
-        return ""

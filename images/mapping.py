@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 
 HUGE_PAGE = 2 << 20
+
+COLLAPSE_ATTEMPTS = 3
+"""How often pages that somebody holds for a moment, the kernel for its lists for example, are tried again."""
 
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -59,6 +63,19 @@ def unmap_memory(address: int, size: int) -> None:
 def advise(address: int, size: int, advice: int) -> int:
     """madvise(2): 0, or an errno."""
     return 0 if _libc.madvise(address, size, advice) == 0 else ctypes.get_errno()
+
+
+def collapse(address: int, size: int) -> int:
+    """Make huge pages of the small ones that a mapped file in memory has (madvise(2), Linux 6.1): 0, or an errno.
+
+    Both are multiples of a huge page. Not all of the small pages need to be there: one in each huge page is enough.
+    """
+    code = 0
+    for _ in range(COLLAPSE_ATTEMPTS):
+        code = advise(address, size, MADV_COLLAPSE)
+        if code != errno.EAGAIN:
+            break
+    return code
 
 
 def view_of(address: int, size: int) -> memoryview:

@@ -16,12 +16,9 @@ from phos.images.chunk_hash import chunk_hash, zero_hash
 from phos.images.errors import ImageError
 from phos.images.files import allocate
 from phos.images.formats import HASH_SIZE, BlockKey, align_up
-from phos.images.mapping import HUGE_PAGE, MADV_COLLAPSE, MADV_POPULATE_WRITE, advise, has_huge_pages, map_memory
+from phos.images.mapping import HUGE_PAGE, MADV_POPULATE_WRITE, advise, collapse, has_huge_pages, map_memory
 from phos.images.new_files import NewFiles
 from phos.images.table import WrittenRun
-
-COLLAPSE_ATTEMPTS = 3
-"""How often pages that somebody holds for a moment, the kernel for its lists for example, are tried again."""
 
 
 class Stripe:
@@ -165,8 +162,7 @@ class MappedStripe(Stripe):
     def populate(self, offset: int, size: int) -> None:
         """Find the pages for a part of it, in bytes, both multiples of a huge page: huge ones, all of them zeros.
 
-        A tmpfs that is not mounted with huge=always gives a file small pages, unless it is asked to collapse some into
-        a huge one (madvise(2), Linux 6.1). Not all of these small ones need to be there: one is enough.
+        A tmpfs that is not mounted with huge=always gives a file small pages, unless it is asked to collapse some.
 
         Raises:
             OSError: there are none.
@@ -177,16 +173,9 @@ class MappedStripe(Stripe):
             for at in range(offset, offset + size, HUGE_PAGE):
                 if not allocate(self.fd, at, mmap.PAGESIZE):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            code = self._collapse(offset, size)
+            code = collapse(self.address + offset, size)
         if code:
             raise OSError(code, f"{os.strerror(code)} (for huge pages)")
-
-    def _collapse(self, offset: int, size: int) -> int:
-        for _ in range(COLLAPSE_ATTEMPTS):
-            code = advise(self.address + offset, size, MADV_COLLAPSE)
-            if code != errno.EAGAIN:
-                break
-        return code
 
     def place(self, size: int) -> int | None:
         """Where in the file so many bytes may be put; None: there is no more room."""

@@ -6,7 +6,6 @@ import errno
 import mmap
 import os
 import random
-import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +14,12 @@ import pytest
 
 from phos.gpu_engine import landing
 from phos.gpu_engine.landing import Landing
-from phos.images import stripe
+from phos.images import mapping, stripe
 from phos.images.mapping import HUGE_PAGE, MADV_COLLAPSE, has_huge_pages, map_memory, unmap_memory, view_of
 from phos.images.reader import Image
 from phos.images.writer import ImageWriter
 from tests.unit.image_sets import SESSION, inventory_of, read_block, skip
+from tests.unit.smaps import mapped_huge
 
 CHUNK = 1 << 20
 SEGMENT = 8 << 20
@@ -53,13 +53,6 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
 def opened(folder: Path) -> int:
     return os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def mapped_huge(address: int) -> int:
-    """How many bytes of the mapping at an address are mapped by huge pages of a tmpfs."""
-    smaps = Path("/proc/self/smaps").read_text()
-    (found,) = re.findall(rf"^{address:x}-.*?^ShmemPmdMapped:\s+(\d+) kB", smaps, re.MULTILINE | re.DOTALL)
-    return int(found) << 10
 
 
 @pytest.mark.parametrize("huge", ["never", "always"])
@@ -116,13 +109,13 @@ def test_pages_that_are_held_for_a_moment_are_tried_again(
     mount: Mount, monkeypatch: pytest.MonkeyPatch, times: int, fails: bool
 ) -> None:
     refusals = [errno.EAGAIN] * times
-    advise = stripe.advise
+    advise = mapping.advise
 
     def refuse(address: int, size: int, advice: int) -> int:
         assert advice == MADV_COLLAPSE
         return refusals.pop() if refusals else advise(address, size, advice)
 
-    monkeypatch.setattr(stripe, "advise", refuse)
+    monkeypatch.setattr(mapping, "advise", refuse)
     directory = opened(mount("never", "32m"))
     with ImageWriter(directory, stripes=1, chunk_size=CHUNK) as writer:
         address, size = writer.map_data(CHUNK, SEGMENT, MOST), writer.mapped_bytes
@@ -141,7 +134,7 @@ def test_where_there_are_none_the_image_is_written_as_ever(
     mount: Mount, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     if reason == "old kernel":
-        monkeypatch.setattr(stripe, "advise", lambda *_: errno.EINVAL)
+        monkeypatch.setattr(stripe, "collapse", lambda *_: errno.EINVAL)
     else:
         monkeypatch.setattr(landing, "SLOWEST", -1.0)  # long over
     folder = mount("never", "64m")
@@ -168,7 +161,7 @@ def test_the_first_failure_ends_the_others(mount: Mount, monkeypatch: pytest.Mon
     monkeypatch.setattr(landing, "SEGMENT_BYTES", SEGMENT)
     monkeypatch.setattr(landing, "PLACE_BYTES", MOST)
     monkeypatch.setattr(landing, "STEP_BYTES", HUGE_PAGE)
-    monkeypatch.setattr(stripe, "advise", lambda address, *_: asked.append(address) or errno.ENOMEM)
+    monkeypatch.setattr(stripe, "collapse", lambda address, *_: asked.append(address) or errno.ENOMEM)
     directory = opened(mount("never", "1g"))
     with ImageWriter(directory, stripes=1, chunk_size=CHUNK) as writer:
         assert Landing.prepare(writer, 50 * SEGMENT, 1 << 30) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,11 @@ from phos.gpu_engine.errors import Mispredicted, PhosError, RestoreFailed
 from phos.gpu_engine.residue import DumpedResidues, ResidueFile, RestoredResidues
 from phos.images import formats
 from phos.images.errors import ImageError
+from phos.images.mapping import HUGE_PAGE, can_collapse, map_memory, unmap_memory, view_of
 from phos.images.reader import Image
 from phos.images.writer import ImageWriter
 from tests.unit.image_sets import SESSION
+from tests.unit.smaps import mapped_huge
 
 MiB = 1 << 20
 SIZE = 70 * MiB  # more than one segment of the hashes
@@ -104,6 +107,31 @@ def test_a_file_is_made_locked_and_let_go(memory: Path) -> None:
     assert left(memory), "a file that is in use was swept away"
     files.discard()
     assert not left(memory)
+
+
+@pytest.mark.skipif(not can_collapse(), reason="the kernel makes no huge pages on request")
+def test_who_maps_a_file_anew_finds_huge_pages() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        path = Path(name) / "phos" / f"{'0' * 32}-{'a' * 8}.residue"
+        file = ResidueFile.make(path, SIZE, os.geteuid(), os.getegid())
+        file.find_pages()
+        assert os.stat(path).st_size == SIZE
+        address = map_memory(SIZE, file.descriptor)
+        try:
+            assert bytes(view_of(address, SIZE)[::HUGE_PAGE]) == bytes(SIZE // HUGE_PAGE)
+            assert mapped_huge(address) == SIZE
+        finally:
+            unmap_memory(address, SIZE)
+            file.discard()
+
+
+@pytest.mark.parametrize("size", [5, MiB + 5, residue.GRAIN + 1])
+def test_finding_pages_makes_no_file_longer(memory: Path, size: int) -> None:
+    file = ResidueFile.make(residue.folder() / f"{'0' * 32}-{'a' * 8}.residue", size, os.geteuid(), os.getegid())
+    file.find_pages()
+    status = os.stat(file.path)
+    assert status.st_size == size <= status.st_blocks * 512
+    file.discard()
 
 
 def test_what_the_last_checkpoint_needed_decides_the_size() -> None:
