@@ -10,6 +10,7 @@ has the driver checkpoint and restore a third process. No phosd is involved.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import subprocess
 import sys
@@ -39,7 +40,8 @@ SMALL = Sizes(64 * MIB, 2 * MIB, 8)
 
 class Load(NamedTuple):
     """How the other process copies: MiB of a piece, pieces under way, seconds of pause after each; to the host unless
-    ``inward``. ``back``: bytes that go to the host after each piece that came from there.
+    ``inward``. ``back``: bytes that go to the host after each piece that came from there. ``kernel``: no copy engine
+    copies, but a kernel does; ``hashed``: the GPU hashes each piece that has come, before the next one comes.
     """
 
     piece: int
@@ -47,6 +49,8 @@ class Load(NamedTuple):
     pause: float = 0.0
     inward: bool = False
     back: int = 0
+    kernel: bool = False
+    hashed: bool = False
 
 
 LOADS = {
@@ -66,9 +70,22 @@ LOADS = {
     "to the GPU: 4 MiB, 16, and 64 bytes back": Load(4, 16, inward=True, back=64),
     "to the GPU: 4 MiB, 1": Load(4, 1, inward=True),
     "to the GPU: 2 MiB, 1": Load(2, 1, inward=True),
+    "to the GPU: 16 MiB, 4, hashed": Load(16, 4, inward=True, hashed=True),
+    "to the GPU: 4 MiB, 16, hashed": Load(4, 16, inward=True, hashed=True),
+    "to the GPU: 16 MiB, 4, by kernels": Load(16, 4, inward=True, kernel=True),
+    "to the GPU: 4 MiB, 8, by kernels": Load(4, 8, inward=True, kernel=True),
+    "16 MiB, 4, by kernels": Load(16, 4, kernel=True),
+    "4 MiB, 8, by kernels": Load(4, 8, kernel=True),
 }
 
-SMALL_LOADS = ("none", "16 MiB, 2", "4 MiB, 1, half the time", "to the GPU: 4 MiB, 16, and 64 bytes back")
+SMALL_LOADS = (
+    "none",
+    "16 MiB, 2",
+    "4 MiB, 1, half the time",
+    "to the GPU: 4 MiB, 16, and 64 bytes back",
+    "to the GPU: 4 MiB, 16, hashed",
+    "4 MiB, 8, by kernels",
+)
 
 SMALL_APPLICATION = """
 import sys
@@ -107,6 +124,57 @@ def _use_gpu() -> Any:
     return device
 
 
+SPAN, THREADS = 65536, 256  # of a thread block; of content_hash.cu as well
+
+COPY = """
+extern "C" __global__ void __launch_bounds__(256) copy(uint4 *to, const uint4 *from)
+{
+    unsigned long long at = blockIdx.x * 4096ull + threadIdx.x;
+    for (int i = 0; i < 16; i += 4, at += 1024) {
+        uint4 a = from[at], b = from[at + 256], c = from[at + 512], d = from[at + 768];
+        to[at] = a, to[at + 256] = b, to[at + 512] = c, to[at + 768] = d;
+    }
+}
+"""
+
+
+class Kernels:
+    """One that copies, in either direction, and the one that phosd hashes with what has arrived."""
+
+    def __init__(self) -> None:
+        from cuda.bindings import driver as cuda
+
+        sys.path.insert(0, str(process.EXAMPLES))
+        from cuda_program import compile_ptx
+
+        image = (Path(__file__).resolve().parent.parent / "gpu_engine" / "content_hash.ptx").read_bytes()
+        self._hash = self._kernel(image, b"phos_arrival_hash")
+        self._copy = self._kernel(compile_ptx(COPY, "compute_75"), b"copy")
+        self._room, self._sums = int(_check(cuda.cuMemAlloc(MIB))), int(_check(cuda.cuMemHostAlloc(MIB, 0)))
+        _check(cuda.cuMemsetD8(self._room, 0, MIB))
+
+    @staticmethod
+    def _kernel(image: bytes, name: bytes) -> Any:
+        from cuda.bindings import driver as cuda
+
+        return _check(cuda.cuModuleGetFunction(_check(cuda.cuModuleLoadData(image + b"\0")), name))
+
+    @staticmethod
+    def _launch(kernel: Any, size: int, stream: Any, *arguments: int) -> None:
+        from cuda.bindings import driver as cuda
+
+        values = arguments, (ctypes.c_uint64,) * len(arguments)
+        _check(cuda.cuLaunchKernel(kernel, size // SPAN, 1, 1, THREADS, 1, 1, 0, stream, values, 0))
+
+    def hash(self, memory: int, size: int, stream: Any) -> None:
+        """Hash what has come, in chunks of 4 MiB."""
+        self._launch(self._hash, size, stream, memory, 4 * MIB, self._room, self._sums)
+
+    def copy(self, to: int, source: int, size: int, stream: Any) -> None:
+        """Copy without a copy engine."""
+        self._launch(self._copy, size, stream, to, source)
+
+
 def copy_until_closed(load: Load, size: int) -> None:
     """Copy until standard input ends; print READY after the first round and GB/s at the end."""
     import select
@@ -116,6 +184,7 @@ def copy_until_closed(load: Load, size: int) -> None:
     _use_gpu()
     host, memory = int(_check(cuda.cuMemHostAlloc(size, 0))), int(_check(cuda.cuMemAlloc(size)))
     _check(cuda.cuMemsetD8(memory, 1, size))
+    kernels = Kernels() if load.kernel or load.hashed else None
     stream = _check(cuda.cuStreamCreate(1))
     events = [_check(cuda.cuEventCreate(2)) for _ in range(load.depth)]
     piece = load.piece * MIB
@@ -128,9 +197,14 @@ def copy_until_closed(load: Load, size: int) -> None:
                 until = time.perf_counter() + load.pause
                 while time.perf_counter() < until:
                     pass
-            if load.inward:
+            if kernels is not None and load.kernel:
+                to, source = (memory, host) if load.inward else (host, memory)
+                kernels.copy(to + at, source + at, piece, stream)
+            elif load.inward:
                 _check(cuda.cuMemcpyHtoDAsync(memory + at, host + at, piece, stream))
-            if not load.inward or load.back:
+            if kernels is not None and load.hashed:
+                kernels.hash(memory + at, piece, stream)
+            if not load.kernel and (not load.inward or load.back):
                 _check(cuda.cuMemcpyDtoHAsync(host + at, memory + at, load.back or piece, stream))
             _check(cuda.cuEventRecord(event, stream))
             number += 1
@@ -216,8 +290,11 @@ def measure(load: Load | None, sizes: Sizes, blocks: Blocks, application: int, r
 def main() -> None:
     """Run as a program."""
     if sys.argv[1:2] == ["--copy"]:
-        piece, depth, pause, inward, back = sys.argv[3:8]
-        copy_until_closed(Load(int(piece), int(depth), float(pause), inward == "True", int(back)), int(sys.argv[2]))
+        piece, depth, pause, inward, back, kernel, hashed = sys.argv[3:10]
+        load = Load(
+            int(piece), int(depth), float(pause), inward == "True", int(back), kernel == "True", hashed == "True"
+        )
+        copy_until_closed(load, int(sys.argv[2]))
         return
     parser = harness.options(__doc__ or "", budget=120)
     parser.add_argument("--only", action="append", choices=LOADS, help="of the loads; may be repeated")

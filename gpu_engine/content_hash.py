@@ -71,8 +71,8 @@ class ContentHasher:
         if device not in self._kernels:
             context = driver.context(device)
             image = Path(__file__).with_name("content_hash.ptx").read_bytes()
-            self._kernels[device] = context.kernel(image, "phos_content_hash")
-            self._arrival_kernels[device] = context.kernel(image, "phos_arrival_hash")
+            names = "phos_content_hash", "phos_arrival_hash"
+            self._kernels[device], self._arrival_kernels[device] = context.kernels(image, *names)
             self._lanes[device] = driver.Lane(context)
 
     def hash(self, blocks: Sequence[Block], mapped: MappedBlocks, chunk_bytes: int = CHUNK_BYTES) -> list[bytes]:

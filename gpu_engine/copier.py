@@ -2,7 +2,8 @@
 
 Each worker thread owns two slots of the ring and one stream a GPU: while it writes one slot to the image (or fills one
 from it), the copy engine works on the other. The streams of all workers feed one copy engine, so it always has work
-queued. Where the GPU writes into the image itself while processes compute, all share one stream (shared_lane()).
+queued. Where the GPU writes into the image itself while processes compute, all share one stream (shared_lane()), and
+so do all copies to a GPU (fill_loop.c says why).
 What is copied out when, Python decides, for several pieces at a time (copy_loop.c); loading is native (fill_loop.c).
 """
 
@@ -35,7 +36,7 @@ from phos.gpu_engine.copy_work import (
     known_spans,
 )
 from phos.gpu_engine.errors import DriverError
-from phos.gpu_engine.fill_plan import FillPlan
+from phos.gpu_engine.fill_plan import FillLanes, FillPlan
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
 from phos.gpu_engine.shared_workers import Lease, SharedWorkers
@@ -167,7 +168,7 @@ class Copier:
         self._ring: driver.PinnedBuffer | None = None
         self._workers: list[_Worker] = []
         self._shared: SharedWorkers[_Worker] | None = None
-        self._lanes: dict[int, driver.Lane] = {}
+        self._lanes: dict[tuple[int, bool], driver.Lane] = {}  # by GPU, and whether they are for what comes to it
         self._making = threading.Lock()  # guards _ring, _workers, _shared and _lanes
 
     @property
@@ -188,16 +189,16 @@ class Copier:
                 self._shared = SharedWorkers(self._workers)
             return self._shared
 
-    def shared_lane(self, device: int) -> driver.Lane:
-        """A stream for copies whose workers have permits, and for what they wait for besides.
+    def shared_lane(self, device: int, *, inward: bool = False) -> driver.Lane:
+        """A stream for copies whose workers have permits, and for what they wait for besides; ``inward``: for loading.
 
         As little as is under way then is all in one stream: four chunks of 4 MiB at a time in four streams come at
         15 GB/s while a process computes, of the bus's 55 (an H100).
         """
         with self._making:
-            if device not in self._lanes:
-                self._lanes[device] = driver.Lane(driver.context(device))
-            return self._lanes[device]
+            if (device, inward) not in self._lanes:
+                self._lanes[device, inward] = driver.Lane(driver.context(device))
+            return self._lanes[device, inward]
 
     def release(self) -> None:
         """Give the ring back. No job may be under way."""
@@ -343,9 +344,13 @@ class Copier:
                     raise Cancelled
                 return lease.leave()
 
+            def lanes(device: int) -> FillLanes:
+                shared = self.shared_lane(device, inward=True)
+                return FillLanes(worker.copy_lane(device), worker.copy_lane_on(shared, device))
+
             with worker.quiet_afterwards():
                 slots = [view for _, view in worker.slots]
-                filler = Filler(worker.number, slots, worker.copy_lane, plan, reading, arrived, trace, roams=roams)
+                filler = Filler(worker.number, slots, lanes, plan, reading, arrived, trace, roams=roams)
                 if filler.run(leave):
                     lease.over()
 

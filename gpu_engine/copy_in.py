@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic
 
-from phos.gpu_engine.copy_lane import CHANGED, CopyFailed, NativeLane
+from phos.gpu_engine.copy_lane import CHANGED, CopyFailed
 from phos.gpu_engine.copy_trace import CopyTrace
 from phos.gpu_engine.copy_work import MAPPING_SECONDS, Item, Reading
-from phos.gpu_engine.fill_plan import BROKEN, GET, NOTHING_LEFT, NOTHING_YET, FillPlan, FillWorker
+from phos.gpu_engine.fill_plan import BROKEN, GET, NOTHING_LEFT, NOTHING_YET, FillLanes, FillPlan, FillWorker
 
 TURN_SECONDS = 0.01
 """For so long a worker fills before it looks whether it is wanted elsewhere."""
@@ -23,7 +23,7 @@ class Filler(Generic[Item]):
         self,
         number: int,
         slots: Sequence[memoryview],
-        lane: Callable[[int], NativeLane],
+        lanes: Callable[[int], FillLanes],
         plan: FillPlan[Item],
         reading: Reading[Item],
         arrived: Callable[[int], None],
@@ -31,7 +31,7 @@ class Filler(Generic[Item]):
         *,
         roams: bool = False,
     ) -> None:
-        """``number``: the worker's; ``lane``: its lane on a GPU, which makes that GPU's context current.
+        """``number``: the worker's; ``lanes``: its lanes on a GPU, which makes that GPU's context current.
 
         ``arrived`` is told how many bytes have, ``trace`` of what has been queued. ``roams``: there are fewer workers
         than GPUs, and whoever waits for one is not to wait for all of another.
@@ -39,7 +39,7 @@ class Filler(Generic[Item]):
         self._roams = roams
         self._number = number
         self._slots = slots
-        self._lane_on = lane
+        self._lanes_on = lanes
         self._plan = plan
         self._reading = reading
         self._arrived = arrived
@@ -95,13 +95,13 @@ class Filler(Generic[Item]):
         if queue not in self._workers:
             device, check = self._plan.devices[queue], self._reading.check
             rooms = None if check is None else check.rooms(self._number, device)
-            lane = self._lane_on(device)
-            self._workers[queue] = FillWorker(self._plan, queue, lane, rooms, steps=self._trace is not None)
+            lanes = self._lanes_on(device)
+            self._workers[queue] = FillWorker(self._plan, queue, lanes, rooms, steps=self._trace is not None)
         worker = self._workers[queue]
         if worker is not self._current:
             if self._current is not None:
                 self._report(self._current, self._current.land)  # its slots are the other's as well
-            self._lane_on(self._plan.devices[queue])
+            self._lanes_on(self._plan.devices[queue])
             self._current = worker
         return worker
 

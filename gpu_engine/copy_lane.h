@@ -21,6 +21,7 @@ struct phos_copy_driver {
     int (*record)(void *event, void *stream);
     int (*wait)(void *event);
     int (*query)(void *event);
+    int (*stream_wait)(void *stream, void *event, unsigned flags);
 };
 
 struct phos_copy_lane {
@@ -31,7 +32,7 @@ struct phos_copy_lane {
 };
 
 /* What went wrong, besides the status. */
-enum { READING = 1, APPENDING, CHANGED, MEMCPY_TO_DEVICE, MEMCPY_TO_HOST, MEMSET, LAUNCH, RECORD, WAIT, QUERY };
+enum { READING = 1, APPENDING, CHANGED, MEMCPY_TO_DEVICE, MEMCPY_TO_HOST, MEMSET, LAUNCH, RECORD, WAIT, QUERY, STREAM_WAIT };
 
 struct phos_copy_failure {
     uint32_t call;

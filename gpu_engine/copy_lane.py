@@ -19,6 +19,7 @@ CALLS = (
     ("cuEventRecord", "cuEventRecord"),
     ("cuEventSynchronize", "cuEventSynchronize"),
     ("cuEventQuery", "cuEventQuery"),
+    ("cuStreamWaitEvent", "cuStreamWaitEvent"),
 )
 """struct phos_copy_driver; as something that fails they are counted from CHANGED + 1 on."""
 

@@ -191,12 +191,14 @@ class Context:
         finally:
             _check("cuMemRelease", cuda.cuMemRelease(handle))
 
-    def kernel(self, image: bytes, name: str) -> Kernel:
-        """A kernel of a module in PTX or machine code, loaded for good."""
+    def kernels(self, image: bytes, *names: str) -> list[Kernel]:
+        """Kernels of a module in PTX or machine code, loaded for good."""
         self.use()
         module = _check("cuModuleLoadData", cuda.cuModuleLoadData(image + b"\0"), f"on GPU {self.ordinal}")
-        function = _check("cuModuleGetFunction", cuda.cuModuleGetFunction(module, name.encode()), name)
-        return Kernel(name, function)
+        functions = [
+            _check("cuModuleGetFunction", cuda.cuModuleGetFunction(module, name.encode()), name) for name in names
+        ]
+        return [Kernel(name, function) for name, function in zip(names, functions, strict=True)]
 
     def reserve(self, size: int) -> int:
         """A range of addresses for :meth:`map_block`, with nothing behind it."""

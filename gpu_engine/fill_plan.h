@@ -37,6 +37,7 @@ struct phos_fill_queue {
     uint32_t left;         /* places that nobody has been given */
     uint32_t *asked;       /* a ring of `count` places that somebody waits for */
     uint64_t head, tail;   /* in the ring: how many have been taken out, and put in */
+    uint64_t queued;       /* bytes that were queued to be copied; atomically */
 };
 
 struct phos_fill_window {
@@ -58,7 +59,7 @@ struct phos_fill_plan {
     uint32_t join_bytes; /* most in one piece, zeros apart */
     uint64_t on_demand, on_demand_bytes; /* places that went before others because a process waited for them */
     uint32_t broken;                     /* not 0: nothing of it can be had any more; atomically */
-    uint32_t zero;
+    uint32_t breathes; /* not 0: others need the copy engines as well, see fill_loop.c; atomically */
     pthread_mutex_t lock; /* guards the queues, windows, state, on_demand and on_demand_bytes */
 };
 

@@ -48,6 +48,7 @@ class _Queue(ctypes.Structure):
         ("asked", ctypes.c_void_p),
         ("head", ctypes.c_uint64),
         ("tail", ctypes.c_uint64),
+        ("queued", ctypes.c_uint64),
     )
 
 
@@ -75,7 +76,7 @@ class _Plan(ctypes.Structure):
         ("on_demand", ctypes.c_uint64),
         ("on_demand_bytes", ctypes.c_uint64),
         ("broken", ctypes.c_uint32),
-        ("zero", ctypes.c_uint32),
+        ("breathes", ctypes.c_uint32),
     )
 
 
@@ -109,6 +110,7 @@ class _Worker(ctypes.Structure):
 
     _fields_ = (
         ("lane", LaneRecord),
+        ("copies", LaneRecord),
         ("loads", _Load * SLOTS),
         ("hash_kernel", ctypes.c_void_p),
         ("rooms", ctypes.c_uint64 * SLOTS),
@@ -274,7 +276,7 @@ class FillPlan(Generic[Item]):
         self._asked = [(u32 * len(each))() for each in orders]
         self._queues = (_Queue * len(orders))(
             *(
-                _Queue(ctypes.addressof(each), len(each), 0, len(each), ctypes.addressof(asked), 0, 0)
+                _Queue(ctypes.addressof(each), len(each), 0, len(each), ctypes.addressof(asked))
                 for each, asked in zip(self._orders, self._asked, strict=True)
             )
         )
@@ -283,7 +285,7 @@ class FillPlan(Generic[Item]):
         self._mapped, self._needed = (u32 * len(places.blocks))(), (u32 * len(places.blocks))()
         self._room = (ctypes.c_uint64 * -(-_library().phos_fill_plan_size() // 8))()
         self.address = ctypes.addressof(self._room)
-        plan = _Plan.from_buffer(self._room)
+        self._plan = plan = _Plan.from_buffer(self._room)
         plan.places = ctypes.addressof(self._packed)
         plan.queues = ctypes.addressof(self._queues)
         plan.windows = ctypes.addressof(self._windows)
@@ -292,6 +294,7 @@ class FillPlan(Generic[Item]):
         plan.mapped, plan.needed = ctypes.addressof(self._mapped), ctypes.addressof(self._needed)
         plan.count, plan.queue_count, plan.window_count = len(places), len(orders), len(windows)
         plan.join_bytes = join_bytes
+        plan.breathes = True
         _library().phos_fill_begin(self.address)
 
     def __del__(self) -> None:
@@ -321,6 +324,10 @@ class FillPlan(Generic[Item]):
         """What :meth:`break_` was told."""
         with self._lock:
             return self._error or RuntimeError("the plan is not broken")
+
+    def all_are_back(self) -> None:
+        """Nobody is being brought back beside the copies any more: they need not leave the copy engines to others."""
+        self._plan.breathes = False
 
     # What is waited for.
 
@@ -366,11 +373,19 @@ class FillStep(NamedTuple):
     urgent: bool
 
 
+class FillLanes(NamedTuple):
+    """Where a worker queues what it does on a GPU."""
+
+    own: NativeLane
+    copies: NativeLane
+    """Its part of the stream that all copies to that GPU are in."""
+
+
 class FillWorker:
     """A worker's use of one GPU for a plan. Of one thread, in which that GPU's context is current."""
 
     def __init__(
-        self, plan: FillPlan[Any], queue: int, lane: NativeLane, rooms: HashRooms | None, *, steps: bool = False
+        self, plan: FillPlan[Any], queue: int, lanes: FillLanes, rooms: HashRooms | None, *, steps: bool = False
     ) -> None:
         """``queue``: the GPU's number in the plan. ``rooms``: to hash what has arrived; None: nothing is hashed.
 
@@ -378,8 +393,9 @@ class FillWorker:
         """
         self._plan = plan
         self._queue = queue
-        self._lane = lane
-        self._worker = worker = _Worker(lane=lane.record, span_bytes=SPAN_BYTES, threads=THREADS)
+        self._lanes = lanes
+        own, copies = lanes.own.record, lanes.copies.record
+        self._worker = worker = _Worker(lane=own, copies=copies, span_bytes=SPAN_BYTES, threads=THREADS)
         self._steps = (_Step * STEPS_KEPT)() if steps else None
         if self._steps is not None:
             worker.steps, worker.steps_most = self._steps, STEPS_KEPT

@@ -385,6 +385,10 @@ class Restore(ABC):
             self._computing.add(pid)
             self._settle()
 
+    def _all_compute(self) -> bool:
+        with self._lock:
+            return len(self._computing) == self._waiting_for
+
     def _settle(self) -> None:
         """The end, if all data is there and all processes compute; with the lock held."""
         if len(self._computing) == self._waiting_for and self.state == "loaded":

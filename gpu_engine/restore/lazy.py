@@ -141,7 +141,16 @@ class LazyRestore(Restore):
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
         how = manner(self._image, self._copier, len({block.device for block in blocks}))
         self._plan = self._make_plan(how)
+        self._stop_breathing()
         self._pour(blocks, how)
+
+    def _computes(self, pid: int) -> None:
+        super()._computes(pid)
+        self._stop_breathing()
+
+    def _stop_breathing(self) -> None:
+        if self._plan is not None and self._all_compute():
+            self._plan.all_are_back()
 
     def _make_plan(self, how: Manner) -> FillPlan[Extent]:
         """What is loaded when."""

@@ -273,6 +273,8 @@ class PooledRestore(LazyRestore):
     def _fill(self, blocks: list[Block]) -> None:
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
         assert self._how is not None
+        assert self._plan is not None
+        self._plan.all_are_back()  # but for their memory: mapping it needs no copy engine
         self._pour(blocks, self._how)
 
     def _may_attach(self) -> bool:
@@ -282,9 +284,7 @@ class PooledRestore(LazyRestore):
 
     def _computes(self, pid: int) -> None:
         super()._computes(pid)
-        with self._lock:
-            all_run = len(self._computing) == self._waiting_for
-        if all_run:
+        if self._all_compute():
             self.running.set()
 
     def fail(self, reason: str, state: str = "failed") -> None:

@@ -288,7 +288,13 @@ def test_page_lock(site: Site) -> None:
 def test_copy_load(site: Site) -> None:
     """A row for each load, and what was copied where there was one."""
     rows = {row["key"]: row for row in smoke(site, "copy_load")["rows"]}
-    loaded = {"16 MiB, 2", "4 MiB, 1, half the time", "to the GPU: 4 MiB, 16, and 64 bytes back"}
+    loaded = {
+        "16 MiB, 2",
+        "4 MiB, 1, half the time",
+        "to the GPU: 4 MiB, 16, and 64 bytes back",
+        "to the GPU: 4 MiB, 16, hashed",
+        "4 MiB, 8, by kernels",
+    }
     assert set(rows) == {"none", *loaded}
     assert all(row["import_us"] > 0 < row["map_us"] and row["restore_s"] > 0 for row in rows.values())
     assert "copied_gb_s" not in rows["none"]

@@ -15,7 +15,7 @@ from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.copy_lane import CALLS, NativeLane
 from phos.gpu_engine.copy_work import SLOTS, HashRooms
 from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable
-from phos.gpu_engine.fill_plan import ALL_ZEROS, ELSEWHERE, GET, IN_MEMORY, FillPlan, FillWorker
+from phos.gpu_engine.fill_plan import ALL_ZEROS, ELSEWHERE, GET, IN_MEMORY, FillLanes, FillPlan, FillWorker
 from tests.unit.cow_scene import Process
 from tests.unit.fill_places import FillPlace, packed
 
@@ -24,6 +24,8 @@ SESSION = b"s" * 16
 BASE = 1 << 40
 NOT_READY = 600
 KERNEL = 4711
+COPIES = 500
+"""The streams that copies are in have numbers from here on."""
 
 
 @dataclass
@@ -55,6 +57,8 @@ class Engine:
         self.when: Callable[[], None] = lambda: None
         """Called before something is filled, waited for or asked."""
         self.failures: list[BaseException] = []
+        self.breaths: list[tuple[int, int]] = []
+        """Events that a stream of copies waits for, and how many moves had been queued before."""
         self._open: dict[int, list[Move]] = {}  # by stream: behind which no event is
         self._behind: dict[int, list[Move]] = {}  # by event
         integer, address, size, u32 = ctypes.c_int, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_uint32
@@ -69,6 +73,7 @@ class Engine:
             "cuEventRecord": (self._record, [address, address]),
             "cuEventSynchronize": (self._wait, [address]),
             "cuEventQuery": (self._query, [address]),
+            "cuStreamWaitEvent": (self._follow, [address, address, u32]),
         }
         self._kept = [
             ctypes.CFUNCTYPE(integer, *kinds[name][1])(self._guarded(name, kinds[name][0])) for name, _ in CALLS
@@ -92,6 +97,7 @@ class Engine:
         raise AssertionError("nobody saves")
 
     def _fill(self, move: Move) -> int:
+        assert move.zeros == (move.stream < COPIES)
         self.moves.append(move)
         self._open.setdefault(move.stream, []).append(move)
         return 0
@@ -113,8 +119,17 @@ class Engine:
         return 0
 
     def _record(self, event: int, stream: int) -> int:
-        assert not any(not move.reached for move in self._behind.get(event, [])), "the event is another load's still"
+        assert all(move.reached for move in self._behind.get(event, [])), "the event is another load's still"
         self._behind[event] = self._open.pop(stream)
+        return 0
+
+    def _follow(self, stream: int, event: int, flags: int) -> int:
+        assert not flags
+        if stream >= COPIES:
+            self.breaths.append((event, len(self.moves)))
+        else:
+            assert all(move.stream >= COPIES for move in self._behind[event]), "it waits for no copy"
+            self._open.setdefault(stream, []).extend(self._behind[event])
         return 0
 
     def _reach(self, event: int) -> int:
@@ -216,14 +231,19 @@ class FillScene:
 
     def worker(self, queue: int = 0, *, hashed: bool = False, steps: bool = False) -> FillWorker:
         """A further worker on a GPU."""
-        stream = mock.Mock(handle=100 + self.plan.devices[queue])
+        device = self.plan.devices[queue]
         first = 10 * len(getattr(self, "workers", [])) + 1000 * (queue + 1)
         slots = [ctypes.create_string_buffer(64 * self.size) for _ in range(SLOTS)]
         sums = [ctypes.create_string_buffer(64 * 16) for _ in range(SLOTS)]
         with mock.patch.object(copy_lane, "_driver_table", return_value=self.engine.table):
-            lane = NativeLane(stream, [first, first + 1], [ctypes.addressof(slot) for slot in slots])
+            lanes = FillLanes(
+                *(
+                    NativeLane(mock.Mock(handle=handle), [event, event + 1], [ctypes.addressof(slot) for slot in slots])
+                    for handle, event in ((100 + device, first), (COPIES + device, first + 2))
+                )
+            )
         rooms = HashRooms(KERNEL, [7000, 8000], [ctypes.addressof(each) for each in sums]) if hashed else None
-        worker = FillWorker(self.plan, queue, lane, rooms, steps=steps)
+        worker = FillWorker(self.plan, queue, lanes, rooms, steps=steps)
         worker.kept = slots, sums  # type: ignore[attr-defined]
         return worker
 
@@ -289,7 +309,7 @@ class FillScene:
             place = self.places[number]
             assert (place.key, place.address) == (self.places[first].key, move.address + at)
             assert move.data[at : at + place.size] == self.data[number]
-            assert move.stream == 100 + place.device
+            assert move.stream == (100 if move.zeros else COPIES) + place.device
             assert move.zeros == (place.content is None)
             numbers.append(number)
             at += place.size

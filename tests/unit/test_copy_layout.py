@@ -184,6 +184,7 @@ def test_calls_are_numbered_as_in_the_source(layout: Layout) -> None:
         "record": "cuEventRecord",
         "wait": "cuEventSynchronize",
         "query": "cuEventQuery",
+        "stream_wait": "cuStreamWaitEvent",
     }
     calls = [name for name, _ in copy_lane.CALLS]
     members = sorted((offset, name) for name, (offset, _) in layout["copy_driver"].items() if name)

@@ -421,6 +421,7 @@ def refuse(call: str, code: int) -> None:
         ("cuEventRecord", ["aa"], True),
         ("cuEventSynchronize", ["aaaa"], False),
         ("cuEventQuery", ["aa"], True),
+        ("cuStreamWaitEvent", ["0a"], True),
     ],
 )
 def test_what_the_driver_refuses_is_named(
@@ -433,7 +434,7 @@ def test_what_the_driver_refuses_is_named(
     with pytest.raises(DriverError, match=call) as caught:
         scene.run()
     assert "719" in str(caught.value)
-    if call in ("cuMemcpyHtoDAsync", "cuLaunchKernel"):
+    if call in ("cuMemcpyHtoDAsync", "cuLaunchKernel", "cuStreamWaitEvent"):
         assert scene.saved() == [0], "what was there before counts"
     else:
         assert set(scene.saved()) <= {0}
