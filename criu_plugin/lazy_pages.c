@@ -1,19 +1,26 @@
 /*
  * `phos-gpu restore --lazy` starts `criu lazy-pages` and `criu restore` at the same moment, and the one that restores waits
  * here for the other: CRIU connects to it only after the plugins' init (cr-restore.c), and takes 50 ms to get to that.
+ * Later it waits until the other has filled a process that is being filled (lazy_fill/): before the process runs, nothing
+ * interferes with that, and nobody meets with memory that is not there.
  */
 #include "phos_plugin.h"
 
+#include <errno.h>
 #include <fcntl.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
 #define SOCKET "lazy-pages.socket" /* in the image directory; CRIU's uffd.c */
 #define LOOK_NS 1000000
 #define LOOKS 20000
+#define FILL_SECONDS 10
 
 /* The letter of a process's state in /proc/PID/stat; 0: there is none. */
 static char state_of(int pid)
@@ -35,10 +42,34 @@ static char state_of(int pid)
 	return name_end && name_end[1] ? name_end[2] : 0;
 }
 
-int phos_wait_lazy_pages(void)
+static int server(void)
 {
 	const char *said = getenv("PHOS_LAZY_PAGES");
-	int pid = said ? atoi(said) : 0;
+
+	return said ? atoi(said) : 0;
+}
+
+void phos_wait_lazy_fill(void)
+{
+	struct timeval patience = { .tv_sec = FILL_SECONDS };
+	struct sockaddr_un address = { .sun_family = AF_UNIX };
+	int size = snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "phos-lazy-fill-%d", server());
+	int connected = server() > 0 ? socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0) : -1;
+	char nothing;
+
+	if (connected < 0)
+		return;
+	setsockopt(connected, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
+	/* It listens while it fills, and hangs up. */
+	if (!connect(connected, (struct sockaddr *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)size)) &&
+	    read(connected, &nothing, 1) < 0 && errno == EAGAIN)
+		pr_warn("criu lazy-pages (pid %d) has not filled a process within %d s\n", server(), FILL_SECONDS);
+	close(connected);
+}
+
+int phos_wait_lazy_pages(void)
+{
+	int pid = server();
 
 	if (pid <= 0)
 		return 0;

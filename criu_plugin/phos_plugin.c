@@ -92,6 +92,7 @@ static int phos_plugin_resume_devices_late(int pid)
 	bool park;
 	int thread;
 
+	phos_wait_lazy_fill();
 	if (phos_link_task_restored(pid, &park, &thread))
 		return -1;
 	return park ? phos_park(pid, thread) : 0;

@@ -50,5 +50,7 @@ int phos_park(int pid, int thread);
 
 /* Returns when the server of a lazy restore that was started beside CRIU listens; at once if none was. */
 int phos_wait_lazy_pages(void);
+/* Returns when that server is not about to fill a process's memory. */
+void phos_wait_lazy_fill(void);
 
 #endif

@@ -161,12 +161,20 @@ class Restore(ABC):
             RestoreFailed: and nothing is left behind.
         """
         self._match_gpus()
+        self._residues = RestoredResidues(self._image)
+        threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
+        try:
+            self._begin(register)
+        except BaseException:
+            self._residues.wait()  # it reads the image, which the caller closes
+            raise
+
+    def _begin(self, register: Register) -> None:
         blocks = self._create_blocks()
         self.progress.total = sum(block.size for block in blocks.values())
         unregistered = dict(blocks)
         borrowed: list[Block] = []
         try:
-            self._residues = RestoredResidues(self._image)
             for b in blocks.values():
                 borrowed.append(Block(b.key, b.size, b.device, os.dup(b.descriptor), b.by_application))
             for process in self.processes:
@@ -174,7 +182,6 @@ class Restore(ABC):
                 self._sessions[process.session] = register(process, own)
             if unregistered:
                 raise RestoreFailed("The image's processes map GPU memory of a process that is not in the image.")
-            threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
             threading.Thread(target=self._load, args=(borrowed,), name="load").start()
         except BaseException:
             for block in [*borrowed, *unregistered.values()]:

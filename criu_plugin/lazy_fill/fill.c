@@ -1,0 +1,314 @@
+/* A process's lazy pages, brought with several threads, straight from the image's file in memory. */
+#include "lazy_fill.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/magic.h>
+#include <linux/userfaultfd.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22 /* Linux 5.14 */
+#endif
+
+#define PIECE ((uint64_t)1 << 20) /* copied by one call: who waits for a page of it waits for no more */
+#define MOST_THREADS 8
+#define FEWEST_THREADS 4 /* with fewer, the process would wait for longer than its faults cost it */
+
+/* By the system call: libc's name is ours (interpose.c). */
+static int uffd_ioctl(int uffd, unsigned long request, void *argument)
+{
+	return (int)syscall(SYS_ioctl, uffd, request, argument);
+}
+
+__attribute__((visibility("default"))) int phos_lazy_copy(int uffd, uint64_t to, const void *from, uint64_t size, int64_t *copied)
+{
+	struct uffdio_range all = { .start = to, .len = size };
+	bool there = false;
+	uint64_t done = 0;
+	int error = 0;
+
+	while (done < size && !error) {
+		struct uffdio_copy copy = { .dst = to + done, .src = (uintptr_t)from + done, .len = size - done };
+
+		if (!uffd_ioctl(uffd, UFFDIO_COPY, &copy)) {
+			done = size;
+		} else if (copy.copy > 0) {
+			done += (uint64_t)copy.copy;
+		} else if (errno == EEXIST) {
+			there = true;
+			done += PAGE;
+		} else {
+			error = errno;
+		}
+	}
+	if (there) /* who has asked for one of those is not forgotten */
+		uffd_ioctl(uffd, UFFDIO_WAKE, &all);
+	*copied = done || !error ? (int64_t)done : -error;
+	errno = error;
+	return error ? -1 : 0;
+}
+
+/* ---- the image ---- */
+
+/* The folder that CRIU has a file of pages open in; -1: there is none. */
+static int pages_folder(void)
+{
+	int found = -1;
+	DIR *own = opendir("/proc/self/fd");
+	struct dirent *entry;
+
+	while (own && found < 0 && (entry = readdir(own))) {
+		char path[PATH_MAX], *name;
+		ssize_t size = readlinkat(dirfd(own), entry->d_name, path, sizeof(path) - 1);
+		unsigned id;
+		int end = 0;
+
+		if (size <= 0)
+			continue;
+		path[size] = 0;
+		name = strrchr(path, '/');
+		if (!name || sscanf(name, "/pages-%u.img%n", &id, &end) != 1 || !end || name[end])
+			continue;
+		*name = 0;
+		found = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	}
+	if (own)
+		closedir(own);
+	return found;
+}
+
+/* Maps a file to be read; NULL: it cannot be, or is empty. */
+static const unsigned char *map_file(int folder, const char *name, size_t *size, bool in_memory)
+{
+	int file = openat(folder, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
+	void *mapped = MAP_FAILED;
+	struct statfs mount;
+	struct stat status;
+
+	if (file >= 0 && !fstat(file, &status) && S_ISREG(status.st_mode) && status.st_size > 0 &&
+	    (!in_memory || (!fstatfs(file, &mount) && mount.f_type == TMPFS_MAGIC)))
+		mapped = mmap(NULL, *size = (size_t)status.st_size, PROT_READ, MAP_SHARED, file, 0);
+	if (file >= 0)
+		close(file);
+	return mapped == MAP_FAILED ? NULL : mapped;
+}
+
+/* ---- the threads ---- */
+
+struct fill {
+	int uffd;
+	const unsigned char *pages;
+	size_t pages_size;
+	const struct phos_lazy_run *runs;
+	size_t count;
+	pthread_mutex_t lock; /* guards next_run, next_byte, filled and room */
+	size_t next_run;
+	uint64_t next_byte; /* of that run */
+	atomic_bool stopped;
+	struct phos_lazy_filled *filled;
+	size_t room; /* for pieces of it */
+};
+
+static bool take(struct fill *fill, struct phos_lazy_run *piece)
+{
+	bool taken = false;
+
+	pthread_mutex_lock(&fill->lock);
+	if (fill->next_run < fill->count && !atomic_load(&fill->stopped)) {
+		const struct phos_lazy_run *run = &fill->runs[fill->next_run];
+		uint64_t left = run->size - fill->next_byte;
+
+		*piece = (struct phos_lazy_run){ run->address + fill->next_byte, run->offset + fill->next_byte,
+						 left < PIECE ? left : PIECE };
+		fill->next_byte += piece->size;
+		if (fill->next_byte == run->size) {
+			fill->next_run++;
+			fill->next_byte = 0;
+		}
+		taken = true;
+	}
+	pthread_mutex_unlock(&fill->lock);
+	return taken;
+}
+
+static void note(struct fill *fill, uint64_t address, uint64_t size)
+{
+	struct phos_lazy_filled *filled = fill->filled;
+
+	pthread_mutex_lock(&fill->lock);
+	filled->bytes += size;
+	if (filled->count == fill->room) {
+		size_t more = fill->room ? 2 * fill->room : 1024;
+		void *larger = realloc(filled->pieces, more * sizeof(*filled->pieces));
+
+		if (larger) {
+			filled->pieces = larger;
+			fill->room = more;
+		}
+	}
+	if (filled->count < fill->room) /* else CRIU will find that it is there */
+		filled->pieces[filled->count++] = (struct phos_lazy_piece){ .address = address, .size = size };
+	pthread_mutex_unlock(&fill->lock);
+}
+
+/* Brings what can be brought of a range; whether more may be brought after that. */
+static bool bring(struct fill *fill, uint64_t to, const unsigned char *from, uint64_t size)
+{
+	int64_t copied = 0;
+	uint64_t done, half;
+
+	if (!phos_lazy_copy(fill->uffd, to, from, size, &copied)) {
+		note(fill, to, size);
+		return true;
+	}
+	/* Not ENOENT, but EAGAIN above all: the process has changed its memory, and CRIU has to hear of that first. */
+	if (errno != ENOENT)
+		return false;
+	/* That memory is not (yet) CRIU's to bring, or part of it is another mapping than the rest. */
+	done = copied > 0 ? (uint64_t)copied : 0;
+	if (done)
+		note(fill, to, done);
+	if (size - done <= PAGE)
+		return true;
+	half = (size - done) / 2 / PAGE * PAGE;
+	return bring(fill, to + done, from + done, half) && bring(fill, to + done + half, from + done + half, size - done - half);
+}
+
+static void *work(void *argument)
+{
+	struct fill *fill = argument;
+	struct phos_lazy_run piece;
+
+	while (take(fill, &piece)) {
+		const unsigned char *from = fill->pages + piece.offset;
+
+		if (piece.offset > fill->pages_size || piece.size > fill->pages_size - piece.offset) {
+			atomic_store(&fill->stopped, true); /* CRIU will say so */
+			break;
+		}
+		/* A page of the file that is not mapped here would be copied twice. */
+		madvise((void *)from, piece.size, MADV_POPULATE_READ);
+		if (!bring(fill, piece.address, from, piece.size))
+			atomic_store(&fill->stopped, true);
+	}
+	return NULL;
+}
+
+static int by_address(const void *one, const void *other)
+{
+	uint64_t a = ((const struct phos_lazy_piece *)one)->address, b = ((const struct phos_lazy_piece *)other)->address;
+
+	return (a > b) - (a < b);
+}
+
+/* The first piece that ends behind an address. */
+static size_t first_behind(const struct phos_lazy_filled *filled, uint64_t address)
+{
+	size_t low = 0, high = filled->count;
+
+	while (low < high) {
+		size_t middle = (low + high) / 2;
+
+		if (filled->pieces[middle].address + filled->pieces[middle].size <= address)
+			low = middle + 1;
+		else
+			high = middle;
+	}
+	return low;
+}
+
+bool phos_lazy_has(const struct phos_lazy_filled *filled, uint64_t address, uint64_t size)
+{
+	uint64_t end = address + size;
+
+	for (size_t i = first_behind(filled, address); address < end; i++) {
+		const struct phos_lazy_piece *piece = &filled->pieces[i];
+
+		if (i == filled->count || piece->address > address || piece->gone)
+			return false;
+		address = piece->address + piece->size;
+	}
+	return true;
+}
+
+void phos_lazy_gone(struct phos_lazy_filled *filled, uint64_t address, uint64_t size)
+{
+	for (size_t i = first_behind(filled, address); i < filled->count && filled->pieces[i].address < address + size; i++)
+		filled->pieces[i].gone = true;
+}
+
+/* Half of the processors, phosd and the driver being at work as well, or what PHOS_LAZY_FILL_THREADS says; 0: not at all. */
+static unsigned threads_wanted(void)
+{
+	const char *said = getenv("PHOS_LAZY_FILL_THREADS");
+	unsigned wanted = 0;
+	cpu_set_t cpus;
+
+	if (said && *said)
+		wanted = (unsigned)strtoul(said, NULL, 10);
+	else if (!sched_getaffinity(0, sizeof(cpus), &cpus) && CPU_COUNT(&cpus) / 2 >= FEWEST_THREADS)
+		wanted = (unsigned)CPU_COUNT(&cpus) / 2;
+	return wanted < MOST_THREADS ? wanted : MOST_THREADS;
+}
+
+static void run_threads(struct fill *fill, unsigned wanted)
+{
+	pthread_t threads[MOST_THREADS];
+	unsigned started = 0;
+
+	for (; started + 1 < wanted; started++)
+		if (pthread_create(&threads[started], NULL, work, fill))
+			break;
+	work(fill);
+	while (started)
+		pthread_join(threads[--started], NULL);
+}
+
+int phos_lazy_fill(int uffd, int pid, struct phos_lazy_filled *filled)
+{
+	char name[32];
+	size_t map_size = 0;
+	const unsigned char *map;
+	struct phos_lazy_pages lazy = { 0 };
+	struct fill fill = { .uffd = uffd, .lock = PTHREAD_MUTEX_INITIALIZER, .filled = filled };
+	unsigned threads = threads_wanted();
+	int folder = threads ? pages_folder() : -1;
+	int result = -1;
+
+	*filled = (struct phos_lazy_filled){ 0 };
+	if (folder < 0)
+		return -1;
+	snprintf(name, sizeof(name), "pagemap-%d.img", pid);
+	map = map_file(folder, name, &map_size, false);
+	if (map && !phos_lazy_decode(map, map_size, &lazy)) {
+		snprintf(name, sizeof(name), "pages-%u.img", lazy.pages_id);
+		fill.pages = map_file(folder, name, &fill.pages_size, true);
+	}
+	if (fill.pages) {
+		fill.runs = lazy.runs;
+		fill.count = lazy.count;
+		run_threads(&fill, threads);
+		qsort(filled->pieces, filled->count, sizeof(*filled->pieces), by_address);
+		munmap((void *)fill.pages, fill.pages_size);
+		result = 0;
+	}
+	if (map)
+		munmap((void *)map, map_size);
+	free(lazy.runs);
+	close(folder);
+	return result;
+}

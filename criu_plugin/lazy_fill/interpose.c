@@ -1,0 +1,202 @@
+/*
+ * `criu lazy-pages` brings pages with one thread, 2 GB/s, and begins when the restored process runs: whoever touches a page
+ * before waits for one fault at a time. A process of PyTorch meets with a thousand of them until it computes, 0.15 s.
+ *
+ * The launcher preloads this library into a `criu lazy-pages`. When the first fault of a process arrives, all of its pages
+ * are brought at once, with several threads (fill.c), before CRIU hears of anything else. So CRIU knows of each change that
+ * the process has made to its memory before any page is brought later than that: changes are said through the same
+ * descriptor, their makers wait until they are read, and until then the kernel refuses to bring pages (EAGAIN).
+ *
+ * CRIU goes on as if nothing were there. What has been brought, and has not been changed since, counts as brought at once;
+ * and so does a page that turns out to be there, which CRIU would try to bring for ever (uffd.c of 4.1, EEXIST).
+ *
+ * CRIU's one thread calls all of this: no lock.
+ */
+#include "lazy_fill.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/userfaultfd.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#define EXPORT __attribute__((visibility("default")))
+
+/* CRIU's log; level 3 is for information. Weak, so that tests can load this without a CRIU. */
+extern void print_on_level(unsigned int level, const char *format, ...) __attribute__((format(printf, 2, 3), weak));
+
+#define MOST_SERVED 256 /* of any more processes, CRIU brings the pages by itself */
+
+static struct served {
+	int uffd, pid;
+	bool over; /* it has been filled, or is not to be */
+	struct phos_lazy_filled filled;
+} served[MOST_SERVED];
+static unsigned served_count;
+
+static int named; /* the process that CRIU was told of last; its descriptor comes next */
+
+static struct served *find(int uffd)
+{
+	for (unsigned i = 0; i < served_count; i++)
+		if (served[i].uffd == uffd)
+			return &served[i];
+	return NULL;
+}
+
+static bool is_userfaultfd(int descriptor)
+{
+	char link[32], target[64];
+	ssize_t size;
+
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", descriptor);
+	size = readlink(link, target, sizeof(target) - 1);
+	if (size <= 0)
+		return false;
+	target[size] = 0;
+	return !strcmp(target, "anon_inode:[userfaultfd]");
+}
+
+/* Who restores the process waits for the end of this, before the process runs (lazy_pages.c). */
+static int announce(void)
+{
+	struct sockaddr_un address = { .sun_family = AF_UNIX };
+	int size = snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "phos-lazy-fill-%d", getpid());
+	int listening = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+	socklen_t length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)size);
+
+	if (listening >= 0 && (bind(listening, (struct sockaddr *)&address, length) || listen(listening, 16))) {
+		close(listening);
+		return -1;
+	}
+	return listening;
+}
+
+static void fill(struct served *process)
+{
+	struct timespec began, ended;
+	int listening = announce();
+	int result;
+
+	process->over = true;
+	clock_gettime(CLOCK_MONOTONIC, &began);
+	result = phos_lazy_fill(process->uffd, process->pid, &process->filled);
+	clock_gettime(CLOCK_MONOTONIC, &ended);
+	if (listening >= 0)
+		close(listening);
+	if (print_on_level && !result)
+		print_on_level(3, "phos: %llu bytes of process %d are there after %.1f ms\n",
+			       (unsigned long long)process->filled.bytes, process->pid,
+			       (double)(ended.tv_sec - began.tv_sec) * 1e3 + (double)(ended.tv_nsec - began.tv_nsec) * 1e-6);
+}
+
+/* Once CRIU has heard of a change, only CRIU knows what is where. */
+static void heard(struct served *process, const struct uffd_msg *message)
+{
+	process->over = true;
+	switch (message->event) {
+	case UFFD_EVENT_FORK: /* the child has what its parent has; CRIU gets a descriptor of its own for it */
+		process = find((int)message->arg.fork.ufd);
+		if (process) { /* a number that was another's before */
+			free(process->filled.pieces);
+			*process = (struct served){ .uffd = -1, .over = true };
+		}
+		break;
+	case UFFD_EVENT_REMAP:
+		phos_lazy_gone(&process->filled, message->arg.remap.from, message->arg.remap.len);
+		phos_lazy_gone(&process->filled, message->arg.remap.to, message->arg.remap.len);
+		break;
+	case UFFD_EVENT_REMOVE:
+	case UFFD_EVENT_UNMAP:
+		phos_lazy_gone(&process->filled, message->arg.remove.start, message->arg.remove.end - message->arg.remove.start);
+		break;
+	default:
+		phos_lazy_gone(&process->filled, 0, UINT64_MAX);
+	}
+}
+
+/* ---- what CRIU calls ---- */
+
+EXPORT ssize_t recv(int descriptor, void *buffer, size_t size, int flags)
+{
+	ssize_t result = syscall(SYS_recvfrom, descriptor, buffer, size, flags, NULL, NULL);
+
+	if (size == sizeof(int) && result == (ssize_t)size)
+		memcpy(&named, buffer, sizeof(int));
+	return result;
+}
+
+EXPORT ssize_t recvmsg(int descriptor, struct msghdr *message, int flags)
+{
+	ssize_t result = syscall(SYS_recvmsg, descriptor, message, flags);
+	struct cmsghdr *control = result < 0 ? NULL : CMSG_FIRSTHDR(message);
+	struct served *place;
+	int error = errno, uffd;
+
+	if (named > 0 && control && control->cmsg_level == SOL_SOCKET && control->cmsg_type == SCM_RIGHTS &&
+	    control->cmsg_len >= CMSG_LEN(sizeof(int))) {
+		memcpy(&uffd, CMSG_DATA(control), sizeof(int));
+		place = find(uffd); /* a number that was another's before */
+		if (!place && served_count < MOST_SERVED)
+			place = &served[served_count++];
+		if (place) {
+			free(place->filled.pieces);
+			*place = (struct served){ .uffd = uffd, .pid = named, .over = !is_userfaultfd(uffd) };
+		}
+		named = 0;
+	}
+	errno = error;
+	return result;
+}
+
+EXPORT ssize_t read(int descriptor, void *buffer, size_t size)
+{
+	ssize_t result = syscall(SYS_read, descriptor, buffer, size);
+	const struct uffd_msg *message = buffer;
+	struct served *process;
+
+	if (size != sizeof(*message) || result != (ssize_t)size || message->event == UFFD_EVENT_PAGEFAULT || !(process = find(descriptor)))
+		return result;
+	heard(process, message);
+	return result;
+}
+
+EXPORT int ioctl(int descriptor, unsigned long request, ...)
+{
+	struct uffdio_copy *copy;
+	struct served *process;
+	int result, error;
+	va_list list;
+	void *argument;
+
+	va_start(list, request);
+	argument = va_arg(list, void *);
+	va_end(list);
+	copy = argument;
+	if (request == UFFDIO_COPY && (process = find(descriptor)) && phos_lazy_has(&process->filled, copy->dst, copy->len)) {
+		copy->copy = (int64_t)copy->len;
+		result = 0;
+	} else if (request == UFFDIO_COPY && !copy->mode) {
+		int64_t copied = 0;
+
+		result = phos_lazy_copy(descriptor, copy->dst, (const void *)(uintptr_t)copy->src, copy->len, &copied);
+		copy->copy = copied;
+	} else {
+		result = (int)syscall(SYS_ioctl, descriptor, request, argument);
+	}
+	if ((request == UFFDIO_COPY || request == UFFDIO_ZEROPAGE) && (process = find(descriptor)) && !process->over) {
+		error = errno;
+		fill(process);
+		errno = error;
+	}
+	return result;
+}

@@ -1,0 +1,50 @@
+/* Filling a process's memory at once, in the process of `criu lazy-pages`; interpose.c says why. */
+#pragma once
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#define PAGE ((uint64_t)4096)
+
+/* Pages that lie one behind the other, in the process and in the file. */
+struct phos_lazy_run {
+	uint64_t address, offset, size; /* bytes, multiples of PAGE */
+};
+
+/* What a pagemap image (pagemap.proto of CRIU) says is to be restored lazily. */
+struct phos_lazy_pages {
+	uint32_t pages_id; /* of the file that they lie in: pages-ID.img */
+	size_t count;
+	struct phos_lazy_run *runs; /* the caller frees them */
+};
+
+/* Reads such an image, whatever it holds. Returns 0; -1: it is none, or one that is not understood. */
+int phos_lazy_decode(const void *image, size_t size, struct phos_lazy_pages *pages);
+
+/* UFFDIO_COPY for pages of which some are there already: those are left alone. As ioctl(), `copied`: bytes done or there. */
+int phos_lazy_copy(int uffd, uint64_t to, const void *from, uint64_t size, int64_t *copied);
+
+struct phos_lazy_piece {
+	uint64_t address, size;
+	bool gone; /* the process has done something with that memory since */
+};
+
+/* What has been brought, by address. */
+struct phos_lazy_filled {
+	size_t count;
+	struct phos_lazy_piece *pieces;
+	uint64_t bytes;
+};
+
+/*
+ * Brings all of a process's lazy pages, with several threads, if its image lies in memory. `pid`: as CRIU's images have it.
+ * Returns 0 when all is there, or nothing more can be brought this way; -1: nothing was. The caller frees the pieces.
+ */
+int phos_lazy_fill(int uffd, int pid, struct phos_lazy_filled *filled);
+
+/* Whether all of a range has been brought, and the process has changed none of it since. */
+bool phos_lazy_has(const struct phos_lazy_filled *filled, uint64_t address, uint64_t size);
+
+/* The process has changed what is mapped there. */
+void phos_lazy_gone(struct phos_lazy_filled *filled, uint64_t address, uint64_t size);

@@ -1,0 +1,393 @@
+"""What is preloaded into ``criu lazy-pages`` (criu_plugin/lazy_fill/): reading pagemaps, filling memory from them."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import errno
+import os
+import random
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pycriu.images import pagemap_pb2
+
+from phos.gpu_engine.installation import frontend_library
+from phos.images.mapping import map_memory, unmap_memory
+from tests.unit import userfault
+from tests.unit.image_sets import skip
+from tests.unit.userfault import CopyRequest
+
+PAGE = 4096
+LAZY, PRESENT = 2, 4
+MAGIC = struct.pack("=II", 0x54564319, 0x56084025)
+
+Entry = tuple[int, int, int]
+"""Number of the first page, how many, flags."""
+
+
+class Run(ctypes.Structure):
+    """struct phos_lazy_run."""
+
+    _fields_ = (("address", ctypes.c_uint64), ("offset", ctypes.c_uint64), ("size", ctypes.c_uint64))
+
+
+class Pages(ctypes.Structure):
+    """struct phos_lazy_pages."""
+
+    _fields_ = (("pages_id", ctypes.c_uint32), ("count", ctypes.c_size_t), ("runs", ctypes.POINTER(Run)))
+
+
+@pytest.fixture(scope="module")
+def library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(frontend_library().with_name("phos_lazy_fill.so")), use_errno=True)
+
+
+LIBC = ctypes.CDLL(None)
+
+
+def decode(library: ctypes.CDLL, image: bytes) -> tuple[int, list[tuple[int, int, int]]] | None:
+    pages = Pages()
+    if library.phos_lazy_decode(image, ctypes.c_size_t(len(image)), ctypes.byref(pages)):
+        assert not pages.runs
+        return None
+    runs = [(run.address, run.offset, run.size) for run in pages.runs[: pages.count]]
+    LIBC.free(pages.runs)
+    return pages.pages_id, runs
+
+
+def message(entry: Any) -> bytes:
+    content: bytes = entry.SerializeToString()
+    return struct.pack("=I", len(content)) + content
+
+
+def pagemap(entries: Sequence[Entry], pages_id: int = 1) -> bytes:
+    messages = [pagemap_pb2.pagemap_head(pages_id=pages_id)]
+    messages += [pagemap_pb2.pagemap_entry(vaddr=first * PAGE, nr_pages=n, flags=flags) for first, n, flags in entries]
+    return MAGIC + b"".join(map(message, messages))
+
+
+def runs_of(entries: Sequence[Entry]) -> list[tuple[int, int, int]]:
+    """As a page for each entry, put together where they follow each other."""
+    runs: list[list[int]] = []
+    offset = 0
+    for first, count, flags in entries:
+        if flags & PRESENT:
+            address, size = first * PAGE, count * PAGE
+            if flags & LAZY and size:
+                if runs and runs[-1][0] + runs[-1][2] == address and runs[-1][1] + runs[-1][2] == offset:
+                    runs[-1][2] += size
+                else:
+                    runs.append([address, offset, size])
+            offset += size
+    return [(address, at, size) for address, at, size in runs]
+
+
+ENTRIES = st.lists(
+    st.tuples(st.integers(0, 1 << 34), st.integers(0, 1 << 20), st.sampled_from([LAZY, PRESENT, LAZY | PRESENT, 1])),
+    max_size=40,
+)
+
+
+@given(entries=ENTRIES, pages_id=st.integers(0, 2**32 - 1))
+def test_a_pagemap_is_read_as_criu_writes_it(library: ctypes.CDLL, entries: list[Entry], pages_id: int) -> None:
+    assert decode(library, pagemap(entries, pages_id)) == (pages_id, runs_of(entries))
+
+
+@given(entries=ENTRIES, data=st.data())
+def test_what_is_no_pagemap_is_refused_or_understood(library: ctypes.CDLL, entries: list[Entry], data: Any) -> None:
+    image = bytearray(pagemap(entries))
+    for _ in range(data.draw(st.integers(1, 4))):
+        image[data.draw(st.integers(0, len(image) - 1))] = data.draw(st.integers(0, 255))
+    image = image[: data.draw(st.integers(0, len(image)))]
+    found = decode(library, bytes(image))
+    if found is not None:
+        assert all(size and not (address | offset | size) % PAGE for address, offset, size in found[1])
+
+
+@given(image=st.binary(max_size=200))
+def test_garbage_is_refused(library: ctypes.CDLL, image: bytes) -> None:
+    assert decode(library, image) is None
+    found = decode(library, MAGIC + image)
+    assert found is None or len(found[1]) <= len(image)
+
+
+@pytest.mark.parametrize(
+    "entry", [(1 << 52, 1, 6), (1, 1, 0)], ids=["behind the end of all memory", "flags of before CRIU 3"]
+)
+def test_what_it_does_not_understand_it_leaves_to_criu(library: ctypes.CDLL, entry: Entry) -> None:
+    image = pagemap([(1, 1, 6)])
+    assert decode(library, image) is not None
+    first, count, flags = entry
+    wrong = pagemap_pb2.pagemap_entry(vaddr=first * PAGE if first < 1 << 51 else 2**64 - PAGE, nr_pages=count * 2)
+    if flags:
+        wrong.flags = flags
+    assert decode(library, image + message(wrong)) is None
+
+
+def test_a_count_of_64_bits_is_that_of_criu_4_2(library: ctypes.CDLL) -> None:
+    entry = pagemap_pb2.pagemap_entry(vaddr=PAGE, nr_pages=0, flags=6).SerializeToString() + b"\x28\x03"  # field 5
+    image = pagemap([]) + struct.pack("=I", len(entry)) + entry
+    assert decode(library, image) == (1, [(PAGE, 0, 3 * PAGE)])
+
+
+# With memory.
+
+
+class Memory:
+    """Pages of this process that are missing, and a descriptor for them."""
+
+    def __init__(self, pages: int, features: int = 0) -> None:
+        try:
+            self.uffd = userfault.open_uffd(features)
+        except OSError as error:
+            skip(f"userfaultfd(2) is refused: {error.strerror}")
+        self.pages = pages
+        self.address = map_memory(pages * PAGE, -1)
+        userfault.register(self.uffd, self.address, pages * PAGE)
+
+    def renew(self) -> None:
+        """Other memory, all of it missing, at the same place."""
+        os.close(self.uffd)
+        fixed, size = 0x32, ctypes.c_size_t(self.pages * PAGE)  # private, of nobody
+        LIBC.mmap(ctypes.c_void_p(self.address), size, 3, fixed, -1, ctypes.c_long(0))
+        self.uffd = userfault.open_uffd()
+        userfault.register(self.uffd, self.address, self.pages * PAGE)
+
+    def page(self, number: int) -> bytes:
+        return ctypes.string_at(self.address + number * PAGE, PAGE)
+
+    def close(self) -> None:
+        os.close(self.uffd)  # who waits for a page gets zeros
+        unmap_memory(self.address, self.pages * PAGE)
+
+
+Make = Callable[..., Memory]
+
+
+@pytest.fixture
+def memory() -> Iterator[Make]:
+    made: list[Memory] = []
+
+    def make(pages: int, features: int = 0) -> Memory:
+        made.append(Memory(pages, features))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def content(pages: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(pages * PAGE)
+
+
+def copy(library: ctypes.CDLL, uffd: int, to: int, source: bytes) -> tuple[int, int]:
+    """What CRIU asks for: the call's result, and what it says was copied."""
+    buffer = ctypes.create_string_buffer(source, len(source))
+    request = CopyRequest(to, ctypes.addressof(buffer), len(source), 0, 0)
+    result = library.ioctl(uffd, ctypes.c_ulong(userfault.COPY), ctypes.byref(request))
+    return result, request.copied
+
+
+@given(there=st.lists(st.booleans(), min_size=1, max_size=24))
+def test_pages_that_are_there_stay_and_the_others_come(library: ctypes.CDLL, there: list[bool]) -> None:
+    memory = Memory(len(there))
+    try:
+        old, new = content(len(there), 2), content(len(there))
+        for number in (n for n, is_there in enumerate(there) if is_there):
+            at = number * PAGE
+            assert copy(library, memory.uffd, memory.address + at, old[at : at + PAGE]) == (0, PAGE)
+        assert copy(library, memory.uffd, memory.address, new) == (0, len(new))
+        for number, is_there in enumerate(there):
+            at = number * PAGE
+            assert memory.page(number) == (old if is_there else new)[at : at + PAGE]
+    finally:
+        memory.close()
+
+
+def test_what_cannot_be_brought_is_said(library: ctypes.CDLL, memory: Make) -> None:
+    four = memory(4)
+    new = content(6)
+    assert copy(library, four.uffd, four.address - PAGE, new[:PAGE]) == (-1, -errno.ENOENT)
+    assert ctypes.get_errno() == errno.ENOENT
+    assert copy(library, four.uffd, four.address, b"x" * 100) == (-1, -errno.EINVAL)
+
+
+class Server:
+    """``criu lazy-pages`` as the library sees it: told of a process, with its files open, asked for a page."""
+
+    def __init__(self, library: ctypes.CDLL, folder: Path, memory: Memory, entries: Sequence[Entry]) -> None:
+        self.library, self.memory = library, memory
+        base = memory.address // PAGE
+        absolute = [(base + first, count, flags) for first, count, flags in entries]
+        stored = sum(count for _, count, flags in entries if flags & PRESENT)
+        self.data = content(stored)
+        (folder / "pagemap-4711.img").write_bytes(pagemap(absolute, 3))
+        (folder / "pages-3.img").write_bytes(self.data)
+        self.file = os.open(folder / "pages-3.img", os.O_RDONLY)
+        self._told(4711, memory.uffd)
+
+    def _told(self, pid: int, uffd: int) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            theirs.send(struct.pack("=i", pid))
+            number = ctypes.c_int()
+            assert self.library.recv(ours.fileno(), ctypes.byref(number), ctypes.c_size_t(4), 0) == 4
+            assert number.value == pid
+            theirs.sendmsg([b"\0"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [uffd]))])
+            self.uffd = self._received(ours)
+
+    def _received(self, ours: socket.socket) -> int:
+        data, control = ctypes.create_string_buffer(1), ctypes.create_string_buffer(64)
+        vector = struct.pack("=QQ", ctypes.addressof(data), 1)
+        vectors = ctypes.create_string_buffer(vector, 16)
+        header = struct.pack("@PIxxxxPQPQixxxx", 0, 0, ctypes.addressof(vectors), 1, ctypes.addressof(control), 64, 0)
+        message = ctypes.create_string_buffer(header, len(header))
+        assert self.library.recvmsg(ours.fileno(), message, 0) == 1
+        return int(struct.unpack_from("=i", control.raw, 16)[0])
+
+    def ask(self, page: int, data: bytes) -> tuple[int, int]:
+        """CRIU brings a page."""
+        return copy(self.library, self.uffd, self.memory.address + page * PAGE, data)
+
+    def hear(self) -> int:
+        """CRIU reads of an event; which."""
+        buffer = ctypes.create_string_buffer(userfault.MESSAGE_BYTES)
+        assert self.library.read(self.uffd, buffer, ctypes.c_size_t(len(buffer))) == len(buffer)
+        return buffer.raw[0]
+
+    def close(self) -> None:
+        os.close(self.file)
+        os.close(self.uffd)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    yield made
+    shutil.rmtree(made)
+
+
+Serve = Callable[..., Server]
+
+
+@pytest.fixture
+def serve(library: ctypes.CDLL, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    made: list[Server] = []
+    monkeypatch.setenv("PHOS_LAZY_FILL_THREADS", "3")
+
+    def make(memory: Memory, entries: Sequence[Entry]) -> Server:
+        made.append(Server(library, folder, memory, entries))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+ALL = LAZY | PRESENT
+
+
+def test_with_the_first_page_all_come(serve: Serve, memory: Make) -> None:
+    big = memory(2000)
+    server = serve(big, [(0, 700, ALL), (700, 10, PRESENT), (720, 1, ALL), (1000, 1000, ALL)])
+    first = content(1, 9)
+    assert server.ask(5, first) == (0, PAGE)
+    assert big.page(5) == first, "what CRIU asked for went first"
+    for number in (*range(700), 720, *range(1000, 2000)):
+        at = number if number < 710 else number - 10 if number < 1000 else number - 289
+        assert number == 5 or big.page(number) == server.data[at * PAGE :][:PAGE], number
+    # The others are still CRIU's to bring.
+    other = content(1, 8)
+    assert server.ask(705, other) == (0, PAGE)
+    assert big.page(705) == other
+
+
+def test_what_has_come_counts_as_brought_and_is_not_overwritten(serve: Serve, memory: Make) -> None:
+    ten = memory(10)
+    server = serve(ten, [(0, 10, ALL)])
+    server.ask(0, server.data[:PAGE])
+    wrong = content(9, 5)
+    assert server.ask(1, wrong) == (0, len(wrong))
+    assert b"".join(ten.page(number) for number in range(10)) == server.data
+
+
+@pytest.mark.parametrize("reason", ["no threads", "on a disk", "cut off", "no pagemap", "a pagemap of nothing"])
+def test_where_it_cannot_be_done_criu_goes_on_by_itself(
+    serve: Serve, memory: Make, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str
+) -> None:
+    ten = memory(10)
+    if reason == "no threads":
+        monkeypatch.setenv("PHOS_LAZY_FILL_THREADS", "0")
+    server = serve(ten, [(0, 10, ALL)])
+    if reason == "on a disk":
+        shutil.copytree(folder, tmp_path / "image")
+        os.dup2(os.open(tmp_path / "image" / "pages-3.img", os.O_RDONLY), server.file)
+    if reason == "cut off":
+        os.truncate(folder / "pages-3.img", PAGE)
+    if reason == "no pagemap":
+        (folder / "pagemap-4711.img").unlink()
+    if reason == "a pagemap of nothing":
+        (folder / "pagemap-4711.img").write_bytes(b"")
+    for number in range(10):
+        data = content(1, 100 + number)
+        assert server.ask(number, data) == (0, PAGE)
+        assert ten.page(number) == data, "somebody else had brought it"
+
+
+def advised(memory: Memory, page: int, count: int) -> threading.Thread:
+    """A thread of the process lets go of pages; it waits until CRIU has heard of that."""
+    address = ctypes.c_void_p(memory.address + page * PAGE)
+    call = threading.Thread(target=LIBC.madvise, args=(address, ctypes.c_size_t(count * PAGE), 4))  # MADV_DONTNEED
+    call.start()
+    return call
+
+
+def test_what_the_process_has_let_go_of_is_not_taken_for_there(serve: Serve, memory: Make) -> None:
+    six = memory(6, userfault.REMOVE)
+    server = serve(six, [(0, 6, ALL)])
+    server.ask(0, server.data[:PAGE])
+    letting_go = advised(six, 2, 2)
+    assert server.hear() == 0x15  # UFFD_EVENT_REMOVE
+    letting_go.join()
+    new = content(6, 7)
+    assert server.ask(2, new[2 * PAGE : 4 * PAGE]) == (0, 2 * PAGE)
+    assert (six.page(2), six.page(3)) == (new[2 * PAGE : 3 * PAGE], new[3 * PAGE : 4 * PAGE])
+    assert six.page(1) == server.data[PAGE : 2 * PAGE]
+
+
+def test_after_the_process_has_changed_anything_nothing_is_filled(serve: Serve, memory: Make) -> None:
+    six = memory(6, userfault.REMOVE)
+    server = serve(six, [(0, 6, ALL)])
+    letting_go = advised(six, 2, 2)
+    server.hear()
+    letting_go.join()
+    new = content(6, 7)
+    for number in range(6):
+        assert server.ask(number, new[number * PAGE :][:PAGE]) == (0, PAGE)
+        assert six.page(number) == new[number * PAGE :][:PAGE]
+
+
+def test_a_descriptor_that_is_another_processs_later_is_not_the_first_ones(serve: Serve, memory: Make) -> None:
+    six = memory(6)
+    server = serve(six, [(0, 6, ALL)])
+    server.ask(0, server.data[:PAGE])
+    number = server.uffd
+    os.close(number)
+    six.renew()
+    server._told(4712, six.uffd)
+    assert server.uffd == number
+    new = content(6, 7)
+    for page in range(6):
+        assert server.ask(page, new[page * PAGE :][:PAGE]) == (0, PAGE)
+        assert six.page(page) == new[page * PAGE :][:PAGE], "it was taken for one that has been brought"
