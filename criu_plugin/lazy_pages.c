@@ -52,6 +52,8 @@ static int server(void)
 void phos_wait_lazy_fill(void)
 {
 	struct timeval patience = { .tv_sec = FILL_SECONDS };
+	struct ucred peer = { 0 };
+	socklen_t peer_size = sizeof(peer);
 	struct sockaddr_un address = { .sun_family = AF_UNIX };
 	int size = snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "phos-lazy-fill-%d", server());
 	int connected = server() > 0 ? socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0) : -1;
@@ -60,8 +62,10 @@ void phos_wait_lazy_fill(void)
 	if (connected < 0)
 		return;
 	setsockopt(connected, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
-	/* It listens while it fills, and hangs up. */
+	setsockopt(connected, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
+	/* It listens while it fills, and hangs up. Anybody may listen under that name. */
 	if (!connect(connected, (struct sockaddr *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)size)) &&
+	    !getsockopt(connected, SOL_SOCKET, SO_PEERCRED, &peer, &peer_size) && peer.pid == server() &&
 	    read(connected, &nothing, 1) < 0 && errno == EAGAIN)
 		pr_warn("criu lazy-pages (pid %d) has not filled a process within %d s\n", server(), FILL_SECONDS);
 	close(connected);

@@ -1,10 +1,8 @@
 /* A process's lazy pages, brought with several threads, straight from the image's file in memory. */
 #include "lazy_fill.h"
 
-#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <limits.h>
 #include <linux/magic.h>
 #include <linux/userfaultfd.h>
 #include <pthread.h>
@@ -64,44 +62,54 @@ __attribute__((visibility("default"))) int phos_lazy_copy(int uffd, uint64_t to,
 
 /* ---- the image ---- */
 
-/* The folder that CRIU has a file of pages open in; -1: there is none. */
-static int pages_folder(void)
+/* The folder that CRIU takes the image from, exported to its plugins (criu/plugin.c). Weak, as in interpose.c. */
+extern int criu_get_image_dir(void) __attribute__((weak));
+
+/* Opens a file of the image; -1: it cannot be, or is empty. */
+static int open_file(int folder, const char *name, size_t *size)
 {
-	int found = -1;
-	DIR *own = opendir("/proc/self/fd");
-	struct dirent *entry;
-
-	while (own && found < 0 && (entry = readdir(own))) {
-		char path[PATH_MAX], *name;
-		ssize_t size = readlinkat(dirfd(own), entry->d_name, path, sizeof(path) - 1);
-		unsigned id;
-		int end = 0;
-
-		if (size <= 0)
-			continue;
-		path[size] = 0;
-		name = strrchr(path, '/');
-		if (!name || sscanf(name, "/pages-%u.img%n", &id, &end) != 1 || !end || name[end])
-			continue;
-		*name = 0;
-		found = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-	}
-	if (own)
-		closedir(own);
-	return found;
-}
-
-/* Maps a file to be read; NULL: it cannot be, or is empty. */
-static const unsigned char *map_file(int folder, const char *name, size_t *size, bool in_memory)
-{
-	int file = openat(folder, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW);
-	void *mapped = MAP_FAILED;
-	struct statfs mount;
+	int file = openat(folder, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
 	struct stat status;
 
-	if (file >= 0 && !fstat(file, &status) && S_ISREG(status.st_mode) && status.st_size > 0 &&
-	    (!in_memory || (!fstatfs(file, &mount) && mount.f_type == TMPFS_MAGIC)))
-		mapped = mmap(NULL, *size = (size_t)status.st_size, PROT_READ, MAP_SHARED, file, 0);
+	if (file >= 0 && (fstat(file, &status) || !S_ISREG(status.st_mode) || status.st_size <= 0)) {
+		close(file);
+		return -1;
+	}
+	*size = file < 0 ? 0 : (size_t)status.st_size;
+	return file;
+}
+
+/* Not mapped: whoever cuts the file off now would end this process. The caller frees it; NULL: it cannot be read. */
+static void *read_file(int folder, const char *name, size_t *size)
+{
+	int file = open_file(folder, name, size);
+	unsigned char *content = file < 0 ? NULL : malloc(*size);
+	size_t done = 0;
+
+	while (content && done < *size) {
+		ssize_t count = pread(file, content + done, *size - done, (off_t)done);
+
+		if (count <= 0) {
+			free(content);
+			content = NULL;
+		} else {
+			done += (size_t)count;
+		}
+	}
+	if (file >= 0)
+		close(file);
+	return content;
+}
+
+/* Only the kernel reads what is mapped here: of a file that is cut off it says EFAULT. NULL: it does not lie in memory. */
+static const unsigned char *map_pages(int folder, const char *name, size_t *size)
+{
+	int file = open_file(folder, name, size);
+	void *mapped = MAP_FAILED;
+	struct statfs mount;
+
+	if (file >= 0 && !fstatfs(file, &mount) && mount.f_type == TMPFS_MAGIC)
+		mapped = mmap(NULL, *size, PROT_READ, MAP_SHARED, file, 0);
 	if (file >= 0)
 		close(file);
 	return mapped == MAP_FAILED ? NULL : mapped;
@@ -281,23 +289,24 @@ static void run_threads(struct fill *fill, unsigned wanted)
 int phos_lazy_fill(int uffd, int pid, struct phos_lazy_filled *filled)
 {
 	char name[32];
-	size_t map_size = 0;
-	const unsigned char *map;
+	size_t size = 0;
+	void *map;
 	struct phos_lazy_pages lazy = { 0 };
 	struct fill fill = { .uffd = uffd, .lock = PTHREAD_MUTEX_INITIALIZER, .filled = filled };
 	unsigned threads = threads_wanted();
-	int folder = threads ? pages_folder() : -1;
+	int folder = threads && criu_get_image_dir ? criu_get_image_dir() : -1;
 	int result = -1;
 
 	*filled = (struct phos_lazy_filled){ 0 };
 	if (folder < 0)
 		return -1;
 	snprintf(name, sizeof(name), "pagemap-%d.img", pid);
-	map = map_file(folder, name, &map_size, false);
-	if (map && !phos_lazy_decode(map, map_size, &lazy)) {
+	map = read_file(folder, name, &size);
+	if (map && !phos_lazy_decode(map, size, &lazy)) {
 		snprintf(name, sizeof(name), "pages-%u.img", lazy.pages_id);
-		fill.pages = map_file(folder, name, &fill.pages_size, true);
+		fill.pages = map_pages(folder, name, &fill.pages_size);
 	}
+	free(map);
 	if (fill.pages) {
 		fill.runs = lazy.runs;
 		fill.count = lazy.count;
@@ -306,9 +315,6 @@ int phos_lazy_fill(int uffd, int pid, struct phos_lazy_filled *filled)
 		munmap((void *)fill.pages, fill.pages_size);
 		result = 0;
 	}
-	if (map)
-		munmap((void *)map, map_size);
 	free(lazy.runs);
-	close(folder);
 	return result;
 }

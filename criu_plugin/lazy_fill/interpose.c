@@ -53,6 +53,24 @@ static struct served *find(int uffd)
 	return NULL;
 }
 
+/* The number is about to be another's. */
+static void forget(int uffd)
+{
+	struct served *process = find(uffd);
+
+	if (process) {
+		free(process->filled.pieces);
+		*process = (struct served){ .uffd = -1, .over = true };
+	}
+}
+
+static struct served *room(void)
+{
+	struct served *empty = find(-1);
+
+	return empty || served_count == MOST_SERVED ? empty : &served[served_count++];
+}
+
 static bool is_userfaultfd(int descriptor)
 {
 	char link[32], target[64];
@@ -104,12 +122,7 @@ static void heard(struct served *process, const struct uffd_msg *message)
 {
 	process->over = true;
 	switch (message->event) {
-	case UFFD_EVENT_FORK: /* the child has what its parent has; CRIU gets a descriptor of its own for it */
-		process = find((int)message->arg.fork.ufd);
-		if (process) { /* a number that was another's before */
-			free(process->filled.pieces);
-			*process = (struct served){ .uffd = -1, .over = true };
-		}
+	case UFFD_EVENT_FORK: /* the child has what its parent has, and is none of those that are filled */
 		break;
 	case UFFD_EVENT_REMAP:
 		phos_lazy_gone(&process->filled, message->arg.remap.from, message->arg.remap.len);
@@ -145,13 +158,10 @@ EXPORT ssize_t recvmsg(int descriptor, struct msghdr *message, int flags)
 	if (named > 0 && control && control->cmsg_level == SOL_SOCKET && control->cmsg_type == SCM_RIGHTS &&
 	    control->cmsg_len >= CMSG_LEN(sizeof(int))) {
 		memcpy(&uffd, CMSG_DATA(control), sizeof(int));
-		place = find(uffd); /* a number that was another's before */
-		if (!place && served_count < MOST_SERVED)
-			place = &served[served_count++];
-		if (place) {
-			free(place->filled.pieces);
+		forget(uffd);
+		place = room();
+		if (place)
 			*place = (struct served){ .uffd = uffd, .pid = named, .over = !is_userfaultfd(uffd) };
-		}
 		named = 0;
 	}
 	errno = error;
@@ -164,9 +174,24 @@ EXPORT ssize_t read(int descriptor, void *buffer, size_t size)
 	const struct uffd_msg *message = buffer;
 	struct served *process;
 
-	if (size != sizeof(*message) || result != (ssize_t)size || message->event == UFFD_EVENT_PAGEFAULT || !(process = find(descriptor)))
+	if (size != sizeof(*message) || result != (ssize_t)size || !served_count || !is_userfaultfd(descriptor) ||
+	    message->event == UFFD_EVENT_PAGEFAULT)
 		return result;
-	heard(process, message);
+	if (message->event == UFFD_EVENT_FORK) /* whoever says it: children of children are not among the served */
+		forget((int)message->arg.fork.ufd);
+	process = find(descriptor);
+	if (process)
+		heard(process, message);
+	return result;
+}
+
+EXPORT int close(int descriptor)
+{
+	int result = (int)syscall(SYS_close, descriptor), error = errno;
+
+	if (descriptor >= 0)
+		forget(descriptor);
+	errno = error;
 	return result;
 }
 

@@ -7,6 +7,7 @@
 #define IMG_COMMON_MAGIC 0x54564319u
 #define PAGEMAP_MAGIC 0x56084025u
 
+#define PE_PARENT 1u
 #define PE_LAZY 2u
 #define PE_PRESENT 4u
 
@@ -106,6 +107,8 @@ __attribute__((visibility("default"))) int phos_lazy_decode(const void *image, s
 			goto fail;
 		if (!(flags & PE_PRESENT))
 			continue;
+		if ((flags & PE_PARENT) || fields[3])
+			goto fail;
 		bytes = count * PAGE;
 		if (bytes > INT64_MAX - offset)
 			goto fail;

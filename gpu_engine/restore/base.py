@@ -161,16 +161,18 @@ class Restore(ABC):
             RestoreFailed: and nothing is left behind.
         """
         self._match_gpus()
+        wanted = self._wanted_blocks()
+        require_room(wanted.values())
         self._residues = RestoredResidues(self._image)
         threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
         try:
-            self._begin(register)
+            self._begin(wanted, register)
         except BaseException:
             self._residues.wait()  # it reads the image, which the caller closes
             raise
 
-    def _begin(self, register: Register) -> None:
-        blocks = self._create_blocks()
+    def _begin(self, wanted: dict[BlockKey, Block], register: Register) -> None:
+        blocks = self._make_blocks(wanted)
         self.progress.total = sum(block.size for block in blocks.values())
         unregistered = dict(blocks)
         borrowed: list[Block] = []
@@ -253,11 +255,6 @@ class Restore(ABC):
                 device, size = self._ordinals[block.device], self._image.blocks[key].size
                 wanted[now] = Block(now, size, device, -1, block.owner == pb.Block.APPLICATION)
         return wanted
-
-    def _create_blocks(self) -> dict[BlockKey, Block]:
-        wanted = self._wanted_blocks()
-        require_room(wanted.values())
-        return self._make_blocks(wanted)
 
     def _make_blocks(self, wanted: dict[BlockKey, Block]) -> dict[BlockKey, Block]:
         blocks: dict[BlockKey, Block] = {}

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -55,7 +61,7 @@ def test_a_program_that_changes_its_memory_finds_it_right(site: Site, image: Pat
         assert 1 << 20 <= int(found[1]) <= (image / "pages-1.img").stat().st_size
 
 
-def test_phos_gpu_restore_waits_for_it(site: Site, image: Path) -> None:
+def test_phos_gpu_restore_fills(site: Site, image: Path) -> None:
     expected = site.example("mlp", *EXAMPLES["mlp"][:2], under=False).wait_result()
     program = site.example("mlp", *EXAMPLES["mlp"])
     program.wait_iterations(5)
@@ -63,6 +69,34 @@ def test_phos_gpu_restore_waits_for_it(site: Site, image: Path) -> None:
     said = site.run("phos-gpu", "restore", "--lazy", "--json", str(image), PHOS_LAZY_FILL_THREADS="2")
     assert json.loads(said.stdout)["mode"] == "lazy"
     assert program.wait_result() == expected
+
+
+@pytest.mark.parametrize("server", ["the one", "another"])
+def test_a_restored_process_runs_when_it_has_been_filled(site: Site, image: Path, server: str) -> None:
+    """Whoever fills says so under a name that has its pid; somebody else there is not waited for."""
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    program.wait_iterations(5)
+    site.dump(program, image)
+    before = program.iterations()
+    with ExitStack() as undo:
+        sleeping = subprocess.Popen(["sleep", "60"])
+        undo.callback(sleeping.wait)
+        undo.callback(sleeping.kill)
+        pid = os.getpid() if server == "the one" else sleeping.pid
+        filling = undo.enter_context(socket.socket(socket.AF_UNIX))
+        filling.bind(f"\0phos-lazy-fill-{pid}")
+        filling.listen()
+        (image / "lazy-pages.socket").touch()  # as if one listened
+        with ThreadPoolExecutor(1) as executor:
+            restoring = executor.submit(site.restore, image, PHOS_LAZY_PAGES=str(pid), PHOS_RESTORE="eager")
+            connection, _ = filling.accept()
+            if server == "the one":
+                time.sleep(0.5)
+                assert not restoring.done()
+                assert program.iterations() == before
+                connection.close()
+            restoring.result()
+    wait_until(lambda: program.iterations() > before, "the program to go on")
 
 
 def test_another_criu_is_started_as_it_is(site: Site, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import random
 import shutil
 import socket
 import struct
+import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -47,8 +48,28 @@ class Pages(ctypes.Structure):
     _fields_ = (("pages_id", ctypes.c_uint32), ("count", ctypes.c_size_t), ("runs", ctypes.POINTER(Run)))
 
 
+CRIU = """
+#include <sys/types.h>
+#include <unistd.h>
+int folder = -1;
+volatile int held;
+int criu_get_image_dir(void) { while (held) usleep(1000); return folder; }
+int fork_and_exit(void) { pid_t child = fork(); if (!child) _exit(0); return child; }
+"""
+
+
 @pytest.fixture(scope="module")
-def library() -> ctypes.CDLL:
+def criu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """What CRIU exports, for what is preloaded into it."""
+    if shutil.which("gcc") is None:
+        skip("no C compiler")
+    built = tmp_path_factory.mktemp("criu") / "libcriu.so"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", built], input=CRIU.encode(), check=True)
+    return ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
+
+
+@pytest.fixture(scope="module")
+def library(criu: ctypes.CDLL) -> ctypes.CDLL:
     return ctypes.CDLL(str(frontend_library().with_name("phos_lazy_fill.so")), use_errno=True)
 
 
@@ -234,7 +255,6 @@ class Server:
         self.data = content(stored)
         (folder / "pagemap-4711.img").write_bytes(pagemap(absolute, 3))
         (folder / "pages-3.img").write_bytes(self.data)
-        self.file = os.open(folder / "pages-3.img", os.O_RDONLY)
         self._told(4711, memory.uffd)
 
     def _told(self, pid: int, uffd: int) -> None:
@@ -267,8 +287,8 @@ class Server:
         return buffer.raw[0]
 
     def close(self) -> None:
-        os.close(self.file)
-        os.close(self.uffd)
+        if self.uffd >= 0:
+            assert self.library.close(self.uffd) == 0
 
 
 @pytest.fixture
@@ -282,9 +302,14 @@ Serve = Callable[..., Server]
 
 
 @pytest.fixture
-def serve(library: ctypes.CDLL, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+def serve(
+    library: ctypes.CDLL, criu: ctypes.CDLL, folder: Path, monkeypatch: pytest.MonkeyPatch, memory: Make
+) -> Iterator[Serve]:
+    assert memory, "it goes later: who unmaps its memory waits until that is heard of"
     made: list[Server] = []
     monkeypatch.setenv("PHOS_LAZY_FILL_THREADS", "3")
+    number = ctypes.c_int.in_dll(criu, "folder")
+    number.value = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def make(memory: Memory, entries: Sequence[Entry]) -> Server:
         made.append(Server(library, folder, memory, entries))
@@ -293,6 +318,7 @@ def serve(library: ctypes.CDLL, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     yield make
     for each in made:
         each.close()
+    os.close(number.value)
 
 
 ALL = LAZY | PRESENT
@@ -324,15 +350,26 @@ def test_what_has_come_counts_as_brought_and_is_not_overwritten(serve: Serve, me
 
 @pytest.mark.parametrize("reason", ["no threads", "on a disk", "cut off", "no pagemap", "a pagemap of nothing"])
 def test_where_it_cannot_be_done_criu_goes_on_by_itself(
-    serve: Serve, memory: Make, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reason: str
+    serve: Serve,
+    memory: Make,
+    criu: ctypes.CDLL,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    reason: str,
 ) -> None:
     ten = memory(10)
     if reason == "no threads":
         monkeypatch.setenv("PHOS_LAZY_FILL_THREADS", "0")
     server = serve(ten, [(0, 10, ALL)])
     if reason == "on a disk":
+        kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True).stdout
+        if kind.strip() == "tmpfs":
+            skip("the folder for tests lies in memory")
         shutil.copytree(folder, tmp_path / "image")
-        os.dup2(os.open(tmp_path / "image" / "pages-3.img", os.O_RDONLY), server.file)
+        other = os.open(tmp_path / "image", os.O_RDONLY | os.O_DIRECTORY)
+        os.dup2(other, ctypes.c_int.in_dll(criu, "folder").value)
+        os.close(other)
     if reason == "cut off":
         os.truncate(folder / "pages-3.img", PAGE)
     if reason == "no pagemap":
@@ -346,11 +383,8 @@ def test_where_it_cannot_be_done_criu_goes_on_by_itself(
 
 
 def advised(memory: Memory, page: int, count: int) -> threading.Thread:
-    """A thread of the process lets go of pages; it waits until CRIU has heard of that."""
-    address = ctypes.c_void_p(memory.address + page * PAGE)
-    call = threading.Thread(target=LIBC.madvise, args=(address, ctypes.c_size_t(count * PAGE), 4))  # MADV_DONTNEED
-    call.start()
-    return call
+    """A thread of the process lets go of pages."""
+    return called(LIBC.madvise, ctypes.c_void_p(memory.address + page * PAGE), size_of(count), 4)  # MADV_DONTNEED
 
 
 def test_what_the_process_has_let_go_of_is_not_taken_for_there(serve: Serve, memory: Make) -> None:
@@ -376,6 +410,150 @@ def test_after_the_process_has_changed_anything_nothing_is_filled(serve: Serve, 
     for number in range(6):
         assert server.ask(number, new[number * PAGE :][:PAGE]) == (0, PAGE)
         assert six.page(number) == new[number * PAGE :][:PAGE]
+
+
+def called(function: Callable[..., Any], *arguments: Any) -> threading.Thread:
+    """A thread of the process changes its memory; it waits until CRIU has heard of that."""
+    call = threading.Thread(target=function, args=arguments)
+    call.start()
+    return call
+
+
+def size_of(pages: int) -> ctypes.c_size_t:
+    return ctypes.c_size_t(pages * PAGE)
+
+
+def test_what_has_been_moved_there_is_not_taken_for_there(serve: Serve, memory: Make) -> None:
+    """Pages that were filled go elsewhere, and others, that CRIU has yet to bring, come to their place."""
+    eight, elsewhere = memory(8, userfault.REMAP), map_memory(4 * PAGE, -1)
+    server = serve(eight, [(0, 4, ALL)])
+    server.ask(0, server.data[:PAGE])
+    first, second = ctypes.c_void_p(eight.address), ctypes.c_void_p(eight.address + 4 * PAGE)
+    away = called(LIBC.mremap, first, size_of(4), size_of(4), 3, ctypes.c_void_p(elsewhere))
+    assert server.hear() == 0x14  # UFFD_EVENT_REMAP
+    away.join()
+    coming = called(LIBC.mremap, second, size_of(4), size_of(4), 3, first)
+    assert server.hear() == 0x14
+    coming.join()
+    new = content(4, 7)
+    assert server.ask(0, new) == (0, len(new))
+    assert b"".join(eight.page(number) for number in range(4)) == new
+    assert ctypes.string_at(elsewhere, 4 * PAGE) == server.data
+    unmap_memory(elsewhere, 4 * PAGE)
+
+
+def test_what_has_been_unmapped_is_not_taken_for_there(serve: Serve, memory: Make) -> None:
+    six = memory(6, userfault.UNMAP)
+    server = serve(six, [(0, 6, ALL)])
+    server.ask(0, server.data[:PAGE])
+    place = ctypes.c_void_p(six.address + 2 * PAGE)
+    going = called(LIBC.munmap, place, size_of(2))
+    assert server.hear() == 0x16  # UFFD_EVENT_UNMAP
+    going.join()
+    LIBC.mmap(place, size_of(2), 3, 0x32, -1, ctypes.c_long(0))
+    userfault.register(six.uffd, six.address + 2 * PAGE, 2 * PAGE)
+    new = content(2, 7)
+    assert server.ask(2, new) == (0, len(new))
+    assert six.page(2) + six.page(3) == new
+
+
+def test_while_a_change_is_not_heard_of_nothing_is_brought(serve: Serve, memory: Make) -> None:
+    six = memory(6, userfault.REMOVE)
+    server = serve(six, [(0, 6, ALL)])
+    letting_go = advised(six, 2, 2)
+    wait = threading.Event()
+    while server.ask(0, server.data[:PAGE]) != (-1, -errno.EAGAIN):
+        wait.wait(0.001)  # it has not come so far yet
+    server.hear()
+    letting_go.join()
+    new = content(6, 7)
+    for number in range(2, 6):
+        server.ask(number, new[number * PAGE :][:PAGE])
+        assert six.page(number) in (new[number * PAGE :][:PAGE], server.data[number * PAGE :][:PAGE])
+    assert six.page(2) == new[2 * PAGE : 3 * PAGE]
+
+
+@pytest.mark.parametrize("closed_by_criu", [True, False])
+def test_a_child_of_nobody_who_is_filled_is_not_another(
+    criu: ctypes.CDLL, library: ctypes.CDLL, serve: Serve, memory: Make, closed_by_criu: bool
+) -> None:
+    """Its descriptor has the number of one that was."""
+    six, other = memory(6), memory(6, userfault.FORK)
+    server = serve(six, [(0, 6, ALL)])
+    server.ask(0, server.data[:PAGE])
+    number = server.uffd
+    if closed_by_criu:
+        library.close(number)
+    else:
+        os.close(number)
+    server.uffd = -1
+    lower = []
+    while (found := os.open("/dev/null", os.O_RDONLY)) != number:
+        lower.append(found)
+    os.close(number)
+    forking = called(criu.fork_and_exit)
+    buffer = ctypes.create_string_buffer(userfault.MESSAGE_BYTES)
+    assert library.read(other.uffd, buffer, ctypes.c_size_t(len(buffer))) == len(buffer)
+    assert (buffer.raw[0], struct.unpack_from("=I", buffer.raw, 8)[0]) == (0x13, number)  # UFFD_EVENT_FORK
+    forking.join()
+    os.waitpid(-1, 0)
+    assert copy(library, number, six.address, server.data[:PAGE]) == (-1, -errno.ESRCH), "the child has ended"
+    for descriptor in (number, *lower):
+        os.close(descriptor)
+
+
+def test_part_of_a_run_that_cannot_be_brought_holds_nothing_else_up(serve: Serve, memory: Make) -> None:
+    """It is another mapping, which CRIU has not registered."""
+    twenty = memory(20)
+    place = ctypes.c_void_p(twenty.address + 7 * PAGE)
+    LIBC.mmap(place, size_of(3), 3, 0x32, -1, ctypes.c_long(0))
+    server = serve(twenty, [(0, 20, ALL)])
+    server.ask(0, server.data[:PAGE])
+    wrong = content(1, 5)
+    for number in (*range(7), *range(10, 20)):
+        assert server.ask(number, wrong) == (0, PAGE)
+        assert twenty.page(number) == server.data[number * PAGE :][:PAGE]
+    assert twenty.page(8) == bytes(PAGE)
+
+
+def test_who_waits_for_a_page_that_is_there_is_woken(library: ctypes.CDLL, memory: Make) -> None:
+    two = memory(2)
+    found = ctypes.create_string_buffer(PAGE)
+    reading = called(LIBC.memcpy, found, ctypes.c_void_p(two.address + PAGE), size_of(1))
+    buffer = ctypes.create_string_buffer(userfault.MESSAGE_BYTES)
+    assert library.read(two.uffd, buffer, ctypes.c_size_t(len(buffer))) == len(buffer)
+    data = content(1)
+    source = ctypes.create_string_buffer(data, PAGE)
+    quietly = CopyRequest(two.address + PAGE, ctypes.addressof(source), PAGE, 1, 0)  # UFFDIO_COPY_MODE_DONTWAKE
+    assert library.ioctl(two.uffd, ctypes.c_ulong(userfault.COPY), ctypes.byref(quietly)) == 0
+    assert copy(library, two.uffd, two.address, content(2, 3)) == (0, 2 * PAGE)
+    reading.join(10)
+    assert found.raw == data
+
+
+def test_whoever_restores_can_wait_for_the_end(criu: ctypes.CDLL, serve: Serve, memory: Make) -> None:
+    held = ctypes.c_int.in_dll(criu, "held")
+    six = memory(6)
+    server = serve(six, [(0, 6, ALL)])
+    name = f"\0phos-lazy-fill-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as early, pytest.raises(ConnectionRefusedError):
+        early.connect(name)
+    held.value = 1
+    filling = called(server.ask, 0, server.data[:PAGE])
+    try:
+        with socket.socket(socket.AF_UNIX) as waiting:
+            while waiting.connect_ex(name):
+                pass
+            waiting.settimeout(0.1)
+            with pytest.raises(TimeoutError):
+                waiting.recv(1)
+            held.value = 0
+            waiting.settimeout(10)
+            with pytest.raises(ConnectionResetError):
+                waiting.recv(1)
+    finally:
+        held.value = 0
+        filling.join()
 
 
 def test_a_descriptor_that_is_another_processs_later_is_not_the_first_ones(serve: Serve, memory: Make) -> None:
