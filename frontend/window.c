@@ -131,10 +131,10 @@ static void put_away(void)
         for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
             b->window_chunks = b->window_first = 0;
     }
-    for (uint32_t s = 0; phos_window.slots && s < phos_window.table->slots; s++) {
-        /* phosd has read what it wanted; but a copy that nobody wants any more may still be on its way. */
+    for (uint32_t s = 0; phos_window.slots && s < phos_window.table->slots + PHOS_TRANSFERS; s++) {
+        /* phosd has read what it wanted; but a copy or a flag that nobody wants any more may still be on its way. */
         if (phos_window.slots[s].event && phos_real.cuEventSynchronize(phos_window.slots[s].event) != CUDA_SUCCESS)
-            phos_debug("the copy into a shadow slot ended with an error");
+            phos_debug("what was to be written to a shadow pool ended with an error");
         if (phos_window.slots[s].event)
             phos_real.cuEventDestroy_v2(phos_window.slots[s].event);
     }
@@ -167,7 +167,7 @@ static bool begin(const int *descriptors, size_t count, struct phos_error *error
         return phos_fail(error, CUDA_SUCCESS, "the tables of the window cannot be used");
     if (phos_window.table->pools != count - 2)
         return phos_fail(error, CUDA_SUCCESS, "%u shadow pools came with %zu descriptors", phos_window.table->pools, count - 2);
-    phos_window.slots = calloc(phos_window.table->slots + 1, sizeof *phos_window.slots);
+    phos_window.slots = calloc(phos_window.table->slots + PHOS_TRANSFERS, sizeof *phos_window.slots);
     size_t words = phos_window.chunks->chunks / 64 + 1;
     phos_window.seen = calloc(words, sizeof *phos_window.seen);
     phos_window.written = calloc(words, sizeof *phos_window.written);

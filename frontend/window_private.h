@@ -18,7 +18,7 @@ struct phos_shadow_pool {
 };
 
 struct phos_slot {
-    CUevent event; /* recorded behind the copy into it, and those made with it */
+    CUevent event; /* recorded behind the copy into it, and those made with it; or behind a transfer's flag */
     CUcontext context;
     uint32_t leader; /* the slot whose event stands for this one's copy */
 };
@@ -30,7 +30,7 @@ struct phos_window {
     struct phos_window_table *table;
     size_t chunks_size, table_size;
     struct phos_shadow_pool pools[PHOS_DEVICES];
-    struct phos_slot *slots;
+    struct phos_slot *slots; /* after those of the pools PHOS_TRANSFERS for the flags of transfers */
     uint32_t ticket;
     uint32_t transfer; /* where to look for a free transfer record */
     uint64_t *seen, *written; /* a bit for each chunk that was touched, or written to; with phos_memory_lock */

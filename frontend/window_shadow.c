@@ -373,9 +373,13 @@ static void note_transfer(CUstream stream)
             uint32_t at = phos_window.transfer++ % PHOS_TRANSFERS, ticket;
             if (__atomic_load_n(&transfers[at].ticket, __ATOMIC_ACQUIRE))
                 continue;
+            struct phos_slot *behind = &phos_window.slots[phos_window.table->slots + at];
+            if (!event_in(behind, context))
+                return;
             ticket = next_ticket();
             CUdeviceptr flag = pool->address + (CUdeviceptr)(pool->slots + at) * sizeof(uint32_t);
-            if (phos_real.cuMemsetD32Async(flag, ticket, 1, stream) == CUDA_SUCCESS) {
+            if (phos_real.cuMemsetD32Async(flag, ticket, 1, stream) == CUDA_SUCCESS &&
+                phos_real.cuEventRecord(behind->event, stream) == CUDA_SUCCESS) {
                 transfers[at].pool = pool->index;
                 __atomic_store_n(&transfers[at].ticket, ticket, __ATOMIC_RELEASE);
             }

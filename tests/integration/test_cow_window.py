@@ -215,6 +215,27 @@ def test_the_disk_becomes_full(random_site: Site) -> None:
     come_back(random_site, program, again)
 
 
+def test_a_window_ends_while_a_transfer_is_queued(site: Site) -> None:
+    """A flag follows it, into memory that is the window's."""
+    go = site.folder / "go"
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(24 << 20)
+    site.environment["PHOS_PROTOCOL"] = "cow"
+    site.run("phosd", "--ensure")
+    script = PROGRAMS / "pending_transfer.py"
+    program = site.start(sys.executable, str(script), "32", str(go), SOFTGPU_COPY_BANDWIDTH="0")
+    wait_until(lambda: "READY" in program.lines(), "the program")
+    image = site.image()
+    dump = begin(site, program, image)
+    go.touch()
+    wait_until(lambda: "QUEUED" in program.lines(), "the transfer")
+    time.sleep(3)  # all is saved by then
+    go.unlink()
+    wait_until(lambda: program.lines()[-1] != "QUEUED", "the transfer's end")
+    assert program.lines()[-1] == "GOOD", program.lines()
+    committed(dump, image)
+    assert inventory(site, image)["protocol"] == "cow"
+
+
 def test_two_processes_with_one_buffer(site: Site) -> None:
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(16 << 20)
     command = [sys.executable, str(PROGRAMS / "shared_memory.py"), "parent", "100", str(site.folder / "handle")]
