@@ -269,9 +269,9 @@ def _started(*command: str) -> subprocess.Popen[str]:
     return child
 
 
-def measure(load: Load | None, sizes: Sizes, blocks: Blocks, application: int, repeats: int) -> dict[str, Any]:
+def measure(key: str, sizes: Sizes, blocks: Blocks, application: int, repeats: int) -> dict[str, Any]:
     """Medians of seconds under one load."""
-    copier = None if load is None else _started(__file__, "--copy", str(sizes.source), *map(str, load))
+    copier = None if LOADS[key] is None else _started(__file__, "--copy", key, str(sizes.source))
     maps, toggles = [], []
     for _ in range(repeats):
         maps.append(blocks.map())
@@ -290,11 +290,9 @@ def measure(load: Load | None, sizes: Sizes, blocks: Blocks, application: int, r
 def main() -> None:
     """Run as a program."""
     if sys.argv[1:2] == ["--copy"]:
-        piece, depth, pause, inward, back, kernel, hashed = sys.argv[3:10]
-        load = Load(
-            int(piece), int(depth), float(pause), inward == "True", int(back), kernel == "True", hashed == "True"
-        )
-        copy_until_closed(load, int(sys.argv[2]))
+        load = LOADS[sys.argv[2]]
+        assert load is not None
+        copy_until_closed(load, int(sys.argv[3]))
         return
     parser = harness.options(__doc__ or "", budget=120)
     parser.add_argument("--only", action="append", choices=LOADS, help="of the loads; may be repeated")
@@ -311,7 +309,7 @@ def main() -> None:
             chosen,
             results,
             chosen.only or loads,
-            lambda key: results.add(key, **measure(LOADS[key], sizes, blocks, application.pid, repeats)),
+            lambda key: results.add(key, **measure(key, sizes, blocks, application.pid, repeats)),
         )
     finally:
         application.kill()

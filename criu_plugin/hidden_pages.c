@@ -24,6 +24,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "ranges.h"
 #include "task_pages.h"
 
 struct task {
@@ -142,17 +143,7 @@ static const struct task *task_of(int pagemap)
 /* The first of the task's pages that end behind `address`. */
 static size_t first_behind(const struct task *task, uint64_t address)
 {
-	size_t low = 0, high = task->count;
-
-	while (low < high) {
-		size_t middle = (low + high) / 2;
-
-		if (task->pages[middle].address + task->pages[middle].size <= address)
-			low = middle + 1;
-		else
-			high = middle;
-	}
-	return low;
+	return phos_first_behind(task->pages, sizeof(*task->pages), task->count, address);
 }
 
 /* Takes away from the kernel's answer what phosd has. Returns how many regions are left; -1 if there is no memory. */

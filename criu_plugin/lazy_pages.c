@@ -4,16 +4,15 @@
  * Later it waits until the other has filled a process that is being filled (lazy_fill/): before the process runs, nothing
  * interferes with that, and nobody meets with memory that is not there.
  */
+#include "lazy_fill_address.h"
 #include "phos_plugin.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
-#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -54,9 +53,9 @@ void phos_wait_lazy_fill(void)
 	struct timeval patience = { .tv_sec = FILL_SECONDS };
 	struct ucred peer = { 0 };
 	socklen_t peer_size = sizeof(peer);
-	struct sockaddr_un address = { .sun_family = AF_UNIX };
-	int size = snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "phos-lazy-fill-%d", server());
-	int connected = server() > 0 ? socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0) : -1;
+	int pid = server(), connected = pid > 0 ? socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0) : -1;
+	struct sockaddr_un address;
+	socklen_t length = phos_lazy_fill_address(&address, pid);
 	char nothing;
 
 	if (connected < 0)
@@ -64,10 +63,10 @@ void phos_wait_lazy_fill(void)
 	setsockopt(connected, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience));
 	setsockopt(connected, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof(patience));
 	/* It listens while it fills, and hangs up. Anybody may listen under that name. */
-	if (!connect(connected, (struct sockaddr *)&address, (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)size)) &&
-	    !getsockopt(connected, SOL_SOCKET, SO_PEERCRED, &peer, &peer_size) && peer.pid == server() &&
+	if (!connect(connected, (struct sockaddr *)&address, length) &&
+	    !getsockopt(connected, SOL_SOCKET, SO_PEERCRED, &peer, &peer_size) && peer.pid == pid &&
 	    read(connected, &nothing, 1) < 0 && errno == EAGAIN)
-		pr_warn("criu lazy-pages (pid %d) has not filled a process within %d s\n", server(), FILL_SECONDS);
+		pr_warn("criu lazy-pages (pid %d) has not filled a process within %d s\n", pid, FILL_SECONDS);
 	close(connected);
 }
 

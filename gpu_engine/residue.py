@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import mmap
 import os
 import re
 import secrets
@@ -28,9 +27,9 @@ from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine.errors import Mispredicted, PhosError, RestoreFailed
 from phos.gpu_engine.process import GatedProcess
 from phos.images.errors import ImageError
-from phos.images.files import hash_segment, run_in_threads, segments
+from phos.images.files import allocate_huge, hash_segment, run_in_threads, segments
 from phos.images.formats import residue_file
-from phos.images.mapping import collapse, map_memory, unmap_memory
+from phos.images.mapping import map_memory, unmap_memory
 from phos.images.source import ImageSource
 from phos.images.writer import COPY_THREADS, ImageWriter
 
@@ -164,9 +163,8 @@ class ResidueFile:
         places = segments(self.size, COLLAPSED)
         address = map_memory(self.size, self.descriptor)
         try:
-            for at, size in segments(self.size, GRAIN):  # a page of each, which the others join
-                os.posix_fallocate(self.descriptor, at, min(mmap.PAGESIZE, size))
-            run_in_threads([partial(collapse, address + at, size) for at, size in places], COPY_THREADS)
+            jobs = [partial(allocate_huge, self.descriptor, at, address + at, size) for at, size in places]
+            run_in_threads(jobs, COPY_THREADS)
         finally:
             unmap_memory(address, self.size)
         os.posix_fallocate(self.descriptor, 0, self.size)

@@ -14,6 +14,7 @@ from typing import TypeVar
 import xxhash
 
 from phos.images.formats import SEGMENT_SIZE, digest, zero_digest
+from phos.images.mapping import HUGE_PAGE, collapse
 
 T = TypeVar("T")
 
@@ -56,6 +57,20 @@ def allocate(fd: int, offset: int, length: int) -> bool:
     Not os.posix_fallocate, which fills the file with writes where the file system has no such call.
     """
     return bool(_libc.fallocate(fd, 0, ctypes.c_long(offset), ctypes.c_long(length)) == 0)
+
+
+def allocate_huge(descriptor: int, offset: int, address: int, size: int) -> int:
+    """Allocate a part of a file in memory, mapped at ``address``, in huge pages: 0, or why they are not huge, an errno.
+
+    ``offset`` and ``address`` are multiples of a huge page.
+
+    Raises:
+        OSError: there is no room.
+    """
+    for at in range(offset, offset + size, HUGE_PAGE):  # a small page of each, which the others join
+        if not allocate(descriptor, at, min(mmap.PAGESIZE, offset + size - at)):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return collapse(address, size)
 
 
 def address_of(view: memoryview) -> int:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import mmap
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,9 +12,9 @@ from phos.images import formats
 from phos.images.append import ZEROS, StripeState, append
 from phos.images.chunk_hash import chunk_hash, zero_hash
 from phos.images.errors import ImageError
-from phos.images.files import allocate
+from phos.images.files import allocate, allocate_huge
 from phos.images.formats import HASH_SIZE, BlockKey, align_up
-from phos.images.mapping import HUGE_PAGE, MADV_POPULATE_WRITE, advise, collapse, has_huge_pages, map_memory
+from phos.images.mapping import HUGE_PAGE, MADV_POPULATE_WRITE, advise, has_huge_pages, map_memory
 from phos.images.new_files import NewFiles
 from phos.images.table import WrittenRun
 
@@ -170,10 +168,7 @@ class MappedStripe(Stripe):
         if self._mounted_huge:
             code = advise(self.address + offset, size, MADV_POPULATE_WRITE)
         else:
-            for at in range(offset, offset + size, HUGE_PAGE):
-                if not allocate(self.fd, at, mmap.PAGESIZE):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            code = collapse(self.address + offset, size)
+            code = allocate_huge(self.fd, offset, self.address + offset, size)
         if code:
             raise OSError(code, f"{os.strerror(code)} (for huge pages)")
 

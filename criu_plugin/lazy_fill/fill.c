@@ -1,5 +1,6 @@
 /* A process's lazy pages, brought with several threads, straight from the image's file in memory. */
 #include "lazy_fill.h"
+#include "ranges.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -226,17 +227,7 @@ static int by_address(const void *one, const void *other)
 /* The first piece that ends behind an address. */
 static size_t first_behind(const struct phos_lazy_filled *filled, uint64_t address)
 {
-	size_t low = 0, high = filled->count;
-
-	while (low < high) {
-		size_t middle = (low + high) / 2;
-
-		if (filled->pieces[middle].address + filled->pieces[middle].size <= address)
-			low = middle + 1;
-		else
-			high = middle;
-	}
-	return low;
+	return phos_first_behind(filled->pieces, sizeof(*filled->pieces), filled->count, address);
 }
 
 bool phos_lazy_has(const struct phos_lazy_filled *filled, uint64_t address, uint64_t size)
@@ -290,7 +281,7 @@ int phos_lazy_fill(int uffd, int pid, struct phos_lazy_filled *filled)
 {
 	char name[32];
 	size_t size = 0;
-	void *map;
+	void *pagemap;
 	struct phos_lazy_pages lazy = { 0 };
 	struct fill fill = { .uffd = uffd, .lock = PTHREAD_MUTEX_INITIALIZER, .filled = filled };
 	unsigned threads = threads_wanted();
@@ -301,12 +292,12 @@ int phos_lazy_fill(int uffd, int pid, struct phos_lazy_filled *filled)
 	if (folder < 0)
 		return -1;
 	snprintf(name, sizeof(name), "pagemap-%d.img", pid);
-	map = read_file(folder, name, &size);
-	if (map && !phos_lazy_decode(map, size, &lazy)) {
+	pagemap = read_file(folder, name, &size);
+	if (pagemap && !phos_lazy_decode(pagemap, size, &lazy)) {
 		snprintf(name, sizeof(name), "pages-%u.img", lazy.pages_id);
 		fill.pages = map_pages(folder, name, &fill.pages_size);
 	}
-	free(map);
+	free(pagemap);
 	if (fill.pages) {
 		fill.runs = lazy.runs;
 		fill.count = lazy.count;

@@ -13,19 +13,18 @@
  * CRIU's one thread calls all of this: no lock.
  */
 #include "lazy_fill.h"
+#include "lazy_fill_address.h"
 
 #include <errno.h>
 #include <limits.h>
 #include <linux/userfaultfd.h>
 #include <stdarg.h>
-#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
-#include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -87,10 +86,9 @@ static bool is_userfaultfd(int descriptor)
 /* Who restores the process waits for the end of this, before the process runs (lazy_pages.c). */
 static int announce(void)
 {
-	struct sockaddr_un address = { .sun_family = AF_UNIX };
-	int size = snprintf(address.sun_path + 1, sizeof(address.sun_path) - 1, "phos-lazy-fill-%d", getpid());
+	struct sockaddr_un address;
+	socklen_t length = phos_lazy_fill_address(&address, getpid());
 	int listening = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-	socklen_t length = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)size);
 
 	if (listening >= 0 && (bind(listening, (struct sockaddr *)&address, length) || listen(listening, 16))) {
 		close(listening);
@@ -174,8 +172,8 @@ EXPORT ssize_t read(int descriptor, void *buffer, size_t size)
 	const struct uffd_msg *message = buffer;
 	struct served *process;
 
-	if (size != sizeof(*message) || result != (ssize_t)size || !served_count || !is_userfaultfd(descriptor) ||
-	    message->event == UFFD_EVENT_PAGEFAULT)
+	if (size != sizeof(*message) || result != (ssize_t)size || !served_count || message->event == UFFD_EVENT_PAGEFAULT ||
+	    !is_userfaultfd(descriptor))
 		return result;
 	if (message->event == UFFD_EVENT_FORK) /* whoever says it: children of children are not among the served */
 		forget((int)message->arg.fork.ufd);

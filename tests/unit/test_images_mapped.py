@@ -14,7 +14,7 @@ import pytest
 
 from phos.gpu_engine import landing
 from phos.gpu_engine.landing import Landing
-from phos.images import mapping, stripe
+from phos.images import files, mapping
 from phos.images.mapping import HUGE_PAGE, MADV_COLLAPSE, has_huge_pages, map_memory, unmap_memory, view_of
 from phos.images.reader import Image
 from phos.images.writer import ImageWriter
@@ -134,7 +134,7 @@ def test_where_there_are_none_the_image_is_written_as_ever(
     mount: Mount, monkeypatch: pytest.MonkeyPatch, reason: str
 ) -> None:
     if reason == "old kernel":
-        monkeypatch.setattr(stripe, "collapse", lambda *_: errno.EINVAL)
+        monkeypatch.setattr(files, "collapse", lambda *_: errno.EINVAL)
     else:
         monkeypatch.setattr(landing, "SLOWEST", -1.0)  # long over
     folder = mount("never", "64m")
@@ -161,7 +161,7 @@ def test_the_first_failure_ends_the_others(mount: Mount, monkeypatch: pytest.Mon
     monkeypatch.setattr(landing, "SEGMENT_BYTES", SEGMENT)
     monkeypatch.setattr(landing, "PLACE_BYTES", MOST)
     monkeypatch.setattr(landing, "STEP_BYTES", HUGE_PAGE)
-    monkeypatch.setattr(stripe, "collapse", lambda address, *_: asked.append(address) or errno.ENOMEM)
+    monkeypatch.setattr(files, "collapse", lambda address, *_: asked.append(address) or errno.ENOMEM)
     directory = opened(mount("never", "1g"))
     with ImageWriter(directory, stripes=1, chunk_size=CHUNK) as writer:
         assert Landing.prepare(writer, 50 * SEGMENT, 1 << 30) is None
