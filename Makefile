@@ -111,8 +111,9 @@ $(GEN)/softgpu_%: | $(GENERATED) ;
 OBJ := $(BUILD)/obj
 FRONTEND_OBJ := $(FRONTEND_SRC:%.c=$(OBJ)/%.o)
 SOFTGPU_OBJ := $(SOFTGPU_SRC:%.c=$(OBJ)/%.o)
-PLUGIN_OBJ := $(PLUGIN_SRC:%.c=$(OBJ)/%.o)
 LAZY_FILL_OBJ := $(LAZY_FILL_SRC:%.c=$(OBJ)/%.o)
+# The plugin fills memory as well, but is no `criu lazy-pages`.
+PLUGIN_OBJ := $(PLUGIN_SRC:%.c=$(OBJ)/%.o) $(filter-out %/interpose.o,$(LAZY_FILL_OBJ))
 CHUNKS_OBJ := $(CHUNKS_SRC:%.c=$(OBJ)/%.o)
 WIRE_OBJ := $(OBJ)/gen/wire.pb-c.o
 ALL_OBJ := $(FRONTEND_OBJ) $(SOFTGPU_OBJ) $(PLUGIN_OBJ) $(LAZY_FILL_OBJ) $(CHUNKS_OBJ) $(WIRE_OBJ)

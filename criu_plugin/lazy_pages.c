@@ -16,7 +16,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SOCKET "lazy-pages.socket" /* in the image directory; CRIU's uffd.c */
 #define LOOK_NS 1000000
 #define LOOKS 20000
 #define FILL_SECONDS 10
@@ -80,7 +79,7 @@ int phos_wait_lazy_pages(void)
 		char state = state_of(pid);
 
 		/* It sleeps for the first time when it waits for a connection: the file alone may not be listened at yet. */
-		if (state == 'S' && faccessat(criu_get_image_dir(), SOCKET, F_OK, 0) == 0)
+		if (state == 'S' && access(PHOS_LAZY_SOCKET, F_OK) == 0)
 			return 0;
 		if (!state || state == 'Z' || state == 'X') {
 			pr_err("criu lazy-pages (pid %d) has ended; its own log says why\n", pid);
@@ -88,6 +87,6 @@ int phos_wait_lazy_pages(void)
 		}
 		nanosleep(&(struct timespec){ .tv_nsec = LOOK_NS }, NULL);
 	}
-	pr_err("criu lazy-pages (pid %d) does not listen at %s within %d s\n", pid, SOCKET, (int)((long long)LOOKS * LOOK_NS / 1000000000));
+	pr_err("criu lazy-pages (pid %d) does not listen at %s within %d s\n", pid, PHOS_LAZY_SOCKET, (int)((long long)LOOKS * LOOK_NS / 1000000000));
 	return -1;
 }

@@ -10,13 +10,15 @@
  *   exit(DUMP, result)                   tasks still frozen. If CRIU is going to kill them, phosd completes the image first;
  *                                        if they are to run on it answers at once. CRIU's exit closes the socket, and that
  *                                        tells phosd that the tasks are released or dead
- *   init(RESTORE)                        nothing exists yet: phosd may refuse the image or the GPUs
+ *   init(RESTORE)                        nothing exists yet: phosd may refuse the image or the GPUs. Whoever brings the
+ *                                        tasks' memory in CRIU's place begins (fill_server.c)
  *   RESUME_DEVICES_LATE(pid)             every task exists and is stopped; its return value is ignored by CRIU. For a pool
  *                                        (park.c) the driver's part is brought back here, and the task stays stopped
  */
 #include "phos_plugin.h"
 
 #include <errno.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -44,6 +46,13 @@ static __attribute__((noreturn)) void keep_tasks(void)
 	_exit(EXIT_FAILURE);
 }
 
+/* A restored task lacks memory, and CRIU does not heed what the last hook returns. phosd sees CRIU end, and does its part. */
+static __attribute__((noreturn)) void end_restore(int pid)
+{
+	kill(pid, SIGKILL);
+	_exit(EXIT_FAILURE);
+}
+
 static int phos_plugin_init(int stage)
 {
 	switch (stage) {
@@ -54,7 +63,7 @@ static int phos_plugin_init(int stage)
 		/* Plain CRIU's images do not name us, nor do ours of before 4.1: phosd looks at the files themselves. */
 		if (check_and_remove_inventory_plugin)
 			check_and_remove_inventory_plugin(PHOS_INVENTORY_PREFIX, strlen(PHOS_INVENTORY_PREFIX));
-		return phos_link_restore_begin() ? -1 : phos_wait_lazy_pages();
+		return phos_link_restore_begin() || phos_fill_begin() ? -1 : phos_wait_lazy_pages();
 	default:
 		return 0;
 	}
@@ -93,6 +102,8 @@ static int phos_plugin_resume_devices_late(int pid)
 	int thread;
 
 	phos_wait_lazy_fill();
+	if (phos_fill_end())
+		end_restore(pid);
 	if (phos_link_task_restored(pid, &park, &thread))
 		return -1;
 	return park ? phos_park(pid, thread) : 0;

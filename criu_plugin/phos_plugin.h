@@ -13,6 +13,7 @@ extern void print_on_level(unsigned int level, const char *format, ...) __attrib
 
 #define pr_err(format, ...) print_on_level(1, "Error: phos: " format, ##__VA_ARGS__)
 #define pr_warn(format, ...) print_on_level(2, "Warn: phos: " format, ##__VA_ARGS__)
+#define pr_info(format, ...) print_on_level(3, "phos: " format, ##__VA_ARGS__)
 
 /*
  * CRIU's list of the plugins that an image needs, exported to its plugins without a header (4.1: image.c). CRIU writes it
@@ -47,6 +48,14 @@ int phos_hidden(int *table);
 
 /* Leaves a restored task stopped; before that its one thread `thread`, unless 0, runs while phosd works. */
 int phos_park(int pid, int thread);
+
+/* Where CRIU looks for the server of a lazy restore, in its working directory (uffd.c of CRIU 4.1). */
+#define PHOS_LAZY_SOCKET "lazy-pages.socket"
+
+/* With PHOS_FILL_PAGES: begins to bring the tasks' memory in CRIU's place; CRIU has been told --lazy-pages. Returns 0 or -1. */
+int phos_fill_begin(void);
+/* Returns 0 when all of it is there, or has been; -1: not all is, and the tasks must not run. */
+int phos_fill_end(void);
 
 /* Returns when the server of a lazy restore that was started beside CRIU listens; at once if none was. */
 int phos_wait_lazy_pages(void);

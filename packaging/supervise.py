@@ -163,7 +163,9 @@ def wait_for_free_pids(client: object, seconds: float) -> None:
 
 
 def eagerly(command: list[str]) -> list[str]:
-    """A command line of `criu restore` without --lazy-pages."""
+    """A command line of `criu restore` without --lazy-pages, but with the launcher's, which makes no page lazy."""
+    if os.environ.get("PHOS_FILL_PAGES"):
+        return command
     return [word for word in command if not word.startswith("--la")]
 
 

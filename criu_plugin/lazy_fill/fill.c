@@ -25,7 +25,6 @@
 
 #define PIECE ((uint64_t)1 << 20) /* copied by one call: who waits for a page of it waits for no more */
 #define MOST_THREADS 8
-#define FEWEST_THREADS 4 /* with fewer, the process would wait for longer than its faults cost it */
 
 /* By the system call: libc's name is ours (interpose.c). */
 static int uffd_ioctl(int uffd, unsigned long request, void *argument)
@@ -174,6 +173,14 @@ static void note(struct fill *fill, uint64_t address, uint64_t size)
 	pthread_mutex_unlock(&fill->lock);
 }
 
+static void failed(struct fill *fill, int error)
+{
+	pthread_mutex_lock(&fill->lock);
+	if (!fill->filled->error)
+		fill->filled->error = error;
+	pthread_mutex_unlock(&fill->lock);
+}
+
 /* Brings what can be brought of a range; whether more may be brought after that. */
 static bool bring(struct fill *fill, uint64_t to, const unsigned char *from, uint64_t size)
 {
@@ -185,8 +192,10 @@ static bool bring(struct fill *fill, uint64_t to, const unsigned char *from, uin
 		return true;
 	}
 	/* Not ENOENT, but EAGAIN above all: the process has changed its memory, and CRIU has to hear of that first. */
-	if (errno != ENOENT)
+	if (errno != ENOENT) {
+		failed(fill, errno);
 		return false;
+	}
 	/* That memory is not (yet) CRIU's to bring, or part of it is another mapping than the rest. */
 	done = copied > 0 ? (uint64_t)copied : 0;
 	if (done)
@@ -250,16 +259,15 @@ void phos_lazy_gone(struct phos_lazy_filled *filled, uint64_t address, uint64_t 
 		filled->pieces[i].gone = true;
 }
 
-/* Half of the processors, phosd and the driver being at work as well, or what PHOS_LAZY_FILL_THREADS says; 0: not at all. */
-static unsigned threads_wanted(void)
+unsigned phos_lazy_threads(unsigned fewest)
 {
-	const char *said = getenv("PHOS_LAZY_FILL_THREADS");
+	const char *said = getenv("PHOS_FILL_THREADS");
 	unsigned wanted = 0;
 	cpu_set_t cpus;
 
 	if (said && *said)
 		wanted = (unsigned)strtoul(said, NULL, 10);
-	else if (!sched_getaffinity(0, sizeof(cpus), &cpus) && CPU_COUNT(&cpus) / 2 >= FEWEST_THREADS)
+	else if (!sched_getaffinity(0, sizeof(cpus), &cpus) && (unsigned)CPU_COUNT(&cpus) / 2 >= fewest)
 		wanted = (unsigned)CPU_COUNT(&cpus) / 2;
 	return wanted < MOST_THREADS ? wanted : MOST_THREADS;
 }
@@ -277,15 +285,14 @@ static void run_threads(struct fill *fill, unsigned wanted)
 		pthread_join(threads[--started], NULL);
 }
 
-int phos_lazy_fill(int uffd, int pid, struct phos_lazy_filled *filled)
+int phos_lazy_fill(int uffd, int pid, unsigned threads, struct phos_lazy_filled *filled)
 {
 	char name[32];
 	size_t size = 0;
 	void *pagemap;
 	struct phos_lazy_pages lazy = { 0 };
 	struct fill fill = { .uffd = uffd, .lock = PTHREAD_MUTEX_INITIALIZER, .filled = filled };
-	unsigned threads = threads_wanted();
-	int folder = threads && criu_get_image_dir ? criu_get_image_dir() : -1;
+	int folder = criu_get_image_dir ? criu_get_image_dir() : -1;
 	int result = -1;
 
 	*filled = (struct phos_lazy_filled){ 0 };
@@ -294,8 +301,11 @@ int phos_lazy_fill(int uffd, int pid, struct phos_lazy_filled *filled)
 	snprintf(name, sizeof(name), "pagemap-%d.img", pid);
 	pagemap = read_file(folder, name, &size);
 	if (pagemap && !phos_lazy_decode(pagemap, size, &lazy)) {
+		for (size_t i = 0; i < lazy.count; i++)
+			filled->wanted += lazy.runs[i].size;
 		snprintf(name, sizeof(name), "pages-%u.img", lazy.pages_id);
 		fill.pages = map_pages(folder, name, &fill.pages_size);
+		result = lazy.count ? -1 : 0;
 	}
 	free(pagemap);
 	if (fill.pages) {

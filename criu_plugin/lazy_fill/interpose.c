@@ -33,6 +33,7 @@
 /* CRIU's log; level 3 is for information. Weak, so that tests can load this without a CRIU. */
 extern void print_on_level(unsigned int level, const char *format, ...) __attribute__((format(printf, 2, 3), weak));
 
+#define FEWEST_THREADS 4 /* with fewer, a process would wait for longer than its faults cost it */
 #define MOST_SERVED 256 /* of any more processes, CRIU brings the pages by itself */
 
 static struct served {
@@ -99,13 +100,16 @@ static int announce(void)
 
 static void fill(struct served *process)
 {
+	unsigned threads = phos_lazy_threads(FEWEST_THREADS);
 	struct timespec began, ended;
-	int listening = announce();
-	int result;
+	int listening, result;
 
 	process->over = true;
+	if (!threads)
+		return;
+	listening = announce();
 	clock_gettime(CLOCK_MONOTONIC, &began);
-	result = phos_lazy_fill(process->uffd, process->pid, &process->filled);
+	result = phos_lazy_fill(process->uffd, process->pid, threads, &process->filled);
 	clock_gettime(CLOCK_MONOTONIC, &ended);
 	if (listening >= 0)
 		close(listening);

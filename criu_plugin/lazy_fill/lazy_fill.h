@@ -1,4 +1,7 @@
-/* Filling a process's memory at once, in the process of `criu lazy-pages`; interpose.c says why. */
+/*
+ * Filling a process's memory at once: in the process of `criu lazy-pages` (interpose.c says why), and in one of the plugin's
+ * for restores that are not lazy (../fill_server.c).
+ */
 #pragma once
 
 #include <stdbool.h>
@@ -34,14 +37,21 @@ struct phos_lazy_piece {
 struct phos_lazy_filled {
 	size_t count;
 	struct phos_lazy_piece *pieces;
-	uint64_t bytes;
+	uint64_t bytes, wanted; /* brought, or there already; that the image has */
+	int error; /* what ended it before all was there; 0: nothing did, or the image is cut off */
 };
 
 /*
- * Brings all of a process's lazy pages, with several threads, if its image lies in memory. `pid`: as CRIU's images have it.
- * Returns 0 when all is there, or nothing more can be brought this way; -1: nothing was. The caller frees the pieces.
+ * What PHOS_FILL_THREADS says, or half of the processors (phosd and the driver are at work as well), or 0 if that is less
+ * than `fewest`; never above 8.
  */
-int phos_lazy_fill(int uffd, int pid, struct phos_lazy_filled *filled);
+unsigned phos_lazy_threads(unsigned fewest);
+
+/*
+ * Brings all of a process's lazy pages, with so many threads, if its image lies in memory. `pid`: as CRIU's images have it.
+ * Returns 0 when all is there, or nothing more can be brought this way; -1: nothing could be. The caller frees the pieces.
+ */
+int phos_lazy_fill(int uffd, int pid, unsigned threads, struct phos_lazy_filled *filled);
 
 /* Whether all of a range has been brought, and the process has changed none of it since. */
 bool phos_lazy_has(const struct phos_lazy_filled *filled, uint64_t address, uint64_t size);

@@ -312,7 +312,7 @@ def test_the_image_is_damaged_in_the_middle(site: Site, damage: str) -> None:
 def test_criu_lazy_pages_dies_in_the_middle(site: Site) -> None:
     layers = Layers(site, "ballast")
     log = site.folder / "run" / "phosd.log"
-    restore = site.background("phos-gpu", "restore", "--lazy", str(layers.image), PHOS_LAZY_FILL_THREADS="0")
+    restore = site.background("phos-gpu", "restore", "--lazy", str(layers.image), PHOS_FILL_THREADS="0")
     # The server has most of a GiB to bring, which takes a quarter of a second.
     wait_until(lambda: log.exists() and "the driver's part of" in log.read_text(), "the process to be put together")
     servers = [p for p in site.processes() if "lazy-pages" in words(p) and "criu" in " ".join(words(p)[:4])]

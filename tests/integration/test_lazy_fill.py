@@ -49,7 +49,7 @@ def test_a_program_that_changes_its_memory_finds_it_right(site: Site, image: Pat
     site.gone(program)
     before = rounds(program)
     options = "-D", str(image), "-v4"
-    pages = site.background("criu", "lazy-pages", "-o", "pages.log", *options, PHOS_LAZY_FILL_THREADS=threads)
+    pages = site.background("criu", "lazy-pages", "-o", "pages.log", *options, PHOS_FILL_THREADS=threads)
     wait_until((image / "lazy-pages.socket").exists, "criu lazy-pages")
     site.run("criu", "restore", "-d", "--lazy-pages", "-o", "restore.log", *options)
     wait_until(lambda: rounds(program) >= before + 5, "the program to go on")
@@ -66,7 +66,7 @@ def test_phos_gpu_restore_fills(site: Site, image: Path) -> None:
     program = site.example("mlp", *EXAMPLES["mlp"])
     program.wait_iterations(5)
     site.dump(program, image)
-    said = site.run("phos-gpu", "restore", "--lazy", "--json", str(image), PHOS_LAZY_FILL_THREADS="2")
+    said = site.run("phos-gpu", "restore", "--lazy", "--json", str(image), PHOS_FILL_THREADS="2")
     assert json.loads(said.stdout)["mode"] == "lazy"
     assert program.wait_result() == expected
 

@@ -307,7 +307,7 @@ def serve(
 ) -> Iterator[Serve]:
     assert memory, "it goes later: who unmaps its memory waits until that is heard of"
     made: list[Server] = []
-    monkeypatch.setenv("PHOS_LAZY_FILL_THREADS", "3")
+    monkeypatch.setenv("PHOS_FILL_THREADS", "3")
     number = ctypes.c_int.in_dll(criu, "folder")
     number.value = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
 
@@ -360,7 +360,7 @@ def test_where_it_cannot_be_done_criu_goes_on_by_itself(
 ) -> None:
     ten = memory(10)
     if reason == "no threads":
-        monkeypatch.setenv("PHOS_LAZY_FILL_THREADS", "0")
+        monkeypatch.setenv("PHOS_FILL_THREADS", "0")
     server = serve(ten, [(0, 10, ALL)])
     if reason == "on a disk":
         kind = subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True, check=True).stdout
