@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, toggle
@@ -23,6 +24,7 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
+from phos.gpu_engine.fill_plan import FillPlan
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import has_ended, inner_pid
 from phos.gpu_engine.residue import RestoredResidues
@@ -89,6 +91,8 @@ class Restore(ABC):
         self._cancelled = threading.Event()
         self._loaded = threading.Event()
         self._driver_ready: set[int] = set()
+        self._revived: set[int] = set()  # those whose driver's part is back
+        self._plan: FillPlan[Any] | None = None  # what is loaded when, once that is known
         self._pids: dict[int, int] = {}  # the tasks that CRIU has put together → pidfd, or -1
         self._computing: set[int] = set()  # those of them that have all of their GPU state back
         self._reviving: set[int] = set()  # those whose driver's part a thread brings back
@@ -96,7 +100,8 @@ class Restore(ABC):
         self._over = threading.Event()
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
-        self._lock = threading.Lock()  # guards _driver_ready, _pids, _computing, _reviving, _attaching, state, error
+        # Guards _driver_ready, _revived, _pids, _computing, _reviving, _attaching, state, error.
+        self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # what ready() goes by
         self._sessions: dict[bytes, GatedProcess] = {}
         self._image: ImageSource = open_source(directory)
@@ -320,6 +325,9 @@ class Restore(ABC):
             with self.timeline.phase("driver restore"):
                 self._revive(pid)
             log.info("%s: the driver's part of process %d is back", self.path, pid)
+            with self._lock:
+                self._revived.add(pid)
+            self._stop_breathing()
         except NoSuchProcess:
             return  # it was killed; watch_to_the_end() says so
         except PhosError as error:
@@ -388,6 +396,16 @@ class Restore(ABC):
         with self._lock:
             self._computing.add(pid)
             self._settle()
+        self._stop_breathing()
+
+    def _stop_breathing(self) -> None:
+        """Copies leave the GPUs' copy engines to others for as long as processes are brought back beside them."""
+        if self._plan is not None and self._all_are_back():
+            self._plan.all_are_back()
+
+    def _all_are_back(self) -> bool:
+        """Whether nothing is done for the processes any more but to load."""
+        return self._all_compute()
 
     def _all_compute(self) -> bool:
         with self._lock:

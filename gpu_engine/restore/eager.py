@@ -31,13 +31,18 @@ class EagerRestore(Restore):
         how = manner(image, self._copier, len(devices))
         addresses = {block.key: self._memory.reserve(block) for block in blocks}
         places = places_of(image, blocks, addresses, self._in_image)
-        plan = FillPlan(places, range(len(places)), how.at_once)
+        self._plan = plan = FillPlan(places, range(len(places)), how.at_once)
+        self._stop_breathing()
         self._memory.map(blocks, plan)
         with (
             checked(image, self._copier, devices, sizes, how.at_once) as reading,
             tracing(self.path) as trace,
         ):
-            self._copier.fill(plan, reading, self.progress, self._cancelled, how.workers, trace)
+            self._copier.fill(plan, reading, self.progress, self._cancelled, how.workers_for(plan), trace)
+
+    def _all_are_back(self) -> bool:
+        with self._lock:
+            return len(self._revived) == self._waiting_for  # they attach when all has been loaded
 
     def _may_attach(self) -> bool:
         return self.state in ("loaded", "attached")

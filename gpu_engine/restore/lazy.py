@@ -87,7 +87,6 @@ class LazyRestore(Restore):
         self._table: ChunkTable | None = None
         self._windows: dict[bytes, LoadWindow] = {}
         self._laid_out = False  # set once, by the loading thread: the sessions have their windows
-        self._plan: FillPlan[Extent] | None = None
         self._places: Places[Extent] | None = None
         self._counts: dict[str, int] = {}
         self._counting = threading.Lock()  # guards the tables against being closed while they are read, and _counts
@@ -144,14 +143,6 @@ class LazyRestore(Restore):
         self._stop_breathing()
         self._pour(blocks, how)
 
-    def _computes(self, pid: int) -> None:
-        super()._computes(pid)
-        self._stop_breathing()
-
-    def _stop_breathing(self) -> None:
-        if self._plan is not None and self._all_compute():
-            self._plan.all_are_back()
-
     def _make_plan(self, how: Manner) -> FillPlan[Extent]:
         """What is loaded when."""
         assert self._table is not None
@@ -170,7 +161,8 @@ class LazyRestore(Restore):
                     checked(self._image, self._copier, devices, {CHUNK_BYTES}, how.at_once) as reading,
                     tracing(self.path) as trace,
                 ):
-                    self._copier.fill(self._plan, reading, self.progress, self._cancelled, how.workers, trace)
+                    workers = how.workers_for(self._plan)
+                    self._copier.fill(self._plan, reading, self.progress, self._cancelled, workers, trace)
             except Cancelled:  # the processes are dead; what they touched first is worth knowing all the same
                 self._end_windows()
                 raise
