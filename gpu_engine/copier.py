@@ -322,12 +322,10 @@ class Copier:
         reading: Reading[Item],
         progress: Progress,
         cancelled: threading.Event,
-        workers: Callable[[], int | None] = lambda: None,
+        workers: int | None = None,
         trace: CopyTrace | None = None,
     ) -> None:
-        """Fill all that a plan names. ``trace`` is told of each piece.
-
-        ``workers``: how many may take part by now, which may become more; None: all.
+        """Fill all that a plan names. ``workers``: how many take part; None: all. ``trace`` is told of each piece.
 
         Raises: as :meth:`save`, and what the reading raises.
         """
@@ -335,7 +333,7 @@ class Copier:
             return
         if reading.check is None:
             plan.places.get_all()
-        roams = min(workers() or self.threads, self.threads) < len(plan.devices)
+        roams = min(workers or self.threads, self.threads) < len(plan.devices)
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
             def arrived(size: int) -> None:
@@ -356,4 +354,4 @@ class Copier:
                 if filler.run(leave):
                     lease.over()
 
-        self._run(work, plan.devices[0], cancelled, workers)
+        self._run(work, plan.devices[0], cancelled, lambda: workers)

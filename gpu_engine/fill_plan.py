@@ -329,11 +329,6 @@ class FillPlan(Generic[Item]):
         """Nobody is being brought back beside the copies any more: they need not leave the copy engines to others."""
         self._plan.breathes = False
 
-    @property
-    def beside_others(self) -> bool:
-        """Whether processes are still being brought back."""
-        return bool(self._plan.breathes)
-
     # What is waited for.
 
     def want(self, key: BlockKey) -> bool:

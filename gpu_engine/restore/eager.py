@@ -38,7 +38,7 @@ class EagerRestore(Restore):
             checked(image, self._copier, devices, sizes, how.at_once) as reading,
             tracing(self.path) as trace,
         ):
-            self._copier.fill(plan, reading, self.progress, self._cancelled, how.workers_for(plan), trace)
+            self._copier.fill(plan, reading, self.progress, self._cancelled, how.workers, trace)
 
     def _all_are_back(self) -> bool:
         with self._lock:

@@ -161,8 +161,7 @@ class LazyRestore(Restore):
                     checked(self._image, self._copier, devices, {CHUNK_BYTES}, how.at_once) as reading,
                     tracing(self.path) as trace,
                 ):
-                    workers = how.workers_for(self._plan)
-                    self._copier.fill(self._plan, reading, self.progress, self._cancelled, workers, trace)
+                    self._copier.fill(self._plan, reading, self.progress, self._cancelled, how.workers, trace)
             except Cancelled:  # the processes are dead; what they touched first is worth knowing all the same
                 self._end_windows()
                 raise

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from phos.gpu_engine.copier import Copier
-from phos.gpu_engine.fill_plan import FillPlan
 from phos.gpu_engine.pinned import PinnedImage
 from phos.images.reader import Image
 from phos.images.remote import RemoteImage
@@ -23,10 +21,9 @@ PINNED_WORKERS = 2
 
 
 READING_SHARE = 5 / 8
-"""Of the processors read an image that lies in memory, for each GPU, while processes are brought back. They fill the
-bus (an H100, 16 processors: ten workers load 50 GB/s), and CRIU and the driver need the others: with fifteen workers
-data came at 45 GB/s, and the first kernel of a lazy restore a tenth later. After that all may read: on some hosts each
-of them reads half as fast."""
+"""Of the processors read an image that lies in memory, for each GPU. They fill the bus (an H100, 16 processors: ten
+workers load 50 GB/s), and CRIU and the driver, which bring the processes back meanwhile, need the others: with fifteen
+workers data came at 45 GB/s, and the first kernel of a lazy restore a tenth later."""
 
 
 class Pinned(Protocol):
@@ -62,25 +59,16 @@ def open_source(directory: int) -> ImageSource:
 
 @dataclass(frozen=True)
 class Manner:
-    """How an image's data is loaded: at most ``at_once`` bytes by one copy, with so many workers (None: all).
-
-    ``later``: so many once all processes are back.
-    """
+    """How an image's data is loaded: at most ``at_once`` bytes by one copy, with so many workers (None: all)."""
 
     at_once: int
     workers: int | None = None
-    later: int | None = None
-
-    def workers_for(self, plan: FillPlan[Any]) -> Callable[[], int | None]:
-        """How many may work at a plan by now."""
-        return lambda: self.workers if plan.beside_others else self.later
 
 
 def manner(image: ImageSource, copier: Copier, gpus: int) -> Manner:
     """How to load that image into so many GPUs."""
     if isinstance(image, PinnedImage):
-        few = PINNED_WORKERS * max(1, gpus)
-        return Manner(PINNED_LOAD, few, few)
+        return Manner(PINNED_LOAD, PINNED_WORKERS * max(1, gpus))
     if isinstance(image, Image) and image.in_memory:
         fill = int((os.cpu_count() or 2) * READING_SHARE) * max(1, gpus)
         return Manner(copier.slot_bytes, min(copier.threads, max(2, fill)))

@@ -240,7 +240,7 @@ class Filling:
         self._began = time.monotonic()
         watching.start()
         try:
-            arguments = (self.progress, self.cancelled, lambda: workers, trace)
+            arguments = (self.progress, self.cancelled, workers, trace)
             self._machine.copier.fill(self.plan, reading, *arguments)  # type: ignore[arg-type]
         finally:
             over.set()

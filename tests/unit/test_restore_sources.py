@@ -39,19 +39,11 @@ def test_as_many_workers_read_from_memory_as_fill_the_bus(
     monkeypatch.setattr(os, "cpu_count", lambda: processors)
     copier = SimpleNamespace(slot_bytes=SLOT, threads=threads)
     how = manner(image, copier, gpus)  # type: ignore[arg-type]
-    assert (how.at_once, how.workers, how.later) == (SLOT, expected, None)
+    assert (how.at_once, how.workers) == (SLOT, expected)
 
 
 def test_all_workers_read_from_a_disk(image: Image, monkeypatch: pytest.MonkeyPatch) -> None:
     assert image.in_memory
     monkeypatch.setattr(reader, "lives_in_memory", lambda _: False)
     how = manner(image, SimpleNamespace(slot_bytes=SLOT, threads=15), 1)  # type: ignore[arg-type]
-    assert (how.at_once, how.workers, how.later) == (SLOT, None, None)
-
-
-def test_all_may_read_once_the_processes_are_back(image: Image) -> None:
-    plan = SimpleNamespace(beside_others=True)
-    many = manner(image, SimpleNamespace(slot_bytes=SLOT, threads=15), 1).workers_for(plan)  # type: ignore[arg-type]
-    assert many() is not None
-    plan.beside_others = False
-    assert many() is None
+    assert (how.at_once, how.workers) == (SLOT, None)
