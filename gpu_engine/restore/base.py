@@ -30,7 +30,7 @@ from phos.gpu_engine.procfs import has_ended, inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.gpus import match_gpus, require_room
 from phos.gpu_engine.restore.reserved import ReservedMemory
-from phos.gpu_engine.restore.sources import confirm, open_source
+from phos.gpu_engine.restore.sources import confirm, open_source, reads_files
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
 from phos.images.source import ImageSource
@@ -277,6 +277,8 @@ class Restore(ABC):
     def _load(self, borrowed: list[Block]) -> None:
         try:
             self._prepare(borrowed)
+            if reads_files(self._image) and self._residues is not None:
+                self._residues.wait()  # it is read by the same processors, and the driver waits for it
             with self.timeline.phase("GPU data", concurrent=True):
                 self._fill(borrowed)
                 confirm(self._image)

@@ -75,6 +75,11 @@ def manner(image: ImageSource, copier: Copier, gpus: int) -> Manner:
     return Manner(copier.slot_bytes)
 
 
+def reads_files(image: ImageSource) -> bool:
+    """Whether loading is reading: neither copying from pinned memory nor waiting for a network."""
+    return isinstance(image, Image)
+
+
 def confirm(image: ImageSource) -> None:
     """After all has been loaded: raise ImageError if it need not be what was checked before."""
     if isinstance(image, PinnedImage):
