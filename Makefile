@@ -31,14 +31,15 @@ WIRE := $(GEN)/wire.pb-c
 
 FRONTEND_SRC := $(wildcard frontend/*.c)
 SOFTGPU_SRC := $(wildcard softgpu/*.c)
-PLUGIN_SRC := $(wildcard criu_plugin/*.c)
+CAN_FILL_SRC := $(wildcard criu_plugin/can_fill.c)
+PLUGIN_SRC := $(filter-out $(CAN_FILL_SRC),$(wildcard criu_plugin/*.c))
 LAZY_FILL_SRC := $(wildcard criu_plugin/lazy_fill/*.c)
 CHUNKS_SRC := $(wildcard gpu_engine/copy_loop.c gpu_engine/fill_loop.c gpu_engine/fill_plan.c gpu_engine/page_copy.c gpu_engine/cow/chunk_table.c images/append.c images/chunk_hash.c)
 
 # A folder whose sources do not exist (a partial checkout) is skipped.
 FRONTEND := $(if $(FRONTEND_SRC),$(BUILD)/lib/libphos.so)
 SOFTGPU := $(if $(SOFTGPU_SRC),$(BUILD)/softgpu/libcuda.so.1)
-PLUGIN := $(if $(PLUGIN_SRC),$(BUILD)/plugin/phos_plugin.so) $(if $(LAZY_FILL_SRC),$(BUILD)/lib/phos_lazy_fill.so)
+PLUGIN := $(if $(PLUGIN_SRC),$(BUILD)/plugin/phos_plugin.so) $(if $(LAZY_FILL_SRC),$(BUILD)/lib/phos_lazy_fill.so $(BUILD)/lib/phos-can-fill)
 CHUNKS := $(if $(CHUNKS_SRC),$(BUILD)/lib/libphos_chunks.so)
 
 # The two generators write what their folders' sources include: `SCRIPT --output FOLDER` fills FOLDER.
@@ -59,7 +60,7 @@ build: frontend softgpu plugin chunks gen sdk ## everything native, and everythi
 
 frontend: $(FRONTEND) ## libphos.so, preloaded into applications
 softgpu: $(SOFTGPU) ## the software GPU, a libcuda.so.1 for machines without one
-plugin: $(PLUGIN) ## phos_plugin.so, loaded by CRIU, and phos_lazy_fill.so, preloaded into `criu lazy-pages`
+plugin: $(PLUGIN) ## phos_plugin.so, loaded by CRIU, phos_lazy_fill.so, preloaded into `criu lazy-pages`, and phos-can-fill
 chunks: $(CHUNKS) ## libphos_chunks.so, loaded by phosd and by whatever reads images
 
 sdk: $(BUILD)/sdk/phos/__init__.py ## what programs import as phos
@@ -112,11 +113,12 @@ OBJ := $(BUILD)/obj
 FRONTEND_OBJ := $(FRONTEND_SRC:%.c=$(OBJ)/%.o)
 SOFTGPU_OBJ := $(SOFTGPU_SRC:%.c=$(OBJ)/%.o)
 LAZY_FILL_OBJ := $(LAZY_FILL_SRC:%.c=$(OBJ)/%.o)
+CAN_FILL_OBJ := $(CAN_FILL_SRC:%.c=$(OBJ)/%.o) $(filter %/pagemap.o,$(LAZY_FILL_OBJ))
 # The plugin fills memory as well, but is no `criu lazy-pages`.
 PLUGIN_OBJ := $(PLUGIN_SRC:%.c=$(OBJ)/%.o) $(filter-out %/interpose.o,$(LAZY_FILL_OBJ))
 CHUNKS_OBJ := $(CHUNKS_SRC:%.c=$(OBJ)/%.o)
 WIRE_OBJ := $(OBJ)/gen/wire.pb-c.o
-ALL_OBJ := $(FRONTEND_OBJ) $(SOFTGPU_OBJ) $(PLUGIN_OBJ) $(LAZY_FILL_OBJ) $(CHUNKS_OBJ) $(WIRE_OBJ)
+ALL_OBJ := $(FRONTEND_OBJ) $(SOFTGPU_OBJ) $(PLUGIN_OBJ) $(LAZY_FILL_OBJ) $(CAN_FILL_OBJ) $(CHUNKS_OBJ) $(WIRE_OBJ)
 
 $(OBJ)/frontend/%.o: frontend/%.c Makefile | $(WIRE).c $(GENERATED)
 	@mkdir -p $(@D)
@@ -161,6 +163,10 @@ $(BUILD)/plugin/phos_plugin.so: $(PLUGIN_OBJ) $(WIRE_OBJ)
 $(BUILD)/lib/phos_lazy_fill.so: $(LAZY_FILL_OBJ)
 	@mkdir -p $(@D)
 	$(CC) $(filter-out -Wl$(comma)-z$(comma)defs,$(ALL_LDFLAGS)) -o $@ $(LAZY_FILL_OBJ)
+
+$(BUILD)/lib/phos-can-fill: $(CAN_FILL_OBJ)
+	@mkdir -p $(@D)
+	$(CC) $(filter-out -shared,$(ALL_LDFLAGS)) -o $@ $(CAN_FILL_OBJ)
 
 $(BUILD)/lib/libphos_chunks.so: $(CHUNKS_OBJ)
 	@mkdir -p $(@D)

@@ -351,6 +351,7 @@ install_files() {
     $place "$source/build/lib/libphos.so" "$home/lib/libphos.so"
     $place "$source/build/lib/libphos_chunks.so" "$home/lib/libphos_chunks.so"
     $place "$source/build/lib/phos_lazy_fill.so" "$home/lib/phos_lazy_fill.so"
+    $place "$source/build/lib/phos-can-fill" "$home/lib/phos-can-fill"
     put "$source/include/phos.h" "$home/include/phos.h"
     put "$source/phos/__init__.py" "$home/sdk/phos/__init__.py"
     $place "$source/build/softgpu/libcuda.so.1" "$home/softgpu/libcuda.so.1"
@@ -511,7 +512,7 @@ PYTHON
 # A library must not ask for a C library newer than that of the oldest system we serve.
 check_portable() {
     local file newest
-    for file in "$home/lib/libphos.so" "$home/lib/libphos_chunks.so" "$home/lib/phos_lazy_fill.so" "$home/softgpu/libcuda.so.1" "$home/plugin/phos_plugin.so"; do
+    for file in "$home/lib/libphos.so" "$home/lib/libphos_chunks.so" "$home/lib/phos_lazy_fill.so" "$home/lib/phos-can-fill" "$home/softgpu/libcuda.so.1" "$home/plugin/phos_plugin.so"; do
         newest=$({ grep -aoE 'GLIBC_2\.[0-9]+' "$file" || true; } | sort -uV | tail -n 1)
         if [ "$(printf '%s\n' "$newest" GLIBC_2.35 | sort -V | tail -n 1)" != GLIBC_2.35 ]; then
             fail "${file##*/}, built here, needs $newest, and a bundle is for 2.35 and later: make it on an older system."

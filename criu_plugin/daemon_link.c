@@ -290,6 +290,8 @@ int phos_link_restore_begin(void)
 		return -1;
 	begin.criu_pid = getpid();
 	begin.mode = setting("PHOS_RESTORE");
+	if (phos_fills() && !*begin.mode)
+		begin.mode = (char *)"eager"; /* whatever CRIU was told */
 	begin.lazy = setting("PHOS_LAZY");
 	begin.pool = setting("PHOS_POOL");
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_RESTORE_BEGIN;

@@ -2,11 +2,11 @@
  * The memory of a process that is restored all at once, brought by us and not by CRIU: CRIU reads it with one thread, page by
  * page into memory that the kernel clears first, a third as fast as one thread of ours, and a sixth as fast as four.
  *
- * For CRIU this is a lazy restore (docs: `criu restore --lazy-pages`, which the launcher adds, with PHOS_FILL_PAGES=1), and a
- * process of ours is its server: CRIU hands it each task's userfaultfd (uffd.c). It brings all of a task's pages with the
- * task's first fault, which comes when all of its memory is in its place, or when CRIU says that it has put the tasks
- * together. Then it closes the descriptor: nothing is lazy any more before the task runs. If not all could be brought, the
- * task never runs.
+ * For CRIU this is a lazy restore (`criu restore --lazy-pages`, which the launcher adds, with PHOS_FILL_PAGES=1, where
+ * can_fill.c sees no difference), and a process of ours is its server: CRIU hands it each task's userfaultfd (uffd.c). It
+ * brings all of a task's pages with the task's first fault, which comes when all of its memory is in its place, or when CRIU
+ * has put the tasks together, or has died. Then it closes the descriptor: nothing is lazy any more before the task runs. If
+ * not all could be brought, the task never runs.
  *
  * It is no child of CRIU's, which takes the end of any child during a restore for a failure; and no thread of CRIU's, which
  * forks, and whose children would find locks held by nobody.
@@ -23,6 +23,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -32,6 +33,8 @@
 #include <unistd.h>
 
 #define NAME "phos-fill" /* of the server, where processes are listed */
+#define LOOK_NS 1000000
+#define LOOKS 20000
 #define RESTORED 0x52535446 /* in place of a pid: all tasks have been put together (uffd.c of CRIU 4.1) */
 #define MOST_TASKS 256
 
@@ -43,7 +46,9 @@ struct report {
 	double seconds;
 };
 
-static int server = -1; /* hangs up when there is none any more. CRIU's main thread only */
+/* Of CRIU's main thread only. `server` hangs up when there is none any more. */
+static bool wanted;
+static int server = -1;
 
 struct task {
 	int uffd, pid; /* uffd -1: it has been filled */
@@ -51,6 +56,7 @@ struct task {
 
 struct serving {
 	int listening, connection, control;
+	int directory; /* locked for as long as it listens there */
 	struct task tasks[MOST_TASKS];
 	size_t count;
 	struct report report;
@@ -109,22 +115,15 @@ static int receive_descriptor(int connection)
 	return descriptor;
 }
 
-/* What CRIU says next. False: there is nothing more to do. */
+/* What CRIU says next. False: it says nothing more. */
 static bool hear(struct serving *serving)
 {
 	struct task task = { -1, 0 };
 
 	if (recv(serving->connection, &task.pid, sizeof(task.pid), MSG_WAITALL) != sizeof(task.pid))
-		return false; /* it has failed */
-	if (task.pid == RESTORED) {
-		for (size_t i = 0; i < serving->count; i++)
-			if (serving->tasks[i].uffd >= 0)
-				fill(serving, &serving->tasks[i]);
-		(void)!write(serving->control, &serving->report, sizeof(serving->report));
 		return false;
-	}
-	if (task.pid < 0)
-		return true; /* a zombie, which has no memory */
+	if (task.pid == RESTORED || task.pid < 0) /* or a zombie, which has no memory */
+		return true;
 	task.uffd = receive_descriptor(serving->connection);
 	if (task.uffd < 0 || serving->count == MOST_TASKS)
 		return false;
@@ -132,30 +131,61 @@ static bool hear(struct serving *serving)
 	return true;
 }
 
+static void connect_criu(struct serving *serving)
+{
+	serving->connection = accept4(serving->listening, NULL, NULL, SOCK_CLOEXEC);
+	if (serving->connection < 0)
+		return;
+	unlink(PHOS_LAZY_SOCKET); /* the next one's place */
+	close(serving->directory);
+	serving->directory = -1;
+}
+
+/* CRIU wants to know, or has ended: a task that it had put together would run. Nothing that it has said is left unheard. */
+static void finish(struct serving *serving)
+{
+	struct pollfd said = { .fd = serving->connection, .events = POLLIN };
+
+	while (said.fd >= 0 && poll(&said, 1, 0) > 0 && (said.revents & POLLIN) && hear(serving))
+		;
+	for (size_t i = 0; i < serving->count; i++)
+		if (serving->tasks[i].uffd >= 0)
+			fill(serving, &serving->tasks[i]);
+	if (serving->directory >= 0)
+		unlink(PHOS_LAZY_SOCKET);
+	(void)!send(serving->control, &serving->report, sizeof(serving->report), MSG_NOSIGNAL);
+}
+
 static void serve(struct serving *serving)
 {
 	struct pollfd polled[2 + MOST_TASKS];
 	bool more = true;
 
-	while (more) {
+	for (;;) {
 		bool connected = serving->connection >= 0;
 
 		polled[0] = (struct pollfd){ .fd = serving->control, .events = POLLIN };
 		polled[1] = (struct pollfd){ .fd = connected ? serving->connection : serving->listening, .events = POLLIN };
+		if (!more)
+			polled[1].fd = -1;
 		for (size_t i = 0; i < serving->count; i++)
 			polled[2 + i] = (struct pollfd){ .fd = serving->tasks[i].uffd, .events = POLLIN };
-		if (poll(polled, 2 + serving->count, -1) < 0 && errno != EINTR)
+		if (poll(polled, 2 + serving->count, -1) < 0) {
+			if (errno == EINTR)
+				continue;
 			return;
-		if (polled[0].revents)
-			return; /* CRIU has ended */
+		}
 		for (size_t i = serving->count; i--;)
 			if (polled[2 + i].fd >= 0 && polled[2 + i].revents)
 				fill(serving, &serving->tasks[i]);
 		if (polled[1].revents && connected)
 			more = hear(serving);
 		else if (polled[1].revents)
-			serving->connection = accept4(serving->listening, NULL, NULL, SOCK_CLOEXEC);
+			connect_criu(serving);
+		else if (polled[0].revents)
+			break;
 	}
+	finish(serving);
 }
 
 static int by_number(const void *one, const void *other)
@@ -178,71 +208,99 @@ static void keep_only(int *kept, size_t count)
 	syscall(SYS_close_range, first, UINT_MAX, 0);
 }
 
-static __attribute__((noreturn)) void run(int listening, int control)
+static __attribute__((noreturn)) void run(int listening, int directory, int control)
 {
 	static struct serving serving;
-	int kept[] = { listening, control, criu_get_image_dir() };
+	int kept[] = { listening, directory, control, criu_get_image_dir() };
 
 	setsid(); /* what a keyboard sends is for CRIU: what becomes of it is seen here */
 	prctl(PR_SET_NAME, NAME);
 	for (int signal_ = 1; signal_ < NSIG; signal_++)
 		signal(signal_, signal_ == SIGPIPE ? SIG_IGN : SIG_DFL);
 	keep_only(kept, sizeof(kept) / sizeof(*kept));
-	serving = (struct serving){ .listening = listening, .connection = -1, .control = control };
+	serving = (struct serving){ .listening = listening, .connection = -1, .control = control, .directory = directory };
 	serve(&serving);
-	unlink(PHOS_LAZY_SOCKET);
 	_exit(EXIT_SUCCESS);
 }
 
 /* ---- CRIU's side ---- */
 
+bool phos_fills(void)
+{
+	if (getenv("PHOS_FILL_PAGES")) {
+		wanted = true;
+		unsetenv("PHOS_FILL_PAGES"); /* it is not for what CRIU starts */
+	}
+	return wanted;
+}
+
+/* Waits until no other server is about to listen in this directory. -1: one is for long, or the directory is none. */
+static int lock_directory(void)
+{
+	int directory = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+
+	for (int i = 0; directory >= 0 && flock(directory, LOCK_EX | LOCK_NB); i++) {
+		if ((errno != EWOULDBLOCK && errno != EINTR) || i == LOOKS) {
+			close(directory);
+			return -1;
+		}
+		nanosleep(&(struct timespec){ .tv_nsec = LOOK_NS }, NULL);
+	}
+	return directory;
+}
+
+/* With the directory locked. */
 static int listen_for_criu(void)
 {
 	struct sockaddr_un address = { .sun_family = AF_UNIX, .sun_path = PHOS_LAZY_SOCKET };
 	int listening = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
 
-	unlink(PHOS_LAZY_SOCKET); /* of one that was killed: phosd lets nobody else restore this image now */
-	if (listening < 0 || bind(listening, (struct sockaddr *)&address, sizeof(address)) || listen(listening, 1)) {
-		pr_err("no server for the tasks' memory can listen at %s: %s\n", PHOS_LAZY_SOCKET, strerror(errno));
-		if (listening >= 0)
-			close(listening);
+	if (listening >= 0 && (bind(listening, (struct sockaddr *)&address, sizeof(address)) || listen(listening, 1))) {
+		close(listening);
 		return -1;
 	}
 	return listening;
 }
 
-int phos_fill_begin(void)
+/* No child of CRIU's: what is forked here ends at once. */
+static bool start(int listening, int directory, int control)
 {
-	int listening, control[2], status = -1;
-	pid_t child;
+	int status = -1;
+	pid_t child = fork();
 
-	if (!getenv("PHOS_FILL_PAGES"))
-		return 0;
-	listening = listen_for_criu();
-	if (listening < 0)
-		return -1;
-	if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, control)) {
-		pr_err("no server for the tasks' memory: %s\n", strerror(errno));
-		close(listening);
-		return -1;
-	}
-	child = fork();
 	if (!child) {
 		child = fork();
 		if (!child)
-			run(listening, control[1]);
+			run(listening, directory, control);
 		_exit(child < 0);
 	}
 	while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR)
 		;
-	close(listening);
-	close(control[1]);
+	return !status;
+}
+
+int phos_fill_begin(void)
+{
+	int control[2] = { -1, -1 }, directory, listening;
+	bool started;
+
+	if (!phos_fills())
+		return 0;
+	directory = lock_directory();
+	listening = directory < 0 ? -1 : listen_for_criu();
+	started = listening >= 0 && !socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, control) &&
+		  start(listening, directory, control[1]);
+	if (!started)
+		pr_err("no server for the tasks' memory at %s: %s. With PHOS_FILL_THREADS=0 there is none\n", PHOS_LAZY_SOCKET,
+		       strerror(errno));
+	if (listening >= 0)
+		close(listening);
+	if (directory >= 0)
+		close(directory);
+	if (control[1] >= 0)
+		close(control[1]);
 	server = control[0];
-	if (status) {
-		pr_err("no server for the tasks' memory could be started\n");
-		return -1;
-	}
-	return 0;
+	return started ? 0 : -1;
 }
 
 int phos_fill_end(void)
@@ -252,6 +310,7 @@ int phos_fill_end(void)
 
 	if (server < 0)
 		return 0;
+	shutdown(server, SHUT_WR); /* it finishes */
 	do
 		size = recv(server, &report, sizeof(report), 0);
 	while (size < 0 && errno == EINTR);

@@ -52,7 +52,9 @@ int phos_park(int pid, int thread);
 /* Where CRIU looks for the server of a lazy restore, in its working directory (uffd.c of CRIU 4.1). */
 #define PHOS_LAZY_SOCKET "lazy-pages.socket"
 
-/* With PHOS_FILL_PAGES: begins to bring the tasks' memory in CRIU's place; CRIU has been told --lazy-pages. Returns 0 or -1. */
+/* Whether it was asked for with PHOS_FILL_PAGES, which is taken out of the environment. */
+bool phos_fills(void);
+/* If so: begins to bring the tasks' memory in CRIU's place; CRIU has been told --lazy-pages. Returns 0 or -1. */
 int phos_fill_begin(void);
 /* Returns 0 when all of it is there, or has been; -1: not all is, and the tasks must not run. */
 int phos_fill_end(void);

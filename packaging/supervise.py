@@ -17,6 +17,8 @@ import sys
 import time
 
 KEYBOARD = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+FILLS = os.environ.pop("PHOS_FILL_PAGES", "")
+"""The launcher has the plugin bring the memory of what is restored. For CRIU's environment, and nobody else's."""
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -66,6 +68,8 @@ def run(command: list[str], *, gently: bool) -> tuple[int, object]:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and ignoring is inherited
         for number in KEYBOARD if gently else ():
             signal.signal(number, signal.SIG_IGN)
+        if FILLS:
+            os.environ["PHOS_FILL_PAGES"] = FILLS
         try:
             os.execvp(command[0], command)
         except OSError as error:
@@ -164,7 +168,7 @@ def wait_for_free_pids(client: object, seconds: float) -> None:
 
 def eagerly(command: list[str]) -> list[str]:
     """A command line of `criu restore` without --lazy-pages, but with the launcher's, which makes no page lazy."""
-    if os.environ.get("PHOS_FILL_PAGES"):
+    if FILLS:
         return command
     return [word for word in command if not word.startswith("--la")]
 

@@ -1,10 +1,10 @@
 /* CRIU's pagemap images: magic numbers, a head, then an entry for each range of pages (criu/include/magic.h, pagemap.proto). */
+#include "image_reader.h"
 #include "lazy_fill.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-#define IMG_COMMON_MAGIC 0x54564319u
 #define PAGEMAP_MAGIC 0x56084025u
 
 #define PE_PARENT 1u
@@ -13,33 +13,7 @@
 
 #define FIELDS 6 /* those of 1 to 5 are looked at */
 
-struct reader {
-	const unsigned char *at, *end;
-};
-
-static bool read_u32(struct reader *reader, uint32_t *value)
-{
-	if (reader->end - reader->at < 4)
-		return false;
-	memcpy(value, reader->at, 4);
-	reader->at += 4;
-	return true;
-}
-
-static bool read_varint(struct reader *reader, uint64_t *value)
-{
-	*value = 0;
-	for (unsigned shift = 0; shift < 64 && reader->at < reader->end; shift += 7) {
-		unsigned char byte = *reader->at++;
-
-		*value |= (uint64_t)(byte & 0x7f) << shift;
-		if (!(byte & 0x80))
-			return true;
-	}
-	return false;
-}
-
-/* A message of whole numbers, as all here are; what is not there is 0. */
+/* All messages here are of whole numbers. */
 static bool read_message(struct reader *reader, uint64_t fields[FIELDS])
 {
 	struct reader message;
@@ -49,16 +23,7 @@ static bool read_message(struct reader *reader, uint64_t fields[FIELDS])
 		return false;
 	message = (struct reader){ reader->at, reader->at + size };
 	reader->at += size;
-	memset(fields, 0, FIELDS * sizeof(*fields));
-	while (message.at < message.end) {
-		uint64_t tag, value;
-
-		if (!read_varint(&message, &tag) || (tag & 7) || !read_varint(&message, &value))
-			return false;
-		if (tag >> 3 < FIELDS)
-			fields[tag >> 3] = value;
-	}
-	return true;
+	return read_fields(message, fields, FIELDS);
 }
 
 static bool add(struct phos_lazy_pages *pages, size_t *room, struct phos_lazy_run run)
@@ -86,12 +51,10 @@ __attribute__((visibility("default"))) int phos_lazy_decode(const void *image, s
 {
 	struct reader reader = { image, (const unsigned char *)image + size };
 	uint64_t fields[FIELDS], offset = 0;
-	uint32_t common, magic;
 	size_t room = 0;
 
 	*pages = (struct phos_lazy_pages){ 0 };
-	if (!read_u32(&reader, &common) || common != IMG_COMMON_MAGIC || !read_u32(&reader, &magic) || magic != PAGEMAP_MAGIC ||
-	    !read_message(&reader, fields) || fields[1] > UINT32_MAX)
+	if (!read_magic(&reader, PAGEMAP_MAGIC) || !read_message(&reader, fields) || fields[1] > UINT32_MAX)
 		return -1;
 	pages->pages_id = (uint32_t)fields[1];
 	while (reader.at < reader.end) {

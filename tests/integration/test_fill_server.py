@@ -6,9 +6,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import psutil
 import pytest
 from pycriu import images
 
+from phos.gpu_engine.installation import plugin_folder
 from tests.integration.site import Program, Site, wait_until
 from tests.integration.test_lazy import EXAMPLES
 from tests.integration.test_lazy_fill import CHANGES, rounds
@@ -114,7 +115,7 @@ def test_gpu_memory_may_be_lazy_when_the_rest_is_not(site: Site, image: Path) ->
 def test_a_tree_of_processes_shares_its_pages_as_before(site: Site, image: Path) -> None:
     """Only CRIU knows which pages a child has never made its own."""
     program = site.start(sys.executable, str(SHARES), "64", "1", under=False)
-    wait_until(lambda: len(program.lines()) >= 2, "both processes")
+    wait_until(lambda: len({line.split()[-1] for line in program.lines()}) == 2, "both processes")
     site.run("criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4")
     site.gone(program)
     site.restore(image)
@@ -126,9 +127,16 @@ def test_a_tree_of_processes_shares_its_pages_as_before(site: Site, image: Path)
         process.kill()
 
 
-def large(site: Site, image: Path) -> Program:
+def goes_on(program: Program) -> None:
+    """See to it that it looks at its memory again, and finds what it should."""
+    before = len(program.lines())
+    wait_until(lambda: len(program.lines()) >= before + 2, "the program to look at its memory")
+    assert {line.split()[0] for line in program.lines()} == {"RIGHT"}
+
+
+def large(site: Site, image: Path, **changes: str) -> Program:
     """A program with much memory, dumped."""
-    program = site.start(sys.executable, str(SHARES), str(LARGE_MIB), "0", under=False)
+    program = site.start(sys.executable, str(SHARES), str(LARGE_MIB), "0", under=False, **changes)
     wait_until(lambda: bool(program.lines()), "the program to fill its memory")
     site.run("criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log")
     site.gone(program)
@@ -137,49 +145,100 @@ def large(site: Site, image: Path) -> Program:
     return program
 
 
-def when_it_serves(image: Path, action: signal.Signals) -> threading.Thread:
-    """Send a signal to the server as soon as there is one."""
+def stopped_servers(image: Path) -> list[int]:
+    """Wait for the server, and stop it."""
+    wait_until(lambda: bool(servers(image)), "the server")
+    found = servers(image)
+    for pid in found:
+        os.kill(pid, signal.SIGSTOP)
+    return found
 
-    def act() -> None:
-        wait_until(lambda: bool(servers(image)), "the server")
-        for pid in servers(image):
-            os.kill(pid, action)
 
-    thread = threading.Thread(target=act)
-    thread.start()
-    return thread
+def said(image: Path) -> str:
+    """CRIU's log."""
+    log = image / "restore.log"
+    return log.read_text() if log.exists() else ""
+
+
+def in_late_hook(site: Site, image: Path) -> tuple[subprocess.Popen[bytes], list[int]]:
+    """CRIU, which has put everything together and waits for the server, and the server, which is stopped.
+
+    The program has met with no fault: its threads have told the kernel no address to write to.
+    """
+    restoring = site.background("criu", "restore", "--lib", "phos", "-D", str(image), "-o", "restore.log", "-v4")
+    found = stopped_servers(image)
+    wait_until(lambda: "Run late stage hook" in said(image), "CRIU to put everything together")
+    return restoring, found
+
+
+NO_RSEQ = {"GLIBC_TUNABLES": "glibc.pthread.rseq=0"}
 
 
 def test_a_server_that_is_killed_ends_the_restore(site: Site, image: Path) -> None:
-    program = large(site, image)
-    acting = when_it_serves(image, signal.SIGKILL)
-    restored = site.restore(image, check=False, PHOS_FILL_THREADS="1")
-    acting.join()
-    assert restored.returncode != 0
+    program = large(site, image, **NO_RSEQ)
+    restoring, found = in_late_hook(site, image)
+    for pid in found:
+        os.kill(pid, signal.SIGKILL)
+    assert restoring.wait() != 0
+    assert f"was ended (process {SERVER})" in said(image)
     site.freed(program.pid)
     site.restore(image)
-    assert program.alive()
+    goes_on(program)
     os.kill(program.pid, signal.SIGKILL)
 
 
-def test_it_ends_with_criu(site: Site, image: Path) -> None:
-    program = large(site, image)
-    restoring = site.background("criu", "restore", "--lib", "phos", "-D", str(image), "-o", "restore.log")
-    wait_until(lambda: bool(servers(image)), "the server")
-    for pid in servers(image):
-        os.kill(pid, signal.SIGSTOP)
+def test_a_task_that_criu_has_left_has_its_memory(site: Site, image: Path) -> None:
+    """It runs as soon as CRIU is dead."""
+    program = large(site, image, **NO_RSEQ)
+    restoring, found = in_late_hook(site, image)
     restoring.kill()
     restoring.wait()
-    for pid in servers(image):
+    for pid in found:
         os.kill(pid, signal.SIGCONT)
     wait_until(lambda: not servers(image), "the server to end")
+    goes_on(program)
+    os.kill(program.pid, signal.SIGKILL)
+
+
+def test_it_ends_when_criu_ends_early(site: Site, image: Path) -> None:
+    program = large(site, image)
+    restoring = site.background("criu", "restore", "--lib", "phos", "-D", str(image), "-o", "restore.log")
+    found = stopped_servers(image)
+    restoring.kill()
+    restoring.wait()
+    for pid in found:
+        os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: not servers(image), "the server to end")
+    assert not (image / "lazy-pages.socket").exists()
     if psutil.pid_exists(program.pid):
         os.kill(program.pid, signal.SIGKILL)
     site.freed(program.pid)
 
 
+def test_two_restores_have_one_working_directory(site: Site, image: Path, tmp_path: Path) -> None:
+    programs = [site.start(sys.executable, str(SHARES), "64", "0", under=False) for _ in range(2)]
+    for number, program in enumerate(programs):
+        wait_until(lambda program=program: bool(program.lines()), "the program to fill its memory")  # type: ignore[misc]
+        folder = image / str(number)
+        folder.mkdir()
+        site.run("criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(folder), "-o", "dump.log")
+        site.gone(program)
+    restoring = [
+        site.background(
+            *("criu", "restore", "--lib", "phos", "-d", "-W", str(tmp_path), "-D", str(image / str(number))),
+            *("-o", f"{number}.log", "-v4"),
+        )
+        for number in range(2)
+    ]
+    assert [process.wait() for process in restoring] == [0, 0]
+    for number, program in enumerate(programs):
+        assert bool(BROUGHT.search((tmp_path / f"{number}.log").read_text())) == fills(image / str(number))
+        goes_on(program)
+        os.kill(program.pid, signal.SIGKILL)
+
+
 def test_memory_that_cannot_be_brought_ends_the_restore(site: Site, image: Path) -> None:
-    """A pagemap as CRIU made them before version 3, which it still takes, says nothing of what is lazy."""
+    """A pagemap as CRIU made them before version 3 says nothing of what is lazy; the launcher would not ask for it."""
     program = large(site, image)
     (pagemap,) = image.glob("pagemap-[0-9]*.img")
     whole = pagemap.read_bytes()
@@ -188,15 +247,19 @@ def test_memory_that_cannot_be_brought_ends_the_restore(site: Site, image: Path)
     del content["entries"][-1]["flags"]
     with pagemap.open("wb") as file:
         images.dump(content, file)
-    restored = site.restore(image, check=False)
-    assert restored.returncode != 0
+    words = ["criu", "restore", "-L", str(plugin_folder()), "--lazy-pages", "-d", "-D", str(image), "-o", "restore.log"]
+    site.run("phosd", "--ensure")
+    assert site.run(*words, check=False, PHOS_FILL_PAGES="1").returncode != 0
     assert re.search(
-        rf"of the memory of task {program.pid}, 0 of 0 bytes could be brought: .* PHOS_FILL_THREADS=0",
-        (image / "restore.log").read_text(),
+        rf"of the memory of task {program.pid}, 0 of 0 bytes could be brought: .* PHOS_FILL_THREADS=0", said(image)
     )
     site.freed(program.pid)
-    assert not servers(image)
+    wait_until(lambda: not servers(image), "the server to end")
+    site.restore(image)  # CRIU takes even that
+    goes_on(program)
+    os.kill(program.pid, signal.SIGKILL)
+    site.freed(program.pid)
     pagemap.write_bytes(whole)
     site.restore(image)
-    assert program.alive()
+    goes_on(program)
     os.kill(program.pid, signal.SIGKILL)

@@ -8,15 +8,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.unit.machine_fills import memory_is_filled
 
 PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
 
@@ -459,67 +456,54 @@ def test_criu_s_own_options_from_a_file_count_as_well(tree: Path, environment: d
             assert ("--preload" in started) is preloads
 
 
-@pytest.fixture
-def memory() -> Iterator[Path]:
-    """A folder in memory."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
-    yield folder
-    shutil.rmtree(folder)
-
-
 @pytest.mark.parametrize(
-    ("files", "words", "changes", "fills"),
+    ("words", "changes", "can", "fills"),
     [
-        (["pagemap-7.img", "pagemap-shmem-3.img"], ["-d"], {}, True),
-        (["pagemap-7.img"], [], {}, True),
-        (["pagemap-7.img"], ["--exec-cmd", "--", "program"], {}, True),
-        (["pagemap-7.img"], ["-d"], {"PHOS_RESTORE": "lazy"}, True),
-        (["pagemap-7.img"], ["-d"], {"PHOS_FILL_THREADS": "2"}, True),
-        (["pagemap-7.img"], ["-d"], {"PHOS_FILL_THREADS": "0"}, False),
-        (["pagemap-7.img"], ["-d", "--lazy-pages"], {}, False),
-        (["pagemap-7.img"], ["-d", "--auto-dedup"], {}, False),
-        (["pagemap-7.img", "parent"], ["-d"], {}, False),
-        (["pagemap-7.img", "pagemap-8.img"], ["-d"], {}, False),
-        ([], ["-d"], {}, False),
+        (["-D", "image", "-d"], {}, True, True),
+        (["-D", "image"], {}, True, True),
+        (["-D", "image", "--exec-cmd", "--", "program"], {}, True, True),
+        (["-D", "image", "-d"], {"PHOS_RESTORE": "lazy"}, True, True),
+        (["-D", "image", "-d", "-W", "elsewhere"], {}, True, True),
+        (["-D", "image", "-d", "--work-dir=elsewhere"], {}, True, True),
+        (["-D", "image", "-d"], {}, False, False),
+        (["-D", "image", "-d", "--lazy-pages"], {}, True, False),
+        (["-D", "image", "-d", "--auto-dedup"], {}, True, False),
     ],
 )
-def test_the_plugin_fills_memory_only_where_that_changes_nothing(
-    tree: Path,
-    environment: dict[str, str],
-    memory: Path,
-    files: list[str],
-    words: list[str],
-    changes: dict[str, str],
-    fills: bool,
+def test_the_plugin_fills_memory_where_it_can(
+    tree: Path, environment: dict[str, str], words: list[str], changes: dict[str, str], can: bool, fills: bool
 ) -> None:
     clone = with_own_criu(tree, environment)
+    tells = '\necho "$PHOS_FILL_PAGES/$PHOS_RESTORE" >"$FAKE/fill"\n'
+    write_program(clone / "build" / "criu" / "loader" / "criu", FAKE_CRIU.replace("\n", tells, 1))
     write_program(
-        clone / "build" / "criu" / "loader" / "criu",
-        FAKE_CRIU.replace("\n", '\necho "$PHOS_FILL_PAGES/$PHOS_RESTORE" >"$FAKE/fill"\n', 1),
+        clone / "build" / "lib" / "phos-can-fill", f'#!/bin/sh\necho "$@" >"$FAKE/asked"\nexit {0 if can else 1}\n'
     )
-    for name in files:
-        (memory / name).touch()
-    command = [str(clone / "packaging" / "criu"), "restore", "--lib", "phos", "-D", str(memory), *words]
+    command = [str(clone / "packaging" / "criu"), "restore", "--lib", "phos", *words]
     environment |= {"PHOS_FILL_PAGES": "of somebody else", **changes}
     subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL)
     argv = Path(environment["FAKE"], "argv").read_text().splitlines()
     given = changes.get("PHOS_RESTORE", "")
-    if fills and memory_is_filled():
+    assert Path(environment["FAKE"], "fill").read_text() == f"{1 if fills else ''}/{given}\n"
+    if fills:
         assert argv[argv.index("restore") - 1] == "--lazy-pages"
-        assert Path(environment["FAKE"], "fill").read_text() == f"1/{given or 'eager'}\n"
+        elsewhere = "elsewhere" if any("elsewhere" in word for word in words) else "image"
+        assert Path(environment["FAKE"], "asked").read_text() == f"image {elsewhere}\n"
     else:
         assert argv.count("--lazy-pages") == words.count("--lazy-pages")
-        assert Path(environment["FAKE"], "fill").read_text() == f"/{given}\n"
 
 
-def test_an_image_on_a_disk_is_left_to_criu(tree: Path, environment: dict[str, str], tmp_path: Path) -> None:
-    kind = subprocess.run(["stat", "-f", "-c", "%T", str(tmp_path)], capture_output=True, text=True, check=True).stdout
-    (tmp_path / "pagemap-7.img").touch()
+def test_phosd_is_not_told_that_memory_was_to_be_filled(tree: Path, environment: dict[str, str]) -> None:
+    """It may be started after a failure, and starts CRIU itself for pools."""
     clone = with_own_criu(tree, environment)
-    command = [str(clone / "packaging" / "criu"), "restore", "--lib", "phos", "-d", "-D", str(tmp_path)]
-    subprocess.run(command, env=environment, check=True, stdin=subprocess.DEVNULL)
-    argv = Path(environment["FAKE"], "argv").read_text().splitlines()
-    assert ("--lazy-pages" in argv) == (kind.strip() == "tmpfs" and memory_is_filled())
+    write_program(clone / "build" / "lib" / "phos-can-fill", "#!/bin/sh\n")
+    phosd = FAKE_PHOSD.replace("\n", '\necho "fill:$PHOS_FILL_PAGES" >>"$FAKE/phosd"\n', 1)
+    write_program(clone / "packaging" / "phosd", phosd)
+    command = [str(clone / "packaging" / "criu"), "restore", "-d", "--lib", "phos", "-D", "image"]
+    subprocess.run(command, env={**environment, "FAKE_STATUS": "3"}, check=False, stdin=subprocess.DEVNULL)
+    started = Path(environment["FAKE"], "phosd").read_text().splitlines()
+    assert started.count("--ensure") == 2
+    assert started.count("fill:") == 2
 
 
 def test_an_installation_without_criu_says_so(environment: dict[str, str], tmp_path: Path) -> None:
