@@ -265,6 +265,7 @@ static int listen_for_criu(void)
 /* No child of CRIU's: what is forked here ends at once. */
 static bool start(int listening, int directory, int control)
 {
+	long before = phos_far_pids(criu_get_image_dir());
 	int status = -1;
 	pid_t child = fork();
 
@@ -276,6 +277,7 @@ static bool start(int listening, int directory, int control)
 	}
 	while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR)
 		;
+	phos_near_pids(before);
 	return !status;
 }
 

@@ -272,14 +272,16 @@ unsigned phos_lazy_threads(unsigned fewest)
 	return wanted < MOST_THREADS ? wanted : MOST_THREADS;
 }
 
-static void run_threads(struct fill *fill, unsigned wanted)
+static void run_threads(struct fill *fill, unsigned wanted, int folder)
 {
 	pthread_t threads[MOST_THREADS];
 	unsigned started = 0;
+	long before = phos_far_pids(folder);
 
 	for (; started + 1 < wanted; started++)
 		if (pthread_create(&threads[started], NULL, work, fill))
 			break;
+	phos_near_pids(before);
 	work(fill);
 	while (started)
 		pthread_join(threads[--started], NULL);
@@ -311,7 +313,7 @@ int phos_lazy_fill(int uffd, int pid, unsigned threads, struct phos_lazy_filled 
 	if (fill.pages) {
 		fill.runs = lazy.runs;
 		fill.count = lazy.count;
-		run_threads(&fill, threads);
+		run_threads(&fill, threads, folder);
 		qsort(filled->pieces, filled->count, sizeof(*filled->pieces), by_address);
 		munmap((void *)fill.pages, fill.pages_size);
 		result = 0;

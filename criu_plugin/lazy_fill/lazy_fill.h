@@ -58,3 +58,10 @@ bool phos_lazy_has(const struct phos_lazy_filled *filled, uint64_t address, uint
 
 /* The process has changed what is mapped there. */
 void phos_lazy_gone(struct phos_lazy_filled *filled, uint64_t address, uint64_t size);
+
+/*
+ * From here on new processes and threads get pids that no thread of an image has, until phos_near_pids() is called with what
+ * this returns: the kernel gives the next ones, and a task's threads are given theirs only later. If it may not: they do not.
+ */
+long phos_far_pids(int images);
+void phos_near_pids(long before);

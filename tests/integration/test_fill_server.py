@@ -215,6 +215,22 @@ def test_it_ends_when_criu_ends_early(site: Site, image: Path) -> None:
     site.freed(program.pid)
 
 
+def test_its_pid_is_none_that_the_image_may_need(site: Site, image: Path) -> None:
+    """The kernel would give it the next one, which is what a task of the image may have had."""
+    program = large(site, image)
+    limit, last = (int(Path("/proc/sys/kernel", name).read_text()) for name in ("pid_max", "ns_last_pid"))
+    restoring = site.background("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log")
+    found = stopped_servers(image)
+    for pid in found:
+        os.kill(pid, signal.SIGCONT)
+    assert restoring.wait() == 0
+    goes_on(program)
+    assert all(pid > limit - 2000 for pid in found)
+    with subprocess.Popen(["true"]) as following:
+        assert following.pid < limit - 2000 or last > limit - 6000  # where it may have come by itself
+    os.kill(program.pid, signal.SIGKILL)
+
+
 def test_two_restores_have_one_working_directory(site: Site, image: Path, tmp_path: Path) -> None:
     programs = [site.start(sys.executable, str(SHARES), "64", "0", under=False) for _ in range(2)]
     for number, program in enumerate(programs):
