@@ -112,7 +112,7 @@ static void check_pages(int images, int pid)
 
 /*
  * For a lazy restore CRIU maps everything private as if it could be written to (mem.c, premap_private_vma): what was only
- * reserved counts as memory then, and the kernel refuses more than there is. `most`: bytes of one mapping.
+ * reserved counts as memory then, and the kernel refuses more than there is at once. `most`: bytes of one mapping.
  */
 static void check_reservations(int images, int pid, uint64_t most)
 {
@@ -175,6 +175,6 @@ int main(int count, char **words)
 	check_pages(images, pid);
 	setting("/proc/sys/vm/overcommit_memory", value, sizeof(value));
 	if (*value != '1')
-		check_reservations(images, pid, *value == '0' ? (uint64_t)sysconf(_SC_PHYS_PAGES) * PAGE / 4 : 64 << 20);
+		check_reservations(images, pid, *value == '0' ? (uint64_t)sysconf(_SC_PHYS_PAGES) * PAGE : 64 << 20);
 	return EXIT_SUCCESS;
 }
