@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.integration.dumped import LAYERS, LAYERS_SUM, Dumped
-from tests.integration.site import Site, reap, wait_until
+from tests.integration.site import Site, wait_until
 
 MODES = ["eager", "lazy"]
 
@@ -194,8 +194,7 @@ def test_phosd_lets_its_pinned_images_go_when_it_ends(shared: Path, site: Site) 
     pin(site, dumped.image)
     pid = site.daemon_pid()
     site.run("phosd", "--stop")
-    reap()
-    assert not Path(f"/proc/{pid}").exists()
+    site.freed(pid)
     assert dumped.restore() == LAYERS_SUM  # from its files, by a new one
     assert pinned(site) == []
 
