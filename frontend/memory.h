@@ -65,6 +65,8 @@ void phos_allocation_renew(struct phos_allocation *allocation);
 size_t phos_allocation_capacity(const struct phos_allocation *allocation);
 /* The live allocation that contains the address, or NULL. */
 struct phos_allocation *phos_allocation_at(CUdeviceptr address);
+/* The same, for an address in this mapping. */
+struct phos_allocation *phos_allocation_in(const struct phos_mapping *mapping, CUdeviceptr address);
 /* Another process's memory, mapped. */
 CUresult phos_map_imported(struct phos_block *block, struct phos_span **span) PHOS_CHECKED;
 CUresult phos_unmap_imported(struct phos_span *span) PHOS_CHECKED;

@@ -1,5 +1,5 @@
 /* A sorted array of address ranges: lookup by binary search, insertion at the end in constant time (addresses are handed
- * out upwards), elsewhere by one memmove of pointers. Tens of thousands of entries are fine. No lock of its own. */
+ * out upwards), elsewhere by two memmoves. Tens of thousands of entries are fine. No lock of its own. */
 #pragma once
 #include <stdbool.h>
 #include <stddef.h>
@@ -13,10 +13,11 @@ struct phos_range {
 
 struct phos_ranges {
     struct phos_range **items;
+    uint64_t *ends; /* of each item, side by side: searching them fetches no item */
     size_t count, capacity;
 };
 
-/* False: out of host memory. Ranges must not overlap. */
+/* False: out of host memory. Ranges must not overlap, and stay as they are while they are in here. */
 bool phos_ranges_add(struct phos_ranges *ranges, struct phos_range *range);
 void phos_ranges_remove(struct phos_ranges *ranges, const struct phos_range *range);
 /* The range that contains the address, or NULL. */

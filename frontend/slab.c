@@ -338,10 +338,9 @@ size_t phos_cache_bytes(CUdevice device)
 
 /* ---- looking ---- */
 
-struct phos_allocation *phos_allocation_at(CUdeviceptr address)
+struct phos_allocation *phos_allocation_in(const struct phos_mapping *mapping, CUdeviceptr address)
 {
-    struct phos_mapping *mapping = phos_mapping_at(address);
-    struct phos_span *span = mapping ? mapping->span : NULL;
+    struct phos_span *span = mapping->span;
     if (!span)
         return NULL;
     struct phos_allocation *a = NULL;
@@ -353,6 +352,12 @@ struct phos_allocation *phos_allocation_at(CUdeviceptr address)
     else if (span->kind == PHOS_SPAN_SMALL && offset / class_size(span->list) < span->slot_count)
         a = &span->slots[offset / class_size(span->list)];
     return a && a->state == PHOS_LIVE && address - a->address < a->size ? a : NULL;
+}
+
+struct phos_allocation *phos_allocation_at(CUdeviceptr address)
+{
+    const struct phos_mapping *mapping = phos_mapping_at(address);
+    return mapping ? phos_allocation_in(mapping, address) : NULL;
 }
 
 void phos_each_allocation(void (*visit)(struct phos_allocation *allocation, void *cookie), void *cookie)

@@ -139,9 +139,12 @@ static void load_anything(void)
 static void load(const struct phos_touches *touches)
 {
     for (;;) {
-        struct missing missing = {.list = missing.inline_list,
-                                  .capacity = sizeof missing.inline_list / sizeof *missing.inline_list,
-                                  .strict = phos_window.table->mode == PHOS_WINDOW_STRICT};
+        struct missing missing; /* not all of it set: the inline list is most of its size */
+        missing.list = missing.inline_list;
+        missing.count = 0;
+        missing.capacity = sizeof missing.inline_list / sizeof *missing.inline_list;
+        missing.failed = false;
+        missing.strict = phos_window.table->mode == PHOS_WINDOW_STRICT;
         {
             PHOS_LOCKED(&phos_memory_lock);
             for (size_t i = 0; i < touches->count; i++)

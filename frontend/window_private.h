@@ -44,7 +44,7 @@ extern pthread_mutex_t phos_window_lock;
 /* Set: traced calls no longer wait, and do nothing. */
 extern atomic_bool phos_window_over;
 
-/* ---- window_ranges.c, all with phos_memory_lock held but for the last ---- */
+/* ---- window_ranges.c, all with phos_memory_lock held ---- */
 
 struct phos_chunk_range {
     uint32_t first, end; /* in the chunk table */
@@ -54,7 +54,6 @@ struct phos_chunk_range {
 struct phos_chunk_range phos_window_chunks(const struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end);
 /* These chunks are touched now: those that never were, or were not written to, before are next in the order. */
 void phos_window_note(struct phos_chunk_range chunks, bool writes);
-void phos_window_note_all(const struct phos_touches *touches);
 
 /* ---- window_lazy.c ---- */
 

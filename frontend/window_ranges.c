@@ -8,11 +8,13 @@
 void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visit, void *cookie)
 {
     CUdeviceptr begin = touch->address, end = touch->address + touch->size;
+    size_t first = phos_ranges_first(&phos_mappings, begin);
     if (!touch->size) {
-        const struct phos_allocation *allocation = phos_allocation_at(begin);
-        const struct phos_mapping *mapping = phos_mapping_at(begin);
-        if (!mapping)
+        const struct phos_mapping *mapping = first < phos_mappings.count ? (void *)phos_mappings.items[first] : NULL;
+        if (!mapping || mapping->range.address > begin)
             return;
+        /* In the same mapping as a whole, as is a span: `first` stays the first. */
+        const struct phos_allocation *allocation = phos_allocation_in(mapping, begin);
         if (allocation) {
             begin = allocation->address;
             end = begin + (allocation->size ? allocation->size : 1);
@@ -23,7 +25,7 @@ void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visi
             end = ~(CUdeviceptr)0;
     }
     CUdeviceptr expected = 0;
-    for (size_t i = phos_ranges_first(&phos_mappings, begin); i < phos_mappings.count; i++) {
+    for (size_t i = first; i < phos_mappings.count; i++) {
         struct phos_mapping *mapping = (struct phos_mapping *)phos_mappings.items[i];
         if (mapping->range.address >= end || (!touch->size && expected && mapping->range.address != expected))
             break;
@@ -49,32 +51,24 @@ void phos_window_note(struct phos_chunk_range chunks, bool writes)
 {
     struct phos_window_table *table = phos_window.table;
     uint32_t *list = (uint32_t *)((char *)table + table->order_at);
-    uint32_t touched = table->touched; /* written here alone */
-    for (uint32_t chunk = chunks.first; chunk < chunks.end && touched < table->order; chunk++) {
-        uint64_t bit = (uint64_t)1 << chunk % 64;
-        if ((writes ? phos_window.written : phos_window.seen)[chunk / 64] & bit)
-            continue;
-        phos_window.seen[chunk / 64] |= bit;
-        if (writes) {
-            phos_window.written[chunk / 64] |= bit;
-            __atomic_fetch_sub(&phos_window.unwritten, 1, __ATOMIC_RELAXED);
+    uint32_t touched = table->touched, written = 0; /* written here alone */
+    uint64_t *before = writes ? phos_window.written : phos_window.seen;
+    for (uint32_t chunk = chunks.first, next; chunk < chunks.end; chunk = next) {
+        uint32_t word = chunk / 64;
+        next = (word + 1) * 64 < chunks.end ? (word + 1) * 64 : chunks.end;
+        uint64_t mask = ~(uint64_t)0 >> (64 - (next - chunk)) << chunk % 64;
+        for (uint64_t fresh = mask & ~before[word]; fresh && touched < table->order; fresh &= fresh - 1) {
+            uint64_t bit = fresh & -fresh;
+            phos_window.seen[word] |= bit;
+            if (writes) {
+                phos_window.written[word] |= bit;
+                written++;
+            }
+            list[touched++] = (word * 64 + (uint32_t)__builtin_ctzll(fresh)) | (writes ? PHOS_TOUCH_WRITES : 0);
         }
-        list[touched++] = chunk | (writes ? PHOS_TOUCH_WRITES : 0);
     }
-    __atomic_store_n(&table->touched, touched, __ATOMIC_RELEASE);
-}
-
-static void note_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie)
-{
-    const struct phos_touch *touch = cookie;
-    phos_window_note(phos_window_chunks(mapping, begin, end), touch->access & PHOS_WRITES);
-}
-
-void phos_window_note_all(const struct phos_touches *touches)
-{
-    if (!__atomic_load_n(&phos_window.unwritten, __ATOMIC_RELAXED))
-        return; /* nothing is touched for the first time any more */
-    PHOS_LOCKED(&phos_memory_lock);
-    for (size_t i = 0; i < touches->count; i++)
-        phos_window_visit(&touches->list[i], note_mapping, (void *)&touches->list[i]);
+    if (written)
+        __atomic_fetch_sub(&phos_window.unwritten, written, __ATOMIC_RELAXED);
+    if (touched != table->touched)
+        __atomic_store_n(&table->touched, touched, __ATOMIC_RELEASE);
 }

@@ -27,6 +27,8 @@ struct targets {
     struct target *list;
     size_t count, capacity;
     bool failed; /* out of host memory */
+    bool writes; /* the touch that is being looked at */
+    bool notes;  /* something may be touched for the first time */
     struct target inline_list[64];
 };
 
@@ -77,14 +79,16 @@ static void add(struct targets *targets, struct target target)
     targets->list[targets->count++] = target;
 }
 
-/* The chunks in [begin, end) of one mapping that are not saved. */
+/* Notes the chunks in [begin, end) of one mapping as touched, and adds those that are not saved and about to change. */
 static void add_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie)
 {
     struct targets *targets = cookie;
     const struct phos_block *block = mapping->block;
     uint32_t unit = phos_window.chunks->chunk_bytes;
     struct phos_chunk_range range = phos_window_chunks(mapping, begin, end);
-    for (uint32_t chunk = range.first; chunk < range.end; chunk++) {
+    if (targets->notes)
+        phos_window_note(range, targets->writes);
+    for (uint32_t chunk = range.first; targets->writes && chunk < range.end; chunk++) {
         if (chunk_state(chunk) == PHOS_CHUNK_SAVED)
             continue;
         uint64_t offset = (uint64_t)(chunk - block->window_first) * unit;
@@ -102,14 +106,17 @@ static int by_chunk(const void *a, const void *b)
     return x->chunk < y->chunk ? -1 : x->chunk > y->chunk;
 }
 
-/* By number, each once. */
+/* By number, each once. What is touched is noted on the way. */
 static void find_targets(struct targets *targets, const struct phos_touches *touches)
 {
+    targets->notes = __atomic_load_n(&phos_window.unwritten, __ATOMIC_RELAXED);
     {
         PHOS_LOCKED(&phos_memory_lock);
-        for (size_t i = 0; i < touches->count; i++)
-            if (touches->list[i].access & PHOS_WRITES)
+        for (size_t i = 0; i < touches->count; i++) {
+            targets->writes = touches->list[i].access & PHOS_WRITES;
+            if (targets->writes || targets->notes)
                 phos_window_visit(&touches->list[i], add_mapping, targets);
+        }
     }
     if (targets->count < 2)
         return;
@@ -296,14 +303,17 @@ void phos_window_blame(const struct phos_touches *touches)
 
 static void secure(const struct phos_touches *touches)
 {
+    /* Not the whole of it: the inline list is most of its size. */
+    struct targets targets;
+    targets.list = targets.inline_list;
+    targets.count = 0;
+    targets.capacity = sizeof targets.inline_list / sizeof(struct target);
+    targets.failed = false;
+    find_targets(&targets, touches);
     if (touches->anything & PHOS_WRITES) {
         phos_window_blame(touches);
         wait_for_everything();
-        return;
-    }
-    struct targets targets = {.list = targets.inline_list, .capacity = sizeof targets.inline_list / sizeof(struct target)};
-    find_targets(&targets, touches);
-    if (targets.failed)
+    } else if (targets.failed)
         wait_for_everything();
     else if (targets.count) {
         size_t left;
@@ -346,7 +356,6 @@ void phos_window_before(struct phos_touches *touches)
     if (phos_window_closed())
         return;
     uint64_t start = phos_now_ns();
-    phos_window_note_all(touches);
     secure(touches);
     phos_count(&phos_window.table->counts.calls, 1);
     phos_count(&phos_window.table->counts.call_ns, phos_now_ns() - start);

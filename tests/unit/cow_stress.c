@@ -187,13 +187,9 @@ struct phos_ranges phos_mappings;
 struct phos_device phos_devices[PHOS_DEVICES];
 int phos_device_count = 1;
 
-struct phos_mapping *phos_mapping_at(CUdeviceptr address)
+struct phos_allocation *phos_allocation_in(const struct phos_mapping *mapping, CUdeviceptr address)
 {
-    return (struct phos_mapping *)phos_ranges_find(&phos_mappings, address);
-}
-struct phos_allocation *phos_allocation_at(CUdeviceptr address)
-{
-    (void)address;
+    (void)mapping, (void)address;
     return NULL;
 }
 CUresult phos_current(CUcontext *context, CUdevice *device)
@@ -466,6 +462,42 @@ static void window(uint32_t slots)
     phos_window = (struct phos_window){0};
 }
 
+/* Random ranges over several words: each chunk comes once when it is first touched, once more when it is first written to
+ * after that, in order of its number within a range. */
+static void note_ranges(void)
+{
+    enum { CHUNKS = 300, NOTES = 200 };
+    unsigned char said[CHUNKS] = {0};
+    uint32_t expected[CHUNKS * 2], count = 0, unwritten = CHUNKS;
+    uint64_t seed = 5;
+    phos_window.table = calloc(1, phos_window_size(0, 0, 0, 0, CHUNKS * 2));
+    table_begin(phos_window.table, 5, 0, 0, 0, 0, CHUNKS * 2, 1, PHOS_WINDOW_COW);
+    phos_window.seen = calloc(CHUNKS / 64 + 1, sizeof *phos_window.seen);
+    phos_window.written = calloc(CHUNKS / 64 + 1, sizeof *phos_window.written);
+    phos_window.unwritten = CHUNKS;
+    for (int i = 0; i < NOTES; i++) {
+        uint32_t first = draw(&seed, CHUNKS), most = i % 4 ? 3 : CHUNKS - first + 1;
+        uint32_t end = first + draw(&seed, most < CHUNKS - first + 1 ? most : CHUNKS - first + 1);
+        bool writes = draw(&seed, 2);
+        for (uint32_t chunk = first; chunk < end; chunk++)
+            if (said[chunk] < 1 + writes) {
+                said[chunk] = 1 + writes;
+                unwritten -= writes;
+                expected[count++] = chunk | (writes ? PHOS_TOUCH_WRITES : 0);
+            }
+        phos_window_note((struct phos_chunk_range){first, end}, writes);
+    }
+    uint32_t at = 0;
+    for (int64_t touch; (touch = phos_window_next_touched(phos_window.table, &at)) >= 0;)
+        check(at <= count && expected[at - 1] == (uint32_t)touch, "first touches are not in order");
+    check(at == count && count > CHUNKS, "first touches are missing");
+    check(phos_window.unwritten == unwritten, "chunks that were not written to are miscounted");
+    free(phos_window.seen);
+    free(phos_window.written);
+    free(phos_window.table);
+    phos_window = (struct phos_window){0};
+}
+
 /* What the frontend has besides; here is no library and no twin. */
 atomic_uint phos_twin_kernels;
 
@@ -484,6 +516,7 @@ int main(int count, char **words)
     phos_real.cuEventDestroy_v2 = fake_event_destroy;
     phos_real.cuEventRecord = fake_record;
     phos_real.cuStreamWaitEvent = fake_wait;
+    note_ranges();
     make_memory();
     order = calloc(chunk_count, sizeof *order);
     given = calloc(chunk_count, sizeof *given);
