@@ -286,7 +286,11 @@ class Session:
             tell=window is not None and window.loads and not self._kernels.whole,
             loads=window is not None and window.loads,
         )
-        done = self._conversation.ask(ANSWER_SECONDS, patient=True, attach=attach).attach_done
+        try:
+            done = self._conversation.ask(ANSWER_SECONDS, patient=True, attach=attach).attach_done
+        except PhosError:
+            self._window.cut_off()
+            raise
         if done.error:
             raise PhosError(f"Process {self.pid} ({self.executable}) could not map its GPU memory again: {done.error}")
         if self.takes_residue:
@@ -298,7 +302,11 @@ class Session:
                 done.residue_served,
             )
         mapped = time.perf_counter()
-        self._window.open()
+        try:
+            self._window.open()
+        except PhosError:
+            self._window.cut_off()
+            raise
         opened = time.perf_counter()
         self._conversation.ask(ANSWER_SECONDS, patient=True, open=wire_pb2.Open())
         log.info(

@@ -44,6 +44,7 @@ class SessionWindow:
         # Not guarded: whoever connects cannot wait for the lock (connected()).
         self._safe = False  # nothing of what the process does need be known any more
         self._broken = False
+        self._adrift = False  # it may compute with nobody watching, or be detached still: it has not connected again
         self._twins: Twins | None = None  # those of the last window
 
     def connected(self, *, detached: bool) -> None:
@@ -52,8 +53,14 @@ class SessionWindow:
         Unless it is ``detached`` it computes, perhaps before its window was opened.
         """
         # Without the lock: whoever opens the window has it, and may wait for an answer over the connection that broke.
+        self._adrift = False
         if self._tracing or (self._window is not None and not self._safe and not detached):
             self._broken = True
+
+    def cut_off(self) -> None:
+        """The connection broke after the process was asked to attach, and before its window was open."""
+        if self._window is not None and not self._safe:
+            self._adrift = True
 
     def attaching(self) -> TracingWindow | None:
         """The process is about to get its memory back; returns the window that is opened then."""
@@ -77,6 +84,7 @@ class SessionWindow:
                 ANSWER_SECONDS, patient=True, carried=carried, window_begin=wire_pb2.WindowBegin()
             )
             self._tracing = not answer.done.error
+            self._adrift = False  # when the connection broke before it was detached still
             if self._tracing and twins_wanted(window):
                 self._twins = Twins(self._traced.session, self._speculator, window, self._send_twins)
                 self._twins.start()
@@ -98,7 +106,8 @@ class SessionWindow:
         with self._lock:
             self._window = window
             self._safe = False
-            broken, self._broken = self._broken, False
+            broken, self._broken = self._broken or self._adrift, False
+            self._adrift = False
             traced, self._tracing = self._tracing, False
             twins = self._twins if traced else None
         if window is not None:

@@ -6,6 +6,7 @@ import ctypes
 import os
 import struct
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -224,6 +225,19 @@ def test_memory_may_change_from_before_a_process_gets_it() -> None:
     (room,) = struct.unpack("<I", os.pread(of_process.table.descriptor, 4, ORDER))
     assert room == 2 * 3, "each chunk may be read first and written to later"
     windows.close()
+
+
+@pytest.mark.parametrize("back", ["never", "detached still", "computing"])
+def test_a_connection_that_breaks_before_a_window_is_open(back: str) -> None:
+    """Who has not come back since may have computed, with nobody watching, and ended."""
+    window = SessionWindow(SimpleNamespace(session=SESSION, pid=1, executable="x"), None, None, None)  # type: ignore[arg-type]
+    window.trace(SimpleNamespace())  # type: ignore[arg-type]
+    window.cut_off()
+    if back != "never":
+        window.connected(detached=back == "detached still")
+    with nullcontext() if back == "detached still" else pytest.raises(Mispredicted):
+        window.trace(None)
+    window.trace(None)  # said once
 
 
 def taken(scene: Scene) -> int | None:
