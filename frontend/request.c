@@ -76,6 +76,7 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
             done.gate_ns = closed - start;
             if (phos_quiesce(&error)) {
                 phos_twins_settle(true);
+                phos_window_watched();
                 done.synchronize_ns = phos_now_ns() - closed;
                 state = PHOS__WIRE__GATE_STATE__QUIESCED;
                 phos_tell_again();
@@ -259,9 +260,11 @@ static bool on_window_begin(uint64_t id, const struct phos_packet *packet)
 {
     Phos__Wire__Done done = PHOS__WIRE__DONE__INIT;
     struct phos_error error = {0};
-    if (state != PHOS__WIRE__GATE_STATE__QUIESCED)
-        phos_fail(&error, CUDA_SUCCESS, "a window begins before the gate is opened");
-    else if (phos_window_begin(packet->descriptors, packet->descriptor_count, &error)) {
+    if (state == PHOS__WIRE__GATE_STATE__DETACHED)
+        phos_fail(&error, CUDA_SUCCESS, "a detached process has no memory to trace");
+    else if (phos_audit_active())
+        phos_fail(&error, CUDA_SUCCESS, "phos-gpu audit traces the process already");
+    else if (phos_window_begin(packet->descriptors, packet->descriptor_count, state == PHOS__WIRE__GATE_STATE__OPEN, &error)) {
         phos_debug("the window is open");
         data_comes = false; /* who computes now waits for it */
     }

@@ -52,7 +52,7 @@ static bool tables_agree(void)
            table->slots_at + (uint64_t)table->slots * sizeof(struct phos_window_slot) <= whole &&
            table->transfers_at + PHOS_TRANSFERS * sizeof(struct phos_window_transfer) <= whole &&
            table->queue_at + (uint64_t)table->queue * 4 <= whole &&
-           table->order_at + (uint64_t)table->order * 4 <= whole && table->mode <= PHOS_WINDOW_STRICT;
+           table->order_at + (uint64_t)table->order * 4 <= whole && table->mode <= PHOS_WINDOW_WATCH;
 }
 
 /* A pool is phosd's memory: mapped, and in no list of ours. */
@@ -94,7 +94,8 @@ static bool map_pool(const struct phos_window_pool *record, uint32_t index, int 
     return true;
 }
 
-/* Which chunks the blocks have; what is created from now on has none. False: a block is not as phosd says. */
+/* Which chunks the blocks have; what is created from now on has none. False: a block is not as phosd says; one that was
+ * freed before its process could be watched is no matter. */
 static bool mark_blocks(struct phos_error *error)
 {
     const struct phos_window_block *records =
@@ -104,6 +105,8 @@ static bool mark_blocks(struct phos_error *error)
         const struct phos_window_block *record = &records[i];
         struct phos_block *block = phos_block_find(record->block);
         uint64_t chunks = (record->size + phos_window.chunks->chunk_bytes - 1) / phos_window.chunks->chunk_bytes;
+        if (!block && phos_window.table->mode == PHOS_WINDOW_WATCH)
+            continue;
         if (!block || block->size != record->size || record->first_chunk + chunks > phos_window.chunks->chunks)
             return phos_fail(error, CUDA_SUCCESS, "phosd means to save block %llu, which is not what it thinks",
                              (unsigned long long)record->block);
@@ -157,7 +160,7 @@ static void put_away(void)
     phos_window = (struct phos_window){0};
 }
 
-static bool begin(const int *descriptors, size_t count, struct phos_error *error)
+static bool begin(const int *descriptors, size_t count, bool computes, struct phos_error *error)
 {
     if (count < 2)
         return phos_fail(error, CUDA_SUCCESS, "the tables of the window are missing");
@@ -165,6 +168,8 @@ static bool begin(const int *descriptors, size_t count, struct phos_error *error
     phos_window.table = map_table(descriptors[1], sizeof *phos_window.table, &phos_window.table_size);
     if (!phos_window.chunks || !phos_window.table || !tables_agree())
         return phos_fail(error, CUDA_SUCCESS, "the tables of the window cannot be used");
+    if (computes != (phos_window.table->mode == PHOS_WINDOW_WATCH))
+        return phos_fail(error, CUDA_SUCCESS, "a window begins before the gate is opened, and only watching after that");
     if (phos_window.table->pools != count - 2)
         return phos_fail(error, CUDA_SUCCESS, "%u shadow pools came with %zu descriptors", phos_window.table->pools, count - 2);
     phos_window.slots = calloc(phos_window.table->slots + PHOS_TRANSFERS, sizeof *phos_window.slots);
@@ -183,12 +188,12 @@ static bool begin(const int *descriptors, size_t count, struct phos_error *error
     return phos_window.table->mode != PHOS_WINDOW_STRICT || phos_mappings_open(all_there, error);
 }
 
-bool phos_window_begin(const int *descriptors, size_t count, struct phos_error *error)
+bool phos_window_begin(const int *descriptors, size_t count, bool computes, struct phos_error *error)
 {
     if (is_open)
         return phos_fail(error, CUDA_SUCCESS, "a window is open already");
     bool entered = phos_enter_context();
-    is_open = begin(descriptors, count, error);
+    is_open = begin(descriptors, count, computes, error);
     if (is_open) {
         atomic_store(&phos_window_over, false);
         atomic_store(&phos_window_strict, phos_window.table->mode == PHOS_WINDOW_STRICT);
@@ -214,6 +219,12 @@ void phos_window_end(void)
     phos_leave_context(entered);
     is_open = false;
     phos_twins_end();
+}
+
+void phos_window_watched(void)
+{
+    if (is_open && phos_window.table->mode == PHOS_WINDOW_WATCH)
+        phos_window_end();
 }
 
 void phos_window_forked(void)

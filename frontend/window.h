@@ -15,12 +15,14 @@ void phos_window_before(struct phos_touches *touches);
 /* After it, whatever its result. */
 void phos_window_after(struct phos_touches *touches, CUresult result);
 
-/* The control thread's, with the gate closed. `descriptors`: chunk table, window table, one for each pool; they are the
- * window's. False: there is none, and nothing is traced. */
-bool phos_window_begin(const int *descriptors, size_t count, struct phos_error *error) PHOS_CHECKED;
+/* The control thread's. `descriptors`: chunk table, window table, one for each pool; they are the window's. `computes`: the
+ * gate is open, so that the process can only be watched. False: there is no window, and nothing is traced. */
+bool phos_window_begin(const int *descriptors, size_t count, bool computes, struct phos_error *error) PHOS_CHECKED;
 /* All is saved, or phosd is gone: nobody waits in here any more, and nothing of the window is left. */
 void phos_window_end(void);
 bool phos_window_is_open(void);
+/* With the gate closed for a checkpoint: it has been watched long enough. */
+void phos_window_watched(void);
 /* The open window is a lazy restore's: memory is still being loaded. */
 bool phos_window_loading(void);
 /* The connection to phosd has ended: does not return if memory is missing that only phosd could have brought. */

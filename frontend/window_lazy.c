@@ -279,7 +279,8 @@ bool phos_window_shuts(const struct phos_block *block)
 
 bool phos_window_loading(void)
 {
-    return phos_window_is_open() && phos_window.table->mode != PHOS_WINDOW_COW;
+    return phos_window_is_open() &&
+           (phos_window.table->mode == PHOS_WINDOW_LAZY || phos_window.table->mode == PHOS_WINDOW_STRICT);
 }
 
 void phos_window_abandoned(void)

@@ -29,6 +29,7 @@ struct targets {
     bool failed; /* out of host memory */
     bool writes; /* the touch that is being looked at */
     bool notes;  /* something may be touched for the first time */
+    bool copies; /* not only watched */
     struct target inline_list[64];
 };
 
@@ -88,7 +89,7 @@ static void add_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdevic
     struct phos_chunk_range range = phos_window_chunks(mapping, begin, end);
     if (targets->notes)
         phos_window_note(range, targets->writes);
-    for (uint32_t chunk = range.first; targets->writes && chunk < range.end; chunk++) {
+    for (uint32_t chunk = range.first; targets->writes && targets->copies && chunk < range.end; chunk++) {
         if (chunk_state(chunk) == PHOS_CHUNK_SAVED)
             continue;
         uint64_t offset = (uint64_t)(chunk - block->window_first) * unit;
@@ -114,7 +115,7 @@ static void find_targets(struct targets *targets, const struct phos_touches *tou
         PHOS_LOCKED(&phos_memory_lock);
         for (size_t i = 0; i < touches->count; i++) {
             targets->writes = touches->list[i].access & PHOS_WRITES;
-            if (targets->writes || targets->notes)
+            if ((targets->writes && targets->copies) || targets->notes)
                 phos_window_visit(&touches->list[i], add_mapping, targets);
         }
     }
@@ -309,7 +310,10 @@ static void secure(const struct phos_touches *touches)
     targets.count = 0;
     targets.capacity = sizeof targets.inline_list / sizeof(struct target);
     targets.failed = false;
+    targets.copies = phos_window.table->mode != PHOS_WINDOW_WATCH;
     find_targets(&targets, touches);
+    if (!targets.copies)
+        return;
     if (touches->anything & PHOS_WRITES) {
         phos_window_blame(touches);
         wait_for_everything();
@@ -347,7 +351,7 @@ void phos_window_before(struct phos_touches *touches)
         phos_audit_before(touches);
         return;
     }
-    if (phos_window.table->mode != PHOS_WINDOW_COW) {
+    if (phos_window.table->mode == PHOS_WINDOW_LAZY || phos_window.table->mode == PHOS_WINDOW_STRICT) {
         phos_window_load(touches);
         return;
     }

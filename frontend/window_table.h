@@ -24,6 +24,7 @@ enum phos_window_mode {
     PHOS_WINDOW_COW = 0,
     PHOS_WINDOW_LAZY = 1,   /* a call waits for what it may read or write */
     PHOS_WINDOW_STRICT = 2, /* likewise, and nothing can be accessed before its data is there: a wrong guess faults */
+    PHOS_WINDOW_WATCH = 3,  /* before a checkpoint: first touches are noted, nothing is copied and nobody waits */
 };
 
 enum phos_chunk_state {

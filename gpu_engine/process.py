@@ -3,6 +3,7 @@ implement :class:`GatedProcess`, and :class:`ForeignProcess` stands for one that
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -135,6 +136,16 @@ class GatedProcess(Protocol):
 
     def describe_kernels(self, timeout: float) -> None:
         """Give the frontend the access descriptors of the kernels that the process has asked for."""
+
+    def watch(self, descriptors: Sequence[int]) -> None:
+        """Calls of the running process are traced with these tables (cow/watch.py) until it is quiesced.
+
+        Raises:
+            PhosError: it cannot be watched.
+        """
+
+    def unwatch(self) -> None:
+        """It is not going to be quiesced."""
 
     def trace(self, window: TracingWindow | None) -> None:
         """From its next attach on, calls of the process are traced; None: not any more, and nothing is in use."""

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Container, Iterable, Sequence
 from contextlib import suppress
 from itertools import zip_longest
+from typing import NamedTuple
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine.blocks import BlockKey
@@ -23,6 +24,13 @@ log = logging.getLogger(__name__)
 
 Touched = tuple[BlockKey, int]
 """A block, and the number of the chunk in it."""
+
+
+class FirstTouches(NamedTuple):
+    """Chunks in the order in which a process first read or wrote them, and in which it first wrote to them."""
+
+    touched: list[Touched]
+    written: list[Touched]
 
 
 class TouchOrder:

@@ -29,7 +29,7 @@ TRANSFERS = 64
 """PHOS_POOL_FLAGS and PHOS_TRANSFERS of window_table.h; a test compares them."""
 
 
-COW, LAZY, STRICT = 0, 1, 2
+COW, LAZY, STRICT, WATCH = 0, 1, 2, 3
 """enum phos_window_mode."""
 
 RECENT, RECENT_NAME = 8, 120

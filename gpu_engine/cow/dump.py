@@ -14,6 +14,7 @@ from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.copy_work import Cancelled
 from phos.gpu_engine.cow.settings import CowSettings
+from phos.gpu_engine.cow.watch import Watch
 from phos.gpu_engine.cow.window import Windows
 from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError
 from phos.gpu_engine.stop.dump import Assignment, StopDump
@@ -56,17 +57,28 @@ class CowDump(StopDump):
         self._cow = cow
         self._memory = memory
         self._windows = Windows(cow, self._copier.shared_lane)
+        self._watch = Watch()
         self._laid_out = threading.Event()  # the windows can be opened, or never will
         self._saved = threading.Event()  # all data is in the image, or will not be
         self._ended = False  # the windows
         self._counts: dict[str, int] = {}
 
     def _prepare(self, borrow: BorrowBlocks) -> None:
+        self._begin_to_watch()
         super()._prepare(borrow)
         with self.timeline.phase("prepare the window"):
             for process in self.gated:
                 process.describe_kernels(DESCRIBE_SECONDS)
             self._windows.lend_pools(self.gated)
+        for session, (seen, blocks) in self._watch.seen().items():
+            self._memory.touched.learn(session, seen.touched, blocks)
+            self._memory.written.learn(session, seen.written, blocks)
+
+    def _begin_to_watch(self) -> None:
+        strangers = [process for process in self.gated if not self._memory.written.of([process.session])]
+        for process in strangers:
+            process.describe_kernels(0.0)  # of the others' launches nothing is known, nor noted
+        self._watch.begin(strangers)
 
     def _copy(self) -> None:
         try:
@@ -180,6 +192,7 @@ class CowDump(StopDump):
 
     def _give_up(self, reason: str) -> None:
         self._cancelled.set()
+        self._watch.give_up()
         self._windows.over()
         self._windows.runs_on()
         super()._give_up(reason)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
@@ -20,17 +19,10 @@ from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import Detached, GatedProcess
 from phos.gpu_engine.ring import CHUNK_BYTES
-from phos.gpu_engine.touch_order import Touched
+from phos.gpu_engine.touch_order import FirstTouches, Touched
 from phos.images.chunk_hash import zero_hash
 
 log = logging.getLogger(__name__)
-
-
-class FirstTouches(NamedTuple):
-    """Chunks in the order in which a process first read or wrote them, and in which it first wrote to them."""
-
-    touched: list[Touched]
-    written: list[Touched]
 
 
 class ProcessWindow:

@@ -352,6 +352,14 @@ class Session:
         """Somebody will soon want to know what its kernels touch."""
         self._kernels.hurry()
 
+    def watch(self, descriptors: Sequence[int]) -> None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        self._window.watch(descriptors)
+
+    def unwatch(self) -> None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        self._window.unwatch()
+
     def trace(self, window: TracingWindow | None) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         self._window.trace(window)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from phos.gen import wire_pb2
@@ -12,7 +13,7 @@ from phos.gpu_engine.daemon.conversation import ANSWER_SECONDS, Conversation
 from phos.gpu_engine.daemon.session_kernels import SessionKernels
 from phos.gpu_engine.daemon.twins import Twins
 from phos.gpu_engine.daemon.twins import wanted as twins_wanted
-from phos.gpu_engine.errors import Mispredicted
+from phos.gpu_engine.errors import Mispredicted, PhosError
 from phos.gpu_engine.process import TracingWindow
 from phos.gpu_engine.ptx_instrument.twin_table import Report
 from phos.gpu_engine.spec.speculator import Speculator
@@ -100,6 +101,19 @@ class SessionWindow:
             )
             window.wait_saved()
             self._safe = True
+
+    def watch(self, descriptors: Sequence[int]) -> None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`. Should the connection break, the process ends it."""
+        answer = self._conversation.ask(ANSWER_SECONDS, carried=descriptors, window_begin=wire_pb2.WindowBegin())
+        if answer.done.error:
+            raise PhosError(
+                f"Process {self._traced.pid} ({self._traced.executable}) cannot be watched: {answer.done.error}"
+            )
+
+    def unwatch(self) -> None:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        with suppress(PhosError):  # it ended its window with the connection
+            self._conversation.ask(ANSWER_SECONDS, window_end=wire_pb2.WindowEnd())
 
     def trace(self, window: TracingWindow | None) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""

@@ -20,6 +20,7 @@ from phos.gpu_engine.daemon.session_kernels import SessionKernels
 from phos.gpu_engine.daemon.session_window import SessionWindow
 from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.restore.base import Restore
+from phos.gpu_engine.stop.dump import StopDump
 from phos.gpu_engine.task_pages import TaskPages
 
 SECONDS = 0.5
@@ -118,6 +119,19 @@ def cut_off_lazily() -> None:
     SessionKernels.describe_restored = cut  # type: ignore[method-assign]
 
 
+def unhurried() -> None:
+    """Preparing a checkpoint takes as long as if there were a lot of memory; for one process it then fails."""
+    prepare = StopDump._prepare_gpu
+
+    def slowly(dump: StopDump, *arguments: Any) -> None:
+        prepare(dump, *arguments)
+        time.sleep(4 * SECONDS)
+        if "refused" in dump.path:
+            raise CheckpointFailed("It was prepared for nothing.")
+
+    StopDump._prepare_gpu = slowly  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     for alteration in os.environ["ALTERED_PHOSD"].split(","):
         {
@@ -127,5 +141,6 @@ if __name__ == "__main__":
             "full at the merge": full_at_the_merge,
             "cut off": cut_off,
             "cut off lazily": cut_off_lazily,
+            "unhurried": unhurried,
         }[alteration]()
     daemon.main(prog_name="phosd")

@@ -498,6 +498,44 @@ static void note_ranges(void)
     phos_window = (struct phos_window){0};
 }
 
+/* Several threads are only watched: what they touch is noted, and nothing is done about it. */
+static void watch(void)
+{
+    phos_window.chunks = calloc(1, phos_chunks_size(chunk_count));
+    phos_window.table = calloc(1, phos_window_size(0, 0, 0, 0, chunk_count * 2));
+    phos_chunks_begin(phos_window.chunks, CHUNK, chunk_count);
+    table_begin(phos_window.table, 5, 0, 0, 0, 0, chunk_count * 2, 0, PHOS_WINDOW_WATCH);
+    phos_window.seen = calloc(chunk_count / 64 + 1, sizeof *phos_window.seen);
+    phos_window.written = calloc(chunk_count / 64 + 1, sizeof *phos_window.written);
+    phos_window.unwritten = chunk_count;
+    uint64_t before = atomic_load(&launches);
+    atomic_store(&stop, false);
+    pthread_t threads[THREADS];
+    for (uintptr_t i = 0; i < THREADS; i++)
+        pthread_create(&threads[i], NULL, compute, (void *)i);
+    while (atomic_load(&launches) < before + 100)
+        nanosleep(&(struct timespec){.tv_nsec = 100000}, NULL);
+    struct phos_touches anywhere = {.list = anywhere.inline_list, .anything = PHOS_READS | PHOS_WRITES};
+    phos_window_before(&anywhere); /* waits for nobody: nobody saves anything */
+    atomic_store(&stop, true);
+    for (int i = 0; i < THREADS; i++)
+        pthread_join(threads[i], NULL);
+    wait_idle();
+    const struct phos_window_counts *counts = &phos_window.table->counts;
+    check(counts->calls > 100 && !counts->shadowed && !counts->waits && !counts->anything, "who is watched was disturbed");
+    for (uint32_t i = 0; i < chunk_count; i++)
+        check(phos_chunks_state(phos_window.chunks, i) == PHOS_CHUNK_UNSAVED, "a chunk of who is watched was taken");
+    uint32_t touched = 0, written = 0;
+    for (int64_t touch; (touch = phos_window_next_touched(phos_window.table, &touched)) >= 0;)
+        written += ((uint32_t)touch & PHOS_TOUCH_WRITES) != 0;
+    check(touched && written && phos_window.unwritten == chunk_count - written, "what was seen was not noted");
+    free(phos_window.seen);
+    free(phos_window.written);
+    free(phos_window.table);
+    free(phos_window.chunks);
+    phos_window = (struct phos_window){0};
+}
+
 /* What the frontend has besides; here is no library and no twin. */
 atomic_uint phos_twin_kernels;
 
@@ -527,6 +565,7 @@ int main(int count, char **words)
         streams[s].number = s;
         pthread_create(&streams[s].thread, NULL, run_stream, &streams[s]);
     }
+    watch();
     for (int round = 0; round < atoi(words[1]); round++) {
         atomic_store(&failing, round % 2 ? (unsigned)atoi(words[4]) : 0u);
         window((uint32_t)atoi(words[2]));

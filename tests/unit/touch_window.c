@@ -63,10 +63,14 @@ FOR_TESTS char *phos_test_touches(void)
     return taken ? taken : strdup("");
 }
 
-bool phos_window_begin(const int *descriptors, size_t count, struct phos_error *error)
+bool phos_window_begin(const int *descriptors, size_t count, bool computes, struct phos_error *error)
 {
-    (void)descriptors, (void)count, (void)error;
+    (void)descriptors, (void)count, (void)computes, (void)error;
     return true;
+}
+
+void phos_window_watched(void)
+{
 }
 
 void phos_window_end(void)
