@@ -11,7 +11,11 @@ static struct phos_allocation *deferred; /* freed during a capture; guarded by p
 
 static void free_if_in(struct phos_allocation *allocation, void *context)
 {
-    if (allocation->context == context && !allocation->pool)
+    if (allocation->context != context)
+        return;
+    if (allocation->pool) /* the pool's, which is its device's */
+        allocation->context = NULL;
+    else
         phos_deallocate(allocation);
 }
 

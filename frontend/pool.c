@@ -215,7 +215,9 @@ static CUresult pool_allocate(struct phos_pool *pool, CUcontext context, size_t 
     for (struct pending **link = &pool->pending; *link; link = &(*link)->next) {
         struct phos_allocation *a = (*link)->allocation;
         size_t capacity = phos_allocation_capacity(a);
-        if ((*link)->stream != number || capacity < size || capacity > size + size / 8 + 4096)
+        /* The default streams of two contexts may go by one number. */
+        if ((*link)->stream != number || (*link)->context != context || capacity < size ||
+            capacity > size + size / 8 + 4096)
             continue;
         allocation = a;
         pending_take(pool, link);
@@ -355,6 +357,7 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
         phos_deallocate(allocation);
         return result;
     }
+    allocation->pool = pool; /* which has it now, and keeps it should its context end first */
     allocation->state = PHOS_PENDING;
     *p = (struct pending){allocation, event, context, stream_number(stream), pool->pending};
     pool->pending = p;
@@ -367,9 +370,10 @@ CUresult phos_pool_free_now(struct phos_allocation *allocation)
     CUdeviceptr address = allocation->address;
     CUcontext context = allocation->context;
     unsigned long long buffer = allocation->buffer;
-    bool captures;
+    bool captures = false;
     pthread_mutex_unlock(&phos_memory_lock);
-    CUresult result = phos_synchronize(context, &captures);
+    /* Without a context: that has ended, and its work with it. */
+    CUresult result = context ? phos_synchronize(context, &captures) : CUDA_SUCCESS;
     if (captures)
         result = serve_cuMemFreeAsync(address, CU_STREAM_LEGACY);
     pthread_mutex_lock(&phos_memory_lock);

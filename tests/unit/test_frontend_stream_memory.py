@@ -40,6 +40,55 @@ def test_stream_ordered_reuse_waits_for_the_freeing_stream(phosd: FakePhosd) -> 
         app.finish()
 
 
+def test_memory_freed_in_a_stream_of_another_context_outlives_its_own(phosd: FakePhosd) -> None:
+    body = """
+    usual = start()
+    size = 8 << 20
+    first = ok(cu.cuCtxCreate(None, 0, 0))
+    p = ok(cu.cuMemAlloc(size))
+    ok(cu.cuCtxSetCurrent(usual))
+    s = ok(cu.cuStreamCreate(1))
+    flag = int(ok(cu.cuMemHostAlloc(4096, 0)))
+    ctypes.memset(flag, 0, 4096)
+    ok(cu.cuStreamWaitValue32(s, flag, 1, 0))
+    ok(cu.cuMemsetD8Async(p, 1, size, s))
+    ok(cu.cuMemFreeAsync(p, s))
+    ok(cu.cuCtxDestroy(first))
+    early = ok(cu.cuMemAlloc(size))
+    ctypes.memset(flag, 1, 1)
+    ok(cu.cuCtxSynchronize())
+    assert int(early) != int(p), "memory was given out that work in a stream still writes"
+    late = [int(ok(cu.cuMemAlloc(size))) for _ in range(3)] + [int(early)]
+    assert len(set(late)) == len(late), "memory was given out twice"
+    pool = ok(cu.cuDeviceGetDefaultMemPool(0))
+    attribute = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT
+    again = ok(cu.cuMemAllocAsync(size, s))
+    assert int(again) not in late
+    assert int(ok(cu.cuMemPoolGetAttribute(pool, attribute))) == size
+    say("done")
+    """
+    with program(phosd, body) as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
+def test_stream_ordered_memory_outlives_its_context(phosd: FakePhosd) -> None:
+    body = """
+    usual = start()
+    first = ok(cu.cuCtxCreate(None, 0, 0))
+    p = ok(cu.cuMemAllocAsync(8 << 20, 0))
+    fill(p, 8 << 20, 3)
+    ok(cu.cuCtxSetCurrent(usual))
+    ok(cu.cuCtxDestroy(first))
+    assert read(p, 8 << 20) == bytes([3]) * (8 << 20)
+    ok(cu.cuMemFree(p))
+    say("done")
+    """
+    with program(phosd, body) as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
 def test_own_pool(phosd: FakePhosd) -> None:
     body = """
     start()
