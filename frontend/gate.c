@@ -50,12 +50,15 @@ static void thread_ends(void *record)
     atomic_store_explicit(&self->state, PHOS_THREAD_NEW, memory_order_release);
 }
 
-static void thread_enlist(struct phos_thread *self)
+/* False: not now, the next call tries again. There is no list before cuInit. */
+static bool thread_enlist(struct phos_thread *self)
 {
     /* glibc runs destructors four times at most. A thread whose other destructors still call CUDA in the last round would
      * leave its record, which lives in its thread-local storage, on the list for ever: such a thread stays off the list. */
-    if (self->ends >= 3 || !atomic_load(&exit_key_made) || pthread_setspecific(exit_key, self))
-        return;
+    if (self->ends >= 3)
+        return true;
+    if (!atomic_load(&exit_key_made) || pthread_setspecific(exit_key, self))
+        return false;
     self->tid = (int32_t)syscall(SYS_gettid);
     pthread_mutex_lock(&list_lock);
     self->next = &list_head;
@@ -63,32 +66,31 @@ static void thread_enlist(struct phos_thread *self)
     list_head.previous->next = self;
     list_head.previous = self;
     pthread_mutex_unlock(&list_lock);
+    return true;
 }
 
 enum phos_gate_answer phos_gate_enter_slow(struct phos_thread *self, uint32_t *before, uint32_t entry)
 {
     if (*before >= PHOS_THREAD_INSIDE)
         return PHOS_GATE_NESTED;
-    if (*before == PHOS_THREAD_NEW) {
-        thread_enlist(self);
+    if (*before == PHOS_THREAD_NEW && thread_enlist(self))
         *before = PHOS_THREAD_OUTSIDE;
-    }
     for (;;) {
         atomic_thread_fence(memory_order_seq_cst);
         uint32_t word = atomic_load_explicit(&phos_gate_word, memory_order_acquire);
         if (word & PHOS_GATE_LOST) {
-            atomic_store_explicit(&self->state, PHOS_THREAD_OUTSIDE, memory_order_release);
+            atomic_store_explicit(&self->state, *before, memory_order_release);
             return PHOS_GATE_REFUSED;
         }
         if (word & PHOS_GATE_CLOSED) {
-            atomic_store_explicit(&self->state, PHOS_THREAD_OUTSIDE, memory_order_release);
+            atomic_store_explicit(&self->state, *before, memory_order_release);
             futex_wait(&phos_gate_word, word);
             atomic_store_explicit(&self->state, PHOS_THREAD_INSIDE + entry, memory_order_relaxed);
             continue;
         }
         if (word & PHOS_GATE_UNBOUND) {
             if (!phos_gate_bind || !phos_gate_bind()) {
-                atomic_store_explicit(&self->state, PHOS_THREAD_OUTSIDE, memory_order_release);
+                atomic_store_explicit(&self->state, *before, memory_order_release);
                 return PHOS_GATE_ABSENT;
             }
             atomic_fetch_and(&phos_gate_word, ~(uint32_t)PHOS_GATE_UNBOUND);

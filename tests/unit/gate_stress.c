@@ -1,7 +1,7 @@
 /* The gate under many threads, built by test_frontend_gate.py with and without ThreadSanitizer, once with membarrier and
  * once without (ThreadSanitizer does not know membarrier, and checks the fenced form).
  *
- * Usage: gate_stress stress|fenced|trace|straggler|exit|fork|overhead [ROUNDS [fenced]]. Exit status 0: all is well; else a line says what is not. */
+ * Usage: gate_stress stress|fenced|trace|straggler|early|exit|fork|overhead [ROUNDS [fenced]]. Exit status 0: all is well; else a line says what is not. */
 #include "gate.h"
 
 #include <pthread.h>
@@ -196,6 +196,36 @@ static void straggler(void)
     check(phos_gate_enter(1, &before) == PHOS_GATE_REFUSED, "a lost gate let a thread pass");
 }
 
+static atomic_bool called, ready;
+
+static void *call_then_linger(void *unused)
+{
+    inside(2, 60);
+    atomic_store(&called, true);
+    while (!atomic_load(&ready))
+        usleep(100);
+    return linger(unused);
+}
+
+/* A thread whose first call came before cuInit is waited for like any other. */
+static void early(void)
+{
+    pthread_t thread;
+    inside(1, 60);
+    pthread_create(&thread, NULL, call_then_linger, NULL);
+    while (!atomic_load(&called))
+        usleep(100);
+    phos_gate_init();
+    atomic_store(&ready, true);
+    while (!atomic_load(&entered))
+        usleep(100);
+    struct phos_gate_straggler who = {0};
+    check(!phos_gate_close(20000000, &who, NULL), "the gate closed over a thread that had called before cuInit");
+    atomic_store(&leave_now, true);
+    pthread_join(thread, NULL);
+    check(phos_gate_close(5000000000u, &who, NULL), "the gate could not be closed after that thread ended");
+}
+
 static pthread_key_t late_key;
 
 static void late(void *value)
@@ -307,7 +337,8 @@ int main(int count, char **arguments)
 {
     const char *what = count > 1 ? arguments[1] : "";
     phos_gate_bind = bind;
-    phos_gate_init();
+    if (strcmp(what, "early"))
+        phos_gate_init();
     int rounds = count > 2 ? atoi(arguments[2]) : 2000;
     if (!strcmp(what, "fenced") || (!strcmp(what, "trace") && count > 3))
         atomic_fetch_or(&phos_gate_word, PHOS_GATE_FENCED);
@@ -317,6 +348,8 @@ int main(int count, char **arguments)
         trace(rounds);
     else if (!strcmp(what, "straggler"))
         straggler();
+    else if (!strcmp(what, "early"))
+        early();
     else if (!strcmp(what, "exit"))
         thread_exit();
     else if (!strcmp(what, "fork"))

@@ -40,12 +40,12 @@ def _run(*command: str | Path) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("scenario", ["stress", "fenced", "trace", "straggler", "exit", "fork"])
+@pytest.mark.parametrize("scenario", ["stress", "fenced", "trace", "straggler", "early", "exit", "fork"])
 def test_gate(plain: Path, scenario: str) -> None:
     _run(plain, scenario)
 
 
-@pytest.mark.parametrize("scenario", ["fenced", "straggler", "exit"])
+@pytest.mark.parametrize("scenario", ["fenced", "straggler", "early", "exit"])
 def test_gate_has_no_data_race(sanitized: Path, scenario: str) -> None:
     # Address randomisation of newer kernels is more than this ThreadSanitizer takes.
     _run("setarch", "-R", sanitized, scenario, "300")
