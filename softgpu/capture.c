@@ -138,18 +138,20 @@ CUresult sg_capture_add(struct sg_stream *stream, struct sg_work *work)
     return result;
 }
 
-/* Not under the lock. True, and their captures are spoilt, when the legacy stream would have to wait for capturing streams. */
-bool sg_capture_blocks(struct sg_context *context)
+/* Not under the lock. */
+bool sg_capture_among(struct sg_context *context, bool non_blocking, bool spoil)
 {
-    bool blocks = false;
+    if (!atomic_load(&sg_captures))
+        return false;
+    bool found = false;
     pthread_mutex_lock(&sg_graph_lock);
     for (struct sg_capture *capture = captures; capture; capture = capture->next)
-        if (capture->stream->context == context && !(capture->stream->flags & CU_STREAM_NON_BLOCKING)) {
-            capture->session->invalid = true;
-            blocks = true;
+        if (capture->stream->context == context && (non_blocking || !(capture->stream->flags & CU_STREAM_NON_BLOCKING))) {
+            capture->session->invalid |= spoil;
+            found = true;
         }
     pthread_mutex_unlock(&sg_graph_lock);
-    return blocks;
+    return found;
 }
 
 CUresult sg_capture_event_record(struct sg_stream *stream, struct sg_event *event)
@@ -351,7 +353,7 @@ CUresult softgpu_cuStreamIsCapturing(CUstream hStream, CUstreamCaptureStatus *ca
         return result;
     if (!captureStatus)
         return CUDA_ERROR_INVALID_VALUE;
-    if (stream->legacy && atomic_load(&sg_captures) && sg_capture_blocks(stream->context))
+    if (stream->legacy && sg_capture_among(stream->context, false, false))
         return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
     pthread_mutex_lock(&sg_graph_lock);
     *captureStatus = status(stream);

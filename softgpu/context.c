@@ -350,6 +350,8 @@ CUresult softgpu_cuCtxSynchronize_v2(CUcontext ctx)
 {
     struct sg_context *context;
     CUresult result = sg_context_get(ctx, &context);
+    if (result == CUDA_SUCCESS && sg_capture_among(context, true, true))
+        result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     return result == CUDA_SUCCESS ? sg_context_synchronize(context) : result;
 }
 

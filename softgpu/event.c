@@ -193,22 +193,22 @@ static CUresult context_of(CUcontext handle, CUevent hEvent, struct sg_context *
     return sg_context_get(handle, context);
 }
 
-/* The event stands for all work of the context: an operation of the legacy stream does (non-blocking streams excepted, which
- * this waits for by the host). */
 CUresult softgpu_cuCtxRecordEvent(CUcontext hCtx, CUevent hEvent)
 {
     struct sg_context *context;
     struct sg_event *event;
     CUresult result = context_of(hCtx, hEvent, &context, &event);
-    if (result == CUDA_SUCCESS)
-        result = sg_context_synchronize(context);
     if (result != CUDA_SUCCESS)
         return result;
-    struct sg_op *op = sg_op_finished();
-    if (!op)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    sg_event_set(event, op);
-    return CUDA_SUCCESS;
+    if (event->context != context)
+        return CUDA_ERROR_INVALID_HANDLE;
+    if (sg_capture_among(context, true, true))
+        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    struct sg_op *op;
+    result = sg_context_mark(context, &op);
+    if (result == CUDA_SUCCESS)
+        sg_event_set(event, op);
+    return result;
 }
 
 CUresult softgpu_cuCtxWaitEvent(CUcontext hCtx, CUevent hEvent)

@@ -112,6 +112,7 @@ struct sg_context {
     _Atomic int sticky; /* the CUresult that every call answers after a fault */
     pthread_mutex_t lock; /* everything below, and the queues of the context's streams */
     struct sg_stream *legacy;
+    struct sg_stream *marks; /* operations that stand for all there was when they were submitted; made when first needed */
     struct sg_stream *streams; /* list through ->next, the legacy one included */
     struct sg_module *modules;
     size_t limits[CU_LIMIT_MAX];
@@ -299,7 +300,7 @@ struct sg_stream {
     unsigned flags;
     int priority;
     uint64_t id;
-    bool legacy, per_thread, destroyed;
+    bool legacy, per_thread, marks, destroyed;
     bool worker; /* its thread exists */
     pthread_cond_t wake;
     struct sg_op *head, *tail; /* queue; under context->lock */
@@ -393,7 +394,8 @@ struct sg_exec;
 struct sg_capture;
 extern pthread_mutex_t sg_graph_lock;
 CUresult sg_capture_add(struct sg_stream *stream, struct sg_work *work); /* stream->capture is set */
-bool sg_capture_blocks(struct sg_context *context);                      /* a blocking stream of it is capturing */
+/* Whether a stream of it (a blocking one, or any) is capturing. `spoil`: those captures end with an error. */
+bool sg_capture_among(struct sg_context *context, bool non_blocking, bool spoil);
 CUresult sg_capture_event_record(struct sg_stream *stream, struct sg_event *event);
 CUresult sg_capture_event_wait(struct sg_stream *stream, struct sg_event *event, bool *handled);
 CUresult sg_exec_run(struct sg_exec *exec, struct sg_context *context);

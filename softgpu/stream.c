@@ -275,6 +275,9 @@ static bool depend_on_streams(struct sg_op *op, struct sg_stream *stream)
     if (stream->legacy)
         for (struct sg_stream *other = context->streams; other; other = other->next)
             ok = ok && (!blocking(other) || depend(op, other->last));
+    else if (stream->marks)
+        for (struct sg_stream *other = context->streams; other; other = other->next)
+            ok = ok && depend(op, other->last);
     else if (blocking(stream))
         ok = ok && depend(op, context->legacy->last);
     return ok;
@@ -337,7 +340,7 @@ static CUresult submit(struct sg_stream *stream, struct sg_work *work, struct sg
 CUresult sg_submit(struct sg_stream *stream, struct sg_work *work, bool wait, struct sg_op **out)
 {
     if (atomic_load(&sg_captures)) {
-        if (stream->legacy && sg_capture_blocks(stream->context)) {
+        if (stream->legacy && sg_capture_among(stream->context, false, true)) {
             sg_work_clear(work);
             return CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
         }
@@ -406,6 +409,34 @@ CUresult sg_stream_synchronize(struct sg_stream *stream)
     hang_if_told();
     wait_newest(stream->context, stream);
     return (CUresult)atomic_load(&stream->context->sticky);
+}
+
+static bool context_idle(struct sg_context *context)
+{
+    bool idle = true;
+    pthread_mutex_lock(&context->lock);
+    for (struct sg_stream *stream = context->streams; stream && idle; stream = stream->next)
+        idle = sg_op_done(stream->last);
+    pthread_mutex_unlock(&context->lock);
+    return idle;
+}
+
+CUresult sg_context_mark(struct sg_context *context, struct sg_op **out)
+{
+    if (context_idle(context)) {
+        *out = sg_op_finished();
+        return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    static pthread_mutex_t making = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&making);
+    struct sg_stream *stream = context->marks;
+    if (!stream && (stream = sg_stream_create(context, CU_STREAM_NON_BLOCKING, 0))) {
+        stream->marks = true;
+        context->marks = stream;
+    }
+    pthread_mutex_unlock(&making);
+    struct sg_work work = {.type = SG_WORK_EMPTY, .context = context};
+    return stream ? submit(stream, &work, NULL, false, out) : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 static void drain(struct sg_context *context, void *cookie)

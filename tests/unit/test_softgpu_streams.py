@@ -161,6 +161,28 @@ assert get(int(p) + 64, 4) == bytes([9] * 4)
     )
 
 
+def test_an_event_recorded_in_a_context_is_behind_all_its_streams_and_before_what_comes_later() -> None:
+    run(
+        HOLD
+        + """
+a, b, c = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(0)), ok(cu.cuStreamCreate(0))
+e = ok(cu.cuEventCreate(0))
+context = ok(cu.cuCtxGetCurrent())
+ok(cu.cuCtxRecordEvent(context, e))
+ok(cu.cuEventQuery(e))
+ok(cu.cuStreamWaitValue32(a, p, 7, 1))
+ok(cu.cuMemsetD8Async(int(p) + 64, 9, 4, b))
+ok(cu.cuCtxRecordEvent(context, e))
+ok(cu.cuMemsetD8Async(int(p) + 128, 9, 4, c))
+ok(cu.cuStreamSynchronize(c))
+assert cu.cuEventQuery(e)[0] == NOT_READY
+ok(cu.cuStreamWriteValue32(b, p, 7, 0))
+ok(cu.cuEventSynchronize(e))
+assert cu.cuStreamQuery(a)[0] == E.CUDA_SUCCESS
+"""
+    )
+
+
 def test_a_fault_in_a_kernel_is_named_and_sticks_to_its_context_only() -> None:
     run(
         """
@@ -282,6 +304,13 @@ blocking = ok(cu.cuStreamCreate(0))
 ok(cu.cuStreamBeginCapture(blocking, MODE))
 assert cu.cuMemsetD8Async(p, 0, 1, 0)[0] == E.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 assert cu.cuStreamEndCapture(blocking)[0] == E.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+ok(cu.cuStreamBeginCapture(blocking, MODE))
+assert cu.cuStreamIsCapturing(0)[0] == E.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+ok(cu.cuStreamEndCapture(blocking))
+for too_much in (cu.cuCtxSynchronize, lambda: cu.cuCtxRecordEvent(ok(cu.cuCtxGetCurrent()), e)):
+    ok(cu.cuStreamBeginCapture(a, MODE))
+    assert too_much()[0] == E.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
+    assert cu.cuStreamEndCapture(a)[0] == E.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
 assert cu.cuStreamBeginCapture(0, MODE)[0] == E.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 """
     )
