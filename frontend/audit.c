@@ -11,6 +11,7 @@
 #include "library.h"
 #include "log.h"
 #include "memory.h"
+#include "quiesce.h"
 #include "runtime.h"
 #include "tell.h"
 #include "track.h"
@@ -140,26 +141,6 @@ static void give_up(const char *why)
 
 /* ---- the GPU at rest ---- */
 
-/* An event behind all that was queued in a context; NULL with *done: nobody needs to wait. */
-static CUevent behind(CUcontext context, bool *done)
-{
-    CUevent event = NULL;
-    CUcontext former;
-    *done = false;
-    if (phos_real.cuCtxPushCurrent_v2(context) != CUDA_SUCCESS)
-        return NULL;
-    pthread_rwlock_rdlock(&phos_capture_lock); /* as phos_synchronize() does, and why */
-    if (!phos_captures() && phos_real.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS &&
-        phos_real.cuCtxRecordEvent(context, event) != CUDA_SUCCESS) {
-        phos_real.cuEventDestroy_v2(event); /* before CUDA 12.5 there is only one way, which has no time limit */
-        event = NULL;
-        *done = phos_real.cuCtxSynchronize() == CUDA_SUCCESS;
-    }
-    pthread_rwlock_unlock(&phos_capture_lock);
-    phos_real.cuCtxPopCurrent_v2(&former);
-    return event;
-}
-
 /* False: it has not been reached within the time, and is `unfinished` from now on. */
 static bool reached(CUevent event, uint64_t limit_ns)
 {
@@ -185,9 +166,9 @@ static bool all_at_rest(void)
     size_t count;
     PHOS_FREES struct phos_context *contexts = phos_contexts_seen(&count);
     for (size_t i = 0; i < count; i++) {
-        bool done;
-        CUevent event = behind(contexts[i].context, &done);
-        if (event ? !reached(event, WORK_NS) : !done)
+        CUresult result;
+        CUevent event = phos_event_behind(contexts[i].context, &result);
+        if (event ? !reached(event, WORK_NS) : result != CUDA_SUCCESS)
             return false;
     }
     return true;

@@ -23,27 +23,6 @@
 static struct phos_context *reduced; /* whose stack limit is to be put back; the control thread's own */
 static size_t reduced_count;
 
-bool phos_quiesce(struct phos_error *error)
-{
-    size_t count;
-    PHOS_FREES struct phos_context *list = phos_contexts(&count);
-    if (!list)
-        return phos_fail(error, CUDA_SUCCESS, "out of host memory");
-    for (size_t i = 0; i < count; i++) {
-        CUcontext popped;
-        CUresult result = phos_real.cuCtxPushCurrent_v2(list[i].context);
-        if (result == CUDA_SUCCESS) {
-            result = phos_real.cuCtxSynchronize();
-            phos_real.cuCtxPopCurrent_v2(&popped);
-        }
-        if (result == CUDA_ERROR_CONTEXT_IS_DESTROYED || result == CUDA_ERROR_INVALID_CONTEXT)
-            continue; /* destroyed without our hearing of it */
-        if (result != CUDA_SUCCESS)
-            return phos_fail(error, result, "device %d cannot be brought to rest", list[i].device);
-    }
-    return true;
-}
-
 /* ---- the stack limit: local memory for every thread that could run is most of what the driver saves itself ---- */
 
 static bool set_stack(CUcontext context, size_t value)

@@ -10,8 +10,6 @@ struct phos_detached {
     uint64_t unmap_ns, reduce_ns, blocks, bytes, host_bytes;
 };
 
-/* Waits for the work of every context. */
-bool phos_quiesce(struct phos_error *error) PHOS_CHECKED;
 /* Gets phosd's descriptor of a block, this session's or another's. */
 typedef bool phos_fetch(const uint8_t session[16], uint64_t block, int *descriptor, struct phos_error *error);
 

@@ -10,6 +10,7 @@
 #include "log.h"
 #include "memory.h"
 #include "pool.h"
+#include "quiesce.h"
 #include "residue.h"
 #include "runtime.h"
 #include "sdk.h"
@@ -70,11 +71,11 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
     else if (phos_audit_active())
         phos_fail(&error, CUDA_SUCCESS, "phos-gpu audit runs it; without that it can be checkpointed");
     else if (state == PHOS__WIRE__GATE_STATE__OPEN) {
-        uint64_t start = phos_now_ns();
-        if (close_gate((quiesce->timeout_ms ? quiesce->timeout_ms : 10000) * 1000000ull, &error)) {
+        uint64_t start = phos_now_ns(), timeout_ns = (quiesce->timeout_ms ? quiesce->timeout_ms : 10000) * 1000000ull;
+        if (close_gate(timeout_ns, &error)) {
             uint64_t closed = phos_now_ns();
             done.gate_ns = closed - start;
-            if (phos_quiesce(&error)) {
+            if (phos_quiesce(timeout_ns, &error)) {
                 phos_twins_settle(true);
                 phos_window_watched();
                 done.synchronize_ns = phos_now_ns() - closed;

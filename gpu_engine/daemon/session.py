@@ -178,7 +178,7 @@ class Session:
     def quiesce(self, timeout: float) -> QuiesceTimes:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         try:
-            # The frontend keeps the time of its gate; waiting for the GPU's work itself cannot be interrupted.
+            # The frontend keeps the time, of its gate and of the GPU's work each; the driver keeps none.
             request = wire_pb2.Quiesce(timeout_ms=max(1, int(timeout * 1000)))
             answer = self._conversation.ask(3 * timeout, quiesce=request)
         except Unresponsive:
