@@ -10,6 +10,7 @@
 
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 _Atomic int phos_capture_count;
 /* Writers first: a storm of frees must not keep a capture from beginning. */
@@ -288,36 +289,55 @@ CUresult serve_cuCtxDisablePeerAccess(CUcontext peer)
 
 /* ---- captures ---- */
 
-static void capture_begins(void)
+/* Counted before it begins: who has not asked yet is not waited for. Who has, and waits for work of the GPU, may wait for
+ * what this thread does next; by the end of this time it is in the driver, where a capture does it no harm. */
+static bool capture_begins(void)
 {
-    pthread_rwlock_wrlock(&phos_capture_lock);
+    atomic_fetch_add(&phos_capture_count, 1);
+    struct timespec deadline;
+    clock_gettime(CLOCK_REALTIME, &deadline);
+    deadline.tv_nsec += 100000000;
+    if (deadline.tv_nsec >= 1000000000) {
+        deadline.tv_sec++;
+        deadline.tv_nsec -= 1000000000;
+    }
+    return pthread_rwlock_timedwrlock(&phos_capture_lock, &deadline) == 0;
 }
 
-static CUresult capture_begun(CUresult result)
+/* Those that began behind our back are not counted. */
+static void capture_ended(void)
 {
-    if (result == CUDA_SUCCESS)
-        atomic_fetch_add(&phos_capture_count, 1);
-    pthread_rwlock_unlock(&phos_capture_lock);
+    int count = atomic_load(&phos_capture_count);
+    while (count > 0 && !atomic_compare_exchange_weak(&phos_capture_count, &count, count - 1))
+        continue;
+}
+
+static CUresult capture_begun(bool locked, CUresult result)
+{
+    if (result != CUDA_SUCCESS)
+        capture_ended();
+    if (locked)
+        pthread_rwlock_unlock(&phos_capture_lock);
     return result;
 }
 
 CUresult serve_cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode)
 {
-    capture_begins();
-    return capture_begun(phos_real.cuStreamBeginCapture_v2(stream, mode));
+    bool locked = capture_begins();
+    return capture_begun(locked, phos_real.cuStreamBeginCapture_v2(stream, mode));
 }
 
 CUresult serve_cuStreamBeginCapture(CUstream stream)
 {
-    capture_begins();
-    return capture_begun(phos_real.cuStreamBeginCapture(stream));
+    bool locked = capture_begins();
+    return capture_begun(locked, phos_real.cuStreamBeginCapture(stream));
 }
 
 CUresult serve_cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const CUgraphNode *dependencies,
                                            const CUgraphEdgeData *data, size_t count, CUstreamCaptureMode mode)
 {
-    capture_begins();
-    return capture_begun(phos_real.cuStreamBeginCaptureToGraph(stream, graph, dependencies, data, count, mode));
+    bool locked = capture_begins();
+    return capture_begun(locked, phos_real.cuStreamBeginCaptureToGraph(stream, graph, dependencies, data, count, mode));
 }
 
 CUresult serve_cuStreamEndCapture(CUstream stream, CUgraph *graph)
@@ -330,8 +350,7 @@ CUresult serve_cuStreamEndCapture(CUstream stream, CUgraph *graph)
     if (result == CUDA_SUCCESS ||
         (capturing && (phos_real.cuStreamIsCapturing(stream, &status) != CUDA_SUCCESS ||
                        status == CU_STREAM_CAPTURE_STATUS_NONE)))
-        if (atomic_fetch_sub(&phos_capture_count, 1) <= 0)
-            atomic_store(&phos_capture_count, 0);
+        capture_ended();
     return result;
 }
 
@@ -345,8 +364,8 @@ static bool capturing(CUstream stream)
 
 static CUresult stream_destroyed(CUresult result, bool captured)
 {
-    if (result == CUDA_SUCCESS && captured && atomic_fetch_sub(&phos_capture_count, 1) <= 0)
-        atomic_store(&phos_capture_count, 0);
+    if (result == CUDA_SUCCESS && captured)
+        capture_ended();
     return result;
 }
 

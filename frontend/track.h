@@ -6,8 +6,9 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Streams being captured now. The count grows with the lock held for writing, so that whoever holds it for reading and
- * sees none can do what a capture would not survive. Nothing else is locked under it. */
+/* Streams being captured now, or about to be. A capture begins with the lock held for writing, so that whoever holds it for
+ * reading and sees none can do what a capture would not survive; but it waits for a tenth of a second at most. Nothing
+ * else is locked under it. */
 extern pthread_rwlock_t phos_capture_lock;
 extern _Atomic int phos_capture_count;
 static inline int phos_captures(void)

@@ -63,3 +63,33 @@ assert read(p, 1 << 20) == bytes([5]) * (1 << 20)
         phosd.toggle(session)
         app.tell()
         app.finish()
+
+
+CAPTURE = """
+RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+captured = ok(cu.cuStreamCreate(1))
+def capture(meanwhile):
+    ok(cu.cuStreamBeginCapture(captured, RELAXED))
+    meanwhile()
+    ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(captured))))
+"""
+
+
+def test_a_capture_begins_though_another_thread_waits_for_work(phosd: FakePhosd) -> None:
+    body = (
+        WAITING
+        + CAPTURE
+        + """
+p, q = ok(cu.cuMemAlloc(1 << 20)), ok(cu.cuMemAlloc(1 << 20))
+freeing = threading.Thread(target=cu.cuMemFree, args=(p,))
+freeing.start()
+time.sleep(0.1)  # it waits by now, most likely
+capture(lambda: ok(cu.cuMemsetD8Async(q, 7, 1 << 20, captured)))
+let_go()
+freeing.join()
+say("done")
+"""
+    )
+    with program(phosd, body) as (app, _):
+        assert app.line() == "done"
+        app.finish()
