@@ -4,6 +4,7 @@
 #include "host.h"
 #include "blocks.h"
 #include "cleanup.h"
+#include "deferred.h"
 #include "gate.h"
 #include "log.h"
 #include "memory.h"
@@ -26,6 +27,7 @@ struct host_memory {
     CUcontext context;
     const char *entry_point;
     bool absent;
+    bool freed; /* deferred: see deferred.h */
 };
 
 static struct phos_ranges host_ranges; /* of struct host_memory; guarded by phos_memory_lock */
@@ -124,6 +126,38 @@ CUresult serve_cuMemAllocHost_v2(void **pp, size_t bytesize)
     return result;
 }
 
+static bool enter(const struct host_memory *host)
+{
+    /* Its context may be gone; any current one will do then. */
+    return phos_real.cuCtxPushCurrent_v2(host->context) == CUDA_SUCCESS;
+}
+
+static void leave(bool entered)
+{
+    CUcontext popped;
+    if (entered)
+        phos_real.cuCtxPopCurrent_v2(&popped);
+}
+
+static CUresult host_free(struct host_memory *host)
+{
+    CUresult result = phos_real.cuMemHostUnregister(host->mapping);
+    phos_ranges_remove(&host_ranges, &host->range);
+    if (result == CUDA_SUCCESS || result == CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
+        munmap(host->mapping, host->mapping_size);
+    free(host);
+    return result;
+}
+
+static void release(void *what)
+{
+    struct host_memory *host = what;
+    bool entered = enter(host);
+    if (host_free(host) != CUDA_SUCCESS)
+        phos_debug("pinned memory freed during a capture could not be unpinned");
+    leave(entered);
+}
+
 CUresult serve_cuMemFreeHost(void *p)
 {
     CUcontext context = NULL;
@@ -132,7 +166,7 @@ CUresult serve_cuMemFreeHost(void *p)
         struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
         if (!host || !host->mapping)
             return phos_real.cuMemFreeHost(p);
-        if (host->mapping != p)
+        if (host->mapping != p || host->freed)
             return CUDA_ERROR_INVALID_VALUE;
         context = host->context;
     }
@@ -142,13 +176,13 @@ CUresult serve_cuMemFreeHost(void *p)
     PHOS_RELAXED;
     PHOS_LOCKED(&phos_memory_lock);
     struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
-    if (!host || host->mapping != p)
+    if (!host || host->mapping != p || host->freed)
         return CUDA_ERROR_INVALID_VALUE;
-    CUresult result = phos_real.cuMemHostUnregister(p);
-    phos_ranges_remove(&host_ranges, &host->range);
-    if (result == CUDA_SUCCESS || result == CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
-        munmap(host->mapping, host->mapping_size);
-    free(host);
+    if (captured) {
+        host->freed = phos_deferred_add(context, release, host);
+        return host->freed ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    CUresult result = host_free(host);
     return waited != CUDA_SUCCESS && waited != CUDA_ERROR_CONTEXT_IS_DESTROYED ? waited : result;
 }
 
@@ -215,19 +249,6 @@ CUresult serve_cuMemHostGetFlags(unsigned int *flags, void *p)
 }
 
 /* ---- detach and attach ---- */
-
-static bool enter(const struct host_memory *host)
-{
-    /* Its context may be gone; any current one will do then. */
-    return phos_real.cuCtxPushCurrent_v2(host->context) == CUDA_SUCCESS;
-}
-
-static void leave(bool entered)
-{
-    CUcontext popped;
-    if (entered)
-        phos_real.cuCtxPopCurrent_v2(&popped);
-}
 
 bool phos_host_unregister_all(uint64_t *bytes, struct phos_error *error)
 {

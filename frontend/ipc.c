@@ -1,6 +1,7 @@
 #include "ipc.h"
 #include "cleanup.h"
 #include "control.h"
+#include "deferred.h"
 #include "log.h"
 #include "memory.h"
 #include "runtime.h"
@@ -225,32 +226,52 @@ CUresult serve_cuIpcOpenMemHandle(CUdeviceptr_v2 *address, CUipcMemHandle_v1 han
     return ipc_open(address, handle, flags, phos_real.cuIpcOpenMemHandle);
 }
 
+static struct phos_span *imported_at(CUdeviceptr address)
+{
+    struct phos_mapping *mapping = phos_mapping_at(address);
+    return mapping && mapping->span && mapping->span->kind == PHOS_SPAN_IMPORTED ? mapping->span : NULL;
+}
+
+static void release(void *what)
+{
+    struct phos_span *span = what;
+    if (!span->opens && phos_unmap_imported(span) != CUDA_SUCCESS)
+        phos_debug("memory of another process that was closed during a capture could not be unmapped");
+}
+
 CUresult serve_cuIpcCloseMemHandle(CUdeviceptr_v2 address)
 {
-    CUcontext context;
+    CUcontext context = NULL;
     CUdevice device;
     {
         PHOS_LOCKED(&phos_memory_lock);
-        struct phos_mapping *mapping = phos_mapping_at(address);
-        if (!mapping || !mapping->span || mapping->span->kind != PHOS_SPAN_IMPORTED)
+        struct phos_span *span = imported_at(address);
+        if (!span)
             return phos_real.cuIpcCloseMemHandle(address);
-        if (mapping->span->opens > 1) {
-            mapping->span->opens--;
+        if (!span->opens)
+            return CUDA_ERROR_INVALID_VALUE;
+        if (span->opens > 1) {
+            span->opens--;
             return CUDA_SUCCESS;
         }
     }
     bool captured = false;
-    CUresult waited = phos_current(&context, &device);
-    if (waited == CUDA_SUCCESS)
-        waited = phos_synchronize(context, &captured);
+    if (phos_current(&context, &device) == CUDA_SUCCESS && phos_synchronize(context, &captured) != CUDA_SUCCESS)
+        phos_debug("memory of another process is closed with an error pending");
     PHOS_RELAXED;
     PHOS_LOCKED(&phos_memory_lock);
-    struct phos_mapping *mapping = phos_mapping_at(address);
-    if (!mapping || !mapping->span || mapping->span->kind != PHOS_SPAN_IMPORTED)
+    struct phos_span *span = imported_at(address);
+    if (!span || !span->opens)
         return CUDA_ERROR_INVALID_VALUE;
-    if (--mapping->span->opens)
+    if (--span->opens)
         return CUDA_SUCCESS;
-    return phos_unmap_imported(mapping->span);
+    phos_deferred_drop(span); /* from an earlier time, after which it was opened again */
+    if (!captured)
+        return phos_unmap_imported(span);
+    if (phos_deferred_add(context, release, span))
+        return CUDA_SUCCESS;
+    span->opens++;
+    return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 CUresult serve_cuIpcGetEventHandle(CUipcEventHandle_v1 *handle, CUevent event)

@@ -1,13 +1,12 @@
 /* cuMemAlloc and its relatives, served from VMM memory: see memory.h. */
 #include "memory.h"
 #include "cleanup.h"
+#include "deferred.h"
 #include "pool.h"
 #include "runtime.h"
 #include "track.h"
 
 #include <limits.h>
-
-static struct phos_allocation *deferred; /* freed during a capture; guarded by phos_memory_lock */
 
 static void free_if_in(struct phos_allocation *allocation, void *context)
 {
@@ -21,11 +20,7 @@ static void free_if_in(struct phos_allocation *allocation, void *context)
 
 void phos_free_context(CUcontext context)
 {
-    for (struct phos_allocation **link = &deferred; *link;)
-        if ((*link)->context == context)
-            *link = (*link)->next;
-        else
-            link = &(*link)->next;
+    phos_deferred_release(context, UINT64_MAX);
     phos_each_allocation(free_if_in, context);
 }
 
@@ -109,26 +104,19 @@ CUresult serve_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pitch, size_t width
     return result;
 }
 
-/* What was freed during a capture waited for a moment when the context could be synchronised: now. */
-static void deferred_release(CUcontext context)
+static void release(void *allocation)
 {
-    for (struct phos_allocation **link = &deferred; *link;) {
-        struct phos_allocation *a = *link;
-        if (a->context != context) {
-            link = &a->next;
-            continue;
-        }
-        *link = a->next;
-        phos_deallocate(a);
-    }
+    phos_deallocate(allocation);
 }
 
 CUresult serve_cuMemFree_v2(CUdeviceptr address)
 {
     CUcontext context = NULL;
     unsigned long long buffer = 0;
+    uint64_t earlier;
     {
         PHOS_LOCKED(&phos_memory_lock);
+        earlier = phos_deferred_ever();
         struct phos_allocation *allocation = phos_allocation_at(address);
         if (!allocation || allocation->address != address)
             return allocation ? CUDA_ERROR_INVALID_VALUE : phos_real.cuMemFree_v2(address);
@@ -146,14 +134,13 @@ CUresult serve_cuMemFree_v2(CUdeviceptr address)
     if (!allocation || allocation->buffer != buffer)
         return CUDA_ERROR_INVALID_VALUE; /* freed twice at the same time, and perhaps given out again */
     if (captured) {
+        if (!phos_deferred_add(context, release, allocation))
+            return CUDA_ERROR_OUT_OF_MEMORY;
         allocation->state = PHOS_PENDING;
-        allocation->next = deferred;
-        deferred = allocation;
         return CUDA_SUCCESS;
     }
     phos_deallocate(allocation);
-    if (deferred)
-        deferred_release(context);
+    phos_deferred_release(context, earlier);
     return result;
 }
 

@@ -31,7 +31,6 @@ struct phos_allocation {
     const char *entry_point;
     struct phos_pool *pool; /* of stream-ordered memory */
     struct phos_span *span;
-    struct phos_allocation *next; /* in whatever list its state says */
     uint32_t free_next;           /* in its small slab's list of free slots */
     uint8_t units;                /* how many of its medium slab are its own */
     uint8_t state;
@@ -57,6 +56,9 @@ struct phos_span {
 /* May unlock and lock again while it waits for memory to come back. */
 CUresult phos_allocate(CUdevice device, CUcontext context, size_t size, const char *entry_point,
                        struct phos_allocation **allocation) PHOS_CHECKED;
+/* After CUDA_ERROR_OUT_OF_MEMORY: gives back freed memory that is kept somewhere, in the cheapest way that has not been
+ * tried. *step begins with 0. False: there is no other way. May unlock and lock again, as phos_allocate may. */
+bool phos_memory_recover(CUdevice device, unsigned *step);
 /* The GPU must be done with it. */
 void phos_deallocate(struct phos_allocation *allocation);
 /* It becomes another buffer at the same place. */

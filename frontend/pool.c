@@ -372,13 +372,10 @@ CUresult phos_pool_free_now(struct phos_allocation *allocation)
     unsigned long long buffer = allocation->buffer;
     bool captures = false;
     pthread_mutex_unlock(&phos_memory_lock);
-    /* Without a context: that has ended, and its work with it. */
+    /* Without a context: that has ended, and its work with it. During a capture nobody waits: who calls cuMemFree on memory
+     * of this kind has to know that nothing uses it any more. */
     CUresult result = context ? phos_synchronize(context, &captures) : CUDA_SUCCESS;
-    if (captures)
-        result = serve_cuMemFreeAsync(address, CU_STREAM_LEGACY);
     pthread_mutex_lock(&phos_memory_lock);
-    if (captures)
-        return result;
     allocation = phos_allocation_at(address);
     if (!allocation || allocation->buffer != buffer)
         return CUDA_ERROR_INVALID_VALUE;

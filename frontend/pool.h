@@ -7,7 +7,7 @@ void phos_pool_reclaim(CUdevice device);
 /* Bytes of it that are only waiting to be given back. */
 size_t phos_pool_cached(CUdevice device);
 void phos_pool_context_ends(CUcontext context);
-/* cuMemFree of stream-ordered memory, which the driver allows: waits for the device. Releases and retakes the lock. */
+/* cuMemFree of stream-ordered memory, which the driver allows: waits for its context. Releases and retakes the lock. */
 CUresult phos_pool_free_now(struct phos_allocation *allocation);
 /* The application's handle of a pool; NULL for NULL. */
 CUmemoryPool phos_pool_handle(const struct phos_pool *pool);

@@ -31,20 +31,30 @@ CUevent phos_event_behind(CUcontext context, CUresult *result)
     return event;
 }
 
+CUresult phos_wait(CUcontext context, uint64_t end, void (*pump)(void))
+{
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    CUresult result, exchanged = phos_real.cuThreadExchangeStreamCaptureMode(&mode);
+    CUevent event = phos_event_behind(context, &result);
+    for (unsigned round = 0; event; round++) {
+        result = phos_real.cuEventQuery(event);
+        if (result != CUDA_ERROR_NOT_READY || phos_now_ns() >= end)
+            break;
+        if (pump)
+            pump();
+        nanosleep(&(struct timespec){.tv_nsec = round < 50 ? 20000 : 200000}, NULL);
+    }
+    if (event)
+        phos_real.cuEventDestroy_v2(event);
+    if (exchanged == CUDA_SUCCESS)
+        phos_real.cuThreadExchangeStreamCaptureMode(&mode);
+    return result;
+}
+
 /* What cuCtxSynchronize would say, or CUDA_ERROR_NOT_READY. */
 static CUresult rest(CUcontext context, uint64_t end)
 {
-    CUresult result;
-    CUevent event = phos_event_behind(context, &result);
-    if (!event)
-        return result;
-    for (unsigned round = 0; (result = phos_real.cuEventQuery(event)) == CUDA_ERROR_NOT_READY; round++) {
-        if (phos_now_ns() >= end)
-            break;
-        phos_connection_pump();
-        nanosleep(&(struct timespec){.tv_nsec = round < 50 ? 20000 : 200000}, NULL);
-    }
-    phos_real.cuEventDestroy_v2(event);
+    CUresult result = phos_wait(context, end, phos_connection_pump);
     if (result != CUDA_SUCCESS)
         return result;
     CUcontext popped;

@@ -4,6 +4,7 @@
 #include "cleanup.h"
 #include "clock.h"
 #include "connection.h"
+#include "deferred.h"
 #include "detach.h"
 #include "gate.h"
 #include "hold.h"
@@ -124,6 +125,7 @@ static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
         {
             /* Freed memory that was only kept in reserve need not be carried. */
             PHOS_LOCKED(&phos_memory_lock);
+            phos_deferred_release(NULL, UINT64_MAX);
             for (int d = 0; d < phos_device_count; d++)
                 phos_pool_reclaim(d);
             phos_cache_flush(-1);

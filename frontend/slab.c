@@ -7,6 +7,7 @@
  * What a medium slab has free is a word of 16 bits: runs come together again by themselves when they are freed, and the
  * smallest run that fits is found without a search. A slab is listed under the length of its longest free run. */
 #include "control.h"
+#include "deferred.h"
 #include "log.h"
 #include "pool.h"
 #include "runtime.h"
@@ -19,6 +20,7 @@
 #define MEDIUM_BYTES (PHOS_MEDIUM_UNITS * PHOS_UNIT)
 #define MEDIUM_LARGEST (MEDIUM_BYTES / 2)
 #define SCATTERED_PART 16 /* of the device's memory: how much may be free in medium slabs before there are no more */
+#define DEFERRED_NS 1000000000 /* the longest wait for the work that may use memory that was freed during a capture */
 #define OWED_MS 1000 /* the longest wait for phosd to let go of memory that was freed */
 
 /* Per device; guarded by phos_memory_lock. */
@@ -252,6 +254,27 @@ static CUresult try_allocate(CUdevice device, size_t size, struct phos_allocatio
     return large_get(device, size, out);
 }
 
+bool phos_memory_recover(CUdevice device, unsigned *step)
+{
+    PHOS_RELAXED;
+    switch ((*step)++) {
+    case 0:
+        phos_pool_reclaim(device);
+        phos_cache_flush(device);
+        return true;
+    case 1:
+        if (!phos_deferred_settle(DEFERRED_NS))
+            return phos_memory_recover(device, step);
+        phos_cache_flush(device);
+        return true;
+    case 2:
+        /* Memory given back reaches the driver only when phosd, which holds a descriptor of it, has let go of it too. */
+        return phos_control_settle(OWED_MS);
+    default:
+        return false;
+    }
+}
+
 CUresult phos_allocate(CUdevice device, CUcontext context, size_t size, const char *entry_point,
                        struct phos_allocation **out)
 {
@@ -260,13 +283,7 @@ CUresult phos_allocate(CUdevice device, CUcontext context, size_t size, const ch
         return CUDA_ERROR_OUT_OF_MEMORY;
     struct phos_allocation *allocation;
     CUresult result = try_allocate(device, size, &allocation);
-    if (result == CUDA_ERROR_OUT_OF_MEMORY) {
-        phos_pool_reclaim(device);
-        phos_cache_flush(device);
-        result = try_allocate(device, size, &allocation);
-    }
-    /* Memory given back reaches the driver only when phosd, which holds a descriptor of it, has let go of it too. */
-    if (result == CUDA_ERROR_OUT_OF_MEMORY && phos_control_settle(OWED_MS))
+    for (unsigned step = 0; result == CUDA_ERROR_OUT_OF_MEMORY && phos_memory_recover(device, &step);)
         result = try_allocate(device, size, &allocation);
     if (result != CUDA_SUCCESS)
         return result;

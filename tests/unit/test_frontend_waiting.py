@@ -93,3 +93,112 @@ say("done")
     with program(phosd, body) as (app, _):
         assert app.line() == "done"
         app.finish()
+
+
+def test_pinned_memory_freed_during_a_capture_stays_until_the_work_that_reads_it_is_done(phosd: FakePhosd) -> None:
+    body = (
+        WAITING
+        + CAPTURE
+        + """
+size = 4 << 20
+pinned = int(ok(cu.cuMemHostAlloc(size, 0)))
+ctypes.memset(pinned, 3, size)
+p = ok(cu.cuMemAlloc(size))
+ok(cu.cuMemcpyHtoDAsync(p, pinned, size, waiting))
+capture(lambda: ok(cu.cuMemFreeHost(pinned)))
+assert int(cu.cuMemFreeHost(pinned)[0]) == 1  # it is gone as far as the program is concerned
+let_go()
+ok(cu.cuCtxSynchronize())
+assert read(p, size) == bytes([3]) * size
+say("ready")
+heard()
+assert int(cu.cuMemHostGetFlags(pinned)[0]) != 0, "it is still pinned"
+"""
+    )
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        phosd.toggle(session)
+        app.tell()
+        app.finish()
+
+
+def test_memory_of_another_process_closed_during_a_capture_stays_until_the_work_is_done(phosd: FakePhosd) -> None:
+    owner = """
+    start()
+    p = ok(cu.cuMemAlloc(4 << 20))
+    fill(p, 4 << 20, 6)
+    say(bytes(ok(cu.cuIpcGetMemHandle(p)).reserved).hex())
+    heard()
+    """
+    reader = (
+        WAITING
+        + CAPTURE
+        + """
+size = 4 << 20
+handle = cu.CUipcMemHandle()
+handle.reserved = bytes.fromhex(heard())
+p = ok(cu.cuMemAlloc(size))
+other = ok(cu.cuIpcOpenMemHandle(handle, 1))
+ok(cu.cuMemcpyDtoDAsync(p, other, size, waiting))
+capture(lambda: ok(cu.cuIpcCloseMemHandle(other)))
+assert int(cu.cuIpcCloseMemHandle(other)[0]) == 1
+again = ok(cu.cuIpcOpenMemHandle(handle, 1))
+let_go()
+ok(cu.cuCtxSynchronize())
+assert read(p, size) == bytes([6]) * size
+ok(cu.cuMemFree(p))  # which gives back what was deferred: not what was opened again
+assert read(again, size) == bytes([6]) * size
+ok(cu.cuIpcCloseMemHandle(again))
+say("done")
+"""
+    )
+    with program(phosd, owner) as (first, _), program(phosd, reader) as (second, _):
+        second.tell(first.line())
+        assert second.line() == "done"
+        second.finish()
+        first.tell()
+        first.finish()
+
+
+def test_memory_freed_during_a_capture_is_found_when_memory_is_short(phosd: FakePhosd) -> None:
+    body = (
+        WAITING
+        + CAPTURE
+        + """
+size = 120 << 20
+p = ok(cu.cuMemAlloc(size))
+capture(lambda: ok(cu.cuMemFree(p)))
+assert int(cu.cuMemAlloc(size)[0]) == 2, "memory was given out that work may still use"
+let_go()
+ok(cu.cuStreamSynchronize(waiting))
+p = ok(cu.cuMemAlloc(size))
+capture(lambda: ok(cu.cuMemFree(p)))
+say("ready")
+heard()
+"""
+    )
+    with program(phosd, body, SOFTGPU_MEMORY="200M", PHOS_CACHE_BYTES="0") as (app, session):
+        assert app.line() == "ready"
+        phosd.toggle(session)
+        assert session.memory_map is not None
+        assert not session.memory_map.blocks, "what was freed was carried along"
+        app.tell()
+        app.finish()
+
+
+def test_stream_ordered_memory_can_be_freed_like_other_memory_during_a_capture(phosd: FakePhosd) -> None:
+    body = (
+        WAITING
+        + CAPTURE
+        + """
+let_go()
+p = ok(cu.cuMemAllocAsync(4 << 20, 0))
+ok(cu.cuCtxSynchronize())
+captured = ok(cu.cuStreamCreate(0))
+capture(lambda: ok(cu.cuMemFree(p)))
+say("done")
+"""
+    )
+    with program(phosd, body) as (app, _):
+        assert app.line() == "done"
+        app.finish()
