@@ -5,6 +5,7 @@
 #include "control.h"
 #include "ipc.h"
 #include "log.h"
+#include "memory.h"
 #include "runtime.h"
 #include "track.h"
 
@@ -40,6 +41,10 @@ CUresult serve_cuMemCreate(CUmemGenericAllocationHandle_v1 *handle, size_t size,
         PHOS_LOCKED(&phos_memory_lock);
         struct phos_block *block;
         CUresult result = phos_block_create(size, prop, flags, PHOS_OWNER_APPLICATION, &block);
+        bool possible = size <= phos_devices[prop->location.id].total;
+        for (unsigned step = 0;
+             result == CUDA_ERROR_OUT_OF_MEMORY && possible && phos_memory_recover(prop->location.id, &step);)
+            result = phos_block_create(size, prop, flags, PHOS_OWNER_APPLICATION, &block);
         if (result == CUDA_SUCCESS) {
             block->references = 1;
             *handle = handle_of(block);

@@ -492,3 +492,14 @@ def program(phosd: FakePhosd, body: str, **environment: str) -> Iterator[tuple[P
         yield running, phosd.arrival()
     finally:
         running.kill()
+
+
+@contextmanager
+def alone(body: str, **environment: str) -> Iterator[Program]:
+    """A program without a phosd: nobody else holds its memory. Killed at the end unless it has ended."""
+    with tempfile.TemporaryDirectory(prefix="phos-test-") as folder:
+        running = Program(Path(folder) / "nobody.sock", body, **environment)
+        try:
+            yield running
+        finally:
+            running.kill()

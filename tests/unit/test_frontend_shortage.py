@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.unit.frontend_fake import FakePhosd, Program, Session, built, program
+from tests.unit.frontend_fake import FakePhosd, Program, Session, alone, built, program
 from tests.unit.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(240), built]
@@ -93,3 +93,22 @@ def test_nothing_freed_is_nothing_to_wait_for(phosd: FakePhosd) -> None:
         app.line()
         assert session.settled == 0
         app.kill()
+
+
+def test_memory_that_was_freed_serves_physical_allocations_too() -> None:
+    body = """
+    start()
+    size = 120 << 20
+    ok(cu.cuMemFree(ok(cu.cuMemAlloc(size))))
+    prop = cu.CUmemAllocationProp()
+    prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    ok(cu.cuMemRelease(ok(cu.cuMemCreate(size, prop, 0))))
+    ok(cu.cuMemFreeAsync(ok(cu.cuMemAllocAsync(size, 0)), 0))
+    ok(cu.cuCtxSynchronize())
+    ok(cu.cuMemRelease(ok(cu.cuMemCreate(size, prop, 0))))
+    say("done")
+    """
+    with alone(body, SOFTGPU_MEMORY="200M", PHOS_CACHE_BYTES="150M") as app:
+        assert app.line() == "done"
+        app.finish()
