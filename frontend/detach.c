@@ -5,6 +5,7 @@
 #include "cleanup.h"
 #include "clock.h"
 #include "gate.h"
+#include "held.h"
 #include "host.h"
 #include "log.h"
 #include "memory.h"
@@ -240,7 +241,7 @@ static bool take_back(phos_fetch *fetch, struct phos_error *error)
     for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next) {
         if (b->handle)
             continue;
-        PHOS_CLOSES int descriptor = -1;
+        PHOS_CLOSES_HELD int descriptor = -1;
         if (!fetch(b->owner_block ? b->owner_session : phos_session, b->owner_block ? b->owner_block : b->id, &descriptor,
                    error) ||
             !block_import(b, descriptor, error))
@@ -292,7 +293,7 @@ bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct p
 
 bool phos_attach_block(uint64_t id, int descriptor, struct phos_error *error)
 {
-    PHOS_CLOSES int closed = descriptor;
+    PHOS_CLOSES_HELD int closed = descriptor;
     PHOS_LOCKED(&phos_memory_lock);
     struct phos_block *block = phos_block_find(id);
     if (!block)

@@ -2,6 +2,7 @@
 #include "cleanup.h"
 #include "control.h"
 #include "deferred.h"
+#include "held.h"
 #include "log.h"
 #include "memory.h"
 #include "runtime.h"
@@ -95,7 +96,7 @@ CUresult phos_token_block(const struct phos_token *token, struct phos_block **ou
             return CUDA_SUCCESS;
         }
     }
-    PHOS_CLOSES int descriptor = -1;
+    PHOS_CLOSES_HELD int descriptor = -1;
     size_t size = 0;
     CUdevice device = 0;
     struct phos_error error;

@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include "residue.h"
 #include "cleanup.h"
+#include "held.h"
 #include "log.h"
 #include "runtime.h"
 
@@ -95,7 +96,13 @@ bool phos_residue_prepare(const char *path, uint64_t bytes, uint64_t device, uin
     bytes = bytes / HUGE_PAGE * HUGE_PAGE;
     if (bytes < 2 * HUGE_PAGE || strlen(path) >= sizeof path_name)
         return phos_fail(error, CUDA_SUCCESS, "%llu bytes at %s are of no use", (unsigned long long)bytes, path);
-    PHOS_CLOSES int file = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    phos_held_lock();
+    PHOS_CLOSES_HELD int file = open(path, O_RDWR | O_CLOEXEC | O_NOFOLLOW);
+    if (file >= 0)
+        phos_held_note(file);
+    int saved = errno;
+    phos_held_unlock();
+    errno = saved;
     struct stat status;
     if (file < 0 || fstat(file, &status))
         return phos_fail(error, CUDA_SUCCESS, "%s cannot be opened: %s", path, strerror(errno));

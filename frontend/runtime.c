@@ -3,6 +3,7 @@
 #include "cleanup.h"
 #include "control.h"
 #include "gate.h"
+#include "held.h"
 #include "log.h"
 #include "memory.h"
 #include "track.h"
@@ -106,6 +107,7 @@ static void fork_child(void)
     if (phos_serving())
         atomic_store(&phos_mode, PHOS_MODE_PASSIVE);
     phos_gate_forked();
+    phos_held_child();
     phos_audit_forked();
     phos_control_forked();
     pthread_mutex_init(&phos_memory_lock, NULL);
@@ -149,7 +151,7 @@ void phos_runtime_started(void)
         drawn += got > 0 ? (size_t)got : 0;
     }
     phos_gate_init();
-    pthread_atfork(NULL, NULL, fork_child);
+    pthread_atfork(phos_held_forking, phos_held_parent, fork_child);
     atexit(process_exits);
     atomic_store_explicit(&phos_mode, PHOS_MODE_SERVING, memory_order_release);
     phos_control_start();

@@ -9,6 +9,7 @@
 #include "clock.h"
 #include "control.h"
 #include "functions.h"
+#include "held.h"
 #include "log.h"
 #include "module.h"
 #include "runtime.h"
@@ -173,11 +174,15 @@ static bool tell_block(uint64_t id)
             added.owner_block = block->owner_block;
         }
     }
-    PHOS_CLOSES int descriptor = -1;
+    PHOS_CLOSES_HELD int descriptor = -1;
     if (exportable) {
         /* It may fail for want of descriptors, which the application may yet close. */
+        phos_held_lock();
         CUresult result = phos_real.cuMemExportToShareableHandle(&descriptor, handle,
                                                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0);
+        if (result == CUDA_SUCCESS)
+            phos_held_note(descriptor);
+        phos_held_unlock();
         if (result != CUDA_SUCCESS) {
             descriptor = -1;
             /* The program is ending, and its driver with it: phosd need not hear of a block that nobody can hold. */

@@ -1,5 +1,6 @@
 #include "wire_link.h"
 #include "descriptors.h"
+#include "held.h"
 #include "log.h"
 
 #include <errno.h>
@@ -71,6 +72,25 @@ bool phos_link_send(int link, const Phos__Wire__Envelope *envelope, const int *d
     return sent == (ssize_t)size;
 }
 
+static void take_descriptors(struct msghdr *message, struct phos_packet *packet)
+{
+    for (struct cmsghdr *header = CMSG_FIRSTHDR(message); header; header = CMSG_NXTHDR(message, header)) {
+        if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS)
+            continue;
+        size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+        for (size_t i = 0; i < count; i++) {
+            int descriptor;
+            memcpy(&descriptor, CMSG_DATA(header) + i * sizeof(int), sizeof descriptor);
+            if (packet->descriptor_count == PHOS_PACKET_DESCRIPTORS) {
+                close(descriptor);
+                continue;
+            }
+            packet->descriptors[packet->descriptor_count++] = descriptor;
+            phos_held_note(descriptor);
+        }
+    }
+}
+
 enum phos_received phos_link_receive(int link, struct phos_packet *packet)
 {
     uint8_t *bytes = malloc(PHOS_PACKET_MAX);
@@ -84,27 +104,19 @@ enum phos_received phos_link_receive(int link, struct phos_packet *packet)
     struct msghdr message = {
         .msg_iov = &vector, .msg_iovlen = 1, .msg_control = &control, .msg_controllen = sizeof control};
     ssize_t got;
+    *packet = (struct phos_packet){0};
+    phos_held_lock();
     do
         got = recvmsg(link, &message, MSG_DONTWAIT | MSG_CMSG_CLOEXEC);
     while (got < 0 && errno == EINTR);
-    *packet = (struct phos_packet){0};
+    int saved = errno;
+    if (got > 0)
+        take_descriptors(&message, packet);
+    phos_held_unlock();
     if (got <= 0) {
-        bool nothing = got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK);
+        bool nothing = got < 0 && (saved == EAGAIN || saved == EWOULDBLOCK);
         free(bytes);
         return nothing ? PHOS_RECEIVED_NOTHING : PHOS_RECEIVED_END;
-    }
-    for (struct cmsghdr *header = CMSG_FIRSTHDR(&message); header; header = CMSG_NXTHDR(&message, header)) {
-        if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS)
-            continue;
-        size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-        for (size_t i = 0; i < count; i++) {
-            int descriptor;
-            memcpy(&descriptor, CMSG_DATA(header) + i * sizeof(int), sizeof descriptor);
-            if (packet->descriptor_count < PHOS_PACKET_DESCRIPTORS)
-                packet->descriptors[packet->descriptor_count++] = descriptor;
-            else
-                close(descriptor);
-        }
     }
     packet->envelope = phos__wire__envelope__unpack(NULL, (size_t)got, bytes);
     free(bytes);
@@ -120,7 +132,7 @@ void phos_packet_free(struct phos_packet *packet)
 {
     for (size_t i = 0; i < packet->descriptor_count; i++)
         if (packet->descriptors[i] >= 0)
-            close(packet->descriptors[i]);
+            phos_held_close(packet->descriptors[i]);
     if (packet->envelope)
         phos__wire__envelope__free_unpacked(packet->envelope, NULL);
     packet->envelope = NULL;

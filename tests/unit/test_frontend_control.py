@@ -167,6 +167,45 @@ def test_fork_after_cu_init_leaves_parent_and_child_alone(phosd: FakePhosd) -> N
         assert len(phosd.sessions) == 1
 
 
+def test_a_forked_child_keeps_none_of_the_descriptors_that_the_frontend_holds_just_then(
+    phosd: FakePhosd, tmp_path: Path
+) -> None:
+    body = """
+    start()
+    flag = int(ok(cu.cuMemHostAlloc(4096, 0)))
+    ctypes.memset(flag, 0, 4096)
+    s = ok(cu.cuStreamCreate(1))
+    ok(cu.cuStreamWaitValue32(s, flag, 1, 0))
+    waiting = threading.Thread(target=cu.cuStreamSynchronize, args=(s,))
+    waiting.start()
+    say("waiting")
+    name = heard()
+    child = os.fork()
+    if child == 0:
+        os._exit(sum(path == name for path in descriptors().values()))
+    say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    ctypes.memset(flag, 1, 1)
+    waiting.join()
+    """
+    memory = tmp_path / "memory"
+    memory.write_bytes(b"as good as a GPU's")
+    with program(phosd, body) as (app, session), memory.open() as file:
+        assert app.line() == "waiting"
+        connection = session.connection
+        assert connection is not None
+        # What comes while the gate is closing is kept for later, and with it its descriptor.
+        connection.send(wire.Envelope(id=1, quiesce=wire.Quiesce(timeout_ms=60000)))
+        connection.send(wire.Envelope(attach_blocks=wire.AttachBlocks(block=[1 << 40])), [file.fileno()])
+        eventually(lambda: str(memory) in app.descriptors())
+        app.tell(str(memory))
+        assert app.line() == "0"
+        envelope, _ = connection.replies.get(timeout=30)
+        assert not envelope.quiesce_done.error
+        eventually(lambda: str(memory) not in app.descriptors())
+        assert not phosd.open(session).error
+        app.finish()
+
+
 def test_fork_before_cu_init_makes_two_sessions(phosd: FakePhosd) -> None:
     body = """
     child = os.fork()
