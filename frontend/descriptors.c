@@ -1,11 +1,11 @@
 #include "descriptors.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
-
-#define OURS 8 /* how many we need at a time, and some */
 
 static int raise_to(int low, int floor)
 {
@@ -36,6 +36,48 @@ static int table_size(void)
 
 int phos_descriptor_raise_at_once(int low)
 {
-    int floor = table_size() - OURS;
+    int floor = table_size() - PHOS_DESCRIPTORS_AT_A_TIME;
     return raise_to(low, floor > 0 && floor < PHOS_DESCRIPTOR_FLOOR ? floor : PHOS_DESCRIPTOR_FLOOR);
+}
+
+static struct rlimit own_limit; /* the program's; while lifted */
+static bool lifted;
+
+void phos_descriptors_lift(void)
+{
+    struct rlimit now;
+    if (lifted || getrlimit(RLIMIT_NOFILE, &now) || now.rlim_cur >= now.rlim_max)
+        return;
+    own_limit = now;
+    now.rlim_cur = now.rlim_max;
+    lifted = setrlimit(RLIMIT_NOFILE, &now) == 0;
+}
+
+void phos_descriptors_lower(void)
+{
+    struct rlimit now;
+    /* Not if the program has set it meanwhile. */
+    if (lifted && getrlimit(RLIMIT_NOFILE, &now) == 0 && now.rlim_cur == own_limit.rlim_max &&
+        now.rlim_max == own_limit.rlim_max)
+        setrlimit(RLIMIT_NOFILE, &own_limit);
+    lifted = false;
+}
+
+size_t phos_descriptors_left(size_t enough)
+{
+    struct rlimit now;
+    if (getrlimit(RLIMIT_NOFILE, &now) || now.rlim_max == RLIM_INFINITY)
+        return enough;
+    size_t table = (size_t)table_size(), limit = now.rlim_max, there = 0;
+    if (table && table + enough <= limit)
+        return enough;
+    DIR *folder = opendir("/proc/self/fd");
+    if (!folder)
+        return 0;
+    while (readdir(folder))
+        there++;
+    closedir(folder);
+    there -= 3; /* ".", "..", and the folder's own */
+    size_t left = there < limit ? limit - there : 0;
+    return left < enough ? left : enough;
 }

@@ -8,6 +8,7 @@
  * phosd's its pid means nothing: then phosd lives as long as it listens. And a process that has been restored into another
  * namespace starts no phosd, which would belong there and end with it. */
 #include "hold.h"
+#include "descriptors.h"
 #include "log.h"
 #include "runtime.h"
 #include "wire_link.h"
@@ -221,6 +222,7 @@ int phos_hold_wait(void)
         if (hold == HOLD_ALIVE)
             trouble_us = 0;
         else if (hold == HOLD_NONE) {
+            phos_descriptors_lift();
             int link = phos_link_connect(socket_path, true);
             if (link >= 0)
                 return link;

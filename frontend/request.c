@@ -5,6 +5,7 @@
 #include "clock.h"
 #include "connection.h"
 #include "deferred.h"
+#include "descriptors.h"
 #include "detach.h"
 #include "gate.h"
 #include "hold.h"
@@ -82,8 +83,10 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
                 done.synchronize_ns = phos_now_ns() - closed;
                 state = PHOS__WIRE__GATE_STATE__QUIESCED;
                 phos_tell_again();
+                phos_descriptors_lift();
                 if (!phos_tell_all(true))
                     return false;
+                phos_descriptors_lower();
             } else
                 phos_gate_open();
         }
@@ -113,12 +116,30 @@ static bool on_prepare_residue(uint64_t id, const Phos__Wire__PrepareResidue *pr
     return phos_tell_send(&envelope, NULL, 0);
 }
 
+/* What it takes to get the memory back: a packet's descriptors, and the connection's. Two are closed with this one. */
+static bool can_return(struct phos_error *error)
+{
+    size_t blocks = 0;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        for (struct phos_block *b = phos_blocks.next; b != &phos_blocks && blocks < PHOS_PACKET_DESCRIPTORS; b = b->next)
+            blocks++;
+    }
+    size_t wanted = blocks + PHOS_DESCRIPTORS_AT_A_TIME, left = phos_descriptors_left(wanted);
+    return left >= wanted ||
+           phos_fail(error, CUDA_SUCCESS,
+                     "too many files are open: with %zu descriptors left its GPU memory could not be given back, which "
+                     "takes %zu; close some, or start it with a larger hard limit (ulimit -Hn)",
+                     left, wanted);
+}
+
 /* Answers whether to go on with this connection. */
 static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
 {
     Phos__Wire__DetachDone done = PHOS__WIRE__DETACH_DONE__INIT;
     struct phos_error error = {0};
     PHOS_CLOSES int map = -1;
+    phos_descriptors_lift();
     if (state != PHOS__WIRE__GATE_STATE__QUIESCED)
         phos_fail(&error, CUDA_SUCCESS, "only a quiesced process can be detached");
     else {
@@ -133,10 +154,9 @@ static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
         if (!phos_tell_all(true))
             return false;
         struct phos_detached taken = {0};
-        map = phos_memory_map();
-        if (map < 0)
+        if (can_return(&error) && (map = phos_memory_map()) < 0)
             phos_fail(&error, CUDA_SUCCESS, "the memory map could not be written: %s", strerror(errno));
-        else if (phos_detach(detach->reduce_stack, detach->huge_pages, phos_connection_fetch, &taken, &error)) {
+        if (!error.text[0] && phos_detach(detach->reduce_stack, detach->huge_pages, phos_connection_fetch, &taken, &error)) {
             state = PHOS__WIRE__GATE_STATE__DETACHED;
             attach_error = (struct phos_error){0};
         }
@@ -146,6 +166,7 @@ static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
         done.bytes = taken.bytes;
         done.host_bytes = taken.host_bytes;
     }
+    phos_descriptors_lower();
     done.error = error.text;
     phos_debug("detach: %s, %llu blocks, unmap %.3f ms, reduce %.3f ms", error.text[0] ? error.text : "done",
                (unsigned long long)done.blocks, (double)done.unmap_ns / 1e6, (double)done.reduce_ns / 1e6);
@@ -175,6 +196,7 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
         phos_fail(&attach_error, CUDA_SUCCESS, "only a detached process can be attached");
     else if (!attach_error.text[0] && phos_attach(attach->blocks, attach->shut, &done.map_ns, &done.undo_ns, &attach_error)) {
         state = PHOS__WIRE__GATE_STATE__QUIESCED;
+        phos_descriptors_lower();
         data_comes = attach->loads;
         residue_spent = true;
         phos_tell_known();
@@ -343,6 +365,8 @@ void phos_request_abandoned(void)
         state = PHOS__WIRE__GATE_STATE__OPEN;
         phos_gate_open();
     }
-    if (state == PHOS__WIRE__GATE_STATE__OPEN)
+    if (state == PHOS__WIRE__GATE_STATE__OPEN) {
         phos_residue_release();
+        phos_descriptors_lower();
+    }
 }

@@ -1,9 +1,16 @@
-"""Where the frontend's own descriptors are: out of the way, but never at the price of a table that has to grow."""
+"""The frontend's own descriptors: out of the way, never at the price of a larger table; and if none are left."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+
+import pytest
+
+from tests.unit.frontend_fake import FakePhosd, built, program
+from tests.unit.waiting import eventually
+
+pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -24,3 +31,78 @@ def test_nobody_waits_for_the_table_to_grow(tmp_path: Path) -> None:
     assert grown > high
     assert moved
     assert stays
+
+
+FULL = """
+import resource
+start()
+pieces = [ok(cu.cuMemAlloc(17 << 20)) for _ in range(5)]  # a block each
+for i, p in enumerate(pieces):
+    fill(p, 1 << 20, i + 1)
+say("ready")
+hard = int(heard())
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+files = []
+try:
+    while True:
+        files.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+def same():
+    return all(read(p, 1 << 20) == bytes([i + 1]) * (1 << 20) for i, p in enumerate(pieces))
+"""
+
+
+@built
+def test_a_program_without_a_free_descriptor_gets_its_memory_back(phosd: FakePhosd) -> None:
+    body = (
+        FULL
+        + """
+say("full")
+heard()
+assert same()
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, hard)
+say("same")
+"""
+    )
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        eventually(lambda: len(session.blocks) == 5)
+        app.tell("1024")
+        assert app.line() == "full"
+        phosd.toggle(session)
+        app.tell()
+        assert app.line() == "same"
+        app.finish()
+
+
+@built
+def test_a_program_that_may_open_too_little_is_not_detached(phosd: FakePhosd) -> None:
+    body = (
+        FULL
+        + """
+for _ in range(5):
+    os.close(files.pop())
+say("full")
+heard()
+assert same()
+for file in files:
+    os.close(file)
+say("free")
+heard()
+assert same()
+"""
+    )
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        eventually(lambda: len(session.blocks) == 5)
+        app.tell("256")
+        assert app.line() == "full"
+        assert not phosd.quiesce(session).error
+        assert "too many files are open" in phosd.detach(session).error
+        assert not phosd.open(session).error
+        app.tell()
+        assert app.line() == "free"
+        phosd.toggle(session)
+        app.tell()
+        app.finish()
