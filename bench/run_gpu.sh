@@ -72,6 +72,8 @@ part() {
     timeout --kill-after=15 "$limit" "$@" >"$logs/$name.log" 2>&1
     code=$?
     sweep
+    # phosd's own has what the tables leave out: how long mapping took of an attach, for one.
+    [ ! -f /run/phos/phosd.log ] || mv /run/phos/phosd.log "$logs/$name.phosd.log"
     collect
     tail -n "${PHOS_GPU_TAIL:-60}" "$logs/$name.log"
     case $code in
