@@ -13,7 +13,7 @@ from phos.gpu_engine.daemon.conversation import ANSWER_SECONDS, Conversation
 from phos.gpu_engine.daemon.session_kernels import SessionKernels
 from phos.gpu_engine.daemon.twins import Twins
 from phos.gpu_engine.daemon.twins import wanted as twins_wanted
-from phos.gpu_engine.errors import Mispredicted, PhosError
+from phos.gpu_engine.errors import Mispredicted, PhosError, Unresponsive
 from phos.gpu_engine.process import TracingWindow
 from phos.gpu_engine.ptx_instrument.twin_table import Report
 from phos.gpu_engine.spec.speculator import Speculator
@@ -104,7 +104,12 @@ class SessionWindow:
 
     def watch(self, descriptors: Sequence[int]) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`. Should the connection break, the process ends it."""
-        answer = self._conversation.ask(ANSWER_SECONDS, carried=descriptors, window_begin=wire_pb2.WindowBegin())
+        try:
+            answer = self._conversation.ask(ANSWER_SECONDS, carried=descriptors, window_begin=wire_pb2.WindowBegin())
+        except Unresponsive:
+            with suppress(PhosError):  # it will read the request some day, and this one after it
+                self._conversation.tell([], window_end=wire_pb2.WindowEnd())
+            raise
         if answer.done.error:
             raise PhosError(
                 f"Process {self._traced.pid} ({self._traced.executable}) cannot be watched: {answer.done.error}"

@@ -135,6 +135,20 @@ def test_quiesce_that_is_not_answered_is_followed_by_open(frontend: Frontend) ->
     assert frontend.session.machine.state is SessionState.RUNNING
 
 
+def test_watching_that_is_not_answered_is_followed_by_its_end(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phos.gpu_engine.daemon.session_window.ANSWER_SECONDS", 0.2)
+    frontend.connect()
+    tables = [os.memfd_create("table") for _ in range(2)]
+    with pytest.raises(Unresponsive):
+        frontend.session.watch(tables)
+    wire.close_all(tables)
+    frontend.answer("window_begin", done=wire_pb2.Done())
+    frontend.answer("window_end", done=wire_pb2.Done())
+    frontend.settle()
+
+
 def test_late_answer_is_nobodys(frontend: Frontend) -> None:
     before = open_descriptors()
     null = os.open(os.devnull, os.O_RDONLY)
