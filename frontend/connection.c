@@ -109,7 +109,7 @@ enum phos_received phos_connection_next(struct phos_packet *packet)
 
 void phos_connection_pump(void)
 {
-    if (!phos_tell_all(false))
+    if (!ours() || !phos_tell_all(false))
         return;
     struct phos_packet packet;
     while (!stash_full() && ours() && phos_link_receive(link_fd, &packet) == PHOS_RECEIVED) {

@@ -3,6 +3,7 @@
 #include "window_private.h"
 #include "arena.h"
 #include "cleanup.h"
+#include "connection.h"
 #include "detach.h"
 #include "gate.h"
 #include "log.h"
@@ -12,6 +13,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 struct phos_window phos_window;
@@ -127,6 +129,19 @@ static bool all_there(const struct phos_mapping *mapping)
     return true;
 }
 
+/* phosd has read what it wanted; but a copy or a flag that nobody wants any more may still be on its way. And what is queued
+ * before it may wait for a thread that waits for an answer of this one. */
+static void await(CUevent event)
+{
+    CUresult result;
+    while ((result = phos_real.cuEventQuery(event)) == CUDA_ERROR_NOT_READY) {
+        phos_connection_pump();
+        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    }
+    if (result != CUDA_SUCCESS)
+        phos_debug("what was to be written to a shadow pool ended with an error");
+}
+
 static void put_away(void)
 {
     {
@@ -135,11 +150,10 @@ static void put_away(void)
             b->window_chunks = b->window_first = 0;
     }
     for (uint32_t s = 0; phos_window.slots && s < phos_window.table->slots + PHOS_TRANSFERS; s++) {
-        /* phosd has read what it wanted; but a copy or a flag that nobody wants any more may still be on its way. */
-        if (phos_window.slots[s].event && phos_real.cuEventSynchronize(phos_window.slots[s].event) != CUDA_SUCCESS)
-            phos_debug("what was to be written to a shadow pool ended with an error");
-        if (phos_window.slots[s].event)
-            phos_real.cuEventDestroy_v2(phos_window.slots[s].event);
+        if (!phos_window.slots[s].event)
+            continue;
+        await(phos_window.slots[s].event);
+        phos_real.cuEventDestroy_v2(phos_window.slots[s].event);
     }
     for (int d = 0; d < phos_device_count; d++) {
         struct phos_shadow_pool *pool = &phos_window.pools[d];
@@ -214,7 +228,7 @@ void phos_window_end(void)
         return;
     }
     atomic_store(&phos_window_over, true);
-    phos_gate_trace(false, NULL);
+    phos_gate_trace(false, phos_connection_pump); /* a traced call may wait for an answer of phosd */
     put_away();
     phos_leave_context(entered);
     is_open = false;

@@ -198,7 +198,10 @@ class Connection:
             assert envelope.kernels_seen.module in told, "kernels of a module that nobody was told of"
             self.session.kernels += [(envelope.kernels_seen.module, name) for name in envelope.kernels_seen.kernel]
         elif kind == "token_resolve":
-            self._resolve(envelope)
+            if self.daemon.questions is None:
+                self.resolve(envelope)
+            else:
+                self.daemon.questions.put(envelope)
         elif kind == "checkpoint_request":
             self.session.requests.append(
                 (envelope.checkpoint_request, [os.readlink(f"/proc/self/fd/{d}") for d in descriptors])
@@ -206,7 +209,8 @@ class Connection:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _resolve(self, envelope: wire.Envelope) -> None:
+    def resolve(self, envelope: wire.Envelope) -> None:
+        """Answer whose memory a token stands for."""
         asked = envelope.token_resolve
         owner = self.daemon.sessions.get(asked.session)
         block = owner.blocks.get(asked.block) if owner else None
@@ -230,6 +234,7 @@ class FakePhosd:
         self.action = wire.Welcome.ATTACH  # what a detached frontend is told
         self.reluctance = 0.0  # seconds it takes to let go of a block
         self.settles = True  # whether it answers who waits for that
+        self.questions: queue.Queue[wire.Envelope] | None = None  # about tokens; None: they are answered at once
         self.connections: list[Connection] = []
         self.descriptors: set[int] = set()  # those of blocks, open until the block is let go of or the test is over
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

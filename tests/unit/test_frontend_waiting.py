@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import queue
+
 import pytest
 
+from phos.gen import wire_pb2 as wire
+from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
 from tests.unit.frontend_fake import FakePhosd, alone, built, program
 
 pytestmark = [pytest.mark.timeout(120), built]
@@ -217,3 +221,47 @@ say("done")
     with program(phosd, body) as (app, _):
         assert app.line() == "done"
         app.finish()
+
+
+def test_the_end_of_a_window_does_not_keep_phosds_answers_from_who_waits_for_them(phosd: FakePhosd) -> None:
+    owner = """
+    start()
+    p = ok(cu.cuMemAlloc(4 << 20))
+    fill(p, 4 << 20, 6)
+    say(bytes(ok(cu.cuIpcGetMemHandle(p)).reserved).hex())
+    heard()
+    """
+    reader = """
+    start()
+    say("ready")
+    handle = cu.CUipcMemHandle()
+    handle.reserved = bytes.fromhex(heard())
+    other = ok(cu.cuIpcOpenMemHandle(handle, 1))
+    assert read(other, 4 << 20) == bytes([6]) * (4 << 20)
+    say("read")
+    """
+    phosd.questions = queue.Queue()
+    chunks = ChunkTable(4 << 20, 0)
+    table = WindowTable(0, [], [], 16, prioritise=False)
+    try:
+        with program(phosd, owner) as (first, _), program(phosd, reader) as (second, session):
+            assert second.line() == "ready"
+            assert not phosd.quiesce(session).error
+            connection = session.connection
+            assert connection is not None
+            tables = [chunks.descriptor, table.descriptor]
+            begun, _ = connection.ask(descriptors=tables, window_begin=wire.WindowBegin())
+            assert not begun.done.error
+            assert not phosd.open(session).error
+            second.tell(first.line())
+            question = phosd.questions.get(timeout=30)  # its thread is in a traced call
+            connection.send(wire.Envelope(id=1, window_end=wire.WindowEnd()))
+            connection.resolve(question)
+            assert second.line() == "read"
+            assert not connection.replies.get(timeout=30)[0].done.error
+            second.finish()
+            first.tell()
+            first.finish()
+    finally:
+        table.close()
+        chunks.close()
