@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import psutil
 
-from phos.cli.criu import DUMP_LOG, apart, image_directory, needs_shell_job, run_dump
+from phos.cli.criu import DUMP_LOG, image_directory, needs_shell_job, run_dump
 from phos.cli.progress import ImageProgress
 from phos.gpu_engine import configuration, procfs
 from phos.gpu_engine.cow.settings import CowSettings
@@ -58,7 +58,7 @@ def checkpoint(
     settings |= {"PHOS_PRIORITISE": "off"} if no_prioritise else {}
     os.environ.update(settings)  # CRIU hands them to its plugin, and that to phosd
     CowSettings.from_environment()  # says what has no meaning before anything is done
-    beside = pid if apart(pid) else None
+    beside = pid if procfs.apart(pid) else None
     arguments = ["-t", str(procfs.inner_pid(pid) if beside else pid)]
     if needs_shell_job(pid):
         arguments.append("--shell-job")

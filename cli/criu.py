@@ -8,7 +8,6 @@ import subprocess
 from pathlib import Path
 
 from phos.cli.restore_first import verbosity
-from phos.gpu_engine import procfs
 from phos.gpu_engine.errors import NoSuchProcess, UsageError
 from phos.gpu_engine.installation import launcher
 
@@ -53,19 +52,6 @@ def needs_shell_job(pid: int) -> bool:
 
     tree = {pid} | {child.pid for child in psutil.Process(pid).children(recursive=True)}
     return os.getsid(pid) not in tree
-
-
-def apart(pid: int) -> bool:
-    """Whether a process has a pid namespace of its own, on our own file system: one that came from a pool.
-
-    CRIU dumps such a process only from inside, where it looks as it did before.
-    """
-    if procfs.pid_namespace(pid) in (0, procfs.pid_namespace(os.getpid())):
-        return False
-    try:
-        return os.path.samestat(os.stat(f"/proc/{pid}/root"), os.stat("/"))
-    except OSError:
-        return False
 
 
 def run_dump(arguments: list[str], directory: Path, beside: int | None = None) -> tuple[int, str]:

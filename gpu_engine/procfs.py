@@ -142,6 +142,19 @@ def pid_namespace(pid: int) -> int:
         return 0
 
 
+def apart(pid: int) -> bool:
+    """Whether a process has a pid namespace of its own, on our own file system: one that came from a pool.
+
+    CRIU dumps such a process only from inside, where it looks as it did before.
+    """
+    if pid_namespace(pid) in (0, pid_namespace(os.getpid())):
+        return False
+    try:
+        return os.path.samestat(os.stat(f"/proc/{pid}/root"), os.stat("/"))
+    except OSError:
+        return False
+
+
 def _inner(status: Path) -> int:
     """The last number behind NSpid: what the process (or thread) is called in its own pid namespace."""
     words = _status(status, "NSpid")

@@ -17,6 +17,9 @@ from phos.gpu_engine.timeline import Timeline
 
 REMEMBERED = 64
 
+ENDED = ("unknown", "none", "committed", "failed", "mispredicted", "attached")
+"""States of an image in which nothing is done for it any more."""
+
 RELEASE_SECONDS = 1.0
 """A checkpoint says that it has ended a moment before it lets its processes go; who asks at once waits so long."""
 

@@ -19,12 +19,16 @@ from weakref import WeakKeyDictionary
 import psutil
 
 from phos.gen import wire_pb2
+from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.custody import custody
+from phos.gpu_engine.daemon.jobs import ENDED
 from phos.gpu_engine.daemon.permissions import may_write
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.errors import CheckpointFailed, NotPermitted, PhosError, Unsupported
 from phos.gpu_engine.installation import launcher
+from phos.images.files import describe_path
 from phos.images.formats import COMMIT_FILE
 
 log = logging.getLogger(__name__)
@@ -99,7 +103,9 @@ class Requests:
         result: wire_pb2.CheckpointResult,
     ) -> None:
         if directory < 0:
-            raise CheckpointFailed("The image directory is gone.")
+            raise CheckpointFailed(
+                "The image directory is gone, or is root's, because phosd was killed while it wrote there."
+            )
         if request.asked_before and (names := os.listdir(directory)):
             # An earlier phosd was asked, and has ended since.
             if COMMIT_FILE in names:
@@ -108,7 +114,13 @@ class Requests:
         self._refuse(session.pid, peer, directory)
         while request.wait and self._registry.claims.has(_tree(session.pid)):
             time.sleep(POLL_SECONDS)
-        said = self._run(session.pid, request, directory)
+        with custody(directory, peer.uid) as image:
+            try:
+                said = self._run(session.pid, request, image, by_descriptor=peer.uid != 0)
+            finally:
+                # A command that was killed leaves phosd's own part to be undone.
+                while self._registry.jobs.state(image, "dump").state not in ENDED:
+                    time.sleep(POLL_SECONDS)
         result.seconds = said.get("seconds") or 0.0
         result.stall = said.get("stall") or 0.0
         result.warnings.extend(wire.sentence(warning)[:500] for warning in said.get("warnings", [])[:50])
@@ -123,14 +135,22 @@ class Requests:
         if os.geteuid() != 0:
             raise Unsupported("phosd does not run as root, and CRIU needs that: start phosd as root.")
         if not may_write(directory, peer.uid, peer.gid):
-            raise NotPermitted(f"User {peer.uid} may not write to {os.readlink(f'/proc/self/fd/{directory}')}.")
+            raise NotPermitted(f"User {peer.uid} may not write to {describe_path(directory)}.")
         if peer.uid != 0:
             for member in _tree(pid):
                 if set(psutil.Process(member).uids()) != {peer.uid}:
                     raise NotPermitted(f"Process {member} below process {pid} belongs to another user.")
+            if procfs.apart(pid):
+                raise Unsupported(
+                    f"Process {pid} came from a pool: only root can checkpoint it ('phos-gpu checkpoint')."
+                )
 
-    def _run(self, pid: int, request: wire_pb2.CheckpointRequest, directory: int) -> dict[str, Any]:
+    def _run(
+        self, pid: int, request: wire_pb2.CheckpointRequest, directory: int, *, by_descriptor: bool
+    ) -> dict[str, Any]:
         """Run ``phos-gpu checkpoint``. Returns what it printed.
+
+        ``by_descriptor``: the directory's path must not be relied on, because its owner may let it lead elsewhere.
 
         Raises:
             CheckpointFailed: with what it said.
@@ -143,9 +163,10 @@ class Requests:
         options = {"POOL": request.cow.pool, "VALIDATE": request.cow.validate, "PRIORITISE": request.cow.prioritise}
         names = {"POOL": "PHOS_COW_POOL", "VALIDATE": "PHOS_VALIDATE", "PRIORITISE": "PHOS_PRIORITISE"}
         environment |= {names[option]: value for option, value in options.items() if value}
-        # By the descriptor, not by a path, which its owner may let point elsewhere meanwhile.
+        # CRIU opens what it writes to by the name that it is given, so that has to be the descriptor's as well.
+        image = f"/proc/{os.getpid()}/fd/{directory}" if by_descriptor else "."
         done = subprocess.run(
-            [*command, str(pid), "."],
+            [*command, str(pid), image],
             cwd=f"/proc/self/fd/{directory}",
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -156,6 +177,8 @@ class Requests:
         )
         if done.returncode != 0:
             said = done.stderr.strip().removeprefix("phos-gpu checkpoint: ")
+            if by_descriptor:
+                said = said.replace(image, describe_path(directory))
             raise CheckpointFailed(said or f"'phos-gpu checkpoint' ended with status {done.returncode}.")
         parsed: dict[str, Any] = json.loads(done.stdout)
         return parsed

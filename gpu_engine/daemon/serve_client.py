@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from phos.gen import wire_pb2
 from phos.gpu_engine import driver
 from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.jobs import ENDED
 from phos.gpu_engine.daemon.pools import Pools
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.remote_server import RemoteServer
@@ -65,7 +66,7 @@ class ClientServer:
         deadline = time.monotonic() + (request.timeout_s or 3600.0)
         while True:
             state = self._registry.jobs.state(directory, "restore" if request.restore else "dump")
-            state.final = state.state in ("unknown", "none", "committed", "failed", "mispredicted", "attached")
+            state.final = state.state in ENDED
             if not state.final and time.monotonic() > deadline:
                 state.final = state.timed_out = True
                 state.error = state.error or f"not complete after {request.timeout_s:.0f} s"

@@ -202,6 +202,21 @@ def test_a_user_without_rights_checkpoints_a_program(site: Site, allowed: bool) 
         assert list(image.iterdir()) == []
 
 
+def test_an_image_goes_where_a_descriptor_leads(site: Site) -> None:
+    """As phosd names the directory of an ordinary user (custody.py): wherever its path has come to lead meanwhile."""
+    program = start(site, 10000, "-1")
+    program.wait_iterations(3)
+    made, other = site.image("made"), site.image("other")
+    descriptor = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+    moved = made.rename(site.folder / "moved")
+    made.symlink_to(other)
+    named = f"/proc/{os.getpid()}/fd/{descriptor}"
+    site.run("phos-gpu", "checkpoint", "--leave-running", str(program.pid), named)
+    os.close(descriptor)
+    assert list(other.iterdir()) == []
+    site.run("phos-gpu", "verify", str(moved))
+
+
 def test_a_c_program_runs_without_phos(site: Site) -> None:
     program = site.start(str(build(site)), str(site.folder / "image"), under=False)
     assert program.wait_result() == "100"

@@ -15,7 +15,7 @@ import pytest
 import phos
 from phos.gen import wire_pb2 as wire
 from phos.gpu_engine.daemon import requests as requests_module
-from phos.gpu_engine.daemon.jobs import Claims
+from phos.gpu_engine.daemon.jobs import Claims, JobTable
 from phos.gpu_engine.daemon.requests import Requests
 from phos.images.formats import COMMIT_FILE
 from tests.unit.frontend_fake import FakePhosd, Session, built, program
@@ -272,7 +272,7 @@ class Daemon:
     """Requests with a registry of nothing, and a checkpoint that the test plays."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, uid: int = 0) -> None:
-        registry = types.SimpleNamespace(claims=Claims(), path=Path("/nonexistent/phosd.sock"))
+        registry = types.SimpleNamespace(claims=Claims(), jobs=JobTable(), path=Path("/nonexistent/phosd.sock"))
         self.registry = registry
         self.requests = Requests(registry)  # type: ignore[arg-type]
         self.session = Told(os.getpid())
@@ -281,7 +281,7 @@ class Daemon:
         monkeypatch.setattr(os, "geteuid", lambda: 0)
         monkeypatch.setattr(Requests, "_run", self._run)
 
-    def _run(self, pid: int, request: wire.CheckpointRequest, directory: int) -> dict[str, object]:
+    def _run(self, pid: int, request: wire.CheckpointRequest, directory: int, **_more: object) -> dict[str, object]:
         self.ran.append(os.readlink(f"/proc/self/fd/{directory}"))
         return {"seconds": 1.5, "stall": 0.5, "warnings": ["Mind the gap."]}
 

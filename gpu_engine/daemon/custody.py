@@ -1,0 +1,89 @@
+"""Custody: a user's image directory is root's while root writes to it.
+
+phosd and the CRIU that it starts write with root's rights. Whoever owns a directory can put links there under the
+names that will be written, or let its path lead elsewhere. So for as long as root writes, the directory is root's,
+nobody else may enter it, it is empty at first, and it is reached by its descriptor alone. Then it is the user's again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from phos.gpu_engine.errors import CheckpointFailed, NotPermitted
+from phos.images.files import describe_path
+
+log = logging.getLogger(__name__)
+
+MODE = 0o700
+
+
+@contextmanager
+def custody(directory: int, uid: int) -> Iterator[int]:
+    """Take a directory of user ``uid`` over for the time of the block.
+
+    Yields a descriptor of it that was opened here; ``directory`` stays the caller's. Root's requests need no custody:
+    root may as well write by itself.
+
+    Raises:
+        NotPermitted: it is no directory, or not the user's own.
+        CheckpointFailed: it is not empty, is in use, or cannot change hands.
+    """
+    path = describe_path(directory)
+    try:
+        opened = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+    except OSError as error:
+        raise NotPermitted(f"{path} is no directory that an image can be written to: {error.strerror}.") from error
+    try:
+        if uid == 0:
+            yield opened
+            return
+        try:
+            fcntl.flock(
+                opened, fcntl.LOCK_EX | fcntl.LOCK_NB
+            )  # who ends first must not give back what another writes to
+        except OSError as error:
+            raise CheckpointFailed(f"{path} is in use: somebody has a lock on it. Name another directory.") from error
+        before = os.fstat(opened)
+        if before.st_uid != uid:
+            raise NotPermitted(
+                f"{path} belongs to user {before.st_uid}. phosd writes images for user {uid} only into directories of "
+                "that user's own: name another, which is then made."
+            )
+        try:
+            _take(opened, path)
+            yield opened
+        finally:
+            _give_back(opened, path, before)
+    finally:
+        os.close(opened)
+
+
+def _take(directory: int, path: str) -> None:
+    try:
+        os.fchown(directory, os.geteuid(), -1)
+        os.fchmod(directory, MODE)
+        now = os.fstat(directory)
+    except OSError as error:
+        raise CheckpointFailed(
+            f"{path} cannot be made root's while the image is written ({error.strerror}): choose a directory on "
+            "another file system."
+        ) from error
+    if now.st_uid != os.geteuid() or stat.S_IMODE(now.st_mode) != MODE:
+        raise CheckpointFailed(
+            f"{path} is on a file system that keeps no owners and modes: choose a directory on another file system."
+        )
+    if os.listdir(directory):  # not before: its owner could put something there until now
+        raise CheckpointFailed(f"{path} is not empty. Name a new directory, or remove what is in it.")
+
+
+def _give_back(directory: int, path: str, before: os.stat_result) -> None:
+    try:
+        os.fchown(directory, before.st_uid, -1)
+        os.fchmod(directory, stat.S_IMODE(before.st_mode))
+    except OSError as error:
+        log.error("%s stays root's: it cannot be given back to user %d: %s", path, before.st_uid, error.strerror)
