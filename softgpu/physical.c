@@ -233,8 +233,10 @@ int sg_memfd(int device, size_t size, CUresult *error)
             return -1;
         }
     }
-    int fd = memfd_create(name, MFD_CLOEXEC);
-    if (fd >= 0 && ftruncate(fd, (off_t)size)) {
+    int fd = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    /* A GPU's memory cannot be shortened either: whoever maps it, in whatever process, relies on that. */
+    if (fd >= 0 &&
+        (ftruncate(fd, (off_t)size) || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL))) {
         close(fd);
         fd = -1;
     }

@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from phos.gpu_engine import sealed
 from phos.images.native import chunks_library
 
 UNSAVED, SAVING, SAVED = 0, 1, 2
@@ -121,9 +122,8 @@ class _Shared:
     """Zeroed memory in a memfd."""
 
     def __init__(self, name: str, size: int) -> None:
-        self.descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+        self.descriptor = sealed.make(name, size)
         try:
-            os.ftruncate(self.descriptor, size)
             self._memory = mmap.mmap(self.descriptor, size)
         except BaseException:
             os.close(self.descriptor)

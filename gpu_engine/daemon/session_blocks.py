@@ -9,6 +9,7 @@ from typing import Protocol
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gen import wire_pb2
+from phos.gpu_engine import sealed
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.memory import Broker
@@ -121,6 +122,12 @@ class SessionBlocks:
         if len(descriptors) != 1:
             wire.close_all(descriptors)
             raise ProtocolError(f"Process {pid} announced block {added.block} without its descriptor.")
+        if not sealed.can_be_mapped(descriptors[0], added.size):
+            wire.close_all(descriptors)
+            raise ProtocolError(
+                f"Process {pid} announced block {added.block}, and could still shorten its memory (it is no memfd of "
+                f"{added.size} bytes that is sealed against that), which phosd would not survive when it copies it."
+            )
         by_application = added.owner == wire_pb2.BlockAdded.APPLICATION
         device = self._ordinals.get(added.device, added.device)
         self._broker.add(Block(key, added.size, device, descriptors[0], by_application), pid)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from phos.gen import wire_pb2
+from phos.gpu_engine import sealed
 from phos.gpu_engine.errors import PhosError, UsageError
 from phos.gpu_engine.process import TracingWindow
 from phos.gpu_engine.ptx_instrument import twin_table
@@ -63,10 +64,9 @@ class Twins:
         self._window = window
         self._send = send
         self._stop = threading.Event()
-        self._descriptor = os.memfd_create("phos-twins", os.MFD_CLOEXEC)
+        size = -(-twin_table.WINDOW_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE + MAP_BYTES
+        self._descriptor = sealed.make("phos-twins", size)
         try:
-            size = -(-twin_table.WINDOW_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE + MAP_BYTES
-            os.ftruncate(self._descriptor, size)
             self._table = mmap.mmap(self._descriptor, size)
         except BaseException:
             os.close(self._descriptor)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from phos.gen import wire_pb2
+from phos.gpu_engine import sealed
 from phos.gpu_engine.daemon import session as session_module
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.session import Session
@@ -105,7 +106,7 @@ def test_memory_of_another_user_is_not_handed_out(frontend: Frontend) -> None:
 
 
 def test_token_gives_a_descriptor_to_the_same_user(frontend: Frontend) -> None:
-    inode = os.fstat(descriptor := os.memfd_create("block")).st_ino
+    inode = os.fstat(descriptor := sealed.make("block", 2 * MiB)).st_ino
     frontend.session._blocks._ordinals = {3: 0}
     frontend.send((descriptor,), block_added=block(1, device=3))
     os.close(descriptor)
