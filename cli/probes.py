@@ -20,7 +20,7 @@ from pathlib import Path
 from phos.gpu_engine import installation as places
 from phos.gpu_engine import procfs, ring
 from phos.gpu_engine.daemon.paths import socket_path
-from phos.gpu_engine.errors import UsageError
+from phos.gpu_engine.errors import PhosError, UsageError
 from phos.images.mapping import can_collapse
 from phos.images.native import home
 
@@ -409,7 +409,11 @@ def installation() -> Iterator[Finding]:
         yield Finding(
             "frontend", "missing", f"{frontend} is not there", "run install.sh again (in a clone: make build)"
         )
-    path = socket_path()
+    try:
+        path = socket_path()
+    except PhosError as error:
+        yield Finding("phosd", "missing", str(error))
+        return
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     client.settimeout(2)
     try:

@@ -43,6 +43,7 @@ GRAIN = 2 << 20
 COLLAPSED = 32 << 20  # bytes that one thread makes huge pages for at a time
 
 MODE = 0o600
+FOLDER_MODE = 0o711
 
 _FOLDER = re.compile(r"phos(-\d+)?")
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.residue")
@@ -59,21 +60,38 @@ def file_bytes(needed: int) -> int:
     return (needed + needed // 8 + 2 * GRAIN - 1) // GRAIN * GRAIN + GRAIN
 
 
+def claim() -> None:
+    """Make our folder before anybody else does: everybody may make files in /dev/shm, and nobody remove another's."""
+    try:
+        os.close(_enter(folder(), os.geteuid()))
+    except OSError as error:
+        log.error("No image can be restored that has part of a process's memory in %s: %s", folder(), error)
+
+
 def _enter(path: Path, owner: int) -> int:
     """A descriptor of the folder, made if it is missing: everybody may pass through, nobody may look.
 
     Raises:
         OSError: it cannot be made, or is somebody else's.
     """
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o711)
-        path.chmod(0o711)  # whatever the umask is
-        if owner != os.geteuid():
-            os.chown(path, owner, -1)
+    user = os.geteuid()
+    if user in (0, owner):  # else it would be there, in the wrong hands
+        with suppress(FileExistsError):
+            path.mkdir(mode=FOLDER_MODE)
+            if owner != user:
+                os.chown(path, owner, -1)
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    if os.fstat(directory).st_uid not in (os.geteuid(), owner):
+    try:
+        status = os.fstat(directory)
+        if status.st_uid not in (user, owner):
+            raise PermissionError(
+                f"{path} belongs to user {status.st_uid}. It is for PhOS, made when phosd starts: remove it as root"
+            )
+        if status.st_uid == user and stat.S_IMODE(status.st_mode) != FOLDER_MODE:  # the umask, or a careless hand
+            os.fchmod(directory, FOLDER_MODE)
+    except OSError:
         os.close(directory)
-        raise PermissionError(f"{path} belongs to another user")
+        raise
     return directory
 
 

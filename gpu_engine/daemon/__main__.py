@@ -75,8 +75,8 @@ def _listen(path: Path) -> socket.socket:
 @click.option("--verbose", is_flag=True, help="Log every step.")
 def main(path: Path | None, ensure: bool, stop: bool, verbose: bool) -> None:
     """The PhOS daemon: holds the GPU memory of processes under 'phos-gpu run', checkpoints and restores them."""
-    path = path or socket_path()
     try:
+        path = path or socket_path()
         if ensure:
             client.ensure(path)
             return

@@ -3,19 +3,47 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
+from phos.gpu_engine.errors import NotPermitted
+
 SYSTEM_SOCKET = Path("/run/phos/phosd.sock")
+TEMPORARY = Path("/tmp")
 
 
 def socket_path() -> Path:
-    """``PHOS_SOCKET``, or the system's phosd, or (for other users, when root runs none) one's own."""
+    """``PHOS_SOCKET``, or the system's phosd, or (for other users, when root runs none) one's own.
+
+    Raises:
+        NotPermitted: one's own place is in somebody else's hands.
+    """
     named = os.environ.get("PHOS_SOCKET")
     if named:
         return Path(named)
     if os.geteuid() == 0 or SYSTEM_SOCKET.exists():
         return SYSTEM_SOCKET
-    return Path(os.environ.get("XDG_RUNTIME_DIR", f"/tmp/phos-{os.geteuid()}")) / "phos" / "phosd.sock"
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime) if runtime else _own(TEMPORARY / f"phos-{os.geteuid()}")
+    return folder / "phos" / "phosd.sock"
+
+
+def _own(folder: Path) -> Path:
+    """A folder where everybody may make one of that name, and then pose as our phosd.
+
+    Raises:
+        NotPermitted: somebody else did, or may write there.
+    """
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        return folder
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise NotPermitted(
+            f"{folder} is no directory that user {os.geteuid()} alone may write to, so phosd is not sought there. Have "
+            "it removed, or name another place for phosd's socket (PHOS_SOCKET, XDG_RUNTIME_DIR)."
+        )
+    return folder
 
 
 def hold_folder(socket: Path) -> Path:

@@ -68,6 +68,7 @@ class Daemon:
         for session, pid in self._registry.broker.adopt_from_keeper().items():
             self._adopt(session, pid)
         self._registry.holds.clear_stale()
+        residue.claim()
         residue.sweep()
         self._pools.revive()
 

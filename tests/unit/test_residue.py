@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from phos.images.errors import ImageError
 from phos.images.mapping import HUGE_PAGE, can_collapse, map_memory, unmap_memory, view_of
 from phos.images.reader import Image
 from phos.images.writer import ImageWriter
+from tests.unit.as_user import NOBODY, as_user, needs_root
 from tests.unit.image_sets import SESSION
 from tests.unit.smaps import mapped_huge
 
@@ -107,6 +109,36 @@ def test_a_file_is_made_locked_and_let_go(memory: Path) -> None:
     assert left(memory), "a file that is in use was swept away"
     files.discard()
     assert not left(memory)
+
+
+def test_the_folder_is_claimed_before_anybody_else_makes_it(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    residue.claim()
+    assert stat.S_IMODE(residue.folder().stat().st_mode) == 0o711
+    residue.folder().chmod(0o777)
+    residue.claim()
+    assert stat.S_IMODE(residue.folder().stat().st_mode) == 0o711
+    assert not caplog.records
+
+
+@needs_root
+def test_a_folder_that_somebody_else_has_made_is_refused_with_a_sentence(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    residue.folder().mkdir()
+    os.chown(residue.folder(), NOBODY, NOBODY)
+    residue.claim()
+    assert f"{residue.folder()} belongs to user {NOBODY}" in caplog.text
+    message = pb.Residue(path=str(residue.folder() / f"{'0' * 32}-{'a' * 8}.residue"), size=SIZE, mode=0o600)
+    with pytest.raises(RestoreFailed, match=r"belongs to user 65534.*remove it as root"):
+        residue._make_again(message)
+
+
+@needs_root
+def test_a_user_does_not_make_roots_folder(memory: Path) -> None:
+    memory.chmod(0o1777)
+    assert as_user(memory, lambda: residue._enter(Path("phos"), 0)) == "ENOENT"
+    assert as_user(memory, lambda: residue._enter(Path(f"phos-{NOBODY}"), NOBODY)) == ""
+    assert [path.name for path in memory.iterdir()] == [f"phos-{NOBODY}"]
 
 
 @pytest.mark.skipif(not can_collapse(), reason="the kernel makes no huge pages on request")
