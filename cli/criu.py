@@ -19,14 +19,14 @@ _HEAD = re.compile(r"^\([\d.]+\)\s*(\d+:)?\s*(Error: (?=phos: ))?")
 
 
 def image_directory(path: Path, *, create: bool) -> Path:
-    """The image directory, made if asked.
+    """The image directory, made if asked: for its owner alone, as what is in it is the memory of processes.
 
     Raises:
         UsageError: it is missing, not a directory, or (to be written to) not empty.
     """
     if create:
         try:
-            path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"The image directory {path} cannot be made: {error.strerror}.") from error
         if any(path.iterdir()):

@@ -360,7 +360,7 @@ def guard(
         raise Unsupported("guard needs root, because CRIU does. Run it with sudo.")
     folder = images.absolute()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"The directory {folder} cannot be made: {error.strerror}.") from error
     schedule = Schedule(failure_rate, gpus=gpus or 1, interval=interval)

@@ -150,7 +150,8 @@ int phos_checkpoint_result(uint64_t request, int timeout_ms, struct phos_result 
 
 /* ---- the control thread's side ---- */
 
-/* Makes the directory and those above it that are missing, as the application would. Returns a descriptor, or -1 and errno. */
+/* Makes the directory, for its owner alone as it will hold the process's memory, and those above it that are missing, as the
+ * application would. Returns a descriptor, or -1 and errno. */
 static int open_directory(char *path)
 {
     for (char *slash = strchr(path + 1, '/'); slash; slash = strchr(slash + 1, '/')) {
@@ -162,7 +163,7 @@ static int open_directory(char *path)
             return -1;
         }
     }
-    if (mkdir(path, 0777) && errno != EEXIST)
+    if (mkdir(path, 0700) && errno != EEXIST)
         return -1;
     return open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
 }

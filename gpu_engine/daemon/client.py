@@ -96,7 +96,7 @@ def _start_orphan(command: list[str], environment: dict[str, str], log: Path) ->
             try:
                 os.set_inheritable(write_end, True)
                 null = os.open(os.devnull, os.O_RDONLY)
-                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
                 os.dup2(null, 0)
                 os.dup2(output, 1)
                 os.dup2(output, 2)

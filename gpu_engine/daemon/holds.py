@@ -14,13 +14,17 @@ from pathlib import Path
 
 from phos.gpu_engine.procfs import pid_namespace, start_time
 
+FOLDER_MODE = 0o711
+"""Everybody may look up the own session, whose number is a secret between users; nobody may list them."""
+
 
 class Holds:
     """The holds that this phosd has made."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+        folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        folder.chmod(FOLDER_MODE)  # whatever the umask is, or an earlier phosd had
         self._text = f"{os.getpid()}:{start_time(os.getpid())}:{pid_namespace(os.getpid())}"
 
     def _path(self, session: bytes) -> Path:

@@ -363,7 +363,7 @@ class Pools:
             pool.entries.append(entry)
         try:
             self._park(entry)
-            self._folder.mkdir(mode=0o755, exist_ok=True)
+            self._folder.mkdir(mode=0o700, exist_ok=True)
             environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
             environment |= {"PHOS_SOCKET": str(self._socket), "PHOS_POOL": entry.id}
             avoid = [process.pid for process in restore.processes]

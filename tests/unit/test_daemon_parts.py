@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import subprocess
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phos.cli.criu import image_directory
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, procfs, ring
 from phos.gpu_engine.blocks import Block
@@ -22,6 +24,7 @@ from phos.gpu_engine.errors import RestoreFailed, UsageError
 from phos.gpu_engine.procfs import is_alive, start_time
 from phos.gpu_engine.restore.gpus import match_gpus
 from phos.images.chunk_hash import zero_hash
+from tests.unit.as_user import as_user, needs_root
 from tests.unit.waiting import eventually
 
 SESSION = bytes(16)
@@ -36,6 +39,20 @@ def test_holds_of_an_earlier_phosd_are_cleared_even_with_our_pid(tmp_path: Path)
     Holds(tmp_path / "hold").clear_stale()
     assert not link.is_symlink()
     former.release(SESSION)  # what is gone can be released
+
+
+@needs_root
+def test_holds_of_others_can_be_looked_up_and_not_listed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o711)
+    (tmp_path / "hold").mkdir()  # as an earlier phosd had it
+    Holds(tmp_path / "hold").place(SESSION, os.getpid())
+    assert as_user(tmp_path, lambda: os.listdir("hold")) == "EACCES"
+    assert as_user(tmp_path, lambda: os.readlink(f"hold/{SESSION.hex()}")) == ""
+
+
+def test_image_directories_are_made_for_their_owner_alone(tmp_path: Path) -> None:
+    made = image_directory(tmp_path / "images" / "1", create=True)
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
 
 
 # Which GPU takes whose place.

@@ -62,6 +62,7 @@ def test_a_request_and_its_result(phosd: FakePhosd, tmp_path: Path) -> None:
         assert app.line() == "asked"
         asked, directories = request_of(session)
         assert directories == [str(tmp_path / "new" / "image")]
+        assert os.stat(directories[0]).st_mode & 0o777 == 0o700  # the image of a process's memory
         assert (asked.number, asked.protocol, asked.end, asked.asked_before) == (1, "cow", False, False)
         result(session, 1, seconds=2.5, stall=0.25)
         app.tell()
