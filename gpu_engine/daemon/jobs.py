@@ -6,16 +6,19 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.copy_work import Progress
+from phos.gpu_engine.daemon.permissions import sees_all
 from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.timeline import Timeline
 
 REMEMBERED = 64
+"""Jobs of one user, so that nobody's can be pushed out by another's."""
 
 ENDED = ("unknown", "none", "committed", "failed", "mispredicted", "attached")
 """States of an image in which nothing is done for it any more."""
@@ -103,27 +106,38 @@ class Claims:
                 self._lock.notify_all()
 
 
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    directory: tuple[int, int]  # its device and inode
+    job: Job | None  # None: a dump without a GPU part
+    owner: int  # the user whose it is
+
+
 class JobTable:
     """Jobs by the identity (device, inode) of their image directory, so that any path to it finds them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _jobs
-        self._jobs: list[tuple[tuple[int, int], Job | None]] = []
+        self._jobs: list[_Entry] = []
 
     @staticmethod
     def _identity(directory: int) -> tuple[int, int]:
         status = os.fstat(directory)
         return status.st_dev, status.st_ino
 
-    def add(self, directory: int, job: Job) -> None:
-        """Remember a job; the newest for a directory counts."""
-        with self._lock:
-            self._jobs = [*self._jobs, (self._identity(directory), job)][-REMEMBERED:]
+    def add(self, directory: int, job: Job, owner: int) -> None:
+        """Remember a job of user ``owner``; the newest for a directory counts."""
+        self._add(_Entry(self._identity(directory), job, owner))
 
-    def none_for(self, directory: int) -> None:
+    def none_for(self, directory: int, owner: int) -> None:
         """Remember that the last dump into this directory had no GPU part."""
+        self._add(_Entry(self._identity(directory), None, owner))
+
+    def _add(self, entry: _Entry) -> None:
         with self._lock:
-            self._jobs = [*self._jobs, (self._identity(directory), None)][-REMEMBERED:]
+            self._jobs.append(entry)
+            oldest = [known for known in self._jobs if known.owner == entry.owner][:-REMEMBERED]
+            self._jobs = [known for known in self._jobs if known not in oldest]
 
     @staticmethod
     def is_plain_criu(directory: int) -> bool:
@@ -131,13 +145,17 @@ class JobTable:
         names = set(os.listdir(directory))
         return "inventory.img" in names and not any(name.startswith("phos-") for name in names)
 
-    def state(self, directory: int, kind: str) -> wire_pb2.ImageState:
-        """Where the newest job of that kind for a directory stands; ``none`` if it had no GPU part."""
+    def state(self, directory: int, kind: str, viewer: int) -> wire_pb2.ImageState:
+        """Where the newest job of that kind for a directory stands; ``none`` if it had no GPU part.
+
+        Of another user's, user ``viewer`` is told nothing.
+        """
         identity = self._identity(directory)
         with self._lock:
-            for known, job in reversed(self._jobs):
-                if known != identity:
+            for entry in reversed(self._jobs):
+                if entry.directory != identity or not _shown(entry, viewer):
                     continue
+                job = entry.job
                 if job is None:
                     return wire_pb2.ImageState(state="none")
                 if job.kind == kind:
@@ -152,8 +170,8 @@ class JobTable:
                     )
         return wire_pb2.ImageState(state="unknown", error="phosd knows of no such job for this directory.")
 
-    def report(self) -> list[wire_pb2.Status.Job]:
-        """All remembered jobs, oldest first."""
+    def report(self, viewer: int) -> list[wire_pb2.Status.Job]:
+        """All remembered jobs that user ``viewer`` may see, oldest first."""
         with self._lock:
             return [
                 wire_pb2.Status.Job(
@@ -172,6 +190,10 @@ class JobTable:
                     window=counts_of(job),
                     mode=job.mode if isinstance(job, Restore) else "",
                 )
-                for _, job in self._jobs
+                for job in (entry.job for entry in self._jobs if _shown(entry, viewer))
                 if job is not None
             ]
+
+
+def _shown(entry: _Entry, viewer: int) -> bool:
+    return sees_all(viewer) or viewer == entry.owner

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 
+import psutil
+
+from phos.gpu_engine.errors import NotPermitted
+
 
 def uid_of(pid: int) -> int:
     """The user that a process runs as; -1 if there is no such process."""
@@ -11,6 +15,33 @@ def uid_of(pid: int) -> int:
         return os.stat(f"/proc/{pid}").st_uid
     except OSError:
         return -1
+
+
+def sees_all(uid: int) -> bool:
+    """Whether a user may do what phosd may: root, and phosd's own user."""
+    return uid in (0, os.geteuid())
+
+
+def tree_of(pid: int) -> list[int]:
+    """A process and all below it.
+
+    Raises:
+        psutil.NoSuchProcess: it has ended.
+    """
+    return [pid] + [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def refuse_others(root: int, uid: int) -> None:
+    """Whoever dumps a process dumps all below it, so all of it has to be that user's, unless the user is root.
+
+    Raises:
+        NotPermitted: it is not. psutil.Error: a process has ended.
+    """
+    if uid == 0:
+        return
+    for pid in tree_of(root):
+        if set(psutil.Process(pid).uids()) != {uid}:
+            raise NotPermitted(f"Process {pid} below process {root} belongs to another user.")
 
 
 def may_write(directory: int, uid: int, gid: int) -> bool:

@@ -23,7 +23,7 @@ from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.custody import custody
 from phos.gpu_engine.daemon.jobs import ENDED
-from phos.gpu_engine.daemon.permissions import may_write
+from phos.gpu_engine.daemon.permissions import may_write, refuse_others, tree_of
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.errors import CheckpointFailed, NotPermitted, PhosError, Unsupported
@@ -112,14 +112,14 @@ class Requests:
                 return
             raise CheckpointFailed("phosd was restarted while the checkpoint was under way: there is no whole image.")
         self._refuse(session.pid, peer, directory)
-        while request.wait and self._registry.claims.has(_tree(session.pid)):
+        while request.wait and self._registry.claims.has(tree_of(session.pid)):
             time.sleep(POLL_SECONDS)
         with custody(directory, peer.uid) as image:
             try:
                 said = self._run(session.pid, request, image, by_descriptor=peer.uid != 0)
             finally:
                 # A command that was killed leaves phosd's own part to be undone.
-                while self._registry.jobs.state(image, "dump").state not in ENDED:
+                while self._registry.jobs.state(image, "dump", 0).state not in ENDED:
                     time.sleep(POLL_SECONDS)
         result.seconds = said.get("seconds") or 0.0
         result.stall = said.get("stall") or 0.0
@@ -137,9 +137,7 @@ class Requests:
         if not may_write(directory, peer.uid, peer.gid):
             raise NotPermitted(f"User {peer.uid} may not write to {describe_path(directory)}.")
         if peer.uid != 0:
-            for member in _tree(pid):
-                if set(psutil.Process(member).uids()) != {peer.uid}:
-                    raise NotPermitted(f"Process {member} below process {pid} belongs to another user.")
+            refuse_others(pid, peer.uid)
             if procfs.apart(pid):
                 raise Unsupported(
                     f"Process {pid} came from a pool: only root can checkpoint it ('phos-gpu checkpoint')."
@@ -182,7 +180,3 @@ class Requests:
             raise CheckpointFailed(said or f"'phos-gpu checkpoint' ended with status {done.returncode}.")
         parsed: dict[str, Any] = json.loads(done.stdout)
         return parsed
-
-
-def _tree(pid: int) -> list[int]:
-    return [pid] + [child.pid for child in psutil.Process(pid).children(recursive=True)]

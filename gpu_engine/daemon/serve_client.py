@@ -12,6 +12,7 @@ from phos.gen import wire_pb2
 from phos.gpu_engine import driver
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.jobs import ENDED
+from phos.gpu_engine.daemon.permissions import sees_all
 from phos.gpu_engine.daemon.pools import Pools
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.remote_server import RemoteServer
@@ -46,7 +47,7 @@ class ClientServer:
                     self._registry.pinned.serve(connection, envelope, descriptors)
                 elif kind == "wait_image" and descriptors:
                     self._wait_image(connection, envelope, descriptors[0])
-                elif kind == "shutdown" and connection.uid in (0, os.geteuid()):
+                elif kind == "shutdown" and sees_all(connection.uid):
                     connection.reply(envelope.id, done=wire_pb2.Done())
                     self._stopping.set()
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -65,7 +66,7 @@ class ClientServer:
         request = envelope.wait_image
         deadline = time.monotonic() + (request.timeout_s or 3600.0)
         while True:
-            state = self._registry.jobs.state(directory, "restore" if request.restore else "dump")
+            state = self._registry.jobs.state(directory, "restore" if request.restore else "dump", connection.uid)
             state.final = state.state in ENDED
             if not state.final and time.monotonic() > deadline:
                 state.final = state.timed_out = True
@@ -94,14 +95,15 @@ class ClientServer:
             blocks = session.own_blocks()
             for block in blocks:
                 held[block.device] = held.get(block.device, 0) + block.size
+            if not (sees_all(viewer) or viewer == session.uid):
+                continue  # what runs where, and from which images, is its user's business
             kernels, kernels_pending = self._registry.speculator.progress(session.session)
             status.processes.append(
                 wire_pb2.Status.Process(
                     pid=session.pid,
                     executable=session.executable,
                     state=session.machine.state.value,
-                    # A session's number opens its memory to the same user's processes: nobody else's business.
-                    session=session.session if viewer in (0, session.uid) else b"",
+                    session=session.session,
                     blocks=len(blocks),
                     bytes=sum(block.size for block in blocks),
                     uncarried=[
@@ -129,7 +131,8 @@ class ClientServer:
                     held=held.get(gpu.ordinal, 0),
                 )
             )
-        status.jobs.extend(self._registry.jobs.report())
-        status.pinned.extend(self._registry.pinned.report())
-        status.pools.extend(self._pools.report())
+        status.jobs.extend(self._registry.jobs.report(viewer))
+        if sees_all(viewer):
+            status.pinned.extend(self._registry.pinned.report())
+            status.pools.extend(self._pools.report())
         return status

@@ -19,7 +19,7 @@ from phos.gpu_engine import inventory, procfs, toggle
 from phos.gpu_engine.cow.dump import CowDump
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.daemon import twins, wire
-from phos.gpu_engine.daemon.permissions import may_write, uid_of
+from phos.gpu_engine.daemon.permissions import may_write, refuse_others, sees_all, tree_of, uid_of
 from phos.gpu_engine.daemon.registry import Registry, say_failure
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
@@ -129,6 +129,11 @@ class DumpServer:
             raise NoSuchProcess(f"There is no process {root}.")
         if connection.uid not in (0, uid_of(root)):
             raise NotPermitted(f"User {connection.uid} may not checkpoint process {root} of user {uid_of(root)}.")
+        try:
+            refuse_others(root, connection.uid)
+            owner = connection.uid or uid_of(root)
+        except psutil.NoSuchProcess as error:
+            raise NoSuchProcess(f"Process {root} has ended.") from error
         if not may_write(directory, connection.uid, connection.gid):
             # phosd writes with its own rights, and a descriptor opened for reading is no proof of the caller's.
             raise NotPermitted(f"User {connection.uid} may not write to {os.readlink(f'/proc/self/fd/{directory}')}.")
@@ -137,7 +142,7 @@ class DumpServer:
         except psutil.NoSuchProcess as error:
             raise NoSuchProcess(f"Process {root} has ended.") from error
         if not gated and not foreign:
-            self._registry.jobs.none_for(directory)
+            self._registry.jobs.none_for(directory, owner)
             return None
         claim.enter_context(self._registry.claims.hold([p.pid for p in gated] + [p.pid for p in foreign]))
         self._wait_until_loaded(gated)
@@ -157,19 +162,21 @@ class DumpServer:
         versions = dataclasses.replace(self._registry.versions, criu=request.criu_version)
         path = os.readlink(f"/proc/self/fd/{directory}")
         settings = Settings.from_environment()
+        if not request.hides_pages or not sees_all(connection.uid):  # who asks also says whose memory is to be copied
+            settings = dataclasses.replace(settings, cpu_pages=False)
         assignment = Assignment(
             directory=directory,
             path=path,
             gated=gated,
             foreign=foreign,
             copier=self._registry.copier,
-            settings=settings if request.hides_pages else dataclasses.replace(settings, cpu_pages=False),
+            settings=settings,
             versions=versions,
             criu=connection.pid,
         )
         job = self._job(connection, request, assignment)
         job.order = self._registry.cow.touched
-        self._registry.jobs.add(directory, job)
+        self._registry.jobs.add(directory, job, owner)
         for session in gated:
             session.hurry_kernels()  # while it is quiesced and copied: the image has what is known by the end of that
         job.begin(self._registry.broker.borrow, self._describe)
@@ -221,7 +228,7 @@ class DumpServer:
         return CowDump(assignment, cow, self._registry.cow)
 
     def _find_processes(self, root: int) -> tuple[list[Session], list[ForeignProcess]]:
-        tree = [root] + [child.pid for child in psutil.Process(root).children(recursive=True)]
+        tree = tree_of(root)
         deadline = time.monotonic() + REGISTER_SECONDS
         while True:
             with self._registry.lock:

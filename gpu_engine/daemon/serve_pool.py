@@ -161,7 +161,7 @@ class PoolServer:
                     if session := self._registry.sessions.get(number):
                         session.machine.adopt(SessionState.PARKED)
             raise
-        self._registry.jobs.add(pool.directory, job)
+        self._registry.jobs.add(pool.directory, job, os.geteuid())
         threading.Thread(target=self._follow, args=(entry,), daemon=True, name="taken").start()
 
     def _follow(self, entry: Entry) -> None:

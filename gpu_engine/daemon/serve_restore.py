@@ -77,11 +77,11 @@ class RestoreServer:
 
     def _begin(self, connection: wire.Connection, request: wire_pb2.RestoreBegin, directory: int) -> Restore | None:
         if self._registry.jobs.is_plain_criu(directory):
-            self._registry.jobs.none_for(directory)
+            self._registry.jobs.none_for(directory, connection.uid)
             log.warning("%s holds no GPU part: CRIU restores it alone.", os.readlink(f"/proc/self/fd/{directory}"))
             return None
         job = self._job(connection, request, directory)
-        while (ending := self._begin_unless_ending(job, directory)) is not None:
+        while (ending := self._begin_unless_ending(job, directory, connection.uid)) is not None:
             if not ending.put_away.wait(ENDING_SECONDS):
                 job.close()
                 raise RestoreFailed(
@@ -90,7 +90,7 @@ class RestoreServer:
                 )
         return job
 
-    def _begin_unless_ending(self, job: Restore, directory: int) -> Restore | None:
+    def _begin_unless_ending(self, job: Restore, directory: int, owner: int) -> Restore | None:
         """Begin, or name the restore of one of the processes that has ended and is still in the way.
 
         Raises:
@@ -104,7 +104,7 @@ class RestoreServer:
                 raise
             if ending is not None:
                 return ending
-            self._registry.jobs.add(directory, job)
+            self._registry.jobs.add(directory, job, owner)
             try:
                 job.begin(lambda process, blocks: self._register(job, process, blocks))
             except BaseException as error:

@@ -181,13 +181,15 @@ class SessionBlocks:
         Waits until the block's data is there, and no checkpoint has its owner and not this process.
         """
         try:
+            if not self.entitled(key):  # first: nobody is to ask, or to be taken for somebody who maps it
+                raise KeyError(key)
             if self._broker.needed is not None and key[0] != self._owner.session:
                 with self._lock:  # before it waits: a checkpoint that begins then sees it
                     self._handed[key] = time.monotonic()
                 self._broker.needed(key, self._owner.pid)
                 with self._lock:
                     self._handed[key] = time.monotonic()
-            borrowed = self._broker.borrow([key] if self.entitled(key) else [])
+            borrowed = self._broker.borrow([key])
         except KeyError:
             borrowed = []
         if not borrowed:

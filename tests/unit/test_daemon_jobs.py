@@ -127,24 +127,37 @@ def test_job_table(tmp_path: Path) -> None:
     for folder in folders:
         folder.mkdir()
     a, b = (os.open(folder, os.O_RDONLY) for folder in folders)
-    assert table.state(a, "dump").state == "unknown"
-    table.add(a, FakeJob("a"))
-    assert table.state(a, "dump").state == "writing"
-    assert table.state(a, "dump").bytes_done == 3
-    assert table.state(a, "restore").state == "unknown"
-    assert table.state(b, "dump").state == "unknown"
+    assert table.state(a, "dump", 0).state == "unknown"
+    table.add(a, FakeJob("a"), 0)
+    assert table.state(a, "dump", 0).state == "writing"
+    assert table.state(a, "dump", 0).bytes_done == 3
+    assert table.state(a, "restore", 0).state == "unknown"
+    assert table.state(b, "dump", 0).state == "unknown"
     newer = FakeJob("a")
     newer.state = "failed"
-    table.add(a, newer)
-    assert table.state(a, "dump").state == "failed", "the newest counts"
-    table.none_for(b)
-    assert table.state(b, "dump").state == "none"
-    assert table.state(b, "restore").state == "none"
+    table.add(a, newer, 0)
+    assert table.state(a, "dump", 0).state == "failed", "the newest counts"
+    table.none_for(b, 0)
+    assert table.state(b, "dump", 0).state == "none"
+    assert table.state(b, "restore", 0).state == "none"
     for _ in range(REMEMBERED + 10):
-        table.add(b, FakeJob("b"))
-    assert len(table.report()) == REMEMBERED
+        table.add(b, FakeJob("b"), 0)
+    assert len(table.report(0)) == REMEMBERED
     os.close(a)
     os.close(b)
+
+
+def test_jobs_are_shown_to_their_user_and_to_root_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    table = JobTable()
+    directory = os.open(tmp_path, os.O_RDONLY)
+    table.add(directory, FakeJob("a"), 4242)
+    assert [table.state(directory, "dump", viewer).state for viewer in (0, 4242, 4243)] == ["writing"] * 2 + ["unknown"]
+    assert [len(table.report(viewer)) for viewer in (0, 4242, 4243)] == [1, 1, 0]
+    for _ in range(REMEMBERED + 10):
+        table.none_for(directory, 4243)
+    assert len(table.report(4242)) == 1, "another user's pushed it out"
+    os.close(directory)
 
 
 class FakeSession:

@@ -99,6 +99,12 @@ def test_memory_of_another_user_is_not_handed_out(frontend: Frontend) -> None:
         assert "no such exported memory" in packet[0].token_resolved.error or allowed
         assert not packet[1]  # this process sees no GPU at all, so even the right user gets a sentence
     frontend.broker.belongs(OTHER, 2000)
+    asked: list[object] = []
+    frontend.broker.needed = lambda *what: asked.append(what)
+    frontend.send((), 6, token_resolve=wire_pb2.TokenResolve(session=OTHER, block=7))
+    assert wire.receive(frontend.end) is not None
+    assert not asked, "a restore would hurry for it"
+    assert not frontend.session.blocks_of_others(), "a checkpoint of the owner would be refused for it"
     frontend.send(block_added=block(8, owner_session=OTHER, owner_block=7))
     assert frontend.end.recv(1) == b"", "the connection must end"
     frontend.broker.drop_session(OTHER)
