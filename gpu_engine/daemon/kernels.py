@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
+import threading
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 
 from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.permissions import sees_all
+from phos.gpu_engine.errors import ProtocolError
 from phos.gpu_engine.spec import table as tables
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.module_store import ModuleStore
@@ -25,6 +29,8 @@ IMAGES_KEPT = 16
 """Images whose tables are kept as they were looked through; some hundred kilobytes each."""
 
 _store = ModuleStore()
+_one_at_a_time = threading.Lock()
+"""Held while a module of an ordinary user is read: each takes memory meanwhile."""
 
 
 def module_loaded(
@@ -41,9 +47,12 @@ def module_loaded(
         source = FileSource.of(f"/proc/{pid}/root{loaded.path}", loaded.offset, loaded.size, name=loaded.path)
         speculator.add_module(session, loaded.module, source)
     elif len(descriptors) == 1 and loaded.size <= COPY_LIMIT:
-        with suppress(OSError):
-            image = os.pread(descriptors[0], loaded.size, 0)
-            speculator.add_module(session, loaded.module, _store.keep(uid, loaded.digest, image) or image)
+        with suppress(OSError, ProtocolError), nullcontext() if sees_all(uid) else _one_at_a_time:
+            image = wire.content(descriptors[0], COPY_LIMIT)[: loaded.size]
+            # In memory, there could be more of them than there is memory: for root alone.
+            stored = _store.keep(uid, loaded.digest, image)
+            if stored is not None or sees_all(uid):
+                speculator.add_module(session, loaded.module, stored or image)
     elif kept := _store.find(uid, loaded.digest, loaded.size):
         speculator.add_module(session, loaded.module, kept)
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
+from phos.gpu_engine.daemon.permissions import sees_all
 from phos.gpu_engine.errors import DaemonUnavailable
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,17 @@ class Broker:
         """The user whose process a session is, if that is known."""
         with self._lock:
             return self._users.get(session)
+
+    def may_hold(self, key: BlockKey, most: int) -> bool:
+        """Whether a session's user may have one more block, of ``most``; root may, and so may who has it already."""
+        with self._lock:
+            if len(self._blocks) < most or key in self._blocks:
+                return True
+            uid = self._users.get(key[0])
+            if uid is None or sees_all(uid):
+                return True
+            sessions = {session for session, user in self._users.items() if user == uid}
+            return sum(session in sessions for session, _ in self._blocks) < most
 
     def adopt_from_keeper(self) -> dict[bytes, int]:
         """After a start: take over what the keeper holds from an earlier phosd. Returns session → pid."""

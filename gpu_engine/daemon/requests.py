@@ -20,7 +20,7 @@ import psutil
 
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
-from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon.custody import custody
 from phos.gpu_engine.daemon.jobs import ENDED
 from phos.gpu_engine.daemon.permissions import may_write, refuse_others, tree_of
@@ -44,6 +44,7 @@ class Requests:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
+        self._waiting = limits.PerUser("checkpoints under way", limits.REQUESTS)
         self._lock = threading.Lock()  # guards _of
         self._of: WeakKeyDictionary[Session, dict[int, wire_pb2.CheckpointResult | None]] = WeakKeyDictionary()
 
@@ -65,6 +66,13 @@ class Requests:
                 for old in sorted(known)[:-REMEMBERED]:
                     del known[old]
         if is_new:
+            try:
+                self._waiting.take(peer.uid)
+            except NotPermitted as error:
+                self._answer(session, wire_pb2.CheckpointResult(number=request.number, error=str(error)))
+                if directory >= 0:
+                    os.close(directory)
+                return True
             threading.Thread(
                 target=self._serve, args=(session, peer, request, directory), daemon=True, name="request"
             ).start()
@@ -90,8 +98,12 @@ class Requests:
         finally:
             if directory >= 0:
                 os.close(directory)
+            self._waiting.give_back(peer.uid)
+        self._answer(session, result)
+
+    def _answer(self, session: Session, result: wire_pb2.CheckpointResult) -> None:
         with self._lock:
-            self._of.setdefault(session, {})[request.number] = result
+            self._of.setdefault(session, {})[result.number] = result
         session.tell(checkpoint_result=result)
 
     def _checkpoint(

@@ -18,7 +18,7 @@ from phos.gen import wire_pb2
 from phos.gpu_engine import inventory, procfs, toggle
 from phos.gpu_engine.cow.dump import CowDump
 from phos.gpu_engine.cow.settings import CowSettings
-from phos.gpu_engine.daemon import twins, wire
+from phos.gpu_engine.daemon import limits, twins, wire
 from phos.gpu_engine.daemon.permissions import may_write, refuse_others, sees_all, tree_of, uid_of
 from phos.gpu_engine.daemon.registry import Registry, say_failure
 from phos.gpu_engine.daemon.session import Session
@@ -102,7 +102,7 @@ class DumpServer:
                     case "dump_end":
                         result = envelope.dump_end.result
                         if job:
-                            hidden = _all_of(wire.only(descriptors)) if descriptors else b""
+                            hidden = wire.content(wire.only(descriptors), limits.MAP_BYTES) if descriptors else b""
                             job.criu_ended(result, hidden, kills=kills)
                     case _:
                         raise ProtocolError("phosd expects a frozen task here, or the end of the dump.")
@@ -306,10 +306,6 @@ def _leaves_alive(criu: int) -> bool:
     except OSError:
         return False
     return any(LEAVE.fullmatch(word) for word in words)
-
-
-def _all_of(descriptor: int) -> bytes:
-    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
 
 
 def _has_frontend(pid: int) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from phos.gen import wire_pb2
 from phos.gpu_engine import driver, inventory, procfs, residue, toggle
-from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon.audit import AuditServer
 from phos.gpu_engine.daemon.permissions import uid_of
 from phos.gpu_engine.daemon.registry import Registry
@@ -62,6 +62,7 @@ class Daemon:
         self._requests = Requests(self._registry)
         self._audits = AuditServer(self._registry)
         self._stopping = threading.Event()
+        self._connections = limits.PerUser("connections", limits.CONNECTIONS)
         self._remote = RemoteServer(sharing, self._registry.pinned) if sharing else None
         self._clients = ClientServer(self._registry, self.gpus, self._stopping, self._pools.pools, self._remote)
         self._ordinals = {bytes.fromhex(g.uuid.removeprefix("GPU-").replace("-", "")): g.ordinal for g in self.gpus}
@@ -107,11 +108,27 @@ class Daemon:
                 self._stopping.wait(0.2)
                 continue
             try:
-                peer = wire.Connection(connection)
-                threading.Thread(target=self._serve_one, args=(peer,), daemon=True).start()
+                self._begin(wire.Connection(connection))
             except (OSError, RuntimeError) as error:
                 log.warning("A connection could not be served: %s", error)
                 connection.close()
+
+    def _begin(self, peer: wire.Connection) -> None:
+        """Serve a connection in a thread of its own, unless its user has too many.
+
+        Raises:
+            OSError, RuntimeError: there can be no thread.
+        """
+        try:
+            self._connections.take(peer.uid)
+        except NotPermitted as error:
+            peer.refuse(error)
+            return
+        try:
+            threading.Thread(target=self._serve_one, args=(peer,), daemon=True).start()
+        except BaseException:
+            self._connections.give_back(peer.uid)
+            raise
 
     def stop(self, listener: socket.socket) -> None:
         """End :meth:`serve`."""
@@ -158,6 +175,7 @@ class Daemon:
             log.exception("Connection of process %d", connection.pid)
         finally:
             connection.close()
+            self._connections.give_back(connection.uid)
 
     # Frontends.
 
@@ -232,6 +250,8 @@ class Daemon:
         with self._registry.lock:
             session = self._registry.sessions.get(hello.session)
             if session is None:
+                has = sum(other.uid == connection.uid for other in self._registry.sessions.values())
+                limits.refuse_more(has, connection.uid, "processes", limits.SESSIONS)
                 state = SessionState.LOST if hello.state == wire_pb2.DETACHED else SessionState.RUNNING
                 session = self._registry.session(hello.session, connection.pid, connection.uid, state)
                 if state is SessionState.LOST:

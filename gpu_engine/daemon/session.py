@@ -12,7 +12,7 @@ from phos.gen import phos_image_pb2 as pb
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon.conversation import ANSWER_SECONDS, ANSWERS, Conversation
 from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.memory import Broker
@@ -37,10 +37,9 @@ HANG_UP_SECONDS = 3.0
 UNKNOWN_USER = -1
 """Of a session whose process has not been restored yet."""
 
-MODULES_KEPT = 1 << 16
 KINDS_KEPT = 64
 TEXT_KEPT = 4096
-"""A frontend that has gone mad must not fill phosd's memory: modules, kinds of uncarried state, bytes of a text."""
+"""A frontend that has gone mad must not fill phosd's memory: kinds of uncarried state, bytes of a text (limits.py)."""
 
 
 class Session:
@@ -72,6 +71,8 @@ class Session:
         self.takes_residue = False
         self.residue_bytes: int | None = None
         self.restore_thread = 0  # the driver's, as the process numbers it; 0: not asked yet
+        self._resolving = threading.BoundedSemaphore(limits.RESOLVES)
+        self._module_bytes = 0  # names, told over this connection
         self._from_image = False  # restored, and not attached yet
         self._broker = broker
         self._holds = holds
@@ -93,6 +94,7 @@ class Session:
         self.driver_version = hello.driver_version
         self.devices = {device.ordinal: device.uuid for device in hello.devices}
         self.modules = []  # told again over every connection, as the totals are
+        self._module_bytes = 0
         self.uncarried = {}
         self._kernels.told = 0
         self.takes_residue = hello.residue
@@ -139,7 +141,8 @@ class Session:
                 self.uncarried[kind_] = UncarriedState(kind_, report.count, report.bytes)
         elif kind == "module_loaded":
             loaded = envelope.module_loaded
-            if len(self.modules) < MODULES_KEPT:
+            self._module_bytes += len(loaded.path) + len(loaded.entry_point)
+            if len(self.modules) < limits.MODULES and self._module_bytes < limits.NAMES_BYTES:
                 self.modules.append(
                     LoadedModule(loaded.entry_point[:TEXT_KEPT], loaded.size, loaded.path[:TEXT_KEPT], loaded.offset)
                 )
@@ -147,6 +150,12 @@ class Session:
             self._kernels.seen(envelope.kernels_seen)
         elif kind == "token_resolve":
             asked = (envelope.id, (envelope.token_resolve.session, envelope.token_resolve.block))
+            if not self._resolving.acquire(blocking=False):
+                error = f"Process {self.pid} waits for {limits.RESOLVES} blocks of exported memory already."
+                with suppress(PhosError):  # it has gone
+                    resolved = wire_pb2.TokenResolved(error=error)
+                    self._conversation.tell([], envelope.id, token_resolved=resolved)
+                return
             # It may have to wait, and what the process answers meanwhile must be read.
             threading.Thread(target=self._resolve, args=asked, daemon=True, name="resolve").start()
         else:
@@ -160,6 +169,7 @@ class Session:
         except PhosError:
             pass  # it has gone
         finally:
+            self._resolving.release()
             wire.close_all(descriptors)
 
     # GatedProcess.

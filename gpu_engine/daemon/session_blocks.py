@@ -11,7 +11,7 @@ from phos.gen import phos_image_pb2 as pb
 from phos.gen import wire_pb2
 from phos.gpu_engine import sealed
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.errors import CheckpointFailed, ProtocolError
 from phos.gpu_engine.process import Allocation, Detached, HostAllocation, MappedBlock, UncarriedState
@@ -128,6 +128,19 @@ class SessionBlocks:
                 f"Process {pid} announced block {added.block}, and could still shorten its memory (it is no memfd of "
                 f"{added.size} bytes that is sealed against that), which phosd would not survive when it copies it."
             )
+        if not self._broker.may_hold(key, limits.blocks()):
+            wire.close_all(descriptors)
+            if not self._unheld:
+                log.error(
+                    "User %d has %d GPU memory blocks at phosd already, and one user may have no more: process %d runs "
+                    "on, and cannot be checkpointed.",
+                    self._owner.uid,
+                    limits.blocks(),
+                    pid,
+                )
+            with self._lock:
+                self._unheld.add(added.block)
+            return
         by_application = added.owner == wire_pb2.BlockAdded.APPLICATION
         device = self._ordinals.get(added.device, added.device)
         self._broker.add(Block(key, added.size, device, descriptors[0], by_application), pid)
@@ -216,8 +229,9 @@ class SessionBlocks:
         if missing:
             raise CheckpointFailed(
                 f"phosd has no descriptor of {len(missing)} GPU memory block(s) of process {self._owner.pid} "
-                f"({self._owner.executable}): the driver did not give one, or phosd and its keeper were both killed "
-                "since the process was last restored. It runs on, but it cannot be checkpointed; restart it."
+                f"({self._owner.executable}): the driver did not give one, phosd and its keeper were both killed "
+                "since the process was last restored, or its user has too many (phosd's log says so). It runs on, but "
+                "it cannot be checkpointed; restart it."
             )
 
     def parse_map(self, done: wire_pb2.DetachDone, descriptors: list[int]) -> Detached:
@@ -231,8 +245,7 @@ class SessionBlocks:
         try:
             if len(descriptors) != 1:
                 raise ProtocolError("the memory map is missing.")
-            with open(descriptors[0], "rb", closefd=False) as file:
-                memory.ParseFromString(file.read())
+            memory.ParseFromString(wire.content(descriptors[0], limits.MAP_BYTES))
         finally:
             wire.close_all(descriptors)
         own = self._owner.session

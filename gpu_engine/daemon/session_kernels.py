@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
 from phos.gen import wire_pb2
-from phos.gpu_engine.daemon import kernels
+from phos.gpu_engine.daemon import kernels, limits
 from phos.gpu_engine.daemon.conversation import Conversation
 from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.spec.speculator import Speculator
+
+log = logging.getLogger(__name__)
 
 HURRY_SECONDS = 30.0
 """For how long the analysis of a process's kernels goes before others' once it is checkpointed or restored."""
@@ -37,15 +40,41 @@ class SessionKernels:
         self._conversation = conversation
         self._speculator = speculator
         self._of_image = b""  # a table of access descriptors
+        self._modules: set[int] = set()
+        self._names: set[int] = set()  # hashes of kernels' names: they are told again over every connection
+        self._names_bytes = 0
+        self._incomplete = False  # there were more than are kept
 
     def loaded(self, pid: int, uid: int, module: wire_pb2.ModuleLoaded, descriptors: list[int]) -> None:
         """The process has loaded a module. The descriptors stay the caller's."""
+        if module.module not in self._modules:
+            if len(self._modules) >= limits.MODULES:
+                self._leave_out(f"more than {limits.MODULES} modules")
+                return
+            self._modules.add(module.module)
         kernels.module_loaded(self._speculator, self._session, pid, uid, module, descriptors)
 
     def seen(self, names: wire_pb2.KernelsSeen) -> None:
         """Kernels that the process may launch."""
-        kernels.kernels_seen(self._speculator, self._session, names)
         self.told += len(names.kernel)
+        kept = [name for name in names.kernel if self._keeps(hash((names.module, name)), len(name))]
+        kernels.kernels_seen(self._speculator, self._session, wire_pb2.KernelsSeen(module=names.module, kernel=kept))
+
+    def _keeps(self, number: int, size: int) -> bool:
+        if number in self._names:
+            return True
+        if self._names_bytes + size > limits.NAMES_BYTES:
+            self._leave_out(f"more than {limits.NAMES_BYTES} bytes of kernels' names")
+            return False
+        self._names.add(number)
+        self._names_bytes += size
+        return True
+
+    def _leave_out(self, what: str) -> None:
+        """What is not kept is not analysed: launches of it are taken by their arguments' layout."""
+        if not self._incomplete:
+            log.warning("A process has told of %s: the rest is left out.", what)
+        self._incomplete = True
 
     def restored(self, table: bytes, *, whole: bool = False) -> None:
         """What the process's image says of them."""
@@ -62,7 +91,7 @@ class SessionKernels:
 
     def table(self) -> tuple[bytes, bool]:
         """What is known by now of what they touch, nobody being kept waiting for more; and whether that is all."""
-        whole = (self.whole or self.told > 0) and self._speculator.complete(self._session)
+        whole = (self.whole or self.told > 0) and not self._incomplete and self._speculator.complete(self._session)
         return kernels.known_table(self._speculator, self._session, 0.0, self._of_image), whole
 
     def describe(self, timeout: float) -> None:

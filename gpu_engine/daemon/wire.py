@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import struct
@@ -77,6 +78,26 @@ def peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
     return pid, uid, gid
 
 
+def content(descriptor: int, most: int) -> bytes:
+    """All of the file in memory that a descriptor of another process stands for.
+
+    Raises:
+        ProtocolError: it is no file in memory, which alone is read without waiting, or has more than ``most`` bytes.
+        OSError: it cannot be read.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise ProtocolError("A packet came with a descriptor that is no memfd.") from error
+    size = os.fstat(descriptor).st_size
+    if size > most:
+        raise ProtocolError(f"A packet came with a file of {size} bytes; phosd takes {most}.")
+    parts = bytearray()
+    while len(parts) < size and (part := os.pread(descriptor, size - len(parts), len(parts))):
+        parts += part
+    return bytes(parts)
+
+
 def only(descriptors: list[int]) -> int:
     """The one descriptor that has to come with a request: an image directory's, for example."""
     if len(descriptors) != 1:
@@ -132,6 +153,18 @@ class Connection:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass
+
+    def refuse(self, error: object) -> None:
+        """Say why this peer is not served, as an answer to whatever it has asked, and close; nothing is waited for."""
+        self._socket.setblocking(False)
+        try:
+            packet = self.receive()  # what is not read would be an error for the peer, and hide the answer
+            if packet is not None:
+                close_all(packet[1])
+        except (OSError, ProtocolError):
+            pass
+        self.done(0, error)
+        self.close()
 
     def close(self) -> None:
         """Close the socket."""

@@ -12,8 +12,8 @@ import pytest
 
 from phos.gen import wire_pb2
 from phos.gpu_engine import sealed
+from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon import session as session_module
-from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import CheckpointFailed, MemoryLost, PhosError, Unresponsive
@@ -76,7 +76,7 @@ def test_modules_and_totals_do_not_grow_with_every_connection(frontend: Frontend
 
 
 def test_a_mad_frontend_does_not_fill_memory(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "MODULES_KEPT", 10)
+    monkeypatch.setattr(limits, "MODULES", 10)
     for number in range(200):
         frontend.send(uncarried=wire_pb2.Uncarried(kind=f"kind {number} " + "x" * 9000, count=1))
         frontend.send(module_loaded=wire_pb2.ModuleLoaded(path="p" * 9000))
