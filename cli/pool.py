@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 
+ANSWER_SECONDS = 600.0
+"""How long phosd may take to look through an image, or to end the processes of a pool."""
+
 
 @click.group()
 def pool() -> None:
@@ -201,7 +204,7 @@ def _find(name: str) -> wire_pb2.Status.Pool:
 
 
 def _ask(descriptors: list[int] | None = None, **body: object) -> None:
-    answer = client.request(None, descriptors, **body)
+    answer = client.request(None, descriptors, timeout=ANSWER_SECONDS, **body)
     if answer.done.error:
         raise RestoreFailed(answer.done.error)
 

@@ -18,9 +18,9 @@ import click
 
 from phos.gpu_engine import configuration
 from phos.gpu_engine.daemon import client
-from phos.gpu_engine.daemon.paths import socket_path
+from phos.gpu_engine.daemon.paths import make_folder, refuse_unfit, socket_path
 from phos.gpu_engine.daemon.remote_settings import VARIABLES, RemoteSettings
-from phos.gpu_engine.errors import PhosError, UsageError
+from phos.gpu_engine.errors import NotPermitted, PhosError, UsageError
 from phos.gpu_engine.installation import device_kind, load_driver
 
 DESCRIPTORS_USUAL = 16384
@@ -43,21 +43,30 @@ def _listen(path: Path) -> socket.socket:
     """Bind the socket; only one phosd may serve a folder.
 
     Raises:
-        PhosError: another phosd runs there.
+        PhosError: another phosd runs there, or there can be no socket.
     """
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    lock = os.open(path.parent / "phosd.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    refuse_unfit(path)
+    make_folder(path)
+    try:
+        lock = os.open(path.parent / "phosd.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise NotPermitted(f"phosd cannot write to {path.parent}, where its socket is: {error.strerror}.") from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # held until this process ends
     except OSError as error:
         raise PhosError(f"Another phosd already serves {path}.") from error
     os.ftruncate(lock, 0)
     os.write(lock, f"{os.getpid()}\n".encode())
-    path.unlink(missing_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(path))
-    # Any user may connect: what a peer may do is decided by its credentials (SO_PEERCRED), request by request.
-    path.chmod(0o666 if os.geteuid() == 0 else 0o600)
+    try:
+        if path.is_symlink() or (path.exists() and not path.is_socket()):
+            raise UsageError(f"{path} is no socket, and phosd does not replace it. Remove it, or name another place.")
+        path.unlink(missing_ok=True)  # of a phosd that was killed: we have the lock
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(str(path))
+        # Any user may connect: what a peer may do is decided by its credentials (SO_PEERCRED), request by request.
+        path.chmod(0o666 if os.geteuid() == 0 else 0o600)
+    except OSError as error:
+        raise PhosError(f"phosd cannot listen at {path}: {error.strerror or error}.") from error
     return listener
 
 

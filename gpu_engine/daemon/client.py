@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import select
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import wire
-from phos.gpu_engine.daemon.paths import log_file, socket_path
+from phos.gpu_engine.daemon.paths import log_file, make_folder, refuse_unfit, socket_path
 from phos.gpu_engine.errors import CRIU_FAILED, DaemonUnavailable, PhosError
 
 UNDO_SECONDS = 60.0
@@ -25,6 +27,9 @@ UNDO_SECONDS = 60.0
 
 ANSWER_SECONDS = 10.0
 """How much later than asked for an answer may come, before phosd counts as hanging."""
+
+REQUEST_SECONDS = 60.0
+"""How long the answer to a request may take that waits for no job."""
 
 START_SECONDS = 30.0
 """How long phosd may take to start; initialising the driver on a machine without persistence mode takes seconds."""
@@ -34,12 +39,15 @@ def connect(path: Path | None = None) -> socket.socket:
     """A connection to the running phosd.
 
     Raises:
-        DaemonUnavailable: none answers there.
+        DaemonUnavailable: none answers there. UsageError: there can be none.
     """
     path = path or socket_path()
+    refuse_unfit(path)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
+        _patience(connection, ANSWER_SECONDS)  # one that accepts nobody any more keeps everybody waiting
         connection.connect(str(path))
+        _patience(connection, 0)
     except OSError as error:
         connection.close()
         raise DaemonUnavailable(
@@ -47,6 +55,13 @@ def connect(path: Path | None = None) -> socket.socket:
             "Start it with 'phosd --ensure' or 'systemctl start phosd'."
         ) from error
     return connection
+
+
+def _patience(connection: socket.socket, seconds: float) -> None:
+    """How long connecting and sending may take; 0: for ever. Not settimeout(): no one would wait for a place then."""
+    connection.setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    )
 
 
 def ensure(path: Path | None = None) -> None:
@@ -61,7 +76,7 @@ def ensure(path: Path | None = None) -> None:
         return
     except DaemonUnavailable:
         pass
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    make_folder(path)
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     # As isolated as we are: an installed phosd must not find the packages of the folder that a user stands in.
     isolated = ["-I"] if sys.flags.isolated else []
@@ -79,7 +94,10 @@ def ensure(path: Path | None = None) -> None:
                     break
     finally:
         os.close(lifeline)
-    tail = log_file(path).read_text(errors="replace").strip().splitlines()[-3:]
+    try:
+        tail = log_file(path).read_text(errors="replace").strip().splitlines()[-3:]
+    except OSError as error:
+        tail = [f"its log cannot be read or written ({error.strerror})."]
     raise DaemonUnavailable(f"phosd could not be started at {path}: {' '.join(tail)} (log: {log_file(path)})")
 
 
@@ -110,11 +128,26 @@ def _start_orphan(command: list[str], environment: dict[str, str], log: Path) ->
     return read_end
 
 
-def request(path: Path | None, descriptors: list[int] | None = None, **body: object) -> wire_pb2.Envelope:
-    """One request, one answer."""
+def request(
+    path: Path | None, descriptors: list[int] | None = None, *, timeout: float | None = None, **body: object
+) -> wire_pb2.Envelope:
+    """One request, one answer, for which ``timeout`` seconds are waited (:data:`REQUEST_SECONDS`).
+
+    Raises:
+        DaemonUnavailable: phosd is not there, ends before it answers, or does not answer.
+    """
+    path = path or socket_path()
     with connect(path) as connection:
-        wire.send(connection, wire_pb2.Envelope(id=1, **body), descriptors or [])  # type: ignore[arg-type]
-        answer = wire.receive(connection)
+        connection.settimeout(REQUEST_SECONDS if timeout is None else timeout)
+        try:
+            with suppress(BrokenPipeError):  # it has hung up, and may have said why
+                wire.send(connection, wire_pb2.Envelope(id=1, **body), descriptors or [])  # type: ignore[arg-type]
+            answer = wire.receive(connection)
+        except TimeoutError as error:
+            raise DaemonUnavailable(
+                f"phosd at {path} has not answered for {connection.gettimeout():.0f} s. Its log ({log_file(path)}, or "
+                "'journalctl -u phosd') may say why. Applications run on if it is killed and started anew."
+            ) from error
     if answer is None:
         raise DaemonUnavailable("phosd ended before it answered.")
     wire.close_all(answer[1])
@@ -122,15 +155,28 @@ def request(path: Path | None, descriptors: list[int] | None = None, **body: obj
 
 
 def status(path: Path | None = None) -> wire_pb2.Status:
-    """What phosd knows of GPUs, processes and jobs."""
-    return request(path, status_request=wire_pb2.StatusRequest()).status
+    """What phosd knows of GPUs, processes and jobs.
+
+    Raises:
+        DaemonUnavailable: as :func:`request`. PhosError: phosd's reason not to say it.
+    """
+    answer = request(path, status_request=wire_pb2.StatusRequest())
+    if answer.done.error:
+        raise PhosError(answer.done.error)
+    return answer.status
 
 
 def shutdown(path: Path | None = None) -> None:
     """Ask phosd to end, and wait until it has. Applications run on; their memory stays held by the keeper."""
+    path = path or socket_path()
     with connect(path) as connection:
-        wire.send(connection, wire_pb2.Envelope(id=1, shutdown=wire_pb2.Shutdown()))
-        answer = wire.receive(connection)
+        connection.settimeout(REQUEST_SECONDS)
+        try:
+            wire.send(connection, wire_pb2.Envelope(id=1, shutdown=wire_pb2.Shutdown()))
+            answer = wire.receive(connection)
+        except TimeoutError as error:
+            raise DaemonUnavailable(f"phosd at {path} does not answer.") from error
+        connection.settimeout(None)
         if answer is not None and answer[0].done.error:
             raise PhosError(answer[0].done.error)
         wire.receive(connection)  # end of file: its process is gone

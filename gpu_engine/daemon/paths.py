@@ -6,9 +6,12 @@ import os
 import stat
 from pathlib import Path
 
-from phos.gpu_engine.errors import NotPermitted
+from phos.gpu_engine.errors import NotPermitted, UsageError
 
 SYSTEM_SOCKET = Path("/run/phos/phosd.sock")
+PATH_BYTES = 107
+"""Most of a socket's path: struct sockaddr_un has 108, the last of them zero."""
+
 TEMPORARY = Path("/tmp")
 
 
@@ -44,6 +47,34 @@ def _own(folder: Path) -> Path:
             "it removed, or name another place for phosd's socket (PHOS_SOCKET, XDG_RUNTIME_DIR)."
         )
     return folder
+
+
+def refuse_unfit(socket: Path) -> None:
+    """
+    Raises:
+        UsageError: no socket can have that path, or the keeper's cannot have the one beside it.
+    """
+    size = max(len(os.fsencode(path)) for path in (socket, keeper_socket(socket)))
+    if size > PATH_BYTES:
+        raise UsageError(
+            f"The path of phosd's socket, {socket}, is {size - PATH_BYTES} bytes too long: Linux takes {PATH_BYTES} "
+            "for that and for the keeper's socket beside it. Name a shorter one (PHOS_SOCKET)."
+        )
+
+
+def make_folder(socket: Path) -> None:
+    """The folder of phosd's socket, where everybody finds it.
+
+    Raises:
+        UsageError: it cannot be made, or is none.
+    """
+    try:
+        socket.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(
+            f"The folder {socket.parent} for phosd's socket cannot be made: {error.strerror}. Name another place "
+            "(PHOS_SOCKET)."
+        ) from error
 
 
 def hold_folder(socket: Path) -> Path:

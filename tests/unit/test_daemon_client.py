@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from phos.gen import wire_pb2
-from phos.gpu_engine.daemon import client
-from phos.gpu_engine.errors import CRIU_FAILED, DaemonUnavailable
+from phos.gpu_engine.daemon import client, paths, wire
+from phos.gpu_engine.daemon.__main__ import _listen
+from phos.gpu_engine.errors import CRIU_FAILED, DaemonUnavailable, NotPermitted, PhosError, UsageError
 
 BEGAN = 1000.0
 
@@ -76,6 +79,96 @@ def test_a_phosd_that_hangs_is_not_waited_for(
         listening.listen()
         client.show_undone(str(tmp_path), restore=False, began=BEGAN)
     assert capsys.readouterr().err == ""
+
+
+@pytest.fixture
+def hangs(tmp_path: Path) -> Iterator[Path]:
+    """The path of a phosd that accepts connections and says nothing."""
+    path = tmp_path / "phosd.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(path))
+        listening.listen(4)
+        yield path
+
+
+@pytest.mark.parametrize("ask", [client.status, client.shutdown])
+def test_a_request_to_a_phosd_that_hangs_ends_with_a_sentence(
+    hangs: Path, monkeypatch: pytest.MonkeyPatch, ask: Callable[[Path], object]
+) -> None:
+    monkeypatch.setattr(client, "REQUEST_SECONDS", 0.1)
+    with pytest.raises(DaemonUnavailable, match=f"phosd at {hangs} (has not answered|does not answer)"):
+        ask(hangs)
+
+
+def test_a_phosd_that_accepts_nobody_is_not_waited_for_either(hangs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.1)
+    with ExitStack() as waiting, pytest.raises(DaemonUnavailable, match="phosd does not answer at"):
+        any(waiting.enter_context(client.connect(hangs)) is None for _ in range(20))  # more than it lets wait
+
+
+def test_why_a_request_is_refused_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "phosd.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(path))
+        listening.listen()
+
+        def refuse() -> None:
+            wire.Connection(listening.accept()[0]).refuse("There are too many.")
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        with pytest.raises(PhosError, match="There are too many"):
+            client.status(path)
+        thread.join()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=f"The folder {tmp_path}/file/run for phosd's socket cannot be made"):
+        client.ensure(tmp_path / "file" / "run" / "phosd.sock")
+
+
+def test_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    room = paths.PATH_BYTES - len(str(tmp_path)) - len("//keeper.sock")
+    paths.refuse_unfit(tmp_path / ("x" * room) / "phosd.sock")
+    too_long = tmp_path / ("x" * (room + 1)) / "phosd.sock"
+    for ask in (client.connect, client.ensure, client.status):
+        with pytest.raises(UsageError, match="is 1 bytes too long"):
+            ask(too_long)
+    assert not too_long.parent.exists()
+
+
+# phosd's side.
+
+
+def test_what_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
+    for number, make in enumerate((Path.touch, Path.mkdir, lambda path: path.symlink_to("/etc/passwd"))):
+        path = tmp_path / str(number) / "phosd.sock"
+        path.parent.mkdir()
+        make(path)
+        with pytest.raises(UsageError, match="is no socket, and phosd does not replace it"):
+            _listen(path)
+        assert path.exists()
+
+
+def test_the_socket_of_a_phosd_that_was_killed_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "phosd.sock"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stale:
+        stale.bind(str(path))
+    listener = _listen(path)
+    listener.listen(1)
+    client.connect(path).close()
+    with pytest.raises(PhosError, match="Another phosd already serves"):
+        _listen(path)
+    listener.close()
+
+
+def test_a_socket_of_that_path_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "phosd.lock").mkdir()
+    with pytest.raises(NotPermitted, match=r"cannot write to .*, where its socket is"):
+        _listen(tmp_path / "phosd.sock")
+    with pytest.raises(UsageError, match="too long"):
+        _listen(tmp_path / ("x" * 100) / "phosd.sock")
 
 
 def test_an_earlier_one_is_none_of_its_business(
