@@ -72,7 +72,7 @@ static void listen(struct phos_fill_plan *plan)
 {
     for (uint32_t i = 0; i < plan->window_count; i++) {
         int64_t chunk;
-        while ((chunk = phos_window_next(plan->windows[i].table, &plan->windows[i].head)) >= 0) {
+        while ((chunk = phos_window_next(plan->windows[i].view, &plan->windows[i].head)) >= 0) {
             if (chunk >= plan->count || plan->state[chunk] & (PHOS_FILL_GIVEN | PHOS_FILL_HEARD))
                 continue;
             plan->state[chunk] |= PHOS_FILL_HEARD;

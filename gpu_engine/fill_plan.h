@@ -7,7 +7,7 @@
 #include <stdint.h>
 
 struct phos_chunk_table;
-struct phos_window_table;
+struct phos_window_view;
 
 #define PHOS_HASH_BYTES 16
 
@@ -41,7 +41,7 @@ struct phos_fill_queue {
 };
 
 struct phos_fill_window {
-    struct phos_window_table *table;
+    const struct phos_window_view *view;
     uint32_t head; /* in its list of wanted chunks */
     uint32_t zero;
 };

@@ -55,7 +55,7 @@ class _Queue(ctypes.Structure):
 class _Window(ctypes.Structure):
     """struct phos_fill_window."""
 
-    _fields_ = (("table", ctypes.c_void_p), ("head", ctypes.c_uint32), ("zero", ctypes.c_uint32))
+    _fields_ = (("view", ctypes.c_void_p), ("head", ctypes.c_uint32), ("zero", ctypes.c_uint32))
 
 
 class _Plan(ctypes.Structure):
@@ -171,7 +171,7 @@ class Wishes(Protocol):
 
     @property
     def address(self) -> int:
-        """Of a struct phos_window_table."""
+        """Of a struct phos_window_view."""
 
 
 class Places(Generic[Item]):

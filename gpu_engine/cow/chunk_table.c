@@ -79,8 +79,9 @@ EXPORT uint64_t phos_window_size(uint32_t blocks, uint32_t pools, uint32_t slots
            aligned((uint64_t)order * sizeof(uint32_t));
 }
 
-EXPORT void phos_window_begin(struct phos_window_table *table, uint32_t process, uint32_t blocks, uint32_t pools, uint32_t slots,
-                              uint32_t queue, uint32_t order, uint32_t prioritise, uint32_t mode)
+EXPORT void phos_window_begin(struct phos_window_view *view, struct phos_window_table *table, uint32_t process,
+                              uint32_t blocks, uint32_t pools, uint32_t slots, uint32_t queue, uint32_t order,
+                              uint32_t prioritise, uint32_t mode)
 {
     table->size = phos_window_size(blocks, pools, slots, queue, order);
     table->process = process;
@@ -98,6 +99,16 @@ EXPORT void phos_window_begin(struct phos_window_table *table, uint32_t process,
     table->queue_at = table->transfers_at + aligned(PHOS_TRANSFERS * sizeof(struct phos_window_transfer));
     table->order_at = table->queue_at + aligned((uint64_t)queue * sizeof(uint32_t));
     table->magic = PHOS_WINDOW_MAGIC;
+    *view = (struct phos_window_view){
+        .table = table,
+        .slots_at = table->slots_at,
+        .transfers_at = table->transfers_at,
+        .queue_at = table->queue_at,
+        .order_at = table->order_at,
+        .slots = slots,
+        .queue = queue,
+        .order = order,
+    };
 }
 
 static void *at(struct phos_window_table *table, uint64_t offset)
@@ -105,6 +116,7 @@ static void *at(struct phos_window_table *table, uint64_t offset)
     return (char *)table + offset;
 }
 
+/* This and phos_window_set_pool(): before any process has the table. */
 EXPORT void phos_window_set_block(struct phos_window_table *table, uint32_t index, uint64_t block, uint64_t size, uint32_t first_chunk)
 {
     ((struct phos_window_block *)at(table, table->blocks_at))[index] =
@@ -120,22 +132,22 @@ EXPORT void phos_window_set_pool(struct phos_window_table *table, uint32_t index
 
 /* The next chunk in the queue, or -1; the reader keeps *head. A frontend that writes nonsense harms only its own image:
  * the caller checks the number. */
-EXPORT int64_t phos_window_next(struct phos_window_table *table, uint32_t *head)
+EXPORT int64_t phos_window_next(const struct phos_window_view *view, uint32_t *head)
 {
-    uint32_t tail = load(&table->tail);
-    if (*head == tail || *head >= table->queue)
+    uint32_t tail = load(&view->table->tail);
+    if (*head == tail || *head >= view->queue)
         return -1;
-    return ((uint32_t *)at(table, table->queue_at))[(*head)++];
+    return ((uint32_t *)at(view->table, view->queue_at))[(*head)++];
 }
 
 /* The next chunk that the process touched for the first time, perhaps with PHOS_TOUCH_WRITES, or -1; the reader keeps
  * *head. */
-EXPORT int64_t phos_window_next_touched(struct phos_window_table *table, uint32_t *head)
+EXPORT int64_t phos_window_next_touched(const struct phos_window_view *view, uint32_t *head)
 {
-    uint32_t tail = load(&table->touched);
-    if (*head == tail || *head >= table->order)
+    uint32_t tail = load(&view->table->touched);
+    if (*head == tail || *head >= view->order)
         return -1;
-    return ((uint32_t *)at(table, table->order_at))[(*head)++];
+    return ((uint32_t *)at(view->table, view->order_at))[(*head)++];
 }
 
 /* The names in it end in a zero byte, whatever the frontend wrote. */
@@ -147,29 +159,34 @@ EXPORT void phos_window_loading(const struct phos_window_table *table, struct ph
         loading->recent[i][PHOS_RECENT_NAME - 1] = 0;
 }
 
-EXPORT uint32_t phos_window_ticket(struct phos_window_table *table, uint32_t slot)
+static struct phos_window_slot *slot_of(const struct phos_window_view *view, uint32_t slot)
 {
-    return load(&((struct phos_window_slot *)at(table, table->slots_at))[slot].ticket);
+    return (struct phos_window_slot *)at(view->table, view->slots_at) + slot;
 }
 
-EXPORT void phos_window_free_slot(struct phos_window_table *table, uint32_t slot)
+/* Of a slot that there is: the caller has looked. */
+EXPORT uint32_t phos_window_ticket(const struct phos_window_view *view, uint32_t slot)
 {
-    __atomic_store_n(&((struct phos_window_slot *)at(table, table->slots_at))[slot].ticket, 0, __ATOMIC_RELEASE);
+    return load(&slot_of(view, slot)->ticket);
+}
+
+EXPORT void phos_window_free_slot(const struct phos_window_view *view, uint32_t slot)
+{
+    __atomic_store_n(&slot_of(view, slot)->ticket, 0, __ATOMIC_RELEASE);
 }
 
 /* Whether the application waits for a transfer of its own: in a call now, or queued. `flags` are the words that the GPU
- * has set in a pool, as last read; transfers that have ended are cleared. Bit 1: some could not be judged without newer
- * flags of this pool. */
-EXPORT uint32_t phos_window_transferring(struct phos_window_table *table, uint32_t pool, const uint32_t *flags)
+ * has set in a pool of `slots` slots, as last read; transfers that have ended are cleared. Bit 1: some could not be judged
+ * without newer flags of this pool. */
+EXPORT uint32_t phos_window_transferring(const struct phos_window_view *view, uint32_t pool, uint32_t slots, const uint32_t *flags)
 {
-    uint32_t answer = load(&table->transferring) ? 1 : 0;
-    struct phos_window_transfer *transfers = at(table, table->transfers_at);
-    const struct phos_window_pool *where = (const struct phos_window_pool *)at(table, table->pools_at) + pool;
+    uint32_t answer = load(&view->table->transferring) ? 1 : 0;
+    struct phos_window_transfer *transfers = at(view->table, view->transfers_at);
     for (uint32_t i = 0; i < PHOS_TRANSFERS; i++) {
         uint32_t ticket = load(&transfers[i].ticket);
         if (!ticket || transfers[i].pool != pool)
             continue;
-        if (flags[where->slots + i] == ticket)
+        if (flags[slots + i] == ticket)
             __atomic_store_n(&transfers[i].ticket, 0, __ATOMIC_RELEASE);
         else
             answer |= 2;
@@ -185,9 +202,9 @@ EXPORT void phos_window_counts(const struct phos_window_table *table, struct pho
         to[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
 }
 
-/* The call for which the process waited until all was saved; empty: none. In the table's own memory. */
-EXPORT const char *phos_window_culprit(struct phos_window_table *table)
+/* The call for which the process waited until all was saved; empty: none. It ends in a zero byte, as those above do. */
+EXPORT void phos_window_culprit(const struct phos_window_table *table, char culprit[PHOS_RECENT_NAME])
 {
-    table->culprit[PHOS_RECENT_NAME - 1] = 0;
-    return table->culprit;
+    memcpy(culprit, table->culprit, PHOS_RECENT_NAME);
+    culprit[PHOS_RECENT_NAME - 1] = 0;
 }

@@ -78,6 +78,22 @@ class Counts(ctypes.Structure):
         return {name: int(getattr(self, name)) for name, *_ in self._fields_}
 
 
+class _View(ctypes.Structure):
+    """struct phos_window_view of chunk_table.h."""
+
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("slots_at", ctypes.c_uint64),
+        ("transfers_at", ctypes.c_uint64),
+        ("queue_at", ctypes.c_uint64),
+        ("order_at", ctypes.c_uint64),
+        ("slots", ctypes.c_uint32),
+        ("queue", ctypes.c_uint32),
+        ("order", ctypes.c_uint32),
+        ("zero", ctypes.c_uint32),
+    )
+
+
 @functools.cache
 def library() -> ctypes.PyDLL:
     """libphos_chunks.so with its prototypes.
@@ -99,7 +115,7 @@ def library() -> ctypes.PyDLL:
         "phos_chunks_saved": (None, [pointer, u32]),
         "phos_chunks_close": (None, [pointer]),
         "phos_window_size": (u64, [u32, u32, u32, u32, u32]),
-        "phos_window_begin": (None, [pointer, u32, u32, u32, u32, u32, u32, u32, u32]),
+        "phos_window_begin": (None, [pointer, pointer, u32, u32, u32, u32, u32, u32, u32, u32]),
         "phos_window_set_block": (None, [pointer, u32, u64, u64, u32]),
         "phos_window_set_pool": (None, [pointer, u32, u32, u32, u32, u64]),
         "phos_window_next": (i64, [pointer, pointer]),
@@ -107,9 +123,9 @@ def library() -> ctypes.PyDLL:
         "phos_window_loading": (None, [pointer, pointer]),
         "phos_window_ticket": (u32, [pointer, u32]),
         "phos_window_free_slot": (None, [pointer, u32]),
-        "phos_window_transferring": (u32, [pointer, u32, pointer]),
+        "phos_window_transferring": (u32, [pointer, u32, u32, pointer]),
         "phos_window_counts": (None, [pointer, pointer]),
-        "phos_window_culprit": (ctypes.c_char_p, [pointer]),
+        "phos_window_culprit": (None, [pointer, ctypes.c_char_p]),
     }
     for name, (result, arguments) in prototypes.items():
         function = getattr(lib, name)
@@ -248,8 +264,11 @@ class WindowTable:
         size = self._lib.phos_window_size(len(blocks), len(pools), slots, queue, order)
         self._shared = _Shared("phos-window", size)
         address = self._shared.address
+        self._view = _View()
+        self.address = ctypes.addressof(self._view)
+        """For native code: of the struct phos_window_view."""
         self._lib.phos_window_begin(
-            address, process, len(blocks), len(pools), slots, queue, order, int(prioritise), mode
+            self.address, address, process, len(blocks), len(pools), slots, queue, order, int(prioritise), mode
         )
         for index, (number, bytes_, first) in enumerate(blocks):
             self._lib.phos_window_set_block(address, index, number, bytes_, first)
@@ -263,17 +282,12 @@ class WindowTable:
         """The memfd."""
         return self._shared.descriptor
 
-    @property
-    def address(self) -> int:
-        """For native code."""
-        return self._shared.address
-
     def next_touched(self) -> tuple[int, bool] | None:
         """The next chunk that the process touched for the first time, and whether that may have been by writing.
 
         One that was read first comes again when it is written to. One caller at a time.
         """
-        touch = self._lib.phos_window_next_touched(self._shared.address, ctypes.byref(self._touched_head))
+        touch = self._lib.phos_window_next_touched(self.address, ctypes.byref(self._touched_head))
         return None if touch < 0 else (int(touch) & ~TOUCH_WRITES, bool(touch & TOUCH_WRITES))
 
     def loading(self) -> Loading:
@@ -284,27 +298,29 @@ class WindowTable:
 
     def next_wanted(self) -> int | None:
         """The next chunk that the process wants to be seen to; one caller at a time."""
-        chunk = self._lib.phos_window_next(self._shared.address, ctypes.byref(self._head))
+        chunk = self._lib.phos_window_next(self.address, ctypes.byref(self._head))
         return None if chunk < 0 else int(chunk)
 
     def ticket(self, slot: int) -> int:
         """What the GPU sets a slot's flag to once its copy has been made."""
-        return int(self._lib.phos_window_ticket(self._shared.address, slot))
+        return int(self._lib.phos_window_ticket(self.address, slot))
 
     def free_slot(self, slot: int) -> None:
         """The process may use the slot again."""
-        self._lib.phos_window_free_slot(self._shared.address, slot)
+        self._lib.phos_window_free_slot(self.address, slot)
 
     def transferring(self, pool: int, flags: int) -> int:
         """Bit 0: a call that moves data is under way. Bit 1: a queued transfer has not ended, as far as is known.
 
         ``flags`` is the host address of the pool's flags as last read.
         """
-        return int(self._lib.phos_window_transferring(self._shared.address, pool, flags))
+        return int(self._lib.phos_window_transferring(self.address, pool, self.pools[pool].slots, flags))
 
     def culprit(self) -> str:
         """The first call that might write anywhere, for which the process waited until all was saved; empty: none."""
-        return bytes(self._lib.phos_window_culprit(self._shared.address) or b"").decode(errors="replace")
+        name = ctypes.create_string_buffer(RECENT_NAME)
+        self._lib.phos_window_culprit(self._shared.address, name)
+        return name.value.decode(errors="replace")
 
     def counts(self) -> Counts:
         """What the process's calls met with so far."""

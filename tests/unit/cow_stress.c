@@ -9,6 +9,8 @@
 #include "track.h"
 #include "window_private.h"
 
+#include "../../gpu_engine/cow/chunk_table.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,23 +27,23 @@
 extern uint64_t phos_chunks_size(uint32_t chunks);
 extern void phos_chunks_begin(struct phos_chunk_table *table, uint32_t chunk_bytes, uint32_t chunks);
 extern uint32_t phos_chunks_state(const struct phos_chunk_table *table, uint32_t chunk);
-extern uint32_t phos_chunks_claim(struct phos_chunk_table *table, uint32_t chunk);
 extern int64_t phos_chunks_claim_next(struct phos_chunk_table *table, const uint32_t *order, uint32_t count,
                                       uint32_t *cursor);
-extern void phos_chunks_saved(struct phos_chunk_table *table, uint32_t chunk);
 extern void phos_chunks_close(struct phos_chunk_table *table);
 extern uint64_t phos_window_size(uint32_t blocks, uint32_t pools, uint32_t slots, uint32_t queue, uint32_t order);
 /* The frontend has another function of this name, in window.c, which is not here. */
-extern void table_begin(struct phos_window_table *table, uint32_t process, uint32_t blocks, uint32_t pools, uint32_t slots,
-                        uint32_t queue, uint32_t order, uint32_t prioritise, uint32_t mode)
+extern void table_begin(struct phos_window_view *view, struct phos_window_table *table, uint32_t process, uint32_t blocks,
+                        uint32_t pools, uint32_t slots, uint32_t queue, uint32_t order, uint32_t prioritise, uint32_t mode)
     __asm__("phos_window_begin");
 extern void phos_window_set_pool(struct phos_window_table *table, uint32_t index, uint32_t device, uint32_t first_slot,
                                  uint32_t slots, uint64_t bytes);
-extern int64_t phos_window_next(struct phos_window_table *table, uint32_t *head);
-extern int64_t phos_window_next_touched(struct phos_window_table *table, uint32_t *head);
-extern uint32_t phos_window_ticket(struct phos_window_table *table, uint32_t slot);
-extern void phos_window_free_slot(struct phos_window_table *table, uint32_t slot);
-extern uint32_t phos_window_transferring(struct phos_window_table *table, uint32_t pool, const uint32_t *flags);
+extern int64_t phos_window_next_touched(const struct phos_window_view *view, uint32_t *head);
+extern uint32_t phos_window_ticket(const struct phos_window_view *view, uint32_t slot);
+extern void phos_window_free_slot(const struct phos_window_view *view, uint32_t slot);
+extern uint32_t phos_window_transferring(const struct phos_window_view *view, uint32_t pool, uint32_t slots,
+                                         const uint32_t *flags);
+
+static struct phos_window_view view;
 
 static void check(bool holds, const char *what)
 {
@@ -330,7 +332,7 @@ static bool give(uint32_t chunk, int64_t slot, struct piece *piece)
 static bool take(struct piece *piece)
 {
     int64_t wanted;
-    while ((wanted = phos_window_next(phos_window.table, &head)) >= 0) {
+    while ((wanted = phos_window_next(&view, &head)) >= 0) {
         if (given[wanted])
             continue;
         if (phos_chunks_claim(phos_window.chunks, (uint32_t)wanted) == PHOS_CHUNK_UNSAVED)
@@ -342,7 +344,7 @@ static bool take(struct piece *piece)
             continue;
         uint32_t slot = state & 0xffff;
         uint32_t *flag = (uint32_t *)pool->address + slot;
-        if (__atomic_load_n(flag, __ATOMIC_ACQUIRE) == phos_window_ticket(phos_window.table, slot))
+        if (__atomic_load_n(flag, __ATOMIC_ACQUIRE) == phos_window_ticket(&view, slot))
             return give(chunk, slot, piece);
     }
     if (draw(&copier_seed, 3))
@@ -372,7 +374,7 @@ static void *copy_out(void *unused)
         memcpy(image + (size_t)piece.chunk * CHUNK, piece.from, piece.size);
         phos_chunks_saved(phos_window.chunks, piece.chunk);
         if (piece.slot >= 0)
-            phos_window_free_slot(phos_window.table, (uint32_t)piece.slot);
+            phos_window_free_slot(&view, (uint32_t)piece.slot);
     }
 }
 
@@ -399,7 +401,7 @@ static void window(uint32_t slots)
     phos_window.chunks = calloc(1, phos_chunks_size(chunk_count));
     phos_window.table = calloc(1, size);
     phos_chunks_begin(phos_window.chunks, CHUNK, chunk_count);
-    table_begin(phos_window.table, 5, 0, 1, slots, queue, chunk_count * 2, 1, PHOS_WINDOW_COW);
+    table_begin(&view, phos_window.table, 5, 0, 1, slots, queue, chunk_count * 2, 1, PHOS_WINDOW_COW);
     phos_window.seen = calloc(chunk_count / 64 + 1, sizeof *phos_window.seen);
     phos_window.written = calloc(chunk_count / 64 + 1, sizeof *phos_window.written);
     phos_window.unwritten = chunk_count;
@@ -433,7 +435,7 @@ static void window(uint32_t slots)
     check(!memcmp(image, original, (size_t)chunk_count * CHUNK), "what was saved is not what was there");
     uint32_t touched = 0;
     check(!phos_window.table->transferring, "a transfer has not ended");
-    uint32_t free_of = phos_window_transferring(phos_window.table, 0, (const uint32_t *)pool->address);
+    uint32_t free_of = phos_window_transferring(&view, 0, slots, (const uint32_t *)pool->address);
     check(!(free_of & 1), "a transfer is said to be under way");
     total.shadowed += phos_window.table->counts.shadowed;
     total.waits += phos_window.table->counts.waits;
@@ -444,7 +446,7 @@ static void window(uint32_t slots)
             fake_event_destroy(phos_window.slots[i].event);
     free((void *)pool->address);
     memset(noted, 0, chunk_count);
-    for (int64_t touch; (touch = phos_window_next_touched(phos_window.table, &touched)) >= 0;) {
+    for (int64_t touch; (touch = phos_window_next_touched(&view, &touched)) >= 0;) {
         uint32_t chunk = (uint32_t)touch & ~PHOS_TOUCH_WRITES;
         bool writes = (uint32_t)touch & PHOS_TOUCH_WRITES;
         check(chunk < chunk_count, "a chunk that there is not is touched");

@@ -58,7 +58,11 @@ int main(void)
     SHOW("slots at", offsetof(struct phos_window_table, slots_at));
     SHOW("transfers at", offsetof(struct phos_window_table, transfers_at));
     SHOW("queue at", offsetof(struct phos_window_table, queue_at));
+    SHOW("pools at", offsetof(struct phos_window_table, pools_at));
+    SHOW("queue", offsetof(struct phos_window_table, queue));
     SHOW("order", offsetof(struct phos_window_table, order));
+    SHOW("culprit at", offsetof(struct phos_window_table, culprit));
+    SHOW("culprit bytes", sizeof((struct phos_window_table){0}.culprit));
     SHOW("touched at", offsetof(struct phos_window_table, touched));
     SHOW("order at", offsetof(struct phos_window_table, order_at));
     SHOW("touch writes", PHOS_TOUCH_WRITES);
@@ -234,6 +238,29 @@ def test_transfers_end_when_their_flag_is_set(layout: dict[str, int]) -> None:
     flags[1][3 + 5] = 1234
     assert ask(1) == 0
     assert read(table.descriptor, "<I", side.transfers + 8 * 5) == 0, "the record is free again"
+
+
+def test_what_a_process_writes_there_leads_phosd_nowhere_else(layout: dict[str, int]) -> None:
+    """It has the table in its hands: offsets and lengths in it are for itself alone."""
+    table = window()
+    side = Side(table, layout)
+    side.want(2, 3)
+    side.take_slot(1, 77)
+    flags = (ctypes.c_uint32 * (4 + TRANSFERS))()
+    for name in ("slots at", "transfers at", "queue at", "order at", "pools at"):
+        write(table.descriptor, "<Q", layout[name], 1 << 60)
+    for name in ("queue", "order"):
+        write(table.descriptor, "<I", layout[name], 0xFFFFFFFF)
+    write(table.descriptor, "<I", layout["tail at"], 0xFFFFFFF0)
+    write(table.descriptor, "<I", layout["touched at"], 0xFFFFFFF0)
+    os.pwrite(table.descriptor, b"x" * layout["culprit bytes"], layout["culprit at"])
+    assert [table.next_wanted() for _ in range(17)] == [2, 3] + [0] * 14 + [None]
+    assert table.next_touched() is None
+    assert table.ticket(1) == 77
+    table.free_slot(1)
+    assert table.ticket(1) == 0
+    assert table.transferring(0, ctypes.addressof(flags)) == 0
+    assert table.culprit() == "x" * (layout["culprit bytes"] - 1)
 
 
 def test_counts_come_by_name(layout: dict[str, int]) -> None:
