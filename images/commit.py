@@ -14,7 +14,7 @@ from functools import partial
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
-from phos.images.files import hash_files, run_in_threads, segments
+from phos.images.files import hash_files, open_regular, run_in_threads, segments
 from phos.images.formats import digest
 from phos.images.new_files import NewFiles
 from phos.images.stripe import Stripe
@@ -110,7 +110,7 @@ def _criu_files(files: NewFiles) -> list[pb.File]:
 
     def sync(name: str) -> None:
         with files.saying(name):
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=files.directory)
+            fd = open_regular(files.directory, name)
             try:
                 os.fsync(fd)
             finally:

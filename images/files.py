@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -135,6 +136,27 @@ def copy_segment(source: int, target: int, offset: int, length: int) -> bytes:
     return state.digest()
 
 
+def open_regular(directory: int, name: str) -> int:
+    """A descriptor of a file of an image, to be read; it may be a link to one.
+
+    An image's directory may be a user's, and its reader root: a pipe is not waited for, and opening some devices is
+    doing something.
+
+    Raises:
+        OSError: with the file's name: it cannot be opened, or is no regular file.
+    """
+    try:
+        found = os.open(name, os.O_PATH | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            if not stat.S_ISREG(os.fstat(found).st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
+            return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_CLOEXEC)
+        finally:
+            os.close(found)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, name) from error
+
+
 def hash_files(directory: int, names: Sequence[str], segment_size: int) -> list[tuple[int, list[bytes]]]:
     """(size, hash of each segment) of each file. OSError names the file; a file that shrinks meanwhile is one too."""
     descriptors: list[int] = []
@@ -151,7 +173,7 @@ def hash_files(directory: int, names: Sequence[str], segment_size: int) -> list[
 
     try:
         for name in names:
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+            fd = open_regular(directory, name)
             descriptors.append(fd)
             size = os.fstat(fd).st_size
             sizes.append(size)

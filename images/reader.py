@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -18,11 +19,22 @@ from phos.images import formats
 from phos.images.chunk_hash import chunk_hash
 from phos.images.errors import ImageError
 from phos.images.extents import EXTENT_LIMIT, BlockTable, DataFile, Extent, read_fully
-from phos.images.files import address_of, copy_segment, hash_segment, lives_in_memory, run_in_threads, segments
+from phos.images.files import (
+    address_of,
+    copy_segment,
+    hash_segment,
+    lives_in_memory,
+    open_regular,
+    run_in_threads,
+    segments,
+)
 from phos.images.formats import BlockKey, digest
 from phos.images.table import block_key, complaint_about, inventory_blocks, name_of
 
 _VERIFY_LIMIT = 8 << 20  # what verify reads at once: less, so that a core's cache holds some of it
+
+METADATA_MOST = 1 << 30
+"""More than any of PhOS's files without data has; one is read whole."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from one thread at a time."""
@@ -224,8 +236,10 @@ class Image:
                 self.problems.append(f"{where}: {name_of(key)} has {here} bytes here and {there} in the inventory")
 
     def _read_file(self, name: str) -> bytes:
-        fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._directory)
+        fd = open_regular(self._directory, name)
         with open(fd, "rb", buffering=0) as file:
+            if os.fstat(fd).st_size > METADATA_MOST:
+                raise OSError(errno.EFBIG, f"it has more than {METADATA_MOST} bytes, which PhOS writes into none", name)
             return file.readall()
 
     # -------------------------------------------------------------------------------------------------------- data
@@ -401,7 +415,7 @@ class Image:
         if file is None or step <= 0 or len(file.hashes) != -(-file.size // step):
             raise ImageError(f"{self.path / formats.COMMIT_FILE} lacks {name} or its hashes")
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._directory)
+            fd = open_regular(self._directory, name)
         except OSError as error:
             raise ImageError(f"{where} cannot be read: {error.strerror}") from error
         try:
@@ -429,7 +443,7 @@ class Image:
     def _verify_segment(self, name: str, offset: int, length: int, expected: bytes) -> list[str]:
         where = self.path / name
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._directory)
+            fd = open_regular(self._directory, name)
             try:
                 actual = hash_segment(fd, offset, length)
             finally:

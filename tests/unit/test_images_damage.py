@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phos.gen import phos_image_pb2 as pb
-from phos.images import formats
+from phos.images import formats, reader
 from phos.images.errors import ImageError
 from phos.images.reader import Image
 from tests.unit.image_sets import ADDRESS, CHUNK, CRIU_FILES, PEER, SESSION, aligned, page, read_block, write_small
@@ -329,3 +329,25 @@ def test_extent_larger_than_the_buffer_is_refused(original):
         extent = next(image.extents((SESSION, 1)))
         with pytest.raises(ValueError, match="the buffer has 4096 bytes"):
             image.read_into(extent, view)
+
+
+@pytest.mark.parametrize("name", ["phos-commit.img", "phos-inventory.img", "phos-chunks.img", "pages-1.img"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "endless"])
+def test_what_is_no_regular_file_is_not_opened(copy, monkeypatch, name, kind):
+    """Whose directory it is may have put it there, and root would wait for it, set it off or read it without end."""
+    monkeypatch.setattr(reader, "METADATA_MOST", 1 << 20)
+    (copy / name).unlink()
+    if kind == "pipe":
+        os.mkfifo(copy / name)
+    elif kind == "device":
+        (copy / name).symlink_to("/dev/zero")
+    else:
+        with open(copy / name, "wb") as file:
+            file.truncate(1 << 40)
+    assert_blamed(copy, name)
+
+
+def test_a_link_to_a_regular_file_is_followed(copy, tmp_path):
+    (copy / "phos-inventory.img").rename(tmp_path / "elsewhere")
+    (copy / "phos-inventory.img").symlink_to(tmp_path / "elsewhere")
+    assert found(copy) == []
