@@ -46,10 +46,15 @@ static __attribute__((noreturn)) void keep_tasks(void)
 	_exit(EXIT_FAILURE);
 }
 
-/* A restored task lacks memory, and CRIU does not heed what the last hook returns. phosd sees CRIU end, and does its part. */
+/*
+ * A restored task lacks its memory, or would never get it, and CRIU does not heed what the last hook returns. None of the
+ * tasks may run on: CRIU holds all of them by ptrace, and its end would let them go. phosd, if there is one, sees CRIU end
+ * and does its part.
+ */
 static __attribute__((noreturn)) void end_restore(int pid)
 {
 	kill(pid, SIGKILL);
+	phos_kill_traced();
 	_exit(EXIT_FAILURE);
 }
 
@@ -105,7 +110,7 @@ static int phos_plugin_resume_devices_late(int pid)
 	if (phos_fill_end())
 		end_restore(pid);
 	if (phos_link_task_restored(pid, &park, &thread))
-		return -1;
+		end_restore(pid);
 	return park ? phos_park(pid, thread) : 0;
 }
 

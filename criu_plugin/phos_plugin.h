@@ -49,6 +49,9 @@ int phos_hidden(int *table);
 /* Leaves a restored task stopped; before that its one thread `thread`, unless 0, runs while phosd works. */
 int phos_park(int pid, int thread);
 
+/* Kills every process that this one traces. */
+void phos_kill_traced(void);
+
 /* Where CRIU looks for the server of a lazy restore, in its working directory (uffd.c of CRIU 4.1). */
 #define PHOS_LAZY_SOCKET "lazy-pages.socket"
 

@@ -21,6 +21,9 @@ FILLS = os.environ.pop("PHOS_FILL_PAGES", "")
 """The launcher has the plugin bring the memory of what is restored. For CRIU's environment, and nobody else's."""
 FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
+END_SECONDS = 10.0
+"""How long a process that was killed may take to end: its pid is then free for the next restore."""
+
 
 def state_of(pid: int) -> str:
     """The letter of a process's state: T stopped, Z ended."""
@@ -151,6 +154,40 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
 
+def children_of(pid: int) -> list[int]:
+    """The children of a process."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children") as children:
+                found += map(int, children.read().split())
+    except OSError:
+        pass  # it has ended
+    return found
+
+
+def end_restored(restored: list[int]) -> None:
+    """Kill what a restore that has failed left behind: children of ours since CRIU has ended, and what is below them.
+
+    phosd does so too, unless it has died, or CRIU has before it named all of them.
+    """
+    family = list(restored)
+    for pid in family:
+        family += children_of(pid)
+    for pid in family:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    deadline = time.monotonic() + END_SECONDS
+    for pid in restored:
+        try:
+            while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+                time.sleep(0.002)
+        except ChildProcessError:
+            pass  # it has been collected
+
+
 def wait_for_free_pids(client: object, seconds: float) -> None:
     """Wait until the processes of a restore that phosd has ended are gone: CRIU restores under the same pids."""
     jobs = [job for job in client.status().jobs if job.state == "mispredicted"]  # type: ignore[attr-defined]
@@ -175,20 +212,25 @@ def eagerly(command: list[str]) -> list[str]:
 
 def attempt(action: str, images: str, phosd: str, command: list[str]) -> tuple[int, bool]:
     """Run CRIU and wait for the GPU's part. Returns (exit status, whether a wrong guess spoilt a concurrent dump)."""
-    began = time.time()
+    began, before = time.time(), children_of(os.getpid())
     status, client = run(command, gently=action == "dump")
+    # Before a frontend in them starts a phosd: that is an orphan as they are.
+    restored = [pid for pid in children_of(os.getpid()) if pid not in before] if action == "restore" else []
     if status != 0:
+        end_restored(restored)
         bring_back(phosd)
         if not isinstance(client, Exception):
             client.show_undone(images, restore=action == "restore", began=began)  # type: ignore[attr-defined]
         return finish(status), False
     if isinstance(client, Exception):
         sys.stderr.write(f"criu: CRIU is done, but the GPU's part cannot be waited for: {client}\n")
+        end_restored(restored)
         return 1, False
     sys.argv = ["criu", "wait", images] if action == "dump" else ["criu", "wait", "--restore", images]
     answer = client.main()  # type: ignore[attr-defined]
     if answer == 0:
         return 0, False
+    end_restored(restored)
     if answer == client.MISPREDICTED:  # type: ignore[attr-defined]
         return 1, True
     bring_back(phosd)  # it may have died since CRIU was done

@@ -36,7 +36,8 @@ RENEWAL_SECONDS = 1.0
 class Registry:
     """What the parts share.
 
-    ``lock`` guards ``sessions``, ``restores``, ``loading``, ``prepared``, ``being_forgotten``; the rest is safe.
+    ``lock`` guards ``sessions``, ``restores``, ``loading``, ``prepared``, ``being_forgotten``,
+    ``given_up``; the rest is safe.
     """
 
     def __init__(self, path: Path, versions: inventory.Versions, capability: int) -> None:
@@ -56,6 +57,7 @@ class Registry:
         self.sessions: dict[bytes, Session] = {}
         self.restores: dict[bytes, Restore] = {}  # by session, until its process computes again
         self.loading: dict[bytes, Restore] = {}  # by session, until all of its memory is there as well
+        self.given_up: set[bytes] = set()  # sessions whose restore has failed, until they are restored again
         self.prepared: set[int] = set()  # GPUs with a context of ours
         self.lock = threading.Lock()
         self.forgotten = threading.Condition(self.lock)

@@ -14,7 +14,7 @@ from phos.gpu_engine.daemon import twins, wire
 from phos.gpu_engine.daemon.registry import Registry, say_failure
 from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
 from phos.gpu_engine.daemon.states import SessionState
-from phos.gpu_engine.errors import PhosError, RestoreFailed, UsageError
+from phos.gpu_engine.errors import RestoreFailed, UsageError
 from phos.gpu_engine.restore.base import UNDER_WAY, Restore, RestoredProcess
 from phos.gpu_engine.restore.eager import EagerRestore
 from phos.gpu_engine.restore.lazy import LazyRestore
@@ -66,8 +66,10 @@ class RestoreServer:
                 connection.done(
                     packet[0].id, error=job.error if job and job.state not in (*UNDER_WAY, "attached") else ""
                 )
-        except (PhosError, OSError) as error:
-            log.error("%s: CRIU's plugin is not to be understood: %s", job.path if job else "Restore", error)
+        except Exception as error:
+            say_failure(f"{job.path if job else 'Restore'}: CRIU's plugin", error)
+            if job is not None:
+                job.fail(f"What CRIU's plugin asked for failed: {error or repr(error)}")
         if job is None:
             return
         if result not in (None, 0) or (result is None and not job.pids):
@@ -155,6 +157,7 @@ class RestoreServer:
         with self._registry.lock:
             self._registry.sessions[process.session] = session
             self._registry.restores[process.session] = self._registry.loading[process.session] = job
+            self._registry.given_up.discard(process.session)
         for block in blocks:
             self._registry.broker.add(block, os.getpid())  # the keeper watches phosd until the process exists
         return session
@@ -178,6 +181,8 @@ class RestoreServer:
             registered = {s for s, restore in self._registry.loading.items() if restore is job}
             for number in registered:
                 del self._registry.loading[number]
+            if job.state != "attached":
+                self._registry.given_up |= registered
         if job.state != "attached" or job.unsound:
             threading.Thread(target=self._registry.renew_if_broken, daemon=True, name="renew").start()
         if job.state != "attached":

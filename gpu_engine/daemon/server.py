@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+import signal
 import socket
 import threading
 from collections.abc import Sequence
@@ -193,6 +195,12 @@ class Daemon:
             if name.old == hello.session:
                 hello.session = name.now
                 break
+        with self._registry.lock:
+            given_up = hello.state == wire_pb2.DETACHED and hello.session in self._registry.given_up
+        if given_up:
+            log.error("Process %d was restored, and its restore has failed: it is ended.", connection.pid)
+            os.kill(connection.pid, signal.SIGKILL)
+            return
         session = self._session_for(connection, hello)
         if hello.state != wire_pb2.DETACHED:
             self._replace_program(session, connection.pid)

@@ -94,13 +94,14 @@ class Restore(ABC):
         self._revived: set[int] = set()  # those whose driver's part is back
         self._plan: FillPlan[Any] | None = None  # what is loaded when, once that is known
         self._pids: dict[int, int] = {}  # the tasks that CRIU has put together → pidfd, or -1
+        self._beside: dict[int, int] = {}  # and those of the tree that never used CUDA
         self._computing: set[int] = set()  # those of them that have all of their GPU state back
         self._reviving: set[int] = set()  # those whose driver's part a thread brings back
         self._attaching: set[int] = set()  # those that a thread gives their memory
         self._over = threading.Event()
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
-        # Guards _driver_ready, _revived, _pids, _computing, _reviving, _attaching, state, error.
+        # Guards _driver_ready, _revived, _pids, _beside, _computing, _reviving, _attaching, state, error.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # what ready() goes by
         self._sessions: dict[bytes, GatedProcess] = {}
@@ -351,17 +352,18 @@ class Restore(ABC):
         The plugin, and with it the stopped task, waits for this: no driver call may be made here, because the driver's
         calls on a process, GetState too, wait until that process runs.
         """
-        if inner_pid(pid) not in self._image_pids:
-            return  # a process of the tree that never used CUDA
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
             pidfd = -1
+        uses_cuda = inner_pid(pid) in self._image_pids
         with self._lock:
-            self._pids[pid] = pidfd
+            (self._pids if uses_cuda else self._beside)[pid] = pidfd
             failed = self.state in ("failed", "mispredicted")
         if failed:
             self._kill(pid, pidfd)  # it must not go on without its memory
+            return
+        if not uses_cuda:
             return
         with self._lock:
             self._reviving.add(pid)  # before it runs
@@ -436,7 +438,7 @@ class Restore(ABC):
             self.error = reason
             self._changed.notify_all()
             self._over.set()
-            tasks = list(self._pids.items())
+            tasks = [*self._pids.items(), *self._beside.items()]
         log.error("%s", reason)
         for pid, pidfd in tasks:
             self._kill(pid, pidfd)
@@ -480,7 +482,8 @@ class Restore(ABC):
         if self._residues is not None:
             self._residues.discard()
         with self._lock:
-            descriptors, self._pids = [fd for fd in self._pids.values() if fd >= 0], dict.fromkeys(self._pids, -1)
+            descriptors = [fd for fd in (*self._pids.values(), *self._beside.values()) if fd >= 0]
+            self._pids, self._beside = dict.fromkeys(self._pids, -1), {}
         for descriptor in descriptors:
             os.close(descriptor)
 

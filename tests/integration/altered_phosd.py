@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -75,6 +76,27 @@ def no_pidfd() -> None:
     Restore.attached = attached  # type: ignore[method-assign]
 
 
+def killed_at_first_task(whom: Callable[[int], int]) -> None:
+    """Somebody is killed when CRIU has put everything together, and names the first of its tasks."""
+    take_task = Restore.take_task
+
+    def take(restore: Restore, pid: int) -> None:
+        os.kill(whom(procfs.tracer(pid)), signal.SIGKILL)
+        take_task(restore, pid)
+
+    Restore.take_task = take  # type: ignore[method-assign]
+
+
+def criu_killed() -> None:
+    """It lets its tasks go with that."""
+    killed_at_first_task(lambda criu: criu)
+
+
+def phosd_killed() -> None:
+    """CRIU asks in vain."""
+    killed_at_first_task(lambda _: os.getpid())
+
+
 def full_at_the_merge() -> None:
     """The image's file system is full when CPU pages are merged, and what GPUs wrote is still being compared."""
     one = PlacedPieces.one
@@ -138,6 +160,8 @@ if __name__ == "__main__":
             "tardy": tardy,
             "crossed": crossed,
             "no pidfd": no_pidfd,
+            "criu killed": criu_killed,
+            "phosd killed": phosd_killed,
             "full at the merge": full_at_the_merge,
             "cut off": cut_off,
             "cut off lazily": cut_off_lazily,

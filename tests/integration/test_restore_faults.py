@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
+import psutil
 import pytest
 
-from tests.integration.many_blocks import Fault, blocks, daemon, fit_for_the_next, log_of, renewed, text_of
+from tests.integration.many_blocks import BLOCKS, Fault, blocks, daemon, fit_for_the_next, log_of, renewed, text_of
 from tests.integration.site import Site, wait_until
 
 RESTORE_FAULTS = {
@@ -56,6 +58,30 @@ def test_restored_process_that_is_killed_before_it_computes(site: Site) -> None:
     wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
     assert "ended before its GPU state was back" in site.status()["jobs"][-1]["error"]
     fit_for_the_next(site)
+
+
+@pytest.mark.parametrize("killed", ["criu", "phosd"])
+def test_no_task_runs_on_when_somebody_is_killed_at_the_last_moment(site: Site, killed: str) -> None:
+    """CRIU has put a tree of tasks together and holds them; its end lets them go. One of them uses no CUDA."""
+    (site.folder / "blocks.py").write_text(BLOCKS)
+    logs = [site.folder / f"{name}.log" for name in "ab"]
+    script = "; ".join(f"{sys.executable} {site.folder}/blocks.py >{log} 2>&1 &" for log in logs).replace("&;", "&")
+    family = site.start("/bin/sh", "-c", f"{script} wait; echo RESULT ended")
+    wait_until(lambda: all(text_of(log).count("ITERATION") > 3 for log in logs), "both children")
+    members = [family.pid, *(child.pid for child in psutil.Process(family.pid).children())]
+    assert len(members) == 3
+    image = site.image()
+    site.dump(family, image)
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD=f"{killed} killed")
+    # Not -d: then nobody but phosd and the plugin is there to end anything.
+    words = ["criu", "restore", "--lib", "phos", "-D", str(image), "-o", "restore.log", "-v4"]
+    assert site.run(*words, check=False).returncode != 0
+    assert "Run late stage hook" in text_of(image / "restore.log")
+    for pid in members:
+        site.freed(pid)
+    assert family.result() is None
+    site.run("phosd", "--ensure")
+    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
 
 
 def test_second_restore_of_an_image_that_is_being_restored(site: Site) -> None:

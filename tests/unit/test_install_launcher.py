@@ -15,6 +15,9 @@ from typing import Any
 
 import pytest
 
+from phos.gpu_engine import procfs
+from tests.unit.waiting import eventually
+
 PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
 
 FAKE_CRIU = """#!/bin/sh
@@ -22,6 +25,10 @@ printf '%s\\n' "$@" > "$FAKE/argv"
 cat > "$FAKE/stdin"
 [ -z "$FAKE_SLEEP" ] || { echo $$ > "$FAKE/pid"; exec sleep "$FAKE_SLEEP"; }
 [ -z "$FAKE_TRACE" ] || exec "$FAKE_PYTHON" -c "$FAKE_TRACER" "$FAKE_TRACE" "$FAKE/traced"
+[ -z "$FAKE_RESTORED" ] || {
+    sh -c 'sleep 300 & echo $$ $! > "$FAKE/new"; mv "$FAKE/new" "$FAKE/restored"; wait' >/dev/null 2>&1 &
+    until [ -e "$FAKE/restored" ]; do sleep 0.01; done
+}
 [ -z "$FAKE_SIGNAL" ] || kill -"$FAKE_SIGNAL" $$
 exit "${FAKE_STATUS:-0}"
 """
@@ -287,6 +294,23 @@ def test_detached_restore_waits_for_the_gpu(run: Run, detached: str) -> None:
     assert outcome.status == 0
     assert outcome.waited == ["wait", "--restore", "image"]
     assert run("restore", detached, "--lib", "phos", FAKE_CLIENT_STATUS="1").status == 1
+
+
+@pytest.mark.parametrize("failure", [{"FAKE_STATUS": "1"}, {"FAKE_SIGNAL": "KILL"}, {"FAKE_CLIENT_STATUS": "1"}, {}])
+def test_a_detached_restore_that_fails_leaves_nothing_running(
+    run: Run, environment: dict[str, str], failure: dict[str, str]
+) -> None:
+    """Whoever has died before it could end it: CRIU, or phosd. One that succeeds leaves its processes alone."""
+    run("restore", "--lib", "phos", "-d", FAKE_RESTORED="1", **failure)
+    pids = [int(pid) for pid in Path(environment["FAKE"], "restored").read_text().split()]
+    try:
+        assert len(pids) == 2
+        for pid in pids if failure else []:
+            eventually(lambda pid=pid: not procfs.is_alive(pid))  # type: ignore[misc]
+        assert all(procfs.is_alive(pid) != bool(failure) for pid in pids)
+    finally:
+        for pid in pids if not failure else []:
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_death_by_signal_is_passed_up(run: Run) -> None:
