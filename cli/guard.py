@@ -197,8 +197,15 @@ class Guard:
             if first != self._complained:
                 self._complained = first
                 self.say("checkpoint-failed", f"No image was made: {first}", image=str(self._image), error=reason)
-        for gone in self.shelf.tidy():
-            self._points.pop(gone, None)
+        self.tidy()
+
+    def tidy(self) -> None:
+        """Remove the images that nobody needs; one that cannot be removed now can be later."""
+        try:
+            for gone in self.shelf.tidy():
+                self._points.pop(gone, None)
+        except OSError as error:
+            self.say("not-tidied", f"Images that nobody needs could not be removed: {error}.", error=str(error))
 
     def _finish_checkpoint(self) -> None:
         """The job has ended: a checkpoint under way ends too, whole or not."""
@@ -225,7 +232,12 @@ class Guard:
                 "stuck", f"Processes of the job cannot be ended: {', '.join(map(str, left))}. It cannot come back."
             )
             return False
-        for image in self.shelf.whole():
+        try:
+            whole, unreadable = self.shelf.whole(), self.shelf.unreadable()
+        except OSError as error:
+            self.say("gave-up", f"The images cannot be read: {error}. Bring the job back with --resume when they can.")
+            return False
+        for image in whole:
             if self._signal:
                 return False
             try:
@@ -241,6 +253,13 @@ class Guard:
                 pid=job.pid,
             )
             return True
+        if unreadable:
+            self.say(
+                "gave-up",
+                f"{_listed(unreadable)} cannot be read, and may be whole. Make it readable, then bring the job back "
+                "with --resume; remove it if the job is to begin anew.",
+            )
+            return False
         if again is None or self._signal:
             self.say("gave-up", "There is no image that the job could be brought back from.")
             return False
@@ -270,6 +289,10 @@ class Guard:
             return Job(pid)
         except ProcessLookupError as error:
             raise RestoreFailed(f"Process {pid} has ended at once.") from error
+
+
+def _listed(images: Sequence[Path]) -> str:
+    return ", ".join(map(str, images))
 
 
 def _daemon_pids() -> set[int]:
@@ -367,10 +390,14 @@ def guard(
     made = Guard(Shelf(folder, keep), schedule, Restarts(restarts), protocol, _events(as_json))
     made.count_gpus = gpus is None
     made.lock = _lock(folder)
-    made.shelf.tidy()
+    made.tidy()
     client.ensure()
     become_reaper()
     existing = made.shelf.whole()
+    if not existing and (unreadable := made.shelf.unreadable()):
+        raise UsageError(
+            f"{_listed(unreadable)} cannot be read, and may be whole. Make it readable, or name another directory."
+        )
     again: Callable[[], Job] | None = None
     if len(job) == 1 and job[0].isdigit() and not resume:
         pid = int(job[0])

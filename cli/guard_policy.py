@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from phos.images.errors import ImageError
+from phos.images.errors import ImageError, ImageUnreadable
 from phos.images.formats import COMMIT_FILE
 from phos.images.reader import Image
 
@@ -96,21 +96,26 @@ class Restarts:
         return self.in_vain <= self._limit
 
 
-def is_whole(image: Path) -> bool:
-    """Whether an image is committed and, as far as its metadata tell, undamaged."""
+def is_whole(image: Path) -> bool | None:
+    """Whether an image is committed and, as far as its metadata tell, undamaged. None: it cannot be read."""
     try:
         Image.open(image).close()
-    except (ImageError, OSError):
+    except (ImageUnreadable, OSError):
+        return None
+    except ImageError:
         return False
     return True
 
 
 class Shelf:
-    """The images of one job: ``image-000001`` and so on. Older ones are removed only for newer whole ones."""
+    """The images of one job: ``image-000001`` and so on. Older ones are removed only for newer whole ones.
+
+    One that cannot be read may be whole: it is not counted, and not removed.
+    """
 
     _NAME = re.compile(r"image-(\d{6,})")
 
-    def __init__(self, folder: Path, keep: int, whole: Callable[[Path], bool] = is_whole) -> None:
+    def __init__(self, folder: Path, keep: int, whole: Callable[[Path], bool | None] = is_whole) -> None:
         """``keep``: so many whole images stay, at least 1."""
         self.folder = folder
         self._keep = max(1, keep)
@@ -122,13 +127,21 @@ class Shelf:
         return int(found[1]) if found else 0
 
     def images(self) -> list[Path]:
-        """All images, whole or not, oldest first."""
+        """All images, whole or not, oldest first.
+
+        Raises:
+            OSError: the folder cannot be read.
+        """
         found = [entry for entry in self.folder.iterdir() if self._NAME.fullmatch(entry.name) and entry.is_dir()]
         return sorted(found, key=self._number)
 
     def whole(self) -> list[Path]:
         """The whole images, newest first."""
         return [image for image in reversed(self.images()) if self._whole(image)]
+
+    def unreadable(self) -> list[Path]:
+        """The images of which nobody knows whether they are whole, newest first."""
+        return [image for image in reversed(self.images()) if self._whole(image) is None]
 
     def next(self) -> Path:
         """Where the next image goes; a number is never used twice."""
@@ -139,9 +152,13 @@ class Shelf:
         """Remove incomplete images, and whole ones beyond the newest that are to be kept. Returns what was removed.
 
         Not while an image is being written.
+
+        Raises:
+            OSError: the folder cannot be read, or an image not be removed.
         """
-        kept = self.whole()[: self._keep]
-        gone = [image for image in self.images() if image not in kept]
+        found = [(image, self._whole(image)) for image in reversed(self.images())]
+        kept = [image for image, whole in found if whole][: self._keep]
+        gone = [image for image, whole in reversed(found) if whole is not None and image not in kept]
         for image in gone:
             self.remove(image)
         return gone

@@ -1,4 +1,4 @@
-"""The one exception of the image library."""
+"""The exceptions of the image library."""
 
 from __future__ import annotations
 
@@ -19,3 +19,7 @@ class ImageError(Exception):
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.problems: list[str] = list(problems) or [message]
+
+
+class ImageUnreadable(ImageError):
+    """Nobody can say whether the image is whole: some of it is there and cannot be read (permissions, broken disk)."""

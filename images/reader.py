@@ -17,7 +17,7 @@ from typing import Any, final
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
 from phos.images.chunk_hash import chunk_hash
-from phos.images.errors import ImageError
+from phos.images.errors import ImageError, ImageUnreadable
 from phos.images.extents import EXTENT_LIMIT, BlockTable, DataFile, Extent, read_fully
 from phos.images.files import (
     address_of,
@@ -49,6 +49,7 @@ class Image:
     blocks     the chunk tables by block key.
     path       the directory, for messages.
     problems   what `open_damaged` found wrong; empty after `open`.
+    unreadable whether that is, or may be, because files could not be read.
 
     May be used by several threads at once. A context manager; close() must not be called while another thread reads.
     """
@@ -61,6 +62,7 @@ class Image:
         self._data: dict[int, DataFile] = {}
         self.path = Path(os.readlink(f"/proc/self/fd/{directory}"))
         self.problems: list[str] = []
+        self.unreadable = False
         self.inventory = pb.Inventory()
         self.record = pb.CommitRecord()
         self.blocks: dict[BlockKey, BlockTable] = {}
@@ -73,14 +75,15 @@ class Image:
 
         direct: read past the page cache: True, False, or None for where it pays.
         Raises ImageError, with a sentence, if there is no image, or it is not complete, not of this version, or any of
-        its files is missing, of another size than was committed or, for inventory and chunk tables, of other content.
+        its files is missing, of another size than was committed or, for inventory and chunk tables, of other content;
+        ImageUnreadable if that cannot be told.
         """
         image = cls.open_damaged(directory, direct=direct)
         if image.problems:
             problems = image.problems
             image.close()
             more = f" (and {len(problems) - 1} more problems)" if len(problems) > 1 else ""
-            raise ImageError(problems[0] + more, problems)
+            raise (ImageUnreadable if image.unreadable else ImageError)(problems[0] + more, problems)
         return image
 
     @classmethod
@@ -94,6 +97,9 @@ class Image:
             image._load_record()
             image._check_sizes()
             image._load_metadata()
+        except OSError as error:
+            image.close()
+            raise ImageUnreadable(f"{image.path} cannot be read: {error.strerror}") from error
         except BaseException:
             image.close()
             raise
@@ -122,7 +128,7 @@ class Image:
         except FileNotFoundError:
             raise ImageError(self._why_no_record()) from None
         except OSError as error:
-            raise ImageError(f"{self.path / name} cannot be read: {error.strerror}") from error
+            raise ImageUnreadable(f"{self.path / name} cannot be read: {error.strerror}") from error
         where = str(self.path / name)
         entries = formats.parse_file(raw, where, formats.COMMIT)
         seal_at = [at for at, _ in formats.split_frames(raw, where)][1]
@@ -160,12 +166,16 @@ class Image:
                 self.problems.append(f"{where} is missing")
                 continue
             except OSError as error:
-                self.problems.append(f"{where} cannot be read: {error.strerror}")
+                self._cannot_read(where, error)
                 continue
             if status.st_size < file.size:
                 self.problems.append(f"{where} is cut off: it has {status.st_size} bytes instead of {file.size}")
             elif status.st_size > file.size:
                 self.problems.append(f"{where} has {status.st_size} bytes instead of {file.size}: it was changed")
+
+    def _cannot_read(self, where: Path | str, error: OSError) -> None:
+        self.problems.append(f"{where} cannot be read: {error.strerror}")
+        self.unreadable = True
 
     def _load_metadata(self) -> None:
         inventory = self._load_checked(formats.INVENTORY)
@@ -191,8 +201,11 @@ class Image:
             return None
         try:
             raw = self._read_file(format_.file)
-        except OSError:
+        except FileNotFoundError:
             return None  # _check_sizes has said so
+        except OSError as error:
+            self._cannot_read(where, error)
+            return None
         view = memoryview(raw)
         step = file.segment_size or formats.SEGMENT_SIZE
         if len(raw) != file.size or [digest(view[i : i + step]) for i in range(0, len(raw), step)] != list(file.hashes):
@@ -359,8 +372,12 @@ class Image:
 
         Returns all problems, in the order of the files, and never stops at the first; an empty list means that every
         byte of the image is the one that was written. `progress` is called with (bytes done, bytes in all).
+        Raises ImageUnreadable if the directory cannot be listed.
         """
-        present = {e.name for e in os.scandir(self._directory)}
+        try:
+            present = {e.name for e in os.scandir(self._directory)}
+        except OSError as error:
+            raise ImageUnreadable(f"{self.path} cannot be read: {error.strerror}") from error
         known = {f.name for f in self.record.files} | {formats.COMMIT_FILE, formats.ORDER_FILE}
         problems = list(self.problems)
         problems += [
@@ -368,6 +385,8 @@ class Image:
             for name in sorted(present - known)
             if formats.is_criu_image(name) or formats.is_ours(name)
         ]
+        missing = (f"{self.path / file.name} is missing" for file in self.record.files if file.name not in present)
+        problems += [problem for problem in missing if problem not in self.problems]
         jobs: list[tuple[int, Callable[[], list[str]]]] = []
         memory = threading.local()  # each thread's buffer, kept: fresh pages cost more than the hashing
         for table in self.blocks.values():
@@ -469,7 +488,7 @@ def _open_directory(directory: int | str | os.PathLike[str]) -> int:
     except NotADirectoryError:
         raise ImageError(f"{directory} is not a directory; an image is a directory") from None
     except OSError as error:
-        raise ImageError(f"{directory} cannot be opened: {error.strerror}") from error
+        raise ImageUnreadable(f"{directory} cannot be opened: {error.strerror}") from error
 
 
-__all__ = ["EXTENT_LIMIT", "BlockTable", "Extent", "Image", "ImageError"]
+__all__ = ["EXTENT_LIMIT", "BlockTable", "Extent", "Image", "ImageError", "ImageUnreadable"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -25,7 +26,9 @@ from phos.cli.guard_policy import (
     optimal_frequency,
     wasted_share,
 )
-from phos.images.formats import COMMIT_FILE
+from phos.images.formats import COMMIT_FILE, INVENTORY_FILE
+from phos.images.reader import Image
+from tests.unit.image_sets import write_small
 
 # The frequency.
 
@@ -151,6 +154,34 @@ def test_a_removal_that_is_interrupted_leaves_nothing_that_passes_for_whole(
     shelf.tidy()
     assert old.exists()
     assert shelf.whole() == [new]
+
+
+def test_what_cannot_be_read_is_neither_counted_nor_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two newer images that would pass for whole must not cost the job its one image that is."""
+    shelf = Shelf(tmp_path, 2)
+    good, inventory, directory = (shelf.next() for _ in range(3))
+    for image in (good, inventory, directory):
+        write_small(image)
+    read, opened = Image._read_file, os.open
+
+    def failing(image: Image, name: str) -> bytes:
+        if image.path == inventory and name == INVENTORY_FILE:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(image, name)
+
+    def denied(path: object, *arguments: object, **more: object) -> int:
+        if path == directory:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return opened(path, *arguments, **more)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "_read_file", failing)
+        patch.setattr(os, "open", denied)
+        assert shelf.whole() == [good]
+        assert shelf.unreadable() == [directory, inventory]
+        assert shelf.tidy() == []
+    assert shelf.whole() == [directory, inventory, good]
+    assert shelf.tidy() == [good]
 
 
 def test_an_image_without_a_commit_is_not_whole(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
@@ -11,7 +12,7 @@ import pytest
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats, reader
-from phos.images.errors import ImageError
+from phos.images.errors import ImageError, ImageUnreadable
 from phos.images.reader import Image
 from tests.unit.image_sets import ADDRESS, CHUNK, CRIU_FILES, PEER, SESSION, aligned, page, read_block, write_small
 
@@ -54,6 +55,28 @@ def assert_blamed(directory: Path, name: str) -> None:
     problems = found(directory)
     assert problems, f"damage of {name} went unnoticed"
     assert any(name in p for p in problems), problems
+
+
+@pytest.mark.parametrize("name", ["phos-chunks.img", "phos-commit.img", "phos-inventory.img"])
+def test_what_cannot_be_read_is_not_whole_and_not_empty(copy, name, monkeypatch):
+    """A broken disk, or permissions: the file is there, of the right size."""
+    read = Image._read_file
+
+    def failing(image, wanted):
+        if wanted == name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(image, wanted)
+
+    monkeypatch.setattr(Image, "_read_file", failing)
+    assert f"{copy / name} cannot be read: {os.strerror(errno.EIO)}" in found(copy)
+    with pytest.raises(ImageUnreadable):
+        Image.open(copy)
+
+
+def test_a_file_that_goes_while_the_image_is_open_is_missed(copy):
+    with Image.open(copy) as image:
+        (copy / "phos-data-0.raw").unlink()
+        assert image.verify() == [f"{copy / 'phos-data-0.raw'} is missing"]
 
 
 def test_the_original_is_whole(original):
