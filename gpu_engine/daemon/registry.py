@@ -96,7 +96,7 @@ class Registry:
         try:
             self.reaper.forget(session)
             dumped = session.machine.state is SessionState.DETACHED
-            session.machine.end()
+            session.end()
             self.holds.release(session.session)
             self.speculator.forget(session.session, finish=dumped)
             self.cow.forget(session.session)

@@ -398,6 +398,11 @@ class Session:
         """What is known by now of what its kernels touch, nobody being kept waiting; and whether that is all."""
         return self._kernels.table()
 
+    def end(self) -> None:
+        """The process is gone; its memory may be let go after this, and nothing of it comes any more."""
+        self.machine.end()
+        self._blocks.end()
+
     def hang_up(self) -> None:
         """End the connection; the frontend will make another."""
         self._conversation.hang_up()

@@ -46,6 +46,8 @@ class SessionBlocks:
         self._imports: dict[int, BlockKey] = {}  # block numbers that stand for another session's blocks
         self._handed: dict[BlockKey, float] = {}  # others' that it is about to map, and since when
         self._unheld: set[int] = set()  # blocks without a descriptor: to unmap them would be to lose them
+        self._changing = threading.Lock()  # guards _ended; held while what the process has told becomes the broker's
+        self._ended = False
 
     # Registration.
 
@@ -93,12 +95,25 @@ class SessionBlocks:
         Raises:
             ProtocolError: it may not have it, or its descriptor is missing.
         """
-        if self._seen is not None:
-            self._seen.add(added.block)
-        try:
-            self._take(added, descriptors)
-        finally:
-            self._settle_table()
+        with self._changing:
+            if self._ended:
+                wire.close_all(descriptors)
+                return
+            if self._seen is not None:
+                self._seen.add(added.block)
+            try:
+                self._take(added, descriptors)
+            finally:
+                self._settle_table()
+
+    def end(self) -> None:
+        """The process has ended, and its memory is about to be let go.
+
+        What it has told and nobody has read yet is read after that: it would be held for ever, or as the memory of
+        another process that is restored under the same number.
+        """
+        with self._changing:
+            self._ended = True
 
     def _take(self, added: wire_pb2.BlockAdded, descriptors: list[int]) -> None:
         pid = self._owner.pid
@@ -147,11 +162,14 @@ class SessionBlocks:
 
     def removed(self, number: int) -> None:
         """The process has freed a block, or unmapped another's."""
-        with self._lock:
-            self._unheld.discard(number)
-            imported = self._imports.pop(number, None)
-        if imported is None:
-            self._broker.remove((self._owner.session, number))
+        with self._changing:
+            if self._ended:
+                return
+            with self._lock:
+                self._unheld.discard(number)
+                imported = self._imports.pop(number, None)
+            if imported is None:
+                self._broker.remove((self._owner.session, number))
 
     # Questions.
 

@@ -71,7 +71,7 @@ def test_a_session_is_not_restored_while_its_former_life_is_put_away() -> None:
     nothing = types.SimpleNamespace(forget=lambda *_, **__: None, release=lambda _: None)
     lock = threading.Lock()
     session: Any = types.SimpleNamespace(
-        session=SESSION, pid=1, machine=types.SimpleNamespace(state=SessionState.RUNNING, end=lambda: None)
+        session=SESSION, pid=1, end=lambda: None, machine=types.SimpleNamespace(state=SessionState.RUNNING)
     )
     registry: Any = types.SimpleNamespace(
         lock=lock,

@@ -12,6 +12,7 @@ import pytest
 
 from phos.gen import wire_pb2
 from phos.gpu_engine import sealed
+from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon import session as session_module
 from phos.gpu_engine.daemon.session import Session
@@ -46,6 +47,26 @@ def test_blocks_are_held_and_let_go(frontend: Frontend) -> None:
     assert open_descriptors() == before + 2
     assert frontend.broker.drop_session(NUMBER) == 4 * MiB
     assert open_descriptors() == before
+
+
+def test_what_is_read_after_the_process_has_ended_is_not_held(frontend: Frontend) -> None:
+    """It was killed while it allocated: its end is noticed before the last of what it told is read."""
+    read_end, write_end = os.pipe()
+    frontend.send((write_end,), block_added=block(1))
+    frontend.settle()
+    frontend.session.end()
+    frontend.broker.drop_session(NUMBER)
+    before = open_descriptors()
+    restored = Block((NUMBER, 3), 2 * MiB, 0, os.dup(write_end))  # by then, of another process under the same number
+    frontend.broker.add(restored, os.getpid())
+    frontend.send((write_end,), block_added=block(2))
+    frontend.send((write_end,), block_added=block(3))
+    frontend.send(block_removed=wire_pb2.BlockRemoved(block=3))
+    frontend.settle()
+    assert frontend.broker.of_session(NUMBER) == [restored]
+    assert open_descriptors() == before + 1
+    os.close(write_end)
+    os.close(read_end)
 
 
 def test_what_was_freed_while_phosd_was_away_is_dropped(frontend: Frontend) -> None:
