@@ -60,10 +60,8 @@ class Opened:
         """What was found up to now (:meth:`phos.gpu_engine.spec.audit.Audit.report`)."""
         _, descriptors = self._ask(wire_pb2.Envelope(id=2, audit_report=wire_pb2.AuditReport()))
         try:
-            with open(wire_only(descriptors), closefd=False) as file:
-                file.seek(0)
-                found: dict[str, Any] = json.load(file)
-                return found
+            found: dict[str, Any] = json.loads(wire.content_of(wire_only(descriptors)))
+            return found
         finally:
             wire.close_all(descriptors)
 

@@ -105,10 +105,8 @@ class AuditServer:
                 wire.close_all(packet[1])
                 if packet[0].WhichOneof("body") != "audit_report":
                     raise ProtocolError("An audit is opened and reported, and nothing else.")
-                file = os.memfd_create("phos-audit", os.MFD_CLOEXEC)
+                file = wire.file_of("phos-audit", json.dumps(audit.report()).encode())
                 try:
-                    with open(file, "w", closefd=False) as text:
-                        json.dump(audit.report(), text)
                     connection.send(wire_pb2.Envelope(id=packet[0].id, done=wire_pb2.Done()), [file])
                 finally:
                     os.close(file)

@@ -136,6 +136,15 @@ def request(
     Raises:
         DaemonUnavailable: phosd is not there, ends before it answers, or does not answer.
     """
+    answer, beside = _ask(path, descriptors, timeout, **body)
+    wire.close_all(beside)
+    return answer
+
+
+def _ask(
+    path: Path | None, descriptors: list[int] | None = None, timeout: float | None = None, **body: object
+) -> tuple[wire_pb2.Envelope, list[int]]:
+    """As :func:`request`, with what came beside the answer, for the caller to close."""
     path = path or socket_path()
     with connect(path) as connection:
         connection.settimeout(REQUEST_SECONDS if timeout is None else timeout)
@@ -150,8 +159,7 @@ def request(
             ) from error
     if answer is None:
         raise DaemonUnavailable("phosd ended before it answered.")
-    wire.close_all(answer[1])
-    return answer[0]
+    return answer
 
 
 def status(path: Path | None = None) -> wire_pb2.Status:
@@ -160,10 +168,13 @@ def status(path: Path | None = None) -> wire_pb2.Status:
     Raises:
         DaemonUnavailable: as :func:`request`. PhosError: phosd's reason not to say it.
     """
-    answer = request(path, status_request=wire_pb2.StatusRequest())
-    if answer.done.error:
-        raise PhosError(answer.done.error)
-    return answer.status
+    answer, beside = _ask(path, status_request=wire_pb2.StatusRequest())
+    try:
+        if answer.done.error:
+            raise PhosError(answer.done.error)
+        return wire_pb2.Status.FromString(wire.content_of(wire.only(beside)))
+    finally:
+        wire.close_all(beside)
 
 
 def shutdown(path: Path | None = None) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.copy_work import Progress
+from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.permissions import sees_all
 from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.restore.base import Restore
@@ -161,10 +162,10 @@ class JobTable:
                 if job.kind == kind:
                     return wire_pb2.ImageState(
                         state=state_of(job),
-                        error=procfs.readable(job.error),
+                        error=wire.sentence(job.error),
                         bytes_done=job.progress.done,
                         bytes_total=job.progress.total,
-                        warnings=job.warnings(),
+                        warnings=wire.sentences(job.warnings()),
                         window=counts_of(job),
                         since=job.since,
                     )

@@ -42,7 +42,7 @@ class ClientServer:
             while True:
                 kind = envelope.WhichOneof("body")
                 if kind == "status_request":
-                    connection.reply(envelope.id, status=self._status(connection.uid))
+                    self._answer_status(connection, envelope.id)
                 elif kind in ("pin_image", "unpin_image"):
                     self._registry.pinned.serve(connection, envelope, descriptors)
                 elif kind == "wait_image" and descriptors:
@@ -76,6 +76,14 @@ class ClientServer:
             if state.final:
                 return
             time.sleep(0.1 if request.progress else 0.005)
+
+    def _answer_status(self, connection: wire.Connection, number: int) -> None:
+        """Beside the packet: with some dozens of jobs it would not fit."""
+        file = wire.file_of("phos-status", self._status(connection.uid).SerializeToString())
+        try:
+            connection.reply(number, [file], status=wire_pb2.Status())
+        finally:
+            os.close(file)
 
     def _status(self, viewer: int) -> wire_pb2.Status:
         status = wire_pb2.Status(

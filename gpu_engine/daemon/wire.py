@@ -21,6 +21,8 @@ DESCRIPTOR_LIMIT = 200
 PROTOCOL_VERSION = 1
 
 
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+
 TEXT_LIMIT = 8000
 """Longest sentence in a packet, in characters."""
 
@@ -28,6 +30,36 @@ TEXT_LIMIT = 8000
 def sentence(text: object) -> str:
     """A text that protobuf takes (no lone surrogates, as file names that are not UTF-8 have) and that fits a packet."""
     return str(text)[:TEXT_LIMIT].encode(errors="replace").decode()
+
+
+def sentences(texts: Iterable[object]) -> list[str]:
+    """As many of these as fit a packet, and how many more there are."""
+    said = [sentence(text)[:500] for text in texts]
+    return said[:50] + ([f"... and {len(said) - 50} more warnings."] if len(said) > 50 else [])
+
+
+def file_of(name: str, content: bytes) -> int:
+    """A file in memory that nobody can change, to go beside a packet that it would not fit; for the caller to close.
+
+    Raises:
+        OSError: there is no descriptor left, or no memory.
+    """
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            file.write(content)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def content_of(descriptor: int) -> bytes:
+    """All of a file that came beside a packet; the descriptor stays the caller's."""
+    with open(descriptor, "rb", closefd=False) as file:
+        file.seek(0)
+        return file.read()
 
 
 def send(connection: socket.socket, envelope: wire_pb2.Envelope, descriptors: Iterable[int] = ()) -> None:
@@ -118,10 +150,10 @@ class Connection:
         with self._send_lock:
             send(self._socket, envelope, descriptors)
 
-    def reply(self, request_id: int, **body: object) -> None:
-        """Answer a request; a peer that has gone away meanwhile is no error."""
+    def reply(self, request_id: int, descriptors: Iterable[int] = (), /, **body: object) -> None:
+        """Answer a request; a peer that has gone away meanwhile is no error. The descriptors stay the caller's."""
         try:
-            self.send(wire_pb2.Envelope(id=request_id, **body))  # type: ignore[arg-type]
+            self.send(wire_pb2.Envelope(id=request_id, **body), descriptors)  # type: ignore[arg-type]
         except OSError:
             pass
 
@@ -132,8 +164,7 @@ class Connection:
 
         ``gpu_part``: of the begin of a dump, that the image will have a part of ours, without which it is useless.
         """
-        said = [sentence(warning)[:500] for warning in warnings]
-        kept = said[:50] + ([f"... and {len(said) - 50} more warnings."] if len(said) > 50 else [])
+        kept = sentences(warnings)
         self.reply(request_id, done=wire_pb2.Done(error=sentence(error), warnings=kept, gpu_part=gpu_part))
 
     def limit(self, *, receive: float | None = None, send: float | None = None) -> None:

@@ -1,7 +1,8 @@
-"""What the launcher says of a CRIU that failed, and how long it waits."""
+"""What the launcher says of a CRIU that failed, and how long it waits; answers of any length."""
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,9 @@ import pytest
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, paths, wire
 from phos.gpu_engine.daemon.__main__ import _listen
+from phos.gpu_engine.daemon.serve_client import ClientServer
 from phos.gpu_engine.errors import CRIU_FAILED, DaemonUnavailable, NotPermitted, PhosError, UsageError
+from tests.unit.session_fake import open_descriptors
 
 BEGAN = 1000.0
 
@@ -188,3 +191,37 @@ def test_a_phosd_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(client, "wait_image", answer)
     client.show_undone("image", restore=False, began=BEGAN)
     assert capsys.readouterr().err == ""
+
+
+def test_a_status_of_any_length_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With some dozens of jobs it is longer than a packet may be."""
+    job = wire_pb2.Status.Job(image="/" + "x" * 2000, error="y" * 2000)
+    long = wire_pb2.Status(pid=7, jobs=[job] * 200)
+    monkeypatch.setattr(ClientServer, "_status", lambda _server, _viewer: long)
+    server = ClientServer(None, (), threading.Event(), None)  # type: ignore[arg-type]
+    before = open_descriptors()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+
+        def serve() -> None:
+            connection = wire.Connection(listening.accept()[0])
+            while (packet := connection.receive()) is not None:
+                server.serve(connection, *packet)
+            connection.close()
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        assert client.status(tmp_path / "s") == long
+        serving.join()
+    assert open_descriptors() == before
+
+
+def test_a_file_beside_a_packet_cannot_be_changed() -> None:
+    file = wire.file_of("phos-test", b"as it was")
+    with pytest.raises(PermissionError):
+        os.pwrite(file, b"x", 0)
+    with pytest.raises(PermissionError):
+        os.ftruncate(file, 0)
+    assert wire.content_of(file) == b"as it was"
+    os.close(file)
