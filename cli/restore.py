@@ -77,6 +77,11 @@ def _restore(
         client.ensure()
         try:
             begun = Begun(str(directory), lazy)
+        except BlockingIOError as error:
+            raise RestoreFailed(
+                f"Another restore brings memory from {image} at this moment ('phos-gpu status' shows it). Wait for it; "
+                "several processes of one image at once are had from a pool."
+            ) from error
         except OSError as error:
             raise RestoreFailed(f"CRIU cannot be started: {error.strerror}. Run install.sh again.") from error
     began, began_at = since or (begun.began, begun.began_at)

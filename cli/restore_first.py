@@ -25,6 +25,33 @@ def verbosity() -> str:
     return "-v" + os.environ.get("PHOS_CRIU_VERBOSITY", VERBOSITY)
 
 
+LOCK_SECONDS = 1.0
+"""For so long a server that ends may still have the directory."""
+
+
+def lock(directory: str) -> int:
+    """A descriptor with which an image directory is this lazy restore's, as long as anybody has it open.
+
+    The pages come by a socket of one name in that directory: a second server would be in the first one's way.
+
+    Raises:
+        BlockingIOError: it is another's.
+    """
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return descriptor
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                os.close(descriptor)
+                raise
+            time.sleep(0.01)
+        except OSError:
+            return descriptor  # the file system has no locks of directories
+
+
 class Begun:
     """CRIU at work on a restore."""
 
@@ -32,11 +59,13 @@ class Begun:
         """Start it; ``lazy``: and ``criu lazy-pages`` at its side, for which its plugin waits.
 
         Raises:
+            BlockingIOError: another lazy restore has the directory.
             OSError: it cannot be started.
         """
         self.began, self.began_at = time.perf_counter(), time.time()
         self.pages = 0
         """The pid of ``criu lazy-pages``, a child that somebody else has to wait for."""
+        self._lock = lock(directory) if lazy else -1  # until this process and that one have ended
         self._output = os.memfd_create("criu")
         # Two programs share its offset, which the kernel does not lock in a memfd: one would overwrite the other.
         fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)
@@ -47,7 +76,9 @@ class Begun:
                 os.unlink(f"{directory}/{PAGES_SOCKET}")  # of one that was killed
             except FileNotFoundError:
                 pass
+            os.set_inheritable(self._lock, True)
             self.pages = self._start([criu, "lazy-pages", "-D", directory, "-o", PAGES_LOG, "-v2"], {})
+            os.set_inheritable(self._lock, False)
             changes = {"PHOS_RESTORE": "lazy", "PHOS_LAZY_PAGES": str(self.pages)}
             words.append("--lazy-pages")
         words += ["--lib", "phos", "-D", directory, "-o", RESTORE_LOG, verbosity()]

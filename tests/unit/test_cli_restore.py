@@ -16,8 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phos.cli import restore, restore_first
+from phos.gpu_engine.daemon import client
+from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.installation import launcher
 from phos.images import formats, native
+from tests.unit.image_sets import write_small
 
 
 def test_the_name_of_the_commit_record_is_the_format_s() -> None:
@@ -106,6 +109,34 @@ def test_both_servers_are_started_and_the_one_knows_the_other(home: Path) -> Non
         line.startswith(f"lazy/{begun.pages}/restore --restore-detached --shell-job --lazy-pages") for line in lines
     )
     assert all(f"-D {image}" in line for line in lines)
+
+
+def test_a_second_lazy_restore_leaves_the_first_one_s_server_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when whoever began the first has been killed, and the server goes on."""
+    criu(home, '[ "$1" != lazy-pages ] || exec sleep 100')
+    monkeypatch.setattr(restore_first, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(client, "ensure", lambda: None)
+    image = home / "image"
+    with monkeypatch.context() as real:
+        real.delenv("PHOS_HOME")
+        write_small(image)
+    begun = restore_first.Begun(str(image), lazy=True)
+    try:
+        (image / restore_first.PAGES_SOCKET).touch()
+        assert begun.wait() == 0
+        os.close(begun._lock)
+        refused = CliRunner().invoke(restore.restore, ["--lazy", str(image)])
+        assert isinstance(refused.exception, RestoreFailed)
+        assert f"Another restore brings memory from {image}" in str(refused.exception)
+        assert (image / restore_first.PAGES_SOCKET).exists()
+    finally:
+        os.kill(begun.pages, signal.SIGKILL)
+        os.waitpid(begun.pages, 0)
+    third = restore_first.Begun(str(image), lazy=True)
+    os.kill(third.pages, signal.SIGKILL)
+    os.waitpid(third.pages, 0)
+    assert third.wait() == 0
+    os.close(third._lock)
 
 
 def test_neither_overwrites_what_the_other_says(home: Path) -> None:
