@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phos.gpu_engine.daemon import keeper
+from phos.gpu_engine.daemon.wire import peer_credentials
 from phos.gpu_engine.errors import DaemonUnavailable
 
 log = logging.getLogger(__name__)
@@ -156,6 +157,12 @@ class KeeperLink:
                     device=record["device"],
                     descriptor=descriptors[0],
                 )
+
+    @property
+    def pid(self) -> int:
+        """The keeper's process; 0 while there is none."""
+        with self._lock:
+            return 0 if self._gone else peer_credentials(self._socket)[0]
 
     def close(self) -> None:
         """Leave the keeper alone."""

@@ -41,6 +41,11 @@ class Broker:
             count = len(self._blocks)
         log.info("The new keeper holds %d blocks.", count)
 
+    @property
+    def keeper_pid(self) -> int:
+        """The process that holds everything a second time; 0 while there is none."""
+        return self._keeper.pid
+
     def belongs(self, session: bytes, uid: int) -> None:
         """A session's process runs as this user."""
         with self._lock:

@@ -138,6 +138,7 @@ class DumpServer:
             # phosd writes with its own rights, and a descriptor opened for reading is no proof of the caller's.
             raise NotPermitted(f"User {connection.uid} may not write to {os.readlink(f'/proc/self/fd/{directory}')}.")
         try:
+            self._refuse_ourselves(root)
             gated, foreign = self._find_processes(root)
         except psutil.NoSuchProcess as error:
             raise NoSuchProcess(f"Process {root} has ended.") from error
@@ -182,6 +183,20 @@ class DumpServer:
         job.begin(self._registry.broker.borrow, self._describe)
         job.access_tables = {s.session: s.access_table for s in gated}
         return job
+
+    def _refuse_ourselves(self, root: int) -> None:
+        """CRIU would freeze who has to answer it, and wait for ever.
+
+        A daemon's parent is the first process of its container, and that may be the application.
+        """
+        tree = {root, *(child.pid for child in psutil.Process(root).children(recursive=True))}
+        for pid, what in ((os.getpid(), "phosd itself"), (self._registry.broker.keeper_pid, "phosd's keeper")):
+            if pid in tree:
+                raise CheckpointFailed(
+                    f"{what} (process {pid}) is in the process tree of process {root}, and cannot be checkpointed with "
+                    "it. Where the application is the first process of a container, give the container an init "
+                    "('docker run --init'), or run phosd outside of it."
+                )
 
     def _refuse_guests(self, gated: list[Session]) -> None:
         """Somebody outside the tree who maps memory of it does not stand still, and may write there meanwhile.

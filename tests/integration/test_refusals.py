@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from phos.gpu_engine.errors import ExitStatus
+from phos.gpu_engine.installation import launcher
 from phos.images.reader import Image
 from tests.integration.site import Program, Site, wait_until
 
@@ -50,6 +51,25 @@ def test_not_a_cuda_process(site: Site) -> None:
     result = site.run("phos-gpu", "checkpoint", str(program.pid), str(site.folder / "new"), check=False)
     assert result.returncode == ExitStatus.NO_PROCESS
     assert "no CUDA context" in result.stderr
+    assert program.alive()
+
+
+ADOPTS = """
+import ctypes, subprocess, sys, time
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # as the first process of a container, it gets every orphan
+subprocess.run([sys.argv[1], "--ensure"], check=True)
+print("READY", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_tree_that_holds_phosd(site: Site) -> None:
+    program = site.start(sys.executable, "-c", ADOPTS, str(launcher("phosd")), under=False)
+    wait_until(lambda: program.lines() == ["READY"], "phosd")
+    image = site.image()
+    result = site.dump(program, image, check=False)
+    assert result.returncode != 0
+    assert f"phosd itself (process {site.daemon_pid()}) is in the process tree" in (image / "dump.log").read_text()
     assert program.alive()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 import types
@@ -183,6 +184,23 @@ def test_process_that_does_not_hand_over_its_memory_is_refused(monkeypatch: pyte
         server._find_processes(session.pid)
     session.table_complete = True
     assert server._find_processes(session.pid) == ([session], [])
+
+
+@pytest.mark.parametrize("who", ["phosd itself", "phosd's keeper"])
+def test_a_tree_that_holds_phosd_is_refused(who: str) -> None:
+    """An application that is the first process of its container becomes the parent of every daemon there."""
+    with subprocess.Popen(["sleep", "100"]) as child:
+        keeper = child.pid if who == "phosd's keeper" else 0
+        registry = SimpleNamespace(broker=SimpleNamespace(keeper_pid=keeper))
+        server = serve_dump.DumpServer(registry)  # type: ignore[arg-type]
+        pid = keeper or os.getpid()
+        try:
+            with pytest.raises(CheckpointFailed, match=rf"{who} \(process {pid}\) is in the process tree of"):
+                server._refuse_ourselves(pid)
+            registry.broker.keeper_pid = 0
+            server._refuse_ourselves(child.pid)
+        finally:
+            child.kill()
 
 
 def test_process_of_another_user_is_refused_before_criu_starts(monkeypatch: pytest.MonkeyPatch) -> None:
