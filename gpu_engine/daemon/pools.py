@@ -13,8 +13,8 @@ import secrets
 import select
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,9 @@ class Pool:
     size: int
     lazy: str
     directory: int
-    """An open descriptor of the image directory."""
+    """An open descriptor of the image directory, good within :meth:`Pools.using`."""
+    users: int = 0
+    """Who uses the descriptor now."""
     entries: list[Entry] = field(default_factory=list)
     error: str = ""
     failed: bool = False
@@ -165,6 +167,31 @@ class Pools:
             raise NoSuchProcess(f"There is no pool {name}; 'phos-gpu pool list' shows those that there are.")
         return of_image[0]
 
+    @contextmanager
+    def using(self, pool: Pool) -> Iterator[None]:
+        """Keep its image directory open for the time of the block, also when it is dropped meanwhile.
+
+        Raises:
+            RestoreFailed: it has been dropped.
+        """
+        with self._changed:
+            if pool.dropped:
+                raise RestoreFailed(f"Pool {pool.name} has been dropped.")
+            pool.users += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                pool.users -= 1
+                self._close_unused(pool)
+
+    @staticmethod
+    def _close_unused(pool: Pool) -> None:
+        """With the lock held."""
+        if pool.dropped and not pool.users and pool.directory >= 0:
+            os.close(pool.directory)
+            pool.directory = -1
+
     def take(self, pool: Pool, wait: float) -> Entry:
         """One of its parked processes, which is the caller's to open; waits so many seconds for it.
 
@@ -213,9 +240,9 @@ class Pools:
         with self._changed:
             entry.opening = False
             pool.coming -= 1
-            dropped = pool.dropped
+            unwanted = pool.dropped or pool.failed
             self._changed.notify_all()
-        if dropped:
+        if unwanted:
             self._end(pool, entry)
 
     def lost(self, pool: Pool, entry: Entry) -> None:
@@ -250,8 +277,7 @@ class Pools:
         for entry in entries:
             self._end(pool, entry)
         with self._changed:
-            os.close(pool.directory)
-            pool.directory = -1
+            self._close_unused(pool)
 
     # What is there.
 
@@ -337,7 +363,8 @@ class Pools:
                 # The one that has least of what it wants.
                 pool = min(ready, key=lambda p: (p.size - p.missing()) / p.size)
             try:
-                self._fill_one(pool)
+                with self.using(pool):
+                    self._fill_one(pool)
             except Exception as error:
                 if not isinstance(error, (PhosError, ImageError, OSError)):
                     log.exception("Pool %s could not be filled in an unforeseen way", pool.name)
@@ -371,6 +398,9 @@ class Pools:
             with self._changed:
                 entry.warden = warden
                 unwanted = pool.dropped or pool.failed
+                too_late = entry.gone  # whoever ended it knew of no warden
+            if too_late:
+                self._end_warden(warden)
             if unwanted:
                 raise RestoreFailed(f"Pool {pool.name} was dropped.")
             try:
@@ -428,10 +458,15 @@ class Pools:
             entry.warden.end()
         entry.restore.discard()
         if entry.warden is not None:
-            entry.warden.wait_ended(END_SECONDS)
-            entry.warden.close()
+            self._end_warden(entry.warden)
         self._let_go(entry)
         with self._changed:
             self._entries.pop(entry.id, None)
             pool.entries = [other for other in pool.entries if other is not entry]
             self._changed.notify_all()
+
+    @staticmethod
+    def _end_warden(warden: Warden) -> None:
+        warden.end()
+        warden.wait_ended(END_SECONDS)
+        warden.close()

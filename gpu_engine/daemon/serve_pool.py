@@ -41,7 +41,11 @@ class PoolServer:
         for wanted in self.pools.remembered():
             try:
                 directory = os.open(wanted["image"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                self.pools.create(wanted["name"], wanted["image"], int(wanted["size"]), wanted["lazy"], directory)
+                try:
+                    self.pools.create(wanted["name"], wanted["image"], int(wanted["size"]), wanted["lazy"], directory)
+                except BaseException:
+                    os.close(directory)
+                    raise
                 log.info("Pool %s is filled again.", wanted["name"])
             except (KeyError, TypeError, ValueError, OSError, PhosError) as error:
                 log.warning("A pool of a former phosd is not filled again: %s", error)
@@ -84,9 +88,13 @@ class PoolServer:
             raise
 
     def _take(self, connection: wire.Connection, envelope: wire_pb2.Envelope) -> None:
+        pool = self.pools.find(envelope.pool_take.name)
+        with self.pools.using(pool):
+            self._take_from(pool, connection, envelope)
+
+    def _take_from(self, pool: Pool, connection: wire.Connection, envelope: wire_pb2.Envelope) -> None:
         request = envelope.pool_take
         began = time.time()
-        pool = self.pools.find(request.name)
         entry = self.pools.take(pool, request.wait_s)
         waited = time.time()
         job = entry.restore
@@ -98,8 +106,12 @@ class PoolServer:
             raise RestoreFailed(pool.error) from error
         try:
             self._open(pool, entry, eager=request.eager)
-        except PhosError:
-            self.pools.put_back(pool, entry)
+        except BaseException as error:
+            if job.state == "parked":
+                self.pools.put_back(pool, entry)
+            else:
+                job.fail(str(error) or repr(error))
+                self.pools.lost(pool, entry)
             raise
         said = wire_pb2.PoolTaken(image=pool.path, pids=job.pids, began=began, bytes=job.progress.total, pool=pool.name)
         said.waited = waited - began
@@ -115,7 +127,8 @@ class PoolServer:
             entry.warden.taken()  # before its lifeline is closed: else it takes that for phosd's end
             entry.warden.close()
             self.pools.taken(pool, entry)
-        except PhosError:
+        except BaseException as error:
+            job.fail(str(error) or repr(error))
             self.pools.lost(pool, entry)
             raise
         try:

@@ -249,6 +249,43 @@ def test_a_drop_spares_who_is_being_opened_and_ends_who_waits(site: Site) -> Non
     assert opening.gone
 
 
+def test_one_that_comes_back_to_a_spoilt_pool_is_ended(site: Site) -> None:
+    pool = site.create(size=1)
+    entry = site.pools.take(pool, PATIENCE)
+    site.pools.spoil(pool, "Its image is gone.")
+    site.pools.put_back(pool, entry)
+    assert entry.gone
+
+
+def test_a_drop_leaves_the_image_directory_to_who_uses_it(site: Site) -> None:
+    pool = site.create(size=1)
+    site.filled(pool, 1)
+    with site.pools.using(pool):
+        site.pools.drop(pool)
+        assert os.path.samestat(os.fstat(pool.directory), os.stat(site.folder))
+    eventually(lambda: pool.directory == -1)
+    with pytest.raises(RestoreFailed, match="Pool p has been dropped"), site.pools.using(pool):
+        pass
+
+
+def test_a_drop_while_criu_is_being_started_ends_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    starting, go_on = threading.Event(), threading.Event()
+
+    class Slow(FakeWarden):
+        def __init__(self, *what: object) -> None:
+            starting.set()
+            go_on.wait()
+            super().__init__(*what)
+
+    monkeypatch.setattr(module, "Warden", Slow)
+    pool = site.create(size=1)
+    starting.wait()
+    site.pools.drop(pool)
+    assert len(site.let_go) == 1
+    go_on.set()
+    eventually(lambda: FakeWarden.made and FakeWarden.made[0].ended)
+
+
 def test_a_spoilt_pool_is_filled_no_more(site: Site) -> None:
     pool = site.create(size=2)
     site.filled(pool, 2)
