@@ -36,6 +36,9 @@ DEFER_SECONDS = 10.0
 """For so long after a take nothing is parked at most, while data of the process that was taken comes: CRIU and the
 driver would want the processors, the image and the driver's lock just then."""
 
+LOOK_SECONDS = 0.5
+"""How often it is asked whether somebody still waits."""
+
 SIZE_MOST = 256
 
 END_SECONDS = 10.0
@@ -192,8 +195,10 @@ class Pools:
             os.close(pool.directory)
             pool.directory = -1
 
-    def take(self, pool: Pool, wait: float) -> Entry:
+    def take(self, pool: Pool, wait: float, unwanted: Callable[[], bool] = lambda: False) -> Entry:
         """One of its parked processes, which is the caller's to open; waits so many seconds for it.
+
+        ``unwanted``: asked now and then whether nobody waits any more.
 
         Raises:
             RestoreFailed: there is none.
@@ -203,6 +208,8 @@ class Pools:
             while True:
                 if pool.dropped:
                     raise RestoreFailed(f"Pool {pool.name} has been dropped.")
+                if unwanted():
+                    raise RestoreFailed(f"Whoever wanted a process of pool {pool.name} has gone.")
                 if parked := pool.parked():
                     parked[0].opening = True
                     pool.coming += 1
@@ -218,7 +225,7 @@ class Pools:
                 pool.waiting += 1
                 self._changed.notify_all()
                 try:
-                    self._changed.wait(left)
+                    self._changed.wait(min(left, LOOK_SECONDS))
                 finally:
                     pool.waiting -= 1
 

@@ -28,6 +28,23 @@ ATTACH_SECONDS = 120.0
 """How long a process that was let go may take to compute."""
 
 
+def in_its_place(pool: Pool) -> None:
+    """See to it that CRIU, which is told the image's path, finds the image that phosd has open.
+
+    Raises:
+        RestoreFailed: another directory has that path now.
+    """
+    try:
+        there = os.path.samestat(os.fstat(pool.directory), os.stat(pool.path))
+    except OSError:
+        there = False
+    if not there:
+        raise RestoreFailed(
+            f"The image of pool {pool.name} is no longer at {pool.path}. Put it back, or drop the pool and create "
+            "one from where it is."
+        )
+
+
 class PoolServer:
     """Serves connections about pools. Each runs in a thread of its own."""
 
@@ -95,7 +112,7 @@ class PoolServer:
     def _take_from(self, pool: Pool, connection: wire.Connection, envelope: wire_pb2.Envelope) -> None:
         request = envelope.pool_take
         began = time.time()
-        entry = self.pools.take(pool, request.wait_s)
+        entry = self.pools.take(pool, request.wait_s, connection.hung_up)
         waited = time.time()
         job = entry.restore
         try:
@@ -185,6 +202,7 @@ class PoolServer:
     # Parking.
 
     def _make(self, pool: Pool) -> PooledRestore:
+        in_its_place(pool)
         settings = LazySettings.from_environment().changed(lazy=pool.lazy)
         registry = self._registry
         job = PooledRestore(pool.directory, pool.path, registry.copier, settings, registry.cow.touched)

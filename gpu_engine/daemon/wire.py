@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import socket
 import struct
 import threading
@@ -173,6 +174,12 @@ class Connection:
             if seconds is not None:
                 value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
                 self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+
+    def hung_up(self) -> bool:
+        """Whether the peer has gone, whatever it has said before."""
+        poll = select.poll()
+        poll.register(self._socket, 0)
+        return bool(poll.poll(0))
 
     def receive(self) -> tuple[wire_pb2.Envelope, list[int]] | None:
         """See :func:`receive`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -17,7 +18,9 @@ import pytest
 
 from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import pools as module
+from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.pools import Entry, Pool, Pools
+from phos.gpu_engine.daemon.serve_pool import in_its_place
 from phos.gpu_engine.errors import NoSuchProcess, RestoreFailed, UsageError
 from phos.gpu_engine.restore.pool_process import far_from
 from tests.unit.waiting import eventually
@@ -199,6 +202,32 @@ def test_takes_of_several_threads_get_different_processes(site: Site) -> None:
     site.filled(pool, 2)
 
 
+def test_nobody_gets_a_process_who_has_gone(site: Site) -> None:
+    """Interrupted while waiting: it would compute for nobody."""
+    FakeWarden.failing = "No room."
+    pool = site.create(size=1)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    connection = wire.Connection(ours)
+    failed: list[str] = []
+
+    def take() -> None:
+        try:
+            site.pools.take(pool, 600.0, connection.hung_up)
+        except RestoreFailed as error:
+            failed.append(str(error))
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    eventually(lambda: pool.waiting)
+    theirs.send(b"said before")
+    theirs.close()
+    taking.join()
+    assert failed == ["Whoever wanted a process of pool p has gone."]
+    connection.close()
+    FakeWarden.failing = ""
+    site.filled(pool, 1)
+
+
 def test_what_fails_is_tried_again_and_said(site: Site) -> None:
     FakeWarden.failing = "No room."
     pool = site.create(size=1)
@@ -327,6 +356,21 @@ def test_a_phosd_after_this_one_knows_of_the_pools(site: Site) -> None:
     assert site.again().remembered() == []
     (site.folder / module.STATE_FILE).write_text(json.dumps({"a": 1}))
     assert site.again().remembered() == []
+
+
+def test_an_image_with_another_in_its_place_is_not_parked(tmp_path: Path) -> None:
+    """CRIU would restore that other one, with the GPU memory of the one that phosd has open."""
+    image = tmp_path / "image"
+    image.mkdir()
+    pool = Pool("p", str(image), 1, "", os.open(image, os.O_RDONLY))
+    in_its_place(pool)
+    image.rename(tmp_path / "elsewhere")
+    with pytest.raises(RestoreFailed, match=f"pool p is no longer at {image}"):
+        in_its_place(pool)
+    image.mkdir()
+    with pytest.raises(RestoreFailed, match="no longer at"):
+        in_its_place(pool)
+    os.close(pool.directory)
 
 
 def test_who_does_not_know_its_new_name_is_told(site: Site) -> None:
