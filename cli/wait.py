@@ -9,12 +9,13 @@ import click
 from phos.cli.criu import image_directory
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import CheckpointFailed
+from phos.gpu_engine.job_states import SUCCEEDED
 
 
 @click.command()
 @click.argument("image", type=click.Path(path_type=Path))
 @click.option("--restore", is_flag=True, help="Wait for a restore from IMAGE instead of a checkpoint into it.")
-@click.option("--timeout", type=float, default=3600.0, show_default=True, help="Seconds.")
+@click.option("--timeout", type=click.FloatRange(min=0), default=3600.0, show_default=True, help="Seconds.")
 def wait(image: Path, restore: bool, timeout: float) -> None:
     """Wait until the checkpoint being written to IMAGE is committed, or the restore from it computes again."""
     state = client.wait_image(image_directory(image, create=False), restore=restore, timeout=timeout)
@@ -22,5 +23,5 @@ def wait(image: Path, restore: bool, timeout: float) -> None:
         return  # made before this phosd was started; inspect and verify say more
     if state.state == "none":
         return  # the dump had no GPU part: CRIU's exit is all there is to wait for
-    if state.error or state.state not in ("committed", "attached"):
+    if state.error or state.state not in SUCCEEDED:
         raise CheckpointFailed(state.error or f"The job on {image} is {state.state}.")

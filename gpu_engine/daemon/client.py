@@ -21,6 +21,7 @@ from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.paths import log_file, make_folder, refuse_unfit, socket_path
 from phos.gpu_engine.errors import CRIU_FAILED, DaemonUnavailable, PhosError
+from phos.gpu_engine.job_states import SUCCEEDED
 
 UNDO_SECONDS = 60.0
 """How long the launcher waits for a phosd that is undoing a dump or a restore."""
@@ -215,7 +216,10 @@ def wait_image(
             asked = wire_pb2.WaitImage(timeout_s=timeout, progress=progress is not None, restore=restore)
             wire.send(connection, wire_pb2.Envelope(id=1, wait_image=asked), [descriptor])
             while True:
-                answer = wire.receive(connection)
+                try:
+                    answer = wire.receive(connection)
+                except TimeoutError as error:
+                    raise DaemonUnavailable(f"phosd does not answer what becomes of {directory}.") from error
                 if answer is None:
                     raise DaemonUnavailable(f"phosd died while the image in {directory} was being worked on.")
                 state = answer[0].image_state
@@ -266,7 +270,7 @@ def main() -> int:
         print(f"phos: {state.error}", file=sys.stderr)
     if state.state == "mispredicted":
         return MISPREDICTED
-    return 0 if state.state in ("committed", "attached", "none") and not state.error else 1
+    return 0 if state.state in (*SUCCEEDED, "none") and not state.error else 1
 
 
 if __name__ == "__main__":

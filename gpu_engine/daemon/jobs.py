@@ -15,13 +15,14 @@ from phos.gpu_engine.copy_work import Progress
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.permissions import sees_all
 from phos.gpu_engine.errors import CheckpointFailed
+from phos.gpu_engine.job_states import FAILED, FINAL
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.timeline import Timeline
 
 REMEMBERED = 64
-"""Jobs of one user, so that nobody's can be pushed out by another's."""
+"""Of one user's jobs that have ended, so that nobody's can be pushed out by another's; what is under way is remembered."""
 
-ENDED = ("unknown", "none", "committed", "failed", "mispredicted", "attached")
+SETTLED = ("unknown", "none", *FINAL)
 """States of an image in which nothing is done for it any more."""
 
 RELEASE_SECONDS = 1.0
@@ -55,7 +56,7 @@ def counts_of(job: Job) -> dict[str, int]:
 
 def state_of(job: Job) -> str:
     """Its state; "ending" while something is left of a failed restore that would be in the way of another."""
-    ending = isinstance(job, Restore) and job.state in ("failed", "mispredicted") and not job.put_away.is_set()
+    ending = isinstance(job, Restore) and job.state in FAILED and not job.put_away.is_set()
     return "ending" if ending else job.state
 
 
@@ -113,6 +114,9 @@ class _Entry:
     job: Job | None  # None: a dump without a GPU part
     owner: int  # the user whose it is
 
+    def has_ended(self) -> bool:
+        return self.job is None or state_of(self.job) in FINAL
+
 
 class JobTable:
     """Jobs by the identity (device, inode) of their image directory, so that any path to it finds them."""
@@ -136,9 +140,9 @@ class JobTable:
 
     def _add(self, entry: _Entry) -> None:
         with self._lock:
-            self._jobs.append(entry)
-            oldest = [known for known in self._jobs if known.owner == entry.owner][:-REMEMBERED]
-            self._jobs = [known for known in self._jobs if known not in oldest]
+            ended = [known for known in self._jobs if known.owner == entry.owner and known.has_ended()]
+            oldest = ended[: max(0, len(ended) - REMEMBERED + 1)]
+            self._jobs = [known for known in self._jobs if known not in oldest] + [entry]
 
     @staticmethod
     def is_plain_criu(directory: int) -> bool:

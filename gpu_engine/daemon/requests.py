@@ -22,7 +22,7 @@ from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon.custody import custody
-from phos.gpu_engine.daemon.jobs import ENDED
+from phos.gpu_engine.daemon.jobs import SETTLED
 from phos.gpu_engine.daemon.permissions import may_write, refuse_others, tree_of
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.session import Session
@@ -131,7 +131,7 @@ class Requests:
                 said = self._run(session.pid, request, image, by_descriptor=peer.uid != 0)
             finally:
                 # A command that was killed leaves phosd's own part to be undone.
-                while self._registry.jobs.state(image, "dump", 0).state not in ENDED:
+                while self._registry.jobs.state(image, "dump", 0).state not in SETTLED:
                     time.sleep(POLL_SECONDS)
         result.seconds = said.get("seconds") or 0.0
         result.stall = said.get("stall") or 0.0

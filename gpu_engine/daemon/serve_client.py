@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from phos.gen import wire_pb2
 from phos.gpu_engine import driver
 from phos.gpu_engine.daemon import wire
-from phos.gpu_engine.daemon.jobs import ENDED
+from phos.gpu_engine.daemon.jobs import SETTLED
 from phos.gpu_engine.daemon.permissions import sees_all
 from phos.gpu_engine.daemon.pools import Pools
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.remote_server import RemoteServer
+from phos.gpu_engine.job_states import FINAL
 
 
 class ClientServer:
@@ -64,10 +65,10 @@ class ClientServer:
 
     def _wait_image(self, connection: wire.Connection, envelope: wire_pb2.Envelope, directory: int) -> None:
         request = envelope.wait_image
-        deadline = time.monotonic() + (request.timeout_s or 3600.0)
+        deadline = time.monotonic() + request.timeout_s
         while True:
             state = self._registry.jobs.state(directory, "restore" if request.restore else "dump", connection.uid)
-            state.final = state.state in ENDED
+            state.final = state.state in SETTLED
             if not state.final and time.monotonic() > deadline:
                 state.final = state.timed_out = True
                 state.error = state.error or f"not complete after {request.timeout_s:.0f} s"

@@ -25,6 +25,7 @@ from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.fill_plan import FillPlan
+from phos.gpu_engine.job_states import FAILED
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import has_ended, inner_pid
 from phos.gpu_engine.residue import RestoredResidues
@@ -58,7 +59,7 @@ Register = Callable[[RestoredProcess, list[Block]], GatedProcess]
 """Makes a process and its blocks known to phosd, before it exists."""
 
 UNDER_WAY = ("loading", "loaded")
-"""States in which a restore is not over. The last ones: attached, failed, mispredicted."""
+"""States in which a restore is not over (job_states.py has the last ones)."""
 
 PARKED = ("parking", "parked")
 """States before those of a process in a pool that nobody has taken yet."""
@@ -359,7 +360,7 @@ class Restore(ABC):
         uses_cuda = inner_pid(pid) in self._image_pids
         with self._lock:
             (self._pids if uses_cuda else self._beside)[pid] = pidfd
-            failed = self.state in ("failed", "mispredicted")
+            failed = self.state in FAILED
         if failed:
             self._kill(pid, pidfd)  # it must not go on without its memory
             return

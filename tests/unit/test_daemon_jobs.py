@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
 import time
@@ -14,11 +15,13 @@ from typing import Any
 import pytest
 
 from phos.cli import checkpoint
+from phos.gen import wire_pb2
 from phos.gpu_engine import toggle
 from phos.gpu_engine.copy_work import Progress
-from phos.gpu_engine.daemon import serve_dump
+from phos.gpu_engine.daemon import serve_dump, wire
 from phos.gpu_engine.daemon.jobs import REMEMBERED, Claims, JobTable
 from phos.gpu_engine.daemon.registry import Registry
+from phos.gpu_engine.daemon.serve_client import ClientServer
 from phos.gpu_engine.daemon.serve_dump import LEAVE
 from phos.gpu_engine.daemon.states import SessionState, StateMachine
 from phos.gpu_engine.errors import CheckpointFailed, ExitStatus, NotPermitted
@@ -129,21 +132,33 @@ def test_job_table(tmp_path: Path) -> None:
         folder.mkdir()
     a, b = (os.open(folder, os.O_RDONLY) for folder in folders)
     assert table.state(a, "dump", 0).state == "unknown"
-    table.add(a, FakeJob("a"), 0)
+    first = FakeJob("a")
+    table.add(a, first, 0)
     assert table.state(a, "dump", 0).state == "writing"
     assert table.state(a, "dump", 0).bytes_done == 3
     assert table.state(a, "restore", 0).state == "unknown"
     assert table.state(b, "dump", 0).state == "unknown"
     newer = FakeJob("a")
-    newer.state = "failed"
+    first.state = newer.state = "failed"
     table.add(a, newer, 0)
     assert table.state(a, "dump", 0).state == "failed", "the newest counts"
     table.none_for(b, 0)
     assert table.state(b, "dump", 0).state == "none"
     assert table.state(b, "restore", 0).state == "none"
-    for _ in range(REMEMBERED + 10):
-        table.add(b, FakeJob("b"), 0)
-    assert len(table.report(0)) == REMEMBERED
+    under_way = FakeJob("a")
+    table.add(a, under_way, 0)
+    for n in range(REMEMBERED + 10):
+        ended = FakeJob(f"b{n}")
+        ended.state = "committed"
+        table.add(b, ended, 0)
+    report = table.report(0)
+    assert len(report) == REMEMBERED + 1
+    assert report[0].image == "a", "what is under way is not forgotten for what has ended"
+    assert report[-1].image == f"b{REMEMBERED + 9}"
+    under_way.state = "failed"
+    table.add(b, FakeJob("last"), 0)
+    assert table.report(0)[0].image != "a"
+    assert table.state(a, "dump", 0).state == "unknown"
     os.close(a)
     os.close(b)
 
@@ -159,6 +174,21 @@ def test_jobs_are_shown_to_their_user_and_to_root_alone(tmp_path: Path, monkeypa
         table.none_for(directory, 4243)
     assert len(table.report(4242)) == 1, "another user's pushed it out"
     os.close(directory)
+
+
+def test_a_wait_of_no_time_is_answered_at_once(tmp_path: Path) -> None:
+    table = JobTable()
+    folder = os.open(tmp_path, os.O_RDONLY)
+    table.add(folder, FakeJob(), 0)
+    server = ClientServer(SimpleNamespace(jobs=table), (), threading.Event(), None)  # type: ignore[arg-type]
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.settimeout(20)
+    asked = wire_pb2.Envelope(id=1, wait_image=wire_pb2.WaitImage(timeout_s=0))
+    threading.Thread(target=server.serve, args=(wire.Connection(ours), asked, [folder]), daemon=True).start()
+    answer = wire.receive(theirs)
+    assert answer is not None
+    assert (answer[0].image_state.state, answer[0].image_state.timed_out) == ("writing", True)
+    theirs.close()
 
 
 class FakeSession:

@@ -1,0 +1,14 @@
+"""How a checkpoint or a restore ends, in the words that phosd, the launcher and ``phos-gpu`` have for it.
+
+What comes before that is the protocols' own (:data:`phos.gpu_engine.restore.base.UNDER_WAY`).
+"""
+
+from __future__ import annotations
+
+SUCCEEDED = ("committed", "attached")
+"""A checkpoint whose image is whole; a restore whose processes compute."""
+
+FAILED = ("failed", "mispredicted")
+"""The second: a guess was wrong, and it can be had in another way."""
+
+FINAL = (*SUCCEEDED, *FAILED)
