@@ -45,7 +45,7 @@ class KeeperLink:
     """The connection to the keeper. While there is none, only phosd's own end would lose memory."""
 
     restarted: Callable[[], None] | None = None
-    """Called, in a thread of its own, when a new keeper runs that holds nothing: it has to :meth:`add` everything."""
+    """Called, in a thread of its own, when another keeper runs, or what was said was lost: it is told all anew."""
 
     def __init__(self, path: Path) -> None:
         self._lock = threading.Lock()  # one packet, or one list, at a time; guards _gone and the change of _socket
@@ -120,8 +120,11 @@ class KeeperLink:
                 return
             try:
                 socket.send_fds(self._socket, [json.dumps(record).encode()], descriptors, socket.MSG_NOSIGNAL)
-            except OSError:
-                self._gone = True  # _watch knows as well
+            except OSError as error:
+                log.warning("The keeper could not be told of GPU memory: %s", error)
+                self._gone = True
+                with suppress(OSError):  # it is closed at the other end
+                    self._socket.shutdown(socket.SHUT_RDWR)  # _watch connects again, and all is told anew
 
     def add(self, session: bytes, pid: int, block: int, size: int, device: int, descriptor: int) -> None:
         """Give the keeper a copy of a block's descriptor."""

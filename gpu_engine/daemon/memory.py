@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
@@ -25,7 +26,7 @@ class Broker:
     def __init__(self, keeper: KeeperLink) -> None:
         self._keeper = keeper
         self._keeper.restarted = self._hand_over
-        self._lock = threading.Lock()  # guards _blocks
+        self._lock = threading.Lock()  # guards _blocks, and has the keeper told of changes in their order
         self._blocks: dict[BlockKey, Block] = {}
         self._users: dict[bytes, int] = {}  # whose each session is; guarded by _lock
         self.removed: Callable[[BlockKey], None] | None = None  # told of blocks that their owners have freed
@@ -34,12 +35,23 @@ class Broker:
         self._pids: dict[bytes, int] = {}  # with whose end the keeper lets a session go; guarded by _lock
 
     def _hand_over(self) -> None:
-        """A new keeper holds nothing yet. With the lock held: what is removed later is also removed there later."""
+        """The keeper is to hold what we hold, and no more.
+
+        A new one holds nothing yet; one that was lost for a moment may hold what was removed meanwhile.
+        """
         with self._lock:
             for (session, number), block in self._blocks.items():
                 self._keeper.add(session, self._pids[session], number, block.size, block.device, block.descriptor)
             count = len(self._blocks)
-        log.info("The new keeper holds %d blocks.", count)
+            removed: list[BlockKey] = []
+            with suppress(OSError, DaemonUnavailable):  # it has gone again
+                for held in self._keeper.held():
+                    os.close(held.descriptor)
+                    if (held.session, held.block) not in self._blocks:
+                        removed.append((held.session, held.block))
+            for key in removed:
+                self._keeper.remove(*key)
+        log.info("The keeper holds %d blocks.", count)
 
     @property
     def keeper_pid(self) -> int:
@@ -83,9 +95,9 @@ class Broker:
             former = self._blocks.pop(block.key, None)
             self._blocks[block.key] = block
             self._pids[block.key[0]] = pid
+            self._keeper.add(block.key[0], pid, block.key[1], block.size, block.device, block.descriptor)
         if former:
             os.close(former.descriptor)
-        self._keeper.add(block.key[0], pid, block.key[1], block.size, block.device, block.descriptor)
 
     def hold(self, blocks: Iterable[Block], pid: int) -> None:
         """As :meth:`add` for new blocks, but the keeper does not have them before :meth:`entrust`."""
@@ -95,7 +107,7 @@ class Broker:
                 self._pids[block.key[0]] = pid
 
     def entrust(self, session: bytes) -> None:
-        """Give the keeper what a session's :meth:`hold` left out. With the lock held, as :meth:`_hand_over`."""
+        """Give the keeper what a session's :meth:`hold` left out."""
         with self._lock:
             for key, block in self._blocks.items():
                 if key[0] == session:
@@ -105,9 +117,10 @@ class Broker:
         """The block's owner has freed it."""
         with self._lock:
             block = self._blocks.pop(key, None)
+            if block:
+                self._keeper.remove(*key)
         if block:
             os.close(block.descriptor)
-            self._keeper.remove(*key)
             if self.removed is not None:
                 self.removed(key)
 
@@ -125,16 +138,16 @@ class Broker:
             self._users.pop(session, None)
             self._pids.pop(session, None)
             gone = [self._blocks.pop(key) for key in list(self._blocks) if key[0] == session]
+            self._keeper.remove(session, None)
         for block in gone:
             os.close(block.descriptor)
-        self._keeper.remove(session, None)
         return sum(block.size for block in gone)
 
     def moved(self, session: bytes, pid: int) -> None:
         """The session now lives in process ``pid``."""
         with self._lock:
             self._pids[session] = pid
-        self._keeper.moved(session, pid)
+            self._keeper.moved(session, pid)
 
     def get(self, key: BlockKey) -> Block | None:
         """A block, if it is held."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +41,11 @@ class Kept:
         return found
 
     def descriptors(self) -> int:
-        return sum("memfd:kept" in os.readlink(entry) for entry in Path(f"/proc/{self.process.pid}/fd").iterdir())
+        names = []
+        for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
+            with suppress(FileNotFoundError):  # it has just been closed
+                names.append(os.readlink(entry))
+        return sum("memfd:kept" in name for name in names)
 
     def another_phosd(self) -> None:
         self.link.close()
@@ -142,6 +149,30 @@ def test_keeper_that_is_killed_is_replaced_and_given_everything_again(
     for process in holders(kept.path.parent):
         process.kill()
         process.wait()
+
+
+def test_what_the_keeper_was_not_told_it_is_told_later(
+    kept: Kept, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lives, and a packet did not come through: from then on it has to know what is held, and what no longer."""
+    broker = Broker(kept.link)
+    for number in (1, 2):
+        broker.add(Block((SESSION, number), 2 << 20, 0, os.dup(memory)), os.getpid())
+    send_fds = socket.send_fds
+    failed = threading.Event()
+
+    def failing(*arguments: object) -> int:
+        monkeypatch.setattr(socket, "send_fds", send_fds)
+        failed.set()
+        raise OSError(errno.ETOOMANYREFS, os.strerror(errno.ETOOMANYREFS))
+
+    monkeypatch.setattr(socket, "send_fds", failing)
+    broker.remove((SESSION, 1))
+    broker.add(Block((SESSION, 3), 2 << 20, 0, os.dup(memory)), os.getpid())
+    assert failed.is_set()
+    eventually(lambda: held_now(kept) == [(SESSION, os.getpid(), number) for number in (2, 3)], "all to be told")
+    assert kept.process.poll() is None
+    broker.drop_session(SESSION)
 
 
 def held_now(kept: Kept) -> list[tuple[bytes, int, int]] | None:
