@@ -20,7 +20,7 @@ from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.timeline import Timeline
 
 REMEMBERED = 64
-"""Of one user's jobs that have ended, so that nobody's can be pushed out by another's; what is under way is remembered."""
+"""Of one user's jobs that have ended, so that nobody's pushes out another's; what is under way is remembered."""
 
 SETTLED = ("unknown", "none", *FINAL)
 """States of an image in which nothing is done for it any more."""

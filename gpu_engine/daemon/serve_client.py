@@ -16,7 +16,6 @@ from phos.gpu_engine.daemon.permissions import sees_all
 from phos.gpu_engine.daemon.pools import Pools
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.remote_server import RemoteServer
-from phos.gpu_engine.job_states import FINAL
 
 
 class ClientServer:
