@@ -18,7 +18,8 @@ import click
 
 from phos.gpu_engine import configuration
 from phos.gpu_engine.daemon import client
-from phos.gpu_engine.daemon.paths import make_folder, refuse_unfit, socket_path
+from phos.gpu_engine.daemon.own_log import LogHandler
+from phos.gpu_engine.daemon.paths import log_file, make_folder, refuse_unfit, socket_path
 from phos.gpu_engine.daemon.remote_settings import VARIABLES, RemoteSettings
 from phos.gpu_engine.errors import NotPermitted, PhosError, UsageError
 from phos.gpu_engine.installation import device_kind, load_driver
@@ -103,7 +104,7 @@ def _run(path: Path, verbose: bool) -> None:
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
         format="%(asctime)s %(levelname)s %(threadName)s: %(message)s",
-        stream=sys.stderr,
+        handlers=[LogHandler(sys.stderr, log_file(path))],
     )
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a descriptor for each block of each process
