@@ -11,6 +11,7 @@ import click
 import psutil
 
 from phos.cli.criu import DUMP_LOG, image_directory, needs_shell_job, run_dump
+from phos.cli.launched import Interrupted
 from phos.cli.progress import ImageProgress
 from phos.gpu_engine import configuration, procfs
 from phos.gpu_engine.cow.settings import CowSettings
@@ -68,7 +69,12 @@ def checkpoint(
     _require_cuda(pid)
     directory = image_directory(image, create=True)
     with ImageProgress(directory, restore=False, quiet=as_json):
-        status, errors = run_dump(arguments, directory.absolute(), beside)
+        status, errors, interrupted = run_dump(arguments, directory.absolute(), beside)
+    if interrupted and status == 0:
+        raise Interrupted(interrupted, f"The interruption came too late: process {pid} is in {directory}.")
+    if interrupted:
+        became = "runs on as before" if procfs.is_alive(pid) else "has ended"
+        raise Interrupted(interrupted, f"Interrupted: process {pid} {became}; {directory} holds no image.")
     if status != 0:
         became = "it runs on as before" if procfs.is_alive(pid) else "it has ended"
         raise CheckpointFailed(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
+from phos.cli.launched import Launched
 from phos.cli.restore_first import verbosity
 from phos.gpu_engine.errors import NoSuchProcess, UsageError
 from phos.gpu_engine.installation import launcher
@@ -54,17 +54,23 @@ def needs_shell_job(pid: int) -> bool:
     return os.getsid(pid) not in tree
 
 
-def run_dump(arguments: list[str], directory: Path, beside: int | None = None) -> tuple[int, str]:
-    """Run ``criu dump`` with its log in the image directory. Returns (exit status, the errors in it and from phosd).
+def run_dump(arguments: list[str], directory: Path, beside: int | None = None) -> tuple[int, str, int]:
+    """Run ``criu dump`` with its log in the image directory.
 
     ``beside``: a process in whose namespaces it is run.
+
+    Returns:
+        Its exit status, the errors in its log and from phosd, and the signal that it was interrupted by, or 0.
     """
     words = ["dump", *arguments, "--lib", "phos", "-D", str(directory), "-o", DUMP_LOG, verbosity()]
     command = [str(launcher("criu")), *words]
     if beside is not None:
         command = ["nsenter", "--target", str(beside), "--pid", "--mount", "--", *command]
-    result = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    return result.returncode, errors(result.returncode, result.stderr + result.stdout, directory / DUMP_LOG)
+    dump = Launched()
+    dump.start(command, {}, entered=beside is not None)
+    status = dump.wait()
+    dump.close()
+    return status, errors(status, dump.said(), directory / DUMP_LOG), dump.interrupted
 
 
 def errors(status: int, said: str, log: Path) -> str:

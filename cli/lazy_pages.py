@@ -30,6 +30,7 @@ class LazyPages:
         self._log = directory / PAGES_LOG
         self._began = begun.began
         self._pid = begun.pages
+        self._begun = begun
         self._pidfd = os.pidfd_open(begun.pages)  # our child, which nobody has waited for: still that process
         self._wanted = True
         self._watcher = threading.Thread(target=self._watch, daemon=True, name="lazy-pages")
@@ -42,12 +43,17 @@ class LazyPages:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._wanted = False
-        if kind is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._begun.when_late = self._end
+        if kind is not None or self._begun.interrupted:
+            self._end()
         self._watcher.join()
+        self._begun.when_late = None
         os.close(self._pidfd)
         self._socket.unlink(missing_ok=True)
+
+    def _end(self) -> None:
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _watch(self) -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])

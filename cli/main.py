@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import signal
 import sys
 from typing import Any
 
 import click
 
+from phos.cli.launched import Interrupted
 from phos.gpu_engine.errors import PhosError
 
 COMMANDS = {
@@ -49,9 +51,11 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except PhosError as error:
+        except (PhosError, Interrupted) as error:
             click.echo(f"phos-gpu {ctx.invoked_subcommand}: {error}", err=True)
             sys.exit(int(error.exit_status))
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

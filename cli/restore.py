@@ -7,11 +7,12 @@ import os
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from phos.cli.criu import errors, image_directory
+from phos.cli.launched import Interrupted
 from phos.cli.lazy_pages import LazyPages
 from phos.cli.progress import ImageProgress
 from phos.cli.refusal import refuse
@@ -87,10 +88,13 @@ def _restore(
     began, began_at = since or (begun.began, begun.began_at)
     pages: LazyPages | None = None
     with ExitStack() as stack:
+        stack.callback(begun.close)
         if lazy:
             pages = stack.enter_context(LazyPages(directory, begun, lambda: list(_job(directory).pids)))
         stack.enter_context(ImageProgress(directory, restore=True, quiet=as_json))
         status = begun.wait()
+        if begun.interrupted:
+            _interrupted(begun, status, image, directory)
         if status != 0 and bad is not None:
             refuse("restore", bad, as_json)
         if status != 0:
@@ -101,6 +105,8 @@ def _restore(
                 f"The image in {image} could not be restored; nothing of it was left running.\n{why}{said}\n"
                 f"CRIU's log: {directory / RESTORE_LOG}"
             )
+    if begun.interrupted:
+        _interrupted(begun, status, image, directory)
     if pages is not None and pages.error and (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]):
         raise RestoreFailed(f"{pages.error} Processes {', '.join(map(str, left))} cannot be relied upon: end them.")
     seconds = time.perf_counter() - began
@@ -113,6 +119,24 @@ def _restore(
     click.echo(f"Restored process {', '.join(map(str, pids))} from {image} ({seconds:.2f} s).")
     if lazy:
         _show(answer)
+
+
+def _interrupted(begun: Begun, status: int, image: str, directory: Path) -> NoReturn:
+    """The launcher has ended what it had begun; what was quicker than the signal is ended here.
+
+    ``status``: the launcher's. If it failed, the processes of phosd's latest job may be somebody else's.
+    """
+    import psutil  # here, because other restores need it not, and would wait for it
+
+    with suppress(DaemonUnavailable):
+        job = _job(directory)
+        for pid in job.pids if status == 0 and job.since >= begun.began_at else ():
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(pid)
+                for one in [*process.children(recursive=True), process]:
+                    with suppress(psutil.NoSuchProcess):
+                        one.kill()
+    raise Interrupted(begun.interrupted, f"Interrupted: nothing of {image} was left running.")
 
 
 def _is_pinned(image: Image) -> bool:

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 
+from phos.cli.launched import Launched
 from phos.images import native
 
 COMMIT_FILE = "phos-commit.img"  # images/formats.py; tests/unit/test_cli_restore.py compares
@@ -52,7 +53,7 @@ def lock(directory: str) -> int:
             return descriptor  # the file system has no locks of directories
 
 
-class Begun:
+class Begun(Launched):
     """CRIU at work on a restore."""
 
     def __init__(self, directory: str, lazy: bool) -> None:
@@ -62,13 +63,11 @@ class Begun:
             BlockingIOError: another lazy restore has the directory.
             OSError: it cannot be started.
         """
+        super().__init__()
         self.began, self.began_at = time.perf_counter(), time.time()
         self.pages = 0
         """The pid of ``criu lazy-pages``, a child that somebody else has to wait for."""
         self._lock = lock(directory) if lazy else -1  # until this process and that one have ended
-        self._output = os.memfd_create("criu")
-        # Two programs share its offset, which the kernel does not lock in a memfd: one would overwrite the other.
-        fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)
         criu, changes = native.launcher("criu"), {"PHOS_RESTORE": os.environ.get("PHOS_RESTORE", "")}
         words = ["--restore-detached", "--shell-job"]
         if lazy:
@@ -77,48 +76,18 @@ class Begun:
             except FileNotFoundError:
                 pass
             os.set_inheritable(self._lock, True)
-            self.pages = self._start([criu, "lazy-pages", "-D", directory, "-o", PAGES_LOG, "-v2"], {})
+            self.pages = self.start_beside([criu, "lazy-pages", "-D", directory, "-o", PAGES_LOG, "-v2"], {})
             os.set_inheritable(self._lock, False)
             changes = {"PHOS_RESTORE": "lazy", "PHOS_LAZY_PAGES": str(self.pages)}
             words.append("--lazy-pages")
         words += ["--lib", "phos", "-D", directory, "-o", RESTORE_LOG, verbosity()]
         try:
-            self._pid = self._start([criu, "restore", *words], changes)
+            self.start([criu, "restore", *words], changes)
         except OSError:
             if self.pages:  # nobody would watch it
                 os.kill(self.pages, signal.SIGKILL)
                 os.waitpid(self.pages, 0)
             raise
-
-    def _start(self, command: list[str], changes: dict[str, str]) -> int:
-        return os.posix_spawn(
-            command[0],
-            command,
-            {**os.environ, **changes},
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_DUP2, self._output, 1),
-                (os.POSIX_SPAWN_DUP2, self._output, 2),
-            ],
-            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, and ignoring is inherited
-        )
-
-    def wait(self) -> int:
-        """Wait for CRIU, and for the GPU's part. Returns its exit status, or the negative number of a signal."""
-        try:
-            _, status = os.waitpid(self._pid, 0)
-        except BaseException:
-            try:
-                os.kill(self._pid, signal.SIGKILL)
-                os.waitpid(self._pid, 0)
-            except (ProcessLookupError, ChildProcessError):
-                pass  # the interruption came when it had ended, and been waited for
-            raise
-        return os.waitstatus_to_exitcode(status)
-
-    def said(self) -> str:
-        """What CRIU and its launcher wrote to their output."""
-        return os.pread(self._output, os.fstat(self._output).st_size, 0).decode(errors="replace")
 
 
 def understand(words: list[str]) -> tuple[str, bool] | None:

@@ -11,6 +11,10 @@ CRIU_FAILED = "CRIU failed; its own log says why (dump.log, or what -o names, or
 """All that phosd knows where it had no part in the failure of a dump."""
 
 
+INTERRUPTED = "It was interrupted."
+"""Why a dump or a restore was ended that somebody asked phosd to end."""
+
+
 class ExitStatus(IntEnum):
     """Exit statuses of ``phos-gpu`` and ``phosd``; docs/cli.md lists them for users."""
 

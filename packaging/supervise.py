@@ -2,13 +2,13 @@
 
     supervise.py dump|restore IMAGE_FOLDER PHOSD CRIU [ARGUMENT...]
 
-The child shares this process's terminal, descriptors and process group; signals sent here go on to it, and its end,
-by status or by signal, is this process's end. CRIU is started before anything slow is imported: Python reads the
-daemon's client while CRIU works.
+The child shares this process's terminal, descriptors and process group; its end, by status or by signal, is this
+process's end. CRIU is started before anything slow is imported: Python reads the daemon's client while CRIU works.
 
-A dump is ended by a signal only at a moment when CRIU traces no process: it works inside the processes that it traces,
-and one that it leaves in the middle of that dies of the breakpoint put there. What is sent from a keyboard reaches the
-whole process group, so CRIU ignores it and is ended from here.
+A signal sent here interrupts what is done: phosd is asked to end it, and refuses CRIU's next request. A dump is undone.
+CRIU works inside the processes that it traces, and one that it leaves in the middle of that dies of the breakpoint put
+there: so it is killed only where it traces none, and ignores what is sent to the whole process group. A restore's
+processes are killed, and CRIU fails for that and tidies up. This process ends, by that signal, when all of it is done.
 """
 
 import os
@@ -16,13 +16,16 @@ import signal
 import sys
 import time
 
-KEYBOARD = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
 FILLS = os.environ.pop("PHOS_FILL_PAGES", "")
 """The launcher has the plugin bring the memory of what is restored. For CRIU's environment, and nobody else's."""
-FORWARDED = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
-END_SECONDS = 10.0
-"""How long a process that was killed may take to end: its pid is then free for the next restore."""
+FAIL_SECONDS = 10.0
+"""How long a CRIU whose restored processes are killed may take to fail, and they to end: pids are used again."""
 
 
 def state_of(pid: int) -> str:
@@ -59,56 +62,56 @@ def end_untraced(child: int) -> None:
         time.sleep(0.005)
 
 
-def run(command: list[str], *, gently: bool) -> tuple[int, object]:
-    """Start command, import the client meanwhile, and return (wait status, the client module or why there is none).
+def below(pid: int) -> list[int]:
+    """All processes below process pid; phosd and its keeper are none of anybody's."""
+    parents: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                with open(f"/proc/{entry}/stat", errors="replace") as stat:
+                    parents[int(entry)] = int(stat.read().rpartition(") ")[2].split()[1])
+                with open(f"/proc/{entry}/cmdline", "rb") as words:
+                    line = words.read()
+                    if b"phos.gpu_engine.daemon" in line or b"/gpu_engine/daemon/" in line:
+                        del parents[int(entry)]
+            except OSError:
+                pass  # it has ended
+    found, new = set[int](), {pid}
+    while new:
+        new = {child for child, parent in parents.items() if parent in new} - found
+        found |= new
+    return list(found)
 
-    ``gently``: a signal ends the command where it traces nobody; the wait status is as if it had had the signal itself.
-    """
-    old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
-    child = os.fork()
-    if child == 0:
-        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and ignoring is inherited
-        for number in KEYBOARD if gently else ():
-            signal.signal(number, signal.SIG_IGN)
-        if FILLS:
-            os.environ["PHOS_FILL_PAGES"] = FILLS
-        try:
-            os.execvp(command[0], command)
-        except OSError as error:
-            os.write(2, f"criu: {command[0]} could not be started: {error.strerror}\n".encode())
-        os._exit(127)
-    ended_by = 0
 
-    def forward(received: int, _frame: object) -> None:
-        nonlocal ended_by
-        if not gently:
-            os.kill(child, received)
-        elif not ended_by:
-            ended_by = received
-            end_untraced(child)
-
-    for number in FORWARDED:
-        signal.signal(number, forward)
-    signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
-    if not gently:
-        adopt_orphans()
-    client: object
+def has_children() -> bool:
+    """Whether this process has any."""
     try:
-        from phos.gpu_engine.daemon import client
-    except Exception as error:  # reported only when the client would be needed
-        client = error
-    _, status = os.waitpid(child, 0)
-    for number in FORWARDED:
-        signal.signal(number, signal.SIG_DFL)
-    if ended_by and os.WIFSIGNALED(status):
-        status = ended_by
-    return status, client
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
-def finish(status: int) -> int:
-    """Return the exit status that a wait status stands for; die by the signal that ended the child."""
-    code = os.waitstatus_to_exitcode(status)
+def kill_all(pids: list[int]) -> None:
+    """Kill those of these processes that there still are."""
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def reap() -> None:
+    """Collect the children that have ended."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def finish(code: int) -> int:
+    """Return an exit status; die of the signal that a negative one stands for."""
     if code < 0:
         if -code in (signal.SIGQUIT, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS):
             import resource
@@ -154,50 +157,12 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)
 
 
-def children_of(pid: int) -> list[int]:
-    """The children of a process."""
-    found: list[int] = []
-    try:
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as children:
-                found += map(int, children.read().split())
-    except OSError:
-        pass  # it has ended
-    return found
-
-
-def end_restored(restored: list[int]) -> None:
-    """Kill what a restore that has failed left behind: children of ours since CRIU has ended, and what is below them.
-
-    phosd does so too, unless it has died, or CRIU has before it named all of them.
-    """
-    family = list(restored)
-    for pid in family:
-        family += children_of(pid)
-    for pid in family:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-    deadline = time.monotonic() + END_SECONDS
-    for pid in restored:
-        try:
-            while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
-                time.sleep(0.002)
-        except ChildProcessError:
-            pass  # it has been collected
-
-
 def wait_for_free_pids(client: object, seconds: float) -> None:
     """Wait until the processes of a restore that phosd has ended are gone: CRIU restores under the same pids."""
     jobs = [job for job in client.status().jobs if job.state == "mispredicted"]  # type: ignore[attr-defined]
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            pass
+        reap()
         if not any(os.path.exists(f"/proc/{pid}") for job in jobs[-1:] for pid in job.pids):
             return
         time.sleep(0.005)
@@ -210,61 +175,148 @@ def eagerly(command: list[str]) -> list[str]:
     return [word for word in command if not word.startswith("--la")]
 
 
-def attempt(action: str, images: str, phosd: str, command: list[str]) -> tuple[int, bool]:
-    """Run CRIU and wait for the GPU's part. Returns (exit status, whether a wrong guess spoilt a concurrent dump)."""
-    began, before = time.time(), children_of(os.getpid())
-    status, client = run(command, gently=action == "dump")
-    # Before a frontend in them starts a phosd: that is an orphan as they are.
-    restored = [pid for pid in children_of(os.getpid()) if pid not in before] if action == "restore" else []
-    if status != 0:
-        end_restored(restored)
-        bring_back(phosd)
-        if not isinstance(client, Exception):
-            client.show_undone(images, restore=action == "restore", began=began)  # type: ignore[attr-defined]
-        return finish(status), False
-    if isinstance(client, Exception):
-        sys.stderr.write(f"criu: CRIU is done, but the GPU's part cannot be waited for: {client}\n")
-        end_restored(restored)
+class Supervisor:
+    """CRIU's runs for one command line, and what a signal does to them."""
+
+    def __init__(self, action: str, images: str, phosd: str, command: list[str]) -> None:
+        self.action, self.images, self.phosd, self.command = action, images, phosd, command
+        self.asked = 0
+        """The signal that came first, if any has."""
+        self._ended = False  # what it asks for is done
+        self._criu = 0
+        self._runs = False
+        self._client: object = None  # the module, or why there is none
+        # Somebody's who became this process; looking through all processes would keep a restore waiting.
+        self._former = set(below(os.getpid())) if action == "restore" and has_children() else set()
+
+    def _received(self, number: int, _frame: object) -> None:
+        self.asked = self.asked or number
+        self._end_if_asked()
+
+    def _end_if_asked(self) -> None:
+        """End what CRIU and phosd do; in a signal's handler, or before one could come."""
+        if not self.asked or self._ended or self._client is None:
+            return
+        self._ended = True
+        if not isinstance(self._client, Exception):
+            self._client.interrupt(self._criu)  # type: ignore[attr-defined]
+        if self.action == "dump":
+            if self._runs:
+                end_untraced(self._criu)
+            return
+        deadline = time.monotonic() + FAIL_SECONDS
+        while self._runs and state_of(self._criu) != "Z":
+            kill_all(below(self._criu))
+            if time.monotonic() > deadline:
+                kill_all([self._criu])
+            time.sleep(0.005)
+
+    def end_restored(self) -> None:
+        """Kill what a restore that has failed left behind, which has become ours.
+
+        phosd does so too, unless it has died, or CRIU has before it named all of them.
+        """
+        if self.action != "restore":
+            return
+        deadline = time.monotonic() + FAIL_SECONDS
+        while (left := set(below(os.getpid())) - self._former) and time.monotonic() < deadline:
+            kill_all(list(left))
+            time.sleep(0.005)
+            reap()
+
+    def _run(self) -> int:
+        """Start CRIU, import the client meanwhile, and return CRIU's exit status (negative for a signal's number)."""
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        self._criu = os.fork()
+        if self._criu == 0:
+            for number in ENDING if self.action == "dump" else ():
+                signal.signal(number, signal.SIG_IGN)
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and ignoring is inherited
+            if FILLS:
+                os.environ["PHOS_FILL_PAGES"] = FILLS
+            try:
+                os.execvp(self.command[0], self.command)
+            except OSError as error:
+                os.write(2, f"criu: {self.command[0]} could not be started: {error.strerror}\n".encode())
+            os._exit(127)
+        self._runs = True
+        for number in ENDING:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._received)
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        if self.action == "restore":
+            adopt_orphans()
+        client: object
+        try:
+            from phos.gpu_engine.daemon import client
+        except Exception as error:  # reported only when the client would be needed
+            client = error
+        self._client = client
+        self._end_if_asked()
+        os.waitid(os.P_PID, self._criu, os.WEXITED | os.WNOWAIT)
+        self._runs = False  # from here on nobody signals it
+        _, status = os.waitpid(self._criu, 0)
+        return os.waitstatus_to_exitcode(status)
+
+    def _attempt(self) -> tuple[int, bool]:
+        """Run CRIU and wait for the GPU's part. Returns (exit status, whether a wrong guess spoilt it)."""
+        began = time.time()
+        code = self._run()
+        client: Any = self._client
+        if code != 0:
+            self.end_restored()
+            bring_back(self.phosd)
+            if not isinstance(client, Exception):
+                client.show_undone(self.images, restore=self.action == "restore", began=began)
+            return code, False
+        if isinstance(client, Exception):
+            sys.stderr.write(f"criu: CRIU is done, but the GPU's part cannot be waited for: {client}\n")
+            self.end_restored()
+            return 1, False
+        sys.argv = ["criu", "wait", *(["--restore"] if self.action == "restore" else []), self.images]
+        answer = client.main()
+        if answer == 0 and not (self.asked and self.action == "restore"):
+            return 0, False
+        self.end_restored()
+        if answer == client.MISPREDICTED and not self.asked:
+            return 1, True
+        bring_back(self.phosd)  # it may have died since CRIU was done
         return 1, False
-    sys.argv = ["criu", "wait", images] if action == "dump" else ["criu", "wait", "--restore", images]
-    answer = client.main()  # type: ignore[attr-defined]
-    if answer == 0:
-        return 0, False
-    end_restored(restored)
-    if answer == client.MISPREDICTED:  # type: ignore[attr-defined]
-        return 1, True
-    bring_back(phosd)  # it may have died since CRIU was done
-    return 1, False
+
+    def run(self) -> int:
+        """CRIU's exit status (negative for a signal's number), or 1 if CRIU succeeded and the GPU's part failed.
+
+        A lazy restore in which a kernel touched memory that was not there yet is made anew from the same image,
+        eagerly. A concurrent dump whose image could not be right, because a kernel wrote where nobody thought it would,
+        is made anew with the processes standing still: in the same directory, rid of what CRIU had put there.
+        """
+        before = entries(self.images)
+        code, mispredicted = self._attempt()
+        if mispredicted:
+            if self.action == "restore":
+                wait_for_free_pids(self._client, 10.0)
+                sys.stderr.write("criu: restoring once more, eagerly.\n")
+                os.environ["PHOS_RESTORE"] = "eager"
+                self.command = eagerly(self.command)
+            else:
+                sys.stderr.write("criu: dumping once more, by the stop protocol.\n")
+                for name in entries(self.images) - before:
+                    if name.endswith(".img"):
+                        os.unlink(os.path.join(self.images, name))
+                os.environ["PHOS_PROTOCOL"] = "stop"
+            if not self.asked:
+                code, _ = self._attempt()
+        return -self.asked if self.asked and code != 0 else code
 
 
 def main(argv: list[str]) -> int:
-    """See the module's text. Returns CRIU's exit status, or 1 if CRIU succeeded and the GPU's part failed.
-
-    A lazy restore in which a kernel touched memory that was not there yet is made anew from the same image, eagerly.
-    A concurrent dump whose image could not be right, because a kernel wrote where nobody thought it would, is made anew
-    with the processes standing still: in the same directory, rid of what CRIU had put there.
-    """
+    """See the module's text."""
     action, images, phosd, command = argv[1], argv[2], argv[3], argv[4:]
     if action == "dump" and (problem := configure()):
         sys.stderr.write(f"criu: {problem}\n")
         return 1
-    before = entries(images)
-    status, mispredicted = attempt(action, images, phosd, command)
-    if not mispredicted:
-        return status
-    if action == "restore":
-        from phos.gpu_engine.daemon import client
-
-        wait_for_free_pids(client, 10.0)
-        sys.stderr.write("criu: restoring once more, eagerly.\n")
-        os.environ["PHOS_RESTORE"] = "eager"
-        return attempt(action, images, phosd, eagerly(command))[0]
-    sys.stderr.write("criu: dumping once more, by the stop protocol.\n")
-    for name in entries(images) - before:
-        if name.endswith(".img"):
-            os.unlink(os.path.join(images, name))
-    os.environ["PHOS_PROTOCOL"] = "stop"
-    return attempt(action, images, phosd, command)[0]
+    return finish(Supervisor(action, images, phosd, command).run())
 
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class CowDump(StopDump):
 
     def finish(self, criu_result: int) -> None:
         """See :meth:`StopDump.finish`."""
-        if self.state == "committed" or criu_result != 0 or self._failure:
+        if self.state == "committed" or criu_result != 0 or self._failure or self._interruption.asked:
             super().finish(criu_result)
             return
         self._laid_out.wait()

@@ -194,6 +194,17 @@ def shutdown(path: Path | None = None) -> None:
         wire.receive(connection)  # end of file: its process is gone
 
 
+def interrupt(criu: int, path: Path | None = None) -> None:
+    """Ask phosd to end what the plugin of that CRIU has begun; who waits for the image learns what became of it."""
+    try:
+        with connect(path) as connection:
+            connection.settimeout(ANSWER_SECONDS)
+            wire.send(connection, wire_pb2.Envelope(id=1, interrupt=wire_pb2.Interrupt(criu=criu)))
+            wire.receive(connection)
+    except (PhosError, OSError):
+        pass  # it has ended, or hangs: CRIU is ended all the same, where that harms nobody
+
+
 def wait_image(
     directory: Path,
     *,

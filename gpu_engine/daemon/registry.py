@@ -20,6 +20,7 @@ from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.paths import hold_folder, keeper_socket
 from phos.gpu_engine.daemon.pinned_images import PinnedImages, limit_from
 from phos.gpu_engine.daemon.reaper import Reaper
+from phos.gpu_engine.daemon.runs import Runs
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import PhosError
@@ -46,6 +47,7 @@ class Registry:
         self.versions = versions
         self.jobs = JobTable()
         self.claims = Claims()
+        self.runs = Runs()
         self.copier = Copier()
         self.cow = CowMemory()
         self.pinned = PinnedImages(limit_from(os.environ))

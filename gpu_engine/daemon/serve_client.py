@@ -16,6 +16,7 @@ from phos.gpu_engine.daemon.permissions import sees_all
 from phos.gpu_engine.daemon.pools import Pools
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.remote_server import RemoteServer
+from phos.gpu_engine.errors import PhosError
 
 
 class ClientServer:
@@ -47,6 +48,8 @@ class ClientServer:
                     self._registry.pinned.serve(connection, envelope, descriptors)
                 elif kind == "wait_image" and descriptors:
                     self._wait_image(connection, envelope, descriptors[0])
+                elif kind == "interrupt":
+                    self._interrupt(connection, envelope)
                 elif kind == "shutdown" and sees_all(connection.uid):
                     connection.reply(envelope.id, done=wire_pb2.Done())
                     self._stopping.set()
@@ -61,6 +64,14 @@ class ClientServer:
                 envelope, descriptors = packet
         finally:
             wire.close_all(descriptors)
+
+    def _interrupt(self, connection: wire.Connection, envelope: wire_pb2.Envelope) -> None:
+        try:
+            self._registry.runs.interrupt(connection, envelope.interrupt.criu)
+        except PhosError as error:
+            connection.done(envelope.id, error=error)
+        else:
+            connection.done(envelope.id)
 
     def _wait_image(self, connection: wire.Connection, envelope: wire_pb2.Envelope, directory: int) -> None:
         request = envelope.wait_image

@@ -24,6 +24,7 @@ from phos.gpu_engine.daemon.registry import Registry, say_failure
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, PhosError, ProtocolError, UsageError
+from phos.gpu_engine.interruption import Interruption
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.stop.dump import Assignment, StopDump
 from phos.gpu_engine.stop.settings import Settings
@@ -56,9 +57,9 @@ class DumpServer:
         request = envelope.dump_begin
         # CRIU may be in a pid namespace of its own, with a process from a pool.
         request.pid = procfs.outer_pid(connection.pid, request.pid) or request.pid
-        with ExitStack() as claim:
+        with self._registry.runs.entered(connection, request.criu_pid) as interruption, ExitStack() as claim:
             try:
-                job = self._begin(connection, request, wire.only(descriptors), claim)
+                job = self._begin(connection, request, wire.only(descriptors), claim, interruption)
             except Exception as error:
                 say_failure(f"Checkpoint of process {request.pid}", error)
                 connection.done(envelope.id, error=error if str(error) else repr(error))
@@ -71,7 +72,8 @@ class DumpServer:
             over = threading.Event()
             threading.Thread(target=_free_criu, args=(connection.pid, over), daemon=True, name="watch-criu").start()
             try:
-                result = self._follow_criu(connection, job, kills=not _leaves_alive(connection.pid))
+                kills = not _leaves_alive(connection.pid)
+                result = self._follow_criu(connection, job, interruption, kills=kills)
             except (PhosError, OSError) as error:
                 log.error("Checkpoint of process %d: CRIU's plugin is not to be understood: %s", request.pid, error)
             except Exception:
@@ -90,7 +92,9 @@ class DumpServer:
         if job and job.state == "failed":
             self._registry.renew_if_broken()
 
-    def _follow_criu(self, connection: wire.Connection, job: StopDump | None, *, kills: bool) -> int:
+    def _follow_criu(
+        self, connection: wire.Connection, job: StopDump | None, interruption: Interruption, *, kills: bool
+    ) -> int:
         """Until CRIU's process ends. Returns its result; -1 if it did not say any, or was told to keep the tasks."""
         result = -1
         while (packet := connection.receive()) is not None:
@@ -104,6 +108,8 @@ class DumpServer:
                         if job:
                             hidden = wire.content(wire.only(descriptors), limits.MAP_BYTES) if descriptors else b""
                             job.criu_ended(result, hidden, kills=kills)
+                        else:
+                            interruption.settle()
                     case _:
                         raise ProtocolError("phosd expects a frozen task here, or the end of the dump.")
             except (PhosError, OSError) as error:
@@ -122,7 +128,12 @@ class DumpServer:
             job.task_frozen(pid, criu_pid, table, connection.pid)
 
     def _begin(
-        self, connection: wire.Connection, request: wire_pb2.DumpBegin, directory: int, claim: ExitStack
+        self,
+        connection: wire.Connection,
+        request: wire_pb2.DumpBegin,
+        directory: int,
+        claim: ExitStack,
+        interruption: Interruption,
     ) -> StopDump | None:
         root = request.pid
         if not psutil.pid_exists(root):
@@ -174,7 +185,9 @@ class DumpServer:
             settings=settings,
             versions=versions,
             criu=connection.pid,
+            interruption=interruption,
         )
+        interruption.check()
         job = self._job(connection, request, assignment)
         job.order = self._registry.cow.touched
         self._registry.jobs.add(directory, job, owner)

@@ -14,7 +14,8 @@ from phos.gpu_engine.daemon import twins, wire
 from phos.gpu_engine.daemon.registry import Registry, say_failure
 from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
 from phos.gpu_engine.daemon.states import SessionState
-from phos.gpu_engine.errors import RestoreFailed, UsageError
+from phos.gpu_engine.errors import INTERRUPTED, RestoreFailed, UsageError
+from phos.gpu_engine.interruption import Interruption
 from phos.gpu_engine.restore.base import UNDER_WAY, Restore, RestoredProcess
 from phos.gpu_engine.restore.eager import EagerRestore
 from phos.gpu_engine.restore.lazy import LazyRestore
@@ -42,6 +43,16 @@ class RestoreServer:
             connection.done(envelope.id, error=f"User {connection.uid} may not restore here.")
             wire.close_all(descriptors)
             return
+        with self._registry.runs.entered(connection, envelope.restore_begin.criu_pid) as interruption:
+            self._serve(connection, envelope, descriptors, interruption)
+
+    def _serve(
+        self,
+        connection: wire.Connection,
+        envelope: wire_pb2.Envelope,
+        descriptors: list[int],
+        interruption: Interruption,
+    ) -> None:
         try:
             job = self._begin(connection, envelope.restore_begin, wire.only(descriptors))
         except Exception as error:
@@ -50,7 +61,10 @@ class RestoreServer:
             return
         finally:
             wire.close_all(descriptors)
-        connection.done(envelope.id)
+        if job is not None:
+            restore = job
+            interruption.on_asked(lambda: restore.fail(INTERRUPTED))
+        connection.done(envelope.id, error=INTERRUPTED if interruption.asked else "")
         if isinstance(job, LazyRestore):
             self._look_through(job)
         result: int | None = None

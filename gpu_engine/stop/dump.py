@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import psutil
@@ -26,7 +26,8 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.copy_work import Cancelled, Progress
-from phos.gpu_engine.errors import CRIU_FAILED, CheckpointFailed, DriverError, PhosError
+from phos.gpu_engine.errors import CRIU_FAILED, INTERRUPTED, CheckpointFailed, DriverError, PhosError
+from phos.gpu_engine.interruption import Interruption
 from phos.gpu_engine.landing import Landing
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
@@ -57,6 +58,7 @@ class Assignment:
     directory  an open descriptor of the image directory; it stays the caller's.
     path       what to call it.
     criu       the process that dumps them, which may be in other namespaces than ours.
+    interruption  somebody's wish that it be ended.
     """
 
     directory: int
@@ -67,6 +69,7 @@ class Assignment:
     settings: Settings
     versions: inventory.Versions
     criu: int
+    interruption: Interruption = field(default_factory=Interruption)
 
 
 class StopDump:
@@ -97,6 +100,7 @@ class StopDump:
         self.timeline = Timeline()
         self._tree = ProcessTree(assignment.gated, assignment.foreign, assignment.settings, self.timeline)
         self._copier = assignment.copier
+        self._interruption = assignment.interruption
         self._cancelled = threading.Event()
         self._copying: threading.Thread | None = None
         self._copy_failure: BaseException | None = None
@@ -133,9 +137,13 @@ class StopDump:
         Raises:
             CheckpointFailed: and everything runs as before.
         """
+        # Copying ends at once; who does something else looks at the next step.
+        self._interruption.on_asked(self._cancelled.set)
         try:
             self._prepare(borrow)
+            self._interruption.check()
             self._tree.quiesce()
+            self._interruption.check()
             with self.timeline.phase("detach"):
                 self._tree.detach()
             self._tree.warnings = self._tree.find_warnings()
@@ -148,6 +156,7 @@ class StopDump:
             self._copying.start()
             with self.timeline.phase("driver checkpoint"):
                 self._tree.checkpoint()
+            self._interruption.check()
             self._keep_residues()
         except Exception as error:
             if not isinstance(error, (PhosError, ImageError, OSError)):
@@ -237,7 +246,9 @@ class StopDump:
 
         Raises:
             OSError: the table cannot be written.
+            CheckpointFailed: somebody has asked for the end of it.
         """
+        self._interruption.check()
         if self.settings.cpu_pages:
             self._pages.freeze(pid, criu_pid, table, tracer)
 
@@ -259,6 +270,7 @@ class StopDump:
         try:
             with self.timeline.phase("wait for CPU pages", concurrent=True):
                 self._pages.wait()
+            self._interruption.check()
         except CheckpointFailed as error:
             self._failure = str(error)
             raise
@@ -276,6 +288,8 @@ class StopDump:
         if self.state == "committed":
             self._say_if_not_back(self._bring_back())
             return
+        if self._interruption.asked:
+            self._failure = INTERRUPTED
         if criu_result != 0 or self._failure:
             self._give_up(self._failure or CRIU_FAILED)
             raise CheckpointFailed(self.error)
@@ -314,9 +328,11 @@ class StopDump:
             CheckpointFailed: that was not possible; the image is not withdrawn yet.
         """
         try:
+            self._interruption.check()
             with self.timeline.phase("merge CPU pages", concurrent=True):
                 self._pages.merge(self._hidden)
             self._wait_for_data()
+            self._interruption.check()
             if self._copy_failure is not None:
                 raise self._copy_failure
             message = inventory.build(
@@ -331,6 +347,7 @@ class StopDump:
                     process.access_table, process.access_table_whole = self.access_tables[process.session]()
             if self.order is not None:
                 message.order.extend(to_messages(self.order.of(process.session for process in self.gated)))
+            self._interruption.settle()
             self._writer.commit(message)
             # Nobody may have removed or cut a file meanwhile: this image is what a process is about to be killed for.
             try:
@@ -343,7 +360,7 @@ class StopDump:
             if not isinstance(error, (PhosError, ImageError, OSError)):
                 log.exception("%s: completing the image failed in an unforeseen way", self.path)
             what = "Copying GPU memory to" if error is self._copy_failure else "Completing the image in"
-            self._failure = f"{what} {self.path} failed: {error}"
+            self._failure = INTERRUPTED if self._interruption.asked else f"{what} {self.path} failed: {error}"
             raise CheckpointFailed(self._failure) from error
         self._close_directory()
         self.state = "committed"

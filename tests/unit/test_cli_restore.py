@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phos.cli import restore, restore_first
+from phos.cli import launched, restore, restore_first
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.installation import launcher
@@ -165,29 +164,57 @@ def test_a_signal_that_ends_criu_is_told(home: Path) -> None:
 
 
 WAITS = """
-import signal, sys, time
+import os, signal, sys, time
 from phos.cli import restore_first
 signal.signal(signal.SIGINT, signal.default_int_handler)
 begun = restore_first.Begun(sys.argv[1], lazy=False)
 while not begun.said():
     time.sleep(0.01)
 print(begun.said(), flush=True)
-begun.wait()
+status = begun.wait()
+print(status, begun.interrupted, os.getsid(0), flush=True)
 """
 
 
-def test_whoever_gives_up_waiting_leaves_no_criu_behind(home: Path) -> None:
-    criu(home, "echo $$; exec sleep 100")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interruption_is_passed_on_and_its_end_is_waited_for(home: Path, number: signal.Signals) -> None:
+    """The whole process group has the signal, as from a terminal; the launcher only what is passed on to it."""
+    criu(home, "trap 'echo undone; exit 9' TERM; trap 'echo hit' INT HUP; echo $$; while :; do sleep 0.1; done")
     command = [sys.executable, "-c", WAITS, str(home / "image")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as waiting:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as waiting:
         assert waiting.stdout
         begun = int(waiting.stdout.readline())
-        assert Path(f"/proc/{begun}").exists()
-        time.sleep(0.2)
-        waiting.send_signal(signal.SIGINT)
-        _, errors = waiting.communicate(timeout=50)
-    assert "KeyboardInterrupt" in errors
+        waiting.stdout.readline()
+        assert os.getsid(begun) == begun
+        os.killpg(waiting.pid, number)
+        output, errors = waiting.communicate(timeout=50)
+    assert output.split()[:2] == ["9", str(int(number))]
+    assert "Interrupted" in errors
     assert not Path(f"/proc/{begun}").exists()
+
+
+def test_signals_mean_again_what_they_meant(home: Path) -> None:
+    criu(home, "exit 0")
+    before = [signal.getsignal(number) for number in launched.ENDING]
+    begun = restore_first.Begun(str(home / "image"), lazy=False)
+    assert [signal.getsignal(number) for number in launched.ENDING] != before
+    begun.wait()
+    begun.close()
+    assert [signal.getsignal(number) for number in launched.ENDING] == before
+
+
+def test_a_signal_that_is_ignored_stays_ignored(home: Path) -> None:
+    criu(home, "exit 0")
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        begun = restore_first.Begun(str(home / "image"), lazy=False)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        begun.wait()
+        begun.close()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_the_server_does_not_outlive_a_restore_that_cannot_be_started(
@@ -195,7 +222,7 @@ def test_the_server_does_not_outlive_a_restore_that_cannot_be_started(
 ) -> None:
     criu(home, "exec sleep 100")
     spawned: list[int] = []
-    spawn = os.posix_spawn
+    spawn = os.posix_spawnp
 
     def once(*arguments: Any, **more: Any) -> int:
         if spawned:
@@ -203,7 +230,7 @@ def test_the_server_does_not_outlive_a_restore_that_cannot_be_started(
         spawned.append(spawn(*arguments, **more))
         return spawned[0]
 
-    monkeypatch.setattr(os, "posix_spawn", once)
+    monkeypatch.setattr(os, "posix_spawnp", once)
     with pytest.raises(OSError, match="temporarily"):
         restore_first.Begun(str(home / "image"), lazy=True)
     assert not Path("/proc", str(spawned[0])).exists()

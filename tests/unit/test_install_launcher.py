@@ -43,6 +43,8 @@ def main():
     return int(os.environ.get("FAKE_CLIENT_STATUS", "0"))
 def show_undone(directory, restore, began):
     json.dump([directory, restore, began], open(os.environ["FAKE"] + "/undone", "w"))
+def interrupt(criu):
+    json.dump(criu, open(os.environ["FAKE"] + "/interrupted", "w"))
 """
 
 Run = Callable[..., "Outcome"]
@@ -314,8 +316,8 @@ def test_a_detached_restore_that_fails_leaves_nothing_running(
 
 
 def test_death_by_signal_is_passed_up(run: Run) -> None:
-    outcome = run("dump", "--lib", "phos", "-t", "5", FAKE_SIGNAL="TERM")
-    assert outcome.status == -signal.SIGTERM
+    outcome = run("dump", "--lib", "phos", "-t", "5", FAKE_SIGNAL="KILL")
+    assert outcome.status == -signal.SIGKILL
     assert outcome.waited is None
 
 

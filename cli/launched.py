@@ -1,0 +1,117 @@
+"""The programs that a command starts, CRIU's launcher mostly, and what a signal to the command does to them.
+
+They are in sessions of their own: a terminal sends SIGINT to everybody in the command's process group, and CRIU, ended
+in the middle of its work inside a process, takes that process with it. A signal that would end the command is passed on
+to the launcher (packaging/supervise.py) as SIGTERM, which undoes what was begun; the command waits for that.
+
+Imported before anything slow (restore_first.py), and so imports nothing slow.
+"""
+
+import fcntl
+import os
+import signal
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+class Interrupted(Exception):
+    """A signal has ended the command; the message says what holds now."""
+
+    def __init__(self, number: int, message: str) -> None:
+        super().__init__(message)
+        self.exit_status = 128 + number
+
+
+class Launched:
+    """One program that is waited for, and perhaps others at its side; their output goes to a file in memory."""
+
+    def __init__(self) -> None:
+        self.interrupted = 0
+        """The signal that came first since the program was started, if any has."""
+        self.when_late: Callable[[], object] | None = None
+        """What a signal is to do once the program has ended: a function, or None."""
+        self._pid = 0
+        self._runs = False
+        self._entered = False  # the program itself is the child of the one that was started
+        self._handlers: list[tuple[int, Any]] = []
+        self._output = os.memfd_create("output")
+        # Two programs share its offset, which the kernel does not lock in a memfd: one would overwrite the other.
+        fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)
+
+    def start_beside(self, command: list[str], changes: dict[str, str]) -> int:
+        """Start a program that somebody else waits for; returns its pid. ``changes``: of its environment.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        return os.posix_spawnp(
+            command[0],
+            command,
+            {**os.environ, **changes},
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, self._output, 1),
+                (os.POSIX_SPAWN_DUP2, self._output, 2),
+            ],
+            setsid=True,
+            setsigmask=[],
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, and ignoring is inherited
+        )
+
+    def start(self, command: list[str], changes: dict[str, str], *, entered: bool = False) -> None:
+        """Start the program; from here on a signal is passed on to it. ``entered``: by nsenter, as its child.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            self._pid, self._entered = self.start_beside(command, changes), entered
+            self._runs = True
+            for number in ENDING:
+                if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, for example
+                    self._handlers.append((number, signal.signal(number, self._received)))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+
+    def _received(self, number: int, _frame: object) -> None:
+        if self.interrupted:
+            return  # it is being undone
+        self.interrupted = number
+        try:
+            os.write(2, b"Interrupted: what was begun is undone first.\n")
+        except OSError:
+            pass  # nobody reads it
+        if self._runs:
+            os.kill(self._program(), signal.SIGTERM)
+        elif self.when_late is not None:
+            self.when_late()
+
+    def _program(self) -> int:
+        if self._entered:
+            with open(f"/proc/{self._pid}/task/{self._pid}/children") as children:
+                if inside := children.read().split():
+                    return int(inside[0])
+        return self._pid
+
+    def wait(self) -> int:
+        """Wait for the program's end. Returns its exit status, or the negative number of a signal."""
+        os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
+        self._runs = False  # from here on nobody signals it
+        _, status = os.waitpid(self._pid, 0)
+        return os.waitstatus_to_exitcode(status)
+
+    def said(self) -> str:
+        """What the programs wrote to their output."""
+        return os.pread(self._output, os.fstat(self._output).st_size, 0).decode(errors="replace")
+
+    def close(self) -> None:
+        """Signals mean again what they meant before."""
+        while self._handlers:
+            number, handler = self._handlers.pop()
+            signal.signal(number, handler)
