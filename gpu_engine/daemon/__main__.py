@@ -21,6 +21,7 @@ from phos.gpu_engine.daemon import client
 from phos.gpu_engine.daemon.own_log import LogHandler
 from phos.gpu_engine.daemon.paths import log_file, make_folder, refuse_unfit, socket_path
 from phos.gpu_engine.daemon.remote_settings import VARIABLES, RemoteSettings
+from phos.gpu_engine.daemon.service import Service
 from phos.gpu_engine.errors import NotPermitted, PhosError, UsageError
 from phos.gpu_engine.installation import device_kind, load_driver
 
@@ -100,6 +101,7 @@ def main(path: Path | None, ensure: bool, stop: bool, verbose: bool) -> None:
 
 
 def _run(path: Path, verbose: bool) -> None:
+    service = Service()
     faulthandler.enable()  # should native code ever crash, the log has the stacks of all threads
     logging.basicConfig(
         level=logging.DEBUG if verbose else logging.INFO,
@@ -130,7 +132,9 @@ def _run(path: Path, verbose: bool) -> None:
     logging.getLogger(__name__).info(
         "phosd serves %s: %s", path, ", ".join(gpu.name for gpu in daemon.gpus) or "no GPU"
     )
+    service.tell("READY=1")  # not before: whoever waits for it connects at once
     daemon.serve(listener)
+    service.tell("STOPPING=1")
     path.unlink(missing_ok=True)
     sys.stdout.flush()
     os._exit(0)  # worker threads may sit in driver calls; the keeper holds what has to live on

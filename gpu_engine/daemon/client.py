@@ -78,7 +78,8 @@ def ensure(path: Path | None = None) -> None:
     except DaemonUnavailable:
         pass
     make_folder(path)
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    # NOTIFY_SOCKET: it is not phosd that the service manager of whoever needs it waits for.
+    environment = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "NOTIFY_SOCKET")}
     # As isolated as we are: an installed phosd must not find the packages of the folder that a user stands in.
     isolated = ["-I"] if sys.flags.isolated else []
     command = [sys.executable, *isolated, "-m", "phos.gpu_engine.daemon", "--socket", str(path)]

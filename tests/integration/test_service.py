@@ -1,0 +1,63 @@
+"""phosd as a service manager starts it: when it says that it is ready, one can connect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phos.gpu_engine.daemon import client
+from phos.gpu_engine.installation import launcher
+from tests.integration.site import PATIENCE, Site, wait_until
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, site: Site) -> Iterator[socket.socket]:
+    """The socket of a service manager, to which phosd has its address."""
+    if request.param == "path":
+        address = name = str(site.folder / "notify")
+    else:
+        name = f"@phos-test-{os.getpid()}-{site.folder.name}"
+        address = "\0" + name[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as made:
+        made.bind(address)
+        made.settimeout(PATIENCE)
+        site.environment["NOTIFY_SOCKET"] = name
+        yield made
+
+
+def test_a_manager_learns_when_one_can_connect_and_when_phosd_ends(site: Site, manager: socket.socket) -> None:
+    with subprocess.Popen([str(launcher("phosd"))], env=site.environment) as phosd:
+        assert manager.recv(100) == b"READY=1"
+        path = Path(site.environment["PHOS_SOCKET"])
+        client.connect(path).close()
+        assert client.status(path).pid == phosd.pid
+        phosd.send_signal(signal.SIGTERM)
+        assert manager.recv(100) == b"STOPPING=1"
+        assert phosd.wait(PATIENCE) == 0
+
+
+def test_who_starts_phosd_on_demand_does_not_become_ready_by_that(site: Site, manager: socket.socket) -> None:
+    site.run("phosd", "--ensure")
+    site.run("phosd", "--stop")
+    manager.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        manager.recv(100)
+
+
+def test_phosd_serves_though_its_manager_is_gone(site: Site) -> None:
+    environment = {**site.environment, "NOTIFY_SOCKET": str(site.folder / "nobody")}
+    with subprocess.Popen([str(launcher("phosd"))], env=environment) as phosd:
+        wait_until(lambda: site.run("phos-gpu", "status", check=False).returncode == 0, "phosd")
+        site.run("phosd", "--stop")
+        assert phosd.wait(PATIENCE) == 0
+
+
+def test_the_unit_waits_for_it() -> None:
+    unit = Path(__file__).resolve().parents[2] / "packaging" / "phosd.service"
+    assert "Type=notify" in unit.read_text().splitlines()
