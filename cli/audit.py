@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from phos.cli.parameters import COUNT, Place
 from phos.cli.run import device_option
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
@@ -81,10 +82,12 @@ def wire_only(descriptors: list[int]) -> int:
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @device_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
-@click.option("--output", type=click.Path(path_type=Path), help="Write the JSON object to this file as well.")
+@click.option(
+    "--output", type=Place(path_type=Path, dir_okay=False), help="Write the JSON object to this file as well."
+)
 @click.option(
     "--limit-launches",
-    type=click.IntRange(0),
+    type=COUNT,
     default=20,
     show_default=True,
     metavar="N",
@@ -92,7 +95,7 @@ def wire_only(descriptors: list[int]) -> int:
 )
 @click.option(
     "--every",
-    type=click.IntRange(0),
+    type=COUNT,
     default=50,
     show_default=True,
     metavar="M",
@@ -100,7 +103,7 @@ def wire_only(descriptors: list[int]) -> int:
 )
 @click.option(
     "--patience",
-    type=click.IntRange(0),
+    type=COUNT,
     default=0,
     metavar="S",
     help="Let COMMAND wait S seconds in all for the analysis of its kernels; then they are judged as they are known. "

@@ -61,5 +61,7 @@ def bench(python: str | None, name: str | None, options: tuple[str, ...]) -> Non
     # The commands of this installation, whatever the PATH has.
     commands = {"PHOS_BENCH_CRIU": str(launcher("criu")), "PHOS_BENCH_PHOS_GPU": str(launcher("phos-gpu"))}
     environment = {**commands, **os.environ}
+    if shutil.which(program) is None:
+        raise UsageError(f"There is no program '{program}' for --python.")
     done = subprocess.run([program, str(folder() / f"{script}.py"), *options], env=environment, check=False)
     sys.exit(done.returncode)

@@ -12,6 +12,7 @@ import psutil
 
 from phos.cli.criu import DUMP_LOG, image_directory, needs_shell_job, run_dump
 from phos.cli.launched import Interrupted
+from phos.cli.parameters import PID, Place
 from phos.cli.progress import ImageProgress
 from phos.gpu_engine import configuration, procfs
 from phos.gpu_engine.cow.settings import CowSettings
@@ -23,8 +24,8 @@ from phos.gpu_engine.timeline import stall_seconds
 
 
 @click.command()
-@click.argument("pid", type=int)
-@click.argument("image", type=click.Path(path_type=Path))
+@click.argument("pid", type=PID)
+@click.argument("image", type=Place(path_type=Path))
 @click.option("--leave-running", is_flag=True, help="Let the processes run on; otherwise they are ended.")
 @click.option(
     "--protocol",
@@ -59,6 +60,8 @@ def checkpoint(
     settings |= {"PHOS_PRIORITISE": "off"} if no_prioritise else {}
     os.environ.update(settings)  # CRIU hands them to its plugin, and that to phosd
     CowSettings.from_environment()  # says what has no meaning before anything is done
+    if pid in _above(os.getpid()):
+        raise UsageError(f"Process {pid} has started this command, which would have to dump itself.")
     beside = pid if procfs.apart(pid) else None
     arguments = ["-t", str(procfs.inner_pid(pid) if beside else pid)]
     if needs_shell_job(pid):
@@ -103,6 +106,11 @@ def choose_protocol(asked: str | None, *, leave_running: bool) -> str:
     if chosen not in configuration.PROTOCOLS:
         raise UsageError(f"PHOS_PROTOCOL={chosen}: the protocols are {' and '.join(configuration.PROTOCOLS)}.")
     return chosen
+
+
+def _above(pid: int) -> set[int]:
+    """A process, and its parents up to the first."""
+    return {pid, *(parent.pid for parent in psutil.Process(pid).parents())}
 
 
 def _stall(directory: Path) -> float | None:

@@ -31,7 +31,7 @@ def image_directory(path: Path, *, create: bool) -> Path:
             raise UsageError(f"The image directory {path} cannot be made: {error.strerror}.") from error
         if any(path.iterdir()):
             raise UsageError(f"{path} is not empty. Name a new directory, or remove the image that is in it.")
-    elif not path.is_dir():
+    elif not os.path.isdir(path):  # Path.is_dir() raises an error if the name is too long
         raise UsageError(f"There is no image directory {path}.")
     return path
 

@@ -19,6 +19,7 @@ import psutil
 
 from phos.cli.guard_job import End, Job, become_reaper, reap
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
+from phos.cli.parameters import RATE, SECONDS, Place
 from phos.gpu_engine import configuration
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.daemon.paths import socket_path
@@ -335,22 +336,20 @@ class Output:
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option(
     "--images",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=Place(path_type=Path, file_okay=False),
     required=True,
     help="Directory for the images, made if it is missing. One job each.",
 )
 @click.option("--keep", type=click.IntRange(min=1), default=2, show_default=True, help="Whole images that stay.")
 @click.option(
     "--failure-rate",
-    type=click.FloatRange(min=0, min_open=True),
+    type=RATE,
     default=1.0,
     show_default=True,
     help="F: failures of one GPU an hour.",
 )
-@click.option("--gpus", type=click.IntRange(min=1), help="N. Default: as many as the last image has memory of.")
-@click.option(
-    "--interval", type=click.FloatRange(min=0, min_open=True), help="Seconds between checkpoints, instead of 1/f*."
-)
+@click.option("--gpus", type=click.IntRange(1, 1024), help="N. Default: as many as the last image has memory of.")
+@click.option("--interval", type=SECONDS, help="Seconds between checkpoints, instead of 1/f*.")
 @click.option("--protocol", type=click.Choice(configuration.PROTOCOLS), help="As for phos-gpu checkpoint.")
 @click.option(
     "--restarts",
@@ -399,7 +398,7 @@ def guard(
             f"{_listed(unreadable)} cannot be read, and may be whole. Make it readable, or name another directory."
         )
     again: Callable[[], Job] | None = None
-    if len(job) == 1 and job[0].isdigit() and not resume:
+    if len(job) == 1 and job[0].isascii() and job[0].isdigit() and not resume:
         pid = int(job[0])
         _refuse_foreign(existing, pid)
         made.forwards = False

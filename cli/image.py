@@ -15,6 +15,7 @@ from rich.table import Table
 
 from phos.cli import remote_image
 from phos.cli.criu import image_directory
+from phos.cli.parameters import NAME, NAME_OR_PATH, Place
 from phos.cli.refusal import refuse
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
@@ -29,18 +30,18 @@ def image() -> None:
 
 
 @image.command()
-@click.argument("directory", metavar="IMAGE", type=click.Path(path_type=Path))
-@click.option("--name", default="", help="What to call it, here and for restores from other hosts.")
+@click.argument("directory", metavar="IMAGE", type=Place(path_type=Path))
+@click.option("--name", type=NAME, default=None, help="What to call it, here and for restores from other hosts.")
 @click.option(
     "--copy", is_flag=True, help="Copy the data also where it lies in memory already (tmpfs) and could stay there."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
-def pin(directory: Path, name: str, copy: bool, as_json: bool) -> None:
+def pin(directory: Path, name: str | None, copy: bool, as_json: bool) -> None:
     """Load the GPU data of the image in the directory IMAGE, check it, and keep it until phosd ends."""
-    client.ensure()
-    began = time.perf_counter()
+    began, name = time.perf_counter(), name or ""
     descriptor = _open(directory)
     try:
+        client.ensure()
         _ask(wire_pb2.Envelope(id=1, pin_image=wire_pb2.PinImage(name=name, copy=copy)), [descriptor], quiet=as_json)
     finally:
         os.close(descriptor)
@@ -59,7 +60,7 @@ def pin(directory: Path, name: str, copy: bool, as_json: bool) -> None:
 
 @image.command()
 @click.argument("address", metavar="tcp://HOST:PORT/NAME")
-@click.argument("directory", metavar="IMAGE", type=click.Path(path_type=Path))
+@click.argument("directory", metavar="IMAGE", type=Place(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 def fetch(address: str, directory: Path, as_json: bool) -> None:
     """Make the directory IMAGE stand for an image that another host shares.
@@ -84,7 +85,7 @@ def fetch(address: str, directory: Path, as_json: bool) -> None:
 
 
 @image.command()
-@click.argument("which", metavar="IMAGE")
+@click.argument("which", metavar="IMAGE", type=NAME_OR_PATH)
 def unpin(which: str) -> None:
     """Let IMAGE go, named by its directory or its name. Restores that use it keep it until they are done."""
     if os.path.isdir(which) and not any(pinned.name == which for pinned in client.status().pinned):

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phos.cli.parameters import Place
 from phos.cli.refusal import refuse
 from phos.cli.text import printable, seconds_text, size_text
 from phos.images import formats
@@ -21,7 +22,7 @@ from phos.images.errors import ImageError
 from phos.images.reader import Image
 from phos.images.summary import summarise
 
-image_argument = click.argument("image", type=click.Path())
+image_argument = click.argument("image", type=Place())
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object instead (schema in the docs)."
 )

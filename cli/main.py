@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from phos.cli.launched import Interrupted
-from phos.gpu_engine.errors import PhosError
+from phos.gpu_engine.errors import ExitStatus, PhosError
 
 COMMANDS = {
     "run": "Run a program under the frontend.",
@@ -54,6 +54,10 @@ class LazyGroup(click.Group):
         except (PhosError, Interrupted) as error:
             click.echo(f"phos-gpu {ctx.invoked_subcommand}: {error}", err=True)
             sys.exit(int(error.exit_status))
+        except OSError as error:  # a directory that may not be read, a disk that is full
+            place = f"{error.filename}: " if error.filename else ""
+            click.echo(f"phos-gpu {ctx.invoked_subcommand}: {place}{error.strerror or error}.", err=True)
+            sys.exit(int(ExitStatus.FAILED))
         except KeyboardInterrupt:
             sys.exit(128 + signal.SIGINT)
 

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from phos.cli.parameters import NAME, NAME_BYTES, NAME_OR_PATH, SECONDS_OR_NONE, Place, unfit
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, wire
-from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, PhosError, RestoreFailed
+from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, PhosError, RestoreFailed, UsageError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,9 +32,9 @@ def pool() -> None:
 
 
 @pool.command()
-@click.argument("image", type=click.Path(path_type=Path))
-@click.option("--size", type=int, required=True, help="How many processes to keep parked.")
-@click.option("--name", help="What to call the pool. Default: the image directory's name.")
+@click.argument("image", type=Place(path_type=Path))
+@click.option("--size", type=click.IntRange(1, 256), required=True, help="How many processes to keep parked.")
+@click.option("--name", type=NAME, help="What to call the pool. Default: the image directory's name.")
 @click.option("--lazy", type=click.Choice(["strict", "fast"]), help="How memory comes after a take (docs/restore.md).")
 @click.option("--no-wait", is_flag=True, help="Return before the processes are parked.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
@@ -46,8 +47,10 @@ def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: 
 
     began = time.perf_counter()
     directory = image_directory(image, create=False)
-    client.ensure()
     called = name or os.path.basename(os.path.realpath(directory))
+    if problem := unfit(called, NAME_BYTES):
+        raise UsageError(f"The directory's name is not fit to be the pool's: {problem} Give --name.")
+    client.ensure()
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         wanted = wire_pb2.PoolCreate(name=called, size=size, lazy=lazy or "")
@@ -74,10 +77,16 @@ def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: 
 
 
 @pool.command()
-@click.argument("name")
+@click.argument("name", type=NAME_OR_PATH)
 @click.option("--eager", is_flag=True, help="Let it compute only when all of its GPU memory is there.")
 @click.option("--no-wait", is_flag=True, help="If no process is parked, fail at once.")
-@click.option("--timeout", default=60.0, show_default=True, help="How long to wait for a parked process; seconds.")
+@click.option(
+    "--timeout",
+    type=SECONDS_OR_NONE,
+    default=60.0,
+    show_default=True,
+    help="How long to wait for a parked process; seconds.",
+)
 @click.option("--quick", is_flag=True, help="Return as soon as it computes, not only when all of its memory is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
 @click.pass_obj
@@ -185,7 +194,7 @@ def pools_table(pools: Any) -> Table:
 
 
 @pool.command()
-@click.argument("name")
+@click.argument("name", type=NAME_OR_PATH)
 def drop(name: str) -> None:
     """End the parked processes of the pool NAME, and refill it no more. Processes that were taken run on."""
     _ask(pool_drop=wire_pb2.PoolDrop(name=name))

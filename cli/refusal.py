@@ -8,14 +8,15 @@ from typing import NoReturn
 
 import click
 
+from phos.gpu_engine.errors import ExitStatus
 from phos.images.errors import ImageError
 from phos.images.summary import SCHEMA
 
 
-def refuse(command: str, error: ImageError, as_json: bool) -> NoReturn:
-    """Say why an image is bad, on stderr, or as JSON on stdout; and end with the image's exit status, 1."""
+def refuse(command: str, error: ImageError, as_json: bool, status: int = ExitStatus.BAD_IMAGE) -> NoReturn:
+    """Say why an image is bad, on stderr, or as JSON on stdout; and end with an exit status."""
     if as_json:
         click.echo(json.dumps({"schema": SCHEMA, "complete": False, "error": str(error), "problems": error.problems}))
     else:
         click.echo(f"phos-gpu {command}: {error}", err=True)
-    sys.exit(error.exit_status)
+    sys.exit(int(status))

@@ -14,20 +14,21 @@ import click
 from phos.cli.criu import errors, image_directory
 from phos.cli.launched import Interrupted
 from phos.cli.lazy_pages import LazyPages
+from phos.cli.parameters import Place
 from phos.cli.progress import ImageProgress
 from phos.cli.refusal import refuse
 from phos.cli.restore_first import RESTORE_LOG, Begun
 from phos.cli.text import size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
-from phos.gpu_engine.errors import DaemonUnavailable, RestoreFailed
+from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, RestoreFailed
 from phos.images.errors import ImageError
 from phos.images.reader import Image
 from phos.images.source import SCHEME
 
 
 @click.command()
-@click.argument("image")
+@click.argument("image", type=Place())
 @click.option(
     "--lazy", is_flag=True, help="Let the processes compute while their memory, CPU and GPU, is still coming."
 )
@@ -50,7 +51,7 @@ def restore(begun: Begun | None, image: str, lazy: bool, as_json: bool) -> None:
         try:
             directory = stack.enter_context(fetched(image))
         except ImageError as error:
-            refuse("restore", error, as_json)
+            refuse("restore", error, as_json, ExitStatus.FAILED)
         _restore(image, directory, lazy, as_json, None, (began, began_at))
 
 
@@ -74,7 +75,7 @@ def _restore(
         bad = error
     if begun is None:
         if bad is not None:
-            refuse("restore", bad, as_json)
+            refuse("restore", bad, as_json, ExitStatus.FAILED)
         client.ensure()
         try:
             begun = Begun(str(directory), lazy)
@@ -96,7 +97,7 @@ def _restore(
         if begun.interrupted:
             _interrupted(begun, status, image, directory)
         if status != 0 and bad is not None:
-            refuse("restore", bad, as_json)
+            refuse("restore", bad, as_json, ExitStatus.FAILED)
         if status != 0:
             client.ensure()
             said = errors(status, begun.said(), directory / RESTORE_LOG)

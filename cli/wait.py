@@ -7,15 +7,16 @@ from pathlib import Path
 import click
 
 from phos.cli.criu import image_directory
+from phos.cli.parameters import SECONDS, Place
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.job_states import SUCCEEDED
 
 
 @click.command()
-@click.argument("image", type=click.Path(path_type=Path))
+@click.argument("image", type=Place(path_type=Path))
 @click.option("--restore", is_flag=True, help="Wait for a restore from IMAGE instead of a checkpoint into it.")
-@click.option("--timeout", type=click.FloatRange(min=0), default=3600.0, show_default=True, help="Seconds.")
+@click.option("--timeout", type=SECONDS, default=3600.0, show_default=True, help="Seconds.")
 def wait(image: Path, restore: bool, timeout: float) -> None:
     """Wait until the checkpoint being written to IMAGE is committed, or the restore from it computes again."""
     state = client.wait_image(image_directory(image, create=False), restore=restore, timeout=timeout)

@@ -18,6 +18,8 @@ TAKE_NAME, TAKE_WAIT, TAKE_EAGER = 1, 2, 3
 VARINT, FIXED64, BYTES = 0, 1, 2
 
 WAIT_SECONDS = 60.0
+PATH_BYTES = 4095  # cli/parameters.py
+LONGEST_SECONDS = 1e8  # cli/parameters.py
 
 
 def parse(words: list[str]) -> tuple[str, float, bool] | None:
@@ -34,12 +36,14 @@ def parse(words: list[str]) -> tuple[str, float, bool] | None:
                 wait = float(word[10:] if "=" in word else next(rest, ""))
             except ValueError:
                 return None
+            if not 0 <= wait <= LONGEST_SECONDS:
+                return None
         elif word.startswith("-"):
             if word not in ("--quick", "--json"):
                 return None
         else:
             names.append(word)
-    if len(names) != 1 or not names[0] or not names[0].isprintable():
+    if len(names) != 1 or not names[0] or not names[0].isprintable() or len(names[0].encode()) > PATH_BYTES:
         return None
     return names[0], wait if patient else 0.0, eager
 

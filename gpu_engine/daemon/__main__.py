@@ -22,7 +22,7 @@ from phos.gpu_engine.daemon.own_log import LogHandler
 from phos.gpu_engine.daemon.paths import log_file, make_folder, refuse_unfit, socket_path
 from phos.gpu_engine.daemon.remote_settings import VARIABLES, RemoteSettings
 from phos.gpu_engine.daemon.service import Service
-from phos.gpu_engine.errors import NotPermitted, PhosError, UsageError
+from phos.gpu_engine.errors import ExitStatus, NotPermitted, PhosError, UsageError
 from phos.gpu_engine.installation import device_kind, load_driver
 
 DESCRIPTORS_USUAL = 16384
@@ -87,7 +87,10 @@ def _listen(path: Path) -> socket.socket:
 def main(path: Path | None, ensure: bool, stop: bool, verbose: bool) -> None:
     """The PhOS daemon: holds the GPU memory of processes under 'phos-gpu run', checkpoints and restores them."""
     try:
-        path = path or socket_path()
+        if ensure and stop:
+            raise UsageError("--ensure and --stop are two requests: choose one.")
+        # A phosd in the background is in a directory of its own.
+        path = socket_path() if path is None else path.absolute()
         if ensure:
             client.ensure(path)
             return
@@ -98,6 +101,9 @@ def main(path: Path | None, ensure: bool, stop: bool, verbose: bool) -> None:
     except PhosError as error:
         click.echo(f"phosd: {error}", err=True)
         sys.exit(int(error.exit_status))
+    except OSError as error:
+        click.echo(f"phosd: {f'{error.filename}: ' if error.filename else ''}{error.strerror or error}.", err=True)
+        sys.exit(int(ExitStatus.FAILED))
 
 
 def _run(path: Path, verbose: bool) -> None:

@@ -20,9 +20,12 @@ def socket_path() -> Path:
 
     Raises:
         NotPermitted: one's own place is in somebody else's hands.
+        UsageError: ``PHOS_SOCKET`` is no absolute path.
     """
     named = os.environ.get("PHOS_SOCKET")
     if named:
+        if not os.path.isabs(named):
+            raise UsageError(f"PHOS_SOCKET={named} is no absolute path: programs stand in several directories.")
         return Path(named)
     if os.geteuid() == 0 or SYSTEM_SOCKET.exists():
         return SYSTEM_SOCKET
@@ -54,6 +57,8 @@ def refuse_unfit(socket: Path) -> None:
     Raises:
         UsageError: no socket can have that path, or the keeper's cannot have the one beside it.
     """
+    if os.path.isdir(socket):
+        raise UsageError(f"{socket} is a directory; phosd's socket is a file of its own in one.")
     size = max(len(os.fsencode(path)) for path in (socket, keeper_socket(socket)))
     if size > PATH_BYTES:
         raise UsageError(
