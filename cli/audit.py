@@ -14,9 +14,9 @@ from types import FrameType
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from phos.cli.console import Console
 from phos.cli.parameters import COUNT, Place
 from phos.cli.run import device_option
 from phos.cli.text import printable, size_text

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import click
 import psutil
-from rich.console import Console
 
 from phos.cli import demo_protocols, demo_restore
+from phos.cli.console import Console
 from phos.cli.run import device_option
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import CheckpointFailed, PhosError, Unsupported, UsageError

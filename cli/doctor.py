@@ -40,9 +40,10 @@ def examine() -> list[Finding]:
 
 def show_table(findings: list[Finding]) -> None:
     """For terminals."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from phos.cli.console import Console
 
     table = Table(box=None, pad_edge=False)
     for heading in ("", "what", "found", "what to do"):

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
 from phos.cli import remote_image
+from phos.cli.console import Console
 from phos.cli.criu import image_directory
 from phos.cli.parameters import NAME, NAME_OR_PATH, Place
 from phos.cli.refusal import refuse

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phos.cli.console import Console
 from phos.cli.parameters import Place
 from phos.cli.refusal import refuse
 from phos.cli.text import printable, seconds_text, size_text

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import io
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 import click
 
 from phos.cli.launched import Interrupted
+from phos.gpu_engine import standard_streams
 from phos.gpu_engine.errors import ExitStatus, PhosError
 
 COMMANDS = {
@@ -48,18 +51,38 @@ class LazyGroup(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
+    def main(self, *args: Any, **extra: Any) -> Any:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a name of a file is not always text, nor is all text in a locale
+            sys.stdout.reconfigure(errors="backslashreplace")
+        return super().main(*args, **extra)
+
     def invoke(self, ctx: click.Context) -> Any:
+        said = ""
         try:
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            standard_streams.flush()
+            return result
         except (PhosError, Interrupted) as error:
-            click.echo(f"phos-gpu {ctx.invoked_subcommand}: {error}", err=True)
-            sys.exit(int(error.exit_status))
-        except OSError as error:  # a directory that may not be read, a disk that is full
-            place = f"{error.filename}: " if error.filename else ""
-            click.echo(f"phos-gpu {ctx.invoked_subcommand}: {place}{error.strerror or error}.", err=True)
-            sys.exit(int(ExitStatus.FAILED))
+            said, status = str(error), int(error.exit_status)
+        except OSError as error:
+            said, status = _failed_call(error)
         except KeyboardInterrupt:
-            sys.exit(128 + signal.SIGINT)
+            status = 128 + signal.SIGINT
+        with suppress(OSError):
+            click.echo(f"phos-gpu {ctx.invoked_subcommand}: {said}" if said else "", err=True, nl=bool(said))
+        sys.exit(status)
+
+
+def _failed_call(error: OSError) -> tuple[str, int]:
+    """What to say of a call that the kernel refused, and the exit status: mostly it is output that nobody takes."""
+    nobody_reads = standard_streams.nobody_reads()
+    standard_streams.silence()
+    if isinstance(error, BrokenPipeError) and nobody_reads:  # as of a program that is ended by it
+        return "", 128 + signal.SIGPIPE
+    if isinstance(error, (BrokenPipeError, ConnectionResetError)):
+        return "phosd ended before it answered.", int(ExitStatus.NO_DAEMON)
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror or error}.", int(ExitStatus.FAILED)
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

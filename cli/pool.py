@@ -155,8 +155,9 @@ def list_pools(as_json: bool) -> None:
     if not pools:
         click.echo("There is no pool. Make one with 'phos-gpu pool create IMAGE --size N'.")
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from phos.cli.console import Console
 
     console = Console()
     console.print(pools_table(pools))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 
 import click
 
+from phos.gpu_engine import standard_streams
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.daemon.paths import socket_path
 from phos.gpu_engine.errors import UsageError
@@ -45,5 +45,5 @@ def run(device: str | None, connections: int | None, command: tuple[str, ...]) -
     os.environ.update(application_environment(kind, socket))
     if connections is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)
-    sys.stdout.flush()
+    standard_streams.flush()
     os.execv(program, list(command))

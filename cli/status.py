@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 from google.protobuf.message import Message
-from rich.console import Console
 from rich.table import Table
 
+from phos.cli.console import Console
 from phos.cli.image import show_pinned
 from phos.cli.pool import pools_table
 from phos.cli.text import printable, size_text

@@ -7,9 +7,9 @@ import sys
 import time
 
 import click
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from phos.cli.console import Console
 from phos.cli.inspect import image_argument, json_option
 from phos.cli.refusal import refuse
 from phos.cli.text import size_text

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from phos.gpu_engine import configuration
+from phos.gpu_engine import configuration, standard_streams
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.daemon.own_log import LogHandler
 from phos.gpu_engine.daemon.paths import log_file, make_folder, refuse_unfit, socket_path
@@ -86,6 +86,7 @@ def _listen(path: Path) -> socket.socket:
 @click.option("--verbose", is_flag=True, help="Log every step.")
 def main(path: Path | None, ensure: bool, stop: bool, verbose: bool) -> None:
     """The PhOS daemon: holds the GPU memory of processes under 'phos-gpu run', checkpoints and restores them."""
+    standard_streams.occupy()
     try:
         if ensure and stop:
             raise UsageError("--ensure and --stop are two requests: choose one.")
@@ -142,7 +143,7 @@ def _run(path: Path, verbose: bool) -> None:
     daemon.serve(listener)
     service.tell("STOPPING=1")
     path.unlink(missing_ok=True)
-    sys.stdout.flush()
+    standard_streams.flush()
     os._exit(0)  # worker threads may sit in driver calls; the keeper holds what has to live on
 
 

@@ -1,0 +1,68 @@
+"""Standard output that nobody reads, that is full, closed, or of another encoding: no traceback, a fitting status."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "phos.cli"]
+
+
+@pytest.fixture(name="environment")
+def nobody_serves(tmp_path: Path) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PHOS_", "LC_", "LANG"))}
+    return {**inherited, "PHOS_SOCKET": str(tmp_path / "phosd.sock"), "PHOS_DEVICE": "software"}
+
+
+@pytest.mark.parametrize("words", [["bench"], ["doctor", "--json"], ["restore", "--help"]], ids=" ".join)
+def test_a_reader_that_has_gone_ends_it_quietly(environment: dict[str, str], words: list[str]) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    done = subprocess.run([*COMMAND, *words], env=environment, stdout=write_end, stderr=subprocess.PIPE, check=False)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_output_that_cannot_be_written_is_a_failure(environment: dict[str, str]) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*COMMAND, "bench"], env=environment, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 7
+    assert done.stderr == b"phos-gpu bench: No space left on device.\n"
+
+
+@pytest.mark.parametrize(("words", "status"), [("bench", 0), ("status", 3), ("bench nothing", 2)])
+def test_closed_streams_are_no_matter(environment: dict[str, str], words: str, status: int) -> None:
+    script = f'exec "$0" -m phos.cli {words} <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", script, sys.executable], env=environment, check=False).returncode == status
+
+
+def test_no_file_of_ours_becomes_somebody_s_output(tmp_path: Path) -> None:
+    """Of three descriptors none is there; the next that is opened has another number, and a child finds them closed."""
+    code = f"""
+import os, sys
+from phos.gpu_engine import standard_streams
+standard_streams.occupy()
+with open({str(tmp_path / "said")!r}, "w") as file:
+    inherited = [os.get_inheritable(number) for number in range(3)]
+    print(file.fileno() > 2, inherited, file=file)
+standard_streams.occupy()
+"""
+    script = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", script, sys.executable, code], check=False).returncode == 0
+    assert (tmp_path / "said").read_text() == "True [False, False, False]\n"
+
+
+def test_what_the_encoding_has_no_letters_for_is_shown(environment: dict[str, str]) -> None:
+    code = "import click; from phos.cli.main import main; main.get_command = lambda *_: click.Command("
+    code += "'say', callback=lambda: click.echo(chr(0x3a9) + chr(0xdcff))); main(['say'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONIOENCODING": "latin-1"},
+        capture_output=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\\u03a9\\udcff\n", b"")
