@@ -60,8 +60,8 @@ def _listen(path: Path) -> socket.socket:
     os.ftruncate(lock, 0)
     os.write(lock, f"{os.getpid()}\n".encode())
     try:
-        if path.is_symlink() or (path.exists() and not path.is_socket()):
-            raise UsageError(f"{path} is no socket, and phosd does not replace it. Remove it, or name another place.")
+        if path.is_symlink():
+            raise UsageError(f"{path} is a link, and phosd does not replace it. Remove it, or name another place.")
         path.unlink(missing_ok=True)  # of a phosd that was killed: we have the lock
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(path))
@@ -92,6 +92,7 @@ def main(path: Path | None, ensure: bool, stop: bool, verbose: bool) -> None:
             raise UsageError("--ensure and --stop are two requests: choose one.")
         # A phosd in the background is in a directory of its own.
         path = socket_path() if path is None else path.absolute()
+        refuse_unfit(path)
         if ensure:
             client.ensure(path)
             return

@@ -55,10 +55,10 @@ def _own(folder: Path) -> Path:
 def refuse_unfit(socket: Path) -> None:
     """
     Raises:
-        UsageError: no socket can have that path, or the keeper's cannot have the one beside it.
+        UsageError: no socket can have that path, something else has it, or the keeper's cannot have the one beside it.
     """
-    if os.path.isdir(socket):
-        raise UsageError(f"{socket} is a directory; phosd's socket is a file of its own in one.")
+    if socket.exists() and not socket.is_socket():
+        raise UsageError(f"{socket} is no socket, and phosd does not replace it. Remove it, or name another place.")
     size = max(len(os.fsencode(path)) for path in (socket, keeper_socket(socket)))
     if size > PATH_BYTES:
         raise UsageError(

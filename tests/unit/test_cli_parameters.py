@@ -178,7 +178,7 @@ def test_what_the_kernel_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) 
         (2, ["--socket", "", "--stop"]),
         (2, ["--socket", LONG]),
         (3, ["--stop"]),
-        (7, ["--socket", "file/phosd.sock", "--ensure"]),
+        (2, ["--socket", "file/phosd.sock", "--ensure"]),
     ],
 )
 def test_phosd_says_what_is_wrong(status: int, words: list[str]) -> None:
