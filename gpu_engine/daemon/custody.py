@@ -13,6 +13,7 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from phos.gpu_engine.errors import CheckpointFailed, NotPermitted
 from phos.images.files import describe_path
@@ -30,7 +31,7 @@ def custody(directory: int, uid: int) -> Iterator[int]:
     root may as well write by itself.
 
     Raises:
-        NotPermitted: it is no directory, or not the user's own.
+        NotPermitted: it is no directory, not the user's own, or on a file system that is.
         CheckpointFailed: it is not empty, is in use, or cannot change hands.
     """
     path = describe_path(directory)
@@ -42,10 +43,14 @@ def custody(directory: int, uid: int) -> Iterator[int]:
         if uid == 0:
             yield opened
             return
+        if server := _served_by(_mount_of(opened), Path("/proc/self/mountinfo").read_text(errors="replace")):
+            raise NotPermitted(
+                f"{path} is on a file system that user {server} provides (FUSE), and who can put links into it at any "
+                "time: choose a directory on another file system."
+            )
         try:
-            fcntl.flock(
-                opened, fcntl.LOCK_EX | fcntl.LOCK_NB
-            )  # who ends first must not give back what another writes to
+            # Who ends first must not give back what another still writes to.
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             raise CheckpointFailed(f"{path} is in use: somebody has a lock on it. Name another directory.") from error
         before = os.fstat(opened)
@@ -61,6 +66,24 @@ def custody(directory: int, uid: int) -> Iterator[int]:
             _give_back(opened, path, before)
     finally:
         os.close(opened)
+
+
+def _mount_of(directory: int) -> str:
+    """The number of the mount that a descriptor's file is on."""
+    for line in Path(f"/proc/self/fdinfo/{directory}").read_text().splitlines():
+        if line.startswith("mnt_id:"):
+            return line.split()[1]
+    return ""
+
+
+def _served_by(mount: str, mountinfo: str) -> int:
+    """The user who answers for a mount's content, as far as it is not the kernel: proc_pid_mountinfo(5), fuse(4)."""
+    for line in mountinfo.splitlines():
+        head, _, tail = line.partition(" - ")
+        kind, _, options = (*tail.split(" "), "", "")[:3]
+        if head.split(" ")[0] == mount and kind.startswith("fuse"):
+            return next((int(word[8:]) for word in options.split(",") if word.startswith("user_id=")), 0)
+    return 0
 
 
 def _take(directory: int, path: str) -> None:

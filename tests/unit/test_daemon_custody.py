@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 
 from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import custody as custody_module
 from phos.gpu_engine.daemon import requests
-from phos.gpu_engine.daemon.custody import custody
+from phos.gpu_engine.daemon.custody import _served_by, custody
 from phos.gpu_engine.daemon.jobs import JobTable
 from phos.gpu_engine.daemon.requests import Requests
 from phos.gpu_engine.errors import CheckpointFailed, NotPermitted, PhosError
@@ -79,6 +80,27 @@ def test_what_is_not_the_users_own_is_refused(folder: Path, image: int) -> None:
     with pytest.raises(NotPermitted, match="is no directory"), custody(file, NOBODY):
         pytest.fail("not to be written to")
     os.close(file)
+
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+90 22 0:50 / /home/me/remote rw,nosuid,nodev shared:2 - fuse.sshfs me@host: rw,user_id=4242,group_id=4242,allow_other
+91 22 0:51 / /data rw shared:3 - fuse.gateway gateway rw,user_id=0,group_id=0,allow_other
+"""
+
+
+@pytest.mark.parametrize(("mount", "user"), [("22", 0), ("90", 4242), ("91", 0), ("9", 0), ("", 0)])
+def test_who_serves_a_file_system(mount: str, user: int) -> None:
+    assert _served_by(mount, MOUNTS) == user
+
+
+def test_a_file_system_that_a_user_serves_is_refused(image: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it says of owners and modes."""
+    monkeypatch.setattr(
+        custody_module, "_served_by", lambda mount, mounts: 4242 if f"\n{mount} " in "\n" + mounts else 0
+    )
+    with pytest.raises(NotPermitted, match="that user 4242 provides"), custody(image, NOBODY):
+        pytest.fail("not to be written to")
 
 
 def test_one_at_a_time(image: int) -> None:
