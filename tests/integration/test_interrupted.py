@@ -128,13 +128,17 @@ def test_a_dump_that_criu_has_done_its_part_of_is_undone(site: Site, hold: Path)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_dump_that_has_just_begun_is_undone(site: Site, number: signal.Signals) -> None:
-    program = site.example("stencil", *OPTIONS, SOFTGPU_TOGGLE_MS="500")
+def test_a_dump_that_has_just_begun_is_undone(site: Site, hold: Path, number: signal.Signals) -> None:
+    """Perhaps before phosd knows of it."""
+    program = site.example("stencil", *OPTIONS, SOFTGPU_TOGGLE_MS="300")
     program.wait_iterations(3)
     image = site.folder / "image"
+    hold.touch()
     with command(site, "checkpoint", str(program.pid), str(image)) as checkpoint:
         wait_until(lambda: alive(site, "criu"), "CRIU")
         interrupt(checkpoint, number)
+        wait_until(lambda: told(site) or checkpoint.poll() is not None, "phosd to be asked")
+        hold.unlink()
         ends(checkpoint, number)
     runs_on(site, program, image)
 
