@@ -57,14 +57,14 @@ def refuse_unfit(socket: Path) -> None:
     Raises:
         UsageError: no socket can have that path, something else has it, or the keeper's cannot have the one beside it.
     """
-    if socket.exists() and not socket.is_socket():
-        raise UsageError(f"{socket} is no socket, and phosd does not replace it. Remove it, or name another place.")
     size = max(len(os.fsencode(path)) for path in (socket, keeper_socket(socket)))
     if size > PATH_BYTES:
         raise UsageError(
             f"The path of phosd's socket, {socket}, is {size - PATH_BYTES} bytes too long: Linux takes {PATH_BYTES} "
             "for that and for the keeper's socket beside it. Name a shorter one (PHOS_SOCKET)."
         )
+    if socket.exists() and not socket.is_socket():
+        raise UsageError(f"{socket} is no socket, and phosd does not replace it. Remove it, or name another place.")
 
 
 def make_folder(socket: Path) -> None:
