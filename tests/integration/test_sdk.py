@@ -7,13 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from phos.gpu_engine.installation import application_environment
-from tests.integration.site import Program, Site, wait_until, words
+from tests.integration.site import Program, Site, become_reaper, wait_until, words
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "asks_for_checkpoints.py"
@@ -169,6 +171,19 @@ def test_a_c_program_checkpoints_itself(site: Site, options: tuple[str, ...]) ->
     site.run("phos-gpu", "verify", str(site.folder / "image"))
 
 
+@pytest.fixture
+def open_site() -> Iterator[Site]:
+    """A site that other users get into: pytest's folders are for one user, and each pytest that starts sees to that."""
+    with tempfile.TemporaryDirectory(prefix="phos-test-", dir="/tmp") as name:
+        os.chmod(name, 0o711)
+        become_reaper()
+        made = Site(Path(name))
+        try:
+            yield made
+        finally:
+            made.close()
+
+
 def has_capability(number: int) -> bool:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff:"))
     return bool(int(line.split()[1], 16) >> number & 1)
@@ -176,12 +191,9 @@ def has_capability(number: int) -> bool:
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
 @pytest.mark.parametrize("allowed", [True, False], ids=["own directory", "root's directory"])
-def test_a_user_without_rights_checkpoints_a_program(site: Site, allowed: bool) -> None:
+def test_a_user_without_rights_checkpoints_a_program(open_site: Site, allowed: bool) -> None:
     """phosd runs as root, the program does not; its image goes where the user may write, and nowhere else."""
-    # pytest makes its folders for one user alone; this one has to get as far as the socket.
-    for folder in (site.folder, *site.folder.parents):
-        if folder.stat().st_mode & 0o1001 == 0:  # neither /tmp nor open already
-            folder.chmod(folder.stat().st_mode | 0o011)
+    site = open_site
     image = site.folder / "image"
     image.mkdir()
     if allowed:
