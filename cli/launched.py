@@ -9,6 +9,7 @@ Imported before anything slow (restore_first.py), and so imports nothing slow.
 
 import fcntl
 import os
+import select
 import signal
 
 TYPE_CHECKING = False
@@ -39,6 +40,8 @@ class Launched:
         self._runs = False
         self._entered = False  # the program itself is the child of the one that was started
         self._handlers: list[tuple[int, Any]] = []
+        self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._woken = -1
         self._output = os.memfd_create("output")
         # Two programs share its offset, which the kernel does not lock in a memfd: one would overwrite the other.
         fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)
@@ -73,6 +76,7 @@ class Launched:
         try:
             self._pid, self._entered = self.start_beside(command, changes), entered
             self._runs = True
+            self._woken = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
             for number in ENDING:
                 if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, for example
                     self._handlers.append((number, signal.signal(number, self._received)))
@@ -101,7 +105,13 @@ class Launched:
 
     def wait(self) -> int:
         """Wait for the program's end. Returns its exit status, or the negative number of a signal."""
-        os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)
+        poll, pidfd = select.poll(), os.pidfd_open(self._pid)
+        poll.register(pidfd, select.POLLIN)
+        poll.register(self._wake[0], select.POLLIN)
+        # A signal that comes just before another call of the kernel would be handled only when that returns.
+        while pidfd not in [found for found, _ in poll.poll()]:
+            os.read(self._wake[0], 4096)
+        os.close(pidfd)
         self._runs = False  # from here on nobody signals it
         _, status = os.waitpid(self._pid, 0)
         return os.waitstatus_to_exitcode(status)
@@ -112,6 +122,8 @@ class Launched:
 
     def close(self) -> None:
         """Signals mean again what they meant before."""
+        if self._handlers:
+            signal.set_wakeup_fd(self._woken)
         while self._handlers:
             number, handler = self._handlers.pop()
             signal.signal(number, handler)

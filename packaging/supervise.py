@@ -62,8 +62,17 @@ def end_untraced(child: int) -> None:
         time.sleep(0.005)
 
 
-def below(pid: int) -> list[int]:
-    """All processes below process pid; phosd and its keeper are none of anybody's."""
+def children() -> set[int]:
+    """This process's, as the kernel lists them: cheaper than a look at all processes."""
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as listed:
+            return {int(word) for word in listed.read().split()}
+    except OSError:
+        return set()
+
+
+def below(pid: int, spared: set[int]) -> list[int]:
+    """All processes below process pid, but for these and what is below them, and phosd with its keeper."""
     parents: dict[int, int] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -72,24 +81,16 @@ def below(pid: int) -> list[int]:
                     parents[int(entry)] = int(stat.read().rpartition(") ")[2].split()[1])
                 with open(f"/proc/{entry}/cmdline", "rb") as words:
                     line = words.read()
-                    if b"phos.gpu_engine.daemon" in line or b"/gpu_engine/daemon/" in line:
-                        del parents[int(entry)]
+                if int(entry) in spared or b"phos.gpu_engine.daemon" in line or b"gpu_engine/daemon/keeper.py" in line:
+                    del parents[int(entry)]
             except OSError:
                 pass  # it has ended
-    found, new = set[int](), {pid}
+    found: set[int] = set()
+    new = {pid}
     while new:
         new = {child for child, parent in parents.items() if parent in new} - found
         found |= new
     return list(found)
-
-
-def has_children() -> bool:
-    """Whether this process has any."""
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return False
-    return True
 
 
 def kill_all(pids: list[int]) -> None:
@@ -186,8 +187,9 @@ class Supervisor:
         self._criu = 0
         self._runs = False
         self._client: object = None  # the module, or why there is none
-        # Somebody's who became this process; looking through all processes would keep a restore waiting.
-        self._former = set(below(os.getpid())) if action == "restore" and has_children() else set()
+        self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
+        self._former = children()  # of the shell that became this program
 
     def _received(self, number: int, _frame: object) -> None:
         self.asked = self.asked or number
@@ -206,10 +208,46 @@ class Supervisor:
             return
         deadline = time.monotonic() + FAIL_SECONDS
         while self._runs and state_of(self._criu) != "Z":
-            kill_all(below(self._criu))
+            kill_all(below(self._criu, set()))
             if time.monotonic() > deadline:
                 kill_all([self._criu])
             time.sleep(0.005)
+
+    def _await(self, descriptor: int) -> None:
+        """Wait until there is something to be read, and for signals: one that comes just before another call of the
+        kernel would be handled only when that returns.
+        """
+        import select
+
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        poll.register(self._wake[0], select.POLLIN)
+        while True:
+            ready = [found for found, _ in poll.poll()]
+            if self._wake[0] in ready:
+                os.read(self._wake[0], 4096)
+            if descriptor in ready:
+                return
+
+    def _wait_for_gpu(self) -> int:
+        """The client's exit status, when the image is whole or the processes compute, or never will."""
+        import threading
+
+        client: Any = self._client
+        sys.argv = ["criu", "wait", *(["--restore"] if self.action == "restore" else []), self.images]
+        answers: list[int] = []
+        ended, ends = os.pipe()
+
+        def wait() -> None:
+            try:
+                answers.append(client.main())
+            finally:
+                os.close(ends)
+
+        threading.Thread(target=wait, daemon=True).start()
+        self._await(ended)
+        os.close(ended)
+        return answers[0] if answers else 1
 
     def end_restored(self) -> None:
         """Kill what a restore that has failed left behind, which has become ours.
@@ -219,8 +257,8 @@ class Supervisor:
         if self.action != "restore":
             return
         deadline = time.monotonic() + FAIL_SECONDS
-        while (left := set(below(os.getpid())) - self._former) and time.monotonic() < deadline:
-            kill_all(list(left))
+        while (left := below(os.getpid(), self._former)) and time.monotonic() < deadline:
+            kill_all(left)
             time.sleep(0.005)
             reap()
 
@@ -254,7 +292,9 @@ class Supervisor:
             client = error
         self._client = client
         self._end_if_asked()
-        os.waitid(os.P_PID, self._criu, os.WEXITED | os.WNOWAIT)
+        pidfd = os.pidfd_open(self._criu)
+        self._await(pidfd)
+        os.close(pidfd)
         self._runs = False  # from here on nobody signals it
         _, status = os.waitpid(self._criu, 0)
         return os.waitstatus_to_exitcode(status)
@@ -274,8 +314,7 @@ class Supervisor:
             sys.stderr.write(f"criu: CRIU is done, but the GPU's part cannot be waited for: {client}\n")
             self.end_restored()
             return 1, False
-        sys.argv = ["criu", "wait", *(["--restore"] if self.action == "restore" else []), self.images]
-        answer = client.main()
+        answer = self._wait_for_gpu()
         if answer == 0 and not (self.asked and self.action == "restore"):
             return 0, False
         self.end_restored()
