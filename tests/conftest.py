@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import signal
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # As a shell starts what runs in the background, and with it whatever a test starts and interrupts.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# As a shell starts what runs in the background, or nohup: whatever a test starts and interrupts would ignore it, too.
+for number, usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGTERM, signal.SIG_DFL),
+):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, usual)
