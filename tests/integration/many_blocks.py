@@ -137,7 +137,7 @@ def phosd_descriptors(site: Site) -> list[str]:
 
 def fit_for_the_next(site: Site, name: str = "next") -> None:
     """phosd checkpoints and restores another program after whatever happened."""
-    program = blocks(site, "--blocks", "2", "--iterations", "40")
+    program = blocks(site, "--blocks", "2", "--iterations", "80")
     image = site.image(name)
     site.dump(program, image)
     site.run("phos-gpu", "verify", str(image))

@@ -85,7 +85,7 @@ def test_no_task_runs_on_when_somebody_is_killed_at_the_last_moment(site: Site, 
 
 
 def test_second_restore_of_an_image_that_is_being_restored(site: Site) -> None:
-    program = blocks(site, "--iterations", "60", SOFTGPU_TOGGLE_MS="1000")
+    program = blocks(site, "--iterations", "120", SOFTGPU_TOGGLE_MS="1000")
     image = site.image()
     site.dump(program, image)
     first = site.background("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4")
@@ -99,10 +99,11 @@ def test_second_restore_of_an_image_that_is_being_restored(site: Site) -> None:
 
 
 def test_two_restores_at_the_same_time(site: Site) -> None:
-    programs = [blocks(site, "--iterations", "60") for _ in range(2)]
     images = [site.image(f"image-{n}") for n in range(2)]
-    for program, image in zip(programs, images, strict=True):
-        site.dump(program, image)
+    programs = []
+    for image in images:
+        programs.append(blocks(site, "--iterations", "120"))
+        site.dump(programs[-1], image)
     running = [
         site.background("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4")
         for image in images
@@ -113,7 +114,7 @@ def test_two_restores_at_the_same_time(site: Site) -> None:
 
 def test_restored_process_can_be_dumped_by_a_phosd_that_never_knew_it(site: Site) -> None:
     """The keeper's record follows the process to its new life."""
-    program = blocks(site, "--iterations", "150")
+    program = blocks(site, "--iterations", "300")
     first = site.image("first")
     site.dump(program, first)
     site.restore(first)

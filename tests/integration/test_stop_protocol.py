@@ -78,9 +78,9 @@ def test_restore_twice_from_one_image(site: Site) -> None:
 
 
 def test_ten_generations(site: Site) -> None:
-    options = ("--iterations", "150", "--iteration-seconds", "0.03")
+    options = ("--iterations", "300")
     expected = uninterrupted(site, "device_pointer", *options)
-    program = site.example("device_pointer", *options)
+    program = site.example("device_pointer", *options, "--iteration-seconds", "0.05")
     for generation in range(10):
         program.wait_progress(2)
         assert program.result() is None, f"the program ended before generation {generation}"
