@@ -23,6 +23,7 @@ SCRIPTS = [
     "install.sh",
     ".ci/run",
     *(f"packaging/{name}" for name in ("criu", "phosd", "phos-gpu", "layout.sh", "fetch-criu")),
+    *(f"tests/machines/{name}" for name in ("fresh_machine.sh", "tried_inside.sh")),
 ]
 
 
