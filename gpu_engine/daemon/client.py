@@ -32,8 +32,9 @@ ANSWER_SECONDS = 10.0
 REQUEST_SECONDS = 60.0
 """How long the answer to a request may take that waits for no job."""
 
-START_SECONDS = 30.0
-"""How long phosd may take to start; initialising the driver on a machine without persistence mode takes seconds."""
+START_SECONDS = 120.0
+"""How long phosd may take to start. Initialising the driver on a machine without persistence mode takes seconds, and an
+emulated or overloaded machine half a minute to load Python's modules; that it ended instead is noticed at once."""
 
 
 def connect(path: Path | None = None) -> socket.socket:
