@@ -33,8 +33,17 @@ ITERATIONS = 40
 PROGRAM_SECONDS = 300.0
 
 PACE = 0.05
-"""Seconds that the program which is going to be interrupted sleeps after each iteration: however fast the GPU, half of
-its iterations take longer than a dump takes to begin. Its result does not depend on it."""
+"""Seconds that the program which is going to be interrupted sleeps at least after each iteration. Its result does not
+depend on it."""
+
+
+def pace(start_seconds: float, iterations: int) -> float:
+    """Seconds to sleep after each iteration, so that half of them take longer than a dump takes to begin.
+
+    However fast the GPU and however slow the machine: a dump begins with the start of a Python that talks to phosd, and
+    so did ``start_seconds``, with the start of phosd itself on top.
+    """
+    return max(PACE, 2 * start_seconds / iterations)
 
 
 class Demo:
@@ -48,6 +57,7 @@ class Demo:
         self.image = folder / "image"
         self.console = Console(highlight=False, soft_wrap=True)
         self.step = 0
+        self.pace = PACE
         self.inherited = psutil.Process().children(recursive=True)
         self.environment = {**os.environ, "PHOS_SOCKET": str(folder / "phosd.sock"), "PHOS_DEVICE": device}
 
@@ -148,7 +158,9 @@ class Demo:
             speed = f"{software_bandwidth >> 20} MiB/s"
             self.console.print(f"Its copies are slowed down to {speed}: they should take a while.")
         with self.timed("Start phosd, the daemon that will hold the GPU memory"):
+            began = time.perf_counter()
             self.command("phosd", "--ensure")
+            self.pace = pace(time.perf_counter() - began, self.iterations)
         whole = self.folder / "whole.log"
         with self.timed("Run the program without interruption"):
             self.start(whole).wait(PROGRAM_SECONDS)
@@ -157,7 +169,7 @@ class Demo:
     def dump_half_way(self, output: Path) -> subprocess.Popen[bytes]:
         """Start the program and dump it in the middle of its work; the process, which is gone."""
         with self.timed("Start it again and let it compute half of the way"):
-            process = self.start(output, PACE)
+            process = self.start(output, self.pace)
             self.wait_iteration(output, self.iterations // 2, process)
         self.image.mkdir()
         with self.timed(f"criu dump --lib phos -t {process.pid} -D image/"):

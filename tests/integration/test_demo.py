@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from phos.cli.demo import PACE, pace
 from phos.gpu_engine.installation import launcher
 from tests.integration.site import Site
 
@@ -33,6 +34,11 @@ def demo(site: Site, *options: str, **changes: str) -> subprocess.CompletedProce
     folder = site.folder / "tmp"
     folder.mkdir(exist_ok=True)
     return site.run("phos-gpu", "demo", "--device", "software", *options, check=False, TMPDIR=str(folder), **changes)
+
+
+def test_half_of_the_iterations_outlast_the_begin_of_a_dump() -> None:
+    assert pace(0.4, 40) == PACE
+    assert pace(27.0, 40) * 20 >= 27.0
 
 
 def left(site: Site) -> list[Path]:
