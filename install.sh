@@ -104,8 +104,8 @@ if [ "$mode" = uninstall ]; then
     done
     [ "$(readlink "$prefix/install.sh" || true)" != lib/phos/install.sh ] || rm -f "$prefix/install.sh"
     rm -rf "$home"
-    # Only if empty: the prefix may be shared, and may not have been ours.
-    rmdir "$prefix/bin" "$prefix/lib" "$prefix" 2>/dev/null || true
+    # Only if empty: the prefix may be shared, and may not have been ours. /usr/local's folders belong to the system.
+    [ "$prefix" = /usr/local ] || rmdir "$prefix/bin" "$prefix/lib" "$prefix" 2>/dev/null || true
     running=$(pgrep -f -- '-m phos.gpu_engine.daemon' 2>/dev/null | tr '\n' ' ' || true)
     echo "PhOS is removed from $prefix. System packages stay."
     [ -z "$running" ] || echo "phosd still runs (process $running): it holds GPU memory of running applications until they end."
