@@ -473,7 +473,7 @@ static void note_ranges(void)
     uint32_t expected[CHUNKS * 2], count = 0, unwritten = CHUNKS;
     uint64_t seed = 5;
     phos_window.table = calloc(1, phos_window_size(0, 0, 0, 0, CHUNKS * 2));
-    table_begin(phos_window.table, 5, 0, 0, 0, 0, CHUNKS * 2, 1, PHOS_WINDOW_COW);
+    table_begin(&view, phos_window.table, 5, 0, 0, 0, 0, CHUNKS * 2, 1, PHOS_WINDOW_COW);
     phos_window.seen = calloc(CHUNKS / 64 + 1, sizeof *phos_window.seen);
     phos_window.written = calloc(CHUNKS / 64 + 1, sizeof *phos_window.written);
     phos_window.unwritten = CHUNKS;
@@ -490,7 +490,7 @@ static void note_ranges(void)
         phos_window_note((struct phos_chunk_range){first, end}, writes);
     }
     uint32_t at = 0;
-    for (int64_t touch; (touch = phos_window_next_touched(phos_window.table, &at)) >= 0;)
+    for (int64_t touch; (touch = phos_window_next_touched(&view, &at)) >= 0;)
         check(at <= count && expected[at - 1] == (uint32_t)touch, "first touches are not in order");
     check(at == count && count > CHUNKS, "first touches are missing");
     check(phos_window.unwritten == unwritten, "chunks that were not written to are miscounted");
@@ -506,7 +506,7 @@ static void watch(void)
     phos_window.chunks = calloc(1, phos_chunks_size(chunk_count));
     phos_window.table = calloc(1, phos_window_size(0, 0, 0, 0, chunk_count * 2));
     phos_chunks_begin(phos_window.chunks, CHUNK, chunk_count);
-    table_begin(phos_window.table, 5, 0, 0, 0, 0, chunk_count * 2, 0, PHOS_WINDOW_WATCH);
+    table_begin(&view, phos_window.table, 5, 0, 0, 0, 0, chunk_count * 2, 0, PHOS_WINDOW_WATCH);
     phos_window.seen = calloc(chunk_count / 64 + 1, sizeof *phos_window.seen);
     phos_window.written = calloc(chunk_count / 64 + 1, sizeof *phos_window.written);
     phos_window.unwritten = chunk_count;
@@ -528,7 +528,7 @@ static void watch(void)
     for (uint32_t i = 0; i < chunk_count; i++)
         check(phos_chunks_state(phos_window.chunks, i) == PHOS_CHUNK_UNSAVED, "a chunk of who is watched was taken");
     uint32_t touched = 0, written = 0;
-    for (int64_t touch; (touch = phos_window_next_touched(phos_window.table, &touched)) >= 0;)
+    for (int64_t touch; (touch = phos_window_next_touched(&view, &touched)) >= 0;)
         written += ((uint32_t)touch & PHOS_TOUCH_WRITES) != 0;
     check(touched && written && phos_window.unwritten == chunk_count - written, "what was seen was not noted");
     free(phos_window.seen);
