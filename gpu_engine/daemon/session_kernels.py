@@ -56,9 +56,9 @@ class SessionKernels:
 
     def seen(self, names: wire_pb2.KernelsSeen) -> None:
         """Kernels that the process may launch."""
-        self.told += len(names.kernel)
         kept = [name for name in names.kernel if self._keeps(hash((names.module, name)), len(name))]
         kernels.kernels_seen(self._speculator, self._session, wire_pb2.KernelsSeen(module=names.module, kernel=kept))
+        self.told += len(names.kernel)  # last: who waits for it asks the speculator then
 
     def _keeps(self, number: int, size: int) -> bool:
         if number in self._names:

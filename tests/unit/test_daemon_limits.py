@@ -166,3 +166,12 @@ def test_checkpoints_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
     assert [said.number for said in session.told] == [3]
     assert "has 2 checkpoints under way at phosd already" in session.told[0].error
     go_on.set()
+
+
+def test_kernels_count_as_told_when_they_can_be_asked_for(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An audit waits until all are told, and asks what they touch then."""
+    kernels = frontend.session._kernels
+    told_before: list[int] = []
+    monkeypatch.setattr(kernels._speculator, "add_kernels", lambda *_: told_before.append(kernels.told))
+    kernels.seen(wire_pb2.KernelsSeen(module=1, kernel=["a", "b"]))
+    assert (told_before, kernels.told) == ([0], 2)
