@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import select
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -47,9 +46,10 @@ def connect(path: Path | None = None) -> socket.socket:
     refuse_unfit(path)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        _patience(connection, ANSWER_SECONDS)  # one that accepts nobody any more keeps everybody waiting
+        # One that accepts nobody any more keeps everybody waiting. Not settimeout(): no place would be waited for then.
+        wire.limit(connection, send=ANSWER_SECONDS)
         connection.connect(str(path))
-        _patience(connection, 0)
+        wire.limit(connection, send=0)
     except OSError as error:
         connection.close()
         raise DaemonUnavailable(
@@ -57,13 +57,6 @@ def connect(path: Path | None = None) -> socket.socket:
             "Start it with 'phosd --ensure' or 'systemctl start phosd'."
         ) from error
     return connection
-
-
-def _patience(connection: socket.socket, seconds: float) -> None:
-    """How long connecting and sending may take; 0: for ever. Not settimeout(): no one would wait for a place then."""
-    connection.setsockopt(
-        socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    )
 
 
 def ensure(path: Path | None = None) -> None:
@@ -198,13 +191,8 @@ def shutdown(path: Path | None = None) -> None:
 
 def interrupt(criu: int, path: Path | None = None) -> None:
     """Ask phosd to end what the plugin of that CRIU has begun; who waits for the image learns what became of it."""
-    try:
-        with connect(path) as connection:
-            connection.settimeout(ANSWER_SECONDS)
-            wire.send(connection, wire_pb2.Envelope(id=1, interrupt=wire_pb2.Interrupt(criu=criu)))
-            wire.receive(connection)
-    except (PhosError, OSError):
-        pass  # it has ended, or hangs: CRIU is ended all the same, where that harms nobody
+    with suppress(PhosError, OSError):  # it has ended, or hangs: CRIU is ended all the same, where that harms nobody
+        request(path, timeout=ANSWER_SECONDS, interrupt=wire_pb2.Interrupt(criu=criu))
 
 
 def wait_image(

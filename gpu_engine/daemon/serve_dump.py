@@ -202,7 +202,7 @@ class DumpServer:
 
         A daemon's parent is the first process of its container, and that may be the application.
         """
-        tree = {root, *(child.pid for child in psutil.Process(root).children(recursive=True))}
+        tree = tree_of(root)
         for pid, what in ((os.getpid(), "phosd itself"), (self._registry.broker.keeper_pid, "phosd's keeper")):
             if pid in tree:
                 raise CheckpointFailed(

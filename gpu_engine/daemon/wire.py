@@ -131,6 +131,14 @@ def content(descriptor: int, most: int) -> bytes:
     return bytes(parts)
 
 
+def limit(connection: socket.socket, *, receive: float | None = None, send: float | None = None) -> None:
+    """How long receiving, and connecting and sending, may block; seconds, 0 for ever; longer: BlockingIOError."""
+    for option, seconds in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
+        if seconds is not None:
+            value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+            connection.setsockopt(socket.SOL_SOCKET, option, value)
+
+
 def only(descriptors: list[int]) -> int:
     """The one descriptor that has to come with a request: an image directory's, for example."""
     if len(descriptors) != 1:
@@ -169,11 +177,8 @@ class Connection:
         self.reply(request_id, done=wire_pb2.Done(error=sentence(error), warnings=kept, gpu_part=gpu_part))
 
     def limit(self, *, receive: float | None = None, send: float | None = None) -> None:
-        """How long receiving and sending may block; seconds, 0 for ever. What takes longer raises BlockingIOError."""
-        for option, seconds in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
-            if seconds is not None:
-                value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-                self._socket.setsockopt(socket.SOL_SOCKET, option, value)
+        """See :func:`limit`."""
+        limit(self._socket, receive=receive, send=send)
 
     def hung_up(self) -> bool:
         """Whether the peer has gone, whatever it has said before."""
