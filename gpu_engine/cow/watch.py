@@ -14,6 +14,7 @@ from typing import NamedTuple
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.cow.chunk_table import WATCH, ChunkTable, WindowTable
+from phos.gpu_engine.cow.window import first_touches
 from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.ring import CHUNK_BYTES
@@ -62,13 +63,7 @@ class Watch:
         """What each did up to now, by session, and the blocks that it had. What it does later is not looked at."""
         found: dict[bytes, tuple[FirstTouches, list[BlockKey]]] = {}
         for process, places, _, table in self._watched:
-            touches = FirstTouches([], [])
-            while (touch := table.next_touched()) is not None:
-                chunk, writes = touch
-                if chunk < len(places):
-                    touches.touched.append(places[chunk])
-                    if writes:
-                        touches.written.append(places[chunk])
+            touches = first_touches(table, places)
             found[process.session] = (touches, list({key for key, _ in places}))
             log.info(
                 "Process %d: touched %d of %d chunks while it was watched, and wrote to %d",

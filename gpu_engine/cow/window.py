@@ -169,16 +169,10 @@ class Windows:
 
     def touched(self) -> dict[bytes, FirstTouches]:
         """What each process did with its chunks in this window, in the order in which it first did so."""
-        found = {session: FirstTouches([], []) for session in self._windows}
-        for session, window in self._windows.items():
-            while self.feed is not None and (touch := window.table.next_touched()) is not None:
-                chunk, writes = touch
-                if chunk < len(self.feed.places):
-                    place = self.feed.places[chunk]
-                    found[session].touched.append((place.key, place.offset // CHUNK_BYTES))
-                    if writes:
-                        found[session].written.append(found[session].touched[-1])
-        return found
+        if self.feed is None:
+            return {session: FirstTouches([], []) for session in self._windows}
+        places = [(place.key, place.offset // CHUNK_BYTES) for place in self.feed.places]
+        return {session: first_touches(window.table, places) for session, window in self._windows.items()}
 
     def culprits(self) -> list[str]:
         """Calls that might write anywhere, the first of each process: it waited until everything was saved."""
@@ -206,6 +200,18 @@ class Windows:
         if self._table is not None:
             self._table.close()
             self._table = None
+
+
+def first_touches(table: WindowTable, places: Sequence[Touched]) -> FirstTouches:
+    """What a process has noted in its table since this was asked last; ``places``: of each chunk, by its number."""
+    found = FirstTouches([], [])
+    while (touch := table.next_touched()) is not None:
+        chunk, writes = touch
+        if chunk < len(places):
+            found.touched.append(places[chunk])
+            if writes:
+                found.written.append(places[chunk])
+    return found
 
 
 def first_written_first(chunks: Mapping[BlockKey, range], before: Sequence[Touched]) -> list[int]:
