@@ -18,6 +18,7 @@ static unsigned nap, rare;
 static bool race;                       /* PLANT_RACE: the sanitizer has something to find */
 static volatile unsigned long operations; /* then: of all threads, and nothing guards it */
 static pthread_mutex_t target_lock = PTHREAD_MUTEX_INITIALIZER; /* the module's variable `target` */
+pthread_rwlock_t capturing = PTHREAD_RWLOCK_INITIALIZER;
 
 void check_at(CUresult result, const char *what, int line)
 {
@@ -332,12 +333,20 @@ static void hidden_write(struct worker *w)
     end_use(b, stream);
 }
 
+/* CUDA refuses it while a stream of the context is captured, by whatever thread. */
+static void synchronize_context(void)
+{
+    pthread_rwlock_wrlock(&capturing);
+    CHECK(cuCtxSynchronize());
+    pthread_rwlock_unlock(&capturing);
+}
+
 static void new_module(struct worker *w)
 {
     struct kernels own;
     load_kernels(&own);
     simple_kernel(w, &own);
-    CHECK(cuCtxSynchronize());
+    synchronize_context();
     CHECK(cuModuleUnload(own.module));
 }
 
@@ -390,7 +399,7 @@ static void one_operation(struct worker *w)
     else if (kind < 97)
         new_stream(w);
     else if (kind < 98)
-        draw(w, 4) ? (void)CHECK(cuStreamSynchronize(any_stream(w))) : (void)CHECK(cuCtxSynchronize());
+        draw(w, 4) ? (void)CHECK(cuStreamSynchronize(any_stream(w))) : synchronize_context();
     else if (kind < 99)
         draw(w, 4) ? (void)0 : new_module(w);
     else if (!getenv("NO_FORK"))

@@ -84,6 +84,7 @@ struct worker {
 
 extern char *ptx;
 extern atomic_int stop;
+extern pthread_rwlock_t capturing; /* read: a capture; write: the synchronisation of a context */
 
 void check_at(CUresult result, const char *what, int line);
 unsigned draw(struct worker *w, unsigned below);

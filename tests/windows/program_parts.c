@@ -176,10 +176,12 @@ static void make_graph(struct worker *w, struct buffer *a, struct buffer *b)
     } else {
         CUstream stream = w->streams[2];
         size_t nodes = 1;
+        pthread_rwlock_rdlock(&capturing);
         CHECK(cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_RELAXED));
         CHECK(cuLaunchKernel(kernel.func, kernel.gridDimX, 1, 1, kernel.blockDimX, 1, 1, 0, stream, parameters, NULL));
         CHECK(cuMemsetD32Async(page(b, w->set_to.first), w->value_set, (size_t)w->set_to.pages * PAGE / 4, stream));
         CHECK(cuStreamEndCapture(stream, &w->graph));
+        pthread_rwlock_unlock(&capturing);
         CHECK(cuGraphGetRootNodes(w->graph, &w->node, &nodes));
     }
     CHECK(cuGraphInstantiate(&w->runnable, w->graph, 0));
