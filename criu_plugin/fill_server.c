@@ -265,19 +265,26 @@ static int listen_for_criu(void)
 /* No child of CRIU's: what is forked here ends at once. */
 static bool start(int listening, int directory, int control)
 {
-	long before = phos_far_pids(criu_get_image_dir());
-	int status = -1;
+	int images = criu_get_image_dir(), status = -1;
 	pid_t child = fork();
 
 	if (!child) {
-		child = fork();
-		if (!child)
-			run(listening, directory, control);
+		bool in_the_way;
+
+		do { /* no task has been created yet */
+			child = fork();
+			in_the_way = phos_pid_needed(images, child ? child : getpid());
+			if (!child && in_the_way)
+				_exit(0);
+			if (!child)
+				run(listening, directory, control);
+			while (child > 0 && in_the_way && waitpid(child, NULL, 0) < 0 && errno == EINTR)
+				;
+		} while (child > 0 && in_the_way);
 		_exit(child < 0);
 	}
 	while (child > 0 && waitpid(child, &status, 0) < 0 && errno == EINTR)
 		;
-	phos_near_pids(before);
 	return !status;
 }
 

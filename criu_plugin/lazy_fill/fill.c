@@ -118,7 +118,7 @@ static const unsigned char *map_pages(int folder, const char *name, size_t *size
 /* ---- the threads ---- */
 
 struct fill {
-	int uffd;
+	int uffd, images; /* the folder of the image */
 	const unsigned char *pages;
 	size_t pages_size;
 	const struct phos_lazy_run *runs;
@@ -272,16 +272,21 @@ unsigned phos_lazy_threads(unsigned fewest)
 	return wanted < MOST_THREADS ? wanted : MOST_THREADS;
 }
 
-static void run_threads(struct fill *fill, unsigned wanted, int folder)
+static void *work_unless_in_the_way(void *argument)
+{
+	struct fill *fill = argument;
+
+	return phos_pid_needed(fill->images, (pid_t)syscall(SYS_gettid)) ? NULL : work(fill);
+}
+
+static void run_threads(struct fill *fill, unsigned wanted)
 {
 	pthread_t threads[MOST_THREADS];
 	unsigned started = 0;
-	long before = phos_far_pids(folder);
 
 	for (; started + 1 < wanted; started++)
-		if (pthread_create(&threads[started], NULL, work, fill))
+		if (pthread_create(&threads[started], NULL, work_unless_in_the_way, fill))
 			break;
-	phos_near_pids(before);
 	work(fill);
 	while (started)
 		pthread_join(threads[--started], NULL);
@@ -293,27 +298,31 @@ int phos_lazy_fill(int uffd, int pid, unsigned threads, struct phos_lazy_filled 
 	size_t size = 0;
 	void *pagemap;
 	struct phos_lazy_pages lazy = { 0 };
-	struct fill fill = { .uffd = uffd, .lock = PTHREAD_MUTEX_INITIALIZER, .filled = filled };
-	int folder = criu_get_image_dir ? criu_get_image_dir() : -1;
+	struct fill fill = {
+		.uffd = uffd,
+		.images = criu_get_image_dir ? criu_get_image_dir() : -1,
+		.lock = PTHREAD_MUTEX_INITIALIZER,
+		.filled = filled,
+	};
 	int result = -1;
 
 	*filled = (struct phos_lazy_filled){ 0 };
-	if (folder < 0)
+	if (fill.images < 0)
 		return -1;
 	snprintf(name, sizeof(name), "pagemap-%d.img", pid);
-	pagemap = read_file(folder, name, &size);
+	pagemap = read_file(fill.images, name, &size);
 	if (pagemap && !phos_lazy_decode(pagemap, size, &lazy)) {
 		for (size_t i = 0; i < lazy.count; i++)
 			filled->wanted += lazy.runs[i].size;
 		snprintf(name, sizeof(name), "pages-%u.img", lazy.pages_id);
-		fill.pages = map_pages(folder, name, &fill.pages_size);
+		fill.pages = map_pages(fill.images, name, &fill.pages_size);
 		result = lazy.count ? -1 : 0;
 	}
 	free(pagemap);
 	if (fill.pages) {
 		fill.runs = lazy.runs;
 		fill.count = lazy.count;
-		run_threads(&fill, threads, folder);
+		run_threads(&fill, threads);
 		qsort(filled->pieces, filled->count, sizeof(*filled->pieces), by_address);
 		munmap((void *)fill.pages, fill.pages_size);
 		result = 0;

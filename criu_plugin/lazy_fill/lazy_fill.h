@@ -7,6 +7,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/types.h>
 
 #define PAGE ((uint64_t)4096)
 
@@ -60,8 +61,7 @@ bool phos_lazy_has(const struct phos_lazy_filled *filled, uint64_t address, uint
 void phos_lazy_gone(struct phos_lazy_filled *filled, uint64_t address, uint64_t size);
 
 /*
- * From here on new processes and threads get pids that no thread of an image has, until phos_near_pids() is called with what
- * this returns: the kernel gives the next ones, and a task's threads are given theirs only later. If it may not: they do not.
+ * Whether a thread of the image has this pid. Whoever is started beside a restore gets the next one, whichever that is, and
+ * must not keep such a one: a task's threads are given theirs only later.
  */
-long phos_far_pids(int images);
-void phos_near_pids(long before);
+bool phos_pid_needed(int images, pid_t pid);

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import random
+import select
 import shutil
 import socket
 import struct
@@ -339,6 +340,16 @@ def test_with_the_first_page_all_come(serve: Serve, memory: Make) -> None:
     assert big.page(705) == other
 
 
+def test_all_come_without_threads_whose_pids_the_image_needs(serve: Serve, memory: Make, folder: Path) -> None:
+    last = int(Path("/proc/sys/kernel/ns_last_pid").read_text())
+    for pid in range(last + 1, last + 500):
+        (folder / f"core-{pid}.img").touch()
+    big = memory(2000)
+    server = serve(big, [(0, 2000, ALL)])
+    assert server.ask(5, content(1, 9)) == (0, PAGE)
+    assert all(big.page(number) == server.data[number * PAGE :][:PAGE] for number in range(2000) if number != 5)
+
+
 def test_what_has_come_counts_as_brought_and_is_not_overwritten(serve: Serve, memory: Make) -> None:
     ten = memory(10)
     server = serve(ten, [(0, 10, ALL)])
@@ -461,9 +472,9 @@ def test_while_a_change_is_not_heard_of_nothing_is_brought(serve: Serve, memory:
     six = memory(6, userfault.REMOVE)
     server = serve(six, [(0, 6, ALL)])
     letting_go = advised(six, 2, 2)
-    wait = threading.Event()
-    while server.ask(0, server.data[:PAGE]) != (-1, -errno.EAGAIN):
-        wait.wait(0.001)  # it has not come so far yet
+    os.set_blocking(six.uffd, False)  # only such can be waited for
+    assert select.select([six.uffd], [], [], 60)[0], "it lets go of them, and waits until that is heard of"
+    assert server.ask(0, server.data[:PAGE]) == (-1, -errno.EAGAIN)
     server.hear()
     letting_go.join()
     new = content(6, 7)
