@@ -60,6 +60,12 @@ def checkpoint(
     settings |= {"PHOS_PRIORITISE": "off"} if no_prioritise else {}
     os.environ.update(settings)  # CRIU hands them to its plugin, and that to phosd
     CowSettings.from_environment()  # says what has no meaning before anything is done
+    given = {"--pool": pool, "--no-validate": no_validate, "--no-prioritise": no_prioritise}
+    if chosen != "cow" and (useless := [option for option, value in given.items() if value]):
+        raise UsageError(
+            f"{' and '.join(useless)}: only for the protocol cow, and this is a checkpoint by {chosen}. Give "
+            "--protocol cow, or leave that out."
+        )
     if pid in _above(os.getpid()):
         raise UsageError(f"Process {pid} has started this command, which would have to dump itself.")
     beside = pid if procfs.apart(pid) else None

@@ -253,6 +253,7 @@ class Guard:
                 image=str(image),
                 pid=job.pid,
             )
+            self.say_passed_over(image)
             return True
         if unreadable:
             self.say(
@@ -267,6 +268,20 @@ class Guard:
         self._begin(again(), 0.0)
         self.say("started", f"The job has no image and begins anew, as process {self._job.pid}.", pid=self._job.pid)
         return True
+
+    def say_passed_over(self, image: Path) -> None:
+        """The job goes on from this image. Were there newer ones?"""
+        try:
+            newer = self.shelf.passed_over(image)
+        except OSError:
+            return
+        if newer:
+            self.say(
+                "passed-over",
+                f"{_listed(newer)} cannot be read, and may be whole and newer than {image.name}.",
+                image=str(image),
+                unreadable=[str(each) for each in newer],
+            )
 
     @staticmethod
     def restore(image: Path, pid: int) -> Job:
@@ -411,6 +426,7 @@ def guard(
         if resume and existing:
             pid = _former_pid(folder)
             start = lambda: Guard.restore(existing[0], pid)  # noqa: E731
+            made.say_passed_over(existing[0])
         elif existing:
             raise UsageError(
                 f"{folder} holds images of an earlier job. Name another directory, or go on from the newest of them "

@@ -143,6 +143,10 @@ class Shelf:
         """The images of which nobody knows whether they are whole, newest first."""
         return [image for image in reversed(self.images()) if self._whole(image) is None]
 
+    def passed_over(self, image: Path) -> list[Path]:
+        """The newer ones of which nobody knows whether they are whole, newest first."""
+        return [newer for newer in self.unreadable() if self._number(newer) > self._number(image)]
+
     def next(self) -> Path:
         """Where the next image goes; a number is never used twice."""
         self._last += 1

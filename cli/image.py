@@ -68,9 +68,10 @@ def fetch(address: str, directory: Path, as_json: bool) -> None:
     It is restored, pinned or made a pool of like any other; its GPU data stays there and comes when it is wanted.
     """
     began = time.perf_counter()
+    at = remote_image.address(address)
     image_directory(directory, create=True)
     try:
-        size = remote_image.fetch(address, directory, only_data=True)
+        size = remote_image.fetch(at, directory, only_data=True)
     except BaseException as error:
         remote_image.clear(directory)
         if isinstance(error, ImageError):

@@ -10,12 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from phos.gpu_engine import configuration
-from phos.gpu_engine.errors import RestoreFailed
+from phos.gpu_engine.errors import RestoreFailed, UsageError
+from phos.images.errors import ImageError
 from phos.images.remote import fetch_description
 from phos.images.remote_wire import DEFAULT_KEY, Address
 
 
-def fetch(image: str, directory: Path, *, only_data: bool = False) -> int:
+def address(image: str) -> Address:
+    """Raises UsageError if it is no address of an image."""
+    try:
+        return Address.parse(image)
+    except ImageError as error:
+        raise UsageError(str(error)) from error
+
+
+def fetch(image: Address, directory: Path, *, only_data: bool = False) -> int:
     """Make an empty directory stand for the image at that address. Returns the bytes copied.
 
     ``only_data``: leave only the GPU data there, not what a restore streams through.
@@ -24,10 +33,9 @@ def fetch(image: str, directory: Path, *, only_data: bool = False) -> int:
         ImageError: the image cannot be had.
         RestoreFailed: there is no place for it.
     """
-    address = Address.parse(image)
     key = Path(os.environ.get("PHOS_REMOTE_KEY") or configuration.read().get("PHOS_REMOTE_KEY", "") or DEFAULT_KEY)
     try:
-        return fetch_description(address, key, directory, only_data=only_data)
+        return fetch_description(image, key, directory, only_data=only_data)
     except OSError as error:
         raise RestoreFailed(f"{image} cannot be copied to {directory}: {error.strerror}.") from error
 
@@ -45,11 +53,12 @@ def clear(directory: Path) -> None:
 def fetched(image: str) -> Iterator[Path]:
     """Copy what is not GPU data of the image at that address; after the block only logs are left, if it failed.
 
-    Raises: as :func:`fetch`.
+    Raises: as :func:`address` and :func:`fetch`.
     """
+    at = address(image)
     directory = Path(tempfile.mkdtemp(prefix="phos-remote-"))
     try:
-        fetch(image, directory)
+        fetch(at, directory)
         yield directory
     except BaseException:
         clear(directory)

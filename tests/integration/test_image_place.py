@@ -68,7 +68,7 @@ REMOVALS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("what", REMOVALS)
 def test_image_is_removed_while_it_is_written(site: Site, what: str) -> None:
-    program = blocks(site, SOFTGPU_TOGGLE_MS="500")
+    program = blocks(site, SOFTGPU_TOGGLE_MS="2000")
     image = site.image()
     logs = ["-o", str(site.folder / "dump.log"), "-W", str(site.folder)]
     dump = site.background("criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-v4", *logs)

@@ -179,6 +179,8 @@ def test_what_cannot_be_read_is_neither_counted_nor_removed(tmp_path: Path, monk
         patch.setattr(os, "open", denied)
         assert shelf.whole() == [good]
         assert shelf.unreadable() == [directory, inventory]
+        assert shelf.passed_over(good) == [directory, inventory]
+        assert shelf.passed_over(directory) == []
         assert shelf.tidy() == []
     assert shelf.whole() == [directory, inventory, good]
     assert shelf.tidy() == [good]
