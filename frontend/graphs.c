@@ -8,6 +8,7 @@
 #include "audit.h"
 #include "cleanup.h"
 #include "graph_nodes.h"
+#include "memory.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -236,30 +237,33 @@ static CUresult made(CUresult result, const CUgraphExec *made_graph, CUgraph gra
 
 CUresult serve_cuGraphInstantiate(CUgraphExec *executable, CUgraph graph, CUgraphNode *error, char *log, size_t size)
 {
-    return made(phos_real.cuGraphInstantiate(executable, graph, error, log, size), executable, graph, 0);
+    CUresult result = PHOS_RETRIED_HERE(phos_real.cuGraphInstantiate(executable, graph, error, log, size));
+    return made(result, executable, graph, 0);
 }
 
 CUresult serve_cuGraphInstantiate_v2(CUgraphExec *executable, CUgraph graph, CUgraphNode *error, char *log, size_t size)
 {
-    return made(phos_real.cuGraphInstantiate_v2(executable, graph, error, log, size), executable, graph, 0);
+    CUresult result = PHOS_RETRIED_HERE(phos_real.cuGraphInstantiate_v2(executable, graph, error, log, size));
+    return made(result, executable, graph, 0);
 }
 
 CUresult serve_cuGraphInstantiateWithFlags(CUgraphExec *executable, CUgraph graph, unsigned long long flags)
 {
-    return made(phos_real.cuGraphInstantiateWithFlags(executable, graph, flags), executable, graph, flags);
+    CUresult result = PHOS_RETRIED_HERE(phos_real.cuGraphInstantiateWithFlags(executable, graph, flags));
+    return made(result, executable, graph, flags);
 }
 
 CUresult serve_cuGraphInstantiateWithParams(CUgraphExec *executable, CUgraph graph,
                                             CUDA_GRAPH_INSTANTIATE_PARAMS *parameters)
 {
-    CUresult result = phos_real.cuGraphInstantiateWithParams(executable, graph, parameters);
+    CUresult result = PHOS_RETRIED_HERE(phos_real.cuGraphInstantiateWithParams(executable, graph, parameters));
     return made(result, executable, graph, parameters ? parameters->flags : 0);
 }
 
 CUresult serve_cuGraphInstantiateWithParams_ptsz(CUgraphExec *executable, CUgraph graph,
                                                  CUDA_GRAPH_INSTANTIATE_PARAMS *parameters)
 {
-    CUresult result = phos_real.cuGraphInstantiateWithParams_ptsz(executable, graph, parameters);
+    CUresult result = PHOS_RETRIED_HERE(phos_real.cuGraphInstantiateWithParams_ptsz(executable, graph, parameters));
     return made(result, executable, graph, parameters ? parameters->flags : 0);
 }
 

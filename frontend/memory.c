@@ -38,24 +38,28 @@ CUresult phos_current(CUcontext *context, CUdevice *device)
     return result;
 }
 
+CUresult phos_synchronize_anyhow(CUcontext context)
+{
+    PHOS_RELAXED;
+    CUcontext current = NULL;
+    phos_real.cuCtxGetCurrent(&current);
+    bool push = current != context;
+    CUresult result = push ? phos_real.cuCtxPushCurrent_v2(context) : CUDA_SUCCESS;
+    if (result == CUDA_SUCCESS) {
+        result = phos_real.cuCtxSynchronize();
+        if (push)
+            phos_real.cuCtxPopCurrent_v2(&current);
+    }
+    return result;
+}
+
 CUresult phos_synchronize(CUcontext context, bool *captured)
 {
     /* Synchronising a context while one of its streams is being captured is an error that also spoils the capture, in
      * whichever thread that is: none may begin meanwhile. */
     pthread_rwlock_rdlock(&phos_capture_lock);
     *captured = phos_captures() > 0;
-    CUcontext current = NULL;
-    CUresult result = CUDA_SUCCESS;
-    if (!*captured) {
-        phos_real.cuCtxGetCurrent(&current);
-        bool push = current != context;
-        result = push ? phos_real.cuCtxPushCurrent_v2(context) : CUDA_SUCCESS;
-        if (result == CUDA_SUCCESS) {
-            result = phos_real.cuCtxSynchronize();
-            if (push)
-                phos_real.cuCtxPopCurrent_v2(&current);
-        }
-    }
+    CUresult result = *captured ? CUDA_SUCCESS : phos_synchronize_anyhow(context);
     pthread_rwlock_unlock(&phos_capture_lock);
     return result;
 }

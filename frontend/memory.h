@@ -57,8 +57,24 @@ struct phos_span {
 CUresult phos_allocate(CUdevice device, CUcontext context, size_t size, const char *entry_point,
                        struct phos_allocation **allocation) PHOS_CHECKED;
 /* After CUDA_ERROR_OUT_OF_MEMORY: gives back freed memory that is kept somewhere, in the cheapest way that has not been
- * tried. *step begins with 0. False: there is no other way. May unlock and lock again, as phos_allocate may. */
+ * tried. *step begins with 0. False: there is no other way, or no such device (CU_DEVICE_INVALID). May unlock and lock
+ * again, as phos_allocate may. */
 bool phos_memory_recover(CUdevice device, unsigned *step);
+/* The same for who does not hold the lock. PHOS_DEVICE_HERE is the current context's. */
+#define PHOS_DEVICE_HERE (-1)
+bool phos_driver_recover(CUdevice device, unsigned *step);
+/* The result of an allocation, tried again as long as `recover`, one of the two, finds something to give back. */
+#define PHOS_RETRIED(recover, device, allocation) \
+    ({ \
+        CUresult retried_; \
+        unsigned step_ = 0; \
+        do \
+            retried_ = (allocation); \
+        while (retried_ == CUDA_ERROR_OUT_OF_MEMORY && recover(device, &step_)); \
+        retried_; \
+    })
+/* Likewise, of one that the driver serves on the current device: what we keep must not be what it lacks. */
+#define PHOS_RETRIED_HERE(allocation) PHOS_RETRIED(phos_driver_recover, PHOS_DEVICE_HERE, allocation)
 /* The GPU must be done with it. */
 void phos_deallocate(struct phos_allocation *allocation);
 /* It becomes another buffer at the same place. */
@@ -87,3 +103,6 @@ CUresult phos_peer_access(CUdevice device, CUdevice peer, bool allowed);
 CUresult phos_current(CUcontext *context, CUdevice *device);
 /* Waits for a context's work, whatever is current; during a capture it does nothing and answers *captured. */
 CUresult phos_synchronize(CUcontext context, bool *captured);
+/* Waits during a capture too: for a context that is about to end. A capture in another context is not harmed by that, and
+ * one in this context ends with it. */
+CUresult phos_synchronize_anyhow(CUcontext context);

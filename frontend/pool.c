@@ -207,6 +207,13 @@ static bool stream_context(CUstream stream, CUcontext *context, CUdevice *device
     return have;
 }
 
+static CUdevice stream_device(CUstream stream)
+{
+    CUcontext context;
+    CUdevice device;
+    return stream_context(stream, &context, &device) ? device : CU_DEVICE_INVALID;
+}
+
 static CUresult pool_allocate(struct phos_pool *pool, CUcontext context, size_t size, CUstream stream,
                               const char *entry_point, CUdeviceptr *address)
 {
@@ -266,7 +273,8 @@ CUresult serve_cuMemAllocFromPoolAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CU
         if (pool && pool->carried)
             return pool_allocate(pool, context, bytesize, stream, "cuMemAllocFromPoolAsync", dptr);
     }
-    CUresult result = phos_real.cuMemAllocFromPoolAsync(dptr, bytesize, handle, stream);
+    CUresult result = PHOS_RETRIED(phos_driver_recover, stream_device(stream),
+                                   phos_real.cuMemAllocFromPoolAsync(dptr, bytesize, handle, stream));
     if (result == CUDA_SUCCESS)
         phos_uncarried_add(PHOS_UNCARRIED_POOL, 1, (int64_t)bytesize);
     return result;
@@ -292,7 +300,8 @@ CUresult serve_cuMemAllocAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CUstream s
         if (pool && pool->carried)
             return pool_allocate(pool, context, bytesize, stream, "cuMemAllocAsync", dptr);
     }
-    CUresult result = phos_real.cuMemAllocAsync(dptr, bytesize, stream);
+    CUresult result = PHOS_RETRIED(phos_driver_recover, stream_device(stream),
+                                   phos_real.cuMemAllocAsync(dptr, bytesize, stream));
     if (result == CUDA_SUCCESS)
         phos_uncarried_add(PHOS_UNCARRIED_POOL, 1, (int64_t)bytesize);
     return result;

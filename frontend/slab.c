@@ -6,6 +6,7 @@
  *
  * What a medium slab has free is a word of 16 bits: runs come together again by themselves when they are freed, and the
  * smallest run that fits is found without a search. A slab is listed under the length of its longest free run. */
+#include "cleanup.h"
 #include "control.h"
 #include "deferred.h"
 #include "log.h"
@@ -256,6 +257,8 @@ static CUresult try_allocate(CUdevice device, size_t size, struct phos_allocatio
 
 bool phos_memory_recover(CUdevice device, unsigned *step)
 {
+    if (device < 0)
+        return false;
     PHOS_RELAXED;
     switch ((*step)++) {
     case 0:
@@ -275,6 +278,15 @@ bool phos_memory_recover(CUdevice device, unsigned *step)
     }
 }
 
+bool phos_driver_recover(CUdevice device, unsigned *step)
+{
+    CUcontext context;
+    if (device == PHOS_DEVICE_HERE && phos_current(&context, &device) != CUDA_SUCCESS)
+        return false;
+    PHOS_LOCKED(&phos_memory_lock);
+    return phos_memory_recover(device, step);
+}
+
 CUresult phos_allocate(CUdevice device, CUcontext context, size_t size, const char *entry_point,
                        struct phos_allocation **out)
 {
@@ -282,9 +294,7 @@ CUresult phos_allocate(CUdevice device, CUcontext context, size_t size, const ch
     if (size > phos_devices[device].total)
         return CUDA_ERROR_OUT_OF_MEMORY;
     struct phos_allocation *allocation;
-    CUresult result = try_allocate(device, size, &allocation);
-    for (unsigned step = 0; result == CUDA_ERROR_OUT_OF_MEMORY && phos_memory_recover(device, &step);)
-        result = try_allocate(device, size, &allocation);
+    CUresult result = PHOS_RETRIED(phos_memory_recover, device, try_allocate(device, size, &allocation));
     if (result != CUDA_SUCCESS)
         return result;
     allocation->size = size;

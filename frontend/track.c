@@ -102,8 +102,7 @@ struct phos_context *phos_contexts_seen(size_t *count)
 /* Everything in a context ends with it. */
 static void context_ends(CUcontext context, CUdevice device)
 {
-    bool captured;
-    if (phos_synchronize(context, &captured) != CUDA_SUCCESS)
+    if (phos_synchronize_anyhow(context) != CUDA_SUCCESS)
         phos_debug("a context ends with an error pending");
     size_t left = 0;
     {

@@ -1,6 +1,7 @@
 /* Memory that stays with the driver: passed through, counted, reported. Never silently wrong. */
 #include "array_size.h"
 #include "graphs.h"
+#include "memory.h"
 #include "phos_api.h"
 #include "track.h"
 
@@ -41,7 +42,7 @@ uint64_t phos_uncarried_version(void)
 
 CUresult serve_cuMemAllocManaged(CUdeviceptr_v2 *dptr, size_t bytesize, unsigned int flags)
 {
-    CUresult result = phos_real.cuMemAllocManaged(dptr, bytesize, flags);
+    CUresult result = PHOS_RETRIED_HERE(phos_real.cuMemAllocManaged(dptr, bytesize, flags));
     if (result == CUDA_SUCCESS)
         phos_uncarried_add(PHOS_UNCARRIED_MANAGED, 1, (int64_t)bytesize);
     return result;
@@ -74,22 +75,22 @@ static CUresult array_made(CUresult result, const CUarray *array)
 
 CUresult serve_cuArrayCreate_v2(CUarray *handle, const CUDA_ARRAY_DESCRIPTOR_v2 *descriptor)
 {
-    return array_made(phos_real.cuArrayCreate_v2(handle, descriptor), handle);
+    return array_made(PHOS_RETRIED_HERE(phos_real.cuArrayCreate_v2(handle, descriptor)), handle);
 }
 
 CUresult serve_cuArrayCreate(CUarray *handle, const CUDA_ARRAY_DESCRIPTOR_v1 *descriptor)
 {
-    return array_made(phos_real.cuArrayCreate(handle, descriptor), handle);
+    return array_made(PHOS_RETRIED_HERE(phos_real.cuArrayCreate(handle, descriptor)), handle);
 }
 
 CUresult serve_cuArray3DCreate_v2(CUarray *handle, const CUDA_ARRAY3D_DESCRIPTOR_v2 *descriptor)
 {
-    return array_made(phos_real.cuArray3DCreate_v2(handle, descriptor), handle);
+    return array_made(PHOS_RETRIED_HERE(phos_real.cuArray3DCreate_v2(handle, descriptor)), handle);
 }
 
 CUresult serve_cuArray3DCreate(CUarray *handle, const CUDA_ARRAY3D_DESCRIPTOR_v1 *descriptor)
 {
-    return array_made(phos_real.cuArray3DCreate(handle, descriptor), handle);
+    return array_made(PHOS_RETRIED_HERE(phos_real.cuArray3DCreate(handle, descriptor)), handle);
 }
 
 CUresult serve_cuArrayDestroy(CUarray array)
@@ -104,7 +105,7 @@ CUresult serve_cuArrayDestroy(CUarray array)
 CUresult serve_cuMipmappedArrayCreate(CUmipmappedArray *handle, const CUDA_ARRAY3D_DESCRIPTOR_v2 *descriptor,
                                       unsigned int levels)
 {
-    CUresult result = phos_real.cuMipmappedArrayCreate(handle, descriptor, levels);
+    CUresult result = PHOS_RETRIED_HERE(phos_real.cuMipmappedArrayCreate(handle, descriptor, levels));
     if (result == CUDA_SUCCESS)
         phos_uncarried_add(PHOS_UNCARRIED_ARRAY, 1, (int64_t)mipmapped_bytes(*handle));
     return result;

@@ -34,17 +34,14 @@ CUresult serve_cuMemCreate(CUmemGenericAllocationHandle_v1 *handle, size_t size,
     bool plain = handle && on_device && phos_policy.carry_device && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED &&
                  !(prop->requestedHandleTypes & ~(unsigned)CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) &&
                  prop->allocFlags.usage == 0;
-    if (plain &&
-        (prop->location.id < 0 || prop->location.id >= phos_device_count || !phos_devices[prop->location.id].carried))
-        plain = false;
-    if (plain) {
+    bool known = on_device && prop->location.id >= 0 && prop->location.id < phos_device_count;
+    /* What is larger than the device is not worth giving anything back. */
+    CUdevice device = known && size <= phos_devices[prop->location.id].total ? prop->location.id : CU_DEVICE_INVALID;
+    if (plain && known && phos_devices[prop->location.id].carried) {
         PHOS_LOCKED(&phos_memory_lock);
         struct phos_block *block;
-        CUresult result = phos_block_create(size, prop, flags, PHOS_OWNER_APPLICATION, &block);
-        bool possible = size <= phos_devices[prop->location.id].total;
-        for (unsigned step = 0;
-             result == CUDA_ERROR_OUT_OF_MEMORY && possible && phos_memory_recover(prop->location.id, &step);)
-            result = phos_block_create(size, prop, flags, PHOS_OWNER_APPLICATION, &block);
+        CUresult result = PHOS_RETRIED(phos_memory_recover, device,
+                                       phos_block_create(size, prop, flags, PHOS_OWNER_APPLICATION, &block));
         if (result == CUDA_SUCCESS) {
             block->references = 1;
             *handle = handle_of(block);
@@ -52,7 +49,7 @@ CUresult serve_cuMemCreate(CUmemGenericAllocationHandle_v1 *handle, size_t size,
         if (result != CUDA_ERROR_NOT_SUPPORTED && result != CUDA_ERROR_INVALID_VALUE)
             return result;
     }
-    CUresult result = phos_real.cuMemCreate(handle, size, prop, flags);
+    CUresult result = PHOS_RETRIED(phos_driver_recover, device, phos_real.cuMemCreate(handle, size, prop, flags));
     if (result == CUDA_SUCCESS)
         phos_uncarried_add(on_device ? PHOS_UNCARRIED_VMM : PHOS_UNCARRIED_HOST_VMM, 1, (int64_t)size);
     return result;

@@ -112,3 +112,57 @@ def test_memory_that_was_freed_serves_physical_allocations_too() -> None:
     with alone(body, SOFTGPU_MEMORY="200M", PHOS_CACHE_BYTES="150M") as app:
         assert app.line() == "done"
         app.finish()
+
+
+# Pieces of a pool that is left to the driver, and physical memory that may back sparse arrays, are not the frontend's.
+DRIVERS_OWN = """
+def from_the_pool(size):
+    return cu.cuMemAllocAsync(size, 0)
+
+prop = cu.CUmemAllocationProp()
+prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+prop.allocFlags.usage = 1  # CU_MEM_CREATE_USAGE_TILE_POOL
+def for_tiles(size):
+    return cu.cuMemCreate(size, prop, 0)
+"""
+
+LEFT = {"SOFTGPU_MEMORY": "200M", "PHOS_CACHE_BYTES": "150M", "PHOS_CARRY_POOLS": "0"}
+
+
+@pytest.mark.parametrize("served", ["from_the_pool", "for_tiles"])
+def test_memory_that_was_freed_serves_what_is_left_to_the_driver(served: str) -> None:
+    body = f"""
+start()
+size = 120 << 20
+ok(cu.cuMemFree(ok(cu.cuMemAlloc(size))))
+assert ok(cu.cuMemGetInfo())[0] >= size
+ok({served}(size))
+assert int({served}(size)[0]) == 2, "there is no more"
+assert int({served}(300 << 20)[0]) == 2, "there never was so much"
+say("done")
+"""
+    with alone(DRIVERS_OWN + body, **LEFT) as app:
+        assert app.line() == "done"
+        app.finish()
+
+
+@pytest.mark.parametrize("served", ["from_the_pool", "for_tiles"])
+def test_what_is_left_to_the_driver_waits_for_phosd_too(phosd: FakePhosd, served: str) -> None:
+    body = f"""
+start()
+free = ok(cu.cuMemGetInfo())[0]
+pieces = [ok(cu.cuMemAlloc(20 << 20)) for _ in range(6)]
+heard()
+for p in pieces:
+    ok(cu.cuMemFree(p))
+ok({served}(free))
+say("done")
+"""
+    with program(phosd, DRIVERS_OWN + body, **LEFT | {"PHOS_CACHE_BYTES": "0"}) as (app, session):
+        eventually(lambda: len(session.blocks) == 6)
+        phosd.reluctance = 0.1
+        app.tell()
+        assert app.line() == "done"
+        assert session.settled == 1
+        app.finish()

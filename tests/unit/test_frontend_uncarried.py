@@ -29,15 +29,30 @@ def test_arrays_and_memory_nodes_are_counted_with_their_sizes(tmp_path: Path) ->
 OBJECTS = [*sorted((BUILD / "obj/frontend").glob("*.o")), BUILD / "obj/gen/wire.pb-c.o"]
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.skipif(not ((CUDA / "cuda.h").exists() and OBJECTS[-1].exists()), reason="not built")
-def test_memory_on_the_host_and_behind_the_drivers_objects(tmp_path: Path) -> None:
-    """The one stays with the driver and is counted; the other must not be detached, for nothing could bind it again."""
-    program = tmp_path / "vmm_cases"
+def over_a_driver_of_its_own(folder: Path, name: str) -> None:
+    """Build the whole frontend with the program tests/unit/NAME.c, which brings its driver along, and run it."""
+    program = folder / name
     flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
     folders = [f"-I{ROOT / 'frontend'}", f"-I{GENERATED.parent}", "-isystem", str(CUDA)]
-    source = ROOT / "tests/unit/vmm_cases.c"
+    source = ROOT / f"tests/unit/{name}.c"
     libraries = ["-l:libprotobuf-c.a", "-ldl"]
     subprocess.run(["gcc", *flags, *folders, "-o", program, source, *OBJECTS, *libraries], check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
+
+
+whole = pytest.mark.skipif(not ((CUDA / "cuda.h").exists() and OBJECTS[-1].exists()), reason="not built")
+
+
+@pytest.mark.timeout(60)
+@whole
+def test_memory_on_the_host_and_behind_the_drivers_objects(tmp_path: Path) -> None:
+    """The one stays with the driver and is counted; the other must not be detached, for nothing could bind it again."""
+    over_a_driver_of_its_own(tmp_path, "vmm_cases")
+
+
+@pytest.mark.timeout(60)
+@whole
+def test_what_the_driver_serves_is_not_short_of_memory_that_we_keep(tmp_path: Path) -> None:
+    """Arrays and the like, which the software GPU does not have."""
+    over_a_driver_of_its_own(tmp_path, "shortage_cases")

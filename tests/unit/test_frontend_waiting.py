@@ -184,6 +184,72 @@ say("done")
         app.finish()
 
 
+def test_memory_freed_during_a_capture_is_found_for_what_is_left_to_the_driver() -> None:
+    body = (
+        WAITING
+        + CAPTURE
+        + """
+size = 120 << 20
+p = ok(cu.cuMemAlloc(size))
+capture(lambda: ok(cu.cuMemFree(p)))
+assert int(cu.cuMemAllocAsync(size, 0)[0]) == 2, "memory was given back that work may still use"
+let_go()
+ok(cu.cuStreamSynchronize(waiting))
+ok(cu.cuMemAllocAsync(size, 0))
+say("done")
+"""
+    )
+    with alone(body, SOFTGPU_MEMORY="200M", PHOS_CACHE_BYTES="0", PHOS_CARRY_POOLS="0") as app:
+        assert app.line() == "done"
+        app.finish()
+
+
+@pytest.mark.parametrize("primary", [False, True], ids=["own", "primary"])
+def test_a_context_that_ends_during_a_capture_keeps_its_memory_until_its_work_is_done(primary: bool) -> None:
+    """The capture is another context's, and survives."""
+    body = (
+        f"primary = {primary}\n"
+        + """
+first = start()
+second = ok(cu.cuCtxCreate(None, 0, ok(cu.cuDeviceGet(0))))
+ending, staying = (first, second) if primary else (second, first)
+ok(cu.cuCtxSetCurrent(ending))
+flag = int(ok(cu.cuMemHostAlloc(4096, 0)))
+ctypes.memset(flag, 0, 4096)
+p, q = ok(cu.cuMemAlloc(40 << 20)), ok(cu.cuMemAllocAsync(40 << 20, 0))
+waiting = ok(cu.cuStreamCreate(1))
+ok(cu.cuStreamWaitValue32(waiting, flag, 1, 0))
+ok(cu.cuMemsetD8Async(p, 5, 40 << 20, waiting))
+ok(cu.cuMemsetD8Async(q, 5, 40 << 20, waiting))
+ok(cu.cuCtxSetCurrent(staying))
+captured = ok(cu.cuStreamCreate(1))
+other = ok(cu.cuMemAlloc(1 << 20))
+ended = []
+def end():
+    ended.append(cu.cuDevicePrimaryCtxReset(0) if primary else cu.cuCtxDestroy(ending))
+ok(cu.cuStreamBeginCapture(captured, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+thread = threading.Thread(target=end, daemon=True)
+thread.start()
+time.sleep(0.3)  # it waits by now, most likely
+mine = [int(ok(cu.cuMemAlloc(40 << 20))) for _ in range(2)]
+assert not ended, "the work was not waited for"
+assert int(p) not in mine, "memory was given out that work still uses"
+ctypes.memset(flag, 1, 1)
+thread.join()
+ok(ended[0])
+ok(cu.cuMemsetD8Async(other, 7, 1 << 20, captured))
+graph = ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(captured)), 0))
+ok(cu.cuGraphLaunch(graph, captured))
+ok(cu.cuStreamSynchronize(captured))
+assert read(other, 1 << 20) == bytes([7]) * (1 << 20)
+say("done")
+"""
+    )
+    with alone(body, PHOS_CACHE_BYTES="400M") as app:
+        assert app.line() == "done"
+        app.finish()
+
+
 def test_memory_freed_during_a_capture_is_not_carried_along(phosd: FakePhosd) -> None:
     body = (
         WAITING
