@@ -107,6 +107,7 @@ if [ "$mode" = uninstall ]; then
     # Only if empty: the prefix may be shared, and may not have been ours. /usr/local's folders belong to the system.
     [ "$prefix" = /usr/local ] || rmdir "$prefix/bin" "$prefix/lib" "$prefix" 2>/dev/null || true
     running=$(pgrep -f -- '-m phos.gpu_engine.daemon' 2>/dev/null | tr '\n' ' ' || true)
+    [ -n "$running" ] || rmdir /dev/shm/phos 2>/dev/null || true # of whichever phosd was the last
     echo "PhOS is removed from $prefix. System packages stay."
     [ -z "$running" ] || echo "phosd still runs (process $running): it holds GPU memory of running applications until they end."
     exit 0

@@ -347,13 +347,13 @@ def test_criu_lazy_pages_does_not_start(site: Site) -> None:
 @pytest.mark.parametrize("mode", ["strict", "fast"])
 def test_processes_that_share_memory(site: Site, mode: str) -> None:
     program = site.start(
-        sys.executable, str(LAYERS_PROGRAM.parent / "shared_memory.py"), "parent", "60", str(site.folder / "handle")
+        sys.executable, str(LAYERS_PROGRAM.parent / "shared_memory.py"), "parent", "200", str(site.folder / "handle")
     )
     image = dump_at(site, program, 10)
     slowly(site, str(1 << 20))
     with held(site):
         site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY=mode)
-    assert program.wait_result() == "120"
+    assert program.wait_result() == "400"
     assert restore_job(site)["window"]["waits"] > 0
 
 

@@ -19,7 +19,7 @@ def wait_exported(handle: Path) -> None:
 
 
 def test_shared_buffer_survives_dump_kill_and_restore(site: Site) -> None:
-    program = site.start(sys.executable, str(PROGRAM), "parent", "60", str(site.folder / "handle"))
+    program = site.start(sys.executable, str(PROGRAM), "parent", "200", str(site.folder / "handle"))
     program.wait_iterations(10)
     image = site.image()
     site.dump(program, image)
@@ -27,7 +27,7 @@ def test_shared_buffer_survives_dump_kill_and_restore(site: Site) -> None:
     assert len(summary["processes"]) == 2
     site.run("phos-gpu", "verify", str(image))
     site.restore(image)
-    assert program.wait_result() == "120"
+    assert program.wait_result() == "400"
     wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
 
 
