@@ -143,6 +143,8 @@ def _require_cuda(pid: int) -> None:
 
     driver.initialise()
     if not any(toggle.holds_cuda(member) for member in tree):
+        if procfs.has_ended(pid):
+            raise NoSuchProcess(f"Process {pid} has ended.")
         raise NoSuchProcess(
             f"Process {pid} and its children hold no CUDA context: there is no GPU state to save. "
             "Use 'criu dump' for processes without a GPU."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -23,3 +23,16 @@ def site(tmp_path: Path) -> Iterator[Site]:
         yield made
     finally:
         made.close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With what fails goes what its programs and its phosd said last: their files are gone by the time one looks."""
+    report = yield
+    made = getattr(item, "funcargs", {}).get("site")
+    if report.when == "call" and report.failed and isinstance(made, Site):
+        for path in [*(program.output for program in made.programs), made.folder / "run" / "phosd.log"]:
+            if path.exists():
+                lines = path.read_text(errors="replace").splitlines()
+                report.sections.append((f"the end of {path.name}", "\n".join(lines[-15:])))
+    return report

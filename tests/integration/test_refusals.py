@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from phos.gpu_engine.errors import ExitStatus
@@ -52,6 +53,14 @@ def test_not_a_cuda_process(site: Site) -> None:
     assert result.returncode == ExitStatus.NO_PROCESS
     assert "no CUDA context" in result.stderr
     assert program.alive()
+
+
+def test_a_process_that_has_ended(site: Site) -> None:
+    program = site.start("true", under=False)
+    wait_until(lambda: psutil.Process(program.pid).status() == psutil.STATUS_ZOMBIE, "the end of the program")
+    result = site.run("phos-gpu", "checkpoint", str(program.pid), str(site.folder / "new"), check=False)
+    assert result.returncode == ExitStatus.NO_PROCESS
+    assert result.stderr == f"phos-gpu checkpoint: Process {program.pid} has ended.\n"
 
 
 ADOPTS = """
