@@ -16,6 +16,7 @@ descriptor beside it, and a last ``{"end": true}``.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import fcntl
 import json
@@ -33,6 +34,24 @@ LOCK_SECONDS = 2.0
 
 LONELY_SECONDS = 10.0
 """How long a keeper that holds nothing waits for a phosd before it ends."""
+
+
+def receive(connection: socket.socket, size: int, most: int) -> tuple[bytes, list[int], int]:
+    """A packet of at most ``size`` bytes, at most ``most`` descriptors beside it (now the caller's), and its flags.
+
+    :func:`socket.recv_fds` ignores its flags (Python 3.11): what it received would stay open when this process becomes
+    another program, as a phosd does whose GPU context is lost.
+
+    Raises:
+        OSError: the connection is broken.
+    """
+    number = array.array("i")
+    room = socket.CMSG_LEN(most * number.itemsize)
+    payload, beside, flags, _ = connection.recvmsg(size, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in beside:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            number.frombytes(data[: len(data) // number.itemsize * number.itemsize])
+    return payload, list(number), flags
 
 
 class Keeper:
@@ -108,10 +127,9 @@ class Keeper:
         """One packet from phosd."""
         assert self.peer
         try:
-            payload, descriptors, _, _ = socket.recv_fds(self.peer, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+            payload, descriptors, _ = receive(self.peer, 4096, 1)
         except OSError:
             payload, descriptors = b"", []
-        descriptors = list(descriptors)
         if not payload:
             self.peer.close()
             self.peer = None

@@ -146,7 +146,7 @@ class KeeperLink:
                 raise DaemonUnavailable("The keeper of GPU memory descriptors has just ended.")
             self._socket.send(b'{"op": "list"}')
             while True:
-                payload, descriptors, _, _ = socket.recv_fds(self._socket, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+                payload, descriptors, _ = keeper.receive(self._socket, 4096, 1)
                 if not payload:
                     raise DaemonUnavailable("The keeper of GPU memory descriptors ended while it was asked for them.")
                 record = json.loads(payload)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable
 
 from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import keeper
 from phos.gpu_engine.errors import ProtocolError
 
 PACKET_LIMIT = 64 << 10
@@ -78,9 +79,7 @@ def send(connection: socket.socket, envelope: wire_pb2.Envelope, descriptors: It
 def receive(connection: socket.socket) -> tuple[wire_pb2.Envelope, list[int]] | None:
     """The next packet and the descriptors beside it (now the caller's), or None when the peer is gone."""
     try:
-        payload, descriptors, flags, _ = socket.recv_fds(
-            connection, PACKET_LIMIT, DESCRIPTOR_LIMIT, socket.MSG_CMSG_CLOEXEC
-        )
+        payload, descriptors, flags = keeper.receive(connection, PACKET_LIMIT, DESCRIPTOR_LIMIT)
     except ConnectionResetError:
         return None
     if not payload:
@@ -95,7 +94,7 @@ def receive(connection: socket.socket) -> tuple[wire_pb2.Envelope, list[int]] | 
     except Exception as error:
         close_all(descriptors)
         raise ProtocolError(f"A packet of {len(payload)} bytes is not a message of the control protocol.") from error
-    return envelope, list(descriptors)
+    return envelope, descriptors
 
 
 def close_all(descriptors: Iterable[int]) -> None:

@@ -34,6 +34,17 @@ def test_garbage_is_refused_and_leaks_nothing(payload: bytes, descriptors: int) 
     assert open_descriptors() == before
 
 
+def test_no_other_program_gets_what_was_received() -> None:
+    """phosd becomes another one when its GPU context is lost; nobody would ever let go of the memory behind them."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, open(os.devnull) as null:
+        wire.send(theirs, wire_pb2.Envelope(id=1, done=wire_pb2.Done()), [null.fileno()] * 3)
+        packet = wire.receive(ours)
+    assert packet is not None
+    assert [os.get_inheritable(descriptor) for descriptor in packet[1]] == [False] * 3
+    wire.close_all(packet[1])
+
+
 BODIES = [field.name for field in wire_pb2.Envelope.DESCRIPTOR.oneofs[0].fields]
 
 
