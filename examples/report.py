@@ -28,6 +28,9 @@ def parser(
     options.add_argument(
         "--iteration-seconds", type=float, default=0.0, metavar="S", help="sleep S seconds after each iteration"
     )
+    options.add_argument(
+        "--until", type=Path, metavar="FILE", help="sleep only until there is FILE, and do not end before there is"
+    )
     options.add_argument("--report", type=Path, metavar="FILE", help="append the printed lines to FILE as well")
     return options
 
@@ -56,13 +59,16 @@ class Report:
         self.line(f"# {description}, process {os.getpid()}")
 
     def step(self, digest: int, text: str = "") -> None:
-        """End an iteration: chain its digest, print its line if it is its turn, sleep if told to."""
+        """End an iteration: chain its digest, print its line if it is its turn, sleep and wait if told to."""
         self.iteration += 1
         self.chain = (self.chain * 0x100000001B3 + digest) & MASK_64
         if self.iteration % self.options.every == 0 or self.iteration == self.options.iterations:
             self.line(f"ITERATION {self.iteration} digest {digest:016x}{' ' + text if text else ''}")
-        if self.options.iteration_seconds > 0:
+        until = self.options.until
+        if until is None or not until.exists():
             time.sleep(self.options.iteration_seconds)
+        while until is not None and self.iteration == self.options.iterations - 1 and not until.exists():
+            time.sleep(0.01)
 
     def result(self) -> None:
         """Print the last line."""

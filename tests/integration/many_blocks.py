@@ -8,11 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.integration.site import Program, Site, wait_until
+from tests.integration.site import Program, Site
 
 BLOCKS = """
 # GPU memory in many shapes, checked all the time; every word of it is known, so nothing can go wrong unseen.
-import argparse, sys, threading, time
+import argparse, itertools, os, sys, threading, time
 from cuda.bindings import driver as cuda
 
 def check(answer):
@@ -26,7 +26,7 @@ p.add_argument("--blocks", type=int, default=4)
 p.add_argument("--size", type=int, default=2 << 20)
 p.add_argument("--devices", type=int, default=1)
 p.add_argument("--threads", type=int, default=1)
-p.add_argument("--iterations", type=int, default=100000)
+p.add_argument("--until", default="")  # there is this file; else for ever
 p.add_argument("--seconds", type=float, default=0.02)
 p.add_argument("--served", action="store_true")  # by cuMemAlloc; else each has physical memory of its own
 o = p.parse_args()
@@ -62,6 +62,7 @@ for device, context in enumerate(contexts):
         buffers.append([device, at, value])
 lock = threading.Lock()
 done = 0
+ended = []
 
 def verify(buffer):
     device, at, value = buffer
@@ -75,7 +76,10 @@ def work(number):
     global done
     mine = buffers[number::o.threads]
     stream = None
-    for i in range(o.iterations):
+    for i in itertools.count():
+        if os.path.exists(o.until):
+            ended.append(number)
+            return
         buffer = mine[i % len(mine)]
         check(cuda.cuCtxSetCurrent(contexts[buffer[0]]))
         verify(buffer)
@@ -96,7 +100,7 @@ for t in threads:
     t.start()
 for t in threads:
     t.join()
-if done == o.threads * o.iterations:
+if len(ended) == o.threads:
     for buffer in buffers:
         check(cuda.cuCtxSetCurrent(contexts[buffer[0]]))
         verify(buffer)
@@ -105,10 +109,10 @@ if done == o.threads * o.iterations:
 
 
 def blocks(site: Site, *options: str, wait: bool = True, **changes: str) -> Program:
-    """Start the program above."""
+    """Start the program above. It ends, with the result "right", when one waits for its end."""
     script = site.folder / "blocks.py"
     script.write_text(BLOCKS)
-    program = site.start(sys.executable, str(script), *options, under=True, **changes)
+    program = site.until_awaited(sys.executable, str(script), *options, "--until", **changes)
     if wait:
         program.wait_iterations(3)
     return program
@@ -137,20 +141,21 @@ def phosd_descriptors(site: Site) -> list[str]:
 
 def fit_for_the_next(site: Site, name: str = "next") -> None:
     """phosd checkpoints and restores another program after whatever happened."""
-    program = blocks(site, "--blocks", "2", "--iterations", "80")
+    program = blocks(site, "--blocks", "2")
     image = site.image(name)
     site.dump(program, image)
     site.run("phos-gpu", "verify", str(image))
     site.restore(image)
+    program.wait_progress()
     assert program.wait_result() == "right"
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
 
 
 def end(site: Site, program: Program) -> None:
     """Kill a program that would run on; all its memory has to go."""
     os.kill(program.pid, signal.SIGKILL)
     site.gone(program)
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free", 15)
+    site.wait_no_gpu_memory(15)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ import psutil
 
 from tests.integration.site import Program, Site, wait_until
 
-LONG = ("--iterations", "200", "--iteration-seconds", "0.1")
+LONG = ("--iterations", "400", "--iteration-seconds", "0.1")
 """Of a program that lives longer than several commands take."""
 
-MLP = ("--iterations", "40", "--iteration-seconds", "0.02")
+MLP = ("--iterations", "400", "--iteration-seconds", "0.02")
 
 LAYERS = 24
 LAYERS_SUM = LAYERS * (LAYERS + 1) // 2
@@ -66,7 +66,9 @@ def full(site: Site, size: int) -> dict[str, Any]:
 
 
 def ended(site: Site, taken: dict[str, Any]) -> None:
-    """Wait for the end of what was taken."""
+    """Let what was taken come to its end, and wait for that."""
+    for program in site.programs:
+        program.let_end()
     wait_until(lambda: not any(map(psutil.pid_exists, taken["pids"])), f"the end of processes {taken['pids']}")
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,11 @@ from phos.gpu_engine.installation import examples_folder, launcher, software_gpu
 
 PATIENCE = 90.0
 """Seconds after which something that should have happened has not."""
+
+
+def end_file(output: Path) -> Path:
+    """The file for which a program with this output waits before it ends."""
+    return output.with_suffix(".end")
 
 
 @dataclass
@@ -66,9 +71,18 @@ class Program:
         )
         assert self.iterations() >= before + more or self.result() is not None, self.lines()[-10:]
 
-    def wait_result(self) -> str:
-        """Wait for its end (also when CRIU restored it, so that it is not our child) and return its result."""
+    def let_end(self) -> None:
+        """Let it go on to its end; an example does that without sleeping after its iterations."""
+        end_file(self.output).touch()
+
+    def wait_end(self) -> None:
+        """Let it come to its end, and wait for that (also when CRIU restored it, so that it is not our child)."""
+        self.let_end()
         wait_until(lambda: not self.alive(), f"the end of {self.output}")
+
+    def wait_result(self) -> str:
+        """Let it come to its end, and return its result."""
+        self.wait_end()
         found = self.result()
         assert found is not None, f"no result: {self.lines()[-10:]}"
         return found
@@ -171,9 +185,18 @@ class Site:
         self.programs.append(program)
         return program
 
+    def until_awaited(self, *command: str, under: bool = True, **changes: str) -> Program:
+        """Start a program whose last argument is still to come: the file for which it waits before it ends.
+
+        It cannot have ended before one waits for its end, however slow the machine is.
+        """
+        end = end_file(self.folder / f"program-{len(self.programs)}.log")
+        return self.start(*command, str(end), under=under, **changes)
+
     def example(self, name: str, *options: str, under: bool = True, **changes: str) -> Program:
-        """Start one of the examples."""
-        return self.start(sys.executable, str(examples_folder() / f"{name}.py"), *options, under=under, **changes)
+        """Start one of the examples; see :meth:`until_awaited`."""
+        script = examples_folder() / f"{name}.py"
+        return self.until_awaited(sys.executable, str(script), *options, "--until", under=under, **changes)
 
     def image(self, name: str = "image") -> Path:
         """A new, empty image directory."""
@@ -303,20 +326,32 @@ class Site:
     def gpu_memory(self) -> int:
         """Bytes of software GPU memory that any process of the site holds, counted once (by memfd inode)."""
         found: dict[int, int] = {}
+        for _, inode, size in self._holders():
+            found[inode] = max(size, found.get(inode, 0))
+        return sum(found.values())
+
+    def _holders(self) -> Iterator[tuple[psutil.Process, int, int]]:
+        """Who holds which software GPU memory (inode) of which size."""
         for process in self.processes():
             try:
                 for entry in Path(f"/proc/{process.pid}/fd").iterdir():
                     if "memfd:softgpu-" in os.readlink(entry):
                         status = entry.stat()
-                        found[status.st_ino] = status.st_size
+                        yield process, status.st_ino, status.st_size
                 for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                     if "memfd:softgpu-" in line:
-                        inode = int(line.split()[4])
                         begin, end = (int(x, 16) for x in line.split()[0].split("-"))
-                        found.setdefault(inode, end - begin)
+                        yield process, int(line.split()[4]), end - begin
             except (OSError, psutil.Error):
                 pass
-        return sum(found.values())
+
+    def wait_no_gpu_memory(self, seconds: float = PATIENCE) -> None:
+        """Wait until no process of the site holds software GPU memory any more."""
+        deadline = time.monotonic() + seconds
+        while self.gpu_memory():
+            holders = {f"{' '.join(words(process))} ({process.pid})" for process, _, _ in self._holders()}
+            assert time.monotonic() < deadline, f"GPU memory is still held after {seconds:.0f} s, by {sorted(holders)}"
+            time.sleep(0.01)
 
     def close(self) -> None:
         """End everything, also what something that is about to end still starts."""

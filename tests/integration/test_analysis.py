@@ -51,7 +51,7 @@ def serve(site: Site) -> None:
 
 
 def start(site: Site) -> Program:
-    program = site.example("mlp", "--iterations", "150", "--iteration-seconds", "0.05")
+    program = site.example("mlp", "--iterations", "400", "--iteration-seconds", "0.05")
     program.wait_iterations(3)
     return program
 

@@ -209,7 +209,7 @@ def test_status_of_the_program_and_of_mistakes(site: Site) -> None:
 
 def test_nothing_stays_when_it_is_over(site: Site) -> None:
     audit(site, str(PROGRAM), "kernels")
-    wait_until(lambda: site.gpu_memory() == 0, "phosd to let the memory go")
+    site.wait_no_gpu_memory()
 
 
 def test_a_program_outlives_phosd(site: Site) -> None:

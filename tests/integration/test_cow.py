@@ -11,11 +11,11 @@ import pytest
 from tests.integration.site import Program, Site
 
 EXAMPLES = {
-    "mlp": ("--iterations", "60", "--iteration-seconds", "0.03"),
-    "pointer_chase": ("--iterations", "60", "--iteration-seconds", "0.03"),
-    "struct_argument": ("--iterations", "60", "--iteration-seconds", "0.03"),
-    "device_pointer": ("--iterations", "60", "--iteration-seconds", "0.03"),
-    "stencil": ("--iterations", "60", "--iteration-seconds", "0.03"),
+    "mlp": ("--iterations", "400", "--iteration-seconds", "0.03"),
+    "pointer_chase": ("--iterations", "400", "--iteration-seconds", "0.03"),
+    "struct_argument": ("--iterations", "400", "--iteration-seconds", "0.03"),
+    "device_pointer": ("--iterations", "400", "--iteration-seconds", "0.03"),
+    "stencil": ("--iterations", "400", "--iteration-seconds", "0.03"),
 }
 
 SLOW = str(24 << 20)

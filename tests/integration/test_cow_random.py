@@ -24,7 +24,7 @@ def test_images_are_the_memory_of_t1(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_wrong_guesses_leave_no_image_and_no_harm(tmp_path: Path) -> None:
     """No kernel is said to write anything. What it wrote too early is found; what it did not is right."""
-    with workshop(tmp_path, Options(seed=2, lies=1.0, exits=0.0, per_program=5, bandwidth="100M")) as made:
+    with workshop(tmp_path, Options(seed=2, lies=1.0, exits=0.0, per_program=5, bandwidth="40M")) as made:
         made.run(10)  # the program compares its memory at its end
         met = made.met
     assert met["images committed"] + met["images mispredicted"] == 10

@@ -74,7 +74,7 @@ def test_a_program_that_ends_while_it_is_watched(slow_site: Site) -> None:
     program = start(slow_site, 63)
     begin_to_watch(slow_site, program, slow_site.image())
     end(program)
-    wait_until(lambda: slow_site.gpu_memory() == 0, "all GPU memory to be free")
+    slow_site.wait_no_gpu_memory()
 
 
 def test_phosd_is_killed_while_a_program_is_watched(slow_site: Site) -> None:

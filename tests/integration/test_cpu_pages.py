@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).parent / "programs" / "memory_shapes.py"
 
 
 def started(site: Site, *options: str) -> Program:
-    program = site.start(sys.executable, str(PROGRAM), *options)
+    program = site.until_awaited(sys.executable, str(PROGRAM), *options)
     program.wait_iterations(2)
     return program
 
@@ -107,8 +107,8 @@ def test_what_was_copied_is_restored(site: Site, how: tuple[str, ...]) -> None:
 
 
 def test_tasks_without_a_gpu_are_copied_as_well(site: Site) -> None:
-    shell = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, {str(PROGRAM)!r}]))"
-    program = site.start(sys.executable, "-c", shell)
+    shell = f"import subprocess, sys; sys.exit(subprocess.call([sys.executable, {str(PROGRAM)!r}, sys.argv[1]]))"
+    program = site.until_awaited(sys.executable, "-c", shell)
     program.wait_iterations(2)
     image = site.image()
     site.dump(program, image)

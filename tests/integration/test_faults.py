@@ -68,7 +68,7 @@ def test_driver_fails_while_dumping(site: Site, name: str, mode: str) -> None:
 def test_application_survives_the_renewal_of_phosd(site: Site) -> None:
     """A bad copy costs phosd its context, so it becomes a new process; who was attached before can be dumped again."""
     daemon(site, SOFTGPU_FAULTS="copy-fail-at:8")  # its successor has it, too, and makes seven copies below
-    program = blocks(site, "--blocks", "2", "--iterations", "200")
+    program = blocks(site, "--blocks", "2")
     site.dump(program, site.image("first"), "--leave-running")
     for number in range(4):
         result = site.dump(program, site.image(f"image-{number}"), "--leave-running", check=False)
@@ -79,6 +79,7 @@ def test_application_survives_the_renewal_of_phosd(site: Site) -> None:
     program.wait_progress()
     image = site.image("after")
     site.dump(program, image)
+    site.wait_no_gpu_memory(15)
     site.restore(image)
     assert program.wait_result() == "right"
 
@@ -88,7 +89,7 @@ def test_application_survives_the_renewal_of_phosd(site: Site) -> None:
 
 def test_attach_is_tried_again(site: Site) -> None:
     daemon(site)
-    program = blocks(site, "--blocks", "3", "--iterations", "120", SOFTGPU_FAULTS="import-fail-at:2")
+    program = blocks(site, "--blocks", "3", SOFTGPU_FAULTS="import-fail-at:2")
     image = site.image()
     site.dump(program, image, "--leave-running")
     site.run("phos-gpu", "verify", str(image))
@@ -96,7 +97,7 @@ def test_attach_is_tried_again(site: Site) -> None:
 
 
 def test_process_waits_for_gpu_memory(site: Site) -> None:
-    program = blocks(site, "--iterations", "120", SOFTGPU_FAULTS="restore-oom:1")
+    program = blocks(site, SOFTGPU_FAULTS="restore-oom:1")
     image = site.image()
     site.dump(program, image, "--leave-running")
     assert "waits for GPU memory" in log_of(site)
@@ -112,7 +113,7 @@ def test_driver_loses_the_process_but_the_image_is_whole(site: Site) -> None:
     wait_until(lambda: not program.alive(), "the program to notice that its GPU is gone")
     assert any(line.startswith("ERROR") for line in program.lines()), program.lines()[-5:]
     site.run("phos-gpu", "verify", str(image))
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
     fit_for_the_next(site)
 
 
@@ -121,7 +122,7 @@ def test_driver_loses_the_process_but_the_image_is_whole(site: Site) -> None:
 
 def test_gpu_work_that_never_ends(site: Site) -> None:
     daemon(site, PHOS_QUIESCE_SECONDS="2")
-    program = blocks(site, "--iterations", "100000", SOFTGPU_FAULTS="hang-sync")
+    program = blocks(site, SOFTGPU_FAULTS="hang-sync")
     image = site.image()
     result = site.dump(program, image, check=False)
     assert result.returncode != 0
@@ -146,7 +147,7 @@ def test_driver_that_never_answers(site: Site) -> None:
 
 
 def test_stopped_application_is_refused_and_unharmed(site: Site) -> None:
-    program = blocks(site, "--iterations", "100")
+    program = blocks(site)
     os.kill(program.pid, signal.SIGSTOP)
     image = site.image()
     result = site.dump(program, image, check=False)
@@ -162,7 +163,7 @@ def test_stopped_application_is_refused_and_unharmed(site: Site) -> None:
 
 
 def test_application_that_is_left_stopped_comes_back_when_it_is_continued(site: Site) -> None:
-    program = blocks(site, "--iterations", "100")
+    program = blocks(site)
     image = site.image()
     site.dump(program, image, "--leave-running", "--leave-stopped")
     site.run("phos-gpu", "verify", str(image))

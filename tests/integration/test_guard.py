@@ -141,6 +141,7 @@ def test_a_running_process_is_guarded(site: Site) -> None:
     os.kill(program.pid, signal.SIGKILL)
     site.gone(program)
     wait_event(guarding, "restored")
+    program.let_end()
     assert status_of(guarding) == 0
     assert program.result() == expected
 

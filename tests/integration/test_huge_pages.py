@@ -112,7 +112,7 @@ def test_an_image_that_fails_while_it_is_compared_is_let_go_after_that(site: Sit
     assert "GPUs write into the image's own pages" in log_of(site)
     assert program.wait_result() == expected
     assert site.daemon_pid() == daemon, "phosd lives"
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
 
 
 @pytest.mark.parametrize("how", ["eager", "lazy"])

@@ -31,7 +31,7 @@ def small_disk(site: Site, kilobytes: int) -> Iterator[Path]:
 
 def test_disk_full_at_every_step(site: Site) -> None:
     """From too small for the reserve, over GPU data and CRIU's pages, to a few pages short at the commit."""
-    program = blocks(site, "--served", "--size", str(4 << 20), "--iterations", "3000", "--seconds", "0.005")
+    program = blocks(site, "--served", "--size", str(4 << 20), "--seconds", "0.005")
     fitting = site.image("fitting")
     site.dump(program, fitting, "--leave-running")
     ours = sum(path.stat().st_blocks * 512 for path in fitting.glob("phos-*"))
@@ -108,7 +108,7 @@ def test_phosd_is_killed_in_a_dump_that_kills(site: Site, delay: float) -> None:
 
 
 def test_descriptors_and_threads_of_phosd_do_not_grow(site: Site) -> None:
-    program = blocks(site, "--iterations", "100000")
+    program = blocks(site)
     site.dump(program, site.image("warm"), "--leave-running")
 
     def open_now() -> tuple[int, int]:

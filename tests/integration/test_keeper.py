@@ -50,7 +50,7 @@ def test_it_ends_soon_after_phosd(site: Site, end: str) -> None:
 
 def test_it_is_replaced_when_it_is_killed(site: Site) -> None:
     """And its successor has everything: imported handles cannot be exported again when phosd is killed as well."""
-    options = ("--iterations", "250", "--iteration-seconds", "0.03")
+    options = ("--iterations", "400", "--iteration-seconds", "0.03")
     expected = site.example("stencil", *options[:2], under=False).wait_result()
     program = site.example("stencil", *options)
     program.wait_iterations(3)
@@ -85,7 +85,7 @@ def test_it_frees_the_memory_of_a_process_that_ends_while_no_phosd_runs(site: Si
     assert site.gpu_memory() > 0
     program.process.kill()
     site.gone(program)
-    wait_until(lambda: site.gpu_memory() == 0, "its memory to be free")
+    site.wait_no_gpu_memory()
     wait_until(lambda: ended(mine), "the keeper's end", keeper.LONELY_SECONDS + 5)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.integration.site import Site, wait_until, words
 
-OPTIONS = ("--iterations", "60", "--iteration-seconds", "0.03")
+OPTIONS = ("--iterations", "400", "--iteration-seconds", "0.03")
 SLOW = {"SOFTGPU_TOGGLE_MS": "300"}
 
 
@@ -50,7 +50,7 @@ class Dumping:
         ends by the breakpoint that CRIU has put there (docs/troubleshooting.md).
         """
         status = self.dump.wait(60)
-        wait_until(lambda: not self.program.alive(), "the end of the program")
+        self.program.wait_end()
         if inside and self.program.process.returncode == -signal.SIGTRAP:
             assert not (self.image / "phos-commit.img").exists()
             return
@@ -103,8 +103,7 @@ def test_phosd_is_killed_while_all_is_detached_and_nobody_reaps_it(site: Site) -
     for pid in criu_processes(site):
         os.kill(pid, signal.SIGKILL)
     dump.wait(60)
-    before = program.iterations()
-    wait_until(lambda: program.iterations() > before, "the program's progress")
+    program.wait_progress(1)
     assert psutil.Process(daemon).status() == psutil.STATUS_ZOMBIE
     assert program.wait_result() == expected
 
@@ -123,7 +122,7 @@ def test_application_is_killed_while_dumping(site: Site, delay: float) -> None:
         pass
     status = dump.wait(60)
     site.gone(program)
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
     whole = site.run("phos-gpu", "verify", str(image), check=False).returncode == 0
     assert whole or status != 0  # killed after the commit, it is whole although the command failed
     assert (image / "phos-commit.img").exists() == whole
@@ -160,7 +159,7 @@ def test_application_does_not_need_phosd(site: Site) -> None:
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.3])
 def test_phosd_is_killed_while_restoring(site: Site, delay: float) -> None:
     # So long that what computes in spite of a restore that failed is ended here before it is through.
-    options = ("--iterations", "250", "--iteration-seconds", "0.03")
+    options = ("--iterations", "400", "--iteration-seconds", "0.03")
     expected = site.example("stencil", *options[:2], under=False).wait_result()
     program = site.example("stencil", *options)
     program.wait_iterations(5)

@@ -23,11 +23,11 @@ from tests.integration.site import Program, Site, become_reaper, wait_until, wor
 from tests.windows.lazily import LazyRun
 
 EXAMPLES = {
-    "mlp": ("--iterations", "80", "--iteration-seconds", "0.05"),
-    "pointer_chase": ("--iterations", "80", "--iteration-seconds", "0.05"),
-    "struct_argument": ("--iterations", "80", "--iteration-seconds", "0.05"),
-    "device_pointer": ("--iterations", "80", "--iteration-seconds", "0.05"),
-    "stencil": ("--iterations", "80", "--iteration-seconds", "0.05"),
+    "mlp": ("--iterations", "400", "--iteration-seconds", "0.05"),
+    "pointer_chase": ("--iterations", "400", "--iteration-seconds", "0.05"),
+    "struct_argument": ("--iterations", "400", "--iteration-seconds", "0.05"),
+    "device_pointer": ("--iterations", "400", "--iteration-seconds", "0.05"),
+    "stencil": ("--iterations", "400", "--iteration-seconds", "0.05"),
 }
 
 SLOW = str(2 << 20)
@@ -243,7 +243,7 @@ def test_a_program_may_end_before_its_memory_is_there(site: Site) -> None:
     job = restore_job(site)
     assert job["state"] == "attached"
     assert job["bytes_done"] < job["bytes_total"]
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
 
 
 def test_a_checkpoint_waits_until_all_is_there(site: Site) -> None:
@@ -338,7 +338,7 @@ def test_criu_lazy_pages_does_not_start(site: Site) -> None:
     assert "criu lazy-pages failed with status 3 before all of the CPU's memory was there" in refused.stderr
     assert re.search(r"criu lazy-pages \(pid \d+\) has ended", refused.stderr)
     wait_until(lambda: not layers.program.alive(), "its end")
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
     layers.restore_again()
     layers.go_on()
     assert layers.program.wait_result() == str(LAYERS_SUM)

@@ -30,7 +30,7 @@ if "phos.gpu_engine.daemon" in getattr(sys, "orig_argv", ()):
 """
 """Laying out stands still while `hold` is there, and fails if `fail` is."""
 
-ITERATIONS = ("--iterations", "40")
+ITERATIONS = ("--iterations", "400")
 
 
 class Held:

@@ -44,7 +44,7 @@ def test_a_parked_process_runs_nothing_and_computes_on_when_it_is_taken(site: Si
     taken = take(site, made["name"])
     assert taken["pids"] == [pid]
     assert 0 < taken["attached"] < 10
-    wait_until(lambda: not psutil.pid_exists(pid), "the end of the process")
+    ended(site, taken)
     assert program.result() == expected
     full(site, 1)
 

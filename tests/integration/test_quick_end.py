@@ -17,7 +17,7 @@ def test_under_the_frontend(site: Site, mode: str) -> None:
     assert dumped.restore(mode) == LAYERS_SUM
     job = site.status()["jobs"][-1]
     assert (job["kind"], job["state"], job["error"]) == ("restore", "attached", "")
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
 
 
 def test_while_the_driver_s_part_is_not_known_to_be_back(site: Site) -> None:
@@ -34,7 +34,7 @@ def test_whoever_cannot_be_watched_has_not_ended(site: Site) -> None:
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="no pidfd")
     assert dumped.restore("lazy") == LAYERS_SUM
     assert site.status()["jobs"][-1]["state"] == "attached"
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
 
 
 @pytest.mark.parametrize("mode", ["strict", "fast"])

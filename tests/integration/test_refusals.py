@@ -18,7 +18,7 @@ from phos.images.reader import Image
 from tests.integration.site import Program, Site, wait_until
 
 ENDLESS = ("--iterations", "100000", "--iteration-seconds", "0.01")
-SHORT = ("--iterations", "40", "--iteration-seconds", "0.04")
+SHORT = ("--iterations", "400", "--iteration-seconds", "0.04")
 
 
 def endless(site: Site, **changes: str) -> Program:
@@ -287,7 +287,7 @@ def test_damaged_image_is_refused_and_leaves_nothing_running(site: Site, damage:
     assert result.returncode != 0
     wait_until(lambda: not program.alive(), "the end of what was restored")
     assert program.result() is None
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
     assert site.run("phos-gpu", "verify", str(image), check=False).returncode != 0
 
 
@@ -311,7 +311,7 @@ def test_restore_with_too_little_memory(site: Site) -> None:
     assert result.returncode != 0
     assert "free" in (image / "restore.log").read_text()
     wait_until(lambda: not program.alive(), "its end")
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
 
 
 def test_restore_while_the_process_still_runs(site: Site) -> None:

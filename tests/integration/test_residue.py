@@ -11,7 +11,7 @@ import pytest
 
 from tests.integration.site import Program, Site, wait_until
 
-OPTIONS = ("--iterations", "250", "--iteration-seconds", "0.03")
+OPTIONS = ("--iterations", "400", "--iteration-seconds", "0.03")
 LONG = ("--iterations", "500", *OPTIONS[2:])
 RESIDUE = 12 << 20
 SHARED_MEMORY = Path("/dev/shm/phos")

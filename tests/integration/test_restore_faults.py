@@ -37,7 +37,7 @@ def test_driver_fails_while_restoring(site: Site, name: str) -> None:
     assert fault.said in result.stderr + (image / "restore.log").read_text()
     wait_until(lambda: not program.alive(), "the end of what was restored")
     assert program.result() is None
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
     site.run("phos-gpu", "verify", str(image))
     wait_until(lambda: "GPU context is lost" not in log_of(site) or renewed(site), "phosd's renewal")
     if fault.phosd:
@@ -55,7 +55,7 @@ def test_restored_process_that_is_killed_before_it_computes(site: Site) -> None:
     os.kill(program.pid, signal.SIGKILL)
     assert restore.wait(30) != 0
     wait_until(lambda: not program.alive(), "its end")
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
     assert "ended before its GPU state was back" in site.status()["jobs"][-1]["error"]
     fit_for_the_next(site)
 
@@ -81,11 +81,11 @@ def test_no_task_runs_on_when_somebody_is_killed_at_the_last_moment(site: Site, 
         site.freed(pid)
     assert family.result() is None
     site.run("phosd", "--ensure")
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
 
 
 def test_second_restore_of_an_image_that_is_being_restored(site: Site) -> None:
-    program = blocks(site, "--iterations", "120", SOFTGPU_TOGGLE_MS="1000")
+    program = blocks(site, SOFTGPU_TOGGLE_MS="1000")
     image = site.image()
     site.dump(program, image)
     first = site.background("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4")
@@ -102,7 +102,7 @@ def test_two_restores_at_the_same_time(site: Site) -> None:
     images = [site.image(f"image-{n}") for n in range(2)]
     programs = []
     for image in images:
-        programs.append(blocks(site, "--iterations", "120"))
+        programs.append(blocks(site))
         site.dump(programs[-1], image)
     running = [
         site.background("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4")
@@ -114,7 +114,7 @@ def test_two_restores_at_the_same_time(site: Site) -> None:
 
 def test_restored_process_can_be_dumped_by_a_phosd_that_never_knew_it(site: Site) -> None:
     """The keeper's record follows the process to its new life."""
-    program = blocks(site, "--iterations", "300")
+    program = blocks(site)
     first = site.image("first")
     site.dump(program, first)
     site.restore(first)
@@ -133,7 +133,7 @@ def test_restored_process_can_be_dumped_by_a_phosd_that_never_knew_it(site: Site
 
 def test_fewer_gpus_and_another_model_are_refused(site: Site) -> None:
     site.environment["SOFTGPU_DEVICES"] = "2"
-    program = blocks(site, "--devices", "2", "--iterations", "80")
+    program = blocks(site, "--devices", "2")
     image = site.image()
     site.dump(program, image)
     site.run("phosd", "--stop")

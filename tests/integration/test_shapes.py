@@ -11,7 +11,7 @@ from tests.integration.site import Site, wait_until, words
 
 
 def test_threads_and_streams(site: Site) -> None:
-    program = blocks(site, "--served", "--threads", "8", "--blocks", "16", "--size", "65536", "--iterations", "100")
+    program = blocks(site, "--served", "--threads", "8", "--blocks", "16", "--size", "65536")
     for generation in range(2):
         program.wait_progress(20)
         image = site.image(f"image-{generation}")
@@ -23,17 +23,16 @@ def test_threads_and_streams(site: Site) -> None:
 def test_more_than_a_thousand_blocks(site: Site) -> None:
     """More descriptors than select() and the usual soft limit take, in six packets. (3,000 work as well.)"""
     site.environment["SOFTGPU_MEMORY"] = "8G"
-    options = ("--blocks", "1100", "--iterations", "200")
-    program = blocks(site, *options)
+    program = blocks(site, "--blocks", "1100")
     image = site.image()
     site.dump(program, image)
     site.restore(image)
     assert program.wait_result() == "right"
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
 
 
 def test_two_trees_at_the_same_time(site: Site) -> None:
-    programs = [blocks(site, "--iterations", "120") for _ in range(2)]
+    programs = [blocks(site) for _ in range(2)]
     images = [site.image(f"image-{n}") for n in range(2)]
     running = [
         site.background(
@@ -52,7 +51,7 @@ def test_two_trees_at_the_same_time(site: Site) -> None:
 FAMILY = """
 import os, subprocess, sys, time
 mode, script = sys.argv[1:3]
-work = [sys.executable, script, "--iterations", "100000"]
+work = [sys.executable, script]
 child = subprocess.Popen(work, stdout=open("child.log", "wb"))
 while True:
     time.sleep(0.01)
@@ -105,5 +104,5 @@ def test_tree_that_changes_while_it_is_dumped(site: Site, mode: str) -> None:
     for process in site.processes():
         if "blocks.py" in " ".join(words(process)):
             process.kill()
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
     fit_for_the_next(site)

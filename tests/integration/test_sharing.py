@@ -28,7 +28,7 @@ def test_shared_buffer_survives_dump_kill_and_restore(site: Site) -> None:
     site.run("phos-gpu", "verify", str(image))
     site.restore(image)
     assert program.wait_result() == "400"
-    wait_until(lambda: site.gpu_memory() == 0, "all GPU memory to be free")
+    site.wait_no_gpu_memory()
 
 
 def test_shared_buffer_survives_generations_that_run_on(site: Site) -> None:

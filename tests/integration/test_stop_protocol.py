@@ -14,11 +14,11 @@ from phos.gpu_engine.installation import examples_folder
 from tests.integration.site import Program, Site, wait_until
 
 EXAMPLES = {
-    "mlp": ("--iterations", "40", "--iteration-seconds", "0.04"),
-    "pointer_chase": ("--iterations", "40", "--iteration-seconds", "0.04"),
-    "struct_argument": ("--iterations", "40", "--iteration-seconds", "0.04"),
-    "device_pointer": ("--iterations", "40", "--iteration-seconds", "0.04"),
-    "stencil": ("--iterations", "40", "--iteration-seconds", "0.04"),
+    "mlp": ("--iterations", "400", "--iteration-seconds", "0.04"),
+    "pointer_chase": ("--iterations", "400", "--iteration-seconds", "0.04"),
+    "struct_argument": ("--iterations", "400", "--iteration-seconds", "0.04"),
+    "device_pointer": ("--iterations", "400", "--iteration-seconds", "0.04"),
+    "stencil": ("--iterations", "400", "--iteration-seconds", "0.04"),
 }
 
 
@@ -114,14 +114,14 @@ def test_lazy_pages_restore(site: Site) -> None:
 def test_tree_of_cuda_processes(site: Site, tmp_path: Path) -> None:
     """A parent and two children, each with its own context; all are in one image."""
     script = tmp_path / "family.sh"
-    folder = examples_folder()
+    options = "--iterations 400 --iteration-seconds 0.05 --until $1"
     script.write_text(
-        f"{sys.executable} {folder}/stencil.py --iterations 40 --iteration-seconds 0.05 >a.log 2>&1 &\n"
-        f"{sys.executable} {folder}/struct_argument.py --iterations 40 --iteration-seconds 0.05 >b.log 2>&1 &\n"
+        f"{sys.executable} {examples_folder()}/stencil.py {options} >a.log 2>&1 &\n"
+        f"{sys.executable} {examples_folder()}/struct_argument.py {options} >b.log 2>&1 &\n"
         "wait\necho RESULT family\n"
     )
-    expected = {name: uninterrupted(site, name, "--iterations", "40") for name in ("stencil", "struct_argument")}
-    program = site.start("/bin/sh", str(script))
+    expected = {name: uninterrupted(site, name, "--iterations", "400") for name in ("stencil", "struct_argument")}
+    program = site.until_awaited("/bin/sh", str(script))
     logs = {"stencil": site.folder / "a.log", "struct_argument": site.folder / "b.log"}
     wait_until(
         lambda: all(log.exists() and log.read_text().count("ITERATION") >= 5 for log in logs.values()), "both children"
@@ -131,13 +131,13 @@ def test_tree_of_cuda_processes(site: Site, tmp_path: Path) -> None:
     summary = json.loads(site.run("phos-gpu", "inspect", "--json", str(image)).stdout)
     assert len(summary["processes"]) == 2
     site.restore(image)
-    wait_until(lambda: not program.alive(), "the end of the family")
+    assert program.wait_result() == "family"
     for name, log in logs.items():
         assert f"RESULT {expected[name]}" in log.read_text()
 
 
 def test_process_without_the_frontend_is_saved_by_the_driver_with_a_warning(site: Site) -> None:
-    options = ("--iterations", "150", "--iteration-seconds", "0.04")  # phosd has to be started first
+    options = ("--iterations", "400", "--iteration-seconds", "0.04")  # phosd has to be started first
     expected = uninterrupted(site, "stencil", *options)
     program = site.example("stencil", *options, under=False)
     program.wait_iterations(5)
@@ -151,7 +151,7 @@ def test_process_without_the_frontend_is_saved_by_the_driver_with_a_warning(site
 @pytest.mark.parametrize("under", [True, False])
 def test_names_that_are_not_utf8(site: Site, under: bool) -> None:
     """Of the program, of an argument, of the image's folder: they enter messages, and messages are UTF-8."""
-    options = ("--iterations", "150", "--iteration-seconds", "0.04")  # phosd may have to be started first
+    options = ("--iterations", "400", "--iteration-seconds", "0.04")  # phosd may have to be started first
     expected = site.example("stencil", *options[:2], under=False).wait_result()
     folder = site.folder / os.fsdecode(b"caf\xe9")
     program = folder / "bin" / os.fsdecode(b"pyth\xf6n")

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(300)
 
 SLOW = str(2 << 20)
 """Bytes per second of phosd's copies: windows last for seconds."""
-LONG = ("--iterations", "120", "--iteration-seconds", "0.05")
+LONG = ("--iterations", "400", "--iteration-seconds", "0.05")
 READER = Path(__file__).parent / "programs" / "reader.py"
 BUFFERS = 24
 
