@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from own_code import SERVED, TOUCHED, TWINNED, UNGATED_SERVED
+from own_code import RETRIED, SERVED, TOUCHED, TWINNED, UNGATED_SERVED
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -122,6 +122,8 @@ def header(entries: list[Entry]) -> str:
     if missing:
         raise ValueError(f"served, but not in the list: {', '.join(sorted(missing))}")
     touched = {name for group in TOUCHED.values() for name in group}
+    if unknown := RETRIED - {e.symbol for e in entries}:
+        raise ValueError(f"tried again, but not in the list: {', '.join(sorted(unknown))}")
     if touched & served:
         raise ValueError(f"served, and touched as well: {', '.join(sorted(touched & served))}")
     out.append("\n/* What a call touches. */\nstruct phos_touches;\n")
@@ -145,11 +147,12 @@ def _explicit(entry: Entry) -> str:
 
 
 def _call(entry: Entry, served: set[str]) -> str:
-    if entry.base not in served:
-        return f"phos_real.{entry.symbol}({entry.arguments})"
+    call = f"phos_real.{entry.symbol}({entry.arguments})"
     if entry.symbol in served:
-        return f"serve_{entry.symbol}({entry.arguments})"
-    return f"serve_{entry.base}({_explicit(entry)})"
+        call = f"serve_{entry.symbol}({entry.arguments})"
+    elif entry.base in served:
+        call = f"serve_{entry.base}({_explicit(entry)})"
+    return f"HOOK_RETRIED(answer_, {call})" if entry.base in RETRIED else call
 
 
 def _traced(entry: Entry) -> str:
@@ -159,6 +162,8 @@ def _traced(entry: Entry) -> str:
     if entry.base in TWINNED:
         twin = f"twin_{entry.base}(&touches_, phos_real.{entry.symbol}, {entry.arguments})"
         call = f"phos_twin_wanted(&touches_) ? {twin} : {call}"
+    if entry.base in RETRIED:
+        call = f"HOOK_RETRIED(PHOS_GATE_TRACED_PASS, {call})"
     return (
         f"static __attribute__((noinline, cold)) CUresult traced_{entry.symbol}({entry.declaration})\n{{\n"
         f'    HOOK_TRACED(touch_{entry.base}(&touches_, {_explicit(entry)}), {per_thread}, "{entry.symbol}",\n'

@@ -251,5 +251,30 @@ TOUCHED: dict[str, tuple[str, ...]] = {
 # Launches that may be made of a kernel's twin instead (twins_launch.c).
 TWINNED = {"cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchCooperativeKernel"}
 
+# What the driver may need GPU memory for, beside what it is asked for: code, that of modules which it loads lazily at a
+# kernel's first launch included, globals, local memory, queues. Tried again once freed memory that is kept was given
+# back.
+RETRIED = {
+    "cuModuleLoad",
+    "cuModuleLoadData",
+    "cuModuleLoadDataEx",
+    "cuModuleLoadFatBinary",
+    "cuModuleGetFunction",
+    "cuModuleGetGlobal_v2",
+    "cuModuleGetGlobal",
+    "cuLibraryLoadData",
+    "cuLibraryLoadFromFile",
+    "cuLibraryGetModule",
+    "cuLibraryGetKernel",
+    "cuLibraryGetGlobal",
+    "cuKernelGetFunction",
+    "cuFuncLoad",
+    "cuCtxSetLimit",
+    "cuStreamCreate",
+    "cuStreamCreateWithPriority",
+    "cuEventCreate",
+    *TOUCHED["touch_launch.c"],
+}
+
 # These never pass the gate: they change nothing, and an application asks for them before cuInit.
 UNGATED_SERVED = {"cuInit", "cuGetProcAddress", "cuGetProcAddress_v2"}

@@ -122,7 +122,8 @@ static void context_ends(CUcontext context, CUdevice device)
 
 CUresult serve_cuCtxCreate_v4(CUcontext *context, CUctxCreateParams *params, unsigned int flags, CUdevice device)
 {
-    CUresult result = phos_real.cuCtxCreate_v4(context, params, flags, device);
+    CUresult result =
+        PHOS_RETRIED(phos_driver_recover, device, phos_real.cuCtxCreate_v4(context, params, flags, device));
     context_made(result, context, device);
     return result;
 }
@@ -130,21 +131,22 @@ CUresult serve_cuCtxCreate_v4(CUcontext *context, CUctxCreateParams *params, uns
 CUresult serve_cuCtxCreate_v3(CUcontext *context, CUexecAffinityParam *params, int count, unsigned int flags,
                               CUdevice_v1 device)
 {
-    CUresult result = phos_real.cuCtxCreate_v3(context, params, count, flags, device);
+    CUresult result =
+        PHOS_RETRIED(phos_driver_recover, device, phos_real.cuCtxCreate_v3(context, params, count, flags, device));
     context_made(result, context, device);
     return result;
 }
 
 CUresult serve_cuCtxCreate_v2(CUcontext *context, unsigned int flags, CUdevice_v1 device)
 {
-    CUresult result = phos_real.cuCtxCreate_v2(context, flags, device);
+    CUresult result = PHOS_RETRIED(phos_driver_recover, device, phos_real.cuCtxCreate_v2(context, flags, device));
     context_made(result, context, device);
     return result;
 }
 
 CUresult serve_cuCtxCreate(CUcontext *context, unsigned int flags, CUdevice_v1 device)
 {
-    CUresult result = phos_real.cuCtxCreate(context, flags, device);
+    CUresult result = PHOS_RETRIED(phos_driver_recover, device, phos_real.cuCtxCreate(context, flags, device));
     context_made(result, context, device);
     return result;
 }
@@ -191,7 +193,8 @@ CUresult serve_cuCtxDestroy(CUcontext context)
 
 CUresult serve_cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice_v1 device)
 {
-    CUresult result = phos_real.cuDevicePrimaryCtxRetain(context, device);
+    CUresult result =
+        PHOS_RETRIED(phos_driver_recover, device, phos_real.cuDevicePrimaryCtxRetain(context, device));
     context_made(result, context, device);
     return result;
 }

@@ -142,6 +142,8 @@ static CUresult launch(CUfunction f, const unsigned grid[3], const unsigned bloc
     CUresult result = sg_stream_get(hStream, &stream);
     if (result != CUDA_SUCCESS)
         return result;
+    if (sg_fault(SG_FAULT_LAUNCH_OOM))
+        return CUDA_ERROR_OUT_OF_MEMORY;
     struct sg_work work = {.type = SG_WORK_KERNEL, .context = stream->context};
     result = sg_kernel_work_make(f, stream->context, grid, block, shared, params, extra, &work.kernel);
     if (result != CUDA_SUCCESS)

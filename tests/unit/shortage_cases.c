@@ -168,6 +168,29 @@ static CUresult instantiate_parameters(CUgraphExec *executable, CUgraph graph,
     return instantiate(executable, graph, NULL, NULL, 0);
 }
 
+static CUresult context_v4(CUcontext *context, CUctxCreateParams *parameters, unsigned int flags, CUdevice device)
+{
+    (void)context, (void)parameters, (void)flags, (void)device;
+    return instantiate(NULL, NULL, NULL, NULL, 0);
+}
+
+static CUresult context_v3(CUcontext *context, CUexecAffinityParam *parameters, int count, unsigned int flags,
+                           CUdevice_v1 device)
+{
+    (void)parameters, (void)count;
+    return context_v4(context, NULL, flags, device);
+}
+
+static CUresult context_v2(CUcontext *context, unsigned int flags, CUdevice_v1 device)
+{
+    return context_v4(context, NULL, flags, device);
+}
+
+static CUresult context_retained(CUcontext *context, CUdevice_v1 device)
+{
+    return context_v4(context, NULL, 0, device);
+}
+
 static void check(bool good, const char *what, int line)
 {
     if (good)
@@ -247,6 +270,20 @@ static void others(void)
     SERVED_AS(serve_cuGraphInstantiateWithParams_ptsz(&executable, NULL, NULL), CUDA_ERROR_UNKNOWN);
 }
 
+/* A thread that makes a context has none yet. */
+#define MADE(call) \
+    (kept(__LINE__), here = NULL, ended(call, CUDA_ERROR_UNKNOWN, __LINE__), (void)(here = (CUcontext)1))
+
+static void contexts(void)
+{
+    CUcontext context;
+    MADE(serve_cuCtxCreate_v4(&context, NULL, 0, 0));
+    MADE(serve_cuCtxCreate_v3(&context, NULL, 0, 0, 0));
+    MADE(serve_cuCtxCreate_v2(&context, 0, 0));
+    MADE(serve_cuCtxCreate(&context, 0, 0));
+    MADE(serve_cuDevicePrimaryCtxRetain(&context, 0));
+}
+
 /* An answer that says nothing of memory, more than there is, and a thread without a context. */
 static void refused(void)
 {
@@ -289,12 +326,18 @@ int main(void)
     phos_real.cuGraphInstantiateWithFlags = instantiate_flags;
     phos_real.cuGraphInstantiateWithParams = instantiate_parameters;
     phos_real.cuGraphInstantiateWithParams_ptsz = instantiate_parameters;
+    phos_real.cuCtxCreate_v4 = context_v4;
+    phos_real.cuCtxCreate_v3 = context_v3;
+    phos_real.cuCtxCreate_v2 = context_v2;
+    phos_real.cuCtxCreate = context_v2;
+    phos_real.cuDevicePrimaryCtxRetain = context_retained;
     phos_policy = (struct phos_policy){.carry_device = true, .cache_set = true, .cache_bytes = TOTAL};
     phos_device_count = 1;
     phos_devices[0] = (struct phos_device){.total = TOTAL, .granularity = 2 * MiB, .carried = true};
     physical();
     arrays();
     others();
+    contexts();
     refused();
     return 0;
 }

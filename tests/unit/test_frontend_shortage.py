@@ -166,3 +166,39 @@ say("done")
         assert app.line() == "done"
         assert session.settled == 1
         app.finish()
+
+
+MODULE = b"""
+.version 7.0
+.target sm_70
+.address_size 64
+.global .align 16 .b8 large[125829120];
+.visible .entry nothing() { ret; }
+""" + bytes(1)
+
+
+def test_memory_that_was_freed_serves_modules() -> None:
+    body = f"""
+    start()
+    ok(cu.cuMemFree(ok(cu.cuMemAlloc(120 << 20))))
+    module = ok(cu.cuModuleLoadData({MODULE!r}))
+    assert ok(cu.cuModuleGetGlobal(module, b"large"))[1] == 120 << 20
+    assert int(cu.cuModuleLoadData({MODULE!r})[0]) == 2, "there is no more"
+    say("done")
+    """
+    with alone(body, **LEFT) as app:
+        assert app.line() == "done"
+        app.finish()
+
+
+@pytest.mark.parametrize(("fault", "answer"), [("launch-oom-at:1", 0), ("launch-oom-at:1+", 2)])
+def test_memory_that_was_freed_serves_code_that_is_loaded_at_its_first_launch(fault: str, answer: int) -> None:
+    body = f"""
+    start()
+    kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData({MODULE.replace(b"125829120", b"16")!r})), b"nothing"))
+    ok(cu.cuMemFree(ok(cu.cuMemAlloc(120 << 20))))
+    say(int(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0)[0]))
+    """
+    with alone(body, SOFTGPU_FAULTS=fault, **LEFT) as app:
+        assert app.line() == str(answer)
+        app.finish()
