@@ -1,6 +1,7 @@
 /* Contexts, peers, captures: the calls that make and end them. */
 #include "track.h"
 #include "twins.h"
+#include "window.h"
 #include "cleanup.h"
 #include "functions.h"
 #include "log.h"
@@ -104,6 +105,7 @@ static void context_ends(CUcontext context, CUdevice device)
 {
     if (phos_synchronize_anyhow(context) != CUDA_SUCCESS)
         phos_debug("a context ends with an error pending");
+    phos_window_context_ends(context);
     size_t left = 0;
     {
         PHOS_LOCKED(&phos_memory_lock);

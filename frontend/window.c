@@ -130,16 +130,41 @@ static bool all_there(const struct phos_mapping *mapping)
 }
 
 /* phosd has read what it wanted; but a copy or a flag that nobody wants any more may still be on its way. And what is queued
- * before it may wait for a thread that waits for an answer of this one. */
-static void await(CUevent event)
+ * before a transfer's flag may wait for a thread that waits for an answer of this one. */
+static bool on_its_way(CUresult result)
 {
-    CUresult result;
-    while ((result = phos_real.cuEventQuery(event)) == CUDA_ERROR_NOT_READY) {
+    if (result == CUDA_ERROR_NOT_READY) {
         phos_connection_pump();
         nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+        return true;
     }
     if (result != CUDA_SUCCESS)
         phos_debug("what was to be written to a shadow pool ended with an error");
+    return false;
+}
+
+static void leave_pools(void)
+{
+    PHOS_LOCKED(&phos_window_lock); /* a context may end */
+    for (int d = 0; d < phos_device_count; d++) {
+        CUstream copies = phos_window.pools[d].copies;
+        if (!copies)
+            continue;
+        while (on_its_way(phos_real.cuStreamQuery(copies)))
+            ;
+        phos_real.cuStreamDestroy_v2(copies);
+        phos_window.pools[d].copies = NULL;
+    }
+    for (uint32_t s = 0; phos_window.slots && s < phos_window.table->slots + PHOS_TRANSFERS; s++) {
+        CUevent event = phos_window.slots[s].event;
+        if (!event)
+            continue;
+        while (s >= phos_window.table->slots && on_its_way(phos_real.cuEventQuery(event)))
+            ;
+        phos_real.cuEventDestroy_v2(event);
+    }
+    free(phos_window.slots);
+    phos_window.slots = NULL;
 }
 
 static void put_away(void)
@@ -149,12 +174,7 @@ static void put_away(void)
         for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
             b->window_chunks = b->window_first = 0;
     }
-    for (uint32_t s = 0; phos_window.slots && s < phos_window.table->slots + PHOS_TRANSFERS; s++) {
-        if (!phos_window.slots[s].event)
-            continue;
-        await(phos_window.slots[s].event);
-        phos_real.cuEventDestroy_v2(phos_window.slots[s].event);
-    }
+    leave_pools();
     for (int d = 0; d < phos_device_count; d++) {
         struct phos_shadow_pool *pool = &phos_window.pools[d];
         if (!pool->address)
@@ -163,7 +183,6 @@ static void put_away(void)
             phos_real.cuMemAddressFree(pool->address, pool->size) != CUDA_SUCCESS)
             phos_warn_once("a shadow pool could not be unmapped; its memory stays in use until the process ends");
     }
-    free(phos_window.slots);
     free(phos_window.seen);
     free(phos_window.written);
     free(phos_window.queued);
@@ -186,18 +205,23 @@ static bool begin(const int *descriptors, size_t count, bool computes, struct ph
         return phos_fail(error, CUDA_SUCCESS, "a window begins before the gate is opened, and only watching after that");
     if (phos_window.table->pools != count - 2)
         return phos_fail(error, CUDA_SUCCESS, "%u shadow pools came with %zu descriptors", phos_window.table->pools, count - 2);
-    phos_window.slots = calloc(phos_window.table->slots + PHOS_TRANSFERS, sizeof *phos_window.slots);
+    PHOS_FREES struct phos_slot *slots = calloc(phos_window.table->slots + PHOS_TRANSFERS, sizeof *slots);
     size_t words = phos_window.chunks->chunks / 64 + 1;
     phos_window.seen = calloc(words, sizeof *phos_window.seen);
     phos_window.written = calloc(words, sizeof *phos_window.written);
     phos_window.queued = calloc(words, sizeof *phos_window.queued);
-    if (!phos_window.slots || !phos_window.seen || !phos_window.written || !phos_window.queued)
+    if (!slots || !phos_window.seen || !phos_window.written || !phos_window.queued)
         return phos_fail(error, CUDA_SUCCESS, "out of host memory");
     for (uint32_t i = 0; i < phos_window.table->pools; i++)
         if (!map_pool(&phos_window_pools()[i], i, descriptors[2 + i], error))
             return false;
     if (!mark_blocks(error))
         return false;
+    {
+        PHOS_LOCKED(&phos_window_lock);
+        phos_window.slots = slots;
+        slots = NULL;
+    }
     PHOS_LOCKED(&phos_memory_lock);
     return phos_window.table->mode != PHOS_WINDOW_STRICT || phos_mappings_open(all_there, error);
 }

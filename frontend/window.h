@@ -1,6 +1,7 @@
 /* The window of a concurrent checkpoint: from the moment the application runs on until all of its memory is saved; or of a
- * lazy restore: until all of its memory is there. In it every call that touches device memory comes through here first (gate.h: PHOS_GATE_TRACED). What such a call may write
- * and phosd has not saved yet is copied aside first, in the stream of the call and ahead of it (DESIGN §4, "cow").
+ * lazy restore: until all of its memory is there. In it every call that touches device memory comes through here first (gate.h:
+ * PHOS_GATE_TRACED). What such a call may write and phosd has not saved yet is copied aside first, and the call's stream
+ * waits for that copy (DESIGN §4, "cow").
  *
  * Lock order: the window's lock, then phos_memory_lock. No lock is held while waiting for phosd. */
 #pragma once
@@ -21,6 +22,8 @@ bool phos_window_begin(const int *descriptors, size_t count, bool computes, stru
 /* All is saved, or phosd is gone: nobody waits in here any more, and nothing of the window is left. */
 void phos_window_end(void);
 bool phos_window_is_open(void);
+/* All work in the context has ended, and with it will all that is in it. */
+void phos_window_context_ends(CUcontext context);
 /* With the gate closed for a checkpoint: it has been watched long enough. */
 void phos_window_watched(void);
 /* The open window is a lazy restore's: memory is still being loaded. */

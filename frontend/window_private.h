@@ -15,6 +15,10 @@ struct phos_shadow_pool {
     uint32_t index; /* in the window table */
     uint32_t first_slot, slots;
     uint32_t next; /* where to look for a free slot */
+    /* What makes the copies: a stream of their own, in the context that the last were made in. In the application's they
+     * would stand behind work that may wait for the application. */
+    CUstream copies; /* NULL: none yet */
+    CUcontext context;
 };
 
 struct phos_slot {
@@ -23,14 +27,14 @@ struct phos_slot {
     uint32_t leader; /* the slot whose event stands for this one's copy */
 };
 
-/* Written by the control thread while no call is traced. `slots`, `next` of a pool, the tickets and the tail of the queue
- * change with `lock` held. */
+/* Written by the control thread while no call is traced. What `slots` points to, `next`, `copies` and `context` of a pool, the tickets and
+ * the tail of the queue change with `lock` held. */
 struct phos_window {
     struct phos_chunk_table *chunks;
     struct phos_window_table *table;
     size_t chunks_size, table_size;
     struct phos_shadow_pool pools[PHOS_DEVICES];
-    struct phos_slot *slots; /* after those of the pools PHOS_TRANSFERS for the flags of transfers */
+    struct phos_slot *slots; /* after those of the pools PHOS_TRANSFERS for the flags of transfers; set last, with `lock` */
     uint32_t ticket;
     uint32_t transfer; /* where to look for a free transfer record */
     uint64_t *seen, *written; /* a bit for each chunk that was touched, or written to; with phos_memory_lock */

@@ -9,12 +9,14 @@
 #include "track.h"
 #include "window_private.h"
 
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 #define TRANSFER_LEAST ((size_t)1 << 20) /* a chunk of phosd's in front of it takes longer than a smaller one itself */
+#define FIRST_OF_ALL INT_MIN /* the driver takes the highest priority that there is */
 #define SPIN_NS 20000 /* copying a chunk takes phosd four times as long */
 
 /* A chunk that a call may write to. */
@@ -170,13 +172,50 @@ static bool event_in(struct phos_slot *slot, CUcontext context)
     return phos_real.cuEventCreate(&slot->event, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS;
 }
 
-/* Queues the copies of chunks whose slots are taken, neighbours in one; then the flags; then the event. */
-static bool queue_copies(const struct phos_shadow_pool *pool, const struct target *list, size_t count, uint32_t ticket,
-                         CUcontext context, CUstream stream)
+/* What is in the stream already are copies, which wait for nothing. */
+static bool stream_in(struct phos_shadow_pool *pool, CUcontext context)
+{
+    if (pool->copies && pool->context == context)
+        return true;
+    if (pool->copies) {
+        phos_real.cuStreamSynchronize(pool->copies);
+        phos_real.cuStreamDestroy_v2(pool->copies);
+    }
+    pool->copies = NULL;
+    pool->context = context;
+    return phos_real.cuStreamCreateWithPriority(&pool->copies, CU_STREAM_NON_BLOCKING, FIRST_OF_ALL) == CUDA_SUCCESS;
+}
+
+void phos_window_context_ends(CUcontext context)
+{
+    PHOS_LOCKED(&phos_window_lock);
+    if (!phos_window.slots)
+        return; /* not in a window */
+    for (int d = 0; d < phos_device_count; d++) {
+        struct phos_shadow_pool *pool = &phos_window.pools[d];
+        if (!pool->copies || pool->context != context)
+            continue;
+        phos_real.cuStreamDestroy_v2(pool->copies);
+        pool->copies = NULL;
+    }
+    for (uint32_t s = 0; s < phos_window.table->slots + PHOS_TRANSFERS; s++) {
+        struct phos_slot *slot = &phos_window.slots[s];
+        if (!slot->event || slot->context != context)
+            continue;
+        phos_real.cuEventDestroy_v2(slot->event);
+        slot->event = NULL;
+    }
+}
+
+/* Queues the copies of chunks whose slots are taken, neighbours in one; then the flags; then the event. Nobody has written
+ * to these chunks since t1, nor is about to before this event: the copies need not wait for anything. */
+static bool queue_copies(struct phos_shadow_pool *pool, const struct target *list, size_t count, uint32_t ticket,
+                         CUcontext context)
 {
     struct phos_slot *leader = &phos_window.slots[list[0].slot];
-    if (!event_in(leader, context))
+    if (!event_in(leader, context) || !stream_in(pool, context))
         return false;
+    CUstream stream = pool->copies;
     for (size_t i = 0, j; i < count; i = j) {
         size_t size = list[i].size;
         /* A block's last chunk may be shorter than the slot that it goes to. */
@@ -225,7 +264,8 @@ static size_t shadow(struct target *list, size_t count, CUstream stream)
     if (!taken)
         return left;
     uint32_t ticket = next_ticket();
-    bool queued = queue_copies(pool, mine, taken, ticket, context, stream);
+    bool queued = queue_copies(pool, mine, taken, ticket, context);
+    bool behind = queued && phos_real.cuStreamWaitEvent(stream, phos_window.slots[mine[0].slot].event, 0) == CUDA_SUCCESS;
     for (size_t i = 0; i < taken; i++) {
         struct phos_window_slot *slot = &phos_window_slots()[mine[i].slot];
         if (!queued) {
@@ -239,12 +279,14 @@ static size_t shadow(struct target *list, size_t count, CUstream stream)
         __atomic_store_n(&slot->ticket, ticket, __ATOMIC_RELEASE);
         set_chunk(mine[i].chunk, shadowed(mine[i].slot));
         phos_window_ask(mine[i].chunk);
+        if (!behind)
+            list[left++] = mine[i];
     }
     phos_count(queued ? &phos_window.table->counts.shadowed : &phos_window.table->counts.failures, taken);
     return left;
 }
 
-/* Chunks that this process has copied aside already, perhaps in another stream: this stream goes on behind that copy.
+/* Chunks that this process has copied aside already, perhaps for another stream: this stream goes on behind that copy.
  * Moves those for which that is not possible to the front, and answers how many those are. */
 static size_t follow(struct target *list, size_t count, CUstream stream)
 {
@@ -259,7 +301,7 @@ static size_t follow(struct target *list, size_t count, CUstream stream)
             continue;
         }
         uint32_t leader = phos_window.slots[state & 0xffff].leader;
-        if (leader == last)
+        if (leader == last || !phos_window.slots[leader].event) /* none: its context has ended, and so had the copy */
             continue;
         last = leader;
         if (phos_real.cuStreamWaitEvent(stream, phos_window.slots[leader].event, 0) != CUDA_SUCCESS) {

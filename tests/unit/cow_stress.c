@@ -83,11 +83,14 @@ struct stream {
     pthread_t thread;
     bool end;
 };
-static struct stream streams[STREAMS];
+static struct stream streams[STREAMS + 1]; /* the application's, and that of the copies */
 static pthread_mutex_t gpu_lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t gpu_changed = PTHREAD_COND_INITIALIZER;
 static atomic_uint failing = 0; /* one copy in so many is refused */
-static atomic_uint copies;
+static atomic_uint copies, events;
+static atomic_bool copying; /* there is a stream for copies */
+#define HERE ((CUcontext)1)
+#define ELSEWHERE ((CUcontext)2)
 
 static CUresult enqueue(CUstream handle, struct work work)
 {
@@ -161,10 +164,12 @@ static CUresult fake_event_create(CUevent *event, unsigned flags)
 {
     (void)flags;
     *event = (CUevent)calloc(1, sizeof(struct event));
+    atomic_fetch_add(&events, 1);
     return CUDA_SUCCESS;
 }
 static CUresult fake_event_destroy(CUevent event)
 {
+    atomic_fetch_sub(&events, 1);
     free(event); /* only once all streams are idle */
     return CUDA_SUCCESS;
 }
@@ -176,6 +181,20 @@ static CUresult fake_wait(CUstream stream, CUevent event, unsigned flags)
 {
     (void)flags;
     return enqueue(stream, (struct work){.kind = WAIT, .event = (struct event *)event});
+}
+
+static CUresult fake_stream_create(CUstream *stream, unsigned flags, int priority)
+{
+    check(flags & CU_STREAM_NON_BLOCKING, "copies wait for the application's default stream");
+    check(priority < 0, "copies are not made first");
+    check(!atomic_exchange(&copying, true), "there is a second stream for copies");
+    *stream = (CUstream)&streams[STREAMS];
+    return CUDA_SUCCESS;
+}
+static CUresult fake_stream_destroy(CUstream stream)
+{
+    check(stream == (CUstream)&streams[STREAMS] && atomic_exchange(&copying, false), "a stream ends that is not ours");
+    return CUDA_SUCCESS;
 }
 
 /* ---- the rest of the frontend ---- */
@@ -196,7 +215,7 @@ struct phos_allocation *phos_allocation_in(const struct phos_mapping *mapping, C
 }
 CUresult phos_current(CUcontext *context, CUdevice *device)
 {
-    *context = NULL;
+    *context = HERE;
     *device = 0;
     return CUDA_SUCCESS;
 }
@@ -383,7 +402,7 @@ static void *copy_out(void *unused)
 static void wait_idle(void)
 {
     pthread_mutex_lock(&gpu_lock);
-    for (int s = 0; s < STREAMS; s++)
+    for (int s = 0; s <= STREAMS; s++)
         while (streams[s].head != streams[s].tail)
             pthread_cond_wait(&gpu_changed, &gpu_lock);
     pthread_mutex_unlock(&gpu_lock);
@@ -406,7 +425,7 @@ static void window(uint32_t slots)
     phos_window.written = calloc(chunk_count / 64 + 1, sizeof *phos_window.written);
     phos_window.unwritten = chunk_count;
     phos_window_set_pool(phos_window.table, 0, 0, 0, slots, pool_bytes);
-    phos_window.slots = calloc(slots + 1, sizeof *phos_window.slots);
+    phos_window.slots = calloc(slots + PHOS_TRANSFERS, sizeof *phos_window.slots);
     pool = &phos_window.pools[0];
     *pool = (struct phos_shadow_pool){.address = (CUdeviceptr)aligned_alloc(CHUNK, pool_bytes), .size = pool_bytes,
                                       .slots = slots};
@@ -441,9 +460,11 @@ static void window(uint32_t slots)
     total.waits += phos_window.table->counts.waits;
     total.stream_waits += phos_window.table->counts.stream_waits;
     total.failures += phos_window.table->counts.failures;
-    for (uint32_t i = 0; i < slots; i++)
-        if (phos_window.slots[i].event)
-            fake_event_destroy(phos_window.slots[i].event);
+    unsigned had = atomic_load(&events);
+    phos_window_context_ends(ELSEWHERE);
+    check(atomic_load(&events) == had && !pool->copies == !atomic_load(&copying), "a context took another's along");
+    phos_window_context_ends(HERE);
+    check(!atomic_load(&events) && !pool->copies && !atomic_load(&copying), "a context left something behind");
     free((void *)pool->address);
     memset(noted, 0, chunk_count);
     for (int64_t touch; (touch = phos_window_next_touched(&view, &touched)) >= 0;) {
@@ -556,6 +577,8 @@ int main(int count, char **words)
     phos_real.cuEventDestroy_v2 = fake_event_destroy;
     phos_real.cuEventRecord = fake_record;
     phos_real.cuStreamWaitEvent = fake_wait;
+    phos_real.cuStreamCreateWithPriority = fake_stream_create;
+    phos_real.cuStreamDestroy_v2 = fake_stream_destroy;
     note_ranges();
     make_memory();
     order = calloc(chunk_count, sizeof *order);
@@ -563,7 +586,7 @@ int main(int count, char **words)
     noted = calloc(chunk_count, sizeof *noted);
     check(chunk_count % 31 != 0, "the order has every chunk once");
     copier_seed = strtoull(words[3], NULL, 10);
-    for (unsigned s = 0; s < STREAMS; s++) {
+    for (unsigned s = 0; s <= STREAMS; s++) {
         streams[s].number = s;
         pthread_create(&streams[s].thread, NULL, run_stream, &streams[s]);
     }
@@ -573,11 +596,11 @@ int main(int count, char **words)
         window((uint32_t)atoi(words[2]));
     }
     pthread_mutex_lock(&gpu_lock);
-    for (int s = 0; s < STREAMS; s++)
+    for (int s = 0; s <= STREAMS; s++)
         streams[s].end = true;
     pthread_cond_broadcast(&gpu_changed);
     pthread_mutex_unlock(&gpu_lock);
-    for (int s = 0; s < STREAMS; s++)
+    for (int s = 0; s <= STREAMS; s++)
         pthread_join(streams[s].thread, NULL);
     check(all_written && all_written < all_touched, "nothing was written to, or nothing read before it was");
     printf("%llu launches, %llu shadowed, %llu waits, %llu stream_waits, %llu failures\n",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 import pytest
 
 from phos.gen import wire_pb2 as wire
-from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
-from tests.unit.frontend_fake import FakePhosd, alone, built, program
+from phos.gpu_engine.cow.chunk_table import POOL_FLAGS, ChunkTable, PoolShape, WindowTable
+from tests.unit.frontend_fake import FakePhosd, Session, alone, built, program
 
 pytestmark = [pytest.mark.timeout(120), built]
+
+CHUNK = 4 << 20
 
 # Work in a stream of its own that waits until the program writes 1 to `flag`.
 WAITING = """
@@ -331,3 +335,85 @@ def test_the_end_of_a_window_does_not_keep_phosds_answers_from_who_waits_for_the
     finally:
         table.close()
         chunks.close()
+
+
+@contextmanager
+def window(phosd: FakePhosd, session: Session, pool: int) -> Iterator[None]:
+    """A window that nobody saves anything in; the one block of ``pool`` bytes is what is lent to it for shadows."""
+    assert not phosd.quiesce(session).error
+    (lent,) = (number for number, block in session.blocks.items() if block.size == pool)
+    records, count = [], 0
+    for number, block in session.blocks.items():
+        if number != lent:
+            records.append((number, block.size, count))
+            count += -(-block.size // CHUNK)
+    shape = PoolShape(0, (pool - POOL_FLAGS) // CHUNK, pool)
+    connection = session.connection
+    assert connection is not None
+    with (
+        closing(ChunkTable(CHUNK, count)) as chunks,
+        closing(WindowTable(0, records, [shape], 4 * count, prioritise=False, order=2 * count)) as table,
+    ):
+        tables = [chunks.descriptor, table.descriptor, session.blocks[lent].descriptor]
+        begun, _ = connection.ask(descriptors=tables, window_begin=wire.WindowBegin())
+        assert not begun.done.error
+        assert not phosd.open(session).error
+        yield
+        chunks.close_window()
+        ended, _ = connection.ask(window_end=wire.WindowEnd())
+        assert not ended.done.error
+        assert table.counts().shadowed > 0
+        assert not table.counts().failures
+
+
+def test_in_a_window_no_stream_waits_for_work_that_waits_for_the_program(phosd: FakePhosd) -> None:
+    """Two streams write to one chunk: the second goes on when that is copied aside, whatever the first waits for."""
+    body = """
+    start()
+    flag = int(ok(cu.cuMemHostAlloc(4096, 0)))
+    ctypes.memset(flag, 0, 4096)
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    p = ok(cu.cuMemAlloc(40 << 20))
+    waiting, other = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))
+    fill(p, 40 << 20, 3)
+    say("ready")
+    heard()
+    ok(cu.cuStreamWaitValue32(waiting, flag, 1, 0))
+    ok(cu.cuMemsetD8Async(p, 5, 1 << 20, waiting))
+    ok(cu.cuMemsetD8Async(int(p) + (1 << 20), 6, 1 << 20, other))
+    ok(cu.cuStreamSynchronize(other))
+    ctypes.memset(flag, 1, 1)
+    ok(cu.cuStreamSynchronize(waiting))
+    assert read(p, 3 << 20) == b"".join(bytes([value]) * (1 << 20) for value in (5, 6, 3))
+    say("through")
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20):
+            app.tell()
+            assert app.line() == "through"
+        app.finish()
+
+
+def test_contexts_may_begin_and_end_in_a_window(phosd: FakePhosd) -> None:
+    body = """
+    first = start()
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    p = ok(cu.cuMemAlloc(40 << 20))
+    fill(p, 40 << 20, 3)
+    say("ready")
+    heard()
+    for i in range(3):
+        context = ok(cu.cuCtxCreate(None, 0, 0))
+        fill(int(p) + (8 << 20) * i, 1 << 20, i)
+        ok(cu.cuCtxDestroy(context))
+        ok(cu.cuCtxSetCurrent(first))
+        assert read(int(p) + (8 << 20) * i, 2 << 20) == bytes([i]) * (1 << 20) + b"\\3" * (1 << 20)
+    say("through")
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20):
+            app.tell()
+            assert app.line() == "through"
+        app.finish()
