@@ -9,14 +9,12 @@
 #include "track.h"
 #include "window_private.h"
 
-#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
 #define TRANSFER_LEAST ((size_t)1 << 20) /* a chunk of phosd's in front of it takes longer than a smaller one itself */
-#define FIRST_OF_ALL INT_MIN /* the driver takes the highest priority that there is */
 #define SPIN_NS 20000 /* copying a chunk takes phosd four times as long */
 
 /* A chunk that a call may write to. */
@@ -183,7 +181,7 @@ static bool stream_in(struct phos_shadow_pool *pool, CUcontext context)
     }
     pool->copies = NULL;
     pool->context = context;
-    return phos_real.cuStreamCreateWithPriority(&pool->copies, CU_STREAM_NON_BLOCKING, FIRST_OF_ALL) == CUDA_SUCCESS;
+    return phos_real.cuStreamCreate(&pool->copies, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS;
 }
 
 void phos_window_context_ends(CUcontext context)

@@ -183,10 +183,9 @@ static CUresult fake_wait(CUstream stream, CUevent event, unsigned flags)
     return enqueue(stream, (struct work){.kind = WAIT, .event = (struct event *)event});
 }
 
-static CUresult fake_stream_create(CUstream *stream, unsigned flags, int priority)
+static CUresult fake_stream_create(CUstream *stream, unsigned flags)
 {
     check(flags & CU_STREAM_NON_BLOCKING, "copies wait for the application's default stream");
-    check(priority < 0, "copies are not made first");
     check(!atomic_exchange(&copying, true), "there is a second stream for copies");
     *stream = (CUstream)&streams[STREAMS];
     return CUDA_SUCCESS;
@@ -577,7 +576,7 @@ int main(int count, char **words)
     phos_real.cuEventDestroy_v2 = fake_event_destroy;
     phos_real.cuEventRecord = fake_record;
     phos_real.cuStreamWaitEvent = fake_wait;
-    phos_real.cuStreamCreateWithPriority = fake_stream_create;
+    phos_real.cuStreamCreate = fake_stream_create;
     phos_real.cuStreamDestroy_v2 = fake_stream_destroy;
     note_ranges();
     make_memory();
