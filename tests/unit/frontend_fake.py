@@ -146,8 +146,6 @@ class Connection:
 
     def _take(self, envelope: wire.Envelope, descriptors: list[int]) -> None:
         kind = envelope.WhichOneof("body")
-        if kind == "block_removed":
-            time.sleep(self.daemon.reluctance)
         if kind == "hello":
             self.session = self.daemon.sessions.setdefault(
                 envelope.hello.session, Session(envelope.hello.session, envelope.hello.pid)
@@ -178,7 +176,10 @@ class Connection:
             )  # fmt: skip
         elif kind == "block_removed":
             if envelope.block_removed.block:
-                self.daemon.let_go(self.session.blocks.pop(envelope.block_removed.block))
+                self.daemon.removed.append(self.session.blocks.pop(envelope.block_removed.block))
+            if not self.daemon.reluctant or (envelope.id and self.daemon.settles):
+                while self.daemon.removed:
+                    self.daemon.let_go(self.daemon.removed.pop())
             if envelope.id:
                 self.session.settled += 1
                 if self.daemon.settles:
@@ -232,7 +233,8 @@ class FakePhosd:
         self.sessions: dict[bytes, Session] = {}
         self.arrivals: queue.Queue[Connection] = queue.Queue()
         self.action = wire.Welcome.ATTACH  # what a detached frontend is told
-        self.reluctance = 0.0  # seconds it takes to let go of a block
+        self.reluctant = False  # whether it lets go of blocks only for who waits for that
+        self.removed: list[Block] = []  # not let go of yet
         self.settles = True  # whether it answers who waits for that
         self.questions: queue.Queue[wire.Envelope] | None = None  # about tokens; None: they are answered at once
         self.connections: list[Connection] = []
