@@ -87,6 +87,11 @@ def hold_folder(socket: Path) -> Path:
     return socket.parent / "hold"
 
 
+def custody_folder(socket: Path) -> Path:
+    """Which directories of users are root's at present (see custody.py)."""
+    return socket.parent / "custody"
+
+
 def keeper_socket(socket: Path) -> Path:
     """The keeper's socket beside phosd's."""
     return socket.parent / "keeper.sock"

@@ -23,6 +23,7 @@ from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon.custody import custody
 from phos.gpu_engine.daemon.jobs import SETTLED
+from phos.gpu_engine.daemon.paths import custody_folder
 from phos.gpu_engine.daemon.permissions import may_write, refuse_others, tree_of
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.session import Session
@@ -126,7 +127,7 @@ class Requests:
         self._refuse(session.pid, peer, directory)
         while request.wait and self._registry.claims.has(tree_of(session.pid)):
             time.sleep(POLL_SECONDS)
-        with custody(directory, peer.uid) as image:
+        with custody(directory, peer.uid, custody_folder(self._registry.path)) as image:
             try:
                 said = self._run(session.pid, request, image, by_descriptor=peer.uid != 0)
             finally:

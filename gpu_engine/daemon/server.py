@@ -16,6 +16,8 @@ from phos.gen import wire_pb2
 from phos.gpu_engine import driver, inventory, procfs, residue, toggle
 from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon.audit import AuditServer
+from phos.gpu_engine.daemon.custody import give_back_left
+from phos.gpu_engine.daemon.paths import custody_folder
 from phos.gpu_engine.daemon.permissions import uid_of
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.remote_server import RemoteServer
@@ -74,6 +76,7 @@ class Daemon:
         residue.claim()
         residue.sweep()
         self._pools.revive()
+        give_back_left(custody_folder(path))
 
     def _adopt(self, number: bytes, pid: int) -> None:
         """A session of an earlier phosd. Its frontend will say itself whether it is detached."""
