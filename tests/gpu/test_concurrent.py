@@ -1,0 +1,30 @@
+"""Concurrent checkpoints of programs that PhOS could stop for ever, on a real GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import process
+from gpu_support import DEVICE, PROGRAMS, Starter, without_repeats
+from process import PHOS_GPU
+
+
+def test_no_stream_is_made_to_wait_for_one_that_waits_for_the_host(start: Starter, image: Path) -> None:
+    """Both write to the chunks that the checkpoint saves; it goes on in every one of them, and the image restores."""
+    size = 2048 if DEVICE == "nvidia" else 64
+    command = process.python_program(PROGRAMS / "waiting_streams.py", "--size", str(size))
+    undisturbed = start(command, name="undisturbed").finish()
+    end = image.parent / "end"
+    program = start([*command, "--iteration-seconds", "0.2", "--until", str(end)])
+    program.wait_for("^ITERATION 3 ")
+    shadowed = 0
+    for number in range(5):
+        folder = image / str(number)
+        process.command([PHOS_GPU, "checkpoint", "--leave-running", str(program.pid), str(folder)], 120)
+        shadowed += int(process.find_key(process.inspect(folder), "shadowed") or 0)
+        program.wait_iterations(2)
+    assert shadowed > 0, "nothing was written while it was saved"
+    program.kill()
+    process.criu_restore(program, folder)
+    end.touch()
+    assert without_repeats(program.finish()) == undisturbed
