@@ -58,7 +58,8 @@ def test_a_program_that_changes_its_memory_finds_it_right(site: Site, image: Pat
     assert bool(found) == (threads != "0")
     if found:
         # Some of it may have been the program's to change by then.
-        assert 1 << 20 <= int(found[1]) <= (image / "pages-1.img").stat().st_size
+        # And it may be one of its children's, which has pages of its own.
+        assert 1 << 20 <= int(found[1]) <= max(pages.stat().st_size for pages in image.glob("pages-*.img"))
 
 
 def test_phos_gpu_restore_fills(site: Site, image: Path) -> None:
