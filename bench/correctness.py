@@ -45,17 +45,18 @@ class Bench:
             }
         self.wanted: dict[str, list[str]] = {}
 
-    def program(self, variant: str, *, frontend: bool) -> Program:
-        """Make one of the programs, slowed down when it is to be interrupted, so that there is something to hit."""
+    def program(self, variant: str, until: Path | None) -> Program:
+        """Make one of the programs. Until there is the file it is slow and does not end: there is something to hit."""
         command = [*self.variants[variant]]
-        if frontend:
-            command += ["--iteration-seconds", "0.06" if self.chosen.smoke else "0.005"]
-        return Program(command, self.chosen.work, self.chosen.device, frontend, name="train" if frontend else "alone")
+        if until:
+            command += ["--iteration-seconds", "0.06" if self.chosen.smoke else "0.005", "--until", str(until)]
+        name = "train" if until else "alone"
+        return Program(command, self.chosen.work, self.chosen.device, bool(until), name=name)
 
     def reference(self, variant: str) -> list[str]:
         """Return the lines of the uninterrupted run, made when first asked for."""
         if variant not in self.wanted:
-            self.wanted[variant] = self.program(variant, frontend=False).start().finish()
+            self.wanted[variant] = self.program(variant, None).start().finish()
         return self.wanted[variant]
 
     def interrupted(self, number: int, variant: str) -> None:
@@ -67,7 +68,9 @@ class Bench:
         folder = self.chosen.image / f"phos-correctness-{number}"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        program = self.program(variant, frontend=True).start()
+        restored = self.chosen.work / "restored"
+        restored.unlink(missing_ok=True)
+        program = self.program(variant, restored).start()
         error = ""
         lines: list[str] = []
         dump = restore = 0.0
@@ -76,6 +79,7 @@ class Bench:
             time.sleep(delay)
             dump = process.criu_dump(program, folder)
             _, restore = process.criu_restore(program, folder)
+            restored.touch()
             lines = program.finish()
         except ProcessError as failure:
             error = str(failure)
