@@ -294,7 +294,6 @@ class Daemon:
             # It would ask again every other millisecond, which takes processors from who brings its driver's part back.
             if not restore.wait_ready(connection.pid, READY_SECONDS):
                 return welcome(action=welcome.RETRY, retry_ms=1)
-            self._registry.broker.moved(session.session, connection.pid)
             session.machine.to(SessionState.RETURNING)
         elif state in (SessionState.RUNNING, SessionState.QUIESCED):
             # It was detached under an earlier phosd that was killed: nobody else brings its driver state back.

@@ -303,6 +303,8 @@ class Session:
             raise
         if done.error:
             raise PhosError(f"Process {self.pid} ({self.executable}) could not map its GPU memory again: {done.error}")
+        if self._from_image:  # not before: now it knows whether its data is still to come, and ends if phosd does
+            self._broker.moved(self.session, self.pid)
         if self.takes_residue:
             self.residue_bytes = done.residue_bytes
             log.info(

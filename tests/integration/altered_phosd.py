@@ -97,6 +97,15 @@ def phosd_killed() -> None:
     killed_at_first_task(lambda _: os.getpid())
 
 
+def killed_while_attaching() -> None:
+    """phosd ends when a process is about to be handed its memory."""
+
+    def killed(session: Session, numbers: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Session._send_blocks = killed  # type: ignore[method-assign]
+
+
 def full_at_the_merge() -> None:
     """The image's file system is full when CPU pages are merged, and what GPUs wrote is still being compared."""
     one = PlacedPieces.one
@@ -162,6 +171,7 @@ if __name__ == "__main__":
             "no pidfd": no_pidfd,
             "criu killed": criu_killed,
             "phosd killed": phosd_killed,
+            "killed while attaching": killed_while_attaching,
             "full at the merge": full_at_the_merge,
             "cut off": cut_off,
             "cut off lazily": cut_off_lazily,

@@ -284,6 +284,19 @@ def test_phosd_dies_in_the_middle(site: Site) -> None:
     assert layers.program.wait_result() == str(LAYERS_SUM)
 
 
+def test_phosd_dies_before_a_process_knows_that_its_memory_is_still_coming(site: Site) -> None:
+    """Not -d: then nobody ends the process, and the next phosd must not hand it what was not loaded."""
+    layers = Layers(site, "sum")
+    Path(site.environment["SOFTGPU_COPY_HOLD"]).touch()
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="killed while attaching")
+    words = ["criu", "restore", "--lib", "phos", "-D", str(layers.image), "-o", "restore.log", "-v4"]
+    criu = site.background(*words, PHOS_RESTORE="lazy")
+    layers.go_on()
+    criu.wait()  # for the end of the process
+    assert any("the GPU memory of this process is lost" in line for line in layers.program.lines())
+    assert layers.program.result() is None
+
+
 @pytest.mark.parametrize("damage", ["altered", "cut off"])
 def test_the_image_is_damaged_in_the_middle(site: Site, damage: str) -> None:
     layers = Layers(site, "sum")
