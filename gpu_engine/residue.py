@@ -364,6 +364,7 @@ class RestoredResidues:
         self._image = image
         self._files: list[tuple[str, ResidueFile]] = []
         self._filled = threading.Event()
+        self._using = threading.Lock()  # held while the files are filled, and while they are let go
         self.error = ""
         try:
             for process in image.inventory.processes:
@@ -376,11 +377,8 @@ class RestoredResidues:
     def fill(self) -> None:
         """Copy the content out of the image, every hash checked; afterwards :attr:`error` says what went wrong."""
         try:
-            for name, file in self._files:
-                if _room_for(file.size):
-                    with suppress(OSError):  # copying will say what is missing
-                        file.find_pages()
-                self._image.copy_file(name, file.descriptor)
+            with self._using:
+                self._fill()
         except (ImageError, OSError) as error:
             self.error = str(error)
         except Exception as error:
@@ -389,15 +387,23 @@ class RestoredResidues:
         finally:
             self._filled.set()
 
+    def _fill(self) -> None:
+        for name, file in self._files:
+            if _room_for(file.size):
+                with suppress(OSError):  # copying will say what is missing
+                    file.find_pages()
+            self._image.copy_file(name, file.descriptor)
+
     def wait(self) -> None:
         """Return when :meth:`fill` has ended."""
         self._filled.wait()
 
     def discard(self) -> None:
-        """Let them go: the processes have them mapped, or never will."""
-        for _, file in self._files:
-            file.discard()
-        self._files = []
+        """Let them go: the processes have them mapped, or never will. What is being filled is filled to the end."""
+        with self._using:
+            for _, file in self._files:
+                file.discard()
+            self._files = []
 
 
 def _make_again(residue: pb.Residue) -> ResidueFile:

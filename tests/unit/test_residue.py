@@ -6,6 +6,7 @@ import fcntl
 import os
 import stat
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -257,6 +258,38 @@ def test_content_comes_back_from_the_image(tmp_path: Path, memory: Path) -> None
         assert path.exists()
         again.discard()
         assert not left(memory)
+
+
+def test_a_file_is_not_let_go_while_it_is_filled(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its descriptor would be another file's, and that would be written to: a pool is dropped while it is filled."""
+    process = Process()
+    files = prepared(process)
+    folder = image(tmp_path / "image", files)
+    files.discard()
+    begun, go_on, found = threading.Event(), threading.Event(), []
+
+    def copy(_: Image, name: str, target: int) -> None:
+        before = os.fstat(target).st_ino
+        begun.set()
+        go_on.wait(10)
+        found.append(os.fstat(target).st_ino == before)
+
+    monkeypatch.setattr(Image, "copy_file", copy)
+    with Image.open(folder) as opened:
+        again = RestoredResidues(opened)
+        filling = threading.Thread(target=again.fill)
+        filling.start()
+        assert begun.wait(10)
+        letting_go = threading.Thread(target=again.discard)
+        letting_go.start()
+        letting_go.join(0.1)
+        go_on.set()
+        filling.join()
+        letting_go.join()
+        again.fill()  # too late
+    assert found == [True]
+    assert again.error == ""
+    assert not left(memory)
 
 
 def test_damage_is_found_by_verify_and_at_restore(tmp_path: Path, memory: Path) -> None:
