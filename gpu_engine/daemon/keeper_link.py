@@ -5,8 +5,10 @@ A keeper that is killed is replaced at once, and the owner of the descriptors ha
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import select
 import socket
 import subprocess
@@ -140,7 +142,12 @@ class KeeperLink:
         self._send({"op": "pid", "session": session.hex(), "pid": pid}, [])
 
     def held(self) -> Iterator[HeldBlock]:
-        """Everything the keeper holds, each with a fresh descriptor."""
+        """Everything the keeper holds, each with a fresh descriptor.
+
+        Raises:
+            DaemonUnavailable, OSError: it has ended, or this process had no descriptor left for some of it.
+        """
+        cut_off = False
         with self._lock:
             if self._gone:
                 raise DaemonUnavailable("The keeper of GPU memory descriptors has just ended.")
@@ -151,7 +158,10 @@ class KeeperLink:
                     raise DaemonUnavailable("The keeper of GPU memory descriptors ended while it was asked for them.")
                 record = json.loads(payload)
                 if record.get("end"):
-                    return
+                    break
+                if not descriptors:  # all are received: what is left would be taken for the next answer
+                    cut_off = True
+                    continue
                 yield HeldBlock(
                     session=bytes.fromhex(record["session"]),
                     pid=record["pid"],
@@ -160,6 +170,8 @@ class KeeperLink:
                     device=record["device"],
                     descriptor=descriptors[0],
                 )
+        if cut_off:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     @property
     def pid(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -172,6 +173,29 @@ def test_what_the_keeper_was_not_told_it_is_told_later(
     assert failed.is_set()
     eventually(lambda: held_now(kept) == [(SESSION, os.getpid(), number) for number in (2, 3)], "all to be told")
     assert kept.process.poll() is None
+    broker.drop_session(SESSION)
+
+
+def test_a_phosd_without_descriptors_left_understands_the_keeper_later(kept: Kept, memory: int) -> None:
+    broker = Broker(kept.link)
+    for number in range(3):
+        broker.add(Block((SESSION, number), 2 << 20, 0, os.dup(memory)), os.getpid())
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, limits[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(memory))
+        with pytest.raises(OSError, match="Too many open files"):
+            list(kept.link.held())
+        broker.settle()  # for which it need not have them
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for descriptor in taken:
+            os.close(descriptor)
+    broker.remove((SESSION, 1))
+    assert [block.block for block in kept.held()] == [0, 2]
     broker.drop_session(SESSION)
 
 
