@@ -131,12 +131,13 @@ class Pools:
         self._changed = threading.Condition()  # its lock guards _pools, _entries and all pools
         self._pools: dict[str, Pool] = {}
         self._entries: dict[str, Entry] = {}  # by number, those that are being opened too
+        self._former = self._read()  # what an earlier phosd had and this one has not (yet)
         threading.Thread(target=self._fill_for_ever, name="pools", daemon=True).start()
 
     # What is asked for.
 
-    def create(self, name: str, path: str, size: int, lazy: str, directory: int) -> Pool:
-        """A new pool; filling it begins. ``directory`` becomes the pool's.
+    def create(self, name: str, path: str, size: int, lazy: str, directory: int, *, failed: str = "") -> Pool:
+        """A new pool; filling it begins, unless it has ``failed``. ``directory`` becomes the pool's.
 
         Raises:
             UsageError: there is one of that name, or the numbers have no meaning.
@@ -146,8 +147,9 @@ class Pools:
         with self._changed:
             if name in self._pools:
                 raise UsageError(f"There is a pool {name} already. Drop it, or choose another --name.")
-            pool = Pool(name, path, size, lazy, directory)
+            pool = Pool(name, path, size, lazy, directory, error=failed, failed=bool(failed))
             self._pools[name] = pool
+            self._former = [former for former in self._former if former.get("name") != name]
             self._remember()
             self._changed.notify_all()
         return pool
@@ -341,13 +343,17 @@ class Pools:
         wanted = [{"name": p.name, "image": p.path, "size": p.size, "lazy": p.lazy} for p in self._pools.values()]
         temporary = self._state.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps(wanted))
+            temporary.write_text(json.dumps(wanted + self._former))
             temporary.rename(self._state)
         except OSError as error:
             log.warning("A phosd after this one will not know of the pools: %s", error)
 
     def remembered(self) -> list[dict[str, Any]]:
-        """What a former phosd had."""
+        """What a former phosd had and this one has not."""
+        with self._changed:
+            return list(self._former)
+
+    def _read(self) -> list[dict[str, Any]]:
         try:
             wanted = json.loads(self._state.read_text())
         except (OSError, ValueError):

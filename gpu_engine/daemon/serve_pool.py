@@ -57,15 +57,26 @@ class PoolServer:
         """Pools that a former phosd had."""
         for wanted in self.pools.remembered():
             try:
-                directory = os.open(wanted["image"], os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                try:
-                    self.pools.create(wanted["name"], wanted["image"], int(wanted["size"]), wanted["lazy"], directory)
-                except BaseException:
-                    os.close(directory)
-                    raise
-                log.info("Pool %s is filled again.", wanted["name"])
-            except (KeyError, TypeError, ValueError, OSError, PhosError) as error:
+                self._revive(wanted["name"], wanted["image"], int(wanted["size"]), wanted["lazy"])
+            except (KeyError, TypeError, ValueError, PhosError) as error:
                 log.warning("A pool of a former phosd is not filled again: %s", error)
+
+    def _revive(self, name: str, image: str, size: int, lazy: str) -> None:
+        directory, gone = -1, ""
+        try:
+            directory = os.open(image, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:  # a disk that is mounted later, perhaps
+            gone = f"Its image at {image} is gone ({error.strerror}). Put it back and restart phosd, or drop the pool."
+        try:
+            self.pools.create(name, image, size, lazy, directory, failed=gone)
+        except BaseException:
+            if directory >= 0:
+                os.close(directory)
+            raise
+        if gone:
+            log.warning("Pool %s is not filled again: %s", name, gone)
+        else:
+            log.info("Pool %s is filled again.", name)
 
     # What phos-gpu asks for.
 

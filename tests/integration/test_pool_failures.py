@@ -56,6 +56,22 @@ def test_parked_processes_end_with_phosd_and_a_new_one_parks_others(site: Site) 
     assert program.result() is not None
 
 
+def test_a_pool_whose_image_is_away_for_a_while_is_not_forgotten(site: Site) -> None:
+    image = dump_at(site, site.example("mlp", *MLP))
+    create(site, image, 1, "--name", "p")
+    site.run("phosd", "--stop")
+    away = image.rename(site.folder / "away")
+    site.run("phosd", "--ensure")
+    assert (pool(site)["state"], pool(site)["name"]) == ("failed", "p")
+    refused = site.run("phos-gpu", "pool", "take", "p", check=False)
+    assert f"Its image at {image} is gone" in refused.stderr
+    site.run("phosd", "--stop")
+    away.rename(image)
+    site.run("phosd", "--ensure")
+    full(site, 1)
+    site.run("phos-gpu", "pool", "drop", "p")
+
+
 def test_a_process_that_was_taken_outlives_phosd(site: Site) -> None:
     expected = site.example("mlp", *LONG[:2], under=False).wait_result()
     program = site.example("mlp", *LONG)

@@ -358,6 +358,17 @@ def test_a_phosd_after_this_one_knows_of_the_pools(site: Site) -> None:
     assert site.again().remembered() == []
 
 
+def test_a_phosd_that_ends_while_it_revives_pools_forgets_none(site: Site) -> None:
+    for name in ("a", "b", "c"):
+        site.create(name, 1)
+    second = site.again()
+    second.create("a", "/images/a", 1, "", -1, failed="Its image is gone.")
+    third = site.again()
+    assert [wanted["name"] for wanted in third.remembered()] == ["a", "b", "c"]
+    third.drop(third.create("b", "/images/b", 1, "", -1, failed="Its image is gone."))
+    assert sorted(wanted["name"] for wanted in site.again().remembered()) == ["a", "c"]
+
+
 def test_an_image_with_another_in_its_place_is_not_parked(tmp_path: Path) -> None:
     """CRIU would restore that other one, with the GPU memory of the one that phosd has open."""
     image = tmp_path / "image"
