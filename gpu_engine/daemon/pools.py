@@ -385,7 +385,7 @@ class Pools:
 
     def _note_failure(self, pool: Pool, error: str) -> None:
         with self._changed:
-            if pool.dropped:
+            if pool.dropped or pool.failed:  # why it is, has been said
                 return
             pool.error = error
             pool.failures += 1

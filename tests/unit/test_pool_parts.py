@@ -328,6 +328,27 @@ def test_a_spoilt_pool_is_filled_no_more(site: Site) -> None:
     assert len(FakeWarden.made) == made
 
 
+def test_a_pool_that_is_spoilt_while_it_is_filled_says_why(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    starting, go_on = threading.Event(), threading.Event()
+
+    class Slow(FakeWarden):
+        def __init__(self, *what: object) -> None:
+            starting.set()
+            go_on.wait()
+            super().__init__(*what)
+
+    monkeypatch.setattr(module, "Warden", Slow)
+    pool = site.create(size=1)
+    starting.wait()
+    site.pools.spoil(pool, "Its image is gone.")
+    go_on.set()
+    eventually(lambda: not pool.users)
+    other = site.create("other", size=1)
+    site.filled(other, 1)  # whoever fills has done with the first
+    with pytest.raises(RestoreFailed, match="gets none: Its image is gone"):
+        site.pools.take(pool, PATIENCE)
+
+
 def test_names_and_sizes_that_make_no_sense_are_refused(site: Site) -> None:
     site.create("p", 1)
     with pytest.raises(UsageError, match="There is a pool p already"):
