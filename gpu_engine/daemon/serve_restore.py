@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 from phos.gen import wire_pb2
+from phos.gpu_engine import procfs
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.daemon import twins, wire
 from phos.gpu_engine.daemon.registry import Registry, say_failure
@@ -73,7 +74,7 @@ class RestoreServer:
                 wire.close_all(packet[1])
                 kind = packet[0].WhichOneof("body")
                 if kind == "task_restored" and job:
-                    job.take_task(packet[0].task_restored.pid)
+                    job.take_task(_outside(connection.pid, packet[0].task_restored.pid))
                 elif kind == "restore_end":
                     result = packet[0].restore_end.result
                 # CRIU's log is where a person looks first; CRIU itself may not know why its tasks were killed.
@@ -207,6 +208,17 @@ class RestoreServer:
                 if session is not None and ours:
                     self._registry.forget(session)
         job.put_away.set()
+
+
+def _outside(criu: int, pid: int) -> int:
+    """Our number of a task, as a CRIU names it that may be in another pid namespace.
+
+    Raises:
+        RestoreFailed: there is none, and whoever else has that number is not to be touched.
+    """
+    if not (found := procfs.outer_pid(criu, pid)):
+        raise RestoreFailed(f"Process {pid} of CRIU's pid namespace is not to be found from phosd's.")
+    return found
 
 
 def _lazy_pages(criu: int) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 
 import psutil
 import pytest
 
+from phos.gpu_engine.installation import launcher
 from tests.integration.many_blocks import BLOCKS, Fault, blocks, daemon, fit_for_the_next, log_of, renewed, text_of
-from tests.integration.site import Site, wait_until
+from tests.integration.site import PATIENCE, Site, wait_until
 
 RESTORE_FAULTS = {
     "driver restore": Fault("cuCheckpointProcessRestore", application="restore-fail:1"),
@@ -82,6 +84,21 @@ def test_no_task_runs_on_when_somebody_is_killed_at_the_last_moment(site: Site, 
     assert family.result() is None
     site.run("phosd", "--ensure")
     site.wait_no_gpu_memory()
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_a_restore_into_a_fresh_pid_namespace(site: Site, mode: str) -> None:
+    """Its pids mean nothing to phosd, which is outside: somebody else has one of them, perhaps."""
+    program = blocks(site)
+    image = site.image()
+    site.dump(program, image)
+    site.freed(program.pid)
+    program.let_end()
+    criu = f"{launcher('criu')} restore --lib phos -D {image} -o restore.log -v4"
+    within = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", f"{criu}; exit $?"]
+    environment = {**site.environment, "PHOS_RESTORE": mode}
+    done = subprocess.run(within, env=environment, stdin=subprocess.DEVNULL, timeout=PATIENCE, check=False)
+    assert program.result() == "right", (done.returncode, site.errors(image / "restore.log"))
 
 
 def test_second_restore_of_an_image_that_is_being_restored(site: Site) -> None:
