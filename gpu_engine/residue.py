@@ -17,6 +17,7 @@ import re
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ GRAIN = 2 << 20
 """Sizes are multiples of a huge page; the frontend leaves the first one unused."""
 
 COLLAPSED = 32 << 20  # bytes that one thread makes huge pages for at a time
+
+LOOK_SECONDS = 0.002  # between two processes that are parked one after the other a file is free for some milliseconds
 
 MODE = 0o600
 FOLDER_MODE = 0o711
@@ -355,12 +358,13 @@ class DumpedResidues:
 class RestoredResidues:
     """The residue files of one restore: made at once, because CRIU opens them, and filled beside CRIU's work."""
 
-    def __init__(self, image: ImageSource) -> None:
-        """Make them.
+    def __init__(self, image: ImageSource, patience: float = 0.0) -> None:
+        """Make them. For so many seconds one is waited for that is in use: the image's pool may be filled just now.
 
         Raises:
             RestoreFailed: one of them cannot be made.
         """
+        deadline = time.monotonic() + patience
         self._image = image
         self._files: list[tuple[str, ResidueFile]] = []
         self._filled = threading.Event()
@@ -369,7 +373,7 @@ class RestoredResidues:
         try:
             for process in image.inventory.processes:
                 for residue in process.residues:
-                    self._files.append((residue.file, _make_again(residue)))
+                    self._files.append((residue.file, _make_again(residue, deadline)))
         except BaseException:
             self.discard()
             raise
@@ -406,20 +410,24 @@ class RestoredResidues:
             self._files = []
 
 
-def _make_again(residue: pb.Residue) -> ResidueFile:
+def _make_again(residue: pb.Residue, deadline: float = 0.0) -> ResidueFile:
     path = Path(residue.path)
     # An image is input: it must not make phosd write anywhere else.
     if path.parent.parent != SHARED_MEMORY or not _FOLDER.fullmatch(path.parent.name) or not _NAME.fullmatch(path.name):
         raise RestoreFailed(f"The image names {residue.path!r} as memory of a process; PhOS puts none there.")
     if stat.S_IMODE(residue.mode) != residue.mode or residue.mode & 0o7077:
         raise RestoreFailed(f"The image wants {residue.path} with mode {residue.mode:o}; PhOS makes no such file.")
-    try:
-        return ResidueFile.make(path, residue.size, residue.uid, residue.gid, mode=residue.mode)
-    except FileExistsError as error:
-        raise RestoreFailed(
-            f"{path} is in use: the process of this image is being checkpointed, or restored by another phosd."
-        ) from error
-    except OSError as error:
-        raise RestoreFailed(
-            f"{path}, where the image's process has part of its memory, cannot be made: {error.strerror or error}."
-        ) from error
+    while True:
+        try:
+            return ResidueFile.make(path, residue.size, residue.uid, residue.gid, mode=residue.mode)
+        except FileExistsError as error:
+            if time.monotonic() >= deadline:
+                raise RestoreFailed(
+                    f"{path} is in use: a process of this image is being restored (by another phosd, or for a pool), "
+                    "or checkpointed. Try again."
+                ) from error
+            time.sleep(LOOK_SECONDS)
+        except OSError as error:
+            raise RestoreFailed(
+                f"{path}, where the image's process has part of its memory, cannot be made: {error.strerror or error}."
+            ) from error

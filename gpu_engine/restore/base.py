@@ -55,6 +55,9 @@ class RestoredProcess:
 VERDICT_SECONDS = 10.0
 """For so long a thread that brings back a process which has ended may take to say whether it was back by then."""
 
+BUSY_SECONDS = 10.0
+"""So long does it take at most to park another process of the same image, which needs the same files for that."""
+
 Register = Callable[[RestoredProcess, list[Block]], GatedProcess]
 """Makes a process and its blocks known to phosd, before it exists."""
 
@@ -170,7 +173,7 @@ class Restore(ABC):
         self._match_gpus()
         wanted = self._wanted_blocks()
         require_room(wanted.values())
-        self._residues = RestoredResidues(self._image)
+        self._residues = RestoredResidues(self._image, BUSY_SECONDS)
         threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
         try:
             self._begin(wanted, register)

@@ -260,6 +260,22 @@ def test_content_comes_back_from_the_image(tmp_path: Path, memory: Path) -> None
         assert not left(memory)
 
 
+def test_a_file_that_is_in_use_is_waited_for_if_one_can(tmp_path: Path, memory: Path) -> None:
+    """A pool of the same image is filled: that lasts a second for each of its processes."""
+    files = prepared(Process())
+    folder = image(tmp_path / "image", files)
+    files.discard()
+    with Image.open(folder) as opened:
+        parked = RestoredResidues(opened)
+        with pytest.raises(RestoreFailed, match=r"is in use: .* for a pool"):
+            RestoredResidues(opened)
+        later = threading.Timer(0.1, parked.discard)
+        later.start()
+        RestoredResidues(opened, 60).discard()
+        later.join()
+    assert not left(memory)
+
+
 def test_a_file_is_not_let_go_while_it_is_filled(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its descriptor would be another file's, and that would be written to: a pool is dropped while it is filled."""
     process = Process()
