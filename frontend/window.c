@@ -129,42 +129,47 @@ static bool all_there(const struct phos_mapping *mapping)
     return true;
 }
 
-/* phosd has read what it wanted; but a copy or a flag that nobody wants any more may still be on its way. And what is queued
- * before a transfer's flag may wait for a thread that waits for an answer of this one. */
 static bool on_its_way(CUresult result)
 {
-    if (result == CUDA_ERROR_NOT_READY) {
-        phos_connection_pump();
-        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
-        return true;
-    }
-    if (result != CUDA_SUCCESS)
+    if (result != CUDA_SUCCESS && result != CUDA_ERROR_NOT_READY)
         phos_debug("what was to be written to a shadow pool ended with an error");
-    return false;
+    return result == CUDA_ERROR_NOT_READY;
 }
 
-static void leave_pools(void)
+/* False: something is still on its way to a pool. */
+static bool pools_left(void)
 {
-    PHOS_LOCKED(&phos_window_lock); /* a context may end */
+    PHOS_LOCKED(&phos_window_lock);
+    if (!phos_window.slots)
+        return true;
+    struct phos_slot *transfers = phos_window.slots + phos_window.table->slots, *end = transfers + PHOS_TRANSFERS;
+    for (int d = 0; d < phos_device_count; d++)
+        if (phos_window.pools[d].copies && on_its_way(phos_real.cuStreamQuery(phos_window.pools[d].copies)))
+            return false;
+    for (struct phos_slot *slot = transfers; slot < end; slot++)
+        if (slot->event && on_its_way(phos_real.cuEventQuery(slot->event)))
+            return false;
     for (int d = 0; d < phos_device_count; d++) {
-        CUstream copies = phos_window.pools[d].copies;
-        if (!copies)
-            continue;
-        while (on_its_way(phos_real.cuStreamQuery(copies)))
-            ;
-        phos_real.cuStreamDestroy_v2(copies);
+        if (phos_window.pools[d].copies)
+            phos_real.cuStreamDestroy_v2(phos_window.pools[d].copies);
         phos_window.pools[d].copies = NULL;
     }
-    for (uint32_t s = 0; phos_window.slots && s < phos_window.table->slots + PHOS_TRANSFERS; s++) {
-        CUevent event = phos_window.slots[s].event;
-        if (!event)
-            continue;
-        while (s >= phos_window.table->slots && on_its_way(phos_real.cuEventQuery(event)))
-            ;
-        phos_real.cuEventDestroy_v2(event);
-    }
+    for (struct phos_slot *slot = phos_window.slots; slot < end; slot++)
+        if (slot->event)
+            phos_real.cuEventDestroy_v2(slot->event);
     free(phos_window.slots);
     phos_window.slots = NULL;
+    return true;
+}
+
+/* phosd has read what it wanted; but a copy or a flag that nobody wants any more may still be on its way. And what is queued
+ * before a transfer's flag may wait for a thread that waits for an answer of this one, or for the window's lock. */
+static void leave_pools(void)
+{
+    while (!pools_left()) {
+        phos_connection_pump();
+        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    }
 }
 
 static void put_away(void)

@@ -338,7 +338,7 @@ def test_the_end_of_a_window_does_not_keep_phosds_answers_from_who_waits_for_the
 
 
 @contextmanager
-def window(phosd: FakePhosd, session: Session, pool: int) -> Iterator[None]:
+def window(phosd: FakePhosd, session: Session, pool: int, *, prioritise: bool = False) -> Iterator[None]:
     """A window that nobody saves anything in; the one block of ``pool`` bytes is what is lent to it for shadows."""
     assert not phosd.quiesce(session).error
     (lent,) = (number for number, block in session.blocks.items() if block.size == pool)
@@ -352,7 +352,7 @@ def window(phosd: FakePhosd, session: Session, pool: int) -> Iterator[None]:
     assert connection is not None
     with (
         closing(ChunkTable(CHUNK, count)) as chunks,
-        closing(WindowTable(0, records, [shape], 4 * count, prioritise=False, order=2 * count)) as table,
+        closing(WindowTable(0, records, [shape], 4 * count, prioritise=prioritise, order=2 * count)) as table,
     ):
         tables = [chunks.descriptor, table.descriptor, session.blocks[lent].descriptor]
         begun, _ = connection.ask(descriptors=tables, window_begin=wire.WindowBegin())
@@ -416,4 +416,39 @@ def test_contexts_may_begin_and_end_in_a_window(phosd: FakePhosd) -> None:
         with window(phosd, session, 34 << 20):
             app.tell()
             assert app.line() == "through"
+        app.finish()
+
+
+def test_a_context_may_end_while_the_end_of_a_window_waits_for_a_transfer(phosd: FakePhosd) -> None:
+    body = """
+    first = start()
+    second = ok(cu.cuCtxCreate(None, 0, 0))
+    ok(cu.cuCtxSetCurrent(first))
+    size = 2 << 20
+    flag, pinned = int(ok(cu.cuMemHostAlloc(4096, 0))), int(ok(cu.cuMemHostAlloc(size, 0)))
+    ctypes.memset(flag, 0, 4096)
+    ctypes.memset(pinned, 5, size)
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    p = ok(cu.cuMemAlloc(40 << 20))
+    waiting = ok(cu.cuStreamCreate(1))
+    say("ready")
+    heard()
+    ok(cu.cuStreamWaitValue32(waiting, flag, 1, 0))
+    ok(cu.cuMemcpyHtoDAsync(p, pinned, size, waiting))
+    say("queued")
+    heard()
+    time.sleep(0.3)  # the window ends by now, most likely
+    ok(cu.cuCtxDestroy(second))
+    ctypes.memset(flag, 1, 1)
+    ok(cu.cuStreamSynchronize(waiting))
+    assert read(p, size) == bytes([5]) * size
+    say("through")
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20, prioritise=True):
+            app.tell()
+            assert app.line() == "queued"
+            app.tell()
+        assert app.line() == "through"
         app.finish()
