@@ -25,7 +25,7 @@ struct phos_touches {
     uint32_t unsure;        /* the same, in a kernel of cuBLAS; outside of its calls it is taken not to happen */
     bool guessed;           /* the kernel's code cannot be followed: nobody knows what it does beyond its arguments */
     bool host_copy;         /* moves data between host and device: transfers of ours step aside */
-    bool synchronous;       /* returns when the work is done */
+    bool synchronous;       /* returns when the work is done, or nearly: from the host the last of it may be staged */
     bool unknown;           /* a launch of a kernel of which not even the arguments are known */
     bool documented;        /* what the library call that it is made in documents is all that it touches besides */
     bool window;            /* window_shadow.c's own */

@@ -50,6 +50,7 @@ void touch_cuMemcpyAsync(struct phos_touches *touches, CUdeviceptr_v2 to, CUdevi
 void touch_cuMemcpy(struct phos_touches *touches, CUdeviceptr_v2 to, CUdeviceptr_v2 from, size_t bytes)
 {
     touch_cuMemcpyAsync(touches, to, from, bytes, NULL);
+    touches->synchronous = true;
 }
 
 void touch_cuMemcpyPeerAsync(struct phos_touches *touches, CUdeviceptr_v2 to, CUcontext to_context, CUdeviceptr_v2 from,
@@ -66,13 +67,12 @@ void touch_cuMemcpyPeer(struct phos_touches *touches, CUdeviceptr_v2 to, CUconte
     touch_cuMemcpyPeerAsync(touches, to, to_context, from, from_context, bytes, NULL);
 }
 
-/* The plain forms, at both widths. Only a copy to the host is done when the call returns: one from the host may be in a
- * staging buffer still. */
+/* The plain forms, at both widths. */
 #define LINEAR_COPIES(suffix, address_type, size_type) \
     void touch_cuMemcpyHtoD##suffix(struct phos_touches *touches, address_type to, const void *from, size_type bytes) \
     { \
         (void)from; \
-        host(touches, NULL, false); \
+        host(touches, NULL, true); \
         side(touches, to, bytes, PHOS_WRITES); \
     } \
     void touch_cuMemcpyHtoDAsync##suffix(struct phos_touches *touches, address_type to, const void *from, \
@@ -125,7 +125,7 @@ void touch_cuMemcpyPeer(struct phos_touches *touches, CUdeviceptr_v2 to, CUconte
         (void)offset; \
         (void)from; \
         (void)bytes; \
-        host(touches, NULL, false); \
+        host(touches, NULL, true); \
     } \
     void touch_cuMemcpyHtoAAsync##suffix(struct phos_touches *touches, CUarray to, size_type offset, const void *from, \
                                          size_type bytes, CUstream stream) \
@@ -202,7 +202,7 @@ static void box(struct phos_touches *touches, CUmemorytype type, CUdeviceptr dev
             return; \
         box_kind(copy, PHOS_WRITES, dst); \
         box_kind(copy, PHOS_READS, src); \
-        touches->synchronous = copy->dstMemoryType == CU_MEMORYTYPE_HOST; \
+        touches->synchronous = true; \
     }
 #define BOX_COPY_ASYNC(name, copy_type, box_kind) \
     void touch_##name(struct phos_touches *touches, const copy_type *copy, CUstream stream) \

@@ -409,7 +409,9 @@ void phos_window_before(struct phos_touches *touches)
         __atomic_fetch_add(&phos_window.table->transferring, 1, __ATOMIC_RELEASE);
 }
 
-/* phosd steps aside until the GPU has set the flag behind a transfer. */
+/* phosd steps aside until the GPU has set the flag behind a transfer. Not behind a synchronous one: what other threads queued
+ * while it lasted may wait for this one, and in a default stream the flag would come behind that, and other streams behind
+ * the flag. */
 static void note_transfer(CUstream stream)
 {
     CUcontext context;

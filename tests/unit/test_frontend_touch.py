@@ -176,7 +176,7 @@ def test_copies_and_memsets(phosd: FakePhosd, library: Path) -> None:
     with tracing(phosd, library, COPIES) as (app, _):
         # name, source, stream, nothing, anything, host copy, synchronous, places
         assert rest_of(app) == [
-            "cuMemcpyHtoD_v2 255 0 0 0 1 0 a+0:100:w",
+            "cuMemcpyHtoD_v2 255 0 0 0 1 1 a+0:100:w",
             "cuMemcpyDtoH_v2 255 0 0 0 1 1 a+8:200:r",
             "cuMemcpyDtoD_v2 255 0 0 0 0 0 a+16:300:w b+32:300:r",
             "cuMemcpyDtoDAsync_v2 255 stream 0 0 0 0 a+0:64:w b+0:64:r",
@@ -188,7 +188,7 @@ def test_copies_and_memsets(phosd: FakePhosd, library: Path) -> None:
             "cuMemsetD32Async 255 stream 0 0 0 0 a+0:40:w",
             "cuMemsetD2D32_v2 255 0 0 0 0 0 a+0:1056:w",
             "cuMemcpy2DAsync_v2 255 stream 0 0 0 0 a+516:868:r b+0:1636:w",
-            "cuMemcpy3D_v2 255 0 0 0 1 0 b+512:736:w",
+            "cuMemcpy3D_v2 255 0 0 0 1 1 b+512:736:w",
             "cuMemsetD8Async 255 stream 1 0 0 0 a+0:10:w",
         ]
         app.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -451,4 +452,43 @@ def test_a_context_may_end_while_the_end_of_a_window_waits_for_a_transfer(phosd:
             assert app.line() == "queued"
             app.tell()
         assert app.line() == "through"
+        app.finish()
+
+
+def test_no_flag_behind_a_transfer_waits_for_what_came_after_it(phosd: FakePhosd, tmp_path: Path) -> None:
+    """A transfer in the default stream; before it has returned another stream waits for the thread that made it."""
+    body = """
+    start()
+    size = 2 << 20
+    flag, pinned = int(ok(cu.cuMemHostAlloc(4096, 0))), int(ok(cu.cuMemHostAlloc(size, 0)))
+    ctypes.memset(flag, 0, 4096)
+    ctypes.memset(pinned, 5, size)
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    p = ok(cu.cuMemAlloc(40 << 20))
+    waiting, other = ok(cu.cuStreamCreate(0)), ok(cu.cuStreamCreate(0))
+    context = ok(cu.cuCtxGetCurrent())
+    say("ready")
+    heard()
+    def transfer():
+        ok(cu.cuCtxSetCurrent(context))
+        ok(cu.cuMemcpyHtoD(p, pinned, size))
+        ok(cu.cuMemsetD8Async(int(p) + size, 6, size, other))
+        ok(cu.cuStreamSynchronize(other))
+        ctypes.memset(flag, 1, 1)
+    thread = threading.Thread(target=transfer, daemon=True)
+    thread.start()
+    time.sleep(0.3)  # it is under way by now, most likely
+    ok(cu.cuStreamWaitValue32(waiting, flag, 1, 0))
+    os.unlink(os.environ["SOFTGPU_COPY_HOLD"])
+    thread.join()
+    assert read(p, 2 * size) == bytes([5]) * size + bytes([6]) * size
+    say("through")
+    """
+    held = tmp_path / "held"
+    held.touch()
+    with program(phosd, body, SOFTGPU_COPY_HOLD=str(held)) as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20, prioritise=True):
+            app.tell()
+            assert app.line() == "through"
         app.finish()
