@@ -105,7 +105,7 @@ static void context_ends(CUcontext context, CUdevice device)
 {
     if (phos_synchronize_anyhow(context) != CUDA_SUCCESS)
         phos_debug("a context ends with an error pending");
-    phos_window_context_ends(context);
+    phos_window_context_ends(context, false);
     size_t left = 0;
     {
         PHOS_LOCKED(&phos_memory_lock);
@@ -223,6 +223,7 @@ static CUresult primary_released(CUdevice device, CUresult (*release)(CUdevice_v
     if (result == CUDA_SUCCESS && had && phos_real.cuDevicePrimaryCtxGetState(device, &flags, &active) == CUDA_SUCCESS &&
         !active) {
         /* Too late to wait for its work, which the driver did; its memory goes now. */
+        phos_window_context_ends(primary, true);
         PHOS_LOCKED(&phos_memory_lock);
         phos_pool_context_ends(primary);
         phos_free_context(primary);

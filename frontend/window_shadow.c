@@ -184,7 +184,7 @@ static bool stream_in(struct phos_shadow_pool *pool, CUcontext context)
     return phos_real.cuStreamCreate(&pool->copies, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS;
 }
 
-void phos_window_context_ends(CUcontext context)
+void phos_window_context_ends(CUcontext context, bool gone)
 {
     PHOS_LOCKED(&phos_window_lock);
     if (!phos_window.slots)
@@ -193,14 +193,16 @@ void phos_window_context_ends(CUcontext context)
         struct phos_shadow_pool *pool = &phos_window.pools[d];
         if (!pool->copies || pool->context != context)
             continue;
-        phos_real.cuStreamDestroy_v2(pool->copies);
+        if (!gone)
+            phos_real.cuStreamDestroy_v2(pool->copies);
         pool->copies = NULL;
     }
     for (uint32_t s = 0; s < phos_window.table->slots + PHOS_TRANSFERS; s++) {
         struct phos_slot *slot = &phos_window.slots[s];
         if (!slot->event || slot->context != context)
             continue;
-        phos_real.cuEventDestroy_v2(slot->event);
+        if (!gone)
+            phos_real.cuEventDestroy_v2(slot->event);
         slot->event = NULL;
     }
 }

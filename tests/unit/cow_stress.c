@@ -460,9 +460,9 @@ static void window(uint32_t slots)
     total.stream_waits += phos_window.table->counts.stream_waits;
     total.failures += phos_window.table->counts.failures;
     unsigned had = atomic_load(&events);
-    phos_window_context_ends(ELSEWHERE);
+    phos_window_context_ends(ELSEWHERE, false);
     check(atomic_load(&events) == had && !pool->copies == !atomic_load(&copying), "a context took another's along");
-    phos_window_context_ends(HERE);
+    phos_window_context_ends(HERE, false);
     check(!atomic_load(&events) && !pool->copies && !atomic_load(&copying), "a context left something behind");
     free((void *)pool->address);
     memset(noted, 0, chunk_count);

@@ -492,3 +492,37 @@ def test_no_flag_behind_a_transfer_waits_for_what_came_after_it(phosd: FakePhosd
             app.tell()
             assert app.line() == "through"
         app.finish()
+
+
+def test_what_copied_in_a_primary_context_that_was_released_is_used_no_more(phosd: FakePhosd) -> None:
+    """What the driver makes after that may have the handles of what ended with it."""
+    body = """
+    start()
+    second = ok(cu.cuCtxCreate(None, 0, 0))
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    p = ok(cu.cuMemAlloc(40 << 20))
+    fill(p, 40 << 20, 3)
+    say("ready")
+    heard()
+    def wrote(chunk):
+        fill(int(p) + (chunk << 22), 1 << 20, chunk)
+        return read(int(p) + (chunk << 22), 2 << 20) == bytes([chunk]) * (1 << 20) + b"\\3" * (1 << 20)
+    ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+    assert wrote(0)
+    for _ in range(2):
+        ok(cu.cuDevicePrimaryCtxRelease(0))
+    assert not ok(cu.cuDevicePrimaryCtxGetState(0))[1]
+    ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+    time.sleep(0.3)  # the software GPU has let go of it by now, most likely
+    streams = [ok(cu.cuStreamCreate(1)) for _ in range(2000)]
+    identities = [ok(cu.cuStreamGetId(stream)) for stream in streams]
+    assert wrote(1)
+    assert [ok(cu.cuStreamGetId(stream)) for stream in streams] == identities
+    say("through")
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20):
+            app.tell()
+            assert app.line() == "through"
+        app.finish()
