@@ -35,7 +35,7 @@ void phos_context_seen(CUcontext context, CUdevice device)
     static __thread CUcontext last __attribute__((tls_model("initial-exec")));
     static __thread uint64_t last_change __attribute__((tls_model("initial-exec")));
     static _Atomic uint64_t changes = 1;
-    if (context == last && last_change == atomic_load_explicit(&changes, memory_order_relaxed))
+    if (device >= 0 && context == last && last_change == atomic_load_explicit(&changes, memory_order_relaxed))
         return;
     PHOS_LOCKED(&context_lock);
     if (device < 0) { /* forget it */

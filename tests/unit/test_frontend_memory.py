@@ -55,6 +55,32 @@ def test_blocks_are_registered_and_removed(phosd: FakePhosd) -> None:
         app.finish()
 
 
+def test_the_last_context_of_a_gpu_takes_freed_memory_along(phosd: FakePhosd) -> None:
+    body = """
+    ok(cu.cuInit(0))
+    contexts = [ok(cu.cuCtxCreate(None, 0, ok(cu.cuDeviceGet(0)))) for _ in range(2)]
+    for context in contexts:
+        ok(cu.cuCtxSetCurrent(context))
+        ok(cu.cuMemFree(ok(cu.cuMemAlloc(20 << 20))))
+    ok(cu.cuCtxDestroy(contexts[1]))
+    say("one")
+    heard()
+    ok(cu.cuCtxSetCurrent(contexts[0]))
+    ok(cu.cuMemFree(ok(cu.cuMemAlloc(20 << 20))))
+    ok(cu.cuCtxDestroy(contexts[0]))
+    say("none")
+    heard()
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "one"
+        eventually(lambda: len(session.blocks) == 1)
+        app.tell()
+        assert app.line() == "none"
+        eventually(lambda: not session.blocks)
+        app.tell()
+        app.finish()
+
+
 def test_medium_sizes_share_slabs_and_grow_together_again(phosd: FakePhosd) -> None:
     body = """
     start()
