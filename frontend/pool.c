@@ -184,34 +184,11 @@ static bool captured(CUstream stream)
                                status != CU_STREAM_CAPTURE_STATUS_NONE);
 }
 
-static bool stream_context(CUstream stream, CUcontext *context, CUdevice *device)
-{
-    CUcontext current;
-    CUdevice here;
-    bool have = phos_current(&current, &here) == CUDA_SUCCESS;
-    if ((uintptr_t)stream <= 2) {
-        *context = current;
-        *device = here;
-        return have;
-    }
-    if (phos_real.cuStreamGetCtx(stream, context) != CUDA_SUCCESS)
-        return false;
-    if (have && *context == current) {
-        *device = here;
-        return true;
-    }
-    if (phos_real.cuCtxPushCurrent_v2(*context) != CUDA_SUCCESS)
-        return false;
-    have = phos_real.cuCtxGetDevice(device) == CUDA_SUCCESS && *device >= 0 && *device < phos_device_count;
-    phos_real.cuCtxPopCurrent_v2(&current);
-    return have;
-}
-
 static CUdevice stream_device(CUstream stream)
 {
     CUcontext context;
     CUdevice device;
-    return stream_context(stream, &context, &device) ? device : CU_DEVICE_INVALID;
+    return phos_stream_context(stream, &context, &device) ? device : CU_DEVICE_INVALID;
 }
 
 static CUresult pool_allocate(struct phos_pool *pool, CUcontext context, size_t size, CUstream stream,
@@ -266,7 +243,7 @@ CUresult serve_cuMemAllocFromPoolAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CU
             phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)bytesize);
         return result;
     }
-    if (valid && stream_context(stream, &context, &device)) {
+    if (valid && phos_stream_context(stream, &context, &device)) {
         phos_context_seen(context, device);
         PHOS_LOCKED(&phos_memory_lock);
         struct phos_pool *pool = phos_pool_of(handle);
@@ -292,7 +269,7 @@ CUresult serve_cuMemAllocAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CUstream s
             phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)bytesize);
         return result;
     }
-    if (valid && stream_context(stream, &context, &device) &&
+    if (valid && phos_stream_context(stream, &context, &device) &&
         phos_real.cuDeviceGetMemPool(&handle, device) == CUDA_SUCCESS) {
         phos_context_seen(context, device);
         PHOS_LOCKED(&phos_memory_lock);
@@ -332,7 +309,7 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
         return phos_real.cuMemFreeAsync(dptr, stream);
     CUcontext context;
     CUdevice device;
-    if (!stream_context(stream, &context, &device))
+    if (!phos_stream_context(stream, &context, &device))
         return CUDA_ERROR_INVALID_CONTEXT;
     PHOS_RELAXED;
     PHOS_LOCKED(&phos_memory_lock);

@@ -12,14 +12,23 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 _Atomic int phos_capture_count;
 /* Writers first: a storm of frees must not keep a capture from beginning. */
 pthread_rwlock_t phos_capture_lock = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 
-static pthread_mutex_t context_lock = PTHREAD_MUTEX_INITIALIZER; /* guards the list; taken last */
+static pthread_mutex_t context_lock = PTHREAD_MUTEX_INITIALIZER; /* guards both lists; taken last */
 static struct phos_context *contexts;
 static size_t context_count, context_capacity;
+
+/* Captures that were begun, by the stream that they were begun in; guarded by context_lock. */
+static struct capture {
+    CUstream stream;
+    CUcontext context; /* NULL: unknown */
+    int32_t thread;    /* of a per-thread default stream; 0: another kind */
+    struct capture *next;
+} *captures;
 
 static bool context_known(CUcontext context)
 {
@@ -27,6 +36,25 @@ static bool context_known(CUcontext context)
         if (contexts[i].context == context)
             return true;
     return false;
+}
+
+static void capture_ended(struct capture *capture)
+{
+    free(capture);
+    atomic_fetch_sub(&phos_capture_count, 1);
+}
+
+static void captures_end(CUcontext context)
+{
+    for (struct capture **link = &captures; *link;) {
+        struct capture *capture = *link;
+        if (capture->context != context) {
+            link = &capture->next;
+            continue;
+        }
+        *link = capture->next;
+        capture_ended(capture);
+    }
 }
 
 void phos_context_seen(CUcontext context, CUdevice device)
@@ -42,6 +70,7 @@ void phos_context_seen(CUcontext context, CUdevice device)
         for (size_t i = 0; i < context_count; i++)
             if (contexts[i].context == context)
                 contexts[i--] = contexts[--context_count];
+        captures_end(context);
         atomic_fetch_add(&changes, 1);
         return;
     }
@@ -59,6 +88,29 @@ void phos_context_seen(CUcontext context, CUdevice device)
     }
     last = context;
     last_change = atomic_load(&changes);
+}
+
+bool phos_stream_context(CUstream stream, CUcontext *context, CUdevice *device)
+{
+    CUcontext current;
+    CUdevice here;
+    bool have = phos_current(&current, &here) == CUDA_SUCCESS;
+    if ((uintptr_t)stream <= 2) {
+        *context = current;
+        *device = here;
+        return have;
+    }
+    if (phos_real.cuStreamGetCtx(stream, context) != CUDA_SUCCESS)
+        return false;
+    if (have && *context == current) {
+        *device = here;
+        return true;
+    }
+    if (phos_real.cuCtxPushCurrent_v2(*context) != CUDA_SUCCESS)
+        return false;
+    have = phos_real.cuCtxGetDevice(device) == CUDA_SUCCESS && *device >= 0 && *device < phos_device_count;
+    phos_real.cuCtxPopCurrent_v2(&current);
+    return have;
 }
 
 static void context_forget(CUcontext context)
@@ -309,81 +361,104 @@ static bool capture_begins(void)
     return pthread_rwlock_timedwrlock(&phos_capture_lock, &deadline) == 0;
 }
 
-/* Those that began behind our back are not counted. */
-static void capture_ended(void)
+static void capture_put(struct capture *capture)
 {
-    int count = atomic_load(&phos_capture_count);
-    while (count > 0 && !atomic_compare_exchange_weak(&phos_capture_count, &count, count - 1))
-        continue;
+    PHOS_LOCKED(&context_lock);
+    capture->next = captures;
+    captures = capture;
 }
 
-static CUresult capture_begun(bool locked, CUresult result)
+static int32_t thread_of(CUstream stream)
 {
-    if (result != CUDA_SUCCESS)
-        capture_ended();
+    return stream == CU_STREAM_PER_THREAD ? gettid() : 0;
+}
+
+/* The one that was begun in this stream, no longer in the list; NULL: none, though it may take part in another's. */
+static struct capture *capture_take(CUstream stream)
+{
+    int32_t thread = thread_of(stream);
+    PHOS_LOCKED(&context_lock);
+    for (struct capture **link = &captures; *link; link = &(*link)->next)
+        if ((*link)->stream == stream && (*link)->thread == thread) {
+            struct capture *capture = *link;
+            *link = capture->next;
+            return capture;
+        }
+    return NULL;
+}
+
+static CUresult capture_begun(bool locked, CUstream stream, CUresult result)
+{
     if (locked)
         pthread_rwlock_unlock(&phos_capture_lock);
+    CUdevice device;
+    struct capture *capture = result == CUDA_SUCCESS ? calloc(1, sizeof *capture) : NULL;
+    if (!capture) { /* or out of host memory */
+        atomic_fetch_sub(&phos_capture_count, 1);
+        return result;
+    }
+    capture->stream = stream;
+    capture->thread = thread_of(stream);
+    if (phos_stream_context(stream, &capture->context, &device))
+        phos_context_seen(capture->context, device);
+    else
+        capture->context = NULL;
+    capture_put(capture);
     return result;
 }
 
 CUresult serve_cuStreamBeginCapture_v2(CUstream stream, CUstreamCaptureMode mode)
 {
     bool locked = capture_begins();
-    return capture_begun(locked, phos_real.cuStreamBeginCapture_v2(stream, mode));
+    return capture_begun(locked, stream, phos_real.cuStreamBeginCapture_v2(stream, mode));
 }
 
 CUresult serve_cuStreamBeginCapture(CUstream stream)
 {
     bool locked = capture_begins();
-    return capture_begun(locked, phos_real.cuStreamBeginCapture(stream));
+    return capture_begun(locked, stream, phos_real.cuStreamBeginCapture(stream));
 }
 
 CUresult serve_cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const CUgraphNode *dependencies,
                                            const CUgraphEdgeData *data, size_t count, CUstreamCaptureMode mode)
 {
     bool locked = capture_begins();
-    return capture_begun(locked, phos_real.cuStreamBeginCaptureToGraph(stream, graph, dependencies, data, count, mode));
+    return capture_begun(locked, stream, phos_real.cuStreamBeginCaptureToGraph(stream, graph, dependencies, data, count, mode));
 }
 
 CUresult serve_cuStreamEndCapture(CUstream stream, CUgraph *graph)
 {
-    /* A capture that was spoilt ends here too, with an error; one that was never begun does not count. */
-    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-    bool capturing = phos_real.cuStreamIsCapturing(stream, &status) == CUDA_SUCCESS &&
-                     status != CU_STREAM_CAPTURE_STATUS_NONE;
     CUresult result = phos_real.cuStreamEndCapture(stream, graph);
-    if (result == CUDA_SUCCESS ||
-        (capturing && (phos_real.cuStreamIsCapturing(stream, &status) != CUDA_SUCCESS ||
-                       status == CU_STREAM_CAPTURE_STATUS_NONE)))
-        capture_ended();
+    /* One that was spoilt ends here too, with an error; one that is another thread's does not. */
+    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+    bool ended = result == CUDA_SUCCESS || phos_real.cuStreamIsCapturing(stream, &status) != CUDA_SUCCESS ||
+                 status == CU_STREAM_CAPTURE_STATUS_NONE;
+    struct capture *capture = ended ? capture_take(stream) : NULL;
+    if (capture)
+        capture_ended(capture);
     return result;
 }
 
 /* A capture ends with its stream as well. */
-static bool capturing(CUstream stream)
+static CUresult stream_destroyed(CUresult result, struct capture *capture)
 {
-    CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
-    return phos_captures() && stream && phos_real.cuStreamIsCapturing(stream, &status) == CUDA_SUCCESS &&
-           status != CU_STREAM_CAPTURE_STATUS_NONE;
-}
-
-static CUresult stream_destroyed(CUresult result, bool captured)
-{
-    if (result == CUDA_SUCCESS && captured)
-        capture_ended();
+    if (capture && result == CUDA_SUCCESS)
+        capture_ended(capture);
+    else if (capture)
+        capture_put(capture);
     return result;
 }
 
 CUresult serve_cuStreamDestroy_v2(CUstream stream)
 {
-    bool captured = capturing(stream);
+    struct capture *capture = phos_captures() ? capture_take(stream) : NULL;
     phos_twins_stream_ends(stream);
-    return stream_destroyed(phos_real.cuStreamDestroy_v2(stream), captured);
+    return stream_destroyed(phos_real.cuStreamDestroy_v2(stream), capture);
 }
 
 CUresult serve_cuStreamDestroy(CUstream stream)
 {
-    bool captured = capturing(stream);
+    struct capture *capture = phos_captures() ? capture_take(stream) : NULL;
     phos_twins_stream_ends(stream);
-    return stream_destroyed(phos_real.cuStreamDestroy(stream), captured);
+    return stream_destroyed(phos_real.cuStreamDestroy(stream), capture);
 }

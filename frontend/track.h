@@ -24,6 +24,8 @@ struct phos_context {
 };
 
 void phos_context_seen(CUcontext context, CUdevice device);
+/* The context that a stream is in, and its device; of a default stream the current ones. */
+bool phos_stream_context(CUstream stream, CUcontext *context, CUdevice *device);
 /* A copy of the list of live contexts, primary ones that were made behind our back included; to be freed. */
 struct phos_context *phos_contexts(size_t *count);
 /* Likewise, but only those that calls have shown: any thread. */

@@ -255,6 +255,67 @@ say("done")
         app.finish()
 
 
+@pytest.mark.parametrize("end", ["cuCtxDestroy(ending)", "cuDevicePrimaryCtxReset(0)", "cuDevicePrimaryCtxRelease(0)"])
+def test_a_capture_ends_with_its_context(phosd: FakePhosd, end: str) -> None:
+    body = f"""
+    first = start()
+    second = ok(cu.cuCtxCreate(None, 0, ok(cu.cuDeviceGet(0))))
+    ending, staying = (second, first) if "Destroy" in "{end}" else (first, second)
+    ok(cu.cuCtxSetCurrent(ending))
+    captured = ok(cu.cuStreamCreate(1))
+    ok(cu.cuStreamBeginCapture(captured, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    ok(cu.{end})
+    ok(cu.cuCtxSetCurrent(staying))
+    other = ok(cu.cuStreamCreate(1))
+    ok(cu.cuStreamBeginCapture(other, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    say("capturing")
+    heard()
+    ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(other))))
+    say("done")
+    heard()
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "capturing"
+        assert "a stream capture did not end in time" in phosd.quiesce(session, timeout_ms=100).error
+        app.tell()
+        assert app.line() == "done"
+        phosd.toggle(session)
+        app.tell()
+        app.finish()
+
+
+def test_a_capture_does_not_end_with_a_stream_that_joined_it(phosd: FakePhosd) -> None:
+    """It is spoilt, as without PhOS; another capture is not."""
+    body = """
+    start()
+    RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    first, joined, other = (ok(cu.cuStreamCreate(1)) for _ in range(3))
+    event = ok(cu.cuEventCreate(2))
+    p, q = ok(cu.cuMemAlloc(1 << 20)), ok(cu.cuMemAlloc(1 << 20))
+    ok(cu.cuStreamBeginCapture(other, RELAXED))
+    ok(cu.cuStreamBeginCapture(first, RELAXED))
+    ok(cu.cuEventRecord(event, first))
+    ok(cu.cuStreamWaitEvent(joined, event, 0))
+    ok(cu.cuStreamDestroy(joined))
+    assert int(cu.cuStreamEndCapture(first)[0]) == 901
+    ok(cu.cuMemFree(p))
+    ok(cu.cuMemsetD8Async(q, 7, 1 << 20, other))
+    say("capturing")
+    heard()
+    ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(other))))
+    say("done")
+    heard()
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "capturing"
+        assert "a stream capture did not end in time" in phosd.quiesce(session, timeout_ms=100).error
+        app.tell()
+        assert app.line() == "done"
+        phosd.toggle(session)
+        app.tell()
+        app.finish()
+
+
 def test_memory_freed_during_a_capture_is_not_carried_along(phosd: FakePhosd) -> None:
     body = (
         WAITING
