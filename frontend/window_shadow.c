@@ -20,6 +20,7 @@
 /* A chunk that a call may write to. */
 struct target {
     CUdeviceptr address; /* of its first byte; 0: it is not mapped as a whole */
+    uint64_t devices;    /* bit d: device d has access to it there */
     uint32_t chunk, size, slot;
 };
 
@@ -80,6 +81,15 @@ static void add(struct targets *targets, struct target target)
     targets->list[targets->count++] = target;
 }
 
+static uint64_t devices_of(const struct phos_mapping *mapping)
+{
+    uint64_t devices = 0;
+    for (uint32_t i = 0; i < mapping->access_count; i++)
+        if (mapping->access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE && mapping->access[i].flags)
+            devices |= 1ull << mapping->access[i].location.id % PHOS_DEVICES;
+    return devices;
+}
+
 /* Notes the chunks in [begin, end) of one mapping as touched, and adds those that are not saved and about to change. */
 static void add_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie)
 {
@@ -89,6 +99,7 @@ static void add_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdevic
     struct phos_chunk_range range = phos_window_chunks(mapping, begin, end);
     if (targets->notes)
         phos_window_note(range, targets->writes);
+    uint64_t devices = devices_of(mapping);
     for (uint32_t chunk = range.first; targets->writes && targets->copies && chunk < range.end; chunk++) {
         if (chunk_state(chunk) == PHOS_CHUNK_SAVED)
             continue;
@@ -96,6 +107,7 @@ static void add_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdevic
         uint64_t size = block->size - offset < unit ? block->size - offset : unit;
         bool whole = offset >= mapping->offset && offset + size <= mapping->offset + mapping->range.size;
         add(targets, (struct target){.address = whole ? mapping->range.address + (offset - mapping->offset) : 0,
+                                     .devices = devices,
                                      .chunk = chunk,
                                      .size = (uint32_t)size});
     }
@@ -237,6 +249,12 @@ static bool queue_copies(struct phos_shadow_pool *pool, const struct target *lis
     return phos_real.cuEventRecord(leader->event, stream) == CUDA_SUCCESS;
 }
 
+/* A copy peer to peer is made without access to the other's memory; ours is not one. */
+static bool can_copy(const struct target *target, CUdevice device)
+{
+    return target->address && target->devices >> device & 1;
+}
+
 /* Copies aside what it can, moves what it cannot to the front of `list` and answers how many those are. */
 static size_t shadow(struct target *list, size_t count, CUstream stream)
 {
@@ -250,7 +268,7 @@ static size_t shadow(struct target *list, size_t count, CUstream stream)
     size_t taken = 0, left = 0;
     PHOS_FREES struct target *mine = pool && pool->slots ? malloc(count * sizeof *mine) : NULL;
     for (size_t i = 0; i < count; i++) {
-        uint32_t slot = mine && list[i].address ? find_slot(pool) : UINT32_MAX;
+        uint32_t slot = mine && can_copy(&list[i], device) ? find_slot(pool) : UINT32_MAX;
         if (slot == UINT32_MAX || !claim(list[i].chunk)) {
             if (chunk_state(list[i].chunk) != PHOS_CHUNK_SAVED)
                 list[left++] = list[i];

@@ -248,6 +248,7 @@ void phos_audit_after(struct phos_touches *touches, CUresult result)
 
 static struct phos_block blocks[BLOCKS];
 static struct phos_mapping mappings[BLOCKS];
+static struct phos_access access_of_all = {{.type = CU_MEM_LOCATION_TYPE_DEVICE}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
 static uint32_t chunk_count;
 static char *memory;
 static size_t memory_size;
@@ -267,7 +268,8 @@ static void make_memory(void)
             ((uint64_t *)at)[i] = i * 0x9e3779b97f4a7c15ull + (uint64_t)b;
         blocks[b] = (struct phos_block){.id = (uint64_t)b + 1, .size = size, .window_first = chunk_count,
                                         .window_chunks = chunks};
-        mappings[b] = (struct phos_mapping){.range = {(uint64_t)at, size}, .block = &blocks[b]};
+        mappings[b] = (struct phos_mapping){
+            .range = {(uint64_t)at, size}, .block = &blocks[b], .access = &access_of_all, .access_count = 1};
         check(phos_ranges_add(&phos_mappings, &mappings[b].range), "no memory");
         chunk_count += chunks;
         at += size;

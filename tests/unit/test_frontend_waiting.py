@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from phos.gen import wire_pb2 as wire
-from phos.gpu_engine.cow.chunk_table import POOL_FLAGS, ChunkTable, PoolShape, WindowTable
+from phos.gpu_engine.cow.chunk_table import POOL_FLAGS, SHADOWED, UNSAVED, ChunkTable, PoolShape, WindowTable
 from tests.unit.frontend_fake import FakePhosd, Session, alone, built, program
+from tests.unit.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(120), built]
 
@@ -400,8 +401,10 @@ def test_the_end_of_a_window_does_not_keep_phosds_answers_from_who_waits_for_the
 
 
 @contextmanager
-def window(phosd: FakePhosd, session: Session, pool: int, *, prioritise: bool = False) -> Iterator[None]:
-    """A window that nobody saves anything in; the one block of ``pool`` bytes is what is lent to it for shadows."""
+def window(
+    phosd: FakePhosd, session: Session, pool: int, *, prioritise: bool = False
+) -> Iterator[tuple[ChunkTable, WindowTable]]:
+    """A window that phosd saves nothing in; the one block of ``pool`` bytes is what is lent to it for shadows."""
     assert not phosd.quiesce(session).error
     (lent,) = (number for number, block in session.blocks.items() if block.size == pool)
     records, count = [], 0
@@ -420,12 +423,19 @@ def window(phosd: FakePhosd, session: Session, pool: int, *, prioritise: bool = 
         begun, _ = connection.ask(descriptors=tables, window_begin=wire.WindowBegin())
         assert not begun.done.error
         assert not phosd.open(session).error
-        yield
+        yield chunks, table
         chunks.close_window()
         ended, _ = connection.ask(window_end=wire.WindowEnd())
         assert not ended.done.error
         assert table.counts().shadowed > 0
         assert not table.counts().failures
+
+
+def wanted(table: WindowTable) -> int:
+    """The next chunk that the program wants to be seen to."""
+    found: list[int] = []
+    eventually(lambda: found.extend(c for c in [table.next_wanted()] if c is not None) or found)
+    return found[0]
 
 
 def test_in_a_window_no_stream_waits_for_work_that_waits_for_the_program(phosd: FakePhosd) -> None:
@@ -585,5 +595,37 @@ def test_what_copied_in_a_primary_context_that_was_released_is_used_no_more(phos
         assert app.line() == "ready"
         with window(phosd, session, 34 << 20):
             app.tell()
+            assert app.line() == "through"
+        app.finish()
+
+
+def test_what_a_gpu_has_no_access_to_is_not_copied_aside_by_it(phosd: FakePhosd) -> None:
+    """The driver lets it write there all the same: cuMemcpyPeer goes another way."""
+    body = """
+    first, second = start(0), start(1)
+    q = ok(cu.cuMemAlloc(40 << 20))
+    fill(q, 40 << 20, 4)
+    ok(cu.cuCtxSetCurrent(first))
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    p = ok(cu.cuMemAlloc(48 << 20))
+    fill(p, 48 << 20, 3)
+    stream = ok(cu.cuStreamCreate(1))
+    say("ready")
+    heard()
+    fill(p, 1 << 20, 5)
+    ok(cu.cuMemcpyPeerAsync(q, second, p, first, 1 << 20, stream))
+    ok(cu.cuStreamSynchronize(stream))
+    ok(cu.cuCtxSetCurrent(second))
+    assert read(q, 2 << 20) == bytes([5]) * (1 << 20) + bytes([4]) * (1 << 20)
+    say("through")
+    """
+    with program(phosd, body, SOFTGPU_DEVICES="2") as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20) as (chunks, table):
+            app.tell()
+            its_own, another = wanted(table), wanted(table)
+            assert chunks.state(its_own) >= SHADOWED
+            assert chunks.claim(another) == UNSAVED
+            chunks.saved(another)
             assert app.line() == "through"
         app.finish()
