@@ -434,9 +434,12 @@ void phos_window_before(struct phos_touches *touches)
  * the flag. */
 static void note_transfer(CUstream stream)
 {
-    CUcontext context;
+    CUcontext context, current;
     CUdevice device;
-    if (phos_current(&context, &device) != CUDA_SUCCESS)
+    /* Copies, other than kernels, may go to a stream of another context; an event of this one does not stand behind them,
+     * and its GPU may have no access to the pool. */
+    if (phos_real.cuCtxGetCurrent(&current) != CUDA_SUCCESS || !phos_stream_context(stream, &context, &device) ||
+        context != current)
         return;
     struct phos_window_transfer *transfers = phos_window_transfers();
     for (int d = 0; d < phos_device_count; d++) {

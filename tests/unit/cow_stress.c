@@ -212,6 +212,11 @@ struct phos_allocation *phos_allocation_in(const struct phos_mapping *mapping, C
     (void)mapping, (void)address;
     return NULL;
 }
+bool phos_stream_context(CUstream stream, CUcontext *context, CUdevice *device)
+{
+    (void)stream;
+    return phos_current(context, device) == CUDA_SUCCESS;
+}
 CUresult phos_current(CUcontext *context, CUdevice *device)
 {
     *context = HERE;

@@ -630,3 +630,37 @@ def test_what_a_gpu_has_no_access_to_is_not_copied_aside_by_it(phosd: FakePhosd)
             chunks.saved(another)
             assert app.line() == "through"
         app.finish()
+
+
+def test_no_flag_is_written_to_a_pool_that_is_gone(phosd: FakePhosd) -> None:
+    """A transfer in a stream of another context than the current one, which ends after the window."""
+    body = """
+    first = start()
+    size = 2 << 20
+    flag, pinned = int(ok(cu.cuMemHostAlloc(4096, 0))), int(ok(cu.cuMemHostAlloc(size, 0)))
+    ctypes.memset(flag, 0, 4096)
+    ctypes.memset(pinned, 5, size)
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    p = ok(cu.cuMemAlloc(40 << 20))
+    second = ok(cu.cuCtxCreate(None, 0, 0))
+    waiting = ok(cu.cuStreamCreate(1))
+    ok(cu.cuCtxSetCurrent(first))
+    say("ready")
+    heard()
+    ok(cu.cuStreamWaitValue32(waiting, flag, 1, 0))
+    ok(cu.cuMemcpyHtoDAsync(p, pinned, size, waiting))
+    say("queued")
+    heard()
+    ctypes.memset(flag, 1, 1)
+    ok(cu.cuStreamSynchronize(waiting))
+    assert read(p, size) == bytes([5]) * size
+    say("through")
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20, prioritise=True):
+            app.tell()
+            assert app.line() == "queued"
+        app.tell()
+        assert app.line() == "through"
+        app.finish()
