@@ -356,9 +356,11 @@ def fetch_description(address: Address, key_file: Path, directory: Path, *, only
             (directory / formats.ORDER_FILE).write_bytes(order)  # only advice: whoever reads it checks it
         with Image.open_damaged(directory) as partly:  # all else is missing, but the record is whole and of our version
             files = list(partly.record.files)
+        os.rename(directory / formats.COMMIT_FILE, directory / formats.COMMIT_TEMPORARY)  # an image when all is there
         size = _fetch_files(links, files, directory, only_data=only_data)
     marker = {"address": str(address), "key_file": str(key_file.absolute()), "only_data": only_data}
     (directory / MARKER).write_text(json.dumps(marker))
+    os.rename(directory / formats.COMMIT_TEMPORARY, directory / formats.COMMIT_FILE)
     Image.open(directory).close()  # sizes, tables, inventory: all that can be known without the data
     return size
 

@@ -7,6 +7,7 @@ import shutil
 import socket
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,6 +107,27 @@ def test_an_incomplete_image_is_said_to_be_so(host: Host, key_file: Path, shared
     (shared / "image" / formats.COMMIT_FILE).unlink()
     with pytest.raises(ImageError, match="is incomplete"):
         fetched(host, key_file, tmp_path / "here")
+
+
+def test_what_a_fetch_that_was_killed_has_left_is_no_image(
+    host: Host, key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files have their sizes, and nothing checks CRIU's when they are restored."""
+
+    copy = remote._copy_segment
+
+    def killed(links: Links, name: str, *where: Any) -> None:
+        if name in CRIU_FILES:
+            raise KeyboardInterrupt
+        copy(links, name, *where)
+
+    monkeypatch.setattr(remote, "_copy_segment", killed)
+    here = tmp_path / "here"
+    with pytest.raises(KeyboardInterrupt):
+        fetched(host, key_file, here)
+    assert (here / "pages-1.img").stat().st_size == len(CRIU_FILES["pages-1.img"])
+    with pytest.raises(ImageError, match="is incomplete"):
+        Image.open(here)
 
 
 def test_an_image_that_was_replaced_is_another_one(host: Host, key_file: Path, shared: Path, tmp_path: Path) -> None:
