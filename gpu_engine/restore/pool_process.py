@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from phos.gpu_engine import procfs
 from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.installation import launcher, plugin_folder
 from phos.gpu_engine.restore import pool_warden
@@ -82,12 +81,17 @@ class Warden:
                 raise
             raise RestoreFailed(f"No process can be parked: {error}.") from error
 
-    def _hear(self, seconds: float | None = None) -> dict[str, object]:
+    def _hear(self, seconds: float) -> dict[str, object]:
+        """What it says next; nothing, if it has ended.
+
+        Raises:
+            TimeoutError: it says nothing for so long.
+        """
         poll = select.poll()  # not select(): descriptor numbers go far beyond its 1024, there are some for each block
         poll.register(self._lifeline, select.POLLIN)
         while b"\n" not in self._said:
-            if not poll.poll(None if seconds is None else seconds * 1000):
-                return {}
+            if not poll.poll(seconds * 1000):
+                raise TimeoutError(f"its warden says nothing for {seconds:.0f} s")
             try:
                 more = self._lifeline.recv(4096)
             except OSError:
@@ -105,11 +109,12 @@ class Warden:
         Raises:
             RestoreFailed: it has not; everything in the namespaces is gone, or about to go.
         """
-        answer = self._hear(CRIU_SECONDS)
+        try:
+            answer = self._hear(CRIU_SECONDS)
+        except TimeoutError as error:
+            raise RestoreFailed(f"CRIU did not end within {CRIU_SECONDS:.0f} s. Its log: {self.log}") from error
         if answer.get("criu") == 0:
             return
-        if not answer and procfs.is_alive(self.pid):
-            raise RestoreFailed(f"CRIU did not end within {CRIU_SECONDS:.0f} s. Its log: {self.log}")
         if "error" in answer:
             raise RestoreFailed(f"No process can be parked: {answer['error']}.")
         raise RestoreFailed(f"CRIU could not restore it: {self._errors()} Its log: {self.log}")

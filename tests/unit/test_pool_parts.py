@@ -22,7 +22,7 @@ from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.pools import Entry, Pool, Pools
 from phos.gpu_engine.daemon.serve_pool import in_its_place
 from phos.gpu_engine.errors import NoSuchProcess, RestoreFailed, UsageError
-from phos.gpu_engine.restore.pool_process import far_from
+from phos.gpu_engine.restore.pool_process import Warden, far_from
 from tests.unit.waiting import eventually
 
 PATIENCE = 10.0
@@ -439,6 +439,15 @@ def test_pids_of_our_own_namespace_are_what_they_are() -> None:
     assert procfs.inner_thread(pid, threading.get_native_id()) == threading.get_native_id()
     assert procfs.pid_namespace(pid) == os.stat("/proc/self/ns/pid").st_ino
     assert procfs.pid_namespace(1 << 30) == 0
+
+
+def test_a_warden_that_was_killed_has_not_taken_long(tmp_path: Path) -> None:
+    mine, its = socket.socketpair()
+    warden = Warden.__new__(Warden)
+    warden.log, warden.pid, warden._said, warden._lifeline = tmp_path / "x.log", os.getpid(), b"", mine
+    its.close()  # and its process is still being put away
+    with mine, pytest.raises(RestoreFailed, match="it was ended"):
+        warden.wait_restored()
 
 
 WARDEN_WITH_HIGH_NUMBERS = """
