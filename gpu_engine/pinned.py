@@ -194,8 +194,8 @@ class PinnedMemory:
 
     @property
     def copied(self) -> int:
-        """How much of it is a copy, beside the file."""
-        return sum(region.length for region in self._regions.values() if region.descriptor < 0)
+        """How much of it is a copy, beside the file. May be asked while others are being mapped."""
+        return sum(region.length for region in list(self._regions.values()) if region.descriptor < 0)
 
     @property
     def users(self) -> int:

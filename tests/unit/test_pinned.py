@@ -261,6 +261,23 @@ def test_what_is_not_pinned_has_to_be_there(shared: Path) -> None:
     os.close(directory)
 
 
+def test_what_is_being_mapped_can_be_asked_after() -> None:
+    """phos-gpu status does, while another thread maps one file after the other."""
+    memory = PinnedMemory()
+
+    class Mapped:
+        length, descriptor = 3, -1
+
+    class First(Mapped):
+        @property
+        def length(self) -> int:  # type: ignore[override]
+            memory._regions[len(memory._regions)] = Mapped()  # type: ignore[assignment]
+            return 2
+
+    memory._regions[0] = First()  # type: ignore[assignment]
+    assert memory.copied == 2
+
+
 def test_limits(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert limit_from({"PHOS_PIN_LIMIT": "2G"}) == 2 << 30
     assert limit_from({"PHOS_PIN_LIMIT": "0"}) == 0
