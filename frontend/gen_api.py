@@ -152,7 +152,7 @@ def _call(entry: Entry, served: set[str]) -> str:
         call = f"serve_{entry.symbol}({entry.arguments})"
     elif entry.base in served:
         call = f"serve_{entry.base}({_explicit(entry)})"
-    return f"HOOK_RETRIED(answer_, {call})" if entry.base in RETRIED else call
+    return f"PHOS_RETRIED(gave_back, answer_, {call})" if entry.base in RETRIED else call
 
 
 def _traced(entry: Entry) -> str:
@@ -163,7 +163,7 @@ def _traced(entry: Entry) -> str:
         twin = f"twin_{entry.base}(&touches_, phos_real.{entry.symbol}, {entry.arguments})"
         call = f"phos_twin_wanted(&touches_) ? {twin} : {call}"
     if entry.base in RETRIED:
-        call = f"HOOK_RETRIED(PHOS_GATE_TRACED_PASS, {call})"
+        call = f"PHOS_RETRIED(gave_back, PHOS_GATE_TRACED_PASS, {call})"
     return (
         f"static __attribute__((noinline, cold)) CUresult traced_{entry.symbol}({entry.declaration})\n{{\n"
         f'    HOOK_TRACED(touch_{entry.base}(&touches_, {_explicit(entry)}), {per_thread}, "{entry.symbol}",\n'

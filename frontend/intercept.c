@@ -20,22 +20,12 @@ static CUresult refused(enum phos_gate_answer answer)
     return answer == PHOS_GATE_REFUSED ? CUDA_ERROR_DEVICE_UNAVAILABLE : CUDA_ERROR_NOT_INITIALIZED;
 }
 
-/* Whether a call that found no memory is tried again: what the driver lacks may be memory that was freed and is kept
- * here. Not a nested one: it may be made with the lock held that this takes. */
+/* For PHOS_RETRIED, of any call: what the driver lacks may be memory that was freed and is kept here. Not of a nested one: it
+ * may be made with the lock held that this takes. */
 static __attribute__((noinline, cold)) bool gave_back(enum phos_gate_answer answer, unsigned *step)
 {
     return answer != PHOS_GATE_NESTED && phos_serving() && phos_driver_recover(PHOS_DEVICE_HERE, step);
 }
-
-#define HOOK_RETRIED(answer, call) \
-    ({ \
-        CUresult tried_; \
-        unsigned step_ = 0; \
-        do \
-            tried_ = call; \
-        while (__builtin_expect(tried_ == CUDA_ERROR_OUT_OF_MEMORY, 0) && gave_back(answer, &step_)); \
-        tried_; \
-    })
 
 #define HOOK_PASS(entry, call) \
     uint32_t before_; \

@@ -63,14 +63,14 @@ bool phos_memory_recover(CUdevice device, unsigned *step);
 /* The same for who does not hold the lock. PHOS_DEVICE_HERE is the current context's. */
 #define PHOS_DEVICE_HERE (-1)
 bool phos_driver_recover(CUdevice device, unsigned *step);
-/* The result of an allocation, tried again as long as `recover`, one of the two, finds something to give back. */
-#define PHOS_RETRIED(recover, device, allocation) \
+/* The result of a call, tried again as long as `recover`, which is given `where`, finds something to give back. */
+#define PHOS_RETRIED(recover, where, call) \
     ({ \
         CUresult retried_; \
         unsigned step_ = 0; \
         do \
-            retried_ = (allocation); \
-        while (retried_ == CUDA_ERROR_OUT_OF_MEMORY && recover(device, &step_)); \
+            retried_ = (call); \
+        while (__builtin_expect(retried_ == CUDA_ERROR_OUT_OF_MEMORY, 0) && recover(where, &step_)); \
         retried_; \
     })
 /* Likewise, of one that the driver serves on the current device: what we keep must not be what it lacks. */

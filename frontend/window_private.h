@@ -27,8 +27,8 @@ struct phos_slot {
     uint32_t leader; /* the slot whose event stands for this one's copy */
 };
 
-/* Written by the control thread while no call is traced. What `slots` points to, `next`, `copies` and `context` of a pool, the tickets and
- * the tail of the queue change with `lock` held. */
+/* Written by the control thread while no call is traced. What `slots` points to, `next`, `copies` and `context` of a pool,
+ * the tickets and the tail of the queue change with `lock` held. */
 struct phos_window {
     struct phos_chunk_table *chunks;
     struct phos_window_table *table;

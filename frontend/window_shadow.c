@@ -99,8 +99,10 @@ static void add_mapping(struct phos_mapping *mapping, CUdeviceptr begin, CUdevic
     struct phos_chunk_range range = phos_window_chunks(mapping, begin, end);
     if (targets->notes)
         phos_window_note(range, targets->writes);
+    if (!targets->writes || !targets->copies)
+        return;
     uint64_t devices = devices_of(mapping);
-    for (uint32_t chunk = range.first; targets->writes && targets->copies && chunk < range.end; chunk++) {
+    for (uint32_t chunk = range.first; chunk < range.end; chunk++) {
         if (chunk_state(chunk) == PHOS_CHUNK_SAVED)
             continue;
         uint64_t offset = (uint64_t)(chunk - block->window_first) * unit;
