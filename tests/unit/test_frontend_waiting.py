@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
-
 import pytest
 
-from phos.gen import wire_pb2 as wire
-from phos.gpu_engine.cow.chunk_table import POOL_FLAGS, SHADOWED, UNSAVED, ChunkTable, PoolShape, WindowTable
-from tests.unit.frontend_fake import FakePhosd, Session, alone, built, program
-from tests.unit.waiting import eventually
+from tests.unit.frontend_fake import FakePhosd, alone, built, program
 
 pytestmark = [pytest.mark.timeout(120), built]
-
-CHUNK = 4 << 20
 
 # Work in a stream of its own that waits until the program writes 1 to `flag`.
 WAITING = """
@@ -256,6 +246,18 @@ say("done")
         app.finish()
 
 
+def captures_until_told(phosd: FakePhosd, body: str) -> None:
+    """The program says when it is capturing, and when it is no longer: only then it can be checkpointed."""
+    with program(phosd, body) as (app, session):
+        assert app.line() == "capturing"
+        assert "a stream capture did not end in time" in phosd.quiesce(session, timeout_ms=100).error
+        app.tell()
+        assert app.line() == "done"
+        phosd.toggle(session)
+        app.tell()
+        app.finish()
+
+
 @pytest.mark.parametrize("end", ["cuCtxDestroy(ending)", "cuDevicePrimaryCtxReset(0)", "cuDevicePrimaryCtxRelease(0)"])
 def test_a_capture_ends_with_its_context(phosd: FakePhosd, end: str) -> None:
     body = f"""
@@ -275,14 +277,7 @@ def test_a_capture_ends_with_its_context(phosd: FakePhosd, end: str) -> None:
     say("done")
     heard()
     """
-    with program(phosd, body) as (app, session):
-        assert app.line() == "capturing"
-        assert "a stream capture did not end in time" in phosd.quiesce(session, timeout_ms=100).error
-        app.tell()
-        assert app.line() == "done"
-        phosd.toggle(session)
-        app.tell()
-        app.finish()
+    captures_until_told(phosd, body)
 
 
 def test_a_capture_does_not_end_with_a_stream_that_joined_it(phosd: FakePhosd) -> None:
@@ -307,14 +302,7 @@ def test_a_capture_does_not_end_with_a_stream_that_joined_it(phosd: FakePhosd) -
     say("done")
     heard()
     """
-    with program(phosd, body) as (app, session):
-        assert app.line() == "capturing"
-        assert "a stream capture did not end in time" in phosd.quiesce(session, timeout_ms=100).error
-        app.tell()
-        assert app.line() == "done"
-        phosd.toggle(session)
-        app.tell()
-        app.finish()
+    captures_until_told(phosd, body)
 
 
 def test_memory_freed_during_a_capture_is_not_carried_along(phosd: FakePhosd) -> None:
@@ -353,314 +341,4 @@ say("done")
     )
     with program(phosd, body) as (app, _):
         assert app.line() == "done"
-        app.finish()
-
-
-def test_the_end_of_a_window_does_not_keep_phosds_answers_from_who_waits_for_them(phosd: FakePhosd) -> None:
-    owner = """
-    start()
-    p = ok(cu.cuMemAlloc(4 << 20))
-    fill(p, 4 << 20, 6)
-    say(bytes(ok(cu.cuIpcGetMemHandle(p)).reserved).hex())
-    heard()
-    """
-    reader = """
-    start()
-    say("ready")
-    handle = cu.CUipcMemHandle()
-    handle.reserved = bytes.fromhex(heard())
-    other = ok(cu.cuIpcOpenMemHandle(handle, 1))
-    assert read(other, 4 << 20) == bytes([6]) * (4 << 20)
-    say("read")
-    """
-    phosd.questions = queue.Queue()
-    chunks = ChunkTable(4 << 20, 0)
-    table = WindowTable(0, [], [], 16, prioritise=False)
-    try:
-        with program(phosd, owner) as (first, _), program(phosd, reader) as (second, session):
-            assert second.line() == "ready"
-            assert not phosd.quiesce(session).error
-            connection = session.connection
-            assert connection is not None
-            tables = [chunks.descriptor, table.descriptor]
-            begun, _ = connection.ask(descriptors=tables, window_begin=wire.WindowBegin())
-            assert not begun.done.error
-            assert not phosd.open(session).error
-            second.tell(first.line())
-            question = phosd.questions.get(timeout=30)  # its thread is in a traced call
-            connection.send(wire.Envelope(id=1, window_end=wire.WindowEnd()))
-            connection.resolve(question)
-            assert second.line() == "read"
-            assert not connection.replies.get(timeout=30)[0].done.error
-            second.finish()
-            first.tell()
-            first.finish()
-    finally:
-        table.close()
-        chunks.close()
-
-
-@contextmanager
-def window(
-    phosd: FakePhosd, session: Session, pool: int, *, prioritise: bool = False
-) -> Iterator[tuple[ChunkTable, WindowTable]]:
-    """A window that phosd saves nothing in; the one block of ``pool`` bytes is what is lent to it for shadows."""
-    assert not phosd.quiesce(session).error
-    (lent,) = (number for number, block in session.blocks.items() if block.size == pool)
-    records, count = [], 0
-    for number, block in session.blocks.items():
-        if number != lent:
-            records.append((number, block.size, count))
-            count += -(-block.size // CHUNK)
-    shape = PoolShape(0, (pool - POOL_FLAGS) // CHUNK, pool)
-    connection = session.connection
-    assert connection is not None
-    with (
-        closing(ChunkTable(CHUNK, count)) as chunks,
-        closing(WindowTable(0, records, [shape], 4 * count, prioritise=prioritise, order=2 * count)) as table,
-    ):
-        tables = [chunks.descriptor, table.descriptor, session.blocks[lent].descriptor]
-        begun, _ = connection.ask(descriptors=tables, window_begin=wire.WindowBegin())
-        assert not begun.done.error
-        assert not phosd.open(session).error
-        yield chunks, table
-        chunks.close_window()
-        ended, _ = connection.ask(window_end=wire.WindowEnd())
-        assert not ended.done.error
-        assert table.counts().shadowed > 0
-        assert not table.counts().failures
-
-
-def wanted(table: WindowTable) -> int:
-    """The next chunk that the program wants to be seen to."""
-    found: list[int] = []
-    eventually(lambda: found.extend(c for c in [table.next_wanted()] if c is not None) or found)
-    return found[0]
-
-
-def test_in_a_window_no_stream_waits_for_work_that_waits_for_the_program(phosd: FakePhosd) -> None:
-    """Two streams write to one chunk: the second goes on when that is copied aside, whatever the first waits for."""
-    body = """
-    start()
-    flag = int(ok(cu.cuMemHostAlloc(4096, 0)))
-    ctypes.memset(flag, 0, 4096)
-    pool = ok(cu.cuMemAlloc(34 << 20))
-    p = ok(cu.cuMemAlloc(40 << 20))
-    waiting, other = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))
-    fill(p, 40 << 20, 3)
-    say("ready")
-    heard()
-    ok(cu.cuStreamWaitValue32(waiting, flag, 1, 0))
-    ok(cu.cuMemsetD8Async(p, 5, 1 << 20, waiting))
-    ok(cu.cuMemsetD8Async(int(p) + (1 << 20), 6, 1 << 20, other))
-    ok(cu.cuStreamSynchronize(other))
-    ctypes.memset(flag, 1, 1)
-    ok(cu.cuStreamSynchronize(waiting))
-    assert read(p, 3 << 20) == b"".join(bytes([value]) * (1 << 20) for value in (5, 6, 3))
-    say("through")
-    """
-    with program(phosd, body) as (app, session):
-        assert app.line() == "ready"
-        with window(phosd, session, 34 << 20):
-            app.tell()
-            assert app.line() == "through"
-        app.finish()
-
-
-def test_contexts_may_begin_and_end_in_a_window(phosd: FakePhosd) -> None:
-    body = """
-    first = start()
-    pool = ok(cu.cuMemAlloc(34 << 20))
-    p = ok(cu.cuMemAlloc(40 << 20))
-    fill(p, 40 << 20, 3)
-    say("ready")
-    heard()
-    for i in range(3):
-        context = ok(cu.cuCtxCreate(None, 0, 0))
-        fill(int(p) + (8 << 20) * i, 1 << 20, i)
-        ok(cu.cuCtxDestroy(context))
-        ok(cu.cuCtxSetCurrent(first))
-        assert read(int(p) + (8 << 20) * i, 2 << 20) == bytes([i]) * (1 << 20) + b"\\3" * (1 << 20)
-    say("through")
-    """
-    with program(phosd, body) as (app, session):
-        assert app.line() == "ready"
-        with window(phosd, session, 34 << 20):
-            app.tell()
-            assert app.line() == "through"
-        app.finish()
-
-
-def test_a_context_may_end_while_the_end_of_a_window_waits_for_a_transfer(phosd: FakePhosd) -> None:
-    body = """
-    first = start()
-    second = ok(cu.cuCtxCreate(None, 0, 0))
-    ok(cu.cuCtxSetCurrent(first))
-    size = 2 << 20
-    flag, pinned = int(ok(cu.cuMemHostAlloc(4096, 0))), int(ok(cu.cuMemHostAlloc(size, 0)))
-    ctypes.memset(flag, 0, 4096)
-    ctypes.memset(pinned, 5, size)
-    pool = ok(cu.cuMemAlloc(34 << 20))
-    p = ok(cu.cuMemAlloc(40 << 20))
-    waiting = ok(cu.cuStreamCreate(1))
-    say("ready")
-    heard()
-    ok(cu.cuStreamWaitValue32(waiting, flag, 1, 0))
-    ok(cu.cuMemcpyHtoDAsync(p, pinned, size, waiting))
-    say("queued")
-    heard()
-    time.sleep(0.3)  # the window ends by now, most likely
-    ok(cu.cuCtxDestroy(second))
-    ctypes.memset(flag, 1, 1)
-    ok(cu.cuStreamSynchronize(waiting))
-    assert read(p, size) == bytes([5]) * size
-    say("through")
-    """
-    with program(phosd, body) as (app, session):
-        assert app.line() == "ready"
-        with window(phosd, session, 34 << 20, prioritise=True):
-            app.tell()
-            assert app.line() == "queued"
-            app.tell()
-        assert app.line() == "through"
-        app.finish()
-
-
-def test_no_flag_behind_a_transfer_waits_for_what_came_after_it(phosd: FakePhosd, tmp_path: Path) -> None:
-    """A transfer in the default stream; before it has returned another stream waits for the thread that made it."""
-    body = """
-    start()
-    size = 2 << 20
-    flag, pinned = int(ok(cu.cuMemHostAlloc(4096, 0))), int(ok(cu.cuMemHostAlloc(size, 0)))
-    ctypes.memset(flag, 0, 4096)
-    ctypes.memset(pinned, 5, size)
-    pool = ok(cu.cuMemAlloc(34 << 20))
-    p = ok(cu.cuMemAlloc(40 << 20))
-    waiting, other = ok(cu.cuStreamCreate(0)), ok(cu.cuStreamCreate(0))
-    context = ok(cu.cuCtxGetCurrent())
-    say("ready")
-    heard()
-    def transfer():
-        ok(cu.cuCtxSetCurrent(context))
-        ok(cu.cuMemcpyHtoD(p, pinned, size))
-        ok(cu.cuMemsetD8Async(int(p) + size, 6, size, other))
-        ok(cu.cuStreamSynchronize(other))
-        ctypes.memset(flag, 1, 1)
-    thread = threading.Thread(target=transfer, daemon=True)
-    thread.start()
-    time.sleep(0.3)  # it is under way by now, most likely
-    ok(cu.cuStreamWaitValue32(waiting, flag, 1, 0))
-    os.unlink(os.environ["SOFTGPU_COPY_HOLD"])
-    thread.join()
-    assert read(p, 2 * size) == bytes([5]) * size + bytes([6]) * size
-    say("through")
-    """
-    held = tmp_path / "held"
-    held.touch()
-    with program(phosd, body, SOFTGPU_COPY_HOLD=str(held)) as (app, session):
-        assert app.line() == "ready"
-        with window(phosd, session, 34 << 20, prioritise=True):
-            app.tell()
-            assert app.line() == "through"
-        app.finish()
-
-
-def test_what_copied_in_a_primary_context_that_was_released_is_used_no_more(phosd: FakePhosd) -> None:
-    """What the driver makes after that may have the handles of what ended with it."""
-    body = """
-    start()
-    second = ok(cu.cuCtxCreate(None, 0, 0))
-    pool = ok(cu.cuMemAlloc(34 << 20))
-    p = ok(cu.cuMemAlloc(40 << 20))
-    fill(p, 40 << 20, 3)
-    say("ready")
-    heard()
-    def wrote(chunk):
-        fill(int(p) + (chunk << 22), 1 << 20, chunk)
-        return read(int(p) + (chunk << 22), 2 << 20) == bytes([chunk]) * (1 << 20) + b"\\3" * (1 << 20)
-    ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
-    assert wrote(0)
-    for _ in range(2):
-        ok(cu.cuDevicePrimaryCtxRelease(0))
-    assert not ok(cu.cuDevicePrimaryCtxGetState(0))[1]
-    ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
-    time.sleep(0.3)  # the software GPU has let go of it by now, most likely
-    streams = [ok(cu.cuStreamCreate(1)) for _ in range(2000)]
-    identities = [ok(cu.cuStreamGetId(stream)) for stream in streams]
-    assert wrote(1)
-    assert [ok(cu.cuStreamGetId(stream)) for stream in streams] == identities
-    say("through")
-    """
-    with program(phosd, body) as (app, session):
-        assert app.line() == "ready"
-        with window(phosd, session, 34 << 20):
-            app.tell()
-            assert app.line() == "through"
-        app.finish()
-
-
-def test_what_a_gpu_has_no_access_to_is_not_copied_aside_by_it(phosd: FakePhosd) -> None:
-    """The driver lets it write there all the same: cuMemcpyPeer goes another way."""
-    body = """
-    first, second = start(0), start(1)
-    q = ok(cu.cuMemAlloc(40 << 20))
-    fill(q, 40 << 20, 4)
-    ok(cu.cuCtxSetCurrent(first))
-    pool = ok(cu.cuMemAlloc(34 << 20))
-    p = ok(cu.cuMemAlloc(48 << 20))
-    fill(p, 48 << 20, 3)
-    stream = ok(cu.cuStreamCreate(1))
-    say("ready")
-    heard()
-    fill(p, 1 << 20, 5)
-    ok(cu.cuCtxSynchronize())
-    ok(cu.cuMemcpyPeerAsync(q, second, p, first, 1 << 20, stream))
-    ok(cu.cuStreamSynchronize(stream))
-    ok(cu.cuCtxSetCurrent(second))
-    assert read(q, 2 << 20) == bytes([5]) * (1 << 20) + bytes([4]) * (1 << 20)
-    say("through")
-    """
-    with program(phosd, body, SOFTGPU_DEVICES="2") as (app, session):
-        assert app.line() == "ready"
-        with window(phosd, session, 34 << 20) as (chunks, table):
-            app.tell()
-            its_own, another = wanted(table), wanted(table)
-            assert chunks.state(its_own) >= SHADOWED
-            assert chunks.claim(another) == UNSAVED
-            chunks.saved(another)
-            assert app.line() == "through"
-        app.finish()
-
-
-def test_no_flag_is_written_to_a_pool_that_is_gone(phosd: FakePhosd) -> None:
-    """A transfer in a stream of another context than the current one, which ends after the window."""
-    body = """
-    first = start()
-    size = 2 << 20
-    flag, pinned = int(ok(cu.cuMemHostAlloc(4096, 0))), int(ok(cu.cuMemHostAlloc(size, 0)))
-    ctypes.memset(flag, 0, 4096)
-    ctypes.memset(pinned, 5, size)
-    pool = ok(cu.cuMemAlloc(34 << 20))
-    p = ok(cu.cuMemAlloc(40 << 20))
-    second = ok(cu.cuCtxCreate(None, 0, 0))
-    waiting = ok(cu.cuStreamCreate(1))
-    ok(cu.cuCtxSetCurrent(first))
-    say("ready")
-    heard()
-    ok(cu.cuStreamWaitValue32(waiting, flag, 1, 0))
-    ok(cu.cuMemcpyHtoDAsync(p, pinned, size, waiting))
-    say("queued")
-    heard()
-    ctypes.memset(flag, 1, 1)
-    ok(cu.cuStreamSynchronize(waiting))
-    assert read(p, size) == bytes([5]) * size
-    say("through")
-    """
-    with program(phosd, body) as (app, session):
-        assert app.line() == "ready"
-        with window(phosd, session, 34 << 20, prioritise=True):
-            app.tell()
-            assert app.line() == "queued"
-        app.tell()
-        assert app.line() == "through"
         app.finish()

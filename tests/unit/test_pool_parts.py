@@ -297,7 +297,12 @@ def test_a_drop_leaves_the_image_directory_to_who_uses_it(site: Site) -> None:
         pass
 
 
-def test_a_drop_while_criu_is_being_started_ends_it(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+SlowWarden = tuple[threading.Event, threading.Event]
+
+
+@pytest.fixture
+def slow_warden(site: Site, monkeypatch: pytest.MonkeyPatch) -> SlowWarden:
+    """Wardens set the first event when they are being started, and wait for the second."""
     starting, go_on = threading.Event(), threading.Event()
 
     class Slow(FakeWarden):
@@ -307,6 +312,11 @@ def test_a_drop_while_criu_is_being_started_ends_it(site: Site, monkeypatch: pyt
             super().__init__(*what)
 
     monkeypatch.setattr(module, "Warden", Slow)
+    return starting, go_on
+
+
+def test_a_drop_while_criu_is_being_started_ends_it(site: Site, slow_warden: SlowWarden) -> None:
+    starting, go_on = slow_warden
     pool = site.create(size=1)
     starting.wait()
     site.pools.drop(pool)
@@ -328,16 +338,8 @@ def test_a_spoilt_pool_is_filled_no_more(site: Site) -> None:
     assert len(FakeWarden.made) == made
 
 
-def test_a_pool_that_is_spoilt_while_it_is_filled_says_why(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    starting, go_on = threading.Event(), threading.Event()
-
-    class Slow(FakeWarden):
-        def __init__(self, *what: object) -> None:
-            starting.set()
-            go_on.wait()
-            super().__init__(*what)
-
-    monkeypatch.setattr(module, "Warden", Slow)
+def test_a_pool_that_is_spoilt_while_it_is_filled_says_why(site: Site, slow_warden: SlowWarden) -> None:
+    starting, go_on = slow_warden
     pool = site.create(size=1)
     starting.wait()
     site.pools.spoil(pool, "Its image is gone.")
