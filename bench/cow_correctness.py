@@ -32,7 +32,7 @@ from harness import GB, Results
 from process import ProcessError, Program
 from training_log import combine  # of examples
 
-RESTORE_SECONDS = 8.0  # kept free for each image that is to be restored
+RESTORE_SECONDS = 4.0  # kept free for each image that is to be restored
 MOST_KEPT = 8  # images taken in the middle of an update that are kept to be restored
 RUN_ON = 5  # iterations after a restore
 SLICE = 8 << 20  # words

@@ -26,20 +26,42 @@ static size_t reduced_count;
 
 /* ---- the stack limit: local memory for every thread that could run is most of what the driver saves itself ---- */
 
-static bool set_stack(CUcontext context, size_t value)
+/* After the limit has changed, the driver lets everything that is queued in any stream wait for the first kernel, wherever
+ * that stands. Were it one of the application's, in a stream that waits for the application, both would wait for ever: let it
+ * be this one. The driver sets as much as this by a kernel, and three bytes by none. */
+static CUresult launch_first_kernel(void)
+{
+    CUdeviceptr memory;
+    const size_t size = (size_t)1 << 20;
+    CUresult freed, result = phos_real.cuMemAlloc_v2(&memory, size);
+    if (result != CUDA_SUCCESS)
+        return result;
+    result = phos_real.cuMemsetD8Async(memory, 0, size, CU_STREAM_LEGACY);
+    if (result == CUDA_SUCCESS)
+        result = phos_real.cuStreamSynchronize(CU_STREAM_LEGACY);
+    freed = phos_real.cuMemFree_v2(memory);
+    return result != CUDA_SUCCESS ? result : freed;
+}
+
+static bool set_stack(CUcontext context, size_t value, bool first_kernel)
 {
     CUcontext popped;
     if (phos_real.cuCtxPushCurrent_v2(context) != CUDA_SUCCESS)
         return false;
     CUresult result = phos_real.cuCtxSetLimit(CU_LIMIT_STACK_SIZE, value);
+    CUresult launched = result == CUDA_SUCCESS && first_kernel ? launch_first_kernel() : CUDA_SUCCESS;
     phos_real.cuCtxPopCurrent_v2(&popped);
+    if (launched != CUDA_SUCCESS)
+        phos_warn("no kernel could be launched ahead of the application's (CUDA error %d): until its first one is done, "
+                  "none of its streams goes on",
+                  launched);
     return result == CUDA_SUCCESS;
 }
 
 static void stack_restore(void)
 {
     for (size_t i = 0; i < reduced_count; i++)
-        if (reduced[i].stack_reduced && !set_stack(reduced[i].context, reduced[i].stack_limit))
+        if (reduced[i].stack_reduced && !set_stack(reduced[i].context, reduced[i].stack_limit, true))
             phos_warn("the stack limit of device %d could not be put back to %zu bytes", reduced[i].device,
                       reduced[i].stack_limit);
     free(reduced);
@@ -57,7 +79,7 @@ static void stack_reduce(void)
         bool known = phos_real.cuCtxGetLimit(&reduced[i].stack_limit, CU_LIMIT_STACK_SIZE) == CUDA_SUCCESS;
         phos_real.cuCtxPopCurrent_v2(&popped);
         /* Nothing is running, and nothing will before the limit is back. */
-        reduced[i].stack_reduced = known && (set_stack(reduced[i].context, 0) || set_stack(reduced[i].context, 128));
+        reduced[i].stack_reduced = known && (set_stack(reduced[i].context, 0, false) || set_stack(reduced[i].context, 128, false));
     }
 }
 

@@ -90,6 +90,8 @@ static void context_destroy(struct sg_context *context)
             break;
         sg_stream_destroy(stream);
     }
+    sg_op_unreference(context->resize);
+    context->resize = NULL;
     while (context->modules)
         sg_module_destroy(context->modules);
     sg_memory_free_context(context);

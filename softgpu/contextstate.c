@@ -55,6 +55,7 @@ CUresult softgpu_cuCtxSetLimit(CUlimit limit, size_t value)
     if (limit == CU_LIMIT_STACK_SIZE)
         value = (value + 15) / 16 * 16; /* the driver rounds up too */
     pthread_mutex_lock(&context->lock);
+    context->resizes |= limit == CU_LIMIT_STACK_SIZE && context->limits[limit] != value;
     context->limits[limit] = value;
     pthread_mutex_unlock(&context->lock);
     return CUDA_SUCCESS;

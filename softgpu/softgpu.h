@@ -116,6 +116,8 @@ struct sg_context {
     struct sg_stream *streams; /* list through ->next, the legacy one included */
     struct sg_module *modules;
     size_t limits[CU_LIMIT_MAX];
+    bool resizes;         /* the stack limit has changed: the next kernel finds local memory of another size */
+    struct sg_op *resize; /* that kernel, which everything queued behind it in any stream waits for; held by a reference */
     CUfunc_cache cache;
     CUsharedconfig shared_config;
     uint32_t peers; /* bit per device whose memory this context may reach */

@@ -65,6 +65,37 @@ assert read(p, 1 << 20) == bytes([5]) * (1 << 20)
         app.finish()
 
 
+def test_no_stream_waits_for_another_after_a_checkpoint(phosd: FakePhosd) -> None:
+    """The driver makes all wait for the first kernel after the stack limit was lowered and put back: not the program's."""
+    body = (
+        WAITING
+        + """
+let_go()
+size = 1 << 20
+p, q = ok(cu.cuMemAlloc(size)), ok(cu.cuMemAlloc(size))
+other = ok(cu.cuStreamCreate(1))
+limit = ok(cu.cuCtxGetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE))
+say("ready")
+heard()
+assert ok(cu.cuCtxGetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE)) == limit
+ok(cu.cuStreamWaitValue32(waiting, flag, 2, 0))
+ok(cu.cuMemsetD8Async(p, 5, size, waiting))
+ok(cu.cuMemsetD8Async(q, 6, size, other))
+ok(cu.cuStreamSynchronize(other))
+ctypes.memset(flag, 2, 1)
+ok(cu.cuStreamSynchronize(waiting))
+assert read(p, size) == bytes([5]) * size and read(q, size) == bytes([6]) * size
+say("through")
+"""
+    )
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        phosd.toggle(session)
+        app.tell()
+        assert app.line() == "through"
+        app.finish()
+
+
 CAPTURE = """
 RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 captured = ok(cu.cuStreamCreate(1))
