@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import process
@@ -9,9 +10,10 @@ from gpu_support import DEVICE, PROGRAMS, Starter, without_repeats
 from process import PHOS_GPU
 
 
-def test_no_stream_is_made_to_wait_for_one_that_waits_for_the_host(start: Starter, image: Path) -> None:
+def test_no_stream_is_made_to_wait_for_one_that_waits_for_the_host(start: Starter, image: Path, tmp_path: Path) -> None:
     """Both write to the chunks that the checkpoint saves; it goes on in every one of them, and the image restores."""
-    size = 2048 if DEVICE == "nvidia" else 64
+    # A GPU's data is in memory before the program runs on: onto a disk there is a window.
+    size, images = (1024, tmp_path / "images") if DEVICE == "nvidia" else (64, image)
     command = process.python_program(PROGRAMS / "waiting_streams.py", "--size", str(size))
     undisturbed = start(command, name="undisturbed").finish()
     end = image.parent / "end"
@@ -19,10 +21,13 @@ def test_no_stream_is_made_to_wait_for_one_that_waits_for_the_host(start: Starte
     program.wait_for("^ITERATION 3 ")
     shadowed = 0
     for number in range(5):
-        folder = image / str(number)
+        folder = images / str(number)
+        folder.mkdir(parents=True)
         process.command([PHOS_GPU, "checkpoint", "--leave-running", str(program.pid), str(folder)], 120)
         shadowed += int(process.find_key(process.inspect(folder), "shadowed") or 0)
         program.wait_iterations(2)
+        if number < 4:
+            shutil.rmtree(folder)
     assert shadowed > 0, "nothing was written while it was saved"
     program.kill()
     process.criu_restore(program, folder)
