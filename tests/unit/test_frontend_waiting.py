@@ -66,7 +66,7 @@ assert read(p, 1 << 20) == bytes([5]) * (1 << 20)
 
 
 def test_no_stream_waits_for_another_after_a_checkpoint(phosd: FakePhosd) -> None:
-    """The driver makes all wait for the first kernel after the stack limit was lowered and put back: not the program's."""
+    """The driver makes all wait for the first kernel after the stack limit changed: it is not one of the program's."""
     body = (
         WAITING
         + """

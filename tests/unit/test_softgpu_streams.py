@@ -352,7 +352,7 @@ assert cu.cuGraphInstantiate(graph, 0)[0] == E.CUDA_ERROR_INVALID_VALUE  # a cyc
 
 
 def test_after_the_stack_limit_has_changed_all_streams_wait_for_the_first_kernel() -> None:
-    """As the driver does, measured with 580.159.04 on an H100; a memset of 1 MiB is a kernel there, one of 3 bytes is not."""
+    """As the driver does (580.159.04, H100); there a memset of 1 MiB is a kernel, and one of 3 bytes is not."""
     run(
         HOLD
         + """
