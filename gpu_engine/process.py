@@ -110,8 +110,11 @@ class GatedProcess(Protocol):
     def drop_residue(self) -> None:
         """Unmap that file: there will be no checkpoint. Waits for no answer."""
 
-    def quiesce(self, timeout: float) -> QuiesceTimes:
-        """Close the gate and wait until the GPU is idle; on failure the gate is open again."""
+    def quiesce(self, timeout: float, patience: float) -> QuiesceTimes:
+        """Close the gate and wait until the GPU is idle; on failure the gate is open again.
+
+        ``timeout``: for the gate and for the GPU each; ``patience``: how much later its answer may come. Seconds.
+        """
 
     def detach(self, *, reduce_stack: bool, huge_pages: bool) -> Detached:
         """Drop every mapping and handle; on failure everything is mapped as before."""

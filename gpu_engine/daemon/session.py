@@ -185,12 +185,12 @@ class Session:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         self._conversation.tell([], prepare_residue=wire_pb2.PrepareResidue())
 
-    def quiesce(self, timeout: float) -> QuiesceTimes:
+    def quiesce(self, timeout: float, patience: float) -> QuiesceTimes:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         try:
             # The frontend keeps the time, of its gate and of the GPU's work each; the driver keeps none.
             request = wire_pb2.Quiesce(timeout_ms=max(1, int(timeout * 1000)))
-            answer = self._conversation.ask(3 * timeout, quiesce=request)
+            answer = self._conversation.ask(2 * timeout + patience, quiesce=request)
         except Unresponsive:
             with suppress(PhosError):  # it will read the request some day: let it open its gate again then
                 self._conversation.tell([], open=wire_pb2.Open())

@@ -16,7 +16,6 @@ class Settings:
     """What a person may choose for a checkpoint. Seconds."""
 
     quiesce_timeout: float = 60.0
-    quiesce_tries: int = 3
     checkpoint_timeout: float = 300.0
     return_timeout: float = 120.0
     reduce_stack: bool = True
@@ -30,11 +29,11 @@ class Settings:
     def from_environment() -> Settings:
         """What phosd's environment says.
 
-        PHOS_QUIESCE_SECONDS; PHOS_CHECKPOINT_SECONDS: how long the driver may take (whole GPUs are copied of processes
-        without the frontend); PHOS_RETURN_SECONDS: how long a released process may take to come back; PHOS_REDUCERS: a
-        comma-separated list of 'stack-limit', 'huge-pages' and 'residue', or 'none'; PHOS_RESIDUE_BYTES: how much
-        memory is prepared for what the driver saves, at a process's first checkpoint; PHOS_IN_PLACE, PHOS_CPU_PAGES:
-        on or off.
+        PHOS_QUIESCE_SECONDS: of all tries together; PHOS_CHECKPOINT_SECONDS: how long the driver may take (whole GPUs
+        are copied of processes without the frontend); PHOS_RETURN_SECONDS: how long a released process may take to come
+        back; PHOS_REDUCERS: a comma-separated list of 'stack-limit', 'huge-pages' and 'residue', or 'none';
+        PHOS_RESIDUE_BYTES: how much memory is prepared for what the driver saves, at a process's first checkpoint;
+        PHOS_IN_PLACE, PHOS_CPU_PAGES: on or off.
 
         Raises:
             UsageError: one of them has no meaning.

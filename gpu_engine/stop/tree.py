@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from phos.gpu_engine import driver, procfs, toggle
@@ -13,8 +13,29 @@ from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.stop.settings import Settings
 from phos.gpu_engine.timeline import Timeline
 
+FIRST_TRY_SECONDS = 0.25
+"""How long processes that are to be quiesced stand still for the first try; for each further one twice as long."""
+
+PAUSE_SECONDS = 0.02
+"""How long they run between two tries."""
+
 BorrowBlocks = Callable[[Sequence[BlockKey]], list[Block]]
 """See :meth:`phos.gpu_engine.daemon.memory.Broker.borrow`."""
+
+
+def try_seconds(total: float) -> Iterator[float]:
+    """How long each try to quiesce may take.
+
+    The GPU's work may be long, or wait for what a program does once its gate is open again: a thread that sets what a
+    stream waits for, a process whose part of a collective is not launched yet. Short tries end the second soon; the
+    first goes on while gates are open or closed, and is done within a longer one.
+    """
+    seconds = FIRST_TRY_SECONDS
+    while 3 * seconds < total:
+        yield seconds
+        total -= seconds
+        seconds *= 2
+    yield total
 
 
 class ProcessTree:
@@ -68,19 +89,20 @@ class ProcessTree:
         if not self.gated:
             return
         with self._timeline.phase("quiesce"), ThreadPoolExecutor(len(self.gated)) as pool:
-            for attempt in range(1, self._settings.quiesce_tries + 1):
-                timeout = self._settings.quiesce_timeout / self._settings.quiesce_tries
-                futures = {p.session: pool.submit(p.quiesce, timeout) for p in self.gated}
+            for number, seconds in enumerate(try_seconds(self._settings.quiesce_timeout)):
+                if number:
+                    for process in self._quiesced:
+                        process.open()  # let the others' work finish
+                    self._quiesced = []
+                    time.sleep(PAUSE_SECONDS)
+                patience = self._settings.quiesce_timeout
+                futures = {p.session: pool.submit(p.quiesce, seconds, patience) for p in self.gated}
                 failures = [f.exception() for f in futures.values() if f.exception()]
                 self._quiesced = [p for p in self.gated if not futures[p.session].exception()]
                 if not failures:
                     return
                 if stuck := [error for error in failures if isinstance(error, Unresponsive)]:
                     raise stuck[0]
-                if attempt < self._settings.quiesce_tries:
-                    for process in self._quiesced:
-                        process.open()  # let the others' work finish
-                    self._quiesced = []
             raise failures[0] or CheckpointFailed("A process could not be quiesced.")
 
     def detach(self) -> None:

@@ -13,6 +13,7 @@ import pytest
 from phos.gpu_engine.installation import examples_folder
 from tests.integration.site import Program, Site, wait_until
 
+PROGRAMS = Path(__file__).parent / "programs"
 EXAMPLES = {
     "mlp": ("--iterations", "400", "--iteration-seconds", "0.04"),
     "pointer_chase": ("--iterations", "400", "--iteration-seconds", "0.04"),
@@ -173,3 +174,15 @@ def test_names_that_are_not_utf8(site: Site, under: bool) -> None:
     assert site.status()["jobs"][0]["image"].endswith("/caf?/im?ge")
     site.restore(image)
     assert started.wait_result() == expected
+
+
+def test_a_stream_that_waits_for_the_programs_next_call_is_not_waited_for_long(site: Site) -> None:
+    """Its gate is opened again soon, so that it can make that call; the checkpoint is made then."""
+    program = site.start(sys.executable, str(PROGRAMS / "waits_for_itself.py"))
+    wait_until(lambda: "WAITING" in program.lines(), "a stream that waits")
+    image = site.image()
+    site.dump(program, image, "--leave-running")
+    program.wait_iterations(1)
+    (through,) = (line for line in program.lines() if line.startswith("THROUGH"))
+    assert float(through.split()[1]) < 10, "the program stood still"
+    site.run("phos-gpu", "verify", str(image))

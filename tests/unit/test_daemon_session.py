@@ -151,13 +151,13 @@ def test_token_gives_a_descriptor_to_the_same_user(frontend: Frontend) -> None:
 
 def quiesced(frontend: Frontend) -> None:
     thread = frontend.in_background("quiesce", quiesce_done=wire_pb2.QuiesceDone())
-    frontend.session.quiesce(1.0)
+    frontend.session.quiesce(1.0, 1.0)
     thread.join()
 
 
 def test_quiesce_that_is_not_answered_is_followed_by_open(frontend: Frontend) -> None:
     with pytest.raises(Unresponsive, match="did not answer 'quiesce'"):
-        frontend.session.quiesce(0.1)
+        frontend.session.quiesce(0.1, 0.1)
     frontend.answer("quiesce")
     frontend.answer("open")
     assert frontend.session.machine.state is SessionState.RUNNING
@@ -243,7 +243,7 @@ def test_connecting_anew_ends_what_was_asked_before(frontend: Frontend) -> None:
 
     def ask() -> None:
         try:
-            frontend.session.quiesce(20.0)
+            frontend.session.quiesce(20.0, 20.0)
         except PhosError as error:
             failure.append(error)
 
@@ -314,7 +314,7 @@ def test_stopped_process_is_noticed_at_once(tmp_path: Path) -> None:
     os.kill(child.pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(Unresponsive, match="is stopped"):
-        frontend.session.quiesce(20.0)
+        frontend.session.quiesce(20.0, 20.0)
     assert time.monotonic() - began < 5
     child.kill()
     child.wait()

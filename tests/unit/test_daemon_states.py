@@ -84,7 +84,7 @@ class SessionLife(RuleBasedStateMachine):
         done = wire_pb2.QuiesceDone(error="a thread did not leave" if refuse else "")
         thread = self.frontend.in_background("quiesce", quiesce_done=done)
         try:
-            self.frontend.session.quiesce(1.0)
+            self.frontend.session.quiesce(1.0, 1.0)
             assert not refuse
             self.gate = "quiesced"
         except CheckpointFailed:
@@ -104,7 +104,14 @@ class SessionLife(RuleBasedStateMachine):
     def detach(self, refuse: bool) -> None:
         memory = memory_map(blocks=[wire_pb2.MemoryMap.Block(block=n, size=2 * MiB) for n in sorted(self.blocks)])
         done = wire_pb2.DetachDone(error="no memory for the map" if refuse else "")
-        thread = self.frontend.in_background("detach", detach_done=done, descriptors=(memory,))
+
+        def serve() -> None:
+            self.frontend.answer("detach", detach_done=done, descriptors=(memory,))
+            if not refuse:
+                self.frontend.close()  # which phosd waits for
+
+        thread = threading.Thread(target=serve)
+        thread.start()
         try:
             detached = self.frontend.session.detach(reduce_stack=True, huge_pages=True)
             assert {b.number for b in detached.blocks} == self.blocks
@@ -113,8 +120,6 @@ class SessionLife(RuleBasedStateMachine):
             assert refuse
         thread.join()
         os.close(memory)
-        if self.gate == "detached":
-            self.frontend.close()
 
     @precondition(lambda self: self.gate == "detached")
     @rule()
@@ -168,4 +173,4 @@ class SessionLife(RuleBasedStateMachine):
 
 
 TestSessionLife = SessionLife.TestCase
-TestSessionLife.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestSessionLife.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from phos.gpu_engine.errors import UsageError
 from phos.gpu_engine.stop.settings import Settings
+from phos.gpu_engine.stop.tree import try_seconds
 
 
 def test_settings_without_meaning_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +48,12 @@ def test_size_of_the_first_residue(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHOS_RESIDUE_BYTES", "much")
     with pytest.raises(UsageError, match="PHOS_RESIDUE_BYTES=much is no size"):
         Settings.from_environment()
+
+
+@pytest.mark.parametrize("total", [0.1, 0.5, 1.0, 2.0, 60.0, 3600.0])
+def test_tries_to_quiesce_grow_and_take_as_long_as_was_chosen(total: float) -> None:
+    tries = list(try_seconds(total))
+    assert sum(tries) == pytest.approx(total)
+    assert tries[0] <= 0.75
+    assert all(2 * first <= second for first, second in itertools.pairwise(tries))
+    assert tries[-1] >= total / 2  # work that takes so long is waited for
