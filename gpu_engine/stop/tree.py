@@ -13,8 +13,12 @@ from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.stop.settings import Settings
 from phos.gpu_engine.timeline import Timeline
 
-FIRST_TRY_SECONDS = 0.25
-"""How long processes that are to be quiesced stand still for the first try; for each further one twice as long."""
+FIRST_TRY_SECONDS = 0.15
+"""How long processes that are to be quiesced stand still for the first try."""
+
+LONGER = 1.25
+"""How many times as long each further try may take. Those that fail cost processes that wait for each other time, and
+those whose work is long none."""
 
 PAUSE_SECONDS = 0.02
 """How long they run between two tries."""
@@ -27,14 +31,14 @@ def try_seconds(total: float) -> Iterator[float]:
     """How long each try to quiesce may take.
 
     The GPU's work may be long, or wait for what a program does once its gate is open again: a thread that sets what a
-    stream waits for, a process whose part of a collective is not launched yet. Short tries end the second soon; the
-    first goes on while gates are open or closed, and is done within a longer one.
+    stream waits for, a process whose part of a collective is not launched yet. Short tries soon find a moment without
+    the second; the first goes on while gates are open or closed, and is done within a longer one.
     """
     seconds = FIRST_TRY_SECONDS
     while 3 * seconds < total:
         yield seconds
         total -= seconds
-        seconds *= 2
+        seconds *= LONGER
     yield total
 
 

@@ -186,3 +186,29 @@ def test_a_stream_that_waits_for_the_programs_next_call_is_not_waited_for_long(s
     (through,) = (line for line in program.lines() if line.startswith("THROUGH"))
     assert float(through.split()[1]) < 10, "the program stood still"
     site.run("phos-gpu", "verify", str(image))
+
+
+@pytest.mark.parametrize("protocol", ["stop", "cow"])
+def test_processes_whose_streams_wait_for_each_other_are_checkpointed(site: Site, protocol: str) -> None:
+    """However far ahead one is of the other when their gates are closed."""
+    program = site.start(sys.executable, str(PROGRAMS / "ranks.py"), str(site.folder))
+
+    def go_on(count: int = 2) -> None:
+        wanted = {rank: reached(rank) + count for rank in (0, 1)}
+        wait_until(lambda: all(reached(rank) >= wanted[rank] for rank in (0, 1)), "both to go on")
+
+    def reached(rank: int) -> int:
+        assert not any(line.startswith("ERROR") for line in program.lines()), program.lines()[-5:]
+        return sum(line.startswith(f"RANK {rank} ") for line in program.lines())
+
+    for number in range(4):
+        go_on()
+        image = site.image(str(number))
+        words = "phos-gpu", "checkpoint", "--leave-running", "--protocol", protocol, str(program.pid), str(image)
+        site.run(*words)
+        assert json.loads(site.run("phos-gpu", "inspect", "--json", str(image)).stdout)["protocol"] == protocol
+    go_on()
+    last = site.image("last")
+    site.dump(program, last)
+    site.restore(last)
+    go_on()
