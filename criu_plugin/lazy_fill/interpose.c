@@ -8,7 +8,8 @@
  * descriptor, their makers wait until they are read, and until then the kernel refuses to bring pages (EAGAIN).
  *
  * CRIU goes on as if nothing were there. What has been brought, and has not been changed since, counts as brought at once;
- * and so does a page that turns out to be there, which CRIU would try to bring for ever (uffd.c of 4.1, EEXIST).
+ * and so does a page that turns out to be there, which CRIU would try to bring for ever (uffd.c of 4.1, EEXIST). What the
+ * process lets go of stays one mapping with the rest (keep_whole).
  *
  * CRIU's one thread calls all of this: no lock.
  */
@@ -139,6 +140,18 @@ static void heard(struct served *process, const struct uffd_msg *message)
 	}
 }
 
+/*
+ * CRIU unregisters what a process lets go of (MADV_DONTNEED), which then is another mapping than the rest: the process cannot
+ * mremap() them together any more (EFAULT). If it unmaps or moves that memory sooner, CRIU ends (EINVAL), and past
+ * vm.max_map_count takes it for gone (ENOMEM): all that has not come yet is zeros then. There is no need for it: where CRIU
+ * knows of nothing, it brings zeros. But of more than INT_MAX bytes it would still know.
+ */
+static int keep_whole(int descriptor, struct uffdio_range *range)
+{
+	/* who waits for a page of it is woken either way */
+	return (int)syscall(SYS_ioctl, descriptor, range->len > INT_MAX ? UFFDIO_UNREGISTER : UFFDIO_WAKE, range);
+}
+
 /* ---- what CRIU calls ---- */
 
 EXPORT ssize_t recv(int descriptor, void *buffer, size_t size, int flags)
@@ -217,6 +230,8 @@ EXPORT int ioctl(int descriptor, unsigned long request, ...)
 
 		result = phos_lazy_copy(descriptor, copy->dst, (const void *)(uintptr_t)copy->src, copy->len, &copied);
 		copy->copy = copied;
+	} else if (request == UFFDIO_UNREGISTER) {
+		result = keep_whole(descriptor, argument);
 	} else {
 		result = (int)syscall(SYS_ioctl, descriptor, request, argument);
 	}

@@ -75,6 +75,8 @@ def library(criu: ctypes.CDLL) -> ctypes.CDLL:
 
 
 LIBC = ctypes.CDLL(None)
+LIBC.mremap.restype = ctypes.c_void_p
+FAILED = 2**64 - 1
 
 
 def decode(library: ctypes.CDLL, image: bytes) -> tuple[int, list[tuple[int, int, int]]] | None:
@@ -281,6 +283,16 @@ class Server:
         """CRIU brings a page."""
         return copy(self.library, self.uffd, self.memory.address + page * PAGE, data)
 
+    def zero(self, page: int) -> int:
+        """CRIU has nothing to bring there."""
+        request = ctypes.create_string_buffer(struct.pack("=QQQq", self.memory.address + page * PAGE, PAGE, 0, 0), 32)
+        return int(self.library.ioctl(self.uffd, ctypes.c_ulong(userfault.ZEROPAGE), request))
+
+    def unregister(self, page: int, count: int) -> int:
+        """CRIU has heard that the process has let go of them."""
+        request = struct.pack("=QQ", self.memory.address + page * PAGE, count * PAGE)
+        return int(self.library.ioctl(self.uffd, ctypes.c_ulong(userfault.UNREGISTER), request))
+
     def hear(self) -> int:
         """CRIU reads of an event; which."""
         buffer = ctypes.create_string_buffer(userfault.MESSAGE_BYTES)
@@ -323,6 +335,7 @@ def serve(
 
 
 ALL = LAZY | PRESENT
+PAGEFAULT = 0x12  # UFFD_EVENT_PAGEFAULT
 
 
 def test_with_the_first_page_all_come(serve: Serve, memory: Make) -> None:
@@ -393,6 +406,12 @@ def test_where_it_cannot_be_done_criu_goes_on_by_itself(
         assert ten.page(number) == data, "somebody else had brought it"
 
 
+def asked(memory: Memory) -> bool:
+    """Whether there is something to be heard, or comes soon."""
+    os.set_blocking(memory.uffd, False)  # only such can be waited for
+    return bool(select.select([memory.uffd], [], [], 60)[0])
+
+
 def advised(memory: Memory, page: int, count: int) -> threading.Thread:
     """A thread of the process lets go of pages."""
     return called(LIBC.madvise, ctypes.c_void_p(memory.address + page * PAGE), size_of(count), 4)  # MADV_DONTNEED
@@ -421,6 +440,49 @@ def test_after_the_process_has_changed_anything_nothing_is_filled(serve: Serve, 
     for number in range(6):
         assert server.ask(number, new[number * PAGE :][:PAGE]) == (0, PAGE)
         assert six.page(number) == new[number * PAGE :][:PAGE]
+
+
+def test_what_the_process_has_let_go_of_stays_one_mapping_with_the_rest(serve: Serve, memory: Make) -> None:
+    six = memory(6, userfault.REMOVE)
+    server = serve(six, [(0, 6, ALL)])
+    found = ctypes.create_string_buffer(b"x" * PAGE, PAGE)
+    reading = called(LIBC.memcpy, found, ctypes.c_void_p(six.address + 2 * PAGE), size_of(1))
+    assert server.hear() == PAGEFAULT
+    letting_go = advised(six, 2, 2)
+    assert server.hear() == 0x15
+    assert server.unregister(2, 2) == 0
+    letting_go.join()
+    assert asked(six), "who has waited asks again"
+    assert server.hear() == PAGEFAULT
+    assert server.zero(2) == 0
+    reading.join()
+    assert found.raw == bytes(PAGE)
+    moved = LIBC.mremap(ctypes.c_void_p(six.address), size_of(6), size_of(7), 1)
+    assert moved != FAILED
+    six.address, six.pages = moved, 7
+
+
+def test_what_the_process_has_let_go_of_may_be_unmapped_by_then(serve: Serve, memory: Make) -> None:
+    six = memory(6, userfault.REMOVE)
+    server = serve(six, [(0, 6, ALL)])
+    letting_go = advised(six, 4, 2)
+    assert server.hear() == 0x15
+    letting_go.join()
+    unmap_memory(six.address + 4 * PAGE, 2 * PAGE)
+    six.pages = 4
+    assert server.unregister(4, 2) == 0
+
+
+def test_what_criu_cannot_forget_is_unregistered(serve: Serve, memory: Make) -> None:
+    """It counts bytes in an int."""
+    pages = (1 << 31) // PAGE
+    large = memory(pages + 1, userfault.REMOVE)
+    server = serve(large, [(0, 1, ALL)])
+    letting_go = advised(large, 1, pages)
+    assert server.hear() == 0x15
+    assert server.unregister(1, pages) == 0
+    letting_go.join()
+    assert (server.zero(1), server.zero(0)) == (-1, 0)
 
 
 def called(function: Callable[..., Any], *arguments: Any) -> threading.Thread:
@@ -472,8 +534,7 @@ def test_while_a_change_is_not_heard_of_nothing_is_brought(serve: Serve, memory:
     six = memory(6, userfault.REMOVE)
     server = serve(six, [(0, 6, ALL)])
     letting_go = advised(six, 2, 2)
-    os.set_blocking(six.uffd, False)  # only such can be waited for
-    assert select.select([six.uffd], [], [], 60)[0], "it lets go of them, and waits until that is heard of"
+    assert asked(six), "it lets go of them, and waits until that is heard of"
     assert server.ask(0, server.data[:PAGE]) == (-1, -errno.EAGAIN)
     server.hear()
     letting_go.join()

@@ -2,7 +2,7 @@
 
     changes_memory.py MIB
 
-Prints `ROUND N` again and again, and `WRONG ...` at once if a page is not what it should be.
+Prints `ROUND N` again and again, and `WRONG ...` at once if a page is not what it should be, or cannot be changed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import os
 import random
 import sys
 import threading
+from typing import NoReturn
 
 PAGE = mmap.PAGESIZE
 REGION = 64  # pages
 PROTECTION, PRIVATE = 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 MAYMOVE, DONTNEED = 1, 4
+FAILED = 2**64 - 1
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
@@ -25,6 +27,11 @@ libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, cty
 libc.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def wrong(what: str) -> NoReturn:
+    print(f"WRONG {what}", flush=True)
+    os._exit(1)
 
 
 class Region:
@@ -50,14 +57,13 @@ class Region:
         for page in range(REGION):
             wanted = 0 if page in self.forgotten else self._mark(page)
             if (found := self._word(page).value) != wanted:
-                print(
-                    f"WRONG {what}: page {page} of region {self.number} holds {found:#x}, not {wanted:#x}", flush=True
-                )
-                os._exit(1)
+                wrong(f"{what}: page {page} of region {self.number} holds {found:#x}, not {wanted:#x}")
 
     def move(self) -> None:
         # Its address is free then, so that the next region may come to lie there.
         grown = libc.mremap(self.address, REGION * PAGE, (REGION + 1) * PAGE, MAYMOVE)
+        if grown == FAILED:
+            wrong(f"region {self.number} cannot be moved: {os.strerror(ctypes.get_errno())}")
         libc.munmap(grown + REGION * PAGE, PAGE)
         self.address = grown
 
@@ -73,13 +79,13 @@ def change(regions: list[Region], chance: random.Random) -> None:
     """One step of a thread, on regions that are its own."""
     place = chance.randrange(len(regions))
     region = regions[place]
-    step = chance.choice(["look", "look", "move", "forget", "replace"])
-    if step == "move":
-        region.move()
-    elif step == "forget":
+    step = chance.choice(["look", "look", "move", "forget", "forget and move", "replace"])
+    if "forget" in step:
         first = chance.randrange(REGION)
         region.forget(first, chance.randint(1, REGION - first))
-    elif step == "replace":
+    if "move" in step:
+        region.move()
+    if step == "replace":
         region.check("before it was freed")
         region.free()
         regions[place] = region = Region()
@@ -93,8 +99,7 @@ def fork_and_check(regions: list[Region]) -> None:
             region.check("in a child")
         os._exit(0)
     if os.waitpid(child, 0)[1]:
-        print("WRONG a child did not end well", flush=True)
-        os._exit(1)
+        wrong("a child did not end well")
 
 
 def main() -> None:
