@@ -9,7 +9,8 @@
  *
  * CRIU goes on as if nothing were there. What has been brought, and has not been changed since, counts as brought at once;
  * and so does a page that turns out to be there, which CRIU would try to bring for ever (uffd.c of 4.1, EEXIST). What the
- * process lets go of stays one mapping with the rest (keep_whole).
+ * process lets go of stays one mapping with the rest (keep_whole). Whoever asked for a page that could not be brought asks
+ * again (ask_again).
  *
  * CRIU's one thread calls all of this: no lock.
  */
@@ -23,6 +24,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
@@ -36,11 +38,13 @@ extern void print_on_level(unsigned int level, const char *format, ...) __attrib
 
 #define FEWEST_THREADS 4 /* with fewer, a process would wait for longer than its faults cost it */
 #define MOST_SERVED 256 /* of any more processes, CRIU brings the pages by itself */
+#define ASK_AGAIN_MS 1
 
 static struct served {
 	int uffd, pid;
 	bool over; /* it has been filled, or is not to be */
 	struct phos_lazy_filled filled;
+	struct uffdio_range missed; /* where nothing could be brought while it changed its memory */
 } served[MOST_SERVED];
 static unsigned served_count;
 
@@ -152,6 +156,49 @@ static int keep_whole(int descriptor, struct uffdio_range *range)
 	return (int)syscall(SYS_ioctl, descriptor, range->len > INT_MAX ? UFFDIO_UNREGISTER : UFFDIO_WAKE, range);
 }
 
+static void miss(struct served *process, uint64_t start, uint64_t size)
+{
+	struct uffdio_range *missed = &process->missed;
+	uint64_t end = start + size;
+
+	if (missed->len) {
+		start = missed->start < start ? missed->start : start;
+		end = missed->start + missed->len > end ? missed->start + missed->len : end;
+	}
+	*missed = (struct uffdio_range){ .start = start, .len = end - start };
+}
+
+/* Until its change is over, which CRIU may have to hear of, the process would ask in vain again. */
+static bool changes(const struct served *process)
+{
+	struct uffdio_copy nothing = { 0 };
+
+	return syscall(SYS_ioctl, process->uffd, UFFDIO_COPY, &nothing) < 0 && errno == EAGAIN;
+}
+
+/*
+ * CRIU forgets who asked for a page that could not be brought while the process changed its memory (EAGAIN): he would wait
+ * until everything else has come. Returns whether somebody waits still.
+ */
+static bool ask_again(void)
+{
+	bool waiting = false;
+
+	for (unsigned i = 0; i < served_count; i++) {
+		struct served *process = &served[i];
+
+		if (!process->missed.len)
+			continue;
+		if (changes(process)) {
+			waiting = true;
+			continue;
+		}
+		syscall(SYS_ioctl, process->uffd, UFFDIO_WAKE, &process->missed);
+		process->missed.len = 0;
+	}
+	return waiting;
+}
+
 /* ---- what CRIU calls ---- */
 
 EXPORT ssize_t recv(int descriptor, void *buffer, size_t size, int flags)
@@ -187,13 +234,17 @@ EXPORT ssize_t read(int descriptor, void *buffer, size_t size)
 {
 	ssize_t result = syscall(SYS_read, descriptor, buffer, size);
 	const struct uffd_msg *message = buffer;
-	struct served *process;
+	struct served *process, *child;
 
 	if (size != sizeof(*message) || result != (ssize_t)size || !served_count || message->event == UFFD_EVENT_PAGEFAULT ||
 	    !is_userfaultfd(descriptor))
 		return result;
-	if (message->event == UFFD_EVENT_FORK) /* whoever says it: children of children are not among the served */
+	if (message->event == UFFD_EVENT_FORK) {
 		forget((int)message->arg.fork.ufd);
+		child = room();
+		if (child)
+			*child = (struct served){ .uffd = (int)message->arg.fork.ufd, .over = true };
+	}
 	process = find(descriptor);
 	if (process)
 		heard(process, message);
@@ -213,6 +264,7 @@ EXPORT int close(int descriptor)
 EXPORT int ioctl(int descriptor, unsigned long request, ...)
 {
 	struct uffdio_copy *copy;
+	struct uffdio_zeropage *zero;
 	struct served *process;
 	int result, error;
 	va_list list;
@@ -222,6 +274,7 @@ EXPORT int ioctl(int descriptor, unsigned long request, ...)
 	argument = va_arg(list, void *);
 	va_end(list);
 	copy = argument;
+	zero = argument;
 	if (request == UFFDIO_COPY && (process = find(descriptor)) && phos_lazy_has(&process->filled, copy->dst, copy->len)) {
 		copy->copy = (int64_t)copy->len;
 		result = 0;
@@ -235,10 +288,28 @@ EXPORT int ioctl(int descriptor, unsigned long request, ...)
 	} else {
 		result = (int)syscall(SYS_ioctl, descriptor, request, argument);
 	}
+	if (result && errno == EAGAIN && (process = find(descriptor))) {
+		if (request == UFFDIO_COPY)
+			miss(process, copy->dst, copy->len);
+		else if (request == UFFDIO_ZEROPAGE)
+			miss(process, zero->range.start, zero->range.len);
+	}
 	if ((request == UFFDIO_COPY || request == UFFDIO_ZEROPAGE) && (process = find(descriptor)) && !process->over) {
 		error = errno;
 		fill(process);
 		errno = error;
 	}
 	return result;
+}
+
+EXPORT int epoll_wait(int descriptor, struct epoll_event *events, int most, int timeout)
+{
+	bool waiting;
+	int ready;
+
+	do {
+		waiting = ask_again() && timeout < 0;
+		ready = (int)syscall(SYS_epoll_wait, descriptor, events, most, waiting ? ASK_AGAIN_MS : timeout);
+	} while (!ready && waiting);
+	return ready;
 }

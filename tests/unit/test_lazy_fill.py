@@ -293,6 +293,13 @@ class Server:
         request = struct.pack("=QQ", self.memory.address + page * PAGE, count * PAGE)
         return int(self.library.ioctl(self.uffd, ctypes.c_ulong(userfault.UNREGISTER), request))
 
+    def wait(self, milliseconds: int) -> int:
+        """CRIU waits until there is something to be heard; whether there is."""
+        with select.epoll() as waiting:
+            waiting.register(self.uffd)
+            found = ctypes.create_string_buffer(12)  # struct epoll_event
+            return int(self.library.epoll_wait(waiting.fileno(), found, 1, milliseconds))
+
     def hear(self) -> int:
         """CRIU reads of an event; which."""
         buffer = ctypes.create_string_buffer(userfault.MESSAGE_BYTES)
@@ -483,6 +490,32 @@ def test_what_criu_cannot_forget_is_unregistered(serve: Serve, memory: Make) -> 
     assert server.unregister(1, pages) == 0
     letting_go.join()
     assert (server.zero(1), server.zero(0)) == (-1, 0)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_who_asked_while_the_process_changed_its_memory_asks_again(serve: Serve, memory: Make, known: bool) -> None:
+    eight = memory(8, userfault.REMOVE)
+    server = serve(eight, [(0, 6, ALL)])
+    data = content(1) if known else bytes(PAGE)
+
+    def bring() -> int:
+        return server.ask(6, data)[0] if known else server.zero(6)
+
+    found = ctypes.create_string_buffer(b"x" * PAGE, PAGE)
+    reading = called(LIBC.memcpy, found, ctypes.c_void_p(eight.address + 6 * PAGE), size_of(1))
+    assert server.hear() == PAGEFAULT
+    letting_go = advised(eight, 7, 1)
+    assert asked(eight)
+    assert (bring(), ctypes.get_errno()) == (-1, errno.EAGAIN)
+    assert server.wait(-1) == 1
+    assert server.hear() == 0x15, "as long as CRIU has not heard of the change nobody is woken"
+    assert server.wait(-1) == 1, "it waits until the change is over as well"
+    letting_go.join()
+    assert server.hear() == PAGEFAULT
+    assert bring() == 0
+    reading.join()
+    assert found.raw == data
+    assert server.wait(0) == 0
 
 
 def called(function: Callable[..., Any], *arguments: Any) -> threading.Thread:
