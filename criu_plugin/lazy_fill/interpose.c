@@ -10,7 +10,7 @@
  * CRIU goes on as if nothing were there. What has been brought, and has not been changed since, counts as brought at once;
  * and so does a page that turns out to be there, which CRIU would try to bring for ever (uffd.c of 4.1, EEXIST). What the
  * process lets go of stays one mapping with the rest (keep_whole). Whoever asked for a page that could not be brought asks
- * again (ask_again).
+ * again (ask_again). And nothing is forgotten that has been moved to where something else was (hear_moves).
  *
  * CRIU's one thread calls all of this: no lock.
  */
@@ -39,12 +39,15 @@ extern void print_on_level(unsigned int level, const char *format, ...) __attrib
 #define FEWEST_THREADS 4 /* with fewer, a process would wait for longer than its faults cost it */
 #define MOST_SERVED 256 /* of any more processes, CRIU brings the pages by itself */
 #define ASK_AGAIN_MS 1
+#define MOST_MOVES 32
 
 static struct served {
 	int uffd, pid;
 	bool over; /* it has been filled, or is not to be */
 	struct phos_lazy_filled filled;
 	struct uffdio_range missed; /* where nothing could be brought while it changed its memory */
+	struct uffdio_range moves[MOST_MOVES]; /* from where; those of whose end CRIU has yet to hear */
+	unsigned moves_count;
 } served[MOST_SERVED];
 static unsigned served_count;
 
@@ -187,16 +190,39 @@ static bool ask_again(void)
 	for (unsigned i = 0; i < served_count; i++) {
 		struct served *process = &served[i];
 
-		if (!process->missed.len)
+		if (!process->missed.len && !process->moves_count)
 			continue;
 		if (changes(process)) {
-			waiting = true;
+			waiting |= process->missed.len > 0;
 			continue;
 		}
-		syscall(SYS_ioctl, process->uffd, UFFDIO_WAKE, &process->missed);
+		if (process->missed.len)
+			syscall(SYS_ioctl, process->uffd, UFFDIO_WAKE, &process->missed);
 		process->missed.len = 0;
+		process->moves_count = 0; /* with MREMAP_DONTUNMAP nothing else is said */
 	}
 	return waiting;
+}
+
+/*
+ * mremap() says REMAP, and when that has been heard, UNMAP for the old place. Another thread may have moved memory there in
+ * between, and said so: CRIU would forget what is still to come of that, and bring zeros. So it hears that nothing is unmapped.
+ */
+static void hear_moves(struct served *process, struct uffd_msg *message)
+{
+	uint64_t start = message->arg.remove.start;
+
+	if (message->event == UFFD_EVENT_REMAP && process->moves_count < MOST_MOVES)
+		process->moves[process->moves_count++] =
+			(struct uffdio_range){ .start = message->arg.remap.from, .len = message->arg.remap.len };
+	if (message->event != UFFD_EVENT_UNMAP)
+		return;
+	for (unsigned i = 0; i < process->moves_count; i++)
+		if (process->moves[i].start == start && process->moves[i].len == message->arg.remove.end - start) {
+			process->moves[i] = process->moves[--process->moves_count];
+			message->arg.remove.end = start;
+			return;
+		}
 }
 
 /* ---- what CRIU calls ---- */
@@ -233,7 +259,7 @@ EXPORT ssize_t recvmsg(int descriptor, struct msghdr *message, int flags)
 EXPORT ssize_t read(int descriptor, void *buffer, size_t size)
 {
 	ssize_t result = syscall(SYS_read, descriptor, buffer, size);
-	const struct uffd_msg *message = buffer;
+	struct uffd_msg *message = buffer;
 	struct served *process, *child;
 
 	if (size != sizeof(*message) || result != (ssize_t)size || !served_count || message->event == UFFD_EVENT_PAGEFAULT ||
@@ -246,8 +272,10 @@ EXPORT ssize_t read(int descriptor, void *buffer, size_t size)
 			*child = (struct served){ .uffd = (int)message->arg.fork.ufd, .over = true };
 	}
 	process = find(descriptor);
-	if (process)
+	if (process) {
+		hear_moves(process, message);
 		heard(process, message);
+	}
 	return result;
 }
 

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -247,6 +248,12 @@ def test_what_cannot_be_brought_is_said(library: ctypes.CDLL, memory: Make) -> N
     assert copy(library, four.uffd, four.address, b"x" * 100) == (-1, -errno.EINVAL)
 
 
+def asked(uffd: int) -> bool:
+    """Whether there is something to be heard, or comes soon."""
+    os.set_blocking(uffd, False)  # only such can be waited for
+    return bool(select.select([uffd], [], [], 60)[0])
+
+
 class Server:
     """``criu lazy-pages`` as the library sees it: told of a process, with its files open, asked for a page."""
 
@@ -302,9 +309,15 @@ class Server:
 
     def hear(self) -> int:
         """CRIU reads of an event; which."""
+        return self.hear_all()[0]
+
+    def hear_all(self) -> tuple[int, int, int]:
+        """With its first two addresses."""
+        assert asked(self.uffd), "nothing is said"
         buffer = ctypes.create_string_buffer(userfault.MESSAGE_BYTES)
         assert self.library.read(self.uffd, buffer, ctypes.c_size_t(len(buffer))) == len(buffer)
-        return buffer.raw[0]
+        first, second = struct.unpack_from("=QQ", buffer.raw, 8)
+        return buffer.raw[0], first, second
 
     def close(self) -> None:
         if self.uffd >= 0:
@@ -342,7 +355,7 @@ def serve(
 
 
 ALL = LAZY | PRESENT
-PAGEFAULT = 0x12  # UFFD_EVENT_PAGEFAULT
+PAGEFAULT, REMAP, UNMAP = 0x12, 0x14, 0x16  # UFFD_EVENT_...
 
 
 def test_with_the_first_page_all_come(serve: Serve, memory: Make) -> None:
@@ -413,10 +426,9 @@ def test_where_it_cannot_be_done_criu_goes_on_by_itself(
         assert ten.page(number) == data, "somebody else had brought it"
 
 
-def asked(memory: Memory) -> bool:
-    """Whether there is something to be heard, or comes soon."""
-    os.set_blocking(memory.uffd, False)  # only such can be waited for
-    return bool(select.select([memory.uffd], [], [], 60)[0])
+def mapped(address: int) -> bool:
+    there = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in there)
 
 
 def advised(memory: Memory, page: int, count: int) -> threading.Thread:
@@ -459,7 +471,7 @@ def test_what_the_process_has_let_go_of_stays_one_mapping_with_the_rest(serve: S
     assert server.hear() == 0x15
     assert server.unregister(2, 2) == 0
     letting_go.join()
-    assert asked(six), "who has waited asks again"
+    assert asked(six.uffd), "who has waited asks again"
     assert server.hear() == PAGEFAULT
     assert server.zero(2) == 0
     reading.join()
@@ -505,7 +517,7 @@ def test_who_asked_while_the_process_changed_its_memory_asks_again(serve: Serve,
     reading = called(LIBC.memcpy, found, ctypes.c_void_p(eight.address + 6 * PAGE), size_of(1))
     assert server.hear() == PAGEFAULT
     letting_go = advised(eight, 7, 1)
-    assert asked(eight)
+    assert asked(eight.uffd)
     assert (bring(), ctypes.get_errno()) == (-1, errno.EAGAIN)
     assert server.wait(-1) == 1
     assert server.hear() == 0x15, "as long as CRIU has not heard of the change nobody is woken"
@@ -548,6 +560,49 @@ def test_what_has_been_moved_there_is_not_taken_for_there(serve: Serve, memory: 
     unmap_memory(elsewhere, 4 * PAGE)
 
 
+def moved(old: int, new: int, pages: int, kept: int = 0) -> threading.Thread:
+    """A thread of the process moves pages."""
+    return called(LIBC.mremap, ctypes.c_void_p(old), size_of(pages), size_of(pages), 3 | kept, ctypes.c_void_p(new))
+
+
+def test_what_comes_to_where_other_memory_went_from_is_not_forgotten(serve: Serve, memory: Make) -> None:
+    """The kernel says only when CRIU has heard of the move that the old place was unmapped."""
+    eight, elsewhere = memory(8, userfault.REMAP | userfault.UNMAP), map_memory(4 * PAGE, -1)
+    server = serve(eight, [(0, 4, ALL)])
+    away = moved(eight.address, elsewhere, 4)
+    assert asked(eight.uffd)
+    coming = moved(eight.address + 4 * PAGE, eight.address, 4)
+    while mapped(eight.address + 4 * PAGE):
+        time.sleep(0.001)
+    assert server.hear_all() == (REMAP, eight.address, elsewhere)
+    assert server.hear_all() == (REMAP, eight.address + 4 * PAGE, eight.address)
+    for _ in range(2):
+        event, first, behind = server.hear_all()
+        assert (event, behind - first) == (UNMAP, 0)
+    away.join()
+    coming.join()
+    eight.pages = 4
+    eight.pages = 0
+    for address in (eight.address, elsewhere):
+        going = called(LIBC.munmap, ctypes.c_void_p(address), size_of(4))
+        assert server.hear_all() == (UNMAP, address, address + 4 * PAGE)
+        going.join()
+
+
+def test_what_was_moved_and_stays_mapped_may_be_unmapped_later(serve: Serve, memory: Make) -> None:
+    four, elsewhere = memory(4, userfault.REMAP | userfault.UNMAP), map_memory(4 * PAGE, -1)
+    server = serve(four, [(0, 4, ALL)])
+    away = moved(four.address, elsewhere, 4, kept=4)  # MREMAP_DONTUNMAP
+    assert server.hear() == REMAP
+    away.join()
+    assert server.wait(0) == 0
+    four.pages = 0
+    for address in (four.address, elsewhere):
+        going = called(LIBC.munmap, ctypes.c_void_p(address), size_of(4))
+        assert server.hear_all() == (UNMAP, address, address + 4 * PAGE)
+        going.join()
+
+
 def test_what_has_been_unmapped_is_not_taken_for_there(serve: Serve, memory: Make) -> None:
     six = memory(6, userfault.UNMAP)
     server = serve(six, [(0, 6, ALL)])
@@ -567,7 +622,7 @@ def test_while_a_change_is_not_heard_of_nothing_is_brought(serve: Serve, memory:
     six = memory(6, userfault.REMOVE)
     server = serve(six, [(0, 6, ALL)])
     letting_go = advised(six, 2, 2)
-    assert asked(six), "it lets go of them, and waits until that is heard of"
+    assert asked(six.uffd), "it lets go of them, and waits until that is heard of"
     assert server.ask(0, server.data[:PAGE]) == (-1, -errno.EAGAIN)
     server.hear()
     letting_go.join()
