@@ -294,6 +294,13 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         {0: R, 8: W},
         NONE,
     ),
+    "asynchronous stores": (
+        "ld.param.u64 %a, [p]; st.async.mmio.release.sys.global.u32 [%a], 1; ld.param.u64 %b, [q];"
+        "red.async.mmio.release.sys.global.add.u32 [%b], 1;"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r1], 2, [%r2];",
+        {0: W, 8: RW},
+        NONE,
+    ),
     "matrix tiles": (
         "ld.param.u64 %a, [p]; wmma.load.a.sync.aligned.row.m16n16k16.global.f16 {%r1, %r2}, [%a], %r3;"
         "ld.param.u64 %b, [q]; wmma.store.d.sync.aligned.row.m16n16k16.global.f32 [%b], {%r1, %r2}, %r3;",
