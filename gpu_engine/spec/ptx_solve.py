@@ -34,6 +34,7 @@ from phos.gpu_engine.spec.ptx_steps import (
     Touch,
 )
 from phos.gpu_engine.spec.ptx_values import (
+    DISTANCE,
     EMPTY,
     LOADED,
     OFFSET,
@@ -46,6 +47,7 @@ from phos.gpu_engine.spec.ptx_values import (
     Place,
     Value,
     assembled,
+    computed,
     demoted,
     join,
     moved,
@@ -97,6 +99,8 @@ class Solver:
         self._changed = False
         self._escaped: Value = {}
         self._unknown_called = False
+        self._pointers: set[Atom] = set()
+        """Eight bytes of parameters that were used as an address somewhere."""
         self.touched: dict[Atom, Access] = {}
         self.tensors: dict[tuple[int, int | None], Access] = {}
         """Access by (object, offset) of tensor maps among the parameters."""
@@ -162,6 +166,12 @@ class Solver:
             self.indirect |= access
         elif not isinstance(atom, Place) and access & ~self.touched.get(atom, Access.NONE):
             self.touched[atom] = self.touched.get(atom, Access.NONE) | access
+            self._certain(atom)
+
+    def _certain(self, atom: Atom) -> None:
+        if isinstance(atom, Bytes) and atom not in self._pointers:
+            self._pointers.add(atom)
+            self._changed = True
 
     def _pointed(self, value: Value) -> list[Atom]:
         """What an address may point into: its best atoms."""
@@ -237,16 +247,19 @@ class Solver:
                     self._set(instance, step.target, moved(values[source], step.distance))
             elif isinstance(step, Mix):
                 for source in step.sources:
-                    self._set(instance, step.target, [(atom, OFFSET) for atom in values[source]])
+                    self._set(instance, step.target, computed(values[source]))
             elif isinstance(step, MultiplyAdd):
                 for source in step.factors:
-                    self._set(instance, step.target, [(atom, OFFSET) for atom in values[source]])
+                    self._set(instance, step.target, computed(values[source]))
                 self._set(instance, step.target, moved(values[step.addend], None))
             elif isinstance(step, Narrow):
                 self._set(instance, step.target, narrowed(values[step.source]))
             elif isinstance(step, Strengthen):
                 strong = [(atom, STRONG if role else role) for atom, role in values[step.source].items()]
                 self._set(instance, step.target, strong)
+                for atom, role in strong:
+                    if role == STRONG:
+                        self._certain(atom)
             elif isinstance(step, Pack):
                 self._set(instance, step.target, assembled([values[source] for source in step.sources]))
             elif isinstance(step, Subtract):
@@ -276,11 +289,15 @@ class Solver:
         if not right:
             self._set(instance, step.target, moved(left, None if step.number is None else -step.number))
             return
-        # The distance of two pointers, added to the second, is the first again: it must not pass for an index.
-        distance = STRONG in left.values() or STRONG in right.values()
-        distance = distance and any(role > OFFSET for role in right.values())
+        # The distance of two pointers, added to the second, is the first again: it must not pass for an index, nor the
+        # second for one beside it.
+        role_of = None
+        if any(role == STRONG or (role == WEAK and atom in self._pointers) for atom, role in right.items()):
+            role_of = DISTANCE
+        elif STRONG in left.values() and any(role > OFFSET for role in right.values()):
+            role_of = STRONG
         for atom, role in moved(dict(left), None):
-            self._set(instance, step.target, [(atom, STRONG if distance and role else role)])
+            self._set(instance, step.target, [(atom, role_of if role_of is not None and role else role)])
         self._set(instance, step.target, [(atom, OFFSET) for atom in right])
 
     def _tensor(self, value: Value, step: Tensor) -> None:

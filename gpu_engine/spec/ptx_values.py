@@ -6,7 +6,9 @@ memory, the address of something that the module declares. The role says what th
 - OFFSET: they came through a multiplication, a shift, or are narrower than an address: an index, never a pointer while
   anything better is there;
 - WEAK: eight bytes as they were loaded: a pointer, or a 64-bit index;
-- STRONG: the program itself says that this is a pointer (``cvta.to.global``, ``.ptr``).
+- STRONG: the program itself says that this is a pointer (``cvta.to.global``, ``.ptr``);
+- DISTANCE: from a pointer to this one, which the sum with the former leads to. Shifts and divisions between do not
+  change that.
 
 Sums take the atoms of both sides, but a WEAK side added to a STRONG one is an index, and becomes OFFSET.
 """
@@ -16,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
-OFFSET, WEAK, STRONG = 0, 1, 2
+OFFSET, WEAK, STRONG, DISTANCE = 0, 1, 2, 3
 
 MAXIMUM_PLACES = 16
 """A value that names so many places in one object names just the object: pointers that walk in loops."""
@@ -92,9 +94,15 @@ def moved(value: Value, distance: int | None) -> Iterator[tuple[Atom, int]]:
 
 
 def narrowed(value: Value) -> Iterator[tuple[Atom, int]]:
-    """Part of a value's bits: only shared memory's addresses fit into fewer than 64."""
+    """Part of a value's bits: only shared memory's addresses and distances fit into fewer than 64."""
     for atom, role in value.items():
-        yield atom, role if isinstance(atom, Place) else OFFSET
+        yield atom, role if isinstance(atom, Place) or role == DISTANCE else OFFSET
+
+
+def computed(value: Value) -> Iterator[tuple[Atom, int]]:
+    """What was multiplied, shifted or divided."""
+    for atom, role in value.items():
+        yield atom, role if role == DISTANCE else OFFSET
 
 
 def demoted(value: Value, other: Value) -> Iterator[tuple[Atom, int]]:
@@ -121,7 +129,7 @@ def assembled(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
     first, rest = parts[0], parts[1:]
     for part in parts:
         for atom, role in part.items():
-            if isinstance(atom, Place):
+            if isinstance(atom, Place) or role == DISTANCE:
                 yield atom, role
                 continue
             whole = all(atom in other for other in parts)

@@ -124,6 +124,14 @@ CASES: dict[str, tuple[str, Pointers, Access]] = {
         NONE,
     ),
     "aligned": ("k(char *a) { *(int *)(((unsigned long long)a + 15) & ~15ull) = 1; }", {0: W}, NONE),
+    "distance": ("k(float *a, float *b, int n) { a[b - a + n] = 1; }", {0: W, 8: W}, NONE),
+    "short distance": ("k(float *a, float *b, int n) { int d = b - a; a[d + n] = 1; }", {0: W, 8: W}, NONE),
+    "distance on the stack": (
+        "k(char *a, int n) { char s[64]; for (int i = 0; i < 64; i++) s[i] = clock(); s[n] = 0; char *e = s;"
+        " while (*e) e++; a[e - s] = 1; }",
+        {0: W},
+        NONE,
+    ),
     "texture": ("k(cudaTextureObject_t t, float *a, int n) { a[n] = tex1Dfetch<float>(t, n); }", {8: W}, R),
     "halves": (
         "k(uint2 p, int n) { int *a = (int *)((unsigned long long)p.y << 32 | p.x); a[n] = 1; }",
