@@ -21,6 +21,7 @@ from phos.gpu_engine.spec.ptx_steps import (
     Add,
     Call,
     Code,
+    Combine,
     Declared,
     Formal,
     Indirect,
@@ -244,6 +245,9 @@ class Compiler:
             self.add((Add if base.startswith("add") else Subtract)(target, left, right, number))
         elif base in ("mad", "madc", "mad24", "fma") and len(rest) >= 3:
             self.add(MultiplyAdd(target, sources[:2], self.use(rest[2])))
+        elif base in ("or", "bfi") and op.size == 8:
+            self.add(Move(target, sources, None) if base == "or" else Mix(target, sources))
+            self.add(Combine(target, sources[:2]))
         elif base in KEEP:
             self.add(Move(target, sources, 0 if base == "selp" else None))
         elif base == "shfl":

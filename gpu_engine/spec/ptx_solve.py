@@ -15,6 +15,7 @@ from phos.gpu_engine.spec.ptx_steps import (
     Add,
     Call,
     Code,
+    Combine,
     Declared,
     Fill,
     Formal,
@@ -47,6 +48,7 @@ from phos.gpu_engine.spec.ptx_values import (
     Place,
     Value,
     assembled,
+    combined,
     computed,
     demoted,
     join,
@@ -262,6 +264,8 @@ class Solver:
                         self._certain(atom)
             elif isinstance(step, Pack):
                 self._set(instance, step.target, assembled([values[source] for source in step.sources]))
+            elif isinstance(step, Combine):
+                self._set(instance, step.target, combined([values[source] for source in step.sources]))
             elif isinstance(step, Subtract):
                 self._subtract(instance, step)
             elif isinstance(step, Call):

@@ -53,6 +53,13 @@ class Pack(NamedTuple):
     sources: tuple[int, ...]
 
 
+class Combine(NamedTuple):
+    """The target's 64 bits are the sources', each with bits of its own: ``or``, ``bfi``."""
+
+    target: int
+    sources: tuple[int, ...]
+
+
 class Add(NamedTuple):
     """target = left + right; ``number`` is right's value where it is known."""
 
@@ -147,8 +154,8 @@ class Call(NamedTuple):
 
 
 Step: TypeAlias = (
-    "Move | Mix | Narrow | Pack | Add | Subtract | MultiplyAdd | Strengthen | Load | Store | Touch | Fill | Tensor"
-    " | Indirect | Call"
+    "Move | Mix | Narrow | Pack | Combine | Add | Subtract | MultiplyAdd | Strengthen | Load | Store | Touch | Fill"
+    " | Tensor | Indirect | Call"
 )
 
 

@@ -138,3 +138,21 @@ def assembled(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
     for piece in runs(pieces):
         if piece.size >= 8 and any(isinstance(atom, Bytes) and atom.offset == piece.offset for atom in first):
             yield (piece if piece.size == 8 else Anywhere(*piece)), WEAK
+
+
+def combined(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
+    """What eight bytes become that are put together from shifted pieces, in any order: unaligned loads.
+
+    Arguments are searched for addresses at whole words, so that pieces of which it is not known which belong together
+    are as good as an address from memory.
+    """
+    pieces = [atom for part in parts for atom in part if isinstance(atom, Bytes) and atom.size < 8]
+    for piece in runs(pieces):
+        if piece.size >= 8:
+            yield (piece if piece.size == 8 else LOADED), WEAK
+    if len(parts) > 1 and all(any(_somewhere(atom) and not role for atom, role in part.items()) for part in parts):
+        yield LOADED, WEAK
+
+
+def _somewhere(atom: Atom) -> bool:
+    return isinstance(atom, Loaded | Anywhere)

@@ -138,9 +138,21 @@ CASES: dict[str, tuple[str, Pointers, Access]] = {
         {0: W},
         NONE,
     ),
+    "halves and a wide index": (
+        "k(uint2 p, long long n) { char *a = (char *)((unsigned long long)p.y << 32 | p.x); a[n] = 1; }",
+        {0: W},
+        NONE,
+    ),
+    "packed": ("k(Packed s, long long n) { s.to[n] = 1; }", {1: W}, NONE),
+    "packed in memory": ("k(Packed *s, long long n) { s[1].to[n] = 1; }", {0: R}, W),
+    "packed array": ("k(Several s, int i, long long n) { s.all[i].to[n] = 1; }", {56: W}, W),
 }
 
 PRELUDE = r"""
+#pragma pack(push, 1)
+struct Packed { char c; char *to; };
+struct Several { Packed all[5]; };
+#pragma pack(pop)
 struct Node { Node *next; int v; };
 struct Two { const float *from; float scale; float *to; };
 typedef float (*F)(const float *, int);
