@@ -13,7 +13,7 @@ from phos.gpu_engine.spec.descriptor import (
     FieldKind,
     Parameter,
 )
-from phos.gpu_engine.spec.sass_state import Layout, Touch
+from phos.gpu_engine.spec.sass_state import WORD, Layout, Touch
 from phos.gpu_engine.spec.sass_value import ANY, BLOCK, LOADED, Atom, Atoms, Origin
 
 # Arrays of pointers further apart than this, with the same index, are taken for different ones. Less is what unrolled
@@ -83,19 +83,23 @@ def _candidates(touch: Touch) -> list[tuple[frozenset[Base | None], bool]]:
             result.append((bases, ANY in atoms))
     if result or own or any(atom.origin in _OWN for atom in touch.high):
         return result
+    # Structs may be packed: words that make no aligned address may make one that is not.
+    packed = frozenset().union(*(_pairs(atoms, touch.high, WORD) for atoms in touch.low))
+    if packed:
+        return [(packed, True)]
     # No base is left. Whatever went into the address some other way is all there is to go by.
     low = frozenset().union(*touch.low) | touch.derived
     bases = _pairs(low, touch.high | touch.derived)
     return [(bases, True)] if bases else []
 
 
-def _pairs(low: Atoms, high: Atoms) -> frozenset[Base | None]:
+def _pairs(low: Atoms, high: Atoms, alignment: int = ADDRESS_BYTES) -> frozenset[Base | None]:
     """The 8-byte words of which ``low`` has the lower and ``high`` the upper half."""
     bases: set[Base | None] = set()
     for atom in low:
         if atom.origin in (Origin.PARAMETER, Origin.ELEMENT):
             upper = Atom(atom.origin, atom.place + 4, atom.stride)
-            if upper in high and (atom.place % ADDRESS_BYTES == 0 or atom.stride):
+            if upper in high and (atom.place % alignment == 0 or atom.stride):
                 bases.add(Base(atom.place, atom.stride))
         elif atom == LOADED and atom in high:
             bases.add(None)

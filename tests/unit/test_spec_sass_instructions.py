@@ -43,6 +43,20 @@ def test_a_register_used_again_loses_what_it_held() -> None:
     assert found == (pointers(READ, WRITE), NONE)
 
 
+def test_an_address_in_a_packed_struct() -> None:
+    """struct { int n; float *p; } under `#pragma pack(4)`."""
+    found = flow(
+        """
+        LDC R2, c[0x0][0x214]
+        LDC R3, c[0x0][0x218]
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+        """,
+        Parameter(0, 12),
+    )
+    assert found == ([(0, 4, 8, WRITE, POINTER)], NONE)
+
+
 def test_a_predicated_move_may_leave_the_old_pointer() -> None:
     found = flow(
         """
