@@ -88,3 +88,40 @@ size_t span_layout(const void *real, void *layout)
     int bits = span_type((int)type);
     return span_batch(span_op(order == ORDER_ROW, (long long)rows, (long long)columns, leading, bits), stride, batch, bits);
 }
+
+/* cublasLtMatmulDescAttributes_t, cublasLtEpilogue_t. */
+enum { MATMUL_EPILOGUE = 7, MATMUL_BIAS = 8, MATMUL_AUXILIARY = 11, MATMUL_SCALE_A = 17, MATMUL_SCALE_D = 20, MATMUL_MOST_D = 21,
+       MATMUL_AUXILIARY_SCALE = 23, MATMUL_AUXILIARY_MOST = 24, MATMUL_OUT_COUNTERS = 30, MATMUL_OUT_SCALE_D = 36 };
+enum { EPILOGUE_BIAS = 4, EPILOGUE_AUXILIARY = 128, EPILOGUE_BACKWARD = 8 | 64, EPILOGUE_BIAS_GRADIENT = 16 | 256 | 512 };
+
+/* Of most no size is said, and kernels have them among their arguments as a rule: they stand for what cannot be known. */
+void document_epilogue(struct phos_library_scope *scope, const void *real, void *description)
+{
+    get_attribute *attribute_of = (get_attribute *)phos_library_sibling(real, "cublasLtMatmulDescGetAttribute");
+    uint32_t epilogue = 0;
+    if (!description || !attribute_of || !get(attribute_of, description, MATMUL_EPILOGUE, &epilogue, sizeof epilogue))
+        return;
+    uint32_t writes = PHOS_READS | PHOS_WRITES, bias = 0, auxiliary = 0;
+    if (epilogue & (EPILOGUE_BIAS | EPILOGUE_BIAS_GRADIENT))
+        bias = epilogue & EPILOGUE_BIAS_GRADIENT ? writes : PHOS_READS;
+    if (epilogue & EPILOGUE_AUXILIARY)
+        auxiliary = epilogue & EPILOGUE_BACKWARD ? PHOS_READS : writes;
+    const struct { int attribute; uint32_t access; size_t size; } named[] = {
+        {MATMUL_BIAS, bias, 0},
+        {MATMUL_AUXILIARY, auxiliary, 0},
+        {MATMUL_MOST_D, writes, sizeof(float)},
+        {MATMUL_AUXILIARY_MOST, writes, sizeof(float)},
+        {MATMUL_OUT_SCALE_D, writes, 0},
+        {MATMUL_OUT_COUNTERS, writes, 0},
+        {MATMUL_SCALE_A, PHOS_READS, 0},
+        {MATMUL_SCALE_A + 1, PHOS_READS, 0},
+        {MATMUL_SCALE_A + 2, PHOS_READS, 0},
+        {MATMUL_SCALE_D, PHOS_READS, 0},
+        {MATMUL_AUXILIARY_SCALE, PHOS_READS, 0},
+    };
+    for (size_t i = 0; i < sizeof named / sizeof *named; i++) {
+        const void *address = NULL;
+        if (named[i].access && get(attribute_of, description, named[i].attribute, &address, sizeof address))
+            phos_library_document(scope, address, named[i].size, named[i].access | PHOS_PERHAPS);
+    }
+}

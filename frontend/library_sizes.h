@@ -73,3 +73,6 @@ size_t span_ranks(const void *real, void *communicator, size_t count, int type);
 size_t span_tensor(const void *real, void *descriptor);
 size_t span_filter(const void *real, void *descriptor);
 size_t span_layout(const void *real, void *layout);
+
+/* Adds to what cublasLtMatmul documents: the memory that the description of the multiplication names. */
+void document_epilogue(struct phos_library_scope *scope, const void *real, void *description);

@@ -75,6 +75,13 @@ LT_SOURCE = CALLBACK + textwrap.dedent("""
         *written = sizes[which];
         return 0;
     }
+    /* A description is an array by attribute; a small number is none. */
+    int cublasLtMatmulDescGetAttribute(void *opaque, int which, void *to, size_t size, size_t *written) {
+        if ((uintptr_t)opaque < 4096 || which > 36 || size != (which == 7 ? 4 : 8)) return 7;
+        memcpy(to, (uint64_t *)opaque + which, size);
+        *written = size;
+        return 0;
+    }
     int cublasLtMatmul(void *h, void *d, void *a, void *A, void *Ad, void *B, void *Bd, void *b, void *C, void *Cd,
                        void *D, void *Dd, void *algo, void *w, size_t ws, void *s) {
         launch();

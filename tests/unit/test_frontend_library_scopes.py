@@ -195,6 +195,37 @@ def test_cublaslt_takes_sizes_from_its_layouts(shop: Workshop) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("epilogue", "added"),
+    [
+        (1, []),  # the plain one: a bias that is set is not used
+        (4, [(0x600000, 0, R)]),  # BIAS
+        (32 | 128 | 4, [(0x600000, 0, R), (0x700000, 0, RW)]),  # GELU_AUX_BIAS
+        (64 | 128 | 16, [(0x600000, 0, RW), (0x700000, 0, R)]),  # DGELU_BGRAD
+        (512, [(0x600000, 0, RW)]),  # BGRADB
+    ],
+)
+def test_cublaslt_writes_what_its_description_names(shop: Workshop, epilogue: int, added: list[object]) -> None:
+    path = shop.library("libcublasLt.so.13", LT_SOURCE, version="libcublasLt.so.13")
+    named = {7: epilogue, 8: 0x600000, 11: 0x700000, 17: 0x800000, 21: 0x900000}
+    printed = call(
+        shop,
+        LT + f"description = (c_uint64 * 37)(*[{named}.get(i, 0) for i in range(37)])\n"
+        "where = [ctypes.addressof(half)] * 4\n"
+        "def launched(anything):\n"
+        "    seen = inside(lt, [], anything)\n"
+        "    matmul(1, ctypes.addressof(description), 3, 0x100000, where[0], 0x200000, where[1], 4, 0x300000, where[2],"
+        " 0x400000, where[3], 5, 0x500000, 4096, 0)\n"
+        "    print(seen[0])\n"
+        "launched(RW)\nlaunched(0)\n",
+        lt=path,
+    )
+    half = (9 * 128 + 100) * 2
+    operands = [(0x100000, half, R), (0x200000, half, R), (0x300000, half, R)]
+    outputs = [(0x400000, half, RW), (0x500000, 4096, RW)]
+    assert printed == [str([*operands, *outputs, *added, (0x900000, 4, RW), (0x800000, 0, R)]), str(outputs)]
+
+
 def test_cudnn_takes_sizes_from_its_descriptors_and_passes_doubles(shop: Workshop) -> None:
     path = shop.library("libcudnn.so.9", CUDNN_SOURCE, version="libcudnn.so.9")
     printed = call(
