@@ -98,13 +98,14 @@ static void record_kernel(struct phos_node *node)
     }
     CUfunction function = parameters.func ? parameters.func : (CUfunction)parameters.kern;
     phos_node_kernel(node, function, parameters.kernelParams, parameters.extra);
-    /* A kernel may give such a node other arguments while the graph runs. */
     CUkernelNodeAttrValue_v1 value;
     memset(&value, 0, sizeof value);
     if (phos_real.cuGraphKernelNodeGetAttribute(node->node, CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE, &value) ==
             CUDA_SUCCESS &&
-        value.deviceUpdatableKernelNode.deviceUpdatable)
+        value.deviceUpdatableKernelNode.deviceUpdatable) {
+        node->updatable = true;
         node->anything = ALL;
+    }
 }
 
 static void record_memory(struct phos_node *node, CUgraphNodeType type)
@@ -220,6 +221,9 @@ void phos_nodes_put(struct phos_nodes *nodes, struct phos_node *node)
     if (place) {
         node->parent = place->parent;
         node->disabled = place->disabled;
+        node->updatable = place->updatable;
+        if (node->updatable)
+            node->anything = ALL;
         phos_node_clear(place);
     } else if (!(place = add(nodes))) {
         phos_node_clear(node);

@@ -12,6 +12,7 @@ struct phos_node {
     CUgraphNode node;
     CUgraphNode parent; /* the child graph's or conditional node that it is part of; NULL: none */
     bool disabled;
+    bool updatable; /* a kernel may give it other arguments while the graph runs */
     bool dropped; /* while others are removed */
     bool host_copy;
     uint32_t anything;

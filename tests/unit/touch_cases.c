@@ -198,8 +198,17 @@ static void graphs(void)
     expect(graph_launched(exec_new(&branches)), "3", "a conditional node of a graph that is gone");
 
     struct graph updatable = {0};
-    kernel_add(&updatable, work, LOW + 1, LOW + 2)->updatable = true;
-    expect(graph_launched(exec_new(&updatable)), "3 1:0:2 2:0:1", "a node that kernels change");
+    struct node *changing = kernel_add(&updatable, work, LOW + 1, LOW + 2);
+    changing->updatable = true;
+    CUgraphExec changed = exec_new(&updatable);
+    expect(graph_launched(changed), "3 1:0:2 2:0:1", "a node that kernels change");
+    uint64_t values[] = {LOW + 4, LOW + 5, 0};
+    void *pointers[] = {&values[0], &values[1], &values[2]};
+    CUgraphNodeParams k = {.type = CU_GRAPH_NODE_TYPE_KERNEL};
+    k.kernel.func = work;
+    k.kernel.kernelParams = pointers;
+    serve_cuGraphExecNodeSetParams(changed, (CUgraphNode)changing, &k);
+    expect(graph_launched(changed), "3 4:0:2 5:0:1", "a node that kernels change, changed by the host");
     struct graph strange = {0};
     node_add(&strange, (CUgraphNodeType)77);
     expect(graph_launched(exec_new(&strange)), "3", "a node of an unknown kind");
