@@ -33,10 +33,15 @@ static bool read_at(struct phos_look *look, uint32_t offset, void *to, uint32_t 
             return false;
         if (offset - p->offset >= p->size)
             continue;
-        if (size > p->size - (offset - p->offset) || !a->parameters[look->at])
+        if (!a->parameters[look->at])
             return false;
-        memcpy(to, (const char *)a->parameters[look->at] + (offset - p->offset), size);
-        return true;
+        /* What is more lies in the next ones: an address may be passed in two halves. */
+        uint32_t left = p->size - (offset - p->offset), part = size < left ? size : left;
+        memcpy(to, (const char *)a->parameters[look->at] + (offset - p->offset), part);
+        if (!(size -= part))
+            return true;
+        to = (char *)to + part;
+        offset += part;
     }
     return false;
 }

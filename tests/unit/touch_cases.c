@@ -3,6 +3,7 @@
  * Usage: touch_cases kernels|graphs|tensors|storm|cost. Exit status 0: all is well; else a line says what is not. */
 #include "touch_driver.h"
 #include "access.h"
+#include "arguments.h"
 #include "functions.h"
 #include "graph_nodes.h"
 #include "graphs.h"
@@ -84,6 +85,19 @@ static void kernels(void)
     table(5, "work");
     expect(launched(function, LOW + 1, LOW + 2), "work 5 0 0 1:2 2:1", "by descriptor");
     expect(launched(function_new(module, "rest"), LOW + 1, LOW + 2), "rest 5 3 0 1:3 2:3", "without a descriptor");
+
+    /* An address in two parameters, and two that have a gap between them. */
+    uint64_t address = LOW + 3;
+    void *halves[] = {&address, (char *)&address + 4, &address};
+    struct phos_arguments passed = {.parameters = halves};
+    struct phos_access_parameter places[] = {{0, 4}, {4, 4}, {16, 8}};
+    struct phos_look look = {.arguments = &passed, .parameters = places, .count = 3, .low = LOW, .high = LOW + 16};
+    struct phos_touches touches;
+    phos_touches_begin(&touches, NULL);
+    for (uint32_t at = 0; at <= 16; at += 4)
+        phos_look_field(&touches, &look, &(struct phos_access_field){.offset = at, .size = 8, .access = PHOS_WRITES});
+    check(touches.count == 2 && touches.list[0].address == address && touches.list[1].address == address, "halves");
+    phos_touches_end(&touches);
 
     /* Obtained past us. */
     struct thing hidden = {"work", (struct thing *)module, false};
