@@ -18,7 +18,6 @@ from phos.gpu_engine.spec.ptx_values import (
     Anywhere,
     Atom,
     Bytes,
-    Loaded,
     Place,
     Value,
     join,
@@ -88,10 +87,10 @@ def _joined(values: list[Value]) -> Iterator[tuple[Atom, int]]:
     pieces = []
     for value in values:
         for atom in value:
-            if isinstance(atom, Loaded | Anywhere):
-                yield atom, WEAK
-            elif isinstance(atom, Bytes) and atom.size < POINTER_BYTES:
+            if isinstance(atom, Bytes) and atom.size < POINTER_BYTES:
                 pieces.append(atom)
+            elif not isinstance(atom, Place):
+                yield atom, WEAK
     for piece in runs(pieces):
         if piece.size == POINTER_BYTES:
             yield piece, WEAK

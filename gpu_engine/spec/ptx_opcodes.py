@@ -13,7 +13,7 @@ KEEP = frozenset(("and", "or", "xor", "not", "lop3", "min", "max", "abs", "selp"
 """The result may still be one of the operands, or it with a few bits changed: an aligned pointer."""
 
 _NOTHING = (
-    "setp set testp isspacep bra brx ret exit trap brkpt bar barrier membar vote match activemask redux nanosleep"
+    "setp set testp isspacep bra brx ret exit trap brkpt bar barrier membar vote match activemask nanosleep"
     " pmevent griddepcontrol setmaxnreg mbarrier wgmma tcgen05 mma ldmatrix stmatrix movmatrix createpolicy istypep"
     " clusterlaunchcontrol stackrestore getctarank txq suq applypriority"
 )

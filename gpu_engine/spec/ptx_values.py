@@ -150,7 +150,12 @@ def combined(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
     for piece in runs(pieces):
         if piece.size >= 8:
             yield (piece if piece.size == 8 else LOADED), WEAK
-    if len(parts) > 1 and all(any(_somewhere(atom) and not role for atom, role in part.items()) for part in parts):
+    if len(parts) < 2:
+        return
+    for atom in parts[0]:
+        if isinstance(atom, Bytes) and atom.size >= 8 and all(atom in other for other in parts):
+            yield atom, WEAK
+    if all(any(_somewhere(atom) and not role for atom, role in part.items()) for part in parts):
         yield LOADED, WEAK
 
 

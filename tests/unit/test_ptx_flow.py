@@ -143,9 +143,37 @@ CASES: dict[str, tuple[str, Pointers, Access]] = {
         {0: W},
         NONE,
     ),
+    "halves in shared memory": (
+        "k(char *a, long long n) { __shared__ unsigned s[9]; s[1] = (size_t)a; s[2] = (size_t)a >> 32;"
+        " __syncthreads(); ((char *)((size_t)s[n + 1] << 32 | s[n]))[n] = 1; }",
+        {0: W, 8: W},
+        NONE,
+    ),
+    "bytes in shared memory": (
+        "k(char *a, long long n) { __shared__ char s[16]; memcpy(s + 3, &a, 8); __syncthreads();"
+        " memcpy(&a, s + 3, 8); a[n] = 1; }",
+        {0: W, 8: W},
+        NONE,
+    ),
+    "copied byte by byte": (
+        "k(char *a, int n, long long m) { __shared__ char s[64]; for (int i = 0; i < n; i++) s[i] = ((char *)&a)[i];"
+        " char *b; for (int i = 0; i < n; i++) ((char *)&b)[i] = s[i]; b[m] = 1; }",
+        {0: W, 16: W},
+        NONE,
+    ),
+    "reduced halves": (
+        "k(char *a, long long n) { unsigned l = __reduce_or_sync(~0u, (size_t)a);"
+        " unsigned h = __reduce_or_sync(~0u, (size_t)a >> 32); ((char *)((size_t)h << 32 | l))[n] = 1; }",
+        {0: W, 8: W},
+        NONE,
+    ),
     "packed": ("k(Packed s, long long n) { s.to[n] = 1; }", {1: W}, NONE),
     "packed in memory": ("k(Packed *s, long long n) { s[1].to[n] = 1; }", {0: R}, W),
-    "packed array": ("k(Several s, int i, long long n) { s.all[i].to[n] = 1; }", {56: W}, W),
+    "packed array": (
+        "k(Several s, int i, long long n) { s.all[i].to[n] = 1; }",
+        {**dict.fromkeys(range(1, 45, 9), W), 56: W},
+        W,
+    ),
 }
 
 PRELUDE = r"""
