@@ -246,7 +246,7 @@ class Compiler:
         elif base in ("mad", "madc", "mad24", "fma") and len(rest) >= 3:
             self.add(MultiplyAdd(target, sources[:2], self.use(rest[2])))
         elif base in ("or", "bfi") and op.size == 8:
-            self.add(Move(target, sources, None) if base == "or" else Mix(target, sources))
+            self.add(Move(target, sources[:2], None))
             self.add(Combine(target, sources[:2]))
         elif base in KEEP:
             self.add(Move(target, sources, 0 if base == "selp" else None))

@@ -342,6 +342,12 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         {0: R, 8: W},
         NONE,
     ),
+    "a mark put into an address": (
+        "ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; mov.b64 %c, 5; bfi.b64 %d, %c, %a, 0, 4; add.s64 %d, %d, %b;"
+        "st.global.u32 [%d], 1;",
+        {0: W, 8: W},
+        NONE,
+    ),
     "asynchronous stores": (
         "ld.param.u64 %a, [p]; st.async.mmio.release.sys.global.u32 [%a], 1; ld.param.u64 %b, [q];"
         "red.async.mmio.release.sys.global.add.u32 [%b], 1;"
