@@ -272,7 +272,7 @@ def page_text(machine: str, records: Sequence[Record]) -> str:
     text = [
         "# Random programs on the software GPU",
         "",
-        f"Made by `--record` of the commands below ({machine}, shared with other work, at low priority). A command",
+        f"Made by `--record` of the commands below ({machine}, shared with other work). A command",
         "may end before it has done all that it names (`--seconds`). A batch has one seed; a failed batch is one in",
         "which something was not as it must be, and it ends there; runs are those that came to their end.",
         "",
