@@ -88,7 +88,7 @@ class ProcessTree:
 
         Raises:
             Unresponsive: a process did not answer, or its GPU work does not end.
-            CheckpointFailed: a gate could not be closed, however often it was tried.
+            CheckpointFailed: a gate could not be closed, however often it was tried, or a process has ended.
         """
         if not self.gated:
             return
@@ -105,6 +105,8 @@ class ProcessTree:
                 self._quiesced = [p for p in self.gated if not futures[p.session].exception()]
                 if not failures:
                     return
+                if ended := next((p for p in self.gated if not p.alive()), None):
+                    raise _ended(ended)  # no further try will be better, and the others may wait for it
                 if stuck := [error for error in failures if isinstance(error, Unresponsive)]:
                     raise stuck[0]
             raise failures[0] or CheckpointFailed("A process could not be quiesced.")
@@ -145,9 +147,7 @@ class ProcessTree:
             session, number = error.args[0]
             owner = next((p for p in self.gated if p.session == session), None)
             if owner is not None and not owner.alive():
-                raise CheckpointFailed(
-                    f"Process {owner.pid} ({owner.executable}) ended while it was being checkpointed."
-                ) from error
+                raise _ended(owner) from error
             raise CheckpointFailed(
                 f"phosd has no descriptor of GPU memory block {number} of process {owner.pid if owner else '?'}: "
                 "phosd and its keeper were both killed since the process was last restored. Restart the process."
@@ -252,6 +252,10 @@ class ProcessTree:
                     problems.append(str(error))
         self._quiesced = []
         return problems
+
+
+def _ended(process: GatedProcess) -> CheckpointFailed:
+    return CheckpointFailed(f"Process {process.pid} ({process.executable}) ended while it was being checkpointed.")
 
 
 def _alive(pid: int) -> bool:

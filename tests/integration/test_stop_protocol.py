@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from phos.gpu_engine.installation import examples_folder
-from tests.integration.site import Program, Site, wait_until
+from tests.integration.site import PATIENCE, Program, Site, wait_until, words
 
 PROGRAMS = Path(__file__).parent / "programs"
 EXAMPLES = {
@@ -212,3 +212,20 @@ def test_processes_whose_streams_wait_for_each_other_are_checkpointed(site: Site
     site.dump(program, last)
     site.restore(last)
     go_on()
+
+
+def test_a_process_that_ends_while_others_are_quiesced_ends_the_checkpoint(site: Site) -> None:
+    """No try would be better than the last, and each stops the others."""
+    site.run("phosd", "--ensure")
+    hold = site.folder / "copies-held"  # no rank comes to rest as long as it is there
+    program = site.start(sys.executable, str(PROGRAMS / "ranks.py"), str(site.folder), SOFTGPU_COPY_HOLD=str(hold))
+    wait_until(lambda: all(f"RANK {rank} ITERATION 2" in program.lines() for rank in (0, 1)), "both")
+    hold.touch()
+    image = site.image()
+    dump = site.begin_dump(program, image, "--leave-running")
+    wait_until(lambda: len(site.status()["jobs"]) == 1, "the dump to begin")
+    (killed,) = (process for process in site.processes() if words(process)[-2:] == [str(site.folder), "1"])
+    killed.kill()
+    assert dump.wait(PATIENCE) != 0
+    assert f"Process {killed.pid} " in (said := site.errors(image / "dump.log"))
+    assert "ended while it was being checkpointed" in said
