@@ -15,7 +15,6 @@ from tests.unit import append_replaced
 from tests.unit.cow_scene import Clock, Scene
 from tests.unit.frontend_fake import FakePhosd
 from tests.unit.image_sets import skip, write_small
-from tests.unit.lazy_fill_server import criu, library, memory, serve, shm_folder  # noqa: F401 - fixtures
 from tests.unit.remote_peers import KEY, Host
 
 
