@@ -98,10 +98,10 @@ def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return chosen
 
 
-def add_image_option(parser: argparse.ArgumentParser) -> None:
+def add_image_option(parser: argparse.ArgumentParser, default: str = "/dev/shm") -> None:
     """Add --image: where a benchmark's images go."""
     more = f"'{HUGE}': a tmpfs with huge pages, mounted for this"
-    parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help=f"(%(default)s); {more}")
+    parser.add_argument("--image", type=Path, default=Path(default), metavar="DIR", help=f"(%(default)s); {more}")
 
 
 def add_settle_option(parser: argparse.ArgumentParser) -> None:

@@ -173,7 +173,7 @@ for wanted in "$@"; do
         ;;
     serverless) measure serverless 300 serverless ;;
     lazy-correctness) measure lazy-correctness 420 lazy_correctness ;;
-    cow-correctness) measure cow-correctness 360 cow_correctness ;;
+    cow-correctness) measure cow-correctness 480 cow_correctness ;;
     *)
         echo "run_gpu.sh: there is no part named $wanted" >&2
         exit 2

@@ -141,6 +141,7 @@ def test_cow_correctness(site: Site) -> None:
     assert summary["by copy-on-write, every chunk as its hash of t1"] == "4 of 4"
     assert summary["iterations compared with training left alone"] > 0
     assert summary["of them different"] == 0
+    assert summary["the program wrote to memory that was not saved yet"] == "during 4 of 4"
     assert any(row.get("identical") for row in content["rows"])
 
 
