@@ -2,9 +2,9 @@
 """Show what phosd's workers did in a checkpoint or a restore: files that it leaves where PHOS_TRACE_COPIES says.
 
 For each tenth of a second: the rate, how many pieces came and how large they were, for how many of them somebody
-waited, how many came from shadows, and how long a worker waited for a permit, took to take pieces, waited until the
-last was in host memory, and saw to what follows from that (medians); how fast pieces that had come were compared with
-their hashes, and how long one took.
+waited, how many came from shadows, and how long it took to take pieces, until the last was in host memory, and until
+what follows from that had been seen to (medians); how fast pieces that had come were compared with their hashes, and
+how long one took.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import harness
 from harness import GB
 
 COLUMNS = ["s", "GB/s", "pieces", "MB each", "waited for", "shadows", "zeros"]
-COLUMNS += ["permit ms", "take ms", "land ms", "after ms", "compared GB/s", "compare ms"]
+COLUMNS += ["take ms", "land ms", "after ms", "compared GB/s", "compare ms"]
 
 
 def rows(trace: dict[str, Any], bin_seconds: float) -> list[list[Any]]:
-    """Return the table's rows; a step, or a comparison, counts where it ended."""
+    """Return the table's rows; a step counts when its pieces had landed, a comparison when it ended."""
     bins: dict[int, list[list[Any]]] = defaultdict(list)
     for step in trace["steps"]:
-        bins[int(step[5] / bin_seconds)].append(step)
+        bins[int(step[3] / bin_seconds)].append(step)
     compared: dict[int, list[list[Any]]] = defaultdict(list)
     for check in trace["checks"]:
         compared[int(check[2] / bin_seconds)].append(check)
     found: list[list[Any]] = []
     for number in sorted(bins.keys() | compared.keys()):
         inside, checks = bins[number], compared[number]
-        pieces = [piece for step in inside for piece in step[6]]
+        pieces = [piece for step in inside for piece in step[5]]
         copied = [size for size, kind, _ in pieces if kind != "zeros"]
-        times = [harness.median(1e3 * (step[at + 1] - step[at]) for step in inside) for at in (1, 2, 3, 4)]
+        times = [harness.median(1e3 * (step[at + 1] - step[at]) for step in inside) for at in (1, 2, 3)]
         found.append(
             [
                 f"{number * bin_seconds:.1f}",

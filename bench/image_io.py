@@ -129,11 +129,14 @@ def measure(
                 begin = at % SLOT
                 if not address:
                     writer.write(i, (SESSION, i + 1), at, view[begin : begin + call])
-                elif place := writer.place(call):
-                    ctypes.memmove(place.address, source + begin, call)
-                    writer.write_placed((SESSION, i + 1), at, place, None)
+                else:
+                    to = address + i * each + at
+                    ctypes.memmove(to, source + begin, call)
+                    writer.write_placed((SESSION, i + 1), at, call, to, None)
 
         written = in_threads(threads, write)
+        if address:
+            writer.return_room(threads * each)
         began = time.monotonic()
         writer.commit(inventory([each] * threads))
         commit = time.monotonic() - began

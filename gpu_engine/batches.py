@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from itertools import takewhile
 from typing import Generic, Protocol, TypeVar
@@ -12,10 +11,6 @@ from phos.gpu_engine.copy_work import NothingYet
 
 class Copied(Protocol):
     """A piece or a load."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
 
     @property
     def device(self) -> int:
@@ -32,23 +27,10 @@ Taken = TypeVar("Taken", bound=Copied)
 class Batches(Generic[Taken]):
     """What a worker takes from a source, in batches of at most ``most``; of one thread."""
 
-    def __init__(
-        self,
-        take: Callable[[], Taken | None],
-        most: int,
-        most_bytes: float = math.inf,
-        *,
-        urgent_alone: bool = False,
-    ) -> None:
-        """``take`` gives one after the other, then None for ever. No further one follows ``most_bytes`` in a batch.
-
-        ``urgent_alone``: who waits for the first of a batch waits for all of it, so that what somebody waits for comes
-        alone. Otherwise it comes with what was taken already.
-        """
+    def __init__(self, take: Callable[[], Taken | None], most: int) -> None:
+        """``take`` gives one after the other, then None for ever."""
         self._take = take
         self._most = most
-        self._most_bytes = most_bytes
-        self._urgent_alone = urgent_alone
         self._held: list[Taken] = []
         self._ended = False
 
@@ -57,23 +39,18 @@ class Batches(Generic[Taken]):
         """Whether there will be no further batch."""
         return self._ended and not self._held
 
-    @property
-    def holds(self) -> bool:
-        """Whether something has been taken that is in no batch yet."""
-        return bool(self._held)
-
     def following(self) -> list[Taken]:
         """The next batch, all for one GPU; empty: it is over.
 
-        What somebody waits for comes before what was taken already.
+        What somebody waits for comes alone, and before what was taken already: who waits for the first of a batch
+        waits for all of it.
 
         Raises:
             NothingYet: there is nothing now.
         """
         ready = sum(1 for _ in takewhile(lambda held: held.device == self._held[0].device, self._held[: self._most]))
         batch, self._held = self._held[:ready], self._held[ready:]
-        size = sum(taken.size for taken in batch)
-        while len(batch) < self._most and (not batch or size < self._most_bytes) and not (self._held or self._ended):
+        while len(batch) < self._most and not (self._held or self._ended):
             try:
                 taken = self._take()
             except NothingYet:
@@ -83,8 +60,6 @@ class Batches(Generic[Taken]):
             if taken is None:
                 self._ended = True
             elif taken.urgent:
-                if not self._urgent_alone and (not batch or taken.device == batch[0].device):
-                    return [taken, *batch]
                 self._held = batch
                 return [taken]
             elif batch and taken.device != batch[0].device:
@@ -92,5 +67,4 @@ class Batches(Generic[Taken]):
                 break
             else:
                 batch.append(taken)
-                size += taken.size
         return batch

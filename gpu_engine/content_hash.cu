@@ -4,7 +4,7 @@
 // by packaging/make_content_hash.py, so that no compiler is needed where phosd runs.
 //
 // What is hashed where it has arrived brings its sums to the host by itself: a copy of a few bytes to the host, thousands of
-// times a second, would keep that copy engine from who brings a process back meanwhile (copy_turns.h).
+// times a second, would keep that copy engine from who brings a process back meanwhile (save_loop.c).
 
 #define SPAN 65536
 #define THREADS 256

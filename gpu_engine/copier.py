@@ -2,17 +2,18 @@
 
 Each worker thread owns two slots of the ring and one stream a GPU: while it writes one slot to the image (or fills one
 from it), the copy engine works on the other. The streams of all workers feed one copy engine, so it always has work
-queued. Where the GPU writes into the image itself while processes compute, all share one stream (shared_lane()), and
-so do all copies to a GPU (fill_loop.c says why).
-What is copied out when, Python decides, for several pieces at a time (copy_loop.c); loading is native (fill_loop.c).
+queued. All copies to a GPU share one (fill_loop.c says why).
+What is appended to files, Python decides, for several pieces at a time (copy_loop.c); loading is native (fill_loop.c),
+and so is copying into memory of the image's own, for which there is no ring and one thread for each GPU (save_loop.c).
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from phos.gpu_engine import driver
@@ -20,12 +21,12 @@ from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.content_hash import ContentHasher, chunk_count
 from phos.gpu_engine.copy_in import Filler
 from phos.gpu_engine.copy_lane import NativeLane
-from phos.gpu_engine.copy_out import Saver, check_one
+from phos.gpu_engine.copy_out import Saver
+from phos.gpu_engine.copy_placed import PlacedSave
 from phos.gpu_engine.copy_trace import CopyTrace
 from phos.gpu_engine.copy_work import (
     SLOTS,
     Cancelled,
-    Checks,
     Item,
     Piece,
     Progress,
@@ -39,7 +40,15 @@ from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.fill_plan import FillLanes, FillPlan
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
+from phos.gpu_engine.save_plan import JOIN_BYTES, Pump, SavePlace, SavePlan, events_of_a_pump
 from phos.gpu_engine.shared_workers import Lease, SharedWorkers
+
+SETTLING_WORKERS = 3
+"""So many see to what has come into memory of an image's while processes stand still or compute: more take memory
+bandwidth from the copies, and processors from the processes."""
+
+SETTLING_SECONDS = 1e-3
+"""How long they wait if there is nothing."""
 
 Taken = TypeVar("Taken")
 
@@ -47,8 +56,7 @@ Taken = TypeVar("Taken")
 class _Spans:
     """Whole blocks, one slot's worth at a time."""
 
-    table = changing = permits = permitted = 0
-    checks = None
+    table = changing = 0
 
     def __init__(self, spans: Iterable[Span], mappings: MappedBlocks) -> None:
         self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
@@ -61,10 +69,6 @@ class _Spans:
             return self._pieces.get_nowait()
         except queue.Empty:
             return None
-
-    def turns(self, device: int) -> int:
-        """Copies never take turns: the processes wait for all of them."""
-        return 0
 
     def landed(self, piece: Piece) -> None:
         """Nobody waits for it."""
@@ -190,11 +194,7 @@ class Copier:
             return self._shared
 
     def shared_lane(self, device: int, *, inward: bool = False) -> driver.Lane:
-        """A stream for copies whose workers have permits, and for what they wait for besides; ``inward``: for loading.
-
-        As little as is under way then is all in one stream: four chunks of 4 MiB at a time in four streams come at
-        15 GB/s while a process computes, of the bus's 55 (an H100).
-        """
+        """A stream for what goes into the image's own memory, and for flags of shadows; ``inward``: for loading."""
         with self._making:
             if (device, inward) not in self._lanes:
                 self._lanes[device, inward] = driver.Lane(driver.context(device))
@@ -236,8 +236,21 @@ class Copier:
         mappings = mapped or MappedBlocks()
         try:
             mappings.add(blocks)
-            spans = _Spans(self._spans(blocks, hashes, sink), mappings)
-            self.drain(spans, blocks[0].device, sink, progress, cancelled, trace=trace)
+            if sum(block.size for block in blocks) <= sink.placeable:
+                places = [
+                    SavePlace(block.key, offset, min(CHUNK_BYTES, block.size - offset), address + offset, block.device)
+                    for block in blocks
+                    for address in (mappings[block.key].address,)
+                    for offset in range(0, block.size, CHUNK_BYTES)
+                ]
+                join = min(JOIN_BYTES, sink.place_limit)
+                plan = SavePlan(places, range(len(places)), hashes, join_bytes=join)
+                placed = PlacedSave(plan, sink, None, trace)
+                self.save_placed(placed, sink, progress, cancelled)
+                self.settle_placed(placed, progress, cancelled)
+            else:
+                spans = _Spans(self._spans(blocks, hashes), mappings)
+                self.drain(spans, blocks[0].device, sink, progress, cancelled, trace=trace)
         finally:
             if mapped is None:
                 mappings.close()
@@ -252,42 +265,109 @@ class Copier:
         workers: Callable[[], int | None] = lambda: None,
         trace: CopyTrace | None = None,
     ) -> None:
-        """Copy out whatever ``source`` gives, until it ends; ``device`` is any GPU that has a part in it.
+        """Append whatever ``source`` gives to files, until it ends; ``device`` is any GPU that has a part in it.
 
-        ``workers``: how many may take part by now, which may become more; None: all. Of as many as it is at first, half
-        may compare pieces with their hashes while others are copied. ``trace`` is told of each piece.
+        ``workers``: how many may take part by now, which may become more; None: all. ``trace`` is told of each piece.
 
         Raises: as :meth:`save`, and what the source raises.
         """
-        checking = threading.Semaphore(max(1, min(workers() or self.threads, self.threads) // 2))
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
             def saved(size: int) -> None:
                 progress.done_by_worker[worker.number] += size
 
-            def shared(device: int) -> NativeLane:
-                return worker.copy_lane_on(self.shared_lane(device), device)
-
             with worker.quiet_afterwards():
-                lane = shared if source.permits else worker.copy_lane
-                Saver(worker.number, worker.slots, lane, source, sink, saved, checking, trace).run(
+                Saver(worker.number, worker.slots, worker.copy_lane, source, sink, saved, trace).run(
                     _taking(source.take, lease, cancelled)
                 )
 
         self._run(work, device, cancelled, workers)
 
-    def check(self, checks: Checks, device: int, cancelled: threading.Event, trace: CopyTrace | None = None) -> None:
-        """Compare what is left when all has been copied; the rest as :meth:`drain`.
+    def save_placed(self, save: PlacedSave, sink: Sink, progress: Progress, cancelled: threading.Event) -> None:
+        """Copy all of a plan into memory of the sink's, and see to what has come meanwhile; the rest is for
+        :meth:`settle_placed`.
 
-        Raises: as :meth:`save`, and what the checks raise.
+        Raises: as :meth:`save`, and what seeing to it raises. Nothing is under way then.
+        """
+        plan = save.plan
+        if not plan.devices:
+            return
+        plan.give_room(sink.take_room())
+
+        def work(worker: _Worker, lease: Lease[_Worker]) -> None:
+            while not (save.copied() or lease.leave()):
+                if size := save.one(worker.number):
+                    progress.done_by_worker[worker.number] += size
+                else:
+                    time.sleep(SETTLING_SECONDS)
+            if save.copied():
+                lease.over()
+
+        with self._pumping(save):
+            self._run(work, plan.devices[0], cancelled, lambda: SETTLING_WORKERS)
+        sink.return_room(plan.room_end)
+
+    @contextmanager
+    def _pumping(self, save: PlacedSave) -> Iterator[None]:
+        """Meanwhile a thread for each GPU copies; afterwards nothing is under way."""
+        with ExitStack() as undo:
+            lanes: list[driver.Lane] = []
+            pumps: list[Pump] = []
+            for device in save.plan.devices:
+                driver.context(device).use()
+                lane = self.shared_lane(device)
+                events = [lane.event() for _ in range(events_of_a_pump())]
+                for event in events:
+                    undo.callback(driver.destroy_event, event)
+                lanes.append(lane)
+                pumps.append(Pump(save.plan, device, lane.handle, events))
+            save.begin(pumps)
+
+            def pump(one: Pump) -> None:
+                failure: BaseException | None = None
+                try:
+                    driver.context(one.device).use()
+                    one.run()
+                except BaseException as error:
+                    failure = error
+                save.ended(failure)
+
+            threads = [threading.Thread(target=pump, args=(one,), name=f"save-{one.device}") for one in pumps]
+            failing = True
+            try:
+                for number, thread in enumerate(threads):
+                    try:
+                        thread.start()
+                    except RuntimeError:
+                        del threads[number:]
+                        raise
+                yield
+                failing = False
+            finally:
+                if failing:
+                    save.plan.break_()
+                for thread in threads:
+                    thread.join()
+                for lane in lanes:
+                    try:
+                        lane.synchronise()
+                    except DriverError:
+                        if not failing:
+                            raise
+
+    def settle_placed(self, save: PlacedSave, progress: Progress, cancelled: threading.Event) -> None:
+        """See to what :meth:`save_placed` has left.
+
+        Raises: likewise.
         """
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
-            check = _taking(lambda: check_one(checks, worker.number, trace) or None, lease, cancelled)
-            while check():
-                pass
+            while not lease.leave() and (size := save.one(worker.number)):
+                progress.done_by_worker[worker.number] += size
+            lease.over()
 
-        self._run(work, device, cancelled, lambda: None)
+        if save.plan.devices:
+            self._run(work, save.plan.devices[0], cancelled, lambda: None)
 
     def _run(
         self,
@@ -299,7 +379,7 @@ class Copier:
         if not self._prepare(device).run(work, cancelled.is_set, workers):
             raise Cancelled
 
-    def _spans(self, blocks: Sequence[Block], hashes: Sequence[bytes] | None, sink: Sink) -> list[Span]:
+    def _spans(self, blocks: Sequence[Block], hashes: Sequence[bytes] | None) -> list[Span]:
         if hashes is None:
             return [
                 Span(block, offset, min(self.slot_bytes, block.size - offset))
@@ -308,11 +388,9 @@ class Copier:
             ]
         spans: list[Span] = []
         first = 0
-        fits = sum(block.size for block in blocks) <= sink.placeable
-        limit = max(self.slot_bytes, sink.place_limit if fits else 0)
         for block in blocks:
             count = chunk_count(block.size)
-            spans += known_spans(block, hashes[first : first + count], limit, self.slot_bytes)
+            spans += known_spans(block, hashes[first : first + count], self.slot_bytes)
             first += count
         return spans
 

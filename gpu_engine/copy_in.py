@@ -117,7 +117,7 @@ class Filler(Generic[Item]):
         if self._trace is not None:
             for step in worker.steps():
                 piece = (step.size, step.kind, step.urgent)
-                self._trace.add(self._number, step.asked, step.asked, step.taken, step.queued, [piece], step.queued)
+                self._trace.add(self._number, step.asked, step.taken, step.queued, [piece], step.queued)
 
     def _explained(self, failed: CopyFailed) -> Exception:
         content, size = self._plan.places.content(failed.number), self._plan.places.size(failed.number)

@@ -56,7 +56,8 @@ class CopyFailed(Exception):
 
 
 @functools.cache
-def _driver_table() -> Any:
+def driver_table() -> Any:
+    """A struct phos_copy_driver."""
     addresses = driver.entry_points([symbol for _, symbol in CALLS])
     return (ctypes.c_uint64 * len(addresses))(*addresses)
 
@@ -73,7 +74,7 @@ class NativeLane:
 
     def __init__(self, lane: driver.Lane, events: Sequence[Any], slots: Sequence[int]) -> None:
         """``slots``: addresses of page-locked memory, used in turns for what comes from files or goes there."""
-        self._table = _driver_table()  # kept: threads that come first at the same time make one each
+        self._table = driver_table()  # kept: threads that come first at the same time make one each
         self.record = LaneRecord(ctypes.addressof(self._table), lane.handle)
         self.record.events[:] = [int(event) for event in events]
         self.record.slots[:] = list(slots)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,13 +10,12 @@ from typing import Any
 from phos.gpu_engine.batches import Batches
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copy_lane import APPENDING, CopyFailed, NativeLane
-from phos.gpu_engine.copy_loop import SaveJob, give_permit, packed_save, save, take_permit, try_permit
+from phos.gpu_engine.copy_loop import SaveJob, packed_save, save
 from phos.gpu_engine.copy_trace import PLACE, SHADOW, ZEROS, CopyTrace
-from phos.gpu_engine.copy_work import Checks, NothingYet, Piece, Sink, Source
+from phos.gpu_engine.copy_work import NothingYet, Piece, Sink, Source
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.chunk_hash import zero_hash
 from phos.images.formats import HASH_SIZE
-from phos.images.writer import Place
 
 PIECES_AT_ONCE = 4
 """How many pieces are given to the library by one call. A process that is about to write to one waits for those before
@@ -28,8 +25,7 @@ it."""
 class Batch:
     """Pieces as the library wants them, and the memory where it finds and puts their hashes and places."""
 
-    def __init__(self, pieces: Sequence[Piece], rooms: Sequence[Place | None]) -> None:
-        """``rooms``: where the pieces are to go, in the order of the pieces; None: they are appended."""
+    def __init__(self, pieces: Sequence[Piece]) -> None:
         self._counts = [chunk_count(piece.size) for piece in pieces]
         raw = bytearray()
         starts: list[int] = []
@@ -45,12 +41,11 @@ class Batch:
         hashes, places = ctypes.addressof(self._hashes), ctypes.addressof(self._places)
         self.packed: list[bytes] = []
         first = 0
-        for piece, count, start, room in zip(pieces, self._counts, starts, rooms, strict=True):
+        for piece, count, start in zip(pieces, self._counts, starts, strict=True):
             self.packed.append(
                 packed_save(
                     piece.address,
                     piece.size,
-                    place=room.address if room else 0,
                     hashes=hashes + start,
                     places=places + first * ctypes.sizeof(ctypes.c_uint64),
                     zero_tail=hashes + start + count * HASH_SIZE,
@@ -67,19 +62,8 @@ class Batch:
         return bytes(self._hashes[start : start + count * HASH_SIZE]), list(self._places[first : first + count])
 
 
-def check_one(checks: Checks, number: int, trace: CopyTrace | None) -> bool:
-    """Have worker ``number`` compare a piece, and tell ``trace`` of it; whether there was one.
-
-    Raises: what the checks raise.
-    """
-    began = time.perf_counter()
-    size = checks.one()
-    if size and trace is not None:
-        trace.checked(number, began, size)
-    return size > 0
-
-
-def _kind(piece: Piece) -> str:
+def kind_of(piece: Piece) -> str:
+    """As a trace calls it."""
     return ZEROS if not piece.address else SHADOW if piece.slot >= 0 else PLACE
 
 
@@ -94,13 +78,11 @@ class Saver:
         source: Source,
         sink: Sink,
         saved: Callable[[int], None],
-        checking: threading.Semaphore,
         trace: CopyTrace | None = None,
     ) -> None:
         """``number``: the worker's; ``lane``: its lane on a GPU, which makes that GPU's context current.
 
-        ``saved`` is told how many bytes are in the image, ``trace`` when. ``checking`` is had by who compares pieces
-        while others are copied.
+        ``saved`` is told how many bytes are in the image, ``trace`` when.
         """
         self._number = number
         self._slots = slots
@@ -108,98 +90,49 @@ class Saver:
         self._source = source
         self._sink = sink
         self._saved = saved
-        self._checking = checking
         self._trace = trace
-        self._landed = 0.0
-        """When all pieces of the last batch were in host memory, by time.perf_counter(); 0: they are not."""
 
     def run(self, take: Callable[[], Piece | None]) -> None:
         """Save what ``take`` gives, until it gives None.
 
         Raises: what ``take``, the source, the sink and the driver raise; a copy may be under way then.
         """
-        # A piece that was taken and is in no batch would wait for another permit, and who wants it would wait for that.
-        limit = self._source.permitted if self._source.permits else math.inf
-        batches = Batches(take, PIECES_AT_ONCE, limit, urgent_alone=not self._source.permits)
+        batches = Batches(take, PIECES_AT_ONCE)
         while not batches.over:
-            later = self._step(batches)
-            if later:
-                time.sleep(later)
-
-    def _step(self, batches: Batches[Piece]) -> float:
-        """Save a batch, or check a piece meanwhile; if there is neither, the answer is for how many seconds to wait."""
-        self._landed = 0.0
-        asked = time.perf_counter()
-        if not try_permit(self._source.permits):
-            if not batches.holds and self._check():
-                return 0.0
-            take_permit(self._source.permits)
-        allowed = time.perf_counter()
-        try:
-            if pieces := batches.following():
+            asked = time.perf_counter()
+            try:
+                pieces = batches.following()
+            except NothingYet as later:
+                time.sleep(later.seconds)
+                continue
+            if pieces:
                 taken = time.perf_counter()
-                self._save(pieces)
+                landed = self._save(pieces)
                 if self._trace is not None:
-                    copied = [(p.size, _kind(p), p.urgent) for p in pieces]
-                    self._trace.add(self._number, asked, allowed, taken, self._landed, copied)
-            return 0.0
-        except NothingYet as later:
-            wait = later.seconds
-        finally:
-            if not self._landed:
-                give_permit(self._source.permits)
-        return 0.0 if self._check() else wait
+                    copied = [(p.size, kind_of(p), p.urgent) for p in pieces]
+                    self._trace.add(self._number, asked, taken, landed, copied)
 
-    def _check(self) -> bool:
-        """Whether there was a piece to check, and not enough workers at it."""
-        checks = self._source.checks
-        if checks is None or not self._checking.acquire(blocking=False):
-            return False
-        try:
-            return check_one(checks, self._number, self._trace)
-        finally:
-            self._checking.release()
-
-    def _save(self, pieces: Sequence[Piece]) -> None:
-        rooms: list[Place | None] = []
+    def _save(self, pieces: Sequence[Piece]) -> float:
+        """When the last of them was in host memory, by time.perf_counter()."""
         for piece in pieces:
-            rooms.append(self._sink.place(piece.size) if piece.address else None)
-            if piece.address and rooms[-1] is None and piece.size > len(self._slots[0][1]):
-                raise ValueError(f"a piece of {piece.size} bytes has no place, and a slot has {len(self._slots[0][1])}")
+            if piece.address and piece.size > len(self._slots[0][1]):
+                raise ValueError(f"a piece of {piece.size} bytes, and a slot has {len(self._slots[0][1])}")
         lane = self._lane_on(pieces[0].device)
-        batch = Batch(pieces, rooms)
+        batch = Batch(pieces)
         with self._sink.appending(self._number) as stripe:
             job = SaveJob(
-                ctypes.pointer(stripe.state),
-                self._source.table,
-                self._source.changing,
-                zero_hash(CHUNK_BYTES),
-                self._source.permits,
-                self._source.turns(pieces[0].device),
+                ctypes.pointer(stripe.state), self._source.table, self._source.changing, zero_hash(CHUNK_BYTES)
             )
             try:
                 save(lane, job, batch.packed)
             except CopyFailed as failed:
                 if failed.call == APPENDING:
                     raise stripe.failure(failed.code) from None
-                room = rooms[failed.number]
-                data = self._slots[failed.number % len(self._slots)][1] if room is None else room.view
+                data = self._slots[failed.number % len(self._slots)][1]
                 raise self._source.changed(pieces[failed.number], failed.code, data) from None
-            finally:
-                self._landed = job.landed_ns * 1e-9
-            for number, (piece, room) in enumerate(zip(pieces, rooms, strict=True)):
-                if room is None:
-                    stripe.record(piece.key, piece.offset, piece.size, *batch.appended(number))
-        for piece, room in zip(pieces, rooms, strict=True):
-            if room is not None:
-                self._sink.write_placed(piece.key, piece.offset, room, piece.hashes)
-                if self._may_have_changed() and piece.hashes is not None:
-                    assert self._source.checks is not None
-                    self._source.checks.add(piece, room.address)
+            for number, piece in enumerate(pieces):
+                stripe.record(piece.key, piece.offset, piece.size, *batch.appended(number))
+        for piece in pieces:
             self._source.landed(piece)
             self._saved(piece.size)
-
-    def _may_have_changed(self) -> bool:
-        """Looked at when pieces have come: memory that may change from here on may have done so before."""
-        changing = self._source.changing
-        return changing != 0 and ctypes.c_uint32.from_address(changing).value != 0
+        return float(job.landed_ns * 1e-9)

@@ -3,12 +3,12 @@
 PHOS_TRACE_COPIES names a folder. Each checkpoint and each restore leaves a file of JSON there, for bench/copy_trace.py:
 
     {"image": path, "began": seconds,
-     "steps": [[worker, asked, allowed, taken, landed, saved, [[bytes, kind, urgent], ...]], ...],
+     "steps": [[worker, asked, taken, landed, saved, [[bytes, kind, urgent], ...]], ...],
      "checks": [[worker, began, ended, bytes], ...]}
 
-``began`` is when the first step did, by the monotonic clock; other times are seconds since then: a worker asked for a
-permit, had it (a restore needs none), had taken the pieces, had the last of them in host memory (in a restore, had
-queued it), had seen to all that follows from that; it began to compare a piece that had been saved, and had done so.
+``began`` is when the first step did, by the monotonic clock; other times are seconds since then: a worker asked for
+pieces, had taken them, had the last of them in host memory (in a restore, had queued it), had seen to all that follows
+from that; it began to compare a piece that had been saved, and had done so.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ class Step(NamedTuple):
 
     worker: int
     asked: float
-    allowed: float
     taken: float
     landed: float
     saved: float
@@ -63,7 +62,6 @@ class CopyTrace:
         self,
         worker: int,
         asked: float,
-        allowed: float,
         taken: float,
         landed: float,
         pieces: Sequence[tuple[int, str, bool]],
@@ -71,7 +69,7 @@ class CopyTrace:
     ) -> None:
         """Pieces (bytes, where they came from, whether somebody waited) have been seen to, just now unless said."""
         saved = time.perf_counter() if saved is None else saved
-        self._steps.append(Step(worker, asked, allowed, taken, landed, saved, list(pieces)))
+        self._steps.append(Step(worker, asked, taken, landed, saved, list(pieces)))
 
     def checked(self, worker: int, began: float, size: int) -> None:
         """A piece has been compared just now."""
@@ -81,7 +79,7 @@ class CopyTrace:
         """Leave the file; the job is over. A folder that cannot be written to is no reason to fail."""
         first = min((step.asked for step in self._steps), default=0.0)
         steps = [
-            [s.worker, *(round(at - first, 6) for at in (s.asked, s.allowed, s.taken, s.landed, s.saved)), s.pieces]
+            [s.worker, *(round(at - first, 6) for at in (s.asked, s.taken, s.landed, s.saved)), s.pieces]
             for s in self._steps
         ]
         checks = [[c.worker, round(c.began - first, 6), round(c.ended - first, 6), c.size] for c in self._checks]

@@ -10,8 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.images.chunk_hash import zero_hash
-from phos.images.stripe import Stripe
-from phos.images.writer import Place
+from phos.images.stripe import Room, Stripe
 
 IDLE_SECONDS = 5e-5
 """How long a worker that has nothing to copy waits before it looks again."""
@@ -30,15 +29,20 @@ class Sink(Protocol):
     """Where what is copied out goes: an :class:`~phos.images.writer.ImageWriter`. Called from any worker's thread."""
 
     placeable: int
-    """How many bytes :meth:`place` can give in all, however they are cut."""
+    """How many bytes there is room for in memory of the sink's own, however they are cut."""
     place_limit: int
     """And at once."""
 
-    def place(self, size: int) -> Place | None:
-        """Page-locked room of the sink's own, so that the GPU can write there; None: the ring is to be used."""
+    def take_room(self) -> Room:
+        """That memory, page-locked, so that the GPU can write there."""
 
-    def write_placed(self, block: BlockKey, offset: int, place: Place, hashes: Sequence[bytes] | None) -> None:
-        """Take what lies in its place by now; ``hashes``: its chunks', if they are known."""
+    def return_room(self, end: int) -> None:
+        """So much of it is in use."""
+
+    def write_placed(
+        self, block: BlockKey, offset: int, size: int, address: int, hashes: Sequence[bytes] | None
+    ) -> None:
+        """Take what lies there by now; ``hashes``: its chunks', if they are known. Known zeros need be nowhere."""
 
     def appending(self, stripe: int) -> AbstractContextManager[Stripe]:
         """The data file with a worker's number, for that worker alone, to append to it natively and record that."""
@@ -79,19 +83,6 @@ class Piece:
     """Somebody waits for it."""
 
 
-class Checks(Protocol):
-    """Pieces in memory of the image's own, to be compared when there is time (copy_check.py). Any thread."""
-
-    def add(self, piece: Piece, address: int) -> None:
-        """It has come to this address, and stays there."""
-
-    def one(self) -> int:
-        """Compare one piece that nobody has compared; its size, or 0 if there is none.
-
-        Raises: what the job shall fail with if it is not what it should be.
-        """
-
-
 class NothingYet(Exception):
     """A source has no piece now, but is not at its end: ask again in so many ``seconds``."""
 
@@ -108,19 +99,7 @@ class Source(Protocol):
     host memory; 0: nobody waits for that."""
     changing: int
     """Address of a 32-bit word: unless it is 0 memory may have changed before it was copied, and what comes is compared
-    with the piece's hashes, or given to ``checks``. 0: there is no such word."""
-    permits: int
-    """Address of a :class:`~phos.gpu_engine.copy_loop.Permits`, one of which is had before pieces are taken and until
-    their bytes are in host memory; 0: as many are taken and queued as may be."""
-    permitted: int
-    """With one permit pieces are taken until there are so many bytes; 0: one piece."""
-
-    def turns(self, device: int) -> int:
-        """Address of that GPU's :class:`~phos.gpu_engine.copy_loop.Turns`; 0: its copies never take turns."""
-
-    @property
-    def checks(self) -> Checks | None:
-        """What takes pieces that come to places of their own; None: none does, or nothing is compared."""
+    with the piece's hashes. 0: there is no such word."""
 
     def take(self) -> Piece | None:
         """The next piece, or None when there are no more.
@@ -183,14 +162,13 @@ class Progress:
         return sum(self.done_by_worker)
 
 
-def known_spans(block: Block, hashes: Sequence[bytes], limit: int, zero_limit: int) -> list[Span]:
-    """A block in spans of at most ``limit`` bytes; those of zeros (``zero_limit``) apart. ``hashes``: of its chunks."""
+def known_spans(block: Block, hashes: Sequence[bytes], limit: int) -> list[Span]:
+    """A block in spans of at most ``limit`` bytes; those of zeros apart. ``hashes``: of its chunks."""
     spans: list[Span] = []
     start = 0
     zero = [hash_ == zero_hash(min(CHUNK_BYTES, block.size - i * CHUNK_BYTES)) for i, hash_ in enumerate(hashes)]
     for end in range(1, len(hashes) + 1):
-        most = zero_limit if zero[start] else limit
-        if end == len(hashes) or zero[end] != zero[start] or (end - start) * CHUNK_BYTES >= most:
+        if end == len(hashes) or zero[end] != zero[start] or (end - start) * CHUNK_BYTES >= limit:
             offset = start * CHUNK_BYTES
             size = min(end * CHUNK_BYTES, block.size) - offset
             spans.append(Span(block, offset, size, hashes[start:end], zero[start]))

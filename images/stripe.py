@@ -6,6 +6,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
@@ -13,10 +14,22 @@ from phos.images.append import ZEROS, StripeState, append
 from phos.images.chunk_hash import chunk_hash, zero_hash
 from phos.images.errors import ImageError
 from phos.images.files import allocate, allocate_huge
-from phos.images.formats import HASH_SIZE, BlockKey, align_up
-from phos.images.mapping import HUGE_PAGE, MADV_POPULATE_WRITE, advise, has_huge_pages, map_memory
+from phos.images.formats import HASH_SIZE, BlockKey
+from phos.images.mapping import HUGE_PAGE, MADV_POPULATE_WRITE, advise, has_huge_pages, map_memory, view_of
 from phos.images.new_files import NewFiles
 from phos.images.table import WrittenRun
+
+
+class Room(NamedTuple):
+    """Memory of a data file that is mapped, of which the first ``end`` bytes are in use.
+
+    What is put there lies across no multiple of ``segment`` bytes, and begins at one of ALIGNMENT.
+    """
+
+    address: int
+    size: int
+    segment: int
+    end: int
 
 
 class Stripe:
@@ -135,23 +148,23 @@ class Stripe:
 
 
 class MappedStripe(Stripe):
-    """A data file that is written through memory: others fill places in it, and say what they filled."""
+    """A data file that is written through memory: others fill it, and say what they have filled."""
 
     address = size = 0  # where it is mapped, once it is
     _segment = 0
     _mounted_huge = False
 
     def map(self, total: int, segment: int, most: int) -> None:
-        """Make the file and map it, with room for ``total`` bytes in places of at most ``most``.
+        """Make the file and map it, with room for ``total`` bytes in pieces of at most ``most``.
 
-        No place lies across a multiple of ``segment``.
+        No piece lies across a multiple of ``segment``.
 
         Raises:
             OSError, ImageError: it cannot be made, or cannot be mapped.
         """
         self.create()
         self._mounted_huge = has_huge_pages(self.fd)
-        size = total + total // (segment - most) * most  # what places leave free before a boundary
+        size = total + total // (segment - most) * most  # what pieces leave free before a boundary
         self.size = -(-size // HUGE_PAGE) * HUGE_PAGE
         self._segment = segment
         os.ftruncate(self.fd, self.size)
@@ -172,32 +185,24 @@ class MappedStripe(Stripe):
         if code:
             raise OSError(code, f"{os.strerror(code)} (for huge pages)")
 
-    def place(self, size: int) -> int | None:
-        """Where in the file so many bytes may be put; None: there is no more room."""
-        with self.lock:
-            at = self.end
-            if at // self._segment != (at + size - 1) // self._segment:
-                at = -(-at // self._segment) * self._segment
-            if at + size > self.size:
-                return None
-            self.state.end = align_up(at + size)
-        return at
+    @property
+    def room(self) -> Room:
+        """All of it."""
+        return Room(self.address, self.size, self._segment, self.end)
 
-    def note(
-        self, block: BlockKey, offset: int, view: memoryview, known: Sequence[bytes] | None, file_offset: int
-    ) -> None:
-        """What lies in its place: a run for each chunk."""
-        chunk, zero = self._chunk_size, 0
+    def note(self, block: BlockKey, offset: int, size: int, address: int, known: Sequence[bytes] | None) -> None:
+        """What lies at an address of it: a run for each chunk."""
+        chunk, zero, file_offset = self._chunk_size, 0, address - self.address
         runs: list[WrittenRun] = []
-        for i in range(0, len(view), chunk):
-            piece = view[i : i + chunk]
-            hash_ = chunk_hash(piece) if known is None else known[i // chunk]
-            if hash_ == zero_hash(len(piece)):
-                zero += len(piece)
-                runs.append(self._run(block, pb.Run.ZERO, offset + i, len(piece), 0, b""))
+        for i in range(0, size, chunk):
+            length = min(chunk, size - i)
+            hash_ = chunk_hash(view_of(address + i, length)) if known is None else known[i // chunk]
+            if hash_ == zero_hash(length):
+                zero += length
+                runs.append(self._run(block, pb.Run.ZERO, offset + i, length, 0, b""))
             else:
-                runs.append(self._run(block, pb.Run.DATA, offset + i, len(piece), file_offset + i, hash_))
+                runs.append(self._run(block, pb.Run.DATA, offset + i, length, file_offset + i, hash_))
         with self.lock:
             self.zero += zero
-            self.state.written += len(view) - zero
+            self.state.written += size - zero
             self.runs += runs

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, final
+from typing import final
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
@@ -22,20 +22,11 @@ from phos.images.commit import Written, commit
 from phos.images.errors import ImageError
 from phos.images.files import copy_segment, lives_in_memory, run_in_threads, segments
 from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey, align_up
-from phos.images.mapping import view_of
 from phos.images.new_files import NewFiles
-from phos.images.stripe import MappedStripe, Stripe
+from phos.images.stripe import MappedStripe, Room, Stripe
 
 COPY_THREADS = 8  # of add_file(): the copies of GPU data and CRIU want processors too
 _RESERVE_STEP = 16 << 20
-
-
-class Place(NamedTuple):
-    """Room in a data file that is mapped: its address, its bytes, and where it lies in the file."""
-
-    address: int
-    view: memoryview
-    file_offset: int
 
 
 @final
@@ -70,7 +61,7 @@ class ImageWriter:
         self._state = "writing"  # then "committed" or "aborted"
         self._finishing = False  # set once, before the stripes are locked: reserve() is to end
         self._mapped: MappedStripe | None = None
-        self.placeable = self.place_limit = 0  # how much place() can give in all, and at once
+        self.placeable = self.place_limit = 0  # how much there is room for in memory, in all and at once
         self._inventory_fd = -1
         self._files = NewFiles(directory, lambda: self.bytes_written)
         try:
@@ -132,9 +123,9 @@ class ImageWriter:
     def map_data(self, total: int, segment: int, most: int) -> int:
         """Make a data file that is written through memory, in a file system that keeps its data there.
 
-        total    so many bytes can be placed there, however they are cut.
-        segment  no place lies across a multiple of this many bytes; a multiple of the size of a huge page.
-        most     bytes of one place.
+        total    so many bytes can be put there, however they are cut.
+        segment  no piece lies across a multiple of this many bytes; a multiple of the size of a huge page.
+        most     bytes of one piece.
 
         Returns the address of `mapped_bytes` bytes, which have no pages yet (populate_data() finds them); 0: it is not
         to be had. The caller unmaps them when nothing is written there any more, before commit() or after it.
@@ -166,20 +157,26 @@ class ImageWriter:
         self._mapped.populate(offset, size)
 
     def unmap_data(self) -> None:
-        """No more places, because the memory cannot be used after all; nothing has been written there."""
+        """No room in memory, because the memory cannot be used after all; nothing has been written there."""
         if self._mapped is not None:
             self._stripes = [s for s in self._stripes if s is not self._mapped]
             self._mapped.forget()
             self._mapped = None
             self.placeable = self.place_limit = 0
 
-    def place(self, size: int) -> Place | None:
-        """Room for whole chunks, or a block's end, to be filled and then given to write_placed(); None: no more."""
-        s = self._mapped
-        at = None if s is None else s.place(size)
-        if s is None or at is None:
-            return None
-        return Place(s.address + at, view_of(s.address + at, size), at)
+    def take_room(self) -> Room:
+        """All of what :meth:`map_data` has mapped, for one who fills it from its ``end`` on.
+
+        What lies there is told by :meth:`write_placed`; :meth:`return_room` follows.
+        """
+        assert self._mapped is not None
+        return self._mapped.room
+
+    def return_room(self, end: int) -> None:
+        """So much of it is in use now; a multiple of ALIGNMENT."""
+        assert self._mapped is not None
+        with self._mapped.lock:
+            self._mapped.state.end = end
 
     def write(
         self,
@@ -224,11 +221,13 @@ class ImageWriter:
                 self._fail(error)
                 raise
 
-    def write_placed(self, block: BlockKey, offset: int, place: Place, hashes: Sequence[bytes] | None) -> None:
-        """As write(), for what lies in a place(), all of it, already."""
+    def write_placed(
+        self, block: BlockKey, offset: int, size: int, address: int, hashes: Sequence[bytes] | None
+    ) -> None:
+        """As write(), for what lies in a room already, at an address. What its hashes say is zeros need be nowhere."""
         assert self._mapped is not None
         self._check_usable()
-        self._mapped.note(block, offset, place.view, hashes, place.file_offset)
+        self._mapped.note(block, offset, size, address, hashes)
 
     def add_file(self, name: str, source: int, size: int) -> list[bytes]:
         """Copy the first `size` bytes of the file `source` into the image, under a name that formats.is_ours() knows.

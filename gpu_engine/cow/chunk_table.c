@@ -43,17 +43,6 @@ EXPORT uint32_t phos_chunks_claim(struct phos_chunk_table *table, uint32_t chunk
     return state;
 }
 
-/* The first in `order`, from *cursor on, that nobody has; *cursor goes behind it. -1: there is none. Callers take turns. */
-EXPORT int64_t phos_chunks_claim_next(struct phos_chunk_table *table, const uint32_t *order, uint32_t count, uint32_t *cursor)
-{
-    while (*cursor < count) {
-        uint32_t chunk = order[(*cursor)++];
-        if (load(&table->state[chunk]) == PHOS_CHUNK_UNSAVED && phos_chunks_claim(table, chunk) == PHOS_CHUNK_UNSAVED)
-            return chunk;
-    }
-    return -1;
-}
-
 EXPORT void phos_chunks_saved(struct phos_chunk_table *table, uint32_t chunk)
 {
     __atomic_store_n(&table->state[chunk], PHOS_CHUNK_SAVED, __ATOMIC_RELEASE);

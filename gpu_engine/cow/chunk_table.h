@@ -18,5 +18,8 @@ struct phos_window_view {
 void phos_chunks_saved(struct phos_chunk_table *table, uint32_t chunk);
 /* Take a chunk that nobody has. Answers the state before: PHOS_CHUNK_UNSAVED if it is the caller's now. */
 uint32_t phos_chunks_claim(struct phos_chunk_table *table, uint32_t chunk);
+/* See chunk_table.c. */
+uint32_t phos_window_transferring(const struct phos_window_view *view, uint32_t pool, uint32_t slots, const uint32_t *flags);
+void phos_window_free_slot(const struct phos_window_view *view, uint32_t slot);
 /* The next chunk that a process wants to be seen to, or -1; the reader keeps *head. */
 int64_t phos_window_next(const struct phos_window_view *view, uint32_t *head);

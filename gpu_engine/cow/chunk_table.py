@@ -111,7 +111,6 @@ def library() -> ctypes.PyDLL:
         "phos_chunks_begin": (None, [pointer, u32, u32]),
         "phos_chunks_state": (u32, [pointer, u32]),
         "phos_chunks_claim": (u32, [pointer, u32]),
-        "phos_chunks_claim_next": (i64, [pointer, pointer, u32, pointer]),
         "phos_chunks_saved": (None, [pointer, u32]),
         "phos_chunks_close": (None, [pointer]),
         "phos_window_size": (u64, [u32, u32, u32, u32, u32]),
@@ -157,7 +156,7 @@ class _Shared:
 
 
 class ChunkTable:
-    """The state of every chunk of a checkpoint. Methods may be called from any thread, except :meth:`claim_next`."""
+    """The state of every chunk of a checkpoint. Methods may be called from any thread."""
 
     def __init__(self, chunk_bytes: int, chunks: int) -> None:
         self.chunks = chunks
@@ -187,11 +186,6 @@ class ChunkTable:
         """Take a chunk that nobody has. Returns its state before: UNSAVED if it is the caller's now."""
         return int(self._lib.phos_chunks_claim(self._shared.address, chunk))
 
-    def claim_next(self, order: ClaimOrder) -> int | None:
-        """The first chunk in an order that nobody has; None: there is none. One caller at a time."""
-        chunk = self._lib.phos_chunks_claim_next(self._shared.address, order.address, order.count, order.cursor_address)
-        return None if chunk < 0 else int(chunk)
-
     def saved(self, chunk: int) -> None:
         """From now on anybody may write to the chunk."""
         self._lib.phos_chunks_saved(self._shared.address, chunk)
@@ -203,33 +197,6 @@ class ChunkTable:
     def close(self) -> None:
         """Give the memory back; frontends keep theirs."""
         self._shared.close()
-
-
-class Flag:
-    """A 32-bit word that native code may look at. The machine's stores are atomic; any thread."""
-
-    def __init__(self) -> None:
-        self._word = ctypes.c_uint32(0)
-        self.address = ctypes.addressof(self._word)
-
-    def set(self) -> None:
-        """From now on it is not 0."""
-        self._word.value = 1
-
-    def clear(self) -> None:
-        """It is 0 again."""
-        self._word.value = 0
-
-
-class ClaimOrder:
-    """In which order chunks are saved, and how far that has come."""
-
-    def __init__(self, chunks: Sequence[int]) -> None:
-        self.count = len(chunks)
-        self._order = (ctypes.c_uint32 * max(1, len(chunks)))(*chunks)
-        self._cursor = ctypes.c_uint32(0)
-        self.address = ctypes.addressof(self._order)
-        self.cursor_address = ctypes.addressof(self._cursor)
 
 
 @dataclass(frozen=True)

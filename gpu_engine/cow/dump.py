@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine.copy_trace import tracing
+from phos.gpu_engine.copy_placed import PlacedSave
+from phos.gpu_engine.copy_trace import CopyTrace, tracing
 from phos.gpu_engine.copy_work import Cancelled
+from phos.gpu_engine.cow.feed import ChunkFeed
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.watch import Watch
 from phos.gpu_engine.cow.window import Windows
@@ -98,13 +102,13 @@ class CowDump(StopDump):
             self._laid_out.set()
             device = self._borrowed[0].device
             with tracing(self.path) as trace:
-                with self.timeline.phase("GPU data", concurrent=True), feed.shadows.followed():
-                    self._copier.drain(feed, device, self._writer, self.progress, self._cancelled, feed.workers, trace)
-                self._windows.over()
-                self._saved.set()
-                if feed.checks:
-                    with self.timeline.phase("compare GPU data", concurrent=True):
-                        self._copier.check(feed.checks, device, self._cancelled, trace)
+                if self._windows.placed:
+                    self._copy_into_image(feed, trace)
+                else:
+                    with self._copying_data(feed):
+                        self._copier.drain(
+                            feed, device, self._writer, self.progress, self._cancelled, feed.workers, trace
+                        )
         except BaseException as error:
             self._copy_failure = self._copy_failure or error
             if not isinstance(error, Cancelled):
@@ -114,6 +118,25 @@ class CowDump(StopDump):
                 self._windows.over()
             self._laid_out.set()
             self._saved.set()
+
+    @contextmanager
+    def _copying_data(self, feed: ChunkFeed) -> Iterator[None]:
+        """All data is saved when it ends, or will not be."""
+        with self.timeline.phase("GPU data", concurrent=True), feed.shadows.followed():
+            yield
+        self._windows.over()
+        self._saved.set()
+
+    def _copy_into_image(self, feed: ChunkFeed, trace: CopyTrace | None) -> None:
+        save = PlacedSave(feed.plan, self._writer, feed.changed if feed.validates else None, trace)
+        with self._copying_data(feed):
+            try:
+                self._copier.save_placed(save, self._writer, self.progress, self._cancelled)
+            except Cancelled:
+                feed.shadows.check()  # it has failed, and ended the copies
+                raise
+        with self.timeline.phase("compare GPU data", concurrent=True):
+            self._copier.settle_placed(save, self.progress, self._cancelled)
 
     def _keep_residues(self) -> None:
         """Copying can wait until the processes run again; the driver is not expected to write there (DESIGN §2)."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import NamedTuple
 from phos.gpu_engine.cow.chunk_table import NO_SLOT, SHADOWED, UNSAVED, ChunkTable, WindowTable
 from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool
 from phos.gpu_engine.errors import Mispredicted
+from phos.gpu_engine.save_plan import SavePlan
 
 READ_SECONDS = 1e-4
 """The flags are read at most so often, while somebody waits for one."""
@@ -37,17 +37,6 @@ class Window:
     alive: Callable[[], bool]
 
 
-class Made(NamedTuple):
-    """A chunk that can be had now."""
-
-    chunk: int
-    address: int
-    """Of the copy; 0: there is none, and the chunk is in its place as it was."""
-    device: int
-    slot: int
-    """As the chunk's state says it, without SHADOWED; -1: in its place."""
-
-
 class _Copy(NamedTuple):
     """A copy that a process has queued."""
 
@@ -61,64 +50,24 @@ class _Copy(NamedTuple):
 
 
 class Shadows:
-    """The copies of all processes of a checkpoint. :meth:`read` is one thread's at a time, the others another's.
+    """The copies of all processes of a checkpoint; what is found out, the plan is told. Of one thread."""
 
-    The two share no lock. Whoever gives out chunks would wait for it with all the others behind him, and to be woken
-    takes longer than what there is to do. Steps that a comment calls single are so under the interpreter lock.
-    """
-
-    def __init__(self, table: ChunkTable, windows: Sequence[Window]) -> None:
+    def __init__(self, table: ChunkTable, windows: Sequence[Window], plan: SavePlan) -> None:
         self._table = table
         self._windows = windows
-        # Written by the one that reads the flags, read by all: each is replaced as a whole.
+        self._plan = plan
         self._looked = 0.0
         self._dead: frozenset[int] = frozenset()  # numbers of processes that had ended before the flags were read
-        self._failure: BaseException | None = None
+        self._owed: list[int] = []  # where they are is not known yet
         self._copies: list[_Copy] = []
-        self._asked = False  # by anybody, about transfers that only newer flags can tell of; a look too many is no harm
-        # Of both; add, discard, append and popleft are single steps.
-        self._pending: set[int] = set()  # chunks whose copies are owed, under way, or made
-        self._owed: deque[int] = deque()  # where they are is not known yet
-        self._made: deque[Made] = deque()
+        self._failure: BaseException | None = None  # replaced as a whole: any thread may look
 
-    def owe(self, chunk: int) -> None:
-        """A process has taken the chunk: it is to be had when its copy has been made."""
-        if chunk not in self._pending:
-            self._pending.add(chunk)
-            self._owed.append(chunk)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether any chunk is owed, or has not been fetched."""
-        return bool(self._pending)
-
-    def next_made(self) -> Made | None:
-        """A chunk that can be had; it may come again if it is owed again.
-
+    def check(self) -> None:
+        """
         Raises: what :meth:`read` has raised in its thread.
         """
         if self._failure is not None:
             raise self._failure
-        if not self._made:
-            return None
-        made = self._made.popleft()
-        self._pending.discard(made.chunk)
-        return made
-
-    def transferring(self) -> bool:
-        """Whether a transfer of a process that lives is under way or queued, by the flags as last read."""
-        queued = False
-        for number, window in enumerate(self._windows):
-            if number in self._dead:
-                continue
-            for at, pool in enumerate(window.pools.pools):
-                answer = window.table.transferring(at, pool.flags)
-                if answer & 1:
-                    return True
-                queued = queued or bool(answer & 2)
-        if queued:
-            self._asked = True
-        return queued
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -142,9 +91,10 @@ class Shadows:
                 self.read()
         except BaseException as error:
             self._failure = error
+            self._plan.break_()
 
     def _in_demand(self) -> bool:
-        return bool(self._owed or self._copies or self._asked)
+        return bool(self._owed or self._copies or self._plan.owes)
 
     def read(self) -> None:
         """Find out what has been made, and now and then who has ended.
@@ -160,41 +110,42 @@ class Shadows:
             # Before the flags: those of who has ended are then the last ones.
             dead = frozenset(number for number, window in enumerate(self._windows) if not window.alive())
         # Of who has just been found dead in any case: a chunk of his may be owed at any moment from here on.
-        if dead - self._dead or self._in_demand():
-            self._asked = False
+        if self._plan.wants_flags() or dead - self._dead or self._in_demand():
             pools = [pool for window in self._windows for pool in window.pools.pools]
             for pool in pools:
                 pool.begin_reading()
             for pool in pools:
                 pool.end_reading()
+        for number in dead - self._dead:
+            self._plan.window_dead(number)
         self._dead = dead
         copies = list(self._copies)
-        for _ in range(len(self._owed)):
-            self._locate(self._owed.popleft(), copies)
+        owed, self._owed = self._owed, []
+        while (chunk := self._plan.owed()) is not None:
+            owed.append(chunk)
+        for chunk in owed:
+            self._locate(chunk, copies)
         left = []
         for copy in copies:
             if copy.pool.flag(copy.number) == copy.ticket:
-                self._made.append(Made(copy.chunk, copy.pool.address(copy.number), copy.pool.device, copy.slot))
+                self._plan.made(copy.chunk, copy.pool.address(copy.number), copy.pool.device, copy.slot)
             elif copy.process in dead:
-                self._left(copy.chunk)
+                # It will not be made, and what comes behind it in its stream is not run either.
+                self._plan.left(copy.chunk)
             else:
                 left.append(copy)
         self._copies = left
-
-    def _left(self, chunk: int) -> None:
-        """Its copy will not be made, and what comes behind it in its stream is not run either."""
-        self._made.append(Made(chunk, 0, -1, -1))
 
     def _locate(self, chunk: int, copies: list[_Copy]) -> None:
         state = self._table.state(chunk)
         if state == UNSAVED:  # the driver refused the copy
             if self._table.claim(chunk) == UNSAVED:
-                self._left(chunk)
+                self._plan.left(chunk)
             else:
                 self._owed.append(chunk)
             return
         if state < SHADOWED:  # phosd has it
-            self._pending.discard(chunk)
+            self._plan.settled(chunk)
             return
         process, slot = divmod(state - SHADOWED, SHADOWED)
         if process >= len(self._windows):
@@ -207,6 +158,6 @@ class Shadows:
             pool, number = found
             copies.append(_Copy(chunk, process, pool, number, window.table.ticket(slot), state - SHADOWED))
         elif process in self._dead:
-            self._left(chunk)
+            self._plan.left(chunk)
         else:
             self._owed.append(chunk)

@@ -11,7 +11,7 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copy_work import Sink
 from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
-from phos.gpu_engine.cow.feed import ChunkFeed, Place
+from phos.gpu_engine.cow.feed import ChunkFeed
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
 from phos.gpu_engine.cow.shadows import Window
@@ -19,6 +19,7 @@ from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import Detached, GatedProcess
 from phos.gpu_engine.ring import CHUNK_BYTES
+from phos.gpu_engine.save_plan import JOIN_BYTES, SavePlace
 from phos.gpu_engine.touch_order import FirstTouches, Touched
 from phos.images.chunk_hash import zero_hash
 
@@ -69,6 +70,8 @@ class Windows:
         self._table: ChunkTable | None = None
         self.feed: ChunkFeed | None = None
         self.pool_bytes = 0
+        self.placed = False
+        """Whether GPUs write into the image itself."""
 
     def lend_pools(self, processes: Sequence[GatedProcess]) -> None:
         """While the processes still compute: shadow pools on every GPU that they have memory on."""
@@ -105,12 +108,12 @@ class Windows:
         ``written_before``: what earlier windows saw written, in order. ``sink``: where the data will go.
         """
         chunks: dict[BlockKey, range] = {}
-        places: list[Place] = []
+        places: list[SavePlace] = []
         for key, size, device in ((block.key, block.size, block.device) for block in blocks):
             address = mapped[key].address
             chunks[key] = range(len(places), len(places) + chunk_count(size))
             places += [
-                Place(key, offset, min(CHUNK_BYTES, size - offset), address + offset, device)
+                SavePlace(key, offset, min(CHUNK_BYTES, size - offset), address + offset, device)
                 for offset in range(0, size, CHUNK_BYTES)
             ]
         self._table = ChunkTable(CHUNK_BYTES, len(places))
@@ -130,7 +133,7 @@ class Windows:
         if expected is not None:  # zeros first: they need no copying, so nobody has to copy them aside
             zeros = {zero_hash(size) for size in {place.size for place in places}}
             order.sort(key=lambda chunk: expected[chunk] not in zeros)
-        placed = sum(block.size for block in blocks) <= sink.placeable
+        self.placed = sum(block.size for block in blocks) <= sink.placeable
         self.feed = feed = ChunkFeed(
             self._table,
             places,
@@ -138,9 +141,7 @@ class Windows:
             windows,
             expected,
             prioritise=self._settings.prioritise,
-            # Where the GPU writes into the image itself, copies cost no processor.
-            at_once=sink.place_limit if placed else CHUNK_BYTES,
-            placed=placed,
+            join_bytes=min(JOIN_BYTES, sink.place_limit) if self.placed else CHUNK_BYTES,
         )
         for process, window in zip(processes, windows, strict=True):
             self._windows[process.session] = ProcessWindow(window.table, self._table, window.pools, feed)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from phos.gpu_engine import procfs, toggle
-from phos.gpu_engine.copy_check import PlacedPieces
+from phos.gpu_engine.copy_placed import PlacedSave
 from phos.gpu_engine.daemon import __main__ as daemon
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.session_kernels import SessionKernels
@@ -108,17 +108,17 @@ def killed_while_attaching() -> None:
 
 def full_at_the_merge() -> None:
     """The image's file system is full when CPU pages are merged, and what GPUs wrote is still being compared."""
-    one = PlacedPieces.one
+    one = PlacedSave.one
 
     def merge(pages: TaskPages, hidden: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "pages-1.img")
 
-    def slowly(pieces: PlacedPieces) -> int:
+    def slowly(save: PlacedSave, worker: int) -> int:
         time.sleep(SECONDS)
-        return one(pieces)
+        return one(save, worker)
 
     TaskPages.merge = merge  # type: ignore[method-assign]
-    PlacedPieces.one = slowly  # type: ignore[method-assign]
+    PlacedSave.one = slowly  # type: ignore[method-assign]
 
 
 def cut_off() -> None:

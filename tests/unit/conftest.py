@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phos.gpu_engine.cow import feed, shadows
+from phos.gpu_engine.cow import shadows
 from tests.unit import append_replaced
 from tests.unit.cow_scene import Clock, Scene
 from tests.unit.frontend_fake import FakePhosd
@@ -72,9 +72,8 @@ def closed_scenes() -> Iterator[None]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The feed's and the shadows' time."""
+    """The shadows' time."""
     made = Clock()
-    monkeypatch.setattr(feed, "time", made)
     monkeypatch.setattr(shadows, "time", made)
     return made
 

@@ -180,9 +180,9 @@ class Trace:
         self.pieces: list[tuple[int, str, bool]] = []
 
     def add(self, worker: int, *times: Any) -> None:
-        asked, allowed, taken, landed, pieces, saved = times
+        asked, taken, landed, pieces, saved = times
         assert worker >= 0
-        assert 0 < asked == allowed <= taken <= landed == saved <= time.perf_counter()
+        assert 0 < asked <= taken <= landed == saved <= time.perf_counter()
         self.pieces += pieces
 
     def bytes(self, kind: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import threading
@@ -15,13 +16,13 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copier import Copier
-from phos.gpu_engine.copy_check import PlacedPieces
-from phos.gpu_engine.copy_loop import Permits, Turns
+from phos.gpu_engine.copy_placed import PlacedSave
 from phos.gpu_engine.copy_work import NothingYet, Piece, Progress
-from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable, Flag
+from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable
 from phos.gpu_engine.installation import load_driver
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
+from phos.gpu_engine.save_plan import SavePlace, SavePlan
 from phos.images.chunk_hash import chunk_hash
 from phos.images.formats import HASH_SIZE, align_up
 from phos.images.mapping import view_of
@@ -97,10 +98,23 @@ class Machine:
         assert progress.done == sum(block.size for block in blocks)
 
     def drain(self, source: Given, sink: Any) -> None:
-        """Copy all out, then compare what has not been."""
         self.copier.drain(source, 0, sink, self.progress(), threading.Event())
-        self.copier.check(source.checks, 0, threading.Event())
-        assert not source.checks
+
+    def places(self, blocks: Sequence[Block]) -> list[SavePlace]:
+        """Every chunk of some blocks."""
+        return [
+            SavePlace(block.key, offset, min(CHUNK, block.size - offset), self.address(block) + offset, block.device)
+            for block in blocks
+            for offset in range(0, block.size, CHUNK)
+        ]
+
+    def save_placed(self, plan: SavePlan, sink: Any, changed: Any = None) -> None:
+        """A job that copies all of a plan into a sink's memory."""
+        placed, progress = PlacedSave(plan, sink, changed), self.progress()
+        self.copier.save_placed(placed, sink, progress, threading.Event())
+        assert plan.landed == sum(place.size for place in plan.places)
+        self.copier.settle_placed(placed, progress, threading.Event())
+        assert progress.done == plan.landed
 
     def saves_still(self, folder: Path) -> None:
         """Another job of the same copier is right, whatever became of the last one."""
@@ -181,6 +195,17 @@ class Stored:
             assert end == s.end == len(file)
 
 
+class Flag:
+    """A 32-bit word that native code looks at."""
+
+    def __init__(self) -> None:
+        self._word = ctypes.c_uint32(0)
+        self.address = ctypes.addressof(self._word)
+
+    def set(self) -> None:
+        self._word.value = 1
+
+
 class Given:
     """A source of pieces (and, with ``None``, moments when there is none) that writes down what happens."""
 
@@ -189,19 +214,12 @@ class Given:
         pieces: Sequence[Piece | None],
         table: ChunkTable | None = None,
         flag: Flag | None = None,
-        permits: Permits | None = None,
-        permitted: int = 0,
-        turns: Sequence[Turns] = (),
     ) -> None:
         self._left = list(pieces)
         self._table = table
         self._lock = threading.Lock()
         self.table = table.address if table else 0
         self.changing = flag.address if flag else 0
-        self.permits = permits.address if permits else 0
-        self.permitted = permitted
-        self._turns = turns
-        self.checks = PlacedPieces(self.changed)
         self.saved: list[Piece] = []
         self.blamed: list[tuple[Piece, int, bytes]] = []
 
@@ -213,9 +231,6 @@ class Given:
         if piece is None:
             raise NothingYet(0.001)
         return piece
-
-    def turns(self, device: int) -> int:
-        return self._turns[device].address if self._turns else 0
 
     def landed(self, piece: Piece) -> None:
         if self._table is not None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from phos.gpu_engine import driver
 from phos.gpu_engine.copy_work import Cancelled, Piece
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
-from tests.unit import copy_rounds_loading, copy_rounds_saving
+from tests.unit import copy_rounds_loading, copy_rounds_placed, copy_rounds_saving
 from tests.unit.copy_filling import MIXED, Filling, Store, places_of, reading_of
 from tests.unit.copy_machine import PATIENCE, Given, Machine, fails, started, writer_in
 
@@ -114,7 +114,7 @@ def first_use(folder: Path, slow: bool) -> None:
 
 def main() -> None:
     name, folder, *cases = sys.argv[1:]
-    rounds = {**vars(copy_rounds_saving), **vars(copy_rounds_loading), **globals()}
+    rounds = {**vars(copy_rounds_saving), **vars(copy_rounds_placed), **vars(copy_rounds_loading), **globals()}
     play: Callable[..., None] = rounds[name]
     for number, case in enumerate(cases):
         place = Path(folder) / str(number)

@@ -8,8 +8,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from phos.gpu_engine.copy_loop import SaveJob, landed
-from phos.gpu_engine.copy_out import Batch
+from phos.gpu_engine.copy_loop import first_changed
 from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow.chunk_table import (
     NO_SLOT,
@@ -21,11 +20,10 @@ from phos.gpu_engine.cow.chunk_table import (
     PoolShape,
     WindowTable,
 )
-from phos.gpu_engine.cow.feed import ChunkFeed, Place
+from phos.gpu_engine.cow.feed import ChunkFeed
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import Window
-from phos.images.append import StripeState
-from phos.images.chunk_hash import zero_hash
+from phos.gpu_engine.save_plan import SavePlace
 from phos.images.files import address_of
 
 CHUNK = 4 << 20
@@ -133,12 +131,11 @@ class Scene:
         self.table = ChunkTable(CHUNK, chunks)
         queue = more.pop("queue", 64)
         self.processes = [Process(i, self.table, each, queue) for i, each in enumerate(slots)]
-        self.places = [Place((SESSION, 1), i * CHUNK, CHUNK, BASE + i * CHUNK, 0) for i in range(chunks)]
+        self.places = [SavePlace((SESSION, 1), i * CHUNK, CHUNK, BASE + i * CHUNK, 0) for i in range(chunks)]
         order = more.pop("order", range(chunks))
         expected = more.pop("expected", None)
         prioritise = more.pop("prioritise", False)
-        at_once = more.pop("at_once", CHUNK)
-        placed = more.pop("placed", False)
+        join_bytes = more.pop("join_bytes", CHUNK)
         windows = [process.window for process in self.processes]
         self.feed = ChunkFeed(
             self.table,
@@ -147,8 +144,7 @@ class Scene:
             windows,
             expected,
             prioritise=prioritise,
-            at_once=at_once,
-            placed=placed,
+            join_bytes=join_bytes,
         )
         if not more.pop("still", False):
             self.feed.may_change()
@@ -163,13 +159,12 @@ class Scene:
 
     def land(self, piece: Piece, data: bytearray | memoryview | None = None) -> Sequence[bytes] | None:
         """What is done with a piece that has come to host memory."""
-        state = StripeState(descriptor=-1, chunk=CHUNK)
-        job = SaveJob(ctypes.pointer(state), self.feed.table, self.feed.changing, zero_hash(CHUNK), self.feed.permits)
-        landed(job, Batch([piece], [None]).packed[0])
-        if data is not None and piece.address and self.feed.checks is not None:
-            self.feed.checks.add(piece, address_of(memoryview(data)))
-            assert self.feed.checks.one() == piece.size
+        changing = ctypes.c_uint32.from_address(self.feed.changing).value if self.feed.changing else 0
         self.feed.landed(piece)
+        if data is not None and piece.address and piece.hashes is not None and changing:
+            number = first_changed(address_of(memoryview(data)), piece.size, CHUNK, b"".join(piece.hashes))
+            if number >= 0:
+                raise self.feed.changed(piece, number, memoryview(data))
         return piece.hashes
 
     def all(self) -> list[int]:

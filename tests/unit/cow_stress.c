@@ -27,8 +27,6 @@
 extern uint64_t phos_chunks_size(uint32_t chunks);
 extern void phos_chunks_begin(struct phos_chunk_table *table, uint32_t chunk_bytes, uint32_t chunks);
 extern uint32_t phos_chunks_state(const struct phos_chunk_table *table, uint32_t chunk);
-extern int64_t phos_chunks_claim_next(struct phos_chunk_table *table, const uint32_t *order, uint32_t count,
-                                      uint32_t *cursor);
 extern void phos_chunks_close(struct phos_chunk_table *table);
 extern uint64_t phos_window_size(uint32_t blocks, uint32_t pools, uint32_t slots, uint32_t queue, uint32_t order);
 /* The frontend has another function of this name, in window.c, which is not here. */
@@ -374,9 +372,11 @@ static bool take(struct piece *piece)
     }
     if (draw(&copier_seed, 3))
         return false; /* slower than the application */
-    int64_t next = phos_chunks_claim_next(phos_window.chunks, order, chunk_count, &cursor);
-    if (next >= 0)
-        return give((uint32_t)next, -1, piece);
+    while (cursor < chunk_count) {
+        uint32_t chunk = order[cursor++];
+        if (phos_chunks_claim(phos_window.chunks, chunk) == PHOS_CHUNK_UNSAVED)
+            return give(chunk, -1, piece);
+    }
     for (uint32_t i = 0; i < chunk_count; i++) /* what was taken and given back */
         if (!given[i] && phos_chunks_claim(phos_window.chunks, i) == PHOS_CHUNK_UNSAVED)
             return give(i, -1, piece);

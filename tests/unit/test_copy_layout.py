@@ -1,4 +1,4 @@
-"""Structures and constants of the native copies: those of copy_lane.h, copy_loop.c, fill_plan.h and fill_loop.c."""
+"""Structures and constants of the native copies: of copy_lane.h, copy_loop.c, and what fills and saves by plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phos.gpu_engine import copy_lane, copy_loop, fill_plan
+from phos.gpu_engine import copy_lane, copy_loop, fill_plan, save_plan
 from phos.gpu_engine.content_hash import SPAN_BYTES, THREADS
 from phos.gpu_engine.copy_work import SLOTS
 from phos.gpu_engine.fill_plan import FillPlan
@@ -78,6 +78,22 @@ def fill_layout(tmp_path_factory: pytest.TempPathFactory) -> Layout:
     return layout_of(tmp_path_factory.mktemp("layout"), "fill_loop.c", headers, others, FILL_MACROS)
 
 
+@pytest.fixture(scope="module")
+def save_layout(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    """What is in copy_lane.h, save_plan.h and save_loop.c."""
+    others = ("gpu_engine/save_plan.c", "gpu_engine/cow/chunk_table.c")
+    headers = ["copy_lane.h", "save_plan.h"]
+    macros = [
+        *MACROS,
+        "PHOS_SAVE_IN_PLACE",
+        "PHOS_SAVE_TAKEN",
+        "PHOS_SAVE_NOTHING_YET",
+        "PHOS_SAVE_NOTHING_LEFT",
+        "MOST",
+    ]
+    return layout_of(tmp_path_factory.mktemp("layout"), "save_loop.c", headers, others, macros)
+
+
 def as_python(structure: type[ctypes.Structure]) -> dict[str, tuple[int, int]]:
     """The same of a structure of ours."""
     fields = {field[0]: getattr(structure, field[0]) for field in structure._fields_}
@@ -132,6 +148,51 @@ def test_a_plan_is_that_of_the_source_up_to_its_lock(fill_layout: Layout) -> Non
     assert lock + lock_size <= whole == fill_plan._library().phos_fill_plan_size()
 
 
+@pytest.mark.parametrize(
+    "name, structure",
+    [
+        ("save_place", save_plan._Place),
+        ("save_made", save_plan._Made),
+        ("save_window", save_plan._Window),
+        ("save_pool", save_plan._Pool),
+        ("save_piece", save_plan._Piece),
+        ("save_record", save_plan._Record),
+        ("save_pump", save_plan._Pump),
+    ],
+)
+def test_structures_that_save_into_memory_are_those_of_the_source(
+    save_layout: Layout, name: str, structure: type[ctypes.Structure]
+) -> None:
+    assert as_python(structure) == save_layout[name]
+
+
+def test_a_queue_that_saves_is_that_of_the_source(save_layout: Layout) -> None:
+    expected, found = save_layout["save_queue"], as_python(save_plan._Queue)
+    at, size = found.pop("rings")
+    rings = ["asked_head", "asked_tail", "made_head", "made_tail"]
+    assert [expected[name] for name in rings] == [(at + size // 4 * i, size // 4) for i in range(4)]
+    assert found == {name: each for name, each in expected.items() if name not in rings}
+
+
+def test_a_plan_that_saves_is_that_of_the_source_up_to_its_lock(save_layout: Layout) -> None:
+    expected = dict(save_layout["save_plan"])
+    whole, (lock, lock_size) = expected.pop("")[1], expected.pop("lock")
+    found = as_python(save_plan._Plan)
+    assert found.pop("") == (0, lock)
+    assert found == expected
+    assert lock + lock_size <= whole == save_plan._library().phos_save_plan_size()
+
+
+def test_constants_that_save_are_those_of_the_source(save_layout: Layout) -> None:
+    constants = {name: value for name, (value, _) in save_layout["enum"].items()}
+    assert constants["PHOS_SAVE_IN_PLACE"] & 0xFFFFFFFF == save_plan.IN_PLACE
+    assert constants["MOST"] == save_plan.events_of_a_pump()
+    assert constants["PHOS_SAVE_TAKEN"] == save_plan.TAKEN
+    assert constants["PHOS_SAVE_NOTHING_YET"] == save_plan.NOTHING_YET
+    assert constants["PHOS_SAVE_NOTHING_LEFT"] == save_plan.NOTHING_LEFT
+    assert constants["DONE"] == save_plan.DONE
+
+
 def test_a_worker_has_its_size(fill_layout: Layout) -> None:
     library = fill_plan._library()
     library.phos_fill_worker_size.restype = ctypes.c_uint64
@@ -170,8 +231,8 @@ def test_places_are_packed_as_the_source_has_them(fill_layout: Layout) -> None:
 
 
 def test_saves_are_packed_as_the_source_has_them(layout: Layout) -> None:
-    packed = copy_loop.packed_save(1, 2, place=3, hashes=4, places=5, zero_tail=6, known=True, chunk=8)
-    expected = {"device": 1, "size": 2, "place": 3, "hashes": 4, "places": 5, "zero_tail": 6, "known": 1, "chunk": 8}
+    packed = copy_loop.packed_save(1, 2, hashes=4, places=5, zero_tail=6, known=True, chunk=8)
+    expected = {"device": 1, "size": 2, "hashes": 4, "places": 5, "zero_tail": 6, "known": 1, "chunk": 8}
     assert unpacked(packed, layout["save"]) == expected
 
 

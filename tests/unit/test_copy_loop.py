@@ -14,13 +14,12 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from phos.gpu_engine import copy_lane, copy_loop
+from phos.gpu_engine import copy_lane, save_plan
 from phos.gpu_engine.errors import DriverError
-from phos.images.append import StripeState
+from phos.images.stripe import Room
 from tests.unit.softgpu_host import needs_softgpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,16 +60,6 @@ def test_what_has_come_is_marked_as_saved(tmp_path: Path) -> None:
 @needs_softgpu
 def test_what_somebody_waits_for_is_saved_alone_and_first(tmp_path: Path) -> None:
     play(tmp_path, "save_urgent")
-
-
-@needs_softgpu
-def test_with_permits_few_pieces_are_under_way(tmp_path: Path) -> None:
-    play(tmp_path, "save_permitted", SOFTGPU_COPY_BANDWIDTH="400000000")
-
-
-@needs_softgpu
-def test_copies_that_take_turns_are_complete(tmp_path: Path) -> None:
-    play(tmp_path, "save_in_turns", [False], [True])
 
 
 class Engine:
@@ -114,70 +103,92 @@ def refuse(call: str, code: int) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_in_turns_one_small_part_is_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+def test_in_parts_one_small_part_is_under_way_at_a_time(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     engine = Engine()
-    monkeypatch.setattr(copy_lane, "_driver_table", lambda: engine.table)
+    monkeypatch.setattr(save_plan, "driver_table", lambda: engine.table)
     monkeypatch.setattr(copy_lane.driver, "fail", refuse)
-    turns = copy_loop.Turns()
-    turns.begin(2 << 20)
-    workers, pieces, size = 5, 4, (5 << 20) + 4096
-    stream = SimpleNamespace(handle=0)
+    pieces, size = 8, (5 << 20) + 4096
     content = random.Random(1).randbytes(size)
-    source = ctypes.create_string_buffer(content, size)
-    targets = [[ctypes.create_string_buffer(size) for _ in range(pieces)] for _ in range(workers)]
-    wrong = [DriverError] if fails else []
-    raised: list[type[BaseException]] = []
-    right: list[bool] = []
+    source, room = ctypes.create_string_buffer(content, size), ctypes.create_string_buffer(pieces * (6 << 20))
     if fails:
         engine.refused = 4096
-
-    def work(number: int) -> None:
-        lane = copy_lane.NativeLane(stream, [2 * number + 1, 2 * number + 2], [0, 0])  # type: ignore[arg-type]
-        state = StripeState(descriptor=-1, chunk=4 << 20)
-        job = copy_loop.SaveJob(ctypes.pointer(state), turns=turns.address)
-        for piece, target in enumerate(targets[number]):
-            device = engine.refused if fails and (number, piece) == (2, 1) else ctypes.addressof(source)
-            place = ctypes.addressof(target)
-            save = copy_loop.packed_save(
-                device, size, place=place, hashes=0, places=0, zero_tail=0, known=False, chunk=0
-            )
-            try:
-                copy_loop.save(lane, job, [save])
-            except DriverError as error:
-                raised.append(type(error))
-            else:
-                right.append(target.raw == content)
-
-    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert raised == wrong
-    assert right == [True] * (workers * pieces - len(wrong))
+    places = [
+        save_plan.SavePlace((bytes(16), i), 0, size, 4096 if fails and i == 5 else ctypes.addressof(source), 0)
+        for i in range(pieces)
+    ]
+    plan = save_plan.SavePlan(places, range(pieces), None, join_bytes=size)
+    plan.give_room(Room(ctypes.addressof(room), len(room), 1 << 40, 0))
+    plan.in_parts(2 << 20)
+    pump = save_plan.Pump(plan, 0, 0, range(1, save_plan.events_of_a_pump() + 1))
+    if fails:
+        with pytest.raises(DriverError):
+            pump.run()
+    else:
+        pump.run()
+    done = 5 if fails else pieces
+    assert plan.in_turns == done
+    saved = [pump.next_record() for _ in range(done)]
+    assert pump.next_record() is None
+    assert all(one is not None and ctypes.string_at(one.to, size) == content for one in saved)
     assert engine.most == 1
     assert sorted(set(engine.parts)) == [(1 << 20) + 4096, 2 << 20]
-    assert len(engine.parts) == 3 * (workers * pieces - len(wrong))
+    assert len(engine.parts) == 3 * done
+
+
+# ------------------------------------------------------------------------------------- into memory of an image's own
 
 
 @needs_softgpu
-def test_small_pieces_are_saved_together_with_one_permit(tmp_path: Path) -> None:
-    play(tmp_path, "save_small_with_one_permit")
+def test_an_images_memory_holds_what_memory_held(tmp_path: Path) -> None:
+    play(tmp_path, "placed_blocks", [True], [False])
+
+
+@needs_softgpu
+def test_what_has_come_there_is_marked_as_saved(tmp_path: Path) -> None:
+    play(tmp_path, "placed_table")
+
+
+@needs_softgpu
+def test_what_a_process_waits_for_comes_behind_what_is_under_way(tmp_path: Path) -> None:
+    play(tmp_path, "placed_wanted", SOFTGPU_COPY_BANDWIDTH="400000000")
+
+
+@needs_softgpu
+def test_copies_by_parts_are_complete(tmp_path: Path) -> None:
+    play(tmp_path, "placed_in_parts")
+
+
+@needs_softgpu
+def test_memory_that_changed_too_early_is_found_there(tmp_path: Path) -> None:
+    play(tmp_path, "placed_changed", [0, True], [5, True], [3, False])
+
+
+@needs_softgpu
+def test_nothing_is_compared_there_without_need(tmp_path: Path) -> None:
+    play(tmp_path, "placed_not_compared", ["unknown"], ["zeros"], ["nobody"])
+
+
+@needs_softgpu
+def test_copies_there_that_fail_end_their_job_alone(tmp_path: Path) -> None:
+    play(tmp_path, "placed_failing", ["driver"], ["room"])
+
+
+@needs_softgpu
+def test_a_save_there_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+    play(tmp_path, "placed_cancelled", SOFTGPU_COPY_BANDWIDTH="400000000")
+
+
+# ------------------------------------------------------------------------------------------------------ into its files
 
 
 @needs_softgpu
 def test_memory_that_changed_too_early_is_found(tmp_path: Path) -> None:
-    play(tmp_path, "save_changed", [0, False], [3, False], [1, True])
+    play(tmp_path, "save_changed", [0], [3])
 
 
 @needs_softgpu
 def test_nothing_is_compared_without_need(tmp_path: Path) -> None:
-    play(
-        tmp_path,
-        "save_not_compared",
-        *([why, placed] for why in ("flag", "no word", "unknown", "zeros") for placed in (False, True)),
-    )
+    play(tmp_path, "save_not_compared", ["flag"], ["no word"], ["unknown"], ["zeros"])
 
 
 @needs_softgpu
@@ -188,11 +199,6 @@ def test_a_file_that_takes_nothing_ends_its_writer_alone(tmp_path: Path) -> None
 @needs_softgpu
 def test_a_full_disk_ends_its_writer_alone(tmp_path: Path, small_disk: Path) -> None:
     play(tmp_path, "save_failing", [str(small_disk)])
-
-
-@needs_softgpu
-def test_what_has_a_place_is_not_appended(tmp_path: Path) -> None:
-    play(tmp_path, "save_placed", [False, False], [False, True], [True, False], [True, True])
 
 
 @needs_softgpu

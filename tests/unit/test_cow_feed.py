@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
-import threading
+import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -13,11 +13,10 @@ import pytest
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.copy_loop import take_permit
 from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow import feed as feed_module
 from phos.gpu_engine.cow.chunk_table import SAVED
-from phos.gpu_engine.cow.feed import BATCHES_UNDER_WAY, PLACING_WORKERS, STALL_WORKERS
+from phos.gpu_engine.cow.feed import STALL_WORKERS
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import ALIVE_SECONDS
@@ -47,11 +46,10 @@ def test_a_chunk_comes_from_its_place_and_is_not_free_before_it_has_landed() -> 
     assert scene.table.state(0) == SAVED
 
 
-def test_what_a_process_waits_for_goes_first(clock: Clock) -> None:
+def test_what_a_process_waits_for_goes_first() -> None:
     scene = Scene(6, (0,))
     scene.processes[0].want(4, 2)
     assert scene.all() == [4, 2, 0, 1, 3, 5]
-    clock.now += 2
     scene.processes[0].want(2, 5)
     assert scene.take() is None, "and the window is over"
 
@@ -88,27 +86,27 @@ def test_content_that_is_not_that_of_t1_fails_the_checkpoint() -> None:
 # Stepping aside.
 
 
-def test_a_transfer_of_the_application_goes_first_but_not_for_ever(clock: Clock) -> None:
-    scene = Scene(400, (2,), prioritise=True)
+def test_a_transfer_of_the_application_goes_first_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "STEP_ASIDE_SECONDS", 0.05)
+    monkeypatch.setattr(feed_module, "STEP_ASIDE_PAUSE", 0.2)
+    scene = Scene(4000, (2,), prioritise=True)
     process = scene.processes[0]
     process.transferring(1)
-    step = feed_module.STEP_ASIDE_SECONDS / 10
-    waited = [0]  # looks in a row at which there was nothing to take
-    given = 0
-    for _ in range(300):
-        try:
-            assert scene.take() is not None
-            given += 1
-            waited.append(0)
-        except NothingYet:
-            waited[-1] += 1
-        clock.now += step
-    assert max(waited) * step <= 1.2 * feed_module.STEP_ASIDE_SECONDS
-    assert given >= 0.8 * 300, "a transfer that does not end costs a tenth of the rate"
-    assert sum(count > 0 for count in waited) >= 2, "the application's transfers have their turn again"
+    looks: list[tuple[float, bool]] = []  # when, and whether there was something to take
+    began = time.perf_counter()
+    while time.perf_counter() - began < 0.8:
+        looks.append((time.perf_counter() - began, taken(scene) is not None))
+        time.sleep(0.001)
+    changes = [now for (now, got), (_, before) in zip(looks[1:], looks, strict=False) if got != before]
+    assert not looks[0][1], "the transfer goes first"
+    spells = [later - earlier for earlier, later in zip([0.0, *changes], changes, strict=False)]
+    aside, going = spells[0::2], spells[1::2]
+    assert len(going) >= 2, "the application's transfers have their turn again"
+    assert min(aside) >= 0.05
+    assert min(going) >= 0.2, "a transfer that does not end costs a part of the rate only"
     process.transferring(0)
-    clock.now += feed_module.STEP_ASIDE_PAUSE
-    assert len(scene.all()) == 400 - given
+    time.sleep(0.2)
+    assert scene.all()
 
 
 def test_without_priorities_nothing_steps_aside() -> None:
@@ -173,37 +171,13 @@ def test_while_the_processes_stand_still_few_workers_copy() -> None:
     assert scene.feed.workers() is None
 
 
-def test_where_the_gpu_writes_into_the_image_few_pieces_are_under_way_instead() -> None:
-    scene = Scene(8, (1,), placed=True, still=True)
-    assert scene.feed.workers() == PLACING_WORKERS
-    scene.feed.runs_on()
-    assert scene.feed.workers() is None
-    for _ in range(BATCHES_UNDER_WAY):
-        take_permit(scene.feed.permits)
-    late = threading.Thread(target=take_permit, args=(scene.feed.permits,), daemon=True)
-    late.start()
-    late.join(0.05)
-    assert late.is_alive()
-    piece = scene.take()
-    assert piece is not None
-    scene.land(piece)
-    late.join(30)
-    assert not late.is_alive(), "a piece that has landed makes room for another"
-
-
-def taking_turns(scene: Scene, device: int = 0) -> bool:
-    return ctypes.c_uint32.from_address(scene.feed.turns(device)).value != 0
-
-
 def test_copies_take_turns_while_processes_are_brought_back() -> None:
     scene = Scene(8, (1,), still=True)
-    assert not taking_turns(scene)
+    assert not scene.feed.plan._plan.part
     scene.feed.bringing_back()
-    assert taking_turns(scene)
-    assert [taken(scene), taken(scene)] == [0, 1], "they do not wait"
+    assert scene.feed.plan._plan.part == feed_module.TURN_BYTES
     scene.feed.runs_on()
-    assert not taking_turns(scene)
-    assert scene.feed.turns(1) == 0, "a GPU that it has nothing on"
+    assert not scene.feed.plan._plan.part
 
 
 def test_memory_may_change_from_before_a_process_gets_it() -> None:
@@ -268,7 +242,7 @@ def test_a_chunk_that_was_zeros_is_not_copied_whatever_it_has_become() -> None:
 def test_neighbours_that_nobody_waits_for_are_taken_together() -> None:
     expected = [bytes([i]) * 16 for i in range(8)]
     expected[6] = zero_hash(CHUNK)
-    scene = Scene(8, (1,), order=[2, 0, 1, 3, 4, 5, 6, 7], expected=expected, at_once=3 * CHUNK)
+    scene = Scene(8, (1,), order=[2, 0, 1, 3, 4, 5, 6, 7], expected=expected, join_bytes=3 * CHUNK)
     scene.processes[0].take(1)
     pieces: list[Piece] = []
     for _ in range(5):
@@ -287,7 +261,7 @@ def test_neighbours_that_nobody_waits_for_are_taken_together() -> None:
 
 
 def test_what_a_process_waits_for_comes_with_what_it_will_wait_for_next() -> None:
-    scene = Scene(8, (1,), at_once=4 * CHUNK)
+    scene = Scene(8, (1,), join_bytes=4 * CHUNK)
     scene.processes[0].take(5)
     scene.processes[0].want(2, 3, 4, 6)
     pieces = [scene.take() for _ in range(3)]
@@ -300,7 +274,7 @@ def test_each_of_the_neighbours_is_compared() -> None:
     data = bytearray(os.urandom(2 * CHUNK))
     expected = [chunk_hash(memoryview(data)[:CHUNK]), chunk_hash(memoryview(data)[CHUNK:])]
     for wrong in (None, 0, 1):
-        scene = Scene(2, (0,), expected=expected, at_once=2 * CHUNK)
+        scene = Scene(2, (0,), expected=expected, join_bytes=2 * CHUNK)
         piece = scene.take()
         assert piece is not None
         assert piece.size == 2 * CHUNK

@@ -56,11 +56,18 @@ def test_flags_are_read_while_somebody_waits_for_one() -> None:
     assert scene.all() == [39]
     scene.read()
     assert pool.refreshes == 2
+
+
+def test_flags_are_read_when_a_transfer_may_be_over() -> None:
+    scene = Scene(3, (4,), prioritise=True)
+    process = scene.processes[0]
     process.transfer(0, ticket=8)
-    assert scene.feed.shadows.transferring()
+    scene.read()
+    assert not process.pools[0].refreshes, "nobody wants to know"
+    assert scene.all() == [], "it goes first"
     scene.read()
     scene.read()
-    assert pool.refreshes == 3
+    assert process.pools[0].refreshes == 1
 
 
 def test_who_takes_pieces_does_not_wait_for_flags() -> None:
@@ -221,7 +228,7 @@ def test_a_chunk_that_is_owed_twice_is_waited_for_once() -> None:
     process.copied(0, 4)
     scene.read()
     assert scene.all() == [1]
-    assert not scene.feed.shadows.waiting
+    assert not scene.feed.plan._plan.pending
     assert scene.take() is None
 
 

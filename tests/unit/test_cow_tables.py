@@ -26,7 +26,6 @@ from phos.gpu_engine.cow.chunk_table import (
     TRANSFERS,
     UNSAVED,
     ChunkTable,
-    ClaimOrder,
     Counts,
     PoolShape,
     WindowTable,
@@ -154,14 +153,6 @@ def test_chunks_begin_unsaved_and_are_claimed_once(table: ChunkTable) -> None:
     assert table.claim(7) == SAVED
 
 
-def test_the_order_is_kept_and_what_others_have_is_left_out(table: ChunkTable) -> None:
-    table.claim(3)
-    table.saved(4)
-    order = ClaimOrder([5, 3, 4, 0, 2])
-    assert [table.claim_next(order) for _ in range(4)] == [5, 0, 2, None]
-    assert table.claim_next(ClaimOrder([])) is None
-
-
 def test_closing_is_seen_by_the_frontend(table: ChunkTable, layout: dict[str, int]) -> None:
     assert read(table.descriptor, "<I", layout["closed at"]) == 0
     table.close_window()
@@ -171,8 +162,6 @@ def test_closing_is_seen_by_the_frontend(table: ChunkTable, layout: dict[str, in
 def test_each_chunk_is_claimed_by_one_of_many_threads() -> None:
     table = ChunkTable(CHUNK, 20000)
     claimed: list[list[int]] = [[] for _ in range(6)]
-    turn = threading.Lock()
-    order = ClaimOrder(random.Random(1).sample(range(20000), 20000))
 
     def one_by_one(mine: list[int], seed: int) -> None:
         for chunk in random.Random(seed).sample(range(20000), 20000):
@@ -180,16 +169,7 @@ def test_each_chunk_is_claimed_by_one_of_many_threads() -> None:
                 mine.append(chunk)
                 table.saved(chunk)
 
-    def in_order(mine: list[int]) -> None:
-        while True:
-            with turn:
-                chunk = table.claim_next(order)
-            if chunk is None:
-                return
-            mine.append(chunk)
-
-    threads = [threading.Thread(target=one_by_one, args=(claimed[i], i)) for i in range(3)]
-    threads += [threading.Thread(target=in_order, args=(claimed[i],)) for i in range(3, 6)]
+    threads = [threading.Thread(target=one_by_one, args=(claimed[i], i)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -286,14 +266,11 @@ def test_a_closed_table_holds_no_descriptor() -> None:
 class Chunks(RuleBasedStateMachine):
     """A model of the chunk table: who has which chunk."""
 
-    @initialize(count=st.integers(1, 12), order=st.randoms(use_true_random=False))
-    def begin(self, count: int, order: random.Random) -> None:
+    @initialize(count=st.integers(1, 12))
+    def begin(self, count: int) -> None:
         self.table = ChunkTable(CHUNK, count)
         self.count = count
         self.model = [UNSAVED] * count
-        self.order = order.sample(range(count), count)
-        self.left = list(self.order)
-        self.claims = ClaimOrder(self.order)
 
     def teardown(self) -> None:
         if hasattr(self, "table"):
@@ -308,16 +285,6 @@ class Chunks(RuleBasedStateMachine):
         assert self.table.claim(chunk) == self.model[chunk]
         if self.model[chunk] == UNSAVED:
             self.model[chunk] = SAVING
-
-    @rule()
-    def claim_next(self) -> None:
-        expected = None
-        while self.left and expected is None:
-            chunk = self.left.pop(0)
-            expected = chunk if self.model[chunk] == UNSAVED else None
-        assert self.table.claim_next(self.claims) == expected
-        if expected is not None:
-            self.model[expected] = SAVING
 
     @precondition(lambda self: UNSAVED in self.model)
     @rule(process=st.integers(0, 0x7FFD), slot=st.one_of(st.just(NO_SLOT), st.integers(0, 0xFFFE)))

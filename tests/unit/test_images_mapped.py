@@ -15,6 +15,7 @@ import pytest
 from phos.gpu_engine import landing
 from phos.gpu_engine.landing import Landing
 from phos.images import files, mapping
+from phos.images.formats import align_up
 from phos.images.mapping import HUGE_PAGE, MADV_COLLAPSE, has_huge_pages, map_memory, unmap_memory, view_of
 from phos.images.reader import Image
 from phos.images.writer import ImageWriter
@@ -69,13 +70,17 @@ def test_what_is_placed_in_huge_pages_is_in_the_image(mount: Mount, huge: str) -
             writer.populate_data(at, min(SEGMENT, writer.mapped_bytes - at))
         assert mapped_huge(address) == writer.mapped_bytes
         assert not any(view_of(address, writer.mapped_bytes))
+        room = writer.take_room()
+        assert room == (address, writer.mapped_bytes, SEGMENT, 0)
+        end = CHUNK  # what is left free is nowhere in the image
         for at in range(0, len(content), MOST):
             piece = content[at : at + MOST]
-            place = writer.place(len(piece))
-            assert place is not None
-            assert place.file_offset // SEGMENT == (place.file_offset + len(piece) - 1) // SEGMENT
-            place.view[: len(piece)] = piece
-            writer.write_placed((SESSION, 1), at, place, None)
+            if end // SEGMENT != (end + len(piece) - 1) // SEGMENT:
+                end = (end // SEGMENT + 1) * SEGMENT
+            view_of(address + end, len(piece))[:] = piece
+            writer.write_placed((SESSION, 1), at, len(piece), address + end, None)
+            end = align_up(end + len(piece))
+        writer.return_room(end)
         size = writer.mapped_bytes
         writer.commit(inventory_of({(SESSION, 1): len(content)}))
         unmap_memory(address, size)
@@ -141,7 +146,7 @@ def test_where_there_are_none_the_image_is_written_as_ever(
     directory = opened(folder)
     with ImageWriter(directory, stripes=1, chunk_size=CHUNK) as writer:
         assert Landing.prepare(writer, TOTAL, 2 * TOTAL) is None
-        assert writer.place(CHUNK) is None
+        assert not writer.placeable
         assert [path.name for path in folder.glob("phos-data-*")] == ["phos-data-0.raw"]
     os.close(directory)
 
