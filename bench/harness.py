@@ -10,6 +10,7 @@ import argparse
 import atexit
 import datetime
 import json
+import math
 import os
 import platform
 import re
@@ -22,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import machine
 import process
@@ -117,9 +118,15 @@ def time_left(chosen: argparse.Namespace) -> float:
 
 
 def measure_each(
-    chosen: argparse.Namespace, results: Results, settings: Iterable[str], measure: Callable[[str], None]
+    chosen: argparse.Namespace,
+    results: Results,
+    settings: Iterable[str],
+    measure: Callable[[str], None],
+    tables: Callable[[], Sequence[str]] = list,
 ) -> None:
     """Measure every setting for which there is time, and finish the results; what fails is noted, the others go on.
+
+    ``tables`` makes what is shown of the results: all of them as one table, unless told otherwise.
 
     Raises:
         SystemExit: with status 1, at the end, if one of them failed.
@@ -136,7 +143,7 @@ def measure_each(
             print(error, file=sys.stderr, flush=True)
             results.note(f"{key}: failed. {str(error).splitlines()[0]}")
     process.stop_daemon()
-    results.finish()
+    results.finish(tables())
     if failed:
         raise SystemExit(1)
 
@@ -316,14 +323,39 @@ def median(values: Iterable[float]) -> float:
     return statistics.median(listed) if listed else 0.0
 
 
-def paired_percent(without: Sequence[float], with_: Sequence[float]) -> tuple[float, float]:
-    """Compare measurements made in pairs, one right after the other.
+class Paired(NamedTuple):
+    """How much larger the second of each pair was, in percent."""
 
-    Returns the median over the pairs of how much larger the second is, in percent, and the half width of the middle
-    half of the pairs' percentages: what the first is worth.
-    """
+    percent: float
+    """The median over the pairs."""
+    low: float
+    """The median is between `low` and `high` with a confidence of 95 %; see median_interval()."""
+    high: float
+    spread: float
+    """Half the distance between the quartiles: what one pair is worth."""
+
+
+def paired_percent(without: Sequence[float], with_: Sequence[float]) -> Paired:
+    """Compare measurements made in pairs, one right after the other."""
     percents = sorted(100.0 * (b / a - 1.0) for a, b in zip(without, with_, strict=True))
-    if len(percents) < 4:
-        return median(percents), (percents[-1] - percents[0]) / 2 if percents else 0.0
-    quarters = statistics.quantiles(percents, n=4)
-    return median(percents), (quarters[2] - quarters[0]) / 2
+    low, high = median_interval(percents)
+    quarters = statistics.quantiles(percents, n=4) if len(percents) >= 4 else [percents[0], 0.0, percents[-1]]
+    return Paired(median(percents), low, high, (quarters[2] - quarters[0]) / 2)
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return between which two of the values the median lies with a confidence of 95 %.
+
+    The interval of the sign test, which holds however the values are distributed: each is as likely above the true
+    median as below it, so as many are below as show heads of so many coins. The interval goes from the (k+1)th value to
+    the (k+1)th from the end, with the largest k for which k heads or fewer come in at most 2.5 % of all cases. Of fewer
+    than six values even the whole range is not worth 95 %, and is returned.
+    """
+    ordered = sorted(values)
+    count = len(ordered)
+    heads, below = 0, 1  # how many of the 2**count outcomes have so few heads
+    while 40 * below <= 2**count:
+        heads += 1
+        below += math.comb(count, heads)
+    last = max(0, heads - 1)
+    return ordered[last], ordered[count - 1 - last]

@@ -1,26 +1,39 @@
 #!/usr/bin/env python3
 """What the frontend costs while nobody takes a checkpoint.
 
-Each measurement is a pair of processes, one without and one with the frontend, one right after the other and in turns
-first; what counts is the median over the pairs. Launch-bound: a C program that launches empty kernels and does nothing
-else, so this is the dearest a launch can look. Allocation: cuMemAlloc and cuMemFree from 512 bytes to 1 GiB, one at a
-time and with many alive at once. Training: the PyTorch example, small enough to be bound by launches, and as a CUDA
-graph.
+Two processes are there at the same time, one without and one with the frontend. They compute in turns, a fraction of
+a second each, while the other one waits; what counts is the median over the pairs. Launch-bound: a C program that
+launches empty kernels and does nothing else, so this is the dearest a launch can look. Allocation: cuMemAlloc and
+cuMemFree from 512 bytes to 1 GiB, one at a time and with many alive at once. Training: the PyTorch example, small
+enough to be bound by launches, and as a CUDA graph.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import harness
 import process
+import turns
 from harness import Results
 
 SIZES = (512, 4096, 65536, 1 << 20, 2 << 20, 16 << 20, 128 << 20, 1 << 30)
+PARTS = ("launches", "memory", "training")
+
+
+class Figure(NamedTuple):
+    """One number of an answer."""
+
+    key: str
+    unit: str
+    scale: float = 1.0
+    """What the number is multiplied with to be in that unit."""
 
 
 def size_text(size: int) -> str:
@@ -38,115 +51,143 @@ class Bench:
     def __init__(self, chosen: argparse.Namespace) -> None:
         self.chosen = chosen
         self.results = Results(chosen, "steady-state", "The cost of the frontend while no checkpoint is taken")
-        self.pairs = chosen.repeats or (1 if chosen.smoke else 9)
+        self.rounds = chosen.repeats or (2 if chosen.smoke else 20)
         self.program = chosen.work / "launch_rate"
         source = process.PROGRAMS / "launch_rate.c"
         process.command(["gcc", "-O2", "-std=gnu11", "-o", str(self.program), str(source), "-ldl"], 60)
 
-    def output(self, command: Sequence[str], *, frontend: bool) -> str:
-        """Run a program to its end, with or without the frontend; return what it printed."""
-        chosen = self.chosen
-        if frontend:
-            command = [process.PHOS_GPU, "run", "--device", chosen.device, "--", *command]
-        environment = None if frontend else process.device_environment(chosen.device)
-        return process.command(command, 300, environment)[1]
-
-    def pair(self, command: Sequence[str], number: int) -> tuple[str, str]:
-        """Run a program without and with the frontend; which goes first alternates."""
-        order = (False, True) if number % 2 == 0 else (True, False)
-        outputs = {frontend: self.output(command, frontend=frontend) for frontend in order}
-        return outputs[False], outputs[True]
-
-    def add(self, key: str, unit: str, without: Sequence[float], with_: Sequence[float]) -> None:
-        """Store what was measured in pairs."""
-        percent, spread = harness.paired_percent(without, with_)
+    def add(self, figure: Figure, starts: Sequence[Sequence[tuple[float, float]]]) -> None:
+        """Store what was measured in pairs (without, with the frontend), a list for each start of the processes."""
+        without, with_ = ([figure.scale * pair[side] for start in starts for pair in start] for side in (0, 1))
+        compared = harness.paired_percent(without, with_)
         self.results.add(
-            key,
-            what=key,
-            unit=unit,
+            figure.key,
+            unit=figure.unit,
             without=harness.median(without),
             with_frontend=harness.median(with_),
-            percent=percent,
-            spread_percent=spread,
+            percent=compared.percent,
+            median_from=compared.low,
+            median_to=compared.high,
+            spread_percent=compared.spread,
             pairs=len(without),
+            percent_by_start=[harness.paired_percent(*zip(*start, strict=True)).percent for start in starts],
             each=[without, with_],
         )
 
-    def rate(self, key: str, unit: str, command: Sequence[str], pairs: int) -> None:
-        """Measure a program that prints one number a batch; a process counts with its median batch."""
-        without: list[float] = []
-        with_: list[float] = []
-        for number in range(pairs):
-            if number and harness.time_left(self.chosen) <= 0:
+    def in_turns(self, command: Sequence[str], questions: Mapping[str, Sequence[Figure]]) -> None:
+        """Measure a program that answers questions with numbers, each of which is a figure."""
+        chosen = self.chosen
+        asked = list(questions)
+        measured: dict[Figure, list[list[tuple[float, float]]]] = {
+            figure: [] for figures in questions.values() for figure in figures
+        }
+        for start in range(1, chosen.starts + 1):
+            began = time.monotonic()
+            with turns.Pair(command, chosen.device, chosen.work) as pair:
+                pair.round(asked, 0)  # warms up
+                process.settle(pair.pid, min(chosen.settle, max(0.0, harness.time_left(chosen))))
+                rounds = pair.rounds(asked, self.rounds, lambda: harness.time_left(chosen) > 0)
+            for index, figures in enumerate(questions.values()):
+                for column, figure in enumerate(figures):
+                    answers = [answered[index] for answered in rounds]
+                    measured[figure].append([(without[column], with_[column]) for without, with_ in answers])
+            for figure, starts in measured.items():
+                self.add(figure, starts)
+            if start < chosen.starts and harness.time_left(chosen) < time.monotonic() - began:
+                name = Path(command[-1]).name
+                self.results.note(f"{name}: started {start} times instead of {chosen.starts}, no time left.")
                 break
-            for values, output in zip((without, with_), self.pair(command, number), strict=True):
-                values.append(harness.median(float(line) for line in output.split()))
-        self.add(key, unit, without, with_)
 
-    def in_one_process(self, batches: str, launches: str) -> None:
-        """Compare launches through the frontend with those by the driver's own function, batch by batch.
+    def launches(self) -> None:
+        """Measure launches, in turns and within one process.
 
-        Processes differ from each other by more than what is looked for.
+        Processes differ from each other by more than what is looked for. So in a process under the frontend launches
+        through it take turns with launches by the driver's own function.
         """
-        output = self.output([str(self.program), "both", batches, launches], frontend=True)
-        columns = list(zip(*([float(word) for word in line.split()] for line in output.splitlines()), strict=True))
-        for key, through, own in (("submission", 0, 1), ("until done", 2, 3)):
-            self.add(f"launch, {key}, in one process", "ns", columns[own], columns[through])
+        chosen = self.chosen
+        count = 50 if chosen.smoke else 5000
+        figures = [Figure("launch, submission", "ns"), Figure("launch, until done", "ns")]
+        self.in_turns([str(self.program)], {f"launch {count}": figures})
+        errors = chosen.work / "both.stderr"
+        with turns.Answering([str(self.program)], chosen.device, errors, frontend=True) as program:
+            program.ready()
+            answers = [program.ask(f"both {count}") for _ in range((3 if chosen.smoke else 400) + 2)][2:]
+        for figure, through, own in zip(figures, (0, 2), (1, 3), strict=True):
+            pairs = [(answer[own], answer[through]) for answer in answers]
+            self.add(figure._replace(key=f"{figure.key}, in one process"), [pairs])
 
-    def memory(self, mode: str, argument: str, remark: str) -> None:
-        """Measure cuMemAlloc and cuMemFree in one of launch_rate's two ways."""
-        sizes = SIZES[:4] if self.chosen.smoke else SIZES
-        command = [str(self.program), mode, argument, *(str(size) for size in sizes)]
-        outputs = []
-        for number in range(self.pairs):
-            if number and harness.time_left(self.chosen) <= 0:
-                break
-            outputs.append(self.pair(command, number))
-        for row, size in enumerate(sizes):
-            for column, call in ((1, "cuMemAlloc"), (2, "cuMemFree")):
-                without = [float(pair[0].splitlines()[row].split()[column]) / 1000 for pair in outputs]
-                with_ = [float(pair[1].splitlines()[row].split()[column]) / 1000 for pair in outputs]
-                self.add(f"{call} {size_text(size)}{remark}", "µs", without, with_)
+    def memory(self) -> None:
+        """Measure cuMemAlloc and cuMemFree in launch_rate's two ways."""
+        smoke = self.chosen.smoke
+        sizes = SIZES[:4] if smoke else SIZES
+        # Of what it was given back the frontend keeps what came last, less than 2 % of the GPU's memory. So if the
+        # largest size ends a turn, nearly all of the next one's many are fresh.
+        ways = {("memory 5" if smoke else "memory 50"): "", ("many 16" if smoke else "many 16384"): ", many"}
+        self.in_turns(
+            [str(self.program)],
+            {
+                " ".join([way, *map(str, sizes)]): [
+                    Figure(f"{call} {size_text(size)}{remark}", "µs", 0.001)
+                    for size in sizes
+                    for call in ("cuMemAlloc", "cuMemFree")
+                ]
+                for way, remark in ways.items()
+            },
+        )
+
+    def training(self) -> None:
+        """Measure training steps, all models in the same processes: starting PyTorch takes the most time."""
+        smoke = self.chosen.smoke
+        program = process.PROGRAMS / ("train_small.py" if smoke else "train_rate.py")
+        blocks = {
+            "conv net": ("conv", 50),
+            "transformer": ("transformer", 50),
+            "transformer as a CUDA graph": ("graph", 200),  # its steps are short
+        }
+        self.in_turns(
+            process.python_program(program),
+            {
+                f"{task} {2 if smoke else steps}": [Figure(f"training step, {name}", "ms")]
+                for name, (task, steps) in blocks.items()
+            },
+        )
 
     def run(self) -> None:
-        """Measure everything, the most telling first."""
-        chosen = self.chosen
-        batches, launches = ("3", "50") if chosen.smoke else ("40", "5000")
-        for kind, key in (("launch", "launch, submission"), ("finish", "launch, until done")):
-            self.rate(key, "ns", [str(self.program), kind, batches, launches], self.pairs)
-        self.in_one_process(batches if chosen.smoke else "400", launches)
-        if chosen.only_launches:
-            self.finish()
-            return
-        self.memory("memory", "5" if chosen.smoke else "200", "")
-        # Alive at once: the frontend cannot answer with what it has just been given back.
-        self.memory("many", "16" if chosen.smoke else "16384", ", many")
-        if not chosen.smoke:
-            script = process.PROGRAMS / "train_rate.py"
-            for key, options in (
-                ("training step, conv net", ["--model", "conv", "--batch", "16"]),
-                ("training step, transformer", ["--model", "transformer", "--batch", "8"]),
-                ("training step, transformer as a CUDA graph", ["--model", "transformer", "--batch", "8", "--graph"]),
-            ):
-                if harness.time_left(chosen) <= 0:
-                    self.results.note(f"{key}: no time left.")
-                    continue
-                self.rate(key, "ms", process.python_program(script, "20", "50", *options), max(1, self.pairs // 3))
-        self.finish()
+        """Measure what was asked for, the most telling first."""
+        parts = {"launches": self.launches, "memory": self.memory, "training": self.training}
+        harness.measure_each(self.chosen, self.results, self.chosen.only, lambda part: parts[part](), self.tables)
 
-    def finish(self) -> None:
-        """Store and show all of it."""
-        columns = ["what", "unit", "without", "with_frontend", "percent", "spread_percent", "pairs"]
+    def tables(self) -> list[str]:
+        """Return all rows as a table."""
+        columns = ["key", "unit", "without", "with_frontend", "percent", "median_from", "median_to"]
+        columns += ["percent_by_start", "spread_percent", "pairs"]
+        names = [
+            "",
+            "unit",
+            "without",
+            "with the frontend",
+            "% more",
+            "95 %: from",
+            "to",
+            "by start",
+            "one pair ± %",
+            "pairs",
+        ]
         rows = [[row[name] for name in columns] for row in self.results.rows.values()]
-        names = ["", "unit", "without", "with the frontend", "% more", "± %", "pairs"]
-        self.results.finish([harness.table(names, rows)])
+        shown = [[", ".join(map(harness.show, c)) if isinstance(c, list) else c for c in row] for row in rows]
+        return [harness.table(names, shown)]
 
 
 def main() -> None:
     """Run the benchmark."""
     parser = harness.options(__doc__ or "", budget=400)
-    parser.add_argument("--only-launches", action="store_true", help="neither allocations nor training")
-    Bench(harness.prepare(parser)).run()
+    parser.add_argument("--only", type=harness.words, default=PARTS, metavar="P,...", help=f"{', '.join(PARTS)} (all)")
+    parser.add_argument("--starts", type=int, metavar="N", help="how often the two processes are started (3)")
+    harness.add_settle_option(parser)
+    chosen = harness.prepare(parser)
+    harness.refuse_unknown(parser, chosen.only, PARTS)
+    chosen.starts = chosen.starts or (2 if chosen.smoke else 3)
+    Bench(chosen).run()
 
 
 if __name__ == "__main__":

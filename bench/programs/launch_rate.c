@@ -1,14 +1,13 @@
 // How long a launch and an allocation take, as the application sees it: the driver API called from C, so that nothing
-// but the driver (and what was put in front of it) is measured.
+// but the driver (and what was put in front of it) is measured. The program prints READY and then answers each line of its
+// input with a line of nanoseconds; between lines it does nothing (bench/turns.py).
 //
-//   launch_rate launch BATCHES LAUNCHES   one line a batch: nanoseconds per launch of an empty kernel, submission only
-//   launch_rate finish BATCHES LAUNCHES   likewise, including the wait for the batch
-//   launch_rate both BATCHES LAUNCHES     one line a pair of batches: nanoseconds per launch through what is in front of the
-//                                         driver and by the driver's own function, submission only; the same with the
-//                                         wait. Which goes first alternates
-//   launch_rate memory ROUNDS SIZE...     one line a size: SIZE, median nanoseconds of cuMemAlloc, of cuMemFree, where
-//                                         each allocation is freed before the next is made
-//   launch_rate many MEGABYTES SIZE...    likewise, where up to 256 of a size, so many megabytes at most, are alive at once
+//   launch COUNT              per launch of an empty kernel, of so many: until all were submitted; until all were done
+//   both COUNT                the same through what is in front of the driver and by the driver's own function: submitted,
+//                             submitted, done, done. Which goes first alternates
+//   memory ROUNDS SIZE...     for each size the medians of cuMemAlloc and of cuMemFree, where each allocation is freed
+//                             before the next is made
+//   many MEGABYTES SIZE...    likewise, where up to 256 of a size, so many megabytes at most, are alive at once
 //
 // libcuda is opened and its functions are looked up by name, as cudart and PyTorch do.
 #define _GNU_SOURCE
@@ -134,83 +133,112 @@ static void batch(launch_function *launch, unsigned count, double *submitted, do
     *done = (double)(now() - start) / count;
 }
 
-static void launches(unsigned batches, unsigned count, int finish)
+static void launches(unsigned count)
 {
+    double submitted, done;
     launch_function *launch = (void *)find("cuLaunchKernel");
-    find_kernel();
-    for (unsigned i = 0; i < batches + 2; i++) { // the first two warm up
-        double submitted, done;
-        batch(launch, count, &submitted, &done);
-        if (i >= 2)
-            printf("%.2f\n", finish ? done : submitted);
-    }
+    batch(launch, 1 + count / 10, &submitted, &done); // GPU and processor were somebody else's before
+    batch(launch, count, &submitted, &done);
+    printf("%.2f %.2f\n", submitted, done);
 }
 
-static void both(unsigned batches, unsigned count)
+static void both(unsigned count)
 {
+    static unsigned turns;
     function own = NULL;
     if (!dl_iterate_phdr(look_into, &own)) {
         fprintf(stderr, "libcuda.so.1 has no cuLaunchKernel of its own\n");
         exit(1);
     }
     launch_function *launch[] = {(void *)find("cuLaunchKernel"), (launch_function *)own};
-    find_kernel();
-    for (unsigned i = 0; i < batches + 2; i++) {
-        double submitted[2], done[2];
-        for (unsigned turn = 0; turn < 2; turn++) {
-            unsigned which = (i + turn) % 2;
-            batch(launch[which], count, &submitted[which], &done[which]);
-        }
-        if (i >= 2)
-            printf("%.2f %.2f %.2f %.2f\n", submitted[0], submitted[1], done[0], done[1]);
+    double submitted[2], done[2];
+    for (unsigned turn = 0; turn < 2; turn++) {
+        unsigned which = (turns + turn) % 2;
+        batch(launch[which], count, &submitted[which], &done[which]);
     }
+    turns++;
+    printf("%.2f %.2f %.2f %.2f\n", submitted[0], submitted[1], done[0], done[1]);
 }
 
-static void memory(unsigned rounds, unsigned long long size, uint64_t *allocating, uint64_t *freeing)
+#define MOST 256
+
+static int (*allocate)(uint64_t *, size_t);
+static int (*release)(uint64_t);
+
+static uint64_t timed_allocate(uint64_t *address, unsigned long long size)
 {
-    int (*allocate)(uint64_t *, size_t) = (void *)find("cuMemAlloc_v2");
-    int (*release)(uint64_t) = (void *)find("cuMemFree_v2");
-    for (unsigned round = 0; round < rounds; round++) {
-        uint64_t address, start = now();
-        check(allocate(&address, size), "cuMemAlloc");
-        uint64_t middle = now();
-        check(release(address), "cuMemFree");
-        allocating[round] = middle - start;
-        freeing[round] = now() - middle;
+    uint64_t start = now();
+    check(allocate(address, size), "cuMemAlloc");
+    return now() - start;
+}
+
+static uint64_t timed_release(uint64_t address)
+{
+    uint64_t start = now();
+    check(release(address), "cuMemFree");
+    return now() - start;
+}
+
+static void print_medians(uint64_t *allocating, uint64_t *freeing, unsigned count)
+{
+    qsort(allocating, count, sizeof *allocating, by_value);
+    qsort(freeing, count, sizeof *freeing, by_value);
+    printf("%llu %llu ", (unsigned long long)allocating[count / 2], (unsigned long long)freeing[count / 2]);
+}
+
+static void one_by_one(unsigned long long rounds, unsigned long long size)
+{
+    uint64_t allocating[MOST], freeing[MOST];
+    unsigned count = rounds < MOST ? (unsigned)rounds : MOST;
+    for (unsigned i = 0; i < count; i++) {
+        uint64_t address;
+        allocating[i] = timed_allocate(&address, size);
+        freeing[i] = timed_release(address);
     }
-    qsort(allocating, rounds, sizeof *allocating, by_value);
-    qsort(freeing, rounds, sizeof *freeing, by_value);
-    printf("%llu %llu %llu\n", size, (unsigned long long)allocating[rounds / 2], (unsigned long long)freeing[rounds / 2]);
+    print_medians(allocating, freeing, count);
 }
 
 static void many(unsigned long long megabytes, unsigned long long size)
 {
-    int (*allocate)(uint64_t *, size_t) = (void *)find("cuMemAlloc_v2");
-    int (*release)(uint64_t) = (void *)find("cuMemFree_v2");
-    uint64_t addresses[256], allocating[256], freeing[256];
+    uint64_t addresses[MOST], allocating[MOST], freeing[MOST];
     unsigned long long fit = (megabytes << 20) / size;
-    unsigned count = fit < 1 ? 1 : fit < 256 ? (unsigned)fit : 256;
-    for (unsigned i = 0; i < count; i++) {
-        uint64_t start = now();
-        check(allocate(&addresses[i], size), "cuMemAlloc");
-        allocating[i] = now() - start;
-    }
-    for (unsigned i = 0; i < count; i++) {
-        uint64_t start = now();
-        check(release(addresses[i]), "cuMemFree");
-        freeing[i] = now() - start;
-    }
-    qsort(allocating, count, sizeof *allocating, by_value);
-    qsort(freeing, count, sizeof *freeing, by_value);
-    printf("%llu %llu %llu\n", size, (unsigned long long)allocating[count / 2], (unsigned long long)freeing[count / 2]);
+    unsigned count = fit < 1 ? 1 : fit < MOST ? (unsigned)fit : MOST;
+    for (unsigned i = 0; i < count; i++)
+        allocating[i] = timed_allocate(&addresses[i], size);
+    for (unsigned i = 0; i < count; i++)
+        freeing[i] = timed_release(addresses[i]);
+    print_medians(allocating, freeing, count);
 }
 
-int main(int argc, char **argv)
+static unsigned long long next_number(void)
 {
-    if (argc < 4) {
-        fprintf(stderr, "usage: launch_rate launch|finish|both BATCHES LAUNCHES | memory ROUNDS SIZE... | many MEGABYTES SIZE...\n");
-        return 2;
+    const char *word = strtok(NULL, " \n");
+    return word ? strtoull(word, NULL, 10) : 0;
+}
+
+static void answer(char *question)
+{
+    const char *task = strtok(question, " \n");
+    unsigned long long number = next_number(), size;
+    if (!task || !number) {
+        fprintf(stderr, "no task with a number\n");
+        exit(2);
     }
+    if (!strcmp(task, "launch"))
+        launches((unsigned)number);
+    else if (!strcmp(task, "both"))
+        both((unsigned)number);
+    else {
+        void (*measure)(unsigned long long, unsigned long long) = strcmp(task, "many") ? one_by_one : many;
+        while ((size = next_number()))
+            measure(number, size);
+        printf("\n");
+    }
+    fflush(stdout);
+}
+
+int main(void)
+{
     library = dlopen("libcuda.so.1", RTLD_NOW);
     if (!library) {
         fprintf(stderr, "%s\n", dlerror());
@@ -222,23 +250,18 @@ int main(int argc, char **argv)
     check(((int (*)(int *, int))find("cuDeviceGet"))(&device, 0), "cuDeviceGet");
     check(((int (*)(void **, int))find("cuDevicePrimaryCtxRetain"))(&context, device), "cuDevicePrimaryCtxRetain");
     check(((int (*)(void *))find("cuCtxSetCurrent"))(context), "cuCtxSetCurrent");
-    unsigned rounds = (unsigned)atoi(argv[2]);
-    if (!strcmp(argv[1], "many")) {
-        for (int i = 3; i < argc; i++)
-            many(rounds, strtoull(argv[i], NULL, 10));
-    } else if (!strcmp(argv[1], "memory")) {
-        uint64_t *allocating = calloc(rounds, sizeof *allocating), *freeing = calloc(rounds, sizeof *freeing);
-        uint64_t kept;
-        // A live allocation beside, as every program has: the first one makes the driver set up its pools.
-        check(((int (*)(uint64_t *, size_t))find("cuMemAlloc_v2"))(&kept, 1 << 20), "cuMemAlloc");
-        for (int i = 3; i < argc; i++)
-            memory(rounds, strtoull(argv[i], NULL, 10), allocating, freeing);
-        free(allocating);
-        free(freeing);
-    } else if (!strcmp(argv[1], "both")) {
-        both(rounds, (unsigned)atoi(argv[3]));
-    } else {
-        launches(rounds, (unsigned)atoi(argv[3]), !strcmp(argv[1], "finish"));
-    }
+    find_kernel();
+    allocate = (void *)find("cuMemAlloc_v2");
+    release = (void *)find("cuMemFree_v2");
+    uint64_t kept;
+    // A live allocation beside, as every program has: the first one makes the driver set up its pools.
+    check(allocate(&kept, 1 << 20), "cuMemAlloc");
+    printf("READY\n");
+    fflush(stdout);
+    char *line = NULL;
+    size_t room = 0;
+    while (getline(&line, &room, stdin) > 0)
+        answer(line);
+    free(line);
     return 0;
 }

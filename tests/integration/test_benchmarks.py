@@ -65,7 +65,7 @@ def test_dump_restore(site: Site) -> None:
 
 
 def test_steady_state(site: Site) -> None:
-    """Launches and allocations are measured in pairs."""
+    """Launches, allocations and training are measured in turns."""
     rows = {row["key"]: row for row in smoke(site, "steady_state")["rows"]}
     for key in (
         "launch, submission",
@@ -73,13 +73,27 @@ def test_steady_state(site: Site) -> None:
         "cuMemAlloc 512 B",
         "cuMemFree 1 MiB",
         "cuMemAlloc 64 KiB, many",
+        "training step, conv net",
+        "training step, transformer",
+        "training step, transformer as a CUDA graph",
     ):
-        assert rows[key]["pairs"] == 1
-        assert rows[key]["without"] > 0
-        assert rows[key]["with_frontend"] > 0
+        assert rows[key]["pairs"] == 4
+        assert len(rows[key]["percent_by_start"]) == 2
+        assert rows[key]["median_from"] <= rows[key]["percent"] <= rows[key]["median_to"]
+        assert rows[key]["without"] > 0 < rows[key]["with_frontend"]
     for key in ("launch, submission, in one process", "launch, until done, in one process"):
         assert rows[key]["pairs"] == 3
         assert rows[key]["without"] > 0 < rows[key]["with_frontend"]
+
+
+def test_parts_of_steady_state(site: Site) -> None:
+    """A part alone, in as many rounds as were asked for."""
+    rows = smoke(site, "steady_state", "--only", "training", "--starts", "1", "--repeats", "6")["rows"]
+    assert [row["pairs"] for row in rows] == [6, 6, 6]
+    assert all(row["key"].startswith("training step") for row in rows)
+    wrong = run(site, "steady_state", "--only", "launch")
+    assert wrong.returncode == 2
+    assert "there is no launch; choose from: launches, memory, training" in wrong.stderr
 
 
 def test_correctness(site: Site) -> None:

@@ -53,9 +53,17 @@ def _no_software_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pairs_are_compared_one_by_one() -> None:
     """A drift that hits both of a pair alike does not count; one wild pair does not either."""
     without, with_ = [10.0, 20.0, 30.0, 40.0, 50.0], [10.1, 20.2, 30.3, 40.4, 100.0]
-    percent, _ = harness.paired_percent(without, with_)
-    assert percent == pytest.approx(1.0)
-    assert harness.paired_percent([10.0, 10.0], [10.0, 12.0]) == pytest.approx((10.0, 10.0))
+    assert harness.paired_percent(without, with_).percent == pytest.approx(1.0)
+    few = harness.paired_percent([10.0, 10.0], [10.0, 12.0])
+    assert (few.percent, few.spread) == pytest.approx((10.0, 10.0))
+    assert (few.low, few.high) == pytest.approx((0.0, 20.0))
+
+
+@pytest.mark.parametrize(("count", "first"), [(1, 1), (5, 1), (6, 1), (8, 1), (9, 2), (20, 6), (60, 22), (400, 180)])
+def test_the_median_is_known_as_well_as_the_sign_test_says(count: int, first: int) -> None:
+    """The ranks are those of the tables of the sign test, two-sided, 5 %."""
+    values = [float(value) for value in range(1, count + 1)]
+    assert harness.median_interval(values[::-1]) == (first, count + 1 - first)
 
 
 def test_a_table_shows_numbers_short_and_words_whole() -> None:
