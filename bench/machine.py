@@ -179,13 +179,17 @@ def huge_tmpfs(size: int) -> Path:
     return folder
 
 
-def drop_page_cache() -> None:
-    """Write everything out and forget what was read, so that a restore from disk reads the disk."""
+def drop_page_cache() -> bool:
+    """Write everything out and forget what was read, so that a restore from disk reads the disk.
+
+    Returns whether that was allowed: not if this is not root, or in a container.
+    """
     os.sync()
     try:
         Path("/proc/sys/vm/drop_caches").write_text("3\n")
     except OSError:
-        pass  # not root, or a container: then the restore may come from the page cache, and its row says cached
+        return False
+    return True
 
 
 def reset_peak(pid: int) -> None:

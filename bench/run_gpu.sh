@@ -7,9 +7,9 @@
 # is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already.
 # PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks steady dump8 toggle cow-variants audit
 # dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8 cow32
-# cow64: one size of `cow`, without the peer; launches, memory, training: one part of steady; copy-load, page-lock: what
-# a decision of phosd's rests on; trace-cow64 trace-restore32: when each piece was copied, tables of which go to the logs
-# and nothing to the results; gpus: tests that need two GPUs.
+# cow64: one size of `cow`, without the peer; disk32: of dump32 only the disk, without the peer; launches, memory,
+# training: one part of steady; copy-load, page-lock: what a decision of phosd's rests on; trace-cow64 trace-restore32:
+# when each piece was copied, tables of which go to the logs and nothing to the results; gpus: tests that need two GPUs.
 #
 # Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
 # (default 530) any more are named and left for another call. Results go to bench/results, and with the logs as one
@@ -149,6 +149,7 @@ for wanted in "$@"; do
     frameworks) gpu_tests frameworks 480 tests/gpu/test_frameworks.py ;;
     dump8) measure dump8 150 dump_restore --sizes 8 ;;
     dump32) measure dump32 400 dump_restore --sizes 32 --disk-gib 30 ;;
+    disk32) measure disk32 260 dump_restore --sizes 32 --places disk --systems phos --repeats 2 --disk-gib 20 ;;
     dump64) measure dump64 300 dump_restore --sizes 64 --repeats 1 ;;
     launches) measure launches 60 steady_state --only launches ;;
     memory) measure memory 100 steady_state --only memory ;;

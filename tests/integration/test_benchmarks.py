@@ -64,6 +64,22 @@ def test_dump_restore(site: Site) -> None:
     )
 
 
+def test_dump_restore_from_disk_alone(site: Site) -> None:
+    """What is not asked for is left out; the disk's own rates are measured before and after."""
+    where = ("--memory-folder", str(site.folder), "--disk-folder", str(site.folder))
+    content = smoke(site, "dump_restore", "--places", "disk", "--systems", "phos", "--repeats", "2", *where)
+    (row,) = content["rows"]
+    assert (row["system"], row["place"], row["runs"], row["data_right"]) == ("phos", "disk", 2, True)
+    summary = content["summary"]
+    if not any("could not be measured" in note for note in content["notes"]):  # no O_DIRECT here
+        for way in ("write", "read"):
+            assert summary[f"disk, sequential {way}, GB/s"] > 0
+            assert len(summary[f"disk, sequential {way}, each time"].split(", ")) == 4
+    wrong = run(site, "dump_restore", "--places", "disc")
+    assert wrong.returncode == 2
+    assert "there is no disc; choose from: memory, huge, disk" in wrong.stderr
+
+
 def test_steady_state(site: Site) -> None:
     """Launches, allocations and training are measured in turns."""
     rows = {row["key"]: row for row in smoke(site, "steady_state")["rows"]}
