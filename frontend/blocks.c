@@ -10,16 +10,28 @@
 #include <string.h>
 
 pthread_mutex_t phos_memory_lock = PTHREAD_MUTEX_INITIALIZER;
+atomic_uint phos_memory_wanted;
 struct phos_block phos_blocks = {.next = &phos_blocks, .previous = &phos_blocks};
 struct phos_ranges phos_mappings;
 uint64_t phos_block_bytes;
 size_t phos_blocks_lingering;
 size_t phos_mappings_shut;
 uint64_t phos_mappings_version = 1;
+_Atomic uint64_t phos_block_changes;
 static uint64_t last_id;
 
 #define BUCKETS 4096
 static struct phos_block *by_id[BUCKETS]; /* guarded by phos_memory_lock */
+
+pthread_mutex_t *phos_memory_taken(void)
+{
+    if (pthread_mutex_trylock(&phos_memory_lock)) {
+        phos_memory_wanted++;
+        pthread_mutex_lock(&phos_memory_lock);
+        phos_memory_wanted--;
+    }
+    return &phos_memory_lock;
+}
 
 struct phos_relaxed phos_relax(void)
 {
@@ -51,6 +63,7 @@ static struct phos_block *block_new(size_t size, CUdevice device, enum phos_owne
     block->chain = by_id[block->id % BUCKETS];
     by_id[block->id % BUCKETS] = block;
     phos_block_bytes += size;
+    phos_block_changes++;
     return block;
 }
 
@@ -63,6 +76,7 @@ static void block_delete(struct phos_block *block)
         link = &(*link)->chain;
     *link = block->chain;
     phos_block_bytes -= block->size;
+    phos_block_changes++;
     phos_blocks_lingering -= block->lingers;
     phos_control_block_gone(block);
     free(block);

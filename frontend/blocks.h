@@ -4,15 +4,24 @@
  * One lock, phos_memory_lock, guards all memory bookkeeping (blocks, mappings, arenas, spans, pools, host allocations).
  * It is taken inside the gate, by application threads, or by the control thread; never while waiting for the GPU. */
 #pragma once
+#include "cleanup.h"
 #include "error.h"
 #include "phos_api.h"
 #include "ranges.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 #include <stdbool.h>
 #include <stdint.h>
 
 extern pthread_mutex_t phos_memory_lock;
+
+/* Takes it, and has the control thread, which takes it again and again to give memory back, keep off until then: a mutex goes
+ * to whoever is awake, not to who has waited. For what programs call often. */
+pthread_mutex_t *phos_memory_taken(void);
+#define PHOS_MEMORY_LOCKED \
+    __attribute__((cleanup(phos_cleanup_unlock), unused)) pthread_mutex_t *memory_locked_ = phos_memory_taken()
+extern atomic_uint phos_memory_wanted; /* how many wait so; read and written without the lock */
 
 enum phos_owner { PHOS_OWNER_FRONTEND = 1, PHOS_OWNER_APPLICATION = 2 }; /* as in wire.proto */
 
@@ -63,6 +72,8 @@ extern uint64_t phos_block_bytes;          /* of all blocks */
 extern size_t phos_blocks_lingering;       /* blocks that only a pin keeps */
 extern size_t phos_mappings_shut;          /* mappings that are shut */
 extern uint64_t phos_mappings_version;     /* grows as blocks that are in a window are mapped and unmapped */
+/* Grows as blocks come and go, and as more are freed than are to be kept; read without the lock. */
+extern _Atomic uint64_t phos_block_changes;
 
 /* What a session is called now. Takes phos_memory_lock. */
 void phos_session_now(uint8_t *session);

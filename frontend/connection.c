@@ -9,6 +9,8 @@
 #include "control.h"
 #include "descriptors.h"
 #include "memory.h"
+#include "patience.h"
+#include "span.h"
 #include "tell.h"
 
 #include <errno.h>
@@ -24,6 +26,7 @@
 #include <unistd.h>
 
 #define SPENT_NS 100000000
+#define TRIM_NS 5000000 /* the longest that phosd and who waits for it are kept waiting for freed memory to be given back */
 
 /* The control thread's own. */
 static int link_fd = -1;
@@ -269,30 +272,39 @@ static void drain(int wake)
     }
 }
 
-/* Lets the application make its driver calls first (tell.c says why): until it made or freed no block for a
- * millisecond, phosd speaks, somebody waits, or patience ends. Awake, it need not be woken for each of them. */
-static void step_aside(int wake)
+uint64_t phos_connection_patience(bool trims)
 {
-    uint64_t before, after, patience;
-    while ((patience = phos_tell_patience(&before)) && !atomic_load(&hurried)) {
+    uint64_t telling = phos_tell_patience(), trimming = trims ? phos_span_patience() : PHOS_NOTHING_WAITS;
+    return telling < trimming ? telling : trimming;
+}
+
+/* Lets the application make its driver calls first (patience.h says why): until it rests, phosd speaks, somebody waits, or
+ * patience ends. Awake, it need not be woken for each of them. Answers phos_block_changes as it then was. */
+static uint64_t step_aside(int wake, bool trims)
+{
+    for (;;) {
+        uint64_t before = phos_block_changes, patience = phos_connection_patience(trims);
+        if (!patience || patience == PHOS_NOTHING_WAITS || atomic_load(&hurried))
+            return before;
         atomic_store(&wake_set, true);
         drain(wake);
         struct pollfd polled[2] = {{.fd = link_fd, .events = POLLIN}, {.fd = wake, .events = POLLIN}};
-        if (poll(polled, 2, 1))
-            return;
-        phos_tell_patience(&after);
-        if (after == before)
-            return;
+        if (poll(polled, 2, PHOS_QUIET_MS) || phos_block_changes == before)
+            return before;
     }
 }
 
-bool phos_connection_tell(void)
+bool phos_connection_tell(bool trims)
 {
     int wake = atomic_load(&wake_fd);
-    step_aside(wake);
+    uint64_t changes = step_aside(wake, trims);
     drain(wake);
     /* In this order: who leaves word from here on finds both down, and wakes us. */
     atomic_store(&wake_set, false);
+    /* First: what is gone need not be told of. */
+    if (trims)
+        for (uint64_t end = phos_now_ns() + TRIM_NS; !atomic_load(&hurried) && phos_now_ns() < end && phos_span_trim(&changes);)
+            ;
     return phos_tell_all(atomic_exchange(&hurried, false));
 }
 

@@ -14,8 +14,11 @@ void phos_connection_drop(void);
 /* In a forked child. */
 void phos_connection_forked(void);
 
-/* Tells phosd what there is to tell, after the application's own driver calls. False: the connection is gone. */
-bool phos_connection_tell(void);
+/* After the application's own driver calls: gives back freed memory that is not to be kept, if it `trims`, and tells phosd
+ * what there is to tell. False: the connection is gone. */
+bool phos_connection_tell(bool trims);
+/* How long that may still wait (patience.h). */
+uint64_t phos_connection_patience(bool trims);
 /* Until there is something to do, at most so long. False: the connection is gone. */
 bool phos_connection_wait(int timeout_ms);
 /* The next packet, if there is one. Never blocks. */

@@ -6,9 +6,11 @@
 #include "gate.h"
 #include "hold.h"
 #include "log.h"
+#include "patience.h"
 #include "request.h"
 #include "residue.h"
 #include "runtime.h"
+#include "span.h"
 #include "tell.h"
 #include "window.h"
 
@@ -17,18 +19,30 @@
 #include <string.h>
 #include <sys/prctl.h>
 
+#define RETRY_MS 100 /* between attempts to connect */
+
 static bool detached(void)
 {
     return phos_request_state() == PHOS__WIRE__GATE_STATE__DETACHED;
+}
+
+static bool is_open(void)
+{
+    return phos_request_state() == PHOS__WIRE__GATE_STATE__OPEN;
+}
+
+/* Whether freed memory may be given back. Not while it may be copied aside because a kernel's arguments still name it. */
+static bool may_trim(void)
+{
+    return is_open() && !phos_window_copies();
 }
 
 /* How long to sleep if nothing comes. Totals are reported at most ten times a second; and a look every two seconds in case
  * a wake-up got lost. */
 static int patience(void)
 {
-    uint64_t changes;
     int timeout = detached() || !phos_tell_later() ? 2000 : 100;
-    if (!detached() && phos_tell_patience(&changes))
+    if (!detached() && !phos_exiting() && phos_connection_patience(may_trim()) != PHOS_NOTHING_WAITS)
         timeout = 1;
     if (phos_twins_left()) {
         phos_twins_settle(false);
@@ -54,9 +68,22 @@ static bool serve_packets(void)
 
 static bool tell(void)
 {
-    if (phos_request_state() == PHOS__WIRE__GATE_STATE__OPEN)
+    if (is_open())
         phos_connection_raise();
-    return phos_connection_tell();
+    return phos_connection_tell(may_trim());
+}
+
+/* Until the next attempt to connect. Without a connection there is nothing by which freed memory could wake us. */
+static void rest(void)
+{
+    phos_sleep_ms(RETRY_MS);
+    for (uint64_t end = phos_now_ns() + RETRY_MS * 1000000u;
+         may_trim() && phos_span_patience() != PHOS_NOTHING_WAITS && phos_now_ns() < end;) {
+        uint64_t changes = phos_block_changes;
+        phos_sleep_ms(PHOS_QUIET_MS);
+        while (phos_now_ns() < end && phos_span_trim(&changes))
+            ;
+    }
 }
 
 /* Until the connection ends, by either side. */
@@ -79,13 +106,14 @@ static void *control_main(void *unused)
     /* Our driver calls must neither fail because some thread captures a stream nor spoil its capture. */
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     phos_real.cuThreadExchangeStreamCaptureMode(&mode);
+    phos_span_trimmed();
     for (;;) {
         int link = detached() ? phos_hold_wait() : phos_link_connect(phos_hold_socket(), false);
         phos_connection_tried(link < 0);
         if (link >= 0 && phos_connection_take(link, detached()))
             serve_connection();
         else
-            phos_sleep_ms(100);
+            rest();
     }
     return NULL;
 }

@@ -73,7 +73,7 @@ static CUresult allocate_for(CUdeviceptr *address, size_t size, const char *entr
                              CUcontext context)
 {
     phos_context_seen(context, device);
-    PHOS_LOCKED(&phos_memory_lock);
+    PHOS_MEMORY_LOCKED;
     struct phos_allocation *allocation;
     CUresult result = phos_allocate(device, context, size, entry_point, &allocation);
     if (result == CUDA_SUCCESS)
@@ -119,7 +119,7 @@ CUresult serve_cuMemFree_v2(CUdeviceptr address)
     unsigned long long buffer = 0;
     uint64_t earlier;
     {
-        PHOS_LOCKED(&phos_memory_lock);
+        PHOS_MEMORY_LOCKED;
         earlier = phos_deferred_ever();
         struct phos_allocation *allocation = phos_allocation_at(address);
         if (!allocation || allocation->address != address)
@@ -133,7 +133,7 @@ CUresult serve_cuMemFree_v2(CUdeviceptr address)
      * threads may allocate meanwhile. */
     bool captured;
     CUresult result = phos_synchronize(context, &captured);
-    PHOS_LOCKED(&phos_memory_lock);
+    PHOS_MEMORY_LOCKED;
     struct phos_allocation *allocation = phos_allocation_at(address);
     if (!allocation || allocation->buffer != buffer)
         return CUDA_ERROR_INVALID_VALUE; /* freed twice at the same time, and perhaps given out again */
@@ -155,7 +155,7 @@ CUresult serve_cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
     CUcontext context;
     if (result != CUDA_SUCCESS || !free_bytes || phos_current(&context, &device) != CUDA_SUCCESS)
         return result;
-    PHOS_LOCKED(&phos_memory_lock);
+    PHOS_MEMORY_LOCKED;
     *free_bytes += phos_cache_bytes(device) + phos_pool_cached(device);
     return result;
 }

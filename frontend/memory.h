@@ -44,6 +44,7 @@ struct phos_span {
     struct phos_mapping *mapping;
     struct phos_span *next, *previous;     /* slabs with room, or cached spans of about this size */
     struct phos_span *newer, *older;       /* CACHED: all of the device's */
+    uint64_t freed_at;                     /* CACHED: in ns, if there were more than are to be kept; else whatever it was */
     struct phos_allocation whole;          /* LARGE */
     struct phos_allocation *slots;         /* SMALL; MEDIUM: one a unit, that of its first unit stands for a run */
     uint32_t list;                         /* SMALL: size class; MEDIUM: longest free run */

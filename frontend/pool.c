@@ -245,7 +245,7 @@ CUresult serve_cuMemAllocFromPoolAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CU
     }
     if (valid && phos_stream_context(stream, &context, &device)) {
         phos_context_seen(context, device);
-        PHOS_LOCKED(&phos_memory_lock);
+        PHOS_MEMORY_LOCKED;
         struct phos_pool *pool = phos_pool_of(handle);
         if (pool && pool->carried)
             return pool_allocate(pool, context, bytesize, stream, "cuMemAllocFromPoolAsync", dptr);
@@ -272,7 +272,7 @@ CUresult serve_cuMemAllocAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CUstream s
     if (valid && phos_stream_context(stream, &context, &device) &&
         phos_real.cuDeviceGetMemPool(&handle, device) == CUDA_SUCCESS) {
         phos_context_seen(context, device);
-        PHOS_LOCKED(&phos_memory_lock);
+        PHOS_MEMORY_LOCKED;
         struct phos_pool *pool = phos_pool_of(handle);
         if (pool && pool->carried)
             return pool_allocate(pool, context, bytesize, stream, "cuMemAllocAsync", dptr);
@@ -297,7 +297,7 @@ static void pool_forget(struct phos_allocation *allocation)
 CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
 {
     {
-        PHOS_LOCKED(&phos_memory_lock);
+        PHOS_MEMORY_LOCKED;
         struct phos_allocation *allocation = phos_allocation_at(dptr);
         if (!allocation)
             return phos_real.cuMemFreeAsync(dptr, stream);
@@ -312,7 +312,7 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
     if (!phos_stream_context(stream, &context, &device))
         return CUDA_ERROR_INVALID_CONTEXT;
     PHOS_RELAXED;
-    PHOS_LOCKED(&phos_memory_lock);
+    PHOS_MEMORY_LOCKED;
     struct phos_allocation *allocation = phos_allocation_at(dptr);
     if (!allocation || allocation->address != dptr)
         return CUDA_ERROR_INVALID_VALUE;

@@ -16,6 +16,7 @@
 #include "residue.h"
 #include "runtime.h"
 #include "sdk.h"
+#include "span.h"
 #include "tell.h"
 #include "track.h"
 #include "window.h"
@@ -23,6 +24,8 @@
 #include <errno.h>
 #include <string.h>
 #include <time.h>
+
+#define TRIM_NS 50000000 /* a quiesce has little time, and what is freed when it comes is little most of the time */
 
 /* The control thread's own. */
 static Phos__Wire__GateState state = PHOS__WIRE__GATE_STATE__OPEN;
@@ -73,6 +76,9 @@ static bool on_quiesce(uint64_t id, const Phos__Wire__Quiesce *quiesce)
     else if (phos_audit_active())
         phos_fail(&error, CUDA_SUCCESS, "phos-gpu audit runs it; without that it can be checkpointed");
     else if (state == PHOS__WIRE__GATE_STATE__OPEN) {
+        /* A detach gives back all that is kept of freed memory. What need not be kept goes while the application computes. */
+        for (uint64_t end = phos_now_ns() + TRIM_NS; !phos_window_copies() && phos_now_ns() < end && phos_span_trim(NULL);)
+            ;
         uint64_t start = phos_now_ns(), timeout_ns = (quiesce->timeout_ms ? quiesce->timeout_ms : 10000) * 1000000ull;
         if (close_gate(timeout_ns, &error)) {
             uint64_t closed = phos_now_ns();

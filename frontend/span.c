@@ -1,8 +1,12 @@
 #include "span.h"
 #include "arena.h"
+#include "cleanup.h"
+#include "control.h"
 #include "log.h"
+#include "patience.h"
 #include "runtime.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
 /* Cached spans by size: one bucket for each number of units below 16, then eight a doubling. A request is served by
@@ -11,13 +15,23 @@
 #define BUCKETS 256
 #define BUCKET_LOOK 8
 
+/* The most that may wait above the limit, as a part of the device's memory: other processes may want it, and the control
+ * thread may be kept from giving it back, by a phosd that does not read what it is told. */
+#define WAITING_PART 2
+#define BETWEEN_NS 20000  /* from one span given back to the next, so that others get the lock */
+#define MOST_BETWEEN 1000 /* how often it sleeps again while somebody waits, who may have been stopped */
+
 /* Per device; guarded by phos_memory_lock. */
 static struct device_spans {
     struct phos_span *buckets[BUCKETS];
-    struct phos_span *newest, *oldest; /* all of them, by when they were freed */
+    struct phos_span *newest, *oldest; /* all of them, by when they were freed; the oldest go first */
     size_t bytes;
     uint64_t peers; /* bit p: device p may touch memory of this one */
 } spans[PHOS_DEVICES];
+static bool trimmed; /* there is a thread that calls phos_span_trim; guarded by phos_memory_lock */
+/* Since when there has been more than a limit, in ns; 0: there is not. Written with phos_memory_lock held, read without. Only
+ * the control thread finds that there is no longer, so that it is woken once for many that are freed and used again. */
+static _Atomic uint64_t above_since;
 
 static uint32_t bucket_of(size_t size)
 {
@@ -138,33 +152,107 @@ static void cache_remove(struct device_spans *d, struct phos_span *span)
     d->bytes -= span->mapping->range.size;
 }
 
+/* As the oldest: what is larger than the limit is not to push everything else out. */
+static void cache_add(struct device_spans *d, struct phos_span *span, bool as_oldest)
+{
+    struct phos_span *newer = as_oldest ? d->oldest : NULL, *older = as_oldest ? NULL : d->newest;
+    span->newer = newer;
+    span->older = older;
+    *(newer ? &newer->older : &d->newest) = span;
+    *(older ? &older->newer : &d->oldest) = span;
+    phos_span_push(&d->buckets[bucket_of(span->mapping->range.size)], span);
+    d->bytes += span->mapping->range.size;
+}
+
+static void give_oldest_back(struct device_spans *d)
+{
+    struct phos_span *span = d->oldest;
+    cache_remove(d, span);
+    span_destroy(span);
+}
+
 static void cache_trim(struct device_spans *d, size_t limit)
 {
-    while (d->oldest && d->bytes > limit) {
-        struct phos_span *span = d->oldest;
-        cache_remove(d, span);
-        span_destroy(span);
-    }
+    while (d->oldest && d->bytes > limit)
+        give_oldest_back(d);
+}
+
+/* How much may wait for the control thread. A limit of 0 means that nothing is kept, not even for a moment. */
+static size_t may_wait(CUdevice device, size_t limit)
+{
+    return trimmed && limit ? phos_devices[device].total / WAITING_PART : 0;
 }
 
 void phos_span_release(struct phos_span *span)
 {
-    struct device_spans *d = &spans[span->device];
-    size_t size = span->mapping->range.size, limit = cache_limit(span->device);
-    if (size > limit) {
-        span_destroy(span);
-        return;
-    }
+    CUdevice device = span->device;
+    struct device_spans *d = &spans[device];
+    size_t size = span->mapping->range.size, limit = cache_limit(device), waiting = may_wait(device, limit);
     free(span->slots);
     span->slots = NULL;
     span->kind = PHOS_SPAN_CACHED;
-    phos_span_push(&d->buckets[bucket_of(size)], span);
-    span->newer = NULL;
-    span->older = d->newest;
-    *(d->newest ? &d->newest->newer : &d->oldest) = span;
-    d->newest = span;
-    d->bytes += size;
-    cache_trim(d, limit);
+    cache_add(d, span, size > limit);
+    if (d->bytes <= limit)
+        return;
+    uint64_t now = span->freed_at = phos_now_ns();
+    phos_block_changes++;
+    while (d->bytes > limit && d->bytes - limit > waiting)
+        give_oldest_back(d);
+    if (d->bytes > limit && !atomic_load(&above_since)) {
+        atomic_store(&above_since, now);
+        phos_control_kick();
+    }
+}
+
+uint64_t phos_span_patience(void)
+{
+    return phos_patience_left(atomic_load(&above_since));
+}
+
+void phos_span_trimmed(void)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    trimmed = true;
+}
+
+/* With phos_memory_lock held. */
+static bool give_one_back(uint64_t *changes)
+{
+    uint64_t now = phos_now_ns();
+    bool above = false;
+    if (changes && *changes != phos_block_changes && phos_span_patience())
+        return false;
+    for (CUdevice device = 0; device < phos_device_count; device++) {
+        struct device_spans *d = &spans[device];
+        if (d->bytes <= cache_limit(device))
+            continue;
+        above = true;
+        /* What was freed just now may be wanted again, by a program that allocates and frees all the time. */
+        if (changes && now - d->oldest->freed_at < PHOS_QUIET_MS * 1000000u)
+            continue;
+        give_oldest_back(d);
+        if (changes)
+            *changes = phos_block_changes; /* that was we */
+        return true;
+    }
+    atomic_store(&above_since, above ? now : 0);
+    return false;
+}
+
+bool phos_span_trim(uint64_t *changes)
+{
+    if (!atomic_load(&above_since) || phos_exiting())
+        return false;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        if (!give_one_back(changes))
+            return false;
+    }
+    unsigned rounds = 0;
+    do
+        nanosleep(&(struct timespec){.tv_nsec = BETWEEN_NS}, NULL);
+    while (atomic_load(&phos_memory_wanted) && ++rounds < MOST_BETWEEN);
+    return true;
 }
 
 struct phos_span *phos_span_reuse(CUdevice device, size_t size, size_t largest)

@@ -1,9 +1,8 @@
 /* What phosd is told without being asked: hello, blocks as they come and go, totals, modules. Other threads leave
  * word here; only the control thread sends.
  *
- * Telling of a block is a driver call, and the driver lets one thread in at a time: while the application allocates or
- * frees, telling waits until it pauses, for 20 ms at most. What somebody waits for, and what a quiesce needs, is told at
- * once. */
+ * Telling of a block is a driver call, which waits for the application's own (patience.h). What somebody waits for, and
+ * what a quiesce needs, is told at once. */
 #include "tell.h"
 #include "cleanup.h"
 #include "clock.h"
@@ -12,6 +11,7 @@
 #include "held.h"
 #include "log.h"
 #include "module.h"
+#include "patience.h"
 #include "runtime.h"
 #include "sdk.h"
 #include "track.h"
@@ -37,8 +37,6 @@ static struct {
     uint64_t count, bytes;
 } told[PHOS_UNCARRIED_KINDS];
 
-#define PATIENCE_NS 20000000u
-
 struct numbers {
     uint64_t *list;
     size_t count, capacity;
@@ -53,8 +51,7 @@ static uint64_t gone_ever;            /* how many were put on the second list */
 static uint64_t settled;              /* as many of them phosd has let go of */
 static bool settle_wanted;
 static pthread_cond_t settle_changed = PTHREAD_COND_INITIALIZER;
-/* Read without the lock. */
-static _Atomic uint64_t block_changes;
+/* Written with it, read without. */
 static _Atomic uint64_t untold_since; /* in ns; 0: there is nothing to tell */
 
 /* The control thread's own: the part of `fresh` that is being told, from `sending_at` on. */
@@ -63,7 +60,6 @@ static size_t sending_at;
 
 static void push(struct numbers *numbers, uint64_t value)
 {
-    atomic_fetch_add_explicit(&block_changes, 1, memory_order_relaxed);
     if (!atomic_load_explicit(&untold_since, memory_order_relaxed))
         atomic_store(&untold_since, phos_now_ns());
     if (numbers->count == numbers->capacity) {
@@ -249,7 +245,7 @@ static bool tell_gone(void)
 /* `now`: all of them, and no pause for the application's own driver calls. */
 static bool tell_fresh(bool now)
 {
-    uint64_t before = atomic_load_explicit(&block_changes, memory_order_relaxed), after;
+    uint64_t before = phos_block_changes;
     for (;;) {
         if (sending_at == sending.count) {
             free(sending.list);
@@ -262,16 +258,14 @@ static bool tell_fresh(bool now)
             return true;
         if (!tell_block(sending.list[sending_at++]))
             return false;
-        if (!now && phos_tell_patience(&after) && after != before)
+        if (!now && phos_tell_patience() && phos_block_changes != before)
             return true; /* it allocates again */
     }
 }
 
-uint64_t phos_tell_patience(uint64_t *changes)
+uint64_t phos_tell_patience(void)
 {
-    *changes = atomic_load_explicit(&block_changes, memory_order_relaxed);
-    uint64_t since = atomic_load(&untold_since), waited = since ? phos_now_ns() - since : PATIENCE_NS;
-    return waited < PATIENCE_NS ? PATIENCE_NS - waited : 0;
+    return phos_patience_left(atomic_load(&untold_since));
 }
 
 static bool tell_uncarried(bool now)

@@ -24,9 +24,8 @@ bool phos_tell_all(bool now);
 void phos_tell_again(void);
 /* Totals changed and are to be told a little later. */
 bool phos_tell_later(void);
-/* How long blocks that came or went may still wait to be told of, in ns, 0: not at all, or there are none. *changes grows
- * with every one. */
-uint64_t phos_tell_patience(uint64_t *changes);
+/* How long blocks that came or went may still wait to be told of (patience.h). */
+uint64_t phos_tell_patience(void);
 /* Done came: phosd has let go of what it was told of before it was asked. */
 void phos_tell_settled(uint64_t id);
 /* phosd knows every block by this connection: it just gave them all. */

@@ -26,6 +26,11 @@ bool phos_window_is_open(void)
     return is_open;
 }
 
+bool phos_window_copies(void)
+{
+    return is_open && phos_window.table->mode != PHOS_WINDOW_WATCH;
+}
+
 static void *map_table(int descriptor, size_t least, size_t *size)
 {
     struct stat status;

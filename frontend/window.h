@@ -22,6 +22,8 @@ bool phos_window_begin(const int *descriptors, size_t count, bool computes, stru
 /* All is saved, or phosd is gone: nobody waits in here any more, and nothing of the window is left. */
 void phos_window_end(void);
 bool phos_window_is_open(void);
+/* One in which what a call's arguments name is copied aside or loaded, be it freed. The control thread's to ask. */
+bool phos_window_copies(void);
 /* All work in the context has ended, and with it will all that is in it; or, if it is `gone`, has. */
 void phos_window_context_ends(CUcontext context, bool gone);
 /* With the gate closed for a checkpoint: it has been watched long enough. */

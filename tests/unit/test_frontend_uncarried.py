@@ -29,14 +29,20 @@ def test_arrays_and_memory_nodes_are_counted_with_their_sizes(tmp_path: Path) ->
 OBJECTS = [*sorted((BUILD / "obj/frontend").glob("*.o")), BUILD / "obj/gen/wire.pb-c.o"]
 
 
-def over_a_driver_of_its_own(folder: Path, name: str) -> None:
-    """Build the whole frontend with the program tests/unit/NAME.c, which brings its driver along, and run it."""
+def with_a_driver_of_its_own(folder: Path, name: str) -> Path:
+    """Build the whole frontend with the program tests/unit/NAME.c, which brings its driver along."""
     program = folder / name
     flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
     folders = [f"-I{ROOT / 'frontend'}", f"-I{GENERATED.parent}", "-isystem", str(CUDA)]
     source = ROOT / f"tests/unit/{name}.c"
     libraries = ["-l:libprotobuf-c.a", "-ldl"]
     subprocess.run(["gcc", *flags, *folders, "-o", program, source, *OBJECTS, *libraries], check=True)
+    return program
+
+
+def over_a_driver_of_its_own(folder: Path, name: str) -> None:
+    """Build it and run it."""
+    program = with_a_driver_of_its_own(folder, name)
     done = subprocess.run([program], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -326,4 +327,29 @@ def test_no_flag_is_written_to_a_pool_that_is_gone(phosd: FakePhosd) -> None:
             assert app.line() == "queued"
         app.tell()
         assert app.line() == "through"
+        app.finish()
+
+
+def test_what_is_freed_in_a_window_stays_mapped_until_its_end(phosd: FakePhosd) -> None:
+    """The arguments of a kernel may name it: then it is copied aside, by its address."""
+    body = """
+    start()
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    pieces = [ok(cu.cuMemAlloc(40 << 20)) for _ in range(10)]
+    say("ready")
+    heard()
+    fill(pieces[0], 4 << 20, 3)
+    for p in pieces:
+        ok(cu.cuMemFree(p))
+    say("freed")
+    """
+    with program(phosd, body, PHOS_CACHE_BYTES="100M") as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20):
+            there = len(session.blocks)
+            app.tell()
+            assert app.line() == "freed"
+            time.sleep(0.3)  # ten times as long as it takes otherwise
+            assert len(session.blocks) == there
+        eventually(lambda: len(session.blocks) == there - 8)
         app.finish()

@@ -82,6 +82,11 @@ bool phos_window_is_open(void)
     return false;
 }
 
+bool phos_window_copies(void)
+{
+    return false;
+}
+
 void phos_window_forked(void)
 {
 }
