@@ -27,6 +27,7 @@ static struct device_spans {
     struct phos_span *newest, *oldest; /* all of them, by when they were freed; the oldest go first */
     size_t bytes;
     uint64_t peers; /* bit p: device p may touch memory of this one */
+    bool no_rdma;   /* it was refused */
 } spans[PHOS_DEVICES];
 static bool trimmed; /* there is a thread that calls phos_span_trim; guarded by phos_memory_lock */
 /* Since when there has been more than a limit, in ns; 0: there is not. Written with phos_memory_lock held, read without. Only
@@ -113,7 +114,7 @@ CUresult phos_span_create(CUdevice device, size_t size, struct phos_span **out)
 {
     CUmemAllocationProp properties = {
         .type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}};
-    properties.allocFlags.gpuDirectRDMACapable = phos_devices[device].rdma;
+    properties.allocFlags.gpuDirectRDMACapable = phos_devices[device].rdma && !spans[device].no_rdma;
     struct phos_block *block;
     CUresult result = phos_block_create(size, &properties, 0, PHOS_OWNER_FRONTEND, &block);
     if (properties.allocFlags.gpuDirectRDMACapable &&
@@ -121,6 +122,7 @@ CUresult phos_span_create(CUdevice device, size_t size, struct phos_span **out)
         /* The device says it can, its surroundings (a virtual machine, MIG) say no. */
         properties.allocFlags.gpuDirectRDMACapable = 0;
         result = phos_block_create(size, &properties, 0, PHOS_OWNER_FRONTEND, &block);
+        spans[device].no_rdma = result == CUDA_SUCCESS;
     }
     if (result != CUDA_SUCCESS)
         return result;

@@ -456,6 +456,14 @@ static void endless(void)
     CHECK(exports >= before + 10);
 }
 
+static void rdma_is_refused_once(void)
+{
+    phos_devices[0].rdma = true;
+    for (int i = 0; i < 5; i++)
+        allocate(SIZE);
+    CHECK(refused == 1 && creates == 5);
+}
+
 int main(int argc, char **argv)
 {
     static const struct {
@@ -466,7 +474,7 @@ int main(int argc, char **argv)
         {"again", again},     {"bounded", bounded}, {"short_of_memory", short_of_memory},
         {"nothing_kept", nothing_kept},             {"no_control_thread", no_control_thread},
         {"gate", gate},       {"bursts", bursts},   {"endless", endless},
-        {"in_between", in_between},
+        {"rdma_is_refused_once", rdma_is_refused_once}, {"in_between", in_between},
     };
     phos_real.cuMemCreate = create;
     phos_real.cuMemRelease = release;

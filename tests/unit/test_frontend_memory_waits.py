@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(120)]
 
 CASES = [
     "freed", "alone", "large", "again", "bounded", "short_of_memory", "nothing_kept", "no_control_thread", "gate",
-    "bursts", "endless", "in_between",
+    "bursts", "endless", "in_between", "rdma_is_refused_once",
 ]  # fmt: skip
 
 
