@@ -9,9 +9,10 @@ when it holds nothing and no phosd has been there for a while. A process's descr
 ended and no phosd is connected (with one connected, phosd decides: an image may still be written from them).
 
 Packets are JSON objects on a SOCK_SEQPACKET socket. From phosd: ``{"op": "add", "session": hex, "pid": n, "block": n,
-"size": n, "device": n}`` with a descriptor; ``{"op": "remove", "session": hex, "block": n | null}`` (null: the whole
-session); ``{"op": "pid", "session": hex, "pid": n}``; ``{"op": "list"}``, answered by one packet for each block, its
-descriptor beside it, and a last ``{"end": true}``.
+"size": n, "device": n}`` with a descriptor, and with ``"owner": [hex, n]``, which means nothing here, if the session
+was only lent the block; ``{"op": "remove", "session": hex, "block": n | null}`` (null: the whole session); ``{"op":
+"pid", "session": hex, "pid": n}``; ``{"op": "list"}``, answered by one packet for each block, with all that was said of
+it and its descriptor, and a last ``{"end": true}``.
 """
 
 from __future__ import annotations

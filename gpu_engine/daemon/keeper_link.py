@@ -20,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.daemon import keeper
 from phos.gpu_engine.daemon.wire import peer_credentials
 from phos.gpu_engine.errors import DaemonUnavailable
@@ -33,7 +34,10 @@ RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """What the keeper knows of a block; ``descriptor`` is the receiver's own copy."""
+    """What the keeper knows of a block; ``descriptor`` is the receiver's own copy.
+
+    ``owner``: what its owner calls it, if the session has only been lent it.
+    """
 
     session: bytes
     pid: int
@@ -41,6 +45,7 @@ class HeldBlock:
     size: int
     device: int
     descriptor: int
+    owner: BlockKey | None = None
 
 
 class KeeperLink:
@@ -128,9 +133,21 @@ class KeeperLink:
                 with suppress(OSError):  # it is closed at the other end
                     self._socket.shutdown(socket.SHUT_RDWR)  # _watch connects again, and all is told anew
 
-    def add(self, session: bytes, pid: int, block: int, size: int, device: int, descriptor: int) -> None:
-        """Give the keeper a copy of a block's descriptor."""
-        record = {"op": "add", "session": session.hex(), "pid": pid, "block": block, "size": size, "device": device}
+    def add(
+        self,
+        session: bytes,
+        pid: int,
+        block: int,
+        size: int,
+        device: int,
+        descriptor: int,
+        owner: BlockKey | None = None,
+    ) -> None:
+        """Give the keeper a copy of a block's descriptor; ``owner``: see :class:`HeldBlock`."""
+        record: dict[str, object] = {"op": "add", "session": session.hex(), "pid": pid, "block": block}
+        record |= {"size": size, "device": device}
+        if owner is not None:
+            record["owner"] = [owner[0].hex(), owner[1]]
         self._send(record, [descriptor])
 
     def remove(self, session: bytes, block: int | None) -> None:
@@ -162,6 +179,7 @@ class KeeperLink:
                 if not descriptors:  # all are received: what is left would be taken for the next answer
                     cut_off = True
                     continue
+                owner = record.get("owner")
                 yield HeldBlock(
                     session=bytes.fromhex(record["session"]),
                     pid=record["pid"],
@@ -169,6 +187,7 @@ class KeeperLink:
                     size=record["size"],
                     device=record["device"],
                     descriptor=descriptors[0],
+                    owner=(bytes.fromhex(owner[0]), owner[1]) if owner else None,
                 )
         if cut_off:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

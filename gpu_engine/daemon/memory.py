@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
 from phos.gpu_engine.daemon.permissions import sees_all
-from phos.gpu_engine.errors import DaemonUnavailable
+from phos.gpu_engine.errors import DaemonUnavailable, NotPermitted
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +26,9 @@ class Broker:
     def __init__(self, keeper: KeeperLink) -> None:
         self._keeper = keeper
         self._keeper.restarted = self._hand_over
-        self._lock = threading.Lock()  # guards _blocks, and has the keeper told of changes in their order
+        self._lock = threading.Lock()  # guards _blocks and _lent, and has the keeper told of changes in their order
         self._blocks: dict[BlockKey, Block] = {}
+        self._lent: dict[bytes, dict[int, Block]] = {}  # others' blocks, by who has them and by that one's numbers
         self._users: dict[bytes, int] = {}  # whose each session is; guarded by _lock
         self.removed: Callable[[BlockKey], None] | None = None  # told of blocks that their owners have freed
         self.needed: Callable[[BlockKey, int], None] | None = None
@@ -42,13 +43,17 @@ class Broker:
         with self._lock:
             for (session, number), block in self._blocks.items():
                 self._keeper.add(session, self._pids[session], number, block.size, block.device, block.descriptor)
-            count = len(self._blocks)
+            lent = {(who, number): block for who, blocks in self._lent.items() for number, block in blocks.items()}
+            for (session, number), b in lent.items():
+                self._keeper.add(session, self._pids[session], number, b.size, b.device, b.descriptor, b.key)
+            count = len(self._blocks) + len(lent)
             removed: list[BlockKey] = []
             with suppress(OSError, DaemonUnavailable):  # it has gone again
                 for held in self._keeper.held():
                     os.close(held.descriptor)
-                    if (held.session, held.block) not in self._blocks:
-                        removed.append((held.session, held.block))
+                    key = held.session, held.block
+                    if key not in self._blocks and key not in lent:
+                        removed.append(key)
             for key in removed:
                 self._keeper.remove(*key)
         log.info("The keeper holds %d blocks.", count)
@@ -71,20 +76,29 @@ class Broker:
     def may_hold(self, key: BlockKey, most: int) -> bool:
         """Whether a session's user may have one more block, of ``most``; root may, and so may who has it already."""
         with self._lock:
-            if len(self._blocks) < most or key in self._blocks:
-                return True
-            uid = self._users.get(key[0])
-            if uid is None or sees_all(uid):
-                return True
-            sessions = {session for session, user in self._users.items() if user == uid}
-            return sum(session in sessions for session, _ in self._blocks) < most
+            return key in self._blocks or self._has_room(key[0], 1, most)
+
+    def _has_room(self, session: bytes, more: int, most: int) -> bool:
+        """Whether a session's user may have so many blocks more, its own and lent ones; with the lock held."""
+        if len(self._blocks) + sum(map(len, self._lent.values())) + more <= most:
+            return True
+        uid = self._users.get(session)
+        if uid is None or sees_all(uid):
+            return True
+        sessions = {session for session, user in self._users.items() if user == uid}
+        has = sum(owner in sessions for owner, _ in self._blocks)
+        return has + sum(len(lent) for who, lent in self._lent.items() if who in sessions) + more <= most
 
     def adopt_from_keeper(self) -> dict[bytes, int]:
         """After a start: take over what the keeper holds from an earlier phosd. Returns session → pid."""
         sessions: dict[bytes, int] = {}
         for held in self._keeper.held():
             key = (held.session, held.block)
-            self._blocks[key] = Block(key, held.size, held.device, held.descriptor)
+            if held.owner is not None:
+                lent = self._lent.setdefault(held.session, {})
+                lent[held.block] = Block(held.owner, held.size, held.device, held.descriptor)
+            else:
+                self._blocks[key] = Block(key, held.size, held.device, held.descriptor)
             sessions[held.session] = held.pid
         self._pids.update(sessions)
         return sessions
@@ -133,15 +147,64 @@ class Broker:
             pass  # without a keeper nothing but the broker holds anything
 
     def drop_session(self, session: bytes) -> int:
-        """Let all of a session's memory go; returns the bytes."""
+        """Let all of a session's memory go, and what it was lent; returns the bytes that nobody has any more."""
         with self._lock:
             self._users.pop(session, None)
             self._pids.pop(session, None)
             gone = [self._blocks.pop(key) for key in list(self._blocks) if key[0] == session]
+            gone += self._lent.pop(session, {}).values()
+            left = {block.key for lent in self._lent.values() for block in lent.values()} | self._blocks.keys()
             self._keeper.remove(session, None)
         for block in gone:
             os.close(block.descriptor)
-        return sum(block.size for block in gone)
+        return sum({block.key: block.size for block in gone if block.key not in left}.values())
+
+    def lend(self, session: bytes, pid: int, wanted: Mapping[int, BlockKey], most: int) -> None:
+        """Have a session hold others' blocks itself, by its own numbers, whatever becomes of the owners.
+
+        A mapping keeps its memory, but this session is about to unmap it. In place of what it was lent before, until
+        :meth:`take_back`. ``most``: what its user may have, as in :meth:`may_hold`.
+
+        Raises:
+            KeyError: one of them is not held.
+            OSError: phosd has no descriptors left.
+            NotPermitted: the user has too many.
+        """
+        with self._lock:
+            former = self._lent.get(session, {})
+            if not self._has_room(session, len(wanted) - len(former), most):
+                raise NotPermitted(
+                    f"Process {pid} maps {len(wanted)} GPU memory blocks of others, and cannot be checkpointed: its "
+                    f"user would have more than {most} blocks at phosd."
+                )
+            lent = dict(zip(wanted, self._copies(session, wanted.values()), strict=True))
+            self._lent[session] = lent
+            self._pids[session] = pid
+            for number, b in lent.items():
+                self._keeper.add(session, pid, number, b.size, b.device, b.descriptor, b.key)
+            for number, block in former.items():
+                os.close(block.descriptor)
+                if number not in lent:
+                    self._keeper.remove(session, number)
+
+    def take_back(self, session: bytes, number: int | None = None) -> None:
+        """The session maps what it was lent, or has unmapped it for good: one block, or (None) all."""
+        with self._lock:
+            lent = self._lent.get(session, {})
+            for n in [n for n in lent if number in (None, n)]:
+                os.close(lent.pop(n).descriptor)
+                self._keeper.remove(session, n)
+
+    def lent(self, session: bytes) -> dict[int, BlockKey]:
+        """The blocks of others that a session has been lent, by its own numbers."""
+        with self._lock:
+            return {number: block.key for number, block in self._lent.get(session, {}).items()}
+
+    def left_behind(self) -> list[Block]:
+        """What is held only because it is lent: its owner has ended, or has freed it. Each block once."""
+        with self._lock:
+            lent = {block.key: block for blocks in self._lent.values() for block in blocks.values()}
+            return [block for key, block in lent.items() if key not in self._blocks]
 
     def moved(self, session: bytes, pid: int) -> None:
         """The session now lives in process ``pid``."""
@@ -159,21 +222,27 @@ class Broker:
         with self._lock:
             return sorted((b for k, b in self._blocks.items() if k[0] == session), key=lambda b: b.key[1])
 
-    def borrow(self, keys: Iterable[BlockKey]) -> list[Block]:
+    def borrow(self, keys: Iterable[BlockKey], session: bytes = b"") -> list[Block]:
         """Copies of blocks with descriptors of their own, which the caller closes: for a copy that outlives the owner.
+
+        ``session``: for whom; what it was lent is what it had mapped.
 
         Raises:
             KeyError: one of them is not held.
             OSError: phosd has no descriptors left.
         """
         with self._lock:
-            wanted = [self._blocks[key] for key in keys]
-            copies: list[Block] = []
-            try:
-                for b in wanted:
-                    copies.append(Block(b.key, b.size, b.device, os.dup(b.descriptor), b.by_application))
-            except OSError:
-                for block in copies:
-                    os.close(block.descriptor)
-                raise
+            return self._copies(session, keys)
+
+    def _copies(self, session: bytes, keys: Iterable[BlockKey]) -> list[Block]:
+        lent = {block.key: block for block in self._lent.get(session, {}).values()}
+        wanted = [lent[key] if key in lent else self._blocks[key] for key in keys]
+        copies: list[Block] = []
+        try:
+            for b in wanted:
+                copies.append(Block(b.key, b.size, b.device, os.dup(b.descriptor), b.by_application))
+        except OSError:
+            for block in copies:
+                os.close(block.descriptor)
+            raise
         return copies

@@ -137,6 +137,8 @@ class ClientServer:
                     kernels_pending=kernels_pending,
                 )
             )
+        for block in self._registry.broker.left_behind():
+            held[block.device] = held.get(block.device, 0) + block.size
         for gpu in self._gpus:
             with self._registry.lock:
                 prepared = gpu.ordinal in self._registry.prepared

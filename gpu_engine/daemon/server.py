@@ -85,6 +85,7 @@ class Daemon:
         if not session.alive():
             self._registry.broker.drop_session(number)
             return
+        session.adopted()
         self._registry.broker.belongs(number, session.uid)
         self._registry.sessions[number] = session
         self._registry.reaper.watch(pid, session)

@@ -203,16 +203,17 @@ class Session:
 
     def detach(self, *, reduce_stack: bool, huge_pages: bool) -> Detached:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
-        self._blocks.refuse_to_lose()
         self.detached = None
         try:
             self._holds.place(self.session, self.pid)
+            self._blocks.secure()
             answer, descriptors = self._conversation.call(
                 ANSWER_SECONDS, detach=wire_pb2.Detach(reduce_stack=reduce_stack, huge_pages=huge_pages)
             )
             done = answer.detach_done
             if done.error:
                 wire.close_all(descriptors)
+                self._blocks.returned()
                 raise CheckpointFailed(
                     f"Process {self.pid} ({self.executable}) could not give its GPU memory over: {done.error}"
                 )
@@ -330,6 +331,7 @@ class Session:
             done.undo_ns * 1e-6,
             (opened - mapped) * 1e3,
         )
+        self._blocks.returned()  # nobody waits for this
         self.detached = None
         self._from_image = False
         return done.map_ns * 1e-9, done.undo_ns * 1e-9
@@ -337,7 +339,7 @@ class Session:
     def _send_blocks(self, numbers: Sequence[tuple[int, BlockKey]]) -> None:
         """Hand the frontend the descriptors of blocks, by its own numbers."""
         try:
-            borrowed = self._broker.borrow(key for _, key in numbers)
+            borrowed = self._blocks.borrow(key for _, key in numbers)
         except KeyError as error:
             raise MemoryLost(
                 f"phosd no longer holds GPU memory block {error.args[0][1]} that process {self.pid} "
@@ -354,6 +356,10 @@ class Session:
                 )
         finally:
             wire.close_all(block.descriptor for block in borrowed)
+
+    def adopted(self) -> None:
+        """An earlier phosd had it, and may have lent it memory."""
+        self._blocks.adopted()
 
     def tell(self, **body: object) -> None:
         """A packet that wants no answer. A process that is not connected now asks again when it is."""

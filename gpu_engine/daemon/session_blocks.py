@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterable
 from typing import Protocol
 
 from phos.gen import phos_image_pb2 as pb
@@ -46,7 +47,7 @@ class SessionBlocks:
         self._imports: dict[int, BlockKey] = {}  # block numbers that stand for another session's blocks
         self._handed: dict[BlockKey, float] = {}  # others' that it is about to map, and since when
         self._unheld: set[int] = set()  # blocks without a descriptor: to unmap them would be to lose them
-        self._changing = threading.Lock()  # guards _ended; held while what the process has told becomes the broker's
+        self._changing = threading.Lock()  # guards _ended; held while the broker is given something for the process
         self._ended = False
 
     # Registration.
@@ -54,10 +55,11 @@ class SessionBlocks:
     def announced(self, hello: wire_pb2.Hello, ordinals: dict[bytes, int]) -> None:
         """A connection begins; ``ordinals`` gives phosd's number of each GPU by its UUID."""
         detached = hello.state == wire_pb2.DETACHED
-        if not detached:  # all of them are told again
+        if not detached:  # it maps all of them, and they are told again
             with self._lock:
                 self._imports = {}
                 self._unheld = set()
+            self.returned()
         self._announced = hello.blocks
         self._seen = None if detached else set()
         self._ordinals = {device.ordinal: ordinals[device.uuid] for device in hello.devices if device.uuid in ordinals}
@@ -74,6 +76,11 @@ class SessionBlocks:
                 for b in message.blocks
             ]
         )
+
+    def adopted(self) -> None:
+        """An earlier phosd has lent the process others' blocks: it was detached, and maps them when it is attached."""
+        with self._lock:
+            self._imports = self._broker.lent(self._owner.session)
 
     @property
     def complete(self) -> bool:
@@ -170,6 +177,8 @@ class SessionBlocks:
                 imported = self._imports.pop(number, None)
             if imported is None:
                 self._broker.remove((self._owner.session, number))
+            else:
+                self._broker.take_back(self._owner.session, number)
 
     # Questions.
 
@@ -204,6 +213,7 @@ class SessionBlocks:
             or key in self._granted
             or self._owner.uid == 0
             or self._broker.user_of(key[0]) == self._owner.uid
+            or key in self._broker.lent(self._owner.session).values()  # whose user is forgotten with its owner
         )
 
     def resolve(self, key: BlockKey) -> tuple[wire_pb2.TokenResolved, list[int]]:
@@ -220,7 +230,7 @@ class SessionBlocks:
                 self._broker.needed(key, self._owner.pid)
                 with self._lock:
                     self._handed[key] = time.monotonic()
-            borrowed = self._broker.borrow([key])
+            borrowed = self._broker.borrow([key], self._owner.session)
         except KeyError:
             borrowed = []
         if not borrowed:
@@ -236,21 +246,46 @@ class SessionBlocks:
 
     # Detach.
 
-    def refuse_to_lose(self) -> None:
-        """Before anything is unmapped: is all that will be unmapped held here?
+    def secure(self) -> None:
+        """Before anything is unmapped: see to it that all of it is held here until it is mapped again.
+
+        What the process maps of others is lent to it until :meth:`returned`: their owners may end meanwhile.
 
         Raises:
-            CheckpointFailed: no.
+            CheckpointFailed: something is held by nobody.
+            NotPermitted: its user has too much.
         """
+        pid, executable = self._owner.pid, self._owner.executable
         with self._lock:
-            missing = set(self._unheld) | {n for n, key in self._imports.items() if self._broker.get(key) is None}
-        if missing:
+            unheld, imports = len(self._unheld), dict(self._imports)
+        if unheld:
             raise CheckpointFailed(
-                f"phosd has no descriptor of {len(missing)} GPU memory block(s) of process {self._owner.pid} "
-                f"({self._owner.executable}): the driver did not give one, phosd and its keeper were both killed "
-                "since the process was last restored, or its user has too many (phosd's log says so). It runs on, but "
-                "it cannot be checkpointed; restart it."
+                f"phosd has no descriptor of {unheld} GPU memory block(s) of process {pid} ({executable}): the driver "
+                "did not give one, phosd and its keeper were both killed since the process was last restored, or its "
+                "user has too many (phosd's log says so). It runs on, but it cannot be checkpointed; restart it."
             )
+        try:
+            with self._changing:
+                if self._ended:
+                    raise CheckpointFailed(f"Process {pid} ({executable}) ended while it was being checkpointed.")
+                self._broker.lend(self._owner.session, pid, imports, limits.blocks())
+        except KeyError as error:
+            raise CheckpointFailed(
+                f"Process {pid} ({executable}) maps GPU memory of another process that has ended, or has freed it: "
+                "phosd holds it no more. It runs on, but it cannot be checkpointed while it maps that."
+            ) from error
+        except OSError as error:
+            raise CheckpointFailed(
+                f"phosd cannot hold what process {pid} ({executable}) maps of other processes: {error}"
+            ) from error
+
+    def returned(self) -> None:
+        """The process maps its memory again: that keeps what is another's."""
+        self._broker.take_back(self._owner.session)
+
+    def borrow(self, keys: Iterable[BlockKey]) -> list[Block]:
+        """Copies of blocks that it maps; see :meth:`~phos.gpu_engine.daemon.memory.Broker.borrow`."""
+        return self._broker.borrow(keys, self._owner.session)
 
     def parse_map(self, done: wire_pb2.DetachDone, descriptors: list[int]) -> Detached:
         """What the process had mapped, from the file that came with DetachDone; the descriptors are closed.

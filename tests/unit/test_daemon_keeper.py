@@ -176,6 +176,33 @@ def test_what_the_keeper_was_not_told_it_is_told_later(
     broker.drop_session(SESSION)
 
 
+def test_what_a_session_was_lent_is_known_to_the_next_phosd_and_to_another_keeper(kept: Kept, memory: int) -> None:
+    broker = Broker(kept.link)
+    for number in (1, 2):
+        broker.add(Block((OTHER, number), 2 << 20, 0, os.dup(memory)), 1)
+    broker.lend(SESSION, os.getpid(), {4: (OTHER, 1), 5: (OTHER, 2)}, 10)
+    broker.take_back(SESSION, 5)
+    broker.drop_session(OTHER)
+    lent = [(SESSION, os.getpid(), 4, (OTHER, 1))]
+    assert [(held.session, held.pid, held.block, held.owner) for held in kept.held()] == lent
+    for keeper_ in holders(kept.path.parent):
+        keeper_.kill()
+        keeper_.wait(10)
+    eventually(lambda: held_now(kept) == [held[:3] for held in lent], "the new keeper to hold it")
+    kept.another_phosd()
+    adopted = Broker(kept.link)
+    assert adopted.adopt_from_keeper() == {SESSION: os.getpid()}
+    assert adopted.lent(SESSION) == {4: (OTHER, 1)}
+    assert [block.key for block in adopted.left_behind()] == [(OTHER, 1)]
+    adopted.take_back(SESSION)
+    assert kept.held() == []
+    broker.drop_session(SESSION)
+    kept.link.close()
+    for keeper_ in holders(kept.path.parent):
+        keeper_.kill()
+        keeper_.wait(10)
+
+
 def test_a_phosd_without_descriptors_left_understands_the_keeper_later(kept: Kept, memory: int) -> None:
     broker = Broker(kept.link)
     for number in range(3):

@@ -84,10 +84,10 @@ def test_blocks_beyond_the_limit_are_not_held_and_the_program_runs_on(
     frontend.settle()
     assert [held.key[1] for held in frontend.session.own_blocks()] == [1, 2, 3]
     with pytest.raises(CheckpointFailed, match="or its user has too many"):
-        frontend.session._blocks.refuse_to_lose()
+        frontend.session._blocks.secure()
     frontend.send(block_removed=wire_pb2.BlockRemoved(block=4))
     frontend.settle()
-    frontend.session._blocks.refuse_to_lose()
+    frontend.session._blocks.secure()
     frontend.broker.belongs(NUMBER, 0)
     frontend.send((null,), block_added=block(5))
     frontend.settle()

@@ -1,0 +1,108 @@
+"""Whoever maps another process's memory keeps it when that one ends, in the middle of a checkpoint too."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.site import PATIENCE, Site, wait_until
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def log_of(site: Site) -> str:
+    return (site.folder / "run" / "phosd.log").read_text()
+
+
+class Pair:
+    """A process that maps memory of its child's, and both are being dumped and will run on."""
+
+    def __init__(self, site: Site, protocol: str, begun: str, toggle_ms: int = 1000) -> None:
+        """Returns when phosd's log says ``begun``; they stay detached for ``toggle_ms`` or more from then on."""
+        self.site = site
+        self.handle = site.folder / "handle"
+        site.run("phosd", "--ensure")
+        program = (sys.executable, str(PROGRAMS / "survivor.py"), "survive", str(self.handle))
+        self.program = site.until_awaited(*program, SOFTGPU_TOGGLE_MS=str(toggle_ms))
+        self.program.wait_iterations(5)
+        self.owner = next(int(line.split()[1]) for line in self.program.lines() if line.startswith("OWNER"))
+        wait_until(lambda: len(site.status()["processes"]) == 2, "phosd to know both")
+        self.held = site.status()["gpus"][0]["held"]
+        self.image = site.image()
+        self.dump = site.begin_dump(self.program, self.image, "--leave-running", PHOS_PROTOCOL=protocol)
+        wait_until(lambda: begun in log_of(site) or self.dump.poll() is not None, begun)
+        assert begun in log_of(site), site.errors(self.image / "dump.log")
+
+    def end_owner(self, how: str) -> None:
+        """Returns when phosd knows of it."""
+        if how == "killed":
+            os.kill(self.owner, signal.SIGKILL)
+        else:
+            self.handle.with_suffix(".leave").touch()
+        said = f"Process {self.owner} has ended"
+        wait_until(lambda: said in log_of(self.site), "phosd to notice the owner's end")
+
+    def survives(self) -> None:
+        """The process computes on with what the buffer had, and nothing is left behind it."""
+        status = self.dump.wait(PATIENCE)
+        self.handle.with_suffix(".leave").touch()
+        self.program.wait_progress(5)
+        whole = self.site.run("phos-gpu", "verify", str(self.image), check=False).returncode == 0
+        assert whole or status != 0
+        assert (self.image / "phos-commit.img").exists() == whole
+        assert self.program.wait_result() == "12345"
+        self.site.wait_no_gpu_memory()
+
+
+@pytest.mark.parametrize("how", ["killed", "leaves"])
+@pytest.mark.parametrize("begun", ["are detached", "CRIU has ended"])
+@pytest.mark.parametrize("protocol", ["stop", "cow"])
+def test_memory_outlives_its_owner_until_it_is_mapped_again(site: Site, protocol: str, begun: str, how: str) -> None:
+    pair = Pair(site, protocol, begun)
+    pair.end_owner(how)
+    pair.survives()
+
+
+def test_memory_that_an_owner_has_left_cannot_be_checkpointed_again(site: Site) -> None:
+    """phosd held it while nobody mapped it; nobody could say whose it is when it is restored."""
+    pair = Pair(site, "stop", "are detached")
+    pair.end_owner("killed")
+    pair.dump.wait(PATIENCE)
+    pair.program.wait_progress(2)
+    wait_until(lambda: site.status()["gpus"][0]["held"] == 0, "phosd to leave it to the mapping")
+    image = site.image("again")
+    done = site.dump(pair.program, image, "--leave-running", check=False)
+    assert done.returncode != 0
+    assert "of another process that has ended" in done.stderr + (image / "dump.log").read_text()
+    assert not list(image.glob("phos-*"))
+    pair.survives()
+
+
+@pytest.mark.parametrize("protocol", ["stop", "cow"])
+def test_nothing_is_left_of_two_that_are_killed_while_they_are_detached(site: Site, protocol: str) -> None:
+    pair = Pair(site, protocol, "are detached", toggle_ms=3000)
+    pair.end_owner("killed")
+    held = site.status()["gpus"][0]["held"]
+    assert held == pair.held, "what is left is nobody's own, and takes room all the same"
+    os.kill(pair.program.pid, signal.SIGKILL)
+    assert pair.dump.wait(PATIENCE) != 0
+    site.gone(pair.program)
+    site.wait_no_gpu_memory()
+    wait_until(lambda: site.status()["gpus"][0]["held"] == 0, "phosd to say so")
+    assert not list(pair.image.glob("phos-*"))
+
+
+@pytest.mark.parametrize("first", ["owner", "phosd", "phosd alone"])
+def test_the_next_phosd_has_what_was_mapped_of_others(site: Site, first: str) -> None:
+    pair = Pair(site, "stop", "are detached")
+    if first == "owner":
+        pair.end_owner("killed")
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    if first == "phosd":
+        os.kill(pair.owner, signal.SIGKILL)
+    assert pair.dump.wait(PATIENCE) != 0
+    pair.survives()
