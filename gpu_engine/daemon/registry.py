@@ -83,6 +83,20 @@ class Registry:
         if owner is not None:
             self.claims.wait_unless_shared(owner.pid, guest)
 
+    def lend_imports(self, job: Restore) -> None:
+        """Each process of a restore keeps what it will map of the others, who may end before it has its memory.
+
+        To be called when all of it is held, and before any of them runs.
+        """
+        for process in job.processes:
+            with self.lock:
+                session = self.sessions.get(process.session)
+            try:
+                if session is not None:
+                    session.keep_imports(os.getpid())  # the keeper watches phosd until the process exists
+            except (KeyError, OSError) as error:  # one in a pool was killed, for example
+                log.warning("%s: what process %d maps of others goes with them: %r", job.path, process.pid, error)
+
     def _process_ended(self, session: Session) -> None:
         if not session.alive():
             self.forget(session)

@@ -10,6 +10,7 @@ from contextlib import suppress
 
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
+from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.pools import Entry, Pool, Pools
 from phos.gpu_engine.daemon.registry import Registry, say_failure
@@ -193,8 +194,13 @@ class PoolServer:
             for number in job.sessions:
                 self._registry.loading[number] = job
                 self._registry.sessions[number].machine.to(SessionState.DETACHED)
+
+        def hold(blocks: list[Block]) -> None:
+            self._registry.broker.hold(blocks, os.getpid())
+            self._registry.lend_imports(job)
+
         try:
-            job.open(lambda blocks: self._registry.broker.hold(blocks, os.getpid()), eager=eager)
+            job.open(hold, eager=eager)
         except BaseException:
             with self._registry.lock:
                 for number in job.sessions:

@@ -124,6 +124,7 @@ class RestoreServer:
             self._registry.jobs.add(directory, job, owner)
             try:
                 job.begin(lambda process, blocks: self._register(job, process, blocks))
+                self._registry.lend_imports(job)
             except BaseException as error:
                 job.fail(str(error))
                 job.close()

@@ -357,6 +357,10 @@ class Session:
         finally:
             wire.close_all(block.descriptor for block in borrowed)
 
+    def keep_imports(self, pid: int) -> None:
+        """See :meth:`SessionBlocks.keep_imports`; for a process that is about to be restored."""
+        self._blocks.keep_imports(pid)
+
     def adopted(self) -> None:
         """An earlier phosd had it, and may have lent it memory."""
         self._blocks.adopted()

@@ -249,15 +249,13 @@ class SessionBlocks:
     def secure(self) -> None:
         """Before anything is unmapped: see to it that all of it is held here until it is mapped again.
 
-        What the process maps of others is lent to it until :meth:`returned`: their owners may end meanwhile.
-
         Raises:
             CheckpointFailed: something is held by nobody.
             NotPermitted: its user has too much.
         """
         pid, executable = self._owner.pid, self._owner.executable
         with self._lock:
-            unheld, imports = len(self._unheld), dict(self._imports)
+            unheld = len(self._unheld)
         if unheld:
             raise CheckpointFailed(
                 f"phosd has no descriptor of {unheld} GPU memory block(s) of process {pid} ({executable}): the driver "
@@ -265,10 +263,8 @@ class SessionBlocks:
                 "user has too many (phosd's log says so). It runs on, but it cannot be checkpointed; restart it."
             )
         try:
-            with self._changing:
-                if self._ended:
-                    raise CheckpointFailed(f"Process {pid} ({executable}) ended while it was being checkpointed.")
-                self._broker.lend(self._owner.session, pid, imports, limits.blocks())
+            if not self.keep_imports(pid):
+                raise CheckpointFailed(f"Process {pid} ({executable}) ended while it was being checkpointed.")
         except KeyError as error:
             raise CheckpointFailed(
                 f"Process {pid} ({executable}) maps GPU memory of another process that has ended, or has freed it: "
@@ -278,6 +274,21 @@ class SessionBlocks:
             raise CheckpointFailed(
                 f"phosd cannot hold what process {pid} ({executable}) maps of other processes: {error}"
             ) from error
+
+    def keep_imports(self, pid: int) -> bool:
+        """Until :meth:`returned` the process is lent what it maps of others, who may end meanwhile.
+
+        ``pid``: with whose end the keeper lets it go. Returns False if the process has ended.
+
+        Raises: as :meth:`~phos.gpu_engine.daemon.memory.Broker.lend`.
+        """
+        with self._changing:
+            if self._ended:
+                return False
+            with self._lock:
+                imports = dict(self._imports)
+            self._broker.lend(self._owner.session, pid, imports, limits.blocks())
+            return True
 
     def returned(self) -> None:
         """The process maps its memory again: that keeps what is another's."""

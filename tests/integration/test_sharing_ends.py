@@ -7,15 +7,22 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.integration.site import PATIENCE, Site, wait_until
+from tests.integration.pool_commands import create, dump_at, ended, take
+from tests.integration.site import PATIENCE, Program, Site, wait_until
 
 PROGRAMS = Path(__file__).parent / "programs"
 
 
 def log_of(site: Site) -> str:
     return (site.folder / "run" / "phosd.log").read_text()
+
+
+def owner_of(program: Program) -> int:
+    """The child whose memory it maps."""
+    return next(int(line.split()[1]) for line in program.lines() if line.startswith("OWNER"))
 
 
 class Pair:
@@ -29,7 +36,7 @@ class Pair:
         program = (sys.executable, str(PROGRAMS / "survivor.py"), "survive", str(self.handle))
         self.program = site.until_awaited(*program, SOFTGPU_TOGGLE_MS=str(toggle_ms))
         self.program.wait_iterations(5)
-        self.owner = next(int(line.split()[1]) for line in self.program.lines() if line.startswith("OWNER"))
+        self.owner = owner_of(self.program)
         wait_until(lambda: len(site.status()["processes"]) == 2, "phosd to know both")
         self.held = site.status()["gpus"][0]["held"]
         self.image = site.image()
@@ -106,3 +113,45 @@ def test_the_next_phosd_has_what_was_mapped_of_others(site: Site, first: str) ->
         os.kill(pair.owner, signal.SIGKILL)
     assert pair.dump.wait(PATIENCE) != 0
     pair.survives()
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_an_owner_may_end_before_the_other_has_been_restored(site: Site, mode: str) -> None:
+    """It has all of its own back, and nothing more to do."""
+    handle = site.folder / "handle"
+    program = site.until_awaited(
+        *(sys.executable, str(PROGRAMS / "survivor.py"), "survive", str(handle)),
+        SOFTGPU_TOGGLE_MS="3000",
+        OWNER_TOGGLE_MS="0",
+    )
+    program.wait_iterations(5)
+    owner = owner_of(program)
+    image = site.image()
+    site.dump(program, image)
+    restore = site.background(
+        *("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4"), PHOS_RESTORE=mode
+    )
+    wait_until(lambda: f"Process {owner} is attached" in log_of(site), "the owner to be back")
+    handle.with_suffix(".leave").touch()
+    wait_until(lambda: f"Process {owner} has ended" in log_of(site), "phosd to notice the owner's end")
+    assert f"Process {program.pid} is attached" not in log_of(site)
+    assert restore.wait(PATIENCE) == 0, site.errors(image / "restore.log")
+    program.wait_progress(5)
+    assert program.wait_result() == "12345"
+    site.wait_no_gpu_memory()
+
+
+def test_an_owner_that_came_from_a_pool_may_end(site: Site) -> None:
+    handle = site.folder / "handle"
+    program = site.until_awaited(sys.executable, str(PROGRAMS / "survivor.py"), "survive", str(handle))
+    image = dump_at(site, program)
+    made = create(site, image, 1)
+    taken = take(site, made["name"])
+    handle.with_suffix(".leave").touch()
+    wait_until(lambda: sum(map(psutil.pid_exists, taken["pids"])) == 1, "the owner's end")
+    before = program.iterations()
+    wait_until(lambda: program.iterations() > before + 2, "progress of the other")
+    ended(site, taken)
+    assert program.result() == "12345"
+    site.run("phos-gpu", "pool", "drop", made["name"])
+    site.wait_no_gpu_memory()

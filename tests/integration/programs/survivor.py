@@ -3,9 +3,11 @@
 The child fills 3 MiB and exports them; it ends when there is a file HANDLE.leave. The parent counts up every word of
 the buffer through its own mapping, looks at all of them at every step, and goes on whatever becomes of the child, until
 there is a file UNTIL. Prints the child's pid, ITERATION lines and RESULT as the examples do; with a wrong word it ends.
+OWNER_TOGGLE_MS, if there is such a variable, is SOFTGPU_TOGGLE_MS for the child.
 """
 
 import ctypes
+import os
 import subprocess
 import sys
 import time
@@ -35,7 +37,9 @@ def own(handle_file):
 
 
 def survive(handle_file, until):
-    child = subprocess.Popen([sys.executable, __file__, "own", str(handle_file)])
+    toggle_ms = os.environ.get("OWNER_TOGGLE_MS", os.environ.get("SOFTGPU_TOGGLE_MS", "0"))
+    environment = {**os.environ, "SOFTGPU_TOGGLE_MS": toggle_ms}
+    child = subprocess.Popen([sys.executable, __file__, "own", str(handle_file)], env=environment)
     print(f"OWNER {child.pid}", flush=True)
     while not handle_file.exists():
         time.sleep(0.01)
