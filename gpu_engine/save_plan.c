@@ -220,6 +220,12 @@ static bool take_following(struct phos_save_plan *plan, struct phos_save_queue *
     return false;
 }
 
+static bool held(const struct phos_save_plan *plan)
+{
+    uint64_t until = __atomic_load_n(&plan->hold_until, __ATOMIC_RELAXED);
+    return until && phos_now_ns() < until;
+}
+
 EXPORT int phos_save_take(struct phos_save_plan *plan, uint32_t number, struct phos_save_piece *piece)
 {
     struct phos_save_queue *queue = &plan->queues[number];
@@ -229,7 +235,8 @@ EXPORT int phos_save_take(struct phos_save_plan *plan, uint32_t number, struct p
         taken = PHOS_SAVE_NOTHING_LEFT;
     else if (!plan->prioritise || !step_aside(plan)) {
         listen(plan);
-        if (take_asked(plan, queue, piece) || take_made(plan, queue, piece) || take_following(plan, queue, piece))
+        if (take_asked(plan, queue, piece) ||
+            (!held(plan) && (take_made(plan, queue, piece) || take_following(plan, queue, piece))))
             taken = PHOS_SAVE_TAKEN;
     }
     pthread_mutex_unlock(&plan->lock);

@@ -73,7 +73,8 @@ struct phos_save_plan {
     uint64_t aside_since, aside_again;
     /* Page-locked memory of the image's, where pieces are put one behind the other; none lies across a multiple of `segment`. */
     uint64_t room, room_size, segment, room_end;
-    uint64_t landed; /* bytes that are in host memory; atomically */
+    uint64_t landed;     /* bytes that are in host memory; atomically */
+    uint64_t hold_until; /* CLOCK_MONOTONIC: until then only what somebody waits for is given; atomically */
     pthread_mutex_t lock; /* guards all that is not said to be atomic or constant */
 };
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -142,7 +143,7 @@ class _Plan(ctypes.Structure):
             (name, ctypes.c_uint64)
             for name in (
                 *("aside_ns", "again_ns", "aside_since", "aside_again"),
-                *("room", "room_size", "segment", "room_end", "landed"),
+                *("room", "room_size", "segment", "room_end", "landed", "hold_until"),
             )
         ),
     )
@@ -318,6 +319,10 @@ class SavePlan:
     def in_parts(self, part: int) -> None:
         """From now on ``part`` bytes are under way at a time; 0: as many as keep the copy engine busy."""
         self._plan.part = part
+
+    def hold(self, seconds: float) -> None:
+        """For so long only what a process waits for is copied; 0: no longer."""
+        self._plan.hold_until = time.monotonic_ns() + int(seconds * 1e9) if seconds else 0
 
     @property
     def in_turns(self) -> int:

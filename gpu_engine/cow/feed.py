@@ -26,6 +26,11 @@ TURN_BYTES = 2 << 20
 """So much is copied at a time while processes are brought back (save_loop.c)."""
 
 
+ATTACH_SECONDS = 0.1
+"""So long copies stand back at most while a process maps its memory, for which it stands still: even copies that take
+turns double the time of that, and what would be copied meanwhile is not much. Who waits for a copy gets it."""
+
+
 class ChunkFeed:
     """The chunks of a checkpoint: a plan for what is copied into memory of the image's, and a
     :class:`~phos.gpu_engine.copy_work.Source` over it for what is appended to files.
@@ -92,10 +97,12 @@ class ChunkFeed:
     def may_change(self) -> None:
         """A process is about to get its memory. Until the first has, what is saved need not be compared."""
         self.plan.may_change()
+        self.plan.hold(ATTACH_SECONDS)
 
     def runs_on(self) -> None:
         """No process waits any more for what goes on beside the copies: they may take what they can get."""
         self.plan.in_parts(0)
+        self.plan.hold(0)
         self._runs_on.set()
 
     def landed(self, piece: Piece) -> None:

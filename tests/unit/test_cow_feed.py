@@ -26,6 +26,7 @@ from phos.gpu_engine.errors import Mispredicted
 from phos.gpu_engine.touch_order import TouchOrder
 from phos.images.chunk_hash import chunk_hash, zero_hash
 from tests.unit.cow_scene import BASE, CHUNK, ORDER, SESSION, Clock, Scene
+from tests.unit.waiting import eventually
 
 pytestmark = pytest.mark.usefixtures("closed_scenes", "clock")
 
@@ -178,6 +179,28 @@ def test_copies_take_turns_while_processes_are_brought_back() -> None:
     assert scene.feed.plan._plan.part == feed_module.TURN_BYTES
     scene.feed.runs_on()
     assert not scene.feed.plan._plan.part
+
+
+def test_copies_stand_back_while_a_process_maps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "ATTACH_SECONDS", 30.0)
+    scene = Scene(4, (1,), still=True)
+    assert taken(scene) == 0
+    scene.feed.may_change()
+    assert taken(scene) is None
+    scene.processes[0].want(2)
+    assert taken(scene) == 2, "who waits does not wait for that"
+    assert taken(scene) is None
+    scene.feed.runs_on()
+    assert taken(scene) == 1
+
+
+def test_copies_do_not_stand_back_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is stopped maps nothing, and others compute on."""
+    monkeypatch.setattr(feed_module, "ATTACH_SECONDS", 0.2)
+    scene = Scene(4, (1,), still=True)
+    scene.feed.may_change()
+    assert taken(scene) is None
+    eventually(lambda: taken(scene) == 0)
 
 
 def test_memory_may_change_from_before_a_process_gets_it() -> None:
