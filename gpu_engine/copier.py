@@ -40,7 +40,7 @@ from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.fill_plan import FillLanes, FillPlan
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
-from phos.gpu_engine.save_plan import JOIN_BYTES, Pump, SavePlace, SavePlan, events_of_a_pump
+from phos.gpu_engine.save_plan import Pump, SavePlace, SavePlan, events_of_a_pump
 from phos.gpu_engine.shared_workers import Lease, SharedWorkers
 
 SETTLING_WORKERS = 3
@@ -243,8 +243,7 @@ class Copier:
                     for address in (mappings[block.key].address,)
                     for offset in range(0, block.size, CHUNK_BYTES)
                 ]
-                join = min(JOIN_BYTES, sink.place_limit)
-                plan = SavePlan(places, range(len(places)), hashes, join_bytes=join)
+                plan = SavePlan(places, range(len(places)), hashes, join_bytes=sink.place_limit)
                 placed = PlacedSave(plan, sink, None, trace)
                 self.save_placed(placed, sink, progress, cancelled)
                 self.settle_placed(placed, progress, cancelled)

@@ -36,7 +36,7 @@ struct phos_save_job {
 };
 
 /* A piece's bytes are in host memory: from now on the device memory may change. */
-EXPORT void phos_copy_landed(struct phos_save_job *job, const struct phos_save *save)
+static void landed(struct phos_save_job *job, const struct phos_save *save)
 {
     for (uint64_t at = 0, i = 0; job->table && at < save->size; at += job->stripe->chunk, i++)
         phos_chunks_saved(job->table, (uint32_t)(save->chunk + i));
@@ -84,7 +84,7 @@ static int end_save(struct phos_copy_lane *lane, struct phos_save_job *job, cons
     int code = save->device ? lane->driver->wait(lane->events[number % SLOTS]) : 0;
     if (code)
         return phos_copy_fails(failure, WAIT, code);
-    phos_copy_landed(job, save);
+    landed(job, save);
     if (compare(job, save, data, failure))
         return -1;
     code = phos_append(job->stripe, data, save->size, (int)save->known, save->hashes, save->places, job->zero,

@@ -32,7 +32,6 @@ def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(chunks_library()))
     pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
     library.phos_copy_save.argtypes = [pointer, pointer, pointer, u32, pointer]
-    library.phos_copy_landed.argtypes = [pointer, pointer]
     library.phos_copy_compare.argtypes = [pointer, ctypes.c_uint64, ctypes.c_uint64, pointer]
     library.phos_copy_compare.restype = ctypes.c_int64
     return library
@@ -49,11 +48,6 @@ def save(lane: NativeLane, job: SaveJob, saves: Sequence[bytes]) -> None:
     record = ctypes.byref(lane.record)
     if _library().phos_copy_save(record, ctypes.byref(job), raw, len(saves), ctypes.byref(failure)):
         fail(failure)
-
-
-def landed(job: SaveJob, save: bytes) -> None:
-    """What is done for a piece whose bytes are in host memory; :func:`save` does it for each."""
-    _library().phos_copy_landed(ctypes.byref(job), save)
 
 
 def first_changed(address: int, size: int, chunk: int, hashes: bytes) -> int:

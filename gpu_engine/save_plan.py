@@ -27,11 +27,8 @@ UNDER_WAY_BYTES = 32 << 20
 """So much is queued for a GPU's copy engine at least, if there is so much: 0.6 ms of work on an H100. What somebody
 waits for comes behind that."""
 
-JOIN_BYTES = 8 << 20
-"""Neighbours are copied at once, up to so many bytes: larger copies are hardly faster (54 and 55 GB/s on an H100)."""
-
 ZEROS_AT_ONCE = 64
-"""Likewise, chunks of zeros, which are not copied."""
+"""Chunks of zeros, which are not copied."""
 
 TAKEN, NOTHING_YET, NOTHING_LEFT = range(3)
 """enum phos_save_taken."""
@@ -239,7 +236,7 @@ class SavePlan:
         order: Sequence[int],
         expected: Sequence[bytes] | None,
         *,
-        join_bytes: int = JOIN_BYTES,
+        join_bytes: int,
         table: Table | None = None,
         windows: Sequence[View] = (),
         pools: Sequence[PoolFlags] = (),

@@ -19,7 +19,7 @@ from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import Detached, GatedProcess
 from phos.gpu_engine.ring import CHUNK_BYTES
-from phos.gpu_engine.save_plan import JOIN_BYTES, SavePlace
+from phos.gpu_engine.save_plan import SavePlace
 from phos.gpu_engine.touch_order import FirstTouches, Touched
 from phos.images.chunk_hash import zero_hash
 
@@ -141,7 +141,7 @@ class Windows:
             windows,
             expected,
             prioritise=self._settings.prioritise,
-            join_bytes=min(JOIN_BYTES, sink.place_limit) if self.placed else CHUNK_BYTES,
+            join_bytes=sink.place_limit if self.placed else CHUNK_BYTES,
         )
         for process, window in zip(processes, windows, strict=True):
             self._windows[process.session] = ProcessWindow(window.table, self._table, window.pools, feed)
