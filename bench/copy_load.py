@@ -42,15 +42,17 @@ class Load(NamedTuple):
     """How the other process copies: MiB of a piece, pieces under way, seconds of pause after each; to the host unless
     ``inward``. ``back``: bytes that go to the host after each piece that came from there. ``kernel``: no copy engine
     copies, but a kernel does; ``hashed``: the GPU hashes each piece that has come, before the next one comes.
+    ``within``: the driver is told that it copies within the GPU, and may take another engine.
     """
 
-    piece: int
+    piece: float
     depth: int
     pause: float = 0.0
     inward: bool = False
     back: int = 0
     kernel: bool = False
     hashed: bool = False
+    within: bool = False
 
 
 LOADS = {
@@ -63,6 +65,9 @@ LOADS = {
     "2 MiB, 2": Load(2, 2),
     "2 MiB, 1": Load(2, 1),
     "1 MiB, 1": Load(1, 1),
+    "512 KiB, 1": Load(0.5, 1),
+    "16 MiB, 2, as within the GPU": Load(16, 2, within=True),
+    "2 MiB, 1, as within the GPU": Load(2, 1, within=True),
     "4 MiB, 1, half the time": Load(4, 1, 0.00008),
     "16 MiB, 1, half the time": Load(16, 1, 0.0003),
     "to the GPU: 16 MiB, 4": Load(16, 4, inward=True),
@@ -85,6 +90,7 @@ SMALL_LOADS = (
     "to the GPU: 4 MiB, 16, and 64 bytes back",
     "to the GPU: 4 MiB, 16, hashed",
     "4 MiB, 8, by kernels",
+    "2 MiB, 1, as within the GPU",
 )
 
 SMALL_APPLICATION = """
@@ -187,7 +193,7 @@ def copy_until_closed(load: Load, size: int) -> None:
     kernels = Kernels() if load.kernel or load.hashed else None
     stream = _check(cuda.cuStreamCreate(1))
     events = [_check(cuda.cuEventCreate(2)) for _ in range(load.depth)]
-    piece = load.piece * MIB
+    piece = int(load.piece * MIB)
     copied, number, began = 0, 0, 0.0
     while not select.select([sys.stdin], [], [], 0)[0]:
         for at in range(0, max(piece, size // 16), piece):  # looks for the end once in a while
@@ -204,7 +210,9 @@ def copy_until_closed(load: Load, size: int) -> None:
                 _check(cuda.cuMemcpyHtoDAsync(memory + at, host + at, piece, stream))
             if kernels is not None and load.hashed:
                 kernels.hash(memory + at, piece, stream)
-            if not load.kernel and (not load.inward or load.back):
+            if load.within:
+                _check(cuda.cuMemcpyDtoDAsync(host + at, memory + at, piece, stream))
+            elif not load.kernel and (not load.inward or load.back):
                 _check(cuda.cuMemcpyDtoHAsync(host + at, memory + at, load.back or piece, stream))
             _check(cuda.cuEventRecord(event, stream))
             number += 1
