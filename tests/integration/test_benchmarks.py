@@ -325,6 +325,7 @@ def test_copy_load(site: Site) -> None:
         "to the GPU: 4 MiB, 16, and 64 bytes back",
         "to the GPU: 4 MiB, 16, hashed",
         "4 MiB, 8, by kernels",
+        "2 MiB, 1, as within the GPU",
     }
     assert set(rows) == {"none", *loaded}
     assert all(row["import_us"] > 0 < row["map_us"] and row["restore_s"] > 0 for row in rows.values())
