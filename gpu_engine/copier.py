@@ -13,7 +13,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from phos.gpu_engine import driver
@@ -309,50 +310,51 @@ class Copier:
     @contextmanager
     def _pumping(self, save: PlacedSave) -> Iterator[None]:
         """Meanwhile a thread for each GPU copies; afterwards nothing is under way."""
-        with ExitStack() as undo:
-            lanes: list[driver.Lane] = []
+        lanes: list[driver.Lane] = []
+        events: list[Any] = []
+        threads: list[threading.Thread] = []
+
+        def pump(one: Pump) -> None:
+            failure: BaseException | None = None
+            try:
+                driver.context(one.device).use()
+                one.run()
+            except BaseException as error:
+                failure = error
+            save.ended(failure)
+
+        failing = True
+        try:
             pumps: list[Pump] = []
             for device in save.plan.devices:
                 driver.context(device).use()
-                lane = self.shared_lane(device)
-                events = [lane.event() for _ in range(events_of_a_pump())]
-                for event in events:
-                    undo.callback(driver.destroy_event, event)
-                lanes.append(lane)
-                pumps.append(Pump(save.plan, device, lane.handle, events))
+                lanes.append(self.shared_lane(device))
+                its_own = [lanes[-1].event() for _ in range(events_of_a_pump())]
+                events += its_own
+                pumps.append(Pump(save.plan, device, lanes[-1].handle, its_own))
             save.begin(pumps)
-
-            def pump(one: Pump) -> None:
-                failure: BaseException | None = None
+            for one in pumps:
+                thread = threading.Thread(target=pump, args=(one,), name=f"save-{one.device}")
+                thread.start()
+                threads.append(thread)
+            yield
+            failing = False
+        finally:
+            if failing:
+                save.plan.break_()
+            for thread in threads:
+                thread.join()
+            problems: list[DriverError] = []
+            ends: list[Callable[[], None]] = [lane.synchronise for lane in lanes]
+            ends += [partial(driver.destroy_event, event) for event in events]
+            for end in ends:
                 try:
-                    driver.context(one.device).use()
-                    one.run()
-                except BaseException as error:
-                    failure = error
-                save.ended(failure)
-
-            threads = [threading.Thread(target=pump, args=(one,), name=f"save-{one.device}") for one in pumps]
-            failing = True
-            try:
-                for number, thread in enumerate(threads):
-                    try:
-                        thread.start()
-                    except RuntimeError:
-                        del threads[number:]
-                        raise
-                yield
-                failing = False
-            finally:
-                if failing:
-                    save.plan.break_()
-                for thread in threads:
-                    thread.join()
-                for lane in lanes:
-                    try:
-                        lane.synchronise()
-                    except DriverError:
-                        if not failing:
-                            raise
+                    end()
+                except DriverError as error:
+                    problems.append(error)
+            # What has failed before says why.
+            if problems and not failing:
+                raise problems[0]
 
     def settle_placed(self, save: PlacedSave, progress: Progress, cancelled: threading.Event) -> None:
         """See to what :meth:`save_placed` has left.
@@ -361,9 +363,11 @@ class Copier:
         """
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
-            while not lease.leave() and (size := save.one(worker.number)):
+            while not lease.leave():
+                size = save.one(worker.number)
+                if not size:
+                    lease.over()
                 progress.done_by_worker[worker.number] += size
-            lease.over()
 
         if save.plan.devices:
             self._run(work, save.plan.devices[0], cancelled, lambda: None)

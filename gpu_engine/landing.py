@@ -103,6 +103,11 @@ class Landing:
             self._failed.set()
             raise
 
+    def give_up(self) -> None:
+        """It is not used after all: the writer goes on without, and gets the room back soon."""
+        self._writer.unmap_data()
+        self.release_later()
+
     def release_later(self) -> None:
         """:meth:`release` it in a thread of its own."""
 

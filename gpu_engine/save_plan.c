@@ -130,6 +130,7 @@ static void give(struct phos_save_plan *plan, uint32_t chunk, struct phos_save_p
 {
     plan->state[chunk] |= PHOS_SAVE_GIVEN;
     plan->left--;
+    plan->queues[plan->places[chunk].queue].left--;
     piece->count++;
     piece->bytes += plan->places[chunk].size;
 }
@@ -213,7 +214,7 @@ static bool take_following(struct phos_save_plan *plan, struct phos_save_queue *
         return true;
     }
     /* What is left of it was taken by processes; a list that was full says nothing of that. */
-    if (!plan->pending)
+    if (!plan->pending && queue->left)
         for (uint32_t i = 0; i < queue->count; i++)
             if (!(plan->state[queue->order[i]] & PHOS_SAVE_GIVEN))
                 owe(plan, queue->order[i]);
@@ -235,8 +236,8 @@ EXPORT int phos_save_take(struct phos_save_plan *plan, uint32_t number, struct p
         taken = PHOS_SAVE_NOTHING_LEFT;
     else if (!plan->prioritise || !step_aside(plan)) {
         listen(plan);
-        if (take_asked(plan, queue, piece) ||
-            (!held(plan) && (take_made(plan, queue, piece) || take_following(plan, queue, piece))))
+        if (take_asked(plan, queue, piece) || take_made(plan, queue, piece) ||
+            (!held(plan) && take_following(plan, queue, piece)))
             taken = PHOS_SAVE_TAKEN;
     }
     pthread_mutex_unlock(&plan->lock);

@@ -31,6 +31,8 @@ struct phos_save_queue {
     const uint32_t *order; /* its chunks */
     uint32_t count;
     uint32_t next;               /* in the order, to be looked at */
+    uint32_t left;               /* of them, those that nobody has been given */
+    uint32_t zero;
     uint32_t *asked;             /* a ring of chunks that a process waits for; of as many as the plan has, like `made` */
     struct phos_save_made *made; /* a ring of what can be had now; it may lie on another GPU than its chunk */
     uint64_t asked_head, asked_tail, made_head, made_tail;
@@ -74,7 +76,7 @@ struct phos_save_plan {
     /* Page-locked memory of the image's, where pieces are put one behind the other; none lies across a multiple of `segment`. */
     uint64_t room, room_size, segment, room_end;
     uint64_t landed;     /* bytes that are in host memory; atomically */
-    uint64_t hold_until; /* CLOCK_MONOTONIC: until then only what somebody waits for is given; atomically */
+    uint64_t hold_until; /* CLOCK_MONOTONIC: until then only what processes have asked for is given; atomically */
     pthread_mutex_t lock; /* guards all that is not said to be atomic or constant */
 };
 

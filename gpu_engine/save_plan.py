@@ -30,6 +30,9 @@ waits for comes behind that."""
 ZEROS_AT_ONCE = 64
 """Chunks of zeros, which are not copied."""
 
+TAKES_IN_A_ROW = 16
+"""So many pieces come from one GPU before the next one's turn."""
+
 TAKEN, NOTHING_YET, NOTHING_LEFT = range(3)
 """enum phos_save_taken."""
 
@@ -98,6 +101,8 @@ class _Queue(ctypes.Structure):
         ("order", ctypes.c_void_p),
         ("count", ctypes.c_uint32),
         ("next", ctypes.c_uint32),
+        ("left", ctypes.c_uint32),
+        ("zero", ctypes.c_uint32),
         ("asked", ctypes.c_void_p),
         ("made", ctypes.c_void_p),
         ("rings", ctypes.c_uint64 * 4),
@@ -272,7 +277,7 @@ class SavePlan:
         at = ctypes.addressof
         self._queues = (_Queue * len(orders))(
             *(
-                _Queue(at(ordered), len(each), 0, at(asked), at(made))
+                _Queue(at(ordered), len(each), 0, len(each), 0, at(asked), at(made))
                 for ordered, each, asked, made in zip(self._orders, orders, self._asked, self._made, strict=True)
             )
         )
@@ -295,7 +300,7 @@ class SavePlan:
         if aside is not None:
             plan.prioritise = True
             plan.aside_ns, plan.again_ns = (int(seconds * 1e9) for seconds in aside)
-        self._turn = 0
+        self._takes = 0
         _library().phos_save_begin(self.address)
 
     def __del__(self) -> None:
@@ -318,7 +323,7 @@ class SavePlan:
         self._plan.part = part
 
     def hold(self, seconds: float) -> None:
-        """For so long only what a process waits for is copied; 0: no longer."""
+        """For so long only what processes have asked for is copied; 0: no longer."""
         self._plan.hold_until = time.monotonic_ns() + int(seconds * 1e9) if seconds else 0
 
     @property
@@ -363,10 +368,14 @@ class SavePlan:
         """The process of a window has ended: its transfers are nobody's."""
         self._windows[number].dead = 1
 
+    @property
     def wants_flags(self) -> bool:
-        """Whether only newer flags can tell of some transfer; asking forgets it."""
-        wants, self._plan.asked = bool(self._plan.asked), 0
-        return wants
+        """Whether only newer flags can tell of some transfer."""
+        return bool(self._plan.asked)
+
+    def flags_read(self) -> None:
+        """They are about to be read: what is wanted from here on is wanted anew."""
+        self._plan.asked = 0
 
     # Pieces.
 
@@ -377,9 +386,10 @@ class SavePlan:
             NothingYet: there is none now.
         """
         taken, piece = NOTHING_LEFT, _Piece()
-        self._turn += 1  # a turn that is counted once by two threads does no harm
+        # Several of one GPU in a row: they are copied together. What two threads count once does no harm.
+        self._takes += 1
         for queue in range(len(self.devices)):
-            number = (self._turn + queue) % len(self.devices)
+            number = (self._takes // TAKES_IN_A_ROW + queue) % len(self.devices)
             taken = _brief().phos_save_take(self.address, number, ctypes.byref(piece))
             if taken == TAKEN:
                 return self._python(piece, self.devices[number])

@@ -28,7 +28,7 @@ TURN_BYTES = 2 << 20
 
 ATTACH_SECONDS = 0.1
 """So long copies stand back at most while a process maps its memory, for which it stands still: even copies that take
-turns double the time of that, and what would be copied meanwhile is not much. Who waits for a copy gets it."""
+turns double the time of that, and what would be copied meanwhile is not much. Who asks for a copy gets it."""
 
 
 class ChunkFeed:
@@ -74,6 +74,8 @@ class ChunkFeed:
         """To be followed while pieces are taken."""
         self.validates = expected is not None
         self._runs_on = threading.Event()
+        self._lock = threading.Lock()  # guards _attaching
+        self._attaching = 0
         self.table = table.address
         self.changing = self.plan.changing_address if self.validates else 0
 
@@ -94,10 +96,19 @@ class ChunkFeed:
         """Until all run on, copies take turns: the driver and those that map memory need the copy engines as well."""
         self.plan.in_parts(TURN_BYTES)
 
-    def may_change(self) -> None:
+    def attaching(self) -> None:
         """A process is about to get its memory. Until the first has, what is saved need not be compared."""
         self.plan.may_change()
-        self.plan.hold(ATTACH_SECONDS)
+        with self._lock:
+            self._attaching += 1
+            self.plan.hold(ATTACH_SECONDS)
+
+    def attached(self) -> None:
+        """It has mapped it."""
+        with self._lock:
+            self._attaching = max(0, self._attaching - 1)
+            if not self._attaching:
+                self.plan.hold(0)
 
     def runs_on(self) -> None:
         """No process waits any more for what goes on beside the copies: they may take what they can get."""

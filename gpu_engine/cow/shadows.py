@@ -94,7 +94,7 @@ class Shadows:
             self._plan.break_()
 
     def _in_demand(self) -> bool:
-        return bool(self._owed or self._copies or self._plan.owes)
+        return bool(self._owed or self._copies or self._plan.owes or self._plan.wants_flags)
 
     def read(self) -> None:
         """Find out what has been made, and now and then who has ended.
@@ -110,7 +110,8 @@ class Shadows:
             # Before the flags: those of who has ended are then the last ones.
             dead = frozenset(number for number, window in enumerate(self._windows) if not window.alive())
         # Of who has just been found dead in any case: a chunk of his may be owed at any moment from here on.
-        if self._plan.wants_flags() or dead - self._dead or self._in_demand():
+        if dead - self._dead or self._in_demand():
+            self._plan.flags_read()
             pools = [pool for window in self._windows for pool in window.pools.pools]
             for pool in pools:
                 pool.begin_reading()

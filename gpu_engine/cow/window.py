@@ -41,10 +41,11 @@ class ProcessWindow:
 
     def attaching(self) -> None:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
-        self._feed.may_change()
+        self._feed.attaching()
 
     def descriptors(self) -> list[int]:
         """See :class:`~phos.gpu_engine.process.TracingWindow`."""
+        self._feed.attached()
         if self._saved.is_set():
             return []
         return [self._chunks.descriptor, self.table.descriptor, *(pool.descriptor for pool in self.pools.pools)]

@@ -45,6 +45,9 @@ from phos.images.writer import ImageWriter
 
 log = logging.getLogger(__name__)
 
+MARGIN_PART = 64
+"""Room for this part more than there is GPU memory is made: the processes may allocate some while it is made."""
+
 DescribeProcess = Callable[[GatedProcess, Detached], inventory.ProcessRecord]
 
 USUAL_RESIDUE = {"nvidia": 512 << 20, "software": 32 << 20}
@@ -152,6 +155,10 @@ class StopDump:
             self._borrowed = self._tree.collect(borrow)
             self._keys = frozenset(block.key for block in self._borrowed)
             self.progress.total = sum(block.size for block in self._borrowed)
+            if self._landing is not None and self.progress.total > self._writer.placeable:
+                log.info("%s: there is more GPU memory by now than room was made for in huge pages", self.path)
+                self._landing.give_up()
+                self._landing = None
             self._copying = threading.Thread(target=self._copy, name="save")
             self._copying.start()
             with self.timeline.phase("driver checkpoint"):
@@ -204,7 +211,8 @@ class StopDump:
         if size and room > size:
             with self.timeline.phase("reserve room"):
                 if self.settings.in_place:
-                    self._landing = Landing.prepare(self._writer, size, room)
+                    more = size // MARGIN_PART
+                    self._landing = Landing.prepare(self._writer, size + more if room > size + 2 * more else size, room)
                 if self._landing is None and not self._writer.reserve(size):
                     log.info("%s: less room than %d bytes of GPU memory need if none of it is zeros", self.path, size)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from phos.images.errors import ImageError
 from phos.images.formats import HASH_SIZE
 from phos.images.mapping import view_of
 from phos.images.stripe import Room
-from tests.unit.copy_machine import HALF, Blamed, Machine, fails, hashes_of, started
+from tests.unit.copy_machine import HALF, Blamed, Machine, fails, hashes_of, started, writer_in
 from tests.unit.copy_rounds_saving import SHAPES
 from tests.unit.cow_scene import Process
 from tests.unit.waiting import eventually
@@ -245,3 +246,51 @@ def placed_cancelled(folder: Path) -> None:
         assert landed < 48 * CHUNK
     machine.saves_still(folder / "next")
     assert plan.landed == landed
+
+
+def placed_settled_beside_others(folder: Path) -> None:
+    """Workers that another job takes away while a job is settled leave the rest of it to the others."""
+    machine = Machine(4)
+    blocks = machine.blocks(["xx" * 20] * 2)
+    others = machine.blocks(["xx" * 6])
+    with placing(80 * CHUNK) as sink:
+        plan = SavePlan(machine.places(blocks), range(40), None, join_bytes=CHUNK)
+        placed = PlacedSave(plan, sink, None)  # type: ignore[arg-type]
+        # Nobody sees to anything before all has been copied.
+        one, never = placed.one, threading.Event()
+        placed.one = lambda worker: 0  # type: ignore[method-assign]
+        machine.copier.save_placed(placed, sink, machine.progress(), never)  # type: ignore[arg-type]
+        begun = threading.Event()
+
+        def slowly(worker: int) -> int:
+            begun.set()
+            time.sleep(0.02)
+            return one(worker)
+
+        placed.one = slowly  # type: ignore[method-assign]
+        thread, failures = started(lambda: machine.copier.settle_placed(placed, machine.progress(), never))
+        assert begun.wait(30)
+        with writer_in(folder / "other", 4) as writer:
+            machine.save(others, writer)
+            machine.compare(writer, others)
+        thread.join(30)
+        assert not failures, failures
+        right(machine, sink, blocks)
+
+
+def placed_failing_for_good(folder: Path) -> None:
+    """If nothing can be put away after a failure either, the first failure is what is said."""
+    machine = Machine(2)
+    blocks = machine.blocks(["xx" * 4] * 2)
+    places = machine.places(blocks)
+    places[2] = places[2]._replace(address=1 << 60)
+
+    def lost(*_: object) -> None:
+        raise DriverError("cuEventDestroy", 700, "CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    destroy, driver.destroy_event = driver.destroy_event, lost  # type: ignore[assignment]
+    with placing(16 * CHUNK) as sink:
+        plan = SavePlan(places, range(8), None, join_bytes=CHUNK)
+        fails(DriverError, lambda: machine.save_placed(plan, sink), "cuMemcpyDtoHAsync")
+    driver.destroy_event = destroy  # type: ignore[assignment]
+    machine.saves_still(folder / "next")

@@ -147,7 +147,7 @@ class Scene:
             join_bytes=join_bytes,
         )
         if not more.pop("still", False):
-            self.feed.may_change()
+            self.feed.attaching()
             self.feed.runs_on()
 
     def take(self) -> Piece | None:

@@ -178,6 +178,16 @@ def test_a_save_there_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     play(tmp_path, "placed_cancelled", SOFTGPU_COPY_BANDWIDTH="400000000")
 
 
+@needs_softgpu
+def test_a_job_whose_workers_are_wanted_elsewhere_is_settled_to_its_end(tmp_path: Path) -> None:
+    play(tmp_path, "placed_settled_beside_others")
+
+
+@needs_softgpu
+def test_the_first_failure_is_what_is_said(tmp_path: Path) -> None:
+    play(tmp_path, "placed_failing_for_good")
+
+
 # ------------------------------------------------------------------------------------------------------ into its files
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import struct
 import time
@@ -23,6 +24,7 @@ from phos.gpu_engine.cow.shadows import ALIVE_SECONDS
 from phos.gpu_engine.cow.window import ProcessWindow, Windows, first_written_first
 from phos.gpu_engine.daemon.session_window import SessionWindow
 from phos.gpu_engine.errors import Mispredicted
+from phos.gpu_engine.save_plan import TAKES_IN_A_ROW, SavePlace, SavePlan
 from phos.gpu_engine.touch_order import TouchOrder
 from phos.images.chunk_hash import chunk_hash, zero_hash
 from tests.unit.cow_scene import BASE, CHUNK, ORDER, SESSION, Clock, Scene
@@ -185,12 +187,19 @@ def test_copies_stand_back_while_a_process_maps_its_memory(monkeypatch: pytest.M
     monkeypatch.setattr(feed_module, "ATTACH_SECONDS", 30.0)
     scene = Scene(4, (1,), still=True)
     assert taken(scene) == 0
-    scene.feed.may_change()
+    scene.feed.attaching()
     assert taken(scene) is None
     scene.processes[0].want(2)
     assert taken(scene) == 2, "who waits does not wait for that"
+    scene.processes[0].shadow(3, 0, ticket=4)
+    scene.processes[0].copied(0, 4)
     assert taken(scene) is None
-    scene.feed.runs_on()
+    scene.read()
+    assert taken(scene) == 3, "nor does who needs a slot"
+    scene.feed.attaching()
+    scene.feed.attached()
+    assert taken(scene) is None, "another one is at it"
+    scene.feed.attached()
     assert taken(scene) == 1
 
 
@@ -198,7 +207,7 @@ def test_copies_do_not_stand_back_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
     """A process that is stopped maps nothing, and others compute on."""
     monkeypatch.setattr(feed_module, "ATTACH_SECONDS", 0.2)
     scene = Scene(4, (1,), still=True)
-    scene.feed.may_change()
+    scene.feed.attaching()
     assert taken(scene) is None
     eventually(lambda: taken(scene) == 0)
 
@@ -308,3 +317,28 @@ def test_each_of_the_neighbours_is_compared() -> None:
         changed[wrong * CHUNK + 7] ^= 1
         with pytest.raises(Mispredicted, match=f"at {wrong * CHUNK}"):
             scene.land(piece, changed)
+
+
+def test_pieces_of_one_gpu_come_in_a_row_and_no_gpu_waits_for_all_of_another() -> None:
+    count = 100
+    places = [
+        SavePlace((SESSION, n // count), n % count * CHUNK, CHUNK, BASE + n * CHUNK, n // count)
+        for n in range(2 * count)
+    ]
+    plan = SavePlan(places, range(2 * count), None, join_bytes=CHUNK)
+    devices = [piece.device for _ in range(2 * count) if (piece := plan.take()) is not None]
+    assert plan.take() is None
+    runs = [len(list(run)) for _, run in itertools.groupby(devices)]
+    assert sum(runs) == 2 * count
+    assert min(runs[:8]) >= TAKES_IN_A_ROW - 1
+    assert max(runs) <= 2 * TAKES_IN_A_ROW
+
+
+def test_flags_are_in_demand_as_long_as_copies_step_aside() -> None:
+    scene = Scene(3, (2,), prioritise=True)
+    scene.processes[0].transfer(5, ticket=17)
+    assert not scene.feed.shadows._in_demand()
+    assert scene.all() == []
+    assert scene.feed.shadows._in_demand()
+    scene.read()
+    assert not scene.feed.shadows._in_demand(), "until somebody asks again"

@@ -9,6 +9,7 @@ import random
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -158,6 +159,26 @@ def test_without_room_for_what_is_left_free_between_places_nothing_is_populated(
     with ImageWriter(directory, stripes=1, chunk_size=CHUNK) as writer:
         assert Landing.prepare(writer, TOTAL, TOTAL - 1) is None
         assert os.fstatvfs(directory).f_bfree == free
+    os.close(directory)
+
+
+def test_room_that_is_given_up_is_there_again(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landing.driver, "context", lambda _: SimpleNamespace(use=lambda: None))
+    monkeypatch.setattr(landing.driver, "register_host", lambda *_: None)
+    monkeypatch.setattr(landing.driver, "unregister_host", lambda *_: None)
+    directory = opened(mount("never", "64m"))
+    free = os.fstatvfs(directory).f_bfree
+    with ImageWriter(directory, stripes=1, chunk_size=CHUNK) as writer:
+        made = Landing.prepare(writer, TOTAL, 2 * TOTAL)
+        assert made is not None
+        assert writer.placeable == TOTAL
+        assert os.fstatvfs(directory).f_bfree <= free - TOTAL // mmap.PAGESIZE
+        made.give_up()
+        assert not writer.placeable
+        landing.wait_released()
+        assert os.fstatvfs(directory).f_bfree == free
+        writer.write(0, (SESSION, 1), 0, memoryview(bytearray(b"x" * CHUNK)))
+        writer.commit(inventory_of({(SESSION, 1): CHUNK}))
     os.close(directory)
 
 
