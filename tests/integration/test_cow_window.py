@@ -271,21 +271,6 @@ def test_the_order_of_first_touches_is_kept_over_windows(site: Site) -> None:
     assert program.wait_result() == "1"
 
 
-def test_copies_take_turns_while_the_program_is_brought_back(site: Site) -> None:
-    go = site.folder / "go"
-    # The copies take longer than the driver's checkpoint and CRIU, and the driver's restore longer than one of them.
-    site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(32 << 20), "SOFTGPU_TOGGLE_MS": "400"}
-    site.run("phosd", "--ensure")
-    program = site.start(sys.executable, str(PROGRAMS / "layers.py"), "ends", "12", str(go), SOFTGPU_COPY_BANDWIDTH="0")
-    program.wait_iterations(1)
-    image = dump_concurrently(site, program)
-    assert 0 < inventory(site, image)["window"]["in_turns"] < 12
-    site.run("phos-gpu", "verify", str(image))
-    for file in (go, Path(f"{go}.end"), Path(f"{go}.over")):
-        file.touch()
-    assert program.wait_result() == "1"
-
-
 @pytest.mark.parametrize(
     ("validate", "said"), [("on", "changed before it was saved"), ("off", "broke while its memory was saved")]
 )

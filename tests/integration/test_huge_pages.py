@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.site import Site, wait_until
+from tests.integration.test_cow import inventory
+from tests.integration.test_cow_window import PROGRAMS
 from tests.integration.test_lazy import analysed
 from tests.integration.test_stop_protocol import EXAMPLES, uninterrupted
 from tests.unit.image_sets import skip
@@ -73,6 +76,23 @@ def test_a_concurrent_checkpoint_into_huge_pages_is_whole(site: Site, folder: Pa
     assert "GPUs write into the image's own pages" in log_of(site)
     site.run("phos-gpu", "verify", str(folder / "image"))
     assert program.wait_result() == expected
+
+
+def test_copies_are_made_by_parts_while_the_program_is_brought_back(site: Site, folder: Path) -> None:
+    go = site.folder / "go"
+    # The copies take longer than the driver's checkpoint and CRIU, and the driver's restore longer than one of them.
+    site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(32 << 20), "SOFTGPU_TOGGLE_MS": "400"}
+    site.run("phosd", "--ensure")
+    program = site.start(sys.executable, str(PROGRAMS / "layers.py"), "ends", "12", str(go), SOFTGPU_COPY_BANDWIDTH="0")
+    program.wait_iterations(1)
+    image = folder / "image"
+    site.run("phos-gpu", "checkpoint", str(program.pid), str(image), "--leave-running", "--protocol", "cow")
+    assert "GPUs write into the image's own pages" in log_of(site)
+    assert 0 < inventory(site, image)["window"]["in_turns"] < 12
+    site.run("phos-gpu", "verify", str(image))
+    for file in (go, Path(f"{go}.end"), Path(f"{go}.over")):
+        file.touch()
+    assert program.wait_result() == "1"
 
 
 def test_a_wrong_guess_is_found_in_what_the_gpu_wrote(site: Site, folder: Path) -> None:
