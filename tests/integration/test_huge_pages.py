@@ -80,15 +80,18 @@ def test_a_concurrent_checkpoint_into_huge_pages_is_whole(site: Site, folder: Pa
 
 def test_copies_are_made_by_parts_while_the_program_is_brought_back(site: Site, folder: Path) -> None:
     go = site.folder / "go"
-    # The copies take longer than the driver's checkpoint and CRIU, and the driver's restore longer than one of them.
-    site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(32 << 20), "SOFTGPU_TOGGLE_MS": "400"}
+    # The copies take longer than the driver's checkpoint and CRIU, and the driver's restore longer than what is queued
+    # for the copy engine when it begins.
+    site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(30 << 20), "SOFTGPU_TOGGLE_MS": "2000"}
     site.run("phosd", "--ensure")
-    program = site.start(sys.executable, str(PROGRAMS / "layers.py"), "ends", "12", str(go), SOFTGPU_COPY_BANDWIDTH="0")
+    program = site.start(
+        sys.executable, str(PROGRAMS / "layers.py"), "ends", "100", str(go), SOFTGPU_COPY_BANDWIDTH="0"
+    )
     program.wait_iterations(1)
     image = folder / "image"
     site.run("phos-gpu", "checkpoint", str(program.pid), str(image), "--leave-running", "--protocol", "cow")
     assert "GPUs write into the image's own pages" in log_of(site)
-    assert 0 < inventory(site, image)["window"]["in_turns"] < 12
+    assert 0 < inventory(site, image)["window"]["in_turns"] < 22
     site.run("phos-gpu", "verify", str(image))
     for file in (go, Path(f"{go}.end"), Path(f"{go}.over")):
         file.touch()
