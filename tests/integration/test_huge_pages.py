@@ -82,11 +82,10 @@ def test_copies_are_made_by_parts_while_the_program_is_brought_back(site: Site, 
     go = site.folder / "go"
     # The copies take longer than the driver's checkpoint and CRIU, and the driver's restore longer than what is queued
     # for the copy engine when it begins.
-    site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(30 << 20), "SOFTGPU_TOGGLE_MS": "2000"}
+    site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(20 << 20), "SOFTGPU_TOGGLE_MS": "3000"}
     site.run("phosd", "--ensure")
-    program = site.start(
-        sys.executable, str(PROGRAMS / "layers.py"), "ends", "100", str(go), SOFTGPU_COPY_BANDWIDTH="0"
-    )
+    layers = [str(PROGRAMS / "layers.py"), "ends", "36", str(go)]
+    program = site.start(sys.executable, *layers, SOFTGPU_COPY_BANDWIDTH="0")
     program.wait_iterations(1)
     image = folder / "image"
     site.run("phos-gpu", "checkpoint", str(program.pid), str(image), "--leave-running", "--protocol", "cow")
