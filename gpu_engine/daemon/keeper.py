@@ -4,6 +4,8 @@ A frontend that was detached and attached again has its memory from imported des
 export those a second time (DESIGN §2). If phosd alone held them, killing it would make that memory unreachable for
 every later checkpoint. The keeper does nothing else than hold them, so there is little that could kill it.
 
+It also remembers which processes are detached: the next phosd would not know one that has no memory.
+
 It runs as ``python -I -S keeper.py FOLDER`` with the standard library alone, speaks to one phosd at a time, and ends
 when it holds nothing and no phosd has been there for a while. A process's descriptors are dropped when the process has
 ended and no phosd is connected (with one connected, phosd decides: an image may still be written from them).
@@ -11,8 +13,9 @@ ended and no phosd is connected (with one connected, phosd decides: an image may
 Packets are JSON objects on a SOCK_SEQPACKET socket. From phosd: ``{"op": "add", "session": hex, "pid": n, "block": n,
 "size": n, "device": n}`` with a descriptor, and with ``"owner": [hex, n]``, which means nothing here, if the session
 was only lent the block; ``{"op": "remove", "session": hex, "block": n | null}`` (null: the whole session); ``{"op":
-"pid", "session": hex, "pid": n}``; ``{"op": "list"}``, answered by one packet for each block, with all that was said of
-it and its descriptor, and a last ``{"end": true}``.
+"pid", "session": hex, "pid": n}``; ``{"op": "detached", "session": hex, "pid": n}`` and ``{"op": "attached",
+"session": hex}``; ``{"op": "list"}``, answered by one packet for each block, with all that was said of it and its
+descriptor, one ``{"session": hex, "pid": n, "block": null}`` for each detached session, and a last ``{"end": true}``.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ class Keeper:
     def __init__(self, folder: str) -> None:
         self.path = os.path.join(folder, "keeper.sock")
         self.held: dict[str, dict[int, tuple[int, dict[str, Any]]]] = {}
+        self.detached: dict[str, int] = {}  # sessions that phosd has detached, or was about to → their processes
         self.pidfds: dict[str, int] = {}
         self.ended: set[str] = set()  # sessions whose process had ended when they came: phosd will say what to drop
         self.peer: socket.socket | None = None
@@ -88,7 +92,7 @@ class Keeper:
                     self.drop(session)
                 for pidfd in self.pidfds.values():
                     poll.register(pidfd, select.POLLIN)
-            lonely = not self.peer and not self.held
+            lonely = not self.peer and not self.held and not self.detached
             ready = {descriptor for descriptor, _ in poll.poll(LONELY_SECONDS * 1000 if lonely else None)}
             if not ready and lonely:
                 os.unlink(self.path)
@@ -152,6 +156,11 @@ class Keeper:
             self.remove(request["session"], request["block"])
         elif operation == "pid":
             self.moved(request["session"], request["pid"])
+        elif operation == "detached":
+            self.detaches(request["session"], request["pid"])
+        elif operation == "attached":
+            self.detached.pop(request["session"], None)
+            self.settle(request["session"])
         elif operation == "list":
             self.list()
 
@@ -165,10 +174,18 @@ class Keeper:
         if session not in self.pidfds:
             self.watch(session, record["pid"])
 
+    def detaches(self, session: str, pid: int) -> None:
+        """The next phosd is to know of the session, whether it has blocks or not."""
+        self.detached[session] = int(pid)
+        if session not in self.pidfds:
+            self.watch(session, pid)
+
     def moved(self, session: str, pid: int) -> None:
         """The session was restored: it lives in process ``pid`` from now on, and so it says when it is asked."""
         for _, record in self.held.get(session, {}).values():
             record["pid"] = pid
+        if session in self.detached:
+            self.detached[session] = pid
         self.watch(session, pid)
 
     def watch(self, session: str, pid: int) -> None:
@@ -189,12 +206,17 @@ class Keeper:
             self.drop(session)
         elif session in self.held and block in self.held[session]:
             os.close(self.held[session].pop(block)[0])
-            if not self.held[session]:
-                self.drop(session)
+            self.settle(session)
+
+    def settle(self, session: str) -> None:
+        """Forget a session of which there is nothing to remember any more."""
+        if not self.held.get(session) and session not in self.detached:
+            self.drop(session)
 
     def drop(self, session: str) -> None:
         """Let everything of a session go."""
         self.ended.discard(session)
+        self.detached.pop(session, None)
         for descriptor, _ in self.held.pop(session, {}).values():
             os.close(descriptor)
         if session in self.pidfds:
@@ -207,6 +229,8 @@ class Keeper:
             for blocks in self.held.values():
                 for descriptor, record in blocks.values():
                     socket.send_fds(self.peer, [json.dumps(record).encode()], [descriptor])
+            for session, pid in self.detached.items():
+                self.peer.send(json.dumps({"session": session, "pid": pid, "block": None}).encode())
             self.peer.send(b'{"end": true}')
         except OSError:
             pass  # phosd died while asking; the next one asks again

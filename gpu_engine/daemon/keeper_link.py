@@ -158,8 +158,18 @@ class KeeperLink:
         """The session now lives in another process: it was restored."""
         self._send({"op": "pid", "session": session.hex(), "pid": pid}, [])
 
-    def held(self) -> Iterator[HeldBlock]:
+    def detached(self, session: bytes, pid: int) -> None:
+        """The session is about to be detached: it is to be known to the next phosd, also if it has no block."""
+        self._send({"op": "detached", "session": session.hex(), "pid": pid}, [])
+
+    def attached(self, session: bytes) -> None:
+        """It is not detached any more."""
+        self._send({"op": "attached", "session": session.hex()}, [])
+
+    def held(self, detached: dict[bytes, int] | None = None) -> Iterator[HeldBlock]:
         """Everything the keeper holds, each with a fresh descriptor.
+
+        ``detached``: takes the sessions that are detached, or were about to be, and their processes.
 
         Raises:
             DaemonUnavailable, OSError: it has ended, or this process had no descriptor left for some of it.
@@ -176,6 +186,10 @@ class KeeperLink:
                 record = json.loads(payload)
                 if record.get("end"):
                     break
+                if record["block"] is None:
+                    if detached is not None:
+                        detached[bytes.fromhex(record["session"])] = record["pid"]
+                    continue
                 if not descriptors:  # all are received: what is left would be taken for the next answer
                     cut_off = True
                     continue

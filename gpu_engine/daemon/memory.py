@@ -26,9 +26,10 @@ class Broker:
     def __init__(self, keeper: KeeperLink) -> None:
         self._keeper = keeper
         self._keeper.restarted = self._hand_over
-        self._lock = threading.Lock()  # guards _blocks and _lent, and has the keeper told of changes in their order
+        self._lock = threading.Lock()  # guards _blocks, _lent, _detached; has the keeper told of changes in their order
         self._blocks: dict[BlockKey, Block] = {}
         self._lent: dict[bytes, dict[int, Block]] = {}  # others' blocks, by who has them and by that one's numbers
+        self._detached: set[bytes] = set()  # sessions that are detached, or about to be: the keeper knows of them
         self._users: dict[bytes, int] = {}  # whose each session is; guarded by _lock
         self.removed: Callable[[BlockKey], None] | None = None  # told of blocks that their owners have freed
         self.needed: Callable[[BlockKey, int], None] | None = None
@@ -46,16 +47,21 @@ class Broker:
             lent = {(who, number): block for who, blocks in self._lent.items() for number, block in blocks.items()}
             for (session, number), b in lent.items():
                 self._keeper.add(session, self._pids[session], number, b.size, b.device, b.descriptor, b.key)
+            for session in self._detached:
+                self._keeper.detached(session, self._pids[session])
             count = len(self._blocks) + len(lent)
             removed: list[BlockKey] = []
+            detached: dict[bytes, int] = {}
             with suppress(OSError, DaemonUnavailable):  # it has gone again
-                for held in self._keeper.held():
+                for held in self._keeper.held(detached):
                     os.close(held.descriptor)
                     key = held.session, held.block
                     if key not in self._blocks and key not in lent:
                         removed.append(key)
             for key in removed:
                 self._keeper.remove(*key)
+            for session in detached.keys() - self._detached:
+                self._keeper.attached(session)
         log.info("The keeper holds %d blocks.", count)
 
     @property
@@ -90,9 +96,10 @@ class Broker:
         return has + sum(len(lent) for who, lent in self._lent.items() if who in sessions) + more <= most
 
     def adopt_from_keeper(self) -> dict[bytes, int]:
-        """After a start: take over what the keeper holds from an earlier phosd. Returns session → pid."""
+        """After a start: take over what the keeper holds from an earlier phosd, and knows. Returns session → pid."""
         sessions: dict[bytes, int] = {}
-        for held in self._keeper.held():
+        detached: dict[bytes, int] = {}
+        for held in self._keeper.held(detached):
             key = (held.session, held.block)
             if held.owner is not None:
                 lent = self._lent.setdefault(held.session, {})
@@ -100,6 +107,8 @@ class Broker:
             else:
                 self._blocks[key] = Block(key, held.size, held.device, held.descriptor)
             sessions[held.session] = held.pid
+        sessions |= detached
+        self._detached |= detached.keys()
         self._pids.update(sessions)
         return sessions
 
@@ -151,6 +160,7 @@ class Broker:
         with self._lock:
             self._users.pop(session, None)
             self._pids.pop(session, None)
+            self._detached.discard(session)
             gone = [self._blocks.pop(key) for key in list(self._blocks) if key[0] == session]
             gone += self._lent.pop(session, {}).values()
             left = {block.key for lent in self._lent.values() for block in lent.values()} | self._blocks.keys()
@@ -186,6 +196,23 @@ class Broker:
                 os.close(block.descriptor)
                 if number not in lent:
                     self._keeper.remove(session, number)
+
+    def detaches(self, session: bytes, pid: int) -> None:
+        """A session is about to be detached: the next phosd is to know it, although it may have no memory.
+
+        Until :meth:`attached`. ``pid``: with whose end the keeper forgets it.
+        """
+        with self._lock:
+            self._detached.add(session)
+            self._pids[session] = pid
+            self._keeper.detached(session, pid)
+
+    def attached(self, session: bytes) -> None:
+        """The session is not detached, or not any more."""
+        with self._lock:
+            if session in self._detached:
+                self._detached.remove(session)
+                self._keeper.attached(session)
 
     def take_back(self, session: bytes, number: int | None = None) -> None:
         """The session maps what it was lent, or has unmapped it for good: one block, or (None) all."""

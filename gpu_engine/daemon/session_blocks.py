@@ -263,7 +263,7 @@ class SessionBlocks:
                 "user has too many (phosd's log says so). It runs on, but it cannot be checkpointed; restart it."
             )
         try:
-            if not self.keep_imports(pid):
+            if not self._keep_imports(pid, detaches=True):
                 raise CheckpointFailed(f"Process {pid} ({executable}) ended while it was being checkpointed.")
         except KeyError as error:
             raise CheckpointFailed(
@@ -275,12 +275,19 @@ class SessionBlocks:
                 f"phosd cannot hold what process {pid} ({executable}) maps of other processes: {error}"
             ) from error
 
-    def keep_imports(self, pid: int) -> bool:
+    def keep_imports(self, pid: int) -> None:
         """Until :meth:`returned` the process is lent what it maps of others, who may end meanwhile.
 
-        ``pid``: with whose end the keeper lets it go. Returns False if the process has ended.
+        ``pid``: with whose end the keeper lets it go.
 
         Raises: as :meth:`~phos.gpu_engine.daemon.memory.Broker.lend`.
+        """
+        self._keep_imports(pid)
+
+    def _keep_imports(self, pid: int, *, detaches: bool = False) -> bool:
+        """The same; returns False if the process has ended.
+
+        ``detaches``: and the next phosd is to bring it back. Not what is being restored, and fails with this phosd.
         """
         with self._changing:
             if self._ended:
@@ -288,11 +295,14 @@ class SessionBlocks:
             with self._lock:
                 imports = dict(self._imports)
             self._broker.lend(self._owner.session, pid, imports, limits.blocks())
+            if detaches:
+                self._broker.detaches(self._owner.session, pid)
             return True
 
     def returned(self) -> None:
-        """The process maps its memory again: that keeps what is another's."""
+        """The process maps its memory again, or still: that keeps what is another's."""
         self._broker.take_back(self._owner.session)
+        self._broker.attached(self._owner.session)
 
     def borrow(self, keys: Iterable[BlockKey]) -> list[Block]:
         """Copies of blocks that it maps; see :meth:`~phos.gpu_engine.daemon.memory.Broker.borrow`."""

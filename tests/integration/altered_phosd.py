@@ -6,6 +6,7 @@ Started as phosd is: ``python -m tests.integration.altered_phosd --socket PATH``
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import threading
@@ -16,9 +17,11 @@ from typing import Any
 from phos.gpu_engine import procfs, toggle
 from phos.gpu_engine.copy_placed import PlacedSave
 from phos.gpu_engine.daemon import __main__ as daemon
+from phos.gpu_engine.daemon.serve_dump import DumpServer
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.session_kernels import SessionKernels
 from phos.gpu_engine.daemon.session_window import SessionWindow
+from phos.gpu_engine.daemon.wire import Connection
 from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.stop.dump import StopDump
@@ -163,6 +166,17 @@ def unhurried() -> None:
     StopDump._prepare_gpu = slowly  # type: ignore[method-assign]
 
 
+def frozen() -> None:
+    """CRIU has frozen a task, and is not told to go on as long as it lives."""
+
+    def late(criu: Connection, *_: Any) -> None:
+        logging.getLogger(__name__).info("all is frozen")
+        while procfs.is_alive(criu.pid):
+            time.sleep(SECONDS / 10)
+
+    DumpServer._freeze = late  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     for alteration in os.environ["ALTERED_PHOSD"].split(","):
         {
@@ -176,5 +190,6 @@ if __name__ == "__main__":
             "cut off": cut_off,
             "cut off lazily": cut_off_lazily,
             "unhurried": unhurried,
+            "frozen": frozen,
         }[alteration]()
     daemon.main(prog_name="phosd")

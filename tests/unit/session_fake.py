@@ -38,7 +38,13 @@ class FakeKeeper:
     def moved(self, *what: object) -> None:
         self.told.append(("moved", *what))
 
-    def held(self) -> Iterator[object]:
+    def detached(self, *what: object) -> None:
+        self.told.append(("detached", *what))
+
+    def attached(self, *what: object) -> None:
+        self.told.append(("attached", *what))
+
+    def held(self, _detached: object = None) -> Iterator[object]:
         return iter(())
 
 

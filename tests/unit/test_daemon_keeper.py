@@ -42,11 +42,19 @@ class Kept:
         return found
 
     def descriptors(self) -> int:
+        """Of memory."""
+        return sum("memfd:kept" in name for name in self._names())
+
+    def watched(self) -> int:
+        """Processes whose end it will notice."""
+        return sum("pidfd" in name for name in self._names())
+
+    def _names(self) -> list[str]:
         names = []
         for entry in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with suppress(FileNotFoundError):  # it has just been closed
                 names.append(os.readlink(entry))
-        return sum("memfd:kept" in name for name in names)
+        return names
 
     def another_phosd(self) -> None:
         self.link.close()
@@ -106,7 +114,17 @@ def test_keeper_drops_what_ends_while_no_phosd_is_there(kept: Kept, memory: int)
 
 
 @pytest.mark.parametrize(
-    "packet", [b"{", b"[]", b"null", b'{"op": "add"}', b'{"op": "remove", "session": []}', b'{"op": 3}', b"\xff\xfe"]
+    "packet",
+    [
+        b"{",
+        b"[]",
+        b"null",
+        b'{"op": "add"}',
+        b'{"op": "detached", "session": "00", "pid": []}',
+        b'{"op": "remove", "session": []}',
+        b'{"op": 3}',
+        b"\xff\xfe",
+    ],
 )
 def test_keeper_survives_a_confused_phosd(kept: Kept, memory: int, packet: bytes) -> None:
     kept.link.add(SESSION, os.getpid(), 1, 2 << 20, 0, memory)
@@ -201,6 +219,66 @@ def test_what_a_session_was_lent_is_known_to_the_next_phosd_and_to_another_keepe
     for keeper_ in holders(kept.path.parent):
         keeper_.kill()
         keeper_.wait(10)
+
+
+def detached(kept: Kept) -> dict[bytes, int] | None:
+    found: dict[bytes, int] = {}
+    try:
+        assert [*kept.link.held(found)] == []
+    except (DaemonUnavailable, OSError):
+        return None
+    return found
+
+
+def test_a_detached_session_without_memory_is_known_to_the_next_phosd_and_to_another_keeper(kept: Kept) -> None:
+    broker = Broker(kept.link)
+    broker.detaches(SESSION, os.getpid())
+    broker.detaches(OTHER, os.getpid())
+    broker.attached(OTHER)
+    for keeper_ in holders(kept.path.parent):
+        keeper_.kill()
+        keeper_.wait(10)
+    eventually(lambda: detached(kept) == {SESSION: os.getpid()}, "the new keeper to know of it")
+    kept.another_phosd()
+    adopted = Broker(kept.link)
+    assert adopted.adopt_from_keeper() == {SESSION: os.getpid()}
+    adopted.attached(SESSION)
+    assert detached(kept) == {}
+    kept.link.close()
+    for keeper_ in holders(kept.path.parent):
+        keeper_.kill()
+        keeper_.wait(10)
+
+
+def test_a_session_whose_last_block_goes_is_forgotten_unless_it_is_detached(kept: Kept, memory: int) -> None:
+    kept.link.add(SESSION, os.getpid(), 1, 2 << 20, 0, memory)
+    kept.link.detached(SESSION, os.getpid())
+    kept.link.remove(SESSION, 1)
+    assert detached(kept) == {SESSION: os.getpid()}
+    assert kept.descriptors() == 0
+    kept.link.moved(SESSION, 1)
+    assert detached(kept) == {SESSION: 1}
+    kept.link.add(SESSION, 1, 2, 2 << 20, 0, memory)
+    kept.link.attached(SESSION)
+    assert [block.block for block in kept.held()] == [2]
+    kept.link.detached(SESSION, 1)
+    kept.link.remove(SESSION, None)
+    assert detached(kept) == {}
+
+
+def test_a_detached_session_is_forgotten_with_its_process(kept: Kept) -> None:
+    living, ended = subprocess.Popen(["sleep", "60"]), subprocess.Popen(["true"])
+    ended.wait()
+    kept.link.detached(SESSION, living.pid)
+    kept.link.detached(OTHER, ended.pid)
+    assert detached(kept) == {SESSION: living.pid, OTHER: ended.pid}, "phosd says what is to be forgotten"
+    assert kept.watched() == 1
+    kept.link.close()
+    living.kill()
+    living.wait()
+    eventually(lambda: kept.watched() == 0, "the keeper to notice the end")
+    kept.link = KeeperLink(kept.path)
+    assert detached(kept) == {}
 
 
 def test_a_phosd_without_descriptors_left_understands_the_keeper_later(kept: Kept, memory: int) -> None:

@@ -198,6 +198,24 @@ def test_a_process_whose_memory_has_lost_its_owner_is_not_detached(guest: Guest)
     assert not list(guest.session._holds._folder.iterdir())
 
 
+def test_the_keeper_knows_who_is_detached(guest: Guest) -> None:
+    """Also of one that has no memory when it is: what it maps may have been unmapped at the last moment."""
+    told = guest.broker._keeper.told  # type: ignore[attr-defined]
+    guest.detach()
+    detached, attached = ("detached", NUMBER, os.getpid()), ("attached", NUMBER)
+    assert detached in told
+    assert attached not in told
+    guest.attach()
+    assert told[-1] == attached
+
+
+def test_the_keeper_is_not_told_of_what_is_only_about_to_be_restored(guest: Guest) -> None:
+    """The next phosd cannot bring it back: its restore fails with this one."""
+    guest.session.keep_imports(os.getpid())
+    assert guest.broker.lent(NUMBER) == MAPPED
+    assert not any(what[0] == "detached" for what in guest.broker._keeper.told)  # type: ignore[attr-defined]
+
+
 def test_a_user_may_not_have_others_memory_without_end(guest: Guest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each keeps a descriptor open, of the same block for each process that maps it."""
     monkeypatch.setattr(limits, "blocks", lambda: 3)
