@@ -252,7 +252,7 @@ class AuditServer:
         try:
             for key in fresh:
                 with suppress(KeyError):
-                    borrowed += self._registry.broker.borrow([key])
+                    borrowed += session.borrow([key])
             with self._hashing:
                 mapped.add(borrowed)
                 self._blocks.update((block.key, block) for block in borrowed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from phos.gen import phos_image_pb2 as pb
@@ -274,6 +274,10 @@ class Session:
     def block_keys(self) -> dict[int, BlockKey]:
         """The blocks that the process has, by its own numbers: its own, and those of others that it maps."""
         return self._blocks.keys()
+
+    def borrow(self, keys: Iterable[BlockKey]) -> list[Block]:
+        """See :meth:`SessionBlocks.borrow`."""
+        return self._blocks.borrow(keys)
 
     # Attach, run by the thread of the connection that asked.
 

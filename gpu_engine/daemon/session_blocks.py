@@ -127,8 +127,7 @@ class SessionBlocks:
         if added.owner_session:
             wire.close_all(descriptors)
             key = (added.owner_session, added.owner_block)
-            if not self.entitled(key):
-                raise ProtocolError(f"Process {pid} named memory of a process that is not its user's.")
+            self._refuse_anothers(key)
             with self._lock:
                 self._imports[added.block] = key
                 self._handed.pop(key, None)
@@ -167,6 +166,21 @@ class SessionBlocks:
         device = self._ordinals.get(added.device, added.device)
         self._broker.add(Block(key, added.size, device, descriptors[0], by_application), pid)
 
+    def _refuse_anothers(self, key: BlockKey) -> None:
+        """A process that names another's memory says that it maps it, and is handed nothing for that.
+
+        An owner that ended before this phosd began is nobody whom it knows, nor are those who connect later. Whoever
+        maps their memory is served all the same, without it: what follows asks whether it is :meth:`entitled`.
+
+        Raises:
+            ProtocolError: it is another user's.
+        """
+        if len(key[0]) != len(self._owner.session):
+            raise ProtocolError(f"Process {self._owner.pid} named a session of {len(key[0])} bytes.")
+        unknown = self._broker.user_of(key[0]) is None  # first: who becomes known meanwhile is asked for again
+        if not unknown and not self.entitled(key):
+            raise ProtocolError(f"Process {self._owner.pid} named memory of a process that is not its user's.")
+
     def removed(self, number: int) -> None:
         """The process has freed a block, or unmapped another's."""
         with self._changing:
@@ -195,7 +209,7 @@ class SessionBlocks:
         return self._broker.of_session(self._owner.session)
 
     def keys(self) -> dict[int, BlockKey]:
-        """All: its own, and those of others that it maps."""
+        """All: its own, and those of others that it maps, or says so: it may not be entitled to them."""
         own = {block.key[1]: block.key for block in self.own()}
         with self._lock:
             return own | self._imports
@@ -204,17 +218,29 @@ class SessionBlocks:
         """Other processes' that it maps, or may be about to map."""
         since = time.monotonic() - MAPPING_SECONDS
         with self._lock:
-            return {*self._imports.values(), *(key for key, at in self._handed.items() if at > since)}
+            keys = {*self._imports.values(), *(key for key, at in self._handed.items() if at > since)}
+        return keys.difference(
+            self._unentitled(keys)
+        )  # who only says so is not in the way of another user's checkpoint
 
     def entitled(self, key: BlockKey) -> bool:
         """Memory of another process goes only to the same user's processes and to root's (DESIGN §3)."""
-        return (
-            key[0] == self._owner.session
-            or key in self._granted
-            or self._owner.uid == 0
-            or self._broker.user_of(key[0]) == self._owner.uid
-            or key in self._broker.lent(self._owner.session).values()  # whose user is forgotten with its owner
-        )
+        return not self._unentitled([key])
+
+    def _unentitled(self, keys: Iterable[BlockKey]) -> list[BlockKey]:
+        """Those that are no memory of this process's, of its user's or of its image's."""
+        others = [
+            key
+            for key in keys
+            if key[0] != self._owner.session
+            and key not in self._granted
+            and self._owner.uid != 0
+            and self._broker.user_of(key[0]) != self._owner.uid
+        ]
+        if not others:
+            return []
+        lent = set(self._broker.lent(self._owner.session).values())  # whose user is forgotten with its owner
+        return [key for key in others if key not in lent]
 
     def resolve(self, key: BlockKey) -> tuple[wire_pb2.TokenResolved, list[int]]:
         """Exported memory: the descriptor that a token stands for, now the caller's, or a sentence why there is none.
@@ -294,6 +320,7 @@ class SessionBlocks:
                 return False
             with self._lock:
                 imports = dict(self._imports)
+            self._require_entitled(imports.values())
             self._broker.lend(self._owner.session, pid, imports, limits.blocks())
             if detaches:
                 self._broker.detaches(self._owner.session, pid)
@@ -305,8 +332,21 @@ class SessionBlocks:
         self._broker.attached(self._owner.session)
 
     def borrow(self, keys: Iterable[BlockKey]) -> list[Block]:
-        """Copies of blocks that it maps; see :meth:`~phos.gpu_engine.daemon.memory.Broker.borrow`."""
-        return self._broker.borrow(keys, self._owner.session)
+        """Copies of blocks that it maps; see :meth:`~phos.gpu_engine.daemon.memory.Broker.borrow`.
+
+        Raises: as there; KeyError also for what it only says that it maps.
+        """
+        wanted = list(keys)
+        self._require_entitled(wanted)
+        return self._broker.borrow(wanted, self._owner.session)
+
+    def _require_entitled(self, keys: Iterable[BlockKey]) -> None:
+        """
+        Raises:
+            KeyError: it is not; the same as if nobody held that memory.
+        """
+        for key in self._unentitled(keys):
+            raise KeyError(key)
 
     def parse_map(self, done: wire_pb2.DetachDone, descriptors: list[int]) -> Detached:
         """What the process had mapped, from the file that came with DetachDone; the descriptors are closed.

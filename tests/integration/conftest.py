@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -23,6 +24,19 @@ def site(tmp_path: Path) -> Iterator[Site]:
         yield made
     finally:
         made.close()
+
+
+@pytest.fixture
+def open_site() -> Iterator[Site]:
+    """A site that other users get into: pytest's folders are for one user, and each pytest that starts sees to that."""
+    with tempfile.TemporaryDirectory(prefix="phos-test-", dir="/tmp") as name:
+        os.chmod(name, 0o711)
+        become_reaper()
+        made = Site(Path(name))
+        try:
+            yield made
+        finally:
+            made.close()
 
 
 @pytest.hookimpl(wrapper=True)

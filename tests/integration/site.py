@@ -21,6 +21,9 @@ from phos.gpu_engine.installation import examples_folder, launcher, software_gpu
 PATIENCE = 90.0
 """Seconds after which something that should have happened has not."""
 
+CAP_SYS_RESOURCE = 24
+"""Without it CRIU cannot dump another user's process."""
+
 
 def end_file(output: Path) -> Path:
     """The file for which a program with this output waits before it ends."""
@@ -102,6 +105,12 @@ def reap() -> None:
                 os.waitpid(child.pid, os.WNOHANG)
         except (psutil.NoSuchProcess, ChildProcessError):
             pass
+
+
+def has_capability(number: int) -> bool:
+    """Whether we have a capability of the kernel's (linux/capability.h)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff:"))
+    return bool(int(line.split()[1], 16) >> number & 1)
 
 
 _started: set[int] = set()

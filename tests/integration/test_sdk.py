@@ -7,20 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from phos.gpu_engine.installation import application_environment
-from tests.integration.site import Program, Site, become_reaper, wait_until, words
+from tests.integration.site import CAP_SYS_RESOURCE, Program, Site, has_capability, wait_until, words
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "asks_for_checkpoints.py"
 NOBODY = 65534
-CAP_SYS_RESOURCE = 24
 C_PROGRAM = Path(__file__).parent / "programs" / "asks_for_checkpoints.c"
 
 
@@ -169,24 +166,6 @@ def test_a_c_program_checkpoints_itself(site: Site, options: tuple[str, ...]) ->
     assert "ASKED done" in program.lines()
     assert any(line.startswith("CHECKPOINT committed") for line in program.lines())
     site.run("phos-gpu", "verify", str(site.folder / "image"))
-
-
-@pytest.fixture
-def open_site() -> Iterator[Site]:
-    """A site that other users get into: pytest's folders are for one user, and each pytest that starts sees to that."""
-    with tempfile.TemporaryDirectory(prefix="phos-test-", dir="/tmp") as name:
-        os.chmod(name, 0o711)
-        become_reaper()
-        made = Site(Path(name))
-        try:
-            yield made
-        finally:
-            made.close()
-
-
-def has_capability(number: int) -> bool:
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff:"))
-    return bool(int(line.split()[1], 16) >> number & 1)
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")

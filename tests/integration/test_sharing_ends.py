@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phos.gpu_engine.installation import application_environment
 from tests.integration.pool_commands import create, dump_at, ended, take
-from tests.integration.site import PATIENCE, Program, Site, wait_until
+from tests.integration.site import CAP_SYS_RESOURCE, PATIENCE, Program, Site, has_capability, wait_until
+from tests.unit.as_user import NOBODY
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -113,6 +116,46 @@ def test_the_next_phosd_has_what_was_mapped_of_others(site: Site, first: str) ->
         os.kill(pair.owner, signal.SIGKILL)
     assert pair.dump.wait(PATIENCE) != 0
     pair.survives()
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
+@pytest.mark.parametrize("user", ["root", "nobody"])
+def test_a_phosd_that_never_knew_the_owner_knows_who_maps_its_memory(open_site: Site, user: str) -> None:
+    """It cannot tell whose that memory is, so it hands it to nobody; once it is unmapped, all is as ever."""
+    site = open_site
+    folder = site.folder / "users"
+    folder.mkdir()
+    folder.chmod(0o777)
+    handle = folder / "handle"
+    site.run("phosd", "--ensure")
+    command = (sys.executable, str(PROGRAMS / "survivor.py"), "survive", str(handle))
+    become = ("setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups", "--") if user == "nobody" else ()
+    under = application_environment("software", Path(site.environment["PHOS_SOCKET"]))
+    program = site.until_awaited(*become, *command, under=False, **under)
+    program.wait_iterations(5)
+    wait_until(lambda: len(site.status()["processes"]) == 2, "phosd to know both")
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    handle.with_suffix(".leave").touch()
+    wait_until(lambda: not psutil.pid_exists(owner_of(program)), "the owner's end")
+    site.run("phosd", "--ensure")
+    wait_until(lambda: [p["pid"] for p in site.status()["processes"]] == [program.pid], "the next phosd to know it")
+    program.wait_progress(5)
+    refused = site.dump(program, site.image("refused"), "--leave-running", check=False)
+    assert refused.returncode != 0
+    said = refused.stderr + (site.folder / "refused" / "dump.log").read_text()
+    assert "of another process that has ended" in said
+    handle.with_suffix(".close").touch()
+    wait_until(lambda: "CLOSED" in program.lines(), "the program to let go of it")
+    assert "Connection of process" not in log_of(site)
+    image = site.image("taken")
+    able = user == "root" or has_capability(CAP_SYS_RESOURCE)
+    site.dump(program, image, "--leave-running", check=able)
+    if able:
+        site.run("phos-gpu", "verify", str(image))
+    else:  # CRIU fails, after phosd has done its part
+        assert f"processes [{program.pid}] are detached" in log_of(site)
+    assert program.wait_result() == "12345"
+    site.wait_no_gpu_memory()
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])

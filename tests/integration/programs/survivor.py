@@ -2,7 +2,8 @@
 
 The child fills 3 MiB and exports them; it ends when there is a file HANDLE.leave. The parent counts up every word of
 the buffer through its own mapping, looks at all of them at every step, and goes on whatever becomes of the child, until
-there is a file UNTIL. Prints the child's pid, ITERATION lines and RESULT as the examples do; with a wrong word it ends.
+there is a file UNTIL. When there is a file HANDLE.close it lets go of the child's buffer and goes on in one of its own.
+Prints the child's pid, ITERATION lines and RESULT as the examples do, and CLOSED; with a wrong word it ends.
 OWNER_TOGGLE_MS, if there is such a variable, is SOFTGPU_TOGGLE_MS for the child.
 """
 
@@ -48,7 +49,14 @@ def survive(handle_file, until):
     base = int(check(cuda.cuIpcOpenMemHandle(handle, cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)))
     words = (ctypes.c_uint32 * (SIZE // 4))()
     number = 0
+    closed = False
     while not until.exists():
+        if not closed and handle_file.with_suffix(".close").exists():
+            mine = int(check(cuda.cuMemAlloc(SIZE)))
+            check(cuda.cuMemcpyDtoD(mine, base, SIZE))
+            check(cuda.cuIpcCloseMemHandle(base))
+            base, closed = mine, True
+            print("CLOSED", flush=True)
         check(cuda.cuMemcpyDtoH(ctypes.addressof(words), base, SIZE))
         if set(words) != {FIRST + number}:
             raise SystemExit(f"after {number} iterations the buffer has {sorted(set(words))[:5]}")
