@@ -132,9 +132,14 @@ def test_criu_lazy_pages_make_the_gpu_lazy_too(site: Site) -> None:
 
 
 def test_phos_gpu_restore_lazy_starts_and_supervises_both(site: Site) -> None:
-    expected = site.example("mlp", *EXAMPLES["mlp"][:2], under=False).wait_result()
-    program = site.example("mlp", *EXAMPLES["mlp"])
-    image = dump_at(site, program)
+    # It is stopped while it sleeps, and a launch comes next. Behind a copy, which waits for its memory as well,
+    # no kernel might be seen any more.
+    options = ("--iterations", "6")
+    expected = site.example("device_pointer", *options, under=False).wait_result()
+    program = site.example("device_pointer", *options, "--iteration-seconds", "2")
+    program.wait_iterations(1)
+    wait_until(lambda: analysed(site, program), "the analysis of its kernels")
+    image = dump_at(site, program, program.iterations() + 1)
     slowly(site)
     with held(site):
         said = json.loads(site.run("phos-gpu", "restore", "--lazy", "--json", str(image)).stdout)

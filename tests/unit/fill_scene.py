@@ -235,7 +235,7 @@ class FillScene:
         first = 10 * len(getattr(self, "workers", [])) + 1000 * (queue + 1)
         slots = [ctypes.create_string_buffer(64 * self.size) for _ in range(SLOTS)]
         sums = [ctypes.create_string_buffer(64 * 16) for _ in range(SLOTS)]
-        with mock.patch.object(copy_lane, "_driver_table", return_value=self.engine.table):
+        with mock.patch.object(copy_lane, "driver_table", return_value=self.engine.table):
             lanes = FillLanes(
                 *(
                     NativeLane(mock.Mock(handle=handle), [event, event + 1], [ctypes.addressof(slot) for slot in slots])

@@ -22,10 +22,9 @@ class Thing:
     number: int
     urgent: bool = False
     device: int = 0
-    size: int = 1
 
 
-def batches_of(things: Sequence[Thing | None], alone: bool, most_bytes: int = 1000) -> list[list[Thing]]:
+def batches_of(things: Sequence[Thing | None]) -> list[list[Thing]]:
     """All batches; a None among the things is a moment when there is nothing."""
     left = list(things)
 
@@ -36,7 +35,7 @@ def batches_of(things: Sequence[Thing | None], alone: bool, most_bytes: int = 10
             raise NothingYet
         return thing
 
-    batches = Batches(take, MOST, most_bytes, urgent_alone=alone)
+    batches = Batches(take, MOST)
     found: list[list[Thing]] = []
     while not batches.over:
         try:
@@ -57,44 +56,32 @@ def things(urgent: str) -> list[Thing]:
 
 
 @pytest.mark.parametrize(
-    ("urgent", "alone", "expected"),
+    ("urgent", "expected"),
     [
-        ("......", True, [[0, 1, 2, 3], [4, 5]]),
-        ("..u...", True, [[2], [0, 1, 3, 4], [5]]),
-        ("..uuu.", True, [[2], [3], [4], [0, 1, 5]]),
-        ("..u...", False, [[2, 0, 1], [3, 4, 5]]),
-        ("..uu..", False, [[2, 0, 1], [3], [4, 5]]),
+        ("......", [[0, 1, 2, 3], [4, 5]]),
+        ("..u...", [[2], [0, 1, 3, 4], [5]]),
+        ("..uuu.", [[2], [3], [4], [0, 1, 5]]),
     ],
 )
-def test_who_is_waited_for_goes_first(urgent: str, alone: bool, expected: list[list[int]]) -> None:
-    assert numbers(batches_of(things(urgent), alone)) == expected
+def test_who_is_waited_for_goes_first(urgent: str, expected: list[list[int]]) -> None:
+    assert numbers(batches_of(things(urgent))) == expected
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_what_was_held_for_another_gpu_is_no_part_of_what_somebody_waits_for(alone: bool) -> None:
+def test_what_was_held_for_another_gpu_is_no_part_of_what_somebody_waits_for() -> None:
     things_ = [Thing(0, False, 1), Thing(1, False, 1), Thing(2, True, 0), Thing(3, True, 0), Thing(4, False, 1)]
-    assert numbers(batches_of(things_, alone)) == [[2], [3], [0, 1, 4]]
+    assert numbers(batches_of(things_)) == [[2], [3], [0, 1, 4]]
 
 
-@given(
-    st.lists(st.one_of(st.none(), st.tuples(st.booleans(), st.integers(0, 1), st.integers(1, 5))), max_size=40),
-    st.booleans(),
-    st.integers(1, 12),
-)
-def test_all_come_once_for_one_gpu_at_a_time_and_as_many_as_may(
-    made: list[tuple[bool, int, int] | None], alone: bool, most_bytes: int
-) -> None:
+@given(st.lists(st.one_of(st.none(), st.tuples(st.booleans(), st.integers(0, 1))), max_size=40))
+def test_all_come_once_for_one_gpu_at_a_time_and_as_many_as_may(made: list[tuple[bool, int] | None]) -> None:
     given_out = [None if one is None else Thing(i, *one) for i, one in enumerate(made)]
-    found = batches_of(given_out, alone, most_bytes)
+    found = batches_of(given_out)
     assert sorted(thing.number for batch in found for thing in batch) == [
         thing.number for thing in given_out if thing is not None
     ]
     for batch in found:
         assert len({thing.device for thing in batch}) == 1
         assert len(batch) <= MOST
-        assert sum(thing.size for thing in batch[:-1]) < most_bytes or any(thing.urgent for thing in batch)
-        urgent = sum(thing.urgent for thing in batch)
-        assert urgent <= 1
-        assert not (alone and urgent) or len(batch) == 1
+        assert len(batch) == 1 or not any(thing.urgent for thing in batch)
     waited_for = [thing.number for batch in found for thing in batch if thing.urgent]
     assert waited_for == sorted(waited_for)
