@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.copy_work import SLOTS
@@ -22,6 +22,14 @@ CALLS = (
     ("cuStreamWaitEvent", "cuStreamWaitEvent"),
 )
 """struct phos_copy_driver; as something that fails they are counted from CHANGED + 1 on."""
+
+
+class Addressed(Protocol):
+    """What native code knows by its address."""
+
+    @property
+    def address(self) -> int:
+        """Of its structure."""
 
 
 class LaneRecord(ctypes.Structure):

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, Protocol
 
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.content_hash import SPAN_BYTES, THREADS
-from phos.gpu_engine.copy_lane import Failure, LaneRecord, NativeLane, fail
+from phos.gpu_engine.copy_lane import Addressed, Failure, LaneRecord, NativeLane, fail
 from phos.gpu_engine.copy_trace import FILE, HOST, ZEROS
 from phos.gpu_engine.copy_work import SLOTS, HashRooms, Item
 from phos.images.formats import HASH_SIZE
@@ -155,23 +155,11 @@ def _brief() -> ctypes.PyDLL:
     return library
 
 
-class Arrivals(Protocol):
+class Arrivals(Addressed, Protocol):
     """Where it is said what has arrived: a :class:`~phos.gpu_engine.cow.chunk_table.ChunkTable`."""
-
-    @property
-    def address(self) -> int:
-        """Of a struct phos_chunk_table."""
 
     def is_saved(self, chunk: int) -> bool:
         """Whether a place has its data."""
-
-
-class Wishes(Protocol):
-    """What a process waits for: a :class:`~phos.gpu_engine.cow.chunk_table.WindowTable`."""
-
-    @property
-    def address(self) -> int:
-        """Of a struct phos_window_view."""
 
 
 class Places(Generic[Item]):
@@ -248,13 +236,13 @@ class FillPlan(Generic[Item]):
         order: Sequence[int],
         join_bytes: int,
         table: Arrivals | None = None,
-        windows: Sequence[Wishes] = (),
+        windows: Sequence[Addressed] = (),
     ) -> None:
         """``order`` has the number of every place once: how they come if nobody waits.
 
         Those that lie one behind the other are loaded at once, at most ``join_bytes``. ``table``: where it is said what
-        has arrived, by their numbers; it and the ``windows``, which say what is waited for, have to stay until nobody
-        fills any more. Nothing is added to the ``places`` from now on.
+        has arrived, by their numbers; it and the ``windows`` (struct phos_window_view), which say what is waited for,
+        have to stay until nobody fills any more. Nothing is added to the ``places`` from now on.
         """
         self.places = places
         self._table = table

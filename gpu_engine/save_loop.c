@@ -13,6 +13,7 @@
 #include "copy_lane.h"
 #include "save_plan.h"
 
+#include <errno.h>
 #include <sched.h>
 #include <sys/prctl.h>
 
@@ -43,8 +44,6 @@ struct phos_save_pump {
 };
 
 enum { DONE, BROKEN };
-/* What went wrong besides the driver's calls: struct phos_copy_failure's `call` is APPENDING then. */
-#define NO_ROOM 28 /* ENOSPC */
 
 static void short_pause(void)
 {
@@ -119,7 +118,7 @@ static int begin(struct phos_save_plan *plan, struct phos_save_pump *pump, struc
     const struct phos_save_piece *piece = &record->piece;
     record->to = piece->address ? phos_save_room(plan, piece->bytes) : 0;
     if (piece->address && !record->to)
-        return phos_copy_fails(failure, APPENDING, NO_ROOM);
+        return phos_copy_fails(failure, APPENDING, ENOSPC);
     uint32_t part = __atomic_load_n(&plan->part, __ATOMIC_RELAXED);
     if (!pump->under_way && (part || !piece->address)) {
         if (piece->address && copy_in_parts(pump, record, part, failure))

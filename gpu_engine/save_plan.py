@@ -10,10 +10,10 @@ import ctypes
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from phos.gpu_engine.blocks import BlockKey
-from phos.gpu_engine.copy_lane import APPENDING, Failure, driver_table, fail
+from phos.gpu_engine.copy_lane import APPENDING, Addressed, Failure, driver_table, fail
 from phos.gpu_engine.copy_work import Cancelled, NothingYet, Piece
 from phos.images.chunk_hash import zero_hash
 from phos.images.errors import ImageError
@@ -58,22 +58,6 @@ class PoolFlags(NamedTuple):
     number: int
     slots: int
     device: int
-
-
-class Table(Protocol):
-    """Where it is said what has been saved: a :class:`~phos.gpu_engine.cow.chunk_table.ChunkTable`."""
-
-    @property
-    def address(self) -> int:
-        """Of a struct phos_chunk_table."""
-
-
-class View(Protocol):
-    """What a process waits for: a :class:`~phos.gpu_engine.cow.chunk_table.WindowTable`."""
-
-    @property
-    def address(self) -> int:
-        """Of a struct phos_window_view."""
 
 
 class _Place(ctypes.Structure):
@@ -242,16 +226,17 @@ class SavePlan:
         expected: Sequence[bytes] | None,
         *,
         join_bytes: int,
-        table: Table | None = None,
-        windows: Sequence[View] = (),
+        table: Addressed | None = None,
+        windows: Sequence[Addressed] = (),
         pools: Sequence[PoolFlags] = (),
         aside: tuple[float, float] | None = None,
     ) -> None:
         """``order`` has the number of every place once; ``expected``: content hashes, if they are known.
 
         ``join_bytes``: neighbours may be taken together, up to so many. ``aside``: copies step aside for processes' own
-        transfers, for so many seconds at a stretch, and then go for so many all the same. ``table``, ``windows`` and
-        what ``pools`` point to have to stay until nothing is taken any more.
+        transfers, for so many seconds at a stretch, and then go for so many all the same. ``table`` (a struct
+        phos_chunk_table), ``windows`` (struct phos_window_view) and what ``pools`` point to have to stay until nothing
+        is taken any more.
         """
         self.places = places
         self._expected = expected
@@ -392,7 +377,7 @@ class SavePlan:
             number = (self._takes // TAKES_IN_A_ROW + queue) % len(self.devices)
             taken = _brief().phos_save_take(self.address, number, ctypes.byref(piece))
             if taken == TAKEN:
-                return self._python(piece, self.devices[number])
+                return self.piece_of(piece, self.devices[number])
         if taken == NOTHING_YET:
             raise NothingYet
         return None
@@ -404,7 +389,8 @@ class SavePlan:
         native = _Piece(piece.address, piece.size, piece.chunk, count, slot, 0)
         _brief().phos_save_landed(self.address, ctypes.byref(native))
 
-    def _python(self, piece: _Piece, device: int) -> Piece:
+    def piece_of(self, piece: _Piece, device: int) -> Piece:
+        """What native code has taken for a GPU."""
         place, first, slot = self.places[piece.first], int(piece.first), int(piece.slot)
         hashes = None if self._expected is None else self._expected[first : first + piece.count]
         return Piece(
@@ -478,5 +464,5 @@ class Pump:
             return None
         record = self._records[self._read]
         self._read += 1
-        piece = self._save._python(record.piece, self.device)
+        piece = self._save.piece_of(record.piece, self.device)
         return SavedPiece(piece, int(record.to), bool(record.changing), record.taken_ns * 1e-9, record.landed_ns * 1e-9)

@@ -96,6 +96,16 @@ def dump_at(site: Site, program: Program, iterations: int = 5) -> Path:
     return image
 
 
+def dumped_asleep(site: Site) -> tuple[Program, Path, str]:
+    """A program that was dumped between two iterations, and launches a kernel next; the image; what it is to print."""
+    options = ("--iterations", "6")
+    expected = site.example("device_pointer", *options, under=False).wait_result()
+    program = site.example("device_pointer", *options, "--iteration-seconds", "2")
+    program.wait_iterations(1)
+    wait_until(lambda: analysed(site, program), "the analysis of its kernels")
+    return program, dump_at(site, program, program.iterations() + 1), expected
+
+
 def slowly(site: Site, bandwidth: str = SLOW) -> None:
     """A new phosd whose copies are slow."""
     site.run("phosd", "--stop")
@@ -134,12 +144,7 @@ def test_criu_lazy_pages_make_the_gpu_lazy_too(site: Site) -> None:
 def test_phos_gpu_restore_lazy_starts_and_supervises_both(site: Site) -> None:
     # It is stopped while it sleeps, and a launch comes next. Behind a copy, which waits for its memory as well,
     # no kernel might be seen any more.
-    options = ("--iterations", "6")
-    expected = site.example("device_pointer", *options, under=False).wait_result()
-    program = site.example("device_pointer", *options, "--iteration-seconds", "2")
-    program.wait_iterations(1)
-    wait_until(lambda: analysed(site, program), "the analysis of its kernels")
-    image = dump_at(site, program, program.iterations() + 1)
+    program, image, expected = dumped_asleep(site)
     slowly(site)
     with held(site):
         said = json.loads(site.run("phos-gpu", "restore", "--lazy", "--json", str(image)).stdout)
@@ -172,12 +177,7 @@ def test_a_wrong_guess_faults_and_the_image_is_restored_eagerly(site: Site, liar
 
     A copy would come with its guess, and wait until it has its memory: by the launch behind it all may be there.
     """
-    options = ("--iterations", "6")
-    expected = site.example("device_pointer", *options, under=False).wait_result()
-    program = site.example("device_pointer", *options, "--iteration-seconds", "2")
-    program.wait_iterations(1)
-    wait_until(lambda: analysed(site, program), "the analysis of its kernels")
-    image = dump_at(site, program, program.iterations() + 1)
+    program, image, expected = dumped_asleep(site)
     start_liar(site)
     with held(site):
         restored = site.restore(image, PHOS_RESTORE="lazy")

@@ -6,6 +6,7 @@
 #include "control.h"
 #include "memory.h"
 #include "runtime.h"
+#include "stub_driver.h"
 #include "wire_link.h"
 
 #include <poll.h>
@@ -57,20 +58,6 @@ static CUresult release(CUmemGenericAllocationHandle handle)
     return CUDA_SUCCESS;
 }
 
-static CUresult reserve(CUdeviceptr *at, size_t size, size_t alignment, CUdeviceptr hint, unsigned long long flags)
-{
-    (void)size, (void)alignment, (void)flags;
-    *at = hint;
-    return CUDA_SUCCESS;
-}
-
-static CUresult map(CUdeviceptr at, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
-                    unsigned long long flags)
-{
-    (void)at, (void)size, (void)offset, (void)handle, (void)flags;
-    return CUDA_SUCCESS;
-}
-
 static CUresult unmap(CUdeviceptr at, size_t size)
 {
     (void)at, (void)size;
@@ -78,12 +65,6 @@ static CUresult unmap(CUdeviceptr at, size_t size)
         usleep(unmap_us);
     unmaps++;
     unmaps_here += gettid() == application;
-    return CUDA_SUCCESS;
-}
-
-static CUresult set_access(CUdeviceptr at, size_t size, const CUmemAccessDesc *access, size_t count)
-{
-    (void)at, (void)size, (void)access, (void)count;
     return CUDA_SUCCESS;
 }
 
@@ -99,12 +80,6 @@ static CUresult export(void *descriptor, CUmemGenericAllocationHandle handle, CU
 static CUresult current(CUcontext *context)
 {
     *context = (CUcontext)1;
-    return CUDA_SUCCESS;
-}
-
-static CUresult current_device(CUdevice *device)
-{
-    *device = 0;
     return CUDA_SUCCESS;
 }
 

@@ -4,6 +4,7 @@
 #include "cleanup.h"
 #include "memory.h"
 #include "runtime.h"
+#include "stub_driver.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -44,41 +45,15 @@ static CUresult release(CUmemGenericAllocationHandle handle)
     return CUDA_SUCCESS;
 }
 
-static CUresult reserve(CUdeviceptr *at, size_t size, size_t alignment, CUdeviceptr hint, unsigned long long flags)
-{
-    (void)size, (void)alignment, (void)flags;
-    *at = hint;
-    return CUDA_SUCCESS;
-}
-
-static CUresult map(CUdeviceptr at, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
-                    unsigned long long flags)
-{
-    (void)at, (void)size, (void)offset, (void)handle, (void)flags;
-    return CUDA_SUCCESS;
-}
-
 static CUresult unmap(CUdeviceptr at, size_t size)
 {
     (void)at, (void)size;
     return CUDA_SUCCESS;
 }
 
-static CUresult set_access(CUdeviceptr at, size_t size, const CUmemAccessDesc *access, size_t count)
-{
-    (void)at, (void)size, (void)access, (void)count;
-    return CUDA_SUCCESS;
-}
-
 static CUresult current(CUcontext *context)
 {
     *context = here;
-    return CUDA_SUCCESS;
-}
-
-static CUresult current_device(CUdevice *device)
-{
-    *device = 0;
     return CUDA_SUCCESS;
 }
 
