@@ -160,7 +160,13 @@ def placed_in_parts(folder: Path) -> None:
             plan.in_parts(HALF)
             thread, failures = started(lambda plan=plan, sink=sink: machine.save_placed(plan, sink))  # type: ignore[misc]
             while switching and thread.is_alive():
+                in_turns = plan.in_turns
+                while thread.is_alive() and plan.in_turns == in_turns:
+                    time.sleep(0)
                 plan.in_parts(0)
+                landed = plan.landed
+                while thread.is_alive() and plan.landed == landed:
+                    time.sleep(0)
                 plan.in_parts(HALF)
             thread.join(30)
             assert not failures, failures
