@@ -4,6 +4,7 @@
 #include "blocks.h"
 #include "cleanup.h"
 #include "clock.h"
+#include "driver_memcpy.h"
 #include "gate.h"
 #include "held.h"
 #include "host.h"
@@ -308,6 +309,7 @@ bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct p
     if (reduce_stack)
         stack_reduce();
     phos_mmap_arm(true, huge_pages);
+    phos_driver_memcpy_arm(true);
     done->reduce_ns = phos_now_ns() - start;
     phos_leave_context(entered);
     return true;
@@ -354,6 +356,7 @@ bool phos_attach(uint64_t blocks, bool shut, uint64_t *map_ns, uint64_t *undo_ns
     start = phos_now_ns();
     if (ok) {
         phos_mmap_arm(false, false);
+        phos_driver_memcpy_arm(false);
         phos_residue_settle();
         stack_restore();
         struct phos_error host = {0};

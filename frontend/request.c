@@ -7,6 +7,7 @@
 #include "deferred.h"
 #include "descriptors.h"
 #include "detach.h"
+#include "driver_memcpy.h"
 #include "gate.h"
 #include "hold.h"
 #include "log.h"
@@ -215,6 +216,7 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
     attach_error = (struct phos_error){0};
     done.error = error.text;
     phos_residue_count(&done.residue_bytes, &done.residue_served);
+    done.residue_shared = phos_driver_memcpy_bytes();
     phos_debug("attach: %s, map %.3f ms, undo %.3f ms", error.text[0] ? error.text : "done", (double)done.map_ns / 1e6,
                (double)done.undo_ns / 1e6);
     ENVELOPE(envelope, id, ATTACH_DONE, attach_done, &done);

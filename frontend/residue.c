@@ -3,13 +3,12 @@
 #define _GNU_SOURCE
 #include "residue.h"
 #include "cleanup.h"
+#include "driver_object.h"
 #include "held.h"
 #include "log.h"
-#include "runtime.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <link.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
@@ -29,7 +28,7 @@
 static char *base;
 static size_t size;
 static char path_name[256];
-static uintptr_t driver_begin, driver_end;
+static const struct phos_driver_object *driver;
 
 static atomic_size_t used; /* end of the last slice */
 static struct {
@@ -37,27 +36,6 @@ static struct {
 } slices[SLICES]; /* each written once, by who took it; read by the control thread when the driver is done */
 static atomic_uint slice_count;
 static _Atomic uint64_t asked_bytes, served_bytes;
-
-static int find_driver(struct dl_phdr_info *info, size_t ignored, void *cookie)
-{
-    (void)ignored;
-    uintptr_t inside = *(uintptr_t *)cookie, low = UINTPTR_MAX, high = 0;
-    bool found = false;
-    for (int i = 0; i < info->dlpi_phnum; i++) {
-        const ElfW(Phdr) *segment = &info->dlpi_phdr[i];
-        if (segment->p_type != PT_LOAD)
-            continue;
-        uintptr_t start = info->dlpi_addr + segment->p_vaddr, end = start + segment->p_memsz;
-        low = start < low ? start : low;
-        high = end > high ? end : high;
-        found |= inside >= start && inside < end;
-    }
-    if (!found)
-        return 0;
-    driver_begin = low;
-    driver_end = high;
-    return 1;
-}
 
 static void *map_aligned(int file, size_t bytes)
 {
@@ -88,11 +66,9 @@ static bool populate(char *start, size_t bytes)
 bool phos_residue_prepare(const char *path, uint64_t bytes, uint64_t device, uint64_t inode, struct phos_error *error)
 {
     phos_residue_release();
-    if (!driver_end) {
-        uintptr_t inside = (uintptr_t)phos_real.cuMemCreate;
-        if (!inside || !dl_iterate_phdr(find_driver, &inside))
-            return phos_fail(error, CUDA_SUCCESS, "the driver's code was not found");
-    }
+    driver = phos_driver_object();
+    if (!driver)
+        return phos_fail(error, CUDA_SUCCESS, "the driver's code was not found");
     bytes = bytes / HUGE_PAGE * HUGE_PAGE;
     if (bytes < 2 * HUGE_PAGE || strlen(path) >= sizeof path_name)
         return phos_fail(error, CUDA_SUCCESS, "%llu bytes at %s are of no use", (unsigned long long)bytes, path);
@@ -126,7 +102,7 @@ bool phos_residue_prepare(const char *path, uint64_t bytes, uint64_t device, uin
 
 void *phos_residue_serve(size_t bytes, const void *caller)
 {
-    if ((uintptr_t)caller < driver_begin || (uintptr_t)caller >= driver_end)
+    if (!driver || (uintptr_t)caller < driver->begin || (uintptr_t)caller >= driver->end)
         return NULL;
     atomic_fetch_add(&asked_bytes, bytes);
     size_t room = (bytes + HUGE_PAGE - 1) & ~(HUGE_PAGE - 1), at = atomic_load(&used);

@@ -313,10 +313,11 @@ class Session:
         if self.takes_residue:
             self.residue_bytes = done.residue_bytes
             log.info(
-                "Process %d: the driver saved its part to %d bytes, %d of them prepared.",
+                "Process %d: the driver saved its part to %d bytes, %d of them prepared; several threads copied %d.",
                 self.pid,
                 done.residue_bytes,
                 done.residue_served,
+                done.residue_shared,
             )
         mapped = time.perf_counter()
         try:

@@ -1,0 +1,103 @@
+"""The driver's own memcpy() while a process is detached: by several threads, and its own again afterwards."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.frontend_fake import FakePhosd, Program, built, program
+from tests.unit.test_frontend_residue import BODY, RESIDUE, attach, check, detach, driver
+from tests.unit.waiting import eventually
+
+pytestmark = [pytest.mark.timeout(120), built]
+
+several_cpus = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
+
+
+def threads(app: Program) -> int:
+    """How many threads the program has."""
+    return len(os.listdir(f"/proc/{app.process.pid}/task"))
+
+
+def read_only(app: Program) -> dict[str, bytes]:
+    """What the program has of the driver that nobody may write to, by address and protection."""
+    found = {}
+    with open(f"/proc/{app.process.pid}/mem", "rb", buffering=0) as memory:
+        for line in Path(f"/proc/{app.process.pid}/maps").read_text().splitlines():
+            where, protection, *_, path = [*line.split(None, 5), ""][:7]
+            if "libcuda.so" in line and protection[1] == "-":
+                begin, end = (int(x, 16) for x in where.split("-"))
+                memory.seek(begin)
+                found[f"{where} {protection} {path}"] = memory.read(end - begin)
+    return found
+
+
+def differing(one: dict[str, bytes], other: dict[str, bytes]) -> set[int]:
+    """Which words of eight bytes differ."""
+    assert one.keys() == other.keys(), "protections have changed"
+    return {
+        at // 8
+        for where, data in one.items()
+        if data != other[where]
+        for at in range(len(data))
+        if data[at] != other[where][at]
+    }
+
+
+@several_cpus
+def test_several_threads_copy_what_the_driver_saves_and_restores(phosd: FakePhosd) -> None:
+    with program(phosd, BODY) as (app, session):
+        assert app.line() == "ready"
+        before = threads(app)
+        for _ in range(3):
+            detach(phosd, session)
+            driver(app, "checkpoint")
+            eventually(lambda: threads(app) == before)  # CRIU would dump them
+            driver(app, "restore")
+            assert attach(phosd, session).residue_shared == 2 * RESIDUE
+            check(app)
+        eventually(lambda: threads(app) == before)
+        app.finish()
+
+
+def test_the_driver_has_its_own_again_once_attached(phosd: FakePhosd) -> None:
+    with program(phosd, BODY) as (app, session):
+        assert app.line() == "ready"
+        before = read_only(app)
+        assert before
+        for toggled in (True, False):
+            detach(phosd, session)
+            assert len(differing(before, read_only(app))) == 1, "one slot, in pages that stay read-only"
+            if toggled:
+                driver(app, "checkpoint")
+                driver(app, "restore")
+            attach(phosd, session)
+            assert not differing(before, read_only(app))
+            check(app)
+        app.finish()
+
+
+def test_one_cpu_copies_alone(phosd: FakePhosd) -> None:
+    with program(phosd, f"import os\nos.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n{BODY}") as (app, session):
+        assert app.line() == "ready"
+        detach(phosd, session)
+        driver(app, "checkpoint")
+        driver(app, "restore")
+        assert attach(phosd, session).residue_shared == 0
+        check(app)
+        app.finish()
+
+
+def test_a_child_of_a_detached_process_copies_alone(phosd: FakePhosd) -> None:
+    with program(phosd, BODY) as (app, session):
+        assert app.line() == "ready"
+        detach(phosd, session)
+        driver(app, "checkpoint")
+        app.tell("fork")
+        assert app.line() == "0"
+        driver(app, "restore")
+        attach(phosd, session)
+        check(app)
+        app.finish()
