@@ -148,6 +148,7 @@ class State:
         """Another state, which can be changed without changing this one."""
         other = State()
         other.barriers = self.barriers.copy()
+        other.guarded = self.guarded.copy()
         other.registers = self.registers.copy()
         other.slots = self.slots.copy()
         other.spread = self.spread
@@ -157,6 +158,7 @@ class State:
         """Take in what may hold on another way here. Returns whether that was anything new."""
         changed = _merge(self.registers, other.registers)
         changed |= _merge(self.slots, other.slots)
+        changed |= _agree(self.guarded, other.guarded)
         for name, places in other.barriers.items():
             both = self.barriers.get(name, frozenset()) | places
             changed |= both != self.barriers.get(name)
@@ -215,6 +217,20 @@ class State:
             self.slots[slot] = word if always or old is None else join(old, word)
         else:
             self.spread = join(self.spread, Word(word.alternatives, word.derived, 0, 1))
+
+
+def _agree(mine: dict[int, tuple[str, Word]], theirs: dict[int, tuple[str, Word]]) -> bool:
+    """What was put into registers under the same predicate on both ways here; the rest is in the registers as well."""
+    changed = False
+    for register, (predicate, word) in list(mine.items()):
+        other = theirs.get(register)
+        if other is None or other[0] != predicate:
+            del mine[register]
+            changed = True
+        elif (new := join(word, other[1])) != word:
+            mine[register] = predicate, new
+            changed = True
+    return changed
 
 
 def _merge(mine: dict[int, Word], theirs: dict[int, Word]) -> bool:

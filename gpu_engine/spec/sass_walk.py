@@ -279,6 +279,7 @@ class Walk:
             heap = of(Atom(Origin.VARIABLE, -1)) if "malloc" in outside else UNKNOWN
             for result in _RESULTS:
                 state.registers[result] = heap
+            state.guarded.clear()  # it may have changed predicates
             following += self._nodes(context, (after,))
         return following
 

@@ -87,6 +87,46 @@ def test_what_is_set_and_used_under_one_predicate_is_nothing_else() -> None:
     assert flow(code.replace("@P0 STG", "@!P0 STG"), P0, P1) == (pointers(BOTH, BOTH), NONE)
 
 
+def test_what_is_set_under_a_predicate_holds_beyond_branches_that_do_not_change_it() -> None:
+    code = """
+        LDC.64 R2, c[0x0][0x210]
+        ISETP.NE.AND P0, PT, R9, RZ, PT
+        @P0 LDC.64 R2, c[0x0][0x218]
+        BSSY B0, `(.L_x_0)
+        @P1 BRA `(.L_x_1)
+        MOV R8, R9
+        .L_x_1:
+        @P0 STG.E desc[UR4][R2.64], R0
+        .L_x_0:
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(NONE, WRITE), NONE)
+    # Changed on one of the ways there, by a loop, or by a function that cannot be seen: not so.
+    changed = code.replace("MOV R8, R9", "ISETP.NE.AND P0, PT, R8, RZ, PT")
+    assert flow(changed, P0, P1) == (pointers(WRITE, WRITE), NONE)
+    looped = code.replace(".L_x_0:\n", "ISETP.NE.AND P0, PT, R8, RZ, PT\n@P2 BRA `(.L_x_1)\n.L_x_0:\n")
+    assert flow(looped, P0, P1) == (pointers(WRITE, WRITE), NONE)
+    called = code.replace("MOV R8, R9", "CALL.ABS.NOINC `(vprintf)")
+    assert flow(called, P0, P1) == (pointers(WRITE, WRITE), NONE)
+
+
+def test_ways_that_set_other_pointers_under_one_predicate_leave_either() -> None:
+    code = """
+        ISETP.NE.AND P0, PT, R9, RZ, PT
+        @P1 BRA `(.L_x_0)
+        @P0 LDC.64 R2, c[0x0][0x210]
+        BRA `(.L_x_1)
+        .L_x_0:
+        @P0 LDC.64 R2, c[0x0][0x218]
+        .L_x_1:
+        @P0 STG.E desc[UR4][R2.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(WRITE, WRITE), NONE)
+    one = code.replace("@P0 LDC.64 R2, c[0x0][0x218]", "@!P0 LDC.64 R2, c[0x0][0x218]")
+    assert flow(one, P0, P1) == (pointers(WRITE, WRITE), NONE), "the predicates differ: nothing is sure"
+
+
 def test_a_vote_stands_for_the_predicate_it_was_taken_on() -> None:
     code = """
         ULDC.64 UR6, c[0x0][0x198]
