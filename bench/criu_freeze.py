@@ -25,7 +25,7 @@ from harness import Results
 from process import Program
 from toggle import Heartbeat
 
-ALL = "stack-limit,huge-pages,residue"
+ALL = "stack-limit,huge-pages,residue,copy-threads"
 
 # Of phosd's environment, and of the program's.
 VARIANTS: dict[str, tuple[dict[str, str], dict[str, str]]] = {

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """The application's stall at a dump that leaves it running, with each toggle reducer on and off.
 
-The reducers are phosd's (PHOS_REDUCERS: 'stack-limit', 'huge-pages', 'residue') and, as an offer to the user, the
-application's own CUDA_DEVICE_MAX_CONNECTIONS=1. The stall is measured twice: as the longest gap between two iterations
-of the program, and as the phases that the image records.
+The reducers are phosd's (PHOS_REDUCERS: 'stack-limit', 'huge-pages', 'residue', 'copy-threads') and, as an offer to the
+user, the application's own CUDA_DEVICE_MAX_CONNECTIONS=1. The stall is measured twice: as the longest gap between two
+iterations of the program, and as the phases that the image records.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ VARIANTS = {
     "stack-limit": ("stack-limit", ""),
     "huge-pages": ("huge-pages", ""),
     "stack-limit, huge-pages": ("stack-limit,huge-pages", ""),
-    "stack-limit, huge-pages, residue (default)": ("stack-limit,huge-pages,residue", ""),
-    "default, 1 connection": ("stack-limit,huge-pages,residue", "1"),
+    "stack-limit, huge-pages, residue": ("stack-limit,huge-pages,residue", ""),
+    "all (default)": ("stack-limit,huge-pages,residue,copy-threads", ""),
+    "default, 1 connection": ("stack-limit,huge-pages,residue,copy-threads", "1"),
 }
 
 

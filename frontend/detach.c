@@ -285,7 +285,7 @@ static void detach_undo(phos_fetch *fetch)
         phos_warn("pinned memory is pageable from now on: %s", undo.text);
 }
 
-bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct phos_detached *done,
+bool phos_detach(const struct phos_reducers *reducers, phos_fetch *fetch, struct phos_detached *done,
                  struct phos_error *error)
 {
     bool entered = phos_enter_context();
@@ -306,10 +306,11 @@ bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct p
     }
     done->unmap_ns = phos_now_ns() - start;
     start = phos_now_ns();
-    if (reduce_stack)
+    if (reducers->stack)
         stack_reduce();
-    phos_mmap_arm(true, huge_pages);
-    phos_driver_memcpy_arm(true);
+    phos_mmap_arm(true, reducers->huge_pages);
+    if (reducers->copy_threads)
+        phos_driver_memcpy_arm(true);
     done->reduce_ns = phos_now_ns() - start;
     phos_leave_context(entered);
     return true;

@@ -10,11 +10,17 @@ struct phos_detached {
     uint64_t unmap_ns, reduce_ns, blocks, bytes, host_bytes;
 };
 
+/* What makes the driver's checkpoint smaller or quicker, until the attach: the stack limit; huge pages for what it saves
+ * (mmap.c); several threads that copy it (driver_memcpy.h). */
+struct phos_reducers {
+    bool stack, huge_pages, copy_threads;
+};
+
 /* Gets phosd's descriptor of a block, this session's or another's. */
 typedef bool phos_fetch(const uint8_t session[16], uint64_t block, int *descriptor, struct phos_error *error);
 
 /* All or nothing: after a failure everything is mapped as before. Should even that fail, every call does from then on. */
-bool phos_detach(bool reduce_stack, bool huge_pages, phos_fetch *fetch, struct phos_detached *done,
+bool phos_detach(const struct phos_reducers *reducers, phos_fetch *fetch, struct phos_detached *done,
                  struct phos_error *error) PHOS_CHECKED;
 /* A memfd with a serialized MemoryMap, or -1. To be called before phos_detach, which keeps the records. */
 int phos_memory_map(void);

@@ -64,6 +64,7 @@ static void *help(void *unused)
 {
     (void)unused;
     unsigned spins = 0;
+    pthread_setname_np(pthread_self(), "phos-memcpy");
     for (uint64_t idle_since = phos_now_ns(); phos_now_ns() - idle_since < IDLE_NS && atomic_load(&armed); relax(&spins)) {
         if (!atomic_load(&job.open))
             continue;

@@ -1,6 +1,6 @@
 /* The driver's checkpoint and restore move the residue (residue.h) through two buffers of 2 MiB, and one thread of theirs
- * calls memcpy() for it, at 5 to 7 GB/s: 52 to 70 of 160 to 190 ms each, with PyTorch on an H100 (driver 580). While a process
- * is detached, the driver's memcpy() is one that lets several threads copy. */
+ * calls memcpy() for it: a third of their time, with PyTorch on an H100 (bench/driver_calls.py). While a process is detached,
+ * the driver's memcpy() may be one that lets several threads copy. */
 #pragma once
 #include <stdbool.h>
 #include <stdint.h>

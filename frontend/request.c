@@ -161,9 +161,10 @@ static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
         if (!phos_tell_all(true))
             return false;
         struct phos_detached taken = {0};
+        struct phos_reducers reducers = {detach->reduce_stack, detach->huge_pages, detach->copy_threads};
         if (can_return(&error) && (map = phos_memory_map()) < 0)
             phos_fail(&error, CUDA_SUCCESS, "the memory map could not be written: %s", strerror(errno));
-        if (!error.text[0] && phos_detach(detach->reduce_stack, detach->huge_pages, phos_connection_fetch, &taken, &error)) {
+        if (!error.text[0] && phos_detach(&reducers, phos_connection_fetch, &taken, &error)) {
             state = PHOS__WIRE__GATE_STATE__DETACHED;
             attach_error = (struct phos_error){0};
         }

@@ -116,8 +116,12 @@ class GatedProcess(Protocol):
         ``timeout``: for the gate and for the GPU each; ``patience``: how much later its answer may come. Seconds.
         """
 
-    def detach(self, *, reduce_stack: bool, huge_pages: bool) -> Detached:
-        """Drop every mapping and handle; on failure everything is mapped as before."""
+    def detach(self, *, reduce_stack: bool, huge_pages: bool, copy_threads: bool) -> Detached:
+        """Drop every mapping and handle; on failure everything is mapped as before.
+
+        Until it is attached again, what makes the driver's checkpoint smaller or quicker may be in force: less memory
+        for stacks, huge pages for what the driver saves, several threads that copy it.
+        """
 
     def open(self) -> None:
         """Open the gate of a process that is quiesced and attached."""

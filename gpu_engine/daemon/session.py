@@ -201,15 +201,14 @@ class Session:
         self.machine.to(SessionState.QUIESCED)
         return QuiesceTimes(done.gate_ns * 1e-9, done.synchronize_ns * 1e-9)
 
-    def detach(self, *, reduce_stack: bool, huge_pages: bool) -> Detached:
+    def detach(self, *, reduce_stack: bool, huge_pages: bool, copy_threads: bool) -> Detached:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         self.detached = None
         try:
             self._holds.place(self.session, self.pid)
             self._blocks.secure()
-            answer, descriptors = self._conversation.call(
-                ANSWER_SECONDS, detach=wire_pb2.Detach(reduce_stack=reduce_stack, huge_pages=huge_pages)
-            )
+            wanted = wire_pb2.Detach(reduce_stack=reduce_stack, huge_pages=huge_pages, copy_threads=copy_threads)
+            answer, descriptors = self._conversation.call(ANSWER_SECONDS, detach=wanted)
             done = answer.detach_done
             if done.error:
                 wire.close_all(descriptors)

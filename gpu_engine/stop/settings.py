@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from phos.gpu_engine.cow.settings import size_of
 from phos.gpu_engine.errors import UsageError
 
-REDUCERS = ("stack-limit", "huge-pages", "residue")
+REDUCERS = ("stack-limit", "huge-pages", "residue", "copy-threads")
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Settings:
     reduce_stack: bool = True
     huge_pages: bool = True
     residue: bool = True
+    copy_threads: bool = True
     in_place: bool = True  # GPUs write into the image's own pages, where they are huge
     cpu_pages: bool = True  # phosd copies the pages of frozen tasks, instead of CRIU
     residue_bytes: int = 0  # for a driver of which nothing is known yet; 0: as much as one of its kind usually wants
@@ -31,9 +32,9 @@ class Settings:
 
         PHOS_QUIESCE_SECONDS: of all tries together; PHOS_CHECKPOINT_SECONDS: how long the driver may take (whole GPUs
         are copied of processes without the frontend); PHOS_RETURN_SECONDS: how long a released process may take to come
-        back; PHOS_REDUCERS: a comma-separated list of 'stack-limit', 'huge-pages' and 'residue', or 'none';
-        PHOS_RESIDUE_BYTES: how much memory is prepared for what the driver saves, at a process's first checkpoint;
-        PHOS_IN_PLACE, PHOS_CPU_PAGES: on or off.
+        back; PHOS_REDUCERS: a comma-separated list of 'stack-limit', 'huge-pages', 'residue' and 'copy-threads', or
+        'none'; PHOS_RESIDUE_BYTES: how much memory is prepared for what the driver saves, at a process's first
+        checkpoint; PHOS_IN_PLACE, PHOS_CPU_PAGES: on or off.
 
         Raises:
             UsageError: one of them has no meaning.
@@ -52,6 +53,7 @@ class Settings:
             reduce_stack="stack-limit" in reducers,
             huge_pages="huge-pages" in reducers,
             residue="residue" in reducers,
+            copy_threads="copy-threads" in reducers,
             in_place=_switch("PHOS_IN_PLACE"),
             cpu_pages=_switch("PHOS_CPU_PAGES"),
             residue_bytes=size_of("PHOS_RESIDUE_BYTES", os.environ.get("PHOS_RESIDUE_BYTES", "0")),
@@ -59,7 +61,8 @@ class Settings:
 
     def reducers(self) -> list[str]:
         """The names of the toggle reducers in use."""
-        chosen = dict(zip(REDUCERS, (self.reduce_stack, self.huge_pages, self.residue), strict=True))
+        uses = self.reduce_stack, self.huge_pages, self.residue, self.copy_threads
+        chosen = dict(zip(REDUCERS, uses, strict=True))
         return [name for name, used in chosen.items() if used]
 
 

@@ -118,7 +118,9 @@ class ProcessTree:
 
         def one(process: GatedProcess) -> None:
             self.detached[process.session] = process.detach(
-                reduce_stack=self._settings.reduce_stack, huge_pages=self._settings.huge_pages
+                reduce_stack=self._settings.reduce_stack,
+                huge_pages=self._settings.huge_pages,
+                copy_threads=self._settings.copy_threads,
             )
 
         with ThreadPoolExecutor(len(self.gated)) as pool:

@@ -15,6 +15,8 @@ from tests.integration.site import Site
 
 ROOT = Path(__file__).resolve().parents[2]
 
+RESIDUE_MB = 12 * (1 << 20) / 1e6  # SOFTGPU_RESIDUE
+
 pytestmark = [pytest.mark.root, pytest.mark.serial]
 
 
@@ -121,7 +123,7 @@ def test_correctness(site: Site) -> None:
 def test_toggle(site: Site) -> None:
     """Each setting of the reducers is measured, and the stall holds at least the time in which CRIU had it frozen."""
     rows = smoke(site, "toggle", "--image", str(site.folder))["rows"]
-    assert len(rows) == 6
+    assert len(rows) == 7
     for row in rows:
         assert row["stall_s"] >= row["CRIU freeze and dump"] > 0
 
@@ -331,3 +333,14 @@ def test_copy_load(site: Site) -> None:
     assert all(row["import_us"] > 0 < row["map_us"] and row["restore_s"] > 0 for row in rows.values())
     assert "copied_gb_s" not in rows["none"]
     assert all(rows[key]["copied_gb_s"] > 0 for key in loaded)
+
+
+def test_driver_calls(site: Site) -> None:
+    """What the software GPU saves of a context, and restores, is copied by memcpy(), to the byte."""
+    content = smoke(site, "driver_calls", "--image", str(site.folder), "--repeats", "2")
+    rows = {row["key"]: row for row in content["rows"]}
+    for step in ("driver checkpoint", "driver restore"):
+        assert rows[f"{step}: memcpy"]["mb"] == RESIDUE_MB
+        assert rows[f"{step}: memcpy"]["ms"] > 0
+        assert rows[f"{step}: all"]["calls"] >= rows[f"{step}: memcpy"]["calls"] > 0
+        assert rows[f"{step}: all"]["ms"] > 0

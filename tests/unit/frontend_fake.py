@@ -316,12 +316,14 @@ class FakePhosd:
         link.symlink_to(f"{os.getpid()}:{process_start(os.getpid())}")
         return link
 
-    def detach(self, session: Session, *, reduce_stack: bool = True, huge_pages: bool = True) -> wire.DetachDone:
+    def detach(
+        self, session: Session, *, reduce_stack: bool = True, huge_pages: bool = True, copy_threads: bool = True
+    ) -> wire.DetachDone:
         """Make the hold and detach. The hold stays if that succeeded."""
         link = self.hold(session)
         connection = session.connection
         assert connection is not None
-        request = wire.Detach(reduce_stack=reduce_stack, huge_pages=huge_pages)
+        request = wire.Detach(reduce_stack=reduce_stack, huge_pages=huge_pages, copy_threads=copy_threads)
         envelope, descriptors = connection.ask(detach=request)
         done = envelope.detach_done
         if done.error:

@@ -70,7 +70,7 @@ class Guest(Frontend):
         thread = threading.Thread(target=answer)
         thread.start()
         try:
-            self.session.detach(reduce_stack=False, huge_pages=False)
+            self.session.detach(reduce_stack=False, huge_pages=False, copy_threads=False)
         finally:
             thread.join()
             os.close(map_)
@@ -166,7 +166,7 @@ def test_it_is_there_for_a_process_that_detaches_after_all(guest: Guest) -> None
     thread = threading.Thread(target=hang_up)
     thread.start()
     with pytest.raises(PhosError, match="ended, or closed its connection"):
-        guest.session.detach(reduce_stack=False, huge_pages=False)
+        guest.session.detach(reduce_stack=False, huge_pages=False, copy_threads=False)
     thread.join()
     guest.close()
     guest.broker.drop_session(OTHER)
@@ -193,7 +193,7 @@ def test_what_is_unmapped_meanwhile_is_given_back(guest: Guest) -> None:
 def test_a_process_whose_memory_has_lost_its_owner_is_not_detached(guest: Guest) -> None:
     guest.broker.remove((OTHER, 8))
     with pytest.raises(CheckpointFailed, match="of another process that has ended, or has freed it"):
-        guest.session.detach(reduce_stack=False, huge_pages=False)
+        guest.session.detach(reduce_stack=False, huge_pages=False, copy_threads=False)
     assert not guest.broker.lent(NUMBER)
     assert not list(guest.session._holds._folder.iterdir())
 

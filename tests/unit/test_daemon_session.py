@@ -191,7 +191,7 @@ def test_detach_without_a_descriptor_of_everything_is_refused_before_it_begins(f
     frontend.settle()
     quiesced(frontend)
     with pytest.raises(CheckpointFailed, match="no descriptor of 1 GPU memory"):
-        frontend.session.detach(reduce_stack=False, huge_pages=False)
+        frontend.session.detach(reduce_stack=False, huge_pages=False, copy_threads=False)
     thread = frontend.in_background("open", done=wire_pb2.Done())  # not 'detach'
     frontend.session.open()
     thread.join()
@@ -214,7 +214,7 @@ def test_detach_with_a_map_that_cannot_be_read_brings_the_process_back(frontend:
         maps.append(memory_map(blocks=[wire_pb2.MemoryMap.Block(block=1, owner_session=OTHER, owner_block=7)]))
     thread = frontend.in_background("detach", detach_done=wire_pb2.DetachDone(), descriptors=tuple(maps))
     with pytest.raises(CheckpointFailed, match="cannot be read"):
-        frontend.session.detach(reduce_stack=False, huge_pages=False)
+        frontend.session.detach(reduce_stack=False, huge_pages=False, copy_threads=False)
     thread.join()
     for descriptor in maps:
         os.close(descriptor)
@@ -233,7 +233,7 @@ def test_detach_whose_process_ends_leaves_no_hold(frontend: Frontend) -> None:
     thread = threading.Thread(target=hang_up)
     thread.start()
     with pytest.raises(CheckpointFailed, match="ended, or closed its connection, at 'detach'"):
-        frontend.session.detach(reduce_stack=False, huge_pages=False)
+        frontend.session.detach(reduce_stack=False, huge_pages=False, copy_threads=False)
     thread.join()
     assert not list(frontend.session._holds._folder.iterdir())
 

@@ -113,7 +113,7 @@ class SessionLife(RuleBasedStateMachine):
         thread = threading.Thread(target=serve)
         thread.start()
         try:
-            detached = self.frontend.session.detach(reduce_stack=True, huge_pages=True)
+            detached = self.frontend.session.detach(reduce_stack=True, huge_pages=True, copy_threads=True)
             assert {b.number for b in detached.blocks} == self.blocks
             self.gate = "detached"
         except CheckpointFailed:

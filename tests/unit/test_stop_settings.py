@@ -19,14 +19,15 @@ def test_settings_without_meaning_are_refused(monkeypatch: pytest.MonkeyPatch) -
             Settings.from_environment()
     monkeypatch.setenv("PHOS_QUIESCE_SECONDS", "2.5")
     monkeypatch.setenv("PHOS_REDUCERS", "none")
-    none = Settings(quiesce_timeout=2.5, reduce_stack=False, huge_pages=False, residue=False)
+    none = Settings(quiesce_timeout=2.5, reduce_stack=False, huge_pages=False, residue=False, copy_threads=False)
     assert Settings.from_environment() == none
 
 
 @pytest.mark.parametrize("text", ["stack", "stack-limit,hugepages", "none,stack-limit", "stack-limit,"])
 def test_unknown_reducers_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("PHOS_REDUCERS", text)
-    with pytest.raises(UsageError, match=r"PHOS_REDUCERS=.*is no reducer.*stack-limit, huge-pages, residue with"):
+    names = "stack-limit, huge-pages, residue, copy-threads"
+    with pytest.raises(UsageError, match=rf"PHOS_REDUCERS=.*is no reducer.*{names} with"):
         Settings.from_environment()
 
 
@@ -38,7 +39,7 @@ def test_reducers_may_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PHOS_REDUCERS", text)
         assert Settings.from_environment().reducers() == []
     monkeypatch.delenv("PHOS_REDUCERS")
-    assert Settings.from_environment().reducers() == ["stack-limit", "huge-pages", "residue"]
+    assert Settings.from_environment().reducers() == ["stack-limit", "huge-pages", "residue", "copy-threads"]
 
 
 def test_size_of_the_first_residue(monkeypatch: pytest.MonkeyPatch) -> None:
