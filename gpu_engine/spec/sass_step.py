@@ -76,6 +76,8 @@ def step(instruction: Instruction, state: State, kernel: Kernel) -> None:
 
 def _change_predicates(instruction: Instruction, state: State) -> None:
     """Predicates written stand first, or right behind the first register; those read stand last."""
+    if instruction.name in ("P2R", "UP2UR"):
+        return  # puts them into a register
     written = []
     others = 0
     for operand in instruction.operands:

@@ -101,9 +101,13 @@ def test_what_is_set_under_a_predicate_holds_beyond_branches_that_do_not_change_
         EXIT
     """
     assert flow(code, P0, P1) == (pointers(NONE, WRITE), NONE)
+    kept = code.replace("MOV R8, R9", "P2R R8, PR, RZ, 0x1")
+    assert flow(kept, P0, P1) == (pointers(NONE, WRITE), NONE)
     # Changed on one of the ways there, by a loop, or by a function that cannot be seen: not so.
     changed = code.replace("MOV R8, R9", "ISETP.NE.AND P0, PT, R8, RZ, PT")
     assert flow(changed, P0, P1) == (pointers(WRITE, WRITE), NONE)
+    packed = code.replace("MOV R8, R9", "R2P PR, R8, 0x1")
+    assert flow(packed, P0, P1) == (pointers(WRITE, WRITE), NONE)
     looped = code.replace(".L_x_0:\n", "ISETP.NE.AND P0, PT, R8, RZ, PT\n@P2 BRA `(.L_x_1)\n.L_x_0:\n")
     assert flow(looped, P0, P1) == (pointers(WRITE, WRITE), NONE)
     called = code.replace("MOV R8, R9", "CALL.ABS.NOINC `(vprintf)")
