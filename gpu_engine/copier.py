@@ -41,7 +41,8 @@ from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.fill_plan import FillLanes, FillPlan
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
-from phos.gpu_engine.save_plan import Pump, SavePlace, SavePlan, events_of_a_pump
+from phos.gpu_engine.save_places import SavePlaces, places_of
+from phos.gpu_engine.save_plan import Pump, SavePlan, events_of_a_pump
 from phos.gpu_engine.shared_workers import Lease, SharedWorkers
 
 SETTLING_WORKERS = 3
@@ -238,12 +239,7 @@ class Copier:
         try:
             mappings.add(blocks)
             if sum(block.size for block in blocks) <= sink.placeable:
-                places = [
-                    SavePlace(block.key, offset, min(CHUNK_BYTES, block.size - offset), address + offset, block.device)
-                    for block in blocks
-                    for address in (mappings[block.key].address,)
-                    for offset in range(0, block.size, CHUNK_BYTES)
-                ]
+                places = SavePlaces(places_of(blocks, mappings))
                 plan = SavePlan(places, range(len(places)), hashes, join_bytes=sink.place_limit)
                 placed = PlacedSave(plan, sink, None, trace)
                 self.save_placed(placed, sink, progress, cancelled)

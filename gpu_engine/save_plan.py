@@ -12,10 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.copy_lane import APPENDING, Addressed, Failure, driver_table, fail
 from phos.gpu_engine.copy_work import Cancelled, NothingYet, Piece
-from phos.images.chunk_hash import zero_hash
+from phos.gpu_engine.save_places import SavePlace, SavePlaces
 from phos.images.errors import ImageError
 from phos.images.native import chunks_library
 from phos.images.stripe import Room
@@ -40,16 +39,6 @@ DONE = 0
 """What phos_save() answers, unless it is broken."""
 
 
-class SavePlace(NamedTuple):
-    """Where a chunk is: ``size`` bytes at ``offset`` of a block, at a device address of phosd's."""
-
-    key: BlockKey
-    offset: int
-    size: int
-    address: int
-    device: int
-
-
 class PoolFlags(NamedTuple):
     """A shadow pool, as far as it tells of transfers: its flags' address, its window, its number there, slots, GPU."""
 
@@ -58,18 +47,6 @@ class PoolFlags(NamedTuple):
     number: int
     slots: int
     device: int
-
-
-class _Place(ctypes.Structure):
-    """struct phos_save_place."""
-
-    _fields_ = (
-        ("address", ctypes.c_uint64),
-        ("size", ctypes.c_uint32),
-        ("block", ctypes.c_uint32),
-        ("queue", ctypes.c_uint32),
-        ("zero", ctypes.c_uint32),
-    )
 
 
 class _Made(ctypes.Structure):
@@ -238,21 +215,15 @@ class SavePlan:
         phos_chunk_table), ``windows`` (struct phos_window_view) and what ``pools`` point to have to stay until nothing
         is taken any more.
         """
+        gpus = {pool.device for pool in pools}
+        if not isinstance(places, SavePlaces) or not gpus <= set(places.devices):
+            places = SavePlaces(places, gpus)
         self.places = places
         self._expected = expected
-        self.devices = sorted({place.device for place in places} | {pool.device for pool in pools})
+        self.devices = places.devices
         """The GPUs; their numbers in this list are those of the queues."""
         u32, count = ctypes.c_uint32, len(places)
-        queue_of = {device: queue for queue, device in enumerate(self.devices)}
-        zeros = {zero_hash(size) for size in {place.size for place in places}} if expected is not None else set()
-        self._places = (_Place * max(1, count))()
-        block, key = -1, None
-        for number, place in enumerate(places):
-            if place.key != key:
-                block, key = block + 1, place.key
-            # What zeros are is known, whatever they have become.
-            address = 0 if expected is not None and expected[number] in zeros else place.address
-            self._places[number] = _Place(address, place.size, block, queue_of[place.device])
+        self._places = places.packed(places.zeros(expected) if expected is not None else ())
         orders = [order]
         if len(self.devices) > 1:
             orders = [[n for n in order if places[n].device == device] for device in self.devices]

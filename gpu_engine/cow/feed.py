@@ -10,7 +10,8 @@ from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable
 from phos.gpu_engine.cow.shadows import Shadows, Window
 from phos.gpu_engine.errors import Mispredicted
 from phos.gpu_engine.ring import CHUNK_BYTES
-from phos.gpu_engine.save_plan import PoolFlags, SavePlace, SavePlan
+from phos.gpu_engine.save_places import SavePlace
+from phos.gpu_engine.save_plan import PoolFlags, SavePlan
 
 STEP_ASIDE_SECONDS = 0.01
 """So long phosd's copies wait for the application's at a stretch."""

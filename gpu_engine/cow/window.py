@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from phos.gpu_engine import driver
-from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.content_hash import chunk_count
 from phos.gpu_engine.copy_work import Sink
 from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
 from phos.gpu_engine.cow.feed import ChunkFeed
+from phos.gpu_engine.cow.layout import Layout
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools, ShadowPool, slots_for
 from phos.gpu_engine.cow.shadows import Window
@@ -19,9 +20,7 @@ from phos.gpu_engine.errors import DriverError
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import Detached, GatedProcess
 from phos.gpu_engine.ring import CHUNK_BYTES
-from phos.gpu_engine.save_plan import SavePlace
 from phos.gpu_engine.touch_order import FirstTouches, Touched
-from phos.images.chunk_hash import zero_hash
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +68,7 @@ class Windows:
         self._pools: dict[bytes, LentPools] = {}
         self._windows: dict[bytes, ProcessWindow] = {}
         self._table: ChunkTable | None = None
+        self._layout: Layout | None = None
         self.feed: ChunkFeed | None = None
         self.pool_bytes = 0
         self.placed = False
@@ -94,6 +94,13 @@ class Windows:
                     log.warning("GPU %d: no shadow pool for process %d: %s", device, process.pid, error)
             self._pools[process.session] = LentPools(pools)
 
+    def _pool_devices(self) -> set[int]:
+        return {pool.device for pools in self._pools.values() for pool in pools.pools}
+
+    def foresee(self, blocks: Sequence[Block], mapped: MappedBlocks, written_before: Sequence[Touched]) -> None:
+        """While the processes still compute, after :meth:`lend_pools`: what :meth:`lay_out` will have to do."""
+        self._layout = Layout(blocks, mapped, self._pool_devices(), written_before)
+
     def lay_out(
         self,
         processes: Sequence[GatedProcess],
@@ -108,15 +115,10 @@ class Windows:
 
         ``written_before``: what earlier windows saw written, in order. ``sink``: where the data will go.
         """
-        chunks: dict[BlockKey, range] = {}
-        places: list[SavePlace] = []
-        for key, size, device in ((block.key, block.size, block.device) for block in blocks):
-            address = mapped[key].address
-            chunks[key] = range(len(places), len(places) + chunk_count(size))
-            places += [
-                SavePlace(key, offset, min(CHUNK_BYTES, size - offset), address + offset, device)
-                for offset in range(0, size, CHUNK_BYTES)
-            ]
+        layout, devices = self._layout, self._pool_devices()
+        if layout is None or not layout.fits(blocks, mapped, devices):
+            layout = Layout(blocks, mapped, devices, written_before)
+        chunks, places = layout.chunks, layout.places
         self._table = ChunkTable(CHUNK_BYTES, len(places))
         windows: list[Window] = []
         for number, process in enumerate(processes):
@@ -130,10 +132,7 @@ class Windows:
                 number, records, shapes, queue, prioritise=self._settings.prioritise, order=queue // 2
             )
             windows.append(Window(pools.table, pools, process.alive))
-        order = first_written_first(chunks, written_before)
-        if expected is not None:  # zeros first: they need no copying, so nobody has to copy them aside
-            zeros = {zero_hash(size) for size in {place.size for place in places}}
-            order.sort(key=lambda chunk: expected[chunk] not in zeros)
+        order = layout.order(places.zeros(expected) if expected is not None else ())
         self.placed = sum(block.size for block in blocks) <= sink.placeable
         self.feed = feed = ChunkFeed(
             self._table,
@@ -214,12 +213,3 @@ def first_touches(table: WindowTable, places: Sequence[Touched]) -> FirstTouches
             if writes:
                 found.written.append(places[chunk])
     return found
-
-
-def first_written_first(chunks: Mapping[BlockKey, range], before: Sequence[Touched]) -> list[int]:
-    """An order in which to save chunks: those first that earlier windows saw written first, then the others.
-
-    ``chunks``: the numbers of each block's. The processes stand still for this, thousands of chunks long.
-    """
-    known = dict.fromkeys(chunks[key][n] for key, n in before if key in chunks and n < len(chunks[key]))
-    return [*known, *(chunk for numbers in chunks.values() for chunk in numbers if chunk not in known)]

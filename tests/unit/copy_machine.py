@@ -22,7 +22,8 @@ from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable
 from phos.gpu_engine.installation import load_driver
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
-from phos.gpu_engine.save_plan import SavePlace, SavePlan
+from phos.gpu_engine.save_places import SavePlace
+from phos.gpu_engine.save_plan import SavePlan
 from phos.images.chunk_hash import chunk_hash
 from phos.images.formats import HASH_SIZE, align_up
 from phos.images.mapping import view_of

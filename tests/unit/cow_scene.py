@@ -23,7 +23,7 @@ from phos.gpu_engine.cow.chunk_table import (
 from phos.gpu_engine.cow.feed import ChunkFeed
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import Window
-from phos.gpu_engine.save_plan import SavePlace
+from phos.gpu_engine.save_places import SavePlace
 from phos.images.files import address_of
 
 CHUNK = 4 << 20

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phos.gpu_engine import copy_lane, copy_loop, fill_plan, save_plan
+from phos.gpu_engine import copy_lane, copy_loop, fill_plan, save_places, save_plan
 from phos.gpu_engine.content_hash import SPAN_BYTES, THREADS
 from phos.gpu_engine.copy_work import SLOTS
 from phos.gpu_engine.fill_plan import FillPlan
@@ -151,7 +151,7 @@ def test_a_plan_is_that_of_the_source_up_to_its_lock(fill_layout: Layout) -> Non
 @pytest.mark.parametrize(
     "name, structure",
     [
-        ("save_place", save_plan._Place),
+        ("save_place", save_places.Place),
         ("save_made", save_plan._Made),
         ("save_window", save_plan._Window),
         ("save_pool", save_plan._Pool),

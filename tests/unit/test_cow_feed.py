@@ -18,13 +18,15 @@ from phos.gpu_engine.copy_work import NothingYet, Piece
 from phos.gpu_engine.cow import feed as feed_module
 from phos.gpu_engine.cow.chunk_table import SAVED
 from phos.gpu_engine.cow.feed import STALL_WORKERS
+from phos.gpu_engine.cow.layout import first_written_first
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import LentPools
 from phos.gpu_engine.cow.shadows import ALIVE_SECONDS
-from phos.gpu_engine.cow.window import ProcessWindow, Windows, first_written_first
+from phos.gpu_engine.cow.window import ProcessWindow, Windows
 from phos.gpu_engine.daemon.session_window import SessionWindow
 from phos.gpu_engine.errors import Mispredicted
-from phos.gpu_engine.save_plan import TAKES_IN_A_ROW, SavePlace, SavePlan
+from phos.gpu_engine.save_places import SavePlace
+from phos.gpu_engine.save_plan import TAKES_IN_A_ROW, SavePlan
 from phos.gpu_engine.touch_order import TouchOrder
 from phos.images.chunk_hash import chunk_hash, zero_hash
 from tests.unit.cow_scene import BASE, CHUNK, ORDER, SESSION, Clock, Scene
