@@ -309,8 +309,7 @@ bool phos_detach(const struct phos_reducers *reducers, phos_fetch *fetch, struct
     if (reducers->stack)
         stack_reduce();
     phos_mmap_arm(true, reducers->huge_pages);
-    if (reducers->copy_threads)
-        phos_driver_memcpy_arm(true);
+    phos_driver_memcpy_begin(reducers->copy_threads);
     done->reduce_ns = phos_now_ns() - start;
     phos_leave_context(entered);
     return true;
@@ -357,7 +356,7 @@ bool phos_attach(uint64_t blocks, bool shut, uint64_t *map_ns, uint64_t *undo_ns
     start = phos_now_ns();
     if (ok) {
         phos_mmap_arm(false, false);
-        phos_driver_memcpy_arm(false);
+        phos_driver_memcpy_end();
         phos_residue_settle();
         stack_restore();
         struct phos_error host = {0};

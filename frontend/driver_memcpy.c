@@ -1,5 +1,6 @@
 /* See driver_memcpy.h. The driver takes memcpy() from the C library by a slot that the dynamic linker has filled in, so what
- * is in the slot decides; nobody else's calls come here.
+ * is in the slot decides; nobody else's calls come here. It takes the version of glibc 2.2.5, for which source and
+ * destination may overlap.
  *
  * Threads that help are made when there is something to copy, and end when there has been nothing for a while: when CRIU
  * looks at the process there are none. Whatever becomes of them, who calls copies all that nobody else does. */
@@ -9,6 +10,7 @@
 #include "driver_object.h"
 #include "log.h"
 
+#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
@@ -23,8 +25,10 @@
 #define HELPERS 7
 #define IDLE_NS 1000000u /* the driver's next call comes within microseconds, if it comes */
 #define SPINS 1000
+#define STACK ((size_t)512 << 10)
 
-static void **slots[PHOS_SLOTS]; /* the control thread's */
+static const struct phos_driver_object *driver; /* the control thread's, like what follows; found once */
+static void **slots[PHOS_SLOTS];
 static void *before[PHOS_SLOTS];
 static size_t slot_count;
 
@@ -79,6 +83,9 @@ static void *help(void *unused)
     return NULL;
 }
 
+/* Those that a thread brings upon itself: the program's handlers may say something of them. */
+static const int faults[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGABRT};
+
 static unsigned wanted_helpers(void)
 {
     cpu_set_t cpus;
@@ -86,38 +93,58 @@ static unsigned wanted_helpers(void)
     return count < 2 ? 0 : count / 2 < HELPERS ? (unsigned)count / 2 : HELPERS;
 }
 
-/* Whether there are any. */
+static bool make_helper(void)
+{
+    pthread_t thread;
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_attr_setstacksize(&attributes, STACK);
+    int error = pthread_create(&thread, &attributes, help, NULL);
+    if (error == EINVAL) { /* a program with more memory for each thread's variables than that */
+        pthread_attr_setstacksize(&attributes, (size_t)8 << 20);
+        error = pthread_create(&thread, &attributes, help, NULL);
+    }
+    pthread_attr_destroy(&attributes);
+    return !error;
+}
+
+/* Whether there have been any. */
 static bool call_helpers(void)
 {
     unsigned wanted = wanted_helpers(), there = atomic_load(&helpers);
     if (there >= wanted)
         return there > 0;
-    sigset_t all, old;
-    pthread_attr_t attributes;
-    sigfillset(&all); /* the program's handlers are none of theirs */
-    pthread_sigmask(SIG_SETMASK, &all, &old);
-    pthread_attr_init(&attributes);
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    bool made = there > 0;
+    sigset_t others, old;
+    sigfillset(&others);
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
+        sigdelset(&others, faults[i]);
+    pthread_sigmask(SIG_SETMASK, &others, &old);
     while (atomic_load(&helpers) < wanted) {
-        pthread_t thread;
         atomic_fetch_add(&helpers, 1);
-        if (pthread_create(&thread, &attributes, help, NULL)) {
+        if (!make_helper()) {
             atomic_fetch_sub(&helpers, 1);
             break;
         }
+        made = true;
     }
-    pthread_attr_destroy(&attributes);
     pthread_sigmask(SIG_SETMASK, &old, NULL);
-    return atomic_load(&helpers) > 0;
+    return made;
 }
 
-static void *copy(void *restrict to, const void *restrict from, size_t bytes)
+static bool overlap(const char *to, const char *from, size_t bytes)
 {
-    if (bytes < SMALL || !atomic_load(&armed) || pthread_mutex_trylock(&busy))
-        return memcpy(to, from, bytes);
+    return to < from + bytes && from < to + bytes;
+}
+
+static void *copy(void *to, const void *from, size_t bytes)
+{
+    if (bytes < SMALL || overlap(to, from, bytes) || !atomic_load(&armed) || pthread_mutex_trylock(&busy))
+        return memmove(to, from, bytes);
     if (!call_helpers()) {
         pthread_mutex_unlock(&busy);
-        return memcpy(to, from, bytes);
+        return memmove(to, from, bytes);
     }
     job.to = to;
     job.from = from;
@@ -134,7 +161,7 @@ static void *copy(void *restrict to, const void *restrict from, size_t bytes)
 }
 
 /* Slots may lie in pages that are read-only since the driver was relocated. */
-static bool put(const struct phos_driver_object *driver, void **slot, void *function)
+static bool put(void **slot, void *function)
 {
     size_t page = (size_t)sysconf(_SC_PAGESIZE);
     char *start = (char *)((uintptr_t)slot & ~(page - 1));
@@ -147,26 +174,47 @@ static bool put(const struct phos_driver_object *driver, void **slot, void *func
     return true;
 }
 
-void phos_driver_memcpy_arm(bool arm)
+static void put_all(bool ours)
 {
-    const struct phos_driver_object *driver = phos_driver_object();
-    if (!driver || arm == atomic_load(&armed))
+    for (size_t i = 0; i < slot_count; i++) {
+        if (ours)
+            before[i] = __atomic_load_n(slots[i], __ATOMIC_ACQUIRE);
+        if (!put(slots[i], ours ? (void *)copy : before[i]))
+            phos_debug("the driver's memcpy cannot be replaced: it copies alone");
+    }
+}
+
+void phos_driver_memcpy_begin(bool several)
+{
+    atomic_store(&copied, 0);
+    if (!several || atomic_load(&armed))
         return;
-    if (arm) {
-        atomic_store(&copied, 0);
+    if (!driver && (driver = phos_driver_object())) {
         slot_count = phos_driver_slots(driver, "memcpy", slots);
         if (!slot_count || slot_count > PHOS_SLOTS) {
             phos_debug("the driver's memcpy was found in %zu places: it copies alone", slot_count);
             slot_count = 0;
         }
     }
-    for (size_t i = 0; i < slot_count; i++) {
-        if (arm)
-            before[i] = __atomic_load_n(slots[i], __ATOMIC_ACQUIRE);
-        if (!put(driver, slots[i], arm ? (void *)copy : before[i]))
-            phos_debug("the driver's memcpy cannot be replaced: it copies alone");
-    }
-    atomic_store(&armed, arm);
+    put_all(true);
+    atomic_store(&armed, true);
+}
+
+void phos_driver_memcpy_end(void)
+{
+    if (!atomic_load(&armed))
+        return;
+    put_all(false);
+    atomic_store(&armed, false);
+}
+
+void phos_driver_memcpy_forked(void)
+{
+    phos_driver_memcpy_end();
+    pthread_mutex_init(&busy, NULL); /* the thread that may have held it is not here, nor is any helper */
+    atomic_store(&job.open, false);
+    atomic_store(&job.inside, 0);
+    atomic_store(&helpers, 0);
 }
 
 uint64_t phos_driver_memcpy_bytes(void)

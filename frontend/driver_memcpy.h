@@ -5,7 +5,10 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* From a detach until its attach; control thread. */
-void phos_driver_memcpy_arm(bool arm);
-/* Bytes that were copied by several threads since the last detach. */
+/* From a detach until its attach, or (false) not: what was copied is counted anew. Control thread. */
+void phos_driver_memcpy_begin(bool several);
+void phos_driver_memcpy_end(void);
+/* In a child of a detached process. */
+void phos_driver_memcpy_forked(void);
+/* Bytes that several threads may have copied since the last detach. */
 uint64_t phos_driver_memcpy_bytes(void);

@@ -66,7 +66,7 @@ size_t phos_driver_slots(const struct phos_driver_object *driver, const char *na
     const ElfW(Sym) *symbols = NULL;
     const char *names = NULL;
     const ElfW(Rela) *tables[2] = {NULL, NULL}; /* of functions, and of all else */
-    size_t sizes[2] = {0, 0}, count = 0;
+    size_t sizes[2] = {0, 0}, relative = 0, count = 0;
     bool with_addends = true;
     for (const ElfW(Dyn) *entry = driver->dynamic; entry && entry->d_tag != DT_NULL; entry++)
         switch (entry->d_tag) {
@@ -77,12 +77,13 @@ size_t phos_driver_slots(const struct phos_driver_object *driver, const char *na
         case DT_PLTREL: with_addends = entry->d_un.d_val == DT_RELA; break;
         case DT_RELA: tables[1] = (const ElfW(Rela) *)address_of(driver, entry); break;
         case DT_RELASZ: sizes[1] = entry->d_un.d_val; break;
+        case DT_RELACOUNT: relative = entry->d_un.d_val; break; /* those first ones are of no symbol */
         default: break;
         }
     if (!symbols || !names || !with_addends)
         return 0;
     for (int table = 0; table < 2; table++)
-        for (size_t i = 0; tables[table] && i < sizes[table] / sizeof(ElfW(Rela)); i++) {
+        for (size_t i = table ? relative : 0; tables[table] && i < sizes[table] / sizeof(ElfW(Rela)); i++) {
             const ElfW(Rela) *r = &tables[table][i];
             if (!IS_SLOT(ELF64_R_TYPE(r->r_info)) || strcmp(names + symbols[ELF64_R_SYM(r->r_info)].st_name, name))
                 continue;

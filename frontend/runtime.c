@@ -2,6 +2,7 @@
 #include "audit.h"
 #include "cleanup.h"
 #include "control.h"
+#include "driver_memcpy.h"
 #include "gate.h"
 #include "held.h"
 #include "log.h"
@@ -110,6 +111,7 @@ static void fork_child(void)
     phos_held_child();
     phos_audit_forked();
     phos_control_forked();
+    phos_driver_memcpy_forked();
     pthread_mutex_init(&phos_memory_lock, NULL);
     pthread_mutex_init(&start_lock, NULL);
     pthread_rwlock_init(&phos_capture_lock, NULL);

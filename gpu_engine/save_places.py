@@ -53,7 +53,7 @@ class SavePlaces(list[SavePlace]):
         for number, (key, _, size, address, device) in enumerate(self):
             if key != last:
                 block, last = block + 1, key
-            self._packed[number] = (address, size, block, queue_of[device])
+            self._packed[number] = Place(address, size, block, queue_of[device])
 
     def packed(self, zeros: Iterable[int]) -> ctypes.Array[Place]:
         """A copy for native code, which need not copy ``zeros``: what those are is known, whatever they become."""

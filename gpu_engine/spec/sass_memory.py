@@ -76,24 +76,31 @@ def load(instruction: Instruction, state: State, kernel: Kernel) -> None:
     memory = _memory_operands(instruction)
     if not memory:
         return
-    register, _ = destination(instruction)
     low, high = _address(memory[0], state)
     touch(kernel, Access.READ, (low, high))
     parts = range(words_in(instruction))
     words = [_demoted(instruction, _pointed(low, high, part, state, kernel)) for part in parts]
-    put(instruction, state, register, words)
+    registers = [destination(instruction)[0]]
+    if "ENL2" in instruction.modifiers:  # two of four words each, anywhere
+        before = instruction.operands[: instruction.operands.index(memory[0])]
+        registers = [operand.register for operand in before if operand.kind == Kind.REGISTER] or registers
+    each = len(words) // len(registers)
+    for at, register in enumerate(registers):
+        put(instruction, state, register, words[at * each : (at + 1) * each])
 
 
 def _stored(instruction: Instruction, state: State, kernel: Kernel) -> list[Word]:
-    """The words that a store writes: the operand after the address."""
+    """The words that a store writes: the operand after the address, or (``ENL2``) both."""
     seen = False
+    values: list[Operand] = []
     for operand in instruction.operands:
         if operand.kind == Kind.MEMORY:
             seen = True
         elif seen and operand.kind in (Kind.REGISTER, Kind.CONSTANT, Kind.IMMEDIATE):
-            parts = range(words_in(instruction))
-            return [_demoted(instruction, word_of(operand, state, kernel, part)) for part in parts]
-    return []
+            values.append(operand)
+    values = values[: 2 if "ENL2" in instruction.modifiers else 1]
+    parts = range(words_in(instruction) // max(1, len(values)))
+    return [_demoted(instruction, word_of(value, state, kernel, part)) for value in values for part in parts]
 
 
 def store(instruction: Instruction, state: State, kernel: Kernel) -> None:

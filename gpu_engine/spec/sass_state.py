@@ -199,7 +199,7 @@ class State:
             for register in gone:
                 del self.guarded[register]
             for uniform, held in list(self.voted.items()):
-                if name in ("PR", "UPR", uniform, held):
+                if name in ("PR", "UPR", uniform, held.lstrip("!")):
                     del self.voted[uniform]
 
     def load_stack(self, place: Word, part: int) -> Word:

@@ -70,7 +70,7 @@ def step(instruction: Instruction, state: State, kernel: Kernel) -> None:
     state.predicate = "" if instruction.always else instruction.predicate
     handler(instruction, state, kernel)
     state.predicate = ""
-    if state.guarded or name == "VOTEU":
+    if state.guarded or state.voted or name == "VOTEU":
         _change_predicates(instruction, state)
 
 

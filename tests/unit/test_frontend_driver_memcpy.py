@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,11 +28,11 @@ def helpers(app: Program) -> int:
     return names.count("phos-memcpy")
 
 
-def read_only(app: Program) -> dict[str, bytes]:
-    """What the program has of the driver that nobody may write to, by address and protection."""
+def read_only(pid: int) -> dict[str, bytes]:
+    """What a process has of the driver that nobody may write to, by address and protection."""
     found = {}
-    with open(f"/proc/{app.process.pid}/mem", "rb", buffering=0) as memory:
-        for line in Path(f"/proc/{app.process.pid}/maps").read_text().splitlines():
+    with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
             where, protection, *_, path = [*line.split(None, 5), ""][:7]
             if "libcuda.so" in line and protection[1] == "-":
                 begin, end = (int(x, 16) for x in where.split("-"))
@@ -70,16 +71,16 @@ def test_several_threads_copy_what_the_driver_saves_and_restores(phosd: FakePhos
 def test_the_driver_has_its_own_again_once_attached(phosd: FakePhosd) -> None:
     with program(phosd, BODY) as (app, session):
         assert app.line() == "ready"
-        before = read_only(app)
+        before = read_only(app.process.pid)
         assert before
         for toggled in (True, False):
             detach(phosd, session)
-            assert len(differing(before, read_only(app))) == 1, "one slot, in pages that stay read-only"
+            assert len(differing(before, read_only(app.process.pid))) == 1, "one slot, in pages that stay read-only"
             if toggled:
                 driver(app, "checkpoint")
                 driver(app, "restore")
             attach(phosd, session)
-            assert not differing(before, read_only(app))
+            assert not differing(before, read_only(app.process.pid))
             check(app)
         app.finish()
 
@@ -87,10 +88,14 @@ def test_the_driver_has_its_own_again_once_attached(phosd: FakePhosd) -> None:
 def test_the_driver_copies_by_itself_where_it_is_told_to(phosd: FakePhosd) -> None:
     with program(phosd, BODY) as (app, session):
         assert app.line() == "ready"
-        before = read_only(app)
+        before = read_only(app.process.pid)
+        detach(phosd, session)
+        driver(app, "checkpoint")
+        driver(app, "restore")
+        attach(phosd, session)
         assert phosd.quiesce(session).error == ""
         assert phosd.detach(session, copy_threads=False).error == ""
-        assert not differing(before, read_only(app))
+        assert not differing(before, read_only(app.process.pid))
         driver(app, "checkpoint")
         driver(app, "restore")
         assert attach(phosd, session).residue_shared == 0
@@ -110,14 +115,31 @@ def test_one_cpu_copies_alone(phosd: FakePhosd) -> None:
         app.finish()
 
 
-def test_a_child_of_a_detached_process_copies_alone(phosd: FakePhosd) -> None:
-    with program(phosd, BODY) as (app, session):
+CHILD = BODY.replace(
+    '    if word == "fork":',
+    """
+    if word == "child":
+        import signal
+        if not (child := os.fork()):
+            signal.pause()
+            os._exit(0)
+        say(str(child))
+    if word == "fork":""",
+)
+
+
+def test_in_a_child_of_a_detached_process_the_driver_has_its_own(phosd: FakePhosd) -> None:
+    with program(phosd, CHILD) as (app, session):
         assert app.line() == "ready"
+        before = read_only(app.process.pid)
         detach(phosd, session)
         driver(app, "checkpoint")
-        app.tell("fork")
-        assert app.line() == "0"
+        app.tell("child")
+        child = int(app.line())
+        eventually(lambda: not differing(before, read_only(child)))  # it may not have begun
+        assert len(differing(before, read_only(app.process.pid))) == 1
         driver(app, "restore")
         attach(phosd, session)
         check(app)
+        os.kill(child, signal.SIGKILL)
         app.finish()

@@ -145,6 +145,44 @@ def test_a_vote_stands_for_the_predicate_it_was_taken_on() -> None:
     assert flow(code, Parameter(0, 128)) == ([(0, 0, 128, READ, TENSOR_MAP)], NONE)
 
 
+@pytest.mark.parametrize("sign", ["", "!"])
+def test_a_vote_is_worth_nothing_once_its_predicate_has_changed(sign: str) -> None:
+    code = f"""
+        LDC.64 R2, c[0x0][0x210]
+        ISETP.NE.AND P0, PT, R9, RZ, PT
+        VOTEU.ANY UP0, {sign}P0
+        ISETP.NE.AND P0, PT, R8, RZ, PT
+        @{sign}P0 LDC.64 R2, c[0x0][0x218]
+        @UP0 STG.E desc[UR4][R2.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(WRITE, WRITE), NONE)
+
+
+@pytest.mark.parametrize(("first", "second"), [(8, 12), (12, 8), (8, 16)])
+def test_wide_accesses_have_two_registers_anywhere(first: int, second: int) -> None:
+    loaded = f"""
+        LDC.64 R2, c[0x0][0x210]
+        LDC.64 R20, c[0x0][0x218]
+        LDG.E.ENL2.256 R{first}, R{second}, desc[UR4][R2.64]
+        LDG.E R1, desc[UR4][R{second}.64]
+        STG.E desc[UR4][R20.64], R0
+        EXIT
+    """
+    assert flow(loaded, P0, P1, architecture=100) == (pointers(READ, WRITE), READ)
+    stored = f"""
+        LDC R1, c[0x0][0x37c]
+        LDC.64 R{second}, c[0x0][0x218]
+        MOV R2, R1
+        MOV R3, RZ
+        STG.E.ENL2.256 desc[UR4][R2.64], R{first}, R{second}
+        LDL.64 R6, [R1+0x10]
+        STG.E desc[UR4][R6.64], R0
+        EXIT
+    """
+    assert flow(stored, P0, P1, architecture=100)[0] == pointers(NONE, WRITE)
+
+
 def test_a_call_of_a_place_in_the_same_function_is_a_jump() -> None:
     found = flow(
         """

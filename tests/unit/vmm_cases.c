@@ -96,7 +96,7 @@ static bool refused(void)
     struct phos_error error = {0};
     for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next)
         b->given = true;
-    bool detached = phos_detach(false, false, NULL, &done, &error);
+    bool detached = phos_detach(&(struct phos_reducers){0}, NULL, &done, &error);
     CHECK(detached == !error.text[0]);
     if (!detached)
         CHECK(strstr(error.text, "sparse array or a multicast object"));
