@@ -116,6 +116,7 @@ class Windows:
         ``written_before``: what earlier windows saw written, in order. ``sink``: where the data will go.
         """
         layout, devices = self._layout, self._pool_devices()
+        self._layout = None
         if layout is None or not layout.fits(blocks, mapped, devices):
             layout = Layout(blocks, mapped, devices, written_before)
         chunks, places = layout.chunks, layout.places
@@ -194,6 +195,7 @@ class Windows:
         """Give memory and descriptors back, once no process uses them and nothing is copied any more."""
         self.over()
         self._windows = {}
+        self._layout = None
         self.feed = None
         for pools in self._pools.values():
             pools.close()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
+from phos.gpu_engine.cow import window
 from phos.gpu_engine.cow.layout import Layout, first_written_first
+from phos.gpu_engine.cow.settings import CowSettings
+from phos.gpu_engine.cow.window import Windows
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
 from phos.gpu_engine.save_places import SavePlace, SavePlaces, places_of
@@ -83,6 +88,32 @@ def test_zeros_come_first_then_what_was_written_first(zeros: set[int], written: 
     assert set(order[: len(zeros)]) == zeros
     assert order[len(zeros) :] == [n for n in first_written_first(layout.chunks, before) if n not in zeros]
     assert layout.order([]) == first_written_first(layout.chunks, before), "it may be asked again"
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_what_was_foreseen_is_taken_if_it_still_fits(monkeypatch: pytest.MonkeyPatch, changed: bool) -> None:
+    made: list[Layout] = []
+
+    def layout(*arguments: Any) -> Layout:
+        made.append(Layout(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr(window, "Layout", layout)
+    windows = Windows(CowSettings(), driver.Lane)
+    blocks = blocks_of(2 * CHUNK, CHUNK)
+    windows.foresee(blocks, mapped(blocks), [((SESSION, 2), 0)])
+    if changed:
+        blocks = blocks_of(2 * CHUNK, CHUNK, 3 * CHUNK)
+    process = SimpleNamespace(session=SESSION, pid=1, ordinals=dict, alive=lambda: True)
+    detached = SimpleNamespace(blocks=[SimpleNamespace(number=b.key[1], size=b.size, key=b.key) for b in blocks])
+    sink = SimpleNamespace(placeable=0, place_limit=0)
+    before = [((SESSION, 2), 0)]
+    feed = windows.lay_out([process], {SESSION: detached}, blocks, mapped(blocks), None, before, sink)  # type: ignore[list-item,dict-item,arg-type]
+    assert len(made) == 1 + changed
+    assert feed.places is made[-1].places
+    taken = [feed.take() for _ in feed.places]
+    assert [piece.chunk for piece in taken if piece] == [2, 0, 1, *([3, 4, 5] if changed else [])]
+    windows.close()
 
 
 def test_zeros_are_known_by_the_hash_of_as_many() -> None:
