@@ -51,12 +51,14 @@ class Pages(ctypes.Structure):
 
 
 CRIU = """
+#define _GNU_SOURCE
 #include <sys/types.h>
 #include <unistd.h>
 int folder = -1;
 volatile int held;
 int criu_get_image_dir(void) { while (held) usleep(1000); return folder; }
-int fork_and_exit(void) { pid_t child = fork(); if (!child) _exit(0); return child; }
+/* fork() holds malloc()'s locks while it waits for who reads of it here, who may want to allocate. */
+int fork_and_exit(void) { pid_t child = _Fork(); if (!child) _exit(0); return child; }
 """
 
 
