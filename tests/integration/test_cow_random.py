@@ -35,8 +35,8 @@ def test_wrong_guesses_leave_no_image_and_no_harm(tmp_path: Path) -> None:
 def test_a_race_in_the_program_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The race detector looks, and what it says ends a run: a counter of all threads has nothing that guards it.
 
-    Without threads that copy for the driver: once the detector has found something, it finds fault with all that they
-    copy, address by address, for minutes. Where there is no race it finds none in the same copies (the other tests).
+    Without threads that copy for the driver: in this setup the detector reports copies besides, with those threads
+    address by address, for minutes.
     """
     monkeypatch.setenv("PHOS_REDUCERS", "stack-limit,huge-pages,residue")
     options = Options(seed=4, sanitize="thread", environment={"PLANT_RACE": "1"}, exits=0.0, per_program=1)
