@@ -35,8 +35,8 @@ def test_wrong_guesses_leave_no_image_and_no_harm(tmp_path: Path) -> None:
 def test_a_race_in_the_program_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The race detector looks, and what it says ends a run: a counter of all threads has nothing that guards it.
 
-    Without threads that copy for the driver: in this setup the detector reports copies besides, with those threads
-    address by address, for minutes.
+    The libraries are plain ones here, so the detector sees what they copy and not how they synchronise. Without threads
+    that copy for the driver: of theirs it would report each address, for minutes.
     """
     monkeypatch.setenv("PHOS_REDUCERS", "stack-limit,huge-pages,residue")
     options = Options(seed=4, sanitize="thread", environment={"PLANT_RACE": "1"}, exits=0.0, per_program=1)
