@@ -27,16 +27,15 @@ KINDS = {2: "munmap", 3: "memcpy"}
 MOST = 12
 """Kinds of calls that are told of, for each step: those that took the longest."""
 
-HEAD, RECORD = struct.Struct("<Q"), struct.Struct("<QQIIIIQ")
+HEAD, RECORD = struct.Struct("<Q"), struct.Struct("<QQIII4xQ")
 
 
 class Call(NamedTuple):
-    """One call: when it began and what it took, in seconds; its kind; the thread; bytes, if it has any."""
+    """One call: when it began and what it took, in seconds; its kind; bytes, if it has any."""
 
     began: float
     took: float
     kind: str
-    thread: int
     size: int
 
 
@@ -48,9 +47,9 @@ def calls(path: Path) -> Iterator[Call]:
     if count > room:
         raise SystemExit(f"{path} has room for {room} calls, and there were {count}.")
     for number in range(count):
-        began, took, kind, thread, request, made, size = RECORD.unpack_from(data, HEAD.size + number * RECORD.size)
+        began, took, kind, request, made, size = RECORD.unpack_from(data, HEAD.size + number * RECORD.size)
         name = KINDS.get(kind) or f"ioctl {request >> 8 & 0xFF:02x}.{request & 0xFF:02x}"
-        yield Call(began / 1e9, took / 1e9, f"{name}, class {made:x}" if made else name, thread, size)
+        yield Call(began / 1e9, took / 1e9, f"{name}, class {made:x}" if made else name, size)
 
 
 def told(spans: list[training.Span], recorded: list[Call]) -> dict[str, dict[str, tuple[int, float, int]]]:
@@ -88,6 +87,8 @@ def main() -> None:
     program.start().wait_for("^READY", 300)
     try:
         for number in range(1 + (chosen.repeats or (1 if chosen.smoke else 3))):
+            if kept and harness.time_left(chosen) <= 0:
+                break
             training.wait_iterations(program, 2)
             shutil.rmtree(image, ignore_errors=True)
             training.checkpoint(program, image, "cow", [])

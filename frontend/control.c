@@ -12,10 +12,9 @@
 #include "runtime.h"
 #include "span.h"
 #include "tell.h"
+#include "thread.h"
 #include "window.h"
 
-#include <pthread.h>
-#include <signal.h>
 #include <string.h>
 #include <sys/prctl.h>
 
@@ -121,21 +120,7 @@ static void *control_main(void *unused)
 void phos_control_start(void)
 {
     phos_hold_init();
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    pthread_attr_t attributes;
-    pthread_t thread;
-    pthread_attr_init(&attributes);
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    pthread_attr_setstacksize(&attributes, 512 << 10);
-    int error = pthread_create(&thread, &attributes, control_main, NULL);
-    if (error) { /* thread-local storage of large programs does not fit a small stack */
-        pthread_attr_setstacksize(&attributes, 8 << 20);
-        error = pthread_create(&thread, &attributes, control_main, NULL);
-    }
-    pthread_attr_destroy(&attributes);
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    int error = phos_thread_start(control_main, NULL);
     if (error)
         phos_warn("no control thread (%s): this process cannot be checkpointed by PhOS", strerror(error));
 }

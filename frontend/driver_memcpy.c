@@ -9,11 +9,10 @@
 #include "clock.h"
 #include "driver_object.h"
 #include "log.h"
+#include "thread.h"
 
-#include <errno.h>
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <string.h>
@@ -25,7 +24,6 @@
 #define HELPERS 7
 #define IDLE_NS 1000000u /* the driver's next call comes within microseconds, if it comes */
 #define SPINS 1000
-#define STACK ((size_t)512 << 10)
 
 static const struct phos_driver_object *driver; /* the control thread's, like what follows; found once */
 static void **slots[PHOS_SLOTS];
@@ -83,9 +81,6 @@ static void *help(void *unused)
     return NULL;
 }
 
-/* Those that a thread brings upon itself: the program's handlers may say something of them. */
-static const int faults[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGTRAP, SIGABRT};
-
 static unsigned wanted_helpers(void)
 {
     cpu_set_t cpus;
@@ -93,44 +88,20 @@ static unsigned wanted_helpers(void)
     return count < 2 ? 0 : count / 2 < HELPERS ? (unsigned)count / 2 : HELPERS;
 }
 
-static bool make_helper(void)
-{
-    pthread_t thread;
-    pthread_attr_t attributes;
-    pthread_attr_init(&attributes);
-    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-    pthread_attr_setstacksize(&attributes, STACK);
-    int error = pthread_create(&thread, &attributes, help, NULL);
-    if (error == EINVAL) { /* a program with more memory for each thread's variables than that */
-        pthread_attr_setstacksize(&attributes, (size_t)8 << 20);
-        error = pthread_create(&thread, &attributes, help, NULL);
-    }
-    pthread_attr_destroy(&attributes);
-    return !error;
-}
-
 /* Whether there have been any. */
 static bool call_helpers(void)
 {
-    unsigned wanted = wanted_helpers(), there = atomic_load(&helpers);
-    if (there >= wanted)
-        return there > 0;
-    bool made = there > 0;
-    sigset_t others, old;
-    sigfillset(&others);
-    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++)
-        sigdelset(&others, faults[i]);
-    pthread_sigmask(SIG_SETMASK, &others, &old);
+    unsigned wanted = wanted_helpers();
+    bool any = atomic_load(&helpers) > 0;
     while (atomic_load(&helpers) < wanted) {
         atomic_fetch_add(&helpers, 1);
-        if (!make_helper()) {
+        if (phos_thread_start(help, NULL)) {
             atomic_fetch_sub(&helpers, 1);
             break;
         }
-        made = true;
+        any = true;
     }
-    pthread_sigmask(SIG_SETMASK, &old, NULL);
-    return made;
+    return any;
 }
 
 static bool overlap(const char *to, const char *from, size_t bytes)

@@ -203,6 +203,7 @@ class SavePlan:
         expected: Sequence[bytes] | None,
         *,
         join_bytes: int,
+        zeros: Sequence[int] | None = None,
         table: Addressed | None = None,
         windows: Sequence[Addressed] = (),
         pools: Sequence[PoolFlags] = (),
@@ -210,7 +211,8 @@ class SavePlan:
     ) -> None:
         """``order`` has the number of every place once; ``expected``: content hashes, if they are known.
 
-        ``join_bytes``: neighbours may be taken together, up to so many. ``aside``: copies step aside for processes' own
+        ``join_bytes``: neighbours may be taken together, up to so many. ``zeros``: those of which it is known already
+        that they are, by ``expected``. ``aside``: copies step aside for processes' own
         transfers, for so many seconds at a stretch, and then go for so many all the same. ``table`` (a struct
         phos_chunk_table), ``windows`` (struct phos_window_view) and what ``pools`` point to have to stay until nothing
         is taken any more.
@@ -223,7 +225,9 @@ class SavePlan:
         self.devices = places.devices
         """The GPUs; their numbers in this list are those of the queues."""
         u32, count = ctypes.c_uint32, len(places)
-        self._places = places.packed(places.zeros(expected) if expected is not None else ())
+        if zeros is None:
+            zeros = places.zeros(expected) if expected is not None else []
+        self._places = places.packed(zeros)
         orders = [order]
         if len(self.devices) > 1:
             orders = [[n for n in order if places[n].device == device] for device in self.devices]

@@ -1,8 +1,8 @@
 // What the driver asks of the system and of the C library, and how long each call takes: preloaded into a program, it
 // writes a record for each into a file that it shares, $PHOS_DRIVER_CALLS/<pid>, which bench/driver_calls.py reads.
 //
-// Recorded are ioctl(), munmap(), and memcpy() of 64 KiB and more, whoever calls them. What can't be recorded any more,
-// because the file is full, is counted.
+// Recorded are ioctl(), munmap(), and memcpy() of 64 KiB and more, whoever calls them. What does not fit
+// into the file any more is counted.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -24,8 +24,9 @@ enum kind { IOCTL = 1, MUNMAP, MEMCPY };
 
 struct record {
     uint64_t began, took; // ns, CLOCK_MONOTONIC
-    uint32_t kind, thread;
-    uint32_t request, class; // of an ioctl; the class of what resource manager's objects are made of
+    uint32_t kind;
+    uint32_t request, class; // of an ioctl; the class of what the resource manager makes
+    uint32_t zero;
     uint64_t bytes;
 };
 
@@ -62,7 +63,6 @@ static void add(struct record record)
     if (!file)
         return;
     record.took = now() - record.began;
-    record.thread = (uint32_t)syscall(SYS_gettid);
     unsigned long at = atomic_fetch_add(&file->count, 1);
     if (at < RECORDS)
         file->records[at] = record;

@@ -24,7 +24,7 @@ from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError
 from phos.gpu_engine.stop.dump import Assignment, StopDump
 from phos.gpu_engine.stop.tree import BorrowBlocks
 from phos.gpu_engine.timeline import STALL, STALL_BEGINS
-from phos.gpu_engine.touch_order import Touched, TouchOrder
+from phos.gpu_engine.touch_order import TouchOrder
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +78,9 @@ class CowDump(StopDump):
             self._memory.touched.learn(session, seen.touched, blocks)
             self._memory.written.learn(session, seen.written, blocks)
         foreseen = [block for process in self.gated for block in process.own_blocks() if block.key in self._mapped]
-        self._windows.foresee(sorted(foreseen, key=lambda block: block.key), self._mapped, self._written_before())
-
-    def _written_before(self) -> list[Touched]:
-        return self._memory.written.of(process.session for process in self.gated)
+        foreseen.sort(key=lambda block: block.key)
+        written = self._memory.written.of(process.session for process in self.gated)
+        self._windows.foresee(foreseen, self._mapped, written)
 
     def _begin_to_watch(self) -> None:
         strangers = [process for process in self.gated if not self._memory.written.of([process.session])]
@@ -101,7 +100,6 @@ class CowDump(StopDump):
                 self._borrowed,
                 self._mapped,
                 expected,
-                self._written_before(),
                 self._writer,
             )
             self._laid_out.set()

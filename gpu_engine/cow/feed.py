@@ -50,9 +50,11 @@ class ChunkFeed:
         *,
         prioritise: bool,
         join_bytes: int = CHUNK_BYTES,
+        zeros: Sequence[int] | None = None,
     ) -> None:
         """``order`` has every chunk once; ``expected``: content hashes at *t1*, or None for no validation.
 
+        ``zeros``: the chunks that are zeros by these, if somebody has looked.
         ``join_bytes``: neighbours that nobody waits for may be taken together, up to so many bytes.
         """
         self._table = table
@@ -62,6 +64,7 @@ class ChunkFeed:
             order,
             expected,
             join_bytes=join_bytes,
+            zeros=zeros,
             table=table,
             windows=[window.table for window in windows],
             pools=[

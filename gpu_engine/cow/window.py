@@ -69,6 +69,7 @@ class Windows:
         self._windows: dict[bytes, ProcessWindow] = {}
         self._table: ChunkTable | None = None
         self._layout: Layout | None = None
+        self._written_before: Sequence[Touched] = ()
         self.feed: ChunkFeed | None = None
         self.pool_bytes = 0
         self.placed = False
@@ -98,7 +99,11 @@ class Windows:
         return {pool.device for pools in self._pools.values() for pool in pools.pools}
 
     def foresee(self, blocks: Sequence[Block], mapped: MappedBlocks, written_before: Sequence[Touched]) -> None:
-        """While the processes still compute, after :meth:`lend_pools`: what :meth:`lay_out` will have to do."""
+        """While the processes still compute, after :meth:`lend_pools`: what :meth:`lay_out` will have to do.
+
+        ``written_before``: what was seen written before, in order.
+        """
+        self._written_before = written_before
         self._layout = Layout(blocks, mapped, self._pool_devices(), written_before)
 
     def lay_out(
@@ -108,17 +113,13 @@ class Windows:
         blocks: Sequence[Block],
         mapped: MappedBlocks,
         expected: Sequence[bytes] | None,
-        written_before: Sequence[Touched],
         sink: Sink,
     ) -> ChunkFeed:
-        """With the processes detached: number the chunks and make the tables.
-
-        ``written_before``: what earlier windows saw written, in order. ``sink``: where the data will go.
-        """
+        """With the processes detached: number the chunks and make the tables. ``sink``: where the data will go."""
         layout, devices = self._layout, self._pool_devices()
         self._layout = None
         if layout is None or not layout.fits(blocks, mapped, devices):
-            layout = Layout(blocks, mapped, devices, written_before)
+            layout = Layout(blocks, mapped, devices, self._written_before)
         chunks, places = layout.chunks, layout.places
         self._table = ChunkTable(CHUNK_BYTES, len(places))
         windows: list[Window] = []
@@ -133,14 +134,15 @@ class Windows:
                 number, records, shapes, queue, prioritise=self._settings.prioritise, order=queue // 2
             )
             windows.append(Window(pools.table, pools, process.alive))
-        order = layout.order(places.zeros(expected) if expected is not None else ())
+        zeros = places.zeros(expected) if expected is not None else []
         self.placed = sum(block.size for block in blocks) <= sink.placeable
         self.feed = feed = ChunkFeed(
             self._table,
             places,
-            order,
+            layout.order(zeros),
             windows,
             expected,
+            zeros=zeros,
             prioritise=self._settings.prioritise,
             join_bytes=sink.place_limit if self.placed else CHUNK_BYTES,
         )
@@ -195,7 +197,7 @@ class Windows:
         """Give memory and descriptors back, once no process uses them and nothing is copied any more."""
         self.over()
         self._windows = {}
-        self._layout = None
+        self._layout, self._written_before = None, ()
         self.feed = None
         for pools in self._pools.values():
             pools.close()

@@ -22,7 +22,7 @@ from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable
 from phos.gpu_engine.installation import load_driver
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
-from phos.gpu_engine.save_places import SavePlace
+from phos.gpu_engine.save_places import SavePlace, places_of
 from phos.gpu_engine.save_plan import SavePlan
 from phos.images.chunk_hash import chunk_hash
 from phos.images.formats import HASH_SIZE, align_up
@@ -103,11 +103,7 @@ class Machine:
 
     def places(self, blocks: Sequence[Block]) -> list[SavePlace]:
         """Every chunk of some blocks."""
-        return [
-            SavePlace(block.key, offset, min(CHUNK, block.size - offset), self.address(block) + offset, block.device)
-            for block in blocks
-            for offset in range(0, block.size, CHUNK)
-        ]
+        return list(places_of(blocks, self.mapped))
 
     def save_placed(self, plan: SavePlan, sink: Any, changed: Any = None) -> None:
         """A job that copies all of a plan into a sink's memory."""

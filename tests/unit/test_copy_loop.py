@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from phos.gpu_engine import copy_lane, save_plan
+from phos.gpu_engine import copy_lane, save_places, save_plan
 from phos.gpu_engine.errors import DriverError
 from phos.images.stripe import Room
 from tests.unit.softgpu_host import needs_softgpu
@@ -113,7 +113,7 @@ def test_in_parts_one_small_part_is_under_way_at_a_time(monkeypatch: pytest.Monk
     if fails:
         engine.refused = 4096
     places = [
-        save_plan.SavePlace((bytes(16), i), 0, size, 4096 if fails and i == 5 else ctypes.addressof(source), 0)
+        save_places.SavePlace((bytes(16), i), 0, size, 4096 if fails and i == 5 else ctypes.addressof(source), 0)
         for i in range(pieces)
     ]
     plan = save_plan.SavePlan(places, range(pieces), None, join_bytes=size)

@@ -142,14 +142,6 @@ def test_nobody_steps_aside_for_a_process_that_has_ended(clock: Clock) -> None:
     assert scene.all() == [0, 1, 2]
 
 
-def test_first_written_first() -> None:
-    one, other = (SESSION, 1), (SESSION, 2)
-    chunks = {one: range(3), other: range(3, 5)}
-    before = [(other, 1), ((SESSION, 9), 0), (one, 2), (one, 3), (other, 1), (one, 0)]
-    assert first_written_first(chunks, before) == [4, 2, 0, 1, 3]
-    assert first_written_first(chunks, []) == [0, 1, 2, 3, 4]
-
-
 def test_what_a_process_reads_first_and_writes_later_is_known_of_both() -> None:
     scene = Scene(4, (1,))
     process = scene.processes[0]
@@ -220,7 +212,7 @@ def test_memory_may_change_from_before_a_process_gets_it() -> None:
     process = SimpleNamespace(session=SESSION, pid=1, ordinals=dict, alive=lambda: True)
     detached = SimpleNamespace(blocks=[SimpleNamespace(number=1, size=block.size, key=block.key)])
     mapped, sink = {block.key: SimpleNamespace(address=BASE)}, SimpleNamespace(placeable=0, place_limit=0)
-    feed = windows.lay_out([process], {SESSION: detached}, [block], mapped, [bytes(16)] * 3, [], sink)  # type: ignore[list-item,dict-item,arg-type]
+    feed = windows.lay_out([process], {SESSION: detached}, [block], mapped, [bytes(16)] * 3, sink)  # type: ignore[list-item,dict-item,arg-type]
     session = SimpleNamespace(session=SESSION, pid=1, executable="x")
     window = SessionWindow(session, None, None, None)  # type: ignore[arg-type]
     assert window.attaching() is None

@@ -58,6 +58,14 @@ def test_every_chunk_has_its_number_place_and_size() -> None:
     ]
 
 
+def test_first_written_first() -> None:
+    one, other = (SESSION, 1), (SESSION, 2)
+    chunks = {one: range(3), other: range(3, 5)}
+    before = [(other, 1), ((SESSION, 9), 0), (one, 2), (one, 3), (other, 1), (one, 0)]
+    assert first_written_first(chunks, before) == [4, 2, 0, 1, 3]
+    assert first_written_first(chunks, []) == [0, 1, 2, 3, 4]
+
+
 Change = Callable[[list[Block]], tuple[list[Block], Mapped, list[int]]]
 
 CHANGES: dict[str, Change] = {
@@ -107,8 +115,7 @@ def test_what_was_foreseen_is_taken_if_it_still_fits(monkeypatch: pytest.MonkeyP
     process = SimpleNamespace(session=SESSION, pid=1, ordinals=dict, alive=lambda: True)
     detached = SimpleNamespace(blocks=[SimpleNamespace(number=b.key[1], size=b.size, key=b.key) for b in blocks])
     sink = SimpleNamespace(placeable=0, place_limit=0)
-    before = [((SESSION, 2), 0)]
-    feed = windows.lay_out([process], {SESSION: detached}, blocks, mapped(blocks), None, before, sink)  # type: ignore[list-item,dict-item,arg-type]
+    feed = windows.lay_out([process], {SESSION: detached}, blocks, mapped(blocks), None, sink)  # type: ignore[list-item,dict-item,arg-type]
     assert len(made) == 1 + changed
     assert feed.places is made[-1].places
     taken = [feed.take() for _ in feed.places]

@@ -18,6 +18,12 @@ pytestmark = [pytest.mark.timeout(120), built]
 several_cpus = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one CPU")
 
 
+def toggle(app: Program) -> None:
+    """The driver's checkpoint and restore, one after the other."""
+    driver(app, "checkpoint")
+    driver(app, "restore")
+
+
 def helpers(app: Program) -> int:
     """How many threads of the program help to copy."""
     names = []
@@ -77,8 +83,7 @@ def test_the_driver_has_its_own_again_once_attached(phosd: FakePhosd) -> None:
             detach(phosd, session)
             assert len(differing(before, read_only(app.process.pid))) == 1, "one slot, in pages that stay read-only"
             if toggled:
-                driver(app, "checkpoint")
-                driver(app, "restore")
+                toggle(app)
             attach(phosd, session)
             assert not differing(before, read_only(app.process.pid))
             check(app)
@@ -90,14 +95,12 @@ def test_the_driver_copies_by_itself_where_it_is_told_to(phosd: FakePhosd) -> No
         assert app.line() == "ready"
         before = read_only(app.process.pid)
         detach(phosd, session)
-        driver(app, "checkpoint")
-        driver(app, "restore")
+        toggle(app)
         attach(phosd, session)
         assert phosd.quiesce(session).error == ""
         assert phosd.detach(session, copy_threads=False).error == ""
         assert not differing(before, read_only(app.process.pid))
-        driver(app, "checkpoint")
-        driver(app, "restore")
+        toggle(app)
         assert attach(phosd, session).residue_shared == 0
         check(app)
         app.finish()
@@ -108,8 +111,7 @@ def test_one_cpu_copies_alone(phosd: FakePhosd) -> None:
     with program(phosd, pinned + BODY) as (app, session):
         assert app.line() == "ready"
         detach(phosd, session)
-        driver(app, "checkpoint")
-        driver(app, "restore")
+        toggle(app)
         assert attach(phosd, session).residue_shared == 0
         check(app)
         app.finish()
