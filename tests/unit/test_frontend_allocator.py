@@ -135,7 +135,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         blocks = {b.block: b.size for b in self.session.memory_map.blocks}
         for a in self.session.memory_map.allocations:
             assert a.offset + a.size <= blocks[a.block]
-            if is_medium(a.size):
+            # Or the whole of a larger one's block, a little too large, that its pool had kept.
+            if is_medium(a.size) and not (a.offset == 0 and SLAB // 2 < blocks[a.block] <= a.size + a.size // 8 + 4096):
                 assert blocks[a.block] == SLAB
                 assert a.offset % UNIT == 0
         # Nothing is kept for what was freed: every block holds something.
