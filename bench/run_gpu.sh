@@ -9,8 +9,8 @@
 # dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8 cow32
 # cow64: one size of `cow`, without the peer; disk32: of dump32 only the disk, without the peer; launches, memory,
 # training: one part of steady; copy-load, page-lock, driver-calls: what a decision of ours rests on; trace-cow64
-# trace-restore32: when each piece was copied, tables of which go to the logs and nothing to the results; gpus: tests that
-# need two GPUs.
+# trace-restore8 trace-restore32: when each piece was copied, tables of which go to the logs and nothing to the results;
+# gpus: tests that need two GPUs.
 #
 # Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
 # (default 530) any more are named and left for another call. Results go to bench/results, and with the logs as one
@@ -163,6 +163,7 @@ for wanted in "$@"; do
     cow32) measure cow32 150 cow --sizes 32 --systems cow,stop ;;
     cow64) measure cow64 200 cow --sizes 64 --systems cow,stop ;;
     trace-cow64) traced trace-cow64 120 cow --sizes 64 --systems cow --repeats 2 --no-restore ;;
+    trace-restore8) traced trace-restore8 120 restore --sizes 8 --repeats 2 --systems "eager;lazy;lazy, pinned" ;;
     trace-restore32) traced trace-restore32 200 restore --sizes 32 --repeats 1 --systems "eager;lazy;lazy, pinned;pool" ;;
     copy-load) measure copy-load 120 copy_load ;;
     driver-calls) measure driver-calls 60 driver_calls ;;
