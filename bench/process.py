@@ -300,11 +300,16 @@ def settle(pid: int, seconds: float) -> int:
 
 
 def criu_dump(
-    program: Program, folder: Path, *, leave_running: bool = False, plugin: bool = True, timeout: float = 300.0
+    program: Program,
+    folder: Path,
+    *options: str,
+    leave_running: bool = False,
+    plugin: bool = True,
+    timeout: float = 300.0,
 ) -> float:
     """Dump a program; return how many seconds the command took. With `plugin` false, CRIU runs without any plugin."""
     arguments = [CRIU, "dump", *_library(plugin, program.folder), "-t", str(program.pid), "-D", str(folder)]
-    arguments += ["-o", "dump.log", f"-v{VERBOSITY}"]
+    arguments += ["-o", "dump.log", f"-v{VERBOSITY}", *options]
     if not plugin:
         arguments += ["--timeout", "600"]  # the launcher sets the same for dumps with the plugin
     if leave_running:
@@ -318,7 +323,9 @@ def criu_dump(
     return seconds
 
 
-def criu_restore(program: Program, folder: Path, *, plugin: bool = True, timeout: float = 120.0) -> tuple[float, float]:
+def criu_restore(
+    program: Program, folder: Path, *options: str, plugin: bool = True, timeout: float = 120.0
+) -> tuple[float, float]:
     """Restore a program, detached.
 
     Returns the seconds until the command returned, and until the program had computed and printed its next iteration
@@ -327,7 +334,7 @@ def criu_restore(program: Program, folder: Path, *, plugin: bool = True, timeout
     program.before_restore()
     before = len(program.lines())
     arguments = [CRIU, "restore", "-d", *_library(plugin, program.folder), "-D", str(folder), "-v4"]
-    arguments += ["-o", "restore.log"]
+    arguments += ["-o", "restore.log", *options]
     start = time.perf_counter()
     with open(program.folder / "restore.output", "wb") as output:
         child = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)

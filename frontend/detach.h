@@ -22,7 +22,7 @@ typedef bool phos_fetch(const uint8_t session[16], uint64_t block, int *descript
 /* All or nothing: after a failure everything is mapped as before. Should even that fail, every call does from then on. */
 bool phos_detach(const struct phos_reducers *reducers, phos_fetch *fetch, struct phos_detached *done,
                  struct phos_error *error) PHOS_CHECKED;
-/* A memfd with a serialized MemoryMap, or -1. To be called before phos_detach, which keeps the records. */
+/* memory_map.c: a memfd with a serialized MemoryMap, or -1. To be called before phos_detach, which keeps the records. */
 int phos_memory_map(void);
 
 /* One descriptor per block, in any order, then the rest at once. */

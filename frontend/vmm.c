@@ -3,6 +3,7 @@
 #include "blocks.h"
 #include "cleanup.h"
 #include "control.h"
+#include "driver_vmm.h"
 #include "ipc.h"
 #include "log.h"
 #include "memory.h"
@@ -50,8 +51,10 @@ CUresult serve_cuMemCreate(CUmemGenericAllocationHandle_v1 *handle, size_t size,
             return result;
     }
     CUresult result = PHOS_RETRIED(phos_driver_recover, device, phos_real.cuMemCreate(handle, size, prop, flags));
-    if (result == CUDA_SUCCESS)
-        phos_uncarried_add(on_device ? PHOS_UNCARRIED_VMM : PHOS_UNCARRIED_HOST_VMM, 1, (int64_t)size);
+    if (result == CUDA_SUCCESS) {
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_driver_vmm_made(*handle, on_device ? PHOS_UNCARRIED_VMM : PHOS_UNCARRIED_HOST_VMM, size, false);
+    }
     return result;
 }
 
@@ -59,8 +62,12 @@ CUresult serve_cuMemRelease(CUmemGenericAllocationHandle_v1 handle)
 {
     PHOS_LOCKED(&phos_memory_lock);
     struct phos_block *block = block_of(handle);
-    if (!block)
-        return phos_real.cuMemRelease(handle);
+    if (!block) {
+        CUresult result = phos_real.cuMemRelease(handle);
+        if (result == CUDA_SUCCESS)
+            phos_driver_vmm_released(handle);
+        return result;
+    }
     block->references--;
     return phos_block_settle(block);
 }
@@ -70,9 +77,21 @@ CUresult serve_cuMemMap(CUdeviceptr_v2 ptr, size_t size, size_t offset, CUmemGen
 {
     PHOS_LOCKED(&phos_memory_lock);
     struct phos_block *block = block_of(handle);
-    if (!block)
-        return phos_real.cuMemMap(ptr, size, offset, handle, flags);
+    if (!block) {
+        CUresult result = phos_real.cuMemMap(ptr, size, offset, handle, flags);
+        if (result == CUDA_SUCCESS)
+            phos_driver_vmm_mapped(handle, ptr, size);
+        return result;
+    }
     return phos_map(ptr, size, offset, block, flags, NULL);
+}
+
+static CUresult unmap_drivers(CUdeviceptr ptr, size_t size)
+{
+    CUresult result = phos_real.cuMemUnmap(ptr, size);
+    if (result == CUDA_SUCCESS)
+        phos_driver_vmm_unmapped(ptr, size);
+    return result;
 }
 
 CUresult serve_cuMemUnmap(CUdeviceptr_v2 ptr, size_t size)
@@ -80,12 +99,12 @@ CUresult serve_cuMemUnmap(CUdeviceptr_v2 ptr, size_t size)
     PHOS_LOCKED(&phos_memory_lock);
     struct phos_mapping *mapping = phos_mapping_at(ptr);
     if (!mapping)
-        return phos_real.cuMemUnmap(ptr, size);
+        return unmap_drivers(ptr, size);
     /* The driver takes a range only if it is made of whole mappings; so do we, before anything is unmapped. */
     for (CUdeviceptr at = ptr; at < ptr + size; at += mapping->range.size) {
         mapping = phos_mapping_at(at);
         if (!mapping || mapping->range.address != at || mapping->range.size > ptr + size - at || mapping->span)
-            return mapping && mapping->span ? CUDA_ERROR_INVALID_VALUE : phos_real.cuMemUnmap(ptr, size);
+            return mapping && mapping->span ? CUDA_ERROR_INVALID_VALUE : unmap_drivers(ptr, size);
     }
     while (size) {
         mapping = phos_mapping_at(ptr);
@@ -140,8 +159,12 @@ CUresult serve_cuMemRetainAllocationHandle(CUmemGenericAllocationHandle_v1 *hand
 {
     PHOS_LOCKED(&phos_memory_lock);
     struct phos_mapping *mapping = phos_mapping_at((CUdeviceptr)addr);
-    if (!mapping || !handle)
-        return phos_real.cuMemRetainAllocationHandle(handle, addr);
+    if (!mapping || !handle) {
+        CUresult result = phos_real.cuMemRetainAllocationHandle(handle, addr);
+        if (result == CUDA_SUCCESS)
+            phos_driver_vmm_retained(*handle, (CUdeviceptr)addr);
+        return result;
+    }
     if (mapping->span)
         return CUDA_ERROR_INVALID_VALUE; /* as for cuMemAlloc memory */
     mapping->block->references++;
@@ -169,8 +192,12 @@ CUresult serve_cuMemExportToShareableHandle(void *shareable, CUmemGenericAllocat
     {
         PHOS_LOCKED(&phos_memory_lock);
         struct phos_block *block = block_of(handle);
-        if (!block)
-            return phos_real.cuMemExportToShareableHandle(shareable, handle, type, flags);
+        if (!block) {
+            CUresult result = phos_real.cuMemExportToShareableHandle(shareable, handle, type, flags);
+            if (result == CUDA_SUCCESS)
+                phos_driver_vmm_exported(handle);
+            return result;
+        }
         bool allowed = block->imported || block->properties.requestedHandleTypes & (unsigned)type;
         if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || !allowed || !shareable || flags)
             return phos_real.cuMemExportToShareableHandle(shareable, block->handle, allowed ? type : 0, flags);
@@ -194,8 +221,10 @@ CUresult serve_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle_v1 *h
     struct phos_token token;
     if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR || !handle || !phos_token_read((int)(intptr_t)os, &token)) {
         CUresult result = phos_real.cuMemImportFromShareableHandle(handle, os, type);
-        if (result == CUDA_SUCCESS)
-            phos_uncarried_add(PHOS_UNCARRIED_IPC, 1, 0);
+        if (result == CUDA_SUCCESS) {
+            PHOS_LOCKED(&phos_memory_lock);
+            phos_driver_vmm_made(*handle, PHOS_UNCARRIED_IPC, 0, true);
+        }
         return result;
     }
     struct phos_block *block;

@@ -71,3 +71,49 @@ def test_both_gpus_hold_what_they_held(protocol: str, how: str, wanted: list[str
     finally:
         del os.environ["PHOS_RESTORE"]
     assert without_repeats(program.finish()) == wanted
+
+
+CONNECTED = ("--tcp-established", "--network-lock", "skip")  # both ends are dumped, and nobody else's
+TRANSPORTS = {
+    "nvlink": {},
+    "host": {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"},
+}
+
+
+@needs_two
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("protocol", ["stop", "cow"])
+def test_ranks_that_train_with_nccl(protocol: str, transport: str, start: Starter, image: Path) -> None:
+    """A checkpoint while they run on; then one that kills them, from which they come to the result of a run left alone."""
+    environment = {"USE_LIBUV": "0", "NCCL_NVLS_ENABLE": "0", **TRANSPORTS[transport]}
+    command = process.python_program(PROGRAMS / "nccl_ranks.py")
+    alone = start(command, frontend=False, environment=environment, name="alone")
+    wanted = alone.finish()
+    program = start([*command, "--iteration-seconds", "0.05"], environment=environment)
+    program.wait_for("^ITERATION 8 ", 180)
+    os.environ["PHOS_PROTOCOL"] = protocol
+    try:
+        process.criu_dump(program, image, *CONNECTED, leave_running=True)
+        program.wait_iterations(3)
+        last = image.parent / "last"
+        last.mkdir()
+        process.criu_dump(program, last, *CONNECTED)
+    finally:
+        del os.environ["PHOS_PROTOCOL"]
+    process.command([PHOS_GPU, "verify", str(image)], 120)
+    process.criu_restore(program, last, *CONNECTED)
+    assert without_repeats(program.finish()) == wanted
+
+
+@needs_two
+def test_host_memory_that_nccl_shares_is_refused(start: Starter, image: Path) -> None:
+    """The driver could not restore it; the ranks go on, and end as they should."""
+    environment = {"USE_LIBUV": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_P2P_DISABLE": "1"}
+    program = start(
+        [*process.python_program(PROGRAMS / "nccl_ranks.py"), "--iteration-seconds", "0.05"], environment=environment
+    )
+    program.wait_for("^ITERATION 8 ", 180)
+    with pytest.raises(process.ProcessError, match="NCCL_CUMEM_HOST_ENABLE=0"):
+        process.criu_dump(program, image, *CONNECTED, leave_running=True)
+    program.wait_iterations(3)
+    assert program.finish()[-1].startswith("RESULT ")

@@ -88,3 +88,25 @@ def test_what_has_been_freed_is_nobody_s(site: Site) -> None:
     handle.with_suffix(".over").touch()
     guest.process.kill()
     assert owner.wait_result() == "0"
+
+
+def test_shared_host_memory_of_the_driver_s_is_refused_as_long_as_there_is_any(site: Site) -> None:
+    """The driver would save it and then fail to restore it, with which the processes would be lost."""
+    base = site.folder / "program"
+    program = site.start(sys.executable, str(PROGRAM.with_name("shared_host_memory.py")), str(base))
+    program.wait_iterations(3)
+    for number, protocol in enumerate(["stop", "cow"]):
+        image = site.image(f"refused-{number}")
+        done = site.dump(program, image, "--leave-running", check=False, PHOS_PROTOCOL=protocol)
+        assert done.returncode != 0
+        assert "NCCL_CUMEM_HOST_ENABLE=0" in done.stderr
+        assert not list(image.glob("phos-*"))
+        program.wait_progress(3)
+    base.with_suffix(".freed-when").touch()
+    wait_until(lambda: "FREED" in program.lines(), "the memory to be freed")
+    image = site.image()
+    site.dump(program, image)
+    site.restore(image)
+    program.wait_progress(3)
+    base.with_suffix(".over").touch()
+    assert program.wait_result() == "0"

@@ -1,6 +1,7 @@
 /* vmm.c and detach.c over a driver of this file's own: what must stay with the driver, and what must not be taken from it. */
 #include "blocks.h"
 #include "detach.h"
+#include "driver_vmm.h"
 #include "runtime.h"
 #include "track.h"
 
@@ -10,6 +11,9 @@
 
 #define MiB ((size_t)1 << 20)
 #define MULTICAST 77
+#define POSIX CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+#define BOUND "sparse array or a multicast object"
+#define SHARED "with other processes"
 static CUmemGenericAllocationHandle last_handle = 100, seen_handle;
 static CUresult array_result;
 
@@ -35,6 +39,27 @@ static CUresult map(CUdeviceptr at, size_t size, size_t offset, CUmemGenericAllo
 static CUresult unmap(CUdeviceptr at, size_t size)
 {
     (void)at, (void)size;
+    return CUDA_SUCCESS;
+}
+
+static CUresult export_handle(void *shareable, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                              unsigned long long flags)
+{
+    (void)shareable, (void)type, (void)flags;
+    return handle <= last_handle ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult import_handle(CUmemGenericAllocationHandle *handle, void *os, CUmemAllocationHandleType type)
+{
+    (void)os, (void)type;
+    *handle = last_handle; /* the same memory has the same one */
+    return CUDA_SUCCESS;
+}
+
+static CUresult retain(CUmemGenericAllocationHandle *handle, void *address)
+{
+    (void)address;
+    *handle = last_handle;
     return CUDA_SUCCESS;
 }
 
@@ -90,7 +115,7 @@ static struct phos_block *newest(void)
 }
 
 /* Whether phos_detach refuses, and says why. Nothing is mapped, so that refusing is all it can do wrong. */
-static bool refused(void)
+static bool refused(const char *why)
 {
     struct phos_detached done = {0};
     struct phos_error error = {0};
@@ -99,7 +124,7 @@ static bool refused(void)
     bool detached = phos_detach(&(struct phos_reducers){0}, NULL, &done, &error);
     CHECK(detached == !error.text[0]);
     if (!detached)
-        CHECK(strstr(error.text, "sparse array or a multicast object"));
+        CHECK(strstr(error.text, why));
     return !detached;
 }
 
@@ -126,6 +151,41 @@ static void on_the_host(void)
     CHECK(count == 0);
 }
 
+static uint64_t counted(enum phos_uncarried kind)
+{
+    uint64_t count, bytes;
+    phos_uncarried_get(kind, &count, &bytes);
+    return count;
+}
+
+/* What another process may have too must not be checkpointed, until neither a handle nor a mapping is left of it. */
+static void shared_memory(void)
+{
+    uint64_t before = counted(PHOS_UNCARRIED_HOST_VMM), imported = counted(PHOS_UNCARRIED_IPC);
+    CUdeviceptr at = 0x6000000000;
+    CUmemGenericAllocationHandle handle = made(CU_MEM_LOCATION_TYPE_HOST_NUMA, 0);
+    CHECK(serve_cuMemMap(at, 2 * MiB, 0, handle, 0) == CUDA_SUCCESS);
+    CHECK(serve_cuMemExportToShareableHandle(NULL, last_handle + 1, POSIX, 0) == CUDA_ERROR_INVALID_VALUE);
+    CHECK(!phos_driver_vmm_shared());
+    CHECK(serve_cuMemExportToShareableHandle(NULL, handle, POSIX, 0) == CUDA_SUCCESS);
+    CHECK(refused(SHARED));
+    CHECK(serve_cuMemRelease(handle) == CUDA_SUCCESS && refused(SHARED));
+    CHECK(serve_cuMemUnmap(at + 2 * MiB, 2 * MiB) == CUDA_SUCCESS && refused(SHARED));
+    CHECK(serve_cuMemRetainAllocationHandle(&handle, (void *)at) == CUDA_SUCCESS);
+    CHECK(serve_cuMemUnmap(at, 2 * MiB) == CUDA_SUCCESS && refused(SHARED));
+    CHECK(counted(PHOS_UNCARRIED_HOST_VMM) == before + 1);
+    CHECK(serve_cuMemRelease(handle) == CUDA_SUCCESS && !phos_driver_vmm_shared());
+    CHECK(counted(PHOS_UNCARRIED_HOST_VMM) == before);
+
+    last_handle++;
+    for (int i = 0; i < 2; i++)
+        CHECK(serve_cuMemImportFromShareableHandle(&handle, (void *)-1, POSIX) == CUDA_SUCCESS);
+    CHECK(counted(PHOS_UNCARRIED_IPC) == imported + 1 && refused(SHARED));
+    CHECK(serve_cuMemRelease(handle) == CUDA_SUCCESS && refused(SHARED));
+    CHECK(serve_cuMemRelease(handle) == CUDA_SUCCESS && !phos_driver_vmm_shared());
+    CHECK(counted(PHOS_UNCARRIED_IPC) == imported);
+}
+
 static void multicast(void)
 {
     CUmemGenericAllocationHandle handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
@@ -134,7 +194,7 @@ static void multicast(void)
     CHECK(!newest()->bound);
     CHECK(serve_cuMulticastBindMem(MULTICAST, 0, handle, 0, 2 * MiB, 0) == CUDA_SUCCESS);
     CHECK(seen_handle == last_handle && newest()->bound);
-    CHECK(refused());
+    CHECK(refused(BOUND));
     freed(handle);
 
     handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
@@ -146,7 +206,7 @@ static void multicast(void)
     CHECK(!newest()->bound && !newest()->previous->bound);
     CHECK(serve_cuMulticastBindAddr(MULTICAST, 0, at, 2 * MiB, 0) == CUDA_SUCCESS);
     CHECK(!newest()->bound && newest()->previous->bound);
-    CHECK(refused());
+    CHECK(refused(BOUND));
     CHECK(serve_cuMemUnmap(at, 4 * MiB) == CUDA_SUCCESS);
     CHECK(serve_cuMemRelease(other) == CUDA_SUCCESS);
     freed(handle);
@@ -163,7 +223,7 @@ static void sparse(void)
     list[1].memOperationType = CU_MEM_OPERATION_TYPE_MAP;
     array_result = CUDA_ERROR_UNKNOWN; /* the first may have been mapped */
     CHECK(serve_cuMemMapArrayAsync(list, 2, NULL) == CUDA_ERROR_UNKNOWN);
-    CHECK(newest()->bound && refused());
+    CHECK(newest()->bound && refused(BOUND));
     freed(handle);
 }
 
@@ -173,6 +233,9 @@ int main(void)
     phos_real.cuMemRelease = release;
     phos_real.cuMemMap = map;
     phos_real.cuMemUnmap = unmap;
+    phos_real.cuMemExportToShareableHandle = export_handle;
+    phos_real.cuMemImportFromShareableHandle = import_handle;
+    phos_real.cuMemRetainAllocationHandle = retain;
     phos_real.cuMulticastBindMem = bind_memory;
     phos_real.cuMulticastBindAddr = bind_address;
     phos_real.cuMemMapArrayAsync = map_array;
@@ -181,10 +244,11 @@ int main(void)
     phos_device_count = 1;
     phos_devices[0] = (struct phos_device){.granularity = 2 * MiB, .carried = true};
     on_the_host();
+    shared_memory();
     multicast();
     sparse();
     CUmemGenericAllocationHandle handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
-    CHECK(!refused()); /* last: now it is detached */
+    CHECK(!refused(BOUND)); /* last: now it is detached */
     (void)handle;
     return 0;
 }

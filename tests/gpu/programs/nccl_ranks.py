@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""Two ranks with a GPU each that train one network: the gradients of every iteration are added up by NCCL.
+
+The process itself has nothing to do with CUDA; it starts both and waits for them. Rank 0 reports. Each rank checks in
+every iteration that the other has the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before PyTorch is loaded: sums in a fixed order
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+from report import Report, parser
+
+WIDTH = 1024
+
+
+def train(options: argparse.Namespace) -> None:
+    """One rank."""
+    import torch
+    import torch.distributed as ranks
+
+    store = f"file://{options.report}.store"
+    torch.cuda.set_device(options.rank)
+    torch.manual_seed(1)
+    torch.use_deterministic_algorithms(True)
+    ranks.init_process_group("nccl", init_method=store, rank=options.rank, world_size=2)
+    report = Report(options)
+    layers = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
+    network = torch.nn.Sequential(*layers).cuda()
+    optimiser = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    generator = torch.Generator("cuda").manual_seed(2 + options.rank)
+    if options.rank == 0:
+        report.device(f"{torch.cuda.get_device_name()}, NCCL {torch.cuda.nccl.version()}, PyTorch {torch.__version__}")
+    for _ in range(options.iterations):
+        x = torch.randn(256, WIDTH, generator=generator, device="cuda")
+        loss = (network(x) - x.roll(1, 1)).square().mean()
+        optimiser.zero_grad()
+        loss.backward()
+        for weight in network.parameters():
+            ranks.all_reduce(weight.grad)
+        optimiser.step()
+        words = torch.stack([weight.detach().view(torch.int32).sum() for weight in network.parameters()]).sum()
+        most, least = words.clone(), words.clone()
+        ranks.all_reduce(most, ranks.ReduceOp.MAX)
+        ranks.all_reduce(least, ranks.ReduceOp.MIN)
+        if int(most) != int(least):
+            raise SystemExit(f"rank {options.rank}: the ranks' weights differ")
+        if options.rank == 0:
+            report.step(int(words) & (1 << 63) - 1)
+    if options.rank == 0:
+        report.result()
+
+
+def main() -> None:
+    """Start the ranks, or be one."""
+    options = parser("PyTorch and NCCL on two GPUs.", iterations=200)
+    options.add_argument("--rank", type=int)
+    chosen = options.parse_args()
+    if chosen.rank is not None:
+        train(chosen)
+        return
+    children = [subprocess.Popen([sys.executable, __file__, *sys.argv[1:], "--rank", str(rank)]) for rank in (0, 1)]
+    raise SystemExit(max(child.wait() for child in children))
+
+
+if __name__ == "__main__":
+    main()
