@@ -84,7 +84,7 @@ TRANSPORTS = {
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("protocol", ["stop", "cow"])
 def test_ranks_that_train_with_nccl(protocol: str, transport: str, start: Starter, image: Path) -> None:
-    """A checkpoint while they run on; then one that kills them, from which they come to the result of a run left alone."""
+    """A checkpoint while they run on; then one that kills them, from which they come to the result of a run alone."""
     environment = {"USE_LIBUV": "0", "NCCL_NVLS_ENABLE": "0", **TRANSPORTS[transport]}
     command = process.python_program(PROGRAMS / "nccl_ranks.py")
     alone = start(command, frontend=False, environment=environment, name="alone")
