@@ -45,6 +45,7 @@ static struct phos_kernel *intern(uint64_t module, const char *name)
     kernel->module = module;
     kernel->name = copy;
     kernel->name_hash = hash;
+    kernel->of_nccl = copy && strstr(copy, "nccl");
     kernel->chain = *bucket;
     *bucket = kernel;
     if (kernels_last)

@@ -19,6 +19,7 @@ struct phos_kernel {
     bool handle_is_kernel;
     bool told;
     bool of_blas; /* seen in calls of cuBLAS */
+    bool of_nccl;
     uint8_t layout;
     uint32_t count, block_size;
     struct phos_access_parameter *parameters; /* the driver's */

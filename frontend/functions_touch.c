@@ -82,6 +82,7 @@ void phos_kernel_touch(struct phos_touches *touches, struct phos_kernel *kernel,
     kernel->of_blas |= in_blas;
     touches->kernel = kernel->name;
     touches->module = kernel->module;
+    touches->communicates |= kernel->of_nccl;
     if (row) {
         touches->source = row->source;
         bool doubt = doubted(kernel, row);

@@ -25,7 +25,7 @@ struct executable {
     struct phos_touch *list;   /* sorted, each place once */
     size_t count;
     uint32_t anything;
-    bool host_copy;
+    bool host_copy, communicates;
     struct executable *next;
 };
 
@@ -131,6 +131,7 @@ static void work_out(struct executable *executable, uint64_t version)
         memcpy(executable->list, all.list, all.count * sizeof *all.list);
     executable->anything = all.count && !executable->list ? ALL : all.anything;
     executable->host_copy = all.host_copy;
+    executable->communicates = all.communicates;
     executable->version = version;
     executable->worked_out = true;
     phos_touches_end(&all);
@@ -151,6 +152,7 @@ void phos_graph_touch(struct phos_touches *touches, CUgraphExec graph)
         work_out(executable, version);
     touches->anything |= executable->anything;
     touches->host_copy |= executable->host_copy;
+    touches->communicates |= executable->communicates;
     for (size_t i = 0; i < executable->count; i++)
         phos_touches_add(touches, executable->list[i].address, executable->list[i].size, executable->list[i].access);
     if (phos_audit_active())

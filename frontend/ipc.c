@@ -29,8 +29,9 @@ static uint64_t token_check(const struct phos_token *token)
 }
 
 /* With phos_memory_lock held. Memory that came from another session is passed on as what it is. */
-static void token_fill(struct phos_token *token, const struct phos_block *block, uint64_t offset, uint64_t size)
+static void token_fill(struct phos_token *token, struct phos_block *block, uint64_t offset, uint64_t size)
 {
+    block->exported = true;
     memcpy(token->magic, token_magic, sizeof token->magic);
     memcpy(token->session, block->owner_block ? block->owner_session : phos_session, sizeof token->session);
     token->block = block->owner_block ? block->owner_block : block->id;

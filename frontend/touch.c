@@ -1,5 +1,7 @@
 /* Lists of touches. What they mean to a window is window.c's matter. */
 #include "touch.h"
+#include "blocks.h"
+#include "cleanup.h"
 #include "library.h"
 #include "log.h"
 #include "track.h"
@@ -44,6 +46,26 @@ static bool captured(CUstream stream)
     return phos_real.cuStreamIsCapturing(stream, &status) != CUDA_SUCCESS || status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
+/* NCCL's buffers, and those of the other ranks that it writes to, are made by cuMemCreate or exported, or imported; its
+ * arguments name none of them. With an allocator that uses cuMemCreate too, all of that one's memory is among them. */
+static void add_communicated(struct phos_touches *touches)
+{
+    CUdeviceptr begin = 0, end = 0;
+    PHOS_LOCKED(&phos_memory_lock);
+    for (size_t i = 0; i < phos_mappings.count; i++) {
+        const struct phos_mapping *mapping = (const struct phos_mapping *)phos_mappings.items[i];
+        const struct phos_block *block = mapping->block;
+        if (block->owner != PHOS_OWNER_APPLICATION && !block->owner_block && !block->exported)
+            continue;
+        if (mapping->range.address != end) {
+            phos_touches_add(touches, begin, end - begin, PHOS_READS | PHOS_WRITES);
+            begin = mapping->range.address;
+        }
+        end = mapping->range.address + mapping->range.size;
+    }
+    phos_touches_add(touches, begin, end - begin, PHOS_READS | PHOS_WRITES);
+}
+
 void phos_touches_complete(struct phos_touches *touches, bool per_thread, const char *entry_point)
 {
     if (touches->stream == CU_STREAM_LEGACY)
@@ -54,6 +76,8 @@ void phos_touches_complete(struct phos_touches *touches, bool per_thread, const 
         touches->kernel = entry_point;
     if (touches->source != PHOS_SOURCE_NONE || touches->unknown) /* of a kernel only a guess is known, of a copy what it does */
         phos_library_refine(touches);
+    if (touches->communicates)
+        add_communicated(touches);
     touches->captured = phos_captures() && captured(touches->stream);
     touches->nothing = touches->captured || (!touches->count && !touches->anything && !touches->host_copy);
 }

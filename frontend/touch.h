@@ -27,6 +27,7 @@ struct phos_touches {
     bool host_copy;         /* moves data between host and device: transfers of ours step aside */
     bool synchronous;       /* returns when the work is done, or nearly: from the host the last of it may be staged */
     bool unknown;           /* a launch of a kernel of which not even the arguments are known */
+    bool communicates;      /* a kernel of NCCL's: through tables of its own it reaches buffers that processes share */
     bool documented;        /* what the library call that it is made in documents is all that it touches besides */
     bool window;            /* window_shadow.c's own */
     uint8_t audit;          /* audit.c's own */

@@ -457,3 +457,45 @@ def test_kernels_that_seem_to_write_anywhere(phosd: FakePhosd, library: Path, tm
             f"cuGraphLaunch 255 0 0 {anything} 0 0 b+0:0:w",
         ]
         app.finish()
+
+
+COMMUNICATES = """
+start()
+module = ok(cu.cuModuleLoadData(PTX.replace(b"none()", b"_Z20ncclDevKernel_Reducev()")))
+kernel = ok(cu.cuModuleGetFunction(module, b"_Z20ncclDevKernel_Reducev"))
+ok(cu.cuMemAlloc(20 << 20))
+exported = ok(cu.cuMemAlloc(20 << 20))
+properties = cu.CUmemAllocationProp()
+properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+made = ok(cu.cuMemAddressReserve(4 << 20, 0, 0, 0))
+for at in (0, 2 << 20):
+    ok(cu.cuMemMap(int(made) + at, 2 << 20, 0, ok(cu.cuMemCreate(2 << 20, properties, 0)), 0))
+stream = ok(cu.cuStreamCreate(1))
+def show(call):
+    for line in spoken(touched(call), made=int(made), exported=int(exported)):
+        say(line.replace(f"{int(stream):x}", "stream"))
+def launch(stream=0):
+    ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0))
+show(launch)
+ok(cu.cuIpcGetMemHandle(exported))
+show(launch)
+ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+launch(stream)
+graph = ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(stream)), 0))
+ok(cu.cuMemUnmap(made, 2 << 20))
+show(lambda: ok(cu.cuGraphLaunch(graph, stream)))
+say("end")
+"""
+
+
+def test_a_kernel_of_nccl_touches_what_processes_share(phosd: FakePhosd, library: Path) -> None:
+    """Its arguments name none of it. What it is changes while a graph stays the same."""
+    with tracing(phosd, library, COMMUNICATES) as (app, _):
+        name, half = "_Z20ncclDevKernel_Reducev", 2 << 20
+        assert rest_of(app) == [
+            f"{name} 3 0 0 0 0 0 made+0:{2 * half}:b",
+            f"{name} 3 0 0 0 0 0 exported+0:{10 * half}:b made+0:{2 * half}:b",
+            f"cuGraphLaunch 255 stream 0 0 0 0 exported+0:{10 * half}:b made+{half}:{half}:b",
+        ]
+        app.finish()
