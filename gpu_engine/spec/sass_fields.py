@@ -49,23 +49,33 @@ class Found:
 def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
     """Decide which bases the accesses go through."""
     found = Found()
-    doubtful: list[tuple[frozenset[Base | None], Access]] = []
+    doubtful: list[tuple[frozenset[Base | None], Access, frozenset[Base | None]]] = []
     for touch in touches:
         if touch.tensor_map:
             _resolve_map(touch, layout, found)
             continue
         candidates = _candidates(touch)
+        # What went in as a number too: from a pointer to another, and added to the first, it leads to the other.
+        distances = _pairs(touch.derived, touch.derived) - {None}
         alternatives = [base for bases, several in candidates if len(bases) == 1 or several for base in bases]
         # Of a store that may go to a parameter or to an address from memory the latter is mostly what the register
         # held on ways that do not come here. Taken seriously, it would make common kernels write anywhere.
         leftover = any(base is not None for base in alternatives)
         for base in alternatives:
             found.note(base, touch.access & ~Access.WRITE if base is None and leftover else touch.access)
-        doubtful += [(bases, touch.access) for bases, several in candidates if len(bases) > 1 and not several]
-    # A sum of two words that both look like addresses: the one that is a pointer elsewhere is the pointer here.
+            for other in distances if base in distances else ():
+                found.note(other, touch.access)
+        doubtful += [
+            (bases, touch.access, distances) for bases, several in candidates if len(bases) > 1 and not several
+        ]
+    # A sum of two words that both look like addresses: the one that is a pointer elsewhere is the pointer here, unless
+    # it was subtracted before.
     certain = frozenset(found.bases)
-    for bases, access in doubtful:
-        for base in (bases & certain) or bases:
+    for bases, access, distances in doubtful:
+        known = bases & certain
+        if known & distances:
+            known = bases - {None}
+        for base in known or bases:
             found.note(base, access)
     return found
 

@@ -265,6 +265,30 @@ def test_a_sum_of_two_words_is_doubtful_where_nothing_says_which_is_the_pointer(
     assert found == (pointers(WRITE, WRITE), NONE)
 
 
+DISTANCE = """
+    LDC.64 R2, c[0x0][0x210]
+    LDC.64 R6, c[0x0][0x218]
+    IADD3 R8, P0, -R2, R6, RZ
+    IADD3.X R9, ~R3, R7, RZ, P0, !PT
+    LDG.E R0, desc[UR4][R2.64]
+    IADD3 R4, P0, R2, R8, RZ
+    IADD3.X R5, R3, R9, RZ, P0, !PT
+    STG.E desc[UR4][R4.64], R0
+    EXIT
+"""
+
+
+def test_a_pointer_and_the_distance_to_another_are_the_other() -> None:
+    """A loop over two arrays that counts up one pointer; the first is a pointer elsewhere, but not what is written."""
+    assert flow(DISTANCE, P0, P1) == (pointers(BOTH, WRITE), NONE)
+    # In elements it passes through a shift.
+    shifted = DISTANCE.replace("LDG.E", "SHF.R.S64 R8, R8, 0x2, R9\nSHF.R.S32.HI R9, RZ, 0x2, R9\nLDG.E")
+    assert flow(shifted, P0, P1) == (pointers(BOTH, WRITE), NONE)
+    # The distance of two pointers is an index of a third.
+    third = DISTANCE.replace("LDG.E R0, desc[UR4][R2.64]", "LDC.64 R2, c[0x0][0x220]\nSHF.R.U64 R8, R8, 0x2, R9")
+    assert flow(third, P0, P1, P2)[0][-1] == (2, 0, 8, WRITE, POINTER)
+
+
 LEFTOVER = """
     LDC.64 R6, c[0x0][0x210]
     LDG.E.64 R2, desc[UR4][R6.64]
