@@ -88,9 +88,9 @@ def _candidates(touch: Touch) -> list[tuple[frozenset[Base | None], bool]]:
         if ANY not in atoms and any(atom.origin in _OWN for atom in atoms):
             own = True
             continue
-        bases = _pairs(atoms, touch.high)
-        if bases:
-            result.append((bases, ANY in atoms))
+        bases, straddling = _pairs(atoms, touch.high), _straddling(atoms, touch.high)
+        if bases or straddling:
+            result.append((bases | straddling, bool(straddling) or ANY in atoms))
     if result or own or any(atom.origin in _OWN for atom in touch.high):
         return result
     # Structs may be packed: words that make no aligned address may make one that is not.
@@ -99,7 +99,8 @@ def _candidates(touch: Touch) -> list[tuple[frozenset[Base | None], bool]]:
         return [(packed, True)]
     # No base is left. Whatever went into the address some other way is all there is to go by.
     low = frozenset().union(*touch.low) | touch.derived
-    bases = _pairs(low, touch.high | touch.derived)
+    high = touch.high | touch.derived
+    bases = _pairs(low, high) | _straddling(low, high)
     return [(bases, True)] if bases else []
 
 
@@ -113,6 +114,16 @@ def _pairs(low: Atoms, high: Atoms, alignment: int = ADDRESS_BYTES) -> frozenset
                 bases.add(Base(atom.place, atom.stride))
         elif atom == LOADED and atom in high:
             bases.add(None)
+    return frozenset(bases)
+
+
+def _straddling(low: Atoms, high: Atoms) -> frozenset[Base | None]:
+    """Places within words, of structs packed tighter than these: both halves have bits of the word that they share."""
+    bases: set[Base | None] = set()
+    for atom in low:
+        following, last = (atom._replace(place=atom.place + distance) for distance in (WORD, ADDRESS_BYTES))
+        if atom.origin == Origin.PARAMETER and following in low and following in high and last in high:
+            bases.update(Base(atom.place + byte, 0) for byte in range(1, WORD))
     return frozenset(bases)
 
 
@@ -143,7 +154,8 @@ def fields(found: Found, parameters: tuple[Parameter, ...]) -> tuple[tuple[Field
         for place in places:
             maps[place] = maps.get(place, Access.NONE) | access
     for base, access in found.bases.items():
-        if not base.stride:
+        within = _containing(base.place, parameters) == _containing(base.place + ADDRESS_BYTES - 1, parameters)
+        if not base.stride and (within or base.place % WORD == 0):
             pointers[base.place] = pointers.get(base.place, Access.NONE) | access
     scans += _scans({b: a for b, a in found.bases.items() if b.stride}, parameters)
     return _laid_out(pointers, scans, maps), indirect

@@ -153,8 +153,9 @@ def store_local(instruction: Instruction, state: State, kernel: Kernel) -> None:
     if memory:
         low, _ = _address(memory[0], state)
         place = low if any(a.origin == Origin.STACK for a in low.atoms) else UNKNOWN
+        whole = instruction.always and not is_small(instruction)  # else something of the old word stays
         for part, word in enumerate(_stored(instruction, state, kernel)):
-            state.store_stack(place, part, word, instruction.always)
+            state.store_stack(place, part, word, whole)
 
 
 def load_shared(instruction: Instruction, state: State, kernel: Kernel) -> None:

@@ -57,6 +57,55 @@ def test_an_address_in_a_packed_struct() -> None:
     assert found == ([(0, 4, 8, WRITE, POINTER)], NONE)
 
 
+PACKED = Parameter(0, 13), Parameter(16, 8)
+"""struct { char c; float *p; int n; } under `#pragma pack(1)`, and a pointer."""
+
+BYTES = "\n".join(f"LDC.U8 R{8 + byte}, c[0x0][{0x211 + byte:#x}]" for byte in range(8))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        # Bytes put together.
+        BYTES
+        + """
+        PRMT R2, R9, 0x7604, R8
+        PRMT R4, R11, 0x7604, R10
+        PRMT R2, R4, 0x1054, R2
+        PRMT R3, R13, 0x7604, R12
+        PRMT R4, R15, 0x7604, R14
+        PRMT R3, R4, 0x1054, R3
+        """,
+        # Bytes through the stack.
+        "LDC R1, c[0x0][0x28]\n"
+        + BYTES
+        + "".join(f"\nSTL.U8 [R1+{byte:#x}], R{8 + byte}" for byte in range(8))
+        + "\nLDL.64 R2, [R1]",
+        # Words, of which bytes are taken.
+        """
+        LDC R8, c[0x0][0x210]
+        LDC R9, c[0x0][0x214]
+        LDC R10, c[0x0][0x218]
+        PRMT R2, R8, 0x4321, R9
+        PRMT R3, R9, 0x4321, R10
+        """,
+        """
+        LDC R8, c[0x0][0x210]
+        LDC R9, c[0x0][0x214]
+        LDC R10, c[0x0][0x218]
+        SHF.R.U64 R2, R8, 0x8, R9
+        SHF.R.U64 R3, R9, 0x8, R10
+        """,
+    ],
+    ids=["bytes", "bytes on the stack", "words", "words shifted"],
+)
+def test_an_address_that_begins_within_a_word(code: str) -> None:
+    places, indirect = flow(code + "\nSTG.E desc[UR4][R2.64], R0\nEXIT", *PACKED)
+    assert (0, 1, 8, WRITE, POINTER) in places
+    assert all(parameter == 0 and place + size <= 13 for parameter, place, size, *_ in places)
+    assert indirect == NONE
+
+
 def test_a_predicated_move_may_leave_the_old_pointer() -> None:
     found = flow(
         """
