@@ -71,6 +71,14 @@ def _demoted(instruction: Instruction, word: Word) -> Word:
     return derive([word]) if is_small(instruction) else word
 
 
+def anything(instruction: Instruction, state: State, kernel: Kernel) -> bool:
+    """An instruction that nobody knows may do anything to what its addresses name; whether it has any."""
+    operands = _memory_operands(instruction)
+    for operand in operands:
+        touch(kernel, BOTH, _address(operand, state))
+    return bool(operands)
+
+
 def load(instruction: Instruction, state: State, kernel: Kernel) -> None:
     """A load through a global or generic address."""
     memory = _memory_operands(instruction)

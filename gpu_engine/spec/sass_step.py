@@ -2,7 +2,8 @@
 
 NVIDIA documents no more than the names of instructions (CUDA Binary Utilities, "Instruction Set Reference"); the
 meaning of operands is from compiled kernels. An instruction that is not known here is taken to mix all that it reads
-into its first register, so a new one can cost precision but loses no address.
+into its first register, and to read and write what its addresses name, so a new one can cost precision but loses no
+address and no access.
 
 Instructions of the uniform data path (``UIADD3``) mean what their namesakes mean and are treated as one.
 """
@@ -18,6 +19,7 @@ from phos.gpu_engine.spec.sass_operands import Handler, destination, put, word_o
 from phos.gpu_engine.spec.sass_state import WINDOW_WORD, Kernel, State
 from phos.gpu_engine.spec.sass_text import Instruction, Kind, Operand
 from phos.gpu_engine.spec.sass_value import (
+    LOADED_WORD,
     NOTHING,
     UNKNOWN,
     Word,
@@ -156,6 +158,8 @@ def _addition(instruction: Instruction, state: State, kernel: Kernel) -> None:
 def _unknown(instruction: Instruction, state: State, kernel: Kernel) -> None:
     register, sources = destination(instruction)
     words = [mix([word_of(source, state, kernel, part) for source in sources]) for part in range(words_in(instruction))]
+    if memory.anything(instruction, state, kernel):
+        words = [join(word, LOADED_WORD) for word in words]
     put(instruction, state, register, words)
 
 

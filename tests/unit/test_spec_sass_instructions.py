@@ -395,6 +395,25 @@ def test_an_instruction_that_nobody_knows_keeps_the_pointer() -> None:
     assert found == (pointers(WRITE), NONE)
 
 
+def test_an_instruction_that_nobody_knows_may_do_anything_to_what_it_is_given() -> None:
+    store = """
+        LDC.64 R2, c[0x0][0x210]
+        NEWST.E desc[UR4][R2.64], R0
+        EXIT
+    """
+    assert flow(store, P0) == (pointers(BOTH), NONE)
+    # What it loads may be an address.
+    load = """
+        LDC.64 R2, c[0x0][0x210]
+        NEWLD.E.64 R4, desc[UR4][R2.64+0x8]
+        STG.E desc[UR4][R4.64], R0
+        EXIT
+    """
+    assert flow(load, P0) == (pointers(BOTH), WRITE)
+    # Tensor memory is no memory of the application's.
+    assert flow("LDC.64 UR4, c[0x0][0x210]\nLDTM.x8 R4, tmem[UR4+0x40]\nEXIT", P0) == ([], NONE)
+
+
 def test_an_address_without_a_base_is_laid_to_whatever_went_into_it() -> None:
     found = flow(
         """
