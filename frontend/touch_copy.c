@@ -1,5 +1,6 @@
 /* What copies touch. Host memory and arrays do not count: the first is not device memory, the second is the driver's to
- * save. A copy with a side on the host sets host_copy. */
+ * save. A copy with a side on the host sets host_copy. So does one that names a device's memory as the host's, and that
+ * counts: with unified addressing the driver goes by the address. */
 #include "touch_parts.h"
 #include "memory.h"
 #include "cleanup.h"
@@ -11,18 +12,26 @@ static void side(struct phos_touches *touches, CUdeviceptr address, size_t bytes
         phos_touches_add(touches, address, bytes, access);
 }
 
+static bool is_ours(CUdeviceptr address)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    return phos_mapping_at(address) != NULL;
+}
+
 /* An address that may be the host's as well (unified addressing): memory that we know is on a device, and the rest is
  * taken for host memory. */
 static void either(struct phos_touches *touches, CUdeviceptr address, size_t bytes, uint32_t access)
 {
-    bool ours;
-    {
-        PHOS_LOCKED(&phos_memory_lock);
-        ours = phos_mapping_at(address) != NULL;
-    }
-    if (!ours)
+    if (!is_ours(address))
         touches->host_copy = true;
     side(touches, address, bytes, access);
+}
+
+/* An address that the call takes for the host's. */
+static void host_side(struct phos_touches *touches, const void *address, size_t bytes, uint32_t access)
+{
+    if (is_ours((CUdeviceptr)(uintptr_t)address))
+        side(touches, (CUdeviceptr)(uintptr_t)address, bytes, access);
 }
 
 static void linear(struct phos_touches *touches, CUstream stream, CUdeviceptr to, CUdeviceptr from, size_t bytes)
@@ -71,29 +80,29 @@ void touch_cuMemcpyPeer(struct phos_touches *touches, CUdeviceptr_v2 to, CUconte
 #define LINEAR_COPIES(suffix, address_type, size_type) \
     void touch_cuMemcpyHtoD##suffix(struct phos_touches *touches, address_type to, const void *from, size_type bytes) \
     { \
-        (void)from; \
         host(touches, NULL, true); \
         side(touches, to, bytes, PHOS_WRITES); \
+        host_side(touches, from, bytes, PHOS_READS); \
     } \
     void touch_cuMemcpyHtoDAsync##suffix(struct phos_touches *touches, address_type to, const void *from, \
                                          size_type bytes, CUstream stream) \
     { \
-        (void)from; \
         host(touches, stream, false); \
         side(touches, to, bytes, PHOS_WRITES); \
+        host_side(touches, from, bytes, PHOS_READS); \
     } \
     void touch_cuMemcpyDtoH##suffix(struct phos_touches *touches, void *to, address_type from, size_type bytes) \
     { \
-        (void)to; \
         host(touches, NULL, true); \
         side(touches, from, bytes, PHOS_READS); \
+        host_side(touches, to, bytes, PHOS_WRITES); \
     } \
     void touch_cuMemcpyDtoHAsync##suffix(struct phos_touches *touches, void *to, address_type from, size_type bytes, \
                                          CUstream stream) \
     { \
-        (void)to; \
         host(touches, stream, false); \
         side(touches, from, bytes, PHOS_READS); \
+        host_side(touches, to, bytes, PHOS_WRITES); \
     } \
     void touch_cuMemcpyDtoD##suffix(struct phos_touches *touches, address_type to, address_type from, size_type bytes) \
     { \
@@ -123,36 +132,32 @@ void touch_cuMemcpyPeer(struct phos_touches *touches, CUdeviceptr_v2 to, CUconte
     { \
         (void)to; \
         (void)offset; \
-        (void)from; \
-        (void)bytes; \
         host(touches, NULL, true); \
+        host_side(touches, from, bytes, PHOS_READS); \
     } \
     void touch_cuMemcpyHtoAAsync##suffix(struct phos_touches *touches, CUarray to, size_type offset, const void *from, \
                                          size_type bytes, CUstream stream) \
     { \
         (void)to; \
         (void)offset; \
-        (void)from; \
-        (void)bytes; \
         host(touches, stream, false); \
+        host_side(touches, from, bytes, PHOS_READS); \
     } \
     void touch_cuMemcpyAtoH##suffix(struct phos_touches *touches, void *to, CUarray from, size_type offset, \
                                     size_type bytes) \
     { \
-        (void)to; \
         (void)from; \
         (void)offset; \
-        (void)bytes; \
         host(touches, NULL, true); \
+        host_side(touches, to, bytes, PHOS_WRITES); \
     } \
     void touch_cuMemcpyAtoHAsync##suffix(struct phos_touches *touches, void *to, CUarray from, size_type offset, \
                                          size_type bytes, CUstream stream) \
     { \
-        (void)to; \
         (void)from; \
         (void)offset; \
-        (void)bytes; \
         host(touches, stream, false); \
+        host_side(touches, to, bytes, PHOS_WRITES); \
     } \
     void touch_cuMemcpyAtoA##suffix(struct phos_touches *touches, CUarray to, size_type to_offset, CUarray from, \
                                     size_type from_offset, size_type bytes) \
@@ -174,14 +179,15 @@ static void box(struct phos_touches *touches, CUmemorytype type, CUdeviceptr dev
 {
     if (type == CU_MEMORYTYPE_HOST)
         touches->host_copy = true;
-    if (type == CU_MEMORYTYPE_HOST || type == CU_MEMORYTYPE_ARRAY || !width || !height || !depth)
+    if (type == CU_MEMORYTYPE_ARRAY || !width || !height || !depth)
         return;
-    (void)host_address;
     pitch = pitch ? pitch : width;
     rows = rows ? rows : height;
     size_t begin = (z * rows + y) * pitch + x;
     size_t bytes = ((depth - 1) * rows + height - 1) * pitch + width;
-    if (type == CU_MEMORYTYPE_UNIFIED)
+    if (type == CU_MEMORYTYPE_HOST)
+        host_side(touches, (const void *)((uintptr_t)host_address + begin), bytes, access);
+    else if (type == CU_MEMORYTYPE_UNIFIED)
         either(touches, device + begin, bytes, access);
     else
         side(touches, device + begin, bytes, access);

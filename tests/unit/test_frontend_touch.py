@@ -162,6 +162,12 @@ cube.srcHost, cube.srcPitch, cube.srcHeight = host, 64, 4
 cube.dstDevice, cube.dstPitch, cube.dstHeight, cube.dstZ = B, 64, 8, 1
 cube.WidthInBytes, cube.Height, cube.Depth = 32, 4, 2
 show(lambda: ok(cu.cuMemcpy3D(cube)))
+def wrong():  # called host memory, and a device's
+    ok(cu.cuMemcpyDtoH(A, B, 64))
+    ok(cu.cuMemcpyHtoDAsync(A, B, 64, stream))
+    cube.srcHost, cube.srcPitch = A + 4096, 64
+    ok(cu.cuMemcpy3D(cube))
+show(wrong)
 ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
 show(lambda: ok(cu.cuMemsetD8Async(A, 1, 10, stream)))
 ok(cu.cuStreamEndCapture(stream))
@@ -189,6 +195,9 @@ def test_copies_and_memsets(phosd: FakePhosd, library: Path) -> None:
             "cuMemsetD2D32_v2 255 0 0 0 0 0 a+0:1056:w",
             "cuMemcpy2DAsync_v2 255 stream 0 0 0 0 a+516:868:r b+0:1636:w",
             "cuMemcpy3D_v2 255 0 0 0 1 1 b+512:736:w",
+            "cuMemcpyDtoH_v2 255 0 0 0 1 1 a+0:64:w b+0:64:r",
+            "cuMemcpyHtoDAsync_v2 255 stream 0 0 1 0 a+0:64:w b+0:64:r",
+            "cuMemcpy3D_v2 255 0 0 0 1 1 a+4096:480:r b+512:736:w",
             "cuMemsetD8Async 255 stream 1 0 0 0 a+0:10:w",
         ]
         app.finish()
