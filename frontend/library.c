@@ -132,7 +132,7 @@ bool phos_library_in_blas(void)
  * its documentation. Not so with arrays of pointers, whose outputs are not, and with NCCL, which has buffers of its own. */
 static bool says_all(const struct phos_library_scope *scope)
 {
-    if (!is_blas(scope) && strncmp(scope->function, "cudnn", 5))
+    if (scope->elsewhere || (!is_blas(scope) && strncmp(scope->function, "cudnn", 5)))
         return false;
     for (size_t i = 0; i < scope->count; i++)
         if ((scope->list[i].access & (PHOS_WRITES | PHOS_PERHAPS)) == PHOS_WRITES)

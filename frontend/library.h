@@ -76,6 +76,7 @@ struct phos_library_scope {
     void (*document)(struct phos_library_scope *); /* not NULL: what it documents is still to be worked out, from */
     const void *arguments, *real;                  /* the call's arguments, and the function called */
     bool whole;  /* its ranges are all that the call may touch, though no output is documented */
+    bool elsewhere; /* it also touches what pointers in device memory name, whatever is documented */
     void *owned; /* to free */
     struct phos_library_range ranges[PHOS_LIBRARY_RANGES];
 };
@@ -122,7 +123,7 @@ static inline void phos_library_enter_lazily(struct phos_library_scope *scope, c
     scope->list = scope->ranges;
     scope->count = 0;
     scope->owned = NULL;
-    scope->whole = false;
+    scope->whole = scope->elsewhere = false;
     scope->document = document;
     scope->arguments = arguments;
     scope->real = real;

@@ -64,10 +64,17 @@ static bool get(get_attribute *attribute_of, void *layout, int attribute, void *
     return !attribute_of(layout, attribute, value, size, &written) && written == size;
 }
 
+/* Newer than the other attributes: a library that does not know it has no such batches. */
+static bool of_pointers(get_attribute *attribute_of, void *layout)
+{
+    uint32_t mode = 0;
+    return get(attribute_of, layout, LAYOUT_BATCH_MODE, &mode, sizeof mode) && mode;
+}
+
 size_t span_layout(const void *real, void *layout)
 {
     get_attribute *attribute_of = (get_attribute *)phos_library_sibling(real, "cublasLtMatrixLayoutGetAttribute");
-    uint32_t type = 0, mode = 0;
+    uint32_t type = 0;
     int32_t order = 0, batch = 0;
     uint64_t rows = 0, columns = 0;
     int64_t leading = 0, stride = 0, plane = 0;
@@ -80,9 +87,8 @@ size_t span_layout(const void *real, void *layout)
         !get(attribute_of, layout, LAYOUT_STRIDE, &stride, sizeof stride) ||
         !get(attribute_of, layout, LAYOUT_PLANE, &plane, sizeof plane))
         return 0;
-    /* Newer than the other attributes: a library that does not know it has no such batches. */
-    if (get(attribute_of, layout, LAYOUT_BATCH_MODE, &mode, sizeof mode) && mode)
-        return 0; /* pointers in device memory */
+    if (of_pointers(attribute_of, layout))
+        return 0;
     if (plane || (order != ORDER_COLUMN && order != ORDER_ROW) || rows > INT64_MAX || columns > INT64_MAX)
         return 0;
     int bits = span_type((int)type);
@@ -95,7 +101,7 @@ enum { MATMUL_EPILOGUE = 7, MATMUL_BIAS = 8, MATMUL_AUXILIARY = 11, MATMUL_SCALE
 enum { EPILOGUE_BIAS = 4, EPILOGUE_AUXILIARY = 128, EPILOGUE_BACKWARD = 8 | 64, EPILOGUE_BIAS_GRADIENT = 16 | 256 | 512 };
 
 /* Of most no size is said, and kernels have them among their arguments as a rule: they stand for what cannot be known. */
-void document_epilogue(struct phos_library_scope *scope, const void *real, void *description)
+static void document_epilogue(struct phos_library_scope *scope, const void *real, void *description)
 {
     get_attribute *attribute_of = (get_attribute *)phos_library_sibling(real, "cublasLtMatmulDescGetAttribute");
     uint32_t epilogue = 0;
@@ -124,4 +130,14 @@ void document_epilogue(struct phos_library_scope *scope, const void *real, void 
         if (named[i].access && get(attribute_of, description, named[i].attribute, &address, sizeof address))
             phos_library_document(scope, address, named[i].size, named[i].access | PHOS_PERHAPS);
     }
+}
+
+void document_matmul(struct phos_library_scope *scope, const void *real, void *description, void *A, void *B, void *C,
+                     void *D)
+{
+    get_attribute *attribute_of = (get_attribute *)phos_library_sibling(real, "cublasLtMatrixLayoutGetAttribute");
+    void *layouts[] = {A, B, C, D};
+    for (size_t i = 0; attribute_of && i < sizeof layouts / sizeof *layouts; i++)
+        scope->elsewhere |= layouts[i] && of_pointers(attribute_of, layouts[i]);
+    document_epilogue(scope, real, description);
 }

@@ -74,5 +74,7 @@ size_t span_tensor(const void *real, void *descriptor);
 size_t span_filter(const void *real, void *descriptor);
 size_t span_layout(const void *real, void *layout);
 
-/* Adds to what cublasLtMatmul documents: the memory that the description of the multiplication names. */
-void document_epilogue(struct phos_library_scope *scope, const void *real, void *description);
+/* Adds to what cublasLtMatmul documents: the memory that the description of the multiplication names, and whether there
+ * is more, where a layout says that its matrices lie where pointers in device memory say. */
+void document_matmul(struct phos_library_scope *scope, const void *real, void *description, void *A, void *B, void *C,
+                     void *D);

@@ -64,13 +64,14 @@ def cublas_source(number: int, nested: str = "") -> str:
 
 LT_SOURCE = CALLBACK + textwrap.dedent("""
     struct layout { uint32_t type; int32_t order; uint64_t rows, columns; int64_t leading; int32_t batch;
-                    int64_t stride; };
+                    int64_t stride; int32_t mode; };
     int cublasLtMatrixLayoutGetAttribute(void *opaque, int which, void *to, size_t size, size_t *written) {
         struct layout *l = opaque;
         int64_t plane = 0;
-        void *from[] = {&l->type, &l->order, &l->rows, &l->columns, &l->leading, &l->batch, &l->stride, &plane};
-        size_t sizes[] = {4, 4, 8, 8, 8, 4, 8, 8};
-        if (which > 7 || size < sizes[which]) return 7;
+        void *from[] = {&l->type, &l->order, &l->rows, &l->columns, &l->leading, &l->batch, &l->stride, &plane,
+                        &l->mode};
+        size_t sizes[] = {4, 4, 8, 8, 8, 4, 8, 8, 4};
+        if (which > 8 || size < sizes[which]) return 7;
         memcpy(to, from[which], sizes[which]);
         *written = sizes[which];
         return 0;

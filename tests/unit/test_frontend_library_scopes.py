@@ -158,7 +158,8 @@ def test_an_argument_that_is_input_and_output_is_an_output(shop: Workshop) -> No
 LT = """
 class Layout(ctypes.Structure):
     _fields_ = [("type", c_uint32), ("order", ctypes.c_int32), ("rows", c_uint64), ("columns", c_uint64),
-                ("leading", ctypes.c_int64), ("batch", ctypes.c_int32), ("stride", ctypes.c_int64)]
+                ("leading", ctypes.c_int64), ("batch", ctypes.c_int32), ("stride", ctypes.c_int64),
+                ("mode", ctypes.c_int32)]
 matmul = fetch(lt, b'cublasLtMatmul', *[P] * 14, c_size_t, P)
 def run_matmul(*layouts):
     a, b, c, d = [ctypes.addressof(l) for l in layouts]
@@ -193,6 +194,21 @@ def test_cublaslt_takes_sizes_from_its_layouts(shop: Workshop) -> None:
     assert printed[2] == str(
         [(0x100000, 0, R), (0x200000, 0, R), (0x300000, 0, R), (0x400000, 0, RW), (0x500000, 0, RW)]
     )
+
+
+def test_of_matrices_whose_addresses_lie_in_memory_nothing_is_known(shop: Workshop) -> None:
+    """Batches by pointers: the arrays of these are not the matrices. One operand of the kind is enough."""
+    printed = call(
+        shop,
+        LT + "pointers = Layout(2, 0, 100, 10, 128, 3, 0, 1)\n"
+        "for at in range(4):\n"
+        "    layouts = [half] * 4\n    layouts[at] = pointers\n"
+        "    seen = inside(lt, [(0x500000, 0, R)], RW, left=RW)\n    run_matmul(*layouts)\n"
+        "    print((0x500000, 4096, RW) in seen[0])\n"
+        "seen = inside(lt, [], RW)\nrun_matmul(half, half, half, half)\nprint(seen[0] != [])\n",
+        lt=shop.library("libcublasLt.so.13", LT_SOURCE, version="libcublasLt.so.13"),
+    )
+    assert printed == ["True"] * 5
 
 
 @pytest.mark.parametrize(
