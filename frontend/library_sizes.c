@@ -51,6 +51,33 @@ size_t span_filter(const void *real, void *descriptor)
     return asked(real, "cudnnGetFilterSizeInBytes", descriptor);
 }
 
+void document_dropout(struct phos_library_scope *scope, const void *real, void *handle, void *dropout)
+{
+    int (*get_dropout)(void *, void *, float *, void **, unsigned long long *) =
+        (int (*)(void *, void *, float *, void **, unsigned long long *))phos_library_sibling(
+            real, "cudnnGetDropoutDescriptor");
+    float probability;
+    void *states = NULL;
+    unsigned long long seed;
+    if (dropout && get_dropout && !get_dropout(dropout, handle, &probability, &states, &seed))
+        phos_library_document(scope, states, 0, PHOS_READS | PHOS_WRITES | PHOS_PERHAPS);
+}
+
+void document_rnn(struct phos_library_scope *scope, const void *real, void *handle, void *network)
+{
+    typedef int get_network(void *, int *, int *, int *, int *, int *, int *, int *, int *, int32_t *, int32_t *,
+                            int32_t *, int32_t *, void **, uint32_t *);
+    get_network *get = (get_network *)phos_library_sibling(real, "cudnnGetRNNDescriptor_v8");
+    int kinds[8];
+    int32_t sizes[4];
+    void *dropout = NULL;
+    uint32_t flags;
+    if (network && get &&
+        !get(network, &kinds[0], &kinds[1], &kinds[2], &kinds[3], &kinds[4], &kinds[5], &kinds[6], &kinds[7], &sizes[0],
+             &sizes[1], &sizes[2], &sizes[3], &dropout, &flags))
+        document_dropout(scope, real, handle, dropout);
+}
+
 /* cublasLtMatrixLayoutAttribute_t. */
 enum { LAYOUT_TYPE, LAYOUT_ORDER, LAYOUT_ROWS, LAYOUT_COLUMNS, LAYOUT_LEADING, LAYOUT_BATCH, LAYOUT_STRIDE, LAYOUT_PLANE,
        LAYOUT_BATCH_MODE };

@@ -74,6 +74,10 @@ size_t span_tensor(const void *real, void *descriptor);
 size_t span_filter(const void *real, void *descriptor);
 size_t span_layout(const void *real, void *layout);
 
+/* Adds to what a call of cuDNN documents: the states of random numbers that its dropout keeps. */
+void document_dropout(struct phos_library_scope *scope, const void *real, void *handle, void *dropout);
+void document_rnn(struct phos_library_scope *scope, const void *real, void *handle, void *network);
+
 /* Adds to what cublasLtMatmul documents: the memory that the description of the multiplication names, and whether there
  * is more, where a layout says that its matrices lie where pointers in device memory say. */
 void document_matmul(struct phos_library_scope *scope, const void *real, void *description, void *A, void *B, void *C,

@@ -94,6 +94,16 @@ CUDNN_SOURCE = CALLBACK + textwrap.dedent("""
     int cudnnBatchNormalizationForwardInference(void *h, int mode, void *alpha, void *beta, void *xd, void *x, void *yd,
         void *y, void *bd, void *scale, void *bias, void *mean, void *variance, double epsilon) {
         launch(); return epsilon == 0.125 && variance == (void *)0x700000 ? 900 : -1; }
+    /* A dropout descriptor is the address of its states, a description of an RNN one of such a descriptor. */
+    int cudnnGetDropoutDescriptor(void *d, void *h, float *dropout, void **states, unsigned long long *seed) {
+        *dropout = 0.5f; *states = d; *seed = 1; return h ? 0 : 2000; }
+    int cudnnGetRNNDescriptor_v8(void *r, int *algo, int *cell, int *bias, int *direction, int *input, int *data,
+        int *precision, int *math, int *in, int *hidden, int *projection, int *layers, void **dropout, unsigned *f) {
+        int *numbers[] = {algo, cell, bias, direction, input, data, precision, math, in, hidden, projection, layers};
+        for (int i = 0; i < 12; i++) *numbers[i] = i;
+        *f = 0; *dropout = r; return 0; }
+    int cudnnDropoutForward(void *h, void *d, void *xd, void *x, void *yd, void *y, void *reserve, size_t size) {
+        launch(); return 903; }
     /* Of backend descriptors no more than that a null attribute is refused. */
     int cudnnBackendSetAttribute(void *d, int attribute, int type, long long count, void *elements) {
         return elements || !count ? 0 : 2000; }

@@ -266,6 +266,30 @@ def test_cudnn_takes_sizes_from_its_descriptors_and_passes_doubles(shop: Worksho
     ]
 
 
+def test_cudnn_keeps_states_of_random_numbers_for_dropout(shop: Workshop) -> None:
+    """They change with each call, and only the descriptor names them: one of an RNN, that of its dropout."""
+    printed = call(
+        shop,
+        "drop = fetch(dnn, b'cudnnDropoutForward', *[P] * 7, c_size_t)\n"
+        "def dropped(states, *anything, **about):\n"
+        "    seen = inside(dnn, [], *anything, **about)\n"
+        "    assert drop(1, states, 64, 0x100000, 64, 0x200000, 0x300000, 128) == 903\n    print(seen[0])\n"
+        "dropped(0x400000, RW)\ndropped(0x400000)\ndropped(0x400000, guessed=True)\ndropped(None, RW)\n"
+        "rnn = fetch(dnn, b'cudnnRNNForward', P, P, c_int, *[P] * 11, c_size_t, P, c_size_t, P, c_size_t, P)\n"
+        "seen = inside(dnn, [], W)\n"
+        "rnn(1, 0x500000, 1, *[None] * 3, 4, 0x200000, *[None] * 6, 0, None, 0, None, 0, None)\nprint(seen[0])\n",
+        dnn=shop.library("libcudnn.so.9", CUDNN_SOURCE, version="libcudnn.so.9"),
+    )
+    inputs, outputs, states = [(0x100000, 64, R)], [(0x200000, 64, RW), (0x300000, 128, RW)], (0x400000, 0, RW)
+    assert printed == [
+        str([*inputs, *outputs, states]),
+        str(outputs),
+        str([*inputs, *outputs, states]),
+        str([*inputs, *outputs]),
+        str([(0x200000, 0, RW), (0x500000, 0, W)]),
+    ]
+
+
 PACK = """
 set_attribute = fetch(dnn, b'cudnnBackendSetAttribute', P, c_int, c_int, ctypes.c_longlong, P)
 destroy, execute = fetch(dnn, b'cudnnBackendDestroyDescriptor', P), fetch(dnn, b'cudnnBackendExecute', P, P, P)
