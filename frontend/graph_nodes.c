@@ -193,7 +193,12 @@ void phos_nodes_record(struct phos_nodes *nodes, CUgraph graph, CUgraphNode pare
 
 static int by_handle(const void *one, const void *other)
 {
-    uintptr_t a = (uintptr_t)((const struct phos_node *)one)->node, b = (uintptr_t)((const struct phos_node *)other)->node;
+    const struct phos_node *x = one, *y = other;
+    uintptr_t a = (uintptr_t)x->node, b = (uintptr_t)y->node;
+    if (a == b) {
+        a = (uintptr_t)x->given;
+        b = (uintptr_t)y->given;
+    }
     return a < b ? -1 : a > b;
 }
 
@@ -210,7 +215,7 @@ struct phos_node *phos_nodes_find(const struct phos_nodes *nodes, CUgraphNode no
     struct phos_node *found =
         nodes->sorted ? bsearch(&key, nodes->list, nodes->sorted, sizeof key, by_handle) : NULL;
     for (size_t i = nodes->sorted; !found && i < nodes->count; i++)
-        if (nodes->list[i].node == node)
+        if (nodes->list[i].node == node && !nodes->list[i].given)
             found = &nodes->list[i];
     return found;
 }
@@ -233,14 +238,15 @@ void phos_nodes_put(struct phos_nodes *nodes, struct phos_node *node)
     *node = (struct phos_node){0};
 }
 
+/* Two nodes may be given the same child graph: what they are given is only known to be inside these. */
 static bool inside(const struct phos_nodes *nodes, const struct phos_node *node, CUgraphNode parent)
 {
-    while (node && node->parent) {
-        if (node->parent == parent)
-            return true;
-        node = phos_nodes_find(nodes, node->parent);
+    CUgraphNode around = node->given ? node->given : node->parent;
+    while (around && around != parent) {
+        node = phos_nodes_find(nodes, around);
+        around = node ? node->parent : NULL;
     }
-    return false;
+    return around != NULL;
 }
 
 void phos_nodes_replace(struct phos_nodes *nodes, CUgraphNode parent, struct phos_nodes *by)
@@ -259,6 +265,7 @@ void phos_nodes_replace(struct phos_nodes *nodes, CUgraphNode parent, struct pho
         struct phos_node *place = add(nodes);
         if (place) {
             *place = by->list[i];
+            place->given = parent;
             by->list[i] = (struct phos_node){0};
         }
     }

@@ -11,6 +11,7 @@
 struct phos_node {
     CUgraphNode node;
     CUgraphNode parent; /* the child graph's or conditional node that it is part of; NULL: none */
+    CUgraphNode given;  /* the node that was given a child graph with it, under handles that others share; NULL: none */
     bool disabled;
     bool updatable; /* a kernel may give it other arguments while the graph runs */
     bool dropped; /* while others are removed */
@@ -40,6 +41,7 @@ void phos_node_clear(struct phos_node *node);
 /* Adds all nodes of a graph, those of its child graphs too. */
 void phos_nodes_record(struct phos_nodes *nodes, CUgraph graph, CUgraphNode parent);
 void phos_nodes_sort(struct phos_nodes *nodes);
+/* Of those that were not given to a node later. */
 struct phos_node *phos_nodes_find(const struct phos_nodes *nodes, CUgraphNode node);
 /* Takes the contents over; a node that is not known is added. */
 void phos_nodes_put(struct phos_nodes *nodes, struct phos_node *node);

@@ -185,6 +185,19 @@ static void graphs(void)
         serve_cuGraphExecChildGraphNodeSetParams(executable, (CUgraphNode)child, (CUgraph)&fresh);
         expect(graph_launched(executable), "0 1:0:2 2:0:1 3:0:1 30:4:2 40:0:2 50:0:1", "another child graph");
     }
+    /* Two of them that were given one and the same graph, with a graph in it: what is in the other stays. */
+    struct graph twice = {0};
+    struct node *one = node_add(&twice, CU_GRAPH_NODE_TYPE_GRAPH), *two = node_add(&twice, CU_GRAPH_NODE_TYPE_GRAPH);
+    one->child = two->child = &fresh;
+    CUgraphExec shared = exec_new(&twice);
+    for (int i = 0; i < 2; i++) {
+        serve_cuGraphExecChildGraphNodeSetParams(shared, (CUgraphNode)one, (CUgraph)&other);
+        serve_cuGraphExecChildGraphNodeSetParams(shared, (CUgraphNode)two, (CUgraph)&other);
+        expect(graph_launched(shared), "0 10:0:2 20:0:1", "two children that are one graph");
+        serve_cuGraphExecChildGraphNodeSetParams(shared, (CUgraphNode)(i ? two : one), (CUgraph)&fresh);
+        expect(graph_launched(shared), "0 10:0:2 20:0:1 40:0:2 50:0:1", "one of two children that were one graph");
+    }
+    serve_cuGraphExecDestroy(shared);
     /* Of a node that we do not know, both. */
     struct graph unknown = {0};
     struct node *foreign = node_add(&unknown, CU_GRAPH_NODE_TYPE_MEMSET);
