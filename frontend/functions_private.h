@@ -5,8 +5,7 @@
 
 #include <pthread.h>
 
-#define PHOS_SOURCE_SASS 1u /* as in descriptor.py */
-#define PHOS_SOURCE_LAYOUT 3u
+#define PHOS_SOURCE_LAYOUT 3u /* as in descriptor.py */
 
 enum phos_layout { PHOS_LAYOUT_NOT_ASKED, PHOS_LAYOUT_KNOWN, PHOS_LAYOUT_UNKNOWN };
 

@@ -26,6 +26,7 @@ struct executable {
     size_t count;
     uint32_t anything;
     bool host_copy, communicates;
+    bool guessed; /* the code of a kernel in it was not followed */
     struct executable *next;
 };
 
@@ -117,6 +118,7 @@ static void work_out(struct executable *executable, uint64_t version)
         if (node->kernel) {
             struct phos_arguments arguments = {.block = node->block, .block_size = node->block_size};
             phos_kernel_touch(&all, node->kernel, &arguments);
+            all.guessed |= all.source > PHOS_SOURCE_SASS && all.source != PHOS_SOURCE_NONE;
         }
         for (size_t t = 0; t < node->count; t++)
             phos_touches_add(&all, node->touches[t].address, node->touches[t].size, node->touches[t].access);
@@ -132,6 +134,7 @@ static void work_out(struct executable *executable, uint64_t version)
     executable->anything = all.count && !executable->list ? ALL : all.anything;
     executable->host_copy = all.host_copy;
     executable->communicates = all.communicates;
+    executable->guessed = all.guessed;
     executable->version = version;
     executable->worked_out = true;
     phos_touches_end(&all);
@@ -153,6 +156,7 @@ void phos_graph_touch(struct phos_touches *touches, CUgraphExec graph)
     touches->anything |= executable->anything;
     touches->host_copy |= executable->host_copy;
     touches->communicates |= executable->communicates;
+    touches->guessed |= executable->guessed;
     for (size_t i = 0; i < executable->count; i++)
         phos_touches_add(touches, executable->list[i].address, executable->list[i].size, executable->list[i].access);
     if (phos_audit_active())

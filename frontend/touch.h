@@ -16,6 +16,7 @@ struct phos_touch {
 
 #define PHOS_TOUCHES_INLINE 32
 #define PHOS_SOURCE_NONE 255u
+#define PHOS_SOURCE_SASS 1u /* as in descriptor.py: what is better or as good comes from the code */
 
 struct phos_touches {
     CUstream stream;        /* where the work is queued, CU_STREAM_PER_THREAD for that one; NULL: the legacy stream */
@@ -23,7 +24,8 @@ struct phos_touches {
     bool captured;          /* the stream is being captured */
     uint32_t anything;      /* PHOS_READS | PHOS_WRITES through addresses that cannot be known: all memory */
     uint32_t unsure;        /* the same, in a kernel of cuBLAS; outside of its calls it is taken not to happen */
-    bool guessed;           /* the kernel's code cannot be followed: nobody knows what it does beyond its arguments */
+    bool guessed;           /* the kernel's code cannot be followed: nobody knows what it does beyond its arguments. Of
+                             * a graph: that of one of its kernels cannot, or was not */
     bool host_copy;         /* moves data between host and device: transfers of ours step aside */
     bool synchronous;       /* returns when the work is done, or nearly: from the host the last of it may be staged */
     bool unknown;           /* a launch of a kernel of which not even the arguments are known */

@@ -18,7 +18,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#define SOURCE_SASS 1u     /* as in descriptor.py: what is better or as good comes from the code */
 #define SPIN_NS 20000      /* loading a chunk takes phosd four times as long */
 #define END_NS 10000000000 /* phosd ends a process that met with a wrong guess */
 
@@ -185,10 +184,10 @@ void phos_window_load(const struct phos_touches *touches)
 {
     uint64_t start = phos_now_ns();
     phos_count(&phos_window.table->counts.calls, 1); /* before it waits: phosd may read the counts when the wait is over */
-    /* Of a kernel whose code nobody has seen only the arguments are known. A strict window finds out what it does besides;
-     * here nothing would. */
-    bool unseen = touches->source != PHOS_SOURCE_NONE && touches->source > SOURCE_SASS && !touches->documented &&
-                  phos_window.table->mode != PHOS_WINDOW_STRICT;
+    /* Of a kernel whose code nobody has seen, or can follow, only the arguments are known. A strict window finds out
+     * what it does besides; here nothing would. */
+    bool unseen = (touches->guessed || (touches->source != PHOS_SOURCE_NONE && touches->source > PHOS_SOURCE_SASS)) &&
+                  !touches->documented && phos_window.table->mode != PHOS_WINDOW_STRICT;
     if ((touches->anything || unseen) && !touches->nothing) {
         phos_window_blame(touches);
         load_anything();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from collections.abc import Iterator
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from phos.gen import wire_pb2 as wire
-from phos.gpu_engine.cow.chunk_table import POOL_FLAGS, SHADOWED, UNSAVED, ChunkTable, PoolShape, WindowTable
+from phos.gpu_engine.cow.chunk_table import LAZY, POOL_FLAGS, SHADOWED, UNSAVED, ChunkTable, PoolShape, WindowTable
+from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Field, FieldKind, Parameter, Source
+from phos.gpu_engine.spec.table import pack
 from tests.unit.frontend_fake import FakePhosd, Session, built, program
 from tests.unit.waiting import eventually
 
@@ -352,4 +355,75 @@ def test_what_is_freed_in_a_window_stays_mapped_until_its_end(phosd: FakePhosd) 
             time.sleep(0.3)  # ten times as long as it takes otherwise
             assert len(session.blocks) == there
         eventually(lambda: len(session.blocks) == there - 8)
+        app.finish()
+
+
+LAUNCHES = """
+    start()
+    p, q = ok(cu.cuMemAlloc(40 << 20)), ok(cu.cuMemAlloc(48 << 20))
+    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry one(.param .u64 to) { ret; }\\n"
+    ptx += b".visible .entry two(.param .u64 to) { ret; }\\0"
+    module = ok(cu.cuModuleLoadData(ptx))
+    kernels = [ok(cu.cuModuleGetFunction(module, name)) for name in (b"one", b"two")]
+    stream = ok(cu.cuStreamCreate(1))
+    def work():
+        for kernel in kernels:
+            ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, ((int(p),), (ctypes.c_uint64,)), 0))
+    ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    work()
+    graph = ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(stream)), 0))
+    say("ready")
+    if heard() == "graph":
+        ok(cu.cuGraphLaunch(graph, stream))
+    else:
+        work()
+    ok(cu.cuStreamSynchronize(stream))
+    say("through")
+"""
+
+
+@pytest.mark.parametrize("how", ["kernel", "graph"])
+@pytest.mark.parametrize(
+    ("source", "guessed", "waits"),
+    [(Source.SASS, False, False), (Source.SASS, True, True), (Source.NAME, False, True), (Source.PTX, False, False)],
+)
+def test_before_a_kernel_whose_code_cannot_be_followed_a_fast_lazy_restore_waits_for_everything(
+    phosd: FakePhosd, how: str, source: Source, guessed: bool, waits: bool
+) -> None:
+    """What it reads beyond its arguments nobody knows, and nothing would find out. The other is known."""
+    fields = (Field(0, 8, Access.READ, FieldKind.POINTER),)
+    one = AccessDescriptor("one", (Parameter(0, 8),), fields, Access.NONE, source, guessed)
+    two = AccessDescriptor("two", (Parameter(0, 8),), fields, Access.NONE, Source.SASS)
+    with program(phosd, LAUNCHES) as (app, session):
+        assert app.line() == "ready"
+        eventually(lambda: len(session.kernels) == 2)
+        connection = session.connection
+        assert connection is not None
+        file = os.memfd_create("table")
+        os.write(file, pack([(session.module_numbers[0], each) for each in (one, two)]))
+        assert not connection.ask(access_table=wire.AccessTable(), descriptors=[file])[0].done.error
+        os.close(file)
+        assert not phosd.quiesce(session).error
+        records, count = [], 0
+        for number, block in session.blocks.items():
+            records.append((number, block.size, count))
+            count += -(-block.size // CHUNK)
+        with (
+            closing(ChunkTable(CHUNK, count)) as chunks,
+            closing(WindowTable(0, records, [], 4 * count, prioritise=False, mode=LAZY, order=2 * count)) as table,
+        ):
+            for _, size, first in records:
+                for chunk in range(first, first + -(-size // CHUNK)) if size == 40 << 20 else ():
+                    chunks.saved(chunk)
+            tables = [chunks.descriptor, table.descriptor]
+            assert not connection.ask(descriptors=tables, window_begin=wire.WindowBegin())[0].done.error
+            assert not phosd.open(session).error
+            app.tell(how)
+            if waits:
+                eventually(lambda: table.culprit() == ("cuGraphLaunch" if how == "graph" else "one"))
+                chunks.close_window()
+            assert app.line() == "through"
+            assert bool(table.culprit()) == waits
+            chunks.close_window()
+            assert not connection.ask(window_end=wire.WindowEnd())[0].done.error
         app.finish()
