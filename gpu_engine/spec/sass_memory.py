@@ -123,11 +123,16 @@ def store(instruction: Instruction, state: State, kernel: Kernel) -> None:
 
 def _spill_generic(low: Word, high: Word, words: list[Word], state: State, kernel: Kernel) -> None:
     """Stores through a generic address may hit the stack or shared memory."""
-    origins = {atom.origin for atom in low.atoms | high.atoms}
+    # Where the stack lies is in the window's place as well: by itself that is shared memory's.
+    window = any(atom.origin == Origin.WINDOW for atom in high.atoms)
+    origins = [{atom.origin for atom in atoms} for atoms in low.alternatives]
+    on_stack = any(Origin.STACK in one for one in origins) or any(a.origin == Origin.STACK for a in high.atoms)
+    elsewhere = [one for one in origins if Origin.STACK not in one or Origin.MANY in one]
+    shared = any(window or Origin.WINDOW in one for one in elsewhere)
     for part, word in enumerate(words):
-        if Origin.STACK in origins:
+        if on_stack:
             state.store_stack(low, part, word, False)
-        elif Origin.WINDOW in origins:
+        if shared:
             kernel.store_shared(word)
 
 

@@ -432,6 +432,26 @@ def test_an_address_without_a_base_is_laid_to_whatever_went_into_it() -> None:
     assert found == (pointers(WRITE), NONE)
 
 
+def test_a_generic_address_of_the_stack_or_of_shared_memory_is_either() -> None:
+    """A function that is given room for its result now in one, now in the other."""
+    code = """
+        LDC R1, c[0x0][0x28]
+        LDC.64 R2, c[0x0][0x210]
+        IADD3 R6, P1, R1, c[0x0][0x20], RZ
+        IADD3.X R7, RZ, c[0x0][0x24], RZ, P1, !PT
+        @P0 MOV R6, 0x10
+        @P0 S2R R7, SR_SWINHI
+        ST.E.64 desc[UR4][R6.64], R2
+        LDS.64 R8, [0x10]
+        STG.E desc[UR4][R8.64], R0
+        EXIT
+    """
+    assert flow(code, P0) == (pointers(WRITE), NONE)
+    assert flow(code.replace("LDS.64 R8, [0x10]", "LDL.64 R8, [R1]"), P0) == (pointers(WRITE), NONE)
+    # What is on the stack for sure is not in shared memory.
+    assert flow(code.replace("@P0", "@!PT"), P0) == ([], NONE)
+
+
 def test_texture_and_surface_handles_are_indirect() -> None:
     assert flow("TEX.SCR.LL R0, R2, R4, 0x0, UR4, 2D\nEXIT", P0) == ([], READ)
     assert flow("SURED.D.BA.2D.ADD [R2], R4, UR4, 0x0\nEXIT", P0) == ([], BOTH)
