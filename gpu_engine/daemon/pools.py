@@ -206,6 +206,7 @@ class Pools:
             RestoreFailed: there is none.
         """
         deadline = time.monotonic() + wait
+        waits = False
         with self._changed:
             while True:
                 if pool.dropped:
@@ -225,7 +226,9 @@ class Pools:
                     waited = f" within {wait:.0f} s" if wait else ""
                     raise RestoreFailed(f"Pool {pool.name} has no parked process{waited}.{why}")
                 pool.waiting += 1
-                self._changed.notify_all()
+                if not waits:  # once: two who wait would wake each other without end
+                    self._changed.notify_all()
+                waits = True
                 try:
                     self._changed.wait(min(left, LOOK_SECONDS))
                 finally:

@@ -19,7 +19,7 @@ import pytest
 from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import pools as module
 from phos.gpu_engine.daemon import wire
-from phos.gpu_engine.daemon.pools import Entry, Pool, Pools
+from phos.gpu_engine.daemon.pools import LOOK_SECONDS, Entry, Pool, Pools
 from phos.gpu_engine.daemon.serve_pool import in_its_place
 from phos.gpu_engine.errors import NoSuchProcess, RestoreFailed, UsageError
 from phos.gpu_engine.restore.pool_process import Warden, far_from
@@ -226,6 +226,24 @@ def test_nobody_gets_a_process_who_has_gone(site: Site) -> None:
     connection.close()
     FakeWarden.failing = ""
     site.filled(pool, 1)
+
+
+def test_who_waits_does_not_wake_others_who_wait(site: Site) -> None:
+    """They would wake each other without end, and take processors from the CRIU that parks for them."""
+    FakeWarden.failing = "No room."
+    pool = site.create(size=1)
+    looks: list[int] = []
+
+    def take() -> None:
+        with pytest.raises(RestoreFailed):
+            site.pools.take(pool, 2 * LOOK_SECONDS, lambda: bool(looks.append(1)))
+
+    threads = [threading.Thread(target=take) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(looks) < 300  # the filling that fails wakes them now and then
 
 
 def test_what_fails_is_tried_again_and_said(site: Site) -> None:
