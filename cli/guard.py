@@ -114,6 +114,8 @@ class Guard:
         (self.shelf.folder / JOB_FILE).write_text(json.dumps({"pid": job.pid}))
         self._job, self._base, self._began = job, point, time.monotonic()
         self._due = self._began + self.schedule.interval
+        if self._signal and self.forwards:
+            job.send(self._signal)  # it came before there was this job
 
     def _until_it_ends(self) -> End | None:
         """None: this process is to end, and the job is not."""

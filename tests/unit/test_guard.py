@@ -1,0 +1,95 @@
+"""phos-gpu guard around jobs that are played by the test: signals and failures at unlucky moments."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phos.cli.guard import Guard
+from phos.cli.guard_job import End
+from phos.cli.guard_policy import Restarts, Schedule, Shelf
+from phos.images.formats import COMMIT_FILE
+
+PATIENCE = 3.0
+
+
+class FakeJob:
+    """Ends as it is told, or by the first signal that it gets."""
+
+    def __init__(self, code: int | None = None, pid: int = 4711) -> None:
+        self.pid = pid
+        self.code = code
+        self._deadline = time.monotonic() + PATIENCE
+
+    def poll(self) -> End | None:
+        assert time.monotonic() < self._deadline, "nobody ended the job"
+        return None if self.code is None else End(self.code)
+
+    def send(self, number: int) -> None:
+        self.code = -number if self.code is None else self.code
+
+    def look_around(self) -> None:
+        """There is nothing below it."""
+
+    def clear_away(self, _spared: object) -> list[int]:
+        return []
+
+    def close(self) -> None:
+        """Nothing of it is open."""
+
+
+class Watched:
+    """A guard, and what it said."""
+
+    def __init__(self, folder: Path) -> None:
+        self.events: list[str] = []
+        self.folder = folder
+        shelf = Shelf(folder, 1, lambda image: (image / COMMIT_FILE).exists())
+        schedule = Schedule(1.0, interval=1000.0)
+        self.guard = Guard(shelf, schedule, Restarts(3), None, lambda event, *_, **__: self.events.append(event))
+
+    def image(self) -> Path:
+        image = self.guard.shelf.next()
+        image.mkdir()
+        (image / COMMIT_FILE).touch()
+        return image
+
+    def watch(self, *jobs: FakeJob) -> int:
+        """From the first of the jobs; the others come when it is begun anew."""
+        made = iter(jobs)
+        begin: Callable[[], Any] = lambda: next(made)  # noqa: E731
+        return self.guard.watch(begin, begin)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    monkeypatch.setattr("phos.cli.guard._daemon_pids", set)
+    return Watched(tmp_path)
+
+
+def restores(monkeypatch: pytest.MonkeyPatch, restore: Callable[[Path, int], object]) -> None:
+    monkeypatch.setattr(Guard, "restore", staticmethod(restore))
+
+
+def test_a_signal_that_comes_while_a_job_is_brought_back_ends_it(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def restore(_image: Path, _pid: int) -> FakeJob:
+        watched.guard.received(signal.SIGTERM, None)
+        return FakeJob()
+
+    restores(monkeypatch, restore)
+    watched.image()
+    assert watched.watch(FakeJob(1)) == 128 + signal.SIGTERM
+    assert watched.events == ["failed", "restored", "ended"]
+
+
+def test_a_signal_that_comes_before_there_is_a_job_ends_it(watched: Watched) -> None:
+    """A restore with --resume may take long."""
+    watched.guard.received(signal.SIGINT, None)
+    assert watched.watch(FakeJob()) == 128 + signal.SIGINT
