@@ -264,6 +264,13 @@ class Guard:
                 "with --resume; remove it if the job is to begin anew.",
             )
             return False
+        if whole:
+            self.say(
+                "gave-up",
+                f"No image could be restored, of {len(whole)}. They stay: bring the job back with --resume when they "
+                "can be, or remove them if the job is to begin anew.",
+            )
+            return False
         if again is None or self._signal:
             self.say("gave-up", "There is no image that the job could be brought back from.")
             return False

@@ -13,6 +13,7 @@ import pytest
 from phos.cli.guard import Guard
 from phos.cli.guard_job import End
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
+from phos.gpu_engine.errors import RestoreFailed
 from phos.images.formats import COMMIT_FILE
 
 PATIENCE = 3.0
@@ -93,3 +94,18 @@ def test_a_signal_that_comes_before_there_is_a_job_ends_it(watched: Watched) -> 
     """A restore with --resume may take long."""
     watched.guard.received(signal.SIGINT, None)
     assert watched.watch(FakeJob()) == 128 + signal.SIGINT
+
+
+def test_a_job_whose_images_cannot_be_restored_now_does_not_begin_anew(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Images of what is begun anew would take the places of those that hold all the work."""
+
+    def restore(image: Path, _pid: int) -> FakeJob:
+        raise RestoreFailed(f"There is no room for {image.name}.")
+
+    restores(monkeypatch, restore)
+    image = watched.image()
+    assert watched.watch(FakeJob(3), FakeJob(0)) == 3
+    assert watched.events == ["failed", "restore-failed", "gave-up"]
+    assert watched.guard.shelf.whole() == [image]
