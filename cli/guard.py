@@ -111,11 +111,21 @@ class Guard:
     def _begin(self, job: Job, point: float) -> None:
         if self._job is not None:
             self._job.close()
-        (self.shelf.folder / JOB_FILE).write_text(json.dumps({"pid": job.pid}))
+        self._note(job.pid)
         self._job, self._base, self._began = job, point, time.monotonic()
         self._due = self._began + self.schedule.interval
         if self._signal and self.forwards:
             job.send(self._signal)  # it came before there was this job
+
+    def _note(self, pid: int) -> None:
+        """For --resume. The disk may be full of images; what was noted before stays then, and is mostly the same."""
+        noted = self.shelf.folder / JOB_FILE
+        temporary = noted.with_suffix(".tmp")
+        try:
+            temporary.write_text(json.dumps({"pid": pid}))
+            temporary.rename(noted)
+        except OSError as error:
+            self.say("not-noted", f"{noted} cannot be written: {error}. It is what --resume needs.", error=str(error))
 
     def _until_it_ends(self) -> End | None:
         """None: this process is to end, and the job is not."""

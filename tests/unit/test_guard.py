@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -10,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from phos.cli.guard import Guard
+from phos.cli.guard import JOB_FILE, Guard
 from phos.cli.guard_job import End
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
 from phos.gpu_engine.errors import RestoreFailed
@@ -109,3 +111,22 @@ def test_a_job_whose_images_cannot_be_restored_now_does_not_begin_anew(
     assert watched.watch(FakeJob(3), FakeJob(0)) == 3
     assert watched.events == ["failed", "restore-failed", "gave-up"]
     assert watched.guard.shelf.whole() == [image]
+
+
+def test_a_job_whose_number_cannot_be_noted_is_guarded_all_the_same(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk, for example. What was noted before stays: a restored job has the same number."""
+    job_file = watched.folder / JOB_FILE
+    job_file.write_text(json.dumps({"pid": 4711}))
+    restores(monkeypatch, lambda *_: FakeJob(0))
+    watched.image()
+
+    def full(path: Path, *_: object, **__: object) -> int:
+        path.write_bytes(b"")
+        raise OSError(28, os.strerror(28), str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert watched.watch(FakeJob(1)) == 0
+    assert watched.events == ["not-noted", "failed", "not-noted", "restored", "ended"]
+    assert json.loads(job_file.read_text()) == {"pid": 4711}
