@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -460,10 +461,11 @@ def guard(
 
 def _events(as_json: bool) -> Callable[..., None]:
     def say(event: str, text: str, **fields: object) -> None:
-        if as_json:
-            click.echo(json.dumps({"event": event, "time": round(time.time(), 3), **fields, "text": text}))
-        else:
-            click.echo(f"guard: {text}", err=True)
+        with suppress(OSError):  # nobody listens; the job is guarded all the same
+            if as_json:
+                click.echo(json.dumps({"event": event, "time": round(time.time(), 3), **fields, "text": text}))
+            else:
+                click.echo(f"guard: {text}", err=True)
 
     return say
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -130,3 +132,21 @@ def test_a_job_whose_number_cannot_be_noted_is_guarded_all_the_same(
     assert watched.watch(FakeJob(1)) == 0
     assert watched.events == ["not-noted", "failed", "not-noted", "restored", "ended"]
     assert json.loads(job_file.read_text()) == {"pid": 4711}
+
+
+@pytest.mark.parametrize("stream, as_json", [(1, True), (2, False)])
+def test_a_guard_to_whom_nobody_listens_guards_on(stream: int, as_json: bool) -> None:
+    text = (
+        "import os, sys\n"
+        "from phos.cli.guard import _events\n"
+        "read, write = os.pipe()\n"
+        f"os.dup2(write, {stream})\n"
+        "os.close(read)\n"
+        "os.close(write)\n"
+        f"say = _events({as_json})\n"
+        "for _ in range(3):\n"
+        "    say('checkpoint', 'image-000001 is whole.')\n"
+        "sys.exit(7)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert done.returncode == 7, done.stderr
