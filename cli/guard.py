@@ -452,11 +452,17 @@ def guard(
                 f"{folder} holds images of an earlier job. Name another directory, or go on from the newest of them "
                 "with --resume."
             )
-    for number in FORWARDED:
-        signal.signal(number, made.received)
+    heed(made)
     what = f"The first checkpoint comes in {schedule.interval:.3g} s; whole images that stay: {keep}."
     made.say("guarding", f"Images go to {folder}. {what}", images=str(folder), keep=keep)
     sys.exit(made.watch(start, again))
+
+
+def heed(made: Guard) -> None:
+    """Have a guard told of signals, but for those that whoever started it has had it ignore."""
+    for number in FORWARDED:
+        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, for example
+            signal.signal(number, made.received)
 
 
 def _events(as_json: bool) -> Callable[..., None]:

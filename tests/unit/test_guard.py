@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from phos.cli.guard import JOB_FILE, Guard
+from phos.cli.guard import FORWARDED, JOB_FILE, Guard, heed
 from phos.cli.guard_job import End
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
 from phos.gpu_engine.errors import RestoreFailed
@@ -150,3 +150,16 @@ def test_a_guard_to_whom_nobody_listens_guards_on(stream: int, as_json: bool) ->
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     assert done.returncode == 7, done.stderr
+
+
+def test_signals_that_are_ignored_stay_ignored(watched: Watched) -> None:
+    """As nohup has a program ignore the end of its terminal, and what it starts."""
+    before = {number: signal.getsignal(number) for number in FORWARDED}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        heed(watched.guard)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == watched.guard.received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
