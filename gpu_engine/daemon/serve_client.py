@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -17,6 +18,8 @@ from phos.gpu_engine.daemon.pools import Pools
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.remote_server import RemoteServer
 from phos.gpu_engine.errors import PhosError
+
+log = logging.getLogger(__name__)
 
 
 class ClientServer:
@@ -140,15 +143,13 @@ class ClientServer:
         for block in self._registry.broker.left_behind():
             held[block.device] = held.get(block.device, 0) + block.size
         for gpu in self._gpus:
-            with self._registry.lock:
-                prepared = gpu.ordinal in self._registry.prepared
             status.gpus.append(
                 wire_pb2.Status.Gpu(
                     ordinal=gpu.ordinal,
                     uuid=gpu.uuid,
                     name=gpu.name,
                     total=gpu.total_memory,
-                    free=driver.context(gpu.ordinal).free_memory() if prepared else 0,
+                    free=self._free(gpu.ordinal),
                     held=held.get(gpu.ordinal, 0),
                 )
             )
@@ -157,3 +158,13 @@ class ClientServer:
             status.pinned.extend(self._registry.pinned.report())
             status.pools.extend(self._pools.report())
         return status
+
+    def _free(self, ordinal: int) -> int:
+        """Bytes that are free on a GPU; 0 if nobody knows: it may have no room for a context of phosd's, or be lost."""
+        with self._registry.lock:
+            prepared = ordinal in self._registry.prepared
+        try:
+            return driver.context(ordinal).free_memory() if prepared else 0
+        except PhosError as error:
+            log.warning("GPU %d does not say how much of its memory is free: %s", ordinal, error)
+            return 0

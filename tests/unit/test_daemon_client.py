@@ -8,14 +8,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from phos.gen import wire_pb2
+from phos.gpu_engine import driver
 from phos.gpu_engine.daemon import client, paths, wire
 from phos.gpu_engine.daemon.__main__ import _listen
 from phos.gpu_engine.daemon.serve_client import ClientServer
-from phos.gpu_engine.errors import CRIU_FAILED, DaemonUnavailable, NotPermitted, PhosError, UsageError
+from phos.gpu_engine.errors import CRIU_FAILED, DaemonUnavailable, DriverError, NotPermitted, PhosError, UsageError
 from tests.unit.session_fake import open_descriptors
 
 BEGAN = 1000.0
@@ -215,6 +218,29 @@ def test_a_status_of_any_length_comes(tmp_path: Path, monkeypatch: pytest.Monkey
         assert client.status(tmp_path / "s") == long
         serving.join()
     assert open_descriptors() == before
+
+
+def test_a_gpu_without_room_for_a_context_of_phosds_has_a_status_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints, too, ask for it."""
+
+    def context(_ordinal: int) -> driver.Context:
+        raise DriverError("cuDevicePrimaryCtxRetain", 2, "CUDA_ERROR_OUT_OF_MEMORY")
+
+    monkeypatch.setattr(driver, "context", context)
+    registry = SimpleNamespace(
+        versions=SimpleNamespace(phos="1", device_kind="software", cuda=13000),
+        copier=SimpleNamespace(ring_bytes=1),
+        pinned=SimpleNamespace(limit=1, report=list),
+        broker=SimpleNamespace(left_behind=list),
+        jobs=SimpleNamespace(report=lambda _viewer: []),
+        lock=threading.Lock(),
+        sessions={},
+        prepared={0},
+    )
+    gpu: Any = SimpleNamespace(ordinal=0, uuid="GPU-0", name="H100", total_memory=80 << 30)
+    server = ClientServer(registry, [gpu], threading.Event(), SimpleNamespace(report=list))  # type: ignore[arg-type]
+    status = server._status(os.geteuid())
+    assert [(found.name, found.free) for found in status.gpus] == [("H100", 0)]
 
 
 def test_a_file_beside_a_packet_cannot_be_changed() -> None:
