@@ -6,6 +6,7 @@ pinned.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import socket
@@ -69,7 +70,7 @@ class _Shared:
             self._memory = pinned.find(directory)
             image = Image.open(directory) if self._memory is None else self._memory
             self._stack.callback(image.close)
-            commit = self._path(formats.COMMIT_FILE).read_bytes()
+            commit = self._content(formats.COMMIT_FILE)
             record = image.record
             self._sizes = {file.name: file.size for file in record.files}
             self._sizes[formats.COMMIT_FILE] = len(commit)
@@ -87,12 +88,24 @@ class _Shared:
             self.close()
             raise
 
-    def _path(self, name: str) -> Path:
-        return Path(f"/proc/self/fd/{self._directory}") / name
+    def _open(self, name: str) -> int:
+        """A descriptor of a file of the image: its directory may be a user's, and a link lead to what nobody shares.
+
+        Raises:
+            OSError: it cannot be opened, or is a link.
+        """
+        return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._directory)
+
+    def _content(self, name: str) -> bytes:
+        """All of such a file. Raises OSError: as :meth:`_open`, or it is no regular file."""
+        with open(self._open(name), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "It is no regular file", name)
+            return file.read()
 
     def _read_order(self) -> bytes:
         try:
-            return self._path(formats.ORDER_FILE).read_bytes()
+            return self._content(formats.ORDER_FILE)
         except OSError:
             return b""
 
@@ -121,8 +134,7 @@ class _Shared:
             _send_all(connection, view)
             return
         try:
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            descriptor = os.open(name, flags, dir_fd=self._directory)
+            descriptor = self._open(name)
         except OSError as error:
             raise ImageError(f"{name} cannot be read: {error.strerror}") from error
         with open(descriptor, "rb", buffering=0) as file:

@@ -251,3 +251,20 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(host: Host, shared: Path,
     with pytest.raises(ImageError, match=r"core-100\.img cannot be read"):
         link.read_into("core-100.img", 0, memoryview(bytearray(1)))
     link.close()
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_no_file_in_the_place_of_the_order_is_not_read(
+    host: Host, key_file: Path, shared: Path, tmp_path: Path, kind: str
+) -> None:
+    """A link may lead to what nobody shares, and a pipe is waited for without end."""
+    (tmp_path / "outside").write_text("a secret")
+    order = shared / "image" / formats.ORDER_FILE
+    order.unlink(missing_ok=True)
+    if kind == "link":
+        order.symlink_to(tmp_path / "outside")
+    else:
+        os.mkfifo(order)
+    here = fetched(host, key_file, tmp_path / "here")
+    assert not (here / formats.ORDER_FILE).exists()
+    Image.open(here).close()
