@@ -136,7 +136,7 @@ class Requests:
                     time.sleep(POLL_SECONDS)
         result.seconds = said.get("seconds") or 0.0
         result.stall = said.get("stall") or 0.0
-        result.warnings.extend(wire.sentence(warning)[:500] for warning in said.get("warnings", [])[:50])
+        result.warnings.extend(wire.sentence(warning, wire.WARNING_LIMIT) for warning in said.get("warnings", [])[:50])
 
     @staticmethod
     def _refuse(pid: int, peer: wire.Connection, directory: int) -> None:

@@ -26,17 +26,20 @@ PROTOCOL_VERSION = 1
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 TEXT_LIMIT = 8000
-"""Longest sentence in a packet, in characters."""
+"""Longest sentence in a packet, in bytes."""
+
+WARNING_LIMIT = 500
+"""The same of one of many."""
 
 
-def sentence(text: object) -> str:
+def sentence(text: object, most: int = TEXT_LIMIT) -> str:
     """A text that protobuf takes (no lone surrogates, as file names that are not UTF-8 have) and that fits a packet."""
-    return str(text)[:TEXT_LIMIT].encode(errors="replace").decode()
+    return str(text)[:most].encode(errors="replace")[:most].decode(errors="ignore")
 
 
 def sentences(texts: Iterable[object]) -> list[str]:
     """As many of these as fit a packet, and how many more there are."""
-    said = [sentence(text)[:500] for text in texts]
+    said = [sentence(text, WARNING_LIMIT) for text in texts]
     return said[:50] + ([f"... and {len(said) - 50} more warnings."] if len(said) > 50 else [])
 
 

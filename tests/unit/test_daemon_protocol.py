@@ -99,6 +99,11 @@ def test_sentences_fit_a_packet_whatever_a_file_is_called() -> None:
     assert packet is not None
     assert packet[0].done.error.startswith("/tmp/?x")
     assert packet[0].done.warnings[-1] == "... and 450 more warnings."
+    connection.done(2, error="漢" * 9000, warnings=["字" * 600] * 60)
+    packet = wire.receive(theirs)
+    assert packet is not None
+    assert set(packet[0].done.error) == {"漢"}
+    assert set(packet[0].done.warnings[49]) == {"字"}
     connection.limit(receive=0.05)
     with pytest.raises(BlockingIOError):
         connection.receive()
