@@ -30,6 +30,9 @@ MAP_BYTES = 256 << 20
 MODULES = 1 << 16
 """Of one process."""
 
+NUMBERS = 1 << 20
+"""Blocks of one process that phosd knows by number alone: others' that it maps, and such as nobody holds."""
+
 NAMES_BYTES = 64 << 20
 """Names of kernels, and of files of modules, that are kept of one process."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from phos.gen import phos_image_pb2 as pb
@@ -106,12 +106,25 @@ class SessionBlocks:
             if self._ended:
                 wire.close_all(descriptors)
                 return
-            if self._seen is not None:
-                self._seen.add(added.block)
+            try:
+                if self._seen is not None:
+                    self._require_room(self._seen, added.block)
+                    self._seen.add(added.block)
+            except ProtocolError:
+                wire.close_all(descriptors)
+                raise
             try:
                 self._take(added, descriptors)
             finally:
                 self._settle_table()
+
+    def _require_room(self, kept: Collection[int], number: int) -> None:
+        """
+        Raises:
+            ProtocolError: no GPUs have room for so many blocks: somebody only fills phosd's memory.
+        """
+        if len(kept) >= limits.NUMBERS and number not in kept:
+            raise ProtocolError(f"Process {self._owner.pid} told of more than {limits.NUMBERS} GPU memory blocks.")
 
     def end(self) -> None:
         """The process has ended, and its memory is about to be let go.
@@ -129,6 +142,7 @@ class SessionBlocks:
             key = (added.owner_session, added.owner_block)
             self._refuse_anothers(key)
             with self._lock:
+                self._require_room(self._imports, added.block)
                 self._imports[added.block] = key
                 self._handed.pop(key, None)
             return
@@ -138,6 +152,7 @@ class SessionBlocks:
             if self._broker.get(key) is None:
                 log.error("Process %d: nobody has a descriptor of its %d byte block %d.", pid, added.size, added.block)
                 with self._lock:
+                    self._require_room(self._unheld, added.block)
                     self._unheld.add(added.block)
             return
         if len(descriptors) != 1:
@@ -160,6 +175,7 @@ class SessionBlocks:
                     pid,
                 )
             with self._lock:
+                self._require_room(self._unheld, added.block)
                 self._unheld.add(added.block)
             return
         by_application = added.owner == wire_pb2.BlockAdded.APPLICATION

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon.requests import Requests
 from phos.gpu_engine.daemon.server import Daemon
 from phos.gpu_engine.errors import CheckpointFailed, NotPermitted, ProtocolError
-from tests.unit.session_fake import NUMBER, Frontend, block, memory_map, open_descriptors
+from tests.unit.session_fake import NUMBER, OTHER, Frontend, MiB, block, memory_map, open_descriptors
 from tests.unit.waiting import eventually
 
 USER = 4242
@@ -93,6 +94,30 @@ def test_blocks_beyond_the_limit_are_not_held_and_the_program_runs_on(
     frontend.settle()
     assert len(frontend.session.own_blocks()) == 4
     os.close(null)
+
+
+@pytest.mark.parametrize("what", ["lost", "another's", "told again"])
+def test_numbers_of_blocks_are_kept_up_to_a_number(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Each takes memory of phosd's, which nothing else would bound."""
+    monkeypatch.setattr(limits, "NUMBERS", 3)
+    if what == "told again":
+        frontend.close()
+        frontend.connect(blocks=1000)
+    for number in (1, 2, 3, 3, 4, 5):
+        if what == "another's":
+            added = wire_pb2.BlockAdded(block=number, size=2 * MiB, owner_session=OTHER, owner_block=1)
+        else:
+            added = block(number, descriptor_lost=True)
+        with suppress(OSError):  # phosd has hung up
+            frontend.send(block_added=added)
+    assert frontend.thread
+    frontend.thread.join(5)
+    assert not frontend.thread.is_alive()
+    blocks = frontend.session._blocks
+    assert {1, 2, 3} in (blocks._unheld, blocks._imports.keys())
+    assert not {4, 5} & {*blocks._unheld, *blocks._imports, *(blocks._seen or ())}
 
 
 def test_wishes_for_memory_that_wait_are_counted(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
