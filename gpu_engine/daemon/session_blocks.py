@@ -276,15 +276,21 @@ class SessionBlocks:
         except KeyError:
             borrowed = []
         if not borrowed:
+            self._not_handed(key)
             error = "phosd knows no such exported memory; its owner may have ended."
             return wire_pb2.TokenResolved(error=error), []
         block = borrowed[0]
         ordinals = self.by_ordinal()
         if block.device not in ordinals:
             wire.close_all([block.descriptor])
+            self._not_handed(key)
             error = f"The memory is on GPU {block.device}, which process {self._owner.pid} does not see."
             return wire_pb2.TokenResolved(error=error), []
         return wire_pb2.TokenResolved(size=block.size, device=ordinals[block.device]), [block.descriptor]
+
+    def _not_handed(self, key: BlockKey) -> None:
+        with self._lock:
+            self._handed.pop(key, None)
 
     # Detach.
 

@@ -103,6 +103,16 @@ def test_it_is_as_ever_when_the_owner_turns_out_to_be_the_same_users(frontend: F
     assert frontend.broker.lent(NUMBER) == {4: KEY}
 
 
+def test_a_wish_that_is_not_fulfilled_is_in_nobodys_way(frontend: Frontend) -> None:
+    """Nor is it kept: a process may have any number of them."""
+    frontend.broker.needed = lambda *_: None
+    frontend.broker.belongs(OTHER, MINE)
+    assert "knows no such exported memory" in resolved(frontend)
+    comes(frontend, MINE)
+    assert "which process" in resolved(frontend), "it sees no GPU"
+    assert frontend.session.blocks_of_others() == set()
+
+
 @pytest.mark.parametrize("owner", [OTHER, OTHER[:15], OTHER * 64], ids=["another user's", "short", "long"])
 def test_who_names_what_cannot_be_its_own_is_not_served(frontend: Frontend, owner: bytes) -> None:
     comes(frontend, ANOTHERS)
