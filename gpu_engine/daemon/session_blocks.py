@@ -273,11 +273,11 @@ class SessionBlocks:
                 with self._lock:
                     self._handed[key] = time.monotonic()
             borrowed = self._broker.borrow([key], self._owner.session)
-        except KeyError:
-            borrowed = []
-        if not borrowed:
+        except (KeyError, OSError) as failure:
             self._not_handed(key)
             error = "phosd knows no such exported memory; its owner may have ended."
+            if isinstance(failure, OSError):
+                error = f"phosd cannot hand it over: {failure}"
             return wire_pb2.TokenResolved(error=error), []
         block = borrowed[0]
         ordinals = self.by_ordinal()

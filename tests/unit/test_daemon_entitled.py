@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from phos.gen import wire_pb2
 from phos.gpu_engine import sealed
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import CheckpointFailed, MemoryLost
 from tests.unit.session_fake import NUMBER, OTHER, Frontend, MiB
@@ -111,6 +112,20 @@ def test_a_wish_that_is_not_fulfilled_is_in_nobodys_way(frontend: Frontend) -> N
     comes(frontend, MINE)
     assert "which process" in resolved(frontend), "it sees no GPU"
     assert frontend.session.blocks_of_others() == set()
+
+
+def test_a_wish_is_answered_when_phosd_has_no_descriptors_left(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process waits for the answer, and as many others may wait at once as before."""
+    comes(frontend, MINE)
+
+    def borrow(*_: object) -> list[Block]:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(frontend.broker, "borrow", borrow)
+    for _ in range(limits.RESOLVES + 1):
+        assert "phosd cannot hand it over: [Errno 24] Too many open files" in resolved(frontend)
 
 
 @pytest.mark.parametrize("owner", [OTHER, OTHER[:15], OTHER * 64], ids=["another user's", "short", "long"])
