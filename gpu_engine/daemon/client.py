@@ -31,6 +31,9 @@ ANSWER_SECONDS = 10.0
 REQUEST_SECONDS = 60.0
 """How long the answer to a request may take that waits for no job."""
 
+_LIFELINE = 3
+"""The descriptor by whose end it is known that a phosd which is being started has ended."""
+
 START_SECONDS = 120.0
 """How long phosd may take to start. Initialising the driver on a machine without persistence mode takes seconds, and an
 emulated or overloaded machine half a minute to load Python's modules; that it ended instead is noticed at once."""
@@ -108,12 +111,19 @@ def _start_orphan(command: list[str], environment: dict[str, str], log: Path) ->
         os.setsid()
         if os.fork() == 0:
             try:
-                os.set_inheritable(write_end, True)
                 null = os.open(os.devnull, os.O_RDONLY)
                 output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
                 os.dup2(null, 0)
                 os.dup2(output, 1)
                 os.dup2(output, 2)
+                if write_end != _LIFELINE:
+                    os.dup2(write_end, _LIFELINE)
+                os.set_inheritable(_LIFELINE, True)
+                # What else we have inherited is none of its business: a lock would be taken for as long as it runs.
+                for name in os.listdir("/proc/self/fd"):
+                    if int(name) > _LIFELINE:
+                        with suppress(OSError):  # the one by which they were listed
+                            os.close(int(name))
                 os.chdir("/")
                 os.execve(command[0], command, environment)
             finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -194,6 +195,22 @@ def test_a_phosd_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     monkeypatch.setattr(client, "wait_image", answer)
     client.show_undone("image", restore=False, began=BEGAN)
     assert capsys.readouterr().err == ""
+
+
+def test_a_phosd_that_is_started_keeps_nothing_of_who_started_it(tmp_path: Path) -> None:
+    """A lock, for example: it would be taken for as long as phosd runs."""
+    with open(tmp_path / "lock", "w") as held:
+        os.set_inheritable(held.fileno(), True)
+        command = ["/bin/sh", "-c", "ls -l /proc/$$/fd; sleep 0.2"]
+        lifeline = client._start_orphan(command, dict(os.environ), tmp_path / "log")
+    try:
+        assert select.select([lifeline], [], [], 0)[0] == [], "it runs"
+        assert os.read(lifeline, 1) == b"", "it has ended"
+    finally:
+        os.close(lifeline)
+    said = (tmp_path / "log").read_text()
+    assert str(tmp_path / "log") in said
+    assert str(tmp_path / "lock") not in said
 
 
 def test_a_status_of_any_length_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
