@@ -167,16 +167,19 @@ class Guard:
         self._asked = time.monotonic()
         command = [str(launcher("phos-gpu")), "checkpoint", "--json", "--leave-running"]
         command += ["--protocol", self.protocol] if self.protocol else []
-        self._checkpoint = subprocess.Popen(
-            [*command, str(self._job.pid), str(self._image)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # Ctrl-C is for the job
-            pass_fds=(self.lock,) if self.lock >= 0 else (),
-        )
+        try:
+            self._checkpoint = subprocess.Popen(
+                [*command, str(self._job.pid), str(self._image)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C is for the job
+                pass_fds=(self.lock,) if self.lock >= 0 else (),
+            )
+        except OSError as error:  # no memory left, for example
+            self._failed(f"It cannot be started: {error}.", str(error))
 
     def _checkpoint_ended(self) -> None:
         """Take note of what came of a checkpoint, and tidy up."""
@@ -201,17 +204,21 @@ class Guard:
                 interval=round(self.schedule.interval, 3),
             )
         else:
-            self._due = time.monotonic() + max(RETRY_SECONDS, min(self.schedule.interval, LONGEST_RETRY_SECONDS))
             reason = errors.strip().removeprefix("phos-gpu checkpoint: ")
             first = " ".join(reason.splitlines()[:2])
             if self._job is not None and self._job.poll() is not None:
                 first = "The job ended meanwhile."
             elif status == ExitStatus.NO_PROCESS:
                 first = "The job does not use CUDA yet."
-            if first != self._complained:
-                self._complained = first
-                self.say("checkpoint-failed", f"No image was made: {first}", image=str(self._image), error=reason)
+            self._failed(first, reason)
         self.tidy()
+
+    def _failed(self, first: str, reason: str) -> None:
+        """No image was made; ``first`` of what is to be said of the reason. It is said once."""
+        self._due = time.monotonic() + max(RETRY_SECONDS, min(self.schedule.interval, LONGEST_RETRY_SECONDS))
+        if first != self._complained:
+            self._complained = first
+            self.say("checkpoint-failed", f"No image was made: {first}", image=str(self._image), error=reason)
 
     def tidy(self) -> None:
         """Remove the images that nobody needs; one that cannot be removed now can be later."""

@@ -163,3 +163,22 @@ def test_signals_that_are_ignored_stay_ignored(watched: Watched) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_a_checkpoint_that_cannot_be_started_is_tried_again(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For want of memory, for example: the job needs its guard all the more."""
+    job = FakeJob()
+    tries: list[float] = []
+
+    def popen(*_: object, **__: object) -> None:
+        tries.append(time.monotonic())
+        if len(tries) == 2:
+            job.code = 0
+        raise OSError(12, os.strerror(12))
+
+    monkeypatch.setattr("phos.cli.guard.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    watched.guard.schedule = Schedule(1.0, interval=0.0)
+    assert watched.watch(job) == 0
+    assert len(tries) == 2
+    assert watched.events == ["checkpoint-failed", "ended"], "the same is said once"
