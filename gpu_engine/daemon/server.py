@@ -355,17 +355,18 @@ class Daemon:
                 log.warning("GPU %d could not be prepared: %s", ordinal, error)
 
     def _expire_later(self, session: Session) -> None:
-        timer = threading.Timer(RECONNECT_SECONDS, self._expire, (session, session.connections))
+        known = (session, session.connections, procfs.is_stopped(session.pid))
+        timer = threading.Timer(RECONNECT_SECONDS, self._expire, known)
         timer.daemon = True
         timer.start()
 
-    def _expire(self, session: Session, connections: int) -> None:
+    def _expire(self, session: Session, connections: int, was_stopped: bool) -> None:
         if session.connections != connections or session.is_connected:
             return  # it came back meanwhile
         if session.machine.state not in (SessionState.RUNNING, SessionState.QUIESCED):
             return
-        if procfs.is_stopped(session.pid):
-            self._expire_later(session)  # it cannot come back now
+        if was_stopped or procfs.is_stopped(session.pid):
+            self._expire_later(session)  # it cannot come back now, or may just have been continued
             return
         log.info("Process %d has replaced its program, or closed its connection for good.", session.pid)
         self._registry.forget(session)

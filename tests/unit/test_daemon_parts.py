@@ -8,6 +8,8 @@ import signal
 import stat
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +21,9 @@ from phos.gpu_engine import driver, procfs, ring
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import known_spans
+from phos.gpu_engine.daemon import server
 from phos.gpu_engine.daemon.holds import Holds
+from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import RestoreFailed, UsageError
 from phos.gpu_engine.procfs import is_alive, start_time
 from phos.gpu_engine.restore.gpus import match_gpus
@@ -156,3 +160,24 @@ def test_process_with_a_confusing_name(tmp_path: Path) -> None:
     eventually(lambda: not is_alive(child.pid), "its end")  # a zombie, until it is waited for
     child.wait()
     assert start_time(child.pid) is None
+
+
+def test_a_process_that_was_stopped_has_time_to_connect_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have been continued just before phosd looks; its memory must not be dropped for that."""
+    looks: list[bool] = []
+    forgotten: list[int] = []
+
+    def is_stopped(_pid: int) -> bool:
+        looks.append(len(looks) < 2)
+        return looks[-1]
+
+    monkeypatch.setattr(server, "RECONNECT_SECONDS", 0.02)
+    monkeypatch.setattr(server.procfs, "is_stopped", is_stopped)
+    daemon = server.Daemon.__new__(server.Daemon)  # no GPU is needed for this
+    registry: Any = SimpleNamespace(forget=lambda _session: forgotten.append(len(looks)))
+    daemon._registry = registry
+    state = SimpleNamespace(state=SessionState.RUNNING)
+    session: Any = SimpleNamespace(pid=1, connections=1, is_connected=False, machine=state)
+    daemon._expire_later(session)
+    eventually(lambda: forgotten)
+    assert looks.count(False) > 1, "it had no time after it was seen running"
