@@ -259,6 +259,7 @@ class Daemon:
             self._registry.forget(other)
 
     def _session_for(self, connection: wire.Connection, hello: wire_pb2.Hello) -> Session:
+        self._registry.wait_forgotten(hello.session)  # it is late, and what it registers would be dropped as well
         with self._registry.lock:
             session = self._registry.sessions.get(hello.session)
             if session is None:

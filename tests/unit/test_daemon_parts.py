@@ -7,6 +7,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,14 @@ from hypothesis import strategies as st
 
 from phos.cli.criu import image_directory
 from phos.gen import phos_image_pb2 as pb
+from phos.gen import wire_pb2
 from phos.gpu_engine import driver, procfs, ring
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import known_spans
 from phos.gpu_engine.daemon import server
 from phos.gpu_engine.daemon.holds import Holds
+from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import RestoreFailed, UsageError
 from phos.gpu_engine.procfs import is_alive, start_time
@@ -181,3 +184,29 @@ def test_a_process_that_was_stopped_has_time_to_connect_again(monkeypatch: pytes
     daemon._expire_later(session)
     eventually(lambda: forgotten)
     assert looks.count(False) > 1, "it had no time after it was seen running"
+
+
+def test_who_connects_while_its_former_session_is_dropped_loses_nothing() -> None:
+    """What it registers would be dropped with what it had."""
+    lock = threading.Lock()
+    registry: Any = SimpleNamespace(
+        lock=lock, forgotten=threading.Condition(lock), being_forgotten={SESSION}, sessions={}, restores={}
+    )
+    registry.broker = SimpleNamespace(belongs=lambda *_: None)
+    registry.wait_forgotten = lambda number: Registry.wait_forgotten(registry, number)
+    made: list[bool] = []
+    registry.session = lambda number, pid, uid, _state: (
+        made.append(SESSION in registry.being_forgotten)
+        or SimpleNamespace(session=number, pid=pid, uid=uid, is_connected=False)
+    )
+    daemon = server.Daemon.__new__(server.Daemon)  # no GPU is needed for this
+    daemon._registry = registry
+    peer: Any = SimpleNamespace(pid=1, uid=0)
+    connecting = threading.Thread(target=daemon._session_for, args=(peer, wire_pb2.Hello(session=SESSION)))
+    connecting.start()
+    connecting.join(0.2)
+    with lock:
+        registry.being_forgotten.discard(SESSION)
+        registry.forgotten.notify_all()
+    connecting.join()
+    assert made == [False]
