@@ -418,6 +418,7 @@ class Session:
         """The process is gone; its memory may be let go after this, and nothing of it comes any more."""
         self.machine.end()
         self._blocks.end()
+        self._kernels.end()
 
     def hang_up(self) -> None:
         """End the connection; the frontend will make another."""

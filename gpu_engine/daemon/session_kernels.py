@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -44,6 +45,8 @@ class SessionKernels:
         self._names: set[int] = set()  # hashes of kernels' names: they are told again over every connection
         self._names_bytes = 0
         self._incomplete = False  # there were more than are kept
+        self._changing = threading.Lock()  # guards _ended; held while the speculator is told something
+        self._ended = False
 
     def loaded(self, pid: int, uid: int, module: wire_pb2.ModuleLoaded, descriptors: list[int]) -> None:
         """The process has loaded a module. The descriptors stay the caller's."""
@@ -52,13 +55,23 @@ class SessionKernels:
                 self._leave_out(f"more than {limits.MODULES} modules")
                 return
             self._modules.add(module.module)
-        kernels.module_loaded(self._speculator, self._session, pid, uid, module, descriptors)
+        with self._changing:
+            if not self._ended:
+                kernels.module_loaded(self._speculator, self._session, pid, uid, module, descriptors)
 
     def seen(self, names: wire_pb2.KernelsSeen) -> None:
         """Kernels that the process may launch."""
         kept = [name for name in names.kernel if self._keeps(hash((names.module, name)), len(name))]
-        kernels.kernels_seen(self._speculator, self._session, wire_pb2.KernelsSeen(module=names.module, kernel=kept))
+        with self._changing:
+            if not self._ended:
+                kept_names = wire_pb2.KernelsSeen(module=names.module, kernel=kept)
+                kernels.kernels_seen(self._speculator, self._session, kept_names)
         self.told += len(names.kernel)  # last: who waits for it asks the speculator then
+
+    def end(self) -> None:
+        """The process has ended, and is about to be forgotten: what is read after that would be kept for ever."""
+        with self._changing:
+            self._ended = True
 
     def _keeps(self, number: int, size: int) -> bool:
         if number in self._names:

@@ -34,6 +34,22 @@ def frontend(tmp_path: Path) -> Iterator[Frontend]:
 # What a session does with what it is told.
 
 
+def test_kernels_told_of_by_a_process_that_has_ended_are_not_kept(tmp_path: Path) -> None:
+    """What it has told and nobody has read yet is read after its end; nobody would ever forget it again."""
+    frontend = Frontend(tmp_path)
+    frontend.connect()
+    speculator = frontend.session._kernels._speculator
+    frontend.session.end()
+    speculator.forget(NUMBER)
+    module = wire_pb2.ModuleLoaded(module=1, path="/proc/self/exe", size=1)
+    frontend.send(module_loaded=module)
+    frontend.send(kernels_seen=wire_pb2.KernelsSeen(module=1, kernel=["k"]))
+    frontend.settle()
+    assert speculator.progress(NUMBER) == (0, 0)
+    assert not speculator._sessions
+    frontend.close()
+
+
 def test_blocks_are_held_and_let_go(frontend: Frontend) -> None:
     before = open_descriptors()
     read_end, write_end = os.pipe()
