@@ -271,10 +271,10 @@ class Pools:
         """A pool whose image is no longer what it was: no process of it can ever be opened."""
         with self._changed:
             pool.failed, pool.error = True, reason
-            entries = [entry for entry in pool.entries if not entry.opening]
+            entries = list(pool.entries)
             self._changed.notify_all()
         for entry in entries:
-            self._end(pool, entry)
+            self._end(pool, entry, opening_too=False)
 
     def drop(self, pool: Pool) -> None:
         """End its parked processes, and have it no more. One that is being opened is whose who takes it."""
@@ -284,10 +284,10 @@ class Pools:
             pool.dropped = True
             self._pools.pop(pool.name, None)
             self._remember()
-            entries = [entry for entry in pool.entries if not entry.opening]
+            entries = list(pool.entries)
             self._changed.notify_all()
         for entry in entries:
-            self._end(pool, entry)
+            self._end(pool, entry, opening_too=False)
         with self._changed:
             self._close_unused(pool)
 
@@ -462,12 +462,12 @@ class Pools:
             if mine and not pool.dropped and not pool.failed:
                 log.warning("Pool %s: parked process %s has ended", pool.name, entry.restore.pids)
         if mine:
-            self._end(pool, entry)
+            self._end(pool, entry, opening_too=False)
 
-    def _end(self, pool: Pool, entry: Entry) -> None:
-        """An entry that nobody will take."""
+    def _end(self, pool: Pool, entry: Entry, *, opening_too: bool = True) -> None:
+        """An entry that nobody will take; not ``opening_too``: unless somebody has by now."""
         with self._changed:
-            if entry.gone:
+            if entry.gone or (entry.opening and not opening_too):
                 return
             entry.gone = True
         if entry.warden is not None:

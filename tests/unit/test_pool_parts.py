@@ -296,6 +296,23 @@ def test_a_drop_spares_who_is_being_opened_and_ends_who_waits(site: Site) -> Non
     assert opening.gone
 
 
+def test_one_that_is_taken_while_others_are_ended_is_left_to_who_takes_it(site: Site) -> None:
+    """Ending each takes a while."""
+    pool = site.create(size=2)
+    site.filled(pool, 2)
+    got: list[Entry] = []
+
+    def let_go(_: Entry) -> None:
+        if not got:
+            got.append(site.pools.take(pool, 0.0))
+
+    site.pools._let_go = let_go
+    site.pools.spoil(pool, "Another image has been written in its place.")
+    assert not got[0].gone
+    site.pools.put_back(pool, got[0])
+    assert got[0].gone
+
+
 def test_one_that_comes_back_to_a_spoilt_pool_is_ended(site: Site) -> None:
     pool = site.create(size=1)
     entry = site.pools.take(pool, PATIENCE)
