@@ -458,7 +458,9 @@ class Pools:
             for descriptor in descriptors:
                 os.close(descriptor)
         with self._changed:
-            mine = entry in pool.entries and not entry.opening and not entry.gone
+            # One that is being opened may be put back.
+            self._changed.wait_for(lambda: not entry.opening or entry.gone or entry not in pool.entries)
+            mine = entry in pool.entries and not entry.gone
             if mine and not pool.dropped and not pool.failed:
                 log.warning("Pool %s: parked process %s has ended", pool.name, entry.restore.pids)
         if mine:

@@ -278,6 +278,17 @@ def test_one_that_could_not_be_opened_is_taken_by_the_next(site: Site) -> None:
     assert site.pools.take(pool, 0) is entry
 
 
+def test_one_that_ends_while_it_cannot_be_opened_is_not_put_back(site: Site) -> None:
+    pool = site.create(size=1)
+    entry = site.pools.take(pool, PATIENCE)
+    entry.restore.die()  # type: ignore[attr-defined]
+    time.sleep(0.2)  # it is noticed meanwhile
+    assert not entry.gone
+    site.pools.put_back(pool, entry)
+    eventually(lambda: entry.gone)
+    assert site.pools.take(pool, PATIENCE) is not entry
+
+
 def test_a_drop_spares_who_is_being_opened_and_ends_who_waits(site: Site) -> None:
     pool = site.create(size=2)
     site.filled(pool, 2)
