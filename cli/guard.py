@@ -431,7 +431,6 @@ def guard(
     made = Guard(Shelf(folder, keep), schedule, Restarts(restarts), protocol, _events(as_json))
     made.count_gpus = gpus is None
     made.lock = _lock(folder)
-    made.tidy()
     client.ensure()
     become_reaper()
     existing = made.shelf.whole()
@@ -460,6 +459,7 @@ def guard(
                 "with --resume."
             )
     heed(made)
+    made.tidy()  # not before: what a guard that is refused would not keep is somebody's
     what = f"The first checkpoint comes in {schedule.interval:.3g} s; whole images that stay: {keep}."
     made.say("guarding", f"Images go to {folder}. {what}", images=str(folder), keep=keep)
     sys.exit(made.watch(start, again))

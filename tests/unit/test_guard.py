@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from phos.cli.guard import FORWARDED, JOB_FILE, Guard, heed
+from phos.cli.guard import FORWARDED, JOB_FILE, Guard, guard, heed
 from phos.cli.guard_job import End
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
 from phos.gpu_engine.errors import RestoreFailed
 from phos.images.formats import COMMIT_FILE
+from tests.unit.image_sets import write_small
 
 PATIENCE = 3.0
 
@@ -182,3 +184,17 @@ def test_a_checkpoint_that_cannot_be_started_is_tried_again(watched: Watched, mo
     assert watched.watch(job) == 0
     assert len(tries) == 2
     assert watched.events == ["checkpoint-failed", "ended"], "the same is said once"
+
+
+def test_a_guard_that_is_refused_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another guard may have been told to keep more images."""
+    for name in ("become_reaper", "client.ensure"):
+        monkeypatch.setattr(f"phos.cli.guard.{name}", lambda: None)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    images = [tmp_path / f"image-{number:06}" for number in (1, 2, 3)]
+    for image in images:
+        image.mkdir()
+        write_small(image)
+    done = CliRunner().invoke(guard, ["--images", str(tmp_path), "--keep", "1", "--", "true"])
+    assert "holds images of an earlier job" in str(done.exception)
+    assert Shelf(tmp_path, 1).whole() == images[::-1]
