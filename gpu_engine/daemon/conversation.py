@@ -90,11 +90,11 @@ class Conversation:
         """One of :data:`ANSWERS`. Its descriptors go to whoever asked, or are closed."""
         with self._lock:
             request = self._requests.pop(envelope.id, None)
+            if request is not None:  # under the lock: who gives up looks once more, and all of it is there or none
+                request.answer, request.descriptors = envelope, descriptors
+                request.done.set()
         if request is None:
             wire.close_all(descriptors)
-            return
-        request.answer, request.descriptors = envelope, descriptors
-        request.done.set()
 
     def tell(self, descriptors: list[int], number: int = 0, /, **body: object) -> None:
         """A packet that wants no answer (``number``: it is one). The descriptors stay the caller's.

@@ -6,7 +6,10 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,7 @@ from phos.gpu_engine import sealed
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon import session as session_module
+from phos.gpu_engine.daemon.conversation import Conversation
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import CheckpointFailed, MemoryLost, PhosError, Unresponsive
@@ -32,6 +36,37 @@ def frontend(tmp_path: Path) -> Iterator[Frontend]:
 
 
 # What a session does with what it is told.
+
+
+class SlowToLetGo:
+    """A lock; one thread loses the processor whenever it has released it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.slow: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        if threading.current_thread() is self.slow:
+            time.sleep(0.5)
+
+
+def test_an_answer_at_the_last_moment_counts_or_is_put_away() -> None:
+    """Whoever asked gave up just when it had come: nobody closed what came with it."""
+    conversation = Conversation(SimpleNamespace(pid=os.getpid(), executable="x"))
+    lock: Any = SlowToLetGo()
+    conversation._lock = lock
+    conversation.begin(SimpleNamespace(send=lambda *_: lock.slow.start()))  # type: ignore[arg-type]
+    null = os.open(os.devnull, os.O_RDONLY)
+    answer = wire_pb2.Envelope(id=1, detach_done=wire_pb2.DetachDone())
+    lock.slow = threading.Thread(target=conversation.take_answer, args=(answer, [null]))
+    with ExitStack() as undo:
+        undo.callback(lock.slow.join)
+        assert conversation.call(0.2, detach=wire_pb2.Detach()) == (answer, [null])
+    os.close(null)
 
 
 def test_kernels_told_of_by_a_process_that_has_ended_are_not_kept(tmp_path: Path) -> None:
