@@ -57,8 +57,9 @@ class Runs:
         namespace = procfs.pid_namespace(connection.pid)
         with self._lock:
             found = [run for run in self._runs if (run.criu, run.namespace) == (criu, namespace)]
-        for run in found:
-            if connection.uid not in (0, run.uid):
-                raise NotPermitted(f"User {connection.uid} may not end what user {run.uid} has begun.")
+        own = [run for run in found if connection.uid in (0, run.uid)]
+        if found and not own:
+            raise NotPermitted(f"User {connection.uid} may not end what user {found[0].uid} has begun.")
+        for run in own:  # anybody may say of another's CRIU that it is his
             if run.interruption.ask():
                 log.info("CRIU (process %d) is interrupted.", criu)

@@ -41,3 +41,12 @@ def test_only_its_user_and_root_may_end_it() -> None:
     with runs.entered(peer(1000), 71) as mine:
         runs.interrupt(peer(), 71)
         assert mine.asked
+
+
+def test_nobody_keeps_another_from_ending_his_own() -> None:
+    """What a run calls its CRIU is only said."""
+    runs = Runs()
+    with runs.entered(peer(1001), 71) as said, runs.entered(peer(1000), 71) as mine:
+        runs.interrupt(peer(1000), 71)
+        assert mine.asked
+        assert not said.asked
