@@ -207,9 +207,9 @@ class ProcessTree:
                 allowed.append(process)
 
         pids = [pid for pid in {*gated, *toggled} if pid in gated or _alive(pid)]
-        steps = [toggle.Step(revive, pid, self._toggles.get(pid)) for pid in pids]
-        if steps:
+        if pids:
             with self._timeline.phase("driver restore"):
+                steps = [toggle.Step(revive, pid, self._toggles.get(pid)) for pid in pids]
                 late = toggle.wait_for(steps, self._settings.return_timeout)
             failures += [self._not_back(step.pid) for step in late if _alive(step.pid)]
             failures += [str(step.error) for step in steps if step.error is not None]
