@@ -99,13 +99,14 @@ void phos_driver_vmm_exported(CUmemGenericAllocationHandle handle)
 void phos_driver_vmm_mapped(CUmemGenericAllocationHandle handle, CUdeviceptr address, size_t size)
 {
     struct memory *memory = memory_of(handle);
-    struct mapped *mapped = memory ? malloc(sizeof *mapped) : NULL;
     if (!memory)
         return;
-    if (mapped)
-        *mapped = (struct mapped){{address, size}, memory};
     memory->mappings++; /* also one that cannot be noted: then it counts as mapped for ever */
-    if (!mapped || !phos_ranges_add(&mappings, &mapped->range))
+    struct mapped *mapped = malloc(sizeof *mapped);
+    if (!mapped)
+        return;
+    *mapped = (struct mapped){{address, size}, memory};
+    if (!phos_ranges_add(&mappings, &mapped->range))
         free(mapped);
 }
 
