@@ -159,6 +159,7 @@ def many(chosen: argparse.Namespace, kind: Kind, passed: Sequence[str]) -> int:
         sanitizer=chosen.sanitize,
         commit=commit(),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        machine=f"Linux {platform.release()}, {os.cpu_count()} cores",
         seconds=time.monotonic() - start,
         command=command_line(kind),
         failures=[{"seed": batch.seed, "runs": batch.runs, "what": batch.failure[:1500]} for batch in failed],
@@ -203,6 +204,7 @@ class Record:
     sanitizer: str
     commit: str
     date: str
+    machine: str
     seconds: float
     command: str
     failures: list[dict[str, Any]]
@@ -249,6 +251,8 @@ def write(page: Path, record: Record) -> None:
 
 
 def _write(page: Path, store: Path, record: Record) -> None:
+    if page.exists() and not store.exists():
+        raise Wrong(f"{page} has records whose file {store} is not here: it would lose them; record to another page")
     records = [Record(**stored) for stored in json.loads(store.read_text())["records"]] if store.exists() else []
     same = [old for old in records if (old.command, old.commit) == (record.command, record.commit)]
     records = [old for old in records if old not in same] + [record]
@@ -262,17 +266,16 @@ def _store(page: Path, store: Path, records: list[Record]) -> None:
         for failure in record.failures:
             failure["what"] = re.sub(r"/(tmp|dev/shm)/[^/\s]+/", "", failure["what"])
     records.sort(key=lambda r: (r.what, r.sanitizer, r.date))
-    machine = f"Linux {platform.release()}, {os.cpu_count()} cores"
-    store.write_text(json.dumps({"machine": machine, "records": [asdict(r) for r in records]}, indent=1) + "\n")
-    page.write_text(page_text(machine, records))
+    store.write_text(json.dumps({"records": [asdict(r) for r in records]}, indent=1) + "\n")
+    page.write_text(page_text(records))
 
 
-def page_text(machine: str, records: Sequence[Record]) -> str:
+def page_text(records: Sequence[Record]) -> str:
     """The page, in Markdown."""
     text = [
         "# Random programs on the software GPU",
         "",
-        f"Made by `--record` of the commands below ({machine}, shared with other work). A command",
+        "Made by `--record` of the commands below, on machines that were shared with other work. A command",
         "may end before it has done all that it names (`--seconds`). A batch has one seed; a failed batch is one in",
         "which something was not as it must be, and it ends there; runs are those that came to their end.",
         "",
@@ -287,7 +290,7 @@ def page_text(machine: str, records: Sequence[Record]) -> str:
         )
     for r in records:
         text += ["", f"## {r.runs} {r.what}, {r.sanitizer + ' sanitizer' if r.sanitizer else 'plain'}, {r.commit}"]
-        text += ["", f"`{r.command}`, {r.jobs} at a time", ""]
+        text += ["", f"`{r.command}`, {r.jobs} at a time, {r.machine}", ""]
         text += [f"- {name}: {value:,}" for name, value in r.met.items()]
         for failure in r.failures:
             what = " ".join(failure["what"].split())[:600]
