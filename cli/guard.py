@@ -47,6 +47,10 @@ LAST_WORDS_SECONDS = 120.0
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals by which people and schedulers end a job: it is not brought back."""
 
+GRACE_SECONDS = 300.0
+"""How long a job may take to end by one of them. One that then still runs heeds it in its own way (HUP to read its
+settings anew, for example): it is checkpointed again, and brought back if it fails."""
+
 FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 
@@ -68,7 +72,9 @@ class Guard:
         self._job: Job | None = None
         self._checkpoint: subprocess.Popen[str] | None = None
         self._image = Path()
-        self._signal = 0  # by which the job is to end, or (not forwarding) this process
+        self._signal = 0  # by which the job is to end, or (not forwarding) this process ...
+        self._sent = 0.0  # ... and since when
+        self._survived: set[int] = set()  # those by which it was to end, and has not
         self._began = 0.0  # when the job began to compute as it does now ...
         self._base = 0.0  # ... and how many seconds of computing were behind it then
         self._points: dict[Path, float] = {}  # the same for each image
@@ -78,7 +84,7 @@ class Guard:
     def received(self, number: int, _frame: object) -> None:
         """A signal came."""
         if number in ENDING:
-            self._signal = number
+            self._signal, self._sent = number, time.monotonic()
         if self.forwards and self._job is not None:
             self._job.send(number)
 
@@ -98,7 +104,7 @@ class Guard:
                 self.say("released", "The job runs on, unguarded.")
                 return 128 + self._signal
             self._finish_checkpoint()
-            if end.code == 0 or self._signal or (end.code is not None and -end.code in ENDING):
+            if self._signal or self._is_wanted(end):
                 self.say("ended", f"The job {end}.", status=end.exit_status)
                 return end.exit_status
             point = self._base + time.monotonic() - self._began
@@ -109,6 +115,12 @@ class Guard:
             if not self._bring_back(again):
                 return end.exit_status
 
+    def _is_wanted(self, end: End) -> bool:
+        """Done, or ended by a person or a scheduler: by a signal, or as programs end that have a handler for it."""
+        if end.code is None:
+            return False
+        return end.code == 0 or -end.code in ENDING or end.code - 128 in self._survived
+
     def _begin(self, job: Job, point: float) -> None:
         if self._job is not None:
             self._job.close()
@@ -116,6 +128,7 @@ class Guard:
         self._job, self._base, self._began = job, point, time.monotonic()
         self._due = self._began + self.schedule.interval
         if self._signal and self.forwards:
+            self._sent = time.monotonic()
             job.send(self._signal)  # it came before there was this job
 
     def _note(self, pid: int) -> None:
@@ -140,6 +153,8 @@ class Guard:
                 looked = now
                 self._job.look_around()
                 reap(self._spared())
+                if self._signal:
+                    self._does_it_end(self._job)
             if self._checkpoint is not None:
                 if self._checkpoint.poll() is not None:
                     self._checkpoint_ended()
@@ -149,6 +164,19 @@ class Guard:
             time.sleep(TICK_SECONDS)
         self.relay()
         return end
+
+    def _does_it_end(self, job: Job) -> None:
+        """By the signal that it was sent. If not, it needs its guard as before."""
+        name = signal.Signals(self._signal).name
+        if job.ignores(self._signal):
+            why = f"The job ignores {name}"
+        elif time.monotonic() - self._sent > GRACE_SECONDS:
+            why = f"The job has not ended by {name} within {GRACE_SECONDS:g} s"
+        else:
+            return
+        self._survived.add(self._signal)
+        self._signal = 0
+        self.say("survived", f"{why}: it is guarded as before.")
 
     def _spared(self) -> set[int]:
         """Our children that somebody else waits for, and phosd with its keeper, which may be orphans of ours."""
@@ -258,14 +286,8 @@ class Guard:
         except OSError as error:
             self.say("gave-up", f"The images cannot be read: {error}. Bring the job back with --resume when they can.")
             return False
-        for image in whole:
-            if self._signal:
-                return False
-            try:
-                job = self.restore(image, self._job.pid)
-            except (PhosError, OSError) as error:
-                self.say("restore-failed", f"{image.name} could not be restored: {error}", image=str(image))
-                continue
+        if (found := self._restored(whole, self._job.pid)) is not None:
+            image, job = found
             self._begin(job, self._points.get(image, 0.0))
             self.say(
                 "restored",
@@ -275,6 +297,8 @@ class Guard:
             )
             self.say_passed_over(image)
             return True
+        if self._signal:
+            return False
         if unreadable:
             self.say(
                 "gave-up",
@@ -295,6 +319,32 @@ class Guard:
         self._begin(again(), 0.0)
         self.say("started", f"The job has no image and begins anew, as process {self._job.pid}.", pid=self._job.pid)
         return True
+
+    def _restored(self, images: Sequence[Path], pid: int) -> tuple[Path, Job] | None:
+        """The first of them that can be restored, unless the job is to end."""
+        for image in images:
+            if self._signal:
+                break
+            try:
+                return image, self.restore(image, pid)
+            except (PhosError, OSError) as error:
+                self.say("restore-failed", f"{image.name} could not be restored: {error}", image=str(image))
+        return None
+
+    def resume(self, images: Sequence[Path], pid: int) -> Job:
+        """Restore the newest of some images, the first, or the newest of the others that can be.
+
+        Raises:
+            RestoreFailed: none can be.
+        """
+        found = self._restored(images, pid)
+        if found is None:
+            if self._signal:
+                raise SystemExit(128 + self._signal)
+            raise RestoreFailed(f"No image could be restored, of {len(images)}. They stay.")
+        image, job = found
+        self.say_passed_over(image)
+        return job
 
     def say_passed_over(self, image: Path) -> None:
         """The job goes on from this image. Were there newer ones?"""
@@ -400,7 +450,7 @@ class Output:
     show_default=True,
     help="Give up after so many in a row that did not get the job further.",
 )
-@click.option("--resume", is_flag=True, help="Begin with the newest whole image in --images instead of CMD.")
+@click.option("--resume", is_flag=True, help="Begin with the newest restorable image in --images instead of CMD.")
 @click.option("--json", "as_json", is_flag=True, help="Print events, one JSON object a line, and not the job's output.")
 @click.argument("job", nargs=-1, required=True, type=click.UNPROCESSED, metavar="PID | -- CMD...")
 def guard(
@@ -451,8 +501,7 @@ def guard(
         start = again
         if resume and existing:
             pid = _former_pid(folder)
-            start = lambda: Guard.restore(existing[0], pid)  # noqa: E731
-            made.say_passed_over(existing[0])
+            start = lambda: made.resume(existing, pid)  # noqa: E731
         elif existing:
             raise UsageError(
                 f"{folder} holds images of an earlier job. Name another directory, or go on from the newest of them "

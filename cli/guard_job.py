@@ -147,6 +147,15 @@ class Job:
         except ProcessLookupError:
             pass
 
+    def ignores(self, number: int) -> bool:
+        """Whether it has the kernel drop a signal: then it will not end by it."""
+        try:
+            with open(f"/proc/{self.pid}/status") as status:
+                masks = dict(line.split(":", 1) for line in status)
+            return bool(int(masks["SigIgn"], 16) >> (number - 1) & 1)
+        except (OSError, KeyError, ValueError):
+            return False
+
     def clear_away(self, spared: Collection[int]) -> list[int]:
         """After its end: kill what is left of it, so that its pids are free. Returns what is still there in the end.
 

@@ -40,6 +40,9 @@ class FakeJob:
     def send(self, number: int) -> None:
         self.code = -number if self.code is None else self.code
 
+    def ignores(self, number: int) -> bool:
+        return False
+
     def look_around(self) -> None:
         """There is nothing below it."""
 
@@ -100,6 +103,69 @@ def test_a_signal_that_comes_before_there_is_a_job_ends_it(watched: Watched) -> 
     """A restore with --resume may take long."""
     watched.guard.received(signal.SIGINT, None)
     assert watched.watch(FakeJob()) == 128 + signal.SIGINT
+
+
+class HeedsOtherwise(FakeJob):
+    """A signal does not end it; it ends with ``code`` a while later, by itself."""
+
+    def __init__(self, code: int, *, ignores: bool) -> None:
+        super().__init__(pid=4712)
+        self._later = code
+        self._ignores = ignores
+        self._ends = time.monotonic() + 2.0
+
+    def poll(self) -> End | None:
+        if time.monotonic() > self._ends:
+            self.code = self._later
+        return super().poll()
+
+    def send(self, number: int) -> None:
+        """It reads its settings anew, say."""
+
+    def ignores(self, number: int) -> bool:
+        return self._ignores
+
+
+@pytest.mark.parametrize("ignores", [True, False])
+def test_a_job_that_a_signal_does_not_end_is_guarded_on(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, ignores: bool
+) -> None:
+    """It would stay without checkpoints, and not come back when it fails."""
+    if not ignores:
+        monkeypatch.setattr("phos.cli.guard.GRACE_SECONDS", 0.5)
+    restores(monkeypatch, lambda *_: FakeJob(0))
+    watched.image()
+    watched.guard.received(signal.SIGHUP, None)
+    assert watched.watch(HeedsOtherwise(1, ignores=ignores)) == 0
+    assert watched.events == ["survived", "failed", "restored", "ended"]
+
+
+def test_a_job_that_takes_long_to_end_by_a_signal_is_not_brought_back(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs that handle a signal end with 128 and its number, as shells do."""
+    monkeypatch.setattr("phos.cli.guard.GRACE_SECONDS", 0.5)
+    watched.image()
+    watched.guard.received(signal.SIGTERM, None)
+    assert watched.watch(HeedsOtherwise(128 + signal.SIGTERM, ignores=False)) == 128 + signal.SIGTERM
+    assert watched.events == ["survived", "ended"]
+
+
+def test_a_job_is_resumed_from_the_newest_image_that_can_be_restored(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newer = watched.image(), watched.image()
+
+    def restore(image: Path, pid: int) -> FakeJob:
+        if image == newer:
+            raise RestoreFailed("Its GPU data is damaged.")
+        return FakeJob(0, pid)
+
+    restores(monkeypatch, restore)
+    assert watched.guard.resume([newer, older], 4713).pid == 4713
+    assert watched.events == ["restore-failed"]
+    with pytest.raises(RestoreFailed, match="of 1"):
+        watched.guard.resume([newer], 4713)
 
 
 def test_a_job_whose_images_cannot_be_restored_now_does_not_begin_anew(

@@ -235,6 +235,22 @@ def test_how_somebody_elses_child_ended(tmp_path: Path) -> None:
         job.close()
 
 
+def test_signals_that_a_job_ignores(tmp_path: Path) -> None:
+    job = Job.start(["sh", "-c", "trap '' HUP; echo ready; exec sleep 60"], os.environ, tmp_path / "output")
+    try:
+        deadline = time.monotonic() + 10
+        while b"ready" not in (tmp_path / "output").read_bytes() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert job.ignores(signal.SIGHUP)
+        assert not job.ignores(signal.SIGTERM)
+    finally:
+        os.kill(job.pid, signal.SIGKILL)
+        while job.poll() is None:
+            time.sleep(0.01)
+    assert not job.ignores(signal.SIGHUP), "it is gone"
+    job.close()
+
+
 def test_the_output_is_only_appended_to(tmp_path: Path) -> None:
     (tmp_path / "output").write_text("before\n")
     job = Job.start(script("print('after')"), os.environ, tmp_path / "output")
