@@ -29,7 +29,10 @@ def parser(
         "--iteration-seconds", type=float, default=0.0, metavar="S", help="sleep S seconds after each iteration"
     )
     options.add_argument(
-        "--until", type=Path, metavar="FILE", help="sleep only until there is FILE, and do not end before there is"
+        "--until",
+        type=Path,
+        metavar="FILE",
+        help="sleep only until there is FILE, longer in the second half, and do not end before there is",
     )
     options.add_argument("--report", type=Path, metavar="FILE", help="append the printed lines to FILE as well")
     return options
@@ -64,11 +67,19 @@ class Report:
         self.chain = (self.chain * 0x100000001B3 + digest) & MASK_64
         if self.iteration % self.options.every == 0 or self.iteration == self.options.iterations:
             self.line(f"ITERATION {self.iteration} digest {digest:016x}{' ' + text if text else ''}")
-        until = self.options.until
-        if until is None or not until.exists():
-            time.sleep(self.options.iteration_seconds)
-        while until is not None and self.iteration == self.options.iterations - 1 and not until.exists():
-            time.sleep(0.01)
+        self._sleep()
+
+    def _sleep(self) -> None:
+        seconds, until = self.options.iteration_seconds, self.options.until
+        if until is None:
+            time.sleep(seconds)
+            return
+        if self.iteration > self.options.iterations // 2:
+            seconds = max(seconds, min(10 * seconds, 0.5))  # who waits for progress still finds some
+        is_last_but_one = self.iteration == self.options.iterations - 1
+        while not until.exists() and (is_last_but_one or seconds > 0):
+            time.sleep(0.01 if is_last_but_one else min(seconds, 0.01))
+            seconds -= 0.01
 
     def result(self) -> None:
         """Print the last line."""
