@@ -91,7 +91,7 @@ def _restore(
     with ExitStack() as stack:
         stack.callback(begun.close)
         if lazy:
-            pages = stack.enter_context(LazyPages(directory, begun, lambda: list(_job(directory).pids)))
+            pages = stack.enter_context(LazyPages(directory, begun, lambda: list(_job(directory, begun.began_at).pids)))
         stack.enter_context(ImageProgress(directory, restore=True, quiet=as_json))
         status = begun.wait()
         if begun.interrupted:
@@ -113,7 +113,7 @@ def _restore(
     seconds = time.perf_counter() - began
     answer: dict[str, Any] = {"pids": pids, "image": image, "seconds": round(seconds, 4)}
     if lazy:
-        answer |= _lazily(_job(directory), began_at)
+        answer |= _lazily(_job(directory, begun.began_at), began_at)
     if as_json:
         click.echo(json.dumps(answer))
         return
@@ -130,8 +130,7 @@ def _interrupted(begun: Begun, status: int, image: str, directory: Path) -> NoRe
     import psutil  # here, because other restores need it not, and would wait for it
 
     with suppress(DaemonUnavailable):
-        job = _job(directory)
-        for pid in job.pids if status == 0 and job.since >= begun.began_at else ():
+        for pid in _job(directory, begun.began_at).pids if status == 0 else ():
             with suppress(psutil.NoSuchProcess):
                 process = psutil.Process(pid)
                 for one in [*process.children(recursive=True), process]:
@@ -147,11 +146,14 @@ def _is_pinned(image: Image) -> bool:
     return False
 
 
-def _job(directory: Path) -> wire_pb2.Status.Job:
-    """phosd's latest restore from a directory."""
+def _job(directory: Path, since: float) -> wire_pb2.Status.Job:
+    """phosd's restore from a directory that began after ``since``.
+
+    The processes of an earlier one run on, and so do those that somebody takes from a pool of the image meanwhile.
+    """
     path = os.path.realpath(directory)
-    jobs = [job for job in client.status().jobs if job.kind == "restore" and job.image == path]
-    return jobs[-1] if jobs else wire_pb2.Status.Job()
+    jobs = [job for job in client.status().jobs if job.kind == "restore" and job.mode != "pool" and job.image == path]
+    return jobs[-1] if jobs and jobs[-1].since >= since else wire_pb2.Status.Job()
 
 
 def _lazily(job: wire_pb2.Status.Job, began_at: float) -> dict[str, Any]:

@@ -362,6 +362,21 @@ def test_criu_lazy_pages_does_not_start(site: Site) -> None:
     assert layers.program.wait_result() == str(LAYERS_SUM)
 
 
+def test_a_process_that_runs_already_survives_the_server_of_a_restore_that_is_refused(site: Site) -> None:
+    """The restore is refused because the process runs; phosd's latest of that image is the one that brought it back."""
+    layers = Layers(site, "sum")
+    site.run("phos-gpu", "restore", str(layers.image))
+    other = site.folder / "criu"
+    other.write_text(f'#!/bin/sh\n[ "$1" != lazy-pages ] || exit 3\nsleep 1\nPHOS_CRIU= exec {launcher("criu")} "$@"\n')
+    other.chmod(0o755)
+    refused = site.run("phos-gpu", "restore", "--lazy", str(layers.image), check=False, PHOS_CRIU=str(other))
+    assert refused.returncode != 0
+    assert "still runs as pid" in refused.stderr
+    assert layers.program.alive()
+    layers.go_on()
+    assert layers.program.wait_result() == str(LAYERS_SUM)
+
+
 @pytest.mark.parametrize("mode", ["strict", "fast"])
 def test_processes_that_share_memory(site: Site, mode: str) -> None:
     program = site.start(

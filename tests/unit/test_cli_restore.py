@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phos.cli import launched, restore, restore_first
+from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.installation import launcher
@@ -92,6 +93,21 @@ def criu(home: Path, script: str) -> None:
     path = home / "bin" / "criu"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
+
+
+def test_other_restores_of_the_image_are_not_taken_for_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their processes would be killed when the server of this one's CPU memory ends."""
+
+    def job(pid: int, since: float, mode: str = "lazy", kind: str = "restore") -> wire_pb2.Status.Job:
+        return wire_pb2.Status.Job(kind=kind, mode=mode, image=str(tmp_path), pids=[pid], since=since)
+
+    said = wire_pb2.Status(jobs=[job(1, 5.0)])
+    monkeypatch.setattr(client, "status", lambda: said)
+    assert not restore._job(tmp_path, 10.0).pids
+    said.jobs.extend([job(2, 11.0), job(3, 12.0, "pool"), job(4, 12.0, kind="dump")])
+    assert list(restore._job(tmp_path, 10.0).pids) == [2]
 
 
 def test_both_servers_are_started_and_the_one_knows_the_other(home: Path) -> None:
