@@ -70,23 +70,25 @@ class Begun(Launched):
         self._lock = lock(directory) if lazy else -1  # until this process and that one have ended
         criu, changes = native.launcher("criu"), {"PHOS_RESTORE": os.environ.get("PHOS_RESTORE", "")}
         words = ["--restore-detached", "--shell-job"]
-        if lazy:
-            try:
-                os.unlink(f"{directory}/{PAGES_SOCKET}")  # of one that was killed
-            except FileNotFoundError:
-                pass
-            os.set_inheritable(self._lock, True)
-            self.pages = self.start_beside([criu, "lazy-pages", "-D", directory, "-o", PAGES_LOG, "-v2"], {})
-            os.set_inheritable(self._lock, False)
-            changes = {"PHOS_RESTORE": "lazy", "PHOS_LAZY_PAGES": str(self.pages)}
-            words.append("--lazy-pages")
-        words += ["--lib", "phos", "-D", directory, "-o", RESTORE_LOG, verbosity()]
         try:
+            if lazy:
+                try:
+                    os.unlink(f"{directory}/{PAGES_SOCKET}")  # of one that was killed
+                except FileNotFoundError:
+                    pass
+                os.set_inheritable(self._lock, True)
+                self.pages = self.start_beside([criu, "lazy-pages", "-D", directory, "-o", PAGES_LOG, "-v2"], {})
+                os.set_inheritable(self._lock, False)
+                changes = {"PHOS_RESTORE": "lazy", "PHOS_LAZY_PAGES": str(self.pages)}
+                words.append("--lazy-pages")
+            words += ["--lib", "phos", "-D", directory, "-o", RESTORE_LOG, verbosity()]
             self.start([criu, "restore", *words], changes)
         except OSError:
             if self.pages:  # nobody would watch it
                 os.kill(self.pages, signal.SIGKILL)
                 os.waitpid(self.pages, 0)
+            if lazy:  # whoever tries again would take it for another's
+                os.close(self._lock)
             raise
 
 

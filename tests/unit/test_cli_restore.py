@@ -154,6 +154,22 @@ def test_a_second_lazy_restore_leaves_the_first_one_s_server_alone(home: Path, m
     os.close(third._lock)
 
 
+def test_a_criu_that_cannot_be_started_is_not_taken_for_another_restore(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried twice: before the command line has been read, and by the command, which says what is wrong."""
+    monkeypatch.setattr(restore_first, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(client, "ensure", lambda: None)
+    image = home / "image"
+    with monkeypatch.context() as real:
+        real.delenv("PHOS_HOME")
+        write_small(image)
+    assert restore_first.begin(["restore", "--lazy", str(image)]) is None
+    refused = CliRunner().invoke(restore.restore, ["--lazy", str(image)])
+    assert isinstance(refused.exception, RestoreFailed)
+    assert "CRIU cannot be started" in str(refused.exception)
+
+
 def test_neither_overwrites_what_the_other_says(home: Path) -> None:
     criu(home, 'i=1000; while [ $i -lt 4000 ]; do echo "$1 says $i"; i=$((i + 1)); done')
     begun = restore_first.Begun(str(home / "image"), lazy=True)
