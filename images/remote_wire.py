@@ -200,4 +200,5 @@ class Address:
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{SCHEME}{host}:{self.port}/{self.image}"
+        image = self.image.replace("%", "%25")  # nothing else of it means something to parse()
+        return f"{SCHEME}{host}:{self.port}/{image}"
