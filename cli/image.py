@@ -69,14 +69,15 @@ def fetch(address: str, directory: Path, as_json: bool) -> None:
     """
     began = time.perf_counter()
     at = remote_image.address(address)
-    image_directory(directory, create=True)
-    try:
-        size = remote_image.fetch(at, directory, only_data=True)
-    except BaseException as error:
-        remote_image.clear(directory)
-        if isinstance(error, ImageError):
-            refuse("image fetch", error, as_json)
-        raise
+    with remote_image.interruptible(address):
+        image_directory(directory, create=True)
+        try:
+            size = remote_image.fetch(at, directory, only_data=True)
+        except BaseException as error:
+            remote_image.clear(directory)
+            if isinstance(error, ImageError):
+                refuse("image fetch", error, as_json)
+            raise
     seconds = time.perf_counter() - began
     if as_json:
         said = {"image": os.path.realpath(directory), "address": address, "bytes": size, "seconds": round(seconds, 4)}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from phos.cli.launched import ENDING, Interrupted
 from phos.gpu_engine import configuration
 from phos.gpu_engine.errors import RestoreFailed, UsageError
 from phos.images.errors import ImageError
@@ -50,17 +52,40 @@ def clear(directory: Path) -> None:
 
 
 @contextmanager
+def interruptible(image: str) -> Iterator[None]:
+    """A signal that would end the command raises Interrupted in the block: what was copied of ``image`` is removed."""
+    came = False
+
+    def received(number: int, _frame: object) -> None:
+        nonlocal came
+        if not came:  # else it is being removed
+            came = True
+            raise Interrupted(number, f"Interrupted: what was copied of {image} is removed.")
+
+    former = [(number, signal.getsignal(number)) for number in ENDING]
+    handled = [(number, handler) for number, handler in former if handler != signal.SIG_IGN]  # by nohup, for example
+    try:
+        for number, _ in handled:
+            signal.signal(number, received)
+        yield
+    finally:
+        for number, handler in handled:
+            signal.signal(number, handler)
+
+
+@contextmanager
 def fetched(image: str) -> Iterator[Path]:
     """Copy what is not GPU data of the image at that address; after the block only logs are left, if it failed.
 
-    Raises: as :func:`address` and :func:`fetch`.
+    Raises: as :func:`address`, :func:`interruptible` and :func:`fetch`.
     """
     at = address(image)
-    directory = Path(tempfile.mkdtemp(prefix="phos-remote-"))
-    try:
-        fetch(at, directory)
-        yield directory
-    except BaseException:
-        clear(directory)
-        raise
-    shutil.rmtree(directory, ignore_errors=True)
+    with interruptible(image):
+        directory = Path(tempfile.mkdtemp(prefix="phos-remote-"))
+        try:
+            fetch(at, directory)
+            yield directory
+        except BaseException:
+            clear(directory)
+            raise
+        shutil.rmtree(directory, ignore_errors=True)

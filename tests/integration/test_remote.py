@@ -255,3 +255,25 @@ def test_a_directory_that_stands_for_an_image_is_restored_and_pinned_like_any_ot
         assert dumped.restore(mode) == LAYERS_SUM
     site.run("phos-gpu", "image", "unpin", str(dumped.image))
     assert "cannot be reached: Connection refused" in dumped.restore(check=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("command", ["restore", "fetch"])
+def test_nothing_is_left_of_what_was_copied_before_an_interruption(
+    site: Site, other: Other, command: str, number: signal.Signals
+) -> None:
+    other.start()
+    phosd, address = other.site.daemon_pid(), f"tcp://{other.address}/image"
+    temporary, into = site.folder / "temporary", site.folder / "into"
+    temporary.mkdir()
+    words = ["restore", address] if command == "restore" else ["image", "fetch", address, str(into)]
+    os.kill(phosd, signal.SIGSTOP)
+    try:
+        begun = site.background("phos-gpu", *words, TMPDIR=str(temporary))
+        wait_until(lambda: into.exists() or any(temporary.iterdir()), "the folder")
+        begun.send_signal(number)
+        assert begun.wait() == 128 + number
+    finally:
+        os.kill(phosd, signal.SIGCONT)
+    assert not into.exists()
+    assert not list(temporary.iterdir())
