@@ -85,11 +85,19 @@ def thread_count(wanted: int | None = None) -> int:
 
 
 def run_in_threads(actions: Sequence[Callable[[], T]], threads: int | None = None) -> list[T]:
-    """Run all actions to their end; then return the results, or raise the first error, in the actions' order."""
+    """Run all actions to their end; then return the results, or raise the first error, in the actions' order.
+
+    Who is interrupted meanwhile, by a signal, waits for those that have begun.
+    """
     if len(actions) <= 1:
         return [action() for action in actions]
-    with ThreadPoolExecutor(thread_count(threads), thread_name_prefix="phos-image") as pool:
+    pool = ThreadPoolExecutor(thread_count(threads), thread_name_prefix="phos-image")
+    try:
         futures = [pool.submit(action) for action in actions]
+        pool.shutdown()
+    except BaseException:
+        pool.shutdown(cancel_futures=True)
+        raise
     return [future.result() for future in futures]
 
 

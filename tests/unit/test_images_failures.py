@@ -11,11 +11,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from phos.images.errors import ImageError
+from phos.images.files import run_in_threads
 from phos.images.reader import Image
 from phos.images.writer import ImageWriter
 from tests.unit.append_replaced import Write
@@ -378,3 +380,30 @@ def test_no_descriptor_is_left_open(tmp_path, directory):
     with pytest.raises(ImageError):
         Image.open(directory)
     assert os.listdir("/proc/self/fd") == before
+
+
+# ------------------------------------------------------------------------------------------------------- interruption
+
+
+def test_who_interrupts_threads_waits_for_what_they_have_begun_and_no_more():
+    begun = []
+
+    def interrupt(_number: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def act(number: int) -> None:
+        begun.append(number)
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.05)
+
+    former = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_threads([partial(act, number) for number in range(50)], 2)
+    finally:
+        signal.signal(signal.SIGUSR1, former)
+    count = len(begun)
+    assert count < 40
+    time.sleep(0.2)
+    assert len(begun) == count  # nobody is at work any more
