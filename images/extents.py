@@ -11,7 +11,7 @@ from typing import NamedTuple
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
 from phos.images.chunk_hash import zero_hash
-from phos.images.files import address_of, lives_in_memory
+from phos.images.files import address_of, lives_in_memory, open_regular
 from phos.images.formats import ALIGNMENT, HASH_SIZE, BlockKey
 
 EXTENT_LIMIT = 32 << 20
@@ -61,14 +61,16 @@ class BlockTable:
                 found += [run.hashes[i : i + HASH_SIZE] for i in range(0, len(run.hashes), HASH_SIZE)]
         return found
 
-    def extents(self, limit: int = EXTENT_LIMIT) -> Iterator[Extent]:
-        """The block from its beginning to its end."""
+    def extents(self, limit: int = EXTENT_LIMIT, *, zeros: bool = True) -> Iterator[Extent]:
+        """The block from its beginning to its end; without ``zeros`` what is stored of it: they may have no end."""
         chunk = self.chunk_size
         step = max(1, limit // chunk) * chunk
         key = self.key
         for run in self._message.runs:
             offset, whole, hashes = run.offset, run.length, run.hashes
             zero = run.kind == pb.Run.ZERO
+            if zero and not zeros:
+                continue
             stripe, file_offset = (None, 0) if zero else (run.stripe, run.file_offset)
             for at in range(0, whole, step):
                 length = min(step, whole - at)
@@ -86,12 +88,13 @@ class DataFile:
     def __init__(self, directory: int, stripe: int, direct: bool | None) -> None:
         self.name = formats.data_file(stripe)
         self.direct = -1
-        self.buffered = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=directory)
+        self.buffered = open_regular(directory, self.name)
         if direct is None:
             direct = not lives_in_memory(self.buffered)
         if direct:
             with suppress(OSError):  # a file system that does not take O_DIRECT
-                self.direct = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT, dir_fd=directory)
+                # The same file, whatever has the name by now.
+                self.direct = os.open(f"/proc/self/fd/{self.buffered}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     def read_direct(self, view: memoryview, offset: int) -> None:
         """Read past the page cache.

@@ -33,6 +33,8 @@ from phos.images.table import block_key, complaint_about, inventory_blocks, name
 
 _VERIFY_LIMIT = 8 << 20  # what verify reads at once: less, so that a core's cache holds some of it
 
+_FILE_MOST = (1 << 63) - 1  # off_t: no call of the kernel's takes an offset past it
+
 METADATA_MOST = 1 << 30
 """More than any of PhOS's files without data has; one is read whole."""
 
@@ -158,8 +160,12 @@ class Image:
     def _check_sizes(self) -> None:
         for file in self.record.files:
             where = self.path / file.name
-            if "/" in file.name or file.name in ("", ".", ".."):
+            if "/" in file.name or "\0" in file.name or file.name in ("", ".", ".."):
                 raise ImageError(f"{self.path / formats.COMMIT_FILE} names a file outside the image: {file.name!r}")
+            if file.size > _FILE_MOST:
+                raise ImageError(
+                    f"{self.path / formats.COMMIT_FILE} gives {file.name} more bytes than a file can have: {file.size}"
+                )
             try:
                 status = os.stat(file.name, dir_fd=self._directory)
             except FileNotFoundError:
@@ -390,7 +396,7 @@ class Image:
         jobs: list[tuple[int, Callable[[], list[str]]]] = []
         memory = threading.local()  # each thread's buffer, kept: fresh pages cost more than the hashing
         for table in self.blocks.values():
-            for extent in table.extents(_VERIFY_LIMIT):
+            for extent in table.extents(_VERIFY_LIMIT, zeros=False):
                 if extent.stripe is not None and formats.data_file(extent.stripe) in present:
                     jobs.append((extent.length, partial(self._verify_extent, extent, memory)))
         for file in self.record.files:

@@ -293,6 +293,46 @@ def test_record_that_reaches_outside_the_directory(copy):
     assert "outside the image" in refusal_of(copy)
 
 
+@pytest.mark.parametrize("name", ["a\0b", "\0"])
+def test_record_with_a_name_that_no_file_has(copy, name):
+    def change(record):
+        record.files[0].name = name
+
+    recommit(copy, change)
+    assert "outside the image" in refusal_of(copy)
+
+
+@pytest.mark.parametrize("name", ["pages-1.img", "phos-data-0.raw"])
+def test_record_with_a_size_that_no_file_has(copy, name):
+    """It would be an offset that the kernel's calls do not take."""
+
+    def change(record):
+        file = next(file for file in record.files if file.name == name)
+        file.size = (1 << 64) - 1
+        file.segment_size = 1 << 63
+        file.hashes[:] = [bytes(16)] * 2
+
+    recommit(copy, change)
+    with pytest.raises(ImageError, match=f"gives {name} more bytes than a file can have"):
+        Image.open_damaged(copy)
+
+
+def test_zeros_without_end_take_no_time_to_verify(copy):
+    """They are stored nowhere: there is nothing to read, however many are claimed."""
+
+    def change(tables):
+        zeros = next(table for table in tables if all(run.kind == pb.Run.ZERO for run in table.runs))
+        zeros.size = zeros.runs[0].length = 1 << 60
+
+    change_tables(copy, change)
+    with Image.open_damaged(copy) as image:
+        looked = []
+        verify = image._verify_extent
+        image._verify_extent = lambda extent, memory: looked.append(extent) or verify(extent, memory)  # type: ignore
+        assert image.verify()
+    assert all(extent.stripe is not None for extent in looked)
+
+
 def test_record_without_an_inventory(copy):
     def change(record):
         del record.files[:]
@@ -354,7 +394,9 @@ def test_extent_larger_than_the_buffer_is_refused(original):
             image.read_into(extent, view)
 
 
-@pytest.mark.parametrize("name", ["phos-commit.img", "phos-inventory.img", "phos-chunks.img", "pages-1.img"])
+@pytest.mark.parametrize(
+    "name", ["phos-commit.img", "phos-inventory.img", "phos-chunks.img", "pages-1.img", "phos-data-0.raw"]
+)
 @pytest.mark.parametrize("kind", ["pipe", "device", "endless"])
 def test_what_is_no_regular_file_is_not_opened(copy, monkeypatch, name, kind):
     """Whose directory it is may have put it there, and root would wait for it, set it off or read it without end."""
