@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -17,7 +18,7 @@ from phos.cli.lazy_pages import LazyPages
 from phos.cli.parameters import Place
 from phos.cli.progress import ImageProgress
 from phos.cli.refusal import refuse
-from phos.cli.restore_first import RESTORE_LOG, Begun
+from phos.cli.restore_first import RESTORE_LOG, Begun, Occupied
 from phos.cli.text import size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
@@ -79,13 +80,15 @@ def _restore(
         client.ensure()
         try:
             begun = Begun(str(directory), lazy)
-        except BlockingIOError as error:
+        except Occupied as error:
             raise RestoreFailed(
                 f"Another restore brings memory from {image} at this moment ('phos-gpu status' shows it). Wait for it; "
                 "several processes of one image at once are had from a pool."
             ) from error
         except OSError as error:
-            raise RestoreFailed(f"CRIU cannot be started: {error.strerror}. Run install.sh again.") from error
+            scarce = error.errno in (errno.EAGAIN, errno.ENOMEM)
+            advice = "There are too many processes, or there is too little memory" if scarce else "Run install.sh again"
+            raise RestoreFailed(f"CRIU cannot be started: {error.strerror}. {advice}.") from error
     began, began_at = since or (begun.began, begun.began_at)
     pages: LazyPages | None = None
     with ExitStack() as stack:

@@ -30,13 +30,17 @@ LOCK_SECONDS = 1.0
 """For so long a server that ends may still have the directory."""
 
 
+class Occupied(OSError):
+    """Another lazy restore has the directory."""
+
+
 def lock(directory: str) -> int:
     """A descriptor with which an image directory is this lazy restore's, as long as anybody has it open.
 
     The pages come by a socket of one name in that directory: a second server would be in the first one's way.
 
     Raises:
-        BlockingIOError: it is another's.
+        Occupied: it is another's.
     """
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     deadline = time.monotonic() + LOCK_SECONDS
@@ -44,10 +48,10 @@ def lock(directory: str) -> int:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return descriptor
-        except BlockingIOError:
+        except BlockingIOError as error:
             if time.monotonic() >= deadline:
                 os.close(descriptor)
-                raise
+                raise Occupied(error.errno, error.strerror, directory) from error
             time.sleep(0.01)
         except OSError:
             return descriptor  # the file system has no locks of directories
@@ -60,7 +64,7 @@ class Begun(Launched):
         """Start it; ``lazy``: and ``criu lazy-pages`` at its side, for which its plugin waits.
 
         Raises:
-            BlockingIOError: another lazy restore has the directory.
+            Occupied: another lazy restore has the directory.
             OSError: it cannot be started.
         """
         super().__init__()

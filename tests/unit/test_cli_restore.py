@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -168,6 +169,28 @@ def test_a_criu_that_cannot_be_started_is_not_taken_for_another_restore(
     refused = CliRunner().invoke(restore.restore, ["--lazy", str(image)])
     assert isinstance(refused.exception, RestoreFailed)
     assert "CRIU cannot be started" in str(refused.exception)
+
+
+@pytest.mark.parametrize("lazy", [[], ["--lazy"]])
+def test_a_machine_full_of_processes_is_not_taken_for_another_restore(
+    home: Path, monkeypatch: pytest.MonkeyPatch, lazy: list[str]
+) -> None:
+    """Both are EAGAIN."""
+
+    def full(*_: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(restore_first.Begun, "start", full)
+    monkeypatch.setattr(restore_first.Begun, "start_beside", full)
+    monkeypatch.setattr(client, "ensure", lambda: None)
+    image = home / "image"
+    with monkeypatch.context() as real:
+        real.delenv("PHOS_HOME")
+        write_small(image)
+    refused = CliRunner().invoke(restore.restore, [*lazy, str(image)])
+    assert isinstance(refused.exception, RestoreFailed)
+    assert "CRIU cannot be started" in str(refused.exception)
+    assert "too many processes" in str(refused.exception)
 
 
 def test_neither_overwrites_what_the_other_says(home: Path) -> None:
