@@ -100,6 +100,8 @@ CUresult serve_cuMemUnmap(CUdeviceptr_v2 ptr, size_t size)
     struct phos_mapping *mapping = phos_mapping_at(ptr);
     if (!mapping)
         return unmap_drivers(ptr, size);
+    if (!size || ptr + size < ptr)
+        return CUDA_ERROR_INVALID_VALUE;
     /* The driver takes a range only if it is made of whole mappings; so do we, before anything is unmapped. */
     for (CUdeviceptr at = ptr; at < ptr + size; at += mapping->range.size) {
         mapping = phos_mapping_at(at);

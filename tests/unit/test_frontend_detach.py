@@ -173,6 +173,13 @@ def test_application_vmm_comes_back_with_its_access(phosd: FakePhosd) -> None:
     ok(cu.cuMemRelease(retained))
     got = ok(cu.cuMemGetAllocationPropertiesFromHandle(handles[3]))
     assert int(got.requestedHandleTypes) == 0 and got.location.id == 0
+    held = ok(cu.cuMemAlloc(unit * 9))
+    for start in int(base), int(base) + unit, held:
+        for size in 0, 2**64 - unit, 2**64 - 1:
+            assert int(cu.cuMemUnmap(start, size)[0]) == 1, (start, size)
+    fill(held, unit, 7)
+    assert read(held, unit) == bytes([7]) * unit
+    ok(cu.cuMemFree(held))
     ok(cu.cuMemUnmap(int(base), 6 * unit))
     for h in handles[1:]:
         ok(cu.cuMemRelease(h))
@@ -180,7 +187,7 @@ def test_application_vmm_comes_back_with_its_access(phosd: FakePhosd) -> None:
     say("same")
     heard()
     """
-    with program(phosd, body) as (app, session):
+    with program(phosd, body, PHOS_CACHE_BYTES="0") as (app, session):
         assert app.line() == "ready"
         eventually(lambda: len(session.blocks) == 6)
         assert {b.owner for b in session.blocks.values()} == {wire.BlockAdded.APPLICATION}
