@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import click
@@ -19,7 +18,7 @@ from phos.cli.refusal import refuse
 from phos.cli.text import printable, seconds_text, size_text
 from phos.images import formats
 from phos.images.errors import ImageError
-from phos.images.reader import Image
+from phos.images.reader import METADATA_MOST, Image
 from phos.images.summary import summarise
 
 image_argument = click.argument("image", type=Place())
@@ -65,7 +64,7 @@ def inspect(image: str, as_json: bool, buffers: bool, decode: bool) -> None:
             click.echo(line.rstrip())
     if not summary["complete"]:
         for problem in summary["problems"]:
-            click.echo(f"phos-gpu inspect: {problem}", err=True)
+            click.echo(f"phos-gpu inspect: {printable(problem)}", err=True)
         sys.exit(1)
 
 
@@ -75,7 +74,13 @@ def decode_file(path: str) -> dict[str, Any]:
         ours = ", ".join(f.file for f in formats.FORMATS)
         raise ImageError(f"{path} is a directory; --decode wants one of the files in it ({ours})")
     try:
-        raw = Path(path).read_bytes()
+        with open(path, "rb") as file:
+            formats.format_of(file.read(8), path)  # before all of a data file is read
+            size = os.fstat(file.fileno()).st_size
+            if size > METADATA_MOST:
+                raise ImageError(f"{path} has {size} bytes: PhOS writes no such file")
+            file.seek(0)
+            raw = file.read()
     except OSError as error:
         raise ImageError(f"{path} cannot be read: {error.strerror}") from error
     return formats.decode(raw, path)

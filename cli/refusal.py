@@ -8,6 +8,7 @@ from typing import NoReturn
 
 import click
 
+from phos.cli.text import printable
 from phos.gpu_engine.errors import ExitStatus
 from phos.images.errors import ImageError
 from phos.images.summary import SCHEMA
@@ -18,5 +19,6 @@ def refuse(command: str, error: ImageError, as_json: bool, status: int = ExitSta
     if as_json:
         click.echo(json.dumps({"schema": SCHEMA, "complete": False, "error": str(error), "problems": error.problems}))
     else:
-        click.echo(f"phos-gpu {command}: {error}", err=True)
+        lines = map(printable, str(error).splitlines())
+        click.echo(f"phos-gpu {command}: {chr(10).join(lines)}", err=True)
     sys.exit(int(status))

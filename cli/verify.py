@@ -12,7 +12,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from phos.cli.console import Console
 from phos.cli.inspect import image_argument, json_option
 from phos.cli.refusal import refuse
-from phos.cli.text import size_text
+from phos.cli.text import printable, size_text
 from phos.images.errors import ImageError
 from phos.images.reader import Image
 from phos.images.summary import SCHEMA
@@ -84,7 +84,7 @@ def verify(image: str, as_json: bool, threads: int | None) -> None:
         click.echo(json.dumps({**result, "bytes_checked": size, "seconds": round(seconds, 3)}, indent=2))
     else:
         for problem in problems:
-            click.echo(problem)
+            click.echo(printable(problem))
         verdict = f"{len(problems)} problem{'s' * (len(problems) != 1)}" if problems else "whole"
         click.echo(f"{path}: {verdict} ({size_text(size)} checked in {seconds:.1f} s)")
     if problems:

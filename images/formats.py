@@ -10,6 +10,7 @@ All little-endian. `register_with_pycriu` teaches CRIU's own `crit` the same tab
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -234,6 +235,8 @@ def _json_value(field: FieldDescriptor, value: Any) -> Any:
     if field.enum_type is not None:
         known = field.enum_type.values_by_number.get(value)
         return known.name if known else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no such numbers
     return value
 
 

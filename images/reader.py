@@ -126,7 +126,7 @@ class Image:
     def _load_record(self) -> None:
         name = formats.COMMIT_FILE
         try:
-            raw = self._read_file(name)
+            raw = self.read_file(name)
         except FileNotFoundError:
             raise ImageError(self._why_no_record()) from None
         except OSError as error:
@@ -206,7 +206,7 @@ class Image:
             self.problems.append(f"{self.path / formats.COMMIT_FILE} does not name {format_.file}")
             return None
         try:
-            raw = self._read_file(format_.file)
+            raw = self.read_file(format_.file)
         except FileNotFoundError:
             return None  # _check_sizes has said so
         except OSError as error:
@@ -254,11 +254,15 @@ class Image:
             if here != there:
                 self.problems.append(f"{where}: {name_of(key)} has {here} bytes here and {there} in the inventory")
 
-    def _read_file(self, name: str) -> bytes:
-        fd = open_regular(self._directory, name)
-        with open(fd, "rb", buffering=0) as file:
-            if os.fstat(fd).st_size > METADATA_MOST:
-                raise OSError(errno.EFBIG, f"it has more than {METADATA_MOST} bytes, which PhOS writes into none", name)
+    def read_file(self, name: str, most: int = METADATA_MOST) -> bytes:
+        """One of its small files, whole.
+
+        Raises:
+            OSError: it cannot be read, is no regular file, or has more than ``most`` bytes.
+        """
+        with open(open_regular(self._directory, name), "rb", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size > most:
+                raise OSError(errno.EFBIG, f"it has more than {most} bytes, which none of its kind has", name)
             return file.readall()
 
     # -------------------------------------------------------------------------------------------------------- data

@@ -6,11 +6,10 @@ SCHEMA counts up if a field is ever removed or changes its meaning.
 
 from __future__ import annotations
 
-import os
+import math
 import struct
 from collections import Counter
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -22,6 +21,8 @@ from phos.images.table import block_key
 
 SCHEMA = 1
 LARGEST = 10  # buffers listed unless all are asked for
+
+_STATS_MOST = 1 << 20  # more than CRIU has to say of one dump
 
 # Upper bounds of the size classes; the last class is open.
 _SIZE_CLASSES = (64 << 10, 1 << 20, 16 << 20, 256 << 20, 1 << 30)
@@ -242,7 +243,7 @@ def _criu(image: Image) -> dict[str, Any]:
         "memory_dump_seconds": None,
         "memory_write_seconds": None,
     }
-    stats = read_criu_stats(image.path)
+    stats = read_criu_stats(image)
     if stats is not None:
         out["freezing_seconds"] = stats.freezing_time / 1e6
         out["frozen_seconds"] = stats.frozen_time / 1e6
@@ -251,10 +252,10 @@ def _criu(image: Image) -> dict[str, Any]:
     return out
 
 
-def read_criu_stats(directory: str | os.PathLike[str]) -> pb.CriuDumpStats | None:
+def read_criu_stats(image: Image) -> pb.CriuDumpStats | None:
     """CRIU's own figures of the dump (`stats-dump`); None if they are not there or not readable: they are optional."""
     try:
-        raw = (Path(directory) / formats.CRIU_STATS_FILE).read_bytes()
+        raw = image.read_file(formats.CRIU_STATS_FILE, _STATS_MOST)
         common, magic, size = struct.unpack_from("<III", raw)
         if (common, magic) != (formats.IMG_SERVICE, formats.STATS_MAGIC) or len(raw) < 12 + size:
             return None
@@ -267,7 +268,7 @@ def read_criu_stats(directory: str | os.PathLike[str]) -> pb.CriuDumpStats | Non
 
 def _timings(image: Image) -> dict[str, Any]:
     """The phases; what those that ran one after the other leave of the whole is `unaccounted_seconds`."""
-    total = image.inventory.total_seconds
+    total = _finite(image.inventory.total_seconds)
     phases = [_timing(t) for t in image.inventory.timings]
     accounted = sum(p["seconds"] for p in phases if not p["concurrent"])
     return {
@@ -278,5 +279,10 @@ def _timings(image: Image) -> dict[str, Any]:
     }
 
 
+def _finite(seconds: float) -> float:
+    """An image is input, and JSON has no other numbers."""
+    return seconds if math.isfinite(seconds) else 0.0
+
+
 def _timing(timing: pb.Timing) -> dict[str, Any]:
-    return {"phase": timing.phase, "seconds": timing.seconds, "concurrent": timing.concurrent}
+    return {"phase": timing.phase, "seconds": _finite(timing.seconds), "concurrent": timing.concurrent}

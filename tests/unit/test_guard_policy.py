@@ -162,7 +162,7 @@ def test_what_cannot_be_read_is_neither_counted_nor_removed(tmp_path: Path, monk
     good, inventory, directory = (shelf.next() for _ in range(3))
     for image in (good, inventory, directory):
         write_small(image)
-    read, opened = Image._read_file, os.open
+    read, opened = Image.read_file, os.open
 
     def failing(image: Image, name: str) -> bytes:
         if image.path == inventory and name == INVENTORY_FILE:
@@ -175,7 +175,7 @@ def test_what_cannot_be_read_is_neither_counted_nor_removed(tmp_path: Path, monk
         return opened(path, *arguments, **more)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Image, "_read_file", failing)
+        patch.setattr(Image, "read_file", failing)
         patch.setattr(os, "open", denied)
         assert shelf.whole() == [good]
         assert shelf.unreadable() == [directory, inventory]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from pathlib import Path
@@ -281,6 +282,53 @@ def test_decode_refuses_what_is_not_ours(image, name):
     assert result.stderr.startswith("phos-gpu inspect: ")
 
 
+def test_decode_reads_no_data_file_as_a_whole(tmp_path, monkeypatch):
+    """It may be larger than the machine's memory."""
+    huge = tmp_path / "phos-data-0.raw"
+    huge.touch()
+    os.truncate(huge, 1 << 40)
+    result = run(inspect, "--decode", huge)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "magic" in result.stderr
+    huge.write_bytes(formats.frame_header(formats.CHUNKS))
+    os.truncate(huge, 1 << 40)
+    result = run(inspect, "--decode", huge)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "PhOS writes no such file" in result.stderr
+
+
+def test_what_an_image_says_does_not_reach_a_terminal_as_it_is(tmp_path):
+    """An image is input, and may be somebody else's."""
+    (tmp_path / "i").mkdir()
+    (tmp_path / "i" / "\x1b[2Jname.img").write_bytes(b"x")
+    write_small(tmp_path / "i")
+    (tmp_path / "i" / "\x1b[2Jname.img").unlink()
+    for command in (inspect, verify):
+        result = run(command, tmp_path / "i")
+        assert result.exit_code == 1
+        assert "\x1b" not in result.stdout + result.stderr
+        assert "\\x1b[2Jname" in result.stdout + result.stderr
+
+
+def test_times_that_are_no_numbers_are_no_json(tmp_path):
+    inventory = inventory_of({})
+    inventory.total_seconds = math.nan
+    inventory.timings.add(phase="dump", seconds=math.inf)
+    (tmp_path / "i").mkdir()
+    fd = os.open(tmp_path / "i", os.O_RDONLY)
+    with ImageWriter(fd, stripes=1, chunk_size=CHUNK) as writer:
+        writer.commit(inventory)
+    os.close(fd)
+    printed = run(inspect, "--json", tmp_path / "i").stdout
+    decoded = run(inspect, "--decode", tmp_path / "i" / formats.INVENTORY_FILE).stdout
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    assert json.loads(printed, parse_constant=refuse)["timings"]["total_seconds"] is None
+    json.loads(decoded, parse_constant=refuse)
+
+
 @pytest.mark.parametrize("command", [inspect, verify])
 def test_exit_status_of_what_is_no_image(command, tmp_path):
     (tmp_path / "inventory.img").write_bytes(b"x")
@@ -374,6 +422,15 @@ def test_unreadable_statistics_of_crius_are_ignored(tmp_path, raw):
     write_small(tmp_path / "i")
     Path(tmp_path / "i" / "stats-dump").write_bytes(raw)
     assert run(inspect, tmp_path / "i").exit_code == 0
+
+
+@pytest.mark.timeout(20)
+def test_statistics_that_are_no_file_are_not_waited_for(tmp_path):
+    write_small(tmp_path / "i")
+    stats = tmp_path / "i" / "stats-dump"
+    stats.unlink()
+    os.mkfifo(stats)
+    assert json.loads(run(inspect, "--json", tmp_path / "i").stdout)["saved_by"]["criu"]["frozen_seconds"] is None
 
 
 @pytest.mark.parametrize(

@@ -60,14 +60,14 @@ def assert_blamed(directory: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["phos-chunks.img", "phos-commit.img", "phos-inventory.img"])
 def test_what_cannot_be_read_is_not_whole_and_not_empty(copy, name, monkeypatch):
     """A broken disk, or permissions: the file is there, of the right size."""
-    read = Image._read_file
+    read = Image.read_file
 
     def failing(image, wanted):
         if wanted == name:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(image, wanted)
 
-    monkeypatch.setattr(Image, "_read_file", failing)
+    monkeypatch.setattr(Image, "read_file", failing)
     assert f"{copy / name} cannot be read: {os.strerror(errno.EIO)}" in found(copy)
     with pytest.raises(ImageUnreadable):
         Image.open(copy)
