@@ -295,8 +295,9 @@ class DumpedResidues:
 
         self.wait()
         if self._files and self._failure is None:
-            self._working = threading.Thread(target=work, name="residue")
-            self._working.start()
+            working = threading.Thread(target=work, name="residue")
+            working.start()
+            self._working = working  # only now: one that never began cannot be waited for
 
     def _hash(self) -> None:
         for session, file in self._files.items():

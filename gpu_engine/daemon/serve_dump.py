@@ -70,7 +70,11 @@ class DumpServer:
             connection.done(envelope.id, warnings=job.warnings() if job else [], gpu_part=job is not None)
             result = -1
             over = threading.Event()
-            threading.Thread(target=_free_criu, args=(connection.pid, over), daemon=True, name="watch-criu").start()
+            watch = threading.Thread(target=_free_criu, args=(connection.pid, over), daemon=True, name="watch-criu")
+            try:
+                watch.start()
+            except RuntimeError as error:  # the processes stand still: whatever fails here, they are to come back
+                log.warning("Checkpoint of process %d: nobody looks whether CRIU is stuck: %s", request.pid, error)
             try:
                 kills = not _leaves_alive(connection.pid)
                 result = self._follow_criu(connection, job, interruption, kills=kills)

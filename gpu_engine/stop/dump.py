@@ -159,8 +159,9 @@ class StopDump:
                 log.info("%s: there is more GPU memory by now than room was made for in huge pages", self.path)
                 self._landing.give_up()
                 self._landing = None
-            self._copying = threading.Thread(target=self._copy, name="save")
-            self._copying.start()
+            copying = threading.Thread(target=self._copy, name="save")
+            copying.start()
+            self._copying = copying  # only now: one that never began cannot be waited for
             with self.timeline.phase("driver checkpoint"):
                 self._tree.checkpoint()
             self._interruption.check()

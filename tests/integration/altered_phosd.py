@@ -177,6 +177,24 @@ def frozen() -> None:
     DumpServer._freeze = late  # type: ignore[method-assign]
 
 
+def no_thread(name: str) -> Callable[[], None]:
+    """A limit on processes is reached, for once, when a thread of this name is to begin."""
+
+    def alter() -> None:
+        start = threading.Thread.start
+        done: list[bool] = []
+
+        def refused(thread: threading.Thread) -> None:
+            if thread.name == name and not done:
+                done.append(True)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        threading.Thread.start = refused  # type: ignore[method-assign]
+
+    return alter
+
+
 if __name__ == "__main__":
     for alteration in os.environ["ALTERED_PHOSD"].split(","):
         {
@@ -191,5 +209,8 @@ if __name__ == "__main__":
             "cut off lazily": cut_off_lazily,
             "unhurried": unhurried,
             "frozen": frozen,
+            "no thread to save": no_thread("save"),
+            "no thread for residue": no_thread("residue"),
+            "no thread to watch CRIU": no_thread("watch-criu"),
         }[alteration]()
     daemon.main(prog_name="phosd")

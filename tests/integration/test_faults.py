@@ -173,3 +173,22 @@ def test_application_that_is_left_stopped_comes_back_when_it_is_continued(site: 
     assert program.iterations() == before
     os.kill(program.pid, signal.SIGCONT)
     assert program.wait_result() == "right"
+
+
+@pytest.mark.parametrize("what", ["to save", "for residue", "to watch CRIU"])
+def test_phosd_can_start_no_thread(site: Site, what: str) -> None:
+    """Whatever it was for, the processes, which are detached by then, come back."""
+    site.environment["PHOS_PROTOCOL"] = "stop"
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD=f"no thread {what}")
+    program = blocks(site, "--blocks", "9")
+    image = site.image()
+    result = site.dump(program, image, "--leave-running", check=False)
+    if what == "to watch CRIU":  # the dump can do without
+        assert result.returncode == 0
+    else:
+        assert "new thread" in result.stderr + (image / "dump.log").read_text()
+        assert not (image / "phos-commit.img").exists()
+    program.wait_progress(3)
+    assert [job["state"] for job in site.status()["jobs"]] == ["failed" if result.returncode else "committed"]
+    site.dump(program, site.image("next"), "--leave-running")
+    program.wait_progress(3)
