@@ -111,6 +111,15 @@ static int send_packet(const Envelope *envelope, int descriptor)
 	return sent < 0 ? -errno : 0;
 }
 
+/* Seconds of a clock that nobody sets. */
+static time_t now_s(void)
+{
+	struct timespec now;
+
+	clock_gettime(CLOCK_MONOTONIC, &now);
+	return now.tv_sec;
+}
+
 /*
  * Wait for the answer. CRIU's alarm interrupts system calls while it freezes tasks (10 s unless --timeout says more, and
  * the launcher does): that is its warning, not the end of the request, so EINTR only leads to another look at the clock.
@@ -119,7 +128,7 @@ static Envelope *receive_packet(uint64_t id, int timeout_s)
 {
 	static uint8_t packet[PACKET_LIMIT];
 	struct pollfd ready = { .fd = link_.fd, .events = POLLIN };
-	time_t deadline = time(NULL) + timeout_s;
+	time_t deadline = now_s() + timeout_s;
 
 	for (;;) {
 		Envelope *envelope;
@@ -129,7 +138,7 @@ static Envelope *receive_packet(uint64_t id, int timeout_s)
 		if (count < 0 && errno != EINTR)
 			return NULL;
 		if (count <= 0) {
-			if (time(NULL) > deadline) {
+			if (now_s() > deadline) {
 				errno = ETIMEDOUT;
 				return NULL;
 			}

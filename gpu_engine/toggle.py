@@ -33,27 +33,41 @@ class Step:
     the process does.
     """
 
-    def __init__(self, action: Callable[[int], None], pid: int, after: Step | None = None) -> None:
-        """Start ``action(pid)``; if ``after`` is given, when that has ended."""
+    def __init__(
+        self, action: Callable[[int], None], pid: int, after: Step | None = None, *, at_any_rate: bool = False
+    ) -> None:
+        """Start ``action(pid)``; if ``after`` is given, when that has ended.
+
+        ``at_any_rate``: in this thread if there can be no other (a limit on processes). It cannot be given up then.
+
+        Raises:
+            RuntimeError: there can be no other thread.
+        """
         self.pid = pid
         self.error: Exception | None = None
         self._action = action
         self._after = after
-        self._thread = threading.Thread(target=self._run, name=f"toggle-{pid}", daemon=True)
-        self._thread.start()
+        self._over = threading.Event()
+        try:
+            threading.Thread(target=self._run, name=f"{action.__name__}-{pid}", daemon=True).start()
+        except RuntimeError:
+            if not at_any_rate:
+                raise
+            self._run()
 
     def _run(self) -> None:
         if self._after is not None:
-            self._after._thread.join()
+            self._after._over.wait()
         try:
             self._action(self.pid)
         except Exception as error:
             self.error = error
+        finally:
+            self._over.set()
 
     def ended(self, seconds: float = 0.0) -> bool:
         """Whether it has ended; waits so long for it."""
-        self._thread.join(max(0.0, seconds))
-        return not self._thread.is_alive()
+        return self._over.wait(max(0.0, seconds))
 
 
 def wait_for(steps: Iterable[Step], seconds: float) -> list[Step]:
@@ -74,7 +88,11 @@ def restore_thread(pid: int, seconds: float) -> int:
     0 if the driver does not say, or not within so many seconds.
     """
     found: list[int] = []
-    asking = Step(lambda pid: found.append(driver.checkpoint_thread(pid)), pid)
+
+    def ask(pid: int) -> None:
+        found.append(driver.checkpoint_thread(pid))
+
+    asking = Step(ask, pid)
     if not asking.ended(seconds) or not found:
         log.info("The driver does not name the thread of process %d that restores it: %s", pid, asking.error)
         return 0

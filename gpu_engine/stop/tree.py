@@ -164,11 +164,11 @@ class ProcessTree:
         """
         foreign = {process.pid for process in self.foreign}
 
-        def one(pid: int) -> None:
+        def checkpoint(pid: int) -> None:
             toggle.checkpoint(pid, toggle.FOREIGN_LOCK_MS if pid in foreign else toggle.LOCK_MS)
 
         for pid in self.pids:
-            self._toggles[pid] = toggle.Step(one, pid)
+            self._toggles[pid] = toggle.Step(checkpoint, pid)
         for step in toggle.wait_for(self._toggles.values(), self._settings.checkpoint_timeout):
             raise Unresponsive(
                 f"The driver could not checkpoint process {step.pid}: "
@@ -209,7 +209,7 @@ class ProcessTree:
         pids = [pid for pid in {*gated, *toggled} if pid in gated or _alive(pid)]
         if pids:
             with self._timeline.phase("driver restore"):
-                steps = [toggle.Step(revive, pid, self._toggles.get(pid)) for pid in pids]
+                steps = [toggle.Step(revive, pid, self._toggles.get(pid), at_any_rate=True) for pid in pids]
                 late = toggle.wait_for(steps, self._settings.return_timeout)
             failures += [self._not_back(step.pid) for step in late if _alive(step.pid)]
             failures += [str(step.error) for step in steps if step.error is not None]

@@ -178,14 +178,14 @@ def frozen() -> None:
 
 
 def no_thread(name: str) -> Callable[[], None]:
-    """A limit on processes is reached, for once, when a thread of this name is to begin."""
+    """A limit on processes is reached, for once, when a thread of such a name is to begin."""
 
     def alter() -> None:
         start = threading.Thread.start
         done: list[bool] = []
 
         def refused(thread: threading.Thread) -> None:
-            if thread.name == name and not done:
+            if thread.name.startswith(name) and not done:
                 done.append(True)
                 raise RuntimeError("can't start new thread")
             start(thread)
@@ -212,5 +212,6 @@ if __name__ == "__main__":
             "no thread to save": no_thread("save"),
             "no thread for residue": no_thread("residue"),
             "no thread to watch CRIU": no_thread("watch-criu"),
+            "no thread to bring back": no_thread("revive-"),
         }[alteration]()
     daemon.main(prog_name="phosd")
