@@ -73,7 +73,13 @@ elif [ "$mode" = offline ]; then
         "Make one with ./install.sh --bundle DIR on a machine that has them."
 fi
 [ "$mode" != bundle ] || prefix=$bundle
-mkdir -p -- "$prefix" 2>/dev/null || fail "$prefix cannot be made or written; run as root, or choose another --prefix."
+case $mode in
+check | uninstall) [ -d "$prefix" ] || fail "there is no folder $prefix: PhOS is not installed there." ;;
+*)
+    mkdir -p -- "$prefix" 2>/dev/null && [ -w "$prefix" ] ||
+        fail "$prefix cannot be made or written; run as root, or choose another --prefix."
+    ;;
+esac
 prefix=$(readlink -f -- "$prefix")
 home=$prefix/lib/phos
 commands=(criu phos-gpu phosd)
@@ -83,6 +89,10 @@ modules=(google.protobuf cuda.bindings click rich psutil xxhash elftools pycriu 
 
 ours() { [ -L "$1" ] && case $(readlink "$1") in */lib/phos/bin/*) true ;; *) false ;; esac; }
 
+# $home as a unit has it, between quotes.
+unit_home() { printf '%s\n' "$home" | sed 's/%/%%/g; s/[\\"]/\\&/g'; }
+unit_text() { sed "s|@HOME@|$(unit_home | sed 's/[&|\\]/\\&/g')|" "$source/packaging/phosd.service"; }
+
 if [ "$mode" = check ]; then
     [ -x "$home/bin/phos-gpu" ] || fail "PhOS is not installed in $prefix; run ./install.sh (or name the --prefix)."
     exec "$home/bin/phos-gpu" doctor
@@ -90,7 +100,7 @@ fi
 
 if [ "$mode" = uninstall ]; then
     unit=/etc/systemd/system/phosd.service
-    if [ -f "$unit" ] && grep -q "^ExecStart=$home/bin/" "$unit"; then
+    if [ -f "$unit" ] && grep -qF "ExecStart=\"$(unit_home)/bin/" "$unit"; then
         systemctl disable --now phosd.service >/dev/null 2>&1 || true
         rm -f "$unit"
         systemctl daemon-reload >/dev/null 2>&1 || true
@@ -98,8 +108,15 @@ if [ "$mode" = uninstall ]; then
     for folder in bin sbin; do
         for command in "${commands[@]}"; do
             ! ours "$prefix/$folder/$command" || rm -f "$prefix/$folder/$command"
-            # What stood in our place before.
-            [ ! -e "$home/displaced/$folder/$command" ] || mv "$home/displaced/$folder/$command" "$prefix/$folder/"
+            # What stood in our place before; another one that has come since stays.
+            displaced=$home/displaced/$folder/$command back=$prefix/$folder/$command
+            if [ -e "$displaced" ] || [ -L "$displaced" ]; then
+                if [ -e "$back" ]; then
+                    back=$back.before-phos
+                    echo "$prefix/$folder/$command is not ours and stays; the one of before is $back now."
+                fi
+                mv "$displaced" "$back"
+            fi
         done
     done
     [ "$(readlink "$prefix/install.sh" || true)" != lib/phos/install.sh ] || rm -f "$prefix/install.sh"
@@ -144,7 +161,7 @@ criu_serves() {
 
 system_criu() {
     local folder
-    for folder in /usr/local/sbin /usr/sbin /usr/bin /sbin /bin /usr/local/bin; do
+    for folder in /usr/local/sbin /usr/sbin /usr/bin /sbin /bin /usr/local/bin "$home"/displaced/{sbin,bin}; do
         if [ -x "$folder/criu" ] && ! ours "$folder/criu"; then
             echo "$folder/criu"
             return
@@ -429,8 +446,8 @@ install_links() {
         for folder in bin sbin; do
             local place=$prefix/$folder/$command
             # In sbin only in place of another's: `make install` of CRIU puts it there, ahead of bin in root's PATH.
-            [ "$folder" = bin ] || [ -e "$place" ] || continue
-            if [ -e "$place" ] && ! ours "$place"; then
+            [ "$folder" = bin ] || [ -e "$place" ] || [ -L "$place" ] || continue
+            if { [ -e "$place" ] || [ -L "$place" ]; } && ! ours "$place"; then
                 mkdir -p "$home/displaced/$folder"
                 mv "$place" "$home/displaced/$folder/$command"
                 if [ -r "$home/criu.path" ] && [ "$(cat "$home/criu.path")" = "$place" ]; then
@@ -445,7 +462,7 @@ install_links() {
 
 install_unit() {
     [ "$mode" != bundle ] && [ -d /run/systemd/system ] && [ -w /etc/systemd/system ] || return 0
-    sed "s|@HOME@|$home|" "$source/packaging/phosd.service" >/etc/systemd/system/phosd.service
+    unit_text >/etc/systemd/system/phosd.service
     systemctl daemon-reload >/dev/null 2>&1 || true
     say "phosd.service is there and not enabled: phosd starts when it is needed (systemctl enable --now phosd, if you prefer)"
 }
@@ -560,7 +577,11 @@ offline)
     if [ "$home" != "$carried" ]; then
         step "Copying into $prefix"
         mkdir -p "$home"
-        cp -r "$carried/." "$home/"
+        # Wheels of another version would be unpacked too, and CRIU loads every library beside the plugin.
+        rm -rf "$home/wheels" "$home/plugin"
+        # A developer's links lead into his clone; and a process that has a library mapped keeps it as it is.
+        find "$home" -maxdepth 1 -type l -delete
+        cp -r --remove-destination "$carried/." "$home/"
     fi
     step "Python environment"
     base_python=$(choose_python) || fail "no CPython 3.10 or newer was found; name one with --python."

@@ -118,6 +118,26 @@ def test_a_package_that_is_nowhere_is_named(bundle: Path, tmp_path: Path) -> Non
     call(poor / "install.sh", "--offline", "--python", parent / "bin" / "python")
 
 
+def test_a_bundle_takes_the_place_of_a_developers_installation(bundle: Path, tmp_path: Path) -> None:
+    """Not of the clone that it links to; a process that has a library mapped keeps that; nothing old is unpacked."""
+    home = tmp_path / "prefix" / "lib" / "phos"
+    (home / "lib").mkdir(parents=True)
+    (home / "wheels").mkdir()
+    shutil.copy(next(bundle.rglob("phos-*.whl")), home / "wheels" / "phos-0.0.0-py3-none-any.whl")
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    (clone / "libphos.so").write_text("the clone's")
+    (home / "lib" / "libphos.so").symlink_to(clone / "libphos.so")
+    (home / "examples").symlink_to(clone)
+    (home / "lib" / "phos-can-fill").write_text("mapped")
+    with open(home / "lib" / "phos-can-fill", encoding="utf-8") as mapped:
+        call(bundle / "install.sh", "--offline", "--prefix", tmp_path / "prefix", "--python", sys.executable)
+        assert mapped.read() == "mapped"
+    assert {path.name: path.read_text() for path in clone.iterdir()} == {"libphos.so": "the clone's"}
+    assert not (home / "examples").is_symlink()
+    assert [path.name for path in home.glob("wheels/phos-*")] == [path.name for path in bundle.rglob("phos-*.whl")]
+
+
 def test_uninstall_leaves_nothing(bundle: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "prefix"
     call(bundle / "install.sh", "--offline", "--prefix", prefix, "--python", sys.executable)

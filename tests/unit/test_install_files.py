@@ -92,6 +92,45 @@ def test_uninstall_removes_what_is_ours_and_brings_back_what_was_there(tmp_path:
     assert (tmp_path / "bin" / "criu").read_text() == "someone else's"
 
 
+def test_uninstall_overwrites_nothing_that_came_later(tmp_path: Path) -> None:
+    displaced = tmp_path / "lib" / "phos" / "displaced" / "bin"
+    displaced.mkdir(parents=True)
+    (displaced / "criu").write_text("of before")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "criu").write_text("of later")
+    subprocess.run([ROOT / "install.sh", "--prefix", tmp_path, "--uninstall"], check=True, capture_output=True)
+    assert {path.name: path.read_text() for path in (tmp_path / "bin").iterdir()} == {
+        "criu": "of later",
+        "criu.before-phos": "of before",
+    }
+
+
+@pytest.mark.parametrize("option", ["--check", "--uninstall"])
+def test_a_prefix_that_is_not_there_is_not_made(option: str, tmp_path: Path) -> None:
+    words = [ROOT / "install.sh", "--prefix", tmp_path / "mistyped", option]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "there is no folder" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
+@pytest.mark.parametrize("folder", ["plain", "with a blank", "50%", "a&b|c"])
+def test_the_unit_names_phosd_wherever_it_is(folder: str, tmp_path: Path) -> None:
+    home = tmp_path / folder
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "phosd").write_text("#!/bin/sh\n")
+    (home / "bin" / "phosd").chmod(0o755)
+    functions = re.findall(r"^unit_\w+\(\) \{ .* \}$", (ROOT / "install.sh").read_text(), re.M)
+    environment = {**os.environ, "home": str(home), "source": str(ROOT)}
+    words = ["bash", "-c", "\n".join([*functions, "unit_text"])]
+    unit = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+    (tmp_path / "phosd.service").write_text(unit)
+    verify = ["systemd-analyze", "verify", "--man=no", tmp_path / "phosd.service"]
+    done = subprocess.run(verify, capture_output=True, text=True, check=False)
+    assert "phosd" not in done.stdout + done.stderr
+
+
 def test_the_wheel_holds_every_module_and_nothing_else(tmp_path: Path) -> None:
     if importlib.util.find_spec("setuptools") is None and importlib.util.find_spec("pip") is None:
         pytest.fail("neither setuptools nor pip is there to build a wheel with")
