@@ -169,7 +169,7 @@ class StopDump:
         except Exception as error:
             if not isinstance(error, (PhosError, ImageError, OSError)):
                 log.exception("%s: the checkpoint failed in an unforeseen way", self.path)
-                error = CheckpointFailed(f"It failed in an unforeseen way ({error!r}); phosd's log has more.")
+                error = CheckpointFailed(_unforeseen(error))
             self._give_up(str(error))
             raise CheckpointFailed(self.error) from error
         self._frozen_at = self.timeline.now()
@@ -435,3 +435,12 @@ def _resident_bytes(pid: int) -> int:
         return int(psutil.Process(pid).memory_info().rss)
     except psutil.Error:
         return 0
+
+
+def _unforeseen(error: Exception) -> str:
+    if isinstance(error, RuntimeError) and "new thread" in str(error):
+        return (
+            "phosd can start no new thread: a limit on processes is reached (ulimit -u, the pids limit of a container "
+            "or of phosd's unit). Raise it, or end some."
+        )
+    return f"It failed in an unforeseen way ({error!r}); phosd's log has more."

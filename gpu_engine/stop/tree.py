@@ -92,7 +92,10 @@ class ProcessTree:
         """
         if not self.gated:
             return
-        with self._timeline.phase("quiesce"), ThreadPoolExecutor(len(self.gated)) as pool:
+        with (
+            self._timeline.phase("quiesce"),
+            ThreadPoolExecutor(len(self.gated), thread_name_prefix="quiesce") as pool,
+        ):
             for number, seconds in enumerate(try_seconds(self._settings.quiesce_timeout)):
                 if number:
                     for process in self._quiesced:
@@ -100,7 +103,11 @@ class ProcessTree:
                     self._quiesced = []
                     time.sleep(PAUSE_SECONDS)
                 patience = self._settings.quiesce_timeout
-                futures = {p.session: pool.submit(p.quiesce, seconds, patience) for p in self.gated}
+                try:
+                    futures = {p.session: pool.submit(p.quiesce, seconds, patience) for p in self.gated}
+                except RuntimeError:  # there can be no further thread, and what the others do is not known
+                    self._quiesced = list(self.gated)
+                    raise
                 failures = [f.exception() for f in futures.values() if f.exception()]
                 self._quiesced = [p for p in self.gated if not futures[p.session].exception()]
                 if not failures:
@@ -123,7 +130,7 @@ class ProcessTree:
                 copy_threads=self._settings.copy_threads,
             )
 
-        with ThreadPoolExecutor(len(self.gated)) as pool:
+        with ThreadPoolExecutor(len(self.gated), thread_name_prefix="detach") as pool:
             for future in [pool.submit(one, process) for process in self.gated]:
                 future.result()
 

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from phos.gpu_engine import procfs, toggle
@@ -195,6 +196,25 @@ def no_thread(name: str) -> Callable[[], None]:
     return alter
 
 
+def no_second_thread(prefix: str) -> Callable[[], None]:
+    """As no_thread(), for the second thread of a pool, however soon the first is idle again."""
+
+    def alter() -> None:
+        submit = ThreadPoolExecutor.submit
+        asked: list[ThreadPoolExecutor] = []
+
+        def refused(pool: ThreadPoolExecutor, *what: Any, **named: Any) -> Any:
+            if pool._thread_name_prefix == prefix:  # type: ignore[attr-defined]
+                asked.append(pool)
+                if len(asked) == 2:
+                    raise RuntimeError("can't start new thread")
+            return submit(pool, *what, **named)
+
+        ThreadPoolExecutor.submit = refused  # type: ignore[assignment, method-assign]
+
+    return alter
+
+
 if __name__ == "__main__":
     for alteration in os.environ["ALTERED_PHOSD"].split(","):
         {
@@ -213,5 +233,7 @@ if __name__ == "__main__":
             "no thread for residue": no_thread("residue"),
             "no thread to watch CRIU": no_thread("watch-criu"),
             "no thread to bring back": no_thread("revive-"),
+            "no thread to quiesce": no_second_thread("quiesce"),
+            "no thread to detach": no_second_thread("detach"),
         }[alteration]()
     daemon.main(prog_name="phosd")

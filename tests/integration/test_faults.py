@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -23,7 +25,7 @@ from tests.integration.many_blocks import (
     nothing_of_ours,
     renewed,
 )
-from tests.integration.site import Site, wait_until
+from tests.integration.site import Site, examples_folder, wait_until
 
 # The driver fails while dumping.
 
@@ -186,9 +188,34 @@ def test_phosd_can_start_no_thread(site: Site, what: str) -> None:
     if what in ("to watch CRIU", "to bring back"):  # the dump can do without
         assert result.returncode == 0
     else:
-        assert "new thread" in result.stderr + (image / "dump.log").read_text()
+        assert "a limit on processes is reached" in result.stderr + (image / "dump.log").read_text()
         assert not (image / "phos-commit.img").exists()
     program.wait_progress(3)
     assert [job["state"] for job in site.status()["jobs"]] == ["failed" if result.returncode else "committed"]
     site.dump(program, site.image("next"), "--leave-running")
     program.wait_progress(3)
+
+
+@pytest.mark.parametrize("what", ["to quiesce", "to detach"])
+def test_phosd_can_start_no_thread_for_another_process(site: Site, tmp_path: Path, what: str) -> None:
+    """The first process has its gate closed by then, or is detached."""
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD=f"no thread {what}")
+    script = tmp_path / "family.sh"
+    command = f"{sys.executable} {examples_folder()}/stencil.py --iterations 400 --iteration-seconds 0.05 --until $1"
+    script.write_text(f"{command} >a.log 2>&1 &\n{command} >b.log 2>&1 &\nwait\necho RESULT family\n")
+    program = site.until_awaited("/bin/sh", str(script))
+    logs = [site.folder / "a.log", site.folder / "b.log"]
+
+    def iterations(log: Path) -> int:
+        return log.read_text().count("ITERATION") if log.exists() else 0
+
+    wait_until(lambda: all(iterations(log) >= 5 for log in logs), "both children")
+    image = site.image()
+    result = site.dump(program, image, "--leave-running", check=False)
+    assert result.returncode != 0
+    assert "a limit on processes is reached" in result.stderr + (image / "dump.log").read_text()
+    before = [iterations(log) for log in logs]
+    wait_until(lambda: all(iterations(log) > was for log, was in zip(logs, before, strict=True)), "both to go on")
+    site.dump(program, site.image("next"))
+    site.restore(site.folder / "next")
+    assert program.wait_result() == "family"
