@@ -65,6 +65,7 @@ def test_it_shows_every_step_and_the_same_result(site: Site, example: str) -> No
     assert [p.pid for p in site.processes() if p.pid != alone.pid] == []
 
 
+@pytest.mark.serial  # it measures: beside other programs one may be faster while it is checkpointed than before
 @pytest.mark.timeout(240)
 def test_it_compares_the_protocols(site: Site) -> None:
     done = demo(site, "--protocol", "both", "--iterations", "120")

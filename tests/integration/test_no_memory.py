@@ -41,6 +41,8 @@ class Dumping:
         assert not (self.image / "phos-commit.img").exists()
         self.program.wait_progress(3)
         assert "is lost" not in "\n".join(self.program.lines())
+        # It computes without its gate, and so perhaps before phosd has done with it.
+        wait_until(lambda: [p["state"] for p in self.site.status()["processes"]] == ["running"], "phosd to be done")
         image = self.site.image("next")
         self.site.dump(self.program, image)
         self.site.restore(image)
