@@ -20,6 +20,7 @@ import psutil
 
 from phos.cli.guard_job import End, Job, become_reaper, reap
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
+from phos.cli.launched import ENDING, heed
 from phos.cli.parameters import RATE, SECONDS, Place
 from phos.gpu_engine import configuration
 from phos.gpu_engine.daemon import client
@@ -44,13 +45,12 @@ LONGEST_RETRY_SECONDS = 300.0
 LAST_WORDS_SECONDS = 120.0
 """How long a checkpoint under way may take to end once its job has."""
 
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-"""Signals by which people and schedulers end a job: it is not brought back."""
-
 GRACE_SECONDS = 300.0
-"""How long a job may take to end by one of them. One that then still runs heeds it in its own way (HUP to read its
-settings anew, for example): it is checkpointed again, and brought back if it fails."""
+"""How long a job may take to end by a signal with which people and schedulers end one. One that then still runs heeds
+it in its own way (HUP to read its settings anew, for example): it is checkpointed again, and brought back if it fails.
+"""
 
+# A job that ends by one of ENDING is not brought back.
 FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 
 
@@ -507,18 +507,11 @@ def guard(
                 f"{folder} holds images of an earlier job. Name another directory, or go on from the newest of them "
                 "with --resume."
             )
-    heed(made)
+    heed(FORWARDED, made.received, [])
     made.tidy()  # not before: what a guard that is refused would not keep is somebody's
     what = f"The first checkpoint comes in {schedule.interval:.3g} s; whole images that stay: {keep}."
     made.say("guarding", f"Images go to {folder}. {what}", images=str(folder), keep=keep)
     sys.exit(made.watch(start, again))
-
-
-def heed(made: Guard) -> None:
-    """Have a guard told of signals, but for those that whoever started it has had it ignore."""
-    for number in FORWARDED:
-        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, for example
-            signal.signal(number, made.received)
 
 
 def _events(as_json: bool) -> Callable[..., None]:

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from phos.gpu_engine import procfs
+
 CLEAR_SECONDS = 20.0
 """How long killed processes may take to be gone: a driver may have much to free."""
 
@@ -148,13 +150,8 @@ class Job:
             pass
 
     def ignores(self, number: int) -> bool:
-        """Whether it has the kernel drop a signal: then it will not end by it."""
-        try:
-            with open(f"/proc/{self.pid}/status") as status:
-                masks = dict(line.split(":", 1) for line in status)
-            return bool(int(masks["SigIgn"], 16) >> (number - 1) & 1)
-        except (OSError, KeyError, ValueError):
-            return False
+        """Whether it will not end by a signal, because it ignores it."""
+        return procfs.ignores(self.pid, number)
 
     def clear_away(self, spared: Collection[int]) -> list[int]:
         """After its end: kill what is left of it, so that its pids are free. Returns what is still there in the end.

@@ -14,7 +14,7 @@ import signal
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -26,6 +26,23 @@ class Interrupted(Exception):
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
         self.exit_status = 128 + number
+
+
+def heed(numbers: "Sequence[int]", handler: "Callable[[int, Any], None]", former: "list[tuple[int, Any]]") -> None:
+    """Have signals handled, but for those that whoever started this process has had it ignore: by nohup, for example.
+
+    ``former``: gets each number with what handled it before; for :func:`handle_as_before`.
+    """
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            former.append((number, signal.signal(number, handler)))
+
+
+def handle_as_before(former: "list[tuple[int, Any]]") -> None:
+    """Signals mean again what they meant before :func:`heed`."""
+    while former:
+        number, handler = former.pop()
+        signal.signal(number, handler)
 
 
 class Launched:
@@ -77,9 +94,7 @@ class Launched:
             self._pid, self._entered = self.start_beside(command, changes), entered
             self._runs = True
             self._woken = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
-            for number in ENDING:
-                if signal.getsignal(number) != signal.SIG_IGN:  # by nohup, for example
-                    self._handlers.append((number, signal.signal(number, self._received)))
+            heed(ENDING, self._received, self._handlers)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
@@ -124,6 +139,4 @@ class Launched:
         """Signals mean again what they meant before."""
         if self._handlers:
             signal.set_wakeup_fd(self._woken)
-        while self._handlers:
-            number, handler = self._handlers.pop()
-            signal.signal(number, handler)
+        handle_as_before(self._handlers)

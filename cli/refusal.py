@@ -19,6 +19,6 @@ def refuse(command: str, error: ImageError, as_json: bool, status: int = ExitSta
     if as_json:
         click.echo(json.dumps({"schema": SCHEMA, "complete": False, "error": str(error), "problems": error.problems}))
     else:
-        lines = map(printable, str(error).splitlines())
-        click.echo(f"phos-gpu {command}: {chr(10).join(lines)}", err=True)
+        said = "\n".join(map(printable, str(error).splitlines()))
+        click.echo(f"phos-gpu {command}: {said}", err=True)
     sys.exit(int(status))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from phos.cli.launched import ENDING, Interrupted
+from phos.cli.launched import ENDING, Interrupted, handle_as_before, heed
 from phos.gpu_engine import configuration
 from phos.gpu_engine.errors import RestoreFailed, UsageError
 from phos.images.errors import ImageError
@@ -62,15 +62,12 @@ def interruptible(image: str) -> Iterator[None]:
             came = True
             raise Interrupted(number, f"Interrupted: what was copied of {image} is removed.")
 
-    former = [(number, signal.getsignal(number)) for number in ENDING]
-    handled = [(number, handler) for number, handler in former if handler != signal.SIG_IGN]  # by nohup, for example
+    former: list[tuple[int, Any]] = []
     try:
-        for number, _ in handled:
-            signal.signal(number, received)
+        heed(ENDING, received, former)
         yield
     finally:
-        for number, handler in handled:
-            signal.signal(number, handler)
+        handle_as_before(former)
 
 
 @contextmanager

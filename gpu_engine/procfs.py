@@ -80,6 +80,12 @@ def tracer(pid: int) -> int:
     return int(words[0]) if words else 0
 
 
+def ignores(pid: int, signal: int) -> bool:
+    """Whether a process has the kernel drop a signal: it will not end by it. False when there is no such process."""
+    words = _status(Path(f"/proc/{pid}/status"), "SigIgn")
+    return bool(words) and bool(int(words[0], 16) >> (signal - 1) & 1)
+
+
 def anonymous(pid: int) -> int:
     """Bytes of a process's memory that are in RAM and no file's; 0 when there is no such process."""
     words = _status(Path(f"/proc/{pid}/status"), "RssAnon")

@@ -346,11 +346,17 @@ def test_criu_lazy_pages_dies_in_the_middle(site: Site) -> None:
     assert layers.program.wait_result() == str(LAYERS_SUM)
 
 
+def criu_without_lazy_pages(site: Site, first: str = ":") -> Path:
+    """A CRIU whose server of pages ends with 3 at once; everything else of it comes after a command of the shell's."""
+    other = site.folder / "criu"
+    other.write_text(f'#!/bin/sh\n[ "$1" != lazy-pages ] || exit 3\n{first}\nPHOS_CRIU= exec {launcher("criu")} "$@"\n')
+    other.chmod(0o755)
+    return other
+
+
 def test_criu_lazy_pages_does_not_start(site: Site) -> None:
     layers = Layers(site, "sum")
-    other = site.folder / "criu"
-    other.write_text(f'#!/bin/sh\n[ "$1" != lazy-pages ] || exit 3\nPHOS_CRIU= exec {launcher("criu")} "$@"\n')
-    other.chmod(0o755)
+    other = criu_without_lazy_pages(site)
     refused = site.run("phos-gpu", "restore", "--lazy", str(layers.image), check=False, PHOS_CRIU=str(other))
     assert refused.returncode != 0
     assert "criu lazy-pages failed with status 3 before all of the CPU's memory was there" in refused.stderr
@@ -366,9 +372,7 @@ def test_a_process_that_runs_already_survives_the_server_of_a_restore_that_is_re
     """The restore is refused because the process runs; phosd's latest of that image is the one that brought it back."""
     layers = Layers(site, "sum")
     site.run("phos-gpu", "restore", str(layers.image))
-    other = site.folder / "criu"
-    other.write_text(f'#!/bin/sh\n[ "$1" != lazy-pages ] || exit 3\nsleep 1\nPHOS_CRIU= exec {launcher("criu")} "$@"\n')
-    other.chmod(0o755)
+    other = criu_without_lazy_pages(site, "sleep 1")
     refused = site.run("phos-gpu", "restore", "--lazy", str(layers.image), check=False, PHOS_CRIU=str(other))
     assert refused.returncode != 0
     assert "still runs as pid" in refused.stderr

@@ -127,15 +127,21 @@ def test_both_servers_are_started_and_the_one_knows_the_other(home: Path) -> Non
     assert all(f"-D {image}" in line for line in lines)
 
 
-def test_a_second_lazy_restore_leaves_the_first_one_s_server_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when whoever began the first has been killed, and the server goes on."""
-    criu(home, '[ "$1" != lazy-pages ] || exec sleep 100')
-    monkeypatch.setattr(restore_first, "LOCK_SECONDS", 0.0)
+def small_image(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An image that is whole, to be restored without a phosd."""
     monkeypatch.setattr(client, "ensure", lambda: None)
     image = home / "image"
     with monkeypatch.context() as real:
         real.delenv("PHOS_HOME")
         write_small(image)
+    return image
+
+
+def test_a_second_lazy_restore_leaves_the_first_one_s_server_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when whoever began the first has been killed, and the server goes on."""
+    criu(home, '[ "$1" != lazy-pages ] || exec sleep 100')
+    monkeypatch.setattr(restore_first, "LOCK_SECONDS", 0.0)
+    image = small_image(home, monkeypatch)
     begun = restore_first.Begun(str(image), lazy=True)
     try:
         (image / restore_first.PAGES_SOCKET).touch()
@@ -160,11 +166,7 @@ def test_a_criu_that_cannot_be_started_is_not_taken_for_another_restore(
 ) -> None:
     """It is tried twice: before the command line has been read, and by the command, which says what is wrong."""
     monkeypatch.setattr(restore_first, "LOCK_SECONDS", 0.0)
-    monkeypatch.setattr(client, "ensure", lambda: None)
-    image = home / "image"
-    with monkeypatch.context() as real:
-        real.delenv("PHOS_HOME")
-        write_small(image)
+    image = small_image(home, monkeypatch)
     assert restore_first.begin(["restore", "--lazy", str(image)]) is None
     refused = CliRunner().invoke(restore.restore, ["--lazy", str(image)])
     assert isinstance(refused.exception, RestoreFailed)
@@ -182,11 +184,7 @@ def test_a_machine_full_of_processes_is_not_taken_for_another_restore(
 
     monkeypatch.setattr(restore_first.Begun, "start", full)
     monkeypatch.setattr(restore_first.Begun, "start_beside", full)
-    monkeypatch.setattr(client, "ensure", lambda: None)
-    image = home / "image"
-    with monkeypatch.context() as real:
-        real.delenv("PHOS_HOME")
-        write_small(image)
+    image = small_image(home, monkeypatch)
     refused = CliRunner().invoke(restore.restore, [*lazy, str(image)])
     assert isinstance(refused.exception, RestoreFailed)
     assert "CRIU cannot be started" in str(refused.exception)

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from phos.cli.guard import FORWARDED, JOB_FILE, Guard, guard, heed
+from phos.cli.guard import FORWARDED, JOB_FILE, Guard, guard
 from phos.cli.guard_job import End
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
+from phos.cli.launched import heed
 from phos.gpu_engine.errors import RestoreFailed
 from phos.images.formats import COMMIT_FILE
 from tests.unit.image_sets import write_small
@@ -225,7 +226,7 @@ def test_signals_that_are_ignored_stay_ignored(watched: Watched) -> None:
     before = {number: signal.getsignal(number) for number in FORWARDED}
     try:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        heed(watched.guard)
+        heed(FORWARDED, watched.guard.received, [])
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         assert signal.getsignal(signal.SIGTERM) == watched.guard.received
     finally:
