@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from phos.gpu_engine import driver, procfs, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, PhosError, Unresponsive
-from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
+from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess, QuiesceTimes
 from phos.gpu_engine.stop.settings import Settings
 from phos.gpu_engine.timeline import Timeline
 
@@ -23,6 +23,9 @@ those whose work is long none."""
 PAUSE_SECONDS = 0.02
 """How long they run between two tries."""
 
+LEAD_SECONDS = 0.02
+"""So long those that have come to rest stand still for others that have not, before these are let catch up or wait."""
+
 BorrowBlocks = Callable[[Sequence[BlockKey]], list[Block]]
 """See :meth:`phos.gpu_engine.daemon.memory.Broker.borrow`."""
 
@@ -32,7 +35,8 @@ def try_seconds(total: float) -> Iterator[float]:
 
     The GPU's work may be long, or wait for what a program does once its gate is open again: a thread that sets what a
     stream waits for, a process whose part of a collective is not launched yet. Short tries soon find a moment without
-    the second; the first goes on while gates are open or closed, and is done within a longer one.
+    the second; the first goes on while gates are open or closed, and is done within a longer one. In every other try
+    processes go on in turns (:class:`ProcessTree`).
     """
     seconds = FIRST_TRY_SECONDS
     while 3 * seconds < total:
@@ -102,10 +106,9 @@ class ProcessTree:
                         process.open()  # let the others' work finish
                     self._quiesced = []
                     time.sleep(PAUSE_SECONDS)
-                patience = self._settings.quiesce_timeout
                 try:
-                    futures = {p.session: pool.submit(p.quiesce, seconds, patience) for p in self.gated}
-                except RuntimeError:  # there can be no further thread, and what the others do is not known
+                    futures = self._try(pool, seconds, in_turns=number % 2 == 1)
+                except (RuntimeError, PhosError):  # no further thread, or gate opened: what the others do is not known
                     self._quiesced = list(self.gated)
                     raise
                 failures = [f.exception() for f in futures.values() if f.exception()]
@@ -117,6 +120,32 @@ class ProcessTree:
                 if stuck := [error for error in failures if isinstance(error, Unresponsive)]:
                     raise stuck[0]
             raise failures[0] or CheckpointFailed("A process could not be quiesced.")
+
+    def _try(self, pool: ThreadPoolExecutor, seconds: float, *, in_turns: bool) -> dict[bytes, Future[QuiesceTimes]]:
+        """One try to close all gates, by session.
+
+        ``in_turns``: who has come to rest goes on until one of the others has. Of ranks one mostly waits in a
+        collective for another that does something else, however long: rarely would both be found outside of it.
+        The gates of those that wait stay closed, so that they come to rest as soon as the other has come that far.
+        """
+        end = time.monotonic() + seconds
+        patience = self._settings.quiesce_timeout
+        futures = {p.session: pool.submit(p.quiesce, seconds, patience) for p in self.gated}
+        while in_turns:
+            _, waiting = wait(futures.values(), LEAD_SECONDS, ALL_COMPLETED)
+            left = end - time.monotonic()
+            if not waiting or left <= LEAD_SECONDS:
+                break
+            rested = [p for p in self.gated if futures[p.session].done() and not futures[p.session].exception()]
+            if len(rested) + len(waiting) < len(self.gated):
+                break  # one has failed
+            for process in rested:
+                process.open()
+            wait(waiting, left, FIRST_COMPLETED)
+            left = max(LEAD_SECONDS, end - time.monotonic())
+            futures |= {p.session: pool.submit(p.quiesce, left, patience) for p in rested}
+        wait(futures.values())
+        return futures
 
     def detach(self) -> None:
         """Every process drops its mappings; those that have are in :attr:`detached`, also when another one failed."""

@@ -188,10 +188,11 @@ def test_a_stream_that_waits_for_the_programs_next_call_is_not_waited_for_long(s
     site.run("phos-gpu", "verify", str(image))
 
 
+@pytest.mark.parametrize("rest", ["0", "0.2"])
 @pytest.mark.parametrize("protocol", ["stop", "cow"])
-def test_processes_whose_streams_wait_for_each_other_are_checkpointed(site: Site, protocol: str) -> None:
-    """However far ahead one is of the other when their gates are closed."""
-    program = site.start(sys.executable, str(PROGRAMS / "ranks.py"), str(site.folder))
+def test_processes_whose_streams_wait_for_each_other_are_checkpointed(site: Site, protocol: str, rest: str) -> None:
+    """However far ahead one is of the other when their gates are closed, and if one nearly always waits."""
+    program = site.start(sys.executable, str(PROGRAMS / "ranks.py"), str(site.folder), RANKS_REST=rest)
 
     def go_on(count: int = 2) -> None:
         wanted = {rank: reached(rank) + count for rank in (0, 1)}
@@ -201,12 +202,16 @@ def test_processes_whose_streams_wait_for_each_other_are_checkpointed(site: Site
         assert not any(line.startswith("ERROR") for line in program.lines()), program.lines()[-5:]
         return sum(line.startswith(f"RANK {rank} ") for line in program.lines())
 
+    quiescing = []
     for number in range(4):
         go_on()
         image = site.image(str(number))
         words = "phos-gpu", "checkpoint", "--leave-running", "--protocol", protocol, str(program.pid), str(image)
         site.run(*words)
-        assert json.loads(site.run("phos-gpu", "inspect", "--json", str(image)).stdout)["protocol"] == protocol
+        said = json.loads(site.run("phos-gpu", "inspect", "--json", str(image)).stdout)
+        assert said["protocol"] == protocol
+        quiescing.append(sum(phase["seconds"] for phase in said["timings"]["phases"] if phase["phase"] == "quiesce"))
+    assert max(quiescing) < 10, quiescing
     go_on()
     last = site.image("last")
     site.dump(program, last)

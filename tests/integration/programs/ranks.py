@@ -4,13 +4,15 @@ Usage: ranks.py FOLDER
 
 The process itself has nothing to do with CUDA; it starts both and waits for them. A step of a rank is queued, not
 waited for: it writes its number into the other's memory and waits for the other's number in its own. At random moments
-one is ahead. Prints `RANK r ITERATION n` every 16 steps, once they are done, and `ERROR ...` if the GPU's memory is not
-what it should be.
+one is ahead. RANKS_REST: so many seconds rank 0 rests after every 16 steps, when they are done; rank 1 has the next
+ones queued then, and waits. Prints `RANK r ITERATION n` every 16 steps, once they are done, and `ERROR ...` if the
+GPU's memory is not what it should be.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import subprocess
 import sys
@@ -66,6 +68,8 @@ def compute(folder: Path, rank: int) -> None:
                 print(f"ERROR rank {rank}, step {number}: {bytes(found[:4]).hex()}", flush=True)
                 raise SystemExit(1)
             print(f"RANK {rank} ITERATION {number // STEPS}", flush=True)
+            if rank == 0:
+                time.sleep(float(os.environ.get("RANKS_REST", "0")))
 
 
 def main() -> None:
