@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from phos.gpu_engine import driver, procfs, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
@@ -24,7 +24,7 @@ PAUSE_SECONDS = 0.02
 """How long they run between two tries."""
 
 LEAD_SECONDS = 0.02
-"""So long those that have come to rest stand still for others that have not, before these are let catch up or wait."""
+"""So long all gates stay closed in a try, before who has come to rest goes on for those that have not."""
 
 BorrowBlocks = Callable[[Sequence[BlockKey]], list[Block]]
 """See :meth:`phos.gpu_engine.daemon.memory.Broker.borrow`."""
@@ -132,7 +132,7 @@ class ProcessTree:
         patience = self._settings.quiesce_timeout
         futures = {p.session: pool.submit(p.quiesce, seconds, patience) for p in self.gated}
         while in_turns:
-            _, waiting = wait(futures.values(), LEAD_SECONDS, ALL_COMPLETED)
+            _, waiting = wait(futures.values(), LEAD_SECONDS)
             left = end - time.monotonic()
             if not waiting or left <= LEAD_SECONDS:
                 break

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,17 +81,12 @@ TRANSPORTS = {
 }
 
 
-def connections_forgotten(seconds: float) -> bool:
-    """Whether the kernel keeps no address of a closed connection any more, at the latest after so long.
+def none_is_remembered() -> bool:
+    """Whether the kernel keeps no address of a closed connection any more, as it does for a minute.
 
     NCCL closes many while it starts, without giving up the listeners they came to; CRIU could not bind those as long.
     """
-    end = time.monotonic() + seconds
-    while any(line.split()[3] == TIME_WAIT for line in Path("/proc/net/tcp").read_text().splitlines()[1:]):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.5)
-    return True
+    return all(line.split()[3] != TIME_WAIT for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
 
 
 @needs_two
@@ -117,7 +111,7 @@ def test_ranks_that_train_with_nccl(protocol: str, transport: str, start: Starte
     finally:
         del os.environ["PHOS_PROTOCOL"]
     process.command([PHOS_GPU, "verify", str(image)], 120)
-    assert connections_forgotten(90)
+    process.wait_until(none_is_remembered, 90, "the kernel to forget closed connections")
     process.criu_restore(program, last, *CONNECTED)
     assert without_repeats(program.finish()) == wanted
 

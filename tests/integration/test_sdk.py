@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -42,17 +41,14 @@ def verify(site: Site, step: int) -> None:
     site.run("phos-gpu", "verify", str(image(site, step)))
 
 
+@pytest.mark.serial  # it measures: beside other programs the call has taken 23 ms
 def test_a_program_checkpoints_itself_and_runs_on(site: Site) -> None:
     program = start(site, 80, "10")
     assert program.wait_result() == "80"
-    outcome = outcomes(program)[10]
-    assert outcome.startswith("committed stall=0.")
+    assert outcomes(program)[10].startswith("committed stall=0.")
     verify(site, 10)
     asked = next(line for line in program.lines() if line.startswith("ASKED"))
-    stall = re.search(r"stall=(\S+)", outcome)
-    # The first call also loads the library; what later ones cost is a unit test's. Who waited would wait for the stall.
-    assert stall is not None
-    assert int(asked.split()[2]) < 1e6 * float(stall[1])
+    assert int(asked.split()[2]) < 20000  # the first call also loads the library; what later ones cost is a unit test's
 
 
 def test_the_process_from_the_image_is_told_that_it_was_restored(site: Site) -> None:
