@@ -80,10 +80,11 @@ def _restore(demo: Demo, mode: str, output: Path) -> Measured:
             demo.wait_end(said["pids"][0])
             time.sleep(0.01)  # the watch's last look
     ends = {phase.name: job.since + phase.start + phase.seconds - began for phase in job.phases}
+    first = _first(watch, clock)
     found = Measured(
         mode,
-        first_kernel=ends.get("attach", 0.0),  # nobody watches calls: the moment from which on they are let through
-        first_iteration=_first(watch, clock),
+        first_kernel=_let_through(ends.get("attach", 0.0), first),
+        first_iteration=first,
         last_byte=ends.get("GPU data", 0.0),
         size=job.bytes_total,
     )
@@ -105,10 +106,11 @@ def _pool(demo: Demo, output: Path) -> Measured:
     for name in ("attached", "first_kernel", "last_byte"):
         if said.get(name) is not None:
             said[name] += offset
+    first = _first(watch, clock)
     found = Measured(
         "pool",
-        first_kernel=said["attached"],
-        first_iteration=_first(watch, clock),
+        first_kernel=_let_through(said["attached"], first),
+        first_iteration=first,
         last_byte=said["last_byte"],
         size=said["bytes"],
     )
@@ -121,6 +123,14 @@ def _on_demand(found: Measured, said: dict[str, Any]) -> Measured:
         found.first_kernel = said["first_kernel"]
     found.on_demand, found.waits, found.waited = said["on_demand_bytes"], said["waits"], said["waited"]
     return found
+
+
+def _let_through(attached: float, first_iteration: float) -> float:
+    """The moment from which on calls are let through, where nobody watches them.
+
+    phosd notes it when the process has answered that it is, and may have computed by then.
+    """
+    return min(attached, first_iteration)
 
 
 def _first(watch: Watch, clock: float) -> float:
