@@ -28,13 +28,18 @@ static uint64_t token_check(const struct phos_token *token)
     return hash;
 }
 
-/* With phos_memory_lock held. Memory that came from another session is passed on as what it is. */
+/* With phos_memory_lock held, both. Memory that came from another session is passed on as what it is. */
+static uint64_t name_of(const struct phos_block *block, uint8_t session[16])
+{
+    memcpy(session, block->owner_block ? block->owner_session : phos_session, 16);
+    return block->owner_block ? block->owner_block : block->id;
+}
+
 static void token_fill(struct phos_token *token, struct phos_block *block, uint64_t offset, uint64_t size)
 {
     block->exported = true;
     memcpy(token->magic, token_magic, sizeof token->magic);
-    memcpy(token->session, block->owner_block ? block->owner_session : phos_session, sizeof token->session);
-    token->block = block->owner_block ? block->owner_block : block->id;
+    token->block = name_of(block, token->session);
     token->offset = offset;
     token->size = size;
     token->whole = block->size;
@@ -50,10 +55,35 @@ static bool token_valid(struct phos_token *token)
     return true;
 }
 
+/* Whether phosd will hand a block to who has a token of it. That it was told does not say so: whoever gets the token asks
+ * over another connection, which phosd may read first. So this process asks as well, before it gives the token away. */
+static bool phosd_has(uint64_t id)
+{
+    if (!phos_control_wait_registered(id, 1000))
+        return false;
+    uint8_t session[16];
+    uint64_t number;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_block *block = phos_block_find(id);
+        if (!block)
+            return false;
+        number = name_of(block, session);
+    }
+    PHOS_CLOSES_HELD int descriptor = -1;
+    size_t size;
+    CUdevice device;
+    struct phos_error error = {0};
+    if (phos_control_resolve(session, number, &descriptor, &size, &device, &error))
+        return true;
+    phos_warn("memory that another process is to have: %s", error.text);
+    return false;
+}
+
 bool phos_token_export(uint64_t id, void *shareable)
 {
     struct phos_token token;
-    if (!phos_control_wait_registered(id, 1000))
+    if (!phosd_has(id))
         return false;
     {
         PHOS_LOCKED(&phos_memory_lock);
@@ -102,8 +132,8 @@ CUresult phos_token_block(const struct phos_token *token, struct phos_block **ou
     CUdevice device = 0;
     struct phos_error error;
     bool resolved = false;
-    /* The exporter's message may be read after ours: the two connections are not ordered. */
-    for (int try = 0; try < 10 && !resolved; try++) {
+    /* A phosd that has just begun learns whose the memory is when its owner connects, which may be after us. */
+    for (int try = 0; try < 50 && !resolved; try++) {
         error = (struct phos_error){0};
         resolved = phos_control_resolve(token->session, token->block, &descriptor, &size, &device, &error);
         if (!resolved)
@@ -151,8 +181,8 @@ CUresult serve_cuIpcGetMemHandle(CUipcMemHandle_v1 *handle, CUdeviceptr_v2 addre
             phos_uncarried_add(PHOS_UNCARRIED_IPC, 1, 0);
         return result;
     }
-    if (!phos_control_wait_registered(id, 1000)) {
-        phos_warn_once("memory cannot be shared between processes while phosd is not there");
+    if (!phosd_has(id)) {
+        phos_warn_once("memory cannot be shared between processes while phosd does not hold it");
         return CUDA_ERROR_NOT_SUPPORTED;
     }
     PHOS_LOCKED(&phos_memory_lock);

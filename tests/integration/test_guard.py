@@ -19,8 +19,16 @@ from tests.integration.site import PATIENCE, Program, Site, wait_until, words
 PACE = ("--iterations", "120", "--iteration-seconds", "0.05")
 
 
-def job(name: str = "stencil", *options: str) -> tuple[str, ...]:
-    return (sys.executable, str(examples_folder() / f"{name}.py"), *(options or PACE))
+def job(site: Site, *options: str) -> tuple[str, ...]:
+    """A job that does not end before :func:`let_end`, however slow the machine is."""
+    script = str(examples_folder() / "stencil.py")
+    return (sys.executable, script, *(options or (*PACE, "--until", str(site.folder / "end"))))
+
+
+def let_end(site: Site, guarding: Program) -> int:
+    """Let the job go on to its end; the guard's exit status."""
+    (site.folder / "end").touch()
+    return status_of(guarding)
 
 
 def expected_result(site: Site) -> str:
@@ -69,12 +77,12 @@ def images(site: Site) -> list[Path]:
 
 def test_a_killed_job_comes_back_and_ends_with_the_same_result(site: Site) -> None:
     expected = expected_result(site)
-    guarding = guard(site, "--interval", "0.5", "--keep", "2", "--", *job())
+    guarding = guard(site, "--interval", "0.5", "--keep", "2", "--", *job(site))
     wait_event(guarding, "checkpoint", 2)
     os.kill(job_pid(site), signal.SIGKILL)
     restored = wait_event(guarding, "restored")
     assert restored["image"] in [event["image"] for event in events(guarding, "checkpoint")]
-    assert status_of(guarding) == 0
+    assert let_end(site, guarding) == 0
     assert results(site) == [expected]
     assert 1 <= len(images(site)) <= 2
     for image in images(site):
@@ -84,7 +92,7 @@ def test_a_killed_job_comes_back_and_ends_with_the_same_result(site: Site) -> No
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 0.5, 0.8])
 def test_a_job_is_killed_in_mid_checkpoint(site: Site, delay: float) -> None:
     expected = expected_result(site)
-    guarding = guard(site, "--interval", "0.5", "--", *job(), SOFTGPU_TOGGLE_MS="300")
+    guarding = guard(site, "--interval", "0.5", "--", *job(site), SOFTGPU_TOGGLE_MS="300")
     wait_event(guarding, "checkpoint")
     before = len(events(guarding, "checkpoint"))
 
@@ -96,19 +104,19 @@ def test_a_job_is_killed_in_mid_checkpoint(site: Site, delay: float) -> None:
     time.sleep(delay)
     os.kill(job_pid(site), signal.SIGKILL)
     wait_event(guarding, "restored")
-    assert status_of(guarding) == 0
+    assert let_end(site, guarding) == 0
     assert results(site) == [expected]
 
 
 def test_it_comes_back_again_and_again(site: Site) -> None:
     expected = expected_result(site)
-    guarding = guard(site, "--interval", "0.3", "--keep", "1", "--restarts", "20", "--", *job())
+    guarding = guard(site, "--interval", "0.3", "--keep", "1", "--restarts", "20", "--", *job(site))
     for life in range(1, 4):
         done = len(events(guarding, "checkpoint"))
         wait_event(guarding, "checkpoint", done + 1)
         os.kill(job_pid(site), signal.SIGKILL)
         wait_event(guarding, "restored", life)
-    assert status_of(guarding) == 0
+    assert let_end(site, guarding) == 0
     assert results(site) == [expected]
 
 
@@ -122,7 +130,7 @@ def test_a_job_that_always_fails_is_given_up(site: Site) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_job_and_it_stays_ended(site: Site, number: signal.Signals) -> None:
-    guarding = guard(site, "--interval", "0.5", "--", *job())
+    guarding = guard(site, "--interval", "0.5", "--", *job(site))
     wait_event(guarding, "checkpoint")
     pid = job_pid(site)
     os.kill(guarding.pid, number)
@@ -158,20 +166,20 @@ def test_who_guards_a_running_process_may_leave(site: Site) -> None:
 
 def test_phosd_is_killed_meanwhile(site: Site) -> None:
     expected = expected_result(site)
-    guarding = guard(site, "--interval", "0.5", "--", *job())
+    guarding = guard(site, "--interval", "0.5", "--", *job(site))
     wait_event(guarding, "checkpoint")
     os.kill(site.daemon_pid(), signal.SIGKILL)
     done = len(events(guarding, "checkpoint"))
     wait_event(guarding, "checkpoint", done + 1)
     os.kill(job_pid(site), signal.SIGKILL)
     wait_event(guarding, "restored")
-    assert status_of(guarding) == 0
+    assert let_end(site, guarding) == 0
     assert results(site) == [expected]
 
 
 def test_a_guard_that_was_killed_is_resumed(site: Site) -> None:
     expected = expected_result(site)
-    guarding = guard(site, "--interval", "0.5", "--", *job())
+    guarding = guard(site, "--interval", "0.5", "--", *job(site))
     wait_event(guarding, "checkpoint")
     pid = job_pid(site)
     for victim in (guarding.pid, pid):
@@ -179,26 +187,26 @@ def test_a_guard_that_was_killed_is_resumed(site: Site) -> None:
     site.gone(guarding)
     wait_until(lambda: not any("dump" in words(process) for process in site.processes()), "the end of the last dump")
     site.freed(pid)  # its job, which was killed after it
-    refused = guard(site, "--", *job())
+    refused = guard(site, "--", *job(site))
     assert status_of(refused) == 2
     assert "holds images of an earlier job" in refused.lines()[-1]
-    again = guard(site, "--interval", "0.5", "--resume", "--", *job())
-    assert status_of(again) == 0
+    again = guard(site, "--interval", "0.5", "--resume", "--", *job(site))
+    assert let_end(site, again) == 0
     assert job_pid(site) == pid
     assert results(site) == [expected]
 
 
 def test_two_guards_do_not_share_a_directory(site: Site) -> None:
-    guarding = guard(site, "--interval", "100", "--", *job())
+    guarding = guard(site, "--interval", "100", "--", *job(site))
     wait_event(guarding, "guarding")
-    second = guard(site, "--", *job())
+    second = guard(site, "--", *job(site))
     assert status_of(second) == 2
     assert "Another guard" in second.lines()[-1]
 
 
 def test_output_and_events_in_plain_lines(site: Site) -> None:
     result = site.run(
-        "phos-gpu", "guard", "--images", str(site.folder / "images"), "--", *job("stencil", "--iterations", "3")
+        "phos-gpu", "guard", "--images", str(site.folder / "images"), "--", *job(site, "--iterations", "3")
     )
     assert "ITERATION 3" in result.stdout
     assert "guard: The job ended with status 0." in result.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import sys
 import time
 from pathlib import Path
@@ -313,6 +314,41 @@ def test_exported_memory_travels_as_a_token_and_survives(phosd: FakePhosd) -> No
         two.finish()
         one.tell()
         one.finish()
+
+
+@pytest.mark.parametrize("handle", ["cuMemExportToShareableHandle", "cuIpcGetMemHandle"])
+def test_memory_is_exported_when_phosd_has_said_that_it_holds_it(phosd: FakePhosd, handle: str) -> None:
+    """Whoever gets the handle asks over another connection, of which phosd may read sooner than of this one."""
+    exporter = f"""
+    start()
+    prop = cu.CUmemAllocationProp()
+    prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    prop.requestedHandleTypes = FD
+    block = ok(cu.cuMemCreate(2 << 20, prop, 0))
+    plain = ok(cu.cuMemAlloc(1000))
+    heard()
+    if {handle!r} == "cuIpcGetMemHandle":
+        ok(cu.cuIpcGetMemHandle(plain))
+    else:
+        token = int(ok(cu.cuMemExportToShareableHandle(block, FD, 0)))
+        assert os.readlink("/proc/self/fd/%d" % token).startswith("/memfd:phos-memory")
+    say("exported")
+    """
+    phosd.questions = queue.Queue()
+    with program(phosd, exporter) as (app, session):
+        eventually(lambda: len(session.blocks) == 2)
+        app.tell()
+        question = phosd.questions.get(timeout=30)
+        assert question.token_resolve.session == session.number
+        assert question.token_resolve.block in session.blocks
+        with pytest.raises(queue.Empty):
+            app.lines.get(timeout=0.3)
+        assert session.connection is not None
+        session.connection.resolve(question)
+        assert app.line() == "exported"
+        app.finish()
 
 
 PTX = r"""

@@ -40,12 +40,13 @@ def test_the_end_of_a_window_does_not_keep_phosds_answers_from_who_waits_for_the
     assert read(other, 4 << 20) == bytes([6]) * (4 << 20)
     say("read")
     """
-    phosd.questions = queue.Queue()
     chunks = ChunkTable(4 << 20, 0)
     table = WindowTable(0, [], [], 16, prioritise=False)
     try:
         with program(phosd, owner) as (first, _), program(phosd, reader) as (second, session):
+            exported = first.line()
             assert second.line() == "ready"
+            phosd.questions = queue.Queue()
             assert not phosd.quiesce(session).error
             connection = session.connection
             assert connection is not None
@@ -53,7 +54,7 @@ def test_the_end_of_a_window_does_not_keep_phosds_answers_from_who_waits_for_the
             begun, _ = connection.ask(descriptors=tables, window_begin=wire.WindowBegin())
             assert not begun.done.error
             assert not phosd.open(session).error
-            second.tell(first.line())
+            second.tell(exported)
             question = phosd.questions.get(timeout=30)  # its thread is in a traced call
             connection.send(wire.Envelope(id=1, window_end=wire.WindowEnd()))
             connection.resolve(question)
