@@ -67,6 +67,8 @@ static bool serve_packets(void)
 
 static bool tell(void)
 {
+    if (phos_request_opens())
+        return true;
     if (is_open())
         phos_connection_raise();
     return phos_connection_tell(may_trim());

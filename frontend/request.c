@@ -33,10 +33,16 @@ static Phos__Wire__GateState state = PHOS__WIRE__GATE_STATE__OPEN;
 static struct phos_error attach_error;
 static bool residue_spent; /* what was prepared for a toggle has been through it */
 static bool data_comes;    /* attached, and what it maps may still be empty: it computes in a window, or when all is there */
+static bool opens;         /* attached, and Open is to come */
 
 Phos__Wire__GateState phos_request_state(void)
 {
     return state;
+}
+
+bool phos_request_opens(void)
+{
+    return opens;
 }
 
 /* ---- the gate ---- */
@@ -166,6 +172,7 @@ static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
             phos_fail(&error, CUDA_SUCCESS, "the memory map could not be written: %s", strerror(errno));
         if (!error.text[0] && phos_detach(&reducers, phos_connection_fetch, &taken, &error)) {
             state = PHOS__WIRE__GATE_STATE__DETACHED;
+            opens = false; /* it was not, then */
             attach_error = (struct phos_error){0};
         }
         done.unmap_ns = taken.unmap_ns;
@@ -206,8 +213,11 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
         state = PHOS__WIRE__GATE_STATE__QUIESCED;
         phos_descriptors_lower();
         data_comes = attach->loads;
+        opens = true;
         residue_spent = true;
         phos_tell_known();
+        if (!attach->remembers)
+            phos_tell_anew();
         if (attach->restored)
             phos_sdk_restored();
         if (attach->tell && !phos_tell_all(true))
@@ -242,7 +252,7 @@ static bool on_open(uint64_t id)
         open_what_is_shut(&error);
         done.error = error.text;
         state = PHOS__WIRE__GATE_STATE__OPEN;
-        data_comes = false;
+        data_comes = opens = false;
     }
     ENVELOPE(envelope, id, DONE, done, &done);
     bool sent = phos_tell_send(&envelope, NULL, 0);
@@ -371,6 +381,7 @@ void phos_request_abandoned(void)
     if (state == PHOS__WIRE__GATE_STATE__QUIESCED) {
         if (data_comes)
             phos_window_hopeless();
+        opens = false;
         state = PHOS__WIRE__GATE_STATE__OPEN;
         phos_gate_open();
     }

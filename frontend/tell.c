@@ -398,6 +398,12 @@ static uint64_t *pin_all(size_t *count, bool detached)
     return list;
 }
 
+void phos_tell_anew(void)
+{
+    phos_modules_untell();
+    phos_kernels_untell();
+}
+
 bool phos_tell_begin(Phos__Wire__GateState state)
 {
     size_t count;
@@ -414,8 +420,8 @@ bool phos_tell_begin(Phos__Wire__GateState state)
     }
     memset(told, 0, sizeof told);
     uncarried_told = 0;
-    phos_modules_untell();
-    phos_kernels_untell();
+    if (state != PHOS__WIRE__GATE_STATE__DETACHED) /* else it says so when it attaches */
+        phos_tell_anew();
     phos_ask_again();
     phos_sdk_again();
     return ok;

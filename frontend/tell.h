@@ -18,6 +18,8 @@ bool phos_tell_nobody(void);
 /* A new connection: hello, then every block there is (none while detached, phosd has them). */
 bool phos_tell_begin(Phos__Wire__GateState state);
 void phos_tell_end(void);
+/* Modules and kernels are to be told of from the first on: phosd has none of them. */
+void phos_tell_anew(void);
 /* Everything there is to tell. `now`: totals too, however recent the last report. */
 bool phos_tell_all(bool now);
 /* Blocks that could not be exported are to be told of once more. */

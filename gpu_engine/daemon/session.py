@@ -74,6 +74,7 @@ class Session:
         self._resolving = threading.BoundedSemaphore(limits.RESOLVES)
         self._module_bytes = 0  # names, told over this connection
         self._from_image = False  # restored, and not attached yet
+        self._remembers = False  # what the process has told of modules and kernels holds over this connection, too
         self._broker = broker
         self._holds = holds
         self._conversation = Conversation(self)
@@ -93,10 +94,13 @@ class Session:
         self.executable = hello.executable
         self.driver_version = hello.driver_version
         self.devices = {device.ordinal: device.uuid for device in hello.devices}
-        self.modules = []  # told again over every connection, as the totals are
-        self._module_bytes = 0
-        self.uncarried = {}
-        self._kernels.told = 0
+        self.uncarried = {}  # told again over every connection
+        # Its last word before it was detached was read after all others; what it runs cannot have changed since.
+        self._remembers = hello.state == wire_pb2.DETACHED and self.detached is not None and not self._from_image
+        if not self._remembers:
+            self.modules = []
+            self._module_bytes = 0
+            self._kernels.told = 0
         self.takes_residue = hello.residue
 
     @property
@@ -106,7 +110,7 @@ class Session:
 
     @property
     def kernels_told(self) -> int:
-        """Names of kernels that have come over this connection."""
+        """Names of kernels that have come."""
         return self._kernels.told
 
     def gpu_ordinals(self) -> list[int]:
@@ -299,6 +303,7 @@ class Session:
             shut=window is not None and window.shut,
             tell=window is not None and window.loads and not self._kernels.whole,
             loads=window is not None and window.loads,
+            remembers=self._remembers,
         )
         try:
             done = self._conversation.ask(ANSWER_SECONDS, patient=True, attach=attach).attach_done

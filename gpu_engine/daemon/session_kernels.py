@@ -35,14 +35,14 @@ class SessionKernels:
     """The kernels of one session."""
 
     def __init__(self, session: bytes, conversation: Conversation, speculator: Speculator) -> None:
-        self.told = 0  # names of kernels that have come over this connection
+        self.told = 0  # names of kernels that have come since the process began to tell of them
         self.whole = False  # the image's table names every kernel that the process had asked for: it need not tell
         self._session = session
         self._conversation = conversation
         self._speculator = speculator
         self._of_image = b""  # a table of access descriptors
         self._modules: set[int] = set()
-        self._names: set[int] = set()  # hashes of kernels' names: they are told again over every connection
+        self._names: set[int] = set()  # hashes of kernels' names: they may be told again
         self._names_bytes = 0
         self._incomplete = False  # there were more than are kept
         self._changing = threading.Lock()  # guards _ended; held while the speculator is told something

@@ -334,17 +334,14 @@ class FakePhosd:
             session.memory_map = wire.MemoryMap.FromString(file.read())
         return done
 
-    def attach(
-        self, session: Session, blocks: dict[int, int] | None = None, *, restored: bool = False
-    ) -> wire.AttachDone:
+    def attach(self, session: Session, blocks: dict[int, int] | None = None, **how: bool) -> wire.AttachDone:
         """Remove the hold, wait for the frontend, and give it its memory; `blocks`: other descriptors than its own."""
         (self.folder / "hold" / session.number.hex()).unlink()
         assert self.arrival() is session
-        return self.give(session, blocks, restored=restored)
+        return self.give(session, blocks, **how)
 
-    def give(
-        self, session: Session, blocks: dict[int, int] | None = None, *, restored: bool = False
-    ) -> wire.AttachDone:
+    def give(self, session: Session, blocks: dict[int, int] | None = None, **how: bool) -> wire.AttachDone:
+        """``how``: fields of Attach."""
         connection = session.connection
         assert connection is not None
         given = blocks if blocks is not None else {n: b.descriptor for n, b in session.blocks.items()}
@@ -353,7 +350,7 @@ class FakePhosd:
             part = numbers[at : at + 200]
             message = wire.Envelope(attach_blocks=wire.AttachBlocks(block=part))
             connection.send(message, [given[number] for number in part])
-        return connection.ask(attach=wire.Attach(blocks=len(numbers), restored=restored))[0].attach_done
+        return connection.ask(attach=wire.Attach(blocks=len(numbers), **how))[0].attach_done
 
     def toggle(self, session: Session) -> None:
         """Quiesce, detach, attach, open; every step must succeed."""

@@ -147,6 +147,42 @@ def test_modules_and_totals_do_not_grow_with_every_connection(frontend: Frontend
         frontend.connect()
 
 
+@pytest.mark.parametrize("from_image", [False, True])
+def test_what_was_told_before_a_detach_is_remembered(frontend: Frontend, from_image: bool) -> None:
+    """Not what the process told that was dumped, when it comes from the image."""
+    frontend.send(module_loaded=wire_pb2.ModuleLoaded(entry_point="cuModuleLoad", size=1))
+    frontend.send(uncarried=wire_pb2.Uncarried(kind="managed", count=1, bytes=5))
+    frontend.settle()
+    quiesced(frontend)
+    thread = frontend.in_background("detach", detach_done=wire_pb2.DetachDone(), descriptors=(memory_map(),))
+    frontend.session.detach(reduce_stack=False, huge_pages=False, copy_threads=False)
+    thread.join()
+    frontend.close()
+    frontend.session._from_image = from_image
+    frontend.session.machine.adopt(SessionState.ATTACHING)
+    frontend.connect(wire_pb2.DETACHED)
+    assert len(frontend.session.modules) == (0 if from_image else 1)
+    assert not frontend.session.uncarried
+    asked: list[wire_pb2.Envelope] = []
+
+    def returns() -> None:
+        assert frontend.end
+        for answer in ({"attach_done": wire_pb2.AttachDone()}, {"done": wire_pb2.Done()}):
+            packet = wire.receive(frontend.end)
+            assert packet is not None
+            asked.append(packet[0])
+            frontend.send((), packet[0].id, **answer)
+
+    thread = threading.Thread(target=returns)
+    thread.start()
+    frontend.session.attach()
+    thread.join()
+    assert asked[0].attach.remembers != from_image
+    frontend.send(module_loaded=wire_pb2.ModuleLoaded(entry_point="cuModuleLoad", size=1))
+    frontend.settle()
+    assert len(frontend.session.modules) == (1 if from_image else 2)
+
+
 def test_a_mad_frontend_does_not_fill_memory(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MODULES", 10)
     for number in range(200):

@@ -381,6 +381,40 @@ def test_modules_are_recorded(phosd: FakePhosd, tmp_path: Path) -> None:
         app.finish()
 
 
+@pytest.mark.parametrize("remembers", [True, False])
+def test_modules_are_told_again_when_the_gate_is_open_and_only_to_a_phosd_that_has_none(
+    phosd: FakePhosd, remembers: bool
+) -> None:
+    body = f"""
+    start()
+    text = {PTX!r}.encode() + b"\\0"
+    function = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(text)), b"nothing"))
+    say("ready")
+    heard()
+    ok(cu.cuModuleLoadData(text.replace(b"nothing", b"another")))
+    ok(cu.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
+    say("loaded")
+    heard()
+    """
+    with program(phosd, body) as (app, session):
+        app.line()
+        eventually(lambda: len(session.kernels) == 1)
+        assert not phosd.quiesce(session).error
+        assert not phosd.detach(session).error
+        assert not phosd.attach(session, remembers=remembers).error
+        time.sleep(0.3)
+        assert len(session.modules) == len(session.kernels) == 1, "the process waits for Open, and Open for nobody"
+        assert not phosd.open(session).error
+        app.tell()
+        assert app.line() == "loaded"
+        told = 2 if remembers else 3
+        eventually(lambda: len(session.modules) == told)
+        assert [text.count(b"nothing") for *_, text in session.modules] == ([1, 0] if remembers else [1, 1, 0])
+        eventually(lambda: len(session.kernels) == (1 if remembers else 2))
+        app.tell()
+        app.finish()
+
+
 def test_an_application_that_closes_our_descriptors(phosd: FakePhosd) -> None:
     """Daemons close everything. The frontend must not write to what opens under its numbers next, and comes back."""
     body = """
