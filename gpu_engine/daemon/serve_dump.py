@@ -303,7 +303,7 @@ class DumpServer:
             parent_pid=parent,
             detached=detached,
             own_blocks=process.own_blocks(),
-            modules=session.modules,
+            modules=list(session.modules),  # the process runs on before this is written, and loads others
             devices=session.gpu_ordinals(),
             restore_thread=session.restore_thread,
         )

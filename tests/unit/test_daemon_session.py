@@ -19,9 +19,11 @@ from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon import session as session_module
 from phos.gpu_engine.daemon.conversation import Conversation
+from phos.gpu_engine.daemon.serve_dump import DumpServer
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import CheckpointFailed, MemoryLost, PhosError, Unresponsive
+from phos.gpu_engine.process import Detached
 from phos.gpu_engine.spec.speculator import Speculator
 from tests.unit.session_fake import NUMBER, OTHER, Frontend, MiB, block, memory_map, open_descriptors
 
@@ -181,6 +183,20 @@ def test_what_was_told_before_a_detach_is_remembered(frontend: Frontend, from_im
     frontend.send(module_loaded=wire_pb2.ModuleLoaded(entry_point="cuModuleLoad", size=1))
     frontend.settle()
     assert len(frontend.session.modules) == (1 if from_image else 2)
+
+
+def test_what_is_loaded_after_a_checkpoint_is_not_in_its_image(frontend: Frontend) -> None:
+    """The image is written when the process computes again; phosd goes on with the list that it remembers."""
+    frontend.send(module_loaded=wire_pb2.ModuleLoaded(entry_point="cuModuleLoad", size=1))
+    frontend.settle()
+    registry = SimpleNamespace(lock=threading.Lock(), sessions={NUMBER: frontend.session})
+    server = SimpleNamespace(_registry=registry)
+    detached = Detached(blocks=[], allocations=[], host_allocations=[], uncarried=[], unmap=0.0, reduce=0.0)
+    record = DumpServer._describe(server, frontend.session, detached)  # type: ignore[arg-type]
+    frontend.send(module_loaded=wire_pb2.ModuleLoaded(entry_point="cuModuleLoadData", size=2))
+    frontend.settle()
+    assert [module.entry_point for module in record.modules] == ["cuModuleLoad"]
+    assert len(frontend.session.modules) == 2
 
 
 def test_a_mad_frontend_does_not_fill_memory(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
