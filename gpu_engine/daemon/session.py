@@ -153,7 +153,10 @@ class Session:
         elif kind == "kernels_seen":
             self._kernels.seen(envelope.kernels_seen)
         elif kind == "token_resolve":
-            asked = (envelope.id, (envelope.token_resolve.session, envelope.token_resolve.block))
+            key = (envelope.token_resolve.session, envelope.token_resolve.block)
+            if key[0] == self.session:  # it exports its own, and waits for nobody: nor for those who wait for others'
+                self._answer(envelope.id, key)
+                return
             if not self._resolving.acquire(blocking=False):
                 error = f"Process {self.pid} waits for {limits.RESOLVES} blocks of exported memory already."
                 with suppress(PhosError):  # it has gone
@@ -161,19 +164,23 @@ class Session:
                     self._conversation.tell([], envelope.id, token_resolved=resolved)
                 return
             # It may have to wait, and what the process answers meanwhile must be read.
-            threading.Thread(target=self._resolve, args=asked, daemon=True, name="resolve").start()
+            threading.Thread(target=self._resolve, args=(envelope.id, key), daemon=True, name="resolve").start()
         else:
             raise ProtocolError(f"Process {self.pid} sent an unexpected packet ({kind}).")
 
     def _resolve(self, number: int, key: BlockKey) -> None:
+        try:
+            self._answer(number, key)
+        finally:
+            self._resolving.release()
+
+    def _answer(self, number: int, key: BlockKey) -> None:
         """Exported memory: the descriptor that a token stands for."""
         resolved, descriptors = self._blocks.resolve(key)
         try:
-            self._conversation.tell(descriptors, number, token_resolved=resolved)
-        except PhosError:
-            pass  # it has gone
+            with suppress(PhosError):  # it has gone
+                self._conversation.tell(descriptors, number, token_resolved=resolved)
         finally:
-            self._resolving.release()
             wire.close_all(descriptors)
 
     # GatedProcess.

@@ -249,6 +249,38 @@ def test_token_gives_a_descriptor_to_the_same_user(frontend: Frontend) -> None:
     wire.close_all(packet[1])
 
 
+def test_who_exports_its_own_does_not_wait_for_those_who_import(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its question is asked in a call of the application, which would fail, or after a detach that has failed."""
+    monkeypatch.setattr(frontend.session, "_resolving", threading.BoundedSemaphore(1))
+    descriptor = sealed.make("block", 2 * MiB)
+    frontend.session._blocks._ordinals = {3: 0}
+    frontend.send((descriptor,), block_added=block(1, device=3))
+    os.close(descriptor)
+    frontend.broker.belongs(OTHER, 1000)
+    begun, over = threading.Event(), threading.Event()
+
+    def needed(*_: object) -> None:
+        begun.set()
+        over.wait(10)
+
+    frontend.broker.needed = needed
+    frontend.send((), 5, token_resolve=wire_pb2.TokenResolve(session=OTHER, block=7))
+    assert begun.wait(5)
+    assert frontend.end
+    for number in range(6, 90):
+        frontend.send((), number, token_resolve=wire_pb2.TokenResolve(session=NUMBER, block=1))
+        packet = wire.receive(frontend.end)
+        assert packet is not None
+        assert (packet[0].id, packet[0].token_resolved.error, len(packet[1])) == (number, "", 1)
+        wire.close_all(packet[1])
+    over.set()
+    packet = wire.receive(frontend.end)
+    assert packet is not None
+    assert packet[0].id == 5
+
+
 # Quiesce, detach, attach: what phosd makes of every way to fail.
 
 
