@@ -1,11 +1,13 @@
 #include "ipc.h"
 #include "cleanup.h"
+#include "clock.h"
 #include "control.h"
 #include "deferred.h"
 #include "held.h"
 #include "log.h"
 #include "memory.h"
 #include "runtime.h"
+#include "tell.h"
 #include "track.h"
 
 #include <errno.h>
@@ -16,6 +18,8 @@
 #include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
+
+#define IMPORT_NS 50000000000u /* of memory that phosd restores, or a checkpoint has, before it is handed over */
 
 static const char token_magic[8] = {'P', 'h', 'O', 'S', 't', 'o', 'k', '1'};
 
@@ -130,10 +134,12 @@ CUresult phos_token_block(const struct phos_token *token, struct phos_block **ou
     PHOS_CLOSES_HELD int descriptor = -1;
     size_t size = 0;
     CUdevice device = 0;
-    struct phos_error error;
+    struct phos_error error = {0};
     bool resolved = false;
-    /* A phosd that has just begun learns whose the memory is when its owner connects, which may be after us. */
-    for (int try = 0; try < 50 && !resolved; try++) {
+    /* A phosd that has just begun learns whose the memory is when its owner connects, which may be after us. One that is
+     * not there, or does not answer, is asked no further: each such question takes seconds by itself. */
+    uint64_t end = phos_now_ns() + IMPORT_NS;
+    for (int try = 0; try < 50 && !resolved && !(try && phos_tell_nobody()) && phos_now_ns() < end; try++) {
         error = (struct phos_error){0};
         resolved = phos_control_resolve(token->session, token->block, &descriptor, &size, &device, &error);
         if (!resolved)

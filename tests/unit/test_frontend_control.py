@@ -351,6 +351,34 @@ def test_memory_is_exported_when_phosd_has_said_that_it_holds_it(phosd: FakePhos
         app.finish()
 
 
+def test_an_import_does_not_wait_for_a_phosd_that_is_not_there(phosd: FakePhosd) -> None:
+    """A question that nobody answers takes seconds by itself: it is not asked again and again."""
+    body = """
+    import time
+    start()
+    handle = cu.CUipcMemHandle()
+    handle.reserved = bytes.fromhex(heard())
+    began = time.monotonic()
+    error, _ = cu.cuIpcOpenMemHandle(handle, 1)
+    assert error == cu.CUresult.CUDA_ERROR_INVALID_VALUE, error
+    say(time.monotonic() - began)
+    """
+    exporter = """
+    start()
+    say(bytes(ok(cu.cuIpcGetMemHandle(ok(cu.cuMemAlloc(1000)))).reserved).hex())
+    """
+    with program(phosd, exporter) as (app, _):
+        handle = app.line()
+    with program(phosd, body) as (app, session):
+        phosd.stop()
+        assert session.connection is not None
+        session.connection.close()
+        time.sleep(0.5)
+        app.tell(handle)
+        assert float(app.line(60)) < 15
+        app.finish()
+
+
 PTX = r"""
 .version 7.0
 .target sm_70
