@@ -18,9 +18,14 @@ from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine.blocks import BlockKey
 from phos.images import formats
 from phos.images.errors import ImageError
+from phos.images.files import open_regular
 from phos.images.formats import digest
 
 log = logging.getLogger(__name__)
+
+ORDER_MOST = 16 << 20
+"""Bytes of such a file that are believed: no commit record says how long it is, and it may be anybody's. A chunk takes
+30 at most, so these are the chunks of two terabytes."""
 
 Touched = tuple[BlockKey, int]
 """A block, and the number of the chunk in it."""
@@ -88,13 +93,19 @@ def _sealed(image_id: bytes, messages: Iterable[pb.Touched]) -> pb.Order:
 def read_beside(directory: int, image_id: bytes) -> list[Touched]:
     """What a lazy restore of this image has written beside it; nothing if there is nothing that can be trusted."""
     try:
-        fd = os.open(formats.ORDER_FILE, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=directory)
-    except OSError:
+        with open(open_regular(directory, formats.ORDER_FILE), "rb") as file:
+            raw = file.read(ORDER_MOST + 1)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        log.warning("%s is of no use: %s", formats.ORDER_FILE, error)
+        return []
+    if len(raw) > ORDER_MOST:
+        log.warning("%s is of no use: it has more than %d bytes.", formats.ORDER_FILE, ORDER_MOST)
         return []
     try:
-        with open(fd, "rb") as file:
-            (order,) = formats.parse_file(file.read(), formats.ORDER_FILE, formats.ORDER)
-    except (OSError, ImageError, ValueError) as error:
+        (order,) = formats.parse_file(raw, formats.ORDER_FILE, formats.ORDER)
+    except (ImageError, ValueError) as error:
         log.warning("%s is of no use: %s", formats.ORDER_FILE, error)
         return []
     if order.image_id != image_id or _sealed(image_id, order.touched).hash != order.hash:

@@ -20,10 +20,11 @@ from pathlib import Path
 from phos.gen import remote_pb2
 from phos.gpu_engine.daemon.pinned_images import PinnedImages
 from phos.gpu_engine.daemon.remote_settings import RemoteSettings
+from phos.gpu_engine.touch_order import ORDER_MOST
 from phos.images import formats
 from phos.images.errors import ImageError
 from phos.images.formats import digest
-from phos.images.reader import Image
+from phos.images.reader import METADATA_MOST, Image
 from phos.images.remote import stands_for_another
 from phos.images.remote_wire import (
     ANSWER_SECONDS,
@@ -70,7 +71,7 @@ class _Shared:
             self._memory = pinned.find(directory)
             image = Image.open(directory) if self._memory is None else self._memory
             self._stack.callback(image.close)
-            commit = self._content(formats.COMMIT_FILE)
+            commit = self._content(formats.COMMIT_FILE, METADATA_MOST)
             record = image.record
             self._sizes = {file.name: file.size for file in record.files}
             self._sizes[formats.COMMIT_FILE] = len(commit)
@@ -96,16 +97,18 @@ class _Shared:
         """
         return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._directory)
 
-    def _content(self, name: str) -> bytes:
-        """All of such a file. Raises OSError: as :meth:`_open`, or it is no regular file."""
+    def _content(self, name: str, most: int) -> bytes:
+        """All of such a file. Raises OSError: as :meth:`_open`, or it is no regular file, or too large."""
         with open(self._open(name), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EINVAL, "It is no regular file", name)
-            return file.read()
+            if len(content := file.read(most + 1)) > most:
+                raise OSError(errno.EFBIG, f"It has more than {most} bytes", name)
+            return content
 
     def _read_order(self) -> bytes:
         try:
-            return self._content(formats.ORDER_FILE)
+            return self._content(formats.ORDER_FILE, ORDER_MOST)
         except OSError:
             return b""
 

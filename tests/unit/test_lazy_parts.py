@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,31 @@ def test_an_order_survives_in_an_image_and_beside_it(tmp_path: Path) -> None:
         assert formats.decode(whole, "x")["magic"] == "PHOS_ORDER"
     finally:
         os.close(directory)
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe", "large"])
+def test_what_lies_in_place_of_an_order_does_no_harm(tmp_path: Path, kind: str) -> None:
+    """No commit record says what it is: a directory's owner may have put anything there, and root reads it."""
+    path = tmp_path / formats.ORDER_FILE
+    writer = -1
+    if kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "pipe":
+        os.mkfifo(path)
+        writer = os.open(path, os.O_RDWR)
+    else:
+        with open(path, "wb") as file:
+            file.truncate(64 << 30)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    directory = os.open(tmp_path, os.O_RDONLY)
+    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, before[1]))
+    try:
+        assert read_beside(directory, b"i" * 16) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+        os.close(directory)
+        if writer >= 0:
+            os.close(writer)
 
 
 def test_settings_have_a_meaning() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gen import remote_pb2
+from phos.gpu_engine.touch_order import ORDER_MOST
 from phos.images import formats, remote
 from phos.images.errors import ImageError
 from phos.images.formats import digest
@@ -253,18 +254,21 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(host: Host, shared: Path,
     link.close()
 
 
-@pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_what_is_no_file_in_the_place_of_the_order_is_not_read(
+@pytest.mark.parametrize("kind", ["link", "pipe", "large"])
+def test_what_is_no_order_in_its_place_is_not_read(
     host: Host, key_file: Path, shared: Path, tmp_path: Path, kind: str
 ) -> None:
-    """A link may lead to what nobody shares, and a pipe is waited for without end."""
+    """A link may lead to what nobody shares, a pipe is waited for without end, a file with holes fills the memory."""
     (tmp_path / "outside").write_text("a secret")
     order = shared / "image" / formats.ORDER_FILE
     order.unlink(missing_ok=True)
     if kind == "link":
         order.symlink_to(tmp_path / "outside")
-    else:
+    elif kind == "pipe":
         os.mkfifo(order)
+    else:
+        with open(order, "wb") as file:
+            file.truncate(ORDER_MOST + 1)
     here = fetched(host, key_file, tmp_path / "here")
     assert not (here / formats.ORDER_FILE).exists()
     Image.open(here).close()
