@@ -97,6 +97,7 @@ class Guard:
             The exit status.
         """
         self._begin(start(), 0.0)
+        self.tidy()  # not before: a job that is resumed may need an older image than those that are to stay
         while True:
             end = self._until_it_ends()
             if end is None:
@@ -326,8 +327,11 @@ class Guard:
             if self._signal:
                 break
             try:
-                return image, self.restore(image, pid)
+                job = self.restore(image, pid)
+                self.shelf.doubted.discard(image)
+                return image, job
             except (PhosError, OSError) as error:
+                self.shelf.doubted.add(image)
                 self.say("restore-failed", f"{image.name} could not be restored: {error}", image=str(image))
         return None
 
@@ -508,7 +512,6 @@ def guard(
                 "with --resume."
             )
     heed(FORWARDED, made.received, [])
-    made.tidy()  # not before: what a guard that is refused would not keep is somebody's
     what = f"The first checkpoint comes in {schedule.interval:.3g} s; whole images that stay: {keep}."
     made.say("guarding", f"Images go to {folder}. {what}", images=str(folder), keep=keep)
     sys.exit(made.watch(start, again))

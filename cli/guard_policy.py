@@ -121,6 +121,8 @@ class Shelf:
         self._keep = max(1, keep)
         self._whole = whole
         self._last = max((self._number(image) for image in self.images()), default=0)
+        self.doubted: set[Path] = set()
+        """Those that could not be restored, whatever their metadata say: they do not count when others are removed."""
 
     def _number(self, image: Path) -> int:
         found = self._NAME.fullmatch(image.name)
@@ -155,13 +157,18 @@ class Shelf:
     def tidy(self) -> list[Path]:
         """Remove incomplete images, and whole ones beyond the newest that are to be kept. Returns what was removed.
 
+        One that is doubted stays as long as it would otherwise, and so does one more older image for it.
+
         Not while an image is being written.
 
         Raises:
             OSError: the folder cannot be read, or an image not be removed.
         """
         found = [(image, self._whole(image)) for image in reversed(self.images())]
-        kept = [image for image, whole in found if whole][: self._keep]
+        kept: list[Path] = []
+        for image, whole in found:
+            if whole and sum(each not in self.doubted for each in kept) < self._keep:
+                kept.append(image)
         gone = [image for image, whole in reversed(found) if whole is not None and image not in kept]
         for image in gone:
             self.remove(image)

@@ -169,6 +169,25 @@ def test_a_job_is_resumed_from_the_newest_image_that_can_be_restored(
         watched.guard.resume([newer], 4713)
 
 
+def test_a_guard_that_keeps_fewer_removes_none_before_one_was_restored(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest may be damaged where its metadata do not tell, and the job is then brought back from an older one."""
+    oldest, older, newest = watched.image(), watched.image(), watched.image()
+
+    def restore(image: Path, pid: int) -> FakeJob:
+        if image == newest or not image.exists():
+            raise RestoreFailed("Its GPU data is damaged.")
+        return FakeJob(0, pid)
+
+    restores(monkeypatch, restore)
+    found = watched.guard.shelf.whole()
+    assert watched.guard.watch(lambda: watched.guard.resume(found, 4713), None) == 0
+    assert watched.events == ["restore-failed", "ended"]
+    assert watched.guard.shelf.whole() == [newest, older]
+    assert not oldest.exists()
+
+
 def test_a_job_whose_images_cannot_be_restored_now_does_not_begin_anew(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,18 @@ def test_the_newest_whole_images_stay(steps: list[str], keep: int) -> None:
         assert (Path(name) / "output.log").exists()
 
 
+def test_an_image_that_could_not_be_restored_takes_no_others_place(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path, 2, whole)
+    oldest, good, bad = (make(shelf, committed=True) for _ in range(3))
+    shelf.doubted.add(bad)
+    assert shelf.tidy() == []
+    newer = make(shelf, committed=True)
+    assert shelf.tidy() == [oldest]
+    newest = make(shelf, committed=True)
+    assert shelf.tidy() == [good, bad]
+    assert shelf.whole() == [newest, newer]
+
+
 def test_a_number_is_not_used_twice(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path, 1, whole)
     first = make(shelf, committed=False)
