@@ -46,7 +46,8 @@ BlockKey = tuple[bytes, int]
 """The owner's 16-byte session and the block's number in it."""
 
 _U32 = struct.Struct("<I")
-_DATA_NAME = re.compile(r"phos-data-(\d+)\.raw")
+# As data_file() writes a number, and in no other way: two names of one stripe would be two files.
+_DATA_NAME = re.compile(r"phos-data-(0|[1-9][0-9]*)\.raw")
 _RESIDUE_NAME = re.compile(r"phos-residue-\d+\.raw")
 _TASK_PAGES_NAME = re.compile(r"phos-pages-\d+\.raw")
 

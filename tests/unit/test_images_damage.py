@@ -277,6 +277,28 @@ def test_resealing_alone_changes_nothing(copy):
     assert found(copy) == []
 
 
+@pytest.mark.parametrize("name", ["phos-data-00.raw", "phos-data-\u0660.raw", "phos-data-0.raw\n", "phos-data-+0.raw"])
+def test_a_stripe_has_one_name(name):
+    """Else one file would be checked, and another one loaded that has its number too."""
+    assert formats.stripe_of(formats.data_file(10)) == 10
+    assert formats.stripe_of(name) is None
+
+
+def test_record_that_wants_a_hash_of_every_byte(copy, monkeypatch):
+    """Of a file with holes that is a gigabyte long this would be more than there is memory for."""
+    hashed = []
+    digest = reader.digest
+    monkeypatch.setattr(reader, "digest", lambda data: hashed.append(len(data)) or digest(data))
+
+    def change(record):
+        for file in record.files:
+            file.segment_size = 1
+
+    recommit(copy, change)
+    assert any("phos-chunks.img is damaged" in problem for problem in found(copy))
+    assert 1 not in hashed
+
+
 def test_other_version(copy):
     def change(record):
         record.format_version = 99
