@@ -232,6 +232,7 @@ class Session:
             self._holds.release(self.session)
             raise
         self.machine.to(SessionState.DETACHED)
+        self._kernels.detached()
         try:
             self.detached = self._blocks.parse_map(done, descriptors)
         except Exception as error:

@@ -14,6 +14,7 @@ from phos.gpu_engine.daemon import kernels, limits
 from phos.gpu_engine.daemon.conversation import Conversation
 from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.spec.speculator import Speculator
+from phos.gpu_engine.spec.table import of_modules
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class SessionKernels:
         self._modules: set[int] = set()
         self._names: set[int] = set()  # hashes of kernels' names: they may be told again
         self._names_bytes = 0
+        self._of_moment: frozenset[int] | None = None  # the modules there were when it was last detached
         self._incomplete = False  # there were more than are kept
         self._changing = threading.Lock()  # guards _ended; held while the speculator is told something
         self._ended = False
@@ -105,7 +107,18 @@ class SessionKernels:
     def table(self) -> tuple[bytes, bool]:
         """What is known by now of what they touch, nobody being kept waiting for more; and whether that is all."""
         whole = (self.whole or self.told > 0) and not self._incomplete and self._speculator.complete(self._session)
-        return kernels.known_table(self._speculator, self._session, 0.0, self._of_image), whole
+        table = kernels.known_table(self._speculator, self._session, 0.0, self._of_image)
+        if self._of_moment is not None and not self._modules <= self._of_moment:
+            table = of_modules(table, self._of_moment)
+        return table, whole
+
+    def detached(self) -> None:
+        """An image is made of the process as it is now.
+
+        What it loads while that is written has no place in its table: the process that is restored may give the same
+        number to another module, with a kernel of the same name.
+        """
+        self._of_moment = frozenset(self._modules)
 
     def describe(self, timeout: float) -> None:
         """Tell the frontend what they touch, waiting so many seconds for what is being worked out.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Field, FieldKind, Parameter, Source
 from phos.gpu_engine.spec.errors import SpecError
@@ -52,6 +52,11 @@ def merge(*tables: bytes) -> bytes:
             if former is None or found.source <= former.source:
                 chosen[module, hashed] = found
     return _packed(chosen)
+
+
+def of_modules(table: bytes, modules: Container[int]) -> bytes:
+    """The part of a table that is of these modules. Raises SpecError."""
+    return _packed({(module, hashed): found for module, hashed, found in unpack(table) if module in modules})
 
 
 def _packed(chosen: Mapping[tuple[int, int], AccessDescriptor]) -> bytes:

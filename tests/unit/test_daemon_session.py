@@ -24,6 +24,8 @@ from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import CheckpointFailed, MemoryLost, PhosError, Unresponsive
 from phos.gpu_engine.process import Detached
+from phos.gpu_engine.spec import table as tables
+from phos.gpu_engine.spec.descriptor import Parameter, from_layout
 from phos.gpu_engine.spec.speculator import Speculator
 from tests.unit.session_fake import NUMBER, OTHER, Frontend, MiB, block, memory_map, open_descriptors
 
@@ -197,6 +199,37 @@ def test_what_is_loaded_after_a_checkpoint_is_not_in_its_image(frontend: Fronten
     frontend.settle()
     assert [module.entry_point for module in record.modules] == ["cuModuleLoad"]
     assert len(frontend.session.modules) == 2
+
+
+def test_a_table_for_an_image_is_of_the_modules_of_its_moment(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The restored process may give the number of one that was loaded since to another, with a kernel of that name."""
+    modules: list[int] = []
+
+    def load(number: int) -> None:
+        modules.append(number)
+        frontend.send(module_loaded=wire_pb2.ModuleLoaded(module=number, path="/proc/self/exe", size=1))
+        frontend.settle()
+
+    def named() -> list[int]:
+        return [number for number, _, _ in tables.unpack(frontend.session.access_table()[0])]
+
+    def known(*_: object, **__: object) -> bytes:
+        return tables.pack((number, from_layout("k", (Parameter(0, 8),))) for number in modules)
+
+    monkeypatch.setattr(frontend.session._kernels._speculator, "table", known)
+    load(1)
+    assert named() == [1], "it was never detached"
+    quiesced(frontend)
+    thread = frontend.in_background("detach", detach_done=wire_pb2.DetachDone(), descriptors=(memory_map(),))
+    frontend.session.detach(reduce_stack=False, huge_pages=False, copy_threads=False)
+    thread.join()
+    assert named() == [1]
+    frontend.close()
+    frontend.connect(wire_pb2.DETACHED)
+    load(2)
+    assert named() == [1]
 
 
 def test_a_mad_frontend_does_not_fill_memory(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
