@@ -70,13 +70,17 @@ def fetch(address: str, directory: Path, as_json: bool) -> None:
     began = time.perf_counter()
     at = remote_image.address(address)
     with remote_image.interruptible(address):
-        image_directory(directory, create=True)
+        ours = False
         try:
+            with remote_image.held():
+                image_directory(directory, create=True)
+                ours = True
             size = remote_image.fetch(at, directory, only_data=True)
         except BaseException as error:
-            remote_image.clear(directory)
-            if isinstance(error, ImageError):
-                refuse("image fetch", error, as_json)
+            if ours:
+                remote_image.clear(directory)
+                if isinstance(error, ImageError):
+                    refuse("image fetch", error, as_json)
             raise
     seconds = time.perf_counter() - began
     if as_json:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +72,16 @@ def interruptible(image: str) -> Iterator[None]:
 
 
 @contextmanager
+def held() -> Iterator[None]:
+    """What is begun in the block is also noted in it: a signal that comes meanwhile raises at the block's end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
 def fetched(image: str) -> Iterator[Path]:
     """Copy what is not GPU data of the image at that address; after the block only logs are left, if it failed.
 
@@ -78,11 +89,14 @@ def fetched(image: str) -> Iterator[Path]:
     """
     at = address(image)
     with interruptible(image):
-        directory = Path(tempfile.mkdtemp(prefix="phos-remote-"))
+        directory: Path | None = None
         try:
+            with held():
+                directory = Path(tempfile.mkdtemp(prefix="phos-remote-"))
             fetch(at, directory)
             yield directory
         except BaseException:
-            clear(directory)
+            if directory is not None:
+                clear(directory)
             raise
         shutil.rmtree(directory, ignore_errors=True)
