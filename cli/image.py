@@ -69,10 +69,10 @@ def fetch(address: str, directory: Path, as_json: bool) -> None:
     """
     began = time.perf_counter()
     at = remote_image.address(address)
-    with remote_image.interruptible(address):
+    with remote_image.interruptible(address) as interruption:
         ours = False
         try:
-            with remote_image.held():
+            with interruption.held():
                 image_directory(directory, create=True)
                 ours = True
             size = remote_image.fetch(at, directory, only_data=True)

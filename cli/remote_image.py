@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,33 +51,50 @@ def clear(directory: Path) -> None:
         directory.rmdir()
 
 
+class Interruption:
+    """A signal that would end the command; it raises Interrupted, once: what was copied of ``image`` is removed."""
+
+    def __init__(self, image: str) -> None:
+        self._image = image
+        self._number = 0  # the signal that came first; what was copied is being removed once it has raised
+        self._held = False
+
+    def received(self, number: int, _frame: object) -> None:
+        """The handler."""
+        if self._number:
+            return
+        self._number = number
+        if not self._held:
+            self._raise()
+
+    def _raise(self) -> None:
+        raise Interrupted(self._number, f"Interrupted: what was copied of {self._image} is removed.")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """What is begun in the block is also noted in it: a signal that comes meanwhile raises at the block's end.
+
+        It is not blocked: the kernel would give it to another thread, and Python's handler runs in this one.
+        """
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            if self._number:
+                self._raise()
+
+
 @contextmanager
-def interruptible(image: str) -> Iterator[None]:
+def interruptible(image: str) -> Iterator[Interruption]:
     """A signal that would end the command raises Interrupted in the block: what was copied of ``image`` is removed."""
-    came = False
-
-    def received(number: int, _frame: object) -> None:
-        nonlocal came
-        if not came:  # else it is being removed
-            came = True
-            raise Interrupted(number, f"Interrupted: what was copied of {image} is removed.")
-
+    interruption = Interruption(image)
     former: list[tuple[int, Any]] = []
     try:
-        heed(ENDING, received, former)
-        yield
+        heed(ENDING, interruption.received, former)
+        yield interruption
     finally:
         handle_as_before(former)
-
-
-@contextmanager
-def held() -> Iterator[None]:
-    """What is begun in the block is also noted in it: a signal that comes meanwhile raises at the block's end."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
@@ -88,10 +104,10 @@ def fetched(image: str) -> Iterator[Path]:
     Raises: as :func:`address`, :func:`interruptible` and :func:`fetch`.
     """
     at = address(image)
-    with interruptible(image):
+    with interruptible(image) as interruption:
         directory: Path | None = None
         try:
-            with held():
+            with interruption.held():
                 directory = Path(tempfile.mkdtemp(prefix="phos-remote-"))
             fetch(at, directory)
             yield directory
