@@ -57,8 +57,8 @@ def reaches(instruction: Instruction) -> list[Reach]:
         return _copies(op, instruction, addresses)
     if op.base in ("tensormap", "multimem", "fence", "membar"):
         raise Unsuited("it works on tensor maps or multicast memory")
-    if op.base in ("st", "red") and "async" in op.words and "global" not in spaces:
-        return []  # they only reach shared memory
+    if op.base in ("st", "red") and "async" in op.words and len(addresses) > 1:
+        return []  # with a barrier they only reach shared memory
     if op.base == "st" and "bulk" in op.words:
         return []
     if op.base in ("ld", "ldu", "st", "atom", "red", "discard"):

@@ -67,8 +67,10 @@ def _store(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> Non
     at = next((i for i, operand in enumerate(operands) if isinstance(operand, Address)), None)
     if at is None or op.has("bulk"):
         return
-    # `st.async` and `red.async` reach shared memory, if they do not say global memory (PTX ISA 8.7).
-    space = Space.SHARED if op.has("async") and op.space is not Space.GLOBAL else op.space
+    # `st.async` and `red.async` that name a barrier reach shared memory. Those that release have none (PTX ISA 8.7),
+    # and theirs is a generic address where they do not say that it is global.
+    barrier = op.has("async") and sum(isinstance(operand, Address) for operand in operands) > 1
+    space = Space.SHARED if barrier else op.space
     register, number = compiler.place(operands[at])
     sources = tuple(source for operand in operands[at + 1 :] for source in compiler.several(operand))
     if at:

@@ -361,6 +361,12 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         {0: R, 8: W},
         NONE,
     ),
+    "asynchronous stores to generic addresses": (
+        "ld.param.u64 %a, [p]; st.async.release.gpu.u32 [%a], 1; ld.param.u64 %b, [q];"
+        "red.async.release.sys.add.u32 [%b], 1; st.async.u32 [%r1], 2, [%r2];",
+        {0: W, 8: RW},
+        NONE,
+    ),
     "surface": ("ld.param.u64 %a, [p]; sust.b.1d.b32.trap [%a, {%r1}], {%r2};", {}, W),
     "vector of addresses": (
         "ld.param.v2.u64 {%a, %b}, [v]; ld.global.u32 %r1, [%a]; st.global.u32 [%b], %r1;",

@@ -83,6 +83,7 @@ def checks(text: str, *, reads: bool) -> int:
         ("prefetch.global.L2 [%rd1];", 0, 0),
         ("discard.global.L2 [%rd1], 128;", 1, 1),
         ("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%r2], %r3, [%r4];", 0, 0),
+        ("st.async.release.gpu.u32 [%rd1], %r3; red.async.mmio.release.sys.add.u32 [%rd1], %r3;", 2, 2),
         ("mbarrier.try_wait.parity.shared::cta.b64 %p1, [%r2], %r3;", 0, 0),
         ("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r2, %r3}, [%r4];", 0, 0),
     ],
