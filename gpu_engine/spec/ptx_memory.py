@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phos.gpu_engine.ptx_instrument.operands import Address, Operand
+from phos.gpu_engine.ptx_instrument.operands import Address, Name, Operand
+from phos.gpu_engine.ptx_instrument.statements import VECTOR_LENGTH
 from phos.gpu_engine.spec.descriptor import Access
 from phos.gpu_engine.spec.ptx_opcodes import Opcode
 from phos.gpu_engine.spec.ptx_steps import Fill, Indirect, Load, Move, Space, Store, Tensor, Touch
@@ -56,10 +57,17 @@ def _touch(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...], access
             return
 
 
+def _elements(compiler: Compiler, op: Opcode, operand: Operand) -> tuple[int, ...]:
+    """The registers of a vector. One that is declared as a vector is one register, which holds all of its elements."""
+    registers = compiler.several(operand)
+    length = next((VECTOR_LENGTH[f".{word}"] for word in op.words if f".{word}" in VECTOR_LENGTH), 1)
+    return registers * length if isinstance(operand, Name) else registers
+
+
 def _load(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
     if len(operands) >= 2:
         register, number = compiler.place(operands[1])
-        compiler.add(Load(compiler.several(operands[0]), register, number, op.size, op.space))
+        compiler.add(Load(_elements(compiler, op, operands[0]), register, number, op.size, op.space))
 
 
 def _store(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
@@ -72,9 +80,9 @@ def _store(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> Non
     barrier = op.has("async") and sum(isinstance(operand, Address) for operand in operands) > 1
     space = Space.SHARED if barrier else op.space
     register, number = compiler.place(operands[at])
-    sources = tuple(source for operand in operands[at + 1 :] for source in compiler.several(operand))
+    sources = tuple(source for operand in operands[at + 1 :] for source in _elements(compiler, op, operand))
     if at:
-        compiler.add(Load(compiler.several(operands[0]), register, number, op.size, space))
+        compiler.add(Load(_elements(compiler, op, operands[0]), register, number, op.size, space))
         # Compare-and-swap: any of its operands may be what is stored, all in the one place.
         for source in sources:
             compiler.add(Store((source,), register, number, op.size, space, BOTH))

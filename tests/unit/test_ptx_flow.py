@@ -368,6 +368,12 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         NONE,
     ),
     "surface": ("ld.param.u64 %a, [p]; sust.b.1d.b32.trap [%a, {%r1}], {%r2};", {}, W),
+    "registers that are vectors": (
+        ".reg .v2 .u64 %v, %w; .local .align 16 .b8 copy[16]; ld.param.v2.u64 %v, [v]; st.local.v2.u64 [copy], %v;"
+        "mov.u64 %a, %v.y; st.global.u32 [%a], 1; ld.local.u64 %b, [copy+8]; ld.global.u32 %r1, [%b];",
+        {32: RW, 40: RW},
+        NONE,
+    ),
     "vector of addresses": (
         "ld.param.v2.u64 {%a, %b}, [v]; ld.global.u32 %r1, [%a]; st.global.u32 [%b], %r1;",
         {32: R, 40: W},
