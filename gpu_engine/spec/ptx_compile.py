@@ -112,11 +112,15 @@ class Compiler:
     def _named(self, name: str) -> int | tuple[int, ...]:
         """A register's number, or an object's in a tuple; register 0 for what is nowhere declared."""
         stem = name.rstrip("0123456789")
+        digits = name[len(stem) :]
+        index = int(digits) if 0 < len(digits) < 10 else None
         for scope in reversed(self._scopes):
             found = scope.get(name)
             if found is not None:
                 return found
-            if f"{stem}<" in scope and stem != name:
+            count = scope.get(f"{stem}<") if index is not None else None
+            # A block's own %r<2> leaves %r5 to the blocks around it.
+            if isinstance(count, int) and index is not None and index < count:
                 register = scope[name] = self.register()
                 return register
         declared = self._globals.get(name)
@@ -197,7 +201,8 @@ class Compiler:
         self._scopes.append({})
         for statement in block.statements:
             if isinstance(statement, Targets):
-                self._targets[statement.label] = statement.names
+                # Labels of other blocks may have the same name.
+                self._targets[statement.label] = self._targets.get(statement.label, ()) + statement.names
                 if statement.directive == ".calltargets":
                     self.functions_named.update(statement.names)
         return block.statements[::-1]

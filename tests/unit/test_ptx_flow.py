@@ -374,6 +374,12 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         {32: RW, 40: RW},
         NONE,
     ),
+    "a block with fewer registers of the same name": (
+        ".reg .u64 %e<9>; ld.param.u64 %e5, [p];"
+        "{ .reg .u64 %e<2>; ld.param.u64 %e1, [q]; add.u64 %e0, %e5, %e1; st.global.u32 [%e0], 1; }",
+        {0: W, 8: W},
+        NONE,
+    ),
     "vector of addresses": (
         "ld.param.v2.u64 {%a, %b}, [v]; ld.global.u32 %r1, [%a]; st.global.u32 [%b], %r1;",
         {32: R, 40: W},
@@ -391,6 +397,19 @@ def test_hand_written_ptx(name: str) -> None:
         ".reg .b64 %a, %b, %c, %d; .reg .b32 %r<9>; .reg .pred %p<9>;\n" + body + " ret; }"
     )
     assert summary(describe(text)["k"]) == (pointers, indirect)
+
+
+def test_lists_of_targets_with_the_same_name() -> None:
+    text = (
+        HEAD
+        + """
+    .func reads(.reg .u64 a) { .reg .b32 r; ld.u32 r, [a]; ret; }
+    .func writes(.reg .u64 a) { st.u32 [a], 1; ret; }
+    .entry k(.param .u64 p) { .reg .u64 %a, %f; ld.param.u64 %a, [p]; ld.param.u64 %f, [p];
+      t: .calltargets writes; { t: .calltargets reads; call %f, (%a), t; } call %f, (%a), t; }
+    """
+    )
+    assert summary(describe(text)["k"]) == ({0: RW}, NONE)
 
 
 def test_calls_of_listed_targets() -> None:
