@@ -242,8 +242,8 @@ class Compiler:
         elif base == "cvt":
             sizes = [4 if kind.startswith("f") else 8 if kind.endswith("64") else 4 for kind in op.types]
             self.add(Move(target, sources) if min(sizes, default=4) == 8 else Narrow(target, sources[0]))
-        elif not op.integer:
-            pass  # nobody computes addresses in floating point
+        elif not op.integer and base != "selp":
+            pass  # nobody computes addresses in floating point, but they are moved in its registers
         elif base in ("add", "addc", "sub", "subc") and len(rest) >= 2:
             number = integer(rest[1].number) if isinstance(rest[1], Immediate) else None
             left, right = self.use(rest[0]), self.use(rest[1])

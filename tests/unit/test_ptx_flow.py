@@ -380,6 +380,12 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         {0: W, 8: W},
         NONE,
     ),
+    "selected as numbers": (
+        ".reg .f64 %x, %y; ld.param.f64 %x, [p]; ld.param.f64 %y, [q]; selp.f64 %x, %x, %y, %p1;"
+        "mov.b64 %a, %x; st.global.u32 [%a], 1;",
+        {0: W, 8: W},
+        NONE,
+    ),
     "vector of addresses": (
         "ld.param.v2.u64 {%a, %b}, [v]; ld.global.u32 %r1, [%a]; st.global.u32 [%b], %r1;",
         {32: R, 40: W},
