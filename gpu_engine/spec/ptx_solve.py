@@ -81,8 +81,12 @@ class Instance:
         self.code = code
         self.objects = objects
         self.registers: list[Value] = [{} for _ in range(code.registers)]
+        self.variables: dict[int, int] = {}
+        """Objects of calls' parameter variables, by the register that stands for the address."""
         for register, number, offset in code.addresses:
             self.registers[register][Place(objects[number], offset)] = STRONG
+            if offset == 0 and code.objects[number].kind is Kind.LOCAL:
+                self.variables[register] = objects[number]
         self.fresh = True
 
 
@@ -353,7 +357,7 @@ class Solver:
         before = self._changed
         self._changed = False
         for register, formal in zip(call.arguments, code.parameters, strict=False):
-            self._copy(instance.registers[register], callee, formal)
+            self._copy(instance, register, callee, formal)
         news = self._changed or callee.fresh
         self._changed = self._changed or before
         if news and len(self._active) < MAXIMUM_DEPTH:
@@ -363,30 +367,25 @@ class Solver:
                 self._give(instance, register, callee.registers[formal.register])
                 continue
             held = self._objects[callee.objects[formal.object]]
-            place = self._parameter_object(instance, register)
+            place = instance.variables.get(register)
             if place is None:
                 self._set(instance, register, list(held.load(0, POINTER_BYTES)))
             else:
                 self._copy_object(held, self._objects[place])
 
-    def _parameter_object(self, instance: Instance, register: int) -> int | None:
-        """The object of a call's parameter variable; None if the argument is an ordinary register."""
-        for address, number, offset in instance.code.addresses:
-            if address == register and offset == 0 and instance.code.objects[number].kind is Kind.LOCAL:
-                return instance.objects[number]
-        return None
-
-    def _copy(self, value: Value, callee: Instance, formal: Formal) -> None:
+    def _copy(self, instance: Instance, register: int, callee: Instance, formal: Formal) -> None:
         """Hand over one argument: a parameter variable's contents, or a register's value."""
+        value = instance.registers[register]
         if formal.object is None:
             self._join(callee.registers[formal.register], list(value.items()))
             return
         target = self._objects[callee.objects[formal.object]]
-        for atom in value:
-            if isinstance(atom, Place) and atom.offset == 0 and self.declared(atom.object).kind is Kind.LOCAL:
-                self._copy_object(self._objects[atom.object], target)
-        if not any(isinstance(atom, Place) for atom in value):
+        place = instance.variables.get(register)
+        if place is None:
+            # A register may hold addresses of things, which are handed over as they are.
             self._changed |= target.store(0, POINTER_BYTES, value)
+        else:
+            self._copy_object(self._objects[place], target)
 
     def _copy_object(self, source: Object, target: Object) -> None:
         for (offset, size), value in list(source.cells.items()):
@@ -395,7 +394,7 @@ class Solver:
 
     def _give(self, instance: Instance, register: int, value: Value) -> None:
         """A result of a call."""
-        place = self._parameter_object(instance, register)
+        place = instance.variables.get(register)
         if place is None:
             self._set(instance, register, list(value.items()))
         else:

@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(HERE))
 from ptx_machine import compile_cuda
 
-from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, FieldKind, Source
+from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Field, FieldKind, Source
 from phos.gpu_engine.spec.ptx_flow import describe
 
 R, W, RW, NONE = Access.READ, Access.WRITE, Access.READ | Access.WRITE, Access.NONE
@@ -403,6 +403,21 @@ def test_hand_written_ptx(name: str) -> None:
         ".reg .b64 %a, %b, %c, %d; .reg .b32 %r<9>; .reg .pred %p<9>;\n" + body + " ret; }"
     )
     assert summary(describe(text)["k"]) == (pointers, indirect)
+
+
+def test_an_address_of_the_modules_that_is_handed_over_in_a_register() -> None:
+    text = (
+        HEAD
+        + """
+    .global .u32 counter;
+    .func at(.param .u64 to, .param .u64 i) { .reg .u64 %a, %b; ld.param.u64 %a, [to]; ld.param.u64 %b, [i];
+      add.u64 %a, %a, %b; st.u32 [%a], 1; ret; }
+    .entry k(.param .u64 p, .param .u64 i) { .reg .u64 %a, %b, %i; .reg .pred %p; ld.param.u64 %a, [p];
+      mov.u64 %b, counter; cvta.global.u64 %b, %b; ld.param.u64 %i, [i]; setp.eq.u64 %p, %i, 0;
+      selp.u64 %a, %a, %b, %p; call at, (%a, %i); ret; }
+    """
+    )
+    assert describe(text)["k"].fields[0] == Field(0, 8, W, FieldKind.POINTER)
 
 
 def test_lists_of_targets_with_the_same_name() -> None:
