@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from phos.gpu_engine.ptx_instrument.operands import Address, Group, Name, Operand, names
@@ -47,6 +47,7 @@ class Names:
             if item.space in (".global", ".const")
             for declarator in item.declarators
         }
+        self.numbered = _numbered(self.variables)
         self.functions = {function.name for function in module.functions}
         self.defined = {function.name for function in module.functions if function.body is not None}
         self.aliases = {
@@ -65,6 +66,12 @@ class Names:
         return self.variables[name].type in (".texref", ".samplerref", ".surfref")
 
 
+def _numbered(names_: Iterable[str]) -> set[str]:
+    """The declarations, as in ``%r<5>``, that names like these could be from."""
+    stems = ((name, name.rstrip("0123456789")) for name in names_)
+    return {f"{stem}<" for name, stem in stems if stem != name}
+
+
 def statements(function: Function) -> Iterator[Statement]:
     """All statements of a function, those of inner blocks too, in the text's order."""
     stack: list[Statement] = [function.body] if function.body is not None else []
@@ -80,18 +87,26 @@ def survey(function: Function, known: Names, reads: bool) -> Survey:
     """Look through a function. ``reads``: do loads count as well as stores?"""
     found = Survey(function)
     local: set[str] = set()
+    registers: set[str] = set()
     try:
         for variable in (*function.parameters, *function.results):
-            local.update(declarator.name for declarator in variable.declarators)
+            # A function's parameters may be registers, and then hold addresses.
+            kept = registers if variable.space == ".reg" else local
+            kept.update(declarator.name for declarator in variable.declarators)
         for statement in statements(function):
             if isinstance(statement, Variable):
                 names_ = {declarator.name for declarator in statement.declarators}
                 if names_ & (known.variables.keys() | known.functions):
                     raise Unsuited("it declares names of the module's again")
-                if statement.space != ".reg":
+                if statement.space == ".reg":
+                    registers.update(d.name if d.count is None else f"{d.name}<" for d in statement.declarators)
+                else:
                     local |= names_
             elif isinstance(statement, Instruction):
                 _instruction(found, statement, known, local, reads)
+        # Blocks have names of their own, and an address in a register may be named like a variable elsewhere.
+        if registers & (local | _numbered(local) | known.numbered):
+            raise Unsuited("it has registers and variables of the same name")
     except Unsuited as why:
         found.unsuited = str(why)
     return found

@@ -109,6 +109,9 @@ def test_what_is_checked(body: str, writes: int, both: int) -> None:
             ".func f() { .reg .b64 %rd<2>; proto: .callprototype _ (); call %rd1, proto; ret; }",
             "by address (in f)",
         ),
+        ("{ .local .b8 x[8]; } { .reg .b64 x; mov.b64 x, %rd1; st.u32 [x], %r1; }", "", "the same name"),
+        ("{ .local .b8 x1[8]; } { .reg .b64 x<2>; mov.b64 x1, %rd1; st.u32 [x1], %r1; }", "", "the same name"),
+        (".reg .b64 x<2>; mov.b64 x1, %rd1; st.u32 [x1], %r1;", ".global .b32 x1;", "the same name"),
         ("setmaxnreg.inc.sync.aligned.u32 240;", "", "registers"),
     ],
 )
@@ -265,6 +268,11 @@ def test_functions_that_store_are_checked() -> None:
     window = Window([a, b])
     assert pair.run_twin("k", 1, 1, a, b, 9, window=window)[0] == ptx_machine.OK
     assert (a.bytes()[0], window.report().violations) == (9, 1)
+
+
+def test_functions_that_are_given_an_address_in_a_register_are_checked() -> None:
+    before = ".func put(.reg .b64 at) { st.u32 [at], 1; ret; }\n"
+    assert checks(kernel("call put, (%rd1);", before=before), reads=False) == 1
 
 
 def test_a_bulk_copy_is_checked_at_both_ends() -> None:
