@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from phos.gpu_engine.spec.descriptor import Access
+from phos.gpu_engine.spec.sass_text import UNIFORM
 from phos.gpu_engine.spec.sass_value import (
     BLOCK,
     LOADED_WORD,
@@ -187,7 +188,9 @@ class State:
             return NOTHING
         if self.predicate and self.guarded:
             guarded = self.guarded.get(register)
-            if guarded is not None and guarded[0] in (self.predicate, self.voted.get(self.predicate)):
+            # What a vote makes sure of holds in the registers of the warp, and not in those of each thread.
+            voted = self.voted.get(self.predicate) if register >= UNIFORM else None
+            if guarded is not None and guarded[0] in (self.predicate, voted):
                 return guarded[1]
         return self.registers.get(register, NOTHING)
 

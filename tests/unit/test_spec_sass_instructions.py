@@ -197,12 +197,12 @@ def test_a_vote_stands_for_the_predicate_it_was_taken_on() -> None:
 @pytest.mark.parametrize("sign", ["", "!"])
 def test_a_vote_is_worth_nothing_once_its_predicate_has_changed(sign: str) -> None:
     code = f"""
-        LDC.64 R2, c[0x0][0x210]
+        ULDC.64 UR6, c[0x0][0x210]
         ISETP.NE.AND P0, PT, R9, RZ, PT
         VOTEU.ANY UP0, {sign}P0
         ISETP.NE.AND P0, PT, R8, RZ, PT
-        @{sign}P0 LDC.64 R2, c[0x0][0x218]
-        @UP0 STG.E desc[UR4][R2.64], R0
+        @{sign}P0 ULDC.64 UR6, c[0x0][0x218]
+        @UP0 STG.E desc[UR4][UR6.64], R0
         EXIT
     """
     assert flow(code, P0, P1) == (pointers(WRITE, WRITE), NONE)
@@ -488,6 +488,25 @@ def test_printing_and_failing_assertions_touch_nothing() -> None:
     assert flow(code, P0, slots={8: "vprintf"}) == (pointers(WRITE), NONE)
     assert flow(code, P0, slots={8: "__assertfail"}) == ([], NONE)
     assert flow(code, P0, slots={8: "cudaLaunchDeviceV2"}) == ([(0, 0, 8, BOTH, SCAN)], NONE)
+
+
+def test_a_vote_says_nothing_of_a_thread() -> None:
+    """A thread for which P0 is false keeps the first address, and stores if P0 is true for another one."""
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        LDC.64 R4, c[0x0][0x218]
+        ISETP.NE.AND P0, PT, R8, RZ, PT
+        @P0 MOV R2, R4
+        @P0 MOV R3, R5
+        VOTEU.ANY UP0, P0
+        @UP0 STG.E desc[UR4][R2.64], R0
+        EXIT
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(WRITE, WRITE), NONE)
 
 
 def test_helpers_are_followed_apart_for_each_caller() -> None:
