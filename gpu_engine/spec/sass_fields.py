@@ -55,6 +55,8 @@ def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
             _resolve_map(touch, layout, found)
             continue
         candidates = _candidates(touch)
+        if not candidates and not _is_own(touch):
+            found.indirect |= touch.access  # an address from nowhere: a number in the code itself, for example
         # What went in as a number too: from a pointer to another, and added to the first, it leads to the other.
         distances = _pairs(touch.derived, touch.derived) - {None}
         alternatives = [base for bases, several in candidates if len(bases) == 1 or several for base in bases]
@@ -91,7 +93,7 @@ def _candidates(touch: Touch) -> list[tuple[frozenset[Base | None], bool]]:
         bases, straddling = _pairs(atoms, touch.high), _straddling(atoms, touch.high)
         if bases or straddling:
             result.append((bases | straddling, bool(straddling) or ANY in atoms))
-    if result or own or any(atom.origin in _OWN for atom in touch.high):
+    if result or own or _is_own(touch):
         return result
     # Structs may be packed: words that make no aligned address may make one that is not.
     packed = frozenset().union(*(_pairs(atoms, touch.high, WORD) for atoms in touch.low))
@@ -102,6 +104,11 @@ def _candidates(touch: Touch) -> list[tuple[frozenset[Base | None], bool]]:
     high = touch.high | touch.derived
     bases = _pairs(low, high) | _straddling(low, high)
     return [(bases, True)] if bases else []
+
+
+def _is_own(touch: Touch) -> bool:
+    """Whether it may be memory that no argument names: the stack, shared memory, a module's variable."""
+    return any(atom.origin in _OWN for atoms in (touch.high, *touch.low) for atom in atoms)
 
 
 def _pairs(low: Atoms, high: Atoms, alignment: int = ADDRESS_BYTES) -> frozenset[Base | None]:

@@ -448,8 +448,8 @@ def test_a_generic_address_of_the_stack_or_of_shared_memory_is_either() -> None:
     """
     assert flow(code, P0) == (pointers(WRITE), NONE)
     assert flow(code.replace("LDS.64 R8, [0x10]", "LDL.64 R8, [R1]"), P0) == (pointers(WRITE), NONE)
-    # What is on the stack for sure is not in shared memory.
-    assert flow(code.replace("@P0", "@!PT"), P0) == ([], NONE)
+    # What is on the stack for sure is not in shared memory, so that the address stored through is from nowhere.
+    assert flow(code.replace("@P0", "@!PT"), P0) == ([], WRITE)
 
 
 def test_texture_and_surface_handles_are_indirect() -> None:
@@ -507,6 +507,22 @@ def test_a_vote_says_nothing_of_a_thread() -> None:
         P1,
     )
     assert found == (pointers(WRITE, WRITE), NONE)
+
+
+def test_an_address_in_the_code_itself() -> None:
+    """Compilers that run with the program write addresses of its buffers into the code."""
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        LDG.E R0, desc[UR4][R2.64]
+        MOV R4, 0x1000
+        MOV R5, 0x7f00
+        STG.E desc[UR4][R4.64], R0
+        EXIT
+        """,
+        P0,
+    )
+    assert found == (pointers(READ), WRITE)
 
 
 def test_helpers_are_followed_apart_for_each_caller() -> None:
