@@ -106,6 +106,8 @@ class Compiler:
                 else:
                     scope[declarator.name] = self.register()
                 continue
+            # Tables of functions may stand in a body as well.
+            self.functions_named.update(declarator.initial)
             kind = {".shared": Kind.SHARED, ".global": Kind.VARIABLE, ".const": Kind.VARIABLE}.get(variable.space)
             scope[declarator.name] = (self._object(Declared(kind or Kind.LOCAL, declarator.name)),)
 

@@ -32,6 +32,9 @@ def memory_steps(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) 
         _multimem(compiler, op, operands)
     elif base in _THROUGH_HANDLES:
         compiler.add(Indirect(_THROUGH_HANDLES[base]))
+        if base in ("tex", "tld4", "suld"):
+            # What they fetch comes from memory, and register 0 holds no address of it.
+            compiler.add(Load(compiler.several(operands[0]), 0, 0, op.size, Space.GENERIC))
     elif base in ("prefetch", "prefetchu", "fence"):
         # A prefetched tensor map is not read by the kernel: what it uses, it names again.
         if "tensormap" not in op.words:

@@ -386,6 +386,12 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         {0: W, 8: W},
         NONE,
     ),
+    "an address from a surface": (
+        "ld.param.u64 %a, [p]; suld.b.1d.b64.trap %b, [%a, {%r1}]; ld.param.u64 %c, [q]; add.u64 %b, %b, %c;"
+        "st.global.u32 [%b], 1;",
+        {8: W},
+        RW,
+    ),
     "vector of addresses": (
         "ld.param.v2.u64 {%a, %b}, [v]; ld.global.u32 %r1, [%a]; st.global.u32 [%b], %r1;",
         {32: R, 40: W},
@@ -418,6 +424,20 @@ def test_an_address_of_the_modules_that_is_handed_over_in_a_register() -> None:
     """
     )
     assert describe(text)["k"].fields[0] == Field(0, 8, W, FieldKind.POINTER)
+
+
+def test_a_table_of_functions_in_a_body() -> None:
+    text = (
+        HEAD
+        + """
+    .func writes(.reg .u64 a) { st.u32 [a], 1; ret; }
+    .func other(.reg .u64 a) { ret; }
+    .global .u64 others[1] = { other };
+    .entry k(.param .u64 p) { .global .u64 table[1] = { writes }; .reg .u64 %a, %f; ld.param.u64 %a, [p];
+      ld.global.u64 %f, [table]; t: .callprototype _ (.param .u64 _); call %f, (%a), t; }
+    """
+    )
+    assert summary(describe(text)["k"]) == ({0: W}, NONE)
 
 
 def test_lists_of_targets_with_the_same_name() -> None:
