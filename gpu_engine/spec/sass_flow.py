@@ -73,6 +73,10 @@ def _describe_one(
     code: Program, name: str, parameters: tuple[Parameter, ...], layout: Layout, slots: Mapping[int, str]
 ) -> AccessDescriptor:
     kernel = Kernel(layout)
+    if any(p.offset + p.size > layout.size for p in parameters):
+        # Or parameters would pass for words of the driver's, and the kernel for one that touches nothing.
+        log.info("Kernel %s may read and write anything it is given: its code does not say where that lies.", name)
+        return anything(name, parameters)
     try:
         Walk(code, kernel, slots).run(name)
     except CannotFollowError as reason:

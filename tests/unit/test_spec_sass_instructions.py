@@ -525,6 +525,15 @@ def test_an_address_in_the_code_itself() -> None:
     assert found == (pointers(READ), WRITE)
 
 
+@pytest.mark.parametrize("size", [0, 8])
+def test_a_kernel_that_does_not_say_where_its_parameters_lie(size: int) -> None:
+    text = '.section .text.k,"ax",@progbits\nk:\n/*0000*/ LDC.64 R2, c[0x0][0x218] ;\n'
+    text += "/*0010*/ STG.E desc[UR4][R2.64], R0 ;\n/*0020*/ EXIT ;\n"
+    found = sass_flow.describe_listing(parse(text), {"k": ((P0, P1), Layout(0x210, size, 90))}, {})["k"]
+    assert as_expected(found) == ([(0, 0, 8, BOTH, SCAN), (1, 0, 8, BOTH, SCAN)], NONE)
+    assert found.guessed
+
+
 def test_helpers_are_followed_apart_for_each_caller() -> None:
     found = flow(
         """
