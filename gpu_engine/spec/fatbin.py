@@ -81,6 +81,10 @@ class Entry:
             )
         try:
             if self.flags & COMPRESSED_ZSTD:
+                # What the frame itself claims is allocated at once, whatever the limit.
+                claimed = zstandard.frame_content_size(packed)
+                if claimed > size:
+                    raise SpecError(f"An entry of a fat binary would uncompress to {claimed} bytes instead of {size}.")
                 image = zstandard.ZstdDecompressor().decompress(packed, max_output_size=size)
             else:
                 image = lz4.block.decompress(packed, uncompressed_size=size)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import zstandard
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -150,3 +151,12 @@ def test_a_host_programs_units() -> None:
         list(modules.units(program.replace(b".nv_fatbin", b".nv_gatbin"), 90))
     with pytest.raises(SpecError, match="cannot be read"):
         list(modules.units(program[:70], 90))
+
+
+def test_a_frame_that_claims_more_than_its_entry_is_not_unfolded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library takes the frame's own word for how much memory it needs."""
+    packed = zstandard.ZstdCompressor().compress(bytes(1 << 20))
+    claims = fatbin.Entry(fatbin.Kind.ELF, 90, fatbin.COMPRESSED_ZSTD, memoryview(packed), len(packed), 100)
+    monkeypatch.setattr(zstandard, "ZstdDecompressor", lambda: pytest.fail("it was unfolded"))
+    with pytest.raises(SpecError, match="1048576 bytes instead of 100"):
+        claims.read()
