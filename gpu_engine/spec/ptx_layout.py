@@ -9,7 +9,8 @@ from phos.gpu_engine.spec.errors import SpecError
 
 MAX_PARAMETER_BYTES = 1 << 16
 
-_COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+# Strings as well: names of files may look like the beginning of a comment, and no parameter has a string.
+_COMMENT = re.compile(r'"(?:[^"\\\n]|\\.)*"|/\*.*?\*/|//[^\n]*', re.DOTALL)
 _ENTRY = re.compile(r"\.entry\s+([A-Za-z_$%][\w$]*)\s*(\(([^()]*)\))?")
 _PARAMETER = re.compile(
     r"""\.param\s+(?:\.align\s+(?P<align>\d+)\s+)?

@@ -155,3 +155,9 @@ def test_forms_of_ptx_parameters() -> None:
 def test_unknown_ptx_parameters_are_named(wrong: str) -> None:
     with pytest.raises(SpecError, match="kernel k"):
         ptx_layout.layouts(f".entry k({wrong}) {{ ret; }}", 90)
+
+
+def test_names_of_files_that_look_like_comments() -> None:
+    head = '.version 8.5\n.target sm_90\n.file 1 "/tmp/*made/x.cu"\n.file 2 "http://y"'
+    text = f"{head} .entry k(.param .u64 p) {{ ret; }}\n/* it */ .entry j(.param .u32 n) {{ ret; }}"
+    assert ptx_layout.layouts(text, 90) == {"k": (Parameter(0, 8),), "j": (Parameter(0, 4),)}
