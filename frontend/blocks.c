@@ -184,8 +184,11 @@ CUresult phos_map(CUdeviceptr address, size_t size, size_t offset, struct phos_b
 CUresult phos_unmap(struct phos_mapping *mapping)
 {
     CUresult result = phos_real.cuMemUnmap(mapping->range.address, mapping->range.size);
-    if (result != CUDA_SUCCESS)
-        return result;
+    return result == CUDA_SUCCESS ? phos_unmapped(mapping) : result;
+}
+
+CUresult phos_unmapped(struct phos_mapping *mapping)
+{
     phos_ranges_remove(&phos_mappings, &mapping->range);
     struct phos_block *block = mapping->block;
     phos_mappings_shut -= mapping->shut;

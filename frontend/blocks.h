@@ -98,6 +98,8 @@ void phos_session_renamed(const uint8_t *old, const uint8_t *now);
 CUresult phos_map(CUdeviceptr address, size_t size, size_t offset, struct phos_block *block, unsigned long long flags,
                   struct phos_mapping **mapping) PHOS_CHECKED;
 CUresult phos_unmap(struct phos_mapping *mapping) PHOS_CHECKED;
+/* The record of one that the driver has unmapped. */
+CUresult phos_unmapped(struct phos_mapping *mapping) PHOS_CHECKED;
 /* Sets access in the driver and, if it agrees, in the record of every mapping in the range. */
 CUresult phos_set_access(CUdeviceptr address, size_t size, const CUmemAccessDesc *access, size_t count) PHOS_CHECKED;
 struct phos_mapping *phos_mapping_at(CUdeviceptr address);

@@ -86,11 +86,26 @@ CUresult serve_cuMemMap(CUdeviceptr_v2 ptr, size_t size, size_t offset, CUmemGen
     return phos_map(ptr, size, offset, block, flags, NULL);
 }
 
+/* What is not made of our mappings alone: the driver takes all of it or nothing, and then ours in it are gone too. */
 static CUresult unmap_drivers(CUdeviceptr ptr, size_t size)
 {
+    for (size_t at = phos_ranges_first(&phos_mappings, ptr); at < phos_mappings.count; at++) {
+        const struct phos_mapping *mapping = (const struct phos_mapping *)phos_mappings.items[at];
+        if (mapping->range.address - ptr >= size)
+            break;
+        if (mapping->span)
+            return CUDA_ERROR_INVALID_VALUE;
+    }
     CUresult result = phos_real.cuMemUnmap(ptr, size);
-    if (result == CUDA_SUCCESS)
-        phos_driver_vmm_unmapped(ptr, size);
+    if (result != CUDA_SUCCESS)
+        return result;
+    phos_driver_vmm_unmapped(ptr, size);
+    for (size_t at = phos_ranges_first(&phos_mappings, ptr);
+         at < phos_mappings.count && phos_mappings.items[at]->address - ptr < size;) {
+        CUresult settled = phos_unmapped((struct phos_mapping *)phos_mappings.items[at]);
+        if (result == CUDA_SUCCESS)
+            result = settled;
+    }
     return result;
 }
 
@@ -106,7 +121,7 @@ CUresult serve_cuMemUnmap(CUdeviceptr_v2 ptr, size_t size)
     for (CUdeviceptr at = ptr; at < ptr + size; at += mapping->range.size) {
         mapping = phos_mapping_at(at);
         if (!mapping || mapping->range.address != at || mapping->range.size > ptr + size - at || mapping->span)
-            return mapping && mapping->span ? CUDA_ERROR_INVALID_VALUE : unmap_drivers(ptr, size);
+            return unmap_drivers(ptr, size);
     }
     while (size) {
         mapping = phos_mapping_at(ptr);

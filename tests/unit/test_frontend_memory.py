@@ -297,6 +297,47 @@ def test_vmm_memory_on_the_host_stays_with_the_driver(phosd: FakePhosd) -> None:
         app.finish()
 
 
+@pytest.mark.parametrize("host_first", [False, True])
+def test_one_unmap_of_our_memory_and_the_drivers(phosd: FakePhosd, host_first: bool) -> None:
+    """The driver takes a range of several whole mappings, whosever memory is behind them."""
+    body = f"""
+    start()
+    locations = cu.CUmemLocationType
+    size = 2 << 20
+    pointer = int(ok(cu.cuMemAddressReserve(2 * size, 0, 0, 0)))
+    kinds = [locations.CU_MEM_LOCATION_TYPE_DEVICE, locations.CU_MEM_LOCATION_TYPE_HOST_NUMA]
+    for n in range(2):
+        properties = cu.CUmemAllocationProp()
+        properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = kinds[n ^ {int(host_first)}]
+        handle = ok(cu.cuMemCreate(size, properties, 0))
+        ok(cu.cuMemMap(pointer + n * size, size, 0, handle, 0))
+        ok(cu.cuMemRelease(handle))
+    say("mapped")
+    heard()
+    assert int(cu.cuMemUnmap(pointer, size + size // 2)[0]) == 1  # not whole mappings
+    say("refused")
+    heard()
+    ok(cu.cuMemUnmap(pointer, 2 * size))
+    ok(cu.cuMemAddressFree(pointer, 2 * size))
+    say("unmapped")
+    heard()
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "mapped"
+        eventually(lambda: session.uncarried.get("host-vmm") == (1, 2 << 20))
+        app.tell()
+        assert app.line() == "refused"
+        assert [b.size for b in session.blocks.values()] == [2 << 20]
+        app.tell()
+        assert app.line() == "unmapped"
+        eventually(lambda: not session.blocks)
+        eventually(lambda: session.uncarried.get("host-vmm") == (0, 0))
+        phosd.toggle(session)
+        app.tell()
+        app.finish()
+
+
 def test_managed_memory_and_arrays_are_reported(phosd: FakePhosd) -> None:
     body = """
     start()
