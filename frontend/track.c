@@ -226,25 +226,6 @@ static CUdevice context_device(CUcontext context)
     return -1;
 }
 
-static void context_destroying(CUcontext context)
-{
-    CUdevice device = context ? context_device(context) : -1;
-    if (device >= 0)
-        context_ends(context, device);
-}
-
-CUresult serve_cuCtxDestroy_v2(CUcontext context)
-{
-    context_destroying(context);
-    return phos_real.cuCtxDestroy_v2(context);
-}
-
-CUresult serve_cuCtxDestroy(CUcontext context)
-{
-    context_destroying(context);
-    return phos_real.cuCtxDestroy(context);
-}
-
 CUresult serve_cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice_v1 device)
 {
     CUresult result =
@@ -265,6 +246,41 @@ static bool primary_of(CUdevice device, CUcontext *primary)
     return true;
 }
 
+/* Too late to wait for its work, which the driver did; its memory goes now. */
+static void primary_gone(CUcontext primary, CUdevice device)
+{
+    phos_window_context_ends(primary, true);
+    PHOS_LOCKED(&phos_memory_lock);
+    phos_pool_context_ends(primary);
+    phos_free_context(primary);
+    context_forget(primary);
+    phos_cache_flush(device);
+}
+
+/* A primary context is not to be destroyed: the driver refuses, and all that is in it stays. */
+static CUresult context_destroyed(CUcontext context, CUresult (*destroy)(CUcontext))
+{
+    CUdevice device = context ? context_device(context) : -1;
+    CUcontext primary = NULL;
+    bool is_primary = device >= 0 && primary_of(device, &primary) && primary == context;
+    if (device >= 0 && !is_primary)
+        context_ends(context, device);
+    CUresult result = destroy(context);
+    if (is_primary && result == CUDA_SUCCESS)
+        primary_gone(primary, device);
+    return result;
+}
+
+CUresult serve_cuCtxDestroy_v2(CUcontext context)
+{
+    return context_destroyed(context, phos_real.cuCtxDestroy_v2);
+}
+
+CUresult serve_cuCtxDestroy(CUcontext context)
+{
+    return context_destroyed(context, phos_real.cuCtxDestroy);
+}
+
 static CUresult primary_released(CUdevice device, CUresult (*release)(CUdevice_v1))
 {
     CUcontext primary = NULL;
@@ -273,15 +289,8 @@ static CUresult primary_released(CUdevice device, CUresult (*release)(CUdevice_v
     unsigned int flags;
     int active = 1;
     if (result == CUDA_SUCCESS && had && phos_real.cuDevicePrimaryCtxGetState(device, &flags, &active) == CUDA_SUCCESS &&
-        !active) {
-        /* Too late to wait for its work, which the driver did; its memory goes now. */
-        phos_window_context_ends(primary, true);
-        PHOS_LOCKED(&phos_memory_lock);
-        phos_pool_context_ends(primary);
-        phos_free_context(primary);
-        context_forget(primary);
-        phos_cache_flush(device);
-    }
+        !active)
+        primary_gone(primary, device);
     return result;
 }
 

@@ -81,6 +81,23 @@ def test_the_last_context_of_a_gpu_takes_freed_memory_along(phosd: FakePhosd) ->
         app.finish()
 
 
+def test_a_primary_context_that_cannot_be_destroyed_keeps_its_memory(phosd: FakePhosd) -> None:
+    body = """
+    context = start()
+    stream = ok(cu.cuStreamCreate(0))
+    p, q = ok(cu.cuMemAlloc(3 << 20)), ok(cu.cuMemAllocAsync(5000, stream))
+    fill(p, 3 << 20, 7)
+    assert int(cu.cuCtxDestroy(context)[0]) != 0
+    assert read(p, 3 << 20) == bytes([7]) * (3 << 20)
+    ok(cu.cuMemFreeAsync(q, stream))
+    ok(cu.cuMemFree(p))
+    say("done")
+    """
+    with program(phosd, body) as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
 def test_medium_sizes_share_slabs_and_grow_together_again(phosd: FakePhosd) -> None:
     body = """
     start()
