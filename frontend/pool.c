@@ -194,6 +194,9 @@ static CUdevice stream_device(CUstream stream)
 static CUresult pool_allocate(struct phos_pool *pool, CUcontext context, size_t size, CUstream stream,
                               const char *entry_point, CUdeviceptr *address)
 {
+    /* What is freed and not yet free does not count: the driver lets the stream wait for that. */
+    if (pool->most && (size > pool->most || pool->used > pool->most - size))
+        return CUDA_ERROR_OUT_OF_MEMORY;
     unsigned long long number = stream_number(stream);
     struct phos_allocation *allocation = NULL;
     for (struct pending **link = &pool->pending; *link; link = &(*link)->next) {

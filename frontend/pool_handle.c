@@ -12,11 +12,17 @@ CUresult serve_cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps_v1 *prop
     if (result != CUDA_SUCCESS || !props)
         return result;
     CUdevice device = props->location.id;
+    /* Memory for a special use, such as the decompression engine's, only the driver knows how to make. */
     bool ours = props->location.type == CU_MEM_LOCATION_TYPE_DEVICE && props->handleTypes == CU_MEM_HANDLE_TYPE_NONE &&
-                props->allocType == CU_MEM_ALLOCATION_TYPE_PINNED && device >= 0 && device < phos_device_count &&
-                phos_devices[device].carried;
+                props->allocType == CU_MEM_ALLOCATION_TYPE_PINNED && !props->usage && device >= 0 &&
+                device < phos_device_count && phos_devices[device].carried;
+    if (!ours)
+        return result;
     PHOS_LOCKED(&phos_memory_lock);
-    if (ours && !phos_pool_add(*pool, device, true))
+    struct phos_pool *record = phos_pool_add(*pool, device, true);
+    if (record)
+        record->most = props->maxSize;
+    else
         phos_warn_once("out of host memory: a pool is left to the driver");
     return result;
 }

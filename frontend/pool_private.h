@@ -9,6 +9,7 @@ struct phos_pool {
     CUdevice device;
     bool carried, destroyed;
     uint64_t used, used_high, waiting, reserved_high; /* bytes; reserved is used and waiting */
+    uint64_t most; /* bytes that it may have in use; 0: any number */
     uint64_t live;
     struct pending *pending; /* newest first */
     struct phos_pool *next;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.frontend_fake import FakePhosd, built, program
+from tests.unit.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(240), built]
 
@@ -113,6 +114,63 @@ def test_own_pool(phosd: FakePhosd) -> None:
         phosd.toggle(session)
         assert session.memory_map is not None
         assert [a.entry_point for a in session.memory_map.allocations] == ["cuMemAllocFromPoolAsync"]
+        app.tell()
+        assert app.line() == "done"
+        app.finish()
+
+
+POOL = """
+    start()
+    def pool_of(**wanted):
+        props = cu.CUmemPoolProps()
+        props.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        props.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        props.location.id = 0
+        for name, value in wanted.items():
+            setattr(props, name, value)
+        return ok(cu.cuMemPoolCreate(props))
+"""
+
+
+def test_a_pool_gives_no_more_than_its_largest_size(phosd: FakePhosd) -> None:
+    body = (
+        POOL
+        + """
+    pool, other = pool_of(maxSize=8 << 20), pool_of()
+    assert int(cu.cuMemAllocFromPoolAsync(9 << 20, pool, 0)[0]) == 2
+    p = ok(cu.cuMemAllocFromPoolAsync(5 << 20, pool, 0))
+    q = ok(cu.cuMemAllocFromPoolAsync(3 << 20, pool, 0))
+    assert int(cu.cuMemAllocFromPoolAsync(1, pool, 0)[0]) == 2
+    ok(cu.cuMemAllocFromPoolAsync(9 << 20, other, 0))
+    ok(cu.cuMemFreeAsync(p, 0))
+    ok(cu.cuMemAllocFromPoolAsync(5 << 20, pool, 0))
+    ok(cu.cuMemFree(q))
+    ok(cu.cuMemAllocFromPoolAsync(3 << 20, pool, 0))
+    say("done")
+    """
+    )
+    with program(phosd, body) as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
+def test_a_pool_for_a_special_use_stays_with_the_driver(phosd: FakePhosd) -> None:
+    body = (
+        POOL
+        + """
+    p = ok(cu.cuMemAllocFromPoolAsync(5 << 20, pool_of(usage=2), 0))  # CU_MEM_POOL_CREATE_USAGE_HW_DECOMPRESS
+    fill(p, 5 << 20, 6)
+    say("ready")
+    heard()
+    assert read(p, 5 << 20) == bytes([6]) * (5 << 20)
+    ok(cu.cuMemFreeAsync(p, 0))
+    say("done")
+    """
+    )
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        eventually(lambda: session.uncarried.get("pool") == (1, 5 << 20))
+        assert not session.blocks
         app.tell()
         assert app.line() == "done"
         app.finish()
