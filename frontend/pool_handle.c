@@ -102,10 +102,11 @@ CUresult serve_cuMemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc_v1 
         return result;
     PHOS_LOCKED(&phos_memory_lock);
     struct phos_pool *pool = phos_pool_of(handle);
-    /* Pools share blocks with other memory of their device: what one may, all may. It is taken back from none. */
+    /* Pools share blocks with other memory of their device: what one may, all may, and who may read may write. It is taken
+     * back from none. */
     for (size_t i = 0; pool && pool->carried && i < count && result == CUDA_SUCCESS; i++)
         if (map[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE && map[i].location.id != pool->device &&
-            map[i].flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE)
+            map[i].flags != CU_MEM_ACCESS_FLAGS_PROT_NONE)
             result = phos_peer_access(pool->device, map[i].location.id, true);
     return result;
 }

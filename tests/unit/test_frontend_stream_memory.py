@@ -176,6 +176,30 @@ def test_a_pool_for_a_special_use_stays_with_the_driver(phosd: FakePhosd) -> Non
         app.finish()
 
 
+@pytest.mark.parametrize("flags", ["READ", "READWRITE"])
+def test_a_pool_is_opened_to_another_device(phosd: FakePhosd, flags: str) -> None:
+    body = (
+        POOL
+        + f"""
+    pool = pool_of()
+    early = ok(cu.cuMemAllocFromPoolAsync(5 << 20, pool, 0))
+    wanted = cu.CUmemAccessDesc()
+    wanted.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    wanted.location.id = 1
+    assert int(ok(cu.cuMemGetAccess(wanted.location, early))) == 0
+    wanted.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_{flags}
+    ok(cu.cuMemPoolSetAccess(pool, [wanted], 1))
+    late = ok(cu.cuMemAllocFromPoolAsync(50 << 20, pool, 0))
+    for pointer in (early, late):
+        assert int(ok(cu.cuMemGetAccess(wanted.location, pointer))) & 1
+    say("done")
+    """
+    )
+    with program(phosd, body, SOFTGPU_DEVICES="2") as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
 def test_a_capture_survives_allocation_and_free(phosd: FakePhosd) -> None:
     body = """
     start()
