@@ -325,11 +325,24 @@ CUresult serve_cuDevicePrimaryCtxReset(CUdevice_v1 device)
 
 /* ---- peers: cuMemAlloc memory follows cuCtxEnablePeerAccess, VMM memory does not by itself ---- */
 
+/* Of a context that may have come past us, through the driver's private tables. */
+static CUdevice any_context_device(CUcontext context)
+{
+    CUdevice device = context_device(context);
+    CUcontext popped;
+    if (device < 0 && phos_real.cuCtxPushCurrent_v2(context) == CUDA_SUCCESS) {
+        if (phos_real.cuCtxGetDevice(&device) != CUDA_SUCCESS)
+            device = -1;
+        phos_real.cuCtxPopCurrent_v2(&popped);
+    }
+    return device;
+}
+
 static void peer_changed(CUcontext peer_context, bool allowed)
 {
     CUcontext current;
-    CUdevice here, there = context_device(peer_context);
-    if (there < 0 || phos_current(&current, &here) != CUDA_SUCCESS || here == there)
+    CUdevice here, there = any_context_device(peer_context);
+    if (there < 0 || there >= phos_device_count || phos_current(&current, &here) != CUDA_SUCCESS || here == there)
         return;
     PHOS_LOCKED(&phos_memory_lock);
     CUresult result = phos_peer_access(there, here, allowed);

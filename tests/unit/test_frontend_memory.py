@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 
-from tests.unit.frontend_fake import SLAB, UNIT, FakePhosd, built, program
+from tests.unit.frontend_fake import SLAB, SOFTGPU, UNIT, FakePhosd, built, program
 from tests.unit.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(240), built]
@@ -94,6 +96,29 @@ def test_a_primary_context_that_cannot_be_destroyed_keeps_its_memory(phosd: Fake
     say("done")
     """
     with program(phosd, body) as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
+def test_peer_access_to_a_context_that_the_frontend_has_not_seen(phosd: FakePhosd) -> None:
+    """As one that the runtime library made through the driver's private tables."""
+    listed = subprocess.run(["nm", "-D", SOFTGPU / "libcuda.so.1"], capture_output=True, text=True, check=True).stdout
+    at = {line.split()[-1]: int(line.split()[0], 16) for line in listed.splitlines() if len(line.split()) == 3}
+    body = f"""
+    start()
+    get = ctypes.cast(ctypes.CDLL("libcuda.so.1").cuDeviceGet, ctypes.c_void_p).value  # not wrapped
+    retain = get + {at["cuDevicePrimaryCtxRetain"] - at["cuDeviceGet"]}
+    context = ctypes.c_void_p()
+    assert ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)(retain)(ctypes.addressof(context), 1) == 0
+    peer = cu.CUcontext(context.value)
+    ok(cu.cuCtxEnablePeerAccess(peer, 0))
+    ok(cu.cuCtxSetCurrent(peer))
+    location = cu.CUmemLocation()
+    location.type, location.id = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, 0
+    assert int(ok(cu.cuMemGetAccess(location, ok(cu.cuMemAlloc(5 << 20))))) == 3
+    say("done")
+    """
+    with program(phosd, body, SOFTGPU_DEVICES="2") as (app, _):
         assert app.line() == "done"
         app.finish()
 
