@@ -75,15 +75,19 @@ CUresult serve_cuMemRelease(CUmemGenericAllocationHandle_v1 handle)
 CUresult serve_cuMemMap(CUdeviceptr_v2 ptr, size_t size, size_t offset, CUmemGenericAllocationHandle_v1 handle,
                         unsigned long long flags)
 {
-    PHOS_LOCKED(&phos_memory_lock);
-    struct phos_block *block = block_of(handle);
-    if (!block) {
-        CUresult result = phos_real.cuMemMap(ptr, size, offset, handle, flags);
-        if (result == CUDA_SUCCESS)
-            phos_driver_vmm_mapped(handle, ptr, size);
-        return result;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_block *block = block_of(handle);
+        if (block)
+            return phos_map(ptr, size, offset, block, flags, NULL);
     }
-    return phos_map(ptr, size, offset, block, flags, NULL);
+    /* Without the lock: of a multicast object, it waits until all devices have been added, by other threads perhaps. */
+    CUresult result = phos_real.cuMemMap(ptr, size, offset, handle, flags);
+    if (result == CUDA_SUCCESS) {
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_driver_vmm_mapped(handle, ptr, size);
+    }
+    return result;
 }
 
 /* What is not made of our mappings alone: the driver takes all of it or nothing, and then ours in it are gone too. */
@@ -258,26 +262,39 @@ CUresult serve_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle_v1 *h
  * about, so a block that was ever bound keeps its process from being detached until it is freed; then what is left of it is
  * the driver's alone. */
 
+/* Both ways to bind wait until all devices have been added to the object, which other threads may have to allocate for
+ * first: they must not hold the lock. */
+
 CUresult serve_cuMulticastBindMem(CUmemGenericAllocationHandle_v1 multicast, size_t multicast_offset,
                                   CUmemGenericAllocationHandle_v1 memory, size_t offset, size_t size,
                                   unsigned long long flags)
 {
+    struct phos_block *block;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        block = block_of(memory);
+        if (block) {
+            block->references++; /* it stays meanwhile */
+            memory = block->handle;
+        }
+    }
+    CUresult result = phos_real.cuMulticastBindMem(multicast, multicast_offset, memory, offset, size, flags);
+    if (!block)
+        return result;
     PHOS_LOCKED(&phos_memory_lock);
-    struct phos_block *block = block_of(memory);
-    CUresult result =
-        phos_real.cuMulticastBindMem(multicast, multicast_offset, block ? block->handle : memory, offset, size, flags);
-    if (result == CUDA_SUCCESS && block)
-        block->bound = true;
-    return result;
+    block->bound |= result == CUDA_SUCCESS;
+    block->references--;
+    CUresult settled = phos_block_settle(block);
+    return result == CUDA_SUCCESS ? settled : result;
 }
 
 CUresult serve_cuMulticastBindAddr(CUmemGenericAllocationHandle_v1 multicast, size_t multicast_offset, CUdeviceptr_v2 memory,
                                    size_t size, unsigned long long flags)
 {
-    PHOS_LOCKED(&phos_memory_lock);
     CUresult result = phos_real.cuMulticastBindAddr(multicast, multicast_offset, memory, size, flags);
     if (result != CUDA_SUCCESS)
         return result;
+    PHOS_LOCKED(&phos_memory_lock);
     for (size_t at = phos_ranges_first(&phos_mappings, memory); at < phos_mappings.count; at++) {
         struct phos_mapping *mapping = (struct phos_mapping *)phos_mappings.items[at];
         if (mapping->range.address >= memory + size)

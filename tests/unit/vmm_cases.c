@@ -5,6 +5,7 @@
 #include "runtime.h"
 #include "track.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -16,6 +17,15 @@
 #define SHARED "with other processes"
 static CUmemGenericAllocationHandle last_handle = 100, seen_handle;
 static CUresult array_result;
+static bool locked; /* something was to wait for other threads with the lock held that these need */
+
+static void waits(void)
+{
+    if (pthread_mutex_trylock(&phos_memory_lock))
+        locked = true;
+    else
+        pthread_mutex_unlock(&phos_memory_lock);
+}
 
 static CUresult create(CUmemGenericAllocationHandle *handle, size_t size, const CUmemAllocationProp *properties,
                        unsigned long long flags)
@@ -32,7 +42,9 @@ static CUresult release(CUmemGenericAllocationHandle handle)
 
 static CUresult map(CUdeviceptr at, size_t size, size_t offset, CUmemGenericAllocationHandle handle, unsigned long long flags)
 {
-    (void)at, (void)size, (void)offset, (void)handle, (void)flags;
+    (void)at, (void)size, (void)offset, (void)flags;
+    if (handle == MULTICAST)
+        waits();
     return CUDA_SUCCESS;
 }
 
@@ -68,6 +80,7 @@ static CUresult bind_memory(CUmemGenericAllocationHandle multicast, size_t at, C
 {
     (void)at, (void)offset, (void)size, (void)flags;
     seen_handle = memory;
+    waits();
     return multicast == MULTICAST ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -75,6 +88,7 @@ static CUresult bind_address(CUmemGenericAllocationHandle multicast, size_t at, 
                              unsigned long long flags)
 {
     (void)at, (void)memory, (void)size, (void)flags;
+    waits();
     return multicast == MULTICAST ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -210,6 +224,10 @@ static void multicast(void)
     CHECK(serve_cuMemUnmap(at, 4 * MiB) == CUDA_SUCCESS);
     CHECK(serve_cuMemRelease(other) == CUDA_SUCCESS);
     freed(handle);
+
+    CHECK(serve_cuMemMap(at, 2 * MiB, 0, MULTICAST, 0) == CUDA_SUCCESS);
+    CHECK(!locked);
+    CHECK(serve_cuMemUnmap(at, 2 * MiB) == CUDA_SUCCESS);
 }
 
 static void sparse(void)
