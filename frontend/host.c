@@ -229,7 +229,7 @@ CUresult serve_cuMemHostUnregister(void *p)
     PHOS_LOCKED(&phos_memory_lock);
     struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
     if (host && host->mapping)
-        return CUDA_ERROR_INVALID_VALUE; /* of cuMemHostAlloc: not to be unregistered */
+        return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED; /* by the application */
     CUresult result = phos_real.cuMemHostUnregister(p);
     if (result == CUDA_SUCCESS && host && host->range.address == (uint64_t)(uintptr_t)p) {
         phos_ranges_remove(&host_ranges, &host->range);
@@ -238,14 +238,18 @@ CUresult serve_cuMemHostUnregister(void *p)
     return result;
 }
 
+/* The driver answers for what it has allocated itself, and not for what is registered, as ours is. */
 CUresult serve_cuMemHostGetFlags(unsigned int *flags, void *p)
 {
-    CUresult result = phos_real.cuMemHostGetFlags(flags, p);
-    PHOS_LOCKED(&phos_memory_lock);
-    struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
-    if (result == CUDA_SUCCESS && flags && host && host->mapping)
-        *flags = host->flags | CU_MEMHOSTALLOC_DEVICEMAP; /* the driver reports it always where addresses are unified */
-    return result;
+    if (flags) {
+        PHOS_LOCKED(&phos_memory_lock);
+        struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
+        if (host && host->mapping && !host->freed) {
+            *flags = host->flags | CU_MEMHOSTALLOC_DEVICEMAP; /* it reports this always where addresses are unified */
+            return CUDA_SUCCESS;
+        }
+    }
+    return phos_real.cuMemHostGetFlags(flags, p);
 }
 
 /* ---- detach and attach ---- */

@@ -312,8 +312,10 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
         return phos_real.cuMemFreeAsync(dptr, stream);
     CUcontext context;
     CUdevice device;
-    if (!phos_stream_context(stream, &context, &device))
-        return CUDA_ERROR_INVALID_CONTEXT;
+    if (!phos_stream_context(stream, &context, &device)) {
+        CUresult problem = phos_real.cuStreamGetCtx(stream, &context);
+        return problem != CUDA_SUCCESS ? problem : CUDA_ERROR_INVALID_CONTEXT;
+    }
     PHOS_RELAXED;
     PHOS_MEMORY_LOCKED;
     struct phos_allocation *allocation = phos_allocation_at(dptr);
