@@ -224,7 +224,8 @@ static CUresult open_token(CUdeviceptr *address, const struct phos_token *token)
         if (mapping->block == block && mapping->span && mapping->span->kind == PHOS_SPAN_IMPORTED)
             span = mapping->span;
     }
-    if (!span)
+    bool fresh = !span;
+    if (fresh)
         result = phos_map_imported(block, &span);
     if (result == CUDA_SUCCESS && device != block->device) {
         CUmemAccessDesc access = {{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
@@ -232,7 +233,8 @@ static CUresult open_token(CUdeviceptr *address, const struct phos_token *token)
     }
     block->references--; /* the mapping keeps it */
     if (result != CUDA_SUCCESS) {
-        if (phos_block_settle(block) != CUDA_SUCCESS)
+        /* What nobody has opened nobody would close. */
+        if ((fresh && span ? phos_unmap_imported(span) : phos_block_settle(block)) != CUDA_SUCCESS)
             phos_debug("imported memory could not be released");
         return result;
     }

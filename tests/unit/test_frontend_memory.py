@@ -274,6 +274,30 @@ def test_medium_memory_of_another_process(phosd: FakePhosd) -> None:
         one.finish()
 
 
+def test_memory_of_another_process_that_a_device_cannot_have_is_let_go_of(phosd: FakePhosd) -> None:
+    exporter = """
+    start()
+    say(bytes(ok(cu.cuIpcGetMemHandle(ok(cu.cuMemAlloc(5 << 20)))).reserved).hex())
+    """
+    importer = """
+    start(1)
+    h = cu.CUipcMemHandle()
+    h.reserved = bytes.fromhex(heard())
+    say(int(cu.cuIpcOpenMemHandle(h, 1)[0]))
+    """
+    refused = {"SOFTGPU_DEVICES": "2", "SOFTGPU_FAULTS": "access-fail-at:2"}  # for its own device it is given
+    with (
+        program(phosd, exporter, SOFTGPU_DEVICES="2") as (one, _),
+        program(phosd, importer, **refused) as (two, second),
+    ):
+        two.tell(one.line())
+        assert two.line() == "2"
+        phosd.toggle(second)
+        assert not second.blocks
+        two.finish()
+        one.finish()
+
+
 def test_everything_is_told_before_a_process_is_quiesced(phosd: FakePhosd) -> None:
     """Telling waits while the application allocates; a quiesce does not."""
     body = """
