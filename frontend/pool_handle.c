@@ -33,13 +33,16 @@ CUresult serve_cuMemPoolDestroy(CUmemoryPool handle)
     if (result != CUDA_SUCCESS)
         return result;
     PHOS_LOCKED(&phos_memory_lock);
+    /* The oldest: since the driver's answer another thread may have been given the handle for a pool of its own. */
+    struct phos_pool *gone = NULL;
     for (struct phos_pool *pool = phos_pools; pool; pool = pool->next)
-        if (pool->handle == handle && !pool->destroyed) {
-            pool->destroyed = true; /* it lives on until all its memory is freed */
-            phos_pool_reap(pool, false);
-            phos_pool_dispose_if_done(pool);
-            break;
-        }
+        if (pool->handle == handle && !pool->destroyed)
+            gone = pool;
+    if (gone) {
+        gone->destroyed = true; /* it lives on until all its memory is freed */
+        phos_pool_reap(gone, false);
+        phos_pool_dispose_if_done(gone);
+    }
     return result;
 }
 

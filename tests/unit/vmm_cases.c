@@ -1,7 +1,9 @@
-/* vmm.c and detach.c over a driver of this file's own: what must stay with the driver, and what must not be taken from it. */
+/* vmm.c, detach.c and pool_handle.c over a driver of this file's own: what must stay with the driver, and what must not be
+ * taken from it. */
 #include "blocks.h"
 #include "detach.h"
 #include "driver_vmm.h"
+#include "pool_private.h"
 #include "runtime.h"
 #include "track.h"
 
@@ -97,6 +99,25 @@ static CUresult map_array(CUarrayMapInfo *list, unsigned int count, CUstream str
     (void)stream;
     seen_handle = list[count - 1].memHandle.memHandle;
     return array_result;
+}
+
+static CUresult create_pool(CUmemoryPool *pool, const CUmemPoolProps *properties)
+{
+    (void)properties;
+    *pool = (CUmemoryPool)&last_handle;
+    return CUDA_SUCCESS;
+}
+
+static CUmemPoolProps pool_of(size_t most)
+{
+    return (CUmemPoolProps){.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {CU_MEM_LOCATION_TYPE_DEVICE, 0}, .maxSize = most};
+}
+
+/* Another thread is given the handle as soon as it is free. */
+static CUresult destroy_pool(CUmemoryPool pool)
+{
+    CUmemPoolProps properties = pool_of(2);
+    return serve_cuMemPoolCreate(&pool, &properties);
 }
 
 static CUresult refuse_primary(CUdevice device, unsigned int *flags, int *active)
@@ -230,6 +251,14 @@ static void multicast(void)
     CHECK(serve_cuMemUnmap(at, 2 * MiB) == CUDA_SUCCESS);
 }
 
+static void pools(void)
+{
+    CUmemPoolProps properties = pool_of(1);
+    CUmemoryPool pool;
+    CHECK(serve_cuMemPoolCreate(&pool, &properties) == CUDA_SUCCESS && phos_pool_of(pool)->most == 1);
+    CHECK(serve_cuMemPoolDestroy(pool) == CUDA_SUCCESS && phos_pool_of(pool)->most == 2);
+}
+
 static void sparse(void)
 {
     CUmemGenericAllocationHandle handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
@@ -257,6 +286,8 @@ int main(void)
     phos_real.cuMulticastBindMem = bind_memory;
     phos_real.cuMulticastBindAddr = bind_address;
     phos_real.cuMemMapArrayAsync = map_array;
+    phos_real.cuMemPoolCreate = create_pool;
+    phos_real.cuMemPoolDestroy = destroy_pool;
     phos_real.cuDevicePrimaryCtxGetState = refuse_primary;
     phos_policy.carry_device = true;
     phos_device_count = 1;
@@ -264,6 +295,7 @@ int main(void)
     on_the_host();
     shared_memory();
     multicast();
+    pools();
     sparse();
     CUmemGenericAllocationHandle handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
     CHECK(!refused(BOUND)); /* last: now it is detached */
