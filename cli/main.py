@@ -56,6 +56,12 @@ class LazyGroup(click.Group):
             sys.stdout.reconfigure(errors="backslashreplace")
         return super().main(*args, **extra)
 
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> click.Context:
+        try:
+            return super().make_context(info_name, args, *rest, **extra)
+        except OSError as error:  # --help and --version print here
+            raise _ended(info_name or "", *_failed_call(error)) from None
+
     def invoke(self, ctx: click.Context) -> Any:
         said = ""
         try:
@@ -68,9 +74,13 @@ class LazyGroup(click.Group):
             said, status = _failed_call(error)
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
-        with suppress(OSError):
-            click.echo(f"phos-gpu {ctx.invoked_subcommand}: {said}" if said else "", err=True, nl=bool(said))
-        sys.exit(status)
+        raise _ended(f"phos-gpu {ctx.invoked_subcommand}", said, status)
+
+
+def _ended(command: str, said: str, status: int) -> SystemExit:
+    with suppress(OSError):
+        click.echo(f"{command}: {said}" if said else "", err=True, nl=bool(said))
+    return SystemExit(status)
 
 
 def _failed_call(error: OSError) -> tuple[str, int]:

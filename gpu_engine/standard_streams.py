@@ -10,13 +10,17 @@ import sys
 def occupy() -> None:
     """Let nothing else get their numbers: a child would take a file or a socket of ours for its standard output.
 
-    What is opened in their place is not inherited: a program that replaces us finds them closed, as we did.
+    What is opened in their place is not inherited: a program that replaces us finds them closed, as we did. Nor need
+    anybody ask whether there are streams: Python has None where there was no descriptor.
     """
     for _ in range(3):
         descriptor = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         if descriptor > 2:
             os.close(descriptor)
-            return
+            break
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="replace"))  # noqa: SIM115
 
 
 def flush() -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit import image_sets
+
 COMMAND = [sys.executable, "-m", "phos.cli"]
 
 
@@ -18,7 +20,9 @@ def nobody_serves(tmp_path: Path) -> dict[str, str]:
     return {**inherited, "PHOS_SOCKET": str(tmp_path / "phosd.sock"), "PHOS_DEVICE": "software"}
 
 
-@pytest.mark.parametrize("words", [["bench"], ["doctor", "--json"], ["restore", "--help"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["bench"], ["doctor", "--json"], ["restore", "--help"], ["--help"], ["--version"]], ids=" ".join
+)
 def test_a_reader_that_has_gone_ends_it_quietly(environment: dict[str, str], words: list[str]) -> None:
     read_end, write_end = os.pipe()
     os.close(read_end)
@@ -27,17 +31,35 @@ def test_a_reader_that_has_gone_ends_it_quietly(environment: dict[str, str], wor
     assert (done.returncode, done.stderr) == (141, b"")
 
 
-def test_output_that_cannot_be_written_is_a_failure(environment: dict[str, str]) -> None:
+@pytest.mark.parametrize(("word", "who"), [("bench", "phos-gpu bench"), ("--help", "phos-gpu")])
+def test_output_that_cannot_be_written_is_a_failure(environment: dict[str, str], word: str, who: str) -> None:
     with open("/dev/full", "wb") as full:
-        done = subprocess.run([*COMMAND, "bench"], env=environment, stdout=full, stderr=subprocess.PIPE, check=False)
+        done = subprocess.run([*COMMAND, word], env=environment, stdout=full, stderr=subprocess.PIPE, check=False)
     assert done.returncode == 7
-    assert done.stderr == b"phos-gpu bench: No space left on device.\n"
+    assert done.stderr.decode() == f"{who}: No space left on device.\n"
 
 
-@pytest.mark.parametrize(("words", "status"), [("bench", 0), ("status", 3), ("bench nothing", 2)])
-def test_closed_streams_are_no_matter(environment: dict[str, str], words: str, status: int) -> None:
-    script = f'exec "$0" -m phos.cli {words} <&- >&- 2>&-'
-    assert subprocess.run(["sh", "-c", script, sys.executable], env=environment, check=False).returncode == status
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-"])
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("bench", 0),
+        ("status", 3),
+        ("bench nothing", 2),
+        ("--help", 0),
+        ("inspect image", 0),
+        ("verify image", 0),
+    ],
+)
+def test_closed_streams_are_no_matter(
+    environment: dict[str, str], tmp_path: Path, words: str, status: int, closed: str
+) -> None:
+    image_sets.write_small(tmp_path / "image")
+    command = ["sh", "-c", f'exec "$0" -m phos.cli {words} {closed}', sys.executable]
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, check=False)
+    assert b"Traceback" not in done.stdout + done.stderr
+    assert done.returncode == status, done.stderr
 
 
 def test_no_file_of_ours_becomes_somebody_s_output(tmp_path: Path) -> None:
@@ -46,6 +68,8 @@ def test_no_file_of_ours_becomes_somebody_s_output(tmp_path: Path) -> None:
 import os, sys
 from phos.gpu_engine import standard_streams
 standard_streams.occupy()
+assert not sys.stdout.isatty() and not sys.stderr.isatty()
+sys.stdout.buffer.write(b"nobody reads it")
 with open({str(tmp_path / "said")!r}, "w") as file:
     inherited = [os.get_inheritable(number) for number in range(3)]
     print(file.fileno() > 2, inherited, file=file)
