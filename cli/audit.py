@@ -29,6 +29,7 @@ from phos.gpu_engine.installation import application_environment, device_kind
 KERNELS_SHOWN = 30
 NAME_SHOWN = 60
 WIDTH = 160
+STDERR = 2
 
 
 class Opened:
@@ -81,7 +82,9 @@ def wire_only(descriptors: list[int]) -> int:
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @device_option
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of tables; COMMAND prints to stderr."
+)
 @click.option(
     "--output", type=Place(path_type=Path, dir_okay=False), help="Write the JSON object to this file as well."
 )
@@ -135,7 +138,7 @@ def audit(
     client.ensure(path)
     opened = Opened(path, limit_launches, every, patience)
     try:
-        status = _run(program, command, {**application_environment(kind, path), "PHOS_AUDIT": opened.name})
+        status = _run(program, command, {**application_environment(kind, path), "PHOS_AUDIT": opened.name}, as_json)
         found = {"command": list(command), "device": kind, "status": status, **opened.report()}
     finally:
         opened.close()
@@ -153,9 +156,14 @@ def audit(
         raise SystemExit(ExitStatus.FAILED)
 
 
-def _run(program: str, command: tuple[str, ...], changes: dict[str, str]) -> int:
+def _run(program: str, command: tuple[str, ...], changes: dict[str, str], as_json: bool) -> int:
     """Run the program; its exit status, or 128 and the signal's number. Signals to us are passed on."""
-    process = subprocess.Popen([program, *command[1:]], env={**os.environ, **changes})
+    # What reads our standard output as JSON cannot tell the program's words from ours.
+    output = STDERR if as_json else None
+    try:
+        process = subprocess.Popen([program, *command[1:]], env={**os.environ, **changes}, stdout=output)
+    except OSError as error:
+        raise UsageError(f"{program} cannot be started: {error.strerror}.") from error
 
     def pass_on(number: int, _: FrameType | None) -> None:
         process.send_signal(number)

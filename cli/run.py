@@ -46,4 +46,7 @@ def run(device: str | None, connections: int | None, command: tuple[str, ...]) -
     if connections is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)
     standard_streams.flush()
-    os.execv(program, list(command))
+    try:
+        os.execv(program, list(command))
+    except OSError as error:  # a script without its first line, another machine's program, arguments that are too long
+        raise UsageError(f"{program} cannot be started: {error.strerror}.") from error

@@ -202,6 +202,9 @@ def test_status_of_the_program_and_of_mistakes(site: Site) -> None:
     done = site.run("phos-gpu", "audit", "--json", "--", sys.executable, "-c", "raise SystemExit(5)", check=False)
     assert done.returncode == 5
     assert json.loads(done.stdout)["kernels"] == []
+    done = site.run("phos-gpu", "audit", "--json", "--", "echo", "its own words")
+    assert json.loads(done.stdout)["kernels"] == []
+    assert "its own words" in done.stderr
     assert site.run("phos-gpu", "audit", "--", "no-such-program", check=False).returncode == 2
     missing = site.folder / "nowhere" / "file"
     assert site.run("phos-gpu", "audit", "--output", str(missing), "--", "true", check=False).returncode == 2

@@ -366,3 +366,13 @@ def test_unknown_program(site: Site) -> None:
     result = site.run("phos-gpu", "run", "--", "no-such-program", check=False)
     assert result.returncode == ExitStatus.USAGE
     assert "no program 'no-such-program'" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["run", "audit"])
+def test_a_program_that_the_kernel_does_not_take_is_refused(site: Site, command: str) -> None:
+    script = site.folder / "script"
+    script.write_text("echo without a first line that says whose it is\n")
+    script.chmod(0o755)
+    result = site.run("phos-gpu", command, "--", str(script), check=False)
+    assert result.returncode == 2
+    assert f"{script} cannot be started: Exec format error." in result.stderr
