@@ -15,7 +15,7 @@ from phos.cli.launched import Interrupted
 from phos.cli.parameters import PID, Place
 from phos.cli.progress import ImageProgress
 from phos.gpu_engine import configuration, procfs
-from phos.gpu_engine.cow.settings import CowSettings
+from phos.gpu_engine.cow.settings import CowSettings, size_of
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.daemon.permissions import uid_of
 from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, UsageError
@@ -55,7 +55,9 @@ def checkpoint(
     began = time.perf_counter()
     chosen = choose_protocol(protocol, leave_running=leave_running)
     settings = {"PHOS_PROTOCOL": chosen}
-    settings |= {"PHOS_COW_POOL": pool} if pool else {}
+    if pool is not None:
+        size_of("--pool", pool)  # an empty one would be the default, and an error name a variable that nobody has set
+        settings["PHOS_COW_POOL"] = pool
     settings |= {"PHOS_VALIDATE": "off"} if no_validate else {}
     settings |= {"PHOS_PRIORITISE": "off"} if no_prioritise else {}
     os.environ.update(settings)  # CRIU hands them to its plugin, and that to phosd

@@ -26,6 +26,7 @@ USAGE = [
     ["checkpoint", "1000000", ""],
     ["checkpoint", "1000000", "new", "--pool", "-5"],
     ["checkpoint", "1000000", "new", "--pool", "much"],
+    ["checkpoint", "1000000", "new", "--pool", "", "--leave-running"],
     ["checkpoint", "1000000", "new", "--pool", "256M"],
     ["checkpoint", "1000000", "new", "--no-validate", "--leave-running", "--protocol", "stop"],
     ["checkpoint", "1000000", "new", "--no-prioritise"],
@@ -158,6 +159,11 @@ def test_what_means_nothing_is_refused(words: list[str]) -> None:
     assert done.stderr
     assert not done.stdout
     assert not Path("phosd.log").exists(), "nothing was started"
+
+
+def test_an_option_that_means_nothing_is_named() -> None:
+    done = call(["checkpoint", "1000000", "new", "--pool", "much", "--leave-running"])
+    assert "--pool=much is no size" in done.stderr
 
 
 @pytest.mark.parametrize(("status", "words"), OTHERS, ids=lambda of: str(of)[:60])
