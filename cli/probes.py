@@ -19,7 +19,7 @@ from pathlib import Path
 
 from phos.gpu_engine import installation as places
 from phos.gpu_engine import procfs, ring
-from phos.gpu_engine.daemon.paths import socket_path
+from phos.gpu_engine.daemon.paths import refuse_unfit, socket_path
 from phos.gpu_engine.errors import PhosError, UsageError
 from phos.images.mapping import can_collapse
 from phos.images.native import home
@@ -411,6 +411,7 @@ def installation() -> Iterator[Finding]:
         )
     try:
         path = socket_path()
+        refuse_unfit(path)
     except PhosError as error:
         yield Finding("phosd", "missing", str(error))
         return
@@ -422,10 +423,14 @@ def installation() -> Iterator[Finding]:
         yield Finding("phosd", "ok", "does not run; it starts when it is needed")
     except ConnectionRefusedError:
         yield Finding("phosd", "ok", f"{path} is left over from one that ended; the next takes its place")
-    except OSError as error:
+    except PermissionError as error:
         yield Finding(
             "phosd", "warning", f"{path}: {error.strerror}", "it belongs to another user: run as that user, or as root"
         )
+    except BlockingIOError:  # as many wait to be accepted as may
+        yield Finding("phosd", "warning", f"does not answer at {path}", "its log may say why; end it if it hangs")
+    except OSError as error:
+        yield Finding("phosd", "warning", f"{path}: {error.strerror}", "name another place for it (PHOS_SOCKET)")
     else:
         yield Finding("phosd", "ok", f"answers at {path}")
     finally:
