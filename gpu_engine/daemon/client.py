@@ -80,6 +80,7 @@ def ensure(path: Path | None = None) -> None:
     # As isolated as we are: an installed phosd must not find the packages of the folder that a user stands in.
     isolated = ["-I"] if sys.flags.isolated else []
     command = [sys.executable, *isolated, "-m", "phos.gpu_engine.daemon", "--socket", str(path)]
+    before = _size(log_file(path))
     lifeline = _start_orphan(command, environment, log_file(path))
     deadline = time.monotonic() + START_SECONDS
     try:
@@ -94,10 +95,21 @@ def ensure(path: Path | None = None) -> None:
     finally:
         os.close(lifeline)
     try:
-        tail = log_file(path).read_text(errors="replace").strip().splitlines()[-3:]
+        with log_file(path).open("rb") as log:
+            # Of this start alone: what an earlier phosd ended with is not why this one did not come up.
+            log.seek(before if before <= _size(log_file(path)) else 0)  # it may have been cut meanwhile
+            tail = log.read().decode(errors="replace").strip().splitlines()[-3:] or ["it said nothing."]
     except OSError as error:
         tail = [f"its log cannot be read or written ({error.strerror})."]
     raise DaemonUnavailable(f"phosd could not be started at {path}: {' '.join(tail)} (log: {log_file(path)})")
+
+
+def _size(file: Path) -> int:
+    """Bytes; 0 if it cannot be told."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def _start_orphan(command: list[str], environment: dict[str, str], log: Path) -> int:

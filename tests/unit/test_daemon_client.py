@@ -135,6 +135,18 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         client.ensure(tmp_path / "file" / "run" / "phosd.sock")
 
 
+def test_a_failed_start_is_not_blamed_on_what_the_log_had_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "phosd.sock"
+    paths.log_file(path).write_text("CRIU failed; its own log says why.\n")
+    monkeypatch.setenv("PHOS_LISTEN", "7070")
+    with pytest.raises(DaemonUnavailable) as failed:
+        client.ensure(path)
+    assert "PHOS_LISTEN=7070 is no address" in str(failed.value)
+    assert "CRIU" not in str(failed.value)
+
+
 def test_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
     room = paths.PATH_BYTES - len(str(tmp_path)) - len("//keeper.sock")
     paths.refuse_unfit(tmp_path / ("x" * room) / "phosd.sock")
