@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import threading
 import time
@@ -188,8 +189,15 @@ class Requests:
         )
         if done.returncode != 0:
             said = done.stderr.strip().removeprefix("phos-gpu checkpoint: ")
-            if by_descriptor:
-                said = said.replace(image, describe_path(directory))
+            said = _named(said, image, describe_path(directory))
             raise CheckpointFailed(said or f"'phos-gpu checkpoint' ended with status {done.returncode}.")
         parsed: dict[str, Any] = json.loads(done.stdout)
         return parsed
+
+
+def _named(said: str, image: str, path: str) -> str:
+    """What a command said that was given an image by another name, for somebody who knows the directory by its path."""
+    if image != ".":
+        return said.replace(image, path)
+    said = said.replace("CRIU's log: ", f"CRIU's log: {path}/")
+    return re.sub(r"(?<!\S)\.(?!\S)", lambda _: path, said)  # a sentence's own end follows a word

@@ -103,7 +103,7 @@ def test_what_fails_is_told_and_the_program_runs_on(site: Site) -> None:
     (site.folder / "images" / "20").touch()
     program = start(site, 60, "10,20", "--wait")
     assert program.wait_result() == "60"
-    assert "is not empty" in outcomes(program)[10]
+    assert f"{site.folder}/images/10 is not empty" in outcomes(program)[10]
     assert "cannot be made or opened: Not a directory" in outcomes(program)[20]
 
 
