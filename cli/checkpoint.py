@@ -68,8 +68,7 @@ def checkpoint(
             f"{' and '.join(useless)}: only for the protocol cow, and this is a checkpoint by {chosen}. Give "
             "--protocol cow, or leave that out."
         )
-    if pid in _above(os.getpid()):
-        raise UsageError(f"Process {pid} has started this command, which would have to dump itself.")
+    refuse_own(pid)
     beside = pid if procfs.apart(pid) else None
     arguments = ["-t", str(procfs.inner_pid(pid) if beside else pid)]
     if needs_shell_job(pid):
@@ -116,9 +115,14 @@ def choose_protocol(asked: str | None, *, leave_running: bool) -> str:
     return chosen
 
 
-def _above(pid: int) -> set[int]:
-    """A process, and its parents up to the first."""
-    return {pid, *(parent.pid for parent in psutil.Process(pid).parents())}
+def refuse_own(pid: int) -> None:
+    """
+    Raises:
+        UsageError: the process is this one, or one above it.
+    """
+    own = psutil.Process()
+    if pid in (own.pid, *(parent.pid for parent in own.parents())):
+        raise UsageError(f"Process {pid} has started this command, which would have to dump itself.")
 
 
 def _stall(directory: Path) -> float | None:

@@ -18,6 +18,7 @@ from typing import Any
 import click
 import psutil
 
+from phos.cli.checkpoint import refuse_own
 from phos.cli.guard_job import End, Job, become_reaper, reap
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
 from phos.cli.launched import ENDING, heed
@@ -476,6 +477,9 @@ def guard(
     """
     if os.geteuid() != 0:
         raise Unsupported("guard needs root, because CRIU does. Run it with sudo.")
+    running = len(job) == 1 and job[0].isascii() and job[0].isdigit() and not resume
+    if running:
+        refuse_own(int(job[0]))
     folder = images.absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -493,7 +497,7 @@ def guard(
             f"{_listed(unreadable)} cannot be read, and may be whole. Make it readable, or name another directory."
         )
     again: Callable[[], Job] | None = None
-    if len(job) == 1 and job[0].isascii() and job[0].isdigit() and not resume:
+    if running:
         pid = int(job[0])
         _refuse_foreign(existing, pid)
         made.forwards = False

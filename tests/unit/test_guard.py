@@ -19,7 +19,7 @@ from phos.cli.guard import FORWARDED, JOB_FILE, Guard, guard
 from phos.cli.guard_job import End
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
 from phos.cli.launched import heed
-from phos.gpu_engine.errors import RestoreFailed
+from phos.gpu_engine.errors import RestoreFailed, UsageError
 from phos.images.formats import COMMIT_FILE
 from tests.unit.image_sets import write_small
 
@@ -284,3 +284,12 @@ def test_a_guard_that_is_refused_removes_nothing(tmp_path: Path, monkeypatch: py
     done = CliRunner().invoke(guard, ["--images", str(tmp_path), "--keep", "1", "--", "true"])
     assert "holds images of an earlier job" in str(done.exception)
     assert Shelf(tmp_path, 1).whole() == images[::-1]
+
+
+def test_a_guard_of_its_own_parent_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checkpoint of it could ever be made."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    done = CliRunner().invoke(guard, ["--images", str(tmp_path / "images"), str(os.getppid())])
+    assert "has started this command" in str(done.exception), done.output
+    assert isinstance(done.exception, UsageError)
+    assert not (tmp_path / "images").exists()
