@@ -53,7 +53,9 @@ class ClientServer:
                     self._wait_image(connection, envelope, descriptors[0])
                 elif kind == "interrupt":
                     self._interrupt(connection, envelope)
-                elif kind == "shutdown" and sees_all(connection.uid):
+                elif kind == "shutdown" and not sees_all(connection.uid):
+                    connection.done(envelope.id, error=f"User {connection.uid} may not stop this phosd.")
+                elif kind == "shutdown":
                     connection.reply(envelope.id, done=wire_pb2.Done())
                     self._stopping.set()
                     os.kill(os.getpid(), signal.SIGTERM)

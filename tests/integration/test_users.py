@@ -81,7 +81,7 @@ def test_what_is_anothers_can_neither_be_seen_nor_touched(site: Site, folder: Pa
         "not have pools": {"pool_drop": wire_pb2.PoolDrop(name="mine")},
         "may not pin images": {"pin_image": wire_pb2.PinImage()},
         "not pin images": {"unpin_image": wire_pb2.UnpinImage(name=image)},
-        "does not take 'shutdown'": {"shutdown": wire_pb2.Shutdown()},
+        "may not stop this phosd.": {"shutdown": wire_pb2.Shutdown()},
         "no such job": {"wait_image": wire_pb2.WaitImage()},
     }
     for expected, body in requests.items():
