@@ -25,6 +25,20 @@ CAP_SYS_RESOURCE = 24
 """Without it CRIU cannot dump another user's process."""
 
 
+SMALL: dict[str, tuple[str, ...]] = {
+    "mlp": ("--size", "32", "--batch", "32"),
+    "stencil": ("--size", "48"),
+    "pointer_chase": ("--size", "12", "--walkers", "64"),
+    "struct_argument": ("--size", "4096"),
+    "device_pointer": ("--size", "4096"),
+}
+"""Options of the examples with which each kernel still has several blocks, and costs a fraction of its time.
+
+What most tests promise does not depend on how much is computed; and a test that waits for an iteration, or for a
+program's end, waits for a processor that other tests have at that time.
+"""
+
+
 def end_file(output: Path) -> Path:
     """The file for which a program with this output waits before it ends."""
     return output.with_suffix(".end")
@@ -149,6 +163,8 @@ class Site:
             "PHOS_PYTHON": sys.executable,
             "PHOS_TEST_SITE": str(self.folder),
             "SOFTGPU_MEMORY": "2G",
+            # Tests run beside each other; and threads of every launch take the pids that CRIU wants to restore under.
+            "SOFTGPU_THREADS": "1",
             "SOFTGPU_MACHINE": f"{self.folder.name}-{os.getpid()}",  # accounts of its own
             **self.environment,
         }
@@ -203,9 +219,9 @@ class Site:
         return self.start(*command, str(end), under=under, **changes)
 
     def example(self, name: str, *options: str, under: bool = True, **changes: str) -> Program:
-        """Start one of the examples; see :meth:`until_awaited`."""
-        script = examples_folder() / f"{name}.py"
-        return self.until_awaited(sys.executable, str(script), *options, "--until", under=under, **changes)
+        """Start one of the examples, small unless the options say otherwise; see :meth:`until_awaited`."""
+        words = (sys.executable, str(examples_folder() / f"{name}.py"), *SMALL[name], *options)
+        return self.until_awaited(*words, "--until", under=under, **changes)
 
     def image(self, name: str = "image") -> Path:
         """A new, empty image directory."""
