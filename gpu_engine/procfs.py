@@ -74,6 +74,12 @@ def _status(status: Path, name: str) -> list[str]:
     return []
 
 
+def process_of(number: int) -> int:
+    """The process that has this pid, or a thread with it, by our numbers; 0 if there is none. A zombie has its pid."""
+    words = _status(Path(f"/proc/{number}/status"), "Tgid")
+    return int(words[0]) if words else 0
+
+
 def tracer(pid: int) -> int:
     """Who traces a process, by our number; 0 if nobody does, or there is no such process."""
     words = _status(Path(f"/proc/{pid}/status"), "TracerPid")

@@ -17,6 +17,7 @@ from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import INTERRUPTED, RestoreFailed, UsageError
 from phos.gpu_engine.interruption import Interruption
+from phos.gpu_engine.restore import ids
 from phos.gpu_engine.restore.base import UNDER_WAY, Restore, RestoredProcess
 from phos.gpu_engine.restore.eager import EagerRestore
 from phos.gpu_engine.restore.lazy import LazyRestore
@@ -97,8 +98,9 @@ class RestoreServer:
             self._registry.jobs.none_for(directory, connection.uid)
             log.warning("%s holds no GPU part: CRIU restores it alone.", os.readlink(f"/proc/self/fd/{directory}"))
             return None
+        in_the_way = ids.in_the_way(ids.of_image(directory), connection.pid)
         job = self._job(connection, request, directory)
-        while (ending := self._begin_unless_ending(job, directory, connection.uid)) is not None:
+        while (ending := self._begin_unless_ending(job, directory, connection.uid, in_the_way)) is not None:
             if not ending.put_away.wait(ENDING_SECONDS):
                 job.close()
                 raise RestoreFailed(
@@ -107,8 +109,10 @@ class RestoreServer:
                 )
         return job
 
-    def _begin_unless_ending(self, job: Restore, directory: int, owner: int) -> Restore | None:
+    def _begin_unless_ending(self, job: Restore, directory: int, owner: int, in_the_way: str) -> Restore | None:
         """Begin, or name the restore of one of the processes that has ended and is still in the way.
+
+        ``in_the_way``: who has a pid that CRIU needs, if it is not one of these very processes that still runs.
 
         Raises:
             PhosError, ImageError, OSError: it cannot begin; it has been closed.
@@ -116,6 +120,8 @@ class RestoreServer:
         with self._restoring:  # two restores of one image at the same moment: one of them finds the other's sessions
             try:
                 ending = self._refuse_living(job)
+                if in_the_way:
+                    raise RestoreFailed(in_the_way)
             except BaseException:
                 job.close()
                 raise

@@ -48,6 +48,24 @@ def test_driver_fails_while_restoring(site: Site, name: str) -> None:
     fit_for_the_next(site)
 
 
+def test_a_pid_of_the_image_that_is_somebody_elses(site: Site) -> None:
+    """Here the dumped process's own remains have it, until this test waits for them."""
+    program = blocks(site)
+    image = site.image()
+    site.run("criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-o", "dump.log")
+    refused = site.restore(image, check=False)
+    assert refused.returncode != 0
+    said = f"The image needs the pid {program.pid}, and process {program.pid}, which has ended and which its parent has"
+    assert said in refused.stderr + (image / "restore.log").read_text()
+    site.wait_no_gpu_memory()
+    (image / "restore.log").unlink()
+    restore = site.background("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4")
+    wait_until(lambda: "phos" in text_of(image / "restore.log"), "the plugin")
+    site.gone(program)
+    assert restore.wait(PATIENCE) == 0
+    assert program.wait_result() == "right"
+
+
 def test_restored_process_that_is_killed_before_it_computes(site: Site) -> None:
     program = blocks(site, SOFTGPU_TOGGLE_MS="700")
     image = site.image()

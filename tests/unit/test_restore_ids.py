@@ -1,0 +1,100 @@
+"""Who has a pid that an image needs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from phos.gpu_engine.restore import ids
+
+
+@contextmanager
+def image(folder: Path, *names: str) -> Iterator[int]:
+    for name in names:
+        (folder / name).touch()
+    directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield directory
+    finally:
+        os.close(directory)
+
+
+def ended() -> subprocess.Popen[bytes]:
+    """A process that has ended and that nobody has waited for."""
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    return child
+
+
+def test_processes_and_threads_have_a_file_each(tmp_path: Path) -> None:
+    names = ("core-20.img", "core-7.img", "core-x.img", "core-9.img.tmp", "pages-1.img", "core-0.img", "ids-5.img")
+    with image(tmp_path, *names) as directory:
+        assert ids.of_image(directory) == [7, 20]
+
+
+def test_an_image_with_the_first_process_of_a_namespace_needs_no_pid_of_ours(tmp_path: Path) -> None:
+    with image(tmp_path, "core-1.img", "core-20.img") as directory:
+        assert ids.of_image(directory) == []
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ids, "PATIENCE_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_pid_that_a_process_has() -> None:
+    said = ids.in_the_way([os.getpid()], os.getpid())
+    assert said.startswith(f"The image needs the pid {os.getpid()}, and process {os.getpid()} (")
+    assert os.path.basename(os.path.realpath(sys.executable)) in said
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_pid_that_a_thread_has() -> None:
+    number: list[int] = []
+    known, end = threading.Event(), threading.Event()
+
+    def run() -> None:
+        number.append(threading.get_native_id())
+        known.set()
+        end.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        known.wait()
+        assert f"the pid {number[0]}, and a thread of process {os.getpid()} (" in ids.in_the_way(number, os.getpid())
+    finally:
+        end.set()
+        thread.join()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_pid_that_a_zombie_has() -> None:
+    child = ended()
+    try:
+        assert "which has ended and which its parent has not waited for" in ids.in_the_way([child.pid], os.getpid())
+    finally:
+        child.wait()
+
+
+def test_a_pid_that_is_soon_free() -> None:
+    child = ended()
+    timer = threading.Timer(0.3, child.wait)
+    timer.start()
+    try:
+        assert ids.in_the_way([child.pid], os.getpid()) == ""
+        assert child.returncode == 0
+    finally:
+        timer.join()
+
+
+def test_no_pids_at_all() -> None:
+    assert ids.in_the_way([], os.getpid()) == ""
