@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,6 +17,16 @@ from phos.gpu_engine.errors import PhosError, ProtocolError
 from tests.unit.session_fake import NUMBER, Frontend, open_descriptors
 
 
+@pytest.fixture
+def light_collections() -> Iterator[None]:
+    """Each example counts descriptors twice, and collects first; what earlier tests left alive is walked but once."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("light_collections")
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(payload=st.binary(min_size=1, max_size=300), descriptors=st.integers(0, 3))
 def test_garbage_is_refused_and_leaks_nothing(payload: bytes, descriptors: int) -> None:
@@ -48,7 +60,8 @@ def test_no_other_program_gets_what_was_received() -> None:
 BODIES = [field.name for field in wire_pb2.Envelope.DESCRIPTOR.oneofs[0].fields]
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.mark.usefixtures("light_collections")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(packets=st.lists(st.tuples(st.sampled_from(BODIES), st.binary(max_size=24), st.integers(0, 2)), max_size=12))
 def test_any_packet_in_any_order_leaks_nothing(
     tmp_path_factory: pytest.TempPathFactory, packets: list[tuple[str, bytes, int]]
