@@ -218,9 +218,9 @@ class Site:
         end = end_file(self.folder / f"program-{len(self.programs)}.log")
         return self.start(*command, str(end), under=under, **changes)
 
-    def example(self, name: str, *options: str, under: bool = True, **changes: str) -> Program:
-        """Start one of the examples, small unless the options say otherwise; see :meth:`until_awaited`."""
-        words = (sys.executable, str(examples_folder() / f"{name}.py"), *SMALL[name], *options)
+    def example(self, name: str, *options: str, under: bool = True, small: bool = True, **changes: str) -> Program:
+        """Start one of the examples, small unless it is compared with one that is not; see :meth:`until_awaited`."""
+        words = (sys.executable, str(examples_folder() / f"{name}.py"), *(SMALL[name] if small else ()), *options)
         return self.until_awaited(*words, "--until", under=under, **changes)
 
     def image(self, name: str = "image") -> Path:
