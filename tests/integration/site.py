@@ -39,6 +39,11 @@ program's end, waits for a processor that other tests have at that time.
 """
 
 
+def example_words(name: str) -> tuple[str, ...]:
+    """The command line of a small one."""
+    return (sys.executable, str(examples_folder() / f"{name}.py"), *SMALL[name])
+
+
 def end_file(output: Path) -> Path:
     """The file for which a program with this output waits before it ends."""
     return output.with_suffix(".end")
@@ -220,8 +225,8 @@ class Site:
 
     def example(self, name: str, *options: str, under: bool = True, small: bool = True, **changes: str) -> Program:
         """Start one of the examples, small unless it is compared with one that is not; see :meth:`until_awaited`."""
-        words = (sys.executable, str(examples_folder() / f"{name}.py"), *(SMALL[name] if small else ()), *options)
-        return self.until_awaited(*words, "--until", under=under, **changes)
+        words = example_words(name) if small else example_words(name)[:2]
+        return self.until_awaited(*words, *options, "--until", under=under, **changes)
 
     def image(self, name: str = "image") -> Path:
         """A new, empty image directory."""

@@ -14,7 +14,7 @@ import pytest
 from phos.gpu_engine.installation import examples_folder, launcher
 from phos.gpu_engine.spec.cache import Cache
 from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor
-from tests.integration.site import SMALL, Site, wait_until
+from tests.integration.site import Site, example_words, wait_until
 from tests.unit.library_fakes import Workshop
 
 pytestmark = [pytest.mark.root, pytest.mark.timeout(180)]
@@ -54,7 +54,7 @@ def source(report: dict[str, Any], name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["mlp", "pointer_chase", "struct_argument", "device_pointer", "stencil"])
 def test_examples_are_predicted_right(site: Site, name: str) -> None:
     alone = site.example(name, "--iterations", "3", under=False)
-    report = audit(site, str(examples_folder() / f"{name}.py"), *SMALL[name], "--iterations", "3")
+    report = audit(site, *example_words(name)[1:], "--iterations", "3")
     assert {row["source"] for row in report["sources"]} <= {"ptx", "call"}
     assert all(row["wrong_chunks"] == 0 and row["success"] == 1 for row in report["sources"])
     assert source(report, "ptx")["written_chunks"] > 0

@@ -7,8 +7,8 @@ that claims to be whole, no GPU memory and no process is left; and phosd is fit 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from tests.integration.many_blocks import (
     nothing_of_ours,
     renewed,
 )
-from tests.integration.site import Site, examples_folder, wait_until
+from tests.integration.site import Site, example_words, wait_until
 
 # The driver fails while dumping.
 
@@ -201,7 +201,7 @@ def test_phosd_can_start_no_thread_for_another_process(site: Site, tmp_path: Pat
     """The first process has its gate closed by then, or is detached."""
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD=f"no thread {what}")
     script = tmp_path / "family.sh"
-    command = f"{sys.executable} {examples_folder()}/stencil.py --iterations 400 --iteration-seconds 0.05 --until $1"
+    command = f"{shlex.join(example_words('stencil'))} --iterations 400 --iteration-seconds 0.05 --until $1"
     script.write_text(f"{command} >a.log 2>&1 &\n{command} >b.log 2>&1 &\nwait\necho RESULT family\n")
     program = site.until_awaited("/bin/sh", str(script))
     logs = [site.folder / "a.log", site.folder / "b.log"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,16 +12,15 @@ from typing import Any
 import psutil
 import pytest
 
-from phos.gpu_engine.installation import examples_folder, launcher
-from tests.integration.site import PATIENCE, Program, Site, wait_until, words
+from phos.gpu_engine.installation import launcher
+from tests.integration.site import PATIENCE, Program, Site, example_words, wait_until, words
 
 PACE = ("--iterations", "120", "--iteration-seconds", "0.05")
 
 
 def job(site: Site, *options: str) -> tuple[str, ...]:
     """A job that does not end before :func:`let_end`, however slow the machine is."""
-    script = str(examples_folder() / "stencil.py")
-    return (sys.executable, script, *(options or (*PACE, "--until", str(site.folder / "end"))))
+    return (*example_words("stencil"), *(options or (*PACE, "--until", str(site.folder / "end"))))
 
 
 def let_end(site: Site, guarding: Program) -> int:

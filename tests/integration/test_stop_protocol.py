@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-from phos.gpu_engine.installation import examples_folder
-from tests.integration.site import PATIENCE, Program, Site, wait_until, words
+from tests.integration.site import PATIENCE, Program, Site, example_words, wait_until, words
 
 PROGRAMS = Path(__file__).parent / "programs"
 EXAMPLES = {
@@ -117,8 +117,8 @@ def test_tree_of_cuda_processes(site: Site, tmp_path: Path) -> None:
     script = tmp_path / "family.sh"
     options = "--iterations 400 --iteration-seconds 0.05 --until $1"
     script.write_text(
-        f"{sys.executable} {examples_folder()}/stencil.py {options} >a.log 2>&1 &\n"
-        f"{sys.executable} {examples_folder()}/struct_argument.py {options} >b.log 2>&1 &\n"
+        f"{shlex.join(example_words('stencil'))} {options} >a.log 2>&1 &\n"
+        f"{shlex.join(example_words('struct_argument'))} {options} >b.log 2>&1 &\n"
         "wait\necho RESULT family\n"
     )
     expected = {name: uninterrupted(site, name, "--iterations", "400") for name in ("stencil", "struct_argument")}
@@ -161,8 +161,8 @@ def test_names_that_are_not_utf8(site: Site, under: bool) -> None:
     # A copy finds its library beside it: this virtual environment's.
     (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
     shutil.copy(Path(sys.prefix) / "pyvenv.cfg", folder)
-    script = str(examples_folder() / "stencil.py")
-    started = site.start(str(program), "-X", os.fsdecode(b"n\xf6ne"), script, *options, under=under)
+    words = example_words("stencil")[1:]
+    started = site.start(str(program), "-X", os.fsdecode(b"n\xf6ne"), *words, *options, under=under)
     started.wait_iterations(3)
     assert os.readlink(f"/proc/{started.pid}/exe") == str(program)
     image = folder / os.fsdecode(b"im\xe4ge")
