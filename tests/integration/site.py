@@ -97,6 +97,10 @@ class Program:
         """Let it go on to its end; an example does that without sleeping after its iterations."""
         end_file(self.output).touch()
 
+    def hold(self) -> None:
+        """Have it wait again before it ends, once it is restored from when it had not."""
+        end_file(self.output).unlink(missing_ok=True)
+
     def wait_end(self) -> None:
         """Let it come to its end, and wait for that (also when CRIU restored it, so that it is not our child)."""
         self.let_end()

@@ -140,6 +140,7 @@ def test_restored_twice_and_dumped_again(site: Site) -> None:
     output = program.output.read_bytes()
     for generation in range(2):
         program.output.write_bytes(output)
+        program.hold()
         site.restore(image)
         program.wait_progress()
         again = site.image(f"again-{generation}")
