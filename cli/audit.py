@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -18,7 +17,7 @@ from rich.table import Table
 
 from phos.cli.console import Console
 from phos.cli.parameters import COUNT, Place
-from phos.cli.run import device_option
+from phos.cli.run import device_option, program_of, starting
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, wire
@@ -127,9 +126,7 @@ def audit(
     Slow: COMMAND's GPU work is done one call at a time, and all of its GPU memory is hashed before and after a call.
     COMMAND cannot be checkpointed meanwhile.
     """
-    program = shutil.which(command[0])
-    if program is None:
-        raise UsageError(f"There is no program '{command[0]}' on the PATH.")
+    program = program_of(command[0])
     if output is not None and not output.absolute().parent.is_dir():
         raise UsageError(f"There is no folder {output.absolute().parent} for --output.")
     kind = device_kind(device)
@@ -160,10 +157,8 @@ def _run(program: str, command: tuple[str, ...], changes: dict[str, str], as_jso
     """Run the program; its exit status, or 128 and the signal's number. Signals to us are passed on."""
     # What reads our standard output as JSON cannot tell the program's words from ours.
     output = STDERR if as_json else None
-    try:
+    with starting(program):
         process = subprocess.Popen([program, *command[1:]], env={**os.environ, **changes}, stdout=output)
-    except OSError as error:
-        raise UsageError(f"{program} cannot be started: {error.strerror}.") from error
 
     def pass_on(number: int, _: FrameType | None) -> None:
         process.send_signal(number)

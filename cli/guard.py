@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from phos.cli.guard_job import End, Job, become_reaper, reap
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
 from phos.cli.launched import ENDING, heed
 from phos.cli.parameters import RATE, SECONDS, Place
+from phos.cli.run import program_of, starting
 from phos.gpu_engine import configuration
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.daemon.paths import socket_path
@@ -477,9 +477,9 @@ def guard(
     """
     if os.geteuid() != 0:
         raise Unsupported("guard needs root, because CRIU does. Run it with sudo.")
-    running = len(job) == 1 and job[0].isascii() and job[0].isdigit() and not resume
-    if running:
-        refuse_own(int(job[0]))
+    existing_pid = int(job[0]) if len(job) == 1 and job[0].isascii() and job[0].isdigit() and not resume else None
+    if existing_pid is not None:
+        refuse_own(existing_pid)
     folder = images.absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -497,8 +497,8 @@ def guard(
             f"{_listed(unreadable)} cannot be read, and may be whole. Make it readable, or name another directory."
         )
     again: Callable[[], Job] | None = None
-    if running:
-        pid = int(job[0])
+    if existing_pid is not None:
+        pid = existing_pid
         _refuse_foreign(existing, pid)
         made.forwards = False
         start: Callable[[], Job] = lambda: _existing(pid)  # noqa: E731
@@ -549,14 +549,10 @@ def _existing(pid: int) -> Job:
 
 
 def _start(command: Sequence[str], output: Path) -> Job:
-    program = shutil.which(command[0])
-    if program is None:
-        raise UsageError(f"There is no program '{command[0]}' on the PATH.")
+    program = program_of(command[0])
     environment = {**os.environ, **application_environment(device_kind(), socket_path())}
-    try:
+    with starting(program):
         return Job.start([program, *command[1:]], environment, output)
-    except OSError as error:
-        raise UsageError(f"{program} cannot be started: {error.strerror}.") from error
 
 
 def _former_pid(folder: Path) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import click
 
@@ -19,6 +21,31 @@ device_option = click.option(
     default=None,
     help="Which GPU. Default: PHOS_DEVICE, else auto: NVIDIA's where there is one.",
 )
+
+
+def program_of(name: str) -> str:
+    """Where the program lies that a command names.
+
+    Raises:
+        UsageError: there is none.
+    """
+    program = shutil.which(name)
+    if program is None:
+        raise UsageError(f"There is no program '{name}' on the PATH.")
+    return program
+
+
+@contextmanager
+def starting(program: str) -> Iterator[None]:
+    """Start the program in the block.
+
+    Raises:
+        UsageError: it cannot be: a script without its first line, another machine's program, too long arguments.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{program} cannot be started: {error.strerror}.") from error
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -39,14 +66,10 @@ def run(device: str | None, connections: int | None, command: tuple[str, ...]) -
     socket = socket_path()
     os.environ["PHOS_DEVICE"] = kind
     client.ensure(socket)
-    program = shutil.which(command[0])
-    if program is None:
-        raise UsageError(f"There is no program '{command[0]}' on the PATH.")
+    program = program_of(command[0])
     os.environ.update(application_environment(kind, socket))
     if connections is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)
     standard_streams.flush()
-    try:
+    with starting(program):
         os.execv(program, list(command))
-    except OSError as error:  # a script without its first line, another machine's program, arguments that are too long
-        raise UsageError(f"{program} cannot be started: {error.strerror}.") from error
