@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from phos.gen import phos_image_pb2 as pb
@@ -21,6 +22,7 @@ from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.watch import Watch
 from phos.gpu_engine.cow.window import Windows
 from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError
+from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.stop.dump import Assignment, StopDump
 from phos.gpu_engine.stop.tree import BorrowBlocks
 from phos.gpu_engine.timeline import STALL, STALL_BEGINS
@@ -29,8 +31,18 @@ from phos.gpu_engine.touch_order import TouchOrder
 log = logging.getLogger(__name__)
 
 DESCRIBE_SECONDS = 5.0
-"""How long a checkpoint waits for access descriptors that are being worked out. Without one, a launch may write to all
-that its arguments point to: slower, not wrong."""
+"""How long a checkpoint waits for access descriptors that are being worked out, for however many processes. Without
+one, a launch may write to all that its arguments point to: slower, not wrong."""
+
+
+def describe(processes: Sequence[GatedProcess]) -> None:
+    """Give each the access descriptors of its kernels, and wait for what is missing :data:`DESCRIBE_SECONDS` in all.
+
+    Processes of one tree mostly have the same modules: those that come later find analysed what the first waited for.
+    """
+    deadline = time.monotonic() + DESCRIBE_SECONDS
+    for process in processes:
+        process.describe_kernels(max(0.0, deadline - time.monotonic()))
 
 
 class CowMemory:
@@ -71,8 +83,7 @@ class CowDump(StopDump):
         self._begin_to_watch()
         super()._prepare(borrow)
         with self.timeline.phase("prepare the window"):
-            for process in self.gated:
-                process.describe_kernels(DESCRIBE_SECONDS)
+            describe(self.gated)
             self._windows.lend_pools(self.gated)
         for session, (seen, blocks) in self._watch.seen().items():
             self._memory.touched.learn(session, seen.touched, blocks)

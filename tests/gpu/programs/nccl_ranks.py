@@ -60,7 +60,7 @@ def train(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Start the ranks, or be one."""
-    options = parser("PyTorch and NCCL on two GPUs.", iterations=200)
+    options = parser("PyTorch and NCCL on two GPUs.", iterations=400)
     options.add_argument("--rank", type=int)
     chosen = options.parse_args()
     if chosen.rank is not None:
