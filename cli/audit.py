@@ -20,7 +20,7 @@ from phos.cli.parameters import COUNT, Place
 from phos.cli.run import device_option, program_of, starting
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
-from phos.gpu_engine.daemon import client, wire
+from phos.gpu_engine.daemon import reach, wire
 from phos.gpu_engine.daemon.paths import socket_path
 from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, PhosError, UsageError
 from phos.gpu_engine.installation import application_environment, device_kind
@@ -40,7 +40,7 @@ class Opened:
             DaemonUnavailable: phosd is not there.
         """
         self.name = secrets.token_hex(16)
-        self._connection = client.connect(path)
+        self._connection = reach.connect(path)
         asked = wire_pb2.AuditOpen(audit=self.name, first=first, every=every, patience=patience)
         answer, descriptors = self._ask(wire_pb2.Envelope(id=1, audit_open=asked))
         wire.close_all(descriptors)
@@ -132,7 +132,7 @@ def audit(
     kind = device_kind(device)
     path = socket_path()
     os.environ["PHOS_DEVICE"] = kind
-    client.ensure(path)
+    reach.ensure(path)
     opened = Opened(path, limit_launches, every, patience)
     try:
         status = _run(program, command, {**application_environment(kind, path), "PHOS_AUDIT": opened.name}, as_json)

@@ -16,7 +16,7 @@ from phos.cli.parameters import PID, Place
 from phos.cli.progress import ImageProgress
 from phos.gpu_engine import configuration, procfs
 from phos.gpu_engine.cow.settings import CowSettings, size_of
-from phos.gpu_engine.daemon import client
+from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.daemon.permissions import uid_of
 from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, UsageError
 from phos.gpu_engine.installation import device_kind, load_driver
@@ -75,7 +75,7 @@ def checkpoint(
         arguments.append("--shell-job")
     if leave_running:
         arguments.append("--leave-running")
-    client.ensure()
+    reach.ensure()
     _require_cuda(pid)
     directory = image_directory(image, create=True)
     with ImageProgress(directory, restore=False, quiet=as_json):

@@ -24,7 +24,7 @@ from phos.cli.launched import ENDING, heed
 from phos.cli.parameters import RATE, SECONDS, Place
 from phos.cli.run import program_of, starting
 from phos.gpu_engine import configuration
-from phos.gpu_engine.daemon import client
+from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.daemon.paths import socket_path
 from phos.gpu_engine.errors import ExitStatus, NoSuchProcess, PhosError, RestoreFailed, Unsupported, UsageError
 from phos.gpu_engine.installation import application_environment, device_kind, launcher
@@ -489,7 +489,7 @@ def guard(
     made = Guard(Shelf(folder, keep), schedule, Restarts(restarts), protocol, _events(as_json))
     made.count_gpus = gpus is None
     made.lock = _lock(folder)
-    client.ensure()
+    reach.ensure()
     become_reaper()
     existing = made.shelf.whole()
     if not existing and (unreadable := made.shelf.unreadable()):

@@ -19,7 +19,7 @@ from phos.cli.parameters import NAME, NAME_OR_PATH, Place
 from phos.cli.refusal import refuse
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
-from phos.gpu_engine.daemon import client, wire
+from phos.gpu_engine.daemon import client, reach, wire
 from phos.gpu_engine.errors import DaemonUnavailable, PhosError, UsageError
 from phos.images.errors import ImageError
 
@@ -41,7 +41,7 @@ def pin(directory: Path, name: str | None, copy: bool, as_json: bool) -> None:
     began, name = time.perf_counter(), name or ""
     descriptor = _open(directory)
     try:
-        client.ensure()
+        reach.ensure()
         _ask(wire_pb2.Envelope(id=1, pin_image=wire_pb2.PinImage(name=name, copy=copy)), [descriptor], quiet=as_json)
     finally:
         os.close(descriptor)
@@ -170,7 +170,7 @@ def _ask(envelope: wire_pb2.Envelope, descriptors: list[int], *, quiet: bool = T
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = Console(stderr=True)
     with (
-        client.connect() as connection,
+        reach.connect() as connection,
         Progress(*columns, transient=True, console=console, disable=quiet or not sys.stderr.isatty()) as bar,
     ):
         task = bar.add_task("GPU data", total=None)

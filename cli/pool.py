@@ -14,7 +14,7 @@ import click
 from phos.cli.parameters import NAME, NAME_BYTES, NAME_OR_PATH, SECONDS_OR_NONE, Place, unfit
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
-from phos.gpu_engine.daemon import client, wire
+from phos.gpu_engine.daemon import client, reach, wire
 from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, PhosError, RestoreFailed, UsageError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: 
     called = name or os.path.basename(os.path.realpath(directory))
     if problem := unfit(called, NAME_BYTES):
         raise UsageError(f"The directory's name is not fit to be the pool's: {problem} Give --name.")
-    client.ensure()
+    reach.ensure()
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         wanted = wire_pb2.PoolCreate(name=called, size=size, lazy=lazy or "")
@@ -93,7 +93,7 @@ def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: 
 def take(asked: int | None, name: str, eager: bool, no_wait: bool, timeout: float, quick: bool, as_json: bool) -> None:
     """Open one process of the pool NAME (or of the only pool of the image NAME). It runs in the background."""
     # packaging/take.py may have asked already; `asked` is its connection.
-    with client.connect() if asked is None else socket.socket(fileno=asked) as connection:
+    with reach.connect() if asked is None else socket.socket(fileno=asked) as connection:
         if asked is None:
             request = wire_pb2.PoolTake(name=name, eager=eager, wait_s=0.0 if no_wait else timeout)
             wire.send(connection, wire_pb2.Envelope(id=1, pool_take=request))

@@ -21,7 +21,7 @@ from phos.cli.refusal import refuse
 from phos.cli.restore_first import RESTORE_LOG, Begun, Occupied
 from phos.cli.text import size_text
 from phos.gen import wire_pb2
-from phos.gpu_engine.daemon import client
+from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, RestoreFailed
 from phos.images.errors import ImageError
 from phos.images.reader import Image
@@ -77,7 +77,7 @@ def _restore(
     if begun is None:
         if bad is not None:
             refuse("restore", bad, as_json, ExitStatus.FAILED)
-        client.ensure()
+        reach.ensure()
         try:
             begun = Begun(str(directory), lazy)
         except Occupied as error:
@@ -102,7 +102,7 @@ def _restore(
         if status != 0 and bad is not None:
             refuse("restore", bad, as_json, ExitStatus.FAILED)
         if status != 0:
-            client.ensure()
+            reach.ensure()
             said = errors(status, begun.said(), directory / RESTORE_LOG)
             why = f"{pages.error}\n" if pages is not None and pages.error else ""
             raise RestoreFailed(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import click
 
 from phos.gpu_engine import standard_streams
-from phos.gpu_engine.daemon import client
+from phos.gpu_engine.daemon import reach
 from phos.gpu_engine.daemon.paths import socket_path
 from phos.gpu_engine.errors import UsageError
 from phos.gpu_engine.installation import application_environment, device_kind
@@ -65,7 +65,7 @@ def run(device: str | None, connections: int | None, command: tuple[str, ...]) -
     kind = device_kind(device)
     socket = socket_path()
     os.environ["PHOS_DEVICE"] = kind
-    client.ensure(socket)
+    reach.ensure(socket)
     program = program_of(command[0])
     os.environ.update(application_environment(kind, socket))
     if connections is not None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable
 
 from phos.gen import wire_pb2
-from phos.gpu_engine.daemon import keeper
+from phos.gpu_engine.daemon import blocking, keeper
 from phos.gpu_engine.errors import ProtocolError
 
 PACKET_LIMIT = 64 << 10
@@ -133,14 +133,6 @@ def content(descriptor: int, most: int) -> bytes:
     return bytes(parts)
 
 
-def limit(connection: socket.socket, *, receive: float | None = None, send: float | None = None) -> None:
-    """How long receiving, and connecting and sending, may block; seconds, 0 for ever; longer: BlockingIOError."""
-    for option, seconds in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
-        if seconds is not None:
-            value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-            connection.setsockopt(socket.SOL_SOCKET, option, value)
-
-
 def only(descriptors: list[int]) -> int:
     """The one descriptor that has to come with a request: an image directory's, for example."""
     if len(descriptors) != 1:
@@ -179,8 +171,8 @@ class Connection:
         self.reply(request_id, done=wire_pb2.Done(error=sentence(error), warnings=kept, gpu_part=gpu_part))
 
     def limit(self, *, receive: float | None = None, send: float | None = None) -> None:
-        """See :func:`limit`."""
-        limit(self._socket, receive=receive, send=send)
+        """See :func:`~phos.gpu_engine.daemon.blocking.limit`."""
+        blocking.limit(self._socket, receive=receive, send=send)
 
     def hung_up(self) -> bool:
         """Whether the peer has gone, whatever it has said before."""

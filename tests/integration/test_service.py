@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phos.gpu_engine.daemon import client
+from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.installation import launcher
 from tests.integration.site import PATIENCE, Site, wait_until
 
@@ -35,7 +35,7 @@ def test_a_manager_learns_when_one_can_connect_and_when_phosd_ends(site: Site, m
     with subprocess.Popen([str(launcher("phosd"))], env=site.environment) as phosd:
         assert manager.recv(100) == b"READY=1"
         path = Path(site.environment["PHOS_SOCKET"])
-        client.connect(path).close()
+        reach.connect(path).close()
         assert client.status(path).pid == phosd.pid
         phosd.send_signal(signal.SIGTERM)
         assert manager.recv(100) == b"STOPPING=1"

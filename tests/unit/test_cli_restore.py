@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from phos.cli import launched, restore, restore_first
 from phos.gen import wire_pb2
-from phos.gpu_engine.daemon import client
+from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.installation import launcher
 from phos.images import formats, native
@@ -129,7 +129,7 @@ def test_both_servers_are_started_and_the_one_knows_the_other(home: Path) -> Non
 
 def small_image(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An image that is whole, to be restored without a phosd."""
-    monkeypatch.setattr(client, "ensure", lambda: None)
+    monkeypatch.setattr(reach, "ensure", lambda: None)
     image = home / "image"
     with monkeypatch.context() as real:
         real.delenv("PHOS_HOME")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,9 +18,9 @@ import pytest
 
 from phos.gen import wire_pb2
 from phos.gpu_engine import driver
-from phos.gpu_engine.daemon import client, paths, wire
-from phos.gpu_engine.daemon.__main__ import _listen
+from phos.gpu_engine.daemon import client, paths, reach, wire
 from phos.gpu_engine.daemon.serve_client import ClientServer
+from phos.gpu_engine.daemon.startup import _listen
 from phos.gpu_engine.errors import CRIU_FAILED, DaemonUnavailable, DriverError, NotPermitted, PhosError, UsageError
 from tests.unit.session_fake import open_descriptors
 
@@ -80,7 +82,7 @@ def test_a_phosd_that_hangs_is_not_waited_for(
 ) -> None:
     path = tmp_path / "phosd.sock"
     monkeypatch.setenv("PHOS_SOCKET", str(path))
-    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.1)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(str(path))
         listening.listen()
@@ -108,9 +110,9 @@ def test_a_request_to_a_phosd_that_hangs_ends_with_a_sentence(
 
 
 def test_a_phosd_that_accepts_nobody_is_not_waited_for_either(hangs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.1)
     with ExitStack() as waiting, pytest.raises(DaemonUnavailable, match="phosd does not answer at"):
-        any(waiting.enter_context(client.connect(hangs)) is None for _ in range(20))  # more than it lets wait
+        any(waiting.enter_context(reach.connect(hangs)) is None for _ in range(20))  # more than it lets wait
 
 
 def test_why_a_request_is_refused_is_told(tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_why_a_request_is_refused_is_told(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UsageError, match=f"The folder {tmp_path}/file/run for phosd's socket cannot be made"):
-        client.ensure(tmp_path / "file" / "run" / "phosd.sock")
+        reach.ensure(tmp_path / "file" / "run" / "phosd.sock")
 
 
 def test_a_failed_start_is_not_blamed_on_what_the_log_had_before(
@@ -142,16 +144,24 @@ def test_a_failed_start_is_not_blamed_on_what_the_log_had_before(
     paths.log_file(path).write_text("CRIU failed; its own log says why.\n")
     monkeypatch.setenv("PHOS_LISTEN", "7070")
     with pytest.raises(DaemonUnavailable) as failed:
-        client.ensure(path)
+        reach.ensure(path)
     assert "PHOS_LISTEN=7070 is no address" in str(failed.value)
     assert "CRIU" not in str(failed.value)
+
+
+def test_what_only_asks_whether_one_runs_loads_nothing_slow() -> None:
+    """The launcher of CRIU does so before every dump and restore."""
+    code = "import sys; import phos.gpu_engine.daemon.__main__; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "phos.gpu_engine.daemon.reach" in loaded
+    assert not {"google.protobuf", "logging", "importlib.metadata", "cuda"} & set(loaded)
 
 
 def test_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
     room = paths.PATH_BYTES - len(str(tmp_path)) - len("//keeper.sock")
     paths.refuse_unfit(tmp_path / ("x" * room) / "phosd.sock")
     too_long = tmp_path / ("x" * (room + 1)) / "phosd.sock"
-    for ask in (client.connect, client.ensure, client.status):
+    for ask in (reach.connect, reach.ensure, client.status):
         with pytest.raises(UsageError, match="is 1 bytes too long"):
             ask(too_long)
     assert not too_long.parent.exists()
@@ -176,7 +186,7 @@ def test_the_socket_of_a_phosd_that_was_killed_is_replaced(tmp_path: Path) -> No
         stale.bind(str(path))
     listener = _listen(path)
     listener.listen(1)
-    client.connect(path).close()
+    reach.connect(path).close()
     with pytest.raises(PhosError, match="Another phosd already serves"):
         _listen(path)
     listener.close()
@@ -214,7 +224,7 @@ def test_a_phosd_that_is_started_keeps_nothing_of_who_started_it(tmp_path: Path)
     with open(tmp_path / "lock", "w") as held:
         os.set_inheritable(held.fileno(), True)
         command = ["/bin/sh", "-c", "ls -l /proc/$$/fd; sleep 0.2"]
-        lifeline = client._start_orphan(command, dict(os.environ), tmp_path / "log")
+        lifeline = reach._start_orphan(command, dict(os.environ), tmp_path / "log")
     try:
         assert select.select([lifeline], [], [], 0)[0] == [], "it runs"
         assert os.read(lifeline, 1) == b"", "it has ended"

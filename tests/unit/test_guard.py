@@ -274,7 +274,7 @@ def test_a_checkpoint_that_cannot_be_started_is_tried_again(watched: Watched, mo
 
 def test_a_guard_that_is_refused_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another guard may have been told to keep more images."""
-    for name in ("become_reaper", "client.ensure"):
+    for name in ("become_reaper", "reach.ensure"):
         monkeypatch.setattr(f"phos.cli.guard.{name}", lambda: None)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     images = [tmp_path / f"image-{number:06}" for number in (1, 2, 3)]

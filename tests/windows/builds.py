@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phos.gpu_engine.daemon import client
+from phos.gpu_engine.daemon import reach
 from phos.gpu_engine.installation import software_gpu_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,7 +155,7 @@ def start_phosd(
     deadline = time.monotonic() + PATIENCE
     while True:
         try:
-            client.connect(socket).close()
+            reach.connect(socket).close()
             return process
         except Exception:
             if process.poll() is not None or time.monotonic() > deadline:

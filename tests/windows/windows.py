@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phos.gen import wire_pb2
-from phos.gpu_engine.daemon import client, wire
+from phos.gpu_engine.daemon import client, reach, wire
 from phos.gpu_engine.installation import application_environment
 from phos.images.reader import EXTENT_LIMIT, Extent, Image
 from tests.windows import many
@@ -203,7 +203,7 @@ class Workshop:
     def _checkpoint(self, image: Path, pool: str, late: threading.Timer | None, lying: bool) -> wire_pb2.ImageState:
         assert self.program is not None
         directory = os.open(image, os.O_RDONLY | os.O_DIRECTORY)
-        with client.connect(self.socket) as connection:
+        with reach.connect(self.socket) as connection:
             begin = wire_pb2.DumpBegin(pid=self.program.pid, criu_pid=os.getpid(), criu_version="none", protocol="cow")
             begin.cow.pool = pool
             begin.cow.prioritise = self.random.choice(("on", "off"))

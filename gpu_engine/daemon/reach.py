@@ -1,0 +1,135 @@
+"""Reaching phosd: a connection to the one that runs, and the start of one in the background where none does.
+
+Without protobuf: the launcher of CRIU asks for it before every dump and restore, and most of the time one runs.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from phos.gpu_engine.daemon import blocking
+from phos.gpu_engine.daemon.paths import log_file, make_folder, refuse_unfit, socket_path
+from phos.gpu_engine.errors import DaemonUnavailable
+
+ANSWER_SECONDS = 10.0
+"""How much later than asked for an answer may come, before phosd counts as hanging."""
+
+_LIFELINE = 3
+"""The descriptor by whose end it is known that a phosd which is being started has ended."""
+
+START_SECONDS = 120.0
+"""How long phosd may take to start. Initialising the driver on a machine without persistence mode takes seconds, and an
+emulated or overloaded machine half a minute to load Python's modules; that it ended instead is noticed at once."""
+
+
+def connect(path: Path | None = None) -> socket.socket:
+    """A connection to the running phosd.
+
+    Raises:
+        DaemonUnavailable: none answers there. UsageError: there can be none.
+    """
+    path = path or socket_path()
+    refuse_unfit(path)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        # One that accepts nobody any more keeps everybody waiting. Not settimeout(): no place would be waited for then.
+        blocking.limit(connection, send=ANSWER_SECONDS)
+        connection.connect(str(path))
+        blocking.limit(connection, send=0)
+    except OSError as error:
+        connection.close()
+        raise DaemonUnavailable(
+            f"phosd does not answer at {path} ({error.strerror}). "
+            "Start it with 'phosd --ensure' or 'systemctl start phosd'."
+        ) from error
+    return connection
+
+
+def ensure(path: Path | None = None) -> None:
+    """Start phosd in the background unless it runs, and wait until it answers.
+
+    Raises:
+        DaemonUnavailable: it did not come up; the message carries the end of its log.
+    """
+    path = path or socket_path()
+    try:
+        connect(path).close()
+        return
+    except DaemonUnavailable:
+        pass
+    make_folder(path)
+    # NOTIFY_SOCKET: it is not phosd that the service manager of whoever needs it waits for.
+    environment = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "NOTIFY_SOCKET")}
+    # As isolated as we are: an installed phosd must not find the packages of the folder that a user stands in.
+    isolated = ["-I"] if sys.flags.isolated else []
+    command = [sys.executable, *isolated, "-m", "phos.gpu_engine.daemon", "--socket", str(path)]
+    before = _size(log_file(path))
+    lifeline = _start_orphan(command, environment, log_file(path))
+    deadline = time.monotonic() + START_SECONDS
+    try:
+        while time.monotonic() < deadline:
+            ended = bool(select.select([lifeline], [], [], 0.01)[0])
+            try:
+                connect(path).close()  # if ours has ended: another was started at the same moment, and won
+                return
+            except DaemonUnavailable:
+                if ended:
+                    break
+    finally:
+        os.close(lifeline)
+    try:
+        with log_file(path).open("rb") as log:
+            # Of this start alone: what an earlier phosd ended with is not why this one did not come up.
+            log.seek(before if before <= _size(log_file(path)) else 0)  # it may have been cut meanwhile
+            tail = log.read().decode(errors="replace").strip().splitlines()[-3:] or ["it said nothing."]
+    except OSError as error:
+        tail = [f"its log cannot be read or written ({error.strerror})."]
+    raise DaemonUnavailable(f"phosd could not be started at {path}: {' '.join(tail)} (log: {log_file(path)})")
+
+
+def _size(file: Path) -> int:
+    """Bytes; 0 if it cannot be told."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
+
+
+def _start_orphan(command: list[str], environment: dict[str, str], log: Path) -> int:
+    """Start a program that is nobody's child. Returns a descriptor that reads end of file when it has ended.
+
+    ``phos-gpu run`` becomes the application: were phosd its child, CRIU would dump phosd as part of the application.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        if os.fork() == 0:
+            try:
+                null = os.open(os.devnull, os.O_RDONLY)
+                output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+                os.dup2(null, 0)
+                os.dup2(output, 1)
+                os.dup2(output, 2)
+                if write_end != _LIFELINE:
+                    os.dup2(write_end, _LIFELINE)
+                os.set_inheritable(_LIFELINE, True)
+                # What else we have inherited is none of its business: a lock would be taken for as long as it runs.
+                for name in os.listdir("/proc/self/fd"):
+                    if int(name) > _LIFELINE:
+                        with suppress(OSError):  # the one by which they were listed
+                            os.close(int(name))
+                os.chdir("/")
+                os.execve(command[0], command, environment)
+            finally:
+                os._exit(127)
+        os._exit(0)
+    os.close(write_end)
+    os.waitpid(child, 0)
+    return read_end
