@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 RESIDUE_MB = 12 * (1 << 20) / 1e6  # SOFTGPU_RESIDUE
 
-pytestmark = [pytest.mark.root, pytest.mark.serial]
+pytestmark = pytest.mark.root
+
+alone = pytest.mark.serial
+"""It compares times, or wants something to happen while something else does: beside other tests either may fail."""
 
 
 def run(site: Site, script: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -128,6 +131,7 @@ def test_toggle(site: Site) -> None:
         assert row["stall_s"] >= row["CRIU freeze and dump"] > 0
 
 
+@alone
 def test_cow(site: Site) -> None:
     """Concurrent and other checkpoints of training are measured, and from the last one the losses repeat."""
     rows = {row["system"]: row for row in smoke(site, "cow", "--image", str(site.folder))["rows"]}
@@ -164,6 +168,7 @@ def test_cow_variants(site: Site, section: str) -> None:
         assert row["shadowed"] == 0 or (name, setting) != ("pool", "0")
 
 
+@alone
 def test_cow_correctness(site: Site) -> None:
     """Every image is proven to be the state of its moment."""
     content = smoke(site, "cow_correctness", "--image", str(site.folder))
@@ -181,6 +186,7 @@ WAYS = ("eager", "lazy, allocation order", "lazy, random order", "lazy", "lazy, 
 POOLS = ("pool, allocation order", "pool, random order", "pool")
 
 
+@alone
 @pytest.mark.timeout(240)
 def test_restore(site: Site) -> None:
     """A waiting request is answered after every kind of restore as by the process that was not interrupted."""
@@ -227,6 +233,7 @@ def test_serverless(site: Site) -> None:
     assert 0 < rows["cold"]["ready_s"] <= rows["cold"]["first_kernel_s"] <= rows["cold"]["last_token_s"]
 
 
+@alone
 @pytest.mark.timeout(240)
 def test_lazy_correctness(site: Site) -> None:
     """The program says after its restores what it says alone; one restore is interrupted by the next checkpoint."""
@@ -268,6 +275,7 @@ def test_an_audit_says_what_it_leaves_out(site: Site) -> None:
     assert "no program has that in its name. There are: example pointer_chase;" in wrong.stderr
 
 
+@alone
 def test_criu_freeze(site: Site) -> None:
     """The parts of the stall, and CRIU's own figures, with what the driver saves in CRIU's pages and without."""
     by_criu = "all, pages copied by CRIU"
@@ -301,6 +309,7 @@ def test_criu_freeze(site: Site) -> None:
     assert rows[by_criu]["criu_memory_write_seconds"] > rows["all"]["criu_memory_write_seconds"]
 
 
+@alone
 def test_image_io(site: Site) -> None:
     """A row for each way to have room, in a file system in memory."""
     rows = {row["key"]: row for row in smoke(site, "image_io", "--image", "/dev/shm")["rows"]}
