@@ -1,5 +1,41 @@
-/* Sizes that the libraries know: of types, and of what opaque descriptors describe. Asked only while a window is open. */
+/* Sizes of vectors and matrices, and those that the libraries know: of types, and of what opaque descriptors describe.
+ * Asked only while a window is open. */
 #include "library_sizes.h"
+
+size_t span_elements(__int128 elements, int bits)
+{
+    if (elements < 0 || bits <= 0 || elements > ((__int128)1 << 56))
+        return 0;
+    return elements ? (size_t)((elements * bits + 7) / 8) : PHOS_LIBRARY_NOTHING;
+}
+
+size_t span_vector(long long n, long long increment, int bits)
+{
+    if (n <= 0)
+        return PHOS_LIBRARY_NOTHING;
+    if (increment < 0) /* begins at its lowest address too, and is walked backwards */
+        increment = -increment;
+    return span_elements((__int128)(n - 1) * increment + 1, bits);
+}
+
+size_t span_matrix(long long rows, long long columns, long long leading, int bits)
+{
+    if (rows <= 0 || columns <= 0)
+        return PHOS_LIBRARY_NOTHING;
+    return leading < rows ? 0 : span_elements((__int128)(columns - 1) * leading + rows, bits);
+}
+
+size_t span_batch(size_t one, long long stride, long long count, int bits)
+{
+    if (count <= 0)
+        return PHOS_LIBRARY_NOTHING;
+    if (one == 0 || one == PHOS_LIBRARY_NOTHING)
+        return one;
+    if (stride < 0 || bits <= 0)
+        return 0;
+    __int128 bytes = ((__int128)(count - 1) * stride * bits + 7) / 8 + one;
+    return bytes > ((__int128)1 << 56) ? 0 : (size_t)bytes;
+}
 
 int span_type(int type)
 {

@@ -4,29 +4,12 @@
 #include "library.h"
 
 /* Elements to bytes. `elements` < 0: not known. */
-static inline size_t span_elements(__int128 elements, int bits)
-{
-    if (elements < 0 || bits <= 0 || elements > ((__int128)1 << 56))
-        return 0;
-    return elements ? (size_t)((elements * bits + 7) / 8) : PHOS_LIBRARY_NOTHING;
-}
+size_t span_elements(__int128 elements, int bits);
 
-static inline size_t span_vector(long long n, long long increment, int bits)
-{
-    if (n <= 0)
-        return PHOS_LIBRARY_NOTHING;
-    if (increment < 0) /* begins at its lowest address too, and is walked backwards */
-        increment = -increment;
-    return span_elements((__int128)(n - 1) * increment + 1, bits);
-}
+size_t span_vector(long long n, long long increment, int bits);
 
 /* Column-major: `rows` are next to each other, columns `leading` apart. */
-static inline size_t span_matrix(long long rows, long long columns, long long leading, int bits)
-{
-    if (rows <= 0 || columns <= 0)
-        return PHOS_LIBRARY_NOTHING;
-    return leading < rows ? 0 : span_elements((__int128)(columns - 1) * leading + rows, bits);
-}
+size_t span_matrix(long long rows, long long columns, long long leading, int bits);
 
 /* A matrix that is rows x columns once the operation (0: none) is applied. */
 static inline size_t span_op(int operation, long long rows, long long columns, long long leading, int bits)
@@ -41,17 +24,7 @@ static inline size_t span_side(int side, long long m, long long n, long long lea
 }
 
 /* `count` of them, `stride` elements apart. */
-static inline size_t span_batch(size_t one, long long stride, long long count, int bits)
-{
-    if (count <= 0)
-        return PHOS_LIBRARY_NOTHING;
-    if (one == 0 || one == PHOS_LIBRARY_NOTHING)
-        return one;
-    if (stride < 0 || bits <= 0)
-        return 0;
-    __int128 bytes = ((__int128)(count - 1) * stride * bits + 7) / 8 + one;
-    return bytes > ((__int128)1 << 56) ? 0 : (size_t)bytes;
-}
+size_t span_batch(size_t one, long long stride, long long count, int bits);
 
 static inline size_t span_pointers(long long count)
 {

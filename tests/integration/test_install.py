@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
-pytestmark = [pytest.mark.network, pytest.mark.serial, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.network, pytest.mark.timeout(600)]
 
 
 def clean_environment() -> dict[str, str]:

@@ -1,13 +1,16 @@
 """The PTX interpreter of the software GPU, driven from Python without any libcuda.
 
-The sources are compiled into one shared object, once per test run, and called through ctypes. Device memory is ordinary
-host memory that this module hands out; the interpreter asks for permission to touch it as it asks the software GPU.
+The sources are compiled into one shared object, once per state of theirs, and called through ctypes. Device memory is
+ordinary host memory that this module hands out; the interpreter asks for permission to touch it as it asks the software
+GPU.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
+import hashlib
 import os
 import subprocess
 import tempfile
@@ -84,13 +87,9 @@ class Fault(ctypes.Structure):
     ]
 
 
-@functools.cache
-def library() -> ctypes.CDLL:
-    """Compiles the interpreter (seconds) and loads it. Raises CalledProcessError with the compiler's words."""
-    folder = Path(tempfile.mkdtemp(prefix="ptx-test-"))
+def _build(folder: Path, flags: list[str]) -> Path:
+    """The interpreter, compiled by as many compilers at a time as there are processors."""
     objects = []
-    flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O2", "-fPIC", "-pthread"]
-    flags += os.environ.get("PTX_TEST_FLAGS", "").split()  # for example -DPTX_VARIANT=ptx_run_warp_base
     running = []
     for source in SOURCES:
         target = folder / (source.stem + ".o")
@@ -102,7 +101,32 @@ def library() -> ctypes.CDLL:
         assert process.wait() == 0
     so = folder / "libptx.so"
     subprocess.run(["gcc", "-shared", "-pthread", "-o", str(so), *objects, "-lm"], check=True)
-    lib = ctypes.CDLL(str(so))
+    return so
+
+
+def _built() -> Path:
+    """The interpreter of these sources, compiled (half a minute of processor time) unless some worker has done so."""
+    flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O2", "-fPIC", "-pthread"]
+    flags += os.environ.get("PTX_TEST_FLAGS", "").split()  # for example -DPTX_VARIANT=ptx_run_warp_base
+    state = hashlib.sha256(repr(flags).encode())
+    for path in [*SOURCES, *sorted((ROOT / "softgpu").glob("*.h"))]:
+        state.update(path.read_bytes())
+    kept = ROOT / "build" / "tests" / f"libptx-{state.hexdigest()[:16]}.so"
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with open(kept.parent / "libptx.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            for old in kept.parent.glob("libptx-*.so"):
+                old.unlink()
+            with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+                _build(Path(folder), flags).rename(kept)
+        return kept
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Loads the interpreter. Raises CalledProcessError with the compiler's words, or AssertionError behind them."""
+    lib = ctypes.CDLL(str(_built()))
     lib.ptx_module_load.argtypes = [
         ctypes.c_char_p,
         ctypes.c_size_t,
