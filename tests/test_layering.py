@@ -19,8 +19,10 @@ PACKAGES = ("cli", "gpu_engine", "images")
 LAYERS = {
     "phos.cli": 50,
     "phos.gpu_engine.daemon": 40,
-    # Leaves that speak to or about the daemon without being it: how messages are framed, where its socket is, and the
-    # keeper, a program of the standard library alone, which shares how descriptors are received.
+    # Leaves that speak to or about the daemon without being it: how messages are framed and how long one waits for
+    # them, where its socket is, and the keeper, a program of the standard library alone, which shares how descriptors
+    # are received.
+    "phos.gpu_engine.daemon.blocking": 10,
     "phos.gpu_engine.daemon.keeper": 10,
     "phos.gpu_engine.daemon.wire": 10,
     "phos.gpu_engine.daemon.paths": 10,

@@ -34,7 +34,7 @@ def by_click(words: list[str], monkeypatch: pytest.MonkeyPatch) -> wire_pb2.Pool
     """What the command line asks for."""
     sent: list[wire_pb2.Envelope] = []
     mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    monkeypatch.setattr(pool.client, "connect", lambda: its)
+    monkeypatch.setattr(pool.reach, "connect", lambda: its)
     monkeypatch.setattr(wire, "send", lambda _, envelope: sent.append(envelope))
     answer = wire_pb2.Envelope(id=1, pool_taken=wire_pb2.PoolTaken(pids=[1], final=True))
     mine.send(answer.SerializeToString())
