@@ -23,12 +23,16 @@ Answers = tuple[list[float], list[float]]
 class Answering:
     """A program that prints READY, and then, for each line that it is given, a line of numbers."""
 
-    def __init__(self, command: Sequence[str], device: str, errors: Path, *, frontend: bool) -> None:
-        """Start it. ``errors``: the file for its stderr."""
+    def __init__(
+        self, command: Sequence[str], device: str, errors: Path, *, frontend: bool, processor: int | None = None
+    ) -> None:
+        """Start it. ``errors``: the file for its stderr; ``processor``: the only one that its threads may run on."""
         self.frontend = frontend
         if frontend:
             command = [process.PHOS_GPU, "run", "--device", device, "--", *command]
         self._command = " ".join(command)
+        if processor is not None:
+            command = ["taskset", "--cpu-list", str(processor), *command]
         self._errors = errors
         self._unread = b""
         with open(errors, "wb") as file:
@@ -104,13 +108,14 @@ class Answering:
 class Pair:
     """One program twice, without and with the frontend."""
 
-    def __init__(self, command: Sequence[str], device: str, work: Path) -> None:
-        """Start both and wait until both can be asked."""
+    def __init__(self, command: Sequence[str], device: str, work: Path, *, one_processor: bool = False) -> None:
+        """Start both and wait until both can be asked. ``one_processor``: both keep to the same one."""
+        processor = max(os.sched_getaffinity(0)) if one_processor else None
         self._both: list[Answering] = []
         try:
             for frontend in (False, True):
                 errors = work / f"{'with' if frontend else 'without'}.stderr"
-                self._both.append(Answering(command, device, errors, frontend=frontend))
+                self._both.append(Answering(command, device, errors, frontend=frontend, processor=processor))
             for one in self._both:
                 one.ready()
         except BaseException:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,6 +115,36 @@ def test_ranks_that_train_with_nccl(protocol: str, transport: str, start: Starte
     process.wait_until(none_is_remembered, 90, "the kernel to forget closed connections")
     process.criu_restore(program, last, *CONNECTED)
     assert without_repeats(program.finish()) == wanted
+
+
+@needs_two
+@pytest.mark.timeout(240)
+def test_collectives_while_the_image_is_written(start: Starter) -> None:
+    """Gradients added up by NCCL in the window: onto a disk it is long. The image is that of *t1* all the same."""
+    environment = {"USE_LIBUV": "0", "NCCL_NVLS_ENABLE": "0"}
+    command = process.python_program(PROGRAMS / "nccl_ranks.py", "--width", "4096", "--iterations", "250")
+    alone = start(command, frontend=False, environment=environment, name="alone")
+    wanted = alone.finish()
+    program = start([*command, "--iteration-seconds", "0.05"], environment=environment)
+    program.wait_for("^ITERATION 8 ", 180)
+    with tempfile.TemporaryDirectory(prefix="phos-test-", dir="/var/tmp") as folder:
+        image = Path(folder)
+        os.environ["PHOS_PROTOCOL"] = "cow"
+        try:
+            process.criu_dump(program, image, *CONNECTED, leave_running=True)
+        finally:
+            del os.environ["PHOS_PROTOCOL"]
+        _, text = process.command([PHOS_GPU, "inspect", "--json", str(image)], 60)
+        said = json.loads(text)
+        assert said["protocol"] == "cow"
+        assert said["window"]["calls"] > 100
+        assert said["window"]["shadowed"] > 0
+        print("window:", said["window"], "phases:", said["timings"]["phases"])
+        process.command([PHOS_GPU, "verify", str(image)], 120)
+        program.kill()
+        process.wait_until(none_is_remembered, 90, "the kernel to forget closed connections")
+        process.criu_restore(program, image, *CONNECTED)
+        assert without_repeats(program.finish()) == wanted
 
 
 @needs_two

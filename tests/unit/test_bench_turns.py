@@ -65,6 +65,18 @@ def test_they_take_turns_and_the_first_alternates(tmp_path: Path, seen: Path) ->
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+@pytest.mark.usefixtures("seen")
+def test_both_keep_to_one_processor(tmp_path: Path) -> None:
+    """If that is wished, to the same; this process stays where it was."""
+    before = os.sched_getaffinity(0)
+    with turns.Pair(answering(tmp_path), "nvidia", tmp_path, one_processor=True) as pair:
+        kept = [os.sched_getaffinity(one.pid) for one in pair._both]
+        assert kept == [{max(before)}] * 2
+    with turns.Pair(answering(tmp_path), "nvidia", tmp_path) as pair:
+        assert [os.sched_getaffinity(one.pid) for one in pair._both] == [before] * 2
+    assert os.sched_getaffinity(0) == before
+
+
 def test_without_time_one_round_is_made(tmp_path: Path, seen: Path) -> None:
     """Something is measured, whatever the budget."""
     with turns.Pair(answering(tmp_path), "nvidia", tmp_path) as pair:

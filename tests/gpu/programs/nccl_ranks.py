@@ -18,8 +18,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before PyTorch is
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 from report import Report, parser
 
-WIDTH = 1024
-
 
 def train(options: argparse.Namespace) -> None:
     """One rank."""
@@ -32,14 +30,15 @@ def train(options: argparse.Namespace) -> None:
     torch.use_deterministic_algorithms(True)
     ranks.init_process_group("nccl", init_method=store, rank=options.rank, world_size=2)
     report = Report(options)
-    layers = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)
+    width = options.width
+    layers = torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
     network = torch.nn.Sequential(*layers).cuda()
     optimiser = torch.optim.AdamW(network.parameters(), lr=1e-3)
     generator = torch.Generator("cuda").manual_seed(2 + options.rank)
     if options.rank == 0:
         report.device(f"{torch.cuda.get_device_name()}, NCCL {torch.cuda.nccl.version()}, PyTorch {torch.__version__}")
     for _ in range(options.iterations):
-        x = torch.randn(256, WIDTH, generator=generator, device="cuda")
+        x = torch.randn(256, width, generator=generator, device="cuda")
         loss = (network(x) - x.roll(1, 1)).square().mean()
         optimiser.zero_grad()
         loss.backward()
@@ -62,6 +61,9 @@ def main() -> None:
     """Start the ranks, or be one."""
     options = parser("PyTorch and NCCL on two GPUs.", iterations=400)
     options.add_argument("--rank", type=int)
+    options.add_argument(
+        "--width", type=int, default=1024, help="of the network; weights and all take 128 times its square, in bytes"
+    )
     chosen = options.parse_args()
     if chosen.rank is not None:
         train(chosen)
