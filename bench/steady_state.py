@@ -146,25 +146,48 @@ class Bench:
         )
 
     def training(self) -> None:
-        """Measure training steps, all models in the same processes: starting PyTorch takes the most time."""
-        smoke = self.chosen.smoke
-        program = process.PROGRAMS / ("train_small.py" if smoke else "train_rate.py")
-        blocks = {
-            "conv net": ("conv", 10),
-            "transformer": ("transformer", 10),
-            "transformer as a CUDA graph": ("graph", 40),  # its steps are short
+        """Measure training steps, all models in the same processes: starting PyTorch takes the most time.
+
+        In turns, and within one process that goes past the frontend and through it (programs/bypass.py): two processes
+        differ from each other by percents for as long as they live, with or without a frontend.
+        """
+        chosen = self.chosen
+        program = process.python_program(process.PROGRAMS / ("train_small.py" if chosen.smoke else "train_rate.py"))
+        figures = {
+            task: Figure(f"training step, {name}", "ms")
+            for task, name in (
+                ("conv", "conv net"),
+                ("transformer", "transformer"),
+                ("graph", "transformer as a CUDA graph"),
+            )
         }
-        self.in_turns(
-            process.python_program(program),
-            {
-                f"{task} {2 if smoke else steps}": [Figure(f"training step, {name}", "ms")]
-                for name, (task, steps) in blocks.items()
-            },
-            # Short turns, and many: a virtual machine is faster and slower for seconds at a time.
-            more=1 if smoke else 4,
-            # Processors of a virtual machine are not alike either, and which threads meet on one is chance.
-            one_processor=True,
+        few, many = (
+            ({"conv": 2, "transformer": 2, "graph": 2},) * 2
+            if chosen.smoke
+            else (
+                {"conv": 4, "transformer": 4, "graph": 16},  # steps a turn; those of a graph are short
+                {"conv": 10, "transformer": 10, "graph": 40},
+            )
         )
+        errors = chosen.work / "both.stderr"
+        with turns.Answering(program, chosen.device, errors, frontend=True, processor=turns.the_processor()) as both:
+            both.ready()
+            for task in figures:
+                both.ask(f"both {task} {few[task]}")  # warms up
+            process.settle(both.pid, min(chosen.settle, max(0.0, harness.time_left(chosen))))
+            answers: dict[str, list[tuple[float, float]]] = {task: [] for task in figures}
+            for _ in range(30 * self.rounds):
+                for task, pairs in answers.items():
+                    past, through = both.ask(f"both {task} {few[task]}")
+                    pairs.append((past, through))
+                if harness.time_left(chosen) < chosen.budget / 2:
+                    break
+        for task, figure in figures.items():
+            self.add(figure._replace(key=f"{figure.key}, in one process"), [answers[task]])
+        # Short turns, and many: a virtual machine is faster and slower for seconds at a time. Nor are its processors
+        # alike, and which threads meet on one is chance.
+        questions = {f"{task} {many[task]}": [figure] for task, figure in figures.items()}
+        self.in_turns(program, questions, 1 if chosen.smoke else 4, one_processor=True)
 
     def run(self) -> None:
         """Measure what was asked for, the most telling first."""

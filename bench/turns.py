@@ -20,6 +20,11 @@ Answers = tuple[list[float], list[float]]
 """What was answered to one question, without and with the frontend."""
 
 
+def the_processor() -> int:
+    """Which one programs keep to that are to keep to one."""
+    return max(os.sched_getaffinity(0))
+
+
 class Answering:
     """A program that prints READY, and then, for each line that it is given, a line of numbers."""
 
@@ -110,7 +115,7 @@ class Pair:
 
     def __init__(self, command: Sequence[str], device: str, work: Path, *, one_processor: bool = False) -> None:
         """Start both and wait until both can be asked. ``one_processor``: both keep to the same one."""
-        processor = max(os.sched_getaffinity(0)) if one_processor else None
+        processor = the_processor() if one_processor else None
         self._both: list[Answering] = []
         try:
             for frontend in (False, True):

@@ -97,6 +97,11 @@ def keeper_socket(socket: Path) -> Path:
     return socket.parent / "keeper.sock"
 
 
+def lock_file(socket: Path) -> Path:
+    """Locked by the one phosd that may serve the folder, from its start to its end."""
+    return socket.parent / "phosd.lock"
+
+
 def log_file(socket: Path) -> Path:
     """phosd's log when it was started on demand."""
     return socket.parent / "phosd.log"

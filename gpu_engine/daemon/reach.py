@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phos.gpu_engine.daemon import blocking
-from phos.gpu_engine.daemon.paths import log_file, make_folder, refuse_unfit, socket_path
+from phos.gpu_engine.daemon.paths import lock_file, log_file, make_folder, refuse_unfit, socket_path
 from phos.gpu_engine.errors import DaemonUnavailable
 
 ANSWER_SECONDS = 10.0
@@ -73,13 +73,18 @@ def ensure(path: Path | None = None) -> None:
     lifeline = _start_orphan(command, environment, log_file(path))
     deadline = time.monotonic() + START_SECONDS
     try:
+        ended = False
         while time.monotonic() < deadline:
-            ended = bool(select.select([lifeline], [], [], 0.01)[0])
+            if ended:
+                time.sleep(0.01)
+            else:
+                ended = bool(select.select([lifeline], [], [], 0.01)[0])
+            coming = not ended or _one_starts(path)  # asked before the connection: it may answer in between
             try:
-                connect(path).close()  # if ours has ended: another was started at the same moment, and won
+                connect(path).close()
                 return
             except DaemonUnavailable:
-                if ended:
+                if not coming:
                     break
     finally:
         os.close(lifeline)
@@ -91,6 +96,22 @@ def ensure(path: Path | None = None) -> None:
     except OSError as error:
         tail = [f"its log cannot be read or written ({error.strerror})."]
     raise DaemonUnavailable(f"phosd could not be started at {path}: {' '.join(tail)} (log: {log_file(path)})")
+
+
+def _one_starts(path: Path) -> bool:
+    """Whether a phosd has the lock of the folder.
+
+    If ours has ended, another one may have been started at the same moment, and won: it has the lock at once, and
+    answers only when it has initialised the driver. /proc/locks (proc(5)) tells who has it; to try would be to take it
+    from one that starts. Of the device that is named there nothing is asked: a layered file system has another one.
+    """
+    try:
+        inode = str(lock_file(path).stat().st_ino)
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        holders = [of[4] for of in locks if of[1] == "FLOCK" and of[5].rpartition(":")[2] == inode]
+        return any(b"phos" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in holders)
+    except OSError:
+        return False
 
 
 def _size(file: Path) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from phos.gpu_engine import configuration, standard_streams
 from phos.gpu_engine.daemon.own_log import LogHandler
-from phos.gpu_engine.daemon.paths import log_file, make_folder, refuse_unfit
+from phos.gpu_engine.daemon.paths import lock_file, log_file, make_folder, refuse_unfit
 from phos.gpu_engine.daemon.remote_settings import VARIABLES, RemoteSettings
 from phos.gpu_engine.daemon.service import Service
 from phos.gpu_engine.errors import NotPermitted, PhosError, UsageError
@@ -47,7 +47,7 @@ def _listen(path: Path) -> socket.socket:
     refuse_unfit(path)
     make_folder(path)
     try:
-        lock = os.open(path.parent / "phosd.lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        lock = os.open(lock_file(path), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         raise NotPermitted(f"phosd cannot write to {path.parent}, where its socket is: {error.strerror}.") from error
     try:

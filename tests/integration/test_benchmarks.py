@@ -102,15 +102,22 @@ def test_steady_state(site: Site) -> None:
         assert len(rows[key]["percent_by_start"]) == 2
         assert rows[key]["median_from"] <= rows[key]["percent"] <= rows[key]["median_to"]
         assert rows[key]["without"] > 0 < rows[key]["with_frontend"]
-    for key in ("launch, submission, in one process", "launch, until done, in one process"):
-        assert rows[key]["pairs"] == 3
-        assert rows[key]["without"] > 0 < rows[key]["with_frontend"]
+    for key, pairs in {
+        "launch, submission": 3,
+        "launch, until done": 3,
+        "training step, conv net": 60,
+        "training step, transformer": 60,
+        "training step, transformer as a CUDA graph": 60,
+    }.items():
+        row = rows[f"{key}, in one process"]
+        assert row["pairs"] == pairs
+        assert row["without"] > 0 < row["with_frontend"]
 
 
 def test_parts_of_steady_state(site: Site) -> None:
     """A part alone, in as many rounds as were asked for."""
     rows = smoke(site, "steady_state", "--only", "training", "--starts", "1", "--repeats", "6")["rows"]
-    assert [row["pairs"] for row in rows] == [6, 6, 6]
+    assert [row["pairs"] for row in rows] == [180, 180, 180, 6, 6, 6]
     assert all(row["key"].startswith("training step") for row in rows)
     wrong = run(site, "steady_state", "--only", "launch")
     assert wrong.returncode == 2

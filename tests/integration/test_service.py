@@ -50,6 +50,19 @@ def test_who_starts_phosd_on_demand_does_not_become_ready_by_that(site: Site, ma
         manager.recv(100)
 
 
+def test_programs_started_at_the_same_moment_share_one_phosd(site: Site) -> None:
+    """Each starts one where none runs yet; those that come second end at once, before the first one answers."""
+    command = [str(launcher("phosd")), "--ensure"]
+    starting = [subprocess.Popen(command, env=site.environment, stderr=subprocess.PIPE, text=True) for _ in range(6)]
+    for one in starting:
+        _, said = one.communicate(timeout=PATIENCE)
+        assert one.returncode == 0, said
+    reach.connect(Path(site.environment["PHOS_SOCKET"])).close()
+    log = (site.folder / "run" / "phosd.log").read_text()
+    assert log.count("phosd serves") == 1
+    assert "Another phosd already serves" in log  # else none came second, and nothing was shown
+
+
 def test_phosd_serves_though_its_manager_is_gone(site: Site) -> None:
     environment = {**site.environment, "NOTIFY_SOCKET": str(site.folder / "nobody")}
     with subprocess.Popen([str(launcher("phosd"))], env=environment) as phosd:
