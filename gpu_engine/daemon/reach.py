@@ -10,7 +10,9 @@ import select
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from phos.gpu_engine.daemon import blocking
@@ -69,25 +71,21 @@ def ensure(path: Path | None = None) -> None:
     # As isolated as we are: an installed phosd must not find the packages of the folder that a user stands in.
     isolated = ["-I"] if sys.flags.isolated else []
     command = [sys.executable, *isolated, "-m", "phos.gpu_engine.daemon", "--socket", str(path)]
-    before = _size(log_file(path))
-    lifeline = _start_orphan(command, environment, log_file(path))
     deadline = time.monotonic() + START_SECONDS
-    try:
-        ended = False
-        while time.monotonic() < deadline:
-            if ended:
-                time.sleep(0.01)
-            else:
-                ended = bool(select.select([lifeline], [], [], 0.01)[0])
-            coming = not ended or _one_starts(path)  # asked before the connection: it may answer in between
-            try:
-                connect(path).close()
+    while True:
+        # Another one may have been started at the same moment, and answers when it has initialised the driver; or one
+        # ends, and has the lock to its last moment.
+        if _wait(path, deadline, partial(_is_free, path)):
+            return
+        before = _size(log_file(path))
+        lifeline = _start_orphan(command, environment, log_file(path))
+        try:
+            if _wait(path, deadline, partial(_has_ended, lifeline)):
                 return
-            except DaemonUnavailable:
-                if not coming:
-                    break
-    finally:
-        os.close(lifeline)
+        finally:
+            os.close(lifeline)
+        if time.monotonic() > deadline or _is_free(path):
+            break
     try:
         with log_file(path).open("rb") as log:
             # Of this start alone: what an earlier phosd ended with is not why this one did not come up.
@@ -98,20 +96,37 @@ def ensure(path: Path | None = None) -> None:
     raise DaemonUnavailable(f"phosd could not be started at {path}: {' '.join(tail)} (log: {log_file(path)})")
 
 
-def _one_starts(path: Path) -> bool:
-    """Whether a phosd has the lock of the folder.
+def _wait(path: Path, deadline: float, in_vain: Callable[[], bool]) -> bool:
+    """Wait until a phosd answers, and say whether one does; no longer than that makes sense, nor than `deadline`."""
+    while True:
+        last = in_vain() or time.monotonic() > deadline  # asked before the connection: it may answer in between
+        with suppress(DaemonUnavailable):
+            connect(path).close()
+            return True
+        if last:
+            return False
+        time.sleep(0.01)
 
-    If ours has ended, another one may have been started at the same moment, and won: it has the lock at once, and
-    answers only when it has initialised the driver. /proc/locks (proc(5)) tells who has it; to try would be to take it
-    from one that starts. Of the device that is named there nothing is asked: a layered file system has another one.
+
+def _has_ended(lifeline: int) -> bool:
+    """Whether what `_start_orphan` has started is gone."""
+    return bool(select.select([lifeline], [], [], 0)[0])
+
+
+def _is_free(path: Path) -> bool:
+    """Whether no phosd has the lock of the folder.
+
+    /proc/locks (proc(5)) tells who has it; to try would be to take it from one that starts. Of the device that is named
+    there nothing is asked: a layered file system has another one. Who is just ending has no command line any more.
     """
     try:
         inode = str(lock_file(path).stat().st_ino)
         locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
         holders = [of[4] for of in locks if of[1] == "FLOCK" and of[5].rpartition(":")[2] == inode]
-        return any(b"phos" in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in holders)
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in holders]
+        return not any(b"phos" in command or not command for command in commands)
     except OSError:
-        return False
+        return True
 
 
 def _size(file: Path) -> int:

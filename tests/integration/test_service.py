@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,16 +52,35 @@ def test_who_starts_phosd_on_demand_does_not_become_ready_by_that(site: Site, ma
 
 
 def test_programs_started_at_the_same_moment_share_one_phosd(site: Site) -> None:
-    """Each starts one where none runs yet; those that come second end at once, before the first one answers."""
+    """Each starts one where none runs yet; those that come second are there before the first one answers."""
     command = [str(launcher("phosd")), "--ensure"]
     starting = [subprocess.Popen(command, env=site.environment, stderr=subprocess.PIPE, text=True) for _ in range(6)]
     for one in starting:
         _, said = one.communicate(timeout=PATIENCE)
         assert one.returncode == 0, said
     reach.connect(Path(site.environment["PHOS_SOCKET"])).close()
-    log = (site.folder / "run" / "phosd.log").read_text()
-    assert log.count("phosd serves") == 1
-    assert "Another phosd already serves" in log  # else none came second, and nothing was shown
+    assert (site.folder / "run" / "phosd.log").read_text().count("phosd serves") == 1
+
+
+def test_one_that_is_started_while_another_ends_comes_after_it(site: Site) -> None:
+    """Who holds the lock does not answer, and then is gone: as phosd in its last moments."""
+    folder = Path(site.environment["PHOS_SOCKET"]).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    holder = (
+        "import fcntl, sys; file = open(sys.argv[1], 'w'); fcntl.flock(file, fcntl.LOCK_EX); "
+        "print(flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", holder, str(folder / "phosd.lock"), "phosd"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as ending:
+        assert ending.stdin
+        assert ending.stdout
+        ending.stdout.readline()
+        starting = subprocess.Popen([str(launcher("phosd")), "--ensure"], env=site.environment)
+        with pytest.raises(subprocess.TimeoutExpired):
+            starting.wait(1.5)
+        ending.stdin.close()
+    assert starting.wait(PATIENCE) == 0
+    reach.connect(folder / "phosd.sock").close()
 
 
 def test_phosd_serves_though_its_manager_is_gone(site: Site) -> None:

@@ -337,8 +337,18 @@ class FakePhosd:
     def attach(self, session: Session, blocks: dict[int, int] | None = None, **how: bool) -> wire.AttachDone:
         """Remove the hold, wait for the frontend, and give it its memory; `blocks`: other descriptors than its own."""
         (self.folder / "hold" / session.number.hex()).unlink()
-        assert self.arrival() is session
+        assert self._return(session) is session
         return self.give(session, blocks, **how)
+
+    def _return(self, session: Session) -> Session:
+        """Who says hello next, once the hold of this one is gone; queue.Empty where its process has ended meanwhile."""
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            try:
+                return self.arrival(0.05)
+            except queue.Empty:
+                if time.monotonic() > deadline or not os.path.exists(f"/proc/{session.pid}"):
+                    raise
 
     def give(self, session: Session, blocks: dict[int, int] | None = None, **how: bool) -> wire.AttachDone:
         """``how``: fields of Attach."""
