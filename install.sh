@@ -382,6 +382,11 @@ install_files() {
         $place "$source/$folder" "$home/$folder"
         [ -L "$home/$folder" ] || find "$home/$folder" -name __pycache__ -prune -exec rm -rf {} +
     done
+    # The lists of entry points, by which a benchmark finds the frontend's hooks.
+    local list
+    for list in cuda_api.def library_api.def gen_api.py gen_library.py own_code.py; do
+        put "$source/frontend/$list" "$home/frontend/$list"
+    done
     # What was measured elsewhere and earlier is the clone's to keep.
     [ -L "$home/bench" ] || rm -rf "$home/bench/results"
     if [ "$mode" != bundle ]; then install_package; fi

@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-FRONTEND = Path(__file__).resolve().parents[2] / "frontend"
+sys.path.append(str(Path(__file__).resolve().parents[2] / "frontend"))
+import gen_api
+import gen_library
+
+FRONTEND = Path(gen_api.__file__).parent
 PASSED = {"gate", "launch", "graph_launch", "copy", "memset", "sync", "ctx"}
 """Effects of entry points (cuda_api.def) that may be reached without the frontend as long as nothing is allocated."""
 LAZY = 1  # RTLD_LAZY
@@ -88,19 +93,11 @@ class Bypass:
     @staticmethod
     def _functions() -> Iterator[tuple[str, str]]:
         """Yield beginnings of files' names, and functions in them that are the frontend's, too."""
-        for line in (FRONTEND / "cuda_api.def").read_text().splitlines():
-            columns = [column.strip() for column in line.split("|")]
-            if len(columns) == 6 and columns[4] in PASSED:
-                yield "libcuda.so", columns[0]
-        for line in (FRONTEND / "library_api.def").read_text().splitlines():
-            columns = [column.strip() for column in line.split("|")]
-            if line[:1].isalpha() and len(columns) >= 3:
-                pattern, *wide = columns[0].split()
-                letters = re.search(r"\[(.+)\]", pattern)
-                for letter in letters[1].split(",") if letters else [""]:
-                    name = pattern.replace(letters[0], letter) if letters else pattern
-                    for each in (name, f"{name}_64") if wide else (name,):
-                        yield f"lib{columns[1]}.so", each
+        for entry in gen_api.parse(FRONTEND / "cuda_api.def"):
+            if entry.effect in PASSED:
+                yield "libcuda.so", entry.symbol
+        for function in gen_library.parse(FRONTEND / "library_api.def")[1]:
+            yield f"lib{function.library}.so", function.name
 
     def _pointers(self, mapping: Mapping) -> Iterator[tuple[int, int]]:
         words = memoryview((ctypes.c_uint64 * ((mapping.end - mapping.start) // 8)).from_address(mapping.start))

@@ -85,6 +85,9 @@ def test_a_carried_bundle_works(installed: Path) -> None:
     assert (installed / "lib" / "phos" / "examples" / "mlp.py").is_file()
     assert "--smoke" in call(installed / "bin" / "phos-gpu", "bench", "steady_state", "--help").stdout
     assert not (installed / "lib" / "phos" / "bench" / "results").exists()
+    hooks = "import sys; sys.path.insert(0, sys.argv[1]); import bypass; print(len(list(bypass.Bypass._functions())))"
+    programs = str(installed / "lib" / "phos" / "bench" / "programs")
+    assert int(call(python, "-IB", "-c", hooks, programs).stdout) > 500
 
 
 def test_no_file_remembers_the_clone(installed: Path) -> None:
