@@ -9,6 +9,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import blocking, keeper
@@ -192,14 +193,16 @@ class Connection:
             pass
 
     def refuse(self, error: object) -> None:
-        """Say why this peer is not served, as an answer to whatever it has asked, and close; nothing is waited for."""
+        """Say why this peer is not served, as an answer to whatever it asks, and close; nothing is waited for."""
         self._socket.setblocking(False)
-        try:
-            packet = self.receive()  # what is not read would be an error for the peer, and hide the answer
+        # A packet that is there unread at the close is an error for the peer, and hides the answer. So no more come in,
+        # and the one that has (a peer waits for its first answer) is read.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RD)
+        with suppress(OSError, ProtocolError):
+            packet = self.receive()
             if packet is not None:
                 close_all(packet[1])
-        except (OSError, ProtocolError):
-            pass
         self.done(0, error)
         self.close()
 

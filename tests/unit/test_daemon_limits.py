@@ -58,6 +58,33 @@ def test_who_is_refused_is_told_why() -> None:
     theirs.close()
 
 
+@pytest.mark.parametrize("asks", ["before it is read", "after it"])
+def test_who_asks_while_it_is_refused_is_told_why_too(monkeypatch: pytest.MonkeyPatch, asks: str) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    receive = wire.receive
+
+    def ask() -> None:
+        with suppress(BrokenPipeError):
+            wire.send(theirs, wire_pb2.Envelope(id=1, status_request=wire_pb2.StatusRequest()))
+
+    def read(connection: socket.socket) -> object:
+        if asks == "before it is read":
+            ask()
+        try:
+            return receive(connection)
+        finally:
+            if asks == "after it":
+                ask()
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(wire, "receive", read)
+        wire.Connection(ours).refuse("There are too many.")
+    answer = receive(theirs)
+    assert answer is not None
+    assert answer[0].done.error == "There are too many."
+    theirs.close()
+
+
 def test_a_connection_too_many_is_refused_and_the_next_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = Daemon.__new__(Daemon)  # no GPU is needed for this
     daemon._connections = limits.PerUser("connections", 1)
