@@ -10,6 +10,7 @@
  * `reply` = n. Callers of one target exclude each other by binding an abstract socket name, which dies with them. */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -51,11 +52,28 @@ static struct mailbox mailbox = {
 
 /* ---- the target's side ---- */
 
-static void pause_ms(uint64_t started, unsigned ms)
+/* Takes as long as the settings say. While the file of SOFTGPU_TOGGLE_HOLD exists there is another beside it, whose name ends
+ * with the pid: so a test knows who waits for it. */
+static void pause_toggle(uint64_t started, const char *what)
 {
-    uint64_t end = started + (uint64_t)ms * 1000000u;
+    uint64_t end = started + (uint64_t)sg_settings()->toggle_ms * 1000000u;
     if (sg_now_ns() < end)
         sg_sleep_until_ns(end);
+    if (!sg_settings()->toggle_hold[0])
+        return;
+    char file[sizeof(sg_settings()->toggle_hold) + 32], waits[sizeof(file) + 16];
+    snprintf(file, sizeof(file), "%s.%s", sg_settings()->toggle_hold, what);
+    snprintf(waits, sizeof(waits), "%s.%d", file, (int)getpid());
+    if (access(file, F_OK) != 0)
+        return;
+    int made = open(waits, O_CREAT | O_WRONLY | O_CLOEXEC, 0600);
+    if (made < 0)
+        sg_log("%s cannot be made: %s", waits, strerror(errno));
+    else
+        close(made);
+    while (access(file, F_OK) == 0)
+        sg_sleep_ns(1000000);
+    unlink(waits);
 }
 
 static CUresult lock(const struct arguments *arguments)
@@ -82,7 +100,7 @@ static CUresult checkpoint(void)
         return CUDA_ERROR_UNKNOWN;
     uint64_t started = sg_now_ns();
     CUresult result = sg_checkpoint();
-    pause_ms(started, sg_settings()->toggle_ms);
+    pause_toggle(started, "checkpoint");
     if (result == CUDA_SUCCESS)
         mailbox.state = CU_PROCESS_STATE_CHECKPOINTED;
     return result;
@@ -103,7 +121,7 @@ static CUresult restore(const struct arguments *arguments)
     }
     if (!sg_fault(SG_FAULT_RESTORE))
         result = sg_restore(physical, arguments->count, &why);
-    pause_ms(started, sg_settings()->toggle_ms);
+    pause_toggle(started, "restore");
     if (result == CUDA_SUCCESS) {
         mailbox.state = CU_PROCESS_STATE_LOCKED;
     } else if (why) {

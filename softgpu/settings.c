@@ -66,6 +66,15 @@ static double number(const char *name, double preset)
     return value;
 }
 
+static void path(char *to, size_t size, const char *name)
+{
+    const char *text = getenv(name);
+    if (text && strlen(text) >= size)
+        sg_log("%s=%s is longer than %zu bytes; it holds nothing", name, text, size - 1);
+    else
+        snprintf(to, size, "%s", text ? text : "");
+}
+
 static void settings_read(void)
 {
     settings.devices = (int)number("SOFTGPU_DEVICES", 1);
@@ -75,11 +84,7 @@ static void settings_read(void)
     }
     settings.memory = (uint64_t)number("SOFTGPU_MEMORY", (double)((uint64_t)4 << 30));
     settings.copy_bandwidth = number("SOFTGPU_COPY_BANDWIDTH", 0);
-    const char *hold = getenv("SOFTGPU_COPY_HOLD");
-    if (hold && strlen(hold) >= sizeof(settings.copy_hold))
-        sg_log("SOFTGPU_COPY_HOLD=%s is longer than %zu bytes; copies are not held", hold, sizeof(settings.copy_hold) - 1);
-    else
-        snprintf(settings.copy_hold, sizeof(settings.copy_hold), "%s", hold ? hold : "");
+    path(settings.copy_hold, sizeof(settings.copy_hold), "SOFTGPU_COPY_HOLD");
     settings.launch_latency = (unsigned)number("SOFTGPU_LAUNCH_LATENCY", 0);
     settings.driver_version = (int)number("SOFTGPU_DRIVER_VERSION", 13000);
     long cores = sysconf(_SC_NPROCESSORS_ONLN);
@@ -87,6 +92,7 @@ static void settings_read(void)
     if (settings.threads == 0)
         settings.threads = 1;
     settings.toggle_ms = (unsigned)number("SOFTGPU_TOGGLE_MS", 0);
+    path(settings.toggle_hold, sizeof(settings.toggle_hold), "SOFTGPU_TOGGLE_HOLD");
     settings.residue = (uint64_t)number("SOFTGPU_RESIDUE", (double)(12u << 20));
     const char *name = getenv("SOFTGPU_NAME");
     snprintf(settings.name, sizeof(settings.name), "%s", name && *name ? name : "PhOS Software GPU");

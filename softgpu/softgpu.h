@@ -36,6 +36,7 @@ struct sg_settings {
     int driver_version;
     unsigned threads;         /* host threads per kernel launch */
     unsigned toggle_ms;       /* least duration of a checkpoint and of a restore */
+    char toggle_hold[256];    /* with .checkpoint or .restore: a file; as long as it exists, none ends; empty: none */
     uint64_t residue;         /* bytes that a checkpoint saves besides device memory */
     char machine[64];         /* processes with different values here do not see each other's memory in the account */
 };

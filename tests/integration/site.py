@@ -403,3 +403,24 @@ class Site:
             program.process.poll()
             _started.discard(program.pid)
         reap()
+
+
+class Toggles:
+    """The driver's checkpoints (or restores) of programs that are started with :attr:`environment`: none ends before
+    :meth:`let_go`, however slow the test is."""
+
+    def __init__(self, site: Site, kind: str) -> None:
+        """``kind``: checkpoint or restore."""
+        hold = site.folder / "toggles"
+        self.environment = {"SOFTGPU_TOGGLE_HOLD": str(hold)}
+        self._file = hold.with_name(f"{hold.name}.{kind}")
+        self._file.touch()
+
+    def wait(self, *pids: int) -> None:
+        """Wait until those of these processes have begun."""
+        files = [self._file.with_name(f"{self._file.name}.{pid}") for pid in pids]
+        wait_until(lambda: all(file.exists() for file in files), f"{self._file.suffix} of {pids}")
+
+    def let_go(self) -> None:
+        """Let them end, and all that come."""
+        self._file.unlink(missing_ok=True)

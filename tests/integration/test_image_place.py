@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.integration.many_blocks import blocks, end, fit_for_the_next, nothing_of_ours, phosd_descriptors, text_of
-from tests.integration.site import Site, wait_until
+from tests.integration.site import Site, Toggles, wait_until
 
 
 @contextmanager
@@ -61,19 +61,23 @@ def test_disk_full_at_every_step(site: Site) -> None:
 
 
 REMOVALS: dict[str, Callable[[Path], object]] = {
-    "directory": lambda image: subprocess.run(["rm", "-rf", str(image)], check=True),
+    "directory": lambda image: wait_until(  # phosd may have made a file since the others were removed
+        lambda: subprocess.run(["rm", "-rf", str(image)], check=False).returncode == 0, "the directory to be removed"
+    ),
     "our files": lambda image: subprocess.run(f"rm {image}/phos-*", shell=True, check=True),
 }
 
 
 @pytest.mark.parametrize("what", REMOVALS)
 def test_image_is_removed_while_it_is_written(site: Site, what: str) -> None:
-    program = blocks(site, SOFTGPU_TOGGLE_MS="2000")
+    toggles = Toggles(site, "checkpoint")
+    program = blocks(site, **toggles.environment)
     image = site.image()
     logs = ["-o", str(site.folder / "dump.log"), "-W", str(site.folder)]
     dump = site.background("criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(image), "-v4", *logs)
-    wait_until(lambda: site.status()["processes"][0]["state"] == "detached", "the process to be detached")
+    toggles.wait(program.pid)
     REMOVALS[what](image)
+    toggles.let_go()
     status = dump.wait(60)
     if status != 0:
         program.wait_progress()

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from tests.integration.site import Site, wait_until, words
+from tests.integration.site import Site, Toggles, wait_until, words
 
 OPTIONS = ("--iterations", "400", "--iteration-seconds", "0.03")
 SLOW = {"SOFTGPU_TOGGLE_MS": "300"}
@@ -92,16 +92,17 @@ def test_phosd_is_killed_while_dumping(site: Site, delay: float) -> None:
 def test_phosd_is_killed_while_all_is_detached_and_nobody_reaps_it(site: Site) -> None:
     """The frontend notices by itself, without the launcher, that its phosd is no more than a number."""
     expected = expected_result(site)
-    program = site.example("stencil", *OPTIONS, SOFTGPU_TOGGLE_MS="2000")
+    toggles = Toggles(site, "checkpoint")
+    program = site.example("stencil", *OPTIONS, **toggles.environment)
     program.wait_iterations(5)
     daemon = site.daemon_pid()
     dump = site.begin_dump(program, site.image(), "--leave-running")
-    hold = site.folder / "run" / "hold"
-    wait_until(lambda: hold.exists() and any(hold.iterdir()), "the detach")
+    toggles.wait(program.pid)
     for process in (*(p for p in site.processes() if "supervise.py" in " ".join(words(p))), psutil.Process(daemon)):
         process.kill()
     for pid in criu_processes(site):
         os.kill(pid, signal.SIGKILL)
+    toggles.let_go()
     dump.wait(60)
     program.wait_progress(1)
     assert psutil.Process(daemon).status() == psutil.STATUS_ZOMBIE

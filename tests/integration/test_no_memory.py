@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.site import PATIENCE, Site, wait_until
+from tests.integration.site import PATIENCE, Site, Toggles, wait_until
 from tests.integration.test_kills import criu_processes
 
 PROGRAM = Path(__file__).parent / "programs" / "context_only.py"
@@ -18,9 +18,9 @@ PROGRAM = Path(__file__).parent / "programs" / "context_only.py"
 class Dumping:
     """Such a process, and the beginning of a checkpoint that is to leave it running."""
 
-    def __init__(self, site: Site, kind: str, toggle_ms: int) -> None:
+    def __init__(self, site: Site, kind: str, **changes: str) -> None:
         self.site = site
-        self.program = site.until_awaited(sys.executable, str(PROGRAM), kind, SOFTGPU_TOGGLE_MS=str(toggle_ms))
+        self.program = site.until_awaited(sys.executable, str(PROGRAM), kind, **changes)
         self.program.wait_iterations(3)
         wait_until(lambda: [p["blocks"] for p in site.status()["processes"]] == [0], "phosd to know it")
         self.daemon = site.daemon_pid()
@@ -53,9 +53,11 @@ class Dumping:
 @pytest.mark.parametrize("kind", ["context", "initialised"])
 def test_the_next_phosd_brings_it_back(site: Site, kind: str) -> None:
     site.run("phosd", "--ensure")
-    dumping = Dumping(site, kind, toggle_ms=1000)
-    wait_until(lambda: "are detached" in dumping.log(), "the detach")
+    toggles = Toggles(site, "checkpoint")
+    dumping = Dumping(site, kind, **toggles.environment)
+    toggles.wait(dumping.program.pid)
     os.kill(dumping.daemon, signal.SIGKILL)
+    toggles.let_go()
     dumping.comes_back()
 
 
@@ -63,7 +65,7 @@ def test_the_next_phosd_brings_it_back(site: Site, kind: str) -> None:
 def test_it_comes_back_although_criu_had_frozen_it(site: Site, killed: str) -> None:
     """While it is frozen it can tell the next phosd nothing, and that must not ask the driver for it."""
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="frozen")
-    dumping = Dumping(site, "context", toggle_ms=0)
+    dumping = Dumping(site, "context")
     wait_until(lambda: "all is frozen" in dumping.log(), "CRIU to freeze it")
     (criu,) = criu_processes(site)
     if "later" in killed:

@@ -15,7 +15,7 @@ import pytest
 from phos.gpu_engine.errors import ExitStatus
 from phos.gpu_engine.installation import launcher
 from phos.images.reader import Image
-from tests.integration.site import Program, Site, wait_until
+from tests.integration.site import Program, Site, Toggles, wait_until
 
 ENDLESS = ("--iterations", "100000", "--iteration-seconds", "0.01")
 SHORT = ("--iterations", "400", "--iteration-seconds", "0.04")
@@ -191,12 +191,14 @@ def test_criu_fails_after_the_gpu_was_detached(site: Site, tmp_path: Path) -> No
 
 
 def test_second_checkpoint_while_one_is_in_progress_is_refused(site: Site) -> None:
-    program = endless(site, SOFTGPU_TOGGLE_MS="1500")
+    toggles = Toggles(site, "checkpoint")
+    program = endless(site, **toggles.environment)
     first = site.background(*_dump_words(program, site.image("first")))
-    wait_until(lambda: site.status()["processes"][0]["state"] != "running", "the first to have begun")
+    toggles.wait(program.pid)
     second = site.dump(program, site.image("second"), "--leave-running", check=False)
     assert second.returncode != 0
     assert "another checkpoint" in (site.folder / "second" / "dump.log").read_text()
+    toggles.let_go()
     assert first.wait(60) == 0
     program.wait_progress()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.site import Program, Site, wait_until
+from tests.integration.site import Program, Site, Toggles, wait_until
 
 OPTIONS = ("--iterations", "400", "--iteration-seconds", "0.03")
 LONG = ("--iterations", "500", *OPTIONS[2:])
@@ -121,11 +121,14 @@ def test_a_driver_that_writes_there_costs_a_second_attempt_and_no_image(site: Si
 
 def test_phosd_killed_leaves_a_file_that_the_next_one_removes(site: Site) -> None:
     expected = expected_result(site)
-    program, number = start(site, SOFTGPU_TOGGLE_MS="2000")
+    toggles = Toggles(site, "checkpoint")
+    program, number = start(site, **toggles.environment)
     words = ["criu", "dump", "--lib", "phos", "-t", str(program.pid), "-D", str(site.image()), "-o", "dump.log"]
     dump = site.background(*words, "--leave-running")
     wait_until(lambda: bool(files(number)), "the file")
+    toggles.wait(program.pid)
     os.kill(site.daemon_pid(), signal.SIGKILL)
+    toggles.let_go()
     assert dump.wait(60) != 0
     assert program.wait_result() == expected
     site.run("phosd", "--ensure")

@@ -12,7 +12,7 @@ import pytest
 
 from phos.gpu_engine.installation import launcher
 from tests.integration.many_blocks import BLOCKS, Fault, blocks, daemon, fit_for_the_next, log_of, renewed, text_of
-from tests.integration.site import PATIENCE, Site, wait_until
+from tests.integration.site import PATIENCE, Site, Toggles, wait_until
 
 RESTORE_FAULTS = {
     "driver restore": Fault("cuCheckpointProcessRestore", application="restore-fail:1"),
@@ -67,11 +67,13 @@ def test_a_pid_of_the_image_that_is_somebody_elses(site: Site) -> None:
 
 
 def test_restored_process_that_is_killed_before_it_computes(site: Site) -> None:
-    program = blocks(site, SOFTGPU_TOGGLE_MS="700")
+    toggles = Toggles(site, "restore")
+    program = blocks(site, **toggles.environment)
     image = site.image()
     site.dump(program, image)
     restore = site.background("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4")
     wait_until(lambda: "Restore finished successfully" in text_of(image / "restore.log"), "CRIU")
+    toggles.wait(program.pid)
     os.kill(program.pid, signal.SIGKILL)
     assert restore.wait(30) != 0
     wait_until(lambda: not program.alive(), "its end")
@@ -120,7 +122,8 @@ def test_a_restore_into_a_fresh_pid_namespace(site: Site, mode: str) -> None:
 
 
 def test_second_restore_of_an_image_that_is_being_restored(site: Site) -> None:
-    program = blocks(site, SOFTGPU_TOGGLE_MS="1000")
+    toggles = Toggles(site, "restore")
+    program = blocks(site, **toggles.environment)
     image = site.image()
     site.dump(program, image)
     first = site.background("criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4")
@@ -129,6 +132,7 @@ def test_second_restore_of_an_image_that_is_being_restored(site: Site) -> None:
     assert second.returncode != 0
     said = (image / "second.log").read_text()
     assert "being restored already" in said or "still runs" in said
+    toggles.let_go()
     assert first.wait(30) == 0
     assert program.wait_result() == "right"
 

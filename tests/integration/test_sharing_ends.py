@@ -13,7 +13,7 @@ import pytest
 
 from phos.gpu_engine.installation import application_environment
 from tests.integration.pool_commands import create, dump_at, ended, take
-from tests.integration.site import CAP_SYS_RESOURCE, PATIENCE, Program, Site, has_capability, wait_until
+from tests.integration.site import CAP_SYS_RESOURCE, PATIENCE, Program, Site, Toggles, has_capability, wait_until
 from tests.unit.as_user import NOBODY
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -31,21 +31,21 @@ def owner_of(program: Program) -> int:
 class Pair:
     """A process that maps memory of its child's, and both are being dumped and will run on."""
 
-    def __init__(self, site: Site, protocol: str, begun: str, toggle_ms: int = 1000) -> None:
-        """Returns when phosd's log says ``begun``; they stay detached for ``toggle_ms`` or more from then on."""
+    def __init__(self, site: Site, protocol: str, toggle: str = "checkpoint") -> None:
+        """Returns when both are in the driver's checkpoint (or restore), and stay there until they are let go."""
         self.site = site
         self.handle = site.folder / "handle"
         site.run("phosd", "--ensure")
         program = (sys.executable, str(PROGRAMS / "survivor.py"), "survive", str(self.handle))
-        self.program = site.until_awaited(*program, SOFTGPU_TOGGLE_MS=str(toggle_ms))
+        self.toggles = Toggles(site, toggle)
+        self.program = site.until_awaited(*program, **self.toggles.environment)
         self.program.wait_iterations(5)
         self.owner = owner_of(self.program)
         wait_until(lambda: len(site.status()["processes"]) == 2, "phosd to know both")
         self.held = site.status()["gpus"][0]["held"]
         self.image = site.image()
         self.dump = site.begin_dump(self.program, self.image, "--leave-running", PHOS_PROTOCOL=protocol)
-        wait_until(lambda: begun in log_of(site) or self.dump.poll() is not None, begun)
-        assert begun in log_of(site), site.errors(self.image / "dump.log")
+        self.toggles.wait(self.owner, self.program.pid)
 
     def end_owner(self, how: str) -> None:
         """Returns when phosd knows of it."""
@@ -58,6 +58,7 @@ class Pair:
 
     def survives(self) -> None:
         """The process computes on with what the buffer had, and nothing is left behind it."""
+        self.toggles.let_go()
         status = self.dump.wait(PATIENCE)
         self.handle.with_suffix(".leave").touch()
         self.program.wait_progress(5)
@@ -69,18 +70,19 @@ class Pair:
 
 
 @pytest.mark.parametrize("how", ["killed", "leaves"])
-@pytest.mark.parametrize("begun", ["are detached", "CRIU has ended"])
+@pytest.mark.parametrize("toggle", ["checkpoint", "restore"])
 @pytest.mark.parametrize("protocol", ["stop", "cow"])
-def test_memory_outlives_its_owner_until_it_is_mapped_again(site: Site, protocol: str, begun: str, how: str) -> None:
-    pair = Pair(site, protocol, begun)
+def test_memory_outlives_its_owner_until_it_is_mapped_again(site: Site, protocol: str, toggle: str, how: str) -> None:
+    pair = Pair(site, protocol, toggle)
     pair.end_owner(how)
     pair.survives()
 
 
 def test_memory_that_an_owner_has_left_cannot_be_checkpointed_again(site: Site) -> None:
     """phosd held it while nobody mapped it; nobody could say whose it is when it is restored."""
-    pair = Pair(site, "stop", "are detached")
+    pair = Pair(site, "stop")
     pair.end_owner("killed")
+    pair.toggles.let_go()
     pair.dump.wait(PATIENCE)
     pair.program.wait_progress(2)
     wait_until(lambda: site.status()["gpus"][0]["held"] == 0, "phosd to leave it to the mapping")
@@ -94,7 +96,7 @@ def test_memory_that_an_owner_has_left_cannot_be_checkpointed_again(site: Site) 
 
 @pytest.mark.parametrize("protocol", ["stop", "cow"])
 def test_nothing_is_left_of_two_that_are_killed_while_they_are_detached(site: Site, protocol: str) -> None:
-    pair = Pair(site, protocol, "are detached", toggle_ms=3000)
+    pair = Pair(site, protocol)
     pair.end_owner("killed")
     held = site.status()["gpus"][0]["held"]
     assert held == pair.held, "what is left is nobody's own, and takes room all the same"
@@ -108,12 +110,13 @@ def test_nothing_is_left_of_two_that_are_killed_while_they_are_detached(site: Si
 
 @pytest.mark.parametrize("first", ["owner", "phosd", "phosd alone"])
 def test_the_next_phosd_has_what_was_mapped_of_others(site: Site, first: str) -> None:
-    pair = Pair(site, "stop", "are detached")
+    pair = Pair(site, "stop")
     if first == "owner":
         pair.end_owner("killed")
     os.kill(site.daemon_pid(), signal.SIGKILL)
     if first == "phosd":
         os.kill(pair.owner, signal.SIGKILL)
+    pair.toggles.let_go()
     assert pair.dump.wait(PATIENCE) != 0
     pair.survives()
 
@@ -162,11 +165,9 @@ def test_a_phosd_that_never_knew_the_owner_knows_who_maps_its_memory(open_site: 
 def test_an_owner_may_end_before_the_other_has_been_restored(site: Site, mode: str) -> None:
     """It has all of its own back, and nothing more to do."""
     handle = site.folder / "handle"
-    program = site.until_awaited(
-        *(sys.executable, str(PROGRAMS / "survivor.py"), "survive", str(handle)),
-        SOFTGPU_TOGGLE_MS="3000",
-        OWNER_TOGGLE_MS="0",
-    )
+    toggles = Toggles(site, "restore")
+    words = (sys.executable, str(PROGRAMS / "survivor.py"), "survive", str(handle))
+    program = site.until_awaited(*words, **toggles.environment, OWNER_TOGGLE_HOLD="")
     program.wait_iterations(5)
     owner = owner_of(program)
     image = site.image()
@@ -178,6 +179,7 @@ def test_an_owner_may_end_before_the_other_has_been_restored(site: Site, mode: s
     handle.with_suffix(".leave").touch()
     wait_until(lambda: f"Process {owner} has ended" in log_of(site), "phosd to notice the owner's end")
     assert f"Process {program.pid} is attached" not in log_of(site)
+    toggles.let_go()
     assert restore.wait(PATIENCE) == 0, site.errors(image / "restore.log")
     program.wait_progress(5)
     assert program.wait_result() == "12345"

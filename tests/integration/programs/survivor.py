@@ -4,7 +4,7 @@ The child fills 3 MiB and exports them; it ends when there is a file HANDLE.leav
 the buffer through its own mapping, looks at all of them at every step, and goes on whatever becomes of the child, until
 there is a file UNTIL. When there is a file HANDLE.close it lets go of the child's buffer and goes on in one of its own.
 Prints the child's pid, ITERATION lines and RESULT as the examples do, and CLOSED; with a wrong word it ends.
-OWNER_TOGGLE_MS, if there is such a variable, is SOFTGPU_TOGGLE_MS for the child.
+OWNER_TOGGLE_HOLD, if there is such a variable, is SOFTGPU_TOGGLE_HOLD for the child.
 """
 
 import ctypes
@@ -38,8 +38,8 @@ def own(handle_file):
 
 
 def survive(handle_file, until):
-    toggle_ms = os.environ.get("OWNER_TOGGLE_MS", os.environ.get("SOFTGPU_TOGGLE_MS", "0"))
-    environment = {**os.environ, "SOFTGPU_TOGGLE_MS": toggle_ms}
+    hold = os.environ.get("OWNER_TOGGLE_HOLD", os.environ.get("SOFTGPU_TOGGLE_HOLD", ""))
+    environment = {**os.environ, "SOFTGPU_TOGGLE_HOLD": hold}
     child = subprocess.Popen([sys.executable, __file__, "own", str(handle_file)], env=environment)
     print(f"OWNER {child.pid}", flush=True)
     while not handle_file.exists():
