@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from phos.gen import wire_pb2
@@ -32,13 +32,33 @@ RELEASE_SECONDS = 1.0
 class Job(Protocol):
     """What the table shows of a checkpoint or restore."""
 
-    kind: str
-    path: str
-    state: str
-    error: str
-    since: float
-    progress: Progress
-    timeline: Timeline
+    @property
+    def kind(self) -> str:
+        """``dump`` or ``restore``."""
+
+    @property
+    def path(self) -> str:
+        """Its image directory."""
+
+    @property
+    def state(self) -> str:
+        """Where it stands (job_states.py has the last ones)."""
+
+    @property
+    def error(self) -> str:
+        """Why it failed, if it did."""
+
+    @property
+    def since(self) -> float:
+        """When it began, in seconds since 1970."""
+
+    @property
+    def progress(self) -> Progress:
+        """How far its copies are."""
+
+    @property
+    def timeline(self) -> Timeline:
+        """Its phases."""
 
     @property
     def pids(self) -> list[int]:
@@ -48,10 +68,44 @@ class Job(Protocol):
         """What a person should know although nothing failed."""
 
 
+@dataclass(frozen=True, eq=False)
+class EndedJob:
+    """What is remembered of a job that is over: the job itself knows every chunk of the image, and every process."""
+
+    kind: str
+    path: str
+    state: str
+    error: str
+    since: float
+    progress: Progress
+    timeline: Timeline
+    pids: list[int]
+    warned: list[str]
+    counts: dict[str, int]
+    mode: str
+
+    @classmethod
+    def of(cls, job: Job) -> EndedJob:
+        """As the table shows it from now on."""
+        said = (job.kind, job.path, state_of(job), job.error, job.since, job.progress, job.timeline)
+        return cls(*said, list(job.pids), list(job.warnings()), counts_of(job), mode_of(job))
+
+    def warnings(self) -> list[str]:
+        """As the job's."""
+        return self.warned
+
+
 def counts_of(job: Job) -> dict[str, int]:
     """What the processes of a restore met with while their memory was loaded; nothing for other jobs."""
+    if isinstance(job, EndedJob):
+        return job.counts
     counts: dict[str, int] = job.window_counts() if isinstance(job, Restore) else {}
     return counts
+
+
+def mode_of(job: Job) -> str:
+    """How a restore loads memory; nothing for other jobs."""
+    return job.mode if isinstance(job, (Restore, EndedJob)) else ""
 
 
 def state_of(job: Job) -> str:
@@ -144,6 +198,12 @@ class JobTable:
             oldest = ended[: max(0, len(ended) - REMEMBERED + 1)]
             self._jobs = [known for known in self._jobs if known not in oldest] + [entry]
 
+    def settle(self, job: Job) -> None:
+        """It is over, and nothing of it changes any more: what the table shows of it is all that is kept."""
+        ended = EndedJob.of(job)
+        with self._lock:
+            self._jobs = [replace(known, job=ended) if known.job is job else known for known in self._jobs]
+
     @staticmethod
     def is_plain_criu(directory: int) -> bool:
         """Whether a directory holds CRIU's files and none of ours."""
@@ -193,7 +253,7 @@ class JobTable:
                         for p in job.timeline.phases()
                     ],
                     window=counts_of(job),
-                    mode=job.mode if isinstance(job, Restore) else "",
+                    mode=mode_of(job),
                 )
                 for job in (entry.job for entry in self._jobs if _shown(entry, viewer))
                 if job is not None

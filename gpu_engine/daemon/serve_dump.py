@@ -93,8 +93,10 @@ class DumpServer:
                 except Exception as error:
                     log.exception("Checkpoint of process %d", request.pid)
                     job.abandon(f"The checkpoint failed in an unforeseen way ({error!r}).")
-        if job and job.state == "failed":
-            self._registry.renew_if_broken()
+        if job:
+            self._registry.jobs.settle(job)
+            if job.state == "failed":
+                self._registry.renew_if_broken()
 
     def _follow_criu(
         self, connection: wire.Connection, job: StopDump | None, interruption: Interruption, *, kills: bool
@@ -197,7 +199,11 @@ class DumpServer:
         self._registry.jobs.add(directory, job, owner)
         for session in gated:
             session.hurry_kernels()  # while it is quiesced and copied: the image has what is known by the end of that
-        job.begin(self._registry.broker.borrow, self._describe)
+        try:
+            job.begin(self._registry.broker.borrow, self._describe)
+        except BaseException:
+            self._registry.jobs.settle(job)
+            raise
         job.access_tables = {s.session: s.access_table for s in gated}
         return job
 

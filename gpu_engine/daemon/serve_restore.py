@@ -215,6 +215,7 @@ class RestoreServer:
                 if session is not None and ours:
                     self._registry.forget(session)
         job.put_away.set()
+        self._registry.jobs.settle(job)
 
 
 def _outside(criu: int, pid: int) -> int:

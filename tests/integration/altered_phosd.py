@@ -6,11 +6,13 @@ Started as phosd is: ``python -m tests.integration.altered_phosd --socket PATH``
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 from phos.gpu_engine import procfs, toggle
 from phos.gpu_engine.copy_placed import PlacedSave
 from phos.gpu_engine.daemon import __main__ as daemon
+from phos.gpu_engine.daemon.jobs import JobTable
 from phos.gpu_engine.daemon.serve_dump import DumpServer
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.session_kernels import SessionKernels
@@ -178,6 +181,30 @@ def frozen() -> None:
     DumpServer._freeze = late  # type: ignore[method-assign]
 
 
+def counted() -> None:
+    """Who asks for phosd's jobs finds in its log how many checkpoints and restores it still has in memory."""
+    alive: weakref.WeakSet[object] = weakref.WeakSet()
+    report = JobTable.report
+
+    def count(kind: Any) -> None:
+        made = kind.__init__
+
+        def make(job: object, *arguments: Any, **named: Any) -> None:
+            alive.add(job)
+            made(job, *arguments, **named)
+
+        kind.__init__ = make
+
+    def counting(table: JobTable, viewer: int) -> Any:
+        gc.collect()
+        logging.getLogger(__name__).info("jobs in memory: %d", len(alive))
+        return report(table, viewer)
+
+    count(StopDump)
+    count(Restore)
+    JobTable.report = counting  # type: ignore[method-assign]
+
+
 def no_thread(name: str) -> Callable[[], None]:
     """A limit on processes is reached, for once, when a thread of such a name is to begin."""
 
@@ -229,6 +256,7 @@ if __name__ == "__main__":
             "cut off lazily": cut_off_lazily,
             "unhurried": unhurried,
             "frozen": frozen,
+            "counted": counted,
             "no thread to save": no_thread("save"),
             "no thread for residue": no_thread("residue"),
             "no thread to watch CRIU": no_thread("watch-criu"),

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tests.integration.many_blocks import blocks, end, fit_for_the_next, nothing_of_ours, phosd_descriptors, text_of
+from tests.integration.pool_commands import create, take
 from tests.integration.site import Site, Toggles, wait_until
 
 
@@ -132,3 +133,36 @@ def test_descriptors_and_threads_of_phosd_do_not_grow(site: Site) -> None:
         program.wait_progress()
     # A worker that had nothing to do in the first dump may have made its stream since; a leak has one for each dump.
     wait_until(lambda: open_now()[0] <= before[0] and open_now()[1] < before[1] + rounds, "phosd to settle", 15)
+
+
+def test_checkpoints_and_restores_that_are_over_leave_phosd_s_memory(site: Site) -> None:
+    """Each knows every chunk of its image: what the table of jobs shows is a few words."""
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="counted")
+    program = blocks(site)
+    for protocol in ("stop", "cow"):
+        site.dump(program, site.image(protocol), "--leave-running", PHOS_PROTOCOL=protocol)
+        program.wait_progress()
+    assert site.dump(program, site.folder / "cow", "--leave-running", check=False).returncode != 0  # not empty
+    assert site.restore(site.folder / "cow", check=False).returncode != 0  # it still runs
+    image = site.image()
+    site.dump(program, image)
+    output = program.output.read_bytes()
+    for mode in ("eager", "lazy"):
+        wait_until(lambda: not program.alive(), "the pid to be free")
+        program.output.write_bytes(output)
+        site.restore(image, PHOS_RESTORE=mode)
+        program.wait_progress()
+        os.kill(program.pid, signal.SIGKILL)
+    made = create(site, image, 1)
+    os.kill(take(site, made["name"])["pids"][0], signal.SIGKILL)
+    site.run("phos-gpu", "pool", "drop", made["name"])
+    log = site.folder / "run" / "phosd.log"
+
+    def none() -> bool:
+        states = [job["state"] for job in site.status()["jobs"]]
+        said = [line for line in log.read_text().splitlines() if "jobs in memory" in line]
+        assert states == ["committed", "committed", "committed", "attached", "attached", "attached"]
+        return said[-1].endswith(": 0")
+
+    wait_until(none, "phosd to let go of what is over", 30)
+    site.wait_no_gpu_memory()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
 import threading
 import time
 import types
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,6 +163,28 @@ def test_job_table(tmp_path: Path) -> None:
     assert table.state(a, "dump", 0).state == "unknown"
     os.close(a)
     os.close(b)
+
+
+def test_of_a_job_that_is_over_what_is_shown_is_kept_and_nothing_else(tmp_path: Path) -> None:
+    table = JobTable()
+    directory = os.open(tmp_path, os.O_RDONLY)
+    job = FakeJob("a")
+    table.add(directory, job, 0)
+    table.add(directory, FakeJob("b", "restore"), 0)
+    with job.timeline.phase("detach"):
+        pass
+    job.state, job.error = "failed", "The disk is full."
+    before = table.state(directory, "dump", 0), table.report(0)
+    table.settle(job)
+    gone = weakref.ref(job)
+    del job
+    gc.collect()
+    assert gone() is None
+    assert (table.state(directory, "dump", 0), table.report(0)) == before
+    assert before[0].error == "The disk is full."
+    assert list(before[0].warnings) == ["take care"]
+    assert [phase.name for phase in before[1][0].phases] == ["detach"]
+    os.close(directory)
 
 
 def test_jobs_are_shown_to_their_user_and_to_root_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
