@@ -30,6 +30,8 @@ from phos.gpu_engine.spec.ptx_values import Anywhere, Bytes
 BOTH = Access.READ | Access.WRITE
 TENSOR_MAP_ALIGNMENT = 64
 """CUDA driver API, cuTensorMapEncodeTiled: a tensor map lies on 64 bytes."""
+SAME_EVERYWHERE = 16
+"""How far a parameter that is aligned to more bytes lies behind the one before it depends on the GPU (ptx_layout)."""
 
 
 def describe(text: str) -> dict[str, AccessDescriptor]:
@@ -95,15 +97,24 @@ def _named_by_variables(module: Module, globals_: dict[str, Declared]) -> set[st
 
 def _layout(function: Function) -> list[Declared]:
     """Where a kernel's parameters lie: each at the next multiple of its alignment."""
-    result, offset = [], 0
+    result: list[Declared] = []
+    parts: list[list[int]] = []
+    offset = 0
     for variable in function.parameters:
         declarator = variable.declarators[0]
         # Beside `.ptr`, `.align` is what the pointer points to.
         alignment = variable.element_bytes if variable.pointer else variable.natural_alignment
         offset = -(-offset // alignment) * alignment
+        if not parts or alignment > SAME_EVERYWHERE:
+            parts.append([])
+        parts[-1].append(len(result))
         size = variable.bytes(declarator)
         result.append(Declared(Kind.PARAMETER, declarator.name, offset, size, variable.pointer))
         offset += size
+    for part in parts:
+        around = result[part[0]].offset, result[part[-1]].offset + result[part[-1]].size
+        for number in part:
+            result[number] = result[number]._replace(around=around)
     return result
 
 
@@ -117,10 +128,12 @@ def _describe(
     except TooHard:
         scans = [Field(p.offset, p.size, BOTH, FieldKind.SCAN) for p in parameters if p.size >= ADDRESS_BYTES]
         return AccessDescriptor(function.name, parameters, tuple(scans), BOTH, Source.PTX)
-    return AccessDescriptor(function.name, parameters, _fields(solver), solver.indirect, Source.PTX)
+    maps, elsewhere = _tensor_maps(solver)
+    fields = tuple(sorted([*_fields(solver), *maps]))
+    return AccessDescriptor(function.name, parameters, fields, solver.indirect | elsewhere, Source.PTX)
 
 
-def _fields(solver: Solver) -> tuple[Field, ...]:
+def _fields(solver: Solver) -> list[Field]:
     """What was found, as fields: a pointer inside a scanned range that does no less is left out."""
     scans: dict[tuple[int, int], Access] = {}
     pointers: dict[int, Access] = {}
@@ -142,12 +155,17 @@ def _fields(solver: Solver) -> tuple[Field, ...]:
         covered = [f for f in fields if f.offset <= offset and offset + ADDRESS_BYTES <= f.offset + f.size]
         if offset % ADDRESS_BYTES or not any(access & ~f.access == Access.NONE for f in covered):
             fields.append(Field(offset, ADDRESS_BYTES, access, FieldKind.POINTER))
-    return tuple(sorted([*fields, *_tensor_maps(solver)]))
+    return fields
 
 
-def _tensor_maps(solver: Solver) -> list[Field]:
-    """Tensor maps among the parameters; every place that could be one where the index is computed."""
+def _tensor_maps(solver: Solver) -> tuple[list[Field], Access]:
+    """Tensor maps among the parameters, and what is done through others.
+
+    Where the index is computed, every place that could be one. A place outside of the parameter that is named lies in
+    another one; but one of several is only where a loop over the maps would lead to if it did not end.
+    """
     found: dict[int, Access] = {}
+    elsewhere = Access.NONE
     for (number, at), access in solver.tensors.items():
         declared = solver.declared(number)
         offsets = [at] if at is not None else []
@@ -158,4 +176,11 @@ def _tensor_maps(solver: Solver) -> list[Field]:
             if 0 <= offset <= declared.size - TENSOR_MAP_BYTES:
                 place = declared.offset + offset
                 found[place] = found.get(place, Access.NONE) | access
-    return [Field(place, TENSOR_MAP_BYTES, access, FieldKind.TENSOR_MAP) for place, access in found.items()]
+            elif sum(other == number for other, _ in solver.tensors) == 1:
+                place = declared.offset + offset
+                if declared.around[0] <= place and place + TENSOR_MAP_BYTES <= declared.around[1]:
+                    found[place] = found.get(place, Access.NONE) | access
+                else:
+                    elsewhere |= access
+    maps = [Field(place, TENSOR_MAP_BYTES, access, FieldKind.TENSOR_MAP) for place, access in found.items()]
+    return maps, elsewhere

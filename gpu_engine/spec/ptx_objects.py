@@ -51,11 +51,11 @@ class Object:
             changed |= join(target, atom, role)
         return changed
 
-    def load(self, offset: int | None, size: int) -> Iterator[tuple[Atom, int]]:
-        """What ``size`` bytes at ``offset`` may be."""
+    def load(self, offset: int | None, size: int, *, sure: bool = False) -> Iterator[tuple[Atom, int]]:
+        """What ``size`` bytes at ``offset`` may be. ``sure``: there is no other place where they may come from."""
         kind, declared = self.declared.kind, self.declared
         if kind is Kind.PARAMETER:
-            yield from self._parameter(offset, size)
+            yield from self._parameter(offset, size, sure)
         elif kind is Kind.VARIABLE:
             yield LOADED, WEAK if size >= POINTER_BYTES else OFFSET
         elif kind is not Kind.FUNCTION:
@@ -72,11 +72,18 @@ class Object:
             if size >= POINTER_BYTES:
                 yield from _joined(values)
 
-    def _parameter(self, offset: int | None, size: int) -> Iterator[tuple[Atom, int]]:
+    def _parameter(self, offset: int | None, size: int, sure: bool) -> Iterator[tuple[Atom, int]]:
         declared = self.declared
         if offset is None or offset < 0 or offset + size > declared.size:
-            if declared.size >= POINTER_BYTES:
-                yield Anywhere(declared.offset, declared.size), WEAK if size >= POINTER_BYTES else OFFSET
+            role = WEAK if size >= POINTER_BYTES else OFFSET
+            if sure and offset is not None:
+                # Parameters lie side by side, and the assembler lets one be read by another's name.
+                place = declared.offset + offset
+                inside = declared.around[0] <= place and place + size <= declared.around[1]
+                yield Bytes(place, size) if inside else LOADED, role
+            elif declared.size >= POINTER_BYTES:
+                # A pointer that a loop moves: where it would lead beyond the end is not followed.
+                yield Anywhere(declared.offset, declared.size), role
             return
         role = (STRONG if declared.pointer else WEAK) if size >= POINTER_BYTES else OFFSET
         yield Bytes(declared.offset + offset, size), role

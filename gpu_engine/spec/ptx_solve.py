@@ -209,7 +209,8 @@ class Solver:
         for atom in atoms:
             if isinstance(atom, Place):
                 offset = None if atom.offset is None else atom.offset + number
-                for found, role in self._objects[atom.object].load(offset, size):
+                sure = len(atoms) == 1
+                for found, role in self._objects[atom.object].load(offset, size, sure=sure):
                     join(result, found, role)
             else:
                 join(result, LOADED, WEAK if size >= POINTER_BYTES else OFFSET)

@@ -184,6 +184,8 @@ class Declared(NamedTuple):
     offset: int = 0
     size: int = 0
     pointer: bool = False
+    around: tuple[int, int] = (0, 0)
+    """From where to where the block looks the same around this parameter on every GPU."""
 
 
 @dataclass

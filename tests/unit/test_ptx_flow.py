@@ -392,6 +392,20 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         {8: W},
         RW,
     ),
+    # The assembler takes it, and reads what lies there.
+    "a parameter read by another's name": ("ld.param.u64 %a, [p+8]; st.global.u32 [%a], 1;", {8: W}, NONE),
+    "a parameter read by the next one's name": ("ld.param.u64 %a, [q+-8]; st.global.u32 [%a], 1;", {0: W}, NONE),
+    "a parameter read through another's address": (
+        "mov.b64 %c, p; ld.param.u64 %a, [%c+8]; st.global.u32 [%a], 1;",
+        {8: W},
+        NONE,
+    ),
+    "two parameters read as one vector": (
+        "ld.param.v2.u64 {%a, %b}, [p]; ld.global.u32 %r1, [%a]; st.global.u32 [%b], %r1;",
+        {0: R, 8: W},
+        NONE,
+    ),
+    "an address from beyond the parameters": ("ld.param.u64 %a, [v+16]; st.global.u32 [%a], 1;", {}, W),
     "vector of addresses": (
         "ld.param.v2.u64 {%a, %b}, [v]; ld.global.u32 %r1, [%a]; st.global.u32 [%b], %r1;",
         {32: R, 40: W},
@@ -409,6 +423,40 @@ def test_hand_written_ptx(name: str) -> None:
         ".reg .b64 %a, %b, %c, %d; .reg .b32 %r<9>; .reg .pred %p<9>;\n" + body + " ret; }"
     )
     assert summary(describe(text)["k"]) == (pointers, indirect)
+
+
+def test_a_parameter_read_by_the_name_of_one_that_is_not_at_the_same_distance_everywhere() -> None:
+    """Where b lies behind a depends on where the GPU's parameter block begins."""
+    text = (
+        HEAD
+        + """
+    .entry k(.param .u64 a, .param .align 64 .b8 b[64], .param .u64 c) { .reg .u64 %a, %b; ld.param.u64 %a, [a+64];
+      st.u32 [%a], 1; ret; }
+    .entry l(.param .u64 a, .param .align 64 .b8 b[64], .param .u64 c) { .reg .u64 %a, %b; ld.param.u64 %a, [b+64];
+      st.u32 [%a], 1; ret; }
+    """
+    )
+    found = describe(text)
+    assert summary(found["k"]) == ({}, W)
+    assert summary(found["l"]) == ({128: W}, NONE)
+
+
+@pytest.mark.parametrize("first", ["head", "head+64"])
+def test_a_tensor_map_named_by_another_parameter(first: str) -> None:
+    text = (
+        HEAD
+        + f"""
+    .entry k(.param .align 64 .b8 head[64], .param .align 16 .b8 map[128], .param .align 64 .b8 other[128]) {{
+      .reg .u64 %a; .reg .b32 %s; mov.b64 %a, {first};
+      cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%a{"" if "+" in first else "+64"}, {{0}}], [%s]; ret; }}
+    .entry far(.param .align 64 .b8 head[64], .param .align 64 .b8 map[128]) {{
+      .reg .u64 %a; .reg .b32 %s; mov.b64 %a, head;
+      cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%a+64, {{0}}], [%s]; ret; }}
+    """
+    )
+    found = describe(text)
+    assert (found["k"].fields, found["k"].indirect) == ((Field(64, 128, W, FieldKind.TENSOR_MAP),), NONE)
+    assert (found["far"].fields, found["far"].indirect) == ((), W)
 
 
 def test_an_address_of_the_modules_that_is_handed_over_in_a_register() -> None:
