@@ -31,6 +31,7 @@ from phos.gpu_engine.spec.ptx_steps import (
     MultiplyAdd,
     Narrow,
     Pack,
+    Raise,
     Space,
     Step,
     Strengthen,
@@ -39,6 +40,9 @@ from phos.gpu_engine.spec.ptx_steps import (
 )
 
 BOTH = Access.READ | Access.WRITE
+
+HALF_BITS = 32
+"""Bits of half an address."""
 
 
 class Compiler:
@@ -52,6 +56,8 @@ class Compiler:
         self._address_registers: dict[tuple[int, int], int] = {}
         self._global_objects: dict[str, int] = {}
         self._targets: dict[str, tuple[str, ...]] = {}
+        self._numbers: dict[int, int] = {}
+        """The largest number moved into each register that any was moved into."""
         self._site = 0
         self._shared: int | None = None
         self.functions_named: set[str] = set()
@@ -229,6 +235,8 @@ class Compiler:
         target, rest = targets[0], operands[1:]
         sources = tuple(register for operand in rest for register in self.several(operand))
         if base == "mov":
+            if len(rest) == 1 and isinstance(rest[0], Immediate) and target:
+                self._numbers[target] = max(integer(rest[0].number) or 0, self._numbers.get(target, 0))
             self._move(op, operands, targets, sources)
         elif not any(sources) or not any(targets):
             pass
@@ -251,8 +259,16 @@ class Compiler:
             left, right = self.use(rest[0]), self.use(rest[1])
             self.add((Add if base.startswith("add") else Subtract)(target, left, right, number))
         elif base in ("mad", "madc", "mad24", "fma") and len(rest) >= 3:
-            self.add(MultiplyAdd(target, sources[:2], self.use(rest[2])))
-        elif base in ("or", "bfi") and op.size == 8:
+            raised = self._raised(op, rest)
+            if raised:
+                product = self.register()
+                self.add(Raise(product, raised))
+                self.add(Add(target, product, self.use(rest[2]), None))
+            else:
+                self.add(MultiplyAdd(target, sources[:2], self.use(rest[2])))
+        elif raised := self._raised(op, rest):
+            self.add(Raise(target, raised))
+        elif base in ("or", "xor", "bfi") and op.size == 8:
             self.add(Move(target, sources[:2], None))
             self.add(Combine(target, sources[:2]))
         elif base in KEEP:
@@ -262,6 +278,24 @@ class Compiler:
         else:
             for each in targets:
                 self.add(Mix(each, sources))
+
+    def _raised(self, op: Opcode, rest: tuple[Operand, ...]) -> int:
+        """The register that a shift or a product moves into the upper half of 64 bits; 0 if it does no such thing."""
+        if len(rest) < 2 or op.size < 8 or op.base not in ("shl", "mul", "mad", "madc"):
+            return 0
+        first, second = self._number(rest[0]), self._number(rest[1])
+        if op.base == "shl":
+            # By how much is mostly written there. If not, it may be the size of a word.
+            return 0 if second is not None and second < HALF_BITS else self.use(rest[0])
+        if second is not None and second >= 1 << HALF_BITS:
+            return self.use(rest[0])
+        return self.use(rest[1]) if first is not None and first >= 1 << HALF_BITS else 0
+
+    def _number(self, operand: Operand) -> int | None:
+        """The value of an operand, if that is known."""
+        if isinstance(operand, Immediate):
+            return integer(operand.number)
+        return self._numbers.get(self.use(operand))
 
     def _move(
         self, op: Opcode, operands: tuple[Operand, ...], targets: tuple[int, ...], sources: tuple[int, ...]

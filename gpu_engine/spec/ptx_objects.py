@@ -19,6 +19,7 @@ from phos.gpu_engine.spec.ptx_values import (
     Atom,
     Bytes,
     Place,
+    Raised,
     Value,
     join,
     narrowed,
@@ -96,7 +97,7 @@ def _joined(values: list[Value]) -> Iterator[tuple[Atom, int]]:
         for atom in value:
             if isinstance(atom, Bytes) and atom.size < POINTER_BYTES:
                 pieces.append(atom)
-            elif not isinstance(atom, Place):
+            elif not isinstance(atom, Place | Raised):
                 yield atom, WEAK
     for piece in runs(pieces):
         if piece.size == POINTER_BYTES:

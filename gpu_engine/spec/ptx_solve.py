@@ -27,6 +27,7 @@ from phos.gpu_engine.spec.ptx_steps import (
     MultiplyAdd,
     Narrow,
     Pack,
+    Raise,
     Space,
     Store,
     Strengthen,
@@ -39,6 +40,7 @@ from phos.gpu_engine.spec.ptx_values import (
     EMPTY,
     LOADED,
     OFFSET,
+    RAISED,
     STRONG,
     WEAK,
     Anywhere,
@@ -46,9 +48,11 @@ from phos.gpu_engine.spec.ptx_values import (
     Bytes,
     Loaded,
     Place,
+    Raised,
     Value,
     assembled,
     combined,
+    completed,
     computed,
     demoted,
     join,
@@ -185,7 +189,7 @@ class Solver:
         if best:
             return best
         pieces = [atom for atom in value if isinstance(atom, Bytes)]
-        rest: list[Atom] = [atom for atom in value if not isinstance(atom, Bytes)]
+        rest: list[Atom] = [atom for atom in value if not isinstance(atom, Bytes | Raised)]
         whole = [run for run in runs(pieces) if run.size >= POINTER_BYTES]
         rest += [run if run.size == POINTER_BYTES else Anywhere(*run) for run in whole]
         return rest or [LOADED]  # an address from nowhere: it must come from something not followed here
@@ -258,6 +262,9 @@ class Solver:
             elif isinstance(step, MultiplyAdd):
                 for source in step.factors:
                     self._set(instance, step.target, computed(values[source]))
+                    if RAISED in values[step.addend]:
+                        factor = dict(computed(values[source]))
+                        self._set(instance, step.target, completed([factor, values[step.addend]]))
                 self._set(instance, step.target, moved(values[step.addend], None))
             elif isinstance(step, Narrow):
                 self._set(instance, step.target, narrowed(values[step.source]))
@@ -271,6 +278,9 @@ class Solver:
                 self._set(instance, step.target, assembled([values[source] for source in step.sources]))
             elif isinstance(step, Combine):
                 self._set(instance, step.target, combined([values[source] for source in step.sources]))
+            elif isinstance(step, Raise):
+                if values[step.source]:
+                    self._set(instance, step.target, [*computed(values[step.source]), (RAISED, OFFSET)])
             elif isinstance(step, Subtract):
                 self._subtract(instance, step)
             elif isinstance(step, Call):
@@ -292,6 +302,8 @@ class Solver:
             return
         self._set(instance, step.target, moved(dict(demoted(left, right)), None))
         self._set(instance, step.target, moved(dict(demoted(right, left)), None))
+        if RAISED in left or RAISED in right:
+            self._set(instance, step.target, completed([left, right]))
 
     def _subtract(self, instance: Instance, step: Subtract) -> None:
         left, right = instance.registers[step.left], instance.registers[step.right]

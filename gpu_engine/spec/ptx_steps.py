@@ -60,6 +60,13 @@ class Combine(NamedTuple):
     sources: tuple[int, ...]
 
 
+class Raise(NamedTuple):
+    """The target is the source moved up by so many bits that there may be room for another word below."""
+
+    target: int
+    source: int
+
+
 class Add(NamedTuple):
     """target = left + right; ``number`` is right's value where it is known."""
 
@@ -154,8 +161,8 @@ class Call(NamedTuple):
 
 
 Step: TypeAlias = (
-    "Move | Mix | Narrow | Pack | Combine | Add | Subtract | MultiplyAdd | Strengthen | Load | Store | Touch | Fill"
-    " | Tensor | Indirect | Call"
+    "Move | Mix | Narrow | Pack | Combine | Raise | Add | Subtract | MultiplyAdd | Strengthen | Load | Store | Touch"
+    " | Fill | Tensor | Indirect | Call"
 )
 
 

@@ -53,10 +53,17 @@ class Place(NamedTuple):
     mark: str = "place"
 
 
-Atom: TypeAlias = "Bytes | Anywhere | Loaded | Place"
+class Raised(NamedTuple):
+    """No origin, but a mark beside others: some of the bits were moved up into the upper half."""
+
+    mark: str = "raised"
+
+
+Atom: TypeAlias = "Bytes | Anywhere | Loaded | Place | Raised"
 Value: TypeAlias = dict[Atom, int]
 
 LOADED = Loaded()
+RAISED = Raised()
 EMPTY: Value = {}
 
 
@@ -96,13 +103,15 @@ def moved(value: Value, distance: int | None) -> Iterator[tuple[Atom, int]]:
 def narrowed(value: Value) -> Iterator[tuple[Atom, int]]:
     """Part of a value's bits: only shared memory's addresses and distances fit into fewer than 64."""
     for atom, role in value.items():
-        yield atom, role if isinstance(atom, Place) or role == DISTANCE else OFFSET
+        if atom != RAISED:
+            yield atom, role if isinstance(atom, Place) or role == DISTANCE else OFFSET
 
 
 def computed(value: Value) -> Iterator[tuple[Atom, int]]:
     """What was multiplied, shifted or divided."""
     for atom, role in value.items():
-        yield atom, role if role == DISTANCE else OFFSET
+        if atom != RAISED:
+            yield atom, role if role == DISTANCE else OFFSET
 
 
 def demoted(value: Value, other: Value) -> Iterator[tuple[Atom, int]]:
@@ -157,6 +166,25 @@ def combined(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
             yield atom, WEAK
     if all(any(_somewhere(atom) and not role for atom, role in part.items()) for part in parts):
         yield LOADED, WEAK
+
+
+def completed(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
+    """What the sum of a word in the upper half and one in the lower becomes: as if they were put together.
+
+    But what already is an address is the base of this one, and not a piece of another.
+    """
+    return combined([_pieces(part) for part in parts])
+
+
+def _pieces(value: Value) -> Value:
+    whole = [atom for atom, role in value.items() if isinstance(atom, Bytes) and atom.size >= 8 and role]
+    return {
+        atom: role
+        for atom, role in value.items()
+        if not isinstance(atom, Bytes)
+        or atom.size >= 8
+        or not any(w.offset <= atom.offset and atom.offset + atom.size <= w.offset + w.size for w in whole)
+    }
 
 
 def _somewhere(atom: Atom) -> bool:

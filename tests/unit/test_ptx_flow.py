@@ -143,6 +143,11 @@ CASES: dict[str, tuple[str, Pointers, Access]] = {
         {0: W},
         NONE,
     ),
+    "halves added up": (
+        "k(uint2 p, long long n) { char *a = (char *)(p.y * 0x100000000ull + p.x); a[n] = 1; }",
+        {0: W, 8: W},
+        NONE,
+    ),
     "halves in shared memory": (
         "k(char *a, long long n) { __shared__ unsigned s[9]; s[1] = (size_t)a; s[2] = (size_t)a >> 32;"
         " __syncthreads(); ((char *)((size_t)s[n + 1] << 32 | s[n]))[n] = 1; }",
@@ -286,7 +291,40 @@ def test_tensor_maps_and_bulk_copies() -> None:
     assert summary(found["far"]) == ({0: W}, NONE)
 
 
+# A number of 64 bits is added besides, which passes for the address where nothing better is there.
+HALVES = (
+    "ld.param.u32 %r1, [v]; ld.param.u32 %r2, [v+4]; cvt.u64.u32 %a, %r1; cvt.u64.u32 %b, %r2; ld.param.u64 %c, [q];"
+    " SUM add.u64 %d, %d, %c; st.global.u32 [%d], 1;"
+)
+SUMS = {
+    "shifted and added": "shl.b64 %b, %b, 32; add.s64 %d, %b, %a;",
+    "shifted and added in the other order": "shl.b64 %b, %b, 32; add.s64 %d, %a, %b;",
+    "multiplied and added": "mad.lo.u64 %d, %b, 0x100000000, %a;",
+    "multiplied, then added": "mul.lo.u64 %d, %b, 4294967296; add.u64 %d, %d, %c; add.u64 %d, %d, %a;",
+    "multiplied by a number in a register": "mov.b64 %d, 0x100000000; mad.lo.u64 %d, %d, %b, %a;",
+    "shifted by a number in a register": "mov.b32 %r3, 32; shl.b64 %b, %b, %r3; add.u64 %d, %a, %b;",
+    "a product added": "shl.b64 %b, %b, 32; mad.wide.u32 %d, %r1, 1, %b;",
+    "shifted and either": "shl.b64 %b, %b, 32; xor.b64 %d, %b, %a;",
+}
+
 PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
+    **{f"halves {name}": (HALVES.replace("SUM", code), {8: W, 32: W}, NONE) for name, code in SUMS.items()},
+    # An index is no address: neither shifted by less, nor what comes down again, nor beside an address in halves.
+    "an index shifted and added": (HALVES.replace("SUM", "shl.b64 %b, %b, 8; add.u64 %d, %b, %a;"), {8: W}, NONE),
+    "an index extended by shifts": (
+        HALVES.replace("SUM", ".reg .b64 %e, %f; shl.b64 %e, %b, 32; shr.s64 %f, %e, 32; add.s64 %d, %f, %a;"),
+        {8: W},
+        NONE,
+    ),
+    "halves and the index behind them": (
+        HALVES.replace(
+            "SUM",
+            "shl.b64 %b, %b, 32; add.u64 %d, %b, %a; ld.param.u32 %r4, [v+8];"
+            "mad.wide.u32 %d, %r4, 4, %d; .reg .b64 %e; cvt.u64.u32 %e, %r4; add.u64 %d, %d, %e;",
+        ),
+        {8: W, 32: W},
+        NONE,
+    ),
     # A compiler that neither converts addresses nor declares pointers (Triton).
     "no conversions": (
         "ld.param.u64 %a, [p]; ld.param.u32 %r1, [n]; mul.wide.s32 %b, %r1, 4; add.s64 %c, %a, %b;"
