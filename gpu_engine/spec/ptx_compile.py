@@ -58,6 +58,8 @@ class Compiler:
         self._targets: dict[str, tuple[str, ...]] = {}
         self._numbers: dict[int, int] = {}
         """The largest number moved into each register that any was moved into."""
+        self._scaled: dict[int, tuple[int, bool, int]] = {}
+        """Of registers that were multiplied or divided by a number: of which, whether multiplied, and by how much."""
         self._site = 0
         self._shared: int | None = None
         self.functions_named: set[str] = set()
@@ -254,6 +256,8 @@ class Compiler:
             self.add(Move(target, sources) if min(sizes, default=4) == 8 else Narrow(target, sources[0]))
         elif not op.integer and base != "selp":
             pass  # nobody computes addresses in floating point, but they are moved in its registers
+        elif whole := self._scaled_back(op, target, rest):
+            self.add(Move(target, (whole,), None))
         elif base in ("add", "addc", "sub", "subc") and len(rest) >= 2:
             number = integer(rest[1].number) if isinstance(rest[1], Immediate) else None
             left, right = self.use(rest[0]), self.use(rest[1])
@@ -290,6 +294,22 @@ class Compiler:
         if second is not None and second >= 1 << HALF_BITS:
             return self.use(rest[0])
         return self.use(rest[1]) if first is not None and first >= 1 << HALF_BITS else 0
+
+    def _scaled_back(self, op: Opcode, target: int, rest: tuple[Operand, ...]) -> int:
+        """The register that an instruction has again but for some bits: ``shl`` and ``shr``, ``div`` and ``mul``.
+
+        So tags are cut off above an address, and addresses aligned. Fewer bits than half of them are no address.
+        """
+        number = self._number(rest[1]) if len(rest) == 2 and op.size == 8 else None
+        if number is None or number <= 0 or op.base not in ("shl", "shr", "mul", "div") or op.has("hi"):
+            return 0
+        up = op.base in ("shl", "mul")
+        if op.base in ("shl", "shr"):
+            number = 1 << min(number, 64)
+        source = self.use(rest[0])
+        before, was_up, factor = self._scaled.get(source, (0, up, 0))
+        self._scaled[target] = source, up, number
+        return before if was_up != up and factor == number < 1 << HALF_BITS else 0
 
     def _number(self, operand: Operand) -> int | None:
         """The value of an operand, if that is known."""

@@ -7,7 +7,7 @@ recursive or very many calls together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from phos.gpu_engine.spec.descriptor import Access
 from phos.gpu_engine.spec.ptx_objects import POINTER_BYTES, Object, everything
@@ -76,6 +76,18 @@ MAXIMUM_DEPTH = 40
 
 class TooHard(Exception):
     """The analysis does not come to an end within our limits."""
+
+
+def _strengthened(value: Value) -> Iterator[tuple[Atom, int]]:
+    """What the program says is an address. If it was computed in a way not followed here, it may be any."""
+    known = any(value.values())
+    for atom, role in value.items():
+        if role:
+            yield atom, STRONG
+        else:
+            yield atom, STRONG if not known and isinstance(atom, Bytes) and atom.size >= POINTER_BYTES else OFFSET
+    if value and not known:
+        yield LOADED, STRONG
 
 
 class Instance:
@@ -269,7 +281,7 @@ class Solver:
             elif isinstance(step, Narrow):
                 self._set(instance, step.target, narrowed(values[step.source]))
             elif isinstance(step, Strengthen):
-                strong = [(atom, STRONG if role else role) for atom, role in values[step.source].items()]
+                strong = list(_strengthened(values[step.source]))
                 self._set(instance, step.target, strong)
                 for atom, role in strong:
                     if role == STRONG:

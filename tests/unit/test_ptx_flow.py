@@ -172,6 +172,8 @@ CASES: dict[str, tuple[str, Pointers, Access]] = {
         {0: W, 8: W},
         NONE,
     ),
+    "tag cut off": ("k(long long p, long long n) { ((char *)(p << 16 >> 16))[n] = 1; }", {0: W}, NONE),
+    "aligned by division": ("k(char *a, long long n) { ((char *)((size_t)a / 64 * 64))[n] = 1; }", {0: W, 8: W}, NONE),
     "packed": ("k(Packed s, long long n) { s.to[n] = 1; }", {1: W}, NONE),
     "packed in memory": ("k(Packed *s, long long n) { s[1].to[n] = 1; }", {0: R}, W),
     "packed array": (
@@ -429,6 +431,17 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         "st.global.u32 [%b], 1;",
         {8: W},
         RW,
+    ),
+    "an address made of half a word": (
+        "ld.param.u32 %r1, [n]; mul.wide.u32 %a, %r1, 256; cvta.to.global.u64 %b, %a; ld.param.u64 %c, [q];"
+        "add.s64 %d, %b, %c; st.global.u32 [%d], 1;",
+        {},
+        W,
+    ),
+    "an address with a tag below": (
+        "ld.param.u64 %a, [p]; shr.u64 %b, %a, 8; cvta.to.global.u64 %c, %b; st.global.u32 [%c+8], 1;",
+        {0: W},
+        W,
     ),
     # The assembler takes it, and reads what lies there.
     "a parameter read by another's name": ("ld.param.u64 %a, [p+8]; st.global.u32 [%a], 1;", {8: W}, NONE),
