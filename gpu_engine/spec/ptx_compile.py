@@ -277,7 +277,7 @@ class Compiler:
             self.add(Combine(target, sources[:2]))
         elif base in KEEP:
             self.add(Move(target, sources, 0 if base == "selp" else None))
-        elif base == "shfl":
+        elif base in ("shfl", "movmatrix"):
             self.add(Narrow(target, sources[0]))
         else:
             for each in targets:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 READ, WRITE = Access.READ, Access.WRITE
 BOTH = READ | WRITE
 
+WORD_BYTES = 4
+"""Of the registers that matrix instructions work on."""
+
 _THROUGH_HANDLES = {"tex": READ, "tld4": READ, "suld": READ, "sust": WRITE, "sured": BOTH}
 
 
@@ -42,8 +45,12 @@ def memory_steps(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) 
     elif base == "discard":
         _touch(compiler, op, operands, WRITE)
     elif base == "wmma":
-        if op.first in ("load", "store"):
-            _touch(compiler, op, operands, READ if op.first == "load" else WRITE)
+        if op.first == "load":
+            _fetch(compiler, operands, op.space)
+        elif op.first == "store":
+            _touch(compiler, op, operands, WRITE)
+    elif base in ("ldmatrix", "stmatrix", "tcgen05"):
+        _on_chip(compiler, op, operands)
     elif base == "tensormap":
         _tensormap(compiler, op, operands)
     elif base == "alloca":
@@ -58,6 +65,27 @@ def _touch(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...], access
         if isinstance(operand, Address):
             compiler.add(Touch(compiler.place(operand)[0], access, op.space))
             return
+
+
+def _fetch(compiler: Compiler, operands: tuple[Operand, ...], space: Space) -> None:
+    """Words of memory go into registers; which word into which is not followed."""
+    at = next((i for i, operand in enumerate(operands) if isinstance(operand, Address)), 0)
+    if at:
+        targets = tuple(register for operand in operands[:at] for register in compiler.several(operand))
+        compiler.add(Load(targets, *compiler.place(operands[at]), WORD_BYTES, space))
+
+
+def _on_chip(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
+    """``ldmatrix``, ``stmatrix``, ``tcgen05.ld``, ``tcgen05.st``. Tensor memory is taken for shared memory.
+
+    A warp may keep anything there: what comes out may be an address that went in.
+    """
+    if op.base == "ldmatrix" or (op.base == "tcgen05" and op.first == "ld"):
+        _fetch(compiler, operands, Space.SHARED)
+    elif op.base == "stmatrix" or op.first == "st":
+        for operand in operands:
+            if not isinstance(operand, Address):
+                compiler.add(Store(compiler.several(operand), 0, 0, WORD_BYTES, Space.SHARED, WRITE))
 
 
 def _elements(compiler: Compiler, op: Opcode, operand: Operand) -> tuple[int, ...]:
@@ -121,6 +149,9 @@ def _copy(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None
 def _multimem(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
     """``multimem.ld_reduce`` reads the replicas, ``.st`` writes, ``.red`` does both; ``.cp`` copies in bulk."""
     kind = op.first
+    if kind == "ld_reduce":
+        _load(compiler, op, operands)
+        return
     _touch(compiler, op, operands, {"ld_reduce": READ, "st": WRITE, "red": BOTH}.get(kind, BOTH))
 
 

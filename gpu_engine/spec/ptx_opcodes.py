@@ -14,7 +14,7 @@ KEEP = frozenset(("and", "or", "xor", "not", "lop3", "min", "max", "abs", "selp"
 
 _NOTHING = (
     "setp set testp isspacep bra brx ret exit trap brkpt bar barrier membar vote match activemask nanosleep"
-    " pmevent griddepcontrol setmaxnreg mbarrier wgmma tcgen05 mma ldmatrix stmatrix movmatrix createpolicy istypep"
+    " pmevent griddepcontrol setmaxnreg mbarrier wgmma mma createpolicy istypep"
     " clusterlaunchcontrol stackrestore getctarank txq suq applypriority"
 )
 NOTHING = frozenset(_NOTHING.split())

@@ -309,7 +309,52 @@ SUMS = {
     "shifted and either": "shl.b64 %b, %b, 32; xor.b64 %d, %b, %a;",
 }
 
+# Where an address may go and come from besides, in halves.
+APART = "ld.param.u64 %a, [p]; mov.b64 {%r1, %r2}, %a;"
+TOGETHER = "mov.b64 %b, {%r3, %r4}; ld.param.u64 %c, [q]; add.u64 %d, %b, %c; st.global.u32 [%d], 1;"
+WAYS: dict[str, tuple[str, Pointers, Access]] = {
+    "matrices in shared memory": (
+        "stmatrix.sync.aligned.m8n8.x2.shared.b16 [%r0], {%r1, %r2};"
+        "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r3, %r4}, [%r0];",
+        {0: W, 8: W},
+        NONE,
+    ),
+    "shared memory and a matrix": (
+        "st.shared.u64 [%r0], %a; ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r3, %r4}, [%r0];",
+        {0: W, 8: W},
+        NONE,
+    ),
+    "a copy to shared memory and a matrix": (
+        "cp.async.bulk.shared::cta.global.mbarrier::complete_tx::bytes [%r0], [%a], 16, [%r5];"
+        "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r3, %r4}, [%r0];",
+        {0: R, 8: W},
+        W,
+    ),
+    "transposed matrices": (
+        "movmatrix.sync.aligned.m8n8.trans.b16 %r3, %r1; movmatrix.sync.aligned.m8n8.trans.b16 %r4, %r2;",
+        {0: W, 8: W},
+        NONE,
+    ),
+    "tensor memory": (
+        "tcgen05.st.sync.aligned.32x32b.x2.b32 [%r0], {%r1, %r2};"
+        "tcgen05.ld.sync.aligned.32x32b.x2.b32 {%r3, %r4}, [%r0];",
+        {0: W, 8: W},
+        NONE,
+    ),
+    "a matrix in memory": (
+        "wmma.load.c.sync.aligned.row.m16n16k16.global.s32 {%r3, %r4}, [%a], %r5;",
+        {0: R, 8: W},
+        W,
+    ),
+    "multicast memory": (
+        "multimem.ld_reduce.global.or.b32 %r3, [%a]; multimem.ld_reduce.global.or.b32 %r4, [%a+4];",
+        {0: R, 8: W},
+        W,
+    ),
+}
+
 PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
+    **{f"through {name}": (APART + way + TOGETHER, *found) for name, (way, *found) in WAYS.items()},
     **{f"halves {name}": (HALVES.replace("SUM", code), {8: W, 32: W}, NONE) for name, code in SUMS.items()},
     # An index is no address: neither shifted by less, nor what comes down again, nor beside an address in halves.
     "an index shifted and added": (HALVES.replace("SUM", "shl.b64 %b, %b, 8; add.u64 %d, %b, %a;"), {8: W}, NONE),
