@@ -141,7 +141,8 @@ def assembled(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
             if isinstance(atom, Place) or role == DISTANCE:
                 yield atom, role
                 continue
-            whole = all(atom in other for other in parts)
+            # What is less than an address, and in all parts, is a number: extended by its sign, or a mask.
+            whole = all(atom in other for other in parts) and (not isinstance(atom, Bytes) or atom.size >= 8)
             yield atom, WEAK if whole and rest else OFFSET
     pieces = [atom for part in parts for atom in part if isinstance(atom, Bytes) and atom.size < 8]
     for piece in runs(pieces):

@@ -488,6 +488,13 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         {0: W},
         W,
     ),
+    "a mask in both halves": (
+        "ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; ld.param.u32 %r5, [n]; mov.b64 {%r1, %r2}, %a;"
+        "mov.b64 {%r3, %r4}, %b; prmt.b32 %r6, %r1, %r3, %r5; prmt.b32 %r7, %r2, %r4, %r5; mov.b64 %c, {%r6, %r7};"
+        "st.global.u32 [%c], 1;",
+        {0: W, 8: W},
+        NONE,
+    ),
     # The assembler takes it, and reads what lies there.
     "a parameter read by another's name": ("ld.param.u64 %a, [p+8]; st.global.u32 [%a], 1;", {8: W}, NONE),
     "a parameter read by the next one's name": ("ld.param.u64 %a, [q+-8]; st.global.u32 [%a], 1;", {0: W}, NONE),
