@@ -76,6 +76,8 @@ def _copies(op: Opcode, instruction: Instruction, addresses: list[Address]) -> l
     spaces = [word.split("::")[0] for word in op.words if word.split("::")[0] in ("global", "shared")]
     if "tensor" in op.words:
         raise Unsuited("it copies by tensor maps")
+    if not spaces and "arrive" not in op.words:
+        raise Unsuited(f"nothing is known of {instruction.opcode}")
     if "global" not in spaces or "prefetch" in op.words:
         return []
     if len(addresses) < 2:

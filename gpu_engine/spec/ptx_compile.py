@@ -296,10 +296,12 @@ class Compiler:
         return self.use(rest[1]) if first is not None and first >= 1 << HALF_BITS else 0
 
     def _scaled_back(self, op: Opcode, target: int, rest: tuple[Operand, ...]) -> int:
-        """The register that an instruction has again but for some bits: ``shl`` and ``shr``, ``div`` and ``mul``.
+        """The register that a result is but for some bits: ``shl`` after ``shr``, ``mul`` after ``div``; ``bfe``.
 
         So tags are cut off above an address, and addresses aligned. Fewer bits than half of them are no address.
         """
+        if op.base == "bfe" and len(rest) == 3 and self._number(rest[1]) == 0:
+            return self.use(rest[0]) if op.size == 8 and (self._number(rest[2]) or 64) > HALF_BITS else 0
         number = self._number(rest[1]) if len(rest) == 2 and op.size == 8 else None
         if number is None or number <= 0 or op.base not in ("shl", "shr", "mul", "div") or op.has("hi"):
             return 0

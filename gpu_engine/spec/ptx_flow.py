@@ -172,6 +172,7 @@ def _tensor_maps(solver: Solver) -> tuple[list[Field], Access]:
         if at is None:
             step = TENSOR_MAP_ALIGNMENT if declared.size % TENSOR_MAP_BYTES else TENSOR_MAP_BYTES
             offsets = list(range(0, declared.size - TENSOR_MAP_BYTES + 1, step))
+            elsewhere |= access if not offsets else Access.NONE
         for offset in offsets:
             if 0 <= offset <= declared.size - TENSOR_MAP_BYTES:
                 place = declared.offset + offset

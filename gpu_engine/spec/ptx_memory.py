@@ -125,7 +125,7 @@ def _store(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> Non
 def _copy(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
     """``cp.async``, ``cp.async.bulk``, ``cp.async.bulk.tensor``, ``cp.reduce.async.bulk`` and the prefetches."""
     places = [compiler.place(operand) for operand in operands if isinstance(operand, Address)]
-    if not places:
+    if not places or "arrive" in op.words:
         return
     spaces = [word.split("::")[0] for word in op.words if word.split("::")[0] in ("global", "shared")]
     reduces = op.first == "reduce"
@@ -144,6 +144,11 @@ def _copy(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None
     elif "global" in spaces and len(places) > 1:
         compiler.add(Touch(places[1][0], READ, Space.GLOBAL))
         compiler.add(Fill())
+    elif "shared" not in spaces:
+        # A form not known here. (Between shared memories no address goes that did not before.)
+        for place, _ in places:
+            compiler.add(Touch(place, BOTH, Space.GLOBAL))
+        compiler.add(Indirect(BOTH))
 
 
 def _multimem(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:

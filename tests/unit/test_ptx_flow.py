@@ -488,6 +488,17 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         {0: W},
         W,
     ),
+    "a tag cut off by a field of bits": (
+        "ld.param.u64 %a, [p]; bfe.u64 %b, %a, 0, 48; ld.param.u64 %c, [q]; add.s64 %d, %b, %c;st.global.u32 [%d], 1;",
+        {0: W, 8: W},
+        NONE,
+    ),
+    "a copy of a kind not known here": (
+        "ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; cp.async.frobnicate.L2 [%a], [%b], 16;"
+        "cp.async.mbarrier.arrive.b64 [%c];",
+        {0: RW, 8: RW},
+        RW,
+    ),
     "a mask in both halves": (
         "ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; ld.param.u32 %r5, [n]; mov.b64 {%r1, %r2}, %a;"
         "mov.b64 {%r3, %r4}, %b; prmt.b32 %r6, %r1, %r3, %r5; prmt.b32 %r7, %r2, %r4, %r5; mov.b64 %c, {%r6, %r7};"
@@ -552,6 +563,9 @@ def test_a_tensor_map_named_by_another_parameter(first: str) -> None:
     .entry k(.param .align 64 .b8 head[64], .param .align 16 .b8 map[128], .param .align 64 .b8 other[128]) {{
       .reg .u64 %a; .reg .b32 %s; mov.b64 %a, {first};
       cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%a{"" if "+" in first else "+64"}, {{0}}], [%s]; ret; }}
+    .entry small(.param .align 64 .b8 head[64], .param .u64 n) {{ .reg .u64 %a, %b; .reg .b32 %s; mov.b64 %a, head;
+      ld.param.u64 %b, [n]; add.u64 %a, %a, %b;
+      cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%a, {{0}}], [%s]; ret; }}
     .entry far(.param .align 64 .b8 head[64], .param .align 64 .b8 map[128]) {{
       .reg .u64 %a; .reg .b32 %s; mov.b64 %a, head;
       cp.async.bulk.tensor.1d.global.shared::cta.bulk_group [%a+64, {{0}}], [%s]; ret; }}
@@ -560,6 +574,7 @@ def test_a_tensor_map_named_by_another_parameter(first: str) -> None:
     found = describe(text)
     assert (found["k"].fields, found["k"].indirect) == ((Field(64, 128, W, FieldKind.TENSOR_MAP),), NONE)
     assert (found["far"].fields, found["far"].indirect) == ((), W)
+    assert found["small"].indirect == W
 
 
 def test_an_address_of_the_modules_that_is_handed_over_in_a_register() -> None:

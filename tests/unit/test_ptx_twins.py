@@ -101,6 +101,7 @@ def test_what_is_checked(body: str, writes: int, both: int) -> None:
         ("wmma.store.d.sync.aligned.row.m16n16k16.global.f32 [%rd1], {%f1,%f2,%f3,%f4}, %r1;", "", "wmma.store"),
         ("multimem.red.relaxed.sys.global.add.u32 [%rd1], %r1;", "", "multicast"),
         ("something.new.u32 %r1, [%rd1];", "", "something.new"),
+        ("cp.async.something.new [%rd1], [%rd2], 16;", "", "something.new"),
         ("st.global.u32 [4096], %r1;", "", "address"),
         ("proto: .callprototype _ (.param .b64 _); call %rd1, (%rd2), proto;", "", "by address"),
         ("call f, (%rd1);", ".extern .func f(.param .b64 a);", "not in the module"),
