@@ -197,8 +197,15 @@ def derive(words: Iterable[Word]) -> Word:
 
 
 def mix(words: Iterable[Word]) -> Word:
-    """Some bits of these words put together: an address may be in it still."""
+    """Some bits of these words put together: an address may be in it still, of each of them."""
     result = NOTHING
+    origins = set()
     for word in words:
         result = add(result, word)
-    return Word(result.alternatives, result.derived, 0, 1)
+        if not word.plain:
+            origins.add(word.alternatives)
+    alternatives = result.alternatives
+    if len(origins) > 1:
+        # Bits of one or bits of the other: a choice between two addresses looks like this, and is no sum.
+        alternatives = frozenset([frozenset().union(*alternatives, [ANY])])
+    return Word(alternatives, result.derived, 0, 1)

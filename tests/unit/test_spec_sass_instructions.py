@@ -314,6 +314,38 @@ def test_a_sum_of_two_words_is_doubtful_where_nothing_says_which_is_the_pointer(
     assert found == (pointers(WRITE, WRITE), NONE)
 
 
+CHOICES = {
+    "by bits": """
+        LOP3.LUT R8, R6, R4, R2, 0xac, !PT
+        LOP3.LUT R9, R6, R5, R3, 0xac, !PT
+    """,
+    "by bits of each": """
+        LOP3.LUT R10, R2, R6, RZ, 0xc0, !PT
+        LOP3.LUT R11, R3, R6, RZ, 0xc0, !PT
+        LOP3.LUT R12, R4, R6, RZ, 0x30, !PT
+        LOP3.LUT R13, R5, R6, RZ, 0x30, !PT
+        LOP3.LUT R8, R10, R12, RZ, 0xfc, !PT
+        LOP3.LUT R9, R11, R13, RZ, 0xfc, !PT
+    """,
+    "by bytes": "PRMT R8, R2, R6, R4\nPRMT R9, R3, R6, R5",
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES.values(), ids=CHOICES.keys())
+def test_bits_of_one_address_or_of_another_are_either(choice: str) -> None:
+    """The first is a pointer elsewhere, which in a sum would make the second an index."""
+    code = f"""
+        LDC.64 R2, c[0x0][0x210]
+        LDC.64 R4, c[0x0][0x218]
+        LDC R6, c[0x0][0x220]
+        LDG.E R0, desc[UR4][R2.64]
+        {choice.strip()}
+        STG.E desc[UR4][R8.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1, Parameter(16, 4)) == (pointers(BOTH, WRITE), NONE)
+
+
 DISTANCE = """
     LDC.64 R2, c[0x0][0x210]
     LDC.64 R6, c[0x0][0x218]
