@@ -42,8 +42,8 @@ _NUMBERS = _names(
     """
     BMSK BREV FLO POPC I2F I2FP F2I F2F F2FP F2IP FRND I2I I2IP IABS IDP IDP4A SGXT MUFU IMMA BMMA DMMA HMMA HGMMA
     IGMMA QGMMA BGMMA OMMA QMMA FADD FMUL FFMA FADD32I FMUL32I FFMA32I FSET FSWZADD FMNMX FMNMX3 FSEL2 DADD DMUL
-    DFMA DSET HADD2 HMUL2 HFMA2 HMNMX2 HSET2 HADD2_32I HMUL2_32I HFMA2_32I REDUX CREDUX VOTE VOTEU MATCH MOVM FADD2
-    FMUL2 FFMA2 BF16_V2 VHMNMX SHF SHL SHR P2R ISCADD2
+    DFMA DSET HADD2 HMUL2 HFMA2 HMNMX2 HSET2 HADD2_32I HMUL2_32I HFMA2_32I VOTE VOTEU MATCH FADD2 FMUL2
+    FFMA2 BF16_V2 VHMNMX SHF SHL SHR P2R ISCADD2
     """
 )
 
@@ -277,6 +277,13 @@ def _shuffle(instruction: Instruction, state: State, kernel: Kernel) -> None:
         put(instruction, state, register, [word_of(sources[0], state, kernel)])
 
 
+def _across(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """What the threads of a warp have, put together: where they all have the same address, that may be it."""
+    register, sources = destination(instruction)
+    if sources:
+        put(instruction, state, register, [mix([word_of(sources[0], state, kernel)])])
+
+
 def _special(instruction: Instruction, state: State, kernel: Kernel) -> None:
     register, sources = destination(instruction)
     text = sources[0].text if sources else ""
@@ -311,6 +318,7 @@ _TABLE: dict[str, Handler] = {
     "LOP3": _lop3,
     "VIADDMNMX": _extremum,
     "SHFL": _shuffle,
+    **dict.fromkeys(("REDUX", "CREDUX", "MOVM"), _across),
     "HFMA2": _constant_halves,
     **dict.fromkeys(("S2R", "S2UR", "CS2R", "B2R", "LEPC"), _special),
     **dict.fromkeys(("LDC", "LDCU", "ULDC"), memory.load_constant),

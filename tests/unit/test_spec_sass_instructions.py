@@ -346,6 +346,37 @@ def test_bits_of_one_address_or_of_another_are_either(choice: str) -> None:
     assert flow(code, P0, P1, Parameter(16, 4)) == (pointers(BOTH, WRITE), NONE)
 
 
+# A number of 64 bits is added besides, which passes for the address where nothing better is there.
+INDEXED = """
+    LDC.64 R2, c[0x0][0x210]
+    LDC.64 R4, c[0x0][0x218]
+    {code}
+    IADD3 R8, P0, R6, R4, RZ
+    IADD3.X R9, R7, R5, RZ, P0, !PT
+    STG.E desc[UR4][R8.64], R0
+    EXIT
+"""
+
+
+def indexed(code: str) -> Expected:
+    """What a kernel does that has an address in R2 and R3, a number in R4 and R5, and stores through R6 and R7."""
+    return flow(INDEXED.format(code=code.strip()), P0, P1)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "REDUX.OR UR6, R2\nREDUX.MAX UR7, R3\nMOV R6, UR6\nMOV R7, UR7",
+        "CREDUX.MIN UR6, R2\nCREDUX.MIN UR7, R3\nMOV R6, UR6\nMOV R7, UR7",
+        "SHFL.IDX PT, R6, R2, RZ, 0x1f\nSHFL.IDX PT, R7, R3, RZ, 0x1f",
+        "MOVM.16.MT88 R6, R2\nMOVM.16.MT88 R7, R3",
+    ],
+    ids=["reduced", "reduced and copied", "shuffled", "transposed"],
+)
+def test_an_address_that_goes_through_the_warp(code: str) -> None:
+    assert indexed(code) == (pointers(WRITE, WRITE), NONE)
+
+
 DISTANCE = """
     LDC.64 R2, c[0x0][0x210]
     LDC.64 R6, c[0x0][0x218]
