@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from phos.gpu_engine.spec.descriptor import Access
-from phos.gpu_engine.spec.sass_operands import Handler, constant_word, destination, is_small, put, word_of, words_in
+from phos.gpu_engine.spec.sass_operands import (
+    Handler,
+    constant_word,
+    destination,
+    is_small,
+    may_put,
+    put,
+    registers_in,
+    word_of,
+    words_in,
+)
 from phos.gpu_engine.spec.sass_state import Kernel, State, Touch
 from phos.gpu_engine.spec.sass_text import Instruction, Kind, Operand
 from phos.gpu_engine.spec.sass_value import (
@@ -181,6 +191,21 @@ def store_shared(instruction: Instruction, state: State, kernel: Kernel) -> None
     """A store to shared memory."""
     for word in _stored(instruction, state, kernel):
         kernel.store_shared(word)
+
+
+def load_matrix(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """A load of matrices from shared or tensor memory: any words that were stored there."""
+    register, _ = destination(instruction)
+    put(instruction, state, register, [kernel.shared])
+    may_put(state, register + 1 if register >= 0 else register, [kernel.shared] * (registers_in(instruction) - 1))
+
+
+def store_matrix(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """A store of matrices to shared or tensor memory, which counts as shared memory: a warp may keep anything there."""
+    registers = [operand for operand in instruction.operands if operand.kind == Kind.REGISTER]
+    for operand in registers[-1:]:
+        for part in range(registers_in(instruction)):
+            kernel.store_shared(word_of(operand, state, kernel, part))
 
 
 def atomic_shared(instruction: Instruction, state: State, kernel: Kernel) -> None:

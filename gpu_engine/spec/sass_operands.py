@@ -14,12 +14,16 @@ from phos.gpu_engine.spec.sass_value import (
     Origin,
     Word,
     derive,
+    join,
     multiply,
     number,
     of,
 )
 
 _VARIABLE = of(Atom(Origin.VARIABLE, -1))
+
+MOST_REGISTERS = 128
+"""What one instruction moves at most: PTX ISA, ``tcgen05.ld``."""
 
 Handler = Callable[[Instruction, State, Kernel], None]
 """Carries out an instruction on a state."""
@@ -85,6 +89,28 @@ def put(instruction: Instruction, state: State, register: int, words: list[Word]
         return
     for part, word in enumerate(words):
         state.write(register + part, word)
+
+
+def may_put(state: State, register: int, words: list[Word]) -> None:
+    """Put words into registers that may keep what they hold."""
+    for part, word in enumerate(words if register >= 0 else ()):
+        old = state.registers.get(register + part)
+        state.write(register + part, word if old is None else join(old, word))
+
+
+def registers_in(instruction: Instruction) -> int:
+    """How many registers of matrices an instruction moves: ``LDSM.16.M88.4``, ``STTM.16dp128bit.x2``."""
+    count = 1
+    for modifier in instruction.modifiers:
+        if modifier in ("2", "4"):
+            count *= int(modifier)
+        elif modifier.endswith(("T1616", "dp128bit")):
+            count *= 2
+        elif modifier.endswith("dp256bit"):
+            count *= 4
+        elif modifier.startswith("x") and modifier[1:].isdecimal():
+            count *= min(int(modifier[1:]), MOST_REGISTERS)
+    return count
 
 
 def is_small(instruction: Instruction) -> bool:

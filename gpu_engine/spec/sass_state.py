@@ -9,7 +9,9 @@ from typing import NamedTuple
 from phos.gpu_engine.spec.descriptor import Access
 from phos.gpu_engine.spec.sass_text import UNIFORM
 from phos.gpu_engine.spec.sass_value import (
+    ANY,
     BLOCK,
+    LOADED,
     LOADED_WORD,
     NOTHING,
     STACK,
@@ -29,6 +31,7 @@ from phos.gpu_engine.spec.sass_value import (
 WORD = 4
 
 BLOCK_WORD, STACK_WORD, WINDOW_WORD = of(BLOCK), of(STACK), of(WINDOW)
+_LOADED = frozenset([LOADED])
 
 
 class Driver(NamedTuple):
@@ -90,9 +93,16 @@ class Kernel:
     """Done through texture and surface handles, or in functions that cannot be seen."""
 
     def store_shared(self, word: Word) -> None:
-        """Note that a word is in shared memory somewhere."""
+        """Note that a word is in shared memory somewhere.
+
+        Which half of an address a load finds there is not known: without the mark, an upper half that is added to a
+        number would pass for an index of the number. What was loaded from memory has no halves of its own.
+        """
         if not word.plain:
-            self.shared = join(self.shared, Word(word.alternatives, word.derived, 0, 1))
+            loaded = frozenset(atoms for atoms in word.alternatives if atoms == _LOADED)
+            others = word.alternatives - loaded
+            marked = frozenset([frozenset().union(*others, [ANY])]) if others else frozenset()
+            self.shared = join(self.shared, Word(loaded | marked, word.derived, 0, 1))
 
     def constant(self, bank: int, place: int) -> Word:
         """The word at ``place`` of a constant bank."""

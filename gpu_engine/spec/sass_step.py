@@ -53,7 +53,7 @@ _SILENT = _names(
     ISETP FSETP DSETP HSETP2 PLOP3 PSETP FCHK R2P NOP BAR BSSY BSYNC BREAK BMOV DEPBAR LDGDEPBAR LDTDEPBAR MEMBAR
     ERRBAR CCTL CCTLL CCTLT EXIT BRA BRX JMP JMX RET KILL BPT YIELD NANOSLEEP WARPSYNC WARPGROUP WARPGROUPSET FENCE
     ARRIVES PREEXIT ACQBULK CGABAR_ARV CGABAR_WAIT CGABAR_GET CGABAR_SET UTMACCTL UTMAPF UTMACMDFLUSH
-    UTMAREDCMDFLUSH BLKPF ELECT SETMAXREG ENDCOLLECTIVE PMTRIG QSPC SETCTAID SETLMEMBASE UTCBAR STTM UTCATOMSWS
+    UTMAREDCMDFLUSH BLKPF ELECT SETMAXREG ENDCOLLECTIVE PMTRIG QSPC SETCTAID SETLMEMBASE UTCBAR UTCATOMSWS
     UTCHMMA UTCIMMA UTCQMMA UTCOMMA UTCCP UTCSHIFT SYNCS CALL RPCMOV REDS
     """
 )
@@ -328,8 +328,10 @@ _TABLE: dict[str, Handler] = {
     **dict.fromkeys(("ATOM", "ATOMG", "RED", "REDG"), memory.atomic),
     "LDL": memory.load_local,
     "STL": memory.store_local,
-    **dict.fromkeys(("LDS", "LDSM"), memory.load_shared),
-    **dict.fromkeys(("STS", "STSM", "STAS", "REDAS"), memory.store_shared),
+    "LDS": memory.load_shared,
+    **dict.fromkeys(("LDSM", "LDTM"), memory.load_matrix),
+    **dict.fromkeys(("STS", "STAS", "REDAS"), memory.store_shared),
+    **dict.fromkeys(("STSM", "STTM"), memory.store_matrix),
     **dict.fromkeys(("ATOMS", "ATOMSM"), memory.atomic_shared),
     **dict.fromkeys(("BLKCP", "BLKRED"), memory.bulk_copy),
     "UTMALDG": memory.tensor(Access.READ),

@@ -377,6 +377,23 @@ def test_an_address_that_goes_through_the_warp(code: str) -> None:
     assert indexed(code) == (pointers(WRITE, WRITE), NONE)
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "STS.64 [R10], R2\nLDS.64 R6, [R10]",
+        "STS.64 [R10], R2\nLDSM.16.M88.2 R6, [R10]",
+        "STS.64 [R10], R2\nLDSM.16.MT88.4 R4, [R10]\nLDC.64 R4, c[0x0][0x218]",
+        "STS.64 [R10], R2\nLDSM.8.MT1616 R6, [R10]",
+        "STSM.16.M88.2 [R10], R2\nLDS.64 R6, [R10]",
+        "MOV R12, R2\nMOV R13, R3\nSTSM.16.M88.4 [R16], R10\nLDS.64 R6, [R16]",
+        "STTM.x2 tmem[UR4], R2\nLDTM.x2 R6, tmem[UR4]",
+        "STTM.16dp128bit tmem[UR4+0x8], R2\nLDTM.16dp256bit R4, tmem[UR4]\nLDC.64 R4, c[0x0][0x218]",
+    ],
+)
+def test_an_address_that_goes_through_shared_memory(code: str) -> None:
+    assert indexed(code) == (pointers(WRITE, WRITE), NONE)
+
+
 DISTANCE = """
     LDC.64 R2, c[0x0][0x210]
     LDC.64 R6, c[0x0][0x218]
