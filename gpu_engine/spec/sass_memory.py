@@ -33,6 +33,9 @@ from phos.gpu_engine.spec.sass_value import (
 
 BOTH = Access.READ | Access.WRITE
 
+MOST_COLOURS = 4
+"""Registers that one result of a texture or surface instruction takes at most."""
+
 
 def _memory_operands(instruction: Instruction) -> list[Operand]:
     return [operand for operand in instruction.operands if operand.kind == Kind.MEMORY]
@@ -262,12 +265,17 @@ def tensor(access: Access) -> Handler:
 
 
 def texture(instruction: Instruction, state: State, kernel: Kernel) -> None:
-    """What a texture or surface handle stands for is not to be seen here."""
-    if instruction.name != "TXQ":
+    """What a texture or surface handle stands for is not to be seen here. What is there may be an address."""
+    queries = instruction.name == "TXQ"
+    if not queries:
         kernel.indirect |= Access.READ
+    # Texture instructions have two results of up to two registers, those on surfaces one, before the coordinates in
+    # brackets. How many registers are written is in a mask.
     for operand in instruction.operands[:2]:
+        if operand.kind == Kind.MEMORY:
+            break
         if operand.kind == Kind.REGISTER:
-            put(instruction, state, operand.register, [LOADED_NUMBER] * 2)
+            may_put(state, operand.register, [LOADED_NUMBER if queries else LOADED_WORD] * MOST_COLOURS)
 
 
 def surface(instruction: Instruction, state: State, kernel: Kernel) -> None:

@@ -394,6 +394,26 @@ def test_an_address_that_goes_through_shared_memory(code: str) -> None:
     assert indexed(code) == (pointers(WRITE, WRITE), NONE)
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "TLD.LZ R8, R6, R0, UR4, 0x0, 1D",
+        "TLD.LZ R7, R6, R0, UR4, 0x0, 1D, 0xd",
+        "TEX.SCR.LL RZ, R6, R4, 0x0, UR4, 2D, 0x3",
+        "SULD.D.BA.1D.64.TRAP R6, [R0], UR4, 0x0",
+        "SULD.D.BA.1D.128.TRAP R12, [R0], UR4, 0x0\nMOV R6, R14\nMOV R7, R15",
+    ],
+)
+def test_an_address_from_a_texture_or_a_surface_is_one_from_memory(code: str) -> None:
+    """The number that is added passes for one, too: nothing tells the two apart."""
+    assert indexed(code) == (pointers(NONE, WRITE), BOTH)
+
+
+def test_an_atomic_on_a_surface_leaves_registers_alone() -> None:
+    """The register after the coordinates is what is added."""
+    assert indexed("MOV R6, R2\nMOV R7, R3\n@P0 SURED.D.BA.1D.ADD [R0], R6, UR4, 0x0")[0] == pointers(WRITE, WRITE)
+
+
 DISTANCE = """
     LDC.64 R2, c[0x0][0x210]
     LDC.64 R6, c[0x0][0x218]
