@@ -37,6 +37,10 @@ MOST_COLOURS = 4
 """Registers that one result of a texture or surface instruction takes at most."""
 
 
+_KEEPS_DATA = frozenset(("PF1", "PF1_5", "PF2", "DML2", "IV", "IVALL", "IVALLP", "WB", "WBALL", "QRY1"))
+"""What cache control does by fetching, writing back, or forgetting what is elsewhere as well."""
+
+
 def _memory_operands(instruction: Instruction) -> list[Operand]:
     return [operand for operand in instruction.operands if operand.kind == Kind.MEMORY]
 
@@ -111,7 +115,10 @@ def load(instruction: Instruction, state: State, kernel: Kernel) -> None:
 
 
 def _stored(instruction: Instruction, state: State, kernel: Kernel) -> list[Word]:
-    """The words that a store writes: the operand after the address, or (``ENL2``) both."""
+    """The words that a store writes: the operand after the address, or (``ENL2``) both.
+
+    Of an atomic it is any of them: a compare-and-swap has the value to compare with, then the one to put there.
+    """
     seen = False
     values: list[Operand] = []
     for operand in instruction.operands:
@@ -119,8 +126,11 @@ def _stored(instruction: Instruction, state: State, kernel: Kernel) -> list[Word
             seen = True
         elif seen and operand.kind in (Kind.REGISTER, Kind.CONSTANT, Kind.IMMEDIATE):
             values.append(operand)
-    values = values[: 2 if "ENL2" in instruction.modifiers else 1]
-    parts = range(words_in(instruction) // max(1, len(values)))
+    if instruction.name.startswith("ATOM"):
+        parts = range(words_in(instruction))
+    else:
+        values = values[: 2 if "ENL2" in instruction.modifiers else 1]
+        parts = range(words_in(instruction) // max(1, len(values)))
     return [_demoted(instruction, word_of(value, state, kernel, part)) for value in values for part in parts]
 
 
@@ -215,6 +225,13 @@ def atomic_shared(instruction: Instruction, state: State, kernel: Kernel) -> Non
     """An atomic in shared memory."""
     store_shared(instruction, state, kernel)
     load_shared(instruction, state, kernel)
+
+
+def cache(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """Cache control. ``RML2`` is PTX's ``discard``, which destroys what is there; the rest leaves data as it is."""
+    if not _KEEPS_DATA.intersection(instruction.modifiers):
+        for operand in _memory_operands(instruction):
+            touch(kernel, Access.WRITE, _address(operand, state))
 
 
 def load_constant(instruction: Instruction, state: State, kernel: Kernel) -> None:

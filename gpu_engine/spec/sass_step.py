@@ -51,10 +51,11 @@ _NUMBERS = _names(
 _SILENT = _names(
     """
     ISETP FSETP DSETP HSETP2 PLOP3 PSETP FCHK R2P NOP BAR BSSY BSYNC BREAK BMOV DEPBAR LDGDEPBAR LDTDEPBAR MEMBAR
-    ERRBAR CCTL CCTLL CCTLT EXIT BRA BRX JMP JMX RET KILL BPT YIELD NANOSLEEP WARPSYNC WARPGROUP WARPGROUPSET FENCE
+    ERRBAR CCTLL CCTLT EXIT BRA BRX JMP JMX RET KILL BPT YIELD NANOSLEEP WARPSYNC WARPGROUP WARPGROUPSET FENCE
     ARRIVES PREEXIT ACQBULK CGABAR_ARV CGABAR_WAIT CGABAR_GET CGABAR_SET UTMACCTL UTMAPF UTMACMDFLUSH
     UTMAREDCMDFLUSH BLKPF ELECT SETMAXREG ENDCOLLECTIVE PMTRIG QSPC SETCTAID SETLMEMBASE UTCBAR UTCATOMSWS
-    UTCHMMA UTCIMMA UTCQMMA UTCOMMA UTCCP UTCSHIFT SYNCS CALL RPCMOV REDS
+    UTCHMMA UTCIMMA UTCQMMA UTCOMMA UTCCP UTCSHIFT SYNCS CALL RPCMOV REDS MEMSETS
+    GETNEXTWORKID
     """
 )
 
@@ -168,7 +169,20 @@ def _number(instruction: Instruction, state: State, kernel: Kernel) -> None:
     wide = instruction.name.startswith("D") or words_in(instruction) == 2
     parts = range(2 if wide else 1)
     word = derive([word_of(source, state, kernel, part) for source in sources for part in parts])
-    put(instruction, state, register, [word] * len(parts))
+    put(instruction, state, register, [word] * (2 if _wide_result(instruction) else 1))
+
+
+def _wide_result(instruction: Instruction) -> bool:
+    """Conversions name the type that they make, the one they take, or both: ``I2F.U64 R5, R2`` makes 32 bits."""
+    modifiers = instruction.modifiers
+    name = instruction.name.removeprefix("U")
+    if name == "I2F":
+        return "F64" in modifiers
+    if name == "F2I":
+        return "S64" in modifiers or "U64" in modifiers
+    if name == "F2F":
+        return modifiers[:1] == ("F64",)
+    return name.startswith("D") or words_in(instruction) == 2
 
 
 def _product(first: Word, second: Word) -> Word:
@@ -323,6 +337,7 @@ _TABLE: dict[str, Handler] = {
     **dict.fromkeys(("S2R", "S2UR", "CS2R", "B2R", "LEPC"), _special),
     **dict.fromkeys(("LDC", "LDCU", "ULDC"), memory.load_constant),
     "LDGSTS": memory.copy_to_shared,
+    "CCTL": memory.cache,
     **dict.fromkeys(("LD", "LDG"), memory.load),
     **dict.fromkeys(("ST", "STG"), memory.store),
     **dict.fromkeys(("ATOM", "ATOMG", "RED", "REDG"), memory.atomic),

@@ -382,6 +382,8 @@ def test_an_address_that_goes_through_the_warp(code: str) -> None:
     [
         "STS.64 [R10], R2\nLDS.64 R6, [R10]",
         "STS.64 [R10], R2\nLDSM.16.M88.2 R6, [R10]",
+        "ATOMS.EXCH.64 RZ, [R10], R2\nLDS.64 R6, [R10]",
+        "ATOMS.CAS.64 RZ, [R10], R12, R2\nLDS.64 R6, [R10]",
         "STS.64 [R10], R2\nLDSM.16.MT88.4 R4, [R10]\nLDC.64 R4, c[0x0][0x218]",
         "STS.64 [R10], R2\nLDSM.8.MT1616 R6, [R10]",
         "STSM.16.M88.2 [R10], R2\nLDS.64 R6, [R10]",
@@ -412,6 +414,22 @@ def test_an_address_from_a_texture_or_a_surface_is_one_from_memory(code: str) ->
 def test_an_atomic_on_a_surface_leaves_registers_alone() -> None:
     """The register after the coordinates is what is added."""
     assert indexed("MOV R6, R2\nMOV R7, R3\n@P0 SURED.D.BA.1D.ADD [R0], R6, UR4, 0x0")[0] == pointers(WRITE, WRITE)
+
+
+def test_a_conversion_from_64_bits_leaves_the_register_behind_its_result_alone() -> None:
+    assert indexed("MOV R6, R2\nMOV R7, R3\nI2F.U64 R5, R10\nLDC R5, c[0x0][0x21c]")[0] == pointers(WRITE, WRITE)
+
+
+def test_cache_control_may_destroy_what_is_in_memory() -> None:
+    code = "LDC.64 R2, c[0x0][0x210]\nCCTL.E.RML2 [R2]\nEXIT"
+    assert flow(code, P0) == (pointers(WRITE), NONE)
+    for harmless in ("CCTL.E.PF2 [R2]", "CCTL.E.DML2 [R2]", "CCTL.IVALL"):
+        assert flow(code.replace("CCTL.E.RML2 [R2]", harmless), P0) == ([], NONE)
+
+
+@pytest.mark.parametrize("code", ["UMEMSETS.64 [UR4], URZ, UR5", "UGETNEXTWORKID.SELFCAST [UR4], [UR5]"])
+def test_what_only_writes_to_shared_memory_is_no_access(code: str) -> None:
+    assert flow(f"UMOV UR4, 0x400\nUMOV UR5, 0x80\n{code}\nEXIT", P0, architecture=100) == ([], NONE)
 
 
 DISTANCE = """
