@@ -1,4 +1,7 @@
-"""What instructions that reach memory do: loads, stores, atomics, bulk copies, textures."""
+"""What instructions that reach memory do: loads, stores, atomics, bulk copies, textures.
+
+One whose address is written in a way not known here may reach any memory.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +103,8 @@ def load(instruction: Instruction, state: State, kernel: Kernel) -> None:
     """A load through a global or generic address."""
     memory = _memory_operands(instruction)
     if not memory:
+        kernel.indirect |= Access.READ
+        put(instruction, state, destination(instruction)[0], [LOADED_WORD] * words_in(instruction))
         return
     low, high = _address(memory[0], state)
     touch(kernel, Access.READ, (low, high))
@@ -138,6 +143,7 @@ def store(instruction: Instruction, state: State, kernel: Kernel) -> None:
     """A store through a global or generic address."""
     memory = _memory_operands(instruction)
     if not memory:
+        kernel.indirect |= Access.WRITE
         return
     low, high = _address(memory[0], state)
     touch(kernel, Access.WRITE, (low, high))
@@ -163,6 +169,8 @@ def atomic(instruction: Instruction, state: State, kernel: Kernel) -> None:
     """An atomic, with a result or without: it reads and writes."""
     memory = _memory_operands(instruction)
     if not memory:
+        kernel.indirect |= BOTH
+        put(instruction, state, destination(instruction)[0], [LOADED_WORD] * words_in(instruction))
         return
     low, high = _address(memory[0], state)
     touch(kernel, BOTH, (low, high))
@@ -250,7 +258,9 @@ def copy_to_shared(instruction: Instruction, state: State, kernel: Kernel) -> No
     memory = _memory_operands(instruction)
     if len(memory) > 1:
         touch(kernel, Access.READ, _address(memory[1], state))
-        kernel.store_shared(LOADED_WORD)
+    else:
+        kernel.indirect |= Access.READ
+    kernel.store_shared(LOADED_WORD)
 
 
 def bulk_copy(instruction: Instruction, state: State, kernel: Kernel) -> None:
@@ -263,6 +273,8 @@ def bulk_copy(instruction: Instruction, state: State, kernel: Kernel) -> None:
             touch(kernel, both if written else Access.READ, _address(operand, state))
             if not written:
                 kernel.store_shared(LOADED_WORD)
+    if len(memory) < 2:
+        kernel.indirect |= BOTH
     if len(spaces) < 2:  # another form: anything may be meant
         for operand in memory:
             touch(kernel, BOTH, _address(operand, state))
@@ -275,6 +287,8 @@ def tensor(access: Access) -> Handler:
         memory = _memory_operands(instruction)
         if memory:
             touch(kernel, access, _address(memory[min(1, len(memory) - 1)], state), True)
+        else:
+            kernel.indirect |= access
         if access == Access.READ:
             kernel.store_shared(LOADED_WORD)
 

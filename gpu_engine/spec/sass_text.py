@@ -26,6 +26,10 @@ ZERO = -1
 """The registers that always read 0: RZ and URZ."""
 
 
+UNREADABLE = "?"
+"""The name of an instruction of which only the address could be read."""
+
+
 class Kind(enum.IntEnum):
     """What an operand is."""
 
@@ -111,6 +115,7 @@ _OTHER_SECTION = re.compile(r"\s*\.section\s")
 _FUNCTION = re.compile(r"\s*\.type\s+\"?([^\",\s]+)\"?,\s*@function")
 _LABEL = re.compile(r"\s*([^\s:/]+):\s*$")
 _INSTRUCTION = re.compile(r"\s*/\*([0-9a-fA-F]+)\*/\s*[{]?\s*(?:@(!?U?P[0-9T]+)\s+)?([A-Za-z_][\w.]*)\s*(.*)$")
+_ADDRESS = re.compile(r"\s*/\*([0-9a-fA-F]+)\*/")
 _ENCODING = re.compile(r"/\*\s*0x[0-9a-fA-F]+\s*\*/")
 _TARGETS = re.compile(r'\(\*"BRANCH_TARGETS\s+([^"]*)"\*\)')
 _NOTE = re.compile(r"\(\*.*?\*\)")
@@ -126,7 +131,10 @@ _SYMBOL = re.compile(r"(?:\d+@\w+|fun@\w+|`)\((.*)\)$")
 
 
 def parse(text: str) -> Listing:
-    """Read what the disassembler printed. Lines that are none of the above are passed over."""
+    """Read what the disassembler printed. Lines that are none of the above are passed over, if they have no address.
+
+    An instruction written in a way not known here may be a store: it must not get lost.
+    """
     listing = Listing()
     section: Section | None = None
     for line in text.splitlines():
@@ -147,6 +155,8 @@ def parse(text: str) -> Listing:
                 section.functions.add(found[1])
         elif section is not None and (found := _LABEL.match(line)) is not None:
             section.labels[found[1]] = len(section.instructions)
+        elif section is not None and (found := _ADDRESS.match(line)) is not None:
+            section.instructions.append(Instruction(int(found[1], 16), "", UNREADABLE, (), ()))
     return listing
 
 

@@ -14,7 +14,7 @@ from phos.gpu_engine.spec.descriptor import Access
 from phos.gpu_engine.spec.sass_memory import touch
 from phos.gpu_engine.spec.sass_state import Kernel, State
 from phos.gpu_engine.spec.sass_step import step
-from phos.gpu_engine.spec.sass_text import Instruction, Kind, Listing
+from phos.gpu_engine.spec.sass_text import UNREADABLE, Instruction, Kind, Listing
 from phos.gpu_engine.spec.sass_value import LOADED_WORD, UNKNOWN, Atom, Origin, Word, of
 
 MAX_DEPTH = 16
@@ -24,7 +24,7 @@ MAX_STEPS = 1_000_000
 """Instructions carried out on behalf of one kernel; about twenty seconds."""
 
 _ENDS = frozenset(("EXIT", "KILL", "RET", "BRA", "BRX", "BRXU", "JMP", "JMX", "JMXU"))
-_FORKS = frozenset(("WARPSYNC", "BSSY", "BSYNC", "BMOV", "CALL", "BPT"))
+_FORKS = frozenset(("WARPSYNC", "BSSY", "BSYNC", "BMOV", "CALL", "BPT", UNREADABLE))
 
 # Functions of the driver that kernels call. They touch none of the application's buffers but those named in the text
 # that they print; `malloc`'s memory belongs to the driver.
@@ -194,6 +194,8 @@ class Walk:
         if self.steps > MAX_STEPS:
             raise CannotFollowError(f"it needs more than {MAX_STEPS} steps")
         name = instruction.name
+        if name == UNREADABLE:
+            raise CannotFollowError(f"at {instruction.address:#x} is an instruction that cannot be read")
         if instruction.never:
             return self._nodes(context, (after,))
         if name == "CALL":

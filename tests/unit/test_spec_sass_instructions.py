@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phos.gpu_engine.spec import sass_flow
-from phos.gpu_engine.spec.descriptor import Parameter
+from phos.gpu_engine.spec.descriptor import Access, Parameter
 from phos.gpu_engine.spec.sass_state import Layout
 from phos.gpu_engine.spec.sass_text import parse
 from tests.unit.spec_access import BOTH, NONE, POINTER, READ, SCAN, TENSOR_MAP, WRITE, Expected, as_expected, pointers
@@ -15,7 +15,7 @@ def flow(code: str, *parameters: Parameter, architecture: int = 90, slots: dict[
     """What a kernel k of these instructions does."""
     lines = [
         line if line.endswith(":") else f"/*{16 * n:04x}*/ {line} ;"
-        for n, line in enumerate(line.strip() for line in code.strip().splitlines())
+        for n, line in enumerate(line.strip() for line in code.splitlines() if line.strip())
     ]
     text = f'.target sm_{architecture}\n.section .text.k,"ax",@progbits\nk:\n' + "\n".join(lines)
     size = max((p.offset + p.size for p in parameters), default=0)
@@ -432,6 +432,23 @@ def test_what_only_writes_to_shared_memory_is_no_access(code: str) -> None:
     assert flow(f"UMOV UR4, 0x400\nUMOV UR5, 0x80\n{code}\nEXIT", P0, architecture=100) == ([], NONE)
 
 
+@pytest.mark.parametrize(
+    ("code", "access"),
+    [
+        ("STG.E <R2>, R0", WRITE),
+        ("ATOMG.E.ADD PT, R4, <R2>, R0", BOTH),
+        ("REDG.E.ADD <R2>, R0", BOTH),
+        ("LDG.E R4, <R2>", READ),
+        ("LDGSTS.E [R6], <R2>", READ),
+        ("UBLKCP.G.S <UR4>, [UR8], UR6", BOTH),
+        ("UTMASTG.2D <UR4>, <UR8>", WRITE),
+        ("UTMALDG.2D <UR4>, <UR8>", READ),
+    ],
+)
+def test_an_access_whose_address_cannot_be_read_may_go_anywhere(code: str, access: Access) -> None:
+    assert flow(f"LDC.64 R2, c[0x0][0x210]\n{code}\nEXIT", P0) == ([], access)
+
+
 DISTANCE = """
     LDC.64 R2, c[0x0][0x210]
     LDC.64 R6, c[0x0][0x218]
@@ -583,6 +600,8 @@ def test_texture_and_surface_handles_are_indirect() -> None:
         "BRX R2 -0x10\nEXIT",
         "RET.REL.NODEC R2 `(k)",
         "again:\nMOV R20, 0x20\nCALL.REL.NOINC `(again)\nEXIT",
+        "@P0?Q1 STG.E desc[UR4][R2.64], R0\nEXIT",
+        "<unknown>\nEXIT",
     ],
 )
 def test_code_that_cannot_be_followed_may_do_anything_to_what_its_arguments_name(code: str) -> None:
