@@ -87,12 +87,15 @@ def _candidates(touch: Touch) -> list[tuple[frozenset[Base | None], bool]]:
     result: list[tuple[frozenset[Base | None], bool]] = []
     own = False
     for atoms in touch.low:
-        if ANY not in atoms and any(atom.origin in _OWN for atom in atoms):
+        mine = frozenset(atom for atom in atoms if atom.origin in _OWN) if ANY not in atoms else frozenset()
+        if not mine <= touch.derived:
             own = True
             continue
-        bases, straddling = _pairs(atoms, touch.high), _straddling(atoms, touch.high)
+        # From one place on the stack to another is an index of something else: what is added was subtracted before.
+        rest = atoms - mine
+        bases, straddling = _pairs(rest, touch.high), _straddling(rest, touch.high)
         if bases or straddling:
-            result.append((bases | straddling, bool(straddling) or ANY in atoms))
+            result.append((bases | straddling, bool(straddling) or ANY in rest))
     if result or own or _is_own(touch):
         return result
     # Structs may be packed: words that make no aligned address may make one that is not.

@@ -314,6 +314,25 @@ def test_a_sum_of_two_words_is_doubtful_where_nothing_says_which_is_the_pointer(
     assert found == (pointers(WRITE, WRITE), NONE)
 
 
+def test_a_distance_on_the_stack_is_an_index() -> None:
+    """``for (e = s; *e; e++); a[e - s] = 1;`` of an array s on the stack."""
+    code = """
+        LDC R1, c[0x0][0x28]
+        LDC.64 R2, c[0x0][0x210]
+        IADD3 R6, P1, R1, c[0x0][0x20], RZ
+        IADD3.X R7, RZ, c[0x0][0x24], RZ, P1, !PT
+        IADD3 R8, P1, R6, 0x4, RZ
+        IADD3.X R9, RZ, R7, RZ, P1, !PT
+        IADD3 R4, P0, P1, R8, R2, -R6
+        IADD3.X R5, R9, R3, ~R7, P0, P1
+        STG.E desc[UR4][R4.64], R0
+        EXIT
+    """
+    assert flow(code, P0) == (pointers(WRITE), NONE)
+    # Without the difference it is the stack.
+    assert flow(code.replace("-R6", "RZ").replace("~R7", "RZ"), P0) == ([], NONE)
+
+
 CHOICES = {
     "by bits": """
         LOP3.LUT R8, R6, R4, R2, 0xac, !PT
