@@ -96,6 +96,10 @@ def _candidates(touch: Touch) -> list[tuple[frozenset[Base | None], bool]]:
         bases, straddling = _pairs(rest, touch.high), _straddling(rest, touch.high)
         if bases or straddling:
             result.append((bases | straddling, bool(straddling) or ANY in rest))
+    # An address in a packed struct, put together from bytes: what is found so far is what was added to it.
+    pieces = frozenset(Atom(Origin.PARAMETER, atom.place) for atom in touch.derived if atom.origin == Origin.BYTES)
+    if assembled := _pairs(pieces, pieces) | _straddling(pieces, pieces):
+        result.append((assembled, True))
     if result or own or _is_own(touch):
         return result
     # Structs may be packed: words that make no aligned address may make one that is not.

@@ -25,6 +25,7 @@ from phos.gpu_engine.spec.sass_value import (
     LOADED_WORD,
     NOTHING,
     UNKNOWN,
+    Atom,
     Origin,
     Word,
     add,
@@ -87,8 +88,12 @@ def _pointed(low: Word, high: Word, part: int, state: State, kernel: Kernel) -> 
 
 
 def _demoted(instruction: Instruction, word: Word) -> Word:
-    """Bytes and half words are no addresses."""
-    return derive([word]) if is_small(instruction) else word
+    """Bytes and half words are no addresses. Of those of a parameter it is kept that they may make one together."""
+    if not is_small(instruction):
+        return word
+    found = derive([word])
+    pieces = frozenset(Atom(Origin.BYTES, a.place) for a in word.atoms if a.origin == Origin.PARAMETER)
+    return found._replace(derived=found.derived | pieces) if pieces else found
 
 
 def anything(instruction: Instruction, state: State, kernel: Kernel) -> bool:

@@ -103,6 +103,9 @@ class Kernel:
             others = word.alternatives - loaded
             marked = frozenset([frozenset().union(*others, [ANY])]) if others else frozenset()
             self.shared = join(self.shared, Word(loaded | marked, word.derived, 0, 1))
+        pieces = frozenset(atom for atom in word.derived if atom.origin == Origin.BYTES)
+        if not pieces <= self.shared.derived:
+            self.shared = self.shared._replace(derived=self.shared.derived | pieces, scale=1)
 
     def constant(self, bank: int, place: int) -> Word:
         """The word at ``place`` of a constant bank."""

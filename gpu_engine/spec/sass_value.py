@@ -39,6 +39,8 @@ class Origin(enum.IntEnum):
     """The place of shared or local memory in the generic address space."""
     MANY = 7
     """Marks an alternative that stands for several."""
+    BYTES = 8
+    """Among what was derived: bytes of the word of the parameter block at ``place``, loaded or stored by themselves."""
 
 
 class Atom(NamedTuple):

@@ -106,6 +106,32 @@ def test_an_address_that_begins_within_a_word(code: str) -> None:
     assert indirect == NONE
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "PRMT R2, R8, 0x7604, R10\nPRMT R2, R2, 0x7604, R11\nPRMT R3, R12, 0x7604, R15",
+        "\n".join(f"STS.U8 [R30+{byte:#x}], R{8 + byte}" for byte in range(8)) + "\nLDS.64 R2, [R30]",
+    ],
+    ids=["in registers", "in shared memory"],
+)
+def test_an_address_made_of_bytes_with_a_number_added_to_it(code: str) -> None:
+    """The number is the parameter behind the struct; it passes for an address, too."""
+    places, indirect = flow(
+        f"""
+        {BYTES}
+        {code}
+        LDC.64 R4, c[0x0][0x220]
+        IADD3 R6, P0, R2, R4, RZ
+        IADD3.X R7, R3, R5, RZ, P0, !PT
+        STG.E desc[UR4][R6.64], R0
+        EXIT
+        """,
+        *PACKED,
+    )
+    assert (0, 1, 8, WRITE, POINTER) in places
+    assert indirect == NONE
+
+
 def test_a_predicated_move_may_leave_the_old_pointer() -> None:
     found = flow(
         """
