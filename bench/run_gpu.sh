@@ -7,7 +7,7 @@
 # is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already.
 # PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks steady dump8 toggle cow-variants audit
 # dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8 cow32
-# cow64: one size of `cow`, without the peer; disk32: of dump32 only the disk, without the peer; launches, memory,
+# cow64: one size of `cow`, without the peer; soak: what grows with checkpoints and restores; disk32: of dump32 only the disk, without the peer; launches, memory,
 # training: one part of steady; copy-load, page-lock, driver-calls: what a decision of ours rests on; trace-cow64
 # trace-restore8 trace-restore32: when each piece was copied, tables of which go to the logs and nothing to the results;
 # gpus: tests that need two GPUs.
@@ -180,6 +180,7 @@ for wanted in "$@"; do
     serverless) measure serverless 300 serverless ;;
     lazy-correctness) measure lazy-correctness 420 lazy_correctness ;;
     cow-correctness) measure cow-correctness 480 cow_correctness ;;
+    soak) measure soak 500 soak --seconds 90 ;;
     *)
         echo "run_gpu.sh: there is no part named $wanted" >&2
         exit 2

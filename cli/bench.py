@@ -22,6 +22,7 @@ BENCHMARKS = {
     "cow_correctness": "Concurrent checkpoints in a row: each image is the state of its one moment.",
     "restore": "A server restored with a request waiting: eager, lazy, from a pool, and by the driver with CRIU.",
     "serverless": "One request to a function that does not run yet, by every way to start it.",
+    "soak": "Checkpoints and restores of one program in a row: nothing grows with their number.",
     "lazy_correctness": "Lazy restores in a row, some interrupted by the next checkpoint: every answer is the same.",
     "audit": "How often the guesses of what kernels write are right, by the source of the guess.",
     "toggle": "The stall of a dump that leaves the program running, by toggle reducer.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import fcntl
 import gc
@@ -69,6 +70,19 @@ def _listen(path: Path) -> socket.socket:
     return listener
 
 
+M_ARENA_MAX = -8
+"""mallopt(3)'s number for it; malloc.h."""
+
+
+def _share_arenas() -> None:
+    """Let all threads allocate from two arenas of memory.
+
+    By default glibc makes eight for each processor, and what is free in one is of no use to a thread of another: phosd,
+    which has a thread for whatever it does, grew a little with every restore (bench/soak.py).
+    """
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
+
+
 def run(path: Path, *, verbose: bool) -> None:
     """Serve at a socket until asked to end; does not return then.
 
@@ -95,6 +109,7 @@ def run(path: Path, *, verbose: bool) -> None:
 
     # Copying threads need the interpreter for microseconds at a time; by default one may wait 5 ms for it.
     sys.setswitchinterval(0.0002)
+    _share_arenas()
     # With Python's thresholds it looked for garbage for 4 % of a checkpoint, up to 34 ms at a time (64 GB, an H100).
     gc.freeze()
     gc.set_threshold(100_000)

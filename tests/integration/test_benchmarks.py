@@ -256,6 +256,20 @@ def test_lazy_correctness(site: Site) -> None:
     assert interrupted["asked_before_last_byte_s"] > 0
 
 
+def test_soak(site: Site) -> None:
+    """Every kind of round has a row for each thing that may grow."""
+    content = smoke(site, "soak", "--image", str(site.folder))
+    rows = {row["key"]: row for row in content["rows"]}
+    assert not content["notes"]
+    for kind in ("cow", "stop", "restore", "lazy"):
+        for who in ("phosd", "keeper", "program"):
+            assert rows[f"{kind}, {who}: descriptors"]["rounds"] == 2
+            assert rows[f"{kind}, {who}: private MB"]["last_quarter"] > 0
+        assert rows[f"{kind}, image: MB"]["last_quarter"] > 10
+    assert "programs, program: threads" not in rows
+    assert rows["programs, phosd: threads"]["grew"] == "no"
+
+
 def test_audit(site: Site) -> None:
     """Each program has a row for each source, and the sources are added up."""
     content = smoke(site, "audit")

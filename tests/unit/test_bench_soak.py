@@ -1,0 +1,46 @@
+"""What counts as growth in bench/soak.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+import soak
+
+FLAT = [20.0] * 40
+
+
+@pytest.mark.parametrize(
+    ("values", "slack", "more"),
+    [
+        (FLAT, 0.0, False),
+        ([float(n) for n in range(40)], 0.0, True),
+        ([0.1 * n for n in range(40)], 2.0, False),  # 1 MB from quarter to quarter
+        ([0.2 * n for n in range(40)], 2.0, True),
+        ([5.0] * 5 + FLAT, 0.0, False),  # what is made once, in the first quarter
+        ([20.0, 21.0] * 20, 0.0, False),
+        ([*FLAT[:30], *[21.0] * 9, 20.0], 0.0, False),  # it came back
+        ([*FLAT[:30], *[21.0] * 10], 0.0, True),
+        ([1.0, 2.0, 3.0, 4.0], 0.0, False),  # too few to tell
+    ],
+)
+def test_what_has_grown(values: list[float], slack: float, more: bool) -> None:
+    assert soak.grown(values, slack) is more
+
+
+def test_a_leak_of_this_process_is_seen() -> None:
+    before = soak.figures(os.getpid())
+    read, write = os.pipe()
+    kept = bytearray(os.urandom(1 << 20) * 16)
+    after = soak.figures(os.getpid())
+    os.close(read)
+    os.close(write)
+    assert after["descriptors"] == before["descriptors"] + 2
+    assert after["private MB"] > before["private MB"] + 15
+    assert after["threads"] >= 1
+    assert after["mappings"] > 10
+    assert kept
