@@ -68,7 +68,8 @@ def conclusion(findings: list[Finding]) -> str:
         names = ", ".join(finding.name for finding in findings if finding.state == "missing")
         return f"{socket.gethostname()} lacks {names}: see above what to do."
     if count["warning"]:
-        return f"Everything needed is there; {count['warning']} things could be better."
+        better = "one thing" if count["warning"] == 1 else f"{count['warning']} things"
+        return f"Everything needed is there; {better} could be better."
     return "Everything is there."
 
 
