@@ -282,11 +282,9 @@ def test_token_gives_a_descriptor_to_the_same_user(frontend: Frontend) -> None:
     wire.close_all(packet[1])
 
 
-def test_who_exports_its_own_does_not_wait_for_those_who_import(
-    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_exports_its_own_does_not_wait_for_those_who_import(frontend: Frontend) -> None:
     """Its question is asked in a call of the application, which would fail, or after a detach that has failed."""
-    monkeypatch.setattr(frontend.session, "_resolving", threading.BoundedSemaphore(1))
+    frontend.session._resolving = threading.BoundedSemaphore(1)
     descriptor = sealed.make("block", 2 * MiB)
     frontend.session._blocks._ordinals = {3: 0}
     frontend.send((descriptor,), block_added=block(1, device=3))
