@@ -222,7 +222,7 @@ def main() -> None:
     harness.add_image_option(parser)
     chosen = harness.prepare(parser)
     harness.refuse_unknown(parser, chosen.kinds, KINDS)
-    chosen.rounds = chosen.rounds or (2 if chosen.smoke else 100)
+    chosen.rounds = chosen.rounds or (1 if chosen.smoke else 100)
     chosen.gigabytes = chosen.gigabytes or (0.004 if chosen.device == "software" else 8.0)
     bench = Bench(chosen)
     harness.measure_each(chosen, bench.results, chosen.kinds, bench.kind)

@@ -58,7 +58,8 @@ enum phos_gate_answer {
 /* What binds the driver when a call finds the gate UNBOUND; answers whether there is one. Set before the first call. */
 extern bool (*phos_gate_bind)(void);
 
-enum phos_gate_answer phos_gate_enter_slow(struct phos_thread *self, uint32_t *before, uint32_t entry);
+enum phos_gate_answer phos_gate_enter_slow(struct phos_thread *self, uint32_t *before, uint32_t entry)
+    __attribute__((cold)); /* so that what follows a call of it lies apart from the wrappers, too */
 
 static inline __attribute__((always_inline)) enum phos_gate_answer phos_gate_enter(uint32_t entry, uint32_t *before)
 {

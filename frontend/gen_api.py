@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from own_code import RETRIED, SERVED, TOUCHED, TWINNED, UNGATED_SERVED
+from own_code import FREQUENT, RETRIED, SERVED, TOUCHED, TWINNED, UNGATED_SERVED
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -43,6 +43,11 @@ class Entry:
     def base(self) -> str:
         """The symbol without its per-thread-default-stream suffix."""
         return re.sub(r"_(ptsz|ptds)$", "", self.symbol)
+
+    @property
+    def frequent(self) -> bool:
+        """Whether its wrapper lies with those of other frequent ones."""
+        return self.symbol in FREQUENT
 
     @property
     def hooked(self) -> bool:
@@ -122,6 +127,8 @@ def header(entries: list[Entry]) -> str:
     if missing:
         raise ValueError(f"served, but not in the list: {', '.join(sorted(missing))}")
     touched = {name for group in TOUCHED.values() for name in group}
+    if unknown := FREQUENT - {e.symbol for e in entries}:
+        raise ValueError(f"frequent, but not in the list: {', '.join(sorted(unknown))}")
     if unknown := RETRIED - {e.symbol for e in entries}:
         raise ValueError(f"tried again, but not in the list: {', '.join(sorted(unknown))}")
     if touched & served:
@@ -181,7 +188,8 @@ def hooks(entries: list[Entry]) -> str:
             continue
         if e.base in touched:
             out.append(_traced(e))
-        out.append(f"static CUresult hook_{e.symbol}({e.declaration})\n{{\n")
+        hot = "__attribute__((hot)) " if e.frequent else ""
+        out.append(f"static {hot}CUresult hook_{e.symbol}({e.declaration})\n{{\n")
         if e.symbol in UNGATED_SERVED:
             out.append(f"    return serve_{e.symbol}({e.arguments});\n")
         elif e.base in served:
@@ -192,7 +200,7 @@ def hooks(entries: list[Entry]) -> str:
             out.append(f"    HOOK_TOUCH(API_{e.symbol}, {_call(e, served)}, {traced});\n")
         else:
             out.append(f"    HOOK_PASS(API_{e.symbol}, {_call(e, served)});\n")
-        out.append(f"}}\nHOOK_EXPORT({e.symbol}, ({e.declaration}));\n\n")
+        out.append(f"}}\n{hot}HOOK_EXPORT({e.symbol}, ({e.declaration}));\n\n")
     out.append("const struct phos_api_row phos_api_rows[PHOS_API_COUNT] = {\n")
     for e in entries:
         letter = {"legacy": "l", "ptsz": "p", "ptds": "p", "-": "-"}[e.stream]
@@ -257,8 +265,9 @@ def main() -> int:
     try:
         entries = parse(ROOT / "frontend" / "cuda_api.def")
         if arguments.output:
-            write(arguments.output / "phos_api.h", header(entries))
-            write(arguments.output / "phos_hooks.inc", hooks(entries))
+            together = sorted(entries, key=lambda entry: not entry.frequent)
+            write(arguments.output / "phos_api.h", header(together))
+            write(arguments.output / "phos_hooks.inc", hooks(together))
         if arguments.docs:
             write(arguments.docs, docs_page(entries))
         page = ROOT / "docs" / "driver-api.md"

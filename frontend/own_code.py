@@ -276,5 +276,45 @@ RETRIED = {
     *TOUCHED["touch_launch.c"],
 }
 
+# What programs call all the time, for every operation of a network, say. Between two calls a program runs so much else
+# that neither the code of a wrapper nor the driver's pointer is in a cache any more: theirs lie together, in few pages.
+FREQUENT = {
+    "cuDevicePrimaryCtxGetState",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuEventRecordWithFlags",
+    "cuEventSynchronize",
+    "cuFuncGetAttribute",
+    "cuFuncSetAttribute",
+    "cuGraphLaunch",
+    "cuKernelGetAttribute",
+    "cuKernelGetFunction",
+    "cuLaunchHostFunc",
+    "cuLaunchKernel",
+    "cuLaunchKernelEx",
+    "cuMemAllocAsync",
+    "cuMemAllocFromPoolAsync",
+    "cuMemFreeAsync",
+    "cuMemcpyAsync",
+    "cuMemcpyDtoDAsync_v2",
+    "cuMemcpyDtoHAsync_v2",
+    "cuMemcpyHtoDAsync_v2",
+    "cuMemsetD32Async",
+    "cuMemsetD8Async",
+    "cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags",
+    "cuPointerGetAttribute",
+    "cuPointerGetAttributes",
+    "cuStreamGetCaptureInfo_v2",
+    "cuStreamGetCaptureInfo_v3",
+    "cuStreamGetCtx",
+    "cuStreamGetDevice",
+    "cuStreamGetPriority",
+    "cuStreamIsCapturing",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuThreadExchangeStreamCaptureMode",
+}
+
 # These never pass the gate: they change nothing, and an application asks for them before cuInit.
 UNGATED_SERVED = {"cuInit", "cuGetProcAddress", "cuGetProcAddress_v2"}

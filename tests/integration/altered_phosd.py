@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from phos.gpu_engine import procfs, toggle
+from phos.gpu_engine import landing, procfs, toggle
 from phos.gpu_engine.copy_placed import PlacedSave
 from phos.gpu_engine.daemon import __main__ as daemon
 from phos.gpu_engine.daemon.jobs import JobTable
@@ -181,6 +181,11 @@ def frozen() -> None:
     DumpServer._freeze = late  # type: ignore[method-assign]
 
 
+def patient() -> None:
+    """However long it takes to find huge pages, small ones are no better."""
+    landing.SLOWEST = 1.0
+
+
 def counted() -> None:
     """Who asks for phosd's jobs finds in its log how many checkpoints and restores it still has in memory."""
     alive: weakref.WeakSet[object] = weakref.WeakSet()
@@ -257,6 +262,7 @@ if __name__ == "__main__":
             "unhurried": unhurried,
             "frozen": frozen,
             "counted": counted,
+            "patient": patient,
             "no thread to save": no_thread("save"),
             "no thread for residue": no_thread("residue"),
             "no thread to watch CRIU": no_thread("watch-criu"),

@@ -263,7 +263,7 @@ def test_soak(site: Site) -> None:
     assert not content["notes"]
     for kind in ("cow", "stop", "restore", "lazy"):
         for who in ("phosd", "keeper", "program"):
-            assert rows[f"{kind}, {who}: descriptors"]["rounds"] == 2
+            assert rows[f"{kind}, {who}: descriptors"]["rounds"] == 1
             assert rows[f"{kind}, {who}: private MB"]["last_quarter"] > 0
         assert rows[f"{kind}, image: MB"]["last_quarter"] > 10
     assert "programs, program: threads" not in rows

@@ -40,9 +40,15 @@ def log_of(site: Site) -> str:
     return (site.folder / "run" / "phosd.log").read_text()
 
 
+def be_patient(site: Site) -> None:
+    """A phosd that waits for huge pages where other tests have scattered the machine's memory."""
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="patient")
+
+
 @pytest.mark.parametrize("name", ["mlp", "stencil"])
 def test_dump_into_huge_pages_and_restore_from_them(site: Site, folder: Path, name: str) -> None:
     expected = uninterrupted(site, name, *EXAMPLES[name])
+    be_patient(site)
     program = site.example(name, *EXAMPLES[name])
     program.wait_iterations(5)
     image = folder / "image"
@@ -70,6 +76,7 @@ def test_a_lazy_restore_from_huge_pages(site: Site, folder: Path, mode: str) -> 
 
 def test_a_concurrent_checkpoint_into_huge_pages_is_whole(site: Site, folder: Path) -> None:
     expected = uninterrupted(site, "mlp", *EXAMPLES["mlp"])
+    be_patient(site)
     program = site.example("mlp", *EXAMPLES["mlp"])
     program.wait_iterations(5)
     site.run("phos-gpu", "checkpoint", str(program.pid), str(folder / "image"), "--leave-running", "--protocol", "cow")
@@ -83,7 +90,7 @@ def test_copies_are_made_by_parts_while_the_program_is_brought_back(site: Site, 
     # The copies take longer than the driver's checkpoint and CRIU, and the driver's restore longer than what is queued
     # for the copy engine when it begins.
     site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(20 << 20), "SOFTGPU_TOGGLE_MS": "3000"}
-    site.run("phosd", "--ensure")
+    be_patient(site)
     layers = [str(PROGRAMS / "layers.py"), "ends", "36", str(go)]
     program = site.start(sys.executable, *layers, SOFTGPU_COPY_BANDWIDTH="0")
     program.wait_iterations(1)
@@ -123,7 +130,7 @@ def test_a_wrong_guess_is_found_in_what_the_gpu_wrote(site: Site, folder: Path) 
 def test_an_image_that_fails_while_it_is_compared_is_let_go_after_that(site: Site, folder: Path) -> None:
     expected = uninterrupted(site, "mlp", *EXAMPLES["mlp"])
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(8 << 20)
-    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="full at the merge")
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="full at the merge,patient")
     daemon = site.daemon_pid()
     program = site.example("mlp", *EXAMPLES["mlp"])
     program.wait_iterations(5)

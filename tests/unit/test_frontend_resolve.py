@@ -11,11 +11,13 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from elftools.elf.elffile import ELFFile
 
 from tests.unit.frontend_fake import BUILD, LIBPHOS, PRELUDE, ROOT, SOFTGPU, environment_for
 
 sys.path.insert(0, str(ROOT / "frontend"))
 import gen_api
+import own_code
 
 DRIVER = SOFTGPU / "libcuda.so.1"
 pytestmark = [
@@ -240,6 +242,18 @@ def test_the_library_needs_no_glibc_newer_than_ubuntu_22_04() -> None:
     needed = subprocess.run(["readelf", "-d", LIBPHOS], capture_output=True, text=True, check=True).stdout
     assert "protobuf" not in needed
     assert "libcuda" not in needed
+
+
+def test_wrappers_of_frequent_calls_lie_together() -> None:
+    """Programs run so much else between two calls that each page, and each line of a cache, is fetched anew."""
+    with open(LIBPHOS, "rb") as file:
+        table = ELFFile(file).get_section_by_name(".symtab")
+        found = {s.name: (s["st_value"], s["st_size"]) for s in table.iter_symbols()}
+    places = [found[f"hook_{name}"] for name in own_code.FREQUENT]
+    size = sum(size for _, size in places)
+    first, last = min(at for at, _ in places), max(at + size for at, size in places)
+    assert size < 150 * len(places), "what an open gate does not need lies elsewhere"
+    assert last - first < 1.5 * size + 4096
 
 
 @pytest.mark.parametrize(
