@@ -30,6 +30,7 @@ import training
 from harness import GB, Results
 from process import ProcessError, Program
 
+OVER = ("committed", "attached", "failed", "mispredicted")  # a checkpoint may be made anew after the last
 KINDS = ("cow", "stop", "restore", "lazy", "programs")
 QUIET_SECONDS = 20.0  # for what ends in the background after a round
 SLACK_MB = 2.0  # of memory, what may come and go without being growth; of what is counted, nothing
@@ -119,7 +120,7 @@ class Bench:
         def idle() -> bool:
             said = process.status()
             alive = all(Path(f"/proc/{entry['pid']}").exists() for entry in said["processes"])
-            return alive and all(job["state"] in ("committed", "attached") for job in said["jobs"])
+            return alive and all(job["state"] in OVER for job in said["jobs"])
 
         process.wait_until(idle, QUIET_SECONDS, "phosd to be idle")
 
@@ -191,7 +192,12 @@ class Bench:
         finally:
             alone.kill()
         if mine != theirs:
-            self.wrong.append(f"{kind}: the job did not compute what the training left alone computed.")
+            self.found(f"{kind}: the job did not compute what the training left alone computed.")
+
+    def found(self, what: str) -> None:
+        """Note what must not be."""
+        self.wrong.append(what)
+        self.results.note(what)
 
     def judge(self, kind: str, rows: Sequence[dict[str, float]]) -> None:
         """Note what has grown."""
@@ -202,7 +208,7 @@ class Bench:
             slack = SLACK_MB if what.endswith("MB") else 0.0
             more = not what.endswith(", s") and grown(values, slack)
             if more:
-                self.wrong.append(f"{kind}: {what} grew: {max(early):g}, {min(late):g}.")
+                self.found(f"{kind}: {what} grew: {max(early):g}, {min(late):g}.")
             self.results.add(
                 f"{kind}, {what}",
                 rounds=len(rows),
@@ -226,8 +232,6 @@ def main() -> None:
     chosen.gigabytes = chosen.gigabytes or (0.004 if chosen.device == "software" else 8.0)
     bench = Bench(chosen)
     harness.measure_each(chosen, bench.results, chosen.kinds, bench.kind)
-    for text in bench.wrong:
-        print(text)
     sys.exit(bool(bench.wrong))
 
 
