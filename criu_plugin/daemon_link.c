@@ -28,6 +28,9 @@
 /* The end of a dump that kills: the image is completed behind it. Slow disks are slow; only phosd's death ends it earlier. */
 #define COMPLETION_TIMEOUT_S 86400
 
+/* The number of an answer to whatever was asked, or will be: a phosd that does not serve this connection says so. */
+#define REFUSAL 0
+
 typedef Phos__Wire__Envelope Envelope;
 
 /* CRIU calls hooks from its main thread only: no lock. */
@@ -157,7 +160,7 @@ static Envelope *receive_packet(uint64_t id, int timeout_s)
 			errno = EPROTO;
 			return NULL;
 		}
-		if (envelope->id == id)
+		if (envelope->id == id || envelope->id == REFUSAL)
 			return envelope;
 		phos__wire__envelope__free_unpacked(envelope, NULL);
 	}
@@ -177,7 +180,7 @@ static int request(Envelope *envelope, int descriptor, const char *what, struct 
 
 	envelope->id = link_.next_id++;
 	error = send_packet(envelope, descriptor);
-	if (error) {
+	if (error && error != -EPIPE) { /* a phosd that has hung up may have said why */
 		pr_err("phosd has gone away before '%s': %s\n", what, strerror(-error));
 		return -1;
 	}

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from phos.gpu_engine import landing, procfs, toggle
@@ -22,6 +23,7 @@ from phos.gpu_engine.copy_placed import PlacedSave
 from phos.gpu_engine.daemon import __main__ as daemon
 from phos.gpu_engine.daemon.jobs import JobTable
 from phos.gpu_engine.daemon.serve_dump import DumpServer
+from phos.gpu_engine.daemon.server import Daemon
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.session_kernels import SessionKernels
 from phos.gpu_engine.daemon.session_window import SessionWindow
@@ -181,6 +183,19 @@ def frozen() -> None:
     DumpServer._freeze = late  # type: ignore[method-assign]
 
 
+def full_house() -> None:
+    """There are so many connections that a CRIU that dumps is refused one."""
+    begin = Daemon._begin
+
+    def refuse(phosd: Daemon, peer: Connection) -> None:
+        if b"\0dump\0" in Path(f"/proc/{peer.pid}/cmdline").read_bytes():
+            peer.refuse("There are too many of you.")
+        else:
+            begin(phosd, peer)
+
+    Daemon._begin = refuse  # type: ignore[method-assign]
+
+
 def patient() -> None:
     """However long it takes to find huge pages, small ones are no better."""
     landing.SLOWEST = 1.0
@@ -263,6 +278,7 @@ if __name__ == "__main__":
             "frozen": frozen,
             "counted": counted,
             "patient": patient,
+            "full house": full_house,
             "no thread to save": no_thread("save"),
             "no thread for residue": no_thread("residue"),
             "no thread to watch CRIU": no_thread("watch-criu"),

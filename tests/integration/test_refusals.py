@@ -210,6 +210,15 @@ def _dump_words(program: Program, image: Path) -> list[str]:
     ]  # fmt: skip
 
 
+def test_why_criu_is_refused_a_connection_is_in_its_log(site: Site) -> None:
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="full house")
+    program = endless(site)
+    image = site.image()
+    assert site.dump(program, image, check=False).returncode != 0
+    assert "There are too many of you." in (image / "dump.log").read_text()
+    program.wait_progress()
+
+
 def test_wrong_user(site: Site) -> None:
     program = endless(site)
     import socket
