@@ -87,8 +87,19 @@ class EndedJob:
     @classmethod
     def of(cls, job: Job) -> EndedJob:
         """As the table shows it from now on."""
-        said = (job.kind, job.path, state_of(job), job.error, job.since, job.progress, job.timeline)
-        return cls(*said, list(job.pids), list(job.warnings()), counts_of(job), mode_of(job))
+        return cls(
+            kind=job.kind,
+            path=job.path,
+            state=state_of(job),
+            error=job.error,
+            since=job.since,
+            progress=job.progress,
+            timeline=job.timeline,
+            pids=list(job.pids),
+            warned=list(job.warnings()),
+            counts=counts_of(job),
+            mode=mode_of(job),
+        )
 
     def warnings(self) -> list[str]:
         """As the job's."""

@@ -157,7 +157,7 @@ def _multimem(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> 
     if kind == "ld_reduce":
         _load(compiler, op, operands)
         return
-    _touch(compiler, op, operands, {"ld_reduce": READ, "st": WRITE, "red": BOTH}.get(kind, BOTH))
+    _touch(compiler, op, operands, WRITE if kind == "st" else BOTH)
 
 
 def _tensormap(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
