@@ -374,3 +374,12 @@ def test_driver_calls(site: Site) -> None:
         assert rows[f"{step}: memcpy"]["ms"] > 0
         assert rows[f"{step}: all"]["calls"] >= rows[f"{step}: memcpy"]["calls"] > 0
         assert rows[f"{step}: all"]["ms"] > 0
+
+
+def test_ungated(site: Site) -> None:
+    """Pure entry points are answered as ever meanwhile; the software GPU has everybody else wait for the restore."""
+    rows = {row["key"]: row for row in smoke(site, "ungated")["rows"]}
+    assert "cuCtxPushCurrent, cuCtxPopCurrent" in rows
+    for row in rows.values():
+        assert row["wrong"] == 0
+        assert (row["answered_meanwhile"] == 0 < row["waited"]) is row["gated"]

@@ -1,0 +1,42 @@
+"""What bench/ungated.py makes of the moments at which a question was asked and answered."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+import ungated
+
+MS = 1_000_000
+AWAYS = [ungated.Away(100 * MS, 200 * MS, 700 * MS, 750 * MS), ungated.Away(1000 * MS, 1100 * MS, 1600 * MS, 1650 * MS)]
+
+
+def judged(*asked: tuple[float, float, int]) -> tuple[int, int, int]:
+    told = {"asked": [(int(began * MS), int(ended * MS), answer) for began, ended, answer in asked]}
+    row = ungated.judged(told, AWAYS)
+    assert row["asked"] == len(asked)
+    return row["answered_meanwhile"], row["waited"], row["wrong"]
+
+
+def test_answers_before_after_and_as_it_goes_are_none_meanwhile() -> None:
+    assert judged((10, 11, 0), (150, 199, 0), (190, 201, 0), (720, 730, 0), (800, 801, 0)) == (0, 0, 0)
+
+
+def test_answers_meanwhile() -> None:
+    assert judged((200, 201, 0), (650, 700, 0), (1300, 1301, 0)) == (3, 0, 0)
+
+
+def test_who_waits_is_answered_as_it_comes_back() -> None:
+    assert judged((150, 745, 0), (1200, 1700, 0)) == (0, 2, 0)
+    assert judged((699, 701, 0)) == (0, 0, 0)  # it was asked right before
+
+
+def test_another_answer_is_wrong_at_any_time() -> None:
+    assert judged((10, 11, 0), (300, 301, 1), (800, 801, 1)) == (1, 0, 2)
+
+
+def test_pure_entry_points_are_read_from_the_list() -> None:
+    pure = ungated.pure()
+    assert {"cuCtxGetCurrent", "cuDeviceTotalMem", "cuCtxPopCurrent"} <= pure
+    assert not {"cuLaunchKernel", "cuMemAlloc", "cuCtxSynchronize"} & pure
