@@ -78,7 +78,8 @@ def fetch(address: str, directory: Path, as_json: bool) -> None:
             size = remote_image.fetch(at, directory, only_data=True)
         except BaseException as error:
             if ours:
-                remote_image.clear(directory)
+                with interruption.held():
+                    remote_image.clear(directory)
                 if isinstance(error, ImageError):
                     refuse("image fetch", error, as_json)
             raise

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +18,9 @@ from phos.gpu_engine.errors import RestoreFailed, UsageError
 from phos.images.errors import ImageError
 from phos.images.remote import fetch_description
 from phos.images.remote_wire import DEFAULT_KEY, Address
+
+ANEW_SECONDS = 0.05
+"""How long after a signal, and after each time, its exception is raised anew."""
 
 
 def address(image: str) -> Address:
@@ -52,23 +57,35 @@ def clear(directory: Path) -> None:
 
 
 class Interruption:
-    """A signal that would end the command; it raises Interrupted, once: what was copied of ``image`` is removed."""
+    """A signal that would end the command; it raises Interrupted: what was copied of ``image`` is removed.
+
+    Python loses what a handler raises inside a finalizer, and calls the handler late if the signal comes right before
+    a call of the kernel that waits. So the exception is raised anew while files are being copied, until it is on its
+    way.
+    """
 
     def __init__(self, image: str) -> None:
         self._image = image
-        self._number = 0  # the signal that came first; what was copied is being removed once it has raised
+        self._number = 0  # the signal that came first
         self._held = False
+        self._copying = True
 
     def received(self, number: int, _frame: object) -> None:
         """The handler."""
         if self._number:
             return
         self._number = number
-        if not self._held:
-            self._raise()
+        if self._copying:
+            signal.setitimer(signal.ITIMER_REAL, ANEW_SECONDS, ANEW_SECONDS)
+        self._raise()
+
+    def anew(self, _number: int, _frame: object) -> None:
+        """The handler of SIGALRM."""
+        self._raise()
 
     def _raise(self) -> None:
-        raise Interrupted(self._number, f"Interrupted: what was copied of {self._image} is removed.")
+        if self._number and not self._held and not _under_way(sys.exc_info()[1]):
+            raise Interrupted(self._number, f"Interrupted: what was copied of {self._image} is removed.")
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -81,8 +98,29 @@ class Interruption:
             yield
         finally:
             self._held = False
-            if self._number:
-                self._raise()
+            self._raise()
+
+    def copied(self) -> None:
+        """All is copied: what a signal raised and Python lost is raised now, and what comes is raised once."""
+        self._copying = False
+        self._leave()
+        self._raise()
+
+    def end(self) -> None:
+        """Nothing is raised any more."""
+        self._held = True
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._number:  # else the timer is not ours
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _under_way(error: BaseException | None) -> bool:
+    """Whether an Interrupted is what is being handled, or led to that."""
+    while error is not None and not isinstance(error, Interrupted):
+        error = error.__context__
+    return error is not None
 
 
 @contextmanager
@@ -91,9 +129,11 @@ def interruptible(image: str) -> Iterator[Interruption]:
     interruption = Interruption(image)
     former: list[tuple[int, Any]] = []
     try:
+        former.append((signal.SIGALRM, signal.signal(signal.SIGALRM, interruption.anew)))
         heed(ENDING, interruption.received, former)
         yield interruption
     finally:
+        interruption.end()
         handle_as_before(former)
 
 
@@ -110,9 +150,11 @@ def fetched(image: str) -> Iterator[Path]:
             with interruption.held():
                 directory = Path(tempfile.mkdtemp(prefix="phos-remote-"))
             fetch(at, directory)
+            interruption.copied()
             yield directory
         except BaseException:
             if directory is not None:
-                clear(directory)
+                with interruption.held():
+                    clear(directory)
             raise
         shutil.rmtree(directory, ignore_errors=True)

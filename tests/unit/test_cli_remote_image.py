@@ -1,10 +1,16 @@
-"""An interruption at the moment at which the place for another host's image has been made."""
+"""Interruptions of the copying of another host's image, at moments at which an exception alone would not do."""
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import tempfile
 import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -58,3 +64,99 @@ def test_a_directory_that_is_refused_stays_as_it_is(tmp_path: Path) -> None:
     result = CliRunner().invoke(image_commands.fetch, [ADDRESS, str(tmp_path)])
     assert "is not empty" in str(result.exception)
     assert (tmp_path / "somebody's").exists()
+
+
+def lost_in_a_finalizer() -> None:
+    """Python prints what is raised in one, and forgets it."""
+    thing = threading.Event()
+    kept = weakref.ref(thing, lambda _: interrupt())
+    del thing
+    assert kept() is None
+
+
+def lost_in_a_library() -> None:
+    with suppress(Exception):
+        interrupt()
+        for _ in range(100):
+            time.sleep(0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("lost", [lost_in_a_finalizer, lost_in_a_library])
+def test_an_exception_that_was_lost_is_raised_anew(
+    lost: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even out of a call of the kernel that waits for a silent host."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    here, there = socket.socketpair()
+
+    def copy(*_: object) -> None:
+        lost()
+        here.settimeout(30)
+        here.recv(1)
+
+    monkeypatch.setattr(remote_image, "fetch", copy)
+    began = time.monotonic()
+    with here, there, pytest.raises(Interrupted) as caught, remote_image.fetched(ADDRESS):
+        pytest.fail("the signal was not heeded")
+    assert caught.value.exit_status == 128 + signal.SIGTERM
+    assert time.monotonic() - began < 10
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getitimer(signal.ITIMER_REAL)[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_exception_that_was_lost_at_the_end_is_raised_before_the_restore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(remote_image, "fetch", lambda *_: lost_in_a_finalizer())
+    with pytest.raises(Interrupted), remote_image.fetched(ADDRESS):
+        pytest.fail("the signal was not heeded")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_cleared_is_cleared_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exception is not raised again while it is on its way, nor is another signal's."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    steps = []
+
+    def copy(_: object, directory: Path) -> None:
+        (directory / "one").touch()
+        try:
+            interrupt()
+            time.sleep(30)
+        finally:
+            time.sleep(3 * remote_image.ANEW_SECONDS)
+            interrupt()
+            steps.append("left")
+
+    def clear(directory: Path, clear: Callable[[Path], None] = remote_image.clear) -> None:
+        time.sleep(3 * remote_image.ANEW_SECONDS)
+        os.kill(os.getpid(), signal.SIGINT)
+        clear(directory)
+        steps.append("cleared")
+
+    monkeypatch.setattr(remote_image, "fetch", copy)
+    monkeypatch.setattr(remote_image, "clear", clear)
+    with pytest.raises(Interrupted) as caught, remote_image.fetched(ADDRESS):
+        pytest.fail("the signal was not heeded")
+    assert caught.value.exit_status == 128 + signal.SIGTERM
+    assert steps == ["left", "cleared"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_signal_while_a_copy_that_failed_is_cleared_waits_for_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    def clear(directory: Path, clear: Callable[[Path], None] = remote_image.clear) -> None:
+        interrupt()
+        time.sleep(3 * remote_image.ANEW_SECONDS)
+        clear(directory)
+
+    monkeypatch.setattr(remote_image, "clear", clear)
+    with pytest.raises(Interrupted), remote_image.fetched(ADDRESS):
+        pytest.fail("nobody listens there")
+    assert list(tmp_path.iterdir()) == []
