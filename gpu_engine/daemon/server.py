@@ -94,14 +94,6 @@ class Daemon:
 
     def serve(self, listener: socket.socket) -> None:
         """Accept until :meth:`stop`."""
-
-        def wake() -> None:
-            # The signal that a request to end raises is missed if it comes just before the call of accept().
-            self._stopping.wait()
-            with suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)
-
-        threading.Thread(target=wake, daemon=True, name="stop").start()
         if self._remote is not None:
             self._remote.start()
         while not self._stopping.is_set():
@@ -137,7 +129,7 @@ class Daemon:
             raise
 
     def stop(self, listener: socket.socket) -> None:
-        """End :meth:`serve`."""
+        """End :meth:`serve`; from any thread."""
         self._stopping.set()
         if self._remote is not None:
             self._remote.stop()

@@ -12,6 +12,8 @@ import resource
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -83,6 +85,25 @@ def _share_arenas() -> None:
     ctypes.CDLL(None).mallopt(M_ARENA_MAX, 2)
 
 
+def _on_ending(act: Callable[[], None]) -> None:
+    """Do something, in a thread, when a signal asks phosd to end.
+
+    A handler of Python's would run in the first thread alone, and only when that leaves accept(): for which nothing
+    wakes it if another thread got the signal, or if it came right before.
+    """
+    come, note = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(note, False)
+    signal.set_wakeup_fd(note, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)  # only signals that have a handler are noted
+
+    def wait() -> None:
+        os.read(come, 1)
+        act()
+
+    threading.Thread(target=wait, daemon=True, name="stop").start()
+
+
 def run(path: Path, *, verbose: bool) -> None:
     """Serve at a socket until asked to end; does not return then.
 
@@ -115,8 +136,7 @@ def run(path: Path, *, verbose: bool) -> None:
     gc.set_threshold(100_000)
     listener = _listen(path)
     daemon = Daemon(path, _version(), sharing)
-    signal.signal(signal.SIGTERM, lambda *_: daemon.stop(listener))
-    signal.signal(signal.SIGINT, lambda *_: daemon.stop(listener))
+    _on_ending(lambda: daemon.stop(listener))
     listener.listen(128)
     logging.getLogger(__name__).info(
         "phosd serves %s: %s", path, ", ".join(gpu.name for gpu in daemon.gpus) or "no GPU"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from phos.gpu_engine.daemon import client, reach
@@ -39,6 +42,20 @@ def test_a_manager_learns_when_one_can_connect_and_when_phosd_ends(site: Site, m
         reach.connect(path).close()
         assert client.status(path).pid == phosd.pid
         phosd.send_signal(signal.SIGTERM)
+        assert manager.recv(100) == b"STOPPING=1"
+        assert phosd.wait(PATIENCE) == 0
+
+
+def test_it_ends_whichever_thread_gets_the_signal(site: Site, manager: socket.socket) -> None:
+    """Python's handlers run in the first thread, which waits for connections and is not woken by another's signal."""
+    with subprocess.Popen([str(launcher("phosd"))], env=site.environment) as phosd:
+        assert manager.recv(100) == b"READY=1"
+        client.status(Path(site.environment["PHOS_SOCKET"]))
+        time.sleep(0.2)  # the first thread waits for the next one by then
+        other = max(thread.id for thread in psutil.Process(phosd.pid).threads())
+        assert other != phosd.pid
+        tgkill = 234  # on x86-64; glibc has a function for threads of the caller alone
+        assert ctypes.CDLL(None).syscall(tgkill, phosd.pid, other, int(signal.SIGTERM)) == 0
         assert manager.recv(100) == b"STOPPING=1"
         assert phosd.wait(PATIENCE) == 0
 
