@@ -11,7 +11,6 @@ first, or not, with batches that come from the host).
 from __future__ import annotations
 
 import argparse
-import ctypes
 import shutil
 import sys
 import time
@@ -272,7 +271,7 @@ class Bench:
         program = self.start(size, self.seconds_for(size), frontend=False)
         image = self.image()
         try:
-            self.start_driver()
+            driver_checkpoint.start_driver(self.chosen.device)
             begin = time.monotonic()
             steps = driver_checkpoint.suspend(program.pid)
             steps["CRIU dump"] = process.criu_dump(program, image, leave_running=True, plugin=False)
@@ -293,13 +292,6 @@ class Bench:
         finally:
             program.kill()
             shutil.rmtree(image, ignore_errors=True)
-
-    def start_driver(self) -> None:
-        """Start the driver in this process."""
-        if self.chosen.device == "software":
-            # The search path is read when a process starts; a library that is loaded answers to its name.
-            ctypes.CDLL(str(process.software_gpu_folder() / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
-        driver_checkpoint.start_driver()
 
     def with_options(self, section: str, choices: Mapping[str, Sequence[str]], *, host_batches: bool = False) -> None:
         """Checkpoints of one program with several settings, in turns."""

@@ -7,10 +7,15 @@ process that has started the driver already, which favours the peer: the utility
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
+from pathlib import Path
 
 from cuda.bindings import driver
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import process
 
 
 class DriverCheckpointError(RuntimeError):
@@ -26,8 +31,11 @@ def _call(step: str, pid: int) -> float:
     return time.perf_counter() - start
 
 
-def start_driver() -> None:
-    """Start the driver in this process; makes no context."""
+def start_driver(device: str = "nvidia") -> None:
+    """Start the driver of that device in this process; makes no context."""
+    if device == "software":
+        # The search path is read when a process starts; a library that is loaded answers to its name.
+        ctypes.CDLL(str(process.software_gpu_folder() / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
     (status,) = driver.cuInit(0)
     if int(status) != 0:
         raise DriverCheckpointError(f"The driver did not start: {status.name}.")

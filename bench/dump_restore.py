@@ -9,7 +9,6 @@ bandwidth of the GPU and the sequential rate of the disk, before and after, are 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import shutil
 import sys
 import time
@@ -254,10 +253,7 @@ class Bench:
             self.disk()
         took = time.monotonic() - began
         if "peer" in chosen.systems:
-            if chosen.device == "software":
-                # The search path is read when a process starts; a library that is loaded answers to its name.
-                ctypes.CDLL(str(process.software_gpu_folder() / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
-            driver_checkpoint.start_driver()
+            driver_checkpoint.start_driver(chosen.device)
         failures = 0
         for size in sizes:
             for place in chosen.places:

@@ -9,7 +9,6 @@ is started.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
@@ -384,14 +383,6 @@ def has_command(name: str) -> bool:
 # The peer.
 
 
-def start_driver(device: str) -> None:
-    """Start the driver in this process, for the peer's calls."""
-    if device == "software":
-        # The search path is read when a process starts; a library that is loaded answers to its name.
-        ctypes.CDLL(str(process.software_gpu_folder() / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
-    driver_checkpoint.start_driver()
-
-
 def peer(chosen: argparse.Namespace, server: Server, folder: Path, expected: Answer, *, alone: bool) -> dict[str, Any]:
     """The driver's own checkpoint and CRIU without a plugin, and back; `alone`: the driver's part only, without a kill.
 
@@ -400,7 +391,7 @@ def peer(chosen: argparse.Namespace, server: Server, folder: Path, expected: Ans
     program, number = server.program, expected.number
     steps: dict[str, float] = {}
     try:
-        start_driver(chosen.device)
+        driver_checkpoint.start_driver(chosen.device)
         steps |= {f"{name}, suspending": seconds for name, seconds in driver_checkpoint.suspend(program.pid).items()}
         if not alone:
             steps["CRIU dump"] = process.criu_dump(program, folder, plugin=False)

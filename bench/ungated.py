@@ -92,7 +92,7 @@ def main() -> None:
     bad: list[str] = []
     try:
         program.start().wait_for("^READY", 120)
-        driver_checkpoint.start_driver()
+        driver_checkpoint.start_driver(chosen.device)
         aways = []
         for _ in range(chosen.repeats or (2 if chosen.smoke else 5)):
             aways.append(send_away(program.pid, chosen.seconds))
