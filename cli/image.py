@@ -76,6 +76,7 @@ def fetch(address: str, directory: Path, as_json: bool) -> None:
                 image_directory(directory, create=True)
                 ours = True
             size = remote_image.fetch(at, directory, only_data=True)
+            interruption.copied()
         except BaseException as error:
             if ours:
                 with interruption.held():
