@@ -5,6 +5,7 @@
 #include "clock.h"
 #include "control.h"
 #include "memory.h"
+#include "patience.h"
 #include "runtime.h"
 #include "stub_driver.h"
 #include "wire_link.h"
@@ -15,6 +16,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
@@ -263,13 +265,14 @@ static void again(void)
 {
     begin();
     CUdeviceptr at = allocate(2 * KEPT);
-    unsigned made = creates, woken = writes;
+    unsigned made = creates, woken = writes, kept_from_it = 0;
     for (uint64_t end = phos_now_ns() + 100000000u; phos_now_ns() < end;) {
+        uint64_t start = phos_now_ns();
         give_back(at);
         at = allocate(2 * KEPT);
+        kept_from_it += phos_now_ns() - start > PHOS_QUIET_MS * 1000000u / 2; /* by whoever else is on this machine */
     }
-    /* Unless this thread was kept from it for so long between the two calls. */
-    CHECK(creates <= made + 1);
+    CHECK(creates <= made + 1 + kept_from_it);
     CHECK(writes - woken <= 100);
     give_back(at);
     EVENTUALLY(!kept());
@@ -412,8 +415,9 @@ static bool burst(void)
 static void bursts(void)
 {
     begin();
+    setpriority(PRIO_PROCESS, 0, -20); /* of this thread; whoever may not do that needs more tries */
     int seen = 0;
-    for (int tries = 0; seen < 3 && tries < 100; tries++)
+    for (uint64_t end = phos_now_ns() + LONG_MS * 1000000ull; seen < 3 && phos_now_ns() < end;)
         seen += burst();
     CHECK(seen);
 }
