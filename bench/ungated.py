@@ -22,6 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import driver_checkpoint
 import harness
 import process
+
+sys.path.append(str(process.ROOT / "frontend"))
+import gen_api
 from harness import Results
 from process import Program
 
@@ -31,32 +34,27 @@ WAIT_NS = 10_000_000
 
 
 class Away(NamedTuple):
-    """A time in which the driver had the process checkpointed, by CLOCK_MONOTONIC in nanoseconds.
+    """A time in which the driver had the process checkpointed, by CLOCK_MONOTONIC in nanoseconds."""
 
-    ``locking`` to ``locked``: it locked and checkpointed it; ``restoring`` to ``back``: it restored and unlocked it.
-    """
-
-    locking: int
     locked: int
+    """It was checkpointed from here on."""
     restoring: int
-    back: int
+    """The driver was asked to restore it."""
 
 
 def pure() -> set[str]:
     """Return the entry points that never pass the gate, without the version in their names."""
-    lines = (line.split("|") for line in API.read_text().splitlines() if not line.startswith("#"))
-    return {fields[1].strip() for fields in lines if len(fields) > 4 and fields[4].strip() == "pure"}
+    return {entry.name for entry in gen_api.parse(API) if entry.effect == "pure"}
 
 
 def send_away(pid: int, seconds: float) -> Away:
     """Have the driver checkpoint a process, and restore it after so long."""
-    locking = time.monotonic_ns()
     driver_checkpoint.suspend(pid)
     locked = time.monotonic_ns()
     time.sleep(seconds)
-    restoring = time.monotonic_ns()
+    away = Away(locked, time.monotonic_ns())
     driver_checkpoint.resume(pid)
-    return Away(locking, locked, restoring, time.monotonic_ns())
+    return away
 
 
 def judged(told: dict[str, Any], aways: list[Away]) -> dict[str, Any]:
