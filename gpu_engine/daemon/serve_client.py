@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Sequence
 
@@ -29,13 +28,11 @@ class ClientServer:
         self,
         registry: Registry,
         gpus: Sequence[driver.Gpu],
-        stopping: threading.Event,
         pools: Pools,
         remote: RemoteServer | None = None,
     ) -> None:
         self._registry = registry
         self._gpus = gpus
-        self._stopping = stopping
         self._pools = pools
         self._remote = remote
         self._started = time.time()
@@ -57,7 +54,6 @@ class ClientServer:
                     connection.done(envelope.id, error=f"User {connection.uid} may not stop this phosd.")
                 elif kind == "shutdown":
                     connection.reply(envelope.id, done=wire_pb2.Done())
-                    self._stopping.set()
                     os.kill(os.getpid(), signal.SIGTERM)
                 else:
                     connection.done(envelope.id, error=f"phosd does not take '{kind}' here.")

@@ -68,7 +68,7 @@ class Daemon:
         self._stopping = threading.Event()
         self._connections = limits.PerUser("connections", limits.CONNECTIONS)
         self._remote = RemoteServer(sharing, self._registry.pinned) if sharing else None
-        self._clients = ClientServer(self._registry, self.gpus, self._stopping, self._pools.pools, self._remote)
+        self._clients = ClientServer(self._registry, self.gpus, self._pools.pools, self._remote)
         self._ordinals = {bytes.fromhex(g.uuid.removeprefix("GPU-").replace("-", "")): g.ordinal for g in self.gpus}
         for session, pid in self._registry.broker.adopt_from_keeper().items():
             self._adopt(session, pid)
@@ -135,11 +135,6 @@ class Daemon:
             self._remote.stop()
         with suppress(OSError):  # it has been already
             listener.shutdown(socket.SHUT_RDWR)
-
-    @property
-    def stopping(self) -> threading.Event:
-        """Set when somebody asked phosd to end."""
-        return self._stopping
 
     def _serve_one(self, connection: wire.Connection) -> None:
         try:

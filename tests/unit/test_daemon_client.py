@@ -240,7 +240,7 @@ def test_a_status_of_any_length_comes(tmp_path: Path, monkeypatch: pytest.Monkey
     job = wire_pb2.Status.Job(image="/" + "x" * 2000, error="y" * 2000)
     long = wire_pb2.Status(pid=7, jobs=[job] * 200)
     monkeypatch.setattr(ClientServer, "_status", lambda _server, _viewer: long)
-    server = ClientServer(None, (), threading.Event(), None)  # type: ignore[arg-type]
+    server = ClientServer(None, (), None)  # type: ignore[arg-type]
     before = open_descriptors()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
         listening.bind(str(tmp_path / "s"))
@@ -277,7 +277,7 @@ def test_a_gpu_without_room_for_a_context_of_phosds_has_a_status_all_the_same(mo
         prepared={0},
     )
     gpu: Any = SimpleNamespace(ordinal=0, uuid="GPU-0", name="H100", total_memory=80 << 30)
-    server = ClientServer(registry, [gpu], threading.Event(), SimpleNamespace(report=list))  # type: ignore[arg-type]
+    server = ClientServer(registry, [gpu], SimpleNamespace(report=list))  # type: ignore[arg-type]
     status = server._status(os.geteuid())
     assert [(found.name, found.free) for found in status.gpus] == [("H100", 0)]
 

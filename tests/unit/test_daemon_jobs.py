@@ -204,7 +204,7 @@ def test_a_wait_of_no_time_is_answered_at_once(tmp_path: Path) -> None:
     table = JobTable()
     folder = os.open(tmp_path, os.O_RDONLY)
     table.add(folder, FakeJob(), 0)
-    server = ClientServer(SimpleNamespace(jobs=table), (), threading.Event(), None)  # type: ignore[arg-type]
+    server = ClientServer(SimpleNamespace(jobs=table), (), None)  # type: ignore[arg-type]
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.settimeout(20)
     asked = wire_pb2.Envelope(id=1, wait_image=wire_pb2.WaitImage(timeout_s=0))
