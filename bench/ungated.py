@@ -3,18 +3,23 @@
 
 An entry point of which the frontend's list (cuda_api.def) says `pure` does not pass the gate: it may be called at any
 moment of a checkpoint. That is right if the driver answers it as ever, or has its caller wait until the process is
-restored. programs/asks.py asks for everything pure, and for more that programs often ask and that changes nothing,
-while the driver locks, checkpoints, restores and unlocks it a few times.
+restored, and if it does not keep the driver from checkpointing. programs/asks.py asks for everything pure, and for more
+that programs often ask and that changes nothing, while the driver locks, checkpoints, restores and unlocks it a few
+times: a process for each question, and one for all that are pure and one for all there are.
 
-Exit status 1 if an entry point that is pure was ever answered differently, or is not among those that are asked.
+Exit status 1 if an entry point that is pure was ever answered differently, kept the driver from checkpointing, or is
+not among those that are asked.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +52,11 @@ def pure() -> set[str]:
     return {entry.name for entry in gen_api.parse(API) if entry.effect == "pure"}
 
 
+def entry_points(questions: Sequence[str]) -> set[str]:
+    """Return the entry points that these questions of programs/asks.py are for."""
+    return {name for question in questions for name in question.partition(" (")[0].split(", ")}
+
+
 def send_away(pid: int, seconds: float) -> Away:
     """Have the driver checkpoint a process, and restore it after so long."""
     driver_checkpoint.suspend(pid)
@@ -73,48 +83,82 @@ def judged(told: dict[str, Any], aways: list[Away]) -> dict[str, Any]:
         "waited": waited,
         "wrong": wrong,
         "longest_ms": longest * 1e3,
+        "answers": told["answers"][:4],
     }
+
+
+class Asked(NamedTuple):
+    """What came of a program that asks."""
+
+    rows: dict[str, dict[str, Any]]
+    """As judged() says it, by question; none if the driver refused."""
+    refused: str
+    """What the driver refused to do meanwhile, or nothing."""
+    aways: list[Away]
+
+
+def ask(chosen: argparse.Namespace, name: str, questions: Sequence[str]) -> Asked:
+    """Run a program that asks these questions, all of them if there are none, through some checkpoints."""
+    stop = chosen.work / f"{name}.stop"
+    command = process.python_program(process.PROGRAMS / "asks.py", *questions, "--stop", str(stop))
+    program = Program(command, chosen.work, chosen.device, frontend=False, name=name)
+    aways: list[Away] = []
+    try:
+        program.start().wait_for("^READY", 120)
+        for _ in range(chosen.repeats or (2 if chosen.smoke else 5)):
+            try:
+                aways.append(send_away(program.pid, chosen.seconds))
+            except driver_checkpoint.DriverCheckpointError as error:
+                return Asked({}, str(error).replace(f" {program.pid}", ""), aways)
+            time.sleep(0.2)
+        stop.touch()
+        process.wait_until(lambda: not program.alive(), 60, "the program to tell")
+        told = [json.loads(line) for line in program.lines() if line.startswith("{")]
+        return Asked({each["name"]: judged(each, aways) for each in told}, "", aways)
+    finally:
+        program.kill()
+
+
+def known(chosen: argparse.Namespace) -> list[str]:
+    """Return every question that programs/asks.py knows."""
+    command = process.python_program(process.PROGRAMS / "asks.py", "--stop", str(chosen.work / "known.stop"))
+    program = Program(command, chosen.work, chosen.device, frontend=False, name="known")
+    try:
+        names: list[str] = json.loads(program.start().wait_for("^KNOWN", 120).removeprefix("KNOWN "))
+        return names
+    finally:
+        program.kill()
 
 
 def main() -> None:
     """Run as a program."""
     parser = harness.options(__doc__ or "", budget=60)
     parser.add_argument("--seconds", type=float, default=0.5, metavar="S", help="checkpointed each time (%(default)s)")
+    parser.add_argument(
+        "--jobs", type=int, default=max(4, (os.cpu_count() or 1) // 2), metavar="N", help="programs at a time"
+    )
     chosen: argparse.Namespace = harness.prepare(parser)
     results = Results(chosen, "ungated", "What the driver answers while it has a process checkpointed")
-    stop = chosen.work / "stop"
-    command = process.python_program(process.PROGRAMS / "asks.py", "--stop", str(stop))
-    program = Program(command, chosen.work, chosen.device, frontend=False, name="asks")
+    driver_checkpoint.start_driver(chosen.device)
+    questions = known(chosen)
     never = pure()
-    seen: set[str] = set()
-    bad: list[str] = []
-    try:
-        program.start().wait_for("^READY", 120)
-        driver_checkpoint.start_driver(chosen.device)
-        aways = []
-        for _ in range(chosen.repeats or (2 if chosen.smoke else 5)):
-            aways.append(send_away(program.pid, chosen.seconds))
-            time.sleep(0.2)
-        stop.touch()
-        process.wait_until(lambda: not program.alive(), 60, "the program to tell")
-        for line in program.lines():
-            if not line.startswith("{"):
-                continue
-            told = json.loads(line)
-            names = set(told["name"].split(", "))
-            seen |= names
-            row = judged(told, aways)
-            results.add(told["name"], gated=not names <= never, **row)
-            if row["wrong"]:
-                results.note(f"{told['name']}: answers {told['answers'][:4]}.")
-                bad += names & never
-    finally:
-        program.kill()
-    bad += sorted(never - seen)
-    results.summary["checkpoints"] = len(aways)
-    results.summary["seconds_checkpointed"] = sum(away.restoring - away.locked for away in aways) / 1e9
+    groups = {question: [question] for question in questions}
+    groups["all that are pure"] = [question for question in questions if entry_points([question]) <= never]
+    groups["all of them"] = questions
+    bad = never - entry_points(questions)
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        asked = pool.map(lambda pair: ask(chosen, f"asks-{pair[0]}", pair[1]), enumerate(groups.values()))
+        for (group, names), (rows, refused, aways) in zip(groups.items(), asked, strict=True):
+            gated = not entry_points(names) <= never
+            shown = rows[group] if names == [group] and rows else {}
+            wrong = sum(row["wrong"] for row in rows.values())
+            results.add(group, gated=gated, checkpoints=len(aways), refused=refused, **{**shown, "wrong": wrong})
+            if wrong and shown:
+                results.note(f"{group}: answers {shown['answers']}.")
+            if (wrong or refused) and not gated:
+                bad.add(group)
     if bad:
-        results.note(f"Pure in {API.name}, and answered differently or not asked: {', '.join(bad)}.")
+        results.note(f"Pure in {API.name}, and not as it should be, or not asked: {'; '.join(sorted(bad))}.")
     results.finish()
     if bad:
         raise SystemExit(1)

@@ -279,7 +279,6 @@ RETRIED = {
 # What programs call all the time, for every operation of a network, say. Between two calls a program runs so much else
 # that neither the code of a wrapper nor the driver's pointer is in a cache any more: theirs lie together, in few pages.
 FREQUENT = {
-    "cuDevicePrimaryCtxGetState",
     "cuEventQuery",
     "cuEventRecord",
     "cuEventRecordWithFlags",
@@ -304,16 +303,9 @@ FREQUENT = {
     "cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags",
     "cuPointerGetAttribute",
     "cuPointerGetAttributes",
-    "cuStreamGetCaptureInfo_v2",
-    "cuStreamGetCaptureInfo_v3",
-    "cuStreamGetCtx",
-    "cuStreamGetDevice",
-    "cuStreamGetPriority",
-    "cuStreamIsCapturing",
     "cuStreamQuery",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
-    "cuThreadExchangeStreamCaptureMode",
 }
 
 # These never pass the gate: they change nothing, and an application asks for them before cuInit.

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Ask the driver the same questions all the time, a thread for each, and tell when each answer came.
 
-Every answer is the same for ever, as nothing here changes what is asked for. `--stop FILE`: when FILE appears, one line
-for each question, as JSON: its name, every different answer, and for each time it was asked when that began and ended,
-in nanoseconds of CLOCK_MONOTONIC, and the number of the answer. A process of its own does not need the frontend.
+`asks.py NAME...`: the questions to ask, by the names that it prints; all of them without any. Every answer is the same
+for ever, as nothing here changes what is asked for. `--stop FILE`: when FILE appears, one line for each question, as
+JSON: its name, every different answer, and for each time it was asked when that began and ended, in nanoseconds of
+CLOCK_MONOTONIC, and the number of the answer. A process of its own does not need the frontend.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cuda.bindings import driver
 from cuda_program import Buffer, CudaError, Device, check, fail
 from report import Report, parser
 
-PAUSE = 0.005
+PAUSE = 0.002
 """Seconds between an answer and the next question."""
 
 KERNEL = 'extern "C" __global__ void nothing(u32 *words) { words[threadIdx.x] = 0; }'
@@ -41,8 +42,25 @@ def exchanged() -> Any:
     return before, driver.cuThreadExchangeStreamCaptureMode(before[-1])
 
 
+def anew(context: Any, question: Question) -> Any:
+    """Ask in a new thread: it has no default stream of its own yet."""
+    answers: list[Any] = []
+
+    def ask() -> None:
+        driver.cuCtxSetCurrent(context)
+        answers.append(question())
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return answers
+
+
 def questions(device: Device) -> dict[str, Question]:
-    """Return what can be asked, by the name of the entry point without its version, or of several with commas."""
+    """Return what can be asked, by the name of the entry point without its version, or of several with commas.
+
+    In brackets, what is asked about.
+    """
     handle, context = device.handle, device.context
     module = device.load(KERNEL, "asks.cu")
     kernel = check(driver.cuModuleGetFunction(module.handle, b"nothing"), "find the kernel")
@@ -51,6 +69,7 @@ def questions(device: Device) -> dict[str, Question]:
     event = check(driver.cuEventCreate(0), "create an event")
     check(driver.cuEventRecord(event, stream), "record an event")
     device.synchronize()
+    own = driver.CUstream(driver.CU_STREAM_PER_THREAD)
     bus = check(driver.cuDeviceGetPCIBusId(16, handle), "read the device's address")
     unknown = driver.CUresult.CUDA_ERROR_UNKNOWN
     processors = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
@@ -85,6 +104,15 @@ def questions(device: Device) -> dict[str, Question]:
         "cuStreamGetCaptureInfo": lambda: driver.cuStreamGetCaptureInfo(stream),
         "cuStreamGetCtx": lambda: driver.cuStreamGetCtx(stream),
         "cuStreamGetPriority": lambda: driver.cuStreamGetPriority(stream),
+        "cuStreamGetFlags": lambda: driver.cuStreamGetFlags(stream),
+        "cuStreamGetId": lambda: driver.cuStreamGetId(stream),
+        "cuStreamGetDevice": lambda: driver.cuStreamGetDevice(stream),
+        "cuStreamIsCapturing (a new thread's)": lambda: anew(context, lambda: driver.cuStreamIsCapturing(own)),
+        "cuStreamGetCaptureInfo (a new thread's)": lambda: anew(context, lambda: driver.cuStreamGetCaptureInfo(own)),
+        "cuStreamGetCtx (a new thread's)": lambda: anew(context, lambda: driver.cuStreamGetCtx(own)),
+        "cuStreamGetPriority (a new thread's)": lambda: anew(context, lambda: driver.cuStreamGetPriority(own)),
+        "cuStreamGetFlags (a new thread's)": lambda: anew(context, lambda: driver.cuStreamGetFlags(own)),
+        "cuStreamGetDevice (a new thread's)": lambda: anew(context, lambda: driver.cuStreamGetDevice(own)),
         "cuStreamQuery": lambda: driver.cuStreamQuery(stream),
         "cuEventQuery": lambda: driver.cuEventQuery(event),
         "cuFuncGetAttribute": lambda: driver.cuFuncGetAttribute(registers, kernel),
@@ -140,12 +168,15 @@ class Asker:
 def main() -> None:
     """Run the program."""
     options = parser("Ask the driver what never changes, all the time.", iterations=0)
+    options.add_argument("names", nargs="*", metavar="NAME", help="what to ask (all)")
     options.add_argument("--stop", type=Path, required=True, metavar="FILE", help="tell all and end when FILE appears")
     chosen = options.parse_args()
     report, stop = Report(chosen), threading.Event()
     with Device() as device:
         report.device(device.describe())
-        askers = [Asker(name, question, device, stop) for name, question in questions(device).items()]
+        known = questions(device)
+        report.line("KNOWN " + json.dumps(list(known)))
+        askers = [Asker(name, known[name], device, stop) for name in chosen.names or known]
         while not all(len(asker.asked) > 10 for asker in askers):
             time.sleep(PAUSE)
         report.line("READY")

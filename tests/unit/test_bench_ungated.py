@@ -13,7 +13,10 @@ AWAYS = [ungated.Away(200 * MS, 700 * MS), ungated.Away(1100 * MS, 1600 * MS)]
 
 
 def judged(*asked: tuple[float, float, int]) -> tuple[int, int, int]:
-    told = {"asked": [(int(began * MS), int(ended * MS), answer) for began, ended, answer in asked]}
+    told = {
+        "answers": ["as ever", "another"],
+        "asked": [(int(began * MS), int(ended * MS), answer) for began, ended, answer in asked],
+    }
     row = ungated.judged(told, AWAYS)
     assert row["asked"] == len(asked)
     return row["answered_meanwhile"], row["waited"], row["wrong"]
@@ -40,3 +43,8 @@ def test_pure_entry_points_are_read_from_the_list() -> None:
     pure = ungated.pure()
     assert {"cuCtxGetCurrent", "cuDeviceTotalMem", "cuCtxPopCurrent"} <= pure
     assert not {"cuLaunchKernel", "cuMemAlloc", "cuCtxSynchronize"} & pure
+
+
+def test_entry_points_of_questions() -> None:
+    asked = ["cuCtxPushCurrent, cuCtxPopCurrent", "cuStreamGetCtx (a new thread's)"]
+    assert ungated.entry_points(asked) == {"cuCtxPushCurrent", "cuCtxPopCurrent", "cuStreamGetCtx"}
