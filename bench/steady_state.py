@@ -180,7 +180,7 @@ class Bench:
                 for task, pairs in answers.items():
                     past, through = both.ask(f"both {task} {few[task]}")
                     pairs.append((past, through))
-                if harness.time_left(chosen) < chosen.budget / 2:
+                if harness.time_left(chosen) < chosen.budget / 4:
                     break
         for task, figure in figures.items():
             self.add(figure._replace(key=f"{figure.key}, in one process"), [answers[task]])

@@ -198,6 +198,9 @@ def hooks(entries: list[Entry]) -> str:
         elif e.base in touched:
             traced = f"traced_{e.symbol}({e.arguments})"
             out.append(f"    HOOK_TOUCH(API_{e.symbol}, {_call(e, served)}, {traced});\n")
+        elif e.effect == "query":
+            own = f"phos_is_own({_explicit(e).partition(',')[0]})"
+            out.append(f"    HOOK_QUERY(API_{e.symbol}, {own}, phos_real.{e.symbol}, {_call(e, served)});\n")
         else:
             out.append(f"    HOOK_PASS(API_{e.symbol}, {_call(e, served)});\n")
         out.append(f"}}\n{hot}HOOK_EXPORT({e.symbol}, ({e.declaration}));\n\n")
@@ -217,6 +220,7 @@ TREATMENT = {
     "traced": "passes the gate, then goes to the driver; in the window of a concurrent checkpoint, what it touches is "
     "worked out first",
     "gated": "passes the gate, then goes to the driver",
+    "asked": "goes straight to the driver, unless it asks about a thread's own default stream: then it passes the gate",
     "passed": "goes straight to the driver",
 }
 
@@ -225,9 +229,14 @@ def docs_page(entries: list[Entry]) -> str:
     """docs/driver-api.md: what happens to each entry point."""
     served = {name for group in SERVED.values() for name in group} | UNGATED_SERVED
     where = {name: file for table in (SERVED, TOUCHED) for file, group in table.items() for name in group}
-    kinds: dict[str, list[Entry]] = {"served": [], "traced": [], "gated": [], "passed": []}
+    kinds: dict[str, list[Entry]] = {kind: [] for kind in TREATMENT}
     for e in entries:
-        kind = "served" if e.base in served else "traced" if e.base in where else "gated" if e.hooked else "passed"
+        if e.base in served:
+            kind = "served"
+        elif e.base in where:
+            kind = "traced"
+        else:
+            kind = "asked" if e.effect == "query" else "gated" if e.hooked else "passed"
         kinds[kind].append(e)
     out = [
         "# The driver's entry points under the frontend\n\n",
@@ -242,7 +251,7 @@ def docs_page(entries: list[Entry]) -> str:
         for e in kinds[kind]:
             since = f"{e.since // 1000}.{e.since % 1000 // 10}"
             out.append(f"| `{e.symbol}` | {since} | `frontend/{where.get(e.base, 'resolve.c')}` |\n")
-    for kind in ("gated", "passed"):
+    for kind in ("gated", "asked", "passed"):
         out.append(f"\n## {kind.capitalize()}\n\n" + ", ".join(f"`{e.symbol}`" for e in kinds[kind]) + "\n")
     return "".join(out)
 

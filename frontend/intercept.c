@@ -87,4 +87,16 @@ static inline CUstream phos_per_thread(CUstream stream)
     return stream ? stream : CU_STREAM_PER_THREAD;
 }
 
+static inline bool phos_is_own(CUstream stream)
+{
+    return stream == CU_STREAM_PER_THREAD;
+}
+
+/* A question about a stream. The driver does not checkpoint a process in which a thread's own stream is being made. `real`:
+ * NULL until the driver has been bound, which the gate does. */
+#define HOOK_QUERY(entry, own, real, call) \
+    if (__builtin_expect(!(own) && real, 1)) \
+        return call; \
+    HOOK_PASS(entry, call)
+
 #include "phos_hooks.inc"

@@ -129,6 +129,9 @@ def wrapper(index: int, entry: Entry, target: str | None) -> str:
     else:
         gated = "false" if entry.effect in UNGATED_EFFECTS else "true"
         per_thread = "true" if entry.stream in ("ptsz", "ptds") else "false"
+        if entry.effect == "query":
+            stream = entry.arguments.partition(",")[0]
+            gated = f"{stream} == CU_STREAM_PER_THREAD" + (f" || !{stream}" if entry.stream == "ptsz" else "")
         body = (
             f"    CUresult result = sg_enter({index}, {gated}, {per_thread});\n"
             f"    if (result == CUDA_SUCCESS)\n"

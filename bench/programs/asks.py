@@ -59,7 +59,7 @@ def anew(context: Any, question: Question) -> Any:
 def questions(device: Device) -> dict[str, Question]:
     """Return what can be asked, by the name of the entry point without its version, or of several with commas.
 
-    In brackets, what is asked about.
+    In brackets what stream is asked about: the default one, or the own one of a thread that has asked for nothing yet.
     """
     handle, context = device.handle, device.context
     module = device.load(KERNEL, "asks.cu")
@@ -69,6 +69,7 @@ def questions(device: Device) -> dict[str, Question]:
     event = check(driver.cuEventCreate(0), "create an event")
     check(driver.cuEventRecord(event, stream), "record an event")
     device.synchronize()
+    default = driver.CUstream(0)
     own = driver.CUstream(driver.CU_STREAM_PER_THREAD)
     bus = check(driver.cuDeviceGetPCIBusId(16, handle), "read the device's address")
     unknown = driver.CUresult.CUDA_ERROR_UNKNOWN
@@ -107,12 +108,19 @@ def questions(device: Device) -> dict[str, Question]:
         "cuStreamGetFlags": lambda: driver.cuStreamGetFlags(stream),
         "cuStreamGetId": lambda: driver.cuStreamGetId(stream),
         "cuStreamGetDevice": lambda: driver.cuStreamGetDevice(stream),
-        "cuStreamIsCapturing (a new thread's)": lambda: anew(context, lambda: driver.cuStreamIsCapturing(own)),
-        "cuStreamGetCaptureInfo (a new thread's)": lambda: anew(context, lambda: driver.cuStreamGetCaptureInfo(own)),
-        "cuStreamGetCtx (a new thread's)": lambda: anew(context, lambda: driver.cuStreamGetCtx(own)),
-        "cuStreamGetPriority (a new thread's)": lambda: anew(context, lambda: driver.cuStreamGetPriority(own)),
-        "cuStreamGetFlags (a new thread's)": lambda: anew(context, lambda: driver.cuStreamGetFlags(own)),
-        "cuStreamGetDevice (a new thread's)": lambda: anew(context, lambda: driver.cuStreamGetDevice(own)),
+        "cuStreamIsCapturing (default)": lambda: driver.cuStreamIsCapturing(default),
+        "cuStreamGetCaptureInfo (default)": lambda: driver.cuStreamGetCaptureInfo(default),
+        "cuStreamGetCtx (default)": lambda: driver.cuStreamGetCtx(default),
+        "cuStreamGetPriority (default)": lambda: driver.cuStreamGetPriority(default),
+        "cuStreamGetFlags (default)": lambda: driver.cuStreamGetFlags(default),
+        "cuStreamGetId (default)": lambda: driver.cuStreamGetId(default),
+        "cuStreamGetDevice (default)": lambda: driver.cuStreamGetDevice(default),
+        "cuStreamIsCapturing (own)": lambda: anew(context, lambda: driver.cuStreamIsCapturing(own)),
+        "cuStreamGetCaptureInfo (own)": lambda: anew(context, lambda: driver.cuStreamGetCaptureInfo(own)),
+        "cuStreamGetCtx (own)": lambda: anew(context, lambda: driver.cuStreamGetCtx(own)),
+        "cuStreamGetPriority (own)": lambda: anew(context, lambda: driver.cuStreamGetPriority(own)),
+        "cuStreamGetFlags (own)": lambda: anew(context, lambda: driver.cuStreamGetFlags(own)),
+        "cuStreamGetDevice (own)": lambda: anew(context, lambda: driver.cuStreamGetDevice(own)),
         "cuStreamQuery": lambda: driver.cuStreamQuery(stream),
         "cuEventQuery": lambda: driver.cuEventQuery(event),
         "cuFuncGetAttribute": lambda: driver.cuFuncGetAttribute(registers, kernel),

@@ -39,12 +39,18 @@ def test_another_answer_is_wrong_at_any_time() -> None:
     assert judged((10, 11, 0), (300, 301, 1), (800, 801, 1)) == (1, 0, 2)
 
 
-def test_pure_entry_points_are_read_from_the_list() -> None:
-    pure = ungated.pure()
-    assert {"cuCtxGetCurrent", "cuDeviceTotalMem", "cuCtxPopCurrent"} <= pure
-    assert not {"cuLaunchKernel", "cuMemAlloc", "cuCtxSynchronize"} & pure
+def test_what_passes_no_gate_is_read_from_the_list() -> None:
+    never = ungated.ungated()
+    assert {"cuCtxGetCurrent", "cuDeviceTotalMem", "cuCtxPopCurrent", "cuStreamIsCapturing"} <= never
+    assert not {"cuLaunchKernel", "cuMemAlloc", "cuCtxSynchronize", "cuStreamQuery", "cuDeviceGetName"} & never
+
+
+def test_a_thread_s_own_stream_passes_the_gate() -> None:
+    never = {"cuStreamGetCtx"}
+    asked = ["cuStreamGetCtx", "cuStreamGetCtx (default)", "cuStreamGetCtx (own)", "cuStreamQuery"]
+    assert [ungated.is_gated(question, never) for question in asked] == [False, False, True, True]
 
 
 def test_entry_points_of_questions() -> None:
-    asked = ["cuCtxPushCurrent, cuCtxPopCurrent", "cuStreamGetCtx (a new thread's)"]
+    asked = ["cuCtxPushCurrent, cuCtxPopCurrent", "cuStreamGetCtx (own)"]
     assert ungated.entry_points(asked) == {"cuCtxPushCurrent", "cuCtxPopCurrent", "cuStreamGetCtx"}
