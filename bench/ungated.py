@@ -99,7 +99,7 @@ class Asked(NamedTuple):
     rows: dict[str, dict[str, Any]]
     """As judged() says it, by question; none if the driver refused."""
     refused: str
-    """What the driver refused to do meanwhile, or nothing."""
+    """What the driver refused to do meanwhile, or that the process crashed, or nothing."""
     aways: list[Away]
 
 
@@ -115,7 +115,9 @@ def ask(chosen: argparse.Namespace, name: str, questions: Sequence[str]) -> Aske
             try:
                 aways.append(send_away(program.pid, chosen.seconds))
             except driver_checkpoint.DriverCheckpointError as error:
-                return Asked({}, str(error).replace(f" {program.pid}", ""), aways)
+                time.sleep(0.5)  # of a process that crashes the driver notices it first
+                refused = str(error).replace(f" {program.pid}", "") if program.alive() else "the process crashed"
+                return Asked({}, refused, aways)
             time.sleep(0.2)
         stop.touch()
         process.wait_until(lambda: not program.alive(), 60, "the program to tell")

@@ -38,6 +38,7 @@ static struct {
 	int fd;
 	uint64_t next_id;
 	bool dumping;
+	bool gpu_part;	  /* of the dump */
 	bool hides_pages; /* CRIU can be kept from dumping pages, and phosd is there to copy them */
 } link_ = { .fd = -1, .next_id = 1 };
 
@@ -168,7 +169,7 @@ static Envelope *receive_packet(uint64_t id, int timeout_s)
 
 /* What Done says beside how it went. */
 struct answer {
-	bool gpu_part, park;
+	bool gpu_part, park, kept;
 	int thread;
 };
 
@@ -202,7 +203,7 @@ static int request(Envelope *envelope, int descriptor, const char *what, struct 
 		goto out;
 	}
 	if (said)
-		*said = (struct answer){ answer->done->gpu_part, answer->done->park, answer->done->thread };
+		*said = (struct answer){ answer->done->gpu_part, answer->done->park, answer->done->kept, answer->done->thread };
 	ret = 0;
 out:
 	phos__wire__envelope__free_unpacked(answer, NULL);
@@ -243,6 +244,7 @@ int phos_link_dump_begin(int pid)
 	if (request(&envelope, criu_get_image_dir(), "begin the checkpoint", &said))
 		return -1;
 	link_.dumping = true;
+	link_.gpu_part = said.gpu_part;
 	link_.hides_pages = said.gpu_part && begin.hides_pages;
 	if (said.gpu_part && add_inventory_plugin && add_inventory_plugin(PHOS_INVENTORY_NAME)) {
 		pr_err("no memory to note in the image that it has a GPU part\n");
@@ -251,35 +253,43 @@ int phos_link_dump_begin(int pid)
 	return 0;
 }
 
-int phos_link_task_frozen(int pid)
+int phos_link_task_frozen(int pid, int *thread)
 {
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__TaskFrozen frozen = PHOS__WIRE__TASK_FROZEN__INIT;
-	int table, ret;
+	struct answer said = {};
+	int table = -1, ret;
 
-	if (!link_.hides_pages)
-		return 0; /* CRIU dumps all pages itself */
-	table = memfd_create("phos-pages", MFD_CLOEXEC);
-	if (table < 0) {
+	*thread = 0;
+	if (!link_.gpu_part)
+		return 0;
+	if (link_.hides_pages) /* else CRIU dumps all pages itself */
+		table = memfd_create("phos-pages", MFD_CLOEXEC);
+	if (table < 0 && link_.hides_pages) {
 		pr_err("cannot make a table of pages: %s\n", strerror(errno));
 		return -1;
 	}
 	frozen.pid = pid;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_FROZEN;
 	envelope.task_frozen = &frozen;
-	ret = request(&envelope, table, "copy a frozen task's pages", NULL);
-	if (!ret)
+	ret = request(&envelope, table, "see to a frozen task", &said);
+	if (!ret && said.thread)
+		*thread = said.thread;
+	else if (!ret && table >= 0)
 		ret = phos_hide(pid, table);
-	close(table);
+	if (table >= 0)
+		close(table);
 	return ret;
 }
 
-int phos_link_dump_end(int result)
+int phos_link_dump_end(int result, bool *kept)
 {
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__DumpEnd end = PHOS__WIRE__DUMP_END__INIT;
+	struct answer said = {};
 	int hidden, ret;
 
+	*kept = true;
 	if (!link_.dumping)
 		return 0;
 	if (phos_hidden(&hidden) && !result)
@@ -287,9 +297,10 @@ int phos_link_dump_end(int result)
 	end.result = result;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_DUMP_END;
 	envelope.dump_end = &end;
-	ret = request(&envelope, hidden, "end the checkpoint", NULL);
+	ret = request(&envelope, hidden, "end the checkpoint", &said);
 	if (hidden >= 0)
 		close(hidden);
+	*kept = ret || result || said.kept;
 	return ret ? ret : result;
 }
 
@@ -334,9 +345,18 @@ int phos_link_task_restored(int pid, bool *park, int *thread)
 	return 0;
 }
 
-int phos_link_task_runs(int pid)
+int phos_link_task_runs(int pid, enum phos_stage stage)
 {
-	return task_restored(pid, true, NULL);
+	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
+	Phos__Wire__TaskRuns runs = PHOS__WIRE__TASK_RUNS__INIT;
+
+	if (stage == PHOS_RESTORED)
+		return task_restored(pid, true, NULL);
+	runs.pid = pid;
+	runs.back = stage == PHOS_DUMP_ENDS;
+	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_RUNS;
+	envelope.task_runs = &runs;
+	return request(&envelope, -1, runs.back ? "bring back the driver's part" : "save the driver's part", NULL);
 }
 
 void phos_link_restore_end(int result)

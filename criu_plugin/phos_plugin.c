@@ -3,17 +3,21 @@
  *
  * When the hooks fire (CRIU 4.1.1, seize.c, cr-dump.c, cr-restore.c):
  *   init(DUMP), PAUSE_DEVICES(root)      every task of the tree still runs; phosd quiesces, detaches and checkpoints all
- *                                        GPU processes of the tree here
+ *                                        GPU processes of the tree here; of those without the frontend it has the driver
+ *                                        block further calls, and no more
  *   PAUSE_DEVICES(child)                 only after its parent has been frozen: nothing is left to do
- *   CHECKPOINT_DEVICES(pid)              the whole tree is frozen, and CRIU has not touched any task's memory yet: phosd
- *                                        begins to copy it
+ *   CHECKPOINT_DEVICES(pid)              the whole tree is frozen, and CRIU has not touched any task's memory yet: of
+ *                                        processes without the frontend the driver's part is saved (driver_thread.c), then
+ *                                        phosd begins to copy the task's memory
  *   exit(DUMP, result)                   tasks still frozen. If CRIU is going to kill them, phosd completes the image first;
- *                                        if they are to run on it answers at once. CRIU's exit closes the socket, and that
- *                                        tells phosd that the tasks are released or dead
+ *                                        if they are to run on it answers at once, and the driver's part of those without
+ *                                        the frontend is brought back. CRIU's exit closes the socket, and that tells phosd
+ *                                        that the tasks are released or dead
  *   init(RESTORE)                        nothing exists yet: phosd may refuse the image or the GPUs. Whoever brings the
  *                                        tasks' memory in CRIU's place begins (fill_server.c)
- *   RESUME_DEVICES_LATE(pid)             every task exists and is stopped; its return value is ignored by CRIU. For a pool
- *                                        (park.c) the driver's part is brought back here, and the task stays stopped
+ *   RESUME_DEVICES_LATE(pid)             every task exists and is stopped; its return value is ignored by CRIU. Of those
+ *                                        without the frontend, and for a pool, the driver's part is brought back here; what
+ *                                        is for a pool stays stopped
  */
 #include "phos_plugin.h"
 
@@ -29,7 +33,13 @@ extern void pstree_switch_state(void *root, int state) __attribute__((weak));
 extern void *root_item __attribute__((weak));
 #define TASK_ALIVE 0x1
 
-static bool pre_dump; /* CRIU's main thread only */
+static bool pre_dump; /* CRIU's main thread only, like all that follows */
+
+/* Tasks whose driver's part was saved while CRIU held them, and its threads. */
+static struct saved {
+	int pid, thread;
+} *saved;
+static size_t saved_count;
 
 /*
  * The image cannot be completed, and CRIU is about to kill the tasks for having dumped them. An exit hook returns nothing,
@@ -76,9 +86,15 @@ static int phos_plugin_init(int stage)
 
 static void phos_plugin_exit(int stage, int ret)
 {
+	bool kept;
+	int failed;
+
 	switch (stage) {
 	case CR_PLUGIN_STAGE__DUMP:
-		if (phos_link_dump_end(ret) && !ret) /* whatever it says of a dump that failed */
+		failed = phos_link_dump_end(ret, &kept);
+		for (size_t i = 0; kept && i < saved_count; i++) /* phosd tries again once CRIU has ended */
+			(void)phos_let_run(saved[i].pid, saved[i].thread, PHOS_DUMP_ENDS);
+		if (failed && !ret) /* whatever it says of a dump that failed */
 			keep_tasks();
 		break;
 	case CR_PLUGIN_STAGE__RESTORE:
@@ -98,20 +114,45 @@ static int phos_plugin_pause_devices(int pid)
 
 static int phos_plugin_checkpoint_devices(int pid)
 {
-	return pre_dump ? 0 : phos_link_task_frozen(pid);
+	struct saved *more;
+	int thread;
+
+	if (pre_dump)
+		return 0;
+	if (phos_link_task_frozen(pid, &thread))
+		return -1;
+	if (!thread)
+		return 0;
+	more = realloc(saved, (saved_count + 1) * sizeof(*saved));
+	if (!more) {
+		pr_err("no memory to note that the driver's part of process %d is saved\n", pid);
+		return -1;
+	}
+	saved = more;
+	if (phos_let_run(pid, thread, PHOS_DUMPED))
+		return -1;
+	saved[saved_count++] = (struct saved){ pid, thread };
+	return phos_link_task_frozen(pid, &thread);
 }
 
 static int phos_plugin_resume_devices_late(int pid)
 {
 	bool park;
-	int thread;
+	int thread, ret = 0;
 
 	phos_wait_lazy_fill();
 	if (phos_fill_end())
 		end_restore(pid);
 	if (phos_link_task_restored(pid, &park, &thread))
 		end_restore(pid);
-	return park ? phos_park(pid, thread) : 0;
+	if (thread && (ret = phos_let_run(pid, thread, PHOS_RESTORED)) && !park)
+		end_restore(pid);
+	/* Each thread takes part in that stop when CRIU lets it go, before it returns to user mode. */
+	if (park && kill(pid, SIGSTOP)) {
+		pr_err("process %d cannot be stopped: %s\n", pid, strerror(errno));
+		return -1;
+	}
+	return ret;
 }
 
 /* CRIU refuses a plugin that knows more hooks than itself: register up to CHECKPOINT_DEVICES (11) of CRIU 4.1, never more. */

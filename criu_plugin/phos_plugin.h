@@ -29,15 +29,26 @@ extern bool check_and_remove_inventory_plugin(const char *name, size_t size) __a
 
 /* All return 0, or a negative number after they have logged why. One thread: CRIU calls hooks from its main thread only. */
 int phos_link_dump_begin(int pid);
-int phos_link_dump_end(int result);
+/* *kept: the tasks are to run on. */
+int phos_link_dump_end(int result, bool *kept);
 int phos_link_restore_begin(void);
-/* *park: the task is to be left stopped. *thread, unless 0, has to run before, until phos_link_task_runs() has returned. */
+/* *park: the task is to be left stopped. *thread, unless 0, has to run before (phos_let_run). */
 int phos_link_task_restored(int pid, bool *park, int *thread);
-int phos_link_task_runs(int pid);
+
+/* What phosd does while the driver's thread of a task runs, and no other. */
+enum phos_stage {
+	PHOS_DUMPED,	/* saves its part */
+	PHOS_DUMP_ENDS, /* brings it back, of a task that is to run on */
+	PHOS_RESTORED,	/* brings it back */
+};
+int phos_link_task_runs(int pid, enum phos_stage stage);
 void phos_link_restore_end(int result);
 
-/* A task is frozen: phosd begins to copy its pages, and says which CRIU need not dump (hidden_pages.c). */
-int phos_link_task_frozen(int pid);
+/*
+ * A task is frozen: phosd begins to copy its pages, and says which CRIU need not dump (hidden_pages.c). *thread, unless 0: it
+ * has not begun, and that thread has to run (phos_let_run) before it is asked again.
+ */
+int phos_link_task_frozen(int pid, int *thread);
 
 /* Whether what CRIU asks the kernel comes to us first. */
 bool phos_can_hide(void);
@@ -46,8 +57,8 @@ int phos_hide(int pid, int table);
 /* *table: a memfd of struct phos_hidden, with what was hidden of all tasks; -1 if nothing was. Returns 0 or -1. */
 int phos_hidden(int *table);
 
-/* Leaves a restored task stopped; before that its one thread `thread`, unless 0, runs while phosd works. */
-int phos_park(int pid, int thread);
+/* Lets the one thread `thread` of a stopped task run while phosd works. Returns 0 or -1. */
+int phos_let_run(int pid, int thread, enum phos_stage stage);
 
 /* Kills every process that this one traces. */
 void phos_kill_traced(void);

@@ -103,6 +103,7 @@ def build(
                 executable=process.executable,
                 command_line=arguments,
                 parent_pid=parent,
+                restore_thread=process.restore_thread,
             )
         )
     return inventory

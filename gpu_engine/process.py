@@ -169,7 +169,12 @@ class GatedProcess(Protocol):
 
 @dataclass(frozen=True)
 class ForeignProcess:
-    """A process that uses CUDA without the frontend: the driver alone saves all its GPU memory."""
+    """A process that uses CUDA without the frontend: the driver alone saves all its GPU memory.
+
+    No gate keeps its threads from calls that crash while it is saved, so they stand still (`ProcessTree.save_frozen`).
+    """
 
     pid: int
     executable: str
+    restore_thread: int
+    """The one that carries out what the driver is asked to do, as the process itself numbers it."""

@@ -195,6 +195,18 @@ def inner_thread(pid: int, thread: int) -> int:
     return inner or thread
 
 
+def thread_for(peer: int, pid: int, thread: int) -> int:
+    """What ``peer`` calls a thread of process ``pid``, which calls it ``thread`` itself; 0 if that cannot be told."""
+    if pid_namespace(peer) == pid_namespace(pid):
+        return thread
+    if pid_namespace(peer) != pid_namespace(os.getpid()):
+        return 0
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        if _inner(task / "status") == thread:
+            return int(task.name)
+    return 0
+
+
 def says_pages() -> bool:
     """Whether the kernel says which pages a process has (PAGEMAP_SCAN, Linux 6.7): tried on one of our own."""
     page = mmap.mmap(-1, mmap.PAGESIZE)

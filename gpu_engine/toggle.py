@@ -109,15 +109,50 @@ def holds_cuda(pid: int) -> bool:
     return driver.checkpoint_state(pid) is not None
 
 
-def checkpoint(pid: int, lock_ms: int) -> None:
-    """Lock and checkpoint one process; if that fails the process is left running.
+def checkpoint(pid: int) -> None:
+    """Lock and checkpoint a process that is quiesced; if that fails it is left running.
 
     Raises:
         CheckpointFailed: the driver refused.
     """
-    try:
-        driver.checkpoint_lock(pid, lock_ms)
+
+    def steps() -> None:
+        driver.checkpoint_lock(pid, LOCK_MS)
         driver.checkpoint_checkpoint(pid)
+
+    _carefully(pid, steps)
+
+
+def lock(pid: int) -> None:
+    """Block further calls of a process without the frontend, and wait for its GPU work.
+
+    Not all calls: those that ask for the state of a stream or an event, and the first ones about a thread's own stream,
+    go on, and crash once it is checkpointed (bench/ungated.py).
+
+    Raises:
+        CheckpointFailed: the driver refused; the process is left running.
+    """
+    _carefully(pid, lambda: driver.checkpoint_lock(pid, FOREIGN_LOCK_MS))
+
+
+def save(pid: int) -> None:
+    """Checkpoint a locked process of which only the driver's thread runs. Nothing else is asked of the driver.
+
+    Raises:
+        NoSuchProcess: it has ended.
+        DriverError: the driver refused; it is locked as before.
+    """
+    try:
+        driver.checkpoint_checkpoint(pid)
+    except DriverError as error:
+        if not is_alive(pid):
+            raise NoSuchProcess(f"Process {pid} ended while it was being checkpointed.") from error
+        raise
+
+
+def _carefully(pid: int, steps: Callable[[], None]) -> None:
+    try:
+        steps()
     except DriverError as error:
         if driver.checkpoint_state(pid) is None:
             raise CheckpointFailed(f"Process {pid} ended while it was being checkpointed.") from error
@@ -176,13 +211,25 @@ def revive_when_there_is_room(pid: int) -> None:
 
     Raises: as :func:`revive`.
     """
+    _when_there_is_room(revive, pid, lambda: driver.checkpoint_state(pid) == "checkpointed")
+
+
+def put_back_when_there_is_room(pid: int) -> None:
+    """:func:`put_back`, likewise.
+
+    Raises: as :func:`put_back`.
+    """
+    _when_there_is_room(put_back, pid, lambda: is_alive(pid))
+
+
+def _when_there_is_room(action: Callable[[int], None], pid: int, may_wait: Callable[[], bool]) -> None:
     said = False
     while True:
         try:
-            revive(pid)
+            action(pid)
             return
         except DriverError as error:
-            if error.code != OUT_OF_MEMORY or driver.checkpoint_state(pid) != "checkpointed":
+            if error.code != OUT_OF_MEMORY or not may_wait():
                 raise
             if not said:
                 log.warning("Process %d waits for GPU memory to become free: %s", pid, error)

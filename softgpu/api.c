@@ -3,6 +3,7 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <limits.h>
+#include <signal.h>
 #include <linux/futex.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
@@ -21,6 +22,7 @@ static pthread_mutex_t init_lock = PTHREAD_MUTEX_INITIALIZER;
 enum { GATE_OPEN, GATE_CLOSED, GATE_FAILED };
 static _Atomic uint32_t gate;   /* futex word of the calls that wait */
 static _Atomic uint32_t active; /* futex word of the closer */
+static atomic_bool away;        /* nothing of this process is on the GPU */
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t value, const struct timespec *timeout)
 {
@@ -79,6 +81,21 @@ CUresult sg_leave(bool gated, CUresult result)
     if (gated && --sg_thread.depth == 0)
         gate_exit();
     return result;
+}
+
+void sg_set_away(bool is_away)
+{
+    atomic_store(&away, is_away);
+}
+
+/* What the driver does (measured with 580.159 on an H100). */
+void sg_refuse_away(unsigned index)
+{
+    if (!atomic_load(&away))
+        return;
+    sg_log("%s was called while process %d is checkpointed: the driver of a GPU crashes here", sg_entries[index].symbol,
+           (int)getpid());
+    raise(SIGSEGV);
 }
 
 CUresult sg_unsupported(unsigned index)

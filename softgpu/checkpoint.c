@@ -115,7 +115,6 @@ static bool context_state(bool save)
 
 CUresult sg_checkpoint(void)
 {
-    sg_streams_drain();
     CUresult result = CUDA_SUCCESS;
     pthread_mutex_lock(&sg_map_lock);
     residue_size = 0;

@@ -88,6 +88,10 @@ static CUresult lock(const struct arguments *arguments)
     }
     if (!sg_gate_close(deadline))
         return CUDA_ERROR_NOT_READY;
+    if (!sg_streams_idle(deadline)) {
+        sg_gate_open();
+        return CUDA_ERROR_NOT_READY;
+    }
     mailbox.state = CU_PROCESS_STATE_LOCKED;
     return CUDA_SUCCESS;
 }
@@ -99,10 +103,13 @@ static CUresult checkpoint(void)
     if (sg_fault(SG_FAULT_CHECKPOINT))
         return CUDA_ERROR_UNKNOWN;
     uint64_t started = sg_now_ns();
+    sg_set_away(true);
     CUresult result = sg_checkpoint();
     pause_toggle(started, "checkpoint");
     if (result == CUDA_SUCCESS)
         mailbox.state = CU_PROCESS_STATE_CHECKPOINTED;
+    else
+        sg_set_away(false);
     return result;
 }
 
@@ -123,6 +130,7 @@ static CUresult restore(const struct arguments *arguments)
         result = sg_restore(physical, arguments->count, &why);
     pause_toggle(started, "restore");
     if (result == CUDA_SUCCESS) {
+        sg_set_away(false);
         mailbox.state = CU_PROCESS_STATE_LOCKED;
     } else if (why) {
         sg_log("process %d lost its GPU state: it cannot be restored because %s", (int)getpid(), why);

@@ -36,6 +36,9 @@ ANYTIME = {
 }
 UNGATED_EFFECTS = {"pure", "special", "init"}
 
+# They look at memory of the GPU, and no lock of the driver's keeps them from it (bench/ungated.py).
+POLLS = {"cuStreamQuery", "cuEventQuery"}
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -129,10 +132,15 @@ def wrapper(index: int, entry: Entry, target: str | None) -> str:
     else:
         gated = "false" if entry.effect in UNGATED_EFFECTS else "true"
         per_thread = "true" if entry.stream in ("ptsz", "ptds") else "false"
-        if entry.effect == "query":
+        crashes = "true" if entry.name in POLLS else ""
+        if entry.effect == "query":  # a thread's own stream is made when it is first asked about
             stream = entry.arguments.partition(",")[0]
-            gated = f"{stream} == CU_STREAM_PER_THREAD" + (f" || !{stream}" if entry.stream == "ptsz" else "")
+            crashes = f"{stream} == CU_STREAM_PER_THREAD" + (f" || !{stream}" if entry.stream == "ptsz" else "")
+        if crashes:
+            gated = "false"
+        check = f"    if ({crashes})\n        sg_refuse_away({index});\n" if crashes else ""
         body = (
+            f"{check}"
             f"    CUresult result = sg_enter({index}, {gated}, {per_thread});\n"
             f"    if (result == CUDA_SUCCESS)\n"
             f"        result = sg_leave({gated}, softgpu_{target}({entry.arguments}));\n"

@@ -72,6 +72,10 @@ bool sg_initialized(void);
 bool sg_forked(void);
 /* Gate for the checkpoint: false when calls did not drain before the deadline (ns, 0 = none); the gate is open again then. */
 bool sg_gate_close(uint64_t deadline);
+/* From the beginning of a checkpoint to the end of the restore. */
+void sg_set_away(bool is_away);
+/* Crashes if the process is away: for calls that no gate keeps from what is not there. */
+void sg_refuse_away(unsigned index);
 void sg_gate_open(void);
 void sg_gate_fail(void); /* open for ever, every call refused: the process lost its GPU state */
 
@@ -324,7 +328,7 @@ struct sg_op *sg_op_reference(struct sg_op *op);
 void sg_op_unreference(struct sg_op *op);
 void sg_op_wait(struct sg_op *op);
 bool sg_op_done(struct sg_op *op);
-void sg_streams_drain(void); /* waits until nothing is queued in any context */
+bool sg_streams_idle(uint64_t deadline); /* waits until nothing is queued in any context; false: after the deadline (0: none) */
 
 /* ---- event.c ---- */
 struct sg_event {

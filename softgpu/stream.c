@@ -460,15 +460,23 @@ CUresult sg_context_mark(struct sg_context *context, struct sg_op **out)
     return stream ? submit(stream, &work, NULL, false, out) : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-static void drain(struct sg_context *context, void *cookie)
+static void see_idle(struct sg_context *context, void *cookie)
 {
-    (void)cookie;
-    wait_newest(context, NULL);
+    bool *idle = cookie;
+    *idle = *idle && context_idle(context);
 }
 
-void sg_streams_drain(void)
+bool sg_streams_idle(uint64_t deadline)
 {
-    sg_contexts_each(drain, NULL);
+    for (;;) {
+        bool idle = true;
+        sg_contexts_each(see_idle, &idle);
+        if (idle)
+            return true;
+        if (deadline && sg_now_ns() >= deadline)
+            return false;
+        sg_sleep_ns(200000);
+    }
 }
 
 bool sg_stream_idle(struct sg_stream *stream)

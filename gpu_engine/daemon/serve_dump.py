@@ -46,6 +46,10 @@ LEAVE = re.compile(r"--leave-(r\w*|s\w*)|-[A-CE-IKNP-VX-Za-npqsu-z]*[Rs].*")
 """How ``--leave-running`` (-R) and ``--leave-stopped`` (-s) may look on CRIU's command line."""
 
 
+SCRIPT = re.compile(r"--ac.*")
+"""How ``--action-script`` may look there. One that fails after the dump keeps the tasks."""
+
+
 class DumpServer:
     """Serves the connections of CRIU's plugin while CRIU dumps. Each runs in a thread of its own."""
 
@@ -76,8 +80,7 @@ class DumpServer:
             except RuntimeError as error:  # the processes stand still: whatever fails here, they are to come back
                 log.warning("Checkpoint of process %d: nobody looks whether CRIU is stuck: %s", request.pid, error)
             try:
-                kills = not _leaves_alive(connection.pid)
-                result = self._follow_criu(connection, job, interruption, kills=kills)
+                result = self._follow_criu(connection, job, interruption)
             except (PhosError, OSError) as error:
                 log.error("Checkpoint of process %d: CRIU's plugin is not to be understood: %s", request.pid, error)
             except Exception:
@@ -98,17 +101,21 @@ class DumpServer:
             if job.state == "failed":
                 self._registry.renew_if_broken()
 
-    def _follow_criu(
-        self, connection: wire.Connection, job: StopDump | None, interruption: Interruption, *, kills: bool
-    ) -> int:
+    def _follow_criu(self, connection: wire.Connection, job: StopDump | None, interruption: Interruption) -> int:
         """Until CRIU's process ends. Returns its result; -1 if it did not say any, or was told to keep the tasks."""
         result = -1
+        kills, kept = not _leaves_alive(connection.pid), _may_leave_alive(connection.pid)
         while (packet := connection.receive()) is not None:
             envelope, descriptors = packet
+            thread = 0
             try:
                 match envelope.WhichOneof("body"):
                     case "task_frozen":
-                        self._freeze(connection, job, envelope.task_frozen.pid, wire.only(descriptors))
+                        table = wire.only(descriptors) if descriptors else -1
+                        thread = self._freeze(connection, job, envelope.task_frozen.pid, table)
+                    case "task_runs" if job:
+                        pid = procfs.outer_pid(connection.pid, envelope.task_runs.pid)
+                        job.task_runs(pid, back=envelope.task_runs.back)
                     case "dump_end":
                         result = envelope.dump_end.result
                         if job:
@@ -119,19 +126,30 @@ class DumpServer:
                     case _:
                         raise ProtocolError("phosd expects a frozen task here, or the end of the dump.")
             except (PhosError, OSError) as error:
-                result = -1
+                if not envelope.task_runs.back:  # what is not back yet will be, and says nothing of the image
+                    result = -1
                 connection.done(envelope.id, error=error)
             else:
-                connection.done(envelope.id)
+                connection.done(envelope.id, thread=thread, kept=kept)
             finally:
                 wire.close_all(descriptors)
         return result
 
     @staticmethod
-    def _freeze(connection: wire.Connection, job: StopDump | None, criu_pid: int, table: int) -> None:
+    def _freeze(connection: wire.Connection, job: StopDump | None, criu_pid: int, table: int) -> int:
+        """Returns the thread that has to run before, as CRIU numbers it, or 0.
+
+        Raises:
+            CheckpointFailed: CRIU's number of it cannot be told, or as :meth:`StopDump.task_frozen`.
+        """
         # One in a pid namespace below CRIU's is not found, and CRIU dumps it alone.
-        if job and (pid := procfs.outer_pid(connection.pid, criu_pid)):
-            job.task_frozen(pid, criu_pid, table, connection.pid)
+        if not job or not (pid := procfs.outer_pid(connection.pid, criu_pid)):
+            return 0
+        inner = job.task_frozen(pid, criu_pid, table, connection.pid)
+        thread = procfs.thread_for(connection.pid, pid, inner) if inner else 0
+        if inner and not thread:
+            raise CheckpointFailed(f"CRIU's number of thread {inner} of process {pid}, the driver's, cannot be told.")
+        return thread
 
     def _begin(
         self,
@@ -293,7 +311,7 @@ class DumpServer:
                 f"({self._registry.path}) within {REGISTER_SECONDS:.0f} s. Is it stopped, or was it started "
                 "with another PHOS_SOCKET?"
             )
-        return gated, [ForeignProcess(pid, procfs.executable(pid)) for pid in others]
+        return gated, [_foreign(pid) for pid in others]
 
     def _describe(self, process: GatedProcess, detached: Detached) -> inventory.ProcessRecord:
         arguments, parent = inventory.command_line(process.pid)
@@ -313,6 +331,18 @@ class DumpServer:
             devices=session.gpu_ordinals(),
             restore_thread=session.restore_thread,
         )
+
+
+def _foreign(pid: int) -> ForeignProcess:
+    """
+    Raises:
+        CheckpointFailed: the driver does not say which of its threads it needs.
+    """
+    thread = toggle.restore_thread(pid, THREAD_SECONDS)
+    if not thread and procfs.is_alive(pid):
+        why = "it is stopped. Continue it first" if procfs.is_stopped(pid) else "the driver does not name its thread"
+        raise CheckpointFailed(f"The driver could not checkpoint process {pid} ({procfs.executable(pid)}): {why}.")
+    return ForeignProcess(pid, procfs.executable(pid), thread)
 
 
 def _free_criu(criu: int, over: threading.Event) -> None:
@@ -339,11 +369,20 @@ def _free_criu(criu: int, over: threading.Event) -> None:
 
 def _leaves_alive(criu: int) -> bool:
     """Whether a CRIU that is dumping will leave its tasks alive. In doubt (an RPC client asked it): it will not."""
+    return any(LEAVE.fullmatch(word) for word in _command_line(criu))
+
+
+def _may_leave_alive(criu: int) -> bool:
+    """Whether it may, for all that can be known of it: an RPC client asked it, or a script of the user's has a say."""
+    words = _command_line(criu)
+    return "dump" not in words or any(LEAVE.fullmatch(word) or SCRIPT.fullmatch(word) for word in words)
+
+
+def _command_line(pid: int) -> list[str]:
     try:
-        words = Path(f"/proc/{criu}/cmdline").read_text(errors="replace").split("\0")
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
-        return False
-    return any(LEAVE.fullmatch(word) for word in words)
+        return []
 
 
 def _has_frontend(pid: int) -> bool:

@@ -73,14 +73,16 @@ class RestoreServer:
         try:
             while (packet := connection.receive()) is not None:
                 wire.close_all(packet[1])
-                kind = packet[0].WhichOneof("body")
+                kind, thread = packet[0].WhichOneof("body"), 0
                 if kind == "task_restored" and job:
-                    job.take_task(_outside(connection.pid, packet[0].task_restored.pid))
+                    thread = _take(job, connection.pid, packet[0].task_restored)
                 elif kind == "restore_end":
                     result = packet[0].restore_end.result
                 # CRIU's log is where a person looks first; CRIU itself may not know why its tasks were killed.
                 connection.done(
-                    packet[0].id, error=job.error if job and job.state not in (*UNDER_WAY, "attached") else ""
+                    packet[0].id,
+                    error=job.error if job and job.state not in (*UNDER_WAY, "attached") else "",
+                    thread=thread,
                 )
         except Exception as error:
             say_failure(f"{job.path if job else 'Restore'}: CRIU's plugin", error)
@@ -216,6 +218,23 @@ class RestoreServer:
                     self._registry.forget(session)
         job.put_away.set()
         self._registry.jobs.settle(job)
+
+
+def _take(job: Restore, criu: int, request: wire_pb2.TaskRestored) -> int:
+    """Returns the thread that has to run before CRIU lets a task go, as CRIU numbers it, or 0.
+
+    Raises:
+        RestoreFailed: CRIU's number of the task or of that thread cannot be told, or the driver's part is not back.
+    """
+    pid = _outside(criu, request.pid)
+    if request.runs:
+        job.bring_back(pid)
+        return 0
+    inner = job.take_task(pid)
+    thread = procfs.thread_for(criu, pid, inner) if inner else 0
+    if inner and not thread:
+        raise RestoreFailed(f"CRIU's number of thread {inner} of process {pid}, the driver's, cannot be told.")
+    return thread
 
 
 def _outside(criu: int, pid: int) -> int:

@@ -162,14 +162,24 @@ class Connection:
             pass
 
     def done(
-        self, request_id: int, error: object = "", warnings: Iterable[str] = (), *, gpu_part: bool = False
+        self,
+        request_id: int,
+        error: object = "",
+        warnings: Iterable[str] = (),
+        *,
+        gpu_part: bool = False,
+        thread: int = 0,
+        kept: bool = False,
     ) -> None:
         """Answer a request that wants no more than to know whether it was carried out.
 
         ``gpu_part``: of the begin of a dump, that the image will have a part of ours, without which it is useless.
+        ``thread`` and ``kept``: see Done in proto/wire.proto.
         """
-        kept = sentences(warnings)
-        self.reply(request_id, done=wire_pb2.Done(error=sentence(error), warnings=kept, gpu_part=gpu_part))
+        done = wire_pb2.Done(
+            error=sentence(error), warnings=sentences(warnings), gpu_part=gpu_part, thread=thread, kept=kept
+        )
+        self.reply(request_id, done=done)
 
     def limit(self, *, receive: float | None = None, send: float | None = None) -> None:
         """See :func:`~phos.gpu_engine.daemon.blocking.limit`."""

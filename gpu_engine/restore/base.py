@@ -55,6 +55,9 @@ class RestoredProcess:
 VERDICT_SECONDS = 10.0
 """For so long a thread that brings back a process which has ended may take to say whether it was back by then."""
 
+DRIVER_SECONDS = 500.0
+"""How long the driver may take to bring a process back of which only its own thread runs, and all of its GPU memory."""
+
 BUSY_SECONDS = 10.0
 """So long does it take at most to park another process of the same image, which needs the same files for that."""
 
@@ -348,10 +351,43 @@ class Restore(ABC):
             self._computes(pid)  # without the frontend nothing else has to come back
 
     def _revive(self, pid: int) -> None:
-        toggle.revive(pid, self._gpu_pairs or None)
+        if self._stands_still(pid):
+            toggle.put_back(pid, self._gpu_pairs or None)
+        else:
+            toggle.revive(pid, self._gpu_pairs or None)
 
-    def take_task(self, pid: int) -> None:
+    def _stands_still(self, pid: int) -> bool:
+        """Whether only the driver's thread of a process runs when its part is brought back."""
+        return self._thread(pid) != 0
+
+    def _thread(self, pid: int) -> int:
+        """That thread, as the process numbers it, of one without the frontend; 0 if the image does not name it.
+
+        Others do not get as far as a call before all is there. This one's calls pass no gate, and may crash.
+        """
+        named = {p.pid: p.restore_thread for p in self._image.inventory.processes if not p.under_frontend}
+        return named.get(inner_pid(pid), 0)
+
+    def bring_back(self, pid: int, seconds: float = DRIVER_SECONDS) -> None:
+        """The driver's thread runs, of a process whose others stand still: the driver's part.
+
+        Raises:
+            RestoreFailed: it cannot be brought back; all processes of the restore have been ended.
+        """
+        step = toggle.Step(self.task_restored, pid)
+        if not step.ended(seconds):
+            # Every other thread stands still. One that held what the driver's needs would hold it for ever.
+            self.fail(f"The driver did not bring process {pid} back within {seconds:.0f} s.")
+        with self._lock:
+            back = pid in self._driver_ready or pid in self._computing
+        if not back:
+            self.fail(f"Process {pid} ended while it was restored.")
+            raise RestoreFailed(self.error or f"Process {pid} ended while it was restored.")
+
+    def take_task(self, pid: int) -> int:
         """CRIU's plugin names a task that it is about to let go: bring the driver's part back beside it.
+
+        Returns 0; or the thread of it, as it is numbered there, that has to run alone before, for :meth:`bring_back`.
 
         The plugin, and with it the stopped task, waits for this: no driver call may be made here, because the driver's
         calls on a process, GetState too, wait until that process runs.
@@ -366,12 +402,15 @@ class Restore(ABC):
             failed = self.state in FAILED
         if failed:
             self._kill(pid, pidfd)  # it must not go on without its memory
-            return
+            return 0
         if not uses_cuda:
-            return
+            return 0
         with self._lock:
             self._reviving.add(pid)  # before it runs
+        if thread := self._thread(pid):
+            return thread
         threading.Thread(target=self.task_restored, args=(pid,), name=f"restore-{pid}", daemon=True).start()
+        return 0
 
     def wait_ready(self, pid: int, seconds: float) -> bool:
         """Whether the frontend in ``pid`` may attach, within so many seconds; at once if it never may."""

@@ -164,26 +164,14 @@ class PooledRestore(LazyRestore):
             raise RestoreFailed(f"The driver does not say which thread of process {pid} carries its restore out.")
         return thread
 
-    def bring_back(self, pid: int) -> None:
-        """That thread runs: the driver's part.
-
-        Raises:
-            RestoreFailed: it cannot be brought back; all processes of the restore have been ended.
-        """
+    def bring_back(self, pid: int, seconds: float = DRIVER_SECONDS) -> None:
+        """As every restore does it, of all processes of a pool."""
         if self._free_before is None:
             self._free_before = self._free()
-        step = toggle.Step(self.task_restored, pid)
-        if not step.ended(DRIVER_SECONDS):
-            # Every other thread stands still. One that held what the driver's needs would hold it for ever.
-            self.fail(f"The driver did not bring process {pid} back within {DRIVER_SECONDS:.0f} s.")
-        with self._lock:
-            back = pid in self._driver_ready or pid in self._computing
-        if not back:
-            self.fail(f"Process {pid} ended while it was restored.")
-            raise RestoreFailed(self.error or f"Process {pid} ended while it was restored.")
+        super().bring_back(pid, seconds)
 
-    def _revive(self, pid: int) -> None:
-        toggle.put_back(pid, self._gpu_pairs or None)
+    def _stands_still(self, pid: int) -> bool:
+        return True
 
     def _free(self) -> int:
         return sum(driver.context(gpu).free_memory() for gpu in set(self._ordinals.values()))

@@ -248,18 +248,33 @@ class StopDump:
 
     # Step 2: CRIU dumps.
 
-    def task_frozen(self, pid: int, criu_pid: int, table: int, tracer: int) -> None:
+    def task_frozen(self, pid: int, criu_pid: int, table: int, tracer: int) -> int:
         """CRIU, which is process ``tracer``, has frozen a task of the tree, and calls it ``criu_pid``.
 
-        Copies its pages; ``table`` is a memfd for what CRIU need not dump (task_pages.py).
+        Copies its pages; ``table`` is a memfd for what CRIU need not dump (task_pages.py), or -1: it dumps all. Returns
+        0; or the thread of the task, as the task numbers it, that has to run for :meth:`task_runs` before.
 
         Raises:
             OSError: the table cannot be written.
             CheckpointFailed: somebody has asked for the end of it.
         """
         self._interruption.check()
-        if self.settings.cpu_pages:
+        if thread := self._tree.thread_to_save(pid):
+            return thread
+        if self.settings.cpu_pages and table >= 0:
             self._pages.freeze(pid, criu_pid, table, tracer)
+        return 0
+
+    def task_runs(self, pid: int, *, back: bool) -> None:
+        """That thread runs: the driver saves what it holds of the task, or brings it ``back`` before CRIU lets it go.
+
+        Raises:
+            CheckpointFailed: it cannot be done.
+        """
+        if back:
+            self._tree.put_back_frozen(pid)
+        else:
+            self._tree.save_frozen(pid)
 
     # Step 3: CRIU has ended.
 

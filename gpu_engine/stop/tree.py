@@ -64,6 +64,7 @@ class ProcessTree:
         self._timeline = timeline
         self._quiesced: list[GatedProcess] = []
         self._toggles: dict[int, toggle.Step] = {}
+        self._unsaved: set[int] = set()  # those without the frontend that the driver has locked, and no more
 
     @property
     def pids(self) -> list[int]:
@@ -192,19 +193,17 @@ class ProcessTree:
             ) from error
 
     def checkpoint(self) -> None:
-        """The driver saves its own part of every process.
+        """The driver saves its own part of every process under the frontend, and locks the others.
 
         Raises:
             Unresponsive: a process is stopped, or the driver does not answer.
             CheckpointFailed: the driver refused.
         """
-        foreign = {process.pid for process in self.foreign}
-
-        def checkpoint(pid: int) -> None:
-            toggle.checkpoint(pid, toggle.FOREIGN_LOCK_MS if pid in foreign else toggle.LOCK_MS)
-
-        for pid in self.pids:
-            self._toggles[pid] = toggle.Step(checkpoint, pid)
+        for process in self.gated:
+            self._toggles[process.pid] = toggle.Step(toggle.checkpoint, process.pid)
+        for stranger in self.foreign:
+            self._toggles[stranger.pid] = toggle.Step(toggle.lock, stranger.pid)
+            self._unsaved.add(stranger.pid)
         for step in toggle.wait_for(self._toggles.values(), self._settings.checkpoint_timeout):
             raise Unresponsive(
                 f"The driver could not checkpoint process {step.pid}: "
@@ -213,6 +212,41 @@ class ProcessTree:
         for step in self._toggles.values():
             if step.error is not None:
                 raise step.error
+
+    def thread_to_save(self, pid: int) -> int:
+        """The thread that has to run for :meth:`save_frozen`, as the process numbers it; 0: nothing is to be saved."""
+        return next((p.restore_thread for p in self.foreign if p.pid == pid and pid in self._unsaved), 0)
+
+    def save_frozen(self, pid: int) -> None:
+        """The driver saves all of a process without the frontend of which only its thread runs.
+
+        Raises:
+            CheckpointFailed: the driver refused, or does not answer, or the process has ended.
+        """
+        if pid not in self._unsaved:
+            raise CheckpointFailed(f"The driver's part of process {pid} is not to be saved now.")
+        self._unsaved.discard(pid)
+        with self._timeline.phase("driver saves all"):
+            self._step(toggle.save, pid, self._settings.checkpoint_timeout, "save")
+
+    def put_back_frozen(self, pid: int) -> None:
+        """The driver brings such a process back, of which again only its thread runs.
+
+        Raises:
+            CheckpointFailed: as :meth:`save_frozen`. :meth:`bring_back` tries again.
+        """
+        if pid not in {process.pid for process in self.foreign} or pid in self._unsaved or pid not in self._toggles:
+            raise CheckpointFailed(f"The driver's part of process {pid} is not to be brought back now.")
+        with self._timeline.phase("driver restore"):
+            self._step(toggle.put_back_when_there_is_room, pid, self._settings.return_timeout, "bring back")
+
+    def _step(self, action: Callable[[int], None], pid: int, seconds: float, what: str) -> None:
+        step = self._toggles[pid] = toggle.Step(action, pid, self._toggles.get(pid))
+        if not step.ended(seconds):
+            # Every other thread stands still. One that held what the driver's needs would hold it for ever.
+            raise Unresponsive(f"The driver did not {what} process {pid} within {seconds:.0f} s.")
+        if step.error is not None:
+            raise CheckpointFailed(f"Process {pid}: {step.error}") from step.error
 
     def bring_back(self) -> str:
         """Driver restore, unlock, attach, open for every process that is still there. Returns what went wrong.
@@ -250,6 +284,7 @@ class ProcessTree:
             failures += [self._not_back(step.pid) for step in late if _alive(step.pid)]
             failures += [str(step.error) for step in steps if step.error is not None]
         self._toggles = {}
+        self._unsaved = set()
         deadline = time.monotonic() + self._settings.return_timeout
         if gated:
             with self._timeline.phase("attach"):

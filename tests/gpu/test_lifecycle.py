@@ -109,6 +109,21 @@ def test_a_process_without_the_frontend_is_dumped_with_a_warning(start: Starter,
     assert without_repeats(program.finish()) == reference("mlp")
 
 
+def test_one_without_the_frontend_that_polls_is_not_disturbed(start: Starter, image: Path) -> None:
+    """Its threads would crash if they ran while the driver has it checkpointed: during dumps and after a restore."""
+    polls = process.python_program(Path(__file__).parent / "programs" / "polls.py")
+    program = start([*polls, "--iteration-seconds", "0.3"], frontend=False)
+    program.wait_for("^ITERATION 3 ")
+    for number in range(3):
+        folder = image / str(number)
+        folder.mkdir()
+        process.criu_dump(program, folder, leave_running=number < 2)
+        if number < 2:
+            program.wait_iterations(1)
+    process.criu_restore(program, folder)
+    assert without_repeats(program.finish()) == reference("stencil")
+
+
 def test_a_tree_of_processes_comes_back_whole(start: Starter, image: Path, tmp_path: Path) -> None:
     """A parent without CUDA and two children that train, all in one image."""
     command = process.python_program(Path(__file__).parent / "programs" / "tree.py", "--children", "2")

@@ -1,8 +1,8 @@
 /*
- * A process of a pool is restored and must not run a single instruction of its own before somebody takes it. But the
- * driver's restore is carried out by a thread of the process. So here, where CRIU still holds every thread by ptrace, that
- * one thread is let go while phosd asks the driver, and caught again; then SIGSTOP is left for the process. Each thread
- * takes part in that stop when CRIU lets it go, before it returns to user mode.
+ * The driver's part of a task that stands still. One of its threads carries that out, and none of its own may run while it is
+ * away: a call that asks for a stream's or an event's state crashes then, and in a pool nothing may run before somebody takes
+ * the process. So here, where CRIU holds every thread by ptrace, that one thread is let go while phosd asks the driver, and
+ * caught again.
  */
 #include "phos_plugin.h"
 
@@ -21,8 +21,8 @@
 
 #define KERNEL_SIGNALS 64 /* the size of the kernel's signal set; bits */
 
-/* What waits for the process's threads is delivered once it is taken, and to whom the kernel chooses then. */
-static int let_go(int thread, uint64_t *mask)
+/* A signal that waits for the process is delivered when all of it runs, and to whom the kernel chooses then. */
+static int let_go(int thread, uint64_t *mask, enum phos_stage stage)
 {
 	uint64_t all = ~(1ull << (SIGTRAP - 1));
 
@@ -31,8 +31,11 @@ static int let_go(int thread, uint64_t *mask)
 		pr_err("the signals of thread %d cannot be blocked: %s\n", thread, strerror(errno));
 		return -1;
 	}
-	/* CRIU suspends seccomp while it works; the thread's own calls go through its filter again. */
-	if (ptrace(PTRACE_SETOPTIONS, thread, 0, 0) || ptrace(PTRACE_CONT, thread, 0, 0)) {
+	/*
+	 * CRIU suspends seccomp while it works. Of a restored task it is done with that, and the thread's own calls go through
+	 * its filter again; of one that is dumped it has yet to work.
+	 */
+	if ((stage == PHOS_RESTORED && ptrace(PTRACE_SETOPTIONS, thread, 0, 0)) || ptrace(PTRACE_CONT, thread, 0, 0)) {
 		pr_err("the driver's thread %d cannot be let go: %s\n", thread, strerror(errno));
 		return -1;
 	}
@@ -63,21 +66,13 @@ static int catch_again(int thread, const uint64_t *mask)
 	return 0;
 }
 
-int phos_park(int pid, int thread)
+int phos_let_run(int pid, int thread, enum phos_stage stage)
 {
 	uint64_t mask;
-	int ret = 0;
+	int ret;
 
-	if (thread) {
-		if (let_go(thread, &mask))
-			return -1;
-		ret = phos_link_task_runs(pid);
-		if (catch_again(thread, &mask))
-			ret = -1;
-	}
-	if (kill(pid, SIGSTOP)) {
-		pr_err("process %d cannot be stopped: %s\n", pid, strerror(errno));
-		ret = -1;
-	}
-	return ret;
+	if (let_go(thread, &mask, stage))
+		return -1;
+	ret = phos_link_task_runs(pid, stage);
+	return catch_again(thread, &mask) ? -1 : ret;
 }
