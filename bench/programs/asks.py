@@ -138,7 +138,7 @@ def plain(answer: Any) -> Any:
     if answer is None or isinstance(answer, int | float | str):
         return int(answer) if isinstance(answer, int) else answer
     if isinstance(answer, bytes):
-        return answer.rstrip(b"\0").decode(errors="replace")
+        return answer.partition(b"\0")[0].decode(errors="replace")
     try:
         return int(answer)
     except (TypeError, ValueError):
