@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 
 from phos.gpu_engine import procfs
@@ -485,8 +486,37 @@ def test_pids_of_our_own_namespace_are_what_they_are() -> None:
     assert procfs.inner_pid(pid) == pid
     assert procfs.outer_pid(pid, 4711) == 4711
     assert procfs.inner_thread(pid, threading.get_native_id()) == threading.get_native_id()
+    assert procfs.thread_for(pid, pid, threading.get_native_id()) == threading.get_native_id()
     assert procfs.pid_namespace(pid) == os.stat("/proc/self/ns/pid").st_ino
     assert procfs.pid_namespace(1 << 30) == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes pid namespaces")
+def test_a_thread_of_another_namespace_is_found_by_who_is_outside() -> None:
+    words = ["unshare", "--pid", "--fork", "--kill-child", sys.executable, "-c", THREADED]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as outside:
+        assert outside.stdout is not None
+        try:
+            inner = int(outside.stdout.readline())
+            pid = psutil.Process(outside.pid).children()[0].pid
+            found = procfs.thread_for(os.getpid(), pid, inner)
+            assert str(found) in os.listdir(f"/proc/{pid}/task")
+            assert found not in (pid, inner)
+            assert procfs.inner_thread(pid, found) == inner
+            assert procfs.thread_for(pid, pid, inner) == inner
+            assert procfs.thread_for(os.getpid(), pid, inner + 100) == 0
+            assert procfs.thread_for(pid, os.getpid(), threading.get_native_id()) == 0
+        finally:
+            outside.kill()
+
+
+THREADED = """
+import threading, time
+def show():
+    print(threading.get_native_id(), flush=True)
+    time.sleep(60)
+threading.Thread(target=show).start()
+"""
 
 
 def test_a_warden_that_was_killed_has_not_taken_long(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import cast
 import pytest
 
 from phos.gpu_engine import driver, procfs, toggle
-from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess
-from phos.gpu_engine.process import Detached, GatedProcess
+from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, Unresponsive
+from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.stop.settings import Settings
 from phos.gpu_engine.stop.tree import ProcessTree
 from phos.gpu_engine.timeline import Timeline
@@ -87,9 +87,9 @@ class FakeDriver:
 def test_checkpoint_that_fails_leaves_the_process_running(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     fake = FakeDriver(monkeypatch, "running", **{call: 1})
     with pytest.raises(CheckpointFailed, match="goes on as before"):
-        toggle.checkpoint(1, 10)
+        toggle.checkpoint(1)
     assert fake.state == "running"
-    toggle.checkpoint(1, 10)
+    toggle.checkpoint(1)
     assert fake.state == "checkpointed"
     toggle.revive(1)
     assert fake.state == "running"
@@ -98,13 +98,13 @@ def test_checkpoint_that_fails_leaves_the_process_running(monkeypatch: pytest.Mo
 def test_checkpoint_whose_undoing_fails_says_both(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeDriver(monkeypatch, checkpoint=1, unlock=1)
     with pytest.raises(CheckpointFailed, match=r"checkpoint failed .*Bringing it back failed as well.*unlock"):
-        toggle.checkpoint(1, 10)
+        toggle.checkpoint(1)
 
 
 def test_process_that_ends_meanwhile_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
     FakeDriver(monkeypatch, lock=1).dies = True
     with pytest.raises(CheckpointFailed, match="ended while it was being checkpointed"):
-        toggle.checkpoint(1, 10)
+        toggle.checkpoint(1)
     FakeDriver(monkeypatch, "checkpointed", restore=1).dies = True
     with pytest.raises(NoSuchProcess, match="ended while"):
         toggle.revive(1)
@@ -124,6 +124,89 @@ def test_only_lack_of_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
     FakeDriver(monkeypatch, "checkpointed", restore=1)
     with pytest.raises(DriverError):
         toggle.revive_when_there_is_room(1)
+
+
+def strangers(**settings: float) -> ProcessTree:
+    """A tree of one process without the frontend, this one, whose thread 7 carries out what the driver is asked."""
+    return ProcessTree([], [ForeignProcess(os.getpid(), "python", 7)], Settings(**settings), Timeline())  # type: ignore[arg-type]
+
+
+def test_a_process_without_the_frontend_is_locked_then_saved_then_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver(monkeypatch)
+    tree, pid = strangers(), os.getpid()
+    assert tree.thread_to_save(pid) == 0
+    tree.checkpoint()
+    assert fake.state == "locked"
+    assert tree.thread_to_save(pid) == 7
+    assert tree.thread_to_save(pid + 1) == 0
+    with pytest.raises(CheckpointFailed, match="not to be brought back now"):
+        tree.put_back_frozen(pid)
+    tree.save_frozen(pid)
+    assert fake.state == "checkpointed"
+    assert tree.thread_to_save(pid) == 0
+    with pytest.raises(CheckpointFailed, match="not to be saved now"):
+        tree.save_frozen(pid)
+    tree.put_back_frozen(pid)
+    assert fake.state == "running"
+    assert tree.bring_back() == ""
+    assert fake.state == "running"
+
+
+@pytest.mark.parametrize("call", ["checkpoint", "restore"])
+def test_what_fails_while_it_stands_still_is_undone_when_it_runs(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    fake = FakeDriver(monkeypatch, "running", **{call: 1})
+    tree = strangers()
+    tree.checkpoint()
+    if call == "restore":
+        tree.save_frozen(os.getpid())
+    with pytest.raises(CheckpointFailed, match=rf"Process {os.getpid()}: .*{call}"):
+        (tree.put_back_frozen if call == "restore" else tree.save_frozen)(os.getpid())
+    assert tree.bring_back() == ""
+    assert fake.state == "running"
+
+
+def test_who_is_only_locked_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU failed before it had frozen the tree."""
+    fake = FakeDriver(monkeypatch)
+    tree = strangers()
+    tree.checkpoint()
+    assert tree.bring_back() == ""
+    assert fake.state == "running"
+    assert tree.thread_to_save(os.getpid()) == 0
+
+
+def test_a_driver_that_waits_for_a_thread_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver(monkeypatch)
+    tree = strangers(checkpoint_timeout=0.2)
+    tree.checkpoint()
+    released = threading.Event()
+
+    def wait(_pid: int) -> None:
+        released.wait(20)
+        fake.go("checkpoint", "checkpointed")
+
+    monkeypatch.setattr(driver, "checkpoint_checkpoint", wait)
+    with pytest.raises(Unresponsive, match="did not save"):
+        tree.save_frozen(os.getpid())
+    released.set()  # all of its threads run again
+    assert tree.bring_back() == ""
+    assert fake.state == "running"
+
+
+def test_one_that_ends_while_it_is_saved_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    FakeDriver(monkeypatch, checkpoint=1)
+    child.kill()
+    child.wait()
+    with pytest.raises(NoSuchProcess, match="ended while it was being checkpointed"):
+        toggle.save(child.pid)
+
+
+def test_putting_back_waits_for_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeDriver(monkeypatch, "checkpointed", restore=1)
+    fake.code = toggle.OUT_OF_MEMORY
+    toggle.put_back_when_there_is_room(os.getpid())
+    assert fake.state == "running"
 
 
 class QuickToEnd:
