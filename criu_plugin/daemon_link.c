@@ -9,12 +9,14 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -38,8 +40,9 @@ static struct {
 	int fd;
 	uint64_t next_id;
 	bool dumping;
-	bool gpu_part;	  /* of the dump */
 	bool hides_pages; /* CRIU can be kept from dumping pages, and phosd is there to copy them */
+	struct phos_alone *alone;
+	size_t alone_count;
 } link_ = { .fd = -1, .next_id = 1 };
 
 static const char *socket_path(char *buffer, size_t size)
@@ -173,6 +176,25 @@ struct answer {
 	int thread;
 };
 
+static int note_alone(const Phos__Wire__Done *done)
+{
+	link_.alone = calloc(done->n_alone + 1, sizeof(*link_.alone));
+	if (!link_.alone) {
+		pr_err("no memory to note which tasks the driver alone saves\n");
+		return -1;
+	}
+	for (size_t i = 0; i < done->n_alone; i++)
+		link_.alone[i] = (struct phos_alone){ done->alone[i]->pid, done->alone[i]->thread };
+	link_.alone_count = done->n_alone;
+	return 0;
+}
+
+size_t phos_link_alone(const struct phos_alone **tasks)
+{
+	*tasks = link_.alone;
+	return link_.alone_count;
+}
+
 /* Returns 0, or -1 after it has logged why; *said, unless NULL, becomes what phosd says. */
 static int request(Envelope *envelope, int descriptor, const char *what, struct answer *said)
 {
@@ -202,6 +224,8 @@ static int request(Envelope *envelope, int descriptor, const char *what, struct 
 		pr_err("%s\n", answer->done->error);
 		goto out;
 	}
+	if (envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_DUMP_BEGIN && note_alone(answer->done))
+		goto out;
 	if (said)
 		*said = (struct answer){ answer->done->gpu_part, answer->done->park, answer->done->kept, answer->done->thread };
 	ret = 0;
@@ -244,7 +268,6 @@ int phos_link_dump_begin(int pid)
 	if (request(&envelope, criu_get_image_dir(), "begin the checkpoint", &said))
 		return -1;
 	link_.dumping = true;
-	link_.gpu_part = said.gpu_part;
 	link_.hides_pages = said.gpu_part && begin.hides_pages;
 	if (said.gpu_part && add_inventory_plugin && add_inventory_plugin(PHOS_INVENTORY_NAME)) {
 		pr_err("no memory to note in the image that it has a GPU part\n");
@@ -253,32 +276,26 @@ int phos_link_dump_begin(int pid)
 	return 0;
 }
 
-int phos_link_task_frozen(int pid, int *thread)
+int phos_link_task_frozen(int pid)
 {
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__TaskFrozen frozen = PHOS__WIRE__TASK_FROZEN__INIT;
-	struct answer said = {};
-	int table = -1, ret;
+	int table, ret;
 
-	*thread = 0;
-	if (!link_.gpu_part)
-		return 0;
-	if (link_.hides_pages) /* else CRIU dumps all pages itself */
-		table = memfd_create("phos-pages", MFD_CLOEXEC);
-	if (table < 0 && link_.hides_pages) {
+	if (!link_.hides_pages)
+		return 0; /* CRIU dumps all pages itself */
+	table = memfd_create("phos-pages", MFD_CLOEXEC);
+	if (table < 0) {
 		pr_err("cannot make a table of pages: %s\n", strerror(errno));
 		return -1;
 	}
 	frozen.pid = pid;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_FROZEN;
 	envelope.task_frozen = &frozen;
-	ret = request(&envelope, table, "see to a frozen task", &said);
-	if (!ret && said.thread)
-		*thread = said.thread;
-	else if (!ret && table >= 0)
+	ret = request(&envelope, table, "copy a frozen task's pages", NULL);
+	if (!ret)
 		ret = phos_hide(pid, table);
-	if (table >= 0)
-		close(table);
+	close(table);
 	return ret;
 }
 
@@ -345,10 +362,45 @@ int phos_link_task_restored(int pid, bool *park, int *thread)
 	return 0;
 }
 
+static bool link_lost(void)
+{
+	struct pollfd end = { .fd = link_.fd };
+
+	return poll(&end, 1, 0) == 1 && end.revents;
+}
+
+/*
+ * phosd has died, and a task that it has taken the GPU from is about to be let go: another one takes over. Nothing of this
+ * process is for it: not what CRIU has told signals to do, and descriptors it closes itself.
+ */
+static int link_again(void)
+{
+	char *phosd = setting("PHOS_PHOSD");
+	pid_t child;
+
+	close(link_.fd);
+	link_.fd = -1;
+	if (*phosd && !(child = fork())) {
+		sigset_t none;
+
+		for (int number = 1; number < NSIG; number++)
+			signal(number, SIG_DFL);
+		sigemptyset(&none);
+		sigprocmask(SIG_SETMASK, &none, NULL);
+		execl(phosd, phosd, "--ensure", (char *)NULL);
+		_exit(127);
+	} else if (*phosd && child > 0) {
+		while (waitpid(child, NULL, 0) < 0 && errno == EINTR)
+			;
+	}
+	return link_open();
+}
+
 int phos_link_task_runs(int pid, enum phos_stage stage)
 {
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__TaskRuns runs = PHOS__WIRE__TASK_RUNS__INIT;
+	int ret;
 
 	if (stage == PHOS_RESTORED)
 		return task_restored(pid, true, NULL);
@@ -356,7 +408,12 @@ int phos_link_task_runs(int pid, enum phos_stage stage)
 	runs.back = stage == PHOS_DUMP_ENDS;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_RUNS;
 	envelope.task_runs = &runs;
-	return request(&envelope, -1, runs.back ? "bring back the driver's part" : "save the driver's part", NULL);
+	if (!runs.back)
+		return request(&envelope, -1, "save the driver's part", NULL);
+	ret = request(&envelope, -1, "bring back the driver's part", NULL);
+	if (ret && link_lost() && !link_again())
+		ret = request(&envelope, -1, "bring back the driver's part", NULL);
+	return ret;
 }
 
 void phos_link_restore_end(int result)

@@ -71,6 +71,8 @@ int phos_let_run(int pid, int thread, enum phos_stage stage)
 	uint64_t mask;
 	int ret;
 
+	if (!phos_is_traced(thread)) /* CRIU failed before it held the task, all of which runs */
+		return phos_link_task_runs(pid, stage);
 	if (let_go(thread, &mask, stage))
 		return -1;
 	ret = phos_link_task_runs(pid, stage);

@@ -33,13 +33,7 @@ extern void pstree_switch_state(void *root, int state) __attribute__((weak));
 extern void *root_item __attribute__((weak));
 #define TASK_ALIVE 0x1
 
-static bool pre_dump; /* CRIU's main thread only, like all that follows */
-
-/* Tasks whose driver's part was saved while CRIU held them, and its threads. */
-static struct saved {
-	int pid, thread;
-} *saved;
-static size_t saved_count;
+static bool pre_dump; /* CRIU's main thread only */
 
 /*
  * The image cannot be completed, and CRIU is about to kill the tasks for having dumped them. An exit hook returns nothing,
@@ -86,14 +80,15 @@ static int phos_plugin_init(int stage)
 
 static void phos_plugin_exit(int stage, int ret)
 {
+	const struct phos_alone *alone;
 	bool kept;
 	int failed;
 
 	switch (stage) {
 	case CR_PLUGIN_STAGE__DUMP:
 		failed = phos_link_dump_end(ret, &kept);
-		for (size_t i = 0; kept && i < saved_count; i++) /* phosd tries again once CRIU has ended */
-			(void)phos_let_run(saved[i].pid, saved[i].thread, PHOS_DUMP_ENDS);
+		for (size_t i = 0, count = phos_link_alone(&alone); kept && i < count; i++)
+			(void)phos_let_run(alone[i].pid, alone[i].thread, PHOS_DUMP_ENDS); /* else later, by phosd itself */
 		if (failed && !ret) /* whatever it says of a dump that failed */
 			keep_tasks();
 		break;
@@ -114,25 +109,14 @@ static int phos_plugin_pause_devices(int pid)
 
 static int phos_plugin_checkpoint_devices(int pid)
 {
-	struct saved *more;
-	int thread;
+	const struct phos_alone *alone;
 
 	if (pre_dump)
 		return 0;
-	if (phos_link_task_frozen(pid, &thread))
-		return -1;
-	if (!thread)
-		return 0;
-	more = realloc(saved, (saved_count + 1) * sizeof(*saved));
-	if (!more) {
-		pr_err("no memory to note that the driver's part of process %d is saved\n", pid);
-		return -1;
-	}
-	saved = more;
-	if (phos_let_run(pid, thread, PHOS_DUMPED))
-		return -1;
-	saved[saved_count++] = (struct saved){ pid, thread };
-	return phos_link_task_frozen(pid, &thread);
+	for (size_t i = 0, count = phos_link_alone(&alone); i < count; i++)
+		if (alone[i].pid == pid && phos_let_run(pid, alone[i].thread, PHOS_DUMPED))
+			return -1;
+	return phos_link_task_frozen(pid);
 }
 
 static int phos_plugin_resume_devices_late(int pid)

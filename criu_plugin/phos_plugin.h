@@ -44,11 +44,13 @@ enum phos_stage {
 int phos_link_task_runs(int pid, enum phos_stage stage);
 void phos_link_restore_end(int result);
 
-/*
- * A task is frozen: phosd begins to copy its pages, and says which CRIU need not dump (hidden_pages.c). *thread, unless 0: it
- * has not begun, and that thread has to run (phos_let_run) before it is asked again.
- */
-int phos_link_task_frozen(int pid, int *thread);
+/* A task is frozen: phosd begins to copy its pages, and says which CRIU need not dump (hidden_pages.c). */
+int phos_link_task_frozen(int pid);
+/* The tasks of the dump of which only the driver's thread runs while phosd sees to them (phos_let_run); their number. */
+struct phos_alone {
+	int pid, thread;
+};
+size_t phos_link_alone(const struct phos_alone **tasks);
 
 /* Whether what CRIU asks the kernel comes to us first. */
 bool phos_can_hide(void);
@@ -57,9 +59,11 @@ int phos_hide(int pid, int table);
 /* *table: a memfd of struct phos_hidden, with what was hidden of all tasks; -1 if nothing was. Returns 0 or -1. */
 int phos_hidden(int *table);
 
-/* Lets the one thread `thread` of a stopped task run while phosd works. Returns 0 or -1. */
+/* Lets the one thread `thread` of a task that CRIU holds run while phosd works. Returns 0 or -1. */
 int phos_let_run(int pid, int thread, enum phos_stage stage);
 
+/* Whether this process traces a thread. */
+bool phos_is_traced(int thread);
 /* Kills every process that this one traces. */
 void phos_kill_traced(void);
 

@@ -35,6 +35,11 @@ static int tracer_of(int pid)
 	return line ? atoi(line + strlen(TRACER)) : 0;
 }
 
+bool phos_is_traced(int thread)
+{
+	return tracer_of(thread) == getpid();
+}
+
 void phos_kill_traced(void)
 {
 	DIR *processes = opendir("/proc");

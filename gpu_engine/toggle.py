@@ -25,6 +25,10 @@ OUT_OF_MEMORY = 2
 """CUDA_ERROR_OUT_OF_MEMORY: a restore that failed with it can be tried again."""
 
 
+ILLEGAL_STATE = 401
+"""CUDA_ERROR_ILLEGAL_STATE: a process is not in the state that a call is for."""
+
+
 class Step:
     """One driver call, or a few, on one process, in a thread of its own.
 
@@ -214,12 +218,19 @@ def revive_when_there_is_room(pid: int) -> None:
     _when_there_is_room(revive, pid, lambda: driver.checkpoint_state(pid) == "checkpointed")
 
 
-def put_back_when_there_is_room(pid: int) -> None:
-    """:func:`put_back`, likewise.
+def recover(pid: int) -> None:
+    """Bring a process back, or unlock it, of which perhaps only the driver's thread runs; waits for memory likewise.
+
+    Nothing else is asked of the driver, as in :func:`put_back`.
 
     Raises: as :func:`put_back`.
     """
-    _when_there_is_room(put_back, pid, lambda: is_alive(pid))
+    try:
+        _when_there_is_room(driver.checkpoint_restore, pid, lambda: is_alive(pid))
+    except DriverError as error:
+        if error.code != ILLEGAL_STATE:  # that it is not checkpointed
+            raise
+    driver.checkpoint_unlock(pid)
 
 
 def _when_there_is_room(action: Callable[[int], None], pid: int, may_wait: Callable[[], bool]) -> None:

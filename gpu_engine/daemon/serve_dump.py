@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -23,7 +24,15 @@ from phos.gpu_engine.daemon.permissions import may_write, refuse_others, sees_al
 from phos.gpu_engine.daemon.registry import Registry, say_failure
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
-from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, PhosError, ProtocolError, UsageError
+from phos.gpu_engine.errors import (
+    CheckpointFailed,
+    NoSuchProcess,
+    NotPermitted,
+    PhosError,
+    ProtocolError,
+    Unresponsive,
+    UsageError,
+)
 from phos.gpu_engine.interruption import Interruption
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.stop.dump import Assignment, StopDump
@@ -71,7 +80,8 @@ class DumpServer:
                 return
             finally:
                 wire.close_all(descriptors)
-            connection.done(envelope.id, warnings=job.warnings() if job else [], gpu_part=job is not None)
+            alone = _alone(connection.pid, job.alone) if job else []
+            connection.done(envelope.id, warnings=job.warnings() if job else [], gpu_part=job is not None, alone=alone)
             result = -1
             over = threading.Event()
             watch = threading.Thread(target=_free_criu, args=(connection.pid, over), daemon=True, name="watch-criu")
@@ -107,12 +117,10 @@ class DumpServer:
         kills, kept = not _leaves_alive(connection.pid), _may_leave_alive(connection.pid)
         while (packet := connection.receive()) is not None:
             envelope, descriptors = packet
-            thread = 0
             try:
                 match envelope.WhichOneof("body"):
                     case "task_frozen":
-                        table = wire.only(descriptors) if descriptors else -1
-                        thread = self._freeze(connection, job, envelope.task_frozen.pid, table)
+                        self._freeze(connection, job, envelope.task_frozen.pid, wire.only(descriptors))
                     case "task_runs" if job:
                         pid = procfs.outer_pid(connection.pid, envelope.task_runs.pid)
                         job.task_runs(pid, back=envelope.task_runs.back)
@@ -130,26 +138,44 @@ class DumpServer:
                     result = -1
                 connection.done(envelope.id, error=error)
             else:
-                connection.done(envelope.id, thread=thread, kept=kept)
+                connection.done(envelope.id, kept=kept)
             finally:
                 wire.close_all(descriptors)
         return result
 
     @staticmethod
-    def _freeze(connection: wire.Connection, job: StopDump | None, criu_pid: int, table: int) -> int:
-        """Returns the thread that has to run before, as CRIU numbers it, or 0.
-
-        Raises:
-            CheckpointFailed: CRIU's number of it cannot be told, or as :meth:`StopDump.task_frozen`.
-        """
+    def _freeze(connection: wire.Connection, job: StopDump | None, criu_pid: int, table: int) -> None:
         # One in a pid namespace below CRIU's is not found, and CRIU dumps it alone.
-        if not job or not (pid := procfs.outer_pid(connection.pid, criu_pid)):
-            return 0
-        inner = job.task_frozen(pid, criu_pid, table, connection.pid)
-        thread = procfs.thread_for(connection.pid, pid, inner) if inner else 0
-        if inner and not thread:
-            raise CheckpointFailed(f"CRIU's number of thread {inner} of process {pid}, the driver's, cannot be told.")
-        return thread
+        if job and (pid := procfs.outer_pid(connection.pid, criu_pid)):
+            job.task_frozen(pid, criu_pid, table, connection.pid)
+
+    def serve_lost(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
+        """CRIU's plugin, about to let tasks go whose phosd has died: the driver's part of each is brought back."""
+        packet: tuple[wire_pb2.Envelope, list[int]] | None = (envelope, descriptors)
+        while packet is not None:
+            wire.close_all(packet[1])
+            error = ""
+            try:
+                self._recover(connection, packet[0])
+            except (PhosError, psutil.Error) as failure:
+                error = str(failure)
+                log.warning("Process %d asks for what a phosd that died has left: %s", connection.pid, error)
+            connection.done(packet[0].id, error=error)
+            packet = connection.receive()
+
+    def _recover(self, connection: wire.Connection, envelope: wire_pb2.Envelope) -> None:
+        if envelope.WhichOneof("body") != "task_runs" or not envelope.task_runs.back:
+            raise ProtocolError("phosd expects here that a task is to be brought back.")
+        pid = procfs.outer_pid(connection.pid, envelope.task_runs.pid)
+        if not pid or connection.uid not in (0, uid_of(pid)) or procfs.tracer(pid) not in (0, connection.pid):
+            raise NotPermitted(f"Process {connection.pid} of user {connection.uid} has no business with process {pid}.")
+        with self._registry.claims.hold([pid]):
+            step = toggle.Step(toggle.recover, pid)
+            if not step.ended(seconds := Settings.from_environment().return_timeout):
+                raise Unresponsive(f"The driver did not bring process {pid} back within {seconds:.0f} s.")
+        if step.error is not None:
+            raise CheckpointFailed(f"Process {pid}: {step.error}") from step.error
+        log.warning("Process %d, whose phosd died while it was checkpointed, is back", pid)
 
     def _begin(
         self,
@@ -343,6 +369,17 @@ def _foreign(pid: int) -> ForeignProcess:
         why = "it is stopped. Continue it first" if procfs.is_stopped(pid) else "the driver does not name its thread"
         raise CheckpointFailed(f"The driver could not checkpoint process {pid} ({procfs.executable(pid)}): {why}.")
     return ForeignProcess(pid, procfs.executable(pid), thread)
+
+
+def _alone(criu: int, processes: Sequence[ForeignProcess]) -> list[wire_pb2.Alone]:
+    """What CRIU calls processes and their threads; one in a pid namespace below CRIU's is not found by it."""
+    return [
+        wire_pb2.Alone(
+            pid=procfs.thread_for(criu, p.pid, procfs.inner_pid(p.pid)),
+            thread=procfs.thread_for(criu, p.pid, p.restore_thread),
+        )
+        for p in processes
+    ]
 
 
 def _free_criu(criu: int, over: threading.Event) -> None:

@@ -150,6 +150,8 @@ class Daemon:
                 self._serve_frontend(connection, envelope)
             elif kind == "dump_begin":
                 self._dumps.serve(connection, envelope, descriptors)
+            elif kind == "task_runs":
+                self._dumps.serve_lost(connection, envelope, descriptors)
             elif kind == "restore_begin" and envelope.restore_begin.pool:
                 self._pools.serve_criu(connection, envelope, descriptors)
             elif (kind or "").startswith("pool_"):

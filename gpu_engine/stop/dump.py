@@ -248,22 +248,23 @@ class StopDump:
 
     # Step 2: CRIU dumps.
 
-    def task_frozen(self, pid: int, criu_pid: int, table: int, tracer: int) -> int:
+    def task_frozen(self, pid: int, criu_pid: int, table: int, tracer: int) -> None:
         """CRIU, which is process ``tracer``, has frozen a task of the tree, and calls it ``criu_pid``.
 
-        Copies its pages; ``table`` is a memfd for what CRIU need not dump (task_pages.py), or -1: it dumps all. Returns
-        0; or the thread of the task, as the task numbers it, that has to run for :meth:`task_runs` before.
+        Copies its pages; ``table`` is a memfd for what CRIU need not dump (task_pages.py).
 
         Raises:
             OSError: the table cannot be written.
             CheckpointFailed: somebody has asked for the end of it.
         """
         self._interruption.check()
-        if thread := self._tree.thread_to_save(pid):
-            return thread
-        if self.settings.cpu_pages and table >= 0:
+        if self.settings.cpu_pages:
             self._pages.freeze(pid, criu_pid, table, tracer)
-        return 0
+
+    @property
+    def alone(self) -> Sequence[ForeignProcess]:
+        """Those of which only one thread, the driver's, runs for :meth:`task_runs`."""
+        return self._tree.foreign
 
     def task_runs(self, pid: int, *, back: bool) -> None:
         """That thread runs: the driver saves what it holds of the task, or brings it ``back`` before CRIU lets it go.
@@ -274,6 +275,7 @@ class StopDump:
         if back:
             self._tree.put_back_frozen(pid)
         else:
+            self._interruption.check()
             self._tree.save_frozen(pid)
 
     # Step 3: CRIU has ended.
@@ -353,6 +355,12 @@ class StopDump:
         """
         try:
             self._interruption.check()
+            if self._tree.unsaved:
+                raise CheckpointFailed(
+                    f"CRIU's plugin has not had the driver save process {self._tree.unsaved[0]}, which is without the "
+                    "frontend. Is it of another version than phosd, or the process in a pid namespace that CRIU has no "
+                    "part in?"
+                )
             with self.timeline.phase("merge CPU pages", concurrent=True):
                 self._pages.merge(self._hidden)
             self._wait_for_data()

@@ -64,7 +64,7 @@ class ProcessTree:
         self._timeline = timeline
         self._quiesced: list[GatedProcess] = []
         self._toggles: dict[int, toggle.Step] = {}
-        self._unsaved: set[int] = set()  # those without the frontend that the driver has locked, and no more
+        self._saved: set[int] = set()  # those without the frontend that the driver has saved
 
     @property
     def pids(self) -> list[int]:
@@ -203,7 +203,6 @@ class ProcessTree:
             self._toggles[process.pid] = toggle.Step(toggle.checkpoint, process.pid)
         for stranger in self.foreign:
             self._toggles[stranger.pid] = toggle.Step(toggle.lock, stranger.pid)
-            self._unsaved.add(stranger.pid)
         for step in toggle.wait_for(self._toggles.values(), self._settings.checkpoint_timeout):
             raise Unresponsive(
                 f"The driver could not checkpoint process {step.pid}: "
@@ -213,34 +212,33 @@ class ProcessTree:
             if step.error is not None:
                 raise step.error
 
-    def thread_to_save(self, pid: int) -> int:
-        """The thread that has to run for :meth:`save_frozen`, as the process numbers it; 0: nothing is to be saved."""
-        return next((p.restore_thread for p in self.foreign if p.pid == pid and pid in self._unsaved), 0)
-
     def save_frozen(self, pid: int) -> None:
         """The driver saves all of a process without the frontend of which only its thread runs.
 
         Raises:
             CheckpointFailed: the driver refused, or does not answer, or the process has ended.
         """
-        if pid not in self._unsaved:
-            raise CheckpointFailed(f"The driver's part of process {pid} is not to be saved now.")
-        self._unsaved.discard(pid)
         with self._timeline.phase("driver saves all"):
             self._step(toggle.save, pid, self._settings.checkpoint_timeout, "save")
+        self._saved.add(pid)
+
+    @property
+    def unsaved(self) -> list[int]:
+        """Processes without the frontend that nobody had saved."""
+        return [process.pid for process in self.foreign if process.pid not in self._saved]
 
     def put_back_frozen(self, pid: int) -> None:
-        """The driver brings such a process back, of which again only its thread runs.
+        """The driver brings such a process back, or unlocks it, of which again only its thread runs.
 
         Raises:
             CheckpointFailed: as :meth:`save_frozen`. :meth:`bring_back` tries again.
         """
-        if pid not in {process.pid for process in self.foreign} or pid in self._unsaved or pid not in self._toggles:
-            raise CheckpointFailed(f"The driver's part of process {pid} is not to be brought back now.")
         with self._timeline.phase("driver restore"):
-            self._step(toggle.put_back_when_there_is_room, pid, self._settings.return_timeout, "bring back")
+            self._step(toggle.recover, pid, self._settings.return_timeout, "bring back")
 
     def _step(self, action: Callable[[int], None], pid: int, seconds: float, what: str) -> None:
+        if pid not in {process.pid for process in self.foreign} or pid not in self._toggles:
+            raise CheckpointFailed(f"Process {pid} is none that the driver alone is to {what} now.")
         step = self._toggles[pid] = toggle.Step(action, pid, self._toggles.get(pid))
         if not step.ended(seconds):
             # Every other thread stands still. One that held what the driver's needs would hold it for ever.
@@ -284,7 +282,6 @@ class ProcessTree:
             failures += [self._not_back(step.pid) for step in late if _alive(step.pid)]
             failures += [str(step.error) for step in steps if step.error is not None]
         self._toggles = {}
-        self._unsaved = set()
         deadline = time.monotonic() + self._settings.return_timeout
         if gated:
             with self._timeline.phase("attach"):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.integration.site import Program, Site, wait_until
+from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import wire
+from tests.integration.site import Program, Site, Toggles, software_gpu_folder, wait_until, words
 
 POLLS = Path(__file__).parents[1] / "gpu" / "programs" / "polls.py"
+STENCIL = POLLS.parents[3] / "examples" / "stencil.py"
 OPTIONS = ("--size", "32", "--iterations", "400", "--iteration-seconds", "0.04")  # phosd has to be started first
 
 
@@ -24,9 +31,7 @@ def polling(site: Site, **changes: str) -> Program:
 
 @pytest.fixture
 def expected(site: Site) -> str:
-    return site.until_awaited(
-        sys.executable, str(POLLS.parents[3] / "examples" / "stencil.py"), *OPTIONS[:4], "--until", under=False
-    ).wait_result()
+    return site.until_awaited(sys.executable, str(STENCIL), *OPTIONS[:4], "--until", under=False).wait_result()
 
 
 def test_one_that_polls_is_dumped_and_restored(site: Site, expected: str) -> None:
@@ -98,3 +103,111 @@ def test_criu_fails_and_one_that_polls_goes_on(site: Site, expected: str) -> Non
     assert "userfaultfd" in (image / "dump.log").read_text()
     program.wait_progress()
     assert program.wait_result() == expected
+
+
+BOTH = """
+python=$1 stencil=$2 polls=$3
+shift 3
+"$python" "$stencil" "$@" &
+env -u LD_PRELOAD "$python" "$polls" "$@" &
+wait
+"""
+
+
+@pytest.mark.parametrize("protocol", ["cow", "stop"])
+def test_beside_one_under_the_frontend(site: Site, expected: str, protocol: str) -> None:
+    """Through two dumps that leave both running, and a restore of a third."""
+    words = (sys.executable, str(STENCIL), str(POLLS), *OPTIONS, "--until")
+    program = site.until_awaited("sh", "-c", BOTH, "sh", *words)
+    wait_until(lambda: sum(line.startswith("ITERATION 5 ") for line in program.lines()) == 2, "both to compute")
+    for number in range(2):
+        image = site.image(f"image-{number}")
+        site.dump(program, image, "--leave-running", PHOS_PROTOCOL=protocol)
+        program.wait_progress()
+    shown = json.loads(site.run("phos-gpu", "inspect", "--json", str(image)).stdout)
+    assert sorted(process["under_frontend"] for process in shown["processes"]) == [False, True]
+    image = site.image()
+    site.dump(program, image, PHOS_PROTOCOL=protocol)
+    site.restore(image)
+    program.wait_end()
+    assert program.lines().count(f"RESULT {expected}") == 2, program.lines()[-10:]
+
+
+ASKS = """
+import sys
+from cuda.bindings import driver
+driver.cuInit(0)
+print(driver.cuCheckpointProcessGetState(int(sys.argv[1]))[1].name)
+"""
+
+
+def state(site: Site, pid: int) -> str:
+    """What the driver says of a process."""
+    environment = {**site.environment, "LD_LIBRARY_PATH": str(software_gpu_folder())}
+    command = [sys.executable, "-c", ASKS, str(pid)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
+
+
+TWO = "import subprocess, sys; [p.wait() for p in [subprocess.Popen(sys.argv[1:]) for _ in range(2)]]"
+
+
+def test_phosd_is_killed_while_the_driver_saves_those_that_poll(site: Site, expected: str) -> None:
+    """CRIU holds their threads until another phosd has brought back the one and unlocked the other."""
+    toggles = Toggles(site, "checkpoint")
+    command = (sys.executable, "-c", TWO, sys.executable, str(POLLS), *OPTIONS, "--until")
+    program = site.until_awaited(*command, under=False, **toggles.environment)
+    wait_until(lambda: sum(line.startswith("ITERATION 5 ") for line in program.lines()) == 2, "both to compute")
+    dump = site.begin_dump(program, site.image(), "--leave-running")
+    wait_until(lambda: any(site.folder.glob("toggles.checkpoint.*")), "the driver to save one")
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    toggles.let_go()
+    assert dump.wait(60) != 0
+    program.wait_end()
+    assert program.lines().count(f"RESULT {expected}") == 2, program.lines()[-10:]
+
+
+def test_phosd_is_killed_when_all_is_saved_and_one_that_polls_goes_on(site: Site, expected: str) -> None:
+    toggles = Toggles(site, "checkpoint")
+    program = polling(site, **toggles.environment)
+    image = site.image()
+    dump = site.begin_dump(program, image, "--leave-running")
+    toggles.wait(program.pid)
+    criu = [
+        p for p in site.processes() if any(w.endswith("bin/criu") for w in words(p)) and "python" not in words(p)[0]
+    ]
+    for process in criu:
+        process.suspend()
+    toggles.let_go()
+    wait_until(lambda: state(site, program.pid).endswith("CHECKPOINTED"), "the driver to save it")
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    for process in criu:
+        process.resume()
+    assert dump.wait(60) != 0
+    program.wait_progress()
+    assert program.wait_result() == expected
+
+
+def test_a_plugin_that_has_nothing_saved_makes_no_image(site: Site, expected: str) -> None:
+    """One of another version. The program, which was only locked, goes on."""
+    site.run("phosd", "--ensure")
+    program = polling(site)
+    image = site.image()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.settimeout(60)
+        connection.connect(site.environment["PHOS_SOCKET"])
+
+        def ask(**body: Any) -> wire_pb2.Done:
+            directory = [os.open(image, os.O_RDONLY)] if "dump_begin" in body else []
+            wire.send(connection, wire_pb2.Envelope(id=1, **body), directory)
+            wire.close_all(directory)
+            answer = wire.receive(connection)
+            assert answer
+            return answer[0].done
+
+        begun = ask(dump_begin=wire_pb2.DumpBegin(pid=program.pid, criu_pid=os.getpid()))
+        assert (begun.error, [task.pid for task in begun.alone]) == ("", [program.pid])
+        assert str(begun.alone[0].thread) in os.listdir(f"/proc/{program.pid}/task")
+        assert "is none that the driver alone" in ask(task_runs=wire_pb2.TaskRuns(pid=1)).error
+        assert "has not had the driver save process" in ask(dump_end=wire_pb2.DumpEnd()).error
+    assert program.wait_result() == expected
+    assert not (image / "phos-commit.img").exists()

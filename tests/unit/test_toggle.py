@@ -134,18 +134,16 @@ def strangers(**settings: float) -> ProcessTree:
 def test_a_process_without_the_frontend_is_locked_then_saved_then_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDriver(monkeypatch)
     tree, pid = strangers(), os.getpid()
-    assert tree.thread_to_save(pid) == 0
+    with pytest.raises(CheckpointFailed, match="none that the driver alone is to save now"):
+        tree.save_frozen(pid)
     tree.checkpoint()
     assert fake.state == "locked"
-    assert tree.thread_to_save(pid) == 7
-    assert tree.thread_to_save(pid + 1) == 0
-    with pytest.raises(CheckpointFailed, match="not to be brought back now"):
-        tree.put_back_frozen(pid)
+    with pytest.raises(CheckpointFailed, match=f"Process {pid + 1} is none"):
+        tree.save_frozen(pid + 1)
+    assert tree.unsaved == [pid]
     tree.save_frozen(pid)
     assert fake.state == "checkpointed"
-    assert tree.thread_to_save(pid) == 0
-    with pytest.raises(CheckpointFailed, match="not to be saved now"):
-        tree.save_frozen(pid)
+    assert tree.unsaved == []
     tree.put_back_frozen(pid)
     assert fake.state == "running"
     assert tree.bring_back() == ""
@@ -172,7 +170,6 @@ def test_who_is_only_locked_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None
     tree.checkpoint()
     assert tree.bring_back() == ""
     assert fake.state == "running"
-    assert tree.thread_to_save(os.getpid()) == 0
 
 
 def test_a_driver_that_waits_for_a_thread_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,10 +199,13 @@ def test_one_that_ends_while_it_is_saved_is_named_so(monkeypatch: pytest.MonkeyP
         toggle.save(child.pid)
 
 
-def test_putting_back_waits_for_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [toggle.OUT_OF_MEMORY, toggle.ILLEGAL_STATE])
+def test_one_that_stands_still_waits_for_memory_and_may_only_be_locked(
+    monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
     fake = FakeDriver(monkeypatch, "checkpointed", restore=1)
-    fake.code = toggle.OUT_OF_MEMORY
-    toggle.put_back_when_there_is_room(os.getpid())
+    fake.code = code
+    toggle.recover(os.getpid())
     assert fake.state == "running"
 
 
