@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -160,6 +161,53 @@ def test_a_lock_that_a_running_call_holds_up_times_out_and_leaves_the_process_ru
         target.tell()
         target.expect("released")
         call(target, "assert lock() == GOOD and unlock() == GOOD")
+
+
+def test_a_lock_waits_for_work_that_no_call_waits_for() -> None:
+    """A host function too: no thread of the program need run after it."""
+    target_text = """
+        start()
+        s = ok(cu.cuStreamCreate(1))
+        kept = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: (print("begun", flush=True), input()))
+        ok(cu.cuLaunchHostFunc(s, ctypes.cast(kept, ctypes.c_void_p).value, 0))
+        time.sleep(60)
+    """
+    with Target(target_text) as target:
+        target.expect("begun")
+        call(target, "assert lock(100) == E.CUDA_ERROR_NOT_READY and state() == 'RUNNING'")
+        target.tell()
+        call(target, "assert lock() == GOOD and state() == 'LOCKED' and unlock() == GOOD")
+
+
+POLLS = {
+    "stream": "cu.cuStreamQuery(s)",
+    "event": "cu.cuEventQuery(e)",
+    "own stream": "cu.cuStreamIsCapturing(cu.CUstream(cu.CU_STREAM_PER_THREAD))",
+}
+
+
+@pytest.mark.parametrize("what", POLLS)
+def test_polls_are_answered_while_locked_and_crash_while_checkpointed(what: str) -> None:
+    """As the driver of an H100 does it (bench/ungated.py)."""
+    target_text = f"""
+        start()
+        s, e = ok(cu.cuStreamCreate(1)), ok(cu.cuEventCreate(0))
+        ok(cu.cuEventRecord(e, s))
+        ok(cu.cuStreamSynchronize(s))
+        print("ready", flush=True)
+        while input() != "end":
+            print("answered", int({POLLS[what]}[0]), flush=True)
+    """
+    with Target(target_text) as target:
+        target.expect("ready")
+        for steps in ("lock() == GOOD", "checkpoint() == GOOD and restore() == GOOD", "unlock() == GOOD"):
+            call(target, f"assert {steps}")
+            target.tell()
+            target.expect("answered 0")
+        call(target, "assert lock() == GOOD and checkpoint() == GOOD")
+        target.tell()
+        assert "was called while process" in target.read()
+        assert target.process.wait(30) == -signal.SIGSEGV
 
 
 @pytest.mark.parametrize("what", ["exported", "imported"])
