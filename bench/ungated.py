@@ -122,7 +122,8 @@ def ask(chosen: argparse.Namespace, name: str, questions: Sequence[str]) -> Aske
         stop.touch()
         process.wait_until(lambda: not program.alive(), 60, "the program to tell")
         told = [json.loads(line) for line in program.lines() if line.startswith("{")]
-        return Asked({each["name"]: judged(each, aways) for each in told}, "", aways)
+        rows = {each["name"]: judged(each, aways) for each in told}
+        return Asked(rows, "" if rows.keys() >= set(questions) else "the process crashed", aways)
     finally:
         program.kill()
 

@@ -2,7 +2,7 @@
  * The connection to phosd: one per run of CRIU, one request at a time (proto/wire.proto).
  *
  * It is opened by the first request and closed only by the end of CRIU's process, because its end of file is what tells
- * phosd that CRIU has let the tasks go (or was killed). CRIU forks helpers while it restores: CLOEXEC does not close it
+ * phosd that CRIU has let the tasks go (or was killed). Should phosd die first, another may be asked for what it has left. CRIU forks helpers while it restores: CLOEXEC does not close it
  * in those, but none of them outlives the tasks' release.
  */
 #include "phos_plugin.h"
@@ -24,7 +24,7 @@
 
 #define PACKET_LIMIT (64 << 10)
 
-/* Longest step behind one request: quiesce, detach and the driver's checkpoint of processes without the frontend. */
+/* Longest step behind one request: quiesce and detach, or the driver's checkpoint of processes without the frontend. */
 #define REQUEST_TIMEOUT_S 600
 
 /* The end of a dump that kills: the image is completed behind it. Slow disks are slow; only phosd's death ends it earlier. */
@@ -173,23 +173,24 @@ static Envelope *receive_packet(uint64_t id, int timeout_s)
 /* What Done says beside how it went. */
 struct answer {
 	bool gpu_part, park, kept;
-	int thread;
 };
 
-static int note_alone(const Phos__Wire__Done *done)
+static int note_alone(Phos__Wire__Alone **tasks, size_t count)
 {
-	link_.alone = calloc(done->n_alone + 1, sizeof(*link_.alone));
+	free(link_.alone);
+	link_.alone_count = 0;
+	link_.alone = calloc(count + 1, sizeof(*link_.alone));
 	if (!link_.alone) {
-		pr_err("no memory to note which tasks the driver alone saves\n");
+		pr_err("no memory to note which tasks the driver alone sees to\n");
 		return -1;
 	}
-	for (size_t i = 0; i < done->n_alone; i++)
-		link_.alone[i] = (struct phos_alone){ done->alone[i]->pid, done->alone[i]->thread };
-	link_.alone_count = done->n_alone;
+	for (size_t i = 0; i < count; i++)
+		link_.alone[i] = (struct phos_alone){ .pid = tasks[i]->pid, .thread = tasks[i]->thread };
+	link_.alone_count = count;
 	return 0;
 }
 
-size_t phos_link_alone(const struct phos_alone **tasks)
+size_t phos_link_alone(struct phos_alone **tasks)
 {
 	*tasks = link_.alone;
 	return link_.alone_count;
@@ -199,7 +200,7 @@ size_t phos_link_alone(const struct phos_alone **tasks)
 static int request(Envelope *envelope, int descriptor, const char *what, struct answer *said)
 {
 	Envelope *answer;
-	int ret = -1, error;
+	int ret = -1, error, timeout_s;
 
 	envelope->id = link_.next_id++;
 	error = send_packet(envelope, descriptor);
@@ -207,9 +208,14 @@ static int request(Envelope *envelope, int descriptor, const char *what, struct 
 		pr_err("phosd has gone away before '%s': %s\n", what, strerror(-error));
 		return -1;
 	}
-	answer = receive_packet(envelope->id, envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_DUMP_END ?
-						     COMPLETION_TIMEOUT_S :
-						     REQUEST_TIMEOUT_S);
+	timeout_s = envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_DUMP_END ? COMPLETION_TIMEOUT_S : REQUEST_TIMEOUT_S;
+	answer = receive_packet(envelope->id, timeout_s);
+	if (answer && answer->body_case == PHOS__WIRE__ENVELOPE__BODY_STRANGERS) {
+		if (note_alone(answer->strangers->alone, answer->strangers->n_alone))
+			goto out;
+		phos__wire__envelope__free_unpacked(answer, NULL);
+		answer = receive_packet(envelope->id, timeout_s);
+	}
 	if (!answer) {
 		pr_err("phosd gave no answer to '%s': %s\n", what, strerror(errno));
 		return -1;
@@ -224,10 +230,11 @@ static int request(Envelope *envelope, int descriptor, const char *what, struct 
 		pr_err("%s\n", answer->done->error);
 		goto out;
 	}
-	if (envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_DUMP_BEGIN && note_alone(answer->done))
+	if (envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_TASK_RESTORED &&
+	    note_alone(answer->done->alone, answer->done->n_alone))
 		goto out;
 	if (said)
-		*said = (struct answer){ answer->done->gpu_part, answer->done->park, answer->done->kept, answer->done->thread };
+		*said = (struct answer){ answer->done->gpu_part, answer->done->park, answer->done->kept };
 	ret = 0;
 out:
 	phos__wire__envelope__free_unpacked(answer, NULL);
@@ -317,7 +324,8 @@ int phos_link_dump_end(int result, bool *kept)
 	ret = request(&envelope, hidden, "end the checkpoint", &said);
 	if (hidden >= 0)
 		close(hidden);
-	*kept = ret || result || said.kept;
+	/* Not started by the launcher, nobody knows what else CRIU was told. */
+	*kept = ret || result || said.kept || *setting("PHOS_MAY_KEEP") || !*setting("PHOS_PHOSD");
 	return ret ? ret : result;
 }
 
@@ -339,26 +347,18 @@ int phos_link_restore_begin(void)
 	return request(&envelope, criu_get_image_dir(), "begin the restore", NULL);
 }
 
-static int task_restored(int pid, bool runs, struct answer *said)
+int phos_link_task_restored(int pid, bool *park)
 {
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__TaskRestored restored = PHOS__WIRE__TASK_RESTORED__INIT;
-
-	restored.pid = pid;
-	restored.runs = runs;
-	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_RESTORED;
-	envelope.task_restored = &restored;
-	return request(&envelope, -1, runs ? "bring back the driver's part" : "take over a restored task", said);
-}
-
-int phos_link_task_restored(int pid, bool *park, int *thread)
-{
 	struct answer said = {};
 
-	if (task_restored(pid, false, &said))
+	restored.pid = pid;
+	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_RESTORED;
+	envelope.task_restored = &restored;
+	if (request(&envelope, -1, "take over a restored task", &said))
 		return -1;
 	*park = said.park;
-	*thread = said.thread;
 	return 0;
 }
 
@@ -366,53 +366,72 @@ static bool link_lost(void)
 {
 	struct pollfd end = { .fd = link_.fd };
 
-	return poll(&end, 1, 0) == 1 && end.revents;
+	return link_.fd < 0 || (poll(&end, 1, 0) == 1 && end.revents);
 }
 
-/*
- * phosd has died, and a task that it has taken the GPU from is about to be let go: another one takes over. Nothing of this
- * process is for it: not what CRIU has told signals to do, and descriptors it closes itself.
- */
-static int link_again(void)
+/* `phosd --ensure`, with nothing of what CRIU has told signals to do, and out of reach of who interrupts CRIU. */
+static void start_phosd(const char *phosd)
 {
-	char *phosd = setting("PHOS_PHOSD");
+	sigset_t ended, before;
 	pid_t child;
 
-	close(link_.fd);
-	link_.fd = -1;
-	if (*phosd && !(child = fork())) {
-		sigset_t none;
-
+	/* CRIU may have a handler that takes the end of any child for one of its own. */
+	sigemptyset(&ended);
+	sigaddset(&ended, SIGCHLD);
+	sigprocmask(SIG_BLOCK, &ended, &before);
+	child = fork();
+	if (!child) {
 		for (int number = 1; number < NSIG; number++)
 			signal(number, SIG_DFL);
-		sigemptyset(&none);
-		sigprocmask(SIG_SETMASK, &none, NULL);
+		sigemptyset(&ended);
+		sigprocmask(SIG_SETMASK, &ended, NULL);
+		setsid();
 		execl(phosd, phosd, "--ensure", (char *)NULL);
 		_exit(127);
-	} else if (*phosd && child > 0) {
-		while (waitpid(child, NULL, 0) < 0 && errno == EINTR)
-			;
 	}
+	if (child < 0)
+		pr_err("%s cannot be started: %s\n", phosd, strerror(errno));
+	while (child > 0 && waitpid(child, NULL, 0) < 0 && errno == EINTR)
+		;
+	sigprocmask(SIG_SETMASK, &before, NULL);
+}
+
+/* phosd has died, and tasks that it has taken the GPU from are about to be let go: another one takes over. */
+static int link_again(void)
+{
+	const char *phosd = setting("PHOS_PHOSD");
+
+	if (link_.fd >= 0)
+		close(link_.fd);
+	link_.fd = -1;
+	if (*phosd)
+		start_phosd(phosd);
 	return link_open();
 }
 
-int phos_link_task_runs(int pid, enum phos_stage stage)
+int phos_link_task_runs(enum phos_stage stage)
 {
+	const char *what = stage == PHOS_DUMPED ? "save the driver's part" : "bring back the driver's part";
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__TaskRuns runs = PHOS__WIRE__TASK_RUNS__INIT;
+	int32_t *pids = calloc(link_.alone_count, sizeof(*pids));
 	int ret;
 
-	if (stage == PHOS_RESTORED)
-		return task_restored(pid, true, NULL);
-	runs.pid = pid;
-	runs.back = stage == PHOS_DUMP_ENDS;
+	if (!pids) {
+		pr_err("no memory to %s\n", what);
+		return -1;
+	}
+	for (size_t i = 0; i < link_.alone_count; i++)
+		pids[i] = link_.alone[i].pid;
+	runs.n_pids = link_.alone_count;
+	runs.pids = pids;
+	runs.back = stage != PHOS_DUMPED;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_RUNS;
 	envelope.task_runs = &runs;
-	if (!runs.back)
-		return request(&envelope, -1, "save the driver's part", NULL);
-	ret = request(&envelope, -1, "bring back the driver's part", NULL);
-	if (ret && link_lost() && !link_again())
-		ret = request(&envelope, -1, "bring back the driver's part", NULL);
+	ret = stage == PHOS_DUMP_ENDS && link_lost() ? -1 : request(&envelope, -1, what, NULL);
+	if (ret && stage == PHOS_DUMP_ENDS && link_lost() && !link_again())
+		ret = request(&envelope, -1, what, NULL);
+	free(pids);
 	return ret;
 }
 

@@ -33,7 +33,8 @@ extern void pstree_switch_state(void *root, int state) __attribute__((weak));
 extern void *root_item __attribute__((weak));
 #define TASK_ALIVE 0x1
 
-static bool pre_dump; /* CRIU's main thread only */
+/* CRIU's main thread only. */
+static bool pre_dump, saved;
 
 /*
  * The image cannot be completed, and CRIU is about to kill the tasks for having dumped them. An exit hook returns nothing,
@@ -80,15 +81,14 @@ static int phos_plugin_init(int stage)
 
 static void phos_plugin_exit(int stage, int ret)
 {
-	const struct phos_alone *alone;
 	bool kept;
 	int failed;
 
 	switch (stage) {
 	case CR_PLUGIN_STAGE__DUMP:
 		failed = phos_link_dump_end(ret, &kept);
-		for (size_t i = 0, count = phos_link_alone(&alone); kept && i < count; i++)
-			(void)phos_let_run(alone[i].pid, alone[i].thread, PHOS_DUMP_ENDS); /* else later, by phosd itself */
+		if (kept)
+			(void)phos_let_run(PHOS_DUMP_ENDS); /* what fails phosd tries again once CRIU has ended */
 		if (failed && !ret) /* whatever it says of a dump that failed */
 			keep_tasks();
 		break;
@@ -109,27 +109,25 @@ static int phos_plugin_pause_devices(int pid)
 
 static int phos_plugin_checkpoint_devices(int pid)
 {
-	const struct phos_alone *alone;
-
 	if (pre_dump)
 		return 0;
-	for (size_t i = 0, count = phos_link_alone(&alone); i < count; i++)
-		if (alone[i].pid == pid && phos_let_run(pid, alone[i].thread, PHOS_DUMPED))
-			return -1;
+	if (!saved && phos_let_run(PHOS_DUMPED)) /* of all tasks, which stand still by now */
+		return -1;
+	saved = true;
 	return phos_link_task_frozen(pid);
 }
 
 static int phos_plugin_resume_devices_late(int pid)
 {
 	bool park;
-	int thread, ret = 0;
+	int ret;
 
 	phos_wait_lazy_fill();
 	if (phos_fill_end())
 		end_restore(pid);
-	if (phos_link_task_restored(pid, &park, &thread))
+	if (phos_link_task_restored(pid, &park))
 		end_restore(pid);
-	if (thread && (ret = phos_let_run(pid, thread, PHOS_RESTORED)) && !park)
+	if ((ret = phos_let_run(PHOS_RESTORED)) && !park)
 		end_restore(pid);
 	/* Each thread takes part in that stop when CRIU lets it go, before it returns to user mode. */
 	if (park && kill(pid, SIGSTOP)) {

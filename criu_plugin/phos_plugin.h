@@ -4,6 +4,7 @@
 #include <criu-plugin.h>
 #include <stdbool.h>
 #include <stddef.h>
+#include <stdint.h>
 
 /*
  * CRIU's log, exported to its plugins. The header that Debian packages for it (criu-log.h) needs one that is not packaged.
@@ -32,25 +33,27 @@ int phos_link_dump_begin(int pid);
 /* *kept: the tasks are to run on. */
 int phos_link_dump_end(int result, bool *kept);
 int phos_link_restore_begin(void);
-/* *park: the task is to be left stopped. *thread, unless 0, has to run before (phos_let_run). */
-int phos_link_task_restored(int pid, bool *park, int *thread);
+/* *park: the task is to be left stopped. phos_link_alone() may name tasks now. */
+int phos_link_task_restored(int pid, bool *park);
 
-/* What phosd does while the driver's thread of a task runs, and no other. */
+/* What phosd does while the drivers' threads of tasks run, and no others. */
 enum phos_stage {
-	PHOS_DUMPED,	/* saves its part */
-	PHOS_DUMP_ENDS, /* brings it back, of a task that is to run on */
-	PHOS_RESTORED,	/* brings it back */
+	PHOS_DUMPED,	/* has the driver save its part */
+	PHOS_DUMP_ENDS, /* has it brought back, of tasks that are to run on */
+	PHOS_RESTORED,	/* has it brought back */
 };
-int phos_link_task_runs(int pid, enum phos_stage stage);
+int phos_link_task_runs(enum phos_stage stage);
 void phos_link_restore_end(int result);
 
 /* A task is frozen: phosd begins to copy its pages, and says which CRIU need not dump (hidden_pages.c). */
 int phos_link_task_frozen(int pid);
-/* The tasks of the dump of which only the driver's thread runs while phosd sees to them (phos_let_run); their number. */
+/* The tasks of which only the driver's threads run while phosd sees to them (phos_let_run); their number. */
 struct phos_alone {
 	int pid, thread;
+	uint64_t mask; /* of signals that the thread blocks by itself */
+	bool runs;
 };
-size_t phos_link_alone(const struct phos_alone **tasks);
+size_t phos_link_alone(struct phos_alone **tasks);
 
 /* Whether what CRIU asks the kernel comes to us first. */
 bool phos_can_hide(void);
@@ -59,8 +62,8 @@ int phos_hide(int pid, int table);
 /* *table: a memfd of struct phos_hidden, with what was hidden of all tasks; -1 if nothing was. Returns 0 or -1. */
 int phos_hidden(int *table);
 
-/* Lets the one thread `thread` of a task that CRIU holds run while phosd works. Returns 0 or -1. */
-int phos_let_run(int pid, int thread, enum phos_stage stage);
+/* Lets the driver's thread of each task of phos_link_alone() run while phosd works. Returns 0 or -1. */
+int phos_let_run(enum phos_stage stage);
 
 /* Whether this process traces a thread. */
 bool phos_is_traced(int thread);

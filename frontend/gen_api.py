@@ -220,7 +220,7 @@ TREATMENT = {
     "traced": "passes the gate, then goes to the driver; in the window of a concurrent checkpoint, what it touches is "
     "worked out first",
     "gated": "passes the gate, then goes to the driver",
-    "asked": "goes straight to the driver, unless it asks about a thread's own default stream: then it passes the gate",
+    "query": "goes straight to the driver, unless it asks about a thread's own default stream: then it passes the gate",
     "passed": "goes straight to the driver",
 }
 
@@ -236,7 +236,7 @@ def docs_page(entries: list[Entry]) -> str:
         elif e.base in where:
             kind = "traced"
         else:
-            kind = "asked" if e.effect == "query" else "gated" if e.hooked else "passed"
+            kind = "query" if e.effect == "query" else "gated" if e.hooked else "passed"
         kinds[kind].append(e)
     out = [
         "# The driver's entry points under the frontend\n\n",
@@ -251,7 +251,7 @@ def docs_page(entries: list[Entry]) -> str:
         for e in kinds[kind]:
             since = f"{e.since // 1000}.{e.since % 1000 // 10}"
             out.append(f"| `{e.symbol}` | {since} | `frontend/{where.get(e.base, 'resolve.c')}` |\n")
-    for kind in ("gated", "asked", "passed"):
+    for kind in ("gated", "query", "passed"):
         out.append(f"\n## {kind.capitalize()}\n\n" + ", ".join(f"`{e.symbol}`" for e in kinds[kind]) + "\n")
     return "".join(out)
 

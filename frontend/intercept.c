@@ -92,8 +92,8 @@ static inline bool phos_is_own(CUstream stream)
     return stream == CU_STREAM_PER_THREAD;
 }
 
-/* A question about a stream. The driver does not checkpoint a process in which a thread's own stream is being made. `real`:
- * NULL until the driver has been bound, which the gate does. */
+/* A question about a stream. The first one about a thread's own makes it, and crashes while the process is checkpointed.
+ * `real`: NULL until the driver has been bound, which the gate does. */
 #define HOOK_QUERY(entry, own, real, call) \
     if (__builtin_expect(!(own) && real, 1)) \
         return call; \

@@ -195,15 +195,21 @@ def inner_thread(pid: int, thread: int) -> int:
     return inner or thread
 
 
-def thread_for(peer: int, pid: int, thread: int) -> int:
-    """What ``peer`` calls a thread of process ``pid``, which calls it ``thread`` itself; 0 if that cannot be told."""
-    if pid_namespace(peer) == pid_namespace(pid):
-        return thread
-    if pid_namespace(peer) != pid_namespace(os.getpid()):
+def number_for(peer: int, pid: int, thread: int) -> int:
+    """What ``peer`` calls a thread of process ``pid``, which calls it ``thread`` itself; 0 if it has no name for it.
+
+    NSpid has the names of a thread in every pid namespace from ours down to its own; ``peer``'s is as deep as its own
+    NSpid is long.
+    """
+    depth = len(_status(Path(f"/proc/{peer}/status"), "NSpid"))
+    try:
+        tasks = os.listdir(f"/proc/{pid}/task")
+    except OSError:
         return 0
-    for task in Path(f"/proc/{pid}/task").glob("*"):
-        if _inner(task / "status") == thread:
-            return int(task.name)
+    for task in tasks:
+        names = _status(Path(f"/proc/{pid}/task/{task}/status"), "NSpid")
+        if names and int(names[-1]) == thread:
+            return int(names[depth - 1]) if 0 < depth <= len(names) else 0
     return 0
 
 

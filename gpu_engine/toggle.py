@@ -74,14 +74,17 @@ class Step:
         return self._over.wait(max(0.0, seconds))
 
 
-def wait_for(steps: Iterable[Step], seconds: float) -> list[Step]:
-    """Wait for all. Returns what has not ended: after ``seconds``, or when only stopped processes are left."""
+def wait_for(steps: Iterable[Step], seconds: float, *, held: bool = False) -> list[Step]:
+    """Wait for all. Returns what has not ended: after ``seconds``, or when only stopped processes are left.
+
+    ``held``: all of them are stopped, but for the driver's threads.
+    """
     left = list(steps)
     deadline = time.monotonic() + seconds
     while left and time.monotonic() < deadline:
         left[0].ended(0.2)
         left = [step for step in left if not step.ended()]
-        if left and all(is_stopped(step.pid) for step in left):
+        if left and not held and all(is_stopped(step.pid) for step in left):
             break
     return left
 
@@ -226,11 +229,11 @@ def recover(pid: int) -> None:
     Raises: as :func:`put_back`.
     """
     try:
-        _when_there_is_room(driver.checkpoint_restore, pid, lambda: is_alive(pid))
+        _when_there_is_room(put_back, pid, lambda: is_alive(pid))
     except DriverError as error:
         if error.code != ILLEGAL_STATE:  # that it is not checkpointed
             raise
-    driver.checkpoint_unlock(pid)
+        driver.checkpoint_unlock(pid)
 
 
 def _when_there_is_room(action: Callable[[int], None], pid: int, may_wait: Callable[[], bool]) -> None:

@@ -9,7 +9,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -44,7 +43,10 @@ REGISTER_SECONDS = 10.0
 """How long a process with the frontend in it may take to connect to a phosd that has just been started."""
 
 THREAD_SECONDS = 1.0
-"""How long the driver may take to name a thread; one that is stopped does not answer."""
+"""How long the driver may take to name a thread that only a pool will need; one that is stopped does not answer."""
+
+NEEDED_THREAD_SECONDS = 10.0
+"""And one without which there is no dump."""
 
 PROTOCOLS = ("stop", "cow")
 
@@ -72,7 +74,7 @@ class DumpServer:
         request.pid = procfs.outer_pid(connection.pid, request.pid) or request.pid
         with self._registry.runs.entered(connection, request.criu_pid) as interruption, ExitStack() as claim:
             try:
-                job = self._begin(connection, request, wire.only(descriptors), claim, interruption)
+                job = self._begin(connection, envelope, wire.only(descriptors), claim, interruption)
             except Exception as error:
                 say_failure(f"Checkpoint of process {request.pid}", error)
                 connection.done(envelope.id, error=error if str(error) else repr(error))
@@ -80,8 +82,7 @@ class DumpServer:
                 return
             finally:
                 wire.close_all(descriptors)
-            alone = _alone(connection.pid, job.alone) if job else []
-            connection.done(envelope.id, warnings=job.warnings() if job else [], gpu_part=job is not None, alone=alone)
+            connection.done(envelope.id, warnings=job.warnings() if job else [], gpu_part=job is not None)
             result = -1
             over = threading.Event()
             watch = threading.Thread(target=_free_criu, args=(connection.pid, over), daemon=True, name="watch-criu")
@@ -122,8 +123,7 @@ class DumpServer:
                     case "task_frozen":
                         self._freeze(connection, job, envelope.task_frozen.pid, wire.only(descriptors))
                     case "task_runs" if job:
-                        pid = procfs.outer_pid(connection.pid, envelope.task_runs.pid)
-                        job.task_runs(pid, back=envelope.task_runs.back)
+                        job.tasks_run(_outer(connection.pid, envelope.task_runs), back=envelope.task_runs.back)
                     case "dump_end":
                         result = envelope.dump_end.result
                         if job:
@@ -132,7 +132,7 @@ class DumpServer:
                         else:
                             interruption.settle()
                     case _:
-                        raise ProtocolError("phosd expects a frozen task here, or the end of the dump.")
+                        raise ProtocolError("phosd expects a frozen task here, tasks that run, or the end of the dump.")
             except (PhosError, OSError) as error:
                 if not envelope.task_runs.back:  # what is not back yet will be, and says nothing of the image
                     result = -1
@@ -165,26 +165,38 @@ class DumpServer:
 
     def _recover(self, connection: wire.Connection, envelope: wire_pb2.Envelope) -> None:
         if envelope.WhichOneof("body") != "task_runs" or not envelope.task_runs.back:
-            raise ProtocolError("phosd expects here that a task is to be brought back.")
-        pid = procfs.outer_pid(connection.pid, envelope.task_runs.pid)
-        if not pid or connection.uid not in (0, uid_of(pid)) or procfs.tracer(pid) not in (0, connection.pid):
-            raise NotPermitted(f"Process {connection.pid} of user {connection.uid} has no business with process {pid}.")
-        with self._registry.claims.hold([pid]):
-            step = toggle.Step(toggle.recover, pid)
-            if not step.ended(seconds := Settings.from_environment().return_timeout):
-                raise Unresponsive(f"The driver did not bring process {pid} back within {seconds:.0f} s.")
-        if step.error is not None:
-            raise CheckpointFailed(f"Process {pid}: {step.error}") from step.error
-        log.warning("Process %d, whose phosd died while it was checkpointed, is back", pid)
+            raise ProtocolError("phosd expects here that tasks are to be brought back.")
+        pids = _outer(connection.pid, envelope.task_runs)
+        with self._registry.lock:
+            own = {session.pid for session in self._registry.sessions.values()}
+        for pid in pids:
+            owner = uid_of(pid) if pid else -1
+            if connection.uid not in (0, owner) or procfs.tracer(pid) not in (0, connection.pid) or pid in own:
+                raise NotPermitted(
+                    f"Process {connection.pid} of user {connection.uid} has no business with process {pid}."
+                )
+
+        def recover(pid: int) -> None:
+            with self._registry.claims.hold([pid]):  # until it is through, however long somebody waits for it
+                toggle.recover(pid)
+            log.warning("Process %d, whose phosd died while it was checkpointed, is back", pid)
+
+        seconds = Settings.from_environment().return_timeout
+        steps = [toggle.Step(recover, pid, at_any_rate=True) for pid in pids]
+        for step in toggle.wait_for(steps, seconds, held=True):
+            raise Unresponsive(f"The driver did not bring back process {step.pid} within {seconds:.0f} s.")
+        if errors := [f"Process {step.pid}: {step.error}" for step in steps if step.error is not None]:
+            raise CheckpointFailed(" ".join(errors))
 
     def _begin(
         self,
         connection: wire.Connection,
-        request: wire_pb2.DumpBegin,
+        envelope: wire_pb2.Envelope,
         directory: int,
         claim: ExitStack,
         interruption: Interruption,
     ) -> StopDump | None:
+        request = envelope.dump_begin
         root = request.pid
         if not psutil.pid_exists(root):
             raise NoSuchProcess(f"There is no process {root}.")
@@ -238,6 +250,9 @@ class DumpServer:
             interruption=interruption,
         )
         interruption.check()
+        if foreign:  # before they are locked: the plugin can ask another phosd then, should this one die
+            strangers = wire_pb2.Strangers(alone=[_alone(connection.pid, process) for process in foreign])
+            connection.reply(envelope.id, strangers=strangers)
         job = self._job(connection, request, assignment)
         job.order = self._registry.cow.touched
         self._registry.jobs.add(directory, job, owner)
@@ -364,22 +379,32 @@ def _foreign(pid: int) -> ForeignProcess:
     Raises:
         CheckpointFailed: the driver does not say which of its threads it needs.
     """
-    thread = toggle.restore_thread(pid, THREAD_SECONDS)
+    thread = toggle.restore_thread(pid, NEEDED_THREAD_SECONDS)
     if not thread and procfs.is_alive(pid):
         why = "it is stopped. Continue it first" if procfs.is_stopped(pid) else "the driver does not name its thread"
         raise CheckpointFailed(f"The driver could not checkpoint process {pid} ({procfs.executable(pid)}): {why}.")
     return ForeignProcess(pid, procfs.executable(pid), thread)
 
 
-def _alone(criu: int, processes: Sequence[ForeignProcess]) -> list[wire_pb2.Alone]:
-    """What CRIU calls processes and their threads; one in a pid namespace below CRIU's is not found by it."""
-    return [
-        wire_pb2.Alone(
-            pid=procfs.thread_for(criu, p.pid, procfs.inner_pid(p.pid)),
-            thread=procfs.thread_for(criu, p.pid, p.restore_thread),
+def _alone(criu: int, process: ForeignProcess) -> wire_pb2.Alone:
+    """What CRIU calls a process and its thread.
+
+    Raises:
+        CheckpointFailed: it has no names for them.
+    """
+    pid = procfs.number_for(criu, process.pid, procfs.inner_pid(process.pid))
+    thread = procfs.number_for(criu, process.pid, process.restore_thread)
+    if not pid or not thread:
+        raise CheckpointFailed(
+            f"Process {process.pid} ({process.executable}) has ended, or is in a pid namespace that CRIU (process "
+            f"{criu}) does not see into. Run CRIU outside of that namespace, or inside it."
         )
-        for p in processes
-    ]
+    return wire_pb2.Alone(pid=pid, thread=thread)
+
+
+def _outer(criu: int, request: wire_pb2.TaskRuns) -> list[int]:
+    """Our numbers of the tasks that CRIU names; 0 for one that there is not."""
+    return [procfs.outer_pid(criu, pid) for pid in request.pids]
 
 
 def _free_criu(criu: int, over: threading.Event) -> None:
@@ -410,7 +435,10 @@ def _leaves_alive(criu: int) -> bool:
 
 
 def _may_leave_alive(criu: int) -> bool:
-    """Whether it may, for all that can be known of it: an RPC client asked it, or a script of the user's has a say."""
+    """Whether it may, by its command line: an RPC client asked it, or a script of the user's has a say.
+
+    The launcher looks into CRIU's configuration files (PHOS_MAY_KEEP).
+    """
     words = _command_line(criu)
     return "dump" not in words or any(LEAVE.fullmatch(word) or SCRIPT.fullmatch(word) for word in words)
 

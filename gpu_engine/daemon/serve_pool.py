@@ -256,27 +256,28 @@ class PoolServer:
             return
         connection.done(envelope.id)
         while (packet := connection.receive()) is not None:
-            number, request = packet[0].id, packet[0].task_restored
+            number, kind = packet[0].id, packet[0].WhichOneof("body")
             wire.close_all(packet[1])
             done = wire_pb2.Done(park=True)
-            if packet[0].WhichOneof("body") == "task_restored":
-                try:
-                    done.thread = self._adopt(entry, procfs.outer_pid(connection.pid, request.pid), runs=request.runs)
-                except (PhosError, OSError) as error:
-                    say_failure(f"Process {request.pid} of {entry.restore.path} cannot be parked", error)
-                    entry.restore.fail(str(error))
-                    done.error = wire.sentence(error)
-            elif packet[0].WhichOneof("body") == "restore_end" and packet[0].restore_end.result:
-                entry.restore.fail(CRIU_FAILED)
+            try:
+                if kind == "task_restored":
+                    request = packet[0].task_restored
+                    if thread := self._adopt(entry, procfs.outer_pid(connection.pid, request.pid)):
+                        done.alone.add(pid=request.pid, thread=thread)
+                elif kind == "task_runs":
+                    entry.restore.bring_back([procfs.outer_pid(connection.pid, p) for p in packet[0].task_runs.pids])
+                elif kind == "restore_end" and packet[0].restore_end.result:
+                    entry.restore.fail(CRIU_FAILED)
+            except (PhosError, OSError) as error:
+                say_failure(f"A process of {entry.restore.path} cannot be parked", error)
+                entry.restore.fail(str(error))
+                done.error = wire.sentence(error)
             with suppress(OSError):
                 connection.send(wire_pb2.Envelope(id=number, done=done))
 
-    def _adopt(self, entry: Entry, pid: int, *, runs: bool) -> int:
+    def _adopt(self, entry: Entry, pid: int) -> int:
         if not pid:
             raise RestoreFailed("CRIU's process is not to be found.")
-        if runs:
-            entry.restore.bring_back(pid)
-            return 0
         thread = entry.restore.adopt(pid)
         for process in entry.restore.processes:
             if process.pid == procfs.inner_pid(pid):

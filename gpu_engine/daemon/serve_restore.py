@@ -73,23 +73,27 @@ class RestoreServer:
         try:
             while (packet := connection.receive()) is not None:
                 wire.close_all(packet[1])
-                kind, thread = packet[0].WhichOneof("body"), 0
-                if kind == "task_restored" and job:
-                    thread = _take(job, connection.pid, packet[0].task_restored)
-                elif kind == "restore_end":
-                    result = packet[0].restore_end.result
+                kind, alone = packet[0].WhichOneof("body"), list[wire_pb2.Alone]()
+                try:
+                    if kind == "task_restored" and job:
+                        alone = _take(job, connection.pid, packet[0].task_restored.pid)
+                    elif kind == "task_runs" and job:
+                        job.bring_back([_outside(connection.pid, pid) for pid in packet[0].task_runs.pids])
+                    elif kind == "restore_end":
+                        result = packet[0].restore_end.result
+                except RestoreFailed as failure:
+                    assert job
+                    job.fail(str(failure))
                 # CRIU's log is where a person looks first; CRIU itself may not know why its tasks were killed.
-                connection.done(
-                    packet[0].id,
-                    error=job.error if job and job.state not in (*UNDER_WAY, "attached") else "",
-                    thread=thread,
-                )
+                why = job.error if job and job.state not in (*UNDER_WAY, "attached") else ""
+                connection.done(packet[0].id, error=why, alone=[] if why else alone)
         except Exception as error:
             say_failure(f"{job.path if job else 'Restore'}: CRIU's plugin", error)
             if job is not None:
                 job.fail(f"What CRIU's plugin asked for failed: {error or repr(error)}")
         if job is None:
             return
+        job.let_go()
         if result not in (None, 0) or (result is None and not job.pids):
             job.fail("CRIU failed; its own log says why (restore.log, or what -o names, or the terminal).")
         job.watch_to_the_end()
@@ -220,21 +224,21 @@ class RestoreServer:
         self._registry.jobs.settle(job)
 
 
-def _take(job: Restore, criu: int, request: wire_pb2.TaskRestored) -> int:
-    """Returns the thread that has to run before CRIU lets a task go, as CRIU numbers it, or 0.
+def _take(job: Restore, criu: int, number: int) -> list[wire_pb2.Alone]:
+    """Returns the tasks, and their threads, that have to run now before CRIU lets any go, as CRIU numbers them.
 
     Raises:
-        RestoreFailed: CRIU's number of the task or of that thread cannot be told, or the driver's part is not back.
+        RestoreFailed: CRIU's number of a task or of its thread cannot be told.
     """
-    pid = _outside(criu, request.pid)
-    if request.runs:
-        job.bring_back(pid)
-        return 0
-    inner = job.take_task(pid)
-    thread = procfs.thread_for(criu, pid, inner) if inner else 0
-    if inner and not thread:
-        raise RestoreFailed(f"CRIU's number of thread {inner} of process {pid}, the driver's, cannot be told.")
-    return thread
+    alone = []
+    for pid, thread in job.take_task(_outside(criu, number)).items():
+        names = [procfs.number_for(criu, pid, inner) for inner in (procfs.inner_pid(pid), thread)]
+        if not all(names):
+            if not procfs.is_alive(criu):
+                return []  # it has let all of them go
+            raise RestoreFailed(f"Thread {thread} of process {pid}, the driver's, is not there.")
+        alone.append(wire_pb2.Alone(pid=names[0], thread=names[1]))
+    return alone
 
 
 def _outside(criu: int, pid: int) -> int:

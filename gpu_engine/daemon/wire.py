@@ -169,20 +169,18 @@ class Connection:
         *,
         gpu_part: bool = False,
         alone: Iterable[wire_pb2.Alone] = (),
-        thread: int = 0,
         kept: bool = False,
     ) -> None:
         """Answer a request that wants no more than to know whether it was carried out.
 
         ``gpu_part``: of the begin of a dump, that the image will have a part of ours, without which it is useless.
-        ``alone``, ``thread`` and ``kept``: see Done in proto/wire.proto.
+        ``alone`` and ``kept``: see Done in proto/wire.proto.
         """
         done = wire_pb2.Done(
             error=sentence(error),
             warnings=sentences(warnings),
             gpu_part=gpu_part,
             alone=alone,
-            thread=thread,
             kept=kept,
         )
         self.reply(request_id, done=done)

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,10 +105,13 @@ class Restore(ABC):
         self._computing: set[int] = set()  # those of them that have all of their GPU state back
         self._reviving: set[int] = set()  # those whose driver's part a thread brings back
         self._attaching: set[int] = set()  # those that a thread gives their memory
+        self._promised: set[int] = set()  # those whose driver's part is to be brought back while they stand still
+        self._still: set[int] = set()  # and those of which that has begun
         self._over = threading.Event()
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
-        # Guards _driver_ready, _revived, _pids, _beside, _computing, _reviving, _attaching, state, error.
+        # Guards _driver_ready, _revived, _pids, _beside, _computing, _reviving, _attaching, _promised, _still, state,
+        # error.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # what ready() goes by
         self._sessions: dict[bytes, GatedProcess] = {}
@@ -351,43 +354,49 @@ class Restore(ABC):
             self._computes(pid)  # without the frontend nothing else has to come back
 
     def _revive(self, pid: int) -> None:
-        if self._stands_still(pid):
+        with self._lock:
+            still = pid in self._still
+        if still:
             toggle.put_back(pid, self._gpu_pairs or None)
         else:
             toggle.revive(pid, self._gpu_pairs or None)
 
-    def _stands_still(self, pid: int) -> bool:
-        """Whether only the driver's thread of a process runs when its part is brought back."""
-        return self._thread(pid) != 0
-
     def _thread(self, pid: int) -> int:
-        """That thread, as the process numbers it, of one without the frontend; 0 if the image does not name it.
+        """The driver's thread of a process, as that numbers it; 0 if the image does not name it."""
+        return next((p.restore_thread for p in self._image.inventory.processes if p.pid == inner_pid(pid)), 0)
 
-        Others do not get as far as a call before all is there. This one's calls pass no gate, and may crash.
-        """
-        named = {p.pid: p.restore_thread for p in self._image.inventory.processes if not p.under_frontend}
-        return named.get(inner_pid(pid), 0)
-
-    def bring_back(self, pid: int, seconds: float = DRIVER_SECONDS) -> None:
-        """The driver's thread runs, of a process whose others stand still: the driver's part.
+    def bring_back(self, pids: Sequence[int], seconds: float = DRIVER_SECONDS) -> None:
+        """The driver's threads run, of processes whose others stand still: the driver's part of each.
 
         Raises:
-            RestoreFailed: it cannot be brought back; all processes of the restore have been ended.
+            RestoreFailed: one cannot be brought back; all processes of the restore have been ended.
         """
-        step = toggle.Step(self.task_restored, pid)
-        if not step.ended(seconds):
-            # Every other thread stands still. One that held what the driver's needs would hold it for ever.
-            self.fail(f"The driver did not bring process {pid} back within {seconds:.0f} s.")
         with self._lock:
-            back = pid in self._driver_ready or pid in self._computing
-        if not back:
-            self.fail(f"Process {pid} ended while it was restored.")
-            raise RestoreFailed(self.error or f"Process {pid} ended while it was restored.")
+            self._still |= set(pids)
+            self._promised -= set(pids)
+        steps = [toggle.Step(self.task_restored, pid, at_any_rate=True) for pid in pids]
+        for step in toggle.wait_for(steps, seconds, held=True):
+            # Every other thread stands still. One that held what the driver's needs would hold it for ever.
+            self.fail(f"The driver did not bring back process {step.pid} within {seconds:.0f} s.")
+        with self._lock:
+            gone = [pid for pid in pids if pid not in self._driver_ready and pid not in self._computing]
+        if gone:
+            self.fail(f"Process {gone[0]} ended while it was restored.")
+            raise RestoreFailed(self.error or f"Process {gone[0]} ended while it was restored.")
 
-    def take_task(self, pid: int) -> int:
+    def let_go(self) -> None:
+        """CRIU has ended, and nobody holds what was to be brought back standing still: it is brought back running."""
+        with self._lock:
+            promised, self._promised = self._promised, set()
+        for pid in promised:
+            self._revive_beside(pid)
+
+    def take_task(self, pid: int) -> dict[int, int]:
         """CRIU's plugin names a task that it is about to let go: bring the driver's part back beside it.
 
-        Returns 0; or the thread of it, as it is numbered there, that has to run alone before, for :meth:`bring_back`.
+        Those without the frontend are brought back standing still: nothing keeps their threads from calls that crash
+        before (bench/ungated.py). When this is the last of them, returns all of them, each with the thread that has to
+        run for :meth:`bring_back`, as it is numbered there.
 
         The plugin, and with it the stopped task, waits for this: no driver call may be made here, because the driver's
         calls on a process, GetState too, wait until that process runs.
@@ -397,20 +406,28 @@ class Restore(ABC):
         except OSError:
             pidfd = -1
         uses_cuda = inner_pid(pid) in self._image_pids
+        strangers = self._image_pids - self._gated_pids
         with self._lock:
             (self._pids if uses_cuda else self._beside)[pid] = pidfd
             failed = self.state in FAILED
         if failed:
             self._kill(pid, pidfd)  # it must not go on without its memory
-            return 0
+            return {}
         if not uses_cuda:
-            return 0
+            return {}
         with self._lock:
             self._reviving.add(pid)  # before it runs
-        if thread := self._thread(pid):
-            return thread
+        if inner_pid(pid) in self._gated_pids or not self._thread(pid):  # which the image does not name
+            self._revive_beside(pid)
+        else:
+            with self._lock:
+                self._promised.add(pid)
+        with self._lock:
+            all_here = strangers <= {inner_pid(taken) for taken in self._pids}
+            return {promised: self._thread(promised) for promised in self._promised} if all_here else {}
+
+    def _revive_beside(self, pid: int) -> None:
         threading.Thread(target=self.task_restored, args=(pid,), name=f"restore-{pid}", daemon=True).start()
-        return 0
 
     def wait_ready(self, pid: int, seconds: float) -> bool:
         """Whether the frontend in ``pid`` may attach, within so many seconds; at once if it never may."""

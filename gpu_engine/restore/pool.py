@@ -13,7 +13,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from phos.gpu_engine import driver, toggle
@@ -158,20 +158,16 @@ class PooledRestore(LazyRestore):
             if inner_pid(pid) not in self._image_pids:
                 return 0  # a process of the tree that never used CUDA
             self._pids[pid] = os.dup(pidfd)
-            known = {process.pid: process.restore_thread for process in self._image.inventory.processes}
-        thread = known[inner_pid(pid)] or toggle.restore_thread(pid, THREAD_SECONDS)
+        thread = self._thread(pid) or toggle.restore_thread(pid, THREAD_SECONDS)
         if not thread:
             raise RestoreFailed(f"The driver does not say which thread of process {pid} carries its restore out.")
         return thread
 
-    def bring_back(self, pid: int, seconds: float = DRIVER_SECONDS) -> None:
+    def bring_back(self, pids: Sequence[int], seconds: float = DRIVER_SECONDS) -> None:
         """As every restore does it, of all processes of a pool."""
         if self._free_before is None:
             self._free_before = self._free()
-        super().bring_back(pid, seconds)
-
-    def _stands_still(self, pid: int) -> bool:
-        return True
+        super().bring_back(pids, seconds)
 
     def _free(self) -> int:
         return sum(driver.context(gpu).free_memory() for gpu in set(self._ordinals.values()))

@@ -1,9 +1,9 @@
 """A checkpoint by the stop protocol.
 
 Order (DESIGN §3, §4): every process of the tree is quiesced, detached and checkpointed by the driver while it still
-runs (:meth:`StopDump.begin`); CRIU freezes and dumps the CPU side while the blocks are copied; when both have ended
-(:meth:`StopDump.finish`) whoever is still alive is brought back, and the image is committed. Whatever fails, the
-processes run on as before and the image directory holds nothing of ours.
+runs, or, without the frontend, only locked (:meth:`StopDump.begin`); CRIU freezes and dumps the CPU side while the
+blocks are copied; when both have ended (:meth:`StopDump.finish`) whoever is still alive is brought back, and the image
+is committed. Whatever fails, the processes run on as before and the image directory holds nothing of ours.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from phos.gpu_engine.interruption import Interruption
 from phos.gpu_engine.landing import Landing
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
+from phos.gpu_engine.procfs import is_alive
 from phos.gpu_engine.residue import DumpedResidues
 from phos.gpu_engine.stop.settings import Settings
 from phos.gpu_engine.stop.tree import BorrowBlocks, ProcessTree
@@ -132,7 +133,7 @@ class StopDump:
     # Step 1: while the processes still run.
 
     def begin(self, borrow: BorrowBlocks, describe: DescribeProcess) -> None:
-        """Quiesce, detach and checkpoint every process, and start copying.
+        """Quiesce, detach and checkpoint every process, or lock it, and start copying.
 
         ``borrow`` gives descriptors of the blocks that stay valid whatever happens to the owner; ``describe`` adds
         what the daemon knows of a process.
@@ -263,20 +264,20 @@ class StopDump:
 
     @property
     def alone(self) -> Sequence[ForeignProcess]:
-        """Those of which only one thread, the driver's, runs for :meth:`task_runs`."""
+        """Those of which only one thread, the driver's, runs for :meth:`tasks_run`."""
         return self._tree.foreign
 
-    def task_runs(self, pid: int, *, back: bool) -> None:
-        """That thread runs: the driver saves what it holds of the task, or brings it ``back`` before CRIU lets it go.
+    def tasks_run(self, pids: Sequence[int], *, back: bool) -> None:
+        """Those threads run: the driver saves what it holds of the tasks, or brings it ``back`` before they are let go.
 
         Raises:
             CheckpointFailed: it cannot be done.
         """
         if back:
-            self._tree.put_back_frozen(pid)
+            self._tree.put_back_frozen(pids)
         else:
             self._interruption.check()
-            self._tree.save_frozen(pid)
+            self._tree.save_frozen(pids)
 
     # Step 3: CRIU has ended.
 
@@ -355,11 +356,12 @@ class StopDump:
         """
         try:
             self._interruption.check()
-            if self._tree.unsaved:
+            for pid in self._tree.unsaved:
+                if not is_alive(pid):
+                    raise CheckpointFailed(f"Process {pid} ended while it was being checkpointed.")
                 raise CheckpointFailed(
-                    f"CRIU's plugin has not had the driver save process {self._tree.unsaved[0]}, which is without the "
-                    "frontend. Is it of another version than phosd, or the process in a pid namespace that CRIU has no "
-                    "part in?"
+                    f"CRIU's plugin has not had the driver save process {pid}, which is without the frontend. It is of "
+                    "another version than phosd: end phosd ('phosd --stop'), so that the plugin's own is started."
                 )
             with self.timeline.phase("merge CPU pages", concurrent=True):
                 self._pages.merge(self._hidden)

@@ -212,39 +212,58 @@ class ProcessTree:
             if step.error is not None:
                 raise step.error
 
-    def save_frozen(self, pid: int) -> None:
-        """The driver saves all of a process without the frontend of which only its thread runs.
+    def save_frozen(self, pids: Collection[int]) -> None:
+        """The driver saves all of processes without the frontend of which only its threads run.
 
         Raises:
-            CheckpointFailed: the driver refused, or does not answer, or the process has ended.
+            CheckpointFailed: the driver refused, or does not answer, or a process has ended.
         """
         with self._timeline.phase("driver saves all"):
-            self._step(toggle.save, pid, self._settings.checkpoint_timeout, "save")
-        self._saved.add(pid)
+            self._together(toggle.save, pids, self._settings.checkpoint_timeout, "save")
+        self._saved |= set(pids)
 
     @property
     def unsaved(self) -> list[int]:
         """Processes without the frontend that nobody had saved."""
         return [process.pid for process in self.foreign if process.pid not in self._saved]
 
-    def put_back_frozen(self, pid: int) -> None:
-        """The driver brings such a process back, or unlocks it, of which again only its thread runs.
+    def put_back_frozen(self, pids: Collection[int]) -> None:
+        """The driver brings such processes back, or unlocks them, of which again only its threads run.
 
         Raises:
             CheckpointFailed: as :meth:`save_frozen`. :meth:`bring_back` tries again.
         """
         with self._timeline.phase("driver restore"):
-            self._step(toggle.recover, pid, self._settings.return_timeout, "bring back")
+            self._together(toggle.recover, pids, self._settings.return_timeout, "bring back")
+        for pid in pids:
+            del self._toggles[pid]
 
-    def _step(self, action: Callable[[int], None], pid: int, seconds: float, what: str) -> None:
-        if pid not in {process.pid for process in self.foreign} or pid not in self._toggles:
-            raise CheckpointFailed(f"Process {pid} is none that the driver alone is to {what} now.")
-        step = self._toggles[pid] = toggle.Step(action, pid, self._toggles.get(pid))
-        if not step.ended(seconds):
-            # Every other thread stands still. One that held what the driver's needs would hold it for ever.
-            raise Unresponsive(f"The driver did not {what} process {pid} within {seconds:.0f} s.")
-        if step.error is not None:
-            raise CheckpointFailed(f"Process {pid}: {step.error}") from step.error
+    def _together(self, action: Callable[[int], None], pids: Collection[int], seconds: float, what: str) -> None:
+        """One step of all these processes.
+
+        Every thread but the driver's stands still. One that holds what the driver's needs would hold it for ever.
+        """
+        foreign = {process.pid for process in self.foreign}
+        for pid in pids:
+            before = self._toggles.get(pid)
+            if pid not in foreign or before is None:
+                raise CheckpointFailed(f"Process {pid} is none that the driver alone is to {what} now.")
+            if not before.ended():  # nor will this be done then
+                raise Unresponsive(f"The driver cannot {what} process {pid}: it has not done what it was asked before.")
+        steps = []
+        try:
+            for pid in pids:
+                steps.append(toggle.Step(action, pid))
+                self._toggles[pid] = steps[-1]
+        except RuntimeError as error:
+            raise CheckpointFailed(f"The driver is not asked to {what} process {pid}: {error}.") from error
+        for step in toggle.wait_for(steps, seconds, held=True):
+            raise Unresponsive(f"The driver did not {what} process {step.pid} within {seconds:.0f} s.")
+        for step in steps:
+            if step.error is not None:
+                text = str(step.error)
+                about = "" if f"rocess {step.pid} " in text else f"Process {step.pid}: "
+                raise CheckpointFailed(f"{about}{text}") from step.error
 
     def bring_back(self) -> str:
         """Driver restore, unlock, attach, open for every process that is still there. Returns what went wrong.

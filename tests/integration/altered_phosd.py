@@ -69,10 +69,10 @@ def no_pidfd() -> None:
     def refused(pid: int, flags: int = 0) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    def take(restore: Restore, pid: int) -> None:
+    def take(restore: Restore, pid: int) -> dict[int, int]:
         pidfd_open, os.pidfd_open = os.pidfd_open, refused
         try:
-            take_task(restore, pid)
+            return take_task(restore, pid)
         finally:
             os.pidfd_open = pidfd_open
 
@@ -89,9 +89,9 @@ def killed_at_first_task(whom: Callable[[int], int]) -> None:
     """Somebody is killed when CRIU has put everything together, and names the first of its tasks."""
     take_task = Restore.take_task
 
-    def take(restore: Restore, pid: int) -> None:
+    def take(restore: Restore, pid: int) -> dict[int, int]:
         os.kill(whom(procfs.tracer(pid)), signal.SIGKILL)
-        take_task(restore, pid)
+        return take_task(restore, pid)
 
     Restore.take_task = take  # type: ignore[method-assign]
 

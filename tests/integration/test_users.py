@@ -81,9 +81,9 @@ def test_what_is_anothers_can_neither_be_seen_nor_touched(site: Site, folder: Pa
         "not have pools": {"pool_drop": wire_pb2.PoolDrop(name="mine")},
         "may not pin images": {"pin_image": wire_pb2.PinImage()},
         "not pin images": {"unpin_image": wire_pb2.UnpinImage(name=image)},
-        "has no business with process": {"task_runs": wire_pb2.TaskRuns(pid=program.pid, back=True)},
-        "expects here that a task": {"task_runs": wire_pb2.TaskRuns(pid=program.pid)},
-        "has no business": {"task_runs": wire_pb2.TaskRuns(pid=1 << 30, back=True)},
+        "has no business with process": {"task_runs": wire_pb2.TaskRuns(pids=[program.pid], back=True)},
+        "expects here that tasks": {"task_runs": wire_pb2.TaskRuns(pids=[program.pid])},
+        "has no business": {"task_runs": wire_pb2.TaskRuns(pids=[1 << 30], back=True)},
         "may not stop this phosd.": {"shutdown": wire_pb2.Shutdown()},
         "no such job": {"wait_image": wire_pb2.WaitImage()},
     }

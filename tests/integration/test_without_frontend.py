@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from phos.gen import wire_pb2
@@ -72,6 +73,21 @@ def test_the_driver_refuses_and_one_that_polls_goes_on(site: Site, expected: str
     program = polling(site, SOFTGPU_FAULTS=fault)
     result = site.dump(program, site.image(), "--leave-running", check=False)
     assert (result.returncode != 0) == fault.startswith("checkpoint")
+    assert program.wait_result() == expected
+
+
+@pytest.mark.parametrize("option", ["leave-running", "action-script"])
+def test_a_configuration_file_keeps_one_that_polls_and_it_goes_on(site: Site, expected: str, option: str) -> None:
+    """Nothing on CRIU's command line says so."""
+    program = polling(site)
+    script = site.folder / "fails"
+    script.write_text('#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ]\n')
+    script.chmod(0o755)
+    settings = site.folder / "criu.conf"
+    settings.write_text(f"{option}{f' {script}' if option == 'action-script' else ''}\n")
+    result = site.begin_dump(program, site.image(), CRIU_CONFIG_FILE=str(settings)).wait(60)
+    assert (result != 0) == (option == "action-script")
+    program.wait_progress()
     assert program.wait_result() == expected
 
 
@@ -166,6 +182,49 @@ def test_phosd_is_killed_while_the_driver_saves_those_that_poll(site: Site, expe
     assert program.lines().count(f"RESULT {expected}") == 2, program.lines()[-10:]
 
 
+def test_two_that_poll_are_restored(site: Site, expected: str) -> None:
+    """Both stand still until the driver has brought back both."""
+    command = (sys.executable, "-c", TWO, sys.executable, str(POLLS), *OPTIONS, "--until")
+    program = site.until_awaited(*command, under=False)
+    wait_until(lambda: sum(line.startswith("ITERATION 5 ") for line in program.lines()) == 2, "both to compute")
+    image = site.image()
+    site.dump(program, image)
+    site.restore(image)
+    program.wait_end()
+    assert program.lines().count(f"RESULT {expected}") == 2, program.lines()[-10:]
+
+
+def test_phosd_is_killed_before_the_driver_saves_one_that_polls(site: Site, expected: str) -> None:
+    """It is locked, and the driver still checkpoints one under the frontend."""
+    toggles = Toggles(site, "checkpoint")
+    with_toggles = BOTH.replace("env -u LD_PRELOAD", "env -u LD_PRELOAD -u SOFTGPU_TOGGLE_HOLD")
+    words = (sys.executable, str(STENCIL), str(POLLS), *OPTIONS, "--until")
+    program = site.until_awaited("sh", "-c", with_toggles, "sh", *words, **toggles.environment)
+    wait_until(lambda: sum(line.startswith("ITERATION 5 ") for line in program.lines()) == 2, "both to compute")
+    dump = site.begin_dump(program, site.image(), "--leave-running")
+    wait_until(lambda: any(site.folder.glob("toggles.checkpoint.*")), "the driver's checkpoint")
+    stranger = next(p.pid for p in psutil.Process(program.pid).children() if str(POLLS) in p.cmdline())
+    wait_until(lambda: state(site, stranger).endswith("LOCKED"), "the lock")
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    toggles.let_go()
+    assert dump.wait(60) != 0
+    program.wait_end()
+    assert program.lines().count(f"RESULT {expected}") == 2, program.lines()[-10:]
+
+
+def test_criu_is_killed_while_it_restores_one(site: Site, expected: str) -> None:
+    """Its end lets the process go before the driver's part is back: that follows, as of one that runs."""
+    program = site.until_awaited(sys.executable, str(STENCIL), *OPTIONS, "--until", under=False)
+    program.wait_iterations(5)
+    image = site.image()
+    site.dump(program, image)
+    site.run("phosd", "--stop")
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="criu killed")
+    words = ["criu", "restore", "--lib", "phos", "-D", str(image), "-o", "restore.log", "-v4"]
+    assert site.background(*words).wait(60) != 0
+    assert program.wait_result() == expected
+
+
 def test_phosd_is_killed_when_all_is_saved_and_one_that_polls_goes_on(site: Site, expected: str) -> None:
     toggles = Toggles(site, "checkpoint")
     program = polling(site, **toggles.environment)
@@ -196,18 +255,21 @@ def test_a_plugin_that_has_nothing_saved_makes_no_image(site: Site, expected: st
         connection.settimeout(60)
         connection.connect(site.environment["PHOS_SOCKET"])
 
-        def ask(**body: Any) -> wire_pb2.Done:
+        def ask(**body: Any) -> wire_pb2.Envelope:
             directory = [os.open(image, os.O_RDONLY)] if "dump_begin" in body else []
             wire.send(connection, wire_pb2.Envelope(id=1, **body), directory)
             wire.close_all(directory)
             answer = wire.receive(connection)
             assert answer
-            return answer[0].done
+            return answer[0]
 
-        begun = ask(dump_begin=wire_pb2.DumpBegin(pid=program.pid, criu_pid=os.getpid()))
-        assert (begun.error, [task.pid for task in begun.alone]) == ("", [program.pid])
-        assert str(begun.alone[0].thread) in os.listdir(f"/proc/{program.pid}/task")
-        assert "is none that the driver alone" in ask(task_runs=wire_pb2.TaskRuns(pid=1)).error
-        assert "has not had the driver save process" in ask(dump_end=wire_pb2.DumpEnd()).error
+        strangers = ask(dump_begin=wire_pb2.DumpBegin(pid=program.pid, criu_pid=os.getpid())).strangers
+        assert [task.pid for task in strangers.alone] == [program.pid]
+        assert str(strangers.alone[0].thread) in os.listdir(f"/proc/{program.pid}/task")
+        begun = wire.receive(connection)
+        assert begun
+        assert (begun[0].done.error, begun[0].done.gpu_part) == ("", True)
+        assert "is none that the driver alone" in ask(task_runs=wire_pb2.TaskRuns(pids=[1])).done.error
+        assert "has not had the driver save process" in ask(dump_end=wire_pb2.DumpEnd()).done.error
     assert program.wait_result() == expected
     assert not (image / "phos-commit.img").exists()

@@ -486,7 +486,7 @@ def test_pids_of_our_own_namespace_are_what_they_are() -> None:
     assert procfs.inner_pid(pid) == pid
     assert procfs.outer_pid(pid, 4711) == 4711
     assert procfs.inner_thread(pid, threading.get_native_id()) == threading.get_native_id()
-    assert procfs.thread_for(pid, pid, threading.get_native_id()) == threading.get_native_id()
+    assert procfs.number_for(pid, pid, threading.get_native_id()) == threading.get_native_id()
     assert procfs.pid_namespace(pid) == os.stat("/proc/self/ns/pid").st_ino
     assert procfs.pid_namespace(1 << 30) == 0
 
@@ -499,13 +499,13 @@ def test_a_thread_of_another_namespace_is_found_by_who_is_outside() -> None:
         try:
             inner = int(outside.stdout.readline())
             pid = psutil.Process(outside.pid).children()[0].pid
-            found = procfs.thread_for(os.getpid(), pid, inner)
+            found = procfs.number_for(os.getpid(), pid, inner)
             assert str(found) in os.listdir(f"/proc/{pid}/task")
             assert found not in (pid, inner)
             assert procfs.inner_thread(pid, found) == inner
-            assert procfs.thread_for(pid, pid, inner) == inner
-            assert procfs.thread_for(os.getpid(), pid, inner + 100) == 0
-            assert procfs.thread_for(pid, os.getpid(), threading.get_native_id()) == 0
+            assert procfs.number_for(pid, pid, inner) == inner
+            assert procfs.number_for(os.getpid(), pid, inner + 100) == 0
+            assert procfs.number_for(pid, os.getpid(), threading.get_native_id()) == 0  # it is not seen from there
         finally:
             outside.kill()
 

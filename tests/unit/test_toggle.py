@@ -135,16 +135,16 @@ def test_a_process_without_the_frontend_is_locked_then_saved_then_put_back(monke
     fake = FakeDriver(monkeypatch)
     tree, pid = strangers(), os.getpid()
     with pytest.raises(CheckpointFailed, match="none that the driver alone is to save now"):
-        tree.save_frozen(pid)
+        tree.save_frozen([pid])
     tree.checkpoint()
     assert fake.state == "locked"
     with pytest.raises(CheckpointFailed, match=f"Process {pid + 1} is none"):
-        tree.save_frozen(pid + 1)
+        tree.save_frozen([pid + 1])
     assert tree.unsaved == [pid]
-    tree.save_frozen(pid)
+    tree.save_frozen([pid])
     assert fake.state == "checkpointed"
     assert tree.unsaved == []
-    tree.put_back_frozen(pid)
+    tree.put_back_frozen([pid])
     assert fake.state == "running"
     assert tree.bring_back() == ""
     assert fake.state == "running"
@@ -156,9 +156,9 @@ def test_what_fails_while_it_stands_still_is_undone_when_it_runs(monkeypatch: py
     tree = strangers()
     tree.checkpoint()
     if call == "restore":
-        tree.save_frozen(os.getpid())
+        tree.save_frozen([os.getpid()])
     with pytest.raises(CheckpointFailed, match=rf"Process {os.getpid()}: .*{call}"):
-        (tree.put_back_frozen if call == "restore" else tree.save_frozen)(os.getpid())
+        (tree.put_back_frozen if call == "restore" else tree.save_frozen)([os.getpid()])
     assert tree.bring_back() == ""
     assert fake.state == "running"
 
@@ -184,7 +184,9 @@ def test_a_driver_that_waits_for_a_thread_that_stands_still_is_given_up(monkeypa
 
     monkeypatch.setattr(driver, "checkpoint_checkpoint", wait)
     with pytest.raises(Unresponsive, match="did not save"):
-        tree.save_frozen(os.getpid())
+        tree.save_frozen([os.getpid()])
+    with pytest.raises(Unresponsive, match="has not done what it was asked before"):
+        tree.put_back_frozen([os.getpid()])  # at once: it could not help
     released.set()  # all of its threads run again
     assert tree.bring_back() == ""
     assert fake.state == "running"
