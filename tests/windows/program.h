@@ -105,3 +105,4 @@ void load_kernels(struct kernels *to);
 void set_up(struct worker *w, unsigned most);
 void replace_buffer(struct worker *w, unsigned which);
 void use_graph(struct worker *w, struct buffer *a, struct buffer *b);
+void *poll_all(void *unused);

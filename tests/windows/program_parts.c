@@ -215,3 +215,52 @@ void use_graph(struct worker *w, struct buffer *a, struct buffer *b)
     model_add(w->in_graph[0], w->add_to, w->value);
     model_set(w->in_graph[1], w->set_to, w->value_set, false);
 }
+
+/* ---- polling ---- */
+
+/* The first question about a thread's own stream makes it. */
+static void *ask_own(void *unused)
+{
+    unsigned flags;
+    (void)unused;
+    CHECK(cuCtxSetCurrent(gpus[0].context));
+    CHECK(cuStreamGetFlags(CU_STREAM_PER_THREAD, &flags));
+    return NULL;
+}
+
+/* As watchdogs do: all the time, and so at every moment of a checkpoint. Asked while the process is away, a stream's or an
+ * event's state crashes, with this driver as with a GPU's. */
+void *poll_all(void *unused)
+{
+    CUstream stream;
+    CUevent event;
+    (void)unused;
+    CHECK(cuCtxSetCurrent(gpus[0].context));
+    CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+    CHECK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
+    CHECK(cuEventRecord(event, stream));
+    CHECK(cuStreamSynchronize(stream));
+    for (unsigned i = 0; !atomic_load(&stop); i++) {
+        CUstreamCaptureStatus status;
+        CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+        CUcontext context;
+        pthread_t other;
+        unsigned flags;
+        int active;
+        CHECK(cuEventQuery(event));
+        CHECK(cuStreamQuery(stream));
+        CHECK(cuStreamIsCapturing(stream, &status));
+        CHECK(cuStreamGetCtx(stream, &context));
+        CHECK(cuDevicePrimaryCtxGetState(0, &flags, &active));
+        CHECK(cuThreadExchangeStreamCaptureMode(&mode));
+        CHECK(cuThreadExchangeStreamCaptureMode(&mode));
+        if (status != CU_STREAM_CAPTURE_STATUS_NONE || context != gpus[0].context || !active) {
+            fprintf(stderr, "a poll was answered wrongly\n");
+            abort();
+        }
+        if (i % 64 == 0 && !pthread_create(&other, NULL, ask_own, NULL))
+            pthread_join(other, NULL);
+        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    }
+    return NULL;
+}
