@@ -498,7 +498,7 @@ static void set_up_gpus(void)
 int main(int count, char **words)
 {
     static struct worker workers[16];
-    pthread_t polls;
+    pthread_t polls[POLLS];
     if (count != 7)
         return 2;
     unsigned threads = (unsigned)atoi(words[3]), pages = (unsigned)atoi(words[4]) * 256 / threads;
@@ -517,11 +517,13 @@ int main(int count, char **words)
     signal(SIGUSR2, on_signal);
     for (unsigned i = 0; i < threads; i++)
         pthread_create(&workers[i].thread, NULL, work, &workers[i]);
-    pthread_create(&polls, NULL, poll_all, NULL);
+    for (uintptr_t i = 0; i < POLLS; i++)
+        pthread_create(&polls[i], NULL, poll_always, (void *)i);
     puts("READY");
     fflush(stdout);
     wait_for_end(workers, threads);
-    pthread_join(polls, NULL);
+    for (unsigned i = 0; i < POLLS; i++)
+        pthread_join(polls[i], NULL);
     for (unsigned i = 0; i < threads; i++) {
         CHECK(cuCtxSetCurrent(workers[i].gpu->context));
         for (unsigned j = 0; j < workers[i].count; j++)

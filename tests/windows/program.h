@@ -105,4 +105,5 @@ void load_kernels(struct kernels *to);
 void set_up(struct worker *w, unsigned most);
 void replace_buffer(struct worker *w, unsigned which);
 void use_graph(struct worker *w, struct buffer *a, struct buffer *b);
-void *poll_all(void *unused);
+#define POLLS 4
+void *poll_always(void *number);

@@ -218,7 +218,6 @@ void use_graph(struct worker *w, struct buffer *a, struct buffer *b)
 
 /* ---- polling ---- */
 
-/* The first question about a thread's own stream makes it. */
 static void *ask_own(void *unused)
 {
     unsigned flags;
@@ -228,27 +227,26 @@ static void *ask_own(void *unused)
     return NULL;
 }
 
-/* As watchdogs do: all the time, and so at every moment of a checkpoint. Asked while the process is away, a stream's or an
- * event's state crashes, with this driver as with a GPU's. */
-void *poll_all(void *unused)
+static void ask(unsigned poll, CUstream stream, CUevent event)
 {
-    CUstream stream;
-    CUevent event;
-    (void)unused;
-    CHECK(cuCtxSetCurrent(gpus[0].context));
-    CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
-    CHECK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
-    CHECK(cuEventRecord(event, stream));
-    CHECK(cuStreamSynchronize(stream));
-    for (unsigned i = 0; !atomic_load(&stop); i++) {
-        CUstreamCaptureStatus status;
-        CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-        CUcontext context;
-        pthread_t other;
-        unsigned flags;
-        int active;
+    CUstreamCaptureStatus status;
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    CUcontext context;
+    pthread_t other;
+    unsigned flags;
+    int active;
+    switch (poll) {
+    case 0:
         CHECK(cuEventQuery(event));
+        break;
+    case 1:
         CHECK(cuStreamQuery(stream));
+        break;
+    case 2: /* the first question about a thread's own stream makes it */
+        if (!pthread_create(&other, NULL, ask_own, NULL))
+            pthread_join(other, NULL);
+        break;
+    default:
         CHECK(cuStreamIsCapturing(stream, &status));
         CHECK(cuStreamGetCtx(stream, &context));
         CHECK(cuDevicePrimaryCtxGetState(0, &flags, &active));
@@ -258,9 +256,23 @@ void *poll_all(void *unused)
             fprintf(stderr, "a poll was answered wrongly\n");
             abort();
         }
-        if (i % 64 == 0 && !pthread_create(&other, NULL, ask_own, NULL))
-            pthread_join(other, NULL);
-        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    }
+}
+
+/* As watchdogs do: all the time, and so at every moment of a checkpoint; a thread for each question, as one that waits asks for
+ * nothing else. Asked while the process is away, the first three crash, with this driver as with a GPU's. */
+void *poll_always(void *number)
+{
+    CUstream stream;
+    CUevent event;
+    CHECK(cuCtxSetCurrent(gpus[0].context));
+    CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+    CHECK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
+    CHECK(cuEventRecord(event, stream));
+    CHECK(cuStreamSynchronize(stream));
+    while (!atomic_load(&stop)) {
+        ask((unsigned)(uintptr_t)number, stream, event);
+        nanosleep(&(struct timespec){.tv_nsec = 500000}, NULL);
     }
     return NULL;
 }
