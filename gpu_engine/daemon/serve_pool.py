@@ -274,6 +274,7 @@ class PoolServer:
                 done.error = wire.sentence(error)
             with suppress(OSError):
                 connection.send(wire_pb2.Envelope(id=number, done=done))
+        entry.restore.let_go()
 
     def _adopt(self, entry: Entry, pid: int) -> int:
         if not pid:

@@ -93,9 +93,9 @@ class RestoreServer:
                 job.fail(f"What CRIU's plugin asked for failed: {error or repr(error)}")
         if job is None:
             return
-        job.let_go()
         if result not in (None, 0) or (result is None and not job.pids):
             job.fail("CRIU failed; its own log says why (restore.log, or what -o names, or the terminal).")
+        job.let_go()
         job.watch_to_the_end()
         self.settle(job)
 

@@ -106,7 +106,7 @@ class Restore(ABC):
         self._reviving: set[int] = set()  # those whose driver's part a thread brings back
         self._attaching: set[int] = set()  # those that a thread gives their memory
         self._promised: set[int] = set()  # those whose driver's part is to be brought back while they stand still
-        self._still: set[int] = set()  # and those of which that has begun
+        self._still: set[int] = set()  # and those of which that has begun, until CRIU has ended
         self._over = threading.Event()
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
@@ -385,9 +385,11 @@ class Restore(ABC):
             raise RestoreFailed(self.error or f"Process {gone[0]} ended while it was restored.")
 
     def let_go(self) -> None:
-        """CRIU has ended, and nobody holds what was to be brought back standing still: it is brought back running."""
+        """CRIU has ended, and nobody holds the tasks: what was to be brought back standing still is so running."""
         with self._lock:
             promised, self._promised = self._promised, set()
+            self._still.clear()
+            self._settle()
         for pid in promised:
             self._revive_beside(pid)
 
@@ -476,8 +478,8 @@ class Restore(ABC):
             return len(self._computing) == self._waiting_for
 
     def _settle(self) -> None:
-        """The end, if all data is there and all processes compute; with the lock held."""
-        if len(self._computing) == self._waiting_for and self.state == "loaded":
+        """The end, if all data is there and all processes compute, none of them held by CRIU; with the lock held."""
+        if len(self._computing) == self._waiting_for and self.state == "loaded" and not self._still:
             self.state = "attached"
             self._over.set()
 

@@ -212,6 +212,20 @@ def test_phosd_is_killed_before_the_driver_saves_one_that_polls(site: Site, expe
     assert program.lines().count(f"RESULT {expected}") == 2, program.lines()[-10:]
 
 
+def test_the_driver_does_not_bring_one_back_and_nothing_runs_on(site: Site) -> None:
+    """Neither does the other, which is back; and CRIU's log says why."""
+    command = (sys.executable, "-c", TWO, sys.executable, str(POLLS), *OPTIONS, "--until")
+    program = site.until_awaited(*command, under=False, SOFTGPU_FAULTS="restore-fail:1")
+    wait_until(lambda: sum(line.startswith("ITERATION 5 ") for line in program.lines()) == 2, "both to compute")
+    image = site.image()
+    site.dump(program, image)
+    result = site.restore(image, check=False)
+    assert result.returncode != 0
+    assert "The driver could not restore process" in (image / "restore.log").read_text()
+    wait_until(lambda: not program.alive(), "their end")
+    assert [job["state"] for job in site.status()["jobs"] if job["kind"] == "restore"] == ["failed"]
+
+
 def test_criu_is_killed_while_it_restores_one(site: Site, expected: str) -> None:
     """Its end lets the process go before the driver's part is back: that follows, as of one that runs."""
     program = site.until_awaited(sys.executable, str(STENCIL), *OPTIONS, "--until", under=False)
