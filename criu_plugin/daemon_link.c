@@ -2,8 +2,9 @@
  * The connection to phosd: one per run of CRIU, one request at a time (proto/wire.proto).
  *
  * It is opened by the first request and closed only by the end of CRIU's process, because its end of file is what tells
- * phosd that CRIU has let the tasks go (or was killed). Should phosd die first, another may be asked for what it has left. CRIU forks helpers while it restores: CLOEXEC does not close it
- * in those, but none of them outlives the tasks' release.
+ * phosd that CRIU has let the tasks go (or was killed). Should phosd die first, another may be asked for what it has left.
+ * CRIU forks helpers while it restores: CLOEXEC does not close the connection in those, but none of them outlives the
+ * tasks' release.
  */
 #include "phos_plugin.h"
 

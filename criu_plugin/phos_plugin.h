@@ -30,7 +30,7 @@ extern bool check_and_remove_inventory_plugin(const char *name, size_t size) __a
 
 /* All return 0, or a negative number after they have logged why. One thread: CRIU calls hooks from its main thread only. */
 int phos_link_dump_begin(int pid);
-/* *kept: the tasks are to run on. */
+/* *kept: the tasks may run on. */
 int phos_link_dump_end(int result, bool *kept);
 int phos_link_restore_begin(void);
 /* *park: the task is to be left stopped. phos_link_alone() may name tasks now. */

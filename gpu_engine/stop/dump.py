@@ -262,13 +262,10 @@ class StopDump:
         if self.settings.cpu_pages:
             self._pages.freeze(pid, criu_pid, table, tracer)
 
-    @property
-    def alone(self) -> Sequence[ForeignProcess]:
-        """Those of which only one thread, the driver's, runs for :meth:`tasks_run`."""
-        return self._tree.foreign
-
     def tasks_run(self, pids: Sequence[int], *, back: bool) -> None:
-        """Those threads run: the driver saves what it holds of the tasks, or brings it ``back`` before they are let go.
+        """Of frozen processes without the frontend the driver's threads run, and no others.
+
+        The driver saves what it holds of them, or brings it ``back`` before they are let go.
 
         Raises:
             CheckpointFailed: it cannot be done.

@@ -35,16 +35,24 @@ def expected(site: Site) -> str:
     return site.until_awaited(sys.executable, str(STENCIL), *OPTIONS[:4], "--until", under=False).wait_result()
 
 
-def test_one_that_polls_is_dumped_and_restored(site: Site, expected: str) -> None:
+@pytest.mark.parametrize("lazily", [False, True])
+def test_one_that_polls_is_dumped_and_restored(site: Site, expected: str, lazily: bool) -> None:
+    """Twice from one image; lazily the driver's thread meets pages of the CPU's memory that are not there yet."""
     program = polling(site)
     image = site.image()
     site.dump(program, image)
     assert "was not started under 'phos-gpu run'" in (image / "dump.log").read_text()
     site.run("phos-gpu", "verify", str(image))
-    for _ in range(2):
-        site.restore(image)
+    for time in range(2):
+        if lazily:
+            pages = site.background("criu", "lazy-pages", "-D", str(image), "-o", "lazy-pages.log")
+            wait_until((image / "lazy-pages.socket").exists, "criu lazy-pages")
+            site.restore(image, "--lazy-pages")
+            assert pages.wait(60) == 0
+        else:
+            site.restore(image)
         program.wait_progress()
-        if not _:
+        if not time:
             os.kill(program.pid, signal.SIGKILL)
             site.gone(program)
     assert program.wait_result() == expected
