@@ -22,6 +22,7 @@ from typing import Any
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.errors import NoSuchProcess, PhosError, RestoreFailed, UsageError
+from phos.gpu_engine.restore import ids
 from phos.gpu_engine.restore.pool import CRIU_FAILED, PooledRestore
 from phos.gpu_engine.restore.pool_process import Warden
 from phos.images.errors import ImageError
@@ -409,7 +410,7 @@ class Pools:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
             environment |= {"PHOS_SOCKET": str(self._socket), "PHOS_POOL": entry.id}
-            avoid = [process.pid for process in restore.processes]
+            avoid = ids.of_image(pool.directory)  # of threads too, and of processes that never used CUDA
             warden = Warden(Path(pool.path), self._folder / f"{entry.id}.log", environment, avoid)
             with self._changed:
                 entry.warden = warden

@@ -26,7 +26,7 @@ NOISE = ("RLIMIT", "Warn ")
 
 
 def far_from(pids: list[int]) -> int:
-    """A pid before CRIU's own, with room above it, that no process of the image has."""
+    """A pid before CRIU's own, with room above it, that no task of the image has: ``pids`` are those of all of them."""
     try:
         limit = int(Path("/proc/sys/kernel/pid_max").read_text())
     except (OSError, ValueError):
@@ -41,7 +41,9 @@ class Warden:
     """A warden and everything in its namespaces. Usable from several threads, :meth:`wait_restored` from one."""
 
     def __init__(self, image: Path, log: Path, environment: Mapping[str, str], avoid: list[int]) -> None:
-        """Start CRIU on an image; ``environment`` is the warden's, and CRIU's. ``avoid``: pids that CRIU will need.
+        """Start CRIU on an image; ``environment`` is the warden's, and CRIU's.
+
+        ``avoid``: the numbers of processes and threads that CRIU will need.
 
         Raises:
             RestoreFailed: the namespaces cannot be made.

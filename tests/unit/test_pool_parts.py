@@ -73,7 +73,8 @@ class FakeWarden:
     failing = ""
     made: ClassVar[list[FakeWarden]] = []
 
-    def __init__(self, *_: object) -> None:
+    def __init__(self, *arguments: object) -> None:
+        self.avoid = arguments[-1]
         self.pidfd = os.open("/dev/null", os.O_RDONLY)
         read, self._write = os.pipe()
         os.dup2(read, self.pidfd)
@@ -470,6 +471,13 @@ def test_the_report_says_what_each_costs(site: Site) -> None:
     (parked,) = report.parked
     assert (list(parked.pids), parked.state, parked.gpu_bytes) == ([1], "parked", 5)
     assert parked.host_bytes > 1 << 20
+
+
+def test_what_criu_needs_are_the_numbers_of_threads_too(site: Site) -> None:
+    for number in (32322, 32369, 32375):
+        (site.folder / f"core-{number}.img").touch()
+    site.filled(site.create(size=1), 1)
+    assert FakeWarden.made[0].avoid == [32322, 32369, 32375]
 
 
 def test_criu_gets_a_pid_far_from_those_that_it_needs() -> None:
