@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, MutableMapping
 from pathlib import Path
 
 from phos.gpu_engine import driver
-from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError
+from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, Unresponsive
 from phos.gpu_engine.procfs import inner_thread, is_alive, is_stopped
 
 log = logging.getLogger(__name__)
@@ -87,6 +87,41 @@ def wait_for(steps: Iterable[Step], seconds: float, *, held: bool = False) -> li
         if left and not held and all(is_stopped(step.pid) for step in left):
             break
     return left
+
+
+def together(
+    action: Callable[[int], None],
+    pids: Collection[int],
+    seconds: float,
+    what: str,
+    *,
+    begun: MutableMapping[int, Step] | None = None,
+    at_any_rate: bool = False,
+) -> None:
+    """One step of each of these processes, of which only the driver's threads run.
+
+    Every other thread stands still. One that held what the driver's needs would hold it for ever.
+
+    ``what``: the driver is to do to each. ``begun``: gets each step as it begins. ``at_any_rate``: as :class:`Step`'s.
+
+    Raises:
+        Unresponsive: a step has not ended within so many seconds. It goes on.
+        CheckpointFailed: a step has failed, or cannot begin.
+    """
+    steps: list[Step] = []
+    for pid in pids:
+        try:
+            steps.append(Step(action, pid, at_any_rate=at_any_rate))
+        except RuntimeError as error:
+            raise CheckpointFailed(f"The driver is not asked to {what} process {pid}: {error}.") from error
+        if begun is not None:
+            begun[pid] = steps[-1]
+    for step in wait_for(steps, seconds, held=True):
+        raise Unresponsive(f"The driver did not {what} process {step.pid} within {seconds:.0f} s.")
+    failed = [(step.pid, step.error) for step in steps if step.error is not None]
+    if failed:
+        said = [str(error) if f"rocess {pid} " in str(error) else f"Process {pid}: {error}" for pid, error in failed]
+        raise CheckpointFailed(" ".join(said)) from failed[0][1]
 
 
 def restore_thread(pid: int, seconds: float) -> int:

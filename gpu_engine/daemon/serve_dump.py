@@ -29,7 +29,6 @@ from phos.gpu_engine.errors import (
     NotPermitted,
     PhosError,
     ProtocolError,
-    Unresponsive,
     UsageError,
 )
 from phos.gpu_engine.interruption import Interruption
@@ -181,12 +180,7 @@ class DumpServer:
                 toggle.recover(pid)
             log.warning("Process %d, whose phosd died while it was checkpointed, is back", pid)
 
-        seconds = Settings.from_environment().return_timeout
-        steps = [toggle.Step(recover, pid, at_any_rate=True) for pid in pids]
-        for step in toggle.wait_for(steps, seconds, held=True):
-            raise Unresponsive(f"The driver did not bring back process {step.pid} within {seconds:.0f} s.")
-        if errors := [f"Process {step.pid}: {step.error}" for step in steps if step.error is not None]:
-            raise CheckpointFailed(" ".join(errors))
+        toggle.together(recover, pids, Settings.from_environment().return_timeout, "bring back", at_any_rate=True)
 
     def _begin(
         self,

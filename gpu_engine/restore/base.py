@@ -23,7 +23,7 @@ from phos.gpu_engine import driver, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
-from phos.gpu_engine.errors import DriverError, NoSuchProcess, PhosError, RestoreFailed
+from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.fill_plan import FillPlan
 from phos.gpu_engine.job_states import FAILED
 from phos.gpu_engine.process import GatedProcess
@@ -374,10 +374,11 @@ class Restore(ABC):
         with self._lock:
             self._still |= set(pids)
             self._promised -= set(pids)
-        steps = [toggle.Step(self.task_restored, pid, at_any_rate=True) for pid in pids]
-        for step in toggle.wait_for(steps, seconds, held=True):
-            # Every other thread stands still. One that held what the driver's needs would hold it for ever.
-            self.fail(f"The driver did not bring back process {step.pid} within {seconds:.0f} s.")
+        try:
+            toggle.together(self.task_restored, pids, seconds, "bring back", at_any_rate=True)
+        except CheckpointFailed as error:
+            self.fail(str(error))
+            raise RestoreFailed(self.error or str(error)) from error
         with self._lock:
             gone = [pid for pid in pids if pid not in self._driver_ready and pid not in self._computing]
         if gone:

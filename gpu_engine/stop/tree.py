@@ -239,10 +239,6 @@ class ProcessTree:
             del self._toggles[pid]
 
     def _together(self, action: Callable[[int], None], pids: Collection[int], seconds: float, what: str) -> None:
-        """One step of all these processes.
-
-        Every thread but the driver's stands still. One that holds what the driver's needs would hold it for ever.
-        """
         foreign = {process.pid for process in self.foreign}
         for pid in pids:
             before = self._toggles.get(pid)
@@ -250,20 +246,7 @@ class ProcessTree:
                 raise CheckpointFailed(f"Process {pid} is none that the driver alone is to {what} now.")
             if not before.ended():  # nor will this be done then
                 raise Unresponsive(f"The driver cannot {what} process {pid}: it has not done what it was asked before.")
-        steps = []
-        try:
-            for pid in pids:
-                steps.append(toggle.Step(action, pid))
-                self._toggles[pid] = steps[-1]
-        except RuntimeError as error:
-            raise CheckpointFailed(f"The driver is not asked to {what} process {pid}: {error}.") from error
-        for step in toggle.wait_for(steps, seconds, held=True):
-            raise Unresponsive(f"The driver did not {what} process {step.pid} within {seconds:.0f} s.")
-        for step in steps:
-            if step.error is not None:
-                text = str(step.error)
-                about = "" if f"rocess {step.pid} " in text else f"Process {step.pid}: "
-                raise CheckpointFailed(f"{about}{text}") from step.error
+        toggle.together(action, pids, seconds, what, begun=self._toggles)
 
     def bring_back(self) -> str:
         """Driver restore, unlock, attach, open for every process that is still there. Returns what went wrong.

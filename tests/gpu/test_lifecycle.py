@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import process
@@ -124,22 +125,100 @@ def test_one_without_the_frontend_that_polls_is_not_disturbed(start: Starter, im
     assert without_repeats(program.finish()) == reference("stencil")
 
 
+TREE = Path(__file__).parent / "programs" / "tree.py"
+
+
+class Tree:
+    """A parent without CUDA, children that train, and children that poll and are not under the frontend."""
+
+    def __init__(self, start: Starter, tmp_path: Path, training: int, polling: int, iteration: float) -> None:
+        self.results = ["mlp"] * training + ["stencil"] * polling
+        self.reports = [tmp_path / f"program.report.{index}" for index in range(training + polling)]
+        options = ["--training", str(training), "--polling", str(polling), "--iteration-seconds", str(iteration)]
+        self.program = start(process.python_program(TREE, *options))
+        self.all_compute(4)
+
+    def iterations(self) -> list[int]:
+        """How many each child has printed."""
+        return [
+            sum(line.startswith("ITERATION ") for line in report.read_text().splitlines()) if report.exists() else 0
+            for report in self.reports
+        ]
+
+    def all_compute(self, more: int) -> None:
+        """Wait until each child has printed so many more."""
+        wanted = [count + more for count in self.iterations()]
+
+        def printed() -> bool:
+            assert self.program.alive(), "the parent has ended"
+            return all(count >= least for count, least in zip(self.iterations(), wanted, strict=True))
+
+        process.wait_until(printed, 60, f"all children to print {more} more iterations: {self.iterations()}")
+
+    def finish(self) -> None:
+        """Wait for its end; each child has printed what a run alone prints."""
+        assert self.program.finish()[-1] == f"RESULT {[0] * len(self.results)}"
+        for report, name in zip(self.reports, self.results, strict=True):
+            lines = [line for line in report.read_text().splitlines() if not line.startswith("#")]
+            assert without_repeats(lines) == reference(name)
+
+
 def test_a_tree_of_processes_comes_back_whole(start: Starter, image: Path, tmp_path: Path) -> None:
-    """A parent without CUDA and two children that train, all in one image."""
-    command = process.python_program(Path(__file__).parent / "programs" / "tree.py", "--children", "2")
-    program = start([*command, "--iteration-seconds", "0.1"])
-    reports = [tmp_path / f"program.report.{index}" for index in range(2)]
+    """Two children that train, all in one image."""
+    tree = Tree(start, tmp_path, 2, 0, 0.1)
+    process.criu_dump(tree.program, image)
+    process.criu_restore(tree.program, image)
+    tree.finish()
 
-    def all_computing() -> bool:
-        return all(report.exists() and "ITERATION 4 " in report.read_text() for report in reports)
 
-    process.wait_until(all_computing, 60, "both children to compute")
-    process.criu_dump(program, image)
-    process.criu_restore(program, image)
-    program.finish()
-    for report in reports:
-        lines = [line for line in report.read_text().splitlines() if not line.startswith("#")]
-        assert without_repeats(lines) == reference("mlp")
+def test_several_without_the_frontend_are_saved_beside_one_under_it(
+    start: Starter, image: Path, tmp_path: Path
+) -> None:
+    """Twice while they run on, and once killed and restored: none that polls is disturbed."""
+    tree = Tree(start, tmp_path, 1, 2, 0.4)
+    for number in range(3):
+        folder = image / str(number)
+        folder.mkdir()
+        process.criu_dump(tree.program, folder, leave_running=number < 2)
+        if number < 2:
+            tree.all_compute(2)
+    process.criu_restore(tree.program, folder)
+    tree.finish()
+
+
+def test_phosd_is_killed_at_every_step_of_a_dump(start: Starter, image: Path, tmp_path: Path) -> None:
+    """The dump fails, or is done already; all processes compute on, those that poll, too."""
+    tree = Tree(start, tmp_path, 1, 2, 1.0)
+    folder = image / "whole"
+    folder.mkdir()
+    whole = process.criu_dump(tree.program, folder, leave_running=True)
+    steps = 6
+    results = []
+    for number in range(steps):
+        tree.all_compute(1)
+        daemon = process.daemon_pid()
+        folder = image / str(number)
+        folder.mkdir()
+        command = [process.CRIU, "dump", "--lib", "phos", "-t", str(tree.program.pid), "-D", str(folder)]
+        dump = subprocess.Popen([*command, "--leave-running", "-o", "dump.log", "-v4"], stdin=subprocess.DEVNULL)
+        time.sleep(whole * (number + 0.5) / steps)
+        os.kill(daemon, signal.SIGKILL)
+        results.append(dump.wait(120) == 0)
+        committed = subprocess.run([PHOS_GPU, "verify", str(folder)], capture_output=True, timeout=60, check=False)
+        assert (committed.returncode == 0) == results[-1]
+    tree.all_compute(1)
+    assert not all(results), "no dump was disturbed"
+    tree.finish()
+
+
+def test_one_that_is_only_locked_goes_on(start: Starter) -> None:
+    """What a phosd does that follows one that was killed before the driver saved a process."""
+    program = start(example("stencil", "--iteration-seconds", "0.2"), frontend=False)
+    program.wait_for("^ITERATION 4 ")
+    command = process.phos_python(Path(__file__).parent / "programs" / "lock.py", str(program.pid))
+    environment = process.device_environment(DEVICE)
+    subprocess.run(command, check=True, timeout=60, stdin=subprocess.DEVNULL, env=environment)
+    assert program.finish() == reference("stencil")
 
 
 def test_memory_is_free_again_after_a_dump_that_kills(start: Starter, image: Path) -> None:

@@ -192,6 +192,32 @@ def test_a_driver_that_waits_for_a_thread_that_stands_still_is_given_up(monkeypa
     assert fake.state == "running"
 
 
+def test_what_went_wrong_with_each_of_several_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the second; and nothing is begun that there is no thread for, unless it is to be done at any rate."""
+    done: list[int] = []
+    begun: dict[int, toggle.Step] = {}
+
+    def refuse(pid: int) -> None:
+        done.append(pid)
+        if pid != 2:
+            raise NoSuchProcess("Process 1 has ended." if pid == 1 else "It is not known.")
+
+    with pytest.raises(CheckpointFailed, match=r"^Process 1 has ended\. Process 3: It is not known\.$"):
+        toggle.together(refuse, [1, 2, 3], 10, "save", begun=begun)
+    assert sorted(done) == sorted(begun) == [1, 2, 3]
+    assert all(step.ended() for step in begun.values())
+
+    def no_thread(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(CheckpointFailed, match="is not asked to save process 2: can't start new thread"):
+        toggle.together(refuse, [2], 10, "save")
+    assert len(done) == 3
+    toggle.together(refuse, [2], 10, "save", at_any_rate=True)
+    assert done[3:] == [2]
+
+
 def test_one_that_ends_while_it_is_saved_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
     child = subprocess.Popen(["sleep", "60"])
     FakeDriver(monkeypatch, checkpoint=1)
