@@ -82,6 +82,9 @@ int phos_let_run(enum phos_stage stage)
 
 	if (!count)
 		return 0;
+	for (size_t i = 0; stage == PHOS_DUMPED && i < count; i++) /* nothing is away yet */
+		if (phos_leave_driver(tasks[i].pid, tasks[i].thread))
+			return -1;
 	for (size_t i = 0; i < count; i++)
 		/* A dump may end before CRIU held them, and all of their threads run. */
 		if ((stage != PHOS_DUMP_ENDS || phos_is_traced(tasks[i].thread)) && let_go(&tasks[i], stage))

@@ -62,6 +62,8 @@ int phos_hide(int pid, int table);
 /* *table: a memfd of struct phos_hidden, with what was hidden of all tasks; -1 if nothing was. Returns 0 or -1. */
 int phos_hidden(int *table);
 
+/* Lets the stopped threads of a process that are inside the driver, but for its own one, return from it. Returns 0 or -1. */
+int phos_leave_driver(int pid, int driver_thread);
 /* Lets the driver's thread of each task of phos_link_alone() run while phosd works. Returns 0 or -1. */
 int phos_let_run(enum phos_stage stage);
 

@@ -23,6 +23,7 @@ enum { GATE_OPEN, GATE_CLOSED, GATE_FAILED };
 static _Atomic uint32_t gate;   /* futex word of the calls that wait */
 static _Atomic uint32_t active; /* futex word of the closer */
 static atomic_bool away;        /* nothing of this process is on the GPU */
+static pthread_mutex_t poll_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static void futex_wait(_Atomic uint32_t *word, uint32_t value, const struct timespec *timeout)
 {
@@ -88,14 +89,34 @@ void sg_set_away(bool is_away)
     atomic_store(&away, is_away);
 }
 
-/* What the driver does (measured with 580.159 on an H100). */
-void sg_refuse_away(unsigned index)
+void sg_polls_stop(void)
 {
+    pthread_mutex_lock(&poll_lock);
+}
+
+void sg_polls_go(void)
+{
+    pthread_mutex_unlock(&poll_lock);
+}
+
+/* What the driver does (measured with 580.159 on an H100): the lock is one of its mutexes, and the thread that carries a
+ * checkpoint or a restore out waits for whoever holds it, for ever if that one is stopped. */
+void sg_poll_begin(unsigned index)
+{
+    sg_polls_stop();
+    uint64_t until = sg_now_ns() + (uint64_t)sg_settings()->poll_us * 1000u;
+    while (sg_now_ns() < until)
+        ; /* at work, not asleep */
     if (!atomic_load(&away))
         return;
     sg_log("%s was called while process %d is checkpointed: the driver of a GPU crashes here", sg_entries[index].symbol,
            (int)getpid());
     raise(SIGSEGV);
+}
+
+void sg_poll_end(void)
+{
+    sg_polls_go();
 }
 
 CUresult sg_unsupported(unsigned index)

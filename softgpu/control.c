@@ -104,7 +104,9 @@ static CUresult checkpoint(void)
         return CUDA_ERROR_UNKNOWN;
     uint64_t started = sg_now_ns();
     sg_set_away(true);
+    sg_polls_stop();
     CUresult result = sg_checkpoint();
+    sg_polls_go();
     pause_toggle(started, "checkpoint");
     if (result == CUDA_SUCCESS)
         mailbox.state = CU_PROCESS_STATE_CHECKPOINTED;
@@ -126,8 +128,10 @@ static CUresult restore(const struct arguments *arguments)
         if (physical[i] < 0)
             return CUDA_ERROR_INVALID_VALUE; /* the list leaves out a visible GPU: the process stays checkpointed */
     }
+    sg_polls_stop();
     if (!sg_fault(SG_FAULT_RESTORE))
         result = sg_restore(physical, arguments->count, &why);
+    sg_polls_go();
     pause_toggle(started, "restore");
     if (result == CUDA_SUCCESS) {
         sg_set_away(false);

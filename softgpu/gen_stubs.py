@@ -138,14 +138,22 @@ def wrapper(index: int, entry: Entry, target: str | None) -> str:
             crashes = f"{stream} == CU_STREAM_PER_THREAD" + (f" || !{stream}" if entry.stream == "ptsz" else "")
         if crashes:
             gated = "false"
-        check = f"    if ({crashes})\n        sg_refuse_away({index});\n" if crashes else ""
-        body = (
-            f"{check}"
-            f"    CUresult result = sg_enter({index}, {gated}, {per_thread});\n"
-            f"    if (result == CUDA_SUCCESS)\n"
-            f"        result = sg_leave({gated}, softgpu_{target}({entry.arguments}));\n"
-            f"    return result;"
-        )
+        call = f"sg_leave({gated}, softgpu_{target}({entry.arguments}))"
+        body = f"    CUresult result = sg_enter({index}, {gated}, {per_thread});\n"
+        if crashes:
+            body += (
+                f"    bool polls = {crashes};\n"
+                f"    if (result == CUDA_SUCCESS) {{\n"
+                f"        if (polls)\n"
+                f"            sg_poll_begin({index});\n"
+                f"        result = {call};\n"
+                f"        if (polls)\n"
+                f"            sg_poll_end();\n"
+                f"    }}\n"
+            )
+        else:
+            body += f"    if (result == CUDA_SUCCESS)\n        result = {call};\n"
+        body += "    return result;"
     # The exported name is an alias, so that the table below holds this library's own function even where a preloaded
     # library defines the same name.
     return (

@@ -92,6 +92,7 @@ static void settings_read(void)
     if (settings.threads == 0)
         settings.threads = 1;
     settings.toggle_ms = (unsigned)number("SOFTGPU_TOGGLE_MS", 0);
+    settings.poll_us = (unsigned)number("SOFTGPU_POLL_US", 0);
     path(settings.toggle_hold, sizeof(settings.toggle_hold), "SOFTGPU_TOGGLE_HOLD");
     settings.residue = (uint64_t)number("SOFTGPU_RESIDUE", (double)(12u << 20));
     const char *name = getenv("SOFTGPU_NAME");

@@ -36,6 +36,7 @@ struct sg_settings {
     int driver_version;
     unsigned threads;         /* host threads per kernel launch */
     unsigned toggle_ms;       /* least duration of a checkpoint and of a restore */
+    unsigned poll_us;         /* duration of a question about the state of a stream or an event */
     char toggle_hold[256];    /* with .checkpoint or .restore: a file; as long as it exists, none ends; empty: none */
     uint64_t residue;         /* bytes that a checkpoint saves besides device memory */
     char machine[64];         /* processes with different values here do not see each other's memory in the account */
@@ -74,8 +75,12 @@ bool sg_forked(void);
 bool sg_gate_close(uint64_t deadline);
 /* From the beginning of a checkpoint to the end of the restore. */
 void sg_set_away(bool is_away);
-/* Crashes if the process is away: for calls that no gate keeps from what is not there. */
-void sg_refuse_away(unsigned index);
+/* Around calls that look at what is not there while the process is away, and that no gate keeps from it: they crash then. They
+ * hold a lock, which the checkpoint and the restore need, too (sg_polls_stop, sg_polls_go). */
+void sg_poll_begin(unsigned index);
+void sg_poll_end(void);
+void sg_polls_stop(void);
+void sg_polls_go(void);
 void sg_gate_open(void);
 void sg_gate_fail(void); /* open for ever, every call refused: the process lost its GPU state */
 

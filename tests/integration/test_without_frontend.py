@@ -75,6 +75,18 @@ def test_one_that_polls_is_stopped_and_goes_on(site: Site, expected: str) -> Non
     assert program.wait_result() == expected
 
 
+def test_one_that_is_stopped_with_a_lock_of_the_driver_s(site: Site, expected: str) -> None:
+    """Nearly always one of its threads holds what the driver's own thread needs to save it, and to bring it back."""
+    program = polling(site, SOFTGPU_POLL_US="5000")
+    for number in range(5):
+        image = site.image(f"image-{number}")
+        site.dump(program, image, *(["--leave-running"] if number < 4 else []))
+        if number < 4:
+            program.wait_progress()
+    site.restore(image)
+    assert program.wait_result() == expected
+
+
 @pytest.mark.parametrize("fault", ["checkpoint-fail:1", "restore-oom:1"])
 def test_the_driver_refuses_and_one_that_polls_goes_on(site: Site, expected: str, fault: str) -> None:
     """It is not checkpointed; or it comes back later, when there is room, and stands still until then."""
