@@ -1,6 +1,6 @@
 /*
  * Threads that CRIU has stopped inside the driver may hold its locks. The driver's own thread, which is to save the process
- * or to bring it back while all others stand still, would wait for them for ever (bench/still_threads.py). The driver's lock
+ * or to bring it back while all others stand still, would wait for them for ever (docs/design-notes.md). The driver's lock
  * (cuCheckpointProcessLock) does not hold back those that ask for the state of a stream or an event. So each of them goes on,
  * while the driver has only locked the process, until it has returned from the driver, and not one instruction further: it
  * goes on step by step. Nothing else would keep it from ending, or from starting a thread that CRIU does not know.
@@ -10,7 +10,6 @@
 #include <dirent.h>
 #include <elf.h>
 #include <errno.h>
-#include <sched.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,9 +24,12 @@
 #define SECONDS_MOST 10	      /* for all threads of a process; a thread that makes a stream of its own needs the most */
 #define STEPS_IN_LIBC 50000   /* of one that is in no driver at all: its stack may only look like it */
 #define SLEEPS_NS 20000000    /* what sleeps for so long while all others do waits for no work of theirs, nor of the GPU's */
-#define STACK_BYTES (1 << 16) /* below the first of which a caller's address is looked for */
+#define STACK_BYTES (1 << 16) /* in the first of which a caller's address is looked for */
+#define WAIT_NS 1000000	      /* for a step */
+#define RETURNS_NS 50000000   /* for the return from the vDSO */
+#define BREAKPOINTS 4	      /* the processor's */
 
-enum code { ELSEWHERE, LIBC, DRIVER };
+enum code { ELSEWHERE, VDSO, LIBC, DRIVER };
 
 struct range {
 	uint64_t begin, end;
@@ -45,6 +47,7 @@ struct walker {
 	enum code code;
 	uint64_t sp;
 	unsigned long steps_in_libc;
+	uint64_t returns; /* since when it goes on to a breakpoint; 0: it does not */
 	bool walks, steps, was_in_driver;
 };
 
@@ -63,18 +66,20 @@ static bool begins(const char *name, const char *with)
 
 static enum code code_of(const char *file)
 {
-	static const char *const libc[] = { "libc.so", "ld-linux", "libpthread.so", "libdl.so", "libm.so", "librt.so", "[vdso]" };
+	static const char *const libc[] = { "libc.so", "ld-linux", "libpthread.so", "libdl.so", "libm.so", "librt.so" };
 	const char *slash = strrchr(file, '/'), *name = slash ? slash + 1 : file;
 
 	if (begins(name, "libcuda.so") || begins(name, "libnvidia-"))
 		return DRIVER;
+	if (!strcmp(name, "[vdso]"))
+		return VDSO;
 	for (size_t i = 0; i < sizeof(libc) / sizeof(*libc); i++)
 		if (begins(name, libc[i]))
 			return LIBC;
 	return ELSEWHERE;
 }
 
-/* The code of the driver and of libc in a process. */
+/* All code of a process. */
 static int read_code(int pid, struct code_map *map)
 {
 	unsigned long begin, end;
@@ -92,47 +97,103 @@ static int read_code(int pid, struct code_map *map)
 	while (getline(&line, &size, maps) > 0) {
 		struct range *grown;
 		char access[8];
-		enum code code;
 
-		if (sscanf(line, "%lx-%lx %7s %*s %*s %*s %255s", &begin, &end, access, file) != 4 || access[2] != 'x')
-			continue;
-		code = code_of(file);
-		if (code == ELSEWHERE)
+		*file = 0; /* no name follows: code that was made while the program runs */
+		if (sscanf(line, "%lx-%lx %7s %*s %*s %*s %255s", &begin, &end, access, file) < 3 || access[2] != 'x')
 			continue;
 		grown = realloc(map->ranges, (map->count + 1) * sizeof(*grown));
 		if (!grown) {
-			pr_err("no memory to note where the driver's code of process %d lies\n", pid);
+			pr_err("no memory to note where the code of process %d lies\n", pid);
 			free(line);
 			fclose(maps);
 			return -1;
 		}
 		map->ranges = grown;
-		map->ranges[map->count++] = (struct range){ .begin = begin, .end = end, .code = code };
+		map->ranges[map->count++] = (struct range){ .begin = begin, .end = end, .code = code_of(file) };
 	}
 	free(line);
 	fclose(maps);
 	return 0;
 }
 
+static const struct range *range_at(const struct code_map *map, uint64_t address)
+{
+	size_t low = 0, high = map->count;
+
+	while (low < high) {
+		size_t middle = (low + high) / 2;
+
+		if (map->ranges[middle].end <= address)
+			low = middle + 1;
+		else
+			high = middle;
+	}
+	return low < map->count && map->ranges[low].begin <= address ? &map->ranges[low] : NULL;
+}
+
 static enum code code_at(const struct code_map *map, uint64_t address)
 {
-	for (size_t i = 0; i < map->count; i++)
-		if (address >= map->ranges[i].begin && address < map->ranges[i].end)
-			return map->ranges[i].code;
-	return ELSEWHERE;
+	const struct range *range = range_at(map, address);
+
+	return range ? range->code : ELSEWHERE;
+}
+
+static size_t read_stack(int pid, uint64_t sp, uint64_t *words, size_t count)
+{
+	struct iovec here = { words, count * sizeof(*words) }, there = { (void *)(uintptr_t)(sp & ~7ull), here.iov_len };
+	ssize_t bytes = process_vm_readv(pid, &here, 1, &there, 1, 0);
+
+	return bytes < 0 ? 0 : (size_t)bytes / sizeof(*words);
 }
 
 /* Whether an address of the driver's code lies on the stack: as what returns to it, or left there by a call that is over. */
 static bool driver_on_stack(int pid, const struct code_map *map, uint64_t sp)
 {
 	static uint64_t words[STACK_BYTES / sizeof(uint64_t)]; /* CRIU's main thread only */
-	struct iovec here = { words, sizeof(words) }, there = { (void *)(uintptr_t)(sp & ~7ull), sizeof(words) };
-	ssize_t bytes = process_vm_readv(pid, &here, 1, &there, 1, 0);
+	size_t count = read_stack(pid, sp, words, sizeof(words) / sizeof(*words));
 
-	for (ssize_t i = 0; i < bytes / (ssize_t)sizeof(*words); i++)
+	for (size_t i = 0; i < count; i++)
 		if (code_at(map, words[i]) == DRIVER)
 			return true;
 	return false;
+}
+
+static int set_debug(int thread, unsigned which, uint64_t value)
+{
+	return ptrace(PTRACE_POKEUSER, thread, offsetof(struct user, u_debugreg) + which * sizeof(uint64_t), value) ? -1 : 0;
+}
+
+/*
+ * What reads the clock in the vDSO begins anew whenever the clock has gone on, so step by step it may never get through. Its
+ * frames are small: it returns to one of the first words on the stack that are addresses of other code. False: it cannot.
+ */
+static bool return_from_vdso(int pid, struct walker *walker, const struct code_map *map)
+{
+	uint64_t words[64], enabled = 0;
+	size_t count = read_stack(pid, walker->sp, words, sizeof(words) / sizeof(*words));
+	unsigned set = 0;
+
+	for (size_t i = 0; i < count && set < BREAKPOINTS; i++) {
+		const struct range *range = range_at(map, words[i]);
+
+		if (!range || range->code == VDSO)
+			continue;
+		if (set_debug(walker->thread, set, words[i]))
+			return false;
+		enabled |= 1ull << (2 * set++); /* for this thread; where an instruction begins */
+	}
+	if (!set || set_debug(walker->thread, 7, enabled) || ptrace(PTRACE_CONT, walker->thread, 0, 0))
+		return false;
+	walker->returns = now_ns();
+	walker->steps = true;
+	return true;
+}
+
+static void clear_breakpoints(struct walker *walker)
+{
+	if (walker->returns && set_debug(walker->thread, 7, 0))
+		pr_warn("breakpoints are left in thread %d: %s\n", walker->thread, strerror(errno));
+	walker->returns = 0;
 }
 
 /* A system call that would end the thread, or start another; the instruction that makes it comes next. */
@@ -166,7 +227,7 @@ static int read_regs(const struct walker *walker, struct user_regs_struct *regs)
 }
 
 /* 1: it has taken a step more; 0: it is to stay where it is. A step in the driver ends at the next branch that is taken. */
-static int step(struct walker *walker, const struct code_map *map)
+static int step(int pid, struct walker *walker, const struct code_map *map)
 {
 	struct user_regs_struct regs;
 	enum code before = walker->code;
@@ -178,8 +239,10 @@ static int step(struct walker *walker, const struct code_map *map)
 	walker->sp = regs.rsp;
 	walker->was_in_driver |= walker->code == DRIVER;
 	/* The driver may call what is elsewhere: another malloc(), say. Only a return raises the stack's pointer. */
-	if (walker->code == ELSEWHERE && (before == LIBC || (before == DRIVER && walker->sp > sp)))
+	if (walker->code == ELSEWHERE && before != ELSEWHERE && (before != DRIVER || walker->sp > sp))
 		return 0;
+	if (walker->code == VDSO && return_from_vdso(pid, walker, map))
+		return 1;
 	if (!walker->was_in_driver && ++walker->steps_in_libc > STEPS_IN_LIBC)
 		return 0;
 	if (is_about_to_leave(walker, &regs))
@@ -206,6 +269,7 @@ static int has_stepped(struct walker *walker)
 		pr_err("thread %d has ended while it was to leave the driver\n", walker->thread);
 		return -1;
 	}
+	clear_breakpoints(walker);
 	return 1;
 }
 
@@ -271,6 +335,7 @@ static int stop_again(struct walker *walker)
 			return -1;
 		}
 		runs = false;
+		clear_breakpoints(walker);
 		interrupted = status >> 16 == PTRACE_EVENT_STOP;
 		if (interrupted && !trap_waits(walker)) {
 			if (ptrace(PTRACE_SETSIGMASK, walker->thread, sizeof(walker->mask), &walker->mask))
@@ -307,9 +372,10 @@ static int begin(int pid, struct walker *walker, const struct code_map *map)
 }
 
 /* All at once: one may wait for what another holds. Whoever sleeps when all the others are out holds nothing. */
-static int walk(int pid, struct walker *walkers, size_t count, const struct code_map *map)
+static int walk(int pid, struct walker *walkers, size_t count, const struct code_map *map, const sigset_t *children)
 {
 	uint64_t began = now_ns(), last = began, now = began;
+	const struct timespec wait = { .tv_nsec = WAIT_NS };
 	size_t walking = count;
 	int ret = 0, moved;
 
@@ -326,9 +392,11 @@ static int walk(int pid, struct walker *walkers, size_t count, const struct code
 			if (!walker->walks)
 				continue;
 			moved = walker->steps ? has_stepped(walker) : 1;
+			if (walker->returns && now - walker->returns > RETURNS_NS) /* it does not come by there */
+				ptrace(PTRACE_INTERRUPT, walker->thread, 0, 0);
 			if (moved > 0) {
 				last = now;
-				moved = step(walker, map);
+				moved = step(pid, walker, map);
 				if (!moved)
 					moved = stop_again(walker);
 			}
@@ -338,14 +406,43 @@ static int walk(int pid, struct walker *walkers, size_t count, const struct code
 			}
 			walking += walker->walks;
 		}
-		sched_yield();
+		/* Asleep, not busy: whoever has slept is given a processor sooner, and so each step takes less long. */
+		if (walking)
+			sigtimedwait(children, NULL, &wait);
 		now = now_ns();
 	}
-	if (walking && now - began >= SECONDS_MOST * 1000000000ull)
-		pr_warn("threads of process %d do not leave the driver within %d s\n", pid, SECONDS_MOST);
+	if (walking && now - began >= SECONDS_MOST * 1000000000ull) {
+		pr_err("threads of process %d do not leave the driver within %d s; it could not be saved. Try again, or start it "
+		       "under 'phos-gpu run'\n",
+		       pid, SECONDS_MOST);
+		ret = -1; /* all run on, and nothing has happened */
+	}
 	for (size_t i = 0; i < count; i++)
 		if (walkers[i].walks && stop_again(&walkers[i]))
 			ret = -1;
+	return ret;
+}
+
+/* A thread that comes to a stop sends a signal, whatever CRIU does with it else. */
+static int hear_children(int pid, struct walker *walkers, size_t count, const struct code_map *map)
+{
+	const struct sigaction heard = { .sa_handler = SIG_DFL };
+	const struct timespec at_once = { 0 };
+	struct sigaction before;
+	sigset_t children, mask;
+	int ret;
+
+	sigemptyset(&children);
+	sigaddset(&children, SIGCHLD);
+	if (sigprocmask(SIG_BLOCK, &children, &mask) || sigaction(SIGCHLD, &heard, &before)) {
+		pr_err("CRIU cannot wait for threads: %s\n", strerror(errno));
+		return -1;
+	}
+	ret = walk(pid, walkers, count, map, &children);
+	while (sigtimedwait(&children, NULL, &at_once) == SIGCHLD)
+		;
+	sigaction(SIGCHLD, &before, NULL);
+	sigprocmask(SIG_SETMASK, &mask, NULL);
 	return ret;
 }
 
@@ -386,7 +483,7 @@ int phos_leave_driver(int pid, int driver_thread)
 		count += walkers[count].walks;
 	}
 	closedir(tasks);
-	if (count && walk(pid, walkers, count, &map)) /* what was begun has to be stopped again in any case */
+	if (count && hear_children(pid, walkers, count, &map)) /* what was begun has to be stopped again in any case */
 		ret = -1;
 out:
 	free(walkers);

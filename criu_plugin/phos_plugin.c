@@ -7,7 +7,8 @@
  *                                        block further calls, and no more
  *   PAUSE_DEVICES(child)                 only after its parent has been frozen: nothing is left to do
  *   CHECKPOINT_DEVICES(pid)              the whole tree is frozen, and CRIU has not touched any task's memory yet: of
- *                                        processes without the frontend the driver's part is saved (driver_thread.c), then
+ *                                        processes without the frontend the driver's part is saved (driver_thread.c), when
+ *                                        their threads have left the driver (leave_driver.c), then
  *                                        phosd begins to copy the task's memory
  *   exit(DUMP, result)                   tasks still frozen. If CRIU is going to kill them, phosd completes the image first;
  *                                        if they are to run on it answers at once, and the driver's part of those without

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import process
+import pytest
 from gpu_support import DEVICE, Starter, example, reference, without_repeats
 from process import PHOS_GPU
 
@@ -123,6 +124,23 @@ def test_one_without_the_frontend_that_polls_is_not_disturbed(start: Starter, im
             program.wait_iterations(1)
     process.criu_restore(program, folder)
     assert without_repeats(program.finish()) == reference("stencil")
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+def test_threads_that_are_stopped_inside_the_driver(start: Starter, image: Path, tmp_path: Path) -> None:
+    """They hold what the driver's own thread needs to save the process, and to bring it back."""
+    spins = tmp_path / "spins"
+    source = Path(__file__).parent / "programs" / "spins.c"
+    subprocess.run(["gcc", "-O2", "-pthread", "-o", spins, source, "-ldl"], check=True)
+    wanted = start([str(spins), "--iterations", "600"], frontend=False, name="alone")
+    program = start([str(spins), "--iterations", "600"], frontend=False)
+    program.wait_for("^ITERATION 5 ")
+    for number in range(12):
+        folder = image / str(number)
+        folder.mkdir()
+        process.criu_dump(program, folder, leave_running=number < 11)
+    process.criu_restore(program, folder)
+    assert without_repeats(program.finish()) == wanted.finish()
 
 
 TREE = Path(__file__).parent / "programs" / "tree.py"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -83,6 +84,31 @@ def test_one_that_is_stopped_with_a_lock_of_the_driver_s(site: Site, expected: s
         site.dump(program, image, *(["--leave-running"] if number < 4 else []))
         if number < 4:
             program.wait_progress()
+    site.restore(image)
+    assert program.wait_result() == expected
+
+
+def test_one_whose_threads_stay_in_the_driver_is_not_saved(site: Site, expected: str) -> None:
+    """CRIU's log says so, and the program goes on."""
+    program = polling(site, SOFTGPU_POLL_US="30000000")
+    image = site.image()
+    assert site.dump(program, image, "--leave-running", check=False).returncode != 0
+    assert f"threads of process {program.pid} do not leave the driver" in (image / "dump.log").read_text()
+    assert program.wait_result() == expected
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+def test_one_whose_threads_ask_without_a_pause(site: Site) -> None:
+    """CRIU stops them anywhere: with the lock, while they wait for it, and where a thread begins or ends."""
+    spins = site.folder / "spins"
+    subprocess.run(["gcc", "-O2", "-pthread", "-o", spins, POLLS.with_name("spins.c"), "-ldl"], check=True)
+    command = (str(spins), "--iterations", "60", "--until")
+    expected = site.until_awaited(*command, under=False).wait_result()
+    program = site.until_awaited(*command, under=False, SOFTGPU_POLL_US="20")
+    program.wait_iterations(2)
+    for number in range(6):
+        image = site.image(f"image-{number}")
+        site.dump(program, image, *(["--leave-running"] if number < 5 else []))
     site.restore(image)
     assert program.wait_result() == expected
 

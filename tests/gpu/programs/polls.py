@@ -21,7 +21,10 @@ from cuda.bindings import driver
 from cuda_program import check
 
 PAUSE = 0.0005
-"""Seconds between two questions of a thread."""
+"""Seconds between two questions of a thread; ten times as many where each has a thread of its own.
+
+A restored process needs its number, and threads use numbers up.
+"""
 
 
 def poll(context: object, question: Callable[[], object], *, anew: bool = False) -> None:
@@ -34,7 +37,7 @@ def poll(context: object, question: Callable[[], object], *, anew: bool = False)
             thread.join()
         else:
             ask(context, question)
-        time.sleep(PAUSE)
+        time.sleep(PAUSE * 10 if anew else PAUSE)
 
 
 def ask(context: object, question: Callable[[], object]) -> None:
