@@ -145,7 +145,7 @@ for wanted in "$@"; do
         [ "$bundle" = - ] || part install 180 "$installer" --offline --python "${PHOS_PYTHON:-$python}" || exit 1
         ;;
     doctor) part doctor 60 phos-gpu doctor ;;
-    tests) gpu_tests tests 240 tests/gpu/test_examples.py tests/gpu/test_lifecycle.py tests/gpu/test_concurrent.py ;;
+    tests) gpu_tests tests 330 tests/gpu/test_examples.py tests/gpu/test_lifecycle.py tests/gpu/test_concurrent.py ;;
     gpus) gpu_tests gpus 240 tests/gpu/test_several_gpus.py ;;
     frameworks) gpu_tests frameworks 480 tests/gpu/test_frameworks.py ;;
     dump8) measure dump8 150 dump_restore --sizes 8 ;;
