@@ -14,11 +14,6 @@
 #include <sys/types.h>
 #include <sys/wait.h>
 
-#ifndef PTRACE_GETSIGMASK
-#define PTRACE_GETSIGMASK 0x420a
-#define PTRACE_SETSIGMASK 0x420b
-#endif
-
 #define KERNEL_SIGNALS 64 /* the size of the kernel's signal set; bits */
 
 /* A signal that waits for the process is delivered when all of it runs, and to whom the kernel chooses then. */
