@@ -61,8 +61,15 @@ def run_dump(arguments: list[str], directory: Path, beside: int | None = None) -
 
     Returns:
         Its exit status, the errors in its log and from phosd, and the signal that it was interrupted by, or 0.
+
+    Raises:
+        UsageError: the environment asks for a log that CRIU does not have.
     """
-    words = ["dump", *arguments, "--lib", "phos", "-D", str(directory), "-o", DUMP_LOG, verbosity()]
+    try:
+        log_level = verbosity()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    words = ["dump", *arguments, "--lib", "phos", "-D", str(directory), "-o", DUMP_LOG, log_level]
     command = [str(launcher("criu")), *words]
     if beside is not None:
         command = ["nsenter", "--target", str(beside), "--pid", "--mount", "--", *command]

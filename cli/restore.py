@@ -22,7 +22,7 @@ from phos.cli.restore_first import RESTORE_LOG, Begun, Occupied
 from phos.cli.text import size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, reach
-from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, RestoreFailed
+from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, RestoreFailed, UsageError
 from phos.images.errors import ImageError
 from phos.images.reader import Image
 from phos.images.source import SCHEME
@@ -85,6 +85,8 @@ def _restore(
                 f"Another restore brings memory from {image} at this moment ('phos-gpu status' shows it). Wait for it; "
                 "several processes of one image at once are had from a pool."
             ) from error
+        except ValueError as error:
+            raise UsageError(str(error)) from error
         except OSError as error:
             scarce = error.errno in (errno.EAGAIN, errno.ENOMEM)
             advice = "There are too many processes, or there is too little memory" if scarce else "Run install.sh again"

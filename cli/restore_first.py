@@ -19,11 +19,19 @@ RESTORE_LOG, PAGES_LOG, PAGES_SOCKET = "restore.log", "lazy-pages.log", "lazy-pa
 VERBOSITY = "2"
 """Errors and warnings. CRIU writes its log line by line while the processes are frozen: at 4 that takes a quarter of
 the time for which they are, with the image in memory, and more than half on a disk."""
+LEVELS = ("0", "1", "2", "3", "4")
 
 
 def verbosity() -> str:
-    """CRIU's option for how much it logs."""
-    return "-v" + os.environ.get("PHOS_CRIU_VERBOSITY", VERBOSITY)
+    """CRIU's option for how much it logs.
+
+    Raises:
+        ValueError: the environment does not say it so that CRIU understands it.
+    """
+    level = os.environ.get("PHOS_CRIU_VERBOSITY", VERBOSITY)
+    if level not in LEVELS:
+        raise ValueError(f"PHOS_CRIU_VERBOSITY={level} in the environment is no level of CRIU's log: 0 to 4.")
+    return f"-v{level}"
 
 
 LOCK_SECONDS = 1.0
@@ -66,8 +74,10 @@ class Begun(Launched):
         Raises:
             Occupied: another lazy restore has the directory.
             OSError: it cannot be started.
+            ValueError: as :func:`verbosity`.
         """
         super().__init__()
+        log_level = verbosity()
         self.began, self.began_at = time.perf_counter(), time.time()
         self.pages = 0
         """The pid of ``criu lazy-pages``, a child that somebody else has to wait for."""
@@ -85,7 +95,7 @@ class Begun(Launched):
                 os.set_inheritable(self._lock, False)
                 changes = {"PHOS_RESTORE": "lazy", "PHOS_LAZY_PAGES": str(self.pages)}
                 words.append("--lazy-pages")
-            words += ["--lib", "phos", "-D", directory, "-o", RESTORE_LOG, verbosity()]
+            words += ["--lib", "phos", "-D", directory, "-o", RESTORE_LOG, log_level]
             self.start([criu, "restore", *words], changes)
         except OSError:
             if self.pages:  # nobody would watch it
@@ -113,5 +123,5 @@ def begin(words: list[str]) -> Begun | None:
         return None
     try:
         return Begun(*wanted)
-    except OSError:
+    except (OSError, ValueError):
         return None  # restore.py will meet with it again, and say so

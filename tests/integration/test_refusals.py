@@ -82,6 +82,22 @@ def test_tree_that_holds_phosd(site: Site) -> None:
     assert program.alive()
 
 
+def test_a_level_that_criu_s_log_has_not(site: Site) -> None:
+    """By a dump and by a restore."""
+    program = endless(site)
+    image = site.image()
+    told = {"PHOS_CRIU_VERBOSITY": "loud"}
+    result = site.run("phos-gpu", "checkpoint", str(program.pid), str(image), check=False, **told)
+    assert result.returncode == ExitStatus.USAGE
+    assert "PHOS_CRIU_VERBOSITY=loud in the environment is no level of CRIU's log" in result.stderr
+    program.wait_progress()
+    site.dump(program, image)
+    result = site.run("phos-gpu", "restore", str(image), check=False, **told)
+    assert result.returncode == ExitStatus.USAGE
+    assert "PHOS_CRIU_VERBOSITY=loud" in result.stderr
+    assert not program.alive()
+
+
 def test_plain_process_goes_through_criu_alone(site: Site) -> None:
     program = site.start("sleep", "1000", under=False)
     image = site.image()

@@ -211,6 +211,20 @@ def test_without_lazy_there_is_no_server(home: Path, monkeypatch: pytest.MonkeyP
     assert begun.said().split()[-1] == "-v4"
 
 
+@pytest.mark.parametrize("level", ["x", "", "5", "-1", "2 --tcp-close"])
+def test_a_level_that_criu_does_not_know_starts_nothing(
+    home: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    criu(home, 'touch "$0.ran"')
+    monkeypatch.setenv("PHOS_CRIU_VERBOSITY", level)
+    with pytest.raises(ValueError, match=f"^PHOS_CRIU_VERBOSITY={level} in the environment is no level"):
+        restore_first.Begun(str(home / "image"), lazy=True)
+    (home / "image" / restore_first.COMMIT_FILE).touch()
+    assert restore_first.understand(["restore", str(home / "image")])
+    assert restore_first.begin(["restore", str(home / "image")]) is None
+    assert not list(home.rglob("*.ran"))
+
+
 def test_a_signal_that_ends_criu_is_told(home: Path) -> None:
     criu(home, "kill -TERM $$")
     assert restore_first.Begun(str(home / "image"), lazy=False).wait() == -signal.SIGTERM
