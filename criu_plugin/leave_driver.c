@@ -4,9 +4,13 @@
  * (cuCheckpointProcessLock) does not hold back those that ask for the state of a stream or an event. So each of them goes on,
  * while the driver has only locked the process, until it has returned from the driver, and not one instruction further: it
  * goes on step by step. Nothing else would keep it from ending, or from starting a thread that CRIU does not know.
+ *
+ * Not seen: a thread that the driver has called other code with, neither libc's nor its own (a preloaded malloc()), and that
+ * is stopped there.
  */
 #include "phos_plugin.h"
 
+#include <ctype.h>
 #include <dirent.h>
 #include <elf.h>
 #include <errno.h>
@@ -22,12 +26,14 @@
 #include <time.h>
 
 #define SECONDS_MOST 10	      /* for all threads of a process; a thread that makes a stream of its own needs the most */
-#define STEPS_IN_LIBC 50000   /* of one that is in no driver at all: its stack may only look like it */
-#define SLEEPS_NS 20000000    /* what sleeps for so long while all others do waits for no work of theirs, nor of the GPU's */
+#define OUTSIDE_NS 200000000  /* for one that is not seen in the driver: its stack may only look like it */
+#define SLEEPS_NS 20000000    /* what sleeps for so long, while all others do, is taken for one that no other can wake */
 #define STACK_BYTES (1 << 16) /* in the first of which a caller's address is looked for */
-#define WAIT_NS 1000000	      /* for a step */
+#define SPINS_NS 50000	      /* for a step, if there is a processor for it: asleep for each, one takes many times as long */
+#define WAIT_NS 1000000	      /* for a step that takes longer */
 #define RETURNS_NS 50000000   /* for the return from the vDSO */
 #define BREAKPOINTS 4	      /* the processor's */
+#define SIGNALS 8	      /* that are kept for a thread */
 
 enum code { ELSEWHERE, VDSO, LIBC, DRIVER };
 
@@ -43,11 +49,12 @@ struct code_map {
 
 struct walker {
 	int thread;
-	uint64_t mask; /* of signals that it blocks by itself */
 	enum code code;
-	uint64_t sp;
-	unsigned long steps_in_libc;
-	uint64_t returns; /* since when it goes on to a breakpoint; 0: it does not */
+	uint64_t sp, driver_sp;	 /* driver_sp: where it was last seen in the driver */
+	uint64_t returns;	 /* since when it goes on to a breakpoint; 0: it does not */
+	int fault;		 /* a signal that its own next instruction makes; it can go no further */
+	siginfo_t kept[SIGNALS]; /* signals that came from elsewhere, for afterwards */
+	size_t kept_count;
 	bool walks, steps, was_in_driver;
 };
 
@@ -66,16 +73,20 @@ static bool begins(const char *name, const char *with)
 
 static enum code code_of(const char *file)
 {
-	static const char *const libc[] = { "libc.so", "ld-linux", "libpthread.so", "libdl.so", "libm.so", "librt.so" };
+	static const char *const libc[] = { "libc", "ld", "libpthread", "libdl", "libm", "librt" };
 	const char *slash = strrchr(file, '/'), *name = slash ? slash + 1 : file;
 
 	if (begins(name, "libcuda.so") || begins(name, "libnvidia-"))
 		return DRIVER;
 	if (!strcmp(name, "[vdso]"))
 		return VDSO;
-	for (size_t i = 0; i < sizeof(libc) / sizeof(*libc); i++)
-		if (begins(name, libc[i]))
+	/* libc.so.6, ld-linux-x86-64.so.2; before glibc 2.34 libc-2.31.so, ld-2.31.so */
+	for (size_t i = 0; i < sizeof(libc) / sizeof(*libc); i++) {
+		const char *rest = name + strlen(libc[i]);
+
+		if (begins(name, libc[i]) && (begins(rest, ".so") || begins(rest, "-linux") || (*rest == '-' && isdigit(rest[1]))))
 			return LIBC;
+	}
 	return ELSEWHERE;
 }
 
@@ -196,10 +207,15 @@ static void clear_breakpoints(struct walker *walker)
 	walker->returns = 0;
 }
 
-/* A system call that would end the thread, or start another; the instruction that makes it comes next. */
+/*
+ * A system call that would end the thread, start another, or block signals (the trap of a step must not be): its instruction
+ * comes next, or, if it was interrupted, once more.
+ */
 static bool is_about_to_leave(const struct walker *walker, const struct user_regs_struct *regs)
 {
-	switch (regs->rax) {
+	bool again = (long)regs->orig_rax >= 0 && (long)regs->rax <= -512 && (long)regs->rax >= -516; /* ERESTART... */
+
+	switch (again ? regs->orig_rax : regs->rax) {
 	case SYS_exit:
 	case SYS_exit_group:
 	case SYS_clone:
@@ -208,8 +224,10 @@ static bool is_about_to_leave(const struct walker *walker, const struct user_reg
 	case SYS_vfork:
 	case SYS_execve:
 	case SYS_execveat:
+	case SYS_rt_sigprocmask:
+	case SYS_rt_sigreturn:
 		errno = 0;
-		return (ptrace(PTRACE_PEEKTEXT, walker->thread, regs->rip, 0) & 0xffff) == 0x050f && !errno;
+		return again || ((ptrace(PTRACE_PEEKTEXT, walker->thread, regs->rip, 0) & 0xffff) == 0x050f && !errno);
 	default:
 		return false;
 	}
@@ -226,7 +244,20 @@ static int read_regs(const struct walker *walker, struct user_regs_struct *regs)
 	return 0;
 }
 
-/* 1: it has taken a step more; 0: it is to stay where it is. A step in the driver ends at the next branch that is taken. */
+/* Whether it is in code of the driver's or of libc no more, and what it is in was not called from there either. */
+static bool is_out(const struct walker *walker, enum code before, uint64_t sp)
+{
+	if (walker->code != ELSEWHERE)
+		return false;
+	if (walker->was_in_driver) /* which may have called what is elsewhere */
+		return walker->sp > walker->driver_sp;
+	return before != ELSEWHERE && walker->sp > sp; /* a return */
+}
+
+/*
+ * 1: it has taken a step more; 0: it is to stay where it is. Where the processor can, a step in the driver ends at the next
+ * branch that is taken.
+ */
 static int step(int pid, struct walker *walker, const struct code_map *map)
 {
 	struct user_regs_struct regs;
@@ -237,16 +268,14 @@ static int step(int pid, struct walker *walker, const struct code_map *map)
 		return -1;
 	walker->code = code_at(map, regs.rip);
 	walker->sp = regs.rsp;
-	walker->was_in_driver |= walker->code == DRIVER;
-	/* The driver may call what is elsewhere: another malloc(), say. Only a return raises the stack's pointer. */
-	if (walker->code == ELSEWHERE && before != ELSEWHERE && (before != DRIVER || walker->sp > sp))
+	if (walker->code == DRIVER) {
+		walker->was_in_driver = true;
+		walker->driver_sp = regs.rsp;
+	}
+	if (is_out(walker, before, sp) || is_about_to_leave(walker, &regs))
 		return 0;
 	if (walker->code == VDSO && return_from_vdso(pid, walker, map))
 		return 1;
-	if (!walker->was_in_driver && ++walker->steps_in_libc > STEPS_IN_LIBC)
-		return 0;
-	if (is_about_to_leave(walker, &regs))
-		return 0;
 	if ((walker->code != DRIVER || ptrace(PTRACE_SINGLEBLOCK, walker->thread, 0, 0)) &&
 	    ptrace(PTRACE_SINGLESTEP, walker->thread, 0, 0)) {
 		pr_err("thread %d cannot go on by a step: %s\n", walker->thread, strerror(errno));
@@ -254,6 +283,44 @@ static int step(int pid, struct walker *walker, const struct code_map *map)
 	}
 	walker->steps = true;
 	return 1;
+}
+
+/* Sends the signals that were kept from a thread once more. */
+static void send_again(int pid, struct walker *walker)
+{
+	for (size_t i = 0; i < walker->kept_count; i++) {
+		int signal = walker->kept[i].si_signo;
+
+		/* The kernel lets nobody make up what only it says, or what kill() does. */
+		if (syscall(SYS_rt_tgsigqueueinfo, pid, walker->thread, signal, &walker->kept[i]) &&
+		    syscall(SYS_tgkill, pid, walker->thread, signal))
+			pr_warn("signal %d of thread %d is lost: %s\n", signal, walker->thread, strerror(errno));
+	}
+	walker->kept_count = 0;
+}
+
+/* A stop for another reason than a step, or our interruption: a signal. */
+static void keep_signal(struct walker *walker, int signal)
+{
+	siginfo_t *kept = &walker->kept[walker->kept_count];
+
+	switch (signal) {
+	case SIGSEGV:
+	case SIGBUS:
+	case SIGFPE:
+	case SIGILL:
+		walker->fault = signal;
+		return;
+	default:
+		if (walker->kept_count == SIGNALS) {
+			pr_warn("signal %d of thread %d is lost: others came before it\n", signal, walker->thread);
+			return;
+		}
+		if (ptrace(PTRACE_GETSIGINFO, walker->thread, 0, kept))
+			*kept = (siginfo_t){ .si_code = SI_USER };
+		kept->si_signo = signal;
+		walker->kept_count++;
+	}
 }
 
 /* Whether it has ended its step, and stands still. */
@@ -270,11 +337,13 @@ static int has_stepped(struct walker *walker)
 		return -1;
 	}
 	clear_breakpoints(walker);
+	if (status >> 16 != PTRACE_EVENT_STOP && WSTOPSIG(status) != SIGTRAP)
+		keep_signal(walker, WSTOPSIG(status));
 	return 1;
 }
 
-/* Not one that has only not been given a processor. */
-static bool is_asleep(int thread)
+/* As /proc has it; 0 if the thread is gone. */
+static char state_of(int thread)
 {
 	char path[32], text[512], *end;
 	FILE *file;
@@ -283,20 +352,47 @@ static bool is_asleep(int thread)
 	snprintf(path, sizeof(path), "/proc/%d/stat", thread);
 	file = fopen(path, "re");
 	if (!file)
-		return false;
+		return 0;
 	size = fread(text, 1, sizeof(text) - 1, file);
 	fclose(file);
 	text[size] = 0;
 	end = strrchr(text, ')'); /* the name before it may hold anything */
-	return end && end[1] == ' ' && end[2] == 'S';
+	return end && end[1] == ' ' ? end[2] : 0;
 }
 
+static bool has_ended(int thread)
+{
+	char state = state_of(thread);
+
+	return !state || state == 'Z' || state == 'X';
+}
+
+/* Not those that have only not been given a processor. */
 static bool all_asleep(const struct walker *walkers, size_t count)
 {
 	for (size_t i = 0; i < count; i++)
-		if (walkers[i].walks && !is_asleep(walkers[i].thread))
+		if (walkers[i].walks && state_of(walkers[i].thread) != 'S')
 			return false;
 	return true;
+}
+
+static bool any_ended(const struct walker *walkers, size_t count)
+{
+	for (size_t i = 0; i < count; i++)
+		if (walkers[i].walks && has_ended(walkers[i].thread))
+			return true;
+	return false;
+}
+
+/* Asleep: under load whoever has slept is given a processor sooner. */
+static void await_stop(void)
+{
+	const struct timespec wait = { .tv_nsec = WAIT_NS };
+	sigset_t children;
+
+	sigemptyset(&children);
+	sigaddset(&children, SIGCHLD);
+	sigtimedwait(&children, NULL, &wait);
 }
 
 /* Whether a step's trap waits for the thread: a system call that was interrupted in a step leaves one behind. */
@@ -315,44 +411,52 @@ static bool trap_waits(const struct walker *walker)
 	return false;
 }
 
-/* Leaves it as CRIU has stopped it: at the stop that PTRACE_INTERRUPT makes, not at a step's, and without a step's trap. */
-static int stop_again(struct walker *walker)
+/*
+ * Leaves it as CRIU has stopped it: at the stop that PTRACE_INTERRUPT makes, not at a step's, and without a step's trap. The
+ * first thread of a process that was killed can be waited for only when all others have been, so nobody waits for it for ever.
+ */
+static int stop_again(int pid, struct walker *walker)
 {
 	bool runs = walker->steps, interrupted = false;
+	pid_t found;
 	int status;
 
 	walker->walks = walker->steps = false;
 	for (;;) {
 		/* A thread that is let go from a trap, or has one before it, comes to the next stop before it does anything else. */
 		if ((!interrupted && ptrace(PTRACE_INTERRUPT, walker->thread, 0, 0)) ||
-		    (!runs && ptrace(PTRACE_CONT, walker->thread, 0, 0)))
+		    (!runs && ptrace(PTRACE_CONT, walker->thread, 0, walker->fault)))
 			break;
-		while (waitpid(walker->thread, &status, __WALL) < 0)
-			if (errno != EINTR)
-				goto failed;
-		if (!WIFSTOPPED(status)) {
-			pr_err("thread %d has ended while it was to leave the driver\n", walker->thread);
-			return -1;
+		walker->fault = 0;
+		while (!(found = waitpid(walker->thread, &status, __WALL | WNOHANG)) || (found < 0 && errno == EINTR)) {
+			if (has_ended(walker->thread))
+				goto ended;
+			await_stop();
 		}
+		if (found < 0 || !WIFSTOPPED(status))
+			goto ended;
 		runs = false;
 		clear_breakpoints(walker);
 		interrupted = status >> 16 == PTRACE_EVENT_STOP;
+		if (!interrupted && WSTOPSIG(status) != SIGTRAP)
+			keep_signal(walker, WSTOPSIG(status));
 		if (interrupted && !trap_waits(walker)) {
-			if (ptrace(PTRACE_SETSIGMASK, walker->thread, sizeof(walker->mask), &walker->mask))
-				break;
+			send_again(pid, walker);
 			return 0;
 		}
 	}
-failed:
 	pr_err("thread %d cannot be stopped where it has left the driver: %s\n", walker->thread, strerror(errno));
+	return -1;
+ended:
+	pr_err("thread %d has ended while it was to leave the driver\n", walker->thread);
 	return -1;
 }
 
-/* Whether a stopped thread may be inside the driver; then it may go on, without any signal. */
+/* Whether a stopped thread may be inside the driver; then it is to go on. */
 static int begin(int pid, struct walker *walker, const struct code_map *map)
 {
-	uint64_t all = ~(1ull << (SIGTRAP - 1));
 	struct user_regs_struct regs;
+	uint64_t blocked;
 
 	if (!phos_is_traced(walker->thread))
 		return 0;
@@ -360,56 +464,62 @@ static int begin(int pid, struct walker *walker, const struct code_map *map)
 		return -1;
 	walker->code = code_at(map, regs.rip);
 	walker->sp = regs.rsp;
-	if (walker->code == ELSEWHERE || (walker->code == LIBC && !driver_on_stack(pid, map, regs.rsp)))
+	if (walker->code == ELSEWHERE || (walker->code != DRIVER && !driver_on_stack(pid, map, regs.rsp)))
 		return 0;
-	if (ptrace(PTRACE_GETSIGMASK, walker->thread, sizeof(walker->mask), &walker->mask) ||
-	    ptrace(PTRACE_SETSIGMASK, walker->thread, sizeof(all), &all)) {
-		pr_err("the signals of thread %d cannot be blocked: %s\n", walker->thread, strerror(errno));
+	if (ptrace(PTRACE_GETSIGMASK, walker->thread, sizeof(blocked), &blocked)) {
+		pr_err("the signals that thread %d blocks cannot be read: %s\n", walker->thread, strerror(errno));
 		return -1;
 	}
-	walker->walks = true;
+	walker->walks = !(blocked & 1ull << (SIGTRAP - 1)); /* the kernel would unblock it, and forget its handler */
 	return 0;
 }
 
-/* All at once: one may wait for what another holds. Whoever sleeps when all the others are out holds nothing. */
-static int walk(int pid, struct walker *walkers, size_t count, const struct code_map *map, const sigset_t *children)
+/* One thread on. Whether it walks still, or -1. */
+static int walk_one(int pid, struct walker *walker, const struct code_map *map, uint64_t began, uint64_t now, uint64_t *last)
+{
+	int moved = walker->steps ? has_stepped(walker) : 1;
+
+	if (moved > 0) {
+		*last = now;
+		moved = walker->fault ? 0 : step(pid, walker, map);
+		if (!moved)
+			return stop_again(pid, walker);
+	} else if (!moved && walker->returns && now - walker->returns > RETURNS_NS) {
+		ptrace(PTRACE_INTERRUPT, walker->thread, 0, 0); /* it does not come by there */
+	}
+	if (moved < 0) {
+		walker->walks = false;
+		return -1;
+	}
+	if (!walker->was_in_driver && now - began > OUTSIDE_NS)
+		return stop_again(pid, walker);
+	return 1;
+}
+
+/* All at once: one may wait for what another holds. */
+static int walk(int pid, struct walker *walkers, size_t count, const struct code_map *map)
 {
 	uint64_t began = now_ns(), last = began, now = began;
-	const struct timespec wait = { .tv_nsec = WAIT_NS };
 	size_t walking = count;
-	int ret = 0, moved;
+	int ret = 0;
 
 	while (walking && !ret && now - began < SECONDS_MOST * 1000000000ull) {
 		if (now - last > SLEEPS_NS) {
-			if (all_asleep(walkers, count))
-				break;
+			if (all_asleep(walkers, count) || any_ended(walkers, count))
+				break; /* stop_again() says so of one that has ended */
 			last = now;
 		}
 		walking = 0;
 		for (size_t i = 0; i < count; i++) {
-			struct walker *walker = &walkers[i];
-
-			if (!walker->walks)
+			if (!walkers[i].walks)
 				continue;
-			moved = walker->steps ? has_stepped(walker) : 1;
-			if (walker->returns && now - walker->returns > RETURNS_NS) /* it does not come by there */
-				ptrace(PTRACE_INTERRUPT, walker->thread, 0, 0);
-			if (moved > 0) {
-				last = now;
-				moved = step(pid, walker, map);
-				if (!moved)
-					moved = stop_again(walker);
-			}
-			if (moved < 0) {
-				walker->walks = false;
+			if (walk_one(pid, &walkers[i], map, began, now, &last) < 0)
 				ret = -1;
-			}
-			walking += walker->walks;
+			walking += walkers[i].walks;
 		}
-		/* Asleep, not busy: whoever has slept is given a processor sooner, and so each step takes less long. */
-		if (walking)
-			sigtimedwait(children, NULL, &wait);
 		now = now_ns();
+		if (walking && now - last > SPINS_NS)
+			await_stop();
 	}
 	if (walking && now - began >= SECONDS_MOST * 1000000000ull) {
 		pr_err("threads of process %d do not leave the driver within %d s; it could not be saved. Try again, or start it "
@@ -418,27 +528,31 @@ static int walk(int pid, struct walker *walkers, size_t count, const struct code
 		ret = -1; /* all run on, and nothing has happened */
 	}
 	for (size_t i = 0; i < count; i++)
-		if (walkers[i].walks && stop_again(&walkers[i]))
+		if (walkers[i].walks && stop_again(pid, &walkers[i]))
 			ret = -1;
 	return ret;
 }
 
-/* A thread that comes to a stop sends a signal, whatever CRIU does with it else. */
-static int hear_children(int pid, struct walker *walkers, size_t count, const struct code_map *map)
+/*
+ * A thread that comes to a stop sends SIGCHLD, whatever CRIU does with it else. No signal is to end CRIU meanwhile: the kernel
+ * would let threads go in the middle of a step, and its trap kills a process that nobody traces.
+ */
+static int walk_undisturbed(int pid, struct walker *walkers, size_t count, const struct code_map *map)
 {
 	const struct sigaction heard = { .sa_handler = SIG_DFL };
 	const struct timespec at_once = { 0 };
 	struct sigaction before;
-	sigset_t children, mask;
+	sigset_t all, children, mask;
 	int ret;
 
+	sigfillset(&all);
 	sigemptyset(&children);
 	sigaddset(&children, SIGCHLD);
-	if (sigprocmask(SIG_BLOCK, &children, &mask) || sigaction(SIGCHLD, &heard, &before)) {
+	if (sigprocmask(SIG_BLOCK, &all, &mask) || sigaction(SIGCHLD, &heard, &before)) {
 		pr_err("CRIU cannot wait for threads: %s\n", strerror(errno));
 		return -1;
 	}
-	ret = walk(pid, walkers, count, map, &children);
+	ret = walk(pid, walkers, count, map);
 	while (sigtimedwait(&children, NULL, &at_once) == SIGCHLD)
 		;
 	sigaction(SIGCHLD, &before, NULL);
@@ -483,8 +597,8 @@ int phos_leave_driver(int pid, int driver_thread)
 		count += walkers[count].walks;
 	}
 	closedir(tasks);
-	if (count && hear_children(pid, walkers, count, &map)) /* what was begun has to be stopped again in any case */
-		ret = -1;
+	if (count && !ret)
+		ret = walk_undisturbed(pid, walkers, count, &map);
 out:
 	free(walkers);
 	free(map.ranges);

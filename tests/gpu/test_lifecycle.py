@@ -126,20 +126,32 @@ def test_one_without_the_frontend_that_polls_is_not_disturbed(start: Starter, im
     assert without_repeats(program.finish()) == reference("stencil")
 
 
+def blocked_signals(pid: int) -> str:
+    """Those of the first thread."""
+    return Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0]
+
+
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
 def test_threads_that_are_stopped_inside_the_driver(start: Starter, image: Path, tmp_path: Path) -> None:
     """They hold what the driver's own thread needs to save the process, and to bring it back."""
     spins = tmp_path / "spins"
     source = Path(__file__).parent / "programs" / "spins.c"
     subprocess.run(["gcc", "-O2", "-pthread", "-o", spins, source, "-ldl"], check=True)
-    wanted = start([str(spins), "--iterations", "600"], frontend=False, name="alone")
-    program = start([str(spins), "--iterations", "600"], frontend=False)
+    end = tmp_path / "end"
+    command = [str(spins), "--iterations", "600", "--until", str(end)]
+    wanted = start(command, frontend=False, name="alone")
+    program = start(command, frontend=False)
     program.wait_for("^ITERATION 5 ")
+    blocked = blocked_signals(program.pid)
     for number in range(12):
         folder = image / str(number)
         folder.mkdir()
         process.criu_dump(program, folder, leave_running=number < 11)
+        if number < 11:
+            assert blocked_signals(program.pid) == blocked
     process.criu_restore(program, folder)
+    assert blocked_signals(program.pid) == blocked
+    end.touch()
     assert without_repeats(program.finish()) == wanted.finish()
 
 

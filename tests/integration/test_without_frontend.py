@@ -97,6 +97,11 @@ def test_one_whose_threads_stay_in_the_driver_is_not_saved(site: Site, expected:
     assert program.wait_result() == expected
 
 
+def blocked_signals(program: Program) -> int:
+    """The first thread's."""
+    return int(Path(f"/proc/{program.pid}/status").read_text().partition("SigBlk:")[2].split()[0], 16)
+
+
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
 def test_one_whose_threads_ask_without_a_pause(site: Site) -> None:
     """CRIU stops them anywhere: with the lock, while they wait for it, and where a thread begins or ends."""
@@ -109,7 +114,10 @@ def test_one_whose_threads_ask_without_a_pause(site: Site) -> None:
     for number in range(6):
         image = site.image(f"image-{number}")
         site.dump(program, image, *(["--leave-running"] if number < 5 else []))
+        if number < 5:
+            assert blocked_signals(program) == 0
     site.restore(image)
+    assert blocked_signals(program) == 0
     assert program.wait_result() == expected
 
 

@@ -1,5 +1,5 @@
-/* Threads that ask the driver without any pause: for the state of a stream, for that of an event; and all the time others, one
- * after the other, about a stream of their own. Whenever CRIU stops the process one of them holds a lock of the driver's, as good as. The main
+/* Threads that ask the driver without any pause: for the state of a stream, for that of an event, each starting another thread now
+ * and then; and all the time others, one after the other, about a stream of their own. Whenever CRIU stops the process one of them holds a lock of the driver's, as good as. The main
  * thread computes beside them. Run it without the frontend: no gate keeps them from the driver.
  *
  * spins [--iterations N] [--report FILE] [--until FILE]: prints to the report, or to the standard output, and does not end
@@ -66,12 +66,27 @@ static void open_driver(void)
     }
 }
 
+static void *do_nothing(void *unused)
+{
+    return unused;
+}
+
+static void run(void *(*function)(void *))
+{
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, function, NULL) || pthread_join(thread, NULL))
+        _exit(4);
+}
+
 static void *ask_for_stream(void *unused)
 {
     (void)unused;
     OK(cuCtxSetCurrent(context));
-    for (;;)
+    for (unsigned i = 0;; i++) {
         OK(cuStreamQuery(stream));
+        if (!(i % 4096)) /* a restored process needs its number, and threads use numbers up */
+            run(do_nothing);
+    }
     return NULL;
 }
 
@@ -79,8 +94,11 @@ static void *ask_for_event(void *unused)
 {
     (void)unused;
     OK(cuCtxSetCurrent(context));
-    for (;;)
+    for (unsigned i = 0;; i++) {
         OK(cuEventQuery(event));
+        if (!(i % 4096))
+            run(do_nothing);
+    }
     return NULL;
 }
 
@@ -97,10 +115,8 @@ static void *ask_anew(void *unused)
 {
     (void)unused;
     for (;;) {
-        pthread_t thread;
-        if (pthread_create(&thread, NULL, ask_once, NULL) || pthread_join(thread, NULL))
-            _exit(4);
-        usleep(2000); /* a restored process needs its number, and threads use numbers up */
+        run(ask_once);
+        usleep(2000);
     }
     return NULL;
 }
