@@ -8,9 +8,9 @@
  * Not seen: a thread that the driver has called other code with, neither libc's nor its own (a preloaded malloc()), and that
  * is stopped there.
  */
+#include "code_map.h"
 #include "phos_plugin.h"
 
-#include <ctype.h>
 #include <dirent.h>
 #include <elf.h>
 #include <errno.h>
@@ -35,18 +35,6 @@
 #define BREAKPOINTS 4	      /* the processor's */
 #define SIGNALS 8	      /* that are kept for a thread */
 
-enum code { ELSEWHERE, VDSO, LIBC, DRIVER };
-
-struct range {
-	uint64_t begin, end;
-	enum code code;
-};
-
-struct code_map {
-	struct range *ranges;
-	size_t count;
-};
-
 struct walker {
 	int thread;
 	enum code code;
@@ -66,89 +54,6 @@ static uint64_t now_ns(void)
 	return (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
 }
 
-static bool begins(const char *name, const char *with)
-{
-	return !strncmp(name, with, strlen(with));
-}
-
-static enum code code_of(const char *file)
-{
-	static const char *const libc[] = { "libc", "ld", "libpthread", "libdl", "libm", "librt" };
-	const char *slash = strrchr(file, '/'), *name = slash ? slash + 1 : file;
-
-	if (begins(name, "libcuda.so") || begins(name, "libnvidia-"))
-		return DRIVER;
-	if (!strcmp(name, "[vdso]"))
-		return VDSO;
-	/* libc.so.6, ld-linux-x86-64.so.2; before glibc 2.34 libc-2.31.so, ld-2.31.so */
-	for (size_t i = 0; i < sizeof(libc) / sizeof(*libc); i++) {
-		const char *rest = name + strlen(libc[i]);
-
-		if (begins(name, libc[i]) && (begins(rest, ".so") || begins(rest, "-linux") || (*rest == '-' && isdigit(rest[1]))))
-			return LIBC;
-	}
-	return ELSEWHERE;
-}
-
-/* All code of a process. */
-static int read_code(int pid, struct code_map *map)
-{
-	unsigned long begin, end;
-	char path[32], file[256], *line = NULL;
-	size_t size = 0;
-	FILE *maps;
-
-	*map = (struct code_map){ 0 };
-	snprintf(path, sizeof(path), "/proc/%d/maps", pid);
-	maps = fopen(path, "re");
-	if (!maps) {
-		pr_err("%s cannot be read: %s\n", path, strerror(errno));
-		return -1;
-	}
-	while (getline(&line, &size, maps) > 0) {
-		struct range *grown;
-		char access[8];
-
-		*file = 0; /* no name follows: code that was made while the program runs */
-		if (sscanf(line, "%lx-%lx %7s %*s %*s %*s %255s", &begin, &end, access, file) < 3 || access[2] != 'x')
-			continue;
-		grown = realloc(map->ranges, (map->count + 1) * sizeof(*grown));
-		if (!grown) {
-			pr_err("no memory to note where the code of process %d lies\n", pid);
-			free(line);
-			fclose(maps);
-			return -1;
-		}
-		map->ranges = grown;
-		map->ranges[map->count++] = (struct range){ .begin = begin, .end = end, .code = code_of(file) };
-	}
-	free(line);
-	fclose(maps);
-	return 0;
-}
-
-static const struct range *range_at(const struct code_map *map, uint64_t address)
-{
-	size_t low = 0, high = map->count;
-
-	while (low < high) {
-		size_t middle = (low + high) / 2;
-
-		if (map->ranges[middle].end <= address)
-			low = middle + 1;
-		else
-			high = middle;
-	}
-	return low < map->count && map->ranges[low].begin <= address ? &map->ranges[low] : NULL;
-}
-
-static enum code code_at(const struct code_map *map, uint64_t address)
-{
-	const struct range *range = range_at(map, address);
-
-	return range ? range->code : ELSEWHERE;
-}
-
 static size_t read_stack(int pid, uint64_t sp, uint64_t *words, size_t count)
 {
 	struct iovec here = { words, count * sizeof(*words) }, there = { (void *)(uintptr_t)(sp & ~7ull), here.iov_len };
@@ -164,7 +69,7 @@ static bool driver_on_stack(int pid, const struct code_map *map, uint64_t sp)
 	size_t count = read_stack(pid, sp, words, sizeof(words) / sizeof(*words));
 
 	for (size_t i = 0; i < count; i++)
-		if (code_at(map, words[i]) == DRIVER)
+		if (phos_code_at(map, words[i]) == DRIVER)
 			return true;
 	return false;
 }
@@ -185,7 +90,7 @@ static bool return_from_vdso(int pid, struct walker *walker, const struct code_m
 	unsigned set = 0;
 
 	for (size_t i = 0; i < count && set < BREAKPOINTS; i++) {
-		const struct range *range = range_at(map, words[i]);
+		const struct range *range = phos_range_at(map, words[i]);
 
 		if (!range || range->code == VDSO)
 			continue;
@@ -266,7 +171,7 @@ static int step(int pid, struct walker *walker, const struct code_map *map)
 
 	if (read_regs(walker, &regs))
 		return -1;
-	walker->code = code_at(map, regs.rip);
+	walker->code = phos_code_at(map, regs.rip);
 	walker->sp = regs.rsp;
 	if (walker->code == DRIVER) {
 		walker->was_in_driver = true;
@@ -462,7 +367,7 @@ static int begin(int pid, struct walker *walker, const struct code_map *map)
 		return 0;
 	if (read_regs(walker, &regs))
 		return -1;
-	walker->code = code_at(map, regs.rip);
+	walker->code = phos_code_at(map, regs.rip);
 	walker->sp = regs.rsp;
 	if (walker->code == ELSEWHERE || (walker->code != DRIVER && !driver_on_stack(pid, map, regs.rsp)))
 		return 0;
@@ -570,7 +475,7 @@ int phos_leave_driver(int pid, int driver_thread)
 	int ret = -1;
 	DIR *tasks;
 
-	if (read_code(pid, &map))
+	if (phos_read_code(pid, &map))
 		goto out;
 	snprintf(path, sizeof(path), "/proc/%d/task", pid);
 	tasks = opendir(path);
@@ -601,6 +506,6 @@ int phos_leave_driver(int pid, int driver_thread)
 		ret = walk_undisturbed(pid, walkers, count, &map);
 out:
 	free(walkers);
-	free(map.ranges);
+	phos_free_code(&map);
 	return ret;
 }

@@ -37,7 +37,10 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gcc("libmalloc.so", "-shared", "-fPIC", HERE / "leave_driver_malloc.c")
     gcc("program", HERE / "leave_driver_program.c", folder / "libcuda.so.1", f"-Wl,-rpath,{folder}")
     (folder / "criu-plugin.h").touch()  # nothing of it is used here
-    sources = [HERE / "leave_driver_tracer.c", PLUGIN / "leave_driver.c", PLUGIN / "traced.c"]
+    sources = [
+        HERE / "leave_driver_tracer.c",
+        *(PLUGIN / f"{name}.c" for name in ("leave_driver", "code_map", "traced")),
+    ]
     gcc("tracer", f"-I{PLUGIN}", f"-I{folder}", *sources)
     return folder
 
