@@ -26,7 +26,8 @@
 #include <time.h>
 
 #define SECONDS_MOST 10	      /* for all threads of a process; a thread that makes a stream of its own needs the most */
-#define OUTSIDE_NS 200000000  /* for one that is not seen in the driver: its stack may only look like it */
+#define OUTSIDE_NS 200000000  /* for one that is not seen in the driver: its stack may only look like it; at least */
+#define OUTSIDE_STEPS 1000    /* it takes so many, however long they take under load */
 #define SLEEPS_NS 20000000    /* what sleeps for so long, while all others do, is taken for one that no other can wake */
 #define STACK_BYTES (1 << 16) /* in the first of which a caller's address is looked for */
 #define SPINS_NS 50000	      /* for a step, if there is a processor for it: asleep for each, one takes many times as long */
@@ -42,7 +43,7 @@ struct walker {
 	uint64_t returns;	 /* since when it goes on to a breakpoint; 0: it does not */
 	int fault;		 /* a signal that its own next instruction makes; it can go no further */
 	siginfo_t kept[SIGNALS]; /* signals that came from elsewhere, for afterwards */
-	size_t kept_count;
+	size_t kept_count, steps_outside;
 	bool walks, steps, was_in_driver;
 };
 
@@ -187,6 +188,7 @@ static int step(int pid, struct walker *walker, const struct code_map *map)
 		return -1;
 	}
 	walker->steps = true;
+	walker->steps_outside += !walker->was_in_driver;
 	return 1;
 }
 
@@ -396,7 +398,7 @@ static int walk_one(int pid, struct walker *walker, const struct code_map *map, 
 		walker->walks = false;
 		return -1;
 	}
-	if (!walker->was_in_driver && now - began > OUTSIDE_NS)
+	if (!walker->was_in_driver && walker->steps_outside > OUTSIDE_STEPS && now - began > OUTSIDE_NS)
 		return stop_again(pid, walker);
 	return 1;
 }

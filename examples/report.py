@@ -52,7 +52,7 @@ class Report:
 
     def line(self, text: str) -> None:
         """Print one line, and append it to the report file if there is one."""
-        print(text, flush=True)
+        print(f"{text}\n", end="", flush=True)  # in one piece: another process may write to the same file
         if self.options.report is not None:
             with open(self.options.report, "a", encoding="utf-8") as file:
                 file.write(text + "\n")

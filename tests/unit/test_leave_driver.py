@@ -135,7 +135,7 @@ def test_no_thread_is_started_and_no_signal_stays_blocked(programs: Start) -> No
 
 def test_one_that_only_looks_so_holds_nobody_up(programs: Start) -> None:
     """A long copy in libc: a step for each of its parts would take seconds."""
-    assert programs("outside").traced(5).longest_ms < 2000  # 200 by themselves
+    assert programs("outside").traced(5).longest_ms < 3000  # 200 by themselves
 
 
 def test_signals_that_arrive_meanwhile_arrive_afterwards(programs: Start) -> None:
