@@ -8,7 +8,6 @@
 #include "phos_plugin.h"
 
 #include <errno.h>
-#include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -19,26 +18,6 @@
 #define LOOK_NS 1000000
 #define LOOKS 20000
 #define FILL_SECONDS 10
-
-/* The letter of a process's state in /proc/PID/stat; 0: there is none. */
-static char state_of(int pid)
-{
-	char path[32], text[512], *name_end;
-	ssize_t size;
-	int fd;
-
-	snprintf(path, sizeof path, "/proc/%d/stat", pid);
-	fd = open(path, O_RDONLY | O_CLOEXEC);
-	if (fd < 0)
-		return 0;
-	size = read(fd, text, sizeof text - 1);
-	close(fd);
-	if (size <= 0)
-		return 0;
-	text[size] = 0;
-	name_end = strrchr(text, ')');
-	return name_end && name_end[1] ? name_end[2] : 0;
-}
 
 static int server(void)
 {
@@ -76,12 +55,10 @@ int phos_wait_lazy_pages(void)
 	if (pid <= 0)
 		return 0;
 	for (int i = 0; i < LOOKS; i++) {
-		char state = state_of(pid);
-
 		/* It sleeps for the first time when it waits for a connection: the file alone may not be listened at yet. */
-		if (state == 'S' && access(PHOS_LAZY_SOCKET, F_OK) == 0)
+		if (phos_state_of(pid) == 'S' && access(PHOS_LAZY_SOCKET, F_OK) == 0)
 			return 0;
-		if (!state || state == 'Z' || state == 'X') {
+		if (phos_has_ended(pid)) {
 			pr_err("criu lazy-pages (pid %d) has ended; its own log says why\n", pid);
 			return -1;
 		}

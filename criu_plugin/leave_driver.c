@@ -249,36 +249,11 @@ static int has_stepped(struct walker *walker)
 	return 1;
 }
 
-/* As /proc has it; 0 if the thread is gone. */
-static char state_of(int thread)
-{
-	char path[32], text[512], *end;
-	FILE *file;
-	size_t size;
-
-	snprintf(path, sizeof(path), "/proc/%d/stat", thread);
-	file = fopen(path, "re");
-	if (!file)
-		return 0;
-	size = fread(text, 1, sizeof(text) - 1, file);
-	fclose(file);
-	text[size] = 0;
-	end = strrchr(text, ')'); /* the name before it may hold anything */
-	return end && end[1] == ' ' ? end[2] : 0;
-}
-
-static bool has_ended(int thread)
-{
-	char state = state_of(thread);
-
-	return !state || state == 'Z' || state == 'X';
-}
-
 /* Not those that have only not been given a processor. */
 static bool all_asleep(const struct walker *walkers, size_t count)
 {
 	for (size_t i = 0; i < count; i++)
-		if (walkers[i].walks && state_of(walkers[i].thread) != 'S')
+		if (walkers[i].walks && phos_state_of(walkers[i].thread) != 'S')
 			return false;
 	return true;
 }
@@ -286,7 +261,7 @@ static bool all_asleep(const struct walker *walkers, size_t count)
 static bool any_ended(const struct walker *walkers, size_t count)
 {
 	for (size_t i = 0; i < count; i++)
-		if (walkers[i].walks && has_ended(walkers[i].thread))
+		if (walkers[i].walks && phos_has_ended(walkers[i].thread))
 			return true;
 	return false;
 }
@@ -336,7 +311,7 @@ static int stop_again(int pid, struct walker *walker)
 			break;
 		walker->fault = 0;
 		while (!(found = waitpid(walker->thread, &status, __WALL | WNOHANG)) || (found < 0 && errno == EINTR)) {
-			if (has_ended(walker->thread))
+			if (phos_has_ended(walker->thread))
 				goto ended;
 			await_stop();
 		}

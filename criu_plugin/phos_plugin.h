@@ -67,6 +67,10 @@ int phos_leave_driver(int pid, int driver_thread);
 /* Lets the driver's thread of each task of phos_link_alone() run while phosd works. Returns 0 or -1. */
 int phos_let_run(enum phos_stage stage);
 
+/* The letter of a task's state in /proc/PID/stat; 0: there is none. */
+char phos_state_of(int pid);
+/* Whether it is gone, or nothing of it but what its parent asks for. */
+bool phos_has_ended(int pid);
 /* Whether this process traces a thread. */
 bool phos_is_traced(int thread);
 /* Kills every process that this one traces. */

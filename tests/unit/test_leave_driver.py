@@ -39,7 +39,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "criu-plugin.h").touch()  # nothing of it is used here
     sources = [
         HERE / "leave_driver_tracer.c",
-        *(PLUGIN / f"{name}.c" for name in ("leave_driver", "code_map", "traced")),
+        *(PLUGIN / f"{name}.c" for name in ("leave_driver", "code_map", "proc")),
     ]
     gcc("tracer", f"-I{PLUGIN}", f"-I{folder}", *sources)
     return folder
