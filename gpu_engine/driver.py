@@ -8,6 +8,7 @@ that it created with a descriptor or imported from one (DESIGN §1).
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -56,15 +57,20 @@ def fail(call: str, code: int, context: str = "") -> NoReturn:
     raise ValueError(f"{call} has not failed")
 
 
+@functools.cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def entry_points(symbols: Sequence[str]) -> list[int]:
     """The addresses of functions of the driver, for native code that calls it."""
-    library = ctypes.CDLL("libcuda.so.1")
+    library = _library()
     return [int(ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value or 0) for symbol in symbols]
 
 
 def kind() -> str:
     """``software`` when the loaded libcuda.so.1 is the software GPU's, else ``nvidia``."""
-    return "software" if hasattr(ctypes.CDLL("libcuda.so.1"), "softgpu_version") else "nvidia"
+    return "software" if hasattr(_library(), "softgpu_version") else "nvidia"
 
 
 def release() -> str:

@@ -94,9 +94,18 @@ class TracingWindow(Protocol):
 class GatedProcess(Protocol):
     """A process under the frontend, as the protocols see it."""
 
-    pid: int
-    session: bytes
-    executable: str
+    @property
+    def pid(self) -> int:
+        """A restored process has another than before."""
+
+    @property
+    def session(self) -> bytes:
+        """What it calls itself."""
+
+    @property
+    def executable(self) -> str:
+        """The path of its program."""
+
     takes_residue: bool
     """Whether :meth:`prepare_residue` can be asked for."""
     residue_bytes: int | None

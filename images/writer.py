@@ -10,6 +10,7 @@ import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -63,7 +64,9 @@ class ImageWriter:
         self._mapped: MappedStripe | None = None
         self.placeable = self.place_limit = 0  # how much there is room for in memory, in all and at once
         self._inventory_fd = -1
-        self._files = NewFiles(directory, lambda: self.bytes_written)
+        # A cycle of references would keep all of a finished image's tables until Python looks for garbage.
+        writer = weakref.proxy(self)
+        self._files = NewFiles(directory, lambda: writer.bytes_written)
         try:
             self._files.refuse_used()
             self._direct = not lives_in_memory(self._files.directory) if direct is None else direct

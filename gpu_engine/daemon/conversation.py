@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Protocol
 
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.identity import Identity
 from phos.gpu_engine.errors import CheckpointFailed, PhosError, Unresponsive
 
 ANSWERS = ("done", "quiesce_done", "detach_done", "attach_done")
@@ -18,13 +18,6 @@ ANSWER_SECONDS = 60.0
 
 STOPPED_SECONDS = 1.0
 """A process that was stopped for so long will not answer before somebody continues it."""
-
-
-class Peer(Protocol):
-    """Who is spoken to, as sentences name it. Both may change: a restored process has another pid."""
-
-    pid: int
-    executable: str
 
 
 class _Request:
@@ -39,7 +32,7 @@ class _Request:
 class Conversation:
     """What is asked of one frontend. Methods may be called from any thread."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Identity) -> None:
         self._peer = peer
         self._hung_up = threading.Event()  # the last connection has ended
         self._lock = threading.Lock()  # guards what follows

@@ -64,11 +64,15 @@ class Reaper:
                 if descriptor == self._wake_read:
                     os.read(self._wake_read, 4096)
                     continue
-                with self._lock:
-                    _, session = self._watched.pop(descriptor)
-                    self._unwanted.discard(descriptor)
-                os.close(descriptor)
-                try:
-                    self._ended(session)
-                except Exception:
-                    log.exception("The end of process %d", session.pid)
+                self._report(descriptor)
+
+    def _report(self, descriptor: int) -> None:
+        """Who waits for the next end must not keep the session of the last one."""
+        with self._lock:
+            _, session = self._watched.pop(descriptor)
+            self._unwanted.discard(descriptor)
+        os.close(descriptor)
+        try:
+            self._ended(session)
+        except Exception:
+            log.exception("The end of process %d", session.pid)

@@ -285,7 +285,7 @@ class PoolServer:
                 with self._registry.lock:
                     session = self._registry.sessions.get(process.session)
                 if session is not None:
-                    session.pid = pid
+                    session.identity.pid = pid
         return thread
 
     def names_of(self, pid: int, session: bytes) -> list[wire_pb2.SessionName]:

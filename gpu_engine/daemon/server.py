@@ -81,7 +81,7 @@ class Daemon:
     def _adopt(self, number: bytes, pid: int) -> None:
         """A session of an earlier phosd. Its frontend will say itself whether it is detached."""
         session = self._registry.session(number, pid, uid_of(pid), SessionState.RUNNING)
-        session.executable = procfs.executable(pid)
+        session.identity.executable = procfs.executable(pid)
         if not session.alive():
             self._registry.broker.drop_session(number)
             return
@@ -266,7 +266,7 @@ class Daemon:
                 restore = self._registry.restores.get(session.session)
             if connection.uid != 0 and restore is not None and not restore.restored(connection.pid):
                 raise NotPermitted(f"Process {connection.pid} is not the one that is being restored.")
-            session.uid = connection.uid
+            session.identity.uid = connection.uid
         if connection.uid not in (session.uid, 0):
             raise NotPermitted(
                 f"Process {connection.pid} of user {connection.uid} named a session of user {session.uid}."

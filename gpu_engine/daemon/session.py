@@ -15,6 +15,7 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon.conversation import ANSWER_SECONDS, ANSWERS, Conversation
 from phos.gpu_engine.daemon.holds import Holds
+from phos.gpu_engine.daemon.identity import Identity
 from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.daemon.session_blocks import SessionBlocks
 from phos.gpu_engine.daemon.session_kernels import SessionKernels
@@ -55,10 +56,7 @@ class Session:
         speculator: Speculator,
         state: SessionState,
     ) -> None:
-        self.session = session
-        self.pid = pid
-        self.uid = uid
-        self.executable = ""
+        self.identity = Identity(session, pid, uid)
         self.driver_version = 0
         self.devices: dict[int, bytes] = {}
         self.machine = StateMachine(state)
@@ -77,10 +75,30 @@ class Session:
         self._remembers = False  # what the process has told of modules and kernels holds over this connection, too
         self._broker = broker
         self._holds = holds
-        self._conversation = Conversation(self)
-        self._blocks = SessionBlocks(self, broker)
+        self._conversation = Conversation(self.identity)
+        self._blocks = SessionBlocks(self.identity, broker)
         self._kernels = SessionKernels(session, self._conversation, speculator)
-        self._window = SessionWindow(self, self._conversation, self._kernels, speculator)
+        self._window = SessionWindow(self.identity, self._conversation, self._kernels, speculator)
+
+    @property
+    def session(self) -> bytes:
+        """What the process calls itself over all of its connections."""
+        return self.identity.session
+
+    @property
+    def pid(self) -> int:
+        """As phosd sees it; a restored process has another than before."""
+        return self.identity.pid
+
+    @property
+    def uid(self) -> int:
+        """Its user, or UNKNOWN_USER."""
+        return self.identity.uid
+
+    @property
+    def executable(self) -> str:
+        """The path of its program."""
+        return self.identity.executable
 
     # Connections.
 
@@ -90,8 +108,8 @@ class Session:
         self.connections += 1
         self._blocks.announced(hello, ordinals)  # before anybody can ask over the new connection
         self._conversation.begin(connection)
-        self.pid = connection.pid
-        self.executable = hello.executable
+        self.identity.pid = connection.pid
+        self.identity.executable = hello.executable
         self.driver_version = hello.driver_version
         self.devices = {device.ordinal: device.uuid for device in hello.devices}
         self.uncarried = {}  # told again over every connection
@@ -451,7 +469,7 @@ class Session:
         self._from_image = True
         self._kernels.restored(message.access_table, whole=message.access_table_whole)
         self.restore_thread = message.restore_thread
-        self.executable = message.executable
+        self.identity.executable = message.executable
         self.modules = [LoadedModule(m.entry_point, m.size, m.path, m.offset) for m in message.modules]
         self.uncarried = {u.kind: UncarriedState(u.kind, u.count, u.bytes) for u in message.uncarried}
         self.detached = self._blocks.restored(message, imports)

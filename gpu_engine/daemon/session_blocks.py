@@ -6,13 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterable
-from typing import Protocol
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gen import wire_pb2
 from phos.gpu_engine import sealed
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon import limits, wire
+from phos.gpu_engine.daemon.identity import Identity
 from phos.gpu_engine.daemon.memory import Broker
 from phos.gpu_engine.errors import CheckpointFailed, ProtocolError
 from phos.gpu_engine.process import Allocation, Detached, HostAllocation, MappedBlock, UncarriedState
@@ -24,19 +24,10 @@ MAPPING_SECONDS = 10.0
 """A process that was handed another's block says long before that that it maps it, if it does."""
 
 
-class Owner(Protocol):
-    """The session whose blocks they are."""
-
-    session: bytes
-    pid: int
-    uid: int
-    executable: str
-
-
 class SessionBlocks:
     """What one session has of the broker's blocks, by the process's own numbers."""
 
-    def __init__(self, owner: Owner, broker: Broker) -> None:
+    def __init__(self, owner: Identity, broker: Broker) -> None:
         self._owner = owner
         self._broker = broker
         self._ordinals: dict[int, int] = {}  # the process's numbering of GPUs → phosd's

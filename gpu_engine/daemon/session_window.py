@@ -6,10 +6,10 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon.conversation import ANSWER_SECONDS, Conversation
+from phos.gpu_engine.daemon.identity import Identity
 from phos.gpu_engine.daemon.session_kernels import SessionKernels
 from phos.gpu_engine.daemon.twins import Twins
 from phos.gpu_engine.daemon.twins import wanted as twins_wanted
@@ -21,19 +21,11 @@ from phos.gpu_engine.spec.speculator import Speculator
 log = logging.getLogger(__name__)
 
 
-class Traced(Protocol):
-    """The session whose process is traced."""
-
-    session: bytes
-    pid: int
-    executable: str
-
-
 class SessionWindow:
     """Opens and ends the windows of one process, one at a time."""
 
     def __init__(
-        self, traced: Traced, conversation: Conversation, kernels: SessionKernels, speculator: Speculator
+        self, traced: Identity, conversation: Conversation, kernels: SessionKernels, speculator: Speculator
     ) -> None:
         self._traced = traced
         self._conversation = conversation

@@ -30,6 +30,7 @@ from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import has_ended, inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.gpus import match_gpus, require_room
+from phos.gpu_engine.restore.plan import in_image
 from phos.gpu_engine.restore.reserved import ReservedMemory
 from phos.gpu_engine.restore.sources import confirm, open_source, reads_files
 from phos.gpu_engine.timeline import Timeline
@@ -149,7 +150,7 @@ class Restore(ABC):
 
     def _in_image(self, key: BlockKey) -> BlockKey:
         """What the image calls a block."""
-        return self._image_names.get(key[0], key[0]), key[1]
+        return in_image(self._image_names, key)
 
     @property
     def pids(self) -> list[int]:

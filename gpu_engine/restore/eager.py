@@ -30,7 +30,7 @@ class EagerRestore(Restore):
             )
         how = manner(image, self._copier, len(devices))
         addresses = {block.key: self._memory.reserve(block) for block in blocks}
-        places = places_of(image, blocks, addresses, self._in_image)
+        places = places_of(image, blocks, addresses, self._image_names)
         self._plan = plan = FillPlan(places, range(len(places)), how.at_once)
         self._stop_breathing()
         self._memory.map(blocks, plan)

@@ -106,7 +106,7 @@ class LazyRestore(Restore):
     def _lay_out(self, blocks: list[Block]) -> None:
         """Number the chunks, give each an address of phosd's, and make the tables that the processes are to share."""
         addresses = {block.key: self._memory.reserve(block) for block in blocks}
-        self._places = places = places_of(self._image, blocks, addresses, self._in_image)
+        self._places = places = places_of(self._image, blocks, addresses, self._image_names)
         first = dict(zip(places.blocks, places.firsts, strict=True))
         windows: dict[bytes, LoadWindow] = {}
         with ExitStack() as undo:

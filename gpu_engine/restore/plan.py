@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine.blocks import Block, BlockKey
@@ -12,13 +12,18 @@ from phos.images.formats import HASH_SIZE
 from phos.images.source import ImageSource
 
 
+def in_image(names: Mapping[bytes, bytes], key: BlockKey) -> BlockKey:
+    """What the image calls a block, given the sessions that it calls otherwise."""
+    return names.get(key[0], key[0]), key[1]
+
+
 def places_of(
     image: ImageSource,
     blocks: Iterable[Block],
     addresses: Mapping[BlockKey, int],
-    in_image: Callable[[BlockKey], BlockKey],
+    names: Mapping[bytes, bytes],
 ) -> Places[Extent]:
-    """All chunks of blocks. ``addresses``: where these are; ``in_image``: what the image calls one.
+    """All chunks of blocks. ``addresses``: where these are; ``names``: sessions that the image calls otherwise.
 
     Raises:
         ImageError: a file of the image cannot be opened.
@@ -27,14 +32,16 @@ def places_of(
 
     def content(key: BlockKey, number: int) -> Extent:
         if key not in extents:
-            table = image.blocks[in_image(key)]
+            table = image.blocks[in_image(names, key)]
             extents[key] = list(table.extents(table.chunk_size))
         return extents[key][number]
 
     places = Places(content)
     files = _Files(image)
     for block in blocks:
-        places.add(block.key, block.device, files.chunks(image.blocks[in_image(block.key)], addresses[block.key]))
+        places.add(
+            block.key, block.device, files.chunks(image.blocks[in_image(names, block.key)], addresses[block.key])
+        )
     return places
 
 

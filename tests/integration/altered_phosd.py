@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -32,6 +33,8 @@ from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.stop.dump import StopDump
 from phos.gpu_engine.task_pages import TaskPages
+from phos.images.reader import Image
+from phos.images.writer import ImageWriter
 
 SECONDS = 0.5
 """Many times what a program needs to end."""
@@ -202,7 +205,12 @@ def patient() -> None:
 
 
 def counted() -> None:
-    """Who asks for phosd's jobs finds in its log how many checkpoints and restores it still has in memory."""
+    """Who asks for phosd's jobs finds in its log what it still has in memory of those, their images and processes.
+
+    Nothing looks for garbage: what has ended is to go by itself, and phosd looks for garbage once in a hundred thousand
+    objects (startup.py).
+    """
+    gc.disable()
     alive: weakref.WeakSet[object] = weakref.WeakSet()
     report = JobTable.report
 
@@ -216,12 +224,12 @@ def counted() -> None:
         kind.__init__ = make
 
     def counting(table: JobTable, viewer: int) -> Any:
-        gc.collect()
-        logging.getLogger(__name__).info("jobs in memory: %d", len(alive))
+        kinds = Counter(type(one).__name__ for one in list(alive))
+        logging.getLogger(__name__).info("in memory: %s", ", ".join(f"{n} {kind}" for kind, n in kinds.items()))
         return report(table, viewer)
 
-    count(StopDump)
-    count(Restore)
+    for kind in (StopDump, Restore, Session, ImageWriter, Image):
+        count(kind)
     JobTable.report = counting  # type: ignore[method-assign]
 
 

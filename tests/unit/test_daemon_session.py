@@ -476,7 +476,7 @@ def test_stopped_process_is_noticed_at_once(tmp_path: Path) -> None:
     child = subprocess.Popen(["sleep", "60"])
     frontend = Frontend(tmp_path)
     frontend.connect()
-    frontend.session.pid = child.pid
+    frontend.session.identity.pid = child.pid
     os.kill(child.pid, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(Unresponsive, match="is stopped"):
