@@ -33,7 +33,7 @@ from process import ProcessError, Program
 OVER = ("committed", "attached", "failed", "mispredicted")  # a checkpoint may be made anew after the last
 KINDS = ("cow", "stop", "restore", "lazy", "programs")
 QUIET_SECONDS = 20.0  # for what ends in the background after a round
-SLACK_MB = 2.0  # of memory, what may come and go without being growth; of what is counted, nothing
+SLACK = {"MB": 2.0, "threads": 2.0, "mappings": 8.0}  # what may come and go; of all else, nothing
 GROWTH_ROUNDS = 12  # fewer say nothing of growth
 
 
@@ -205,7 +205,7 @@ class Bench:
             values = [row[what] for row in rows]
             quarter = max(1, len(values) // 4)
             early, late = values[quarter : 2 * quarter] or values, values[-quarter:]
-            slack = SLACK_MB if what.endswith("MB") else 0.0
+            slack = SLACK.get(what.split()[-1], 0.0)
             more = not what.endswith(", s") and grown(values, slack)
             if more:
                 self.found(f"{kind}: {what} grew: {max(early):g}, {min(late):g}.")
