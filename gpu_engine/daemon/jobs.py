@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,7 +15,7 @@ from phos.gpu_engine.copy_work import Progress
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.permissions import sees_all
 from phos.gpu_engine.errors import CheckpointFailed
-from phos.gpu_engine.job_states import FAILED, FINAL
+from phos.gpu_engine.job_states import FAILED, FINAL, SUCCEEDED
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.timeline import Timeline
 
@@ -186,7 +186,9 @@ class _Entry:
 class JobTable:
     """Jobs by the identity (device, inode) of their image directory, so that any path to it finds them."""
 
-    def __init__(self) -> None:
+    def __init__(self, failed: Callable[[], None] = lambda: None) -> None:
+        """``failed`` is called when the table has let go of a job that has failed."""
+        self._failed = failed
         self._lock = threading.Lock()  # guards _jobs
         self._jobs: list[_Entry] = []
 
@@ -214,6 +216,8 @@ class JobTable:
         ended = EndedJob.of(job)
         with self._lock:
             self._jobs = [replace(known, job=ended) if known.job is job else known for known in self._jobs]
+        if ended.state not in SUCCEEDED:
+            self._failed()
 
     @staticmethod
     def is_plain_criu(directory: int) -> bool:

@@ -13,6 +13,7 @@ from phos.gpu_engine import driver, inventory
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.cow.dump import CowMemory
+from phos.gpu_engine.daemon.garbage import Garbage
 from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.jobs import Claims, JobTable
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
@@ -45,7 +46,7 @@ class Registry:
         """``capability``: of the GPUs, 90 for 9.0: which machine code of a module is analysed."""
         self.path = path
         self.versions = versions
-        self.jobs = JobTable()
+        self.jobs = JobTable(Garbage().look_soon)
         self.claims = Claims()
         self.runs = Runs()
         self.copier = Copier()

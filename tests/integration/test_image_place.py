@@ -135,6 +135,18 @@ def test_descriptors_and_threads_of_phosd_do_not_grow(site: Site) -> None:
     wait_until(lambda: open_now()[0] <= before[0] and open_now()[1] < before[1] + rounds, "phosd to settle", 15)
 
 
+def let_go_of(site: Site, *states: str) -> None:
+    """Wait until phosd, which counts it, has nothing in memory of jobs that have ended so, nor of their processes."""
+    log = site.folder / "run" / "phosd.log"
+
+    def none() -> bool:
+        assert tuple(job["state"] for job in site.status()["jobs"]) == states
+        said = [line for line in log.read_text().splitlines() if "in memory: " in line]
+        return said[-1].endswith("in memory: ")
+
+    wait_until(none, "phosd to let go of what is over", 30)
+
+
 def test_checkpoints_and_restores_that_are_over_leave_phosd_s_memory(site: Site) -> None:
     """Each knows every chunk of its image: what the table of jobs shows is a few words. So do their processes."""
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="counted")
@@ -156,13 +168,34 @@ def test_checkpoints_and_restores_that_are_over_leave_phosd_s_memory(site: Site)
     made = create(site, image, 1)
     os.kill(take(site, made["name"])["pids"][0], signal.SIGKILL)
     site.run("phos-gpu", "pool", "drop", made["name"])
-    log = site.folder / "run" / "phosd.log"
-
-    def none() -> bool:
-        states = [job["state"] for job in site.status()["jobs"]]
-        said = [line for line in log.read_text().splitlines() if "in memory: " in line]
-        assert states == ["committed", "committed", "committed", "attached", "attached", "attached"]
-        return said[-1].endswith("in memory: ")
-
-    wait_until(none, "phosd to let go of what is over", 30)
+    let_go_of(site, "committed", "committed", "committed", "attached", "attached", "attached")
     site.wait_no_gpu_memory()
+
+
+@pytest.mark.parametrize("protocol", ["stop", "cow"])
+def test_a_checkpoint_that_has_failed_leaves_phosd_s_memory(site: Site, protocol: str) -> None:
+    """An exception refers to the frames that raised it, and they to who keeps it."""
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="counted")
+    program = blocks(site, SOFTGPU_FAULTS="checkpoint-fail:1")
+    assert site.dump(program, site.image(), "--leave-running", check=False, PHOS_PROTOCOL=protocol).returncode != 0
+    program.wait_progress()
+    os.kill(program.pid, signal.SIGKILL)
+    let_go_of(site, "failed")
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_a_restore_that_has_failed_leaves_phosd_s_memory(site: Site, mode: str) -> None:
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="counted")
+    program = blocks(site)
+    image = site.image()
+    site.dump(program, image)
+    wait_until(lambda: not program.alive(), "the pid to be free")
+    data = max(image.glob("phos-data-*.raw"), key=lambda path: path.stat().st_size)
+    with open(data, "r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 1]))
+    for _ in range(2):
+        assert site.restore(image, check=False, PHOS_RESTORE=mode).returncode != 0
+        wait_until(lambda: not program.alive(), "its end")
+    let_go_of(site, "committed", "failed", "failed")
