@@ -187,7 +187,7 @@ class JobTable:
     """Jobs by the identity (device, inode) of their image directory, so that any path to it finds them."""
 
     def __init__(self, failed: Callable[[], None] = lambda: None) -> None:
-        """``failed`` is called when the table has let go of a job that has failed."""
+        """``failed`` is called when the table has let go of a job that has failed, or was cut off."""
         self._failed = failed
         self._lock = threading.Lock()  # guards _jobs
         self._jobs: list[_Entry] = []
@@ -216,7 +216,8 @@ class JobTable:
         ended = EndedJob.of(job)
         with self._lock:
             self._jobs = [replace(known, job=ended) if known.job is job else known for known in self._jobs]
-        if ended.state not in SUCCEEDED:
+        # A restore whose process ends while its memory is being loaded has not failed.
+        if ended.state not in SUCCEEDED or ended.progress.done < ended.progress.total:
             self._failed()
 
     @staticmethod

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon.conversation import ANSWER_SECONDS, Conversation
@@ -79,7 +80,7 @@ class SessionWindow:
             self._tracing = not answer.done.error
             self._adrift = False  # when the connection broke before it was detached still
             if self._tracing and twins_wanted(window):
-                self._twins = Twins(self._traced.session, self._speculator, window, self._send_twins)
+                self._twins = Twins(self._traced.session, self._speculator, window, partial(_send, self._conversation))
                 self._twins.start()
         if self._tracing and window.loads and self._kernels.pending():
             going = (lambda: self._tracing,)
@@ -138,9 +139,6 @@ class SessionWindow:
                 f"that no guess named: {report.named()}."
             )
 
-    def _send_twins(self, descriptors: Sequence[int], twins: wire_pb2.Twins) -> None:
-        self._conversation.tell(list(descriptors), twins=twins)
-
     def twin_counts(self) -> dict[str, int]:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         return {} if self._twins is None else self._twins.counts()
@@ -148,3 +146,7 @@ class SessionWindow:
     def twin_report(self) -> Report | None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         return None if self._twins is None else self._twins.report()
+
+
+def _send(conversation: Conversation, descriptors: Sequence[int], twins: wire_pb2.Twins) -> None:
+    conversation.tell(list(descriptors), twins=twins)

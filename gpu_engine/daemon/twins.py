@@ -61,7 +61,7 @@ class Twins:
         self.loads = window.loads
         self._session = session
         self._speculator = speculator
-        self._window = window
+        self._window: TracingWindow | None = window
         self._send = send
         self._stop = threading.Event()
         size = -(-twin_table.WINDOW_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE + MAP_BYTES
@@ -84,9 +84,10 @@ class Twins:
         self._stop.set()
 
     def join(self) -> None:
-        """Wait until nothing is being sent."""
+        """Wait until nothing is being sent. What was reported can still be read; the window may go."""
         self._stop.set()
         self._thread.join()
+        self._window = None
 
     def report(self) -> twin_table.Report:
         """What they have reported so far."""
@@ -105,7 +106,12 @@ class Twins:
         }
 
     def _over(self) -> bool:
-        return self._stop.is_set() or not self._window.descriptors()
+        return self._stop.is_set() or not self._shared()
+
+    def _shared(self) -> list[int]:
+        """The descriptors of the window's tables; none when it is over."""
+        window = self._window
+        return window.descriptors() if window is not None else []
 
     def _run(self) -> None:
         link: WorkerLink | None = None
@@ -156,7 +162,7 @@ class Twins:
                 self._send_file(number, file.encode())
 
     def _send_file(self, number: int, file: bytes) -> None:
-        descriptors = self._window.descriptors()
+        descriptors = self._shared()
         if not descriptors:
             return
         text = os.memfd_create("phos-twin", os.MFD_CLOEXEC)

@@ -228,7 +228,7 @@ def counted() -> None:
         logging.getLogger(__name__).info("in memory: %s", ", ".join(f"{n} {kind}" for kind, n in kinds.items()))
         return report(table, viewer)
 
-    for kind in (StopDump, Restore, Session, ImageWriter, Image):
+    for kind in (StopDump, Restore, Session, SessionWindow, ImageWriter, Image):
         count(kind)
     JobTable.report = counting  # type: ignore[method-assign]
 

@@ -149,6 +149,7 @@ def let_go_of(site: Site, *states: str) -> None:
 
 def test_checkpoints_and_restores_that_are_over_leave_phosd_s_memory(site: Site) -> None:
     """Each knows every chunk of its image: what the table of jobs shows is a few words. So do their processes."""
+    site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(8 << 20)}  # windows, and twins in them
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="counted")
     program = blocks(site)
     for protocol in ("stop", "cow"):
