@@ -98,7 +98,14 @@ def run_in_threads(actions: Sequence[Callable[[], T]], threads: int | None = Non
     except BaseException:
         pool.shutdown(cancel_futures=True)
         raise
-    return [future.result() for future in futures]
+    results = []
+    try:
+        for future in futures:
+            results.append(future.result())
+    finally:  # an error refers to this frame; this frame must not refer to who has the error
+        futures = []
+        del future
+    return results
 
 
 def segments(size: int, step: int = SEGMENT_SIZE) -> list[tuple[int, int]]:

@@ -11,8 +11,8 @@ import gc
 import threading
 import time
 
-MOMENT_SECONDS = 1.0
-"""Until the threads of what has failed have ended; what fails meanwhile is looked for at the same time."""
+LOOKS_SECONDS = (1.0, 4.0)
+"""From the request to a look, and to another: a thread may still have what has failed in its hands at the first."""
 
 
 class Garbage:
@@ -29,6 +29,7 @@ class Garbage:
     def _run(self) -> None:
         while True:
             self._asked.wait()
-            time.sleep(MOMENT_SECONDS)
-            self._asked.clear()
-            gc.collect()
+            self._asked.clear()  # what fails from here on may still be in use at the looks below
+            for seconds in LOOKS_SECONDS:
+                time.sleep(seconds)
+                gc.collect()

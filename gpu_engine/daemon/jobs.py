@@ -216,8 +216,9 @@ class JobTable:
         ended = EndedJob.of(job)
         with self._lock:
             self._jobs = [replace(known, job=ended) if known.job is job else known for known in self._jobs]
-        # A restore whose process ends while its memory is being loaded has not failed.
-        if ended.state not in SUCCEEDED or ended.progress.done < ended.progress.total:
+        # A restore whose process ends while its memory is being loaded has not failed, nor has a checkpoint whose image
+        # is whole, although its process could not be brought back.
+        if ended.state not in SUCCEEDED or ended.error or ended.progress.done < ended.progress.total:
             self._failed()
 
     @staticmethod

@@ -265,5 +265,8 @@ class PinnedImages:
             worker.join(REPORT_SECONDS)
             state = wire_pb2.ImageState(state="loading", bytes_done=entry.memory.done, bytes_total=entry.size)
             connection.reply(envelope.id, image_state=state)
-        if failures:
-            raise failures[0]
+        try:
+            if failures:
+                raise failures[0]
+        finally:
+            failures.clear()  # the error refers to this frame

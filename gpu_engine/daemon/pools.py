@@ -40,6 +40,9 @@ driver would want the processors, the image and the driver's lock just then."""
 LOOK_SECONDS = 0.5
 """How often it is asked whether somebody still waits."""
 
+WATCH_SECONDS = 5
+"""How often it is looked whether a parked process has been taken."""
+
 SIZE_MOST = 256
 
 END_SECONDS = 10.0
@@ -121,14 +124,16 @@ class Pools:
         make: Callable[[Pool], PooledRestore],
         park: Callable[[Entry], None],
         let_go: Callable[[Entry], None],
+        failed: Callable[[], None] = lambda: None,
     ) -> None:
         """``folder`` is phosd's own. ``make`` opens a pool's image for one process, ``park`` prepares phosd for it, and
-        ``let_go`` is told of one that has ended before anybody took it.
+        ``let_go`` is told of one that has ended before anybody took it. ``failed`` is called when one could not be
+        parked.
         """
         self._folder = folder / "pool"
         self._state = folder / STATE_FILE
         self._socket = socket
-        self._make, self._park, self._let_go = make, park, let_go
+        self._make, self._park, self._let_go, self._failed = make, park, let_go, failed
         self._changed = threading.Condition()  # its lock guards _pools, _entries and all pools
         self._pools: dict[str, Pool] = {}
         self._entries: dict[str, Entry] = {}  # by number, those that are being opened too
@@ -386,6 +391,7 @@ class Pools:
                 if not isinstance(error, (PhosError, ImageError, OSError)):
                     log.exception("Pool %s could not be filled in an unforeseen way", pool.name)
                 self._note_failure(pool, str(error) or repr(error))
+                self._failed()
 
     def _note_failure(self, pool: Pool, error: str) -> None:
         with self._changed:
@@ -452,7 +458,10 @@ class Pools:
             poll = select.poll()
             for descriptor in descriptors:
                 poll.register(descriptor, select.POLLIN)
-            poll.poll()
+            while not poll.poll(WATCH_SECONDS * 1000):
+                with self._changed:
+                    if entry not in pool.entries:  # taken: nothing of its restore is to be kept as long as it runs
+                        return
         except OSError:
             pass  # it has been ended
         finally:

@@ -46,7 +46,8 @@ class Registry:
         """``capability``: of the GPUs, 90 for 9.0: which machine code of a module is analysed."""
         self.path = path
         self.versions = versions
-        self.jobs = JobTable(Garbage().look_soon)
+        self.garbage = Garbage()
+        self.jobs = JobTable(self.garbage.look_soon)
         self.claims = Claims()
         self.runs = Runs()
         self.copier = Copier()

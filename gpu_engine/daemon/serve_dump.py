@@ -108,7 +108,9 @@ class DumpServer:
                     job.abandon(f"The checkpoint failed in an unforeseen way ({error!r}).")
         if job:
             self._registry.jobs.settle(job)
-            if job.state == "failed":
+            failed = job.state == "failed"
+            job = None  # the next may take long
+            if failed:
                 self._registry.renew_if_broken()
 
     def _follow_criu(self, connection: wire.Connection, job: StopDump | None, interruption: Interruption) -> int:

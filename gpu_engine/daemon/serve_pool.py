@@ -52,7 +52,9 @@ class PoolServer:
     def __init__(self, registry: Registry, restores: RestoreServer) -> None:
         self._registry = registry
         self._restores = restores
-        self.pools = Pools(registry.path.parent, registry.path, self._make, self._park, self._let_go)
+        self.pools = Pools(
+            registry.path.parent, registry.path, self._make, self._park, self._let_go, registry.garbage.look_soon
+        )
 
     def revive(self) -> None:
         """Pools that a former phosd had."""

@@ -220,6 +220,10 @@ class RestoreServer:
                     ours = process.session in registered
                 if session is not None and ours:
                     self._registry.forget(session)
+        with self._registry.lock:
+            ended = [process.session for process in job.processes if process.session not in self._registry.sessions]
+        for number in ended:  # they may have been forgotten before the restore told what they had touched
+            self._registry.cow.forget(number)
         job.put_away.set()
         self._registry.jobs.settle(job)
 

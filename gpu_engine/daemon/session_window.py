@@ -80,8 +80,7 @@ class SessionWindow:
             self._tracing = not answer.done.error
             self._adrift = False  # when the connection broke before it was detached still
             if self._tracing and twins_wanted(window):
-                self._twins = Twins(self._traced.session, self._speculator, window, partial(_send, self._conversation))
-                self._twins.start()
+                self._start_twins(window)
         if self._tracing and window.loads and self._kernels.pending():
             going = (lambda: self._tracing,)
             threading.Thread(target=self._kernels.describe_later, args=going, daemon=True, name="describe").start()
@@ -94,6 +93,16 @@ class SessionWindow:
             )
             window.wait_saved()
             self._safe = True
+
+    def _start_twins(self, window: TracingWindow) -> None:
+        self._twins = None
+        twins = Twins(self._traced.session, self._speculator, window, partial(_send, self._conversation))
+        try:
+            twins.start()
+        except RuntimeError as error:  # a limit on processes
+            log.warning("Process %d: its kernels have no twins: %s", self._traced.pid, error)
+            return
+        self._twins = twins
 
     def watch(self, descriptors: Sequence[int]) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`. Should the connection break, the process ends it."""

@@ -76,8 +76,16 @@ class Twins:
         self._thread = threading.Thread(target=self._run, daemon=True, name="twins")
 
     def start(self) -> None:
-        """Begin to send twins."""
-        self._thread.start()
+        """Begin to send twins.
+
+        Raises:
+            RuntimeError: there can be no other thread.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError:
+            os.close(self._descriptor)
+            raise
 
     def stop(self) -> None:
         """Send no more; returns at once."""

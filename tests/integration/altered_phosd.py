@@ -212,19 +212,22 @@ def counted() -> None:
     """
     gc.disable()
     alive: weakref.WeakSet[object] = weakref.WeakSet()
+    lock = threading.Lock()  # a set must not grow while it is read
     report = JobTable.report
 
     def count(kind: Any) -> None:
         made = kind.__init__
 
         def make(job: object, *arguments: Any, **named: Any) -> None:
-            alive.add(job)
+            with lock:
+                alive.add(job)
             made(job, *arguments, **named)
 
         kind.__init__ = make
 
     def counting(table: JobTable, viewer: int) -> Any:
-        kinds = Counter(type(one).__name__ for one in list(alive))
+        with lock:
+            kinds = Counter(type(one).__name__ for one in alive)
         logging.getLogger(__name__).info("in memory: %s", ", ".join(f"{n} {kind}" for kind, n in kinds.items()))
         return report(table, viewer)
 

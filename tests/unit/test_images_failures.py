@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -407,3 +409,26 @@ def test_who_interrupts_threads_waits_for_what_they_have_begun_and_no_more():
     assert count < 40
     time.sleep(0.2)
     assert len(begun) == count  # nobody is at work any more
+
+
+def test_an_error_of_a_thread_keeps_nothing_but_itself() -> None:
+    """It refers to the frames that it came through, and they to what an image is made of: none of them to it."""
+
+    class Tables:
+        """As an image's."""
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    def attempt() -> weakref.ref[Tables]:
+        tables = Tables()
+        with suppress(OSError):
+            run_in_threads([fail] * 3)
+        return weakref.ref(tables)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert attempt()() is None
+    finally:
+        gc.enable()
