@@ -60,11 +60,8 @@ def ensure(path: Path | None = None) -> None:
         DaemonUnavailable: it did not come up; the message carries the end of its log.
     """
     path = path or socket_path()
-    try:
-        connect(path).close()
+    if _answers(path):
         return
-    except DaemonUnavailable:
-        pass
     make_folder(path)
     # NOTIFY_SOCKET: it is not phosd that the service manager of whoever needs it waits for.
     environment = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "NOTIFY_SOCKET")}
@@ -100,12 +97,29 @@ def _wait(path: Path, deadline: float, in_vain: Callable[[], bool]) -> bool:
     """Wait until a phosd answers, and say whether one does; no longer than that makes sense, nor than `deadline`."""
     while True:
         last = in_vain() or time.monotonic() > deadline  # asked before the connection: it may answer in between
-        with suppress(DaemonUnavailable):
-            connect(path).close()
+        if _answers(path):
             return True
         if last:
             return False
         time.sleep(0.01)
+
+
+def _answers(path: Path) -> bool:
+    """Whether a phosd lives there: the socket of one that was killed takes connections to its last moment.
+
+    One that is alive closes a connection over which nothing will come. One that does not, as when it is stopped, is
+    there all the same: who asks something of it will say that it hangs.
+    """
+    try:
+        with connect(path) as connection:
+            blocking.limit(connection, receive=ANSWER_SECONDS)
+            connection.shutdown(socket.SHUT_WR)
+            connection.recv(1)
+    except BlockingIOError:
+        return True
+    except (DaemonUnavailable, OSError):
+        return False
+    return True
 
 
 def _has_ended(lifeline: int) -> bool:

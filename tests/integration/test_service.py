@@ -100,6 +100,20 @@ def test_one_that_is_started_while_another_ends_comes_after_it(site: Site) -> No
     reach.connect(folder / "phosd.sock").close()
 
 
+def test_one_that_was_killed_and_still_takes_connections_is_not_taken_for_alive(site: Site) -> None:
+    """The kernel takes a while to let go of a large process; its socket is among the last."""
+    folder = Path(site.environment["PHOS_SOCKET"]).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as dying:
+        dying.bind(str(folder / "phosd.sock"))
+        dying.listen(8)
+        starting = subprocess.Popen([str(launcher("phosd")), "--ensure"], env=site.environment)
+        with pytest.raises(subprocess.TimeoutExpired):
+            starting.wait(1.5)
+    assert starting.wait(PATIENCE) == 0
+    assert site.run("phos-gpu", "status").returncode == 0
+
+
 def test_phosd_serves_though_its_manager_is_gone(site: Site) -> None:
     environment = {**site.environment, "NOTIFY_SOCKET": str(site.folder / "nobody")}
     with subprocess.Popen([str(launcher("phosd"))], env=environment) as phosd:
