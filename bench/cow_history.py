@@ -7,7 +7,6 @@ one is the longest gap between two iterations less an iteration, so that what ca
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,14 +59,10 @@ def table(results: Path = harness.RESULTS) -> str:
     """Return the table, its links as from docs/."""
     cells = []
     for path, environment, rows in records(results):
-        # A file that names a commit was measured before it was committed, at what became that commit.
-        named = re.search(r"-([0-9a-f]{7})$", path.stem)
-        commit = named.group(1) if named else environment["commit"][:7]
-        gpu = environment["gpu"].split()[1]
         row = rows["64 GB cow"]
         cells.append(
             [
-                f"[{environment['date'][5:10]} {commit}](../bench/results/{path.stem}.md), {gpu}",
+                harness.recorded(path, environment),
                 *(
                     text
                     for name in ("phosd_stall_s", "felt_stall_s")

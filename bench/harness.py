@@ -20,7 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -315,6 +315,15 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
     lines += ["| " + " | ".join(show(value) for value in row) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def recorded(path: Path, environment: Mapping[str, Any]) -> str:
+    """Return what a table in docs/ calls a recorded run: its day and commit, with a link, and the GPU."""
+    # A file that names a commit was measured before it was committed, at what became that commit.
+    named = re.search(r"-([0-9a-f]{7})$", path.stem)
+    commit = named.group(1) if named else environment["commit"][:7]
+    gpu = environment["gpu"].split()[1]
+    return f"[{environment['date'][5:10]} {commit}](../bench/results/{path.stem}.md), {gpu}"
 
 
 def median(values: Iterable[float]) -> float:

@@ -6,7 +6,6 @@ Each run is a machine of its own, and tells its steps apart to about half a perc
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,11 +40,7 @@ def records(results: Path = harness.RESULTS) -> list[Run]:
                 pairs[model] = list(zip(past, through, strict=True))
         if len(pairs) == len(MODELS):
             environment = record["environment"]
-            # A file that names a commit was measured before it was committed, at what became that commit.
-            named = re.search(r"-([0-9a-f]{7})$", path.stem)
-            commit = named.group(1) if named else environment["commit"][:7]
-            called = f"[{environment['date'][5:10]} {commit}](../bench/results/{path.stem}.md)"
-            found.append(Run(environment["date"], f"{called}, {environment['gpu'].split()[1]}", pairs))
+            found.append(Run(environment["date"], harness.recorded(path, environment), pairs))
     return sorted(found)
 
 
