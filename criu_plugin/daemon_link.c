@@ -234,6 +234,9 @@ static int request(Envelope *envelope, int descriptor, const char *what, struct 
 	if (envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_TASK_RESTORED &&
 	    note_alone(answer->done->alone, answer->done->n_alone))
 		goto out;
+	if (envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_DUMP_BEGIN &&
+	    phos_device_files_begin(answer->done->device_files, answer->done->n_device_files))
+		goto out;
 	if (said)
 		*said = (struct answer){ answer->done->gpu_part, answer->done->park, answer->done->kept };
 	ret = 0;
@@ -313,13 +316,17 @@ int phos_link_dump_end(int result, bool *kept)
 	Phos__Wire__DumpEnd end = PHOS__WIRE__DUMP_END__INIT;
 	struct answer said = {};
 	int hidden, ret;
+	bool open, mapped;
 
 	*kept = true;
 	if (!link_.dumping)
 		return 0;
 	if (phos_hidden(&hidden) && !result)
 		result = -1; /* the image cannot be completed */
+	phos_device_files_found(&open, &mapped);
 	end.result = result;
+	end.device_files = open;
+	end.device_mappings = mapped;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_DUMP_END;
 	envelope.dump_end = &end;
 	ret = request(&envelope, hidden, "end the checkpoint", &said);

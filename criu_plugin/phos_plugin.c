@@ -10,12 +10,15 @@
  *                                        processes without the frontend the driver's part is saved (driver_thread.c), when
  *                                        their threads have left the driver (leave_driver.c), then
  *                                        phosd begins to copy the task's memory
+ *   HANDLE_DEVICE_VMA, DUMP_EXT_FILE     for each mapping and each file of a task that CRIU knows no way to dump: those of the
+ *                                        GPU's device files are left out (device_files.c), no others
  *   exit(DUMP, result)                   tasks still frozen. If CRIU is going to kill them, phosd completes the image first;
  *                                        if they are to run on it answers at once, and the driver's part of those without
  *                                        the frontend is brought back. CRIU's exit closes the socket, and that tells phosd
  *                                        that the tasks are released or dead
  *   init(RESTORE)                        nothing exists yet: phosd may refuse the image or the GPUs. Whoever brings the
  *                                        tasks' memory in CRIU's place begins (fill_server.c)
+ *   RESTORE_EXT_FILE                     what a task gets in place of such a file
  *   RESUME_DEVICES_LATE(pid)             every task exists and is stopped; its return value is ignored by CRIU. Of those
  *                                        without the frontend, and for a pool, the driver's part is brought back here; what
  *                                        is for a pool stays stopped
@@ -118,6 +121,24 @@ static int phos_plugin_checkpoint_devices(int pid)
 	return phos_link_task_frozen(pid);
 }
 
+static int phos_plugin_dump_ext_file(int fd, int id)
+{
+	(void)id; /* all are restored alike */
+	return phos_dump_device_file(fd);
+}
+
+static int phos_plugin_restore_ext_file(int id)
+{
+	(void)id;
+	return phos_restore_device_file();
+}
+
+static int phos_plugin_handle_device_vma(int fd, const struct stat *stat)
+{
+	(void)stat;
+	return phos_leave_out_mapping(fd);
+}
+
 static int phos_plugin_resume_devices_late(int pid)
 {
 	bool park;
@@ -146,6 +167,9 @@ __attribute__((visibility("default"))) cr_plugin_desc_t CR_PLUGIN_DESC = {
 	.version = CRIU_PLUGIN_VERSION,
 	.max_hooks = CR_PLUGIN_HOOK__CHECKPOINT_DEVICES + 1,
 	.hooks = {
+		[CR_PLUGIN_HOOK__DUMP_EXT_FILE] = (void *)phos_plugin_dump_ext_file,
+		[CR_PLUGIN_HOOK__RESTORE_EXT_FILE] = (void *)phos_plugin_restore_ext_file,
+		[CR_PLUGIN_HOOK__HANDLE_DEVICE_VMA] = (void *)phos_plugin_handle_device_vma,
 		[CR_PLUGIN_HOOK__PAUSE_DEVICES] = (void *)phos_plugin_pause_devices,
 		[CR_PLUGIN_HOOK__CHECKPOINT_DEVICES] = (void *)phos_plugin_checkpoint_devices,
 		[CR_PLUGIN_HOOK__RESUME_DEVICES_LATE] = (void *)phos_plugin_resume_devices_late,

@@ -67,6 +67,16 @@ int phos_leave_driver(int pid, int driver_thread);
 /* Lets the driver's thread of each task of phos_link_alone() run while phosd works. Returns 0 or -1. */
 int phos_let_run(enum phos_stage stage);
 
+/* How links in /proc/PID/fd begin that lead to device files of the GPU's driver. Copies them. Returns 0 or -1. */
+int phos_device_files_begin(char **begins, size_t count);
+/* Whether CRIU can do without what `fd` is, open in a task or mapped: 0 if it is such a file, else -ENOTSUP. */
+int phos_dump_device_file(int fd);
+int phos_leave_out_mapping(int fd);
+/* What came of these two until now. */
+void phos_device_files_found(bool *open, bool *mapped);
+/* What a task gets in its place: a descriptor, or -1. */
+int phos_restore_device_file(void);
+
 /* The letter of a task's state in /proc/PID/stat; 0: there is none. */
 char phos_state_of(int pid);
 /* Whether it is gone, or nothing of it but what its parent asks for. */

@@ -73,6 +73,14 @@ def kind() -> str:
     return "software" if hasattr(_library(), "softgpu_version") else "nvidia"
 
 
+def device_files() -> tuple[str, ...]:
+    """How the links in /proc/PID/fd begin that lead to device files of the driver's.
+
+    The software GPU has none, but a descriptor that CRIU refuses as it does those (softgpu/checkpoint.c).
+    """
+    return ("anon_inode:[userfaultfd]", "anon_inode:[perf_event]") if kind() == "software" else ("/dev/nvidia",)
+
+
 def release() -> str:
     """The kernel driver's release, for example 580.159.04; empty when there is none."""
     module = Path("/sys/module/nvidia/version")

@@ -8,6 +8,7 @@ import mmap
 import os
 import struct
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 # Positions after the program's name, which may itself hold blanks and parentheses: field 3 of the manual is number 0.
@@ -144,6 +145,20 @@ def executable(pid: int) -> str:
         return readable(os.readlink(f"/proc/{pid}/exe"))
     except OSError:
         return "?"
+
+
+def file_open_in(pid: int, prefixes: tuple[str, ...]) -> str:
+    """A file that a process has open or mapped, with a name that begins so; empty: none, or it cannot be told."""
+    try:
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(OSError):  # closed meanwhile
+                if (name := os.readlink(f"/proc/{pid}/fd/{descriptor}")).startswith(prefixes):
+                    return readable(name)
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
+    except OSError:
+        return ""
+    names = (line.split(maxsplit=5)[5:] for line in maps.splitlines())
+    return next((name[0] for name in names if name and name[0].startswith(prefixes)), "")
 
 
 def pid_namespace(pid: int) -> int:

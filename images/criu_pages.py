@@ -25,18 +25,15 @@ import io
 import mmap
 import os
 import stat
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from google.protobuf.message import DecodeError
-
+from phos.images import criu_files
 from phos.images.errors import ImageError
-from phos.images.formats import IMG_COMMON, split_frames
 
 PE_PARENT, PE_LAZY, PE_PRESENT = 1, 2, 4
 """An entry's flags: its pages are in another image; they can be restored lazily; they are in the pages file."""
@@ -55,9 +52,6 @@ _SPECIAL = 1 << 2 | 1 << 3 | 1 << 12  # VMA_AREA_VSYSCALL, VMA_AREA_VDSO, VMA_AR
 # Where copy_file_range(2) cannot be had: between these two file systems, for these files, in this kernel.
 _REFUSALS = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _BUFFER_SIZE = 1 << 20
-
-_U32 = struct.Struct("<I")
-_MAGICS = struct.Struct("<II")
 
 _COMPAT = "compat_nr_pages"
 """Where CRIU before 4.2 counts the pages of an entry. Later ones have a wider nr_pages, and 0 here."""
@@ -146,7 +140,7 @@ def merge(
     moves, size, in_place = _moves(parts)
 
     with ExitStack() as stack:
-        theirs = stack.enter_context(_open(directory, pages, "r"))
+        theirs = stack.enter_context(criu_files.open_file(directory, pages, "r"))
         ours = stack.enter_context(io.FileIO(file, "r+", closefd=False))
         ours.name = name  # for errors
         _check_sizes(theirs, ours, parts)
@@ -156,16 +150,16 @@ def merge(
             moves = [move for move in moves if move.own]
         else:
             made = f"{pages}.new"  # no name of an image's file, should it ever be left behind
-            target = stack.enter_context(_new(directory, made, stack))
+            target = stack.enter_context(criu_files.new_file(directory, made, stack))
         for move in moves:
             _copy(theirs if move.own else ours, move.offset, target, move.target, move.size)
-        with _naming(made):
+        with criu_files.naming(made):
             os.ftruncate(target.fileno(), size)
             os.fchmod(target.fileno(), mode)
 
-        table = stack.enter_context(_new(directory, f"{pagemap}.new", stack))
-        with _naming(f"{pagemap}.new"):
-            _write(table, head + b"".join(_entries(parts, wide)))
+        table = stack.enter_context(criu_files.new_file(directory, f"{pagemap}.new", stack))
+        with criu_files.naming(f"{pagemap}.new"):
+            criu_files.write(table, head + b"".join(_entries(parts, wide)))
             os.fchmod(table.fileno(), mode)
         os.rename(f"{pagemap}.new", pagemap, src_dir_fd=directory, dst_dir_fd=directory)
         os.rename(made, pages, src_dir_fd=directory, dst_dir_fd=directory)
@@ -175,40 +169,6 @@ def merge(
 
 
 # -------------------------------------------------------------------------------------------------- CRIU's descriptions
-
-
-def _messages(directory: int, name: str, magic: str) -> list[bytes]:
-    """The messages in a file of CRIU's; ImageError if it is none of that kind, or cut off."""
-    from pycriu.images.magic import by_name
-
-    with _open(directory, name, "r") as file, _naming(name):
-        raw = file.readall()
-    if raw[:8] != _MAGICS.pack(IMG_COMMON, by_name[magic]):
-        raise ImageError(f"{name} does not begin as an image of CRIU's of the kind {magic}")
-    return [body for _, body in split_frames(raw, name)]
-
-
-def _framed(body: bytes) -> bytes:
-    return _U32.pack(len(body)) + body
-
-
-def _parse(kind: Any, body: bytes, name: str) -> Any:
-    """A message of CRIU's; ImageError if it cannot be decoded."""
-    try:
-        message = kind.FromString(body)
-    except (DecodeError, RuntimeError, ValueError) as error:
-        raise ImageError(f"{name} is damaged: a message in it cannot be decoded ({error})") from None
-    if not message.IsInitialized():
-        raise ImageError(f"{name} is damaged: a message in it lacks fields that CRIU always writes")
-    return message
-
-
-def _only(directory: int, name: str, magic: str, kind: Any) -> Any:
-    """The message in a file that must hold one."""
-    bodies = _messages(directory, name, magic)
-    if len(bodies) != 1:
-        raise ImageError(f"{name} holds {len(bodies)} messages instead of one")
-    return _parse(kind, bodies[0], name)
 
 
 def _encoder(wide: bool) -> Callable[[int, int, int], bytes]:
@@ -240,15 +200,14 @@ def _own(directory: int, name: str) -> tuple[bytes, int, list[_Part], bool]:
 
     And whether it counts pages as CRIU 4.2 does, which reads the other way as well; CRIU 4.1 reads no other.
     """
-    from pycriu.images.magic import by_name
     from pycriu.images.pagemap_pb2 import pagemap_entry, pagemap_head
 
-    bodies = _messages(directory, name, "PAGEMAP")
+    bodies = criu_files.messages(directory, name, "PAGEMAP")
     if not bodies:
         raise ImageError(f"{name} does not say which its pages file is")
-    head = _parse(pagemap_head, bodies[0], name)
-    raw_head = _MAGICS.pack(IMG_COMMON, by_name["PAGEMAP"]) + _framed(bodies[0])
-    entries = [_parse(pagemap_entry, body, name) for body in bodies[1:]]
+    head = criu_files.parse(pagemap_head, bodies[0], name)
+    raw_head = criu_files.header("PAGEMAP") + criu_files.framed(bodies[0])
+    entries = [criu_files.parse(pagemap_entry, body, name) for body in bodies[1:]]
     wide = _knows_compat(pagemap_entry) and any(entry.HasField("nr_pages") for entry in entries)
     parts, offset, encode = [], 0, _encoder(wide)
     for body, entry in zip(bodies[1:], entries, strict=True):
@@ -274,7 +233,7 @@ def _memory(directory: int, task: int) -> list[_Range]:
     from pycriu.images.mm_pb2 import mm_entry
 
     areas: list[_Range] = []
-    for vma in sorted(_only(directory, f"mm-{task}.img", "MM", mm_entry).vmas, key=lambda vma: vma.start):
+    for vma in sorted(criu_files.only(directory, f"mm-{task}.img", "MM", mm_entry).vmas, key=lambda vma: vma.start):
         lazy = vma.flags & _LAZY_MASK == _LAZY and not vma.status & _SPECIAL
         start, end, flags = vma.start, vma.end, PE_PRESENT | PE_LAZY if lazy else PE_PRESENT
         if areas and areas[-1][1:] == (start, flags):
@@ -378,55 +337,20 @@ def _entries(parts: Iterable[_Part], wide: bool) -> Iterator[bytes]:
             end = part.end
             continue
         if address < end:
-            yield _framed(encode(address, end, flags))
+            yield criu_files.framed(encode(address, end, flags))
         if part.kept is not None:
-            yield _framed(part.kept)
+            yield criu_files.framed(part.kept)
             address = end = 0
             continue
         address, end, flags = part.address, part.end, part.flags
         while end - address > limit:
-            yield _framed(encode(address, address + limit, flags))
+            yield criu_files.framed(encode(address, address + limit, flags))
             address += limit
     if address < end:
-        yield _framed(encode(address, end, flags))
+        yield criu_files.framed(encode(address, end, flags))
 
 
 # ------------------------------------------------------------------------------------------------------------- files
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """An OSError inside it names the file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, name) from error
-
-
-def _open(directory: int, name: str, mode: str) -> io.FileIO:
-    """A file without a buffer, in the directory itself: not what a link of its owner's points to."""
-    more = os.O_NOFOLLOW | os.O_NONBLOCK
-    return io.FileIO(name, mode, opener=lambda path, flags: os.open(path, flags | more, 0o600, dir_fd=directory))
-
-
-def _new(directory: int, name: str, stack: ExitStack) -> io.FileIO:
-    """A new file, which the end of the stack removes unless it has got another name by then."""
-    file = _open(directory, name, "x+")
-
-    def remove() -> None:
-        with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=directory)
-
-    stack.callback(remove)
-    return file
-
-
-def _write(file: io.FileIO, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(file.fileno(), view) :]
 
 
 def _copy(source: io.FileIO, offset: int, target: io.FileIO, at: int, size: int) -> None:
@@ -440,12 +364,12 @@ def _copy(source: io.FileIO, offset: int, target: io.FileIO, at: int, size: int)
             raise OSError(error.errno, error.strerror, source.name, None, target.name) from error
     view = memoryview(bytearray(min(size, _BUFFER_SIZE)))
     while size:
-        with _naming(str(source.name)):
+        with criu_files.naming(str(source.name)):
             n = os.preadv(source.fileno(), [view[: min(size, _BUFFER_SIZE)]], offset)
         if not n:
             raise ImageError(f"{source.name} ends at byte {offset}; it shrank while it was read")
         done = 0
-        with _naming(str(target.name)):
+        with criu_files.naming(str(target.name)):
             while done < n:
                 done += os.pwrite(target.fileno(), view[done:n], at + done)
         offset, at, size = offset + n, at + n, size - n

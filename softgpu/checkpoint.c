@@ -50,6 +50,13 @@ bool sg_guard_open(void)
     return true;
 }
 
+/* In a forked child it stays open, as /dev/nvidia* do there, and is no business of ours any more. */
+void sg_guard_forget(void)
+{
+    sg_fd_disown(guard);
+    guard = -1;
+}
+
 void sg_guard_close(void)
 {
     sg_fd_close(guard);

@@ -219,6 +219,7 @@ bool sg_control_start(void)
 void sg_control_forget(void)
 {
     mailbox.tid = 0;
+    sg_guard_forget();
     sg_fd_close_all();
 }
 

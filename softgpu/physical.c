@@ -31,12 +31,17 @@ void sg_fd_own(int fd)
         atomic_fetch_or(&owned[fd / 64], (uint64_t)1 << (fd % 64));
 }
 
+void sg_fd_disown(int fd)
+{
+    if (fd >= 0 && fd < MAX_FDS)
+        atomic_fetch_and(&owned[fd / 64], ~((uint64_t)1 << (fd % 64)));
+}
+
 void sg_fd_close(int fd)
 {
     if (fd < 0)
         return;
-    if (fd < MAX_FDS)
-        atomic_fetch_and(&owned[fd / 64], ~((uint64_t)1 << (fd % 64)));
+    sg_fd_disown(fd);
     close(fd);
 }
 

@@ -223,6 +223,7 @@ uint64_t sg_used(int device);                           /* bytes of a device in 
 void sg_used_changed(int device, int64_t change);
 void sg_fd_own(int fd);    /* descriptors of ours, which a forked child closes */
 void sg_fd_close(int fd);
+void sg_fd_disown(int fd); /* it stays open */
 void sg_fd_close_all(void);
 void *sg_reserve(size_t size, size_t alignment, uint64_t hint); /* PROT_NONE address space; null: none left */
 
@@ -423,6 +424,7 @@ bool sg_control_start(void);     /* the hidden thread that serves the checkpoint
 void sg_control_forget(void);    /* in a forked child */
 bool sg_guard_open(void);        /* the descriptor CRIU refuses */
 void sg_guard_close(void);
+void sg_guard_forget(void);
 CUresult sg_checkpoint(void);
 CUresult sg_restore(const int *physical, unsigned count, const char **why);
 

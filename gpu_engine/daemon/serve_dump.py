@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from phos.gen import wire_pb2
-from phos.gpu_engine import inventory, procfs, toggle
+from phos.gpu_engine import driver, inventory, procfs, toggle
 from phos.gpu_engine.cow.dump import CowDump
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.daemon import limits, twins, wire
@@ -81,7 +81,12 @@ class DumpServer:
                 return
             finally:
                 wire.close_all(descriptors)
-            connection.done(envelope.id, warnings=job.warnings() if job else [], gpu_part=job is not None)
+            connection.done(
+                envelope.id,
+                warnings=job.warnings() if job else [],
+                gpu_part=job is not None,
+                device_files=driver.device_files() if job else (),
+            )
             result = -1
             over = threading.Event()
             watch = threading.Thread(target=_free_criu, args=(connection.pid, over), daemon=True, name="watch-criu")
@@ -126,9 +131,12 @@ class DumpServer:
                     case "task_runs" if job:
                         job.tasks_run(_outer(connection.pid, envelope.task_runs), back=envelope.task_runs.back)
                     case "dump_end":
-                        result = envelope.dump_end.result
+                        end = envelope.dump_end
+                        result = end.result
                         if job:
                             hidden = wire.content(wire.only(descriptors), limits.MAP_BYTES) if descriptors else b""
+                            if end.device_files or end.device_mappings:
+                                job.leave_out_device_files(mappings=end.device_mappings)
                             job.criu_ended(result, hidden, kills=kills)
                         else:
                             interruption.settle()

@@ -170,11 +170,12 @@ class Connection:
         gpu_part: bool = False,
         alone: Iterable[wire_pb2.Alone] = (),
         kept: bool = False,
+        device_files: Iterable[str] = (),
     ) -> None:
         """Answer a request that wants no more than to know whether it was carried out.
 
         ``gpu_part``: of the begin of a dump, that the image will have a part of ours, without which it is useless.
-        ``alone`` and ``kept``: see Done in proto/wire.proto.
+        ``alone``, ``kept`` and ``device_files``: see Done in proto/wire.proto.
         """
         done = wire_pb2.Done(
             error=sentence(error),
@@ -182,6 +183,7 @@ class Connection:
             gpu_part=gpu_part,
             alone=alone,
             kept=kept,
+            device_files=device_files,
         )
         self.reply(request_id, done=done)
 

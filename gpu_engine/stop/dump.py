@@ -38,6 +38,7 @@ from phos.gpu_engine.stop.tree import BorrowBlocks, ProcessTree
 from phos.gpu_engine.task_pages import TaskPages
 from phos.gpu_engine.timeline import Timeline
 from phos.gpu_engine.touch_order import TouchOrder, to_messages
+from phos.images import criu_mappings
 from phos.images.errors import ImageError
 from phos.images.files import free_bytes
 from phos.images.formats import COMMIT_FILE, CRIU_INVENTORY_FILE
@@ -120,6 +121,7 @@ class StopDump:
         self._directory = os.dup(assignment.directory)
         self._pages = TaskPages(self._directory)
         self._hidden = b""
+        self._has_device_files = self._has_device_mappings = False
 
     @property
     def pids(self) -> list[int]:
@@ -278,6 +280,13 @@ class StopDump:
 
     # Step 3: CRIU has ended.
 
+    def leave_out_device_files(self, *, mappings: bool) -> None:
+        """Tasks that the driver has not saved have device files of the GPU's open, or, with ``mappings``, mapped.
+
+        They are restored without: see :meth:`ProcessTree.check_closed`. Call it before :meth:`criu_ended`.
+        """
+        self._has_device_files, self._has_device_mappings = True, mappings
+
     def criu_ended(self, result: int, hidden: bytes, *, kills: bool) -> None:
         """CRIU has dumped its part (or failed: ``result`` is not 0), and the tasks are still frozen.
 
@@ -295,6 +304,8 @@ class StopDump:
             with self.timeline.phase("wait for CPU pages", concurrent=True):
                 self._pages.wait()
             self._interruption.check()
+            if self._has_device_files and result == 0:
+                self._tree.check_closed(driver.device_files())
         except CheckpointFailed as error:
             self._failure = str(error)
             raise
@@ -362,6 +373,9 @@ class StopDump:
                 )
             with self.timeline.phase("merge CPU pages", concurrent=True):
                 self._pages.merge(self._hidden)
+            if self._has_device_mappings:
+                left_out = criu_mappings.leave_out_device_mappings(self._directory)
+                log.info("%s: mappings of device files left out, by task: %s", self.path, left_out)
             self._wait_for_data()
             self._interruption.check()
             if self._copy_failure is not None:

@@ -227,6 +227,21 @@ class ProcessTree:
         """Processes without the frontend that nobody had saved."""
         return [process.pid for process in self.foreign if process.pid not in self._saved]
 
+    def check_closed(self, device_files: tuple[str, ...]) -> None:
+        """The processes are saved and stand still, so the driver has closed its device files in them.
+
+        Others of the tree may have such files open: children forked from these have what their parent had, and no CUDA.
+
+        Raises:
+            CheckpointFailed: one still has such a file open or mapped, and would be restored without what it has of it.
+        """
+        for pid in self.pids:
+            if name := procfs.file_open_in(pid, device_files):
+                raise CheckpointFailed(
+                    f"Process {pid} has {name} open, though the driver has saved it: another program has handed it "
+                    "over, or it has opened a second driver library. PhOS does not carry that."
+                )
+
     def put_back_frozen(self, pids: Collection[int]) -> None:
         """The driver brings such processes back, or unlocks them, of which again only its threads run.
 

@@ -1,4 +1,4 @@
-"""PyTorch, CuPy and a program made by nvcc: dumped, killed, restored, and compared with a run left alone."""
+"""PyTorch, JAX, CuPy and a program made by nvcc: dumped, killed, restored, and compared with a run left alone."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def interrupted_is_the_same(
     environment: dict[str, str] | None = None,
     at: int = 6,
     times: int = 1,
+    frontend: bool = True,
 ) -> None:
-    """Run alone and without the frontend; run under it with `times` dumps, kills and restores; compare all lines."""
+    """Run alone and without the frontend; run with `times` dumps, kills and restores; compare all lines."""
     wanted = start(command, frontend=False, environment=environment, name="alone").finish()
     assert any(line.startswith("ITERATION") for line in wanted)
-    program = start([*command, "--iteration-seconds", "0.05"], environment=environment)
+    program = start([*command, "--iteration-seconds", "0.05"], environment=environment, frontend=frontend)
     program.wait_for(f"^ITERATION {at} ", 180)
     for number in range(times):
         folder = image / str(number)
@@ -40,6 +41,7 @@ def interrupted_is_the_same(
 
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
+needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")
 needs_cupy = pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 
@@ -68,6 +70,21 @@ def test_pytorch_threads_streams_and_pinned_memory(start: Starter, image: Path) 
     """Four threads inside CUDA, pinned buffers copied both ways."""
     command = process.python_program(PROGRAMS / "pytorch_threads.py")
     interrupted_is_the_same(command, start, image, times=2)
+
+
+@needs_torch
+@pytest.mark.parametrize("frontend", [True, False], ids=["frontend", "driver-alone"])
+def test_pytorch_loader(start: Starter, image: Path, frontend: bool) -> None:
+    """Worker processes that were forked after CUDA had been initialised, with the driver's files open and mapped."""
+    command = process.python_program(PROGRAMS / "pytorch_loader.py")
+    interrupted_is_the_same(command, start, image, times=2, frontend=frontend)
+
+
+@needs_jax
+def test_jax(start: Starter, image: Path) -> None:
+    """XLA's one large block of memory, its threads, its CUDA graphs."""
+    command = process.python_program(PROGRAMS / "jax_train.py")
+    interrupted_is_the_same(command, start, image, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}, times=2)
 
 
 @needs_torch

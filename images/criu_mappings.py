@@ -1,0 +1,60 @@
+"""Mappings that a task is restored without, left out of CRIU's image of it.
+
+    mm-<PID>.img          one message: what a task's memory is made of, a VMA each
+
+A child that was forked after CUDA had been initialised has the driver's device files open and mapped, and no CUDA: the
+driver answers it nothing and touches none of it. With a plugin that takes such mappings on CRIU notes where they are
+(VMA_EXT_PLUGIN), and would open the device file in a restore to map it again, which the driver refuses. So they are not
+restored: nothing is there that anybody could use. Facts are those of CRIU 4.1.1: handle_vma() in criu/proc_parse.c,
+open_filemap() in criu/files-reg.c, criu/include/image.h.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from contextlib import ExitStack
+
+from phos.images import criu_files
+from phos.images.errors import ImageError
+
+_VMA_EXT_PLUGIN = 1 << 27
+_MM_FILE = re.compile(r"mm-(\d+)\.img")
+
+
+def leave_out_device_mappings(directory: int) -> dict[int, int]:
+    """Take the mappings that CRIU left to a plugin out of all images of tasks in a directory (an open descriptor).
+
+    CRIU must have finished with the tasks. Returns of each task (the PID in CRIU's file names) how many there were. An
+    image is replaced as a whole, or stays as it is; nothing is synced.
+
+    Raises:
+        ImageError: there is no image of a task, or one is damaged.
+        OSError: a file cannot be read or written; it names the file.
+    """
+    from pycriu.images.mm_pb2 import mm_entry
+
+    names = {int(match[1]): match[0] for name in os.listdir(directory) if (match := _MM_FILE.fullmatch(name))}
+    if not names:
+        raise ImageError("there is no mm-*.img: CRIU wrote its images elsewhere")
+    left_out: dict[int, int] = {}
+    for task, name in sorted(names.items()):
+        memory = criu_files.only(directory, name, "MM", mm_entry)
+        kept = [vma for vma in memory.vmas if not vma.status & _VMA_EXT_PLUGIN]
+        if len(kept) == len(memory.vmas):
+            continue
+        left_out[task] = len(memory.vmas) - len(kept)
+        del memory.vmas[:]
+        memory.vmas.extend(kept)
+        _replace(directory, name, criu_files.header("MM") + criu_files.framed(memory.SerializeToString()))
+    return left_out
+
+
+def _replace(directory: int, name: str, content: bytes) -> None:
+    with ExitStack() as stack:
+        file = stack.enter_context(criu_files.new_file(directory, f"{name}.new", stack))
+        with criu_files.naming(f"{name}.new"):
+            criu_files.write(file, content)
+            os.fchmod(file.fileno(), stat.S_IMODE(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode))
+        os.rename(f"{name}.new", name, src_dir_fd=directory, dst_dir_fd=directory)
