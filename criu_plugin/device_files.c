@@ -2,7 +2,7 @@
  * Device files of the GPU's driver that tasks have open or mapped when CRIU dumps them. The driver has closed its own in
  * the processes that it has saved (phosd looks). What is left is of children that were forked after CUDA had been
  * initialised, as PyTorch's DataLoader forks its workers: they have all that their parent had, and no CUDA, as the driver
- * answers them nothing; and of who asks NVML. Descriptors are restored as /dev/null, under their numbers. Mappings are not
+ * answers them nothing. Descriptors are restored as /dev/null, under their numbers. Mappings are not
  * restored: CRIU is told to leave them to a plugin, and phosd takes them out of the image (images/criu_mappings.py).
  * Mapping something else in a restore (UPDATE_VMA_MAP) would leak a descriptor into the task: open_filemap() of
  * files-reg.c, CRIU 4.1.1, takes one only for the first of neighbouring mappings.

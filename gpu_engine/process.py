@@ -187,3 +187,5 @@ class ForeignProcess:
     executable: str
     restore_thread: int
     """The one that carries out what the driver is asked to do, as the process itself numbers it."""
+    only_looks: bool
+    """It asks NVML, without CUDA: the driver has as much to do with it, but there is no memory to save."""

@@ -340,7 +340,7 @@ class DumpServer:
                 }
             gated = [by_pid[pid] for pid in tree if pid in by_pid]
             others = [pid for pid in tree if pid not in by_pid and toggle.holds_cuda(pid)]
-            late = [pid for pid in others if _has_frontend(pid)]
+            late = [pid for pid in others if _maps(pid, "/libphos.so") and _maps(pid, "/libcuda.so")]
             if (not late and all(s.table_complete for s in gated)) or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
@@ -387,7 +387,7 @@ def _foreign(pid: int) -> ForeignProcess:
     if not thread and procfs.is_alive(pid):
         why = "it is stopped. Continue it first" if procfs.is_stopped(pid) else "the driver does not name its thread"
         raise CheckpointFailed(f"The driver could not checkpoint process {pid} ({procfs.executable(pid)}): {why}.")
-    return ForeignProcess(pid, procfs.executable(pid), thread)
+    return ForeignProcess(pid, procfs.executable(pid), thread, only_looks=not _maps(pid, "/libcuda.so"))
 
 
 def _alone(criu: int, process: ForeignProcess) -> wire_pb2.Alone:
@@ -454,8 +454,8 @@ def _command_line(pid: int) -> list[str]:
         return []
 
 
-def _has_frontend(pid: int) -> bool:
+def _maps(pid: int, library: str) -> bool:
     try:
-        return "libphos.so" in Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        return library in Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
         return False

@@ -77,6 +77,7 @@ class ProcessTree:
             f"Process {process.pid} ({process.executable}) was not started under 'phos-gpu run': the driver alone "
             "saves its GPU memory, into its own host memory and CRIU's pages. That is right, but many times slower."
             for process in self.foreign
+            if not process.only_looks
         ]
         for process in self.gated:
             detached = self.detached.get(process.session)

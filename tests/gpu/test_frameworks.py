@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import process
@@ -26,6 +27,7 @@ def interrupted_is_the_same(
     at: int = 6,
     times: int = 1,
     frontend: bool = True,
+    options: Sequence[str] = (),
 ) -> None:
     """Run alone and without the frontend; run with `times` dumps, kills and restores; compare all lines."""
     wanted = start(command, frontend=False, environment=environment, name="alone").finish()
@@ -35,8 +37,8 @@ def interrupted_is_the_same(
     for number in range(times):
         folder = image / str(number)
         folder.mkdir()
-        process.criu_dump(program, folder)
-        process.criu_restore(program, folder)
+        process.criu_dump(program, folder, *options)
+        process.criu_restore(program, folder, *options)
     assert without_repeats(program.finish()) == wanted
 
 
@@ -78,6 +80,20 @@ def test_pytorch_loader(start: Starter, image: Path, frontend: bool) -> None:
     """Worker processes that were forked after CUDA had been initialised, with the driver's files open and mapped."""
     command = process.python_program(PROGRAMS / "pytorch_loader.py")
     interrupted_is_the_same(command, start, image, times=2, frontend=frontend)
+
+
+@needs_torch
+def test_pytorch_beside_nvml(start: Starter, image: Path) -> None:
+    """Who asks NVML, the program or a child that does nothing else, is answered as before."""
+    command = process.python_program(PROGRAMS / "pytorch_nvml.py")
+    interrupted_is_the_same(command, start, image, times=2)
+
+
+@needs_torch
+def test_pytorch_shares_tensors(start: Starter, image: Path) -> None:
+    """CUDA IPC between two processes; spawned ones have semaphores with names, of which CRIU makes links."""
+    command = process.python_program(PROGRAMS / "pytorch_ipc.py")
+    interrupted_is_the_same(command, start, image, times=2, options=["--link-remap"])
 
 
 @needs_jax
