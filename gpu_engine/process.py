@@ -178,7 +178,7 @@ class GatedProcess(Protocol):
 
 @dataclass(frozen=True)
 class ForeignProcess:
-    """A process that uses CUDA without the frontend: the driver alone saves all its GPU memory.
+    """A process that uses CUDA or NVML without the frontend: the driver alone saves all its GPU memory.
 
     No gate keeps its threads from calls that crash while it is saved, so they stand still (`ProcessTree.save_frozen`).
     """
@@ -188,4 +188,4 @@ class ForeignProcess:
     restore_thread: int
     """The one that carries out what the driver is asked to do, as the process itself numbers it."""
     only_looks: bool
-    """It asks NVML, without CUDA: the driver has as much to do with it, but there is no memory to save."""
+    """It asks NVML alone, as far as is known: the driver has as much to do with it, but no memory to save."""

@@ -147,6 +147,16 @@ def executable(pid: int) -> str:
         return "?"
 
 
+def thread_names(pid: int) -> set[str]:
+    """What the threads of a process are called; empty when there is no such process."""
+    names = set()
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):  # it has ended
+                names.add(Path(f"/proc/{pid}/task/{thread}/comm").read_text(errors="replace").rstrip("\n"))
+    return names
+
+
 def file_open_in(pid: int, prefixes: tuple[str, ...]) -> str:
     """A file that a process has open or mapped, with a name that begins so; empty: none, or it cannot be told."""
     try:

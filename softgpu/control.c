@@ -270,8 +270,7 @@ static CUresult find(int pid, uint64_t *address, struct mailbox *out)
     *address = 0;
     while (!*address && getline(&line, &room, maps) > 0) {
         unsigned long begin, end;
-        bool driver = strstr(line, "libcuda.so") || strstr(line, "libnvidia-ml.so"); /* nvml.c */
-        if (driver && strstr(line, " rw-p ") && sscanf(line, "%lx-%lx", &begin, &end) == 2)
+        if (strstr(line, "libcuda.so") && strstr(line, " rw-p ") && sscanf(line, "%lx-%lx", &begin, &end) == 2)
             *address = search(pid, begin, end - begin);
     }
     free(line);

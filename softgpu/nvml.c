@@ -1,6 +1,6 @@
-/* What a program that only looks at GPUs asks of NVML, for tests: a copy of this library that is called libnvidia-ml.so.1
- * stands for it. As the driver's own (580.159, on an H100) it has device files open, a thread by which the checkpoint API
- * reaches it, and calls that wait while it is checkpointed and go on when it is back. */
+/* What a program that only looks at GPUs asks of NVML, for tests. The driver's own library (580.159, on an H100) loads
+ * libcuda.so.1, and has from there on device files open, and a thread by which the checkpoint API reaches the process; its
+ * calls wait while that is checkpointed, and go on when it is back. Here this library itself stands for it. */
 #include "softgpu.h"
 
 #define NVML_SUCCESS 0

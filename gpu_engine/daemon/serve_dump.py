@@ -59,6 +59,9 @@ LEAVE = re.compile(r"--leave-(r\w*|s\w*)|-[A-CE-IKNP-VX-Za-npqsu-z]*[Rs].*")
 SCRIPT = re.compile(r"--ac.*")
 """How ``--action-script`` may look there. One that fails after the dump keeps the tasks."""
 
+CONTROL_THREAD = "phos"
+"""What the frontend's own thread is called, which it has once the process has initialised CUDA (frontend/control.c)."""
+
 
 class DumpServer:
     """Serves the connections of CRIU's plugin while CRIU dumps. Each runs in a thread of its own."""
@@ -267,8 +270,18 @@ class DumpServer:
         except BaseException:
             self._registry.jobs.settle(job)
             raise
+        self._refuse_late(job, foreign)
         job.access_tables = {s.session: s.access_table for s in gated}
         return job
+
+    def _refuse_late(self, job: StopDump, foreign: list[ForeignProcess]) -> None:
+        """One that only asked NVML may have begun with CUDA before it was locked: the driver must not save it then."""
+        for process in foreign:
+            if process.only_looks and CONTROL_THREAD in procfs.thread_names(process.pid):
+                reason = f"Process {process.pid} ({process.executable}) has just initialised CUDA. Try again."
+                job.abandon(reason)
+                self._registry.jobs.settle(job)
+                raise CheckpointFailed(reason)
 
     def _refuse_ourselves(self, root: int) -> None:
         """CRIU would freeze who has to answer it, and wait for ever.
@@ -340,7 +353,7 @@ class DumpServer:
                 }
             gated = [by_pid[pid] for pid in tree if pid in by_pid]
             others = [pid for pid in tree if pid not in by_pid and toggle.holds_cuda(pid)]
-            late = [pid for pid in others if _maps(pid, "/libphos.so") and _maps(pid, "/libcuda.so")]
+            late = [pid for pid in others if _has_frontend(pid) and CONTROL_THREAD in procfs.thread_names(pid)]
             if (not late and all(s.table_complete for s in gated)) or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
@@ -387,7 +400,7 @@ def _foreign(pid: int) -> ForeignProcess:
     if not thread and procfs.is_alive(pid):
         why = "it is stopped. Continue it first" if procfs.is_stopped(pid) else "the driver does not name its thread"
         raise CheckpointFailed(f"The driver could not checkpoint process {pid} ({procfs.executable(pid)}): {why}.")
-    return ForeignProcess(pid, procfs.executable(pid), thread, only_looks=not _maps(pid, "/libcuda.so"))
+    return ForeignProcess(pid, procfs.executable(pid), thread, only_looks=_has_frontend(pid))
 
 
 def _alone(criu: int, process: ForeignProcess) -> wire_pb2.Alone:
@@ -454,8 +467,8 @@ def _command_line(pid: int) -> list[str]:
         return []
 
 
-def _maps(pid: int, library: str) -> bool:
+def _has_frontend(pid: int) -> bool:
     try:
-        return library in Path(f"/proc/{pid}/maps").read_text(errors="replace")
+        return "/libphos.so" in Path(f"/proc/{pid}/maps").read_text(errors="replace")
     except OSError:
         return False

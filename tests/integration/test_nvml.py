@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -15,9 +14,7 @@ LOOKS = Path(__file__).parent / "programs" / "looks_on.py"
 
 
 def start(site: Site, *options: str, alone: bool = False, under: bool = True) -> Program:
-    library = site.folder / "libnvidia-ml.so.1"
-    if not library.exists():
-        shutil.copy(software_gpu_folder() / "libcuda.so.1", library)
+    library = software_gpu_folder() / "libcuda.so.1"
     words = [str(LOOKS), *(["alone"] if alone else []), str(library), *options, "--until"]
     return site.until_awaited(sys.executable, *words, under=under)
 
@@ -38,8 +35,8 @@ def test_a_child_that_only_looks_is_dumped_with_its_parent(site: Site, under: bo
     running = site.image("running")
     site.dump(program, running, "--leave-running")
     warnings = (running / "dump.log").read_text()
-    assert f"Process {child.pid} (" not in warnings
-    assert (f"Process {program.pid} (" in warnings) == (not under)
+    for process in (child, program):  # without the frontend nobody knows that there is no memory to save slowly
+        assert (f"Process {process.pid} (" in warnings) == (not under)
     program.wait_progress()
     image = site.image()
     site.dump(program, image)
@@ -57,7 +54,7 @@ def test_one_that_only_looks_is_dumped_by_itself(site: Site, under: bool) -> Non
     program.wait_iterations(3)
     image = site.image()
     site.dump(program, image)
-    assert "the driver alone" not in (image / "dump.log").read_text()
+    assert ("the driver alone" in (image / "dump.log").read_text()) == (not under)
     site.restore(image)
     program.wait_progress()
     assert program.wait_result() == start(site, *options[:2], alone=True).wait_result()

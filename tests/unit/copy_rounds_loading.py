@@ -6,6 +6,7 @@ import ctypes
 import errno
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from phos.gpu_engine.copy_trace import FILE, HOST, ZEROS
@@ -124,7 +125,7 @@ def load_wrong(folder: Path, kind: str, which: int) -> None:
         places = places_of(machine, store, ["file", "zeros", "host", kind, "file", "file"])
         bad = 3 + which
         hash_ = places[bad].hash
-        places[bad] = places[bad]._replace(hash=bytes([*hash_[:15], hash_[15] ^ 1]))
+        places[bad] = replace(places[bad], hash=bytes([*hash_[:15], hash_[15] ^ 1]))
         filling = Filling(machine, places)
         error = fails(Arrived, lambda: filling.run(reading))
         assert error.args == (places[bad].content, 0)
@@ -143,7 +144,7 @@ def load_wrong_on_another_gpu(folder: Path) -> None:
         places = places_of(machine, store, ["file", "file", "host", "read"])
         for number, place in enumerate(places):
             wrong = [*places]
-            wrong[number] = place._replace(hash=bytes(16))
+            wrong[number] = replace(place, hash=bytes(16))
             error = fails(Arrived, lambda w=wrong: Filling(machine, w, behind=False).run(reading))  # type: ignore[misc]
             assert error.args == (place.content, place.device)
         filled_still(machine, store, reading)
@@ -224,7 +225,7 @@ def load_failing(folder: Path, why: str, behind: int) -> None:
         if why == "short":
             descriptor = os.open(folder / "short", os.O_RDWR | os.O_CREAT)
             os.ftruncate(descriptor, bad.source + bad.size - 1)
-        places[number] = bad._replace(descriptor=descriptor)
+        places[number] = replace(bad, descriptor=descriptor)
         if why in ("reader", "unchecked"):
             store.raised = bad.content, ImageError(text)
         filling = Filling(machine, places)

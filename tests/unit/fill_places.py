@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.fill_plan import Places
@@ -11,7 +12,8 @@ from phos.gpu_engine.fill_plan import Places
 Item = TypeVar("Item")
 
 
-class FillPlace(NamedTuple, Generic[Item]):
+@dataclass(frozen=True)  # Python 3.10 has no named tuples that are generic
+class FillPlace(Generic[Item]):
     """A chunk: ``size`` bytes at a device address, and what comes there."""
 
     key: BlockKey

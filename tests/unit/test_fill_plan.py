@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -466,7 +467,7 @@ def test_of_what_is_read_at_once_the_one_that_cannot_be_is_named() -> None:
 def test_an_errno_is_said() -> None:
     scene = FillScene(["a"])
     readable, writable = os.pipe()
-    scene.places[0] = scene.places[0]._replace(descriptor=readable)  # pread() takes no pipe
+    scene.places[0] = replace(scene.places[0], descriptor=readable)  # pread() takes no pipe
     scene.plan = FillPlan(packed(scene.places), [0], SIZE, scene.table)
     scene.plan.map(scene.keys[0])
     with pytest.raises(CopyFailed) as caught:
