@@ -42,7 +42,15 @@ def describe(processes: Sequence[GatedProcess]) -> None:
     """
     deadline = time.monotonic() + DESCRIBE_SECONDS
     for process in processes:
-        process.describe_kernels(max(0.0, deadline - time.monotonic()))
+        _describe_kernels(process, max(0.0, deadline - time.monotonic()))
+
+
+def _describe_kernels(process: GatedProcess, seconds: float) -> None:
+    """One that has ended meanwhile, or does not answer, is named when it is to come to rest."""
+    try:
+        process.describe_kernels(seconds)
+    except PhosError as error:
+        log.info("Process %d is not told what its kernels touch: %s", process.pid, error)
 
 
 class CowMemory:
@@ -96,7 +104,7 @@ class CowDump(StopDump):
     def _begin_to_watch(self) -> None:
         strangers = [process for process in self.gated if not self._memory.written.of([process.session])]
         for process in strangers:
-            process.describe_kernels(0.0)  # of the others' launches nothing is known, nor noted
+            _describe_kernels(process, 0.0)  # of the others' launches nothing is known, nor noted
         self._watch.begin(strangers)
 
     def _copy(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from phos.gpu_engine.errors import DaemonUnavailable
 
 ANSWER_SECONDS = 10.0
 """How much later than asked for an answer may come, before phosd counts as hanging."""
+
+_CREDENTIALS = struct.Struct("3i")
 
 _LIFELINE = 3
 """The descriptor by whose end it is known that a phosd which is being started has ended."""
@@ -108,18 +111,23 @@ def _answers(path: Path) -> bool:
     """Whether a phosd lives there: the socket of one that was killed takes connections to its last moment.
 
     One that is alive closes a connection over which nothing will come. One that does not, as when it is stopped, is
-    there all the same: who asks something of it will say that it hangs.
+    there all the same: who asks something of it will say that it hangs. One that dies has its connections closed by the
+    kernel, but after its memory.
     """
     try:
         with connect(path) as connection:
             blocking.limit(connection, receive=ANSWER_SECONDS)
             connection.shutdown(socket.SHUT_WR)
             connection.recv(1)
+            pid, _, _ = _CREDENTIALS.unpack(
+                connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            )
+            # 0: in another pid namespace.
+            return pid == 0 or Path(f"/proc/{pid}/cmdline").read_bytes() != b""
     except BlockingIOError:
         return True
     except (DaemonUnavailable, OSError):
         return False
-    return True
 
 
 def _has_ended(lifeline: int) -> bool:

@@ -7,9 +7,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.integration.dumped import LAYERS_SUM, Dumped
-from tests.integration.site import Site
+from tests.integration.site import Site, wait_until
 from tests.integration.test_stop_protocol import EXAMPLES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,6 +44,12 @@ def test_each_piece_is_in_the_trace(site: Site) -> None:
     assert int(counted["pieces"]) + int(counted["zeros"]) == len(pieces)
 
 
+def written(folder: Path) -> list[dict[str, Any]]:
+    """The traces that are complete, the oldest first."""
+    texts = [path.read_text() for path in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)]
+    return [json.loads(text) for text in texts if text.endswith("}")]
+
+
 def test_so_are_those_of_a_stopped_program_and_of_its_restores(site: Site) -> None:
     folder = site.folder / "traces"
     folder.mkdir()
@@ -51,9 +58,9 @@ def test_so_are_those_of_a_stopped_program_and_of_its_restores(site: Site) -> No
     assert dumped.restore("eager") == LAYERS_SUM
     assert dumped.restore("lazy") == LAYERS_SUM
     total = json.loads(site.run("phos-gpu", "inspect", "--json", str(dumped.image)).stdout)["gpu_data"]["total_bytes"]
+    wait_until(lambda: len(written(folder)) == 3, "the lazy restore's, which is written when all has come")
     kinds = []
-    for file in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns):
-        trace = json.loads(file.read_text())
+    for trace in written(folder):
         pieces = [piece for step in trace["steps"] for piece in step[5]]
         assert trace["image"] == str(dumped.image)
         assert sum(size for size, _, _ in pieces) == total

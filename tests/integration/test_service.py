@@ -114,6 +114,27 @@ def test_one_that_was_killed_and_still_takes_connections_is_not_taken_for_alive(
     assert site.run("phos-gpu", "status").returncode == 0
 
 
+DIES = """
+import os, signal, socket, sys
+with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as own:
+    own.bind(sys.argv[1])
+    own.listen(8)
+    taken, _ = own.accept()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nor_is_one_that_dies_with_a_connection(site: Site) -> None:
+    """The kernel closes it as phosd would."""
+    path = Path(site.environment["PHOS_SOCKET"])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with subprocess.Popen([sys.executable, "-c", DIES, str(path)]) as dying:
+        wait_until(path.exists, "its socket")
+        assert site.run("phosd", "--ensure").returncode == 0
+        assert dying.wait(PATIENCE) == -signal.SIGKILL
+    assert site.run("phos-gpu", "status").returncode == 0
+
+
 def test_phosd_serves_though_its_manager_is_gone(site: Site) -> None:
     environment = {**site.environment, "NOTIFY_SOCKET": str(site.folder / "nobody")}
     with subprocess.Popen([str(launcher("phosd"))], env=environment) as phosd:

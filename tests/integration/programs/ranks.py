@@ -67,7 +67,10 @@ def compute(folder: Path, rank: int) -> None:
             if bytes(found) != bytes([number % 251]) * SIZE:
                 print(f"ERROR rank {rank}, step {number}: {bytes(found[:4]).hex()}", flush=True)
                 raise SystemExit(1)
-            print(f"RANK {rank} ITERATION {number // STEPS}", flush=True)
+            sys.stdout.write(
+                f"RANK {rank} ITERATION {number // STEPS}\n"
+            )  # in one piece: the other writes there as well
+            sys.stdout.flush()
             if rank == 0:
                 time.sleep(float(os.environ.get("RANKS_REST", "0")))
 
