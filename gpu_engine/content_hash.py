@@ -16,6 +16,7 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES
+from phos.images.chunk_hash import zero_hash
 from phos.images.formats import HASH_SIZE
 
 SPAN_BYTES = 65536
@@ -138,6 +139,22 @@ class ContentHasher:
         with self._lock:
             for device in list(self._kept):
                 self._kept.pop(device)[0].close()
+
+
+def bytes_to_copy(blocks: Sequence[Block], hashes: Sequence[bytes] | None) -> int:
+    """Of whole blocks, without the chunks that are zeros by their hashes (in order; None: they are not known)."""
+    total = sum(block.size for block in blocks)
+    if hashes is None:
+        return total
+    whole, first = zero_hash(CHUNK_BYTES), 0
+    for block in blocks:
+        end = first + chunk_count(block.size)
+        rest = block.size - (end - first - 1) * CHUNK_BYTES  # the last chunk
+        total -= CHUNK_BYTES * hashes[first : end - 1].count(whole)
+        if hashes[end - 1] == zero_hash(rest):
+            total -= rest
+        first = end
+    return total
 
 
 def chunk_count(size: int, chunk_bytes: int = CHUNK_BYTES) -> int:

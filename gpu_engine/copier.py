@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.content_hash import ContentHasher, chunk_count
+from phos.gpu_engine.content_hash import ContentHasher, bytes_to_copy, chunk_count
 from phos.gpu_engine.copy_in import Filler
 from phos.gpu_engine.copy_lane import NativeLane
 from phos.gpu_engine.copy_out import Saver
@@ -238,7 +238,7 @@ class Copier:
         mappings = mapped or MappedBlocks()
         try:
             mappings.add(blocks)
-            if sum(block.size for block in blocks) <= sink.placeable:
+            if bytes_to_copy(blocks, hashes) <= sink.placeable:
                 places = SavePlaces(places_of(blocks, mappings))
                 plan = SavePlan(places, range(len(places)), hashes, join_bytes=sink.place_limit)
                 placed = PlacedSave(plan, sink, None, trace)

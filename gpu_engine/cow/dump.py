@@ -113,6 +113,7 @@ class CowDump(StopDump):
                 return
             self._mapped.add(self._borrowed)
             expected = self._hash() if self._cow.validate else None
+            self._check_room(expected)
             feed = self._windows.lay_out(
                 self.gated,
                 self._tree.detached,

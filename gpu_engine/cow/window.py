@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.content_hash import chunk_count
+from phos.gpu_engine.content_hash import bytes_to_copy, chunk_count
 from phos.gpu_engine.copy_work import Sink
 from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
 from phos.gpu_engine.cow.feed import ChunkFeed
@@ -135,7 +135,7 @@ class Windows:
             )
             windows.append(Window(pools.table, pools, process.alive))
         zeros = places.zeros(expected) if expected is not None else []
-        self.placed = sum(block.size for block in blocks) <= sink.placeable
+        self.placed = bytes_to_copy(blocks, expected) <= sink.placeable
         self.feed = feed = ChunkFeed(
             self._table,
             places,

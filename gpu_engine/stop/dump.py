@@ -23,6 +23,7 @@ import psutil
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, inventory
 from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.content_hash import bytes_to_copy
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.copy_work import Cancelled, Progress
@@ -158,10 +159,6 @@ class StopDump:
             self._borrowed = self._tree.collect(borrow)
             self._keys = frozenset(block.key for block in self._borrowed)
             self.progress.total = sum(block.size for block in self._borrowed)
-            if self._landing is not None and self.progress.total > self._writer.placeable:
-                log.info("%s: there is more GPU memory by now than room was made for in huge pages", self.path)
-                self._landing.give_up()
-                self._landing = None
             copying = threading.Thread(target=self._copy, name="save")
             copying.start()
             self._copying = copying  # only now: one that never began cannot be waited for
@@ -209,16 +206,32 @@ class StopDump:
             with self.timeline.phase("prepare residue"):
                 estimate = self.settings.residue_bytes or USUAL_RESIDUE[driver.kind()]
                 self._residues.prepare(self.gated, estimate, self._criu)
-        size = sum(block.size for block in blocks)
+        size = self._room_for(blocks)
         # What is reserved for data that turns out to be zeros would be missing for CRIU's pages.
         room = free_bytes(self._directory) - sum(_resident_bytes(pid) for pid in self.pids)
         if size and room > size:
             with self.timeline.phase("reserve room"):
                 if self.settings.in_place:
-                    more = size // MARGIN_PART
+                    more = sum(block.size for block in blocks) // MARGIN_PART
                     self._landing = Landing.prepare(self._writer, size + more if room > size + 2 * more else size, room)
                 if self._landing is None and not self._writer.reserve(size):
-                    log.info("%s: less room than %d bytes of GPU memory need if none of it is zeros", self.path, size)
+                    log.info("%s: less room than %d bytes of GPU memory need", self.path, size)
+
+    def _room_for(self, blocks: Sequence[Block]) -> int:
+        """For how many bytes of blocks room is made. What is zeros takes none in the image.
+
+        An allocator may have taken most of the GPU's memory to keep, and making room for 60 GB takes seconds. What is
+        zeros now may be none when the processes stand still (gradients, after they were set to zero): so there is room
+        for twice as much as there is now.
+        """
+        total = sum(block.size for block in blocks)
+        mapped = [block for block in blocks if block.key in self._mapped]
+        try:
+            with self.timeline.phase("look for zeros"):
+                return min(total, 2 * bytes_to_copy(mapped, self._copier.hasher.hash(mapped, self._mapped)))
+        except DriverError as error:
+            log.info("%s: the GPU does not hash its memory: %s", self.path, error)
+            return total
 
     def _copy(self) -> None:
         try:
@@ -227,6 +240,7 @@ class StopDump:
                 hashes = self._hash()
             except DriverError as error:
                 log.info("%s: the GPU does not hash its memory, so the CPU does: %s", self.path, error)
+            self._check_room(hashes)
             with self.timeline.phase("GPU data", concurrent=True), tracing(self.path) as trace:
                 writer, mapped = self._writer, self._mapped
                 self._copier.save(self._borrowed, writer, self.progress, self._cancelled, mapped, hashes, trace)
@@ -234,6 +248,13 @@ class StopDump:
             self._copy_failure = error
             if not isinstance(error, Cancelled):
                 log.error("%s: copying GPU memory failed: %s", self.path, error)
+
+    def _check_room(self, hashes: Sequence[bytes] | None) -> None:
+        """Room for the data was made while the processes computed. ``hashes``: of all its chunks, if they are known."""
+        if self._landing is not None and bytes_to_copy(self._borrowed, hashes) > self._writer.placeable:
+            log.info("%s: there is more in the GPU's memory by now than room was made for in huge pages", self.path)
+            self._landing.give_up()
+            self._landing = None
 
     def _hash(self) -> list[bytes]:
         """The hash of each chunk of the blocks, in order, while nobody writes to them.

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -204,6 +204,15 @@ def patient() -> None:
     landing.SLOWEST = 1.0
 
 
+def stingy() -> None:
+    """What there will be to copy is far more than there was when room was made for it."""
+
+    def little(dump: StopDump, blocks: Sequence[Any]) -> int:
+        return 4 << 20
+
+    StopDump._room_for = little  # type: ignore[method-assign]
+
+
 def counted() -> None:
     """Who asks for phosd's jobs finds in its log what it still has in memory of those, their images and processes.
 
@@ -289,6 +298,7 @@ if __name__ == "__main__":
             "frozen": frozen,
             "counted": counted,
             "patient": patient,
+            "stingy": stingy,
             "full house": full_house,
             "no thread to save": no_thread("save"),
             "no thread for residue": no_thread("residue"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,6 +58,41 @@ def test_dump_into_huge_pages_and_restore_from_them(site: Site, folder: Path, na
     assert "GPUs write into the image's own pages" in log_of(site)
     site.run("phos-gpu", "verify", str(image))
     site.restore(image)
+    assert program.wait_result() == expected
+
+
+@pytest.mark.parametrize("protocol", ["stop", "cow"])
+def test_what_is_zeros_is_not_made_room_for(site: Site, folder: Path, protocol: str) -> None:
+    """Room for twice what there is to copy, and for a sixty-fourth of all memory."""
+    unused = (sys.executable, str(PROGRAMS / "unused_memory.py"), "--iterations", "100")
+    expected = site.until_awaited(*unused, "--until").wait_result()
+    be_patient(site)
+    program = site.until_awaited(*unused, "--iteration-seconds", "0.05", "--until")
+    program.wait_iterations(3)
+    image = folder / "image"
+    site.run("phos-gpu", "checkpoint", str(program.pid), str(image), "--leave-running", "--protocol", protocol)
+    (room,) = re.findall(r"the image's own pages: (\d+) bytes", log_of(site))
+    assert int(room) < 32 << 20
+    data = inventory(site, image)["gpu_data"]
+    assert data["total_bytes"] > 128 << 20
+    assert data["written_bytes"] < 16 << 20
+    site.run("phos-gpu", "verify", str(image))
+    program.process.kill()
+    site.gone(program)
+    site.restore(image)
+    assert program.wait_result() == expected
+
+
+@pytest.mark.parametrize("protocol", ["stop", "cow"])
+def test_more_than_room_was_made_for_is_written_otherwise(site: Site, folder: Path, protocol: str) -> None:
+    expected = uninterrupted(site, "mlp", *EXAMPLES["mlp"])
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="stingy,patient")
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    program.wait_iterations(5)
+    image = folder / "image"
+    site.run("phos-gpu", "checkpoint", str(program.pid), str(image), "--leave-running", "--protocol", protocol)
+    assert "more in the GPU's memory by now than room was made for" in log_of(site)
+    site.run("phos-gpu", "verify", str(image))
     assert program.wait_result() == expected
 
 

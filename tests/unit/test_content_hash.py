@@ -7,10 +7,31 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phos.gpu_engine.blocks import Block
+from phos.gpu_engine.content_hash import bytes_to_copy
+from phos.gpu_engine.ring import CHUNK_BYTES
+from phos.images.chunk_hash import zero_hash
 
 ROOT = Path(__file__).resolve().parents[2]
+
+SIZES = st.lists(st.sampled_from([65536, 1 << 20, CHUNK_BYTES, CHUNK_BYTES + 65536, 3 * CHUNK_BYTES]), max_size=6)
+
+
+@given(SIZES, st.randoms(use_true_random=False))
+def test_what_is_zeros_by_its_hash_is_not_to_be_copied(sizes: list[int], chance: Random) -> None:
+    blocks = [Block((bytes(16), number), size, 0, -1) for number, size in enumerate(sizes)]
+    chunks = [min(CHUNK_BYTES, size - at) for size in sizes for at in range(0, size, CHUNK_BYTES)]
+    zeros = [chance.random() < 0.5 for _ in chunks]
+    hashes = [zero_hash(size) if zero else b"x" * 16 for size, zero in zip(chunks, zeros, strict=True)]
+    assert bytes_to_copy(blocks, hashes) == sum(s for s, zero in zip(chunks, zeros, strict=True) if not zero)
+    assert bytes_to_copy(blocks, None) == sum(sizes)
+
 
 PROGRAM = r"""
 import ctypes, os, random, sys

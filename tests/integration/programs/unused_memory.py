@@ -1,0 +1,35 @@
+"""A program whose allocator has taken much more GPU memory than it uses: 128 MiB in one block, of which it fills 8.
+
+unused_memory.py OPTIONS (those of the examples)
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+from cuda.bindings import driver
+from cuda_program import Buffer, Device, check
+from report import Report, parser
+
+MIB = 1 << 20
+
+
+def main() -> None:
+    report = Report(parser("Unused memory.", iterations=60).parse_args())
+    with Device() as device:
+        module = device.load("", "unused_memory.cu")
+        block = Buffer(128 * MIB)
+        report.device("")
+        for iteration in range(report.options.iterations):
+            check(driver.cuMemsetD32(block.address + 40 * MIB, iteration + 1, 2 * MIB), "fill 8 MiB")
+            sample = block.download(MIB, (39 + iteration % 10) * MIB)  # before, in and behind what is written to
+            report.step(
+                module.digest(block, count=256) ^ int.from_bytes(sample[:8] + sample[-8:], "little") % (1 << 64)
+            )
+        report.result()
+
+
+if __name__ == "__main__":
+    main()
