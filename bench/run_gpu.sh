@@ -8,9 +8,10 @@
 # PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks steady dump8 toggle cow-variants audit
 # dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8
 # cow32 cow64: one size of `cow`, without the peer; soak: what grows with checkpoints and restores; disk32: of dump32
-# only the disk, without the peer; launches, memory, training: one part of steady; copy-load, page-lock, driver-calls,
-# ungated: what a decision of ours rests on; trace-cow64 trace-restore8 trace-restore32: when each piece was copied,
-# tables of which go to the logs and nothing to the results; gpus: tests that need two GPUs.
+# only the disk, without the peer; launches, memory, training: one part of steady; jobs: JAX, DataLoader's workers,
+# NVML, shared tensors; copy-load, page-lock, driver-calls, ungated: what a decision of ours rests on; trace-cow64
+# trace-restore8 trace-restore32: when each piece was copied, tables of which go to the logs and nothing to the results;
+# gpus: tests that need two GPUs.
 #
 # Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
 # (default 530) any more are named and left for another call. Results go to bench/results, and with the logs as one
@@ -158,6 +159,7 @@ for wanted in "$@"; do
     steady) measure steady 330 steady_state ;;
     correctness) measure correctness 420 correctness ;;
     toggle) measure toggle 150 toggle ;;
+    jobs) measure jobs 200 jobs ;;
     cow) measure cow 420 cow ;;
     cow8) measure cow8 100 cow --sizes 8 --systems cow,stop ;;
     cow32) measure cow32 150 cow --sizes 32 --systems cow,stop ;;

@@ -25,6 +25,7 @@ BENCHMARKS = {
     "soak": "Checkpoints and restores of one program in a row: nothing grows with their number.",
     "lazy_correctness": "Lazy restores in a row, some interrupted by the next checkpoint: every answer is the same.",
     "audit": "How often the guesses of what kernels write are right, by the source of the guess.",
+    "jobs": "Jobs as people run them (JAX, DataLoader's workers, NVML, shared tensors), dumped and restored.",
     "toggle": "The stall of a dump that leaves the program running, by toggle reducer.",
 }
 

@@ -55,6 +55,16 @@ def smoke(site: Site, script: str, *options: str) -> dict[str, Any]:
     return content
 
 
+def test_jobs(site: Site) -> None:
+    """Room is made for what is not zeros, and all lines are those of a job left alone."""
+    rows = {row["key"]: row for row in smoke(site, "jobs", "--image", str(site.folder))["rows"]}
+    assert set(rows) == {"JAX", "PyTorch, DataLoader"}
+    for row in rows.values():
+        assert row["identical"]
+        assert 0 < row["stall"] < row["command"]
+    assert rows["JAX"]["stored_gb"] < 0.1 * rows["JAX"]["gpu_gb"]
+
+
 def test_dump_restore(site: Site) -> None:
     """PhOS and the driver's own checkpoint both bring every word back."""
     folder = str(site.folder)
