@@ -82,12 +82,12 @@ class Bench:
                 row[name] = harness.median(run.get(name, 0.0) for run in runs[1:] or runs)
             folder = self.folder()
             row["killed, command"] = process.criu_dump(program, folder, *job.options)
+            end.touch()
             data = process.find_key(process.inspect(folder), "gpu_data")
             row |= {"gpu_gb": data["total_bytes"] / 1e9, "stored_gb": data["written_bytes"] / 1e9}
             row["restore, command"], row["restore, next iteration"] = process.criu_restore(
                 program, folder, *job.options
             )
-            end.touch()
             # What ran on after a dump, or was cut between computing and printing, prints an iteration again.
             row["identical"] = list(dict.fromkeys(program.finish())) == wanted
         finally:
