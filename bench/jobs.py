@@ -101,7 +101,7 @@ class Bench:
     def dump_running(self, program: Program, job: Job) -> dict[str, float]:
         """Checkpoint it once while it runs on; return seconds."""
         folder = self.folder()
-        seconds = process.criu_dump(program, folder, *job.options, "--leave-running")
+        seconds = process.criu_dump(program, folder, *job.options, leave_running=True)
         phases = process.timings(folder)
         return {"command": seconds, "stall": phases.get("stall", 0.0)} | {
             name: phases[name] for name in PHASES if name in phases
