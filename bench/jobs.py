@@ -24,6 +24,9 @@ from process import Program
 
 GPU_PROGRAMS = process.ROOT / "tests" / "gpu" / "programs"
 SMOKE_PROGRAMS = process.ROOT / "tests" / "integration" / "programs"
+ITERATIONS = "400"
+"""Enough that none comes to its last one before it is let go."""
+
 PHASES = ("look for zeros", "reserve room", "prepare the window", "driver checkpoint", "driver restore")
 
 
@@ -66,35 +69,32 @@ class Bench:
         """Run one job alone and under PhOS."""
         job, chosen = JOBS[key], self.chosen
         script = SMOKE_PROGRAMS / job.smoke if chosen.smoke else GPU_PROGRAMS / job.script
-        command = process.python_program(script, "--iterations", "60" if chosen.smoke else "200")
+        command = process.python_program(script, "--iterations", ITERATIONS)
         alone = Program(command, chosen.work, chosen.device, frontend=False, name="alone")
         end = chosen.work / "end"  # it does not end before there is this file
         end.unlink(missing_ok=True)
         paced = [*command, "--iteration-seconds", "0.05", "--until", str(end)]
         program = Program(paced, chosen.work, chosen.device, name="job")
-        row: dict[str, Any] = {"job": key}
+        row: dict[str, Any] = {}
         try:
             wanted = alone.start().finish()
             program.start().wait_for("^ITERATION 6 ", 180)
             runs = [self.dump_running(program, job) for _ in range(self.repeats if job.runs_on else 0)]
-            for name in runs[0] if runs else ():
-                row[f"first {name}"] = runs[0].get(name, 0.0)
-                row[name] = harness.median(run.get(name, 0.0) for run in runs[1:] or runs)
+            for number, run in enumerate(runs):
+                self.results.add(f"{key}, {number + 1}", **run)
             folder = self.folder()
-            row["killed, command"] = process.criu_dump(program, folder, *job.options)
-            end.touch()
+            row["command"] = process.criu_dump(program, folder, *job.options)
             data = process.find_key(process.inspect(folder), "gpu_data")
             row |= {"gpu_gb": data["total_bytes"] / 1e9, "stored_gb": data["written_bytes"] / 1e9}
-            row["restore, command"], row["restore, next iteration"] = process.criu_restore(
-                program, folder, *job.options
-            )
+            row["restore"], row["next iteration"] = process.criu_restore(program, folder, *job.options)
+            end.touch()
             # What ran on after a dump, or was cut between computing and printing, prints an iteration again.
             row["identical"] = list(dict.fromkeys(program.finish())) == wanted
         finally:
             alone.kill()
             program.kill()
             shutil.rmtree(Path(chosen.image) / "phos-jobs", ignore_errors=True)
-        self.results.add(key, **row)
+        self.results.add(f"{key}, killed", **row)
         if not row["identical"]:
             raise process.ProcessError(f"{key}: the restored job printed other lines than one left alone.")
 
