@@ -148,7 +148,7 @@ for wanted in "$@"; do
     doctor) part doctor 60 phos-gpu doctor ;;
     tests) gpu_tests tests 330 tests/gpu/test_examples.py tests/gpu/test_lifecycle.py tests/gpu/test_concurrent.py ;;
     gpus) gpu_tests gpus 900 tests/gpu/test_several_gpus.py ;;
-    frameworks) gpu_tests frameworks 480 tests/gpu/test_frameworks.py ;;
+    frameworks) gpu_tests frameworks 560 tests/gpu/test_frameworks.py ;;
     dump8) measure dump8 150 dump_restore --sizes 8 ;;
     dump32) measure dump32 400 dump_restore --sizes 32 --disk-gib 30 ;;
     disk32) measure disk32 260 dump_restore --sizes 32 --places disk --systems phos --repeats 2 --disk-gib 20 ;;

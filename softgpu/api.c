@@ -160,8 +160,8 @@ void sg_gate_fail(void)
     futex_wake(&gate);
 }
 
-/* In the child of fork: no CUDA, no descriptor of ours but the one CRIU refuses, no control thread (threads are not inherited). No lock is taken: one
- * may be held by a thread that does not exist here. */
+/* In the child of fork: no CUDA, no descriptor of ours but the one that CRIU refuses, no control thread (threads are not
+ * inherited). No lock is taken: one may be held by a thread that does not exist here. */
 static void after_fork(void)
 {
     if (!atomic_load(&initialized))

@@ -184,10 +184,11 @@ def test_full_disk_leaves_the_program_running_and_no_image(site: Site) -> None:
 
 def test_criu_fails_after_the_gpu_was_detached(site: Site, tmp_path: Path) -> None:
     """A descriptor that CRIU cannot dump: it notices long after phosd has checkpointed the GPU side."""
-    wrapper = tmp_path / "with_userfaultfd.py"
+    wrapper = tmp_path / "with_io_uring.py"
     wrapper.write_text(
         "import ctypes, runpy, sys\n"
-        "keep = ctypes.CDLL(None).syscall(323, 1)  # userfaultfd(UFFD_USER_MODE_ONLY)\n"
+        "parameters = ctypes.create_string_buffer(120)\n"
+        "keep = ctypes.CDLL(None).syscall(425, 1, parameters)  # io_uring_setup\n"
         "assert keep >= 0\n"
         "sys.argv = sys.argv[1:]\n"
         "sys.path.insert(0, sys.argv[0].rpartition('/')[0])\n"

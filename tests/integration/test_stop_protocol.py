@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -162,7 +163,11 @@ def test_names_that_are_not_utf8(site: Site, under: bool) -> None:
     (folder / "lib").symlink_to(Path(sys.prefix) / "lib")
     shutil.copy(Path(sys.prefix) / "pyvenv.cfg", folder)
     words = example_words("stencil")[1:]
-    started = site.start(str(program), "-X", os.fsdecode(b"n\xf6ne"), *words, *options, under=under)
+    # Since Python 3.12, extension modules whose path is not UTF-8 cannot be imported: the same ones by another path.
+    packages = sysconfig.get_path("platlib")
+    started = site.start(
+        str(program), "-X", os.fsdecode(b"n\xf6ne"), *words, *options, under=under, PYTHONPATH=packages
+    )
     started.wait_iterations(3)
     assert os.readlink(f"/proc/{started.pid}/exe") == str(program)
     image = folder / os.fsdecode(b"im\xe4ge")
