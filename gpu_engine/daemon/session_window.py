@@ -79,8 +79,11 @@ class SessionWindow:
             )
             self._tracing = not answer.done.error
             self._adrift = False  # when the connection broke before it was detached still
-            if self._tracing and twins_wanted(window):
-                self._start_twins(window)
+            has_twins = self._tracing and twins_wanted(window) and self._start_twins(window)
+            # Nothing else would find a wrong guess: no hash of what is loaded tells what a kernel has read before.
+            unguarded = self._tracing and twins_wanted(window) and window.loads and not has_twins
+        if unguarded:
+            window.wait_saved()
         if self._tracing and window.loads and self._kernels.pending():
             going = (lambda: self._tracing,)
             threading.Thread(target=self._kernels.describe_later, args=going, daemon=True, name="describe").start()
@@ -94,15 +97,17 @@ class SessionWindow:
             window.wait_saved()
             self._safe = True
 
-    def _start_twins(self, window: TracingWindow) -> None:
+    def _start_twins(self, window: TracingWindow) -> bool:
+        """Whether its kernels will have twins."""
         self._twins = None
         twins = Twins(self._traced.session, self._speculator, window, partial(_send, self._conversation))
         try:
             twins.start()
         except RuntimeError as error:  # a limit on processes
             log.warning("Process %d: its kernels have no twins: %s", self._traced.pid, error)
-            return
+            return False
         self._twins = twins
+        return True
 
     def watch(self, descriptors: Sequence[int]) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`. Should the connection break, the process ends it."""

@@ -1,5 +1,6 @@
 """phosd for tests of wrong guesses: while the file LYING_PHOSD names exists, it says that kernels touch nothing.
 
+LYING_PHOSD_TWINS="cannot start": the first time that a process's kernels are to get twins there is no thread for that.
 Started as phosd is: ``python -m tests.integration.lying_phosd --socket PATH``.
 """
 
@@ -12,6 +13,7 @@ from phos.gpu_engine import landing
 from phos.gpu_engine.daemon import __main__ as daemon
 from phos.gpu_engine.daemon import kernels
 from phos.gpu_engine.spec.table import FIELD, HEADER, KERNEL, PARAMETER
+from tests.integration.altered_phosd import no_thread
 
 
 def without_accesses(packed: bytes) -> bytes:
@@ -45,4 +47,6 @@ def lie() -> None:
 
 if __name__ == "__main__":
     lie()
+    if os.environ.get("LYING_PHOSD_TWINS") == "cannot start":
+        no_thread("twins")()
     daemon.main(prog_name="phosd")

@@ -146,6 +146,21 @@ def test_a_wrong_guess_waits_for_its_data(site: Site, liar: Path) -> None:
     assert "guesses were wrong, and their kernels waited: add " in (site.folder / "run" / "phosd.log").read_text()
 
 
+def test_a_lazy_restore_without_a_thread_for_twins_waits_for_all_data(site: Site, liar: Path) -> None:
+    """Nothing would find a wrong guess then: the program goes on as after a restore that is not lazy."""
+    del site.environment["PHOS_TWINS"]
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = "0"
+    go = site.folder / "go"
+    program = site.start(sys.executable, str(READER), str(BUFFERS), str(go))
+    image = dump_at(site, program, 1)
+    site.environment["LYING_PHOSD_TWINS"] = "cannot start"
+    start_liar(site, str(10 << 20))
+    go.touch()
+    site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY="fast")
+    assert program.wait_result() == str(1000 + BUFFERS * (BUFFERS + 1) // 2)
+    assert "its kernels have no twins" in (site.folder / "run" / "phosd.log").read_text()
+
+
 def dumps(site: Site) -> list[dict[str, Any]]:
     """phosd's dumps, the last one last."""
     return [job for job in site.status()["jobs"] if job["kind"] == "dump"]
