@@ -238,7 +238,7 @@ class Copier:
         mappings = mapped or MappedBlocks()
         try:
             mappings.add(blocks)
-            if bytes_to_copy(blocks, hashes) <= sink.placeable:
+            if sink.placeable and bytes_to_copy(blocks, hashes) <= sink.placeable:
                 places = SavePlaces(places_of(blocks, mappings))
                 plan = SavePlan(places, range(len(places)), hashes, join_bytes=sink.place_limit)
                 placed = PlacedSave(plan, sink, None, trace)

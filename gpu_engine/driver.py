@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ GRANULARITY = 2 << 20
 MINIMUM_DRIVER = 12080
 """``cuDriverGetVersion`` of the first driver with the public checkpoint API (release 570)."""
 
+_OWN_THREAD = re.compile(r"cuda(-EvtHandlr|\d{6,})")
 _FD_HANDLE = cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 _STACK_LIMIT = cuda.CUlimit.CU_LIMIT_STACK_SIZE
 
@@ -79,6 +81,14 @@ def device_files() -> tuple[str, ...]:
     The software GPU has none, but a descriptor that CRIU refuses as it does those (softgpu/checkpoint.c).
     """
     return ("anon_inode:[userfaultfd]", "anon_inode:[perf_event]") if kind() == "software" else ("/dev/nvidia",)
+
+
+def own_thread(name: str) -> bool:
+    """Whether a thread of the driver's is called so. A process with CUDA or NVML has one, a forked child has none.
+
+    Seen with 580.159: cuda-EvtHandlr, and cuda with a number.
+    """
+    return name.startswith("softgpu-") if kind() == "software" else bool(_OWN_THREAD.fullmatch(name))
 
 
 def release() -> str:

@@ -187,5 +187,5 @@ class ForeignProcess:
     executable: str
     restore_thread: int
     """The one that carries out what the driver is asked to do, as the process itself numbers it."""
-    only_looks: bool
-    """It asks NVML alone, as far as is known: the driver has as much to do with it, but no memory to save."""
+    silent: bool
+    """It has the frontend, which does not serve it: most likely it only asks NVML, and there is no memory to save."""

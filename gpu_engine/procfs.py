@@ -158,17 +158,26 @@ def thread_names(pid: int) -> set[str]:
 
 
 def file_open_in(pid: int, prefixes: tuple[str, ...]) -> str:
-    """A file that a process has open or mapped, with a name that begins so; empty: none, or it cannot be told."""
-    try:
-        for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with suppress(OSError):  # closed meanwhile
-                if (name := os.readlink(f"/proc/{pid}/fd/{descriptor}")).startswith(prefixes):
-                    return readable(name)
-        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace")
-    except OSError:
-        return ""
-    names = (line.split(maxsplit=5)[5:] for line in maps.splitlines())
-    return next((name[0] for name in names if name and name[0].startswith(prefixes)), "")
+    """A file that a process has open or mapped, with a name that begins so; empty: there is none.
+
+    Raises:
+        OSError: it cannot be told, as of a process that has ended.
+    """
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(FileNotFoundError):  # closed meanwhile
+            if (name := os.readlink(f"/proc/{pid}/fd/{descriptor}")).startswith(prefixes):
+                return readable(name)
+    return next((readable(name) for name in mapped_files(pid) if name.startswith(prefixes)), "")
+
+
+def mapped_files(pid: int) -> set[str]:
+    """The names of the files that a process has mapped.
+
+    Raises:
+        OSError: it cannot be told.
+    """
+    lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
+    return {name[0] for line in lines if (name := line.split(maxsplit=5)[5:])}
 
 
 def pid_namespace(pid: int) -> int:

@@ -1,5 +1,6 @@
 """Mappings that a task is restored without, left out of CRIU's image of it.
 
+    pstree.img            a message for each task: its PID
     mm-<PID>.img          one message: what a task's memory is made of, a VMA each
 
 A child that was forked after CUDA had been initialised has the driver's device files open and mapped, and no CUDA: the
@@ -11,16 +12,15 @@ open_filemap() in criu/files-reg.c, criu/include/image.h.
 
 from __future__ import annotations
 
+import mmap
 import os
-import re
 import stat
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from phos.images import criu_files
 from phos.images.errors import ImageError
 
 _VMA_EXT_PLUGIN = 1 << 27
-_MM_FILE = re.compile(r"mm-(\d+)\.img")
 
 
 def leave_out_device_mappings(directory: int) -> dict[int, int]:
@@ -30,20 +30,25 @@ def leave_out_device_mappings(directory: int) -> dict[int, int]:
     image is replaced as a whole, or stays as it is; nothing is synced.
 
     Raises:
-        ImageError: there is no image of a task, or one is damaged.
-        OSError: a file cannot be read or written; it names the file.
+        ImageError: an image is damaged, or a mapping may have pages in another one.
+        OSError: CRIU wrote its images elsewhere; a file cannot be read or written; it names the file.
     """
     from pycriu.images.mm_pb2 import mm_entry
+    from pycriu.images.pstree_pb2 import pstree_entry
 
-    names = {int(match[1]): match[0] for name in os.listdir(directory) if (match := _MM_FILE.fullmatch(name))}
-    if not names:
-        raise ImageError("there is no mm-*.img: CRIU wrote its images elsewhere")
     left_out: dict[int, int] = {}
-    for task, name in sorted(names.items()):
-        memory = criu_files.only(directory, name, "MM", mm_entry)
+    for body in criu_files.messages(directory, "pstree.img", "PSTREE"):
+        task = criu_files.parse(pstree_entry, body, "pstree.img").pid
+        name = f"mm-{task}.img"
+        try:
+            memory = criu_files.only(directory, name, "MM", mm_entry)
+        except FileNotFoundError:  # a zombie
+            continue
         kept = [vma for vma in memory.vmas if not vma.status & _VMA_EXT_PLUGIN]
         if len(kept) == len(memory.vmas):
             continue
+        if any(vma.flags & mmap.MAP_PRIVATE for vma in memory.vmas if vma.status & _VMA_EXT_PLUGIN):
+            raise ImageError(f"{name}: a private mapping of a device may have pages of its own, which are not left out")
         left_out[task] = len(memory.vmas) - len(kept)
         del memory.vmas[:]
         memory.vmas.extend(kept)
@@ -52,6 +57,8 @@ def leave_out_device_mappings(directory: int) -> dict[int, int]:
 
 
 def _replace(directory: int, name: str, content: bytes) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(f"{name}.new", dir_fd=directory)  # of a phosd that was killed
     with ExitStack() as stack:
         file = stack.enter_context(criu_files.new_file(directory, f"{name}.new", stack))
         with criu_files.naming(f"{name}.new"):

@@ -101,6 +101,10 @@ class CowDump(StopDump):
         written = self._memory.written.of(process.session for process in self.gated)
         self._windows.foresee(foreseen, self._mapped, written)
 
+    @property
+    def _hashes_all(self) -> bool:
+        return self._cow.validate
+
     def _begin_to_watch(self) -> None:
         strangers = [process for process in self.gated if not self._memory.written.of([process.session])]
         for process in strangers:

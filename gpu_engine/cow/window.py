@@ -135,7 +135,7 @@ class Windows:
             )
             windows.append(Window(pools.table, pools, process.alive))
         zeros = places.zeros(expected) if expected is not None else []
-        self.placed = bytes_to_copy(blocks, expected) <= sink.placeable
+        self.placed = sink.placeable > 0 and bytes_to_copy(blocks, expected) <= sink.placeable
         self.feed = feed = ChunkFeed(
             self._table,
             places,

@@ -122,12 +122,26 @@ def _answers(path: Path) -> bool:
             pid, _, _ = _CREDENTIALS.unpack(
                 connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
-            # 0: in another pid namespace.
-            return pid == 0 or Path(f"/proc/{pid}/cmdline").read_bytes() != b""
     except BlockingIOError:
         return True
     except (DaemonUnavailable, OSError):
         return False
+    try:
+        return pid == 0 or Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # 0: in another pid namespace
+    except FileNotFoundError:  # it has ended, or nobody may see it
+        return _exists(pid)
+    except OSError:
+        return True
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _has_ended(lifeline: int) -> bool:

@@ -98,7 +98,7 @@ class DumpServer:
             except RuntimeError as error:  # the processes stand still: whatever fails here, they are to come back
                 log.warning("Checkpoint of process %d: nobody looks whether CRIU is stuck: %s", request.pid, error)
             try:
-                result = self._follow_criu(connection, job, interruption)
+                result = self._follow_criu(connection, job, interruption, request.pid)
             except (PhosError, OSError) as error:
                 log.error("Checkpoint of process %d: CRIU's plugin is not to be understood: %s", request.pid, error)
             except Exception:
@@ -121,7 +121,9 @@ class DumpServer:
             if failed:
                 self._registry.renew_if_broken()
 
-    def _follow_criu(self, connection: wire.Connection, job: StopDump | None, interruption: Interruption) -> int:
+    def _follow_criu(
+        self, connection: wire.Connection, job: StopDump | None, interruption: Interruption, root: int
+    ) -> int:
         """Until CRIU's process ends. Returns its result; -1 if it did not say any, or was told to keep the tasks."""
         result = -1
         kills, kept = not _leaves_alive(connection.pid), _may_leave_alive(connection.pid)
@@ -139,7 +141,7 @@ class DumpServer:
                         if job:
                             hidden = wire.content(wire.only(descriptors), limits.MAP_BYTES) if descriptors else b""
                             if end.device_files or end.device_mappings:
-                                job.leave_out_device_files(mappings=end.device_mappings)
+                                job.leave_out_device_files(_tasks_of(root), mappings=end.device_mappings)
                             job.criu_ended(result, hidden, kills=kills)
                         else:
                             interruption.settle()
@@ -277,7 +279,7 @@ class DumpServer:
     def _refuse_late(self, job: StopDump, foreign: list[ForeignProcess]) -> None:
         """One that only asked NVML may have begun with CUDA before it was locked: the driver must not save it then."""
         for process in foreign:
-            if process.only_looks and CONTROL_THREAD in procfs.thread_names(process.pid):
+            if process.silent and CONTROL_THREAD in procfs.thread_names(process.pid):
                 reason = f"Process {process.pid} ({process.executable}) has just initialised CUDA. Try again."
                 job.abandon(reason)
                 self._registry.jobs.settle(job)
@@ -400,7 +402,7 @@ def _foreign(pid: int) -> ForeignProcess:
     if not thread and procfs.is_alive(pid):
         why = "it is stopped. Continue it first" if procfs.is_stopped(pid) else "the driver does not name its thread"
         raise CheckpointFailed(f"The driver could not checkpoint process {pid} ({procfs.executable(pid)}): {why}.")
-    return ForeignProcess(pid, procfs.executable(pid), thread, only_looks=_has_frontend(pid))
+    return ForeignProcess(pid, procfs.executable(pid), thread, silent=_has_frontend(pid))
 
 
 def _alone(criu: int, process: ForeignProcess) -> wire_pb2.Alone:
@@ -464,6 +466,14 @@ def _command_line(pid: int) -> list[str]:
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
+        return []
+
+
+def _tasks_of(root: int) -> list[int]:
+    """The tasks of a frozen tree; none if it was killed meanwhile."""
+    try:
+        return list(tree_of(root))
+    except psutil.NoSuchProcess:
         return []
 
 

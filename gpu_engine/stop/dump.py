@@ -122,7 +122,8 @@ class StopDump:
         self._directory = os.dup(assignment.directory)
         self._pages = TaskPages(self._directory)
         self._hidden = b""
-        self._has_device_files = self._has_device_mappings = False
+        self._tasks_with_device_files: Sequence[int] = ()
+        self._has_device_mappings = False
 
     @property
     def pids(self) -> list[int]:
@@ -225,6 +226,8 @@ class StopDump:
         for twice as much as there is now.
         """
         total = sum(block.size for block in blocks)
+        if not self._hashes_all:
+            return total
         mapped = [block for block in blocks if block.key in self._mapped]
         try:
             with self.timeline.phase("look for zeros"):
@@ -232,6 +235,11 @@ class StopDump:
         except DriverError as error:
             log.info("%s: the GPU does not hash its memory: %s", self.path, error)
             return total
+
+    @property
+    def _hashes_all(self) -> bool:
+        """Whether it will be known when the processes stand still what is zeros."""
+        return True
 
     def _copy(self) -> None:
         try:
@@ -301,12 +309,12 @@ class StopDump:
 
     # Step 3: CRIU has ended.
 
-    def leave_out_device_files(self, *, mappings: bool) -> None:
-        """Tasks that the driver has not saved have device files of the GPU's open, or, with ``mappings``, mapped.
+    def leave_out_device_files(self, tasks: Sequence[int], *, mappings: bool) -> None:
+        """Some of all these tasks have device files of the GPU's open, or, with ``mappings``, mapped.
 
-        They are restored without: see :meth:`ProcessTree.check_closed`. Call it before :meth:`criu_ended`.
+        They are restored without: see :meth:`ProcessTree.check_device_files`. Call it before :meth:`criu_ended`.
         """
-        self._has_device_files, self._has_device_mappings = True, mappings
+        self._tasks_with_device_files, self._has_device_mappings = tasks, mappings
 
     def criu_ended(self, result: int, hidden: bytes, *, kills: bool) -> None:
         """CRIU has dumped its part (or failed: ``result`` is not 0), and the tasks are still frozen.
@@ -325,8 +333,8 @@ class StopDump:
             with self.timeline.phase("wait for CPU pages", concurrent=True):
                 self._pages.wait()
             self._interruption.check()
-            if self._has_device_files and result == 0:
-                self._tree.check_closed(driver.device_files())
+            if result == 0:
+                self._tree.check_device_files(self._tasks_with_device_files)
         except CheckpointFailed as error:
             self._failure = str(error)
             raise

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from phos.gpu_engine import driver, procfs, toggle
@@ -76,8 +77,10 @@ class ProcessTree:
         found = [
             f"Process {process.pid} ({process.executable}) was not started under 'phos-gpu run': the driver alone "
             "saves its GPU memory, into its own host memory and CRIU's pages. That is right, but many times slower."
+            if not process.silent
+            else f"Process {process.pid} ({process.executable}) has the driver at work and has told phosd of no GPU "
+            "memory (most likely it only asks NVML): the driver alone saves what it has."
             for process in self.foreign
-            if not process.only_looks
         ]
         for process in self.gated:
             detached = self.detached.get(process.session)
@@ -228,20 +231,28 @@ class ProcessTree:
         """Processes without the frontend that nobody had saved."""
         return [process.pid for process in self.foreign if process.pid not in self._saved]
 
-    def check_closed(self, device_files: tuple[str, ...]) -> None:
-        """The processes are saved and stand still, so the driver has closed its device files in them.
+    def check_device_files(self, tasks: Iterable[int]) -> None:
+        """All ``tasks`` of the tree stand still, and none may lose anything by being restored without device files.
 
-        Others of the tree may have such files open: children forked from these have what their parent had, and no CUDA.
+        The driver has closed its own in the processes that it has saved. A child that was forked after CUDA had been
+        initialised has those of its parent's, and nothing of the driver's that lives: it can never use them.
 
         Raises:
-            CheckpointFailed: one still has such a file open or mapped, and would be restored without what it has of it.
+            CheckpointFailed: one has such a file open or mapped, and may use it.
         """
-        for pid in self.pids:
-            if name := procfs.file_open_in(pid, device_files):
-                raise CheckpointFailed(
-                    f"Process {pid} has {name} open, though the driver has saved it: another program has handed it "
-                    "over, or it has opened a second driver library. PhOS does not carry that."
-                )
+        saved = set(self.pids)
+        for pid in tasks:
+            try:
+                name = procfs.file_open_in(pid, driver.device_files())
+                if name and (why := "though the driver has saved it" if pid in saved else _may_use(pid)):
+                    raise CheckpointFailed(
+                        f"Process {pid} ({procfs.executable(pid)}) has {name} open, {why}. PhOS does not carry what it "
+                        "has there: of graphics (EGL, Vulkan), of a second driver library, or handed over by another "
+                        "process. If it has only just begun to use the GPU, try again."
+                    )
+            except OSError as error:
+                if not procfs.has_ended(pid):
+                    raise CheckpointFailed(f"What files process {pid} has open cannot be told: {error}") from error
 
     def put_back_frozen(self, pids: Collection[int]) -> None:
         """The driver brings such processes back, or unlocks them, of which again only its threads run.
@@ -340,6 +351,22 @@ class ProcessTree:
                     problems.append(str(error))
         self._quiesced = []
         return problems
+
+
+def _may_use(pid: int) -> str:
+    """Why a process with device files open is none that was forked after CUDA had been initialised; empty: it is one.
+
+    Raises:
+        OSError: it cannot be told.
+    """
+    if any(map(driver.own_thread, procfs.thread_names(pid))):
+        return "and a thread of the driver's, which has not saved it"
+    libraries = {os.path.basename(name) for name in procfs.mapped_files(pid)}
+    if not any(name.startswith("libcuda.so") for name in libraries):
+        return "and not from a process with CUDA that it was forked from"
+    if any(name.startswith(("libnvidia-glcore", "libnvidia-eglcore")) for name in libraries):
+        return "and the driver's library for graphics"
+    return ""
 
 
 def _ended(process: GatedProcess) -> CheckpointFailed:

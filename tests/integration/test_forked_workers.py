@@ -119,7 +119,38 @@ def test_a_file_that_the_driver_has_not_closed_is_refused(site: Site) -> None:
     result = site.dump(program, image, check=False)
     assert result.returncode != 0
     log = (image / "dump.log").read_text()
-    assert f"Process {program.pid} has anon_inode:[" in log
-    assert "second driver library" in log
+    assert f"Process {program.pid} (" in log
+    assert "open, though the driver has saved it" in log
+    assert not (image / "phos-commit.img").exists()
+    assert program.wait_result() == expected
+
+
+BESIDE = """
+import ctypes, subprocess, sys
+if len(sys.argv) == 2:
+    kept = ctypes.CDLL(None).syscall(323, 1)  # userfaultfd(UFFD_USER_MODE_ONLY)
+    assert kept >= 0
+    print("HOLDS", flush=True)
+    sys.stdin.read()
+    sys.exit()
+with subprocess.Popen([sys.executable, sys.argv[1], "child"], stdin=subprocess.PIPE) as child:
+    sys.exit(subprocess.run([sys.executable, *sys.argv[2:]]).returncode)
+"""
+
+
+def test_a_file_of_one_without_cuda_is_refused(site: Site) -> None:
+    """It was forked from nobody who has CUDA: graphics, say. Nobody knows how it would go on without."""
+    script = site.folder / "beside.py"
+    script.write_text(BESIDE)
+    stencil = str(WORKERS.parents[3] / "examples" / "stencil.py")
+    options = ("--size", "32", "--iterations", "200")
+    expected = site.example("stencil", *options).wait_result()
+    words = (str(script), stencil, *options, "--iteration-seconds", "0.03", "--until")
+    program = site.until_awaited(sys.executable, str(script), *words)
+    wait_until(lambda: "HOLDS" in program.lines(), "its descriptor")
+    program.wait_iterations(3)
+    image = site.image()
+    assert site.dump(program, image, check=False).returncode != 0
+    assert "open, and not from a process with CUDA that it was forked from" in (image / "dump.log").read_text()
     assert not (image / "phos-commit.img").exists()
     assert program.wait_result() == expected

@@ -117,8 +117,9 @@ def test_one_that_was_killed_and_still_takes_connections_is_not_taken_for_alive(
 DIES = """
 import os, signal, socket, sys
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as own:
-    own.bind(sys.argv[1])
+    own.bind(sys.argv[1] + ".new")
     own.listen(8)
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
     taken, _ = own.accept()
     os.kill(os.getpid(), signal.SIGKILL)
 """

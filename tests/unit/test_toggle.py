@@ -128,9 +128,7 @@ def test_only_lack_of_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> N
 
 def strangers(**settings: float) -> ProcessTree:
     """A tree of one process without the frontend, this one, whose thread 7 carries out what the driver is asked."""
-    return ProcessTree(
-        [], [ForeignProcess(os.getpid(), "python", 7, only_looks=False)], Settings(**settings), Timeline()
-    )  # type: ignore[arg-type]
+    return ProcessTree([], [ForeignProcess(os.getpid(), "python", 7, silent=False)], Settings(**settings), Timeline())  # type: ignore[arg-type]
 
 
 def test_a_process_without_the_frontend_is_locked_then_saved_then_put_back(monkeypatch: pytest.MonkeyPatch) -> None:

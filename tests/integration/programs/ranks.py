@@ -67,9 +67,8 @@ def compute(folder: Path, rank: int) -> None:
             if bytes(found) != bytes([number % 251]) * SIZE:
                 print(f"ERROR rank {rank}, step {number}: {bytes(found[:4]).hex()}", flush=True)
                 raise SystemExit(1)
-            sys.stdout.write(
-                f"RANK {rank} ITERATION {number // STEPS}\n"
-            )  # in one piece: the other writes there as well
+            # In one piece: the other writes there as well.
+            sys.stdout.write(f"RANK {rank} ITERATION {number // STEPS}\n")
             sys.stdout.flush()
             if rank == 0:
                 time.sleep(float(os.environ.get("RANKS_REST", "0")))

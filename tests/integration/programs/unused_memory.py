@@ -1,10 +1,11 @@
 """A program whose allocator has taken much more GPU memory than it uses: 128 MiB in one block, of which it fills 8.
 
-unused_memory.py OPTIONS (those of the examples)
+unused_memory.py OPTIONS (those of the examples). UNUSED_MEMORY=all: it fills nothing.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,16 +19,15 @@ MIB = 1 << 20
 
 def main() -> None:
     report = Report(parser("Unused memory.", iterations=60).parse_args())
-    with Device() as device:
-        module = device.load("", "unused_memory.cu")
+    fills = os.environ.get("UNUSED_MEMORY") != "all"
+    with Device():
         block = Buffer(128 * MIB)
         report.device("")
         for iteration in range(report.options.iterations):
-            check(driver.cuMemsetD32(block.address + 40 * MIB, iteration + 1, 2 * MIB), "fill 8 MiB")
+            if fills:
+                check(driver.cuMemsetD32(block.address + 40 * MIB, iteration + 1, 2 * MIB), "fill 8 MiB")
             sample = block.download(MIB, (39 + iteration % 10) * MIB)  # before, in and behind what is written to
-            report.step(
-                module.digest(block, count=256) ^ int.from_bytes(sample[:8] + sample[-8:], "little") % (1 << 64)
-            )
+            report.step(int.from_bytes(sample[:4] + sample[-4:], "little") ^ iteration)
         report.result()
 
 
