@@ -59,10 +59,10 @@ CUresult sg_copy_check(const struct sg_copy *copy, struct sg_context *context)
 }
 
 /* When the copy began, or was let go: for tests in which it must not end before something else, however slow that is. */
-static uint64_t while_held(uint64_t started)
+static uint64_t while_held(size_t bytes, uint64_t started)
 {
     const char *file = sg_settings()->copy_hold;
-    if (!file[0] || access(file, F_OK) != 0)
+    if (!file[0] || bytes < sg_settings()->copy_hold_bytes || access(file, F_OK) != 0)
         return started;
     while (access(file, F_OK) == 0)
         sg_sleep_ns(1000000);
@@ -136,9 +136,9 @@ CUresult sg_copy_run(const struct sg_copy *copy, struct sg_context *context)
     if (to && from)
         engine_wait(&sg_device(to_device)->engines[SG_D2D], to_device == from_device ? 0 : bytes, started);
     else if (to)
-        engine_wait(&sg_device(to_device)->engines[SG_H2D], bytes, while_held(started));
+        engine_wait(&sg_device(to_device)->engines[SG_H2D], bytes, while_held(bytes, started));
     else if (from)
-        engine_wait(&sg_device(from_device)->engines[SG_D2H], bytes, while_held(started));
+        engine_wait(&sg_device(from_device)->engines[SG_D2H], bytes, while_held(bytes, started));
     (void)context;
     return CUDA_SUCCESS;
 }

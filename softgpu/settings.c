@@ -85,6 +85,7 @@ static void settings_read(void)
     settings.memory = (uint64_t)number("SOFTGPU_MEMORY", (double)((uint64_t)4 << 30));
     settings.copy_bandwidth = number("SOFTGPU_COPY_BANDWIDTH", 0);
     path(settings.copy_hold, sizeof(settings.copy_hold), "SOFTGPU_COPY_HOLD");
+    settings.copy_hold_bytes = (uint64_t)number("SOFTGPU_COPY_HOLD_BYTES", 0);
     settings.launch_latency = (unsigned)number("SOFTGPU_LAUNCH_LATENCY", 0);
     settings.driver_version = (int)number("SOFTGPU_DRIVER_VERSION", 13000);
     long cores = sysconf(_SC_NPROCESSORS_ONLN);

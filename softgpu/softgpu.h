@@ -31,7 +31,8 @@ struct sg_settings {
     uint64_t memory;          /* bytes per device */
     char name[128];
     double copy_bandwidth;    /* bytes per second and direction; 0: as fast as memcpy */
-    char copy_hold[256];      /* a file: as long as it exists, no copy to a device ends; empty: none */
+    char copy_hold[256];      /* a file: as long as it exists, no copy to or from a device ends; empty: none */
+    uint64_t copy_hold_bytes; /* but for shorter ones */
     unsigned launch_latency;  /* microseconds */
     int driver_version;
     unsigned threads;         /* host threads per kernel launch */

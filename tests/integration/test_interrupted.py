@@ -26,7 +26,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 @pytest.fixture(name="hold")
 def no_copy_of_phosd_ends_while_it_exists(site: Site) -> Path:
     hold = site.folder / "copies-held"
-    site.run("phosd", "--ensure", SOFTGPU_COPY_HOLD=str(hold))
+    # Hashes come from the GPU before anything stands still.
+    site.run("phosd", "--ensure", SOFTGPU_COPY_HOLD=str(hold), SOFTGPU_COPY_HOLD_BYTES="64K")
     return hold
 
 
