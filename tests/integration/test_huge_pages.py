@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.site import Site, wait_until
+from tests.integration.site import Program, Site, wait_until
 from tests.integration.test_cow import inventory
 from tests.integration.test_cow_window import PROGRAMS
 from tests.integration.test_lazy import analysed
@@ -39,6 +39,14 @@ def folder(site: Site, request: pytest.FixtureRequest) -> Iterator[Path]:
 
 def log_of(site: Site) -> str:
     return (site.folder / "run" / "phosd.log").read_text()
+
+
+def restored(site: Site, program: Program, image: Path) -> str:
+    """The result of a program that is killed where it has run on to, and restored."""
+    program.process.kill()
+    site.gone(program)
+    site.restore(image)
+    return program.wait_result()
 
 
 def be_patient(site: Site) -> None:
@@ -77,10 +85,7 @@ def test_what_is_zeros_is_not_made_room_for(site: Site, folder: Path, protocol: 
     assert data["total_bytes"] >= 128 << 20
     assert data["written_bytes"] < 16 << 20
     site.run("phos-gpu", "verify", str(image))
-    program.process.kill()
-    site.gone(program)
-    site.restore(image)
-    assert program.wait_result() == expected
+    assert restored(site, program, image) == expected
 
 
 @pytest.mark.parametrize("protocol", ["stop", "cow"])
@@ -95,10 +100,7 @@ def test_memory_that_nobody_has_written_to(site: Site, folder: Path, protocol: s
     site.run("phos-gpu", "checkpoint", str(program.pid), str(image), "--leave-running", "--protocol", protocol)
     assert inventory(site, image)["gpu_data"]["written_bytes"] == 0
     site.run("phos-gpu", "verify", str(image))
-    program.process.kill()
-    site.gone(program)
-    site.restore(image)
-    assert program.wait_result() == expected
+    assert restored(site, program, image) == expected
 
 
 @pytest.mark.parametrize("protocol", ["stop", "cow"])
@@ -111,10 +113,7 @@ def test_more_than_room_was_made_for_is_written_otherwise(site: Site, folder: Pa
     site.run("phos-gpu", "checkpoint", str(program.pid), str(image), "--leave-running", "--protocol", protocol)
     assert "more in the GPU's memory by now than room was made for" in log_of(site)
     site.run("phos-gpu", "verify", str(image))
-    program.process.kill()
-    site.gone(program)
-    site.restore(image)
-    assert program.wait_result() == expected
+    assert restored(site, program, image) == expected
 
 
 @pytest.mark.parametrize("mode", ["strict", "fast"])
