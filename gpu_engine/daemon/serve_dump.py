@@ -59,6 +59,10 @@ LEAVE = re.compile(r"--leave-(r\w*|s\w*)|-[A-CE-IKNP-VX-Za-npqsu-z]*[Rs].*")
 SCRIPT = re.compile(r"--ac.*")
 """How ``--action-script`` may look there. One that fails after the dump keeps the tasks."""
 
+SILENT_SECONDS = 1.0
+"""How long one with the frontend may have the driver at work and be silent before it counts as one that only asks NVML:
+it may be within cuInit, or about to end."""
+
 CONTROL_THREAD = "phos"
 """What the frontend's own thread is called, which it has once the process has initialised CUDA (frontend/control.c)."""
 
@@ -355,7 +359,10 @@ class DumpServer:
                 }
             gated = [by_pid[pid] for pid in tree if pid in by_pid]
             others = [pid for pid in tree if pid not in by_pid and toggle.holds_cuda(pid)]
-            late = [pid for pid in others if _has_frontend(pid) and CONTROL_THREAD in procfs.thread_names(pid)]
+            young = time.monotonic() < deadline - REGISTER_SECONDS + SILENT_SECONDS
+            late = [
+                pid for pid in others if _has_frontend(pid) and (young or CONTROL_THREAD in procfs.thread_names(pid))
+            ]
             if (not late and all(s.table_complete for s in gated)) or time.monotonic() > deadline:
                 break
             time.sleep(0.02)
