@@ -349,7 +349,7 @@ class DumpServer:
 
     def _find_processes(self, root: int) -> tuple[list[Session], list[ForeignProcess]]:
         tree = tree_of(root)
-        deadline = time.monotonic() + REGISTER_SECONDS
+        began = time.monotonic()
         while True:
             with self._registry.lock:
                 by_pid = {
@@ -359,11 +359,13 @@ class DumpServer:
                 }
             gated = [by_pid[pid] for pid in tree if pid in by_pid]
             others = [pid for pid in tree if pid not in by_pid and toggle.holds_cuda(pid)]
-            young = time.monotonic() < deadline - REGISTER_SECONDS + SILENT_SECONDS
+            waited = time.monotonic() - began
             late = [
-                pid for pid in others if _has_frontend(pid) and (young or CONTROL_THREAD in procfs.thread_names(pid))
+                pid
+                for pid in others
+                if _has_frontend(pid) and (waited < SILENT_SECONDS or CONTROL_THREAD in procfs.thread_names(pid))
             ]
-            if (not late and all(s.table_complete for s in gated)) or time.monotonic() > deadline:
+            if (not late and all(s.table_complete for s in gated)) or waited > REGISTER_SECONDS:
                 break
             time.sleep(0.02)
         for session in gated:

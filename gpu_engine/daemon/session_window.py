@@ -79,9 +79,9 @@ class SessionWindow:
             )
             self._tracing = not answer.done.error
             self._adrift = False  # when the connection broke before it was detached still
-            has_twins = self._tracing and twins_wanted(window) and self._start_twins(window)
+            lacks_twins = self._tracing and twins_wanted(window) and not self._start_twins(window)
             # Nothing else would find a wrong guess: no hash of what is loaded tells what a kernel has read before.
-            unguarded = self._tracing and twins_wanted(window) and window.loads and not has_twins
+            unguarded = lacks_twins and window.loads
         if unguarded:
             window.wait_saved()
         if self._tracing and window.loads and self._kernels.pending():
