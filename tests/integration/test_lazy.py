@@ -208,9 +208,11 @@ class Layers:
         self.output = self.program.output.read_bytes()
         slowly(site, str(20 << 20))
 
-    def begin(self, **changes: str) -> subprocess.Popen[bytes]:
+    def begin(self, detached: bool = True, **changes: str) -> subprocess.Popen[bytes]:
         """Restore lazily, and return as soon as the program has been attached."""
-        words = ["criu", "restore", "--lib", "phos", "-d", "-D", str(self.image), "-o", "restore.log", "-v4"]
+        words = ["criu", "restore", "--lib", "phos", "-D", str(self.image), "-o", "restore.log", "-v4"]
+        if detached:
+            words.append("-d")
         with held(self.site, attached):
             return self.site.background(*words, PHOS_RESTORE="lazy", **changes)
 
@@ -277,13 +279,19 @@ def test_what_is_being_restored_is_not_restored_again(site: Site) -> None:
     assert criu.wait() == 0
 
 
-def test_phosd_dies_in_the_middle(site: Site) -> None:
+@pytest.mark.parametrize("detached", [True, False])
+def test_phosd_dies_in_the_middle(site: Site, detached: bool) -> None:
+    """With -d whoever is first ends the process, the command or itself; without, nobody but itself."""
     layers = Layers(site, "sum")
-    criu = layers.begin()
+    criu = layers.begin(detached=detached)
     os.kill(site.daemon_pid(), signal.SIGKILL)
     wait_until(lambda: not layers.program.alive(), "the end of the program")
-    assert criu.wait() != 0
-    assert any("still being restored" in line for line in layers.program.lines())
+    criu.wait()
+    if detached:
+        assert criu.returncode != 0
+    else:
+        assert any("still being restored" in line for line in layers.program.lines())
+    assert layers.program.result() is None
     layers.restore_again()
     layers.go_on()
     assert layers.program.wait_result() == str(LAYERS_SUM)
