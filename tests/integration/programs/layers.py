@@ -29,6 +29,9 @@ SIZE = 4 << 20
 BALLAST = 1 << 30
 """Bytes: `criu lazy-pages` takes more than an instant for them."""
 
+DETACHED = 0.1
+"""Seconds: CRIU fails if a process ends while it detaches from its threads, one after another."""
+
 
 def check(result: Any) -> Any:
     if int(result[0]):
@@ -67,7 +70,9 @@ def act(action: str, layers: list[int], go: Path) -> int:
             wait_for(f"{go}.over")
             return word
     elif action == "last":
-        return read(layers[-1] + SIZE - 4)
+        word = read(layers[-1] + SIZE - 4)
+        time.sleep(DETACHED)
+        return word
     elif action == "exit":
         os._exit(0)
     elif action == "free":
