@@ -36,17 +36,13 @@ class Job:
 
     script: str
     smoke: str = ""
-    runs_on: bool = True
-    """It is dumped while it runs on: not where CRIU has to make links of its files, which it removes then."""
-    options: tuple[str, ...] = ()
-    """For CRIU."""
 
 
 JOBS = {
     "JAX": Job("jax_train.py", "unused_memory.py"),
     "PyTorch, DataLoader": Job("pytorch_loader.py", "forked_workers.py"),
     "PyTorch, NVML": Job("pytorch_nvml.py"),
-    "PyTorch, shared tensors": Job("pytorch_ipc.py", runs_on=False, options=("--link-remap",)),
+    "PyTorch, shared tensors": Job("pytorch_ipc.py", "spawned_workers.py"),
 }
 
 
@@ -79,14 +75,14 @@ class Bench:
         try:
             wanted = alone.start().finish()
             program.start().wait_for("^ITERATION 6 ", 180)
-            runs = [self.dump_running(program, job) for _ in range(self.repeats if job.runs_on else 0)]
+            runs = [self.dump_running(program) for _ in range(self.repeats)]
             for number, run in enumerate(runs):
                 self.results.add(f"{key}, {number + 1}", **run)
             folder = self.folder()
-            row["command"] = process.criu_dump(program, folder, *job.options)
+            row["command"] = process.criu_dump(program, folder)
             data = process.find_key(process.inspect(folder), "gpu_data")
             row |= {"gpu_gb": data["total_bytes"] / 1e9, "stored_gb": data["written_bytes"] / 1e9}
-            row["restore"], row["next iteration"] = process.criu_restore(program, folder, *job.options)
+            row["restore"], row["next iteration"] = process.criu_restore(program, folder)
             end.touch()
             # What ran on after a dump, or was cut between computing and printing, prints an iteration again.
             row["identical"] = list(dict.fromkeys(program.finish())) == wanted
@@ -98,10 +94,10 @@ class Bench:
         if not row["identical"]:
             raise process.ProcessError(f"{key}: the restored job printed other lines than one left alone.")
 
-    def dump_running(self, program: Program, job: Job) -> dict[str, float]:
+    def dump_running(self, program: Program) -> dict[str, float]:
         """Checkpoint it once while it runs on; return seconds."""
         folder = self.folder()
-        seconds = process.criu_dump(program, folder, *job.options, leave_running=True)
+        seconds = process.criu_dump(program, folder, leave_running=True)
         phases = process.timings(folder)
         return {"command": seconds, "stall": phases.get("stall", 0.0)} | {
             name: phases[name] for name in PHASES if name in phases

@@ -41,7 +41,7 @@ static struct {
 	int fd;
 	uint64_t next_id;
 	bool dumping;
-	bool hides_pages; /* CRIU can be kept from dumping pages, and phosd is there to copy them */
+	bool gpu_part; /* of what is dumped */
 	struct phos_alone *alone;
 	size_t alone_count;
 } link_ = { .fd = -1, .next_id = 1 };
@@ -279,12 +279,17 @@ int phos_link_dump_begin(int pid)
 	if (request(&envelope, criu_get_image_dir(), "begin the checkpoint", &said))
 		return -1;
 	link_.dumping = true;
-	link_.hides_pages = said.gpu_part && begin.hides_pages;
+	link_.gpu_part = said.gpu_part;
 	if (said.gpu_part && add_inventory_plugin && add_inventory_plugin(PHOS_INVENTORY_NAME)) {
 		pr_err("no memory to note in the image that it has a GPU part\n");
 		return -1;
 	}
 	return 0;
+}
+
+bool phos_link_has_gpu_part(void)
+{
+	return link_.gpu_part;
 }
 
 int phos_link_task_frozen(int pid)
@@ -293,8 +298,8 @@ int phos_link_task_frozen(int pid)
 	Phos__Wire__TaskFrozen frozen = PHOS__WIRE__TASK_FROZEN__INIT;
 	int table, ret;
 
-	if (!link_.hides_pages)
-		return 0; /* CRIU dumps all pages itself */
+	if (!link_.gpu_part)
+		return 0;
 	table = memfd_create("phos-pages", MFD_CLOEXEC);
 	if (table < 0) {
 		pr_err("cannot make a table of pages: %s\n", strerror(errno));
@@ -303,7 +308,7 @@ int phos_link_task_frozen(int pid)
 	frozen.pid = pid;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_FROZEN;
 	envelope.task_frozen = &frozen;
-	ret = request(&envelope, table, "copy a frozen task's pages", NULL);
+	ret = request(&envelope, table, "save what a frozen task has", NULL);
 	if (!ret)
 		ret = phos_hide(pid, table);
 	close(table);

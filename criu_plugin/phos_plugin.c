@@ -31,8 +31,9 @@
 #include <string.h>
 #include <unistd.h>
 
-/* What CRIU exports to its plugins without declaring it in a header (4.1.1: net.c, pstree.c, seize.c). */
+/* What CRIU exports to its plugins without declaring it in a header (4.1.1: net.c, files-reg.c, pstree.c, seize.c). */
 extern void network_unlock(void) __attribute__((weak));
+extern void delete_link_remaps(void) __attribute__((weak));
 extern void pstree_switch_state(void *root, int state) __attribute__((weak));
 extern void *root_item __attribute__((weak));
 #define TASK_ALIVE 0x1
@@ -50,6 +51,8 @@ static __attribute__((noreturn)) void keep_tasks(void)
 	pr_err("the image is not complete: the tasks are kept\n");
 	if (network_unlock)
 		network_unlock();
+	if (delete_link_remaps)
+		delete_link_remaps();
 	if (pstree_switch_state && &root_item)
 		pstree_switch_state(root_item, TASK_ALIVE);
 	_exit(EXIT_FAILURE);

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 # Positions after the program's name, which may itself hold blanks and parentheses: field 3 of the manual is number 0.
 _STATE = 0
@@ -170,14 +171,53 @@ def file_open_in(pid: int, prefixes: tuple[str, ...]) -> str:
     return next((readable(name) for name in mapped_files(pid) if name.startswith(prefixes)), "")
 
 
+class Mapping(NamedTuple):
+    """A line of /proc/PID/maps, of a mapping that has a name (proc_pid_maps(5))."""
+
+    permissions: str
+    device: int
+    inode: int
+    name: str
+
+
+def mappings(pid: int, beginning: str = "/") -> list[Mapping]:
+    """What a process has mapped that has a name which begins so.
+
+    Raises:
+        OSError: it cannot be told.
+    """
+    found = []
+    for line in Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines():
+        if beginning not in line:  # most have to do with no file
+            continue
+        words = line.split(maxsplit=5)
+        if len(words) == 6 and words[5].startswith(beginning):
+            major, _, minor = words[3].partition(":")
+            found.append(Mapping(words[1], os.makedev(int(major, 16), int(minor, 16)), int(words[4]), words[5]))
+    return found
+
+
 def mapped_files(pid: int) -> set[str]:
     """The names of the files that a process has mapped.
 
     Raises:
         OSError: it cannot be told.
     """
-    lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
-    return {name[0] for line in lines if (name := line.split(maxsplit=5)[5:])}
+    return {mapping.name for mapping in mappings(pid)}
+
+
+def user_of(file: os.stat_result) -> int:
+    """A process that has a file open or mapped; 0: none that we may look at has."""
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with suppress(OSError):  # it has ended
+                if any((m.device, m.inode) == (file.st_dev, file.st_ino) for m in mappings(int(entry))):
+                    return int(entry)
+                for descriptor in os.listdir(f"/proc/{entry}/fd"):
+                    with suppress(OSError):
+                        if os.path.samestat(os.stat(f"/proc/{entry}/fd/{descriptor}"), file):
+                            return int(entry)
+    return 0
 
 
 def pid_namespace(pid: int) -> int:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine.errors import Mispredicted, PhosError, RestoreFailed
+from phos.gpu_engine.named_memory import SHARED_MEMORY, is_ours
 from phos.gpu_engine.process import GatedProcess
 from phos.images.errors import ImageError
 from phos.images.files import allocate_huge, hash_segment, run_in_threads, segments
@@ -35,8 +36,6 @@ from phos.images.source import ImageSource
 from phos.images.writer import COPY_THREADS, ImageWriter
 
 log = logging.getLogger(__name__)
-
-SHARED_MEMORY = Path("/dev/shm")
 
 GRAIN = 2 << 20
 """Sizes are multiples of a huge page; the frontend leaves the first one unused."""
@@ -217,20 +216,6 @@ def _room_for(size: int) -> bool:
     return True
 
 
-def _is_ours(pid: int, criu: int) -> bool:
-    """Whether a process finds our files under our paths, and CRIU (process ``criu``) leaves them there.
-
-    CRIU packs the whole of /dev/shm if the process's mounts are others than its own. Those of a process that was taken
-    from a pool are not phosd's, but the file systems are the same, and CRIU is run among them.
-    """
-    try:
-        if not os.path.samestat(os.stat(f"/proc/{pid}/ns/mnt"), os.stat(f"/proc/{criu}/ns/mnt")):
-            return False
-        return os.path.samestat(os.stat(f"/proc/{pid}/root{SHARED_MEMORY}"), os.stat(SHARED_MEMORY))
-    except OSError:
-        return False
-
-
 def _owner(pid: int) -> tuple[int, int]:
     """The user and group that a process opens files as."""
     status = os.stat(f"/proc/{pid}")
@@ -265,7 +250,7 @@ class DumpedResidues:
     def _prepare_one(self, process: GatedProcess, size: int, criu: int) -> None:
         if not _room_for(size):
             raise OSError(f"there is no room for {size} bytes in {SHARED_MEMORY}")
-        if not _is_ours(process.pid, criu):
+        if not is_ours(process.pid, criu):
             raise OSError("it has other mounts than CRIU, or another /dev/shm than phosd")
         name = f"{process.session.hex()}-{secrets.token_hex(4)}.residue"
         file = ResidueFile.make(folder() / name, size, *_owner(process.pid))

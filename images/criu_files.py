@@ -1,7 +1,7 @@
 """CRIU's own image files: a header of two magic numbers, then messages, each behind its length.
 
-criu_pages.py and criu_mappings.py change some of them. Names are those of files in a directory that is given as an open
-descriptor: whoever owns it may put links there, which are not followed. Facts are those of CRIU 4.1.1
+criu_pages.py, criu_mappings.py and criu_remaps.py change some of them. Names are those of files in a directory that is
+given as an open descriptor: whoever owns it may put links there, which are not followed. Facts are those of CRIU 4.1.1
 (criu/include/magic.h, criu/protobuf.c).
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -97,3 +98,15 @@ def write(file: io.FileIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[os.write(file.fileno(), view) :]
+
+
+def replace(directory: int, name: str, magic: str, bodies: Iterable[bytes]) -> None:
+    """Put other messages into a file that there is, all at once."""
+    with suppress(FileNotFoundError):
+        os.unlink(f"{name}.new", dir_fd=directory)  # of a phosd that was killed
+    with ExitStack() as stack:
+        file = stack.enter_context(new_file(directory, f"{name}.new", stack))
+        with naming(f"{name}.new"):
+            write(file, header(magic) + b"".join(map(framed, bodies)))
+            os.fchmod(file.fileno(), stat.S_IMODE(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode))
+        os.rename(f"{name}.new", name, src_dir_fd=directory, dst_dir_fd=directory)

@@ -13,9 +13,6 @@ open_filemap() in criu/files-reg.c, criu/include/image.h.
 from __future__ import annotations
 
 import mmap
-import os
-import stat
-from contextlib import ExitStack, suppress
 
 from phos.images import criu_files
 from phos.images.errors import ImageError
@@ -52,16 +49,5 @@ def leave_out_device_mappings(directory: int) -> dict[int, int]:
         left_out[task] = len(memory.vmas) - len(kept)
         del memory.vmas[:]
         memory.vmas.extend(kept)
-        _replace(directory, name, criu_files.header("MM") + criu_files.framed(memory.SerializeToString()))
+        criu_files.replace(directory, name, "MM", [memory.SerializeToString()])
     return left_out
-
-
-def _replace(directory: int, name: str, content: bytes) -> None:
-    with suppress(FileNotFoundError):
-        os.unlink(f"{name}.new", dir_fd=directory)  # of a phosd that was killed
-    with ExitStack() as stack:
-        file = stack.enter_context(criu_files.new_file(directory, f"{name}.new", stack))
-        with criu_files.naming(f"{name}.new"):
-            criu_files.write(file, content)
-            os.fchmod(file.fileno(), stat.S_IMODE(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode))
-        os.rename(f"{name}.new", name, src_dir_fd=directory, dst_dir_fd=directory)

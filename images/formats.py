@@ -48,7 +48,7 @@ BlockKey = tuple[bytes, int]
 _U32 = struct.Struct("<I")
 # As data_file() writes a number, and in no other way: two names of one stripe would be two files.
 _DATA_NAME = re.compile(r"phos-data-(0|[1-9][0-9]*)\.raw")
-_RESIDUE_NAME = re.compile(r"phos-residue-\d+\.raw")
+_ADDED_NAME = re.compile(r"phos-(residue|shared)-\d+\.raw")
 _TASK_PAGES_NAME = re.compile(r"phos-pages-\d+\.raw")
 
 
@@ -67,8 +67,14 @@ def residue_file(number: int) -> str:
     return f"phos-residue-{number}.raw"
 
 
-def is_residue(name: str) -> bool:
-    return _RESIDUE_NAME.fullmatch(name) is not None
+def named_memory_file(number: int) -> str:
+    """The name of a file with memory that processes share by a name."""
+    return f"phos-shared-{number}.raw"
+
+
+def is_added(name: str) -> bool:
+    """True for a copy of a file that the processes had mapped, whole: ImageWriter.add_file() has made it."""
+    return _ADDED_NAME.fullmatch(name) is not None
 
 
 def task_pages_file(pid: int) -> str:
@@ -78,7 +84,7 @@ def task_pages_file(pid: int) -> str:
 
 def is_ours(name: str) -> bool:
     named = name in (INVENTORY_FILE, CHUNKS_FILE, COMMIT_FILE, COMMIT_TEMPORARY, ORDER_FILE)
-    return named or stripe_of(name) is not None or is_residue(name) or _TASK_PAGES_NAME.fullmatch(name) is not None
+    return named or stripe_of(name) is not None or is_added(name) or _TASK_PAGES_NAME.fullmatch(name) is not None
 
 
 def is_criu_image(name: str) -> bool:

@@ -409,7 +409,7 @@ class Image:
                 if extent.stripe is not None and formats.data_file(extent.stripe) in present:
                     jobs.append((extent.length, partial(self._verify_extent, extent, memory)))
         for file in self.record.files:
-            if (file.origin == pb.File.CRIU or formats.is_residue(file.name)) and file.name in present:
+            if (file.origin == pb.File.CRIU or formats.is_added(file.name)) and file.name in present:
                 step = file.segment_size or formats.SEGMENT_SIZE
                 if len(file.hashes) != -(-file.size // step):
                     problems.append(f"{self.path / formats.COMMIT_FILE} lacks hashes of {file.name}")
@@ -444,7 +444,7 @@ class Image:
         `target` takes it not.
         """
         where = self.path / name
-        file = next((f for f in self.record.files if f.name == name and formats.is_residue(name)), None)
+        file = next((f for f in self.record.files if f.name == name and formats.is_added(name)), None)
         step = file.segment_size if file else 0
         if file is None or step <= 0 or len(file.hashes) != -(-file.size // step):
             raise ImageError(f"{self.path / formats.COMMIT_FILE} lacks {name} or its hashes")

@@ -274,7 +274,7 @@ class RemoteImage:
         if self._only_data:
             self._local.copy_file(name, target)
             return
-        file = next((f for f in self._local.record.files if f.name == name and formats.is_residue(name)), None)
+        file = next((f for f in self._local.record.files if f.name == name and formats.is_added(name)), None)
         if file is None:
             raise ImageError(f"{self.path / formats.COMMIT_FILE} lacks {name}")
         run_in_threads(_copies(self._links, file, target), COPY_THREADS)
@@ -369,7 +369,7 @@ def _fetch_files(links: Links, files: list[pb.File], directory: Path, *, only_da
     here = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     descriptors: list[int] = []
     try:
-        copied = [f for f in files if f.origin != pb.File.PHOS_DATA and (only_data or not formats.is_residue(f.name))]
+        copied = [f for f in files if f.origin != pb.File.PHOS_DATA and (only_data or not formats.is_added(f.name))]
         size = sum(file.size for file in copied)
         if size > (free := free_bytes(here)):
             raise ImageError(

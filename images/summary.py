@@ -71,6 +71,7 @@ def summarise(image: Image, *, all_buffers: bool = False) -> dict[str, Any]:
                 for process in inventory.processes
                 for r in process.residues
             ],
+            "named_memory": [{"file": m.file, "size": m.size, "names": list(m.names)} for m in inventory.named_memory],
             "criu": _criu(image),
         },
         "timings": _timings(image),

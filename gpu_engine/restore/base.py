@@ -26,6 +26,7 @@ from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.fill_plan import FillPlan
 from phos.gpu_engine.job_states import FAILED
+from phos.gpu_engine.named_memory import RestoredNamedMemory
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import has_ended, inner_pid
 from phos.gpu_engine.residue import RestoredResidues
@@ -120,6 +121,7 @@ class Restore(ABC):
         self.unsound = False
         """What was copied through could not be put back: phosd's GPU context may be lost."""
         self._residues: RestoredResidues | None = None
+        self._named_memory: RestoredNamedMemory | None = None
         self._memory = ReservedMemory()  # where phosd copies to
         self._gpu_pairs: dict[str, str] = {}
         self._ordinals: dict[int, int] = {}
@@ -180,6 +182,7 @@ class Restore(ABC):
         self._match_gpus()
         wanted = self._wanted_blocks()
         require_room(wanted.values())
+        self._named_memory = RestoredNamedMemory(self._image)
         self._residues = RestoredResidues(self._image, BUSY_SECONDS)
         threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
         try:
@@ -217,6 +220,8 @@ class Restore(ABC):
         """Let a restore go that never began loading."""
         if self._residues is not None:
             self._residues.discard()
+        if self._named_memory is not None:
+            self._named_memory.discard()
         self._image.close()
         self._loaded.set()
         self._over.set()
@@ -545,6 +550,8 @@ class Restore(ABC):
         self._loaded.wait()
         if self._residues is not None:
             self._residues.discard()
+        if self._named_memory is not None and self.state != "attached":
+            self._named_memory.discard()
         with self._lock:
             descriptors = [fd for fd in (*self._pids.values(), *self._beside.values()) if fd >= 0]
             self._pids, self._beside = dict.fromkeys(self._pids, -1), {}

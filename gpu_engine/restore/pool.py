@@ -20,6 +20,7 @@ from phos.gpu_engine import driver, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.errors import DriverError, RestoreFailed
+from phos.gpu_engine.named_memory import RestoredNamedMemory
 from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.base import Register
@@ -130,6 +131,7 @@ class PooledRestore(LazyRestore):
         self._match_gpus()
         self._planned = planned = self._wanted_blocks()
         self.progress.total = sum(block.size for block in planned.values())
+        self._named_memory = RestoredNamedMemory(self._image)
         self._residues = RestoredResidues(self._image)
         for process in self.processes:
             self._sessions[process.session] = register(process, [])

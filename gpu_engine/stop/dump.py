@@ -31,6 +31,7 @@ from phos.gpu_engine.errors import CRIU_FAILED, INTERRUPTED, CheckpointFailed, D
 from phos.gpu_engine.interruption import Interruption
 from phos.gpu_engine.landing import Landing
 from phos.gpu_engine.mapped_blocks import MappedBlocks
+from phos.gpu_engine.named_memory import DumpedNamedMemory
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.procfs import is_alive
 from phos.gpu_engine.residue import DumpedResidues
@@ -121,6 +122,7 @@ class StopDump:
         self._landing: Landing | None = None
         self._directory = os.dup(assignment.directory)
         self._pages = TaskPages(self._directory)
+        self._named_memory = DumpedNamedMemory(self._writer)
         self._hidden = b""
         self._tasks_with_device_files: Sequence[int] = ()
         self._has_device_mappings = False
@@ -283,7 +285,7 @@ class StopDump:
     def task_frozen(self, pid: int, criu_pid: int, table: int, tracer: int) -> None:
         """CRIU, which is process ``tracer``, has frozen a task of the tree, and calls it ``criu_pid``.
 
-        Copies its pages; ``table`` is a memfd for what CRIU need not dump (task_pages.py).
+        Copies its pages; ``table`` is a memfd for what CRIU need not dump (task_pages.py). And what it shares by name.
 
         Raises:
             OSError: the table cannot be written.
@@ -292,6 +294,7 @@ class StopDump:
         self._interruption.check()
         if self.settings.cpu_pages:
             self._pages.freeze(pid, criu_pid, table, tracer)
+        self._named_memory.look(pid, tracer)
 
     def tasks_run(self, pids: Sequence[int], *, back: bool) -> None:
         """Of frozen processes without the frontend the driver's threads run, and no others.
@@ -332,6 +335,8 @@ class StopDump:
         try:
             with self.timeline.phase("wait for CPU pages", concurrent=True):
                 self._pages.wait()
+            with self.timeline.phase("wait for named memory", concurrent=True):
+                self._named_memory.wait()
             self._interruption.check()
             if result == 0:
                 self._tree.check_device_files(self._tasks_with_device_files)
@@ -412,6 +417,7 @@ class StopDump:
             message = inventory.build(
                 self.protocol, self._records, self._tree.foreign, driver.gpus(), self.versions, self.since
             )
+            self._named_memory.describe(message, self._directory)
             message.reducers.extend(self.settings.reducers())
             inventory.add_timings(message, self.timeline.phases(), self.timeline.now())
             self._residues.describe(message, self._writer)
@@ -436,6 +442,7 @@ class StopDump:
             what = "Copying GPU memory to" if error is self._copy_failure else "Completing the image in"
             self._failure = INTERRUPTED if self._interruption.asked else f"{what} {self.path} failed: {error}"
             raise CheckpointFailed(self._failure) from error
+        self._named_memory.remove_links()
         self._close_directory()
         self.state = "committed"
         log.info("%s: committed, %d bytes of GPU memory", self.path, self.progress.total)
@@ -469,6 +476,7 @@ class StopDump:
             with suppress(OSError):
                 os.unlink(CRIU_INVENTORY_FILE, dir_fd=self._directory)
         self._pages.discard()
+        self._named_memory.discard()
         self._writer.abort()
         if self._landing is not None:  # whoever tries again needs the room
             self._landing.release()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import process
@@ -27,7 +26,6 @@ def interrupted_is_the_same(
     at: int = 6,
     times: int = 1,
     frontend: bool = True,
-    options: Sequence[str] = (),
 ) -> None:
     """Run alone and without the frontend; run with `times` dumps, kills and restores; compare all lines."""
     wanted = start(command, frontend=False, environment=environment, name="alone").finish()
@@ -37,8 +35,8 @@ def interrupted_is_the_same(
     for number in range(times):
         folder = image / str(number)
         folder.mkdir()
-        process.criu_dump(program, folder, *options)
-        process.criu_restore(program, folder, *options)
+        process.criu_dump(program, folder)
+        process.criu_restore(program, folder)
     assert without_repeats(program.finish()) == wanted
 
 
@@ -91,9 +89,9 @@ def test_pytorch_beside_nvml(start: Starter, image: Path) -> None:
 
 @needs_torch
 def test_pytorch_shares_tensors(start: Starter, image: Path) -> None:
-    """CUDA IPC between two processes; spawned ones have semaphores with names, of which CRIU makes links."""
+    """CUDA IPC between two processes; spawned ones have semaphores with names."""
     command = process.python_program(PROGRAMS / "pytorch_ipc.py")
-    interrupted_is_the_same(command, start, image, times=2, options=["--link-remap"])
+    interrupted_is_the_same(command, start, image, times=2)
 
 
 @needs_jax

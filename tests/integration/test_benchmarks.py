@@ -58,7 +58,7 @@ def smoke(site: Site, script: str, *options: str) -> dict[str, Any]:
 def test_jobs(site: Site) -> None:
     """Room is made for what is not zeros, and all lines are those of a job left alone."""
     rows = {row["key"]: row for row in smoke(site, "jobs", "--image", str(site.folder))["rows"]}
-    for job in ("JAX", "PyTorch, DataLoader"):
+    for job in ("JAX", "PyTorch, DataLoader", "PyTorch, shared tensors"):
         assert rows[f"{job}, killed"]["identical"]
         assert 0 < rows[f"{job}, 1"]["stall"] < rows[f"{job}, 1"]["command"]
     assert rows["JAX, killed"]["stored_gb"] < 0.1 * rows["JAX, killed"]["gpu_gb"]

@@ -183,7 +183,7 @@ def test_what_the_last_checkpoint_needed_decides_the_size() -> None:
 def test_without_a_file_the_checkpoint_goes_on(memory: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str) -> None:
     process = Process(refuse="it is another file here" if obstacle == "refused" else "")
     if obstacle == "mounts":
-        monkeypatch.setattr(residue, "_is_ours", lambda pid, criu: False)
+        monkeypatch.setattr(residue, "is_ours", lambda pid, criu: False)
     if obstacle == "room":
         monkeypatch.setattr(residue, "_room_for", lambda size: False)
     if obstacle == "folder":

@@ -1,7 +1,8 @@
 """A parent that uses the GPU and a child share memory that is a file without a name, larger than CRIU takes by itself.
 
 The child counts up in its first word. When the file GO appears the parent sees whether it still does, and whether
-the rest is as it was. Usage: unnamed_memory.py FOLDER GO BYTES; FOLDER is where the file has been.
+the rest is as it was. Usage: unnamed_memory.py FOLDER GO BYTES [NAME]; FOLDER is where the file has been. With NAME it
+still is, called so, and only the name is gone that it was mapped by.
 """
 
 import mmap
@@ -24,9 +25,11 @@ def check(result):
     return result[1] if len(result) == 2 else None
 
 
-with tempfile.TemporaryFile(dir=folder) as file:
+with tempfile.NamedTemporaryFile(dir=folder) as file:
     os.ftruncate(file.fileno(), size)
     memory = mmap.mmap(file.fileno(), size)
+    for name in sys.argv[4:]:
+        os.link(file.name, os.path.join(folder, name))
 for at in range(4096, size - len(PATTERN), len(PATTERN)):
     memory[at : at + len(PATTERN)] = PATTERN
 wanted = memory[4096:]
