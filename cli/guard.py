@@ -374,6 +374,7 @@ class Guard:
         """
         done = subprocess.run(
             [str(launcher("phos-gpu")), "restore", "--json", str(image)],
+            env={**os.environ, "PHOS_GROWN_FILES": os.environ.get("PHOS_GROWN_FILES") or "cut"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

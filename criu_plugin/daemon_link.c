@@ -42,6 +42,7 @@ static struct {
 	uint64_t next_id;
 	bool dumping;
 	bool gpu_part; /* of what is dumped */
+	bool names;    /* phosd sees to the names of files in shared memory */
 	struct phos_alone *alone;
 	size_t alone_count;
 } link_ = { .fd = -1, .next_id = 1 };
@@ -173,7 +174,7 @@ static Envelope *receive_packet(uint64_t id, int timeout_s)
 
 /* What Done says beside how it went. */
 struct answer {
-	bool gpu_part, park, kept;
+	bool gpu_part, park, kept, names;
 };
 
 static int note_alone(Phos__Wire__Alone **tasks, size_t count)
@@ -238,7 +239,8 @@ static int request(Envelope *envelope, int descriptor, const char *what, struct 
 	    phos_device_files_begin(answer->done->device_files, answer->done->n_device_files))
 		goto out;
 	if (said)
-		*said = (struct answer){ answer->done->gpu_part, answer->done->park, answer->done->kept };
+		*said = (struct answer){ answer->done->gpu_part, answer->done->park, answer->done->kept,
+					answer->done->names };
 	ret = 0;
 out:
 	phos__wire__envelope__free_unpacked(answer, NULL);
@@ -280,6 +282,7 @@ int phos_link_dump_begin(int pid)
 		return -1;
 	link_.dumping = true;
 	link_.gpu_part = said.gpu_part;
+	link_.names = said.names;
 	if (said.gpu_part && add_inventory_plugin && add_inventory_plugin(PHOS_INVENTORY_NAME)) {
 		pr_err("no memory to note in the image that it has a GPU part\n");
 		return -1;
@@ -287,9 +290,9 @@ int phos_link_dump_begin(int pid)
 	return 0;
 }
 
-bool phos_link_has_gpu_part(void)
+bool phos_link_sees_to_names(void)
 {
-	return link_.gpu_part;
+	return link_.names;
 }
 
 int phos_link_task_frozen(int pid)
@@ -355,6 +358,7 @@ int phos_link_restore_begin(void)
 		begin.mode = (char *)"eager"; /* whatever CRIU was told */
 	begin.lazy = setting("PHOS_LAZY");
 	begin.pool = setting("PHOS_POOL");
+	begin.grown_files = setting("PHOS_GROWN_FILES");
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_RESTORE_BEGIN;
 	envelope.restore_begin = &begin;
 	return request(&envelope, criu_get_image_dir(), "begin the restore", NULL);

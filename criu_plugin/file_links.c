@@ -51,7 +51,7 @@ static bool spare(const char *name)
 
 __attribute__((visibility("default"))) int linkat(int from, const char *old, int to, const char *new, int flags)
 {
-	if (phos_link_has_gpu_part() && (flags & AT_EMPTY_PATH) && !*old && !strncmp(new, LINK, strlen(LINK)) &&
+	if (phos_link_sees_to_names() && (flags & AT_EMPTY_PATH) && !*old && !strncmp(new, LINK, strlen(LINK)) &&
 	    lies_in_folder(from) && spare(new))
 		return 0;
 	return syscall(SYS_linkat, from, old, to, new, flags);

@@ -45,8 +45,8 @@ enum phos_stage {
 int phos_link_task_runs(enum phos_stage stage);
 void phos_link_restore_end(int result);
 
-/* Whether phosd makes part of the image: from phos_link_dump_begin() on. */
-bool phos_link_has_gpu_part(void);
+/* Whether phosd has files in shared memory restored by names that they have (file_links.c): from phos_link_dump_begin() on. */
+bool phos_link_sees_to_names(void);
 /* A task is frozen: phosd begins to copy what it has, and says which pages CRIU need not dump (hidden_pages.c). */
 int phos_link_task_frozen(int pid);
 /* The tasks of which only the driver's threads run while phosd sees to them (phos_let_run); their number. */

@@ -94,18 +94,18 @@ class _Saved:
 class DumpedNamedMemory:
     """That of the tasks of one dump. One thread at a time."""
 
-    def __init__(self, writer: ImageWriter) -> None:
+    def __init__(self, writer: ImageWriter, ours: bool) -> None:
+        """``ours``: :func:`is_ours` of the tree; if not, CRIU sees to all of it."""
         self._writer = writer
+        self._ours = ours
         self._files: dict[int, _Saved] = {}  # by inode; None of those that were looked at and are not ours to save
         self._worker: ThreadPoolExecutor | None = None
         self._looking: list[Future[None]] = []
         self._links: list[str] = []
-        self._strangers = False  # there are tasks of which we do not see what CRIU sees
 
-    def look(self, pid: int, criu: int) -> None:
-        """A task is frozen, by CRIU (process ``criu``): begin to save what it has, beside whatever else is done."""
-        if not is_ours(pid, criu):
-            self._strangers = True
+    def look(self, pid: int) -> None:
+        """A task is frozen: begin to save what it has, beside whatever else is done."""
+        if not self._ours:
             return
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="named-memory")
@@ -163,11 +163,13 @@ class DumpedNamedMemory:
             CheckpointFailed: CRIU would need a link to restore a file that is not there (any more).
             ImageError, OSError: CRIU's images cannot be read, or changed.
         """
+        if not self._ours:
+            return
         names = {path: str(SHARED_MEMORY / f.names[0]) for f in self._files.values() for path in f.mapped_as}
         replaced = criu_remaps.name_again(directory, names)
         self._links = replaced.links
         for name, link in replaced.left.items():
-            if not self._strangers and not os.path.lexists(link):
+            if not os.path.lexists(link):
                 raise CheckpointFailed(
                     f"A process uses {name}, which has lost that name and has another one. CRIU restores such a file "
                     f"by a link (--link-remap), {link}, and removes that where the processes run on: such an image "

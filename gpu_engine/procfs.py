@@ -206,18 +206,28 @@ def mapped_files(pid: int) -> set[str]:
     return {mapping.name for mapping in mappings(pid)}
 
 
-def user_of(file: os.stat_result) -> int:
-    """A process that has a file open or mapped; 0: none that we may look at has."""
+def user_of(file: os.stat_result, *, writes: bool = False) -> int:
+    """Another process that has a file open or mapped; 0: none that we may look at. ``writes``: to write to it."""
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
+        if entry.isdigit() and int(entry) != os.getpid():
             with suppress(OSError):  # it has ended
-                if any((m.device, m.inode) == (file.st_dev, file.st_ino) for m in mappings(int(entry))):
+                if _uses(int(entry), file, writes):
                     return int(entry)
-                for descriptor in os.listdir(f"/proc/{entry}/fd"):
-                    with suppress(OSError):
-                        if os.path.samestat(os.stat(f"/proc/{entry}/fd/{descriptor}"), file):
-                            return int(entry)
     return 0
+
+
+def _uses(pid: int, file: os.stat_result, writes: bool) -> bool:
+    for mapping in mappings(pid):
+        shares = mapping.permissions[1] == "w" and mapping.permissions[3] == "s"
+        if (mapping.device, mapping.inode) == (file.st_dev, file.st_ino) and (shares or not writes):
+            return True
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
+        with suppress(OSError):  # closed meanwhile
+            if os.path.samestat(os.stat(f"/proc/{pid}/fd/{descriptor}"), file):
+                words = _status(Path(f"/proc/{pid}/fdinfo/{descriptor}"), "flags")
+                if not writes or (words and int(words[0], 8) & os.O_ACCMODE != os.O_RDONLY):
+                    return True
+    return False
 
 
 def pid_namespace(pid: int) -> int:

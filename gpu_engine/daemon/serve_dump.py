@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from phos.gen import wire_pb2
-from phos.gpu_engine import driver, inventory, procfs, toggle
+from phos.gpu_engine import driver, inventory, named_memory, procfs, toggle
 from phos.gpu_engine.cow.dump import CowDump
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.daemon import limits, twins, wire
@@ -93,6 +93,7 @@ class DumpServer:
                 warnings=job.warnings() if job else [],
                 gpu_part=job is not None,
                 device_files=driver.device_files() if job else (),
+                names=job is not None and job.shares_names,
             )
             result = -1
             over = threading.Event()
@@ -260,6 +261,7 @@ class DumpServer:
             settings=settings,
             versions=versions,
             criu=connection.pid,
+            shares_names=named_memory.is_ours(root, connection.pid),
             interruption=interruption,
         )
         interruption.check()

@@ -17,7 +17,7 @@ from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import INTERRUPTED, RestoreFailed, UsageError
 from phos.gpu_engine.interruption import Interruption
-from phos.gpu_engine.restore import ids
+from phos.gpu_engine.restore import grown_files, ids
 from phos.gpu_engine.restore.base import UNDER_WAY, Restore, RestoredProcess
 from phos.gpu_engine.restore.eager import EagerRestore
 from phos.gpu_engine.restore.lazy import LazyRestore
@@ -56,6 +56,7 @@ class RestoreServer:
         interruption: Interruption,
     ) -> None:
         try:
+            grown_files.check(envelope.restore_begin.grown_files)
             job = self._begin(connection, envelope.restore_begin, wire.only(descriptors))
         except Exception as error:
             say_failure("Restore", error)
@@ -106,7 +107,8 @@ class RestoreServer:
             return None
         in_the_way = ids.in_the_way(ids.of_image(directory), connection.pid)
         job = self._job(connection, request, directory)
-        while (ending := self._begin_unless_ending(job, directory, connection.uid, in_the_way)) is not None:
+        cuts = connection.pid if request.grown_files == "cut" else 0
+        while (ending := self._begin_unless_ending(job, directory, connection.uid, in_the_way, cuts)) is not None:
             if not ending.put_away.wait(ENDING_SECONDS):
                 job.close()
                 raise RestoreFailed(
@@ -115,10 +117,13 @@ class RestoreServer:
                 )
         return job
 
-    def _begin_unless_ending(self, job: Restore, directory: int, owner: int, in_the_way: str) -> Restore | None:
+    def _begin_unless_ending(
+        self, job: Restore, directory: int, owner: int, in_the_way: str, cuts: int
+    ) -> Restore | None:
         """Begin, or name the restore of one of the processes that has ended and is still in the way.
 
         ``in_the_way``: who has a pid that CRIU needs, if it is not one of these very processes that still runs.
+        ``cuts``: the process of CRIU, if files that have grown are to be cut.
 
         Raises:
             PhosError, ImageError, OSError: it cannot begin; it has been closed.
@@ -137,6 +142,8 @@ class RestoreServer:
             try:
                 job.begin(lambda process, blocks: self._register(job, process, blocks))
                 self._registry.lend_imports(job)
+                if cuts:  # last: nothing else refuses any more
+                    grown_files.cut(directory, cuts)
             except BaseException as error:
                 job.fail(str(error))
                 job.close()

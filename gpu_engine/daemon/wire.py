@@ -171,11 +171,12 @@ class Connection:
         alone: Iterable[wire_pb2.Alone] = (),
         kept: bool = False,
         device_files: Iterable[str] = (),
+        names: bool = False,
     ) -> None:
         """Answer a request that wants no more than to know whether it was carried out.
 
         ``gpu_part``: of the begin of a dump, that the image will have a part of ours, without which it is useless.
-        ``alone``, ``kept`` and ``device_files``: see Done in proto/wire.proto.
+        ``alone``, ``kept``, ``device_files`` and ``names``: see Done in proto/wire.proto.
         """
         done = wire_pb2.Done(
             error=sentence(error),
@@ -184,6 +185,7 @@ class Connection:
             alone=alone,
             kept=kept,
             device_files=device_files,
+            names=names,
         )
         self.reply(request_id, done=done)
 

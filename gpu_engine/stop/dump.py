@@ -65,6 +65,7 @@ class Assignment:
     directory  an open descriptor of the image directory; it stays the caller's.
     path       what to call it.
     criu       the process that dumps them, which may be in other namespaces than ours.
+    shares_names  it, they and we find the same files in /dev/shm (named_memory.py).
     interruption  somebody's wish that it be ended.
     """
 
@@ -76,6 +77,7 @@ class Assignment:
     settings: Settings
     versions: inventory.Versions
     criu: int
+    shares_names: bool = True
     interruption: Interruption = field(default_factory=Interruption)
 
 
@@ -100,6 +102,7 @@ class StopDump:
         self.settings = assignment.settings
         self.versions = assignment.versions
         self._criu = assignment.criu
+        self.shares_names = assignment.shares_names
         self.state = "writing"
         self.error = ""
         self.since = time.time()
@@ -122,7 +125,7 @@ class StopDump:
         self._landing: Landing | None = None
         self._directory = os.dup(assignment.directory)
         self._pages = TaskPages(self._directory)
-        self._named_memory = DumpedNamedMemory(self._writer)
+        self._named_memory = DumpedNamedMemory(self._writer, assignment.shares_names)
         self._hidden = b""
         self._tasks_with_device_files: Sequence[int] = ()
         self._has_device_mappings = False
@@ -294,7 +297,7 @@ class StopDump:
         self._interruption.check()
         if self.settings.cpu_pages:
             self._pages.freeze(pid, criu_pid, table, tracer)
-        self._named_memory.look(pid, tracer)
+        self._named_memory.look(pid)
 
     def tasks_run(self, pids: Sequence[int], *, back: bool) -> None:
         """Of frozen processes without the frontend the driver's threads run, and no others.

@@ -208,3 +208,42 @@ def test_output_and_events_in_plain_lines(site: Site) -> None:
     )
     assert "ITERATION 3" in result.stdout
     assert "guard: The job ended with status 0." in result.stderr
+
+
+def own_log(site: Site) -> tuple[Path, tuple[str, ...]]:
+    """A job that writes a log of its own, not to append to it; and that log."""
+    log = site.folder / "train.log"
+    return log, ("sh", "-c", 'log=$1; shift; exec "$@" >"$log"', "sh", str(log), *job(site))
+
+
+def test_a_log_of_the_job_s_own_goes_back_with_it(site: Site) -> None:
+    """CRIU would not restore a program with a file open that has grown since. What the job said last is kept."""
+    expected = expected_result(site)
+    log, command = own_log(site)
+    guarding = guard(site, "--interval", "0.5", "--", *command)
+    wait_event(guarding, "checkpoint", 2)
+    wait_until(lambda: log.read_text().count("ITERATION") > 20, "output")
+    os.kill(job_pid(site), signal.SIGKILL)
+    wait_event(guarding, "restored")
+    assert let_end(site, guarding) == 0
+    lines = log.read_text().splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("RESULT")] == [expected]
+    said = [line.split()[1] for line in lines if line.startswith("ITERATION")]
+    assert said == [str(number + 1) for number in range(120)]
+    kept = "".join(path.read_text() for path in site.folder.glob("train.log.cut-*"))
+    assert set(kept.splitlines()) <= set(lines)
+
+
+def test_a_log_of_the_job_s_own_stays_if_that_is_asked_for(site: Site) -> None:
+    log, command = own_log(site)
+    guarding = guard(site, "--interval", "0.5", "--", *command, PHOS_GROWN_FILES="refuse")
+    wait_event(guarding, "checkpoint")
+    os.kill(job_pid(site), signal.SIGSTOP)  # else the next checkpoint might have the log as it is
+    before = log.read_text()
+    with log.open("a") as file:
+        file.write("more\n")
+    os.kill(job_pid(site), signal.SIGKILL)
+    assert "has bad size" in wait_event(guarding, "restore-failed")["text"]
+    status_of(guarding)
+    assert log.read_text().startswith(before)
+    assert not list(site.folder.glob("train.log.cut-*"))

@@ -1,5 +1,5 @@
 /*
- * criu_plugin/file_links.c: which links it makes. file_links_cases GPU_PART FOLDER NAME: makes a link to a file that is
+ * criu_plugin/file_links.c: which links it makes. file_links_cases NAMES FOLDER NAME: makes a link to a file that is
  * open and lies in FOLDER, as CRIU does, and removes it. Prints after each whether the link is there.
  */
 #include <errno.h>
@@ -10,11 +10,11 @@
 
 #include "phos_plugin.h"
 
-static bool gpu_part;
+static bool names;
 
-bool phos_link_has_gpu_part(void)
+bool phos_link_sees_to_names(void)
 {
-	return gpu_part;
+	return names;
 }
 
 static int there(int root, const char *name)
@@ -28,7 +28,7 @@ int main(int count, char **words)
 
 	if (count != 4)
 		return 1;
-	gpu_part = atoi(words[1]);
+	names = atoi(words[1]);
 	root = open("/", O_RDONLY | O_DIRECTORY);
 	file = open(words[2], O_TMPFILE | O_RDWR, 0600);
 	if (root < 0 || file < 0)

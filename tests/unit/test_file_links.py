@@ -41,8 +41,8 @@ def link() -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def answers(program: Path, gpu_part: bool, folder: Path, link: Path) -> list[str]:
-    words = [program, str(int(gpu_part)), folder, f".{link}"]
+def answers(program: Path, names: bool, folder: Path, link: Path) -> list[str]:
+    words = [program, str(int(names)), folder, f".{link}"]
     done = subprocess.run(words, capture_output=True, text=True, check=True, env={"ASAN_OPTIONS": "detect_leaks=0"})
     return done.stdout.splitlines()
 
@@ -54,7 +54,7 @@ def test_a_link_in_shared_memory_is_neither_made_nor_removed(program: Path, link
     assert link.read_text() == "another dump's"
 
 
-def test_without_a_part_of_ours_all_is_criu_s_to_do(program: Path, link: Path) -> None:
+def test_where_phosd_does_not_name_files_all_is_criu_s_to_do(program: Path, link: Path) -> None:
     assert answers(program, False, SHARED_MEMORY, link) == ["1", "0 0"]
     link.write_text("another dump's")
     assert answers(program, False, SHARED_MEMORY, link) == ["exists"]

@@ -171,6 +171,7 @@ SCHEMA = {
         "phos": {"bytes": "int", "stored_bytes": "int"},
         "driver": [{"pid": "int", "kind": "str", "count": "int", "bytes": "int"}],
         "residue": [],
+        "named_memory": [],
         "criu": {
             "files": "int",
             "bytes": "int",

@@ -347,7 +347,7 @@ def test_signals_are_passed_down(tree: Path, environment: dict[str, str], number
         os.kill(int(note.read_text()), 0)
 
 
-# Seizes the process argv[1] for half a second, as CRIU does, and writes down that it began and that it let go.
+# Seizes the process argv[1] for half a second, as CRIU does; writes down that it has, and that it is about to let go.
 TRACER = """
 import ctypes, sys, time
 pid, note, ptrace = int(sys.argv[1]), sys.argv[2], ctypes.CDLL(None).ptrace
@@ -357,8 +357,8 @@ def say(word):
 assert ptrace(0x4206, pid, None, None) == ptrace(0x4207, pid, None, None) == 0  # PTRACE_SEIZE, PTRACE_INTERRUPT
 say("seized")
 time.sleep(0.5)
+say("done")  # afterwards it may be ended before it can say so
 assert ptrace(17, pid, None, None) == 0  # PTRACE_DETACH
-say("detached")
 time.sleep(60)
 """
 
@@ -382,7 +382,7 @@ def test_no_signal_ends_a_dump_that_traces_a_process(tree: Path, environment: di
                 time.sleep(0.01)
             (os.killpg if group else os.kill)(launcher.pid, signal.SIGINT)
             assert launcher.wait(timeout=60) == -signal.SIGINT
-            assert note.read_text() == "seized detached "
+            assert note.read_text() == "seized done "
             assert traced.poll() is None
         finally:
             traced.kill()
@@ -476,6 +476,43 @@ def test_criu_asks_the_plugin_for_pages_when_it_dumps_into_files(
     loaders = started[: started.index("--argv0")]
     assert (loaders[2:] == ["--preload", f"{plugins(tree)}/phos_plugin.so"]) is preloads
     assert "--preload" not in started[started.index("--argv0") :]
+
+
+HOLDER = """
+import mmap, os, subprocess, sys
+name = sys.argv[1]
+if sys.argv[2:]:
+    child = subprocess.Popen([sys.executable, "-c", sys.argv[2], name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    child.stdout.readline()
+else:
+    with open(name, "w+b") as file:
+        file.truncate(32)
+        memory = mmap.mmap(file.fileno(), 32)
+    os.unlink(name)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("place", ["/dev/shm", "/tmp", "/dev/shm/folder"])
+@pytest.mark.parametrize("child", [False, True])
+def test_criu_makes_links_where_a_task_has_semaphores(run: Run, place: str, child: bool) -> None:
+    """And of nothing that lies elsewhere, which would have to stay there."""
+    folder = Path(place)
+    there = folder.exists()
+    folder.mkdir(exist_ok=True)
+    try:
+        words = [sys.executable, "-c", HOLDER, str(folder / f"phos-test-{os.getpid()}"), *([HOLDER] if child else [])]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as task:
+            assert task.stdout
+            assert task.stdout.readline() == b"ready\n"
+            outcome = run("dump", f"-t{task.pid}", "--lib", "phos")
+            task.communicate()
+    finally:
+        if not there:
+            folder.rmdir()
+    assert outcome.argv is not None
+    assert ("--link-remap" in outcome.argv) is (place == "/dev/shm")
 
 
 def test_criu_s_own_options_from_a_file_count_as_well(tree: Path, environment: dict[str, str], tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from phos.images.writer import ImageWriter
 HOLDER = r"""
 import mmap, os, sys
 how, path = sys.argv[1:]
-flags = os.O_RDONLY if how == "reads" else os.O_RDWR
+flags = os.O_RDWR if how == "writes" else os.O_RDONLY
 file = os.open(path, flags)
 kind = mmap.MAP_PRIVATE if how == "private" else mmap.MAP_SHARED
 memory = mmap.mmap(file, 0, kind, mmap.PROT_READ if how == "reads" else mmap.PROT_READ | mmap.PROT_WRITE)
@@ -71,6 +71,7 @@ class Files:
     inventory: pb.Inventory = field(default_factory=pb.Inventory)
     content: dict[str, bytes] = field(default_factory=dict)
     failure: Exception | None = None
+    ours: bool = True
 
     def add_file(self, name: str, source: int, size: int) -> list[bytes]:
         if self.failure:
@@ -84,10 +85,10 @@ class Files:
         os.pwrite(target, self.content[name], 0)
 
     def dump(self, folder: Path, *pids: int) -> None:
-        """As of tasks that CRIU, which is this process, has frozen."""
-        dumped = DumpedNamedMemory(cast(ImageWriter, self))
+        """As of tasks that CRIU has frozen."""
+        dumped = DumpedNamedMemory(cast(ImageWriter, self), ours=self.ours)
         for pid in pids:
-            dumped.look(pid, os.getpid())
+            dumped.look(pid)
         dumped.wait()
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -149,6 +150,15 @@ def test_a_name_that_is_gone_is_not_the_only_one(path: Path, hold: Callable[[str
         finally:
             (SHARED_MEMORY / f"link_remap.{os.getpid()}").unlink()
         assert [list(memory.names) for memory in files.inventory.named_memory][number:] == [[name]]
+
+
+def test_of_a_tree_with_another_dev_shm_all_is_criu_s(
+    path: Path, hold: Callable[[str, Path], int], tmp_path: Path
+) -> None:
+    path.write_bytes(b"\1" * 4096)
+    files = Files(ours=False)
+    files.dump(tmp_path, hold("writes", path))
+    assert not files.content
 
 
 def test_a_process_that_has_ended_has_nothing(tmp_path: Path) -> None:
@@ -217,11 +227,25 @@ def test_who_still_uses_the_very_file_keeps_it(
     assert path.stat().st_ino != inode
 
 
-def test_an_open_file_is_used(path: Path) -> None:
+@pytest.mark.parametrize(("how", "writes"), [("<", False), (">>", True), ("<>", True)])
+def test_whoever_has_a_file_open_uses_it(path: Path, how: str, writes: bool) -> None:
     path.touch()
-    with open(path) as file:
-        assert procfs.user_of(os.fstat(file.fileno())) == os.getpid()
+    words = ["sh", "-c", f"exec 7{how}{path}; echo ready; exec sleep 60"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        assert process.stdout.readline() == b"ready\n"
+        assert procfs.user_of(path.stat()) == process.pid
+        assert procfs.user_of(path.stat(), writes=True) == (process.pid if writes else 0)
+        process.kill()
     assert procfs.user_of(path.stat()) == 0
+
+
+@pytest.mark.parametrize(("how", "writes"), [("reads", False), ("private", False), ("writes", True)])
+def test_whoever_has_mapped_it_uses_it(path: Path, hold: Callable[[str, Path], int], how: str, writes: bool) -> None:
+    path.write_bytes(b"1")
+    pid = hold(how, path)
+    assert procfs.user_of(path.stat()) == pid
+    assert procfs.user_of(path.stat(), writes=True) == (pid if writes else 0)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../passwd", "/dev/shm/x"])
