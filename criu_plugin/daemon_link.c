@@ -318,6 +318,29 @@ int phos_link_task_frozen(int pid)
 	return ret;
 }
 
+/* Returns 0 or -1. */
+static int add_links(Phos__Wire__DumpEnd *end)
+{
+	const struct phos_link *links;
+	size_t count = phos_spared_links(&links);
+	Phos__Wire__DumpEnd__Link *told = calloc(count + 1, sizeof(*told));
+
+	end->links = calloc(count + 1, sizeof(*end->links));
+	if (!told || !end->links) {
+		pr_err("no memory to tell which links are not needed\n");
+		free(told);
+		return -1;
+	}
+	for (size_t i = 0; i < count; i++) {
+		told[i] = (Phos__Wire__DumpEnd__Link)PHOS__WIRE__DUMP_END__LINK__INIT;
+		told[i].path = links[i].path;
+		told[i].inode = links[i].inode;
+		end->links[i] = &told[i];
+	}
+	end->n_links = count;
+	return 0; /* CRIU is about to end: what was allocated ends with it */
+}
+
 int phos_link_dump_end(int result, bool *kept)
 {
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
@@ -329,7 +352,7 @@ int phos_link_dump_end(int result, bool *kept)
 	*kept = true;
 	if (!link_.dumping)
 		return 0;
-	if (phos_hidden(&hidden) && !result)
+	if ((phos_hidden(&hidden) || add_links(&end)) && !result)
 		result = -1; /* the image cannot be completed */
 	phos_device_files_found(&open, &mapped);
 	end.result = result;

@@ -1,15 +1,19 @@
 /*
- * Links that CRIU would make in /dev/shm. What a task has mapped by a name that is gone, and that has another one, CRIU
- * dumps by making one more link in the same directory (--link-remap), called by a number that the next dump uses as well:
- * two dumps at a time are in each other's way. Every POSIX semaphore is such a mapping. phosd has such a file restored by
- * the name that it still has (gpu_engine/named_memory.py), so the link is never used: here it is not made, if the launcher
- * has preloaded this library into CRIU, and not removed either, as it may be another's by then. Where phosd cannot name
- * the file, it finds no link, and gives the dump up.
+ * Links that CRIU would make to files that have lost the name they are mapped by, and have another one (--link-remap): in
+ * the same directory, called by a number that the next dump uses as well, so that two dumps at a time are in each other's
+ * way. Every POSIX semaphore in /dev/shm is such a file. phosd has it restored by a name that it still has
+ * (gpu_engine/named_memory.py), so the link is never used: here it is not made, if the launcher has preloaded this library
+ * into CRIU, and not removed either, as it may be another's by then. phosd is told which file it would have been for.
+ *
+ * It is the launcher that has CRIU make links, where a task has such memory. All other links are then refused, as CRIU
+ * refuses them without that option: they would stay on a file system of the user's, or be gone when they are needed.
  *
  * CRIU dumps with one thread: no lock.
  */
 #include "phos_plugin.h"
 
+#include <dirent.h>
+#include <errno.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,48 +23,70 @@
 #include <unistd.h>
 
 #define FOLDER "/dev/shm"
-#define LINK "." FOLDER "/link_remap." /* create_link_remap() in criu/files-reg.c, CRIU 4.1.1 */
+#define NAME "link_remap." /* create_link_remap() in criu/files-reg.c, CRIU 4.1.1 */
+#define LINK "." FOLDER "/" NAME
 
-struct spared {
-	struct spared *next;
-	char *name;
-};
+static struct {
+	struct phos_link *links;
+	size_t count;
+} spared;
 
-static struct spared *spared;
-
-static bool lies_in_folder(int file)
+size_t phos_spared_links(const struct phos_link **links)
 {
-	struct stat folder, found;
-
-	return !stat(FOLDER, &folder) && !fstat(file, &found) && found.st_dev == folder.st_dev;
+	*links = spared.links;
+	return spared.count;
 }
 
-/* Whether it could be noted. */
-static bool spare(const char *name)
+/* Whether it lies in the folder itself, by some name that is no link of CRIU's. */
+static bool has_a_name(const struct stat *file)
 {
-	struct spared *link = malloc(sizeof(*link));
+	struct stat folder;
+	struct dirent *entry;
+	bool found = false;
+	DIR *entries;
 
-	if (!link || !(link->name = strdup(name))) {
-		free(link);
+	if (stat(FOLDER, &folder) || file->st_dev != folder.st_dev)
 		return false;
-	}
-	link->next = spared;
-	spared = link;
-	return true;
+	entries = opendir(FOLDER);
+	while (entries && !found && (entry = readdir(entries)))
+		found = entry->d_ino == file->st_ino && strncmp(entry->d_name, NAME, strlen(NAME));
+	if (entries)
+		closedir(entries);
+	return found;
+}
+
+/* Returns whether it could be noted. */
+static bool spare(const char *name, uint64_t inode)
+{
+	struct phos_link *links = realloc(spared.links, (spared.count + 1) * sizeof(*links));
+
+	if (!links)
+		return false;
+	spared.links = links;
+	links[spared.count] = (struct phos_link){ .path = strdup(name + 1), .inode = inode };
+	return links[spared.count].path && ++spared.count;
 }
 
 __attribute__((visibility("default"))) int linkat(int from, const char *old, int to, const char *new, int flags)
 {
-	if (phos_link_sees_to_names() && (flags & AT_EMPTY_PATH) && !*old && !strncmp(new, LINK, strlen(LINK)) &&
-	    lies_in_folder(from) && spare(new))
+	const char *asked = getenv("PHOS_LINKS"), *last = strrchr(new, '/');
+	struct stat file;
+
+	if (!(flags & AT_EMPTY_PATH) || *old || !last || strncmp(last + 1, NAME, strlen(NAME)) || fstat(from, &file))
+		return syscall(SYS_linkat, from, old, to, new, flags);
+	if (phos_link_sees_to_names() && !strncmp(new, LINK, strlen(LINK)) && has_a_name(&file) && spare(new, file.st_ino))
 		return 0;
-	return syscall(SYS_linkat, from, old, to, new, flags);
+	if (!asked || strcmp(asked, "ours"))
+		return syscall(SYS_linkat, from, old, to, new, flags);
+	pr_err("a file in the directory of %s has lost the name it is used by: CRIU needs --link-remap, and a link there\n", new + 1);
+	errno = ENOTSUP;
+	return -1;
 }
 
 __attribute__((visibility("default"))) int unlinkat(int folder, const char *name, int flags)
 {
-	for (const struct spared *link = spared; link; link = link->next)
-		if (!strcmp(link->name, name))
+	for (size_t i = 0; i < spared.count; i++)
+		if (*name == '.' && !strcmp(spared.links[i].path, name + 1))
 			return 0;
 	return syscall(SYS_unlinkat, folder, name, flags);
 }

@@ -47,6 +47,13 @@ void phos_link_restore_end(int result);
 
 /* Whether phosd has files in shared memory restored by names that they have (file_links.c): from phos_link_dump_begin() on. */
 bool phos_link_sees_to_names(void);
+/* A link that CRIU was kept from making, and the inode of the file that it would have been to. */
+struct phos_link {
+	char *path;
+	uint64_t inode;
+};
+/* Those; their number. */
+size_t phos_spared_links(const struct phos_link **links);
 /* A task is frozen: phosd begins to copy what it has, and says which pages CRIU need not dump (hidden_pages.c). */
 int phos_link_task_frozen(int pid);
 /* The tasks of which only the driver's threads run while phosd sees to them (phos_let_run); their number. */

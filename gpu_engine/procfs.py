@@ -7,7 +7,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -187,7 +187,7 @@ def mappings(pid: int, beginning: str = "/") -> list[Mapping]:
         OSError: it cannot be told.
     """
     found = []
-    for line in Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines():
+    for line in Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").split("\n"):
         if beginning not in line:  # most have to do with no file
             continue
         words = line.split(maxsplit=5)
@@ -206,28 +206,36 @@ def mapped_files(pid: int) -> set[str]:
     return {mapping.name for mapping in mappings(pid)}
 
 
-def user_of(file: os.stat_result, *, writes: bool = False) -> int:
-    """Another process that has a file open or mapped; 0: none that we may look at. ``writes``: to write to it."""
-    for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) != os.getpid():
+FileId = tuple[int, int]
+"""st_dev and st_ino of a file."""
+
+
+def users_of(files: Set[FileId], *, but: Set[int] = frozenset(), writes: bool = False) -> dict[FileId, int]:
+    """For each of these files that any process has open or mapped one that does; ``writes``: to write to it.
+
+    Not this process, nor those of ``but``, nor any that we may not look at.
+    """
+    found: dict[FileId, int] = {}
+    for entry in os.listdir("/proc") if files else ():
+        if entry.isdigit() and int(entry) not in but and int(entry) != os.getpid():
             with suppress(OSError):  # it has ended
-                if _uses(int(entry), file, writes):
-                    return int(entry)
-    return 0
+                for file in _used(int(entry), files - found.keys(), writes):
+                    found[file] = int(entry)
+    return found
 
 
-def _uses(pid: int, file: os.stat_result, writes: bool) -> bool:
+def _used(pid: int, files: Set[FileId], writes: bool) -> Iterator[FileId]:
     for mapping in mappings(pid):
         shares = mapping.permissions[1] == "w" and mapping.permissions[3] == "s"
-        if (mapping.device, mapping.inode) == (file.st_dev, file.st_ino) and (shares or not writes):
-            return True
+        if (mapping.device, mapping.inode) in files and (shares or not writes):
+            yield mapping.device, mapping.inode
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):  # closed meanwhile
-            if os.path.samestat(os.stat(f"/proc/{pid}/fd/{descriptor}"), file):
+            status = os.stat(f"/proc/{pid}/fd/{descriptor}")
+            if (file := (status.st_dev, status.st_ino)) in files:
                 words = _status(Path(f"/proc/{pid}/fdinfo/{descriptor}"), "flags")
                 if not writes or (words and int(words[0], 8) & os.O_ACCMODE != os.O_RDONLY):
-                    return True
-    return False
+                    yield file
 
 
 def pid_namespace(pid: int) -> int:

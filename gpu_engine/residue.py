@@ -10,7 +10,6 @@ phosd holds a lock on it: a file without a lock was left behind by a phosd that 
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import re
@@ -20,14 +19,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from phos.gen import phos_image_pb2 as pb
+from phos.gpu_engine import shared_memory
 from phos.gpu_engine.errors import Mispredicted, PhosError, RestoreFailed
-from phos.gpu_engine.named_memory import SHARED_MEMORY, is_ours
 from phos.gpu_engine.process import GatedProcess
+from phos.gpu_engine.shared_memory import HeldFile
 from phos.images.errors import ImageError
 from phos.images.files import allocate_huge, hash_segment, run_in_threads, segments
 from phos.images.formats import residue_file
@@ -45,16 +44,7 @@ COLLAPSED = 32 << 20  # bytes that one thread makes huge pages for at a time
 LOOK_SECONDS = 0.002  # between two processes that are parked one after the other a file is free for some milliseconds
 
 MODE = 0o600
-FOLDER_MODE = 0o711
-
-_FOLDER = re.compile(r"phos(-\d+)?")
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.residue")
-
-
-def folder() -> Path:
-    """Where this phosd's residue files are: root's in one place, those of other users each in one of their own."""
-    user = os.geteuid()
-    return SHARED_MEMORY / (f"phos-{user}" if user else "phos")
 
 
 def file_bytes(needed: int) -> int:
@@ -62,114 +52,8 @@ def file_bytes(needed: int) -> int:
     return (needed + needed // 8 + 2 * GRAIN - 1) // GRAIN * GRAIN + GRAIN
 
 
-def claim() -> None:
-    """Make our folder before anybody else does: everybody may make files in /dev/shm, and nobody remove another's."""
-    try:
-        os.close(_enter(folder(), os.geteuid()))
-    except OSError as error:
-        log.error("No image can be restored that has part of a process's memory in %s: %s", folder(), error)
-
-
-def _enter(path: Path, owner: int) -> int:
-    """A descriptor of the folder, made if it is missing: everybody may pass through, nobody may look.
-
-    Raises:
-        OSError: it cannot be made, or is somebody else's.
-    """
-    user = os.geteuid()
-    if user in (0, owner):  # else it would be there, in the wrong hands
-        with suppress(FileExistsError):
-            path.mkdir(mode=FOLDER_MODE)
-            if owner != user:
-                os.chown(path, owner, -1)
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        status = os.fstat(directory)
-        if status.st_uid not in (user, owner):
-            raise PermissionError(
-                f"{path} belongs to user {status.st_uid}. It is for PhOS, made when phosd starts: remove it as root"
-            )
-        if status.st_uid == user and stat.S_IMODE(status.st_mode) != FOLDER_MODE:  # the umask, or a careless hand
-            os.fchmod(directory, FOLDER_MODE)
-    except OSError:
-        os.close(directory)
-        raise
-    return directory
-
-
-def _lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
-
-
-def sweep() -> None:
-    """Remove what phosds that were killed have left behind."""
-    try:
-        directory = os.open(folder(), os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        for name in os.listdir(directory):
-            if _NAME.fullmatch(name):
-                _remove_if_left(directory, name)
-    finally:
-        os.close(directory)
-
-
-def _remove_if_left(directory: int, name: str) -> None:
-    with suppress(OSError):
-        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
-        try:
-            if _lock(descriptor):
-                os.unlink(name, dir_fd=directory)
-        finally:
-            os.close(descriptor)
-
-
-@dataclass
-class ResidueFile:
-    """A file with its path; the lock on ``descriptor`` keeps it."""
-
-    path: Path
-    descriptor: int
-    size: int
-    uid: int
-    gid: int
-
-    @staticmethod
-    def make(path: Path, size: int, uid: int, gid: int, *, mode: int = MODE) -> ResidueFile:
-        """A file of so many zeros, not allocated yet.
-
-        Raises:
-            OSError: it cannot be made; FileExistsError if it is there, and in use.
-        """
-        shape = _FOLDER.fullmatch(path.parent.name)
-        directory = _enter(path.parent, int(shape[1][1:]) if shape and shape[1] else 0)
-        descriptor = -1
-        try:
-            _remove_if_left(directory, path.name)
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(path.name, flags, 0o600, dir_fd=directory)
-            try:
-                if not _lock(descriptor):
-                    raise BlockingIOError(f"{path} is locked by somebody else")
-                os.fchmod(descriptor, mode)
-                if (uid, gid) != (os.geteuid(), os.getegid()):
-                    os.fchown(descriptor, uid, gid)
-                os.ftruncate(descriptor, size)
-            except OSError:
-                os.unlink(path.name, dir_fd=directory)
-                raise
-        except OSError:
-            if descriptor >= 0:
-                os.close(descriptor)
-            raise
-        finally:
-            os.close(directory)
-        return ResidueFile(path, descriptor, size, uid, gid)
+class ResidueFile(HeldFile):
+    """One of them."""
 
     def find_pages(self) -> None:
         """Allocate all of it, in huge pages if the kernel has any to spare, whatever the mount says of its files.
@@ -189,23 +73,10 @@ class ResidueFile:
             unmap_memory(address, self.size)
         os.posix_fallocate(self.descriptor, 0, self.size)
 
-    def discard(self) -> None:
-        """Let it go: who has it mapped keeps the memory, nobody else can find it."""
-        if self.descriptor < 0:
-            return
-        with suppress(OSError):
-            found = os.stat(self.path, follow_symlinks=False)
-            mine = os.fstat(self.descriptor)
-            if (found.st_dev, found.st_ino) == (mine.st_dev, mine.st_ino):
-                os.unlink(self.path)
-        os.close(self.descriptor)
-        self.descriptor = -1
-
 
 def _room_for(size: int) -> bool:
     """Whether shared memory takes it without being filled up, and the machine has the memory."""
-    room = os.statvfs(SHARED_MEMORY)
-    if room.f_bavail * room.f_frsize < 2 * size:
+    if shared_memory.room() < 2 * size:
         return False
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -249,11 +120,11 @@ class DumpedResidues:
 
     def _prepare_one(self, process: GatedProcess, size: int, criu: int) -> None:
         if not _room_for(size):
-            raise OSError(f"there is no room for {size} bytes in {SHARED_MEMORY}")
-        if not is_ours(process.pid, criu):
+            raise OSError(f"there is no room for {size} bytes in {shared_memory.SHARED_MEMORY}")
+        if not shared_memory.is_ours(process.pid, criu):
             raise OSError("it has other mounts than CRIU, or another /dev/shm than phosd")
         name = f"{process.session.hex()}-{secrets.token_hex(4)}.residue"
-        file = ResidueFile.make(folder() / name, size, *_owner(process.pid))
+        file = ResidueFile.make(shared_memory.folder() / name, size, *_owner(process.pid))
         try:
             file.find_pages()
             status = os.fstat(file.descriptor)
@@ -399,7 +270,11 @@ class RestoredResidues:
 def _make_again(residue: pb.Residue, deadline: float = 0.0) -> ResidueFile:
     path = Path(residue.path)
     # An image is input: it must not make phosd write anywhere else.
-    if path.parent.parent != SHARED_MEMORY or not _FOLDER.fullmatch(path.parent.name) or not _NAME.fullmatch(path.name):
+    if (
+        path.parent.parent != shared_memory.SHARED_MEMORY
+        or not shared_memory.FOLDER.fullmatch(path.parent.name)
+        or not _NAME.fullmatch(path.name)
+    ):
         raise RestoreFailed(f"The image names {residue.path!r} as memory of a process; PhOS puts none there.")
     if stat.S_IMODE(residue.mode) != residue.mode or residue.mode & 0o7077:
         raise RestoreFailed(f"The image wants {residue.path} with mode {residue.mode:o}; PhOS makes no such file.")

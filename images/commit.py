@@ -65,9 +65,7 @@ def commit(written: Written, inventory: pb.Inventory) -> None:
     files.write_new(formats.CHUNKS_FILE, chunks)
 
     record = pb.CommitRecord(format_version=formats.FORMAT_VERSION, image_id=copy.image_id)
-    for fd, added in written.added:
-        with files.saying(added.name):
-            os.fsync(fd)
+    run_in_threads([partial(_sync, files, added.name, fd) for fd, added in written.added])
     listed = [added for _, added in written.added]
     listed += [pb.File(name=s.name, size=s.end, origin=pb.File.PHOS_DATA) for s in used]
     listed += [_ours(formats.INVENTORY_FILE, described), _ours(formats.CHUNKS_FILE, chunks)]
@@ -77,6 +75,11 @@ def commit(written: Written, inventory: pb.Inventory) -> None:
     record.timings.extend(timings)
     record.committed_ns = time.time_ns()
     _write_record(files, record)
+
+
+def _sync(files: NewFiles, name: str, fd: int) -> None:
+    with files.saying(name):
+        os.fsync(fd)
 
 
 def _summarise(tables: list[pb.BlockTable], used: list[Stripe], chunk_size: int) -> pb.Data:

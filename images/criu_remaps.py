@@ -10,7 +10,7 @@ dump_linked_remap() and open_path() in criu/files-reg.c.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from phos.images import criu_files
@@ -32,10 +32,10 @@ class Replaced:
     left: dict[str, str] = field(default_factory=dict)
 
 
-def name_again(directory: int, names: Mapping[str, str]) -> Replaced:
+def name_again(directory: int, name_for: Callable[[str], str]) -> Replaced:
     """Have files restored by another name than the one that is gone, in CRIU's images in an open directory.
 
-    names  by the name that is gone the one that there still is; absolute paths both.
+    name_for  of a link's path the path of the same file that is to be used; empty: there is none.
 
     CRIU must have finished. Either image is replaced as a whole; nothing is synced.
 
@@ -54,14 +54,16 @@ def name_again(directory: int, names: Mapping[str, str]) -> Replaced:
     linked = {remap.orig_id: remap.remap_id for remap in parsed if remap.remap_type == LINKED}
     if not linked:
         return replaced
-    named = _name_files(directory, names, linked, replaced)
+    named = _name_files(directory, name_for, linked, replaced)
     if named:
         kept = [body for body, remap in zip(remaps, parsed, strict=True) if remap.orig_id not in named]
         criu_files.replace(directory, REMAPS, "REMAP_FPATH", kept)
     return replaced
 
 
-def _name_files(directory: int, names: Mapping[str, str], linked: Mapping[int, int], replaced: Replaced) -> set[int]:
+def _name_files(
+    directory: int, name_for: Callable[[str], str], linked: Mapping[int, int], replaced: Replaced
+) -> set[int]:
     """Change names in files.img. Returns the ids of the files that need no link any more."""
     from pycriu.images.fdinfo_pb2 import REG, file_entry
 
@@ -76,11 +78,12 @@ def _name_files(directory: int, names: Mapping[str, str], linked: Mapping[int, i
     named = set()
     for file, link in linked.items():
         number, entry = files[file]
-        if (name := names.get(entry.reg.name)) is None:
-            replaced.left[entry.reg.name] = files[link][1].reg.name
+        path = files[link][1].reg.name
+        if not (name := name_for(path)):
+            replaced.left[entry.reg.name] = path
             continue
         named.add(file)
-        replaced.links.append(files[link][1].reg.name)
+        replaced.links.append(path)
         entry.reg.name = name
         bodies[number] = entry.SerializeToString()
     without = {files[linked[file]][0] for file in named}

@@ -113,8 +113,18 @@ def segments(size: int, step: int = SEGMENT_SIZE) -> list[tuple[int, int]]:
     return [(offset, min(step, size - offset)) for offset in range(0, size, step)]
 
 
+def is_hole(fd: int, offset: int, length: int) -> bool:
+    """Whether a part of a file is nothing but a hole, and lies in the file; the file's position is nobody's then."""
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA) >= offset + length
+    except OSError as error:
+        return error.errno == errno.ENXIO and os.fstat(fd).st_size >= offset + length
+
+
 def hash_segment(fd: int, offset: int, length: int) -> bytes:
     """XXH3-128 of a part of a file; EOFError if the file ends before it does."""
+    if is_hole(fd, offset, length):
+        return zero_digest(length)
     state = xxhash.xxh3_128()
     # Freed with the last reference, not closed here: a traceback may still refer to it, and close() would then raise
     # an error of its own over the one that matters.
@@ -134,6 +144,8 @@ def copy_segment(source: int, target: int, offset: int, length: int) -> bytes:
 
     Zeros are not written. EOFError if the source ends before it does.
     """
+    if is_hole(source, offset, length):
+        return zero_digest(length)
     state = xxhash.xxh3_128()
     view = memoryview(mmap.mmap(-1, _READ_SIZE))
     while length:

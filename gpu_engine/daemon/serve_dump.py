@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from phos.gen import wire_pb2
-from phos.gpu_engine import driver, inventory, named_memory, procfs, toggle
+from phos.gpu_engine import driver, inventory, procfs, shared_memory, toggle
 from phos.gpu_engine.cow.dump import CowDump
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.daemon import limits, twins, wire
@@ -147,7 +147,8 @@ class DumpServer:
                             hidden = wire.content(wire.only(descriptors), limits.MAP_BYTES) if descriptors else b""
                             if end.device_files or end.device_mappings:
                                 job.leave_out_device_files(_tasks_of(root), mappings=end.device_mappings)
-                            job.criu_ended(result, hidden, kills=kills)
+                            links = {link.path: link.inode for link in end.links}
+                            job.criu_ended(result, hidden, links, kills=kills)
                         else:
                             interruption.settle()
                     case _:
@@ -261,7 +262,7 @@ class DumpServer:
             settings=settings,
             versions=versions,
             criu=connection.pid,
-            shares_names=named_memory.is_ours(root, connection.pid),
+            shares_names=shared_memory.is_ours(root, connection.pid),
             interruption=interruption,
         )
         interruption.check()

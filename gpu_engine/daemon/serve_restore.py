@@ -67,7 +67,8 @@ class RestoreServer:
         if job is not None:
             restore = job
             interruption.on_asked(lambda: restore.fail(INTERRUPTED))
-        connection.done(envelope.id, error=INTERRUPTED if interruption.asked else "")
+        warnings = job.warnings() if job is not None else []
+        connection.done(envelope.id, error=INTERRUPTED if interruption.asked else "", warnings=warnings)
         if isinstance(job, LazyRestore):
             self._look_through(job)
         result: int | None = None

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phos.gen import wire_pb2
-from phos.gpu_engine import driver, inventory, procfs, residue, toggle
+from phos.gpu_engine import driver, inventory, procfs, shared_memory, toggle
 from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon.audit import AuditServer
 from phos.gpu_engine.daemon.custody import give_back_left
@@ -73,8 +73,8 @@ class Daemon:
         for session, pid in self._registry.broker.adopt_from_keeper().items():
             self._adopt(session, pid)
         self._registry.holds.clear_stale()
-        residue.claim()
-        residue.sweep()
+        shared_memory.claim()
+        shared_memory.sweep()
         self._pools.revive()
         give_back_left(custody_folder(path))
 

@@ -26,11 +26,11 @@ from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.fill_plan import FillPlan
 from phos.gpu_engine.job_states import FAILED
-from phos.gpu_engine.named_memory import RestoredNamedMemory
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import has_ended, inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.gpus import match_gpus, require_room
+from phos.gpu_engine.restore.named_memory import RestoredNamedMemory
 from phos.gpu_engine.restore.plan import in_image
 from phos.gpu_engine.restore.reserved import ReservedMemory
 from phos.gpu_engine.restore.sources import confirm, open_source, reads_files
@@ -166,8 +166,8 @@ class Restore(ABC):
             return pid in self._pids
 
     def warnings(self) -> list[str]:
-        """Nothing that a restore would have to warn of."""
-        return []
+        """What a person should know although the restore goes on."""
+        return [] if self._named_memory is None else list(self._named_memory.warnings)
 
     def window_counts(self) -> dict[str, int]:
         """What the processes met with while their memory was loaded; nothing, if it was there before they ran."""
@@ -182,8 +182,8 @@ class Restore(ABC):
         self._match_gpus()
         wanted = self._wanted_blocks()
         require_room(wanted.values())
-        self._named_memory = RestoredNamedMemory(self._image)
         self._residues = RestoredResidues(self._image, BUSY_SECONDS)
+        self._named_memory = RestoredNamedMemory(self._image, BUSY_SECONDS)
         threading.Thread(target=self._load_residues, args=(self._residues,), name="residue").start()
         try:
             self._begin(wanted, register)
@@ -254,6 +254,8 @@ class Restore(ABC):
         """Whether the data allows a process to attach now; with the lock held."""
 
     def _load_residues(self, residues: RestoredResidues) -> None:
+        if self._named_memory is not None:
+            self._named_memory.fill()
         with self.timeline.phase("residue", concurrent=True):
             residues.fill()
         if residues.error:
@@ -400,6 +402,12 @@ class Restore(ABC):
         for pid in promised:
             self._revive_beside(pid)
 
+    def _share(self) -> None:
+        """CRIU has opened what tasks share by a name, and is about to let them run."""
+        if self._named_memory is not None:
+            self._named_memory.release()
+            self._named_memory.wait()
+
     def take_task(self, pid: int) -> dict[int, int]:
         """CRIU's plugin names a task that it is about to let go: bring the driver's part back beside it.
 
@@ -409,7 +417,11 @@ class Restore(ABC):
 
         The plugin, and with it the stopped task, waits for this: no driver call may be made here, because the driver's
         calls on a process, GetState too, wait until that process runs.
+
+        Raises:
+            RestoreFailed: what they share is not what it was.
         """
+        self._share()
         try:
             pidfd = os.pidfd_open(pid)
         except OSError:
@@ -550,8 +562,11 @@ class Restore(ABC):
         self._loaded.wait()
         if self._residues is not None:
             self._residues.discard()
-        if self._named_memory is not None and self.state != "attached":
-            self._named_memory.discard()
+        if self._named_memory is not None:
+            if self.state == "attached":
+                self._named_memory.keep()
+            else:
+                self._named_memory.discard()
         with self._lock:
             descriptors = [fd for fd in (*self._pids.values(), *self._beside.values()) if fd >= 0]
             self._pids, self._beside = dict.fromkeys(self._pids, -1), {}

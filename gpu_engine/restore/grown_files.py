@@ -63,7 +63,8 @@ def _cut(place: str, path: str, size: int) -> bool:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_size <= size:
             return False
-        if writer := procfs.user_of(status, writes=True):
+        file_id = status.st_dev, status.st_ino
+        if writer := procfs.users_of({file_id}, writes=True).get(file_id):
             raise RestoreFailed(
                 f"{path} has grown since the dump, and is not cut because process {writer} "
                 f"({procfs.executable(writer)}) writes to it. End that first."

@@ -20,12 +20,12 @@ from phos.gpu_engine import driver, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.errors import DriverError, RestoreFailed
-from phos.gpu_engine.named_memory import RestoredNamedMemory
 from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.base import Register
 from phos.gpu_engine.restore.gpus import require_room
 from phos.gpu_engine.restore.lazy import LazyRestore
+from phos.gpu_engine.restore.named_memory import RestoredNamedMemory
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.gpu_engine.restore.sources import Manner, manner
 from phos.gpu_engine.timeline import Timeline
@@ -131,8 +131,8 @@ class PooledRestore(LazyRestore):
         self._match_gpus()
         self._planned = planned = self._wanted_blocks()
         self.progress.total = sum(block.size for block in planned.values())
-        self._named_memory = RestoredNamedMemory(self._image)
         self._residues = RestoredResidues(self._image)
+        self._named_memory = RestoredNamedMemory(self._image, pool=True)
         for process in self.processes:
             self._sessions[process.session] = register(process, [])
         if strangers := {key[0] for key in planned} - set(self._sessions):
@@ -149,8 +149,9 @@ class PooledRestore(LazyRestore):
         """CRIU is about to leave a process stopped. Returns the thread of it that has to run before, or 0.
 
         Raises:
-            RestoreFailed: the image does not say which, nor does the driver.
+            RestoreFailed: the image does not say which, nor does the driver; what they share is not what it was.
         """
+        self._share()
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
@@ -187,6 +188,8 @@ class PooledRestore(LazyRestore):
         if self._residues is not None:
             self._residues.wait()
             self._residues.discard()
+        if self._named_memory is not None:
+            self._named_memory.give_back()
         if self._free_before is not None:
             if (free := self._free()) >= self._free_before:
                 time.sleep(SETTLE_SECONDS)
@@ -239,6 +242,7 @@ class PooledRestore(LazyRestore):
             for block in [*blocks.values(), *borrowed]:
                 os.close(block.descriptor)
             raise RestoreFailed(f"phosd has no descriptors left: {error}") from error
+        self._take_names()
         hold(list(blocks.values()))
         with self._lock:
             self.state = "loading"
@@ -252,6 +256,16 @@ class PooledRestore(LazyRestore):
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGCONT)
             os.close(pidfd)
+
+    def _take_names(self) -> None:
+        """From now on whoever opens memory by its name finds this process's; it has its own, whatever comes of this."""
+        if self._named_memory is not None:
+            try:
+                self._named_memory.take_names()
+                self._named_memory.keep()
+            except RestoreFailed as error:
+                self._named_memory.give_back()
+                log.warning("%s: %s", self.path, error)
 
     def _prepare(self, blocks: list[Block]) -> None:
         """All of it was done when it was parked."""

@@ -65,7 +65,7 @@ class Assignment:
     directory  an open descriptor of the image directory; it stays the caller's.
     path       what to call it.
     criu       the process that dumps them, which may be in other namespaces than ours.
-    shares_names  it, they and we find the same files in /dev/shm (named_memory.py).
+    shares_names  it, they and we find the same files in /dev/shm (shared_memory.py).
     interruption  somebody's wish that it be ended.
     """
 
@@ -127,6 +127,7 @@ class StopDump:
         self._pages = TaskPages(self._directory)
         self._named_memory = DumpedNamedMemory(self._writer, assignment.shares_names)
         self._hidden = b""
+        self._links: Mapping[str, int] = {}
         self._tasks_with_device_files: Sequence[int] = ()
         self._has_device_mappings = False
 
@@ -297,7 +298,7 @@ class StopDump:
         self._interruption.check()
         if self.settings.cpu_pages:
             self._pages.freeze(pid, criu_pid, table, tracer)
-        self._named_memory.look(pid)
+        self._named_memory.look(pid, tracer)
 
     def tasks_run(self, pids: Sequence[int], *, back: bool) -> None:
         """Of frozen processes without the frontend the driver's threads run, and no others.
@@ -322,10 +323,11 @@ class StopDump:
         """
         self._tasks_with_device_files, self._has_device_mappings = tasks, mappings
 
-    def criu_ended(self, result: int, hidden: bytes, *, kills: bool) -> None:
+    def criu_ended(self, result: int, hidden: bytes, links: Mapping[str, int], *, kills: bool) -> None:
         """CRIU has dumped its part (or failed: ``result`` is not 0), and the tasks are still frozen.
 
-        ``hidden``: which pages it was not shown (task_pages.py).
+        ``hidden``: which pages it was not shown (task_pages.py). ``links``: which links it was kept from making
+        (named_memory.py).
 
         If CRIU is about to kill them, the image is completed first: a process may be killed only when it is safe on
         disk. Waiting costs it nothing. A process that is to run on is not kept waiting here (DESIGN §3).
@@ -334,14 +336,14 @@ class StopDump:
             CheckpointFailed: the image cannot be completed, so the tasks must not be killed.
         """
         log.info("%s: CRIU has ended", self.path)
-        self._hidden = hidden
+        self._hidden, self._links = hidden, links
         try:
             with self.timeline.phase("wait for CPU pages", concurrent=True):
                 self._pages.wait()
-            with self.timeline.phase("wait for named memory", concurrent=True):
-                self._named_memory.wait()
             self._interruption.check()
             if result == 0:
+                with self.timeline.phase("wait for named memory", concurrent=True):
+                    self._named_memory.wait()
                 self._tree.check_device_files(self._tasks_with_device_files)
         except CheckpointFailed as error:
             self._failure = str(error)
@@ -420,7 +422,7 @@ class StopDump:
             message = inventory.build(
                 self.protocol, self._records, self._tree.foreign, driver.gpus(), self.versions, self.since
             )
-            self._named_memory.describe(message, self._directory)
+            self._named_memory.describe(message, self._directory, self._links)
             message.reducers.extend(self.settings.reducers())
             inventory.add_timings(message, self.timeline.phases(), self.timeline.now())
             self._residues.describe(message, self._writer)

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.pool_commands import create, results, take
+from phos.gpu_engine import procfs
+from tests.integration.pool_commands import create, full, results, take
 from tests.integration.site import Program, Site, wait_until
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -135,15 +136,16 @@ def test_whoever_shares_it_still_goes_on_sharing_it(
 ) -> None:
     """A process outside of the tree has the very file, which is not taken from it."""
     program = working(site)
+    (line,) = (line for line in program.lines() if ", memory psm_" in line)
+    path = SHARED_MEMORY / line.split("memory ")[1].split(",")[0]
     image = site.image()
-    site.dump(program, image)
-    path = shared(image).memory
     with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0) as ours:
+        site.dump(program, image)
+        assert shared(image).memory == path
         inode = os.fstat(file.fileno()).st_ino
         site.restore(image)
         assert path.stat().st_ino == inode
-        log = (site.folder / "run" / "phosd.log").read_text()
-        assert f"{path} is still used by process {os.getpid()}" in log
+        assert f"{path} is used by process {os.getpid()}" in (image / "restore.log").read_text()
         counted = ours[AREA - 8 : AREA]
         program.wait_progress()
         assert ours[AREA - 8 : AREA] != counted
@@ -168,20 +170,29 @@ def test_another_file_of_that_name_is_replaced_and_its_user_keeps_it(
         other.close()
 
 
-def test_a_restore_that_fails_leaves_none(site: Site, shared: Callable[[Path], Shared]) -> None:
+@pytest.mark.parametrize("there", [False, True])
+def test_a_restore_that_fails_leaves_what_was_there(site: Site, shared: Callable[[Path], Shared], there: bool) -> None:
     program = working(site)
     image = site.image()
     site.dump(program, image)
     memory = shared(image)
-    memory.remove()
-    program.output.rename(program.output.with_suffix(".away"))  # CRIU fails for that
+    if not there:
+        memory.remove()
+    before = [(path, path.stat().st_ino, path.stat().st_nlink) for path in memory.there()]
+    assert bool(before) is there
+
+    def as_before() -> bool:
+        return before == [(path, path.stat().st_ino, path.stat().st_nlink) for path in memory.there()]
+
+    away = program.output.rename(program.output.with_suffix(".away"))  # CRIU fails for that
     assert site.restore(image, check=False).returncode != 0
-    wait_until(lambda: not memory.there(), "the end of its memory")
+    wait_until(as_before, "what was there before")
+    away.rename(program.output)
     data = image / memory.files[0]
     data.write_bytes(b"\1" * data.stat().st_size)
     assert site.restore(image, check=False).returncode != 0
     assert f"{data} is damaged" in site.errors(image / "restore.log")
-    assert not memory.there()
+    wait_until(as_before, "what was there before")
 
 
 def test_two_are_dumped_at_a_time(site: Site, expected: str, shared: Callable[[Path], Shared]) -> None:
@@ -197,17 +208,101 @@ def test_two_are_dumped_at_a_time(site: Site, expected: str, shared: Callable[[P
     assert [program.wait_result() for program in programs] == [expected, expected]
 
 
-def test_each_of_a_pool_has_its_own(site: Site, expected: str, shared: Callable[[Path], Shared]) -> None:
+def mapped(pid: int, path: Path) -> int:
+    """The inode of a file as a process has mapped it."""
+    found = procfs.mappings(pid, str(path))
+    (inode,) = {m.inode for m in found if m.name.removesuffix(" (deleted)") == str(path)}
+    return inode
+
+
+@pytest.mark.parametrize("original", ["killed", "runs on"])
+def test_each_of_a_pool_has_its_own(site: Site, expected: str, shared: Callable[[Path], Shared], original: str) -> None:
+    """And its names, from when it is taken until another is, but for moments in which one is parked."""
+    program = working(site)
+    image = site.image()
+    site.dump(program, image, *(["--leave-running"] if original == "runs on" else []))
+    memory = shared(image).memory
+    before = memory.stat().st_ino
+    create(site, image, 2, "--name", "p")
+    inodes = {before}
+    for number in range(2):
+        if not number:
+            assert memory.stat().st_ino == before
+        pid = take(site, "p")["pids"][0]
+        inode = mapped(pid, memory)
+        assert inode not in inodes
+        inodes.add(inode)
+        full(site, 2)
+        assert memory.stat().st_ino == inode
+    if original == "runs on":
+        assert mapped(program.pid, memory) == before
+    program.let_end()
+    copies = 3 if original == "runs on" else 2
+    wait_until(lambda: len(results(program)) == copies, "all results")
+    assert results(program) == [expected] * copies
+
+
+def test_a_pool_is_filled_while_others_are_restored(
+    site: Site, expected: str, shared: Callable[[Path], Shared]
+) -> None:
+    """Of the same image, which is the same names."""
     program = working(site)
     image = site.image()
     site.dump(program, image)
-    shared(image)
-    create(site, image, 2, "--name", "p")
-    for _ in range(2):
-        take(site, "p")
-    program.let_end()
-    wait_until(lambda: len(results(program)) == 2, "two results")
-    assert results(program) == [expected, expected]
+    memory = shared(image).memory
+    for _ in range(3):
+        pool = site.background("phos-gpu", "pool", "create", str(image), "--size", "2", "--name", "p")
+        site.restore(image)
+        assert memory.stat().st_ino == mapped(program.pid, memory)
+        made = pool.wait() == 0  # or the restore had what the driver saved at that moment
+        assert memory.stat().st_ino == mapped(program.pid, memory)
+        program.wait_progress()
+        kill(site, program)
+        if made:
+            site.run("phos-gpu", "pool", "drop", "p")
+    site.restore(image)
+    assert program.wait_result() == expected
+
+
+def test_files_that_have_lost_the_same_name_are_told_apart(site: Site) -> None:
+    """Mapped by a name that each had for a moment, and one that is only open."""
+    base = f"phos-test-{os.getpid()}"
+    go = site.folder / "go"
+    program = site.start(sys.executable, str(PROGRAMS / "renamed_memory.py"), base, str(go))
+    try:
+        wait_until(lambda: "READY" in program.lines(), "the program")
+        image = site.image()
+        site.dump(program, image)
+        site.gone(program)
+        site.restore(image)
+        go.touch()
+        assert program.wait_result() == "A,B,C"
+    finally:
+        for path in SHARED_MEMORY.glob(f"{base}*"):
+            path.unlink()
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_without_a_gpu_all_is_criu_s(site: Site, asked: bool) -> None:
+    """A semaphore needs a link then, which nobody makes who was not asked to; it goes where the program runs on."""
+    program = site.start(sys.executable, "-c", SEMAPHORE, under=False)
+    wait_until(lambda: "READY" in program.lines(), "the program")
+    image = site.image()
+    dumped = site.dump(program, image, "-R", *(["--link-remap"] if asked else []), check=False)
+    assert (dumped.returncode == 0) is asked
+    if not asked:
+        assert "CRIU needs --link-remap" in site.errors(image / "dump.log")
+    assert program.alive()
+    program.process.terminate()
+
+
+SEMAPHORE = """
+import multiprocessing, time
+lock = multiprocessing.get_context("spawn").Lock()
+print("READY", flush=True)
+while True:
+    time.sleep(1)
+"""
 
 
 def unnamed(site: Site, folder: Path, *name: str) -> tuple[Program, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import subprocess
@@ -34,6 +35,15 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
+def shared() -> Iterator[Path]:
+    """A file in /dev/shm with two names, of which one is a link of CRIU's."""
+    path = SHARED_MEMORY / f"phos-test-{uuid.uuid4().hex}"
+    path.touch()
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.fixture
 def link() -> Iterator[Path]:
     """Called as CRIU's are, but for the number."""
     path = SHARED_MEMORY / f"link_remap.{uuid.uuid4().hex}"
@@ -41,27 +51,56 @@ def link() -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def answers(program: Path, names: bool, folder: Path, link: Path) -> list[str]:
-    words = [program, str(int(names)), folder, f".{link}"]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, env={"ASAN_OPTIONS": "detect_leaks=0"})
+def answers(program: Path, names: bool, file: Path, link: Path, links: str = "") -> list[str]:
+    words = [program, str(int(names)), file, f".{link}"]
+    environment = {"ASAN_OPTIONS": "detect_leaks=0", **({"PHOS_LINKS": links} if links else {})}
+    done = subprocess.run(words, capture_output=True, text=True, check=True, env=environment)
     return done.stdout.splitlines()
 
 
-def test_a_link_in_shared_memory_is_neither_made_nor_removed(program: Path, link: Path) -> None:
-    assert answers(program, True, SHARED_MEMORY, link) == ["0", "0 0"]
+MADE = ["1", "0 0"]
+REFUSED = [os.strerror(errno.ENOTSUP)]
+
+
+@pytest.mark.parametrize("links", ["", "ours"])
+def test_a_link_in_shared_memory_is_neither_made_nor_removed(
+    program: Path, shared: Path, link: Path, links: str
+) -> None:
+    """But noted, with the file that it would have been to."""
+    noted = f"{link} {shared.stat().st_ino}"
+    assert answers(program, True, shared, link, links) == ["0", "0 0", noted]
     link.write_text("another dump's")
-    assert answers(program, True, SHARED_MEMORY, link) == ["1", "0 1"]
+    assert answers(program, True, shared, link, links) == ["1", "0 1", noted]
     assert link.read_text() == "another dump's"
 
 
-def test_where_phosd_does_not_name_files_all_is_criu_s_to_do(program: Path, link: Path) -> None:
-    assert answers(program, False, SHARED_MEMORY, link) == ["1", "0 0"]
+def test_where_phosd_does_not_name_files_all_is_criu_s_to_do(program: Path, shared: Path, link: Path) -> None:
+    assert answers(program, False, shared, link) == MADE
+    assert answers(program, False, shared, link, "ours") == REFUSED  # nobody asked CRIU for links
     link.write_text("another dump's")
-    assert answers(program, False, SHARED_MEMORY, link) == ["exists"]
+    assert answers(program, False, shared, link) == [os.strerror(errno.EEXIST)]
 
 
-@pytest.mark.parametrize("name", ["link_remap.3", "link"])
-def test_elsewhere_and_by_other_names_links_are_made(program: Path, tmp_path: Path, link: Path, name: str) -> None:
-    assert answers(program, True, tmp_path, tmp_path / name) == ["1", "0 0"]
-    other = link.with_name(link.name.replace("link_remap", "link"))
-    assert answers(program, True, SHARED_MEMORY, other) == ["1", "0 0"]
+def test_a_file_that_has_no_name_there_gets_its_link(program: Path, shared: Path, link: Path) -> None:
+    """It is in a folder, or has a link of CRIU's only."""
+    folder = shared.with_name(f"{shared.name}-folder")
+    folder.mkdir()
+    try:
+        moved = shared.rename(folder / "file")
+        assert answers(program, True, moved, link) == MADE
+        assert answers(program, True, moved, link, "ours") == REFUSED
+        other = SHARED_MEMORY / f"{link.name}1"
+        os.link(moved, other)
+        assert answers(program, True, moved, link) == MADE
+        other.unlink()
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_elsewhere_and_by_other_names_links_are_made(program: Path, tmp_path: Path, shared: Path, link: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert answers(program, True, file, tmp_path / "link_remap.3") == MADE
+    assert answers(program, True, file, tmp_path / "link_remap.3", "ours") == REFUSED
+    assert answers(program, True, file, tmp_path / "link", "ours") == MADE
+    assert answers(program, True, shared, link.with_name(f"{shared.name}-link"), "ours") == MADE

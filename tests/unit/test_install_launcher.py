@@ -21,6 +21,7 @@ PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
 
 FAKE_CRIU = """#!/bin/sh
 printf '%s\\n' "$@" > "$FAKE/argv"
+printf %s "$PHOS_LINKS" > "$FAKE/links"
 cat > "$FAKE/stdin"
 [ -z "$FAKE_SLEEP" ] || { echo $$ > "$FAKE/pid"; exec sleep "$FAKE_SLEEP"; }
 [ -z "$FAKE_TRACE" ] || exec "$FAKE_PYTHON" -c "$FAKE_TRACER" "$FAKE_TRACE" "$FAKE/traced"
@@ -496,23 +497,32 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("place", ["/dev/shm", "/tmp", "/dev/shm/folder"])
 @pytest.mark.parametrize("child", [False, True])
-def test_criu_makes_links_where_a_task_has_semaphores(run: Run, place: str, child: bool) -> None:
-    """And of nothing that lies elsewhere, which would have to stay there."""
+def test_criu_makes_links_where_a_task_has_semaphores(
+    tree: Path, environment: dict[str, str], place: str, child: bool
+) -> None:
+    """And of nothing that lies elsewhere, which would have to stay there; nor where our library cannot be in it."""
+    tree = with_own_criu(tree, environment)
     folder = Path(place)
     there = folder.exists()
     folder.mkdir(exist_ok=True)
+    environment["PHOS_LINKS"] = "a caller's"
     try:
         words = [sys.executable, "-c", HOLDER, str(folder / f"phos-test-{os.getpid()}"), *([HOLDER] if child else [])]
         with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as task:
             assert task.stdout
             assert task.stdout.readline() == b"ready\n"
-            outcome = run("dump", f"-t{task.pid}", "--lib", "phos")
+            for more, may in ((["-R"], True), (["--link-r"], False), (["--stream"], False)):
+                launcher = [str(tree / "packaging" / "criu"), "dump", f"-t{task.pid}", "--lib", "phos", *more]
+                subprocess.run(launcher, env=environment, check=True, stdin=subprocess.DEVNULL)
+                adds = may and place == "/dev/shm"
+                started = Path(environment["FAKE"], "argv").read_text().splitlines()
+                assert ("--link-remap" in started) is adds
+                said = Path(environment["FAKE"], "links").read_text()
+                assert said == ("ours" if adds else "")
             task.communicate()
     finally:
         if not there:
             folder.rmdir()
-    assert outcome.argv is not None
-    assert ("--link-remap" in outcome.argv) is (place == "/dev/shm")
 
 
 def test_criu_s_own_options_from_a_file_count_as_well(tree: Path, environment: dict[str, str], tmp_path: Path) -> None:

@@ -1,9 +1,8 @@
-"""Memory with a name in /dev/shm, saved of a process that stands still and made again: gpu_engine/named_memory.py."""
+"""Memory with a name in /dev/shm, saved of processes that stand still: gpu_engine/named_memory.py."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import uuid
@@ -15,11 +14,11 @@ from typing import cast
 import pytest
 
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine import named_memory, procfs
-from phos.gpu_engine.errors import CheckpointFailed, RestoreFailed
-from phos.gpu_engine.named_memory import SHARED_MEMORY, DumpedNamedMemory, RestoredNamedMemory
+from phos.gpu_engine import procfs
+from phos.gpu_engine.errors import CheckpointFailed
+from phos.gpu_engine.named_memory import DumpedNamedMemory
+from phos.gpu_engine.shared_memory import SHARED_MEMORY
 from phos.images.errors import ImageError
-from phos.images.source import ImageSource
 from phos.images.writer import ImageWriter
 
 HOLDER = r"""
@@ -79,25 +78,17 @@ class Files:
         self.content[name] = os.pread(source, size, 0)
         return []
 
-    def copy_file(self, name: str, target: int) -> None:
-        if self.failure:
-            raise self.failure
-        os.pwrite(target, self.content[name], 0)
-
     def dump(self, folder: Path, *pids: int) -> None:
-        """As of tasks that CRIU has frozen."""
+        """As of tasks that CRIU, which is this process, has frozen."""
         dumped = DumpedNamedMemory(cast(ImageWriter, self), ours=self.ours)
         for pid in pids:
-            dumped.look(pid)
+            dumped.look(pid, os.getpid())
         dumped.wait()
         directory = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            dumped.describe(self.inventory, directory)
+            dumped.describe(self.inventory, directory, {})
         finally:
             os.close(directory)
-
-    def restore(self) -> RestoredNamedMemory:
-        return RestoredNamedMemory(cast(ImageSource, self))
 
 
 def test_what_is_shared_for_writing_is_saved_once(path: Path, hold: Callable[[str, Path], int], tmp_path: Path) -> None:
@@ -108,6 +99,7 @@ def test_what_is_shared_for_writing_is_saved_once(path: Path, hold: Callable[[st
     files.dump(tmp_path, hold("writes", path), hold("writes", Path(f"{path}-too")))
     assert files.content == {"phos-shared-0.raw": b"\1" * 10000}
     (saved,) = files.inventory.named_memory
+    assert (saved.device, saved.inode, saved.shared) == (path.stat().st_dev, path.stat().st_ino, False)
     assert (saved.file, sorted(saved.names)) == ("phos-shared-0.raw", [path.name, f"{path.name}-too"])
     assert (saved.size, saved.mode, saved.uid, saved.inode) == (10000, 0o640, os.geteuid(), path.stat().st_ino)
 
@@ -161,6 +153,40 @@ def test_of_a_tree_with_another_dev_shm_all_is_criu_s(
     assert not files.content
 
 
+def test_whoever_outside_of_the_tree_has_it_shares_it(
+    path: Path, hold: Callable[[str, Path], int], tmp_path: Path
+) -> None:
+    path.write_bytes(b"\1" * 4096)
+    files = Files()
+    task, _ = hold("writes", path), hold("reads", path)
+    files.dump(tmp_path, task)
+    assert [memory.shared for memory in files.inventory.named_memory] == [True]
+
+
+def test_holes_are_not_read(path: Path, hold: Callable[[str, Path], int], tmp_path: Path) -> None:
+    """A terabyte with a word at its end."""
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+        file.seek((1 << 40) - 8)
+        file.write(b"the end.")
+    image = tmp_path / "image"
+    image.mkdir()
+    directory = os.open(image, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with ImageWriter(directory, stripes=1) as writer:
+            dumped = DumpedNamedMemory(writer, ours=True)
+            dumped.look(hold("writes", path), os.getpid())
+            dumped.wait()
+            saved = image / "phos-shared-0.raw"
+            assert saved.stat().st_size == 1 << 40
+            assert saved.stat().st_blocks <= 4096
+            with saved.open("rb") as file:
+                file.seek(-8, os.SEEK_END)
+                assert file.read() == b"the end."
+    finally:
+        os.close(directory)
+
+
 def test_a_process_that_has_ended_has_nothing(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()
@@ -178,53 +204,13 @@ def test_what_cannot_be_saved_fails_the_checkpoint(
         files.dump(tmp_path, hold("writes", path))
 
 
-def dumped(path: Path, hold: Callable[[str, Path], int], folder: Path) -> tuple[Files, int]:
-    """Of one process that has a file by two names."""
-    path.write_bytes(b"\1" * 5000)
-    os.link(path, f"{path}-too")
-    files = Files()
-    holder = hold("writes", path)
-    files.dump(folder, holder)
-    files.inventory.host.boot_id = named_memory.BOOT_ID.read_text().strip()
-    return files, holder
-
-
-def test_it_is_there_again_under_all_names(path: Path, hold: Callable[[str, Path], int], tmp_path: Path) -> None:
-    files, _ = dumped(path, hold, tmp_path)
-    inode = path.stat().st_ino
-    (saved,) = files.inventory.named_memory
-    saved.mode = 0o604
-    if os.geteuid() == 0:
-        saved.uid, saved.gid = 1234, 4321
-    files.inventory.host.boot_id = "another"  # so that its user does not count
-    path.write_bytes(b"changed")
-    restored = files.restore()
-    other = Path(f"{path}-too")
-    for name in (path, other):
-        assert name.read_bytes() == b"\1" * 5000
-        assert name.stat().st_ino == other.stat().st_ino != inode
-        assert (name.stat().st_mode & 0o7777, name.stat().st_nlink) == (0o604, 2)
-        assert (name.stat().st_uid, name.stat().st_gid) == (saved.uid, saved.gid)
-    path.unlink()
-    path.write_bytes(b"another's by now")
-    restored.discard()
-    assert path.read_bytes() == b"another's by now"
-    assert not other.exists()
-
-
-def test_who_still_uses_the_very_file_keeps_it(
-    path: Path, hold: Callable[[str, Path], int], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    files, holder = dumped(path, hold, tmp_path)
-    inode = path.stat().st_ino
-    files.restore().discard()
-    assert path.stat().st_ino == inode
-    assert f"{path} is still used by process {holder} (" in caplog.text
-    os.kill(holder, signal.SIGKILL)
-    while not procfs.is_remains(holder):
-        pass
-    files.restore()
-    assert path.stat().st_ino != inode
+def users(path: Path, *, writes: bool = False) -> int:
+    status = path.stat()
+    file = status.st_dev, status.st_ino
+    found = procfs.users_of({file, (1, 1)}, writes=writes)
+    assert found.keys() <= {file}
+    assert procfs.users_of({file}, but={found.get(file, 0)}, writes=writes) == {}
+    return found.get(file, 0)
 
 
 @pytest.mark.parametrize(("how", "writes"), [("<", False), (">>", True), ("<>", True)])
@@ -234,51 +220,15 @@ def test_whoever_has_a_file_open_uses_it(path: Path, how: str, writes: bool) -> 
     with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
         assert process.stdout
         assert process.stdout.readline() == b"ready\n"
-        assert procfs.user_of(path.stat()) == process.pid
-        assert procfs.user_of(path.stat(), writes=True) == (process.pid if writes else 0)
+        assert users(path) == process.pid
+        assert users(path, writes=True) == (process.pid if writes else 0)
         process.kill()
-    assert procfs.user_of(path.stat()) == 0
+    assert users(path) == 0
 
 
 @pytest.mark.parametrize(("how", "writes"), [("reads", False), ("private", False), ("writes", True)])
 def test_whoever_has_mapped_it_uses_it(path: Path, hold: Callable[[str, Path], int], how: str, writes: bool) -> None:
     path.write_bytes(b"1")
     pid = hold(how, path)
-    assert procfs.user_of(path.stat()) == pid
-    assert procfs.user_of(path.stat(), writes=True) == (pid if writes else 0)
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../passwd", "/dev/shm/x"])
-def test_an_image_may_not_name_just_any_file(name: str) -> None:
-    files = Files(content={"phos-shared-0.raw": b""})
-    files.inventory.named_memory.add(file="phos-shared-0.raw", names=[name], mode=0o600)
-    with pytest.raises(RestoreFailed, match="PhOS puts none there"):
-        files.restore()
-
-
-@pytest.mark.parametrize(("names", "mode"), [([], 0o600), (["x"], 0o4755), (["x"], 0o100600)])
-def test_an_image_may_not_make_just_any_file(names: list[str], mode: int) -> None:
-    files = Files(content={"phos-shared-0.raw": b""})
-    files.inventory.named_memory.add(file="phos-shared-0.raw", names=names, mode=mode)
-    with pytest.raises(RestoreFailed, match="PhOS makes no such file"):
-        files.restore()
-
-
-@pytest.mark.parametrize("failure", [ImageError("it is damaged"), OSError(28, "No space left on device")])
-def test_a_restore_that_fails_leaves_nothing(path: Path, failure: Exception) -> None:
-    files = Files(content={"phos-shared-0.raw": b"\1" * 64})
-    for number in range(2):
-        files.inventory.named_memory.add(
-            file=f"phos-shared-{number}.raw", names=[f"{path.name}-{number}"], mode=0o600, size=64, uid=os.geteuid()
-        )
-    copy = files.copy_file
-
-    def fails(name: str, target: int) -> None:
-        if name == "phos-shared-1.raw":
-            raise failure
-        copy(name, target)
-
-    files.copy_file = fails  # type: ignore[method-assign]
-    with pytest.raises((ImageError, RestoreFailed), match=r"damaged|cannot be made: No space left"):
-        files.restore()
-    assert not list(SHARED_MEMORY.glob(f"{path.name}*"))
+    assert users(path) == pid
+    assert users(path, writes=True) == (pid if writes else 0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine import residue
+from phos.gpu_engine import residue, shared_memory
 from phos.gpu_engine.errors import Mispredicted, PhosError, RestoreFailed
 from phos.gpu_engine.residue import DumpedResidues, ResidueFile, RestoredResidues
 from phos.images import formats
@@ -34,7 +34,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A shared memory of the test's own."""
     path = tmp_path / "shm"
     path.mkdir()
-    monkeypatch.setattr(residue, "SHARED_MEMORY", path)
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", path)
     return path
 
 
@@ -103,21 +103,21 @@ def test_a_file_is_made_locked_and_let_go(memory: Path) -> None:
     process = Process()
     files = prepared(process)
     assert process.mapped is not None
-    assert process.mapped.parent == residue.folder()
+    assert process.mapped.parent == shared_memory.folder()
     assert process.mapped.parent.stat().st_mode & 0o777 == 0o711
     assert process.mapped.stat().st_blocks * 512 >= process.mapped.stat().st_size  # allocated
-    residue.sweep()
+    shared_memory.sweep()
     assert left(memory), "a file that is in use was swept away"
     files.discard()
     assert not left(memory)
 
 
 def test_the_folder_is_claimed_before_anybody_else_makes_it(memory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    residue.claim()
-    assert stat.S_IMODE(residue.folder().stat().st_mode) == 0o711
-    residue.folder().chmod(0o777)
-    residue.claim()
-    assert stat.S_IMODE(residue.folder().stat().st_mode) == 0o711
+    shared_memory.claim()
+    assert stat.S_IMODE(shared_memory.folder().stat().st_mode) == 0o711
+    shared_memory.folder().chmod(0o777)
+    shared_memory.claim()
+    assert stat.S_IMODE(shared_memory.folder().stat().st_mode) == 0o711
     assert not caplog.records
 
 
@@ -125,11 +125,11 @@ def test_the_folder_is_claimed_before_anybody_else_makes_it(memory: Path, caplog
 def test_a_folder_that_somebody_else_has_made_is_refused_with_a_sentence(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    residue.folder().mkdir()
-    os.chown(residue.folder(), NOBODY, NOBODY)
-    residue.claim()
-    assert f"{residue.folder()} belongs to user {NOBODY}" in caplog.text
-    message = pb.Residue(path=str(residue.folder() / f"{'0' * 32}-{'a' * 8}.residue"), size=SIZE, mode=0o600)
+    shared_memory.folder().mkdir()
+    os.chown(shared_memory.folder(), NOBODY, NOBODY)
+    shared_memory.claim()
+    assert f"{shared_memory.folder()} belongs to user {NOBODY}" in caplog.text
+    message = pb.Residue(path=str(shared_memory.folder() / f"{'0' * 32}-{'a' * 8}.residue"), size=SIZE, mode=0o600)
     with pytest.raises(RestoreFailed, match=r"belongs to user 65534.*remove it as root"):
         residue._make_again(message)
 
@@ -137,8 +137,8 @@ def test_a_folder_that_somebody_else_has_made_is_refused_with_a_sentence(
 @needs_root
 def test_a_user_does_not_make_roots_folder(memory: Path) -> None:
     memory.chmod(0o1777)
-    assert as_user(memory, lambda: residue._enter(Path("phos"), 0)) == "ENOENT"
-    assert as_user(memory, lambda: residue._enter(Path(f"phos-{NOBODY}"), NOBODY)) == ""
+    assert as_user(memory, lambda: shared_memory.enter(Path("phos"), 0)) == "ENOENT"
+    assert as_user(memory, lambda: shared_memory.enter(Path(f"phos-{NOBODY}"), NOBODY)) == ""
     assert [path.name for path in memory.iterdir()] == [f"phos-{NOBODY}"]
 
 
@@ -160,7 +160,7 @@ def test_who_maps_a_file_anew_finds_huge_pages() -> None:
 
 @pytest.mark.parametrize("size", [5, MiB + 5, residue.GRAIN + 1])
 def test_finding_pages_makes_no_file_longer(memory: Path, size: int) -> None:
-    file = ResidueFile.make(residue.folder() / f"{'0' * 32}-{'a' * 8}.residue", size, os.geteuid(), os.getegid())
+    file = ResidueFile.make(shared_memory.folder() / f"{'0' * 32}-{'a' * 8}.residue", size, os.geteuid(), os.getegid())
     file.find_pages()
     status = os.stat(file.path)
     assert status.st_size == size <= status.st_blocks * 512
@@ -183,11 +183,11 @@ def test_what_the_last_checkpoint_needed_decides_the_size() -> None:
 def test_without_a_file_the_checkpoint_goes_on(memory: Path, monkeypatch: pytest.MonkeyPatch, obstacle: str) -> None:
     process = Process(refuse="it is another file here" if obstacle == "refused" else "")
     if obstacle == "mounts":
-        monkeypatch.setattr(residue, "is_ours", lambda pid, criu: False)
+        monkeypatch.setattr(shared_memory, "is_ours", lambda pid, criu: False)
     if obstacle == "room":
         monkeypatch.setattr(residue, "_room_for", lambda size: False)
     if obstacle == "folder":
-        residue.folder().symlink_to("/tmp")
+        shared_memory.folder().symlink_to("/tmp")
     files = prepared(process)
     assert process.mapped is None
     assert not left(memory)
@@ -203,7 +203,7 @@ def test_room_is_asked_of_the_file_system() -> None:
 
 
 def test_files_of_a_killed_phosd_are_swept_and_others_are_not(memory: Path) -> None:
-    folder = residue.folder()
+    folder = shared_memory.folder()
     folder.mkdir()
     stale = folder / f"{'0' * 32}-{'a' * 8}.residue"
     held = folder / f"{'1' * 32}-{'b' * 8}.residue"
@@ -212,9 +212,9 @@ def test_files_of_a_killed_phosd_are_swept_and_others_are_not(memory: Path) -> N
         path.touch()
     with open(held) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        residue.sweep()
+        shared_memory.sweep()
         assert left(memory) == sorted([f"{folder.name}/{held.name}", f"{folder.name}/{other.name}"])
-    residue.sweep()
+    shared_memory.sweep()
     assert left(memory) == [f"{folder.name}/{other.name}"]
 
 
@@ -369,7 +369,7 @@ def test_an_image_cannot_name_any_other_file(memory: Path, path: str, mode: int)
 
 
 def test_a_stale_file_in_the_way_of_a_restore_is_replaced(memory: Path) -> None:
-    path = residue.folder() / f"{'0' * 32}-{'a' * 8}.residue"
+    path = shared_memory.folder() / f"{'0' * 32}-{'a' * 8}.residue"
     path.parent.mkdir()
     path.write_bytes(b"old")
     made = ResidueFile.make(path, 4096, os.getuid(), os.getgid())

@@ -1,0 +1,324 @@
+"""Memory with a name in /dev/shm, made again for a restore: gpu_engine/restore/named_memory.py."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from phos.gen import phos_image_pb2 as pb
+from phos.gpu_engine import shared_memory
+from phos.gpu_engine.errors import RestoreFailed
+from phos.gpu_engine.restore import named_memory
+from phos.gpu_engine.restore.named_memory import RestoredNamedMemory
+from phos.gpu_engine.shared_memory import SHARED_MEMORY
+from phos.images.errors import ImageError
+from phos.images.source import ImageSource
+
+CONTENT = b"\1" * 5000
+
+
+@pytest.fixture(autouse=True)
+def nothing_hidden_stays() -> Iterator[None]:
+    shared_memory.claim()
+    yield
+    shared_memory.sweep()  # what nobody has locked
+    assert not [path for path in shared_memory.folder().glob("*.memory") if path.stat().st_size == len(CONTENT)]
+
+
+@pytest.fixture
+def path() -> Iterator[Path]:
+    path = SHARED_MEMORY / f"phos-test-{uuid.uuid4().hex}"
+    yield path
+    for left in SHARED_MEMORY.glob(f"{path.name}*"):
+        left.unlink()
+
+
+class Image:
+    """An image with memory of two names."""
+
+    def __init__(self, path: Path, *, shared: bool = False) -> None:
+        self.path = Path("/an/image")
+        self.inventory = pb.Inventory()
+        self.inventory.host.boot_id = named_memory.BOOT_ID.read_text().strip()
+        self.failure: Exception | None = None
+        self.names = [path, Path(f"{path}-too")]
+        path.write_bytes(CONTENT)
+        os.link(path, self.names[1])
+        status = path.stat()
+        self.inode = status.st_ino
+        self.memory = self.inventory.named_memory.add(
+            file="phos-shared-0.raw",
+            names=[name.name for name in self.names],
+            size=len(CONTENT),
+            mode=0o640,
+            uid=os.geteuid(),
+            gid=os.getegid(),
+            device=status.st_dev,
+            inode=status.st_ino,
+            shared=shared,
+        )
+
+    def copy_file(self, name: str, target: int) -> None:
+        assert name == "phos-shared-0.raw"
+        if self.failure:
+            raise self.failure
+        os.pwrite(target, CONTENT, 0)
+
+    def restore(self, patience: float = 0.0, *, pool: bool = False) -> RestoredNamedMemory:
+        return RestoredNamedMemory(cast(ImageSource, self), patience, pool=pool)
+
+    def gone(self) -> None:
+        for name in self.names:
+            name.unlink()
+
+    def changed(self) -> None:
+        self.names[0].write_bytes(b"changed")
+
+    def now(self) -> list[int]:
+        """The inodes that have its names."""
+        return [name.stat().st_ino for name in self.names if name.exists()]
+
+
+def test_it_is_there_again_under_all_names(path: Path) -> None:
+    image = Image(path)
+    image.gone()
+    if os.geteuid() == 0:
+        image.memory.uid, image.memory.gid = 1234, 4321
+    restored = image.restore()
+    inode, also = image.now()
+    assert inode == also
+    status = path.stat()
+    assert (status.st_size, status.st_mode & 0o7777) == (len(CONTENT), 0o640)
+    assert (status.st_uid, status.st_gid) == (image.memory.uid, image.memory.gid)
+    restored.fill()
+    restored.release()
+    restored.wait()
+    restored.keep()
+    assert [name.read_bytes() for name in image.names] == [CONTENT, CONTENT]
+    assert path.stat().st_nlink == 2
+
+
+def test_what_lay_there_comes_back_if_the_restore_fails(path: Path) -> None:
+    image = Image(path)
+    image.changed()
+    restored = image.restore()
+    assert image.inode not in image.now()
+    restored.fill()
+    restored.discard()
+    assert image.now() == [image.inode] * 2
+    assert path.read_bytes() == b"changed"
+    assert path.stat().st_nlink == 2
+
+
+def test_what_lay_there_goes_if_it_does_not(path: Path) -> None:
+    image = Image(path)
+    image.changed()
+    restored = image.restore()
+    with path.open("rb") as new:
+        restored.fill()
+        restored.keep()
+        restored.discard()  # of no effect any more
+        assert image.now() == [os.fstat(new.fileno()).st_ino] * 2
+        assert new.read() == CONTENT
+
+
+def test_what_has_been_replaced_since_stays(path: Path) -> None:
+    image = Image(path)
+    image.gone()
+    restored = image.restore()
+    path.unlink()
+    path.write_bytes(b"another's")
+    restored.discard()
+    assert path.read_bytes() == b"another's"
+    assert not image.names[1].exists()
+
+
+def test_two_restores_do_not_take_names_at_a_time(path: Path) -> None:
+    first = second = Image(path)
+    restored = first.restore()
+    before = second.now()
+    with pytest.raises(RestoreFailed, match="is just being made for another restore"):
+        second.restore()
+    assert second.now() == before
+    Image(Path(f"{path}-2")).restore().discard()  # of others it does not matter
+    waiting: list[RestoredNamedMemory] = []
+    thread = threading.Thread(target=lambda: waiting.append(second.restore(30.0)))
+    thread.start()
+    restored.release()  # CRIU has opened it
+    thread.join()
+    waiting[0].discard()
+    restored.discard()
+
+
+def test_in_a_pool_names_come_with_who_is_taken(path: Path) -> None:
+    """Who had them keeps them until then; and nobody shares with anybody."""
+    image = Image(path, shared=True)
+    with path.open("rb"):
+        parked = [image.restore(pool=True) for _ in range(1)]
+        for other in parked:
+            assert image.inode not in image.now()
+            other.fill()
+            other.release()
+            other.give_back()
+        parked += [image.restore(pool=True)]
+        parked[1].fill()
+        parked[1].give_back()
+        assert image.now() == [image.inode] * 2
+        for member in parked:
+            before = image.now()
+            member.take_names()
+            member.keep()
+            assert len(set(image.now())) == 1
+            assert set(image.now()) != set(before)
+            assert path.read_bytes() == CONTENT
+
+
+def used(path: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "60"], stdin=path.open("rb"))
+
+
+def test_whoever_outside_shared_the_very_file_still_does(path: Path) -> None:
+    image = Image(path, shared=True)
+    image.changed()
+    with used(path) as user:
+        restored = image.restore()
+        (warning,) = restored.warnings
+        assert warning.startswith(f"{path} is used by process {user.pid} (")
+        restored.fill()
+        restored.discard()
+        assert image.now() == [image.inode] * 2
+        assert path.read_bytes() == b"changed"
+        user.kill()
+    image.restore().discard()  # nobody does any more
+    image.memory.shared = False
+    with used(path) as user:
+        restored = image.restore()
+        assert not restored.warnings
+        assert image.inode not in image.now()
+        restored.discard()
+        user.kill()
+
+
+@pytest.mark.parametrize("change", ["boot", "inode", "device"])
+def test_another_file_is_nobody_s_partner(path: Path, change: str) -> None:
+    image = Image(path, shared=True)
+    if change == "boot":
+        image.inventory.host.boot_id = "another"
+    else:
+        setattr(image.memory, change, 1)
+    with used(path) as user:
+        restored = image.restore()
+        assert not restored.warnings
+        assert image.inode not in image.now()
+        restored.discard()
+        user.kill()
+
+
+def test_without_room_for_both_the_dead_one_s_goes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "room", lambda: 1000)
+    image = Image(path)
+    with used(path) as user:  # not dead
+        restored = image.restore()
+        restored.discard()
+        assert image.now() == [image.inode] * 2
+        user.kill()
+    restored = image.restore()
+    assert image.inode not in image.now()
+    restored.discard()
+    assert not image.now()
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../passwd", "/dev/shm/x"])
+def test_an_image_may_not_name_just_any_file(path: Path, name: str) -> None:
+    image = Image(path)
+    image.memory.names[1] = name
+    with pytest.raises(RestoreFailed, match="PhOS puts none there"):
+        image.restore()
+    assert image.now() == [image.inode] * 2
+
+
+@pytest.mark.parametrize(("names", "mode"), [([], 0o600), (["x"], 0o4755), (["x"], 0o100600)])
+def test_an_image_may_not_make_just_any_file(path: Path, names: list[str], mode: int) -> None:
+    image = Image(path)
+    del image.memory.names[:]
+    image.memory.names.extend(names)
+    image.memory.mode = mode
+    with pytest.raises(RestoreFailed, match="PhOS makes no such file"):
+        image.restore()
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize("other", [folder, link, lambda path: (path.unlink(), os.mkfifo(path))])
+def test_what_is_no_file_is_not_replaced(path: Path, other: Callable[[Path], object]) -> None:
+    image = Image(path)
+    other(image.names[1])
+    kind = image.names[1].lstat().st_mode
+    with pytest.raises(RestoreFailed, match="cannot be made: it is there, and no file"):
+        image.restore()
+    assert image.names[1].lstat().st_mode == kind
+    assert path.stat().st_ino == image.inode
+    if image.names[1].is_dir():
+        image.names[1].rmdir()
+
+
+@pytest.mark.parametrize("failure", [ImageError("it is damaged"), OSError(28, "No space left"), KeyError("unforeseen")])
+def test_who_waits_is_told_that_it_cannot_be_filled(path: Path, failure: Exception) -> None:
+    image = Image(path)
+    image.failure = failure
+    restored = image.restore()
+    restored.fill()
+    with pytest.raises(RestoreFailed, match=r"cannot be put back: .*(damaged|No space left|unforeseen)"):
+        restored.wait()
+    restored.discard()
+    assert image.now() == [image.inode] * 2
+
+
+def test_an_image_without_any_waits_for_nobody(path: Path) -> None:
+    image = Image(path)
+    held = image.restore()
+    del image.inventory.named_memory[:]
+    restored = image.restore()
+    restored.fill()
+    restored.wait()
+    restored.discard()
+    held.discard()
+
+
+def test_a_lock_is_one_s_at_a_time(path: Path) -> None:
+    """Whoever has it has the file that is there: it goes with him, and may have been taken for one left behind."""
+    name = shared_memory.hidden()
+    inside: list[int] = [0]
+    turns: list[int] = []
+
+    def hold() -> None:
+        for _ in range(200):
+            while (held := shared_memory.hold(name)) is None:
+                pass
+            inside[0] += 1
+            turns.append(inside[0])
+            inside[0] -= 1
+            held.discard()
+
+    threads = [threading.Thread(target=hold) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert turns == [1] * 600
+    assert not name.exists()
