@@ -56,6 +56,17 @@ def _mapped(pid: int) -> set[int]:
     return found
 
 
+def _on_the_way(pid: int) -> set[int]:
+    """The inodes of files that a process has made for another to open by name, and that neither may have mapped now.
+
+    With PyTorch's sharing strategy file_system each tensor that a DataLoader's worker hands over is one for a while,
+    called torch_PID_RANDOM_NUMBER (ATen/MapAllocator.cpp).
+    """
+    beginning = f"torch_{procfs.inner_pid(pid)}_"
+    with os.scandir(SHARED_MEMORY) as entries:
+        return {entry.inode() for entry in entries if entry.name.startswith(beginning)}
+
+
 def _names(inodes: Iterable[int]) -> dict[int, list[str]]:
     """The names in /dev/shm that these files have."""
     found: dict[int, list[str]] = {inode: [] for inode in inodes}
@@ -119,7 +130,7 @@ class DumpedNamedMemory:
         if self._failure is not None:
             return
         try:
-            mapped = _mapped(pid)
+            mapped = _mapped(pid) | _on_the_way(pid)
         except OSError as error:
             if not procfs.has_ended(pid):
                 self._failure = error

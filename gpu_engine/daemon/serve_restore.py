@@ -22,6 +22,7 @@ from phos.gpu_engine.restore.base import UNDER_WAY, Restore, RestoredProcess
 from phos.gpu_engine.restore.eager import EagerRestore
 from phos.gpu_engine.restore.lazy import LazyRestore
 from phos.gpu_engine.restore.settings import LazySettings
+from phos.gpu_engine.restore.socket_folders import SocketFolders
 
 log = logging.getLogger(__name__)
 
@@ -108,8 +109,7 @@ class RestoreServer:
             return None
         in_the_way = ids.in_the_way(ids.of_image(directory), connection.pid)
         job = self._job(connection, request, directory)
-        cuts = connection.pid if request.grown_files == "cut" else 0
-        while (ending := self._begin_unless_ending(job, directory, connection.uid, in_the_way, cuts)) is not None:
+        while (ending := self._begin_unless_ending(job, directory, connection, request, in_the_way)) is not None:
             if not ending.put_away.wait(ENDING_SECONDS):
                 job.close()
                 raise RestoreFailed(
@@ -119,12 +119,16 @@ class RestoreServer:
         return job
 
     def _begin_unless_ending(
-        self, job: Restore, directory: int, owner: int, in_the_way: str, cuts: int
+        self,
+        job: Restore,
+        directory: int,
+        connection: wire.Connection,
+        request: wire_pb2.RestoreBegin,
+        in_the_way: str,
     ) -> Restore | None:
         """Begin, or name the restore of one of the processes that has ended and is still in the way.
 
         ``in_the_way``: who has a pid that CRIU needs, if it is not one of these very processes that still runs.
-        ``cuts``: the process of CRIU, if files that have grown are to be cut.
 
         Raises:
             PhosError, ImageError, OSError: it cannot begin; it has been closed.
@@ -139,12 +143,14 @@ class RestoreServer:
                 raise
             if ending is not None:
                 return ending
-            self._registry.jobs.add(directory, job, owner)
+            self._registry.jobs.add(directory, job, connection.uid)
             try:
                 job.begin(lambda process, blocks: self._register(job, process, blocks))
                 self._registry.lend_imports(job)
-                if cuts:  # last: nothing else refuses any more
-                    grown_files.cut(directory, cuts)
+                # Last: nothing else refuses any more.
+                job.socket_folders = SocketFolders(directory, connection.pid)
+                if request.grown_files == "cut":
+                    grown_files.cut(directory, connection.pid)
             except BaseException as error:
                 job.fail(str(error))
                 job.close()
@@ -219,6 +225,11 @@ class RestoreServer:
                 del self._registry.loading[number]
             if job.state != "attached":
                 self._registry.given_up |= registered
+        if job.socket_folders is not None:
+            if job.state == "attached":
+                job.socket_folders.keep()
+            else:
+                job.socket_folders.discard()
         if job.state != "attached" or job.unsound:
             threading.Thread(target=self._registry.renew_if_broken, daemon=True, name="renew").start()
         if job.state != "attached":

@@ -33,6 +33,7 @@ from phos.gpu_engine.restore.gpus import match_gpus, require_room
 from phos.gpu_engine.restore.named_memory import RestoredNamedMemory
 from phos.gpu_engine.restore.plan import in_image
 from phos.gpu_engine.restore.reserved import ReservedMemory
+from phos.gpu_engine.restore.socket_folders import SocketFolders
 from phos.gpu_engine.restore.sources import confirm, open_source, reads_files
 from phos.gpu_engine.timeline import Timeline
 from phos.images.errors import ImageError
@@ -122,6 +123,8 @@ class Restore(ABC):
         """What was copied through could not be put back: phosd's GPU context may be lost."""
         self._residues: RestoredResidues | None = None
         self._named_memory: RestoredNamedMemory | None = None
+        self.socket_folders: SocketFolders | None = None
+        """Made for it; whoever has set them keeps or discards them."""
         self._memory = ReservedMemory()  # where phosd copies to
         self._gpu_pairs: dict[str, str] = {}
         self._ordinals: dict[int, int] = {}

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 
 from phos.gpu_engine import procfs
 from phos.gpu_engine.errors import RestoreFailed, UsageError
-from phos.images.criu_written_files import written_files
+from phos.images.criu_open_files import written_files
 
 log = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.shared_memory import SharedMemory
@@ -262,6 +263,30 @@ def test_a_pool_is_filled_while_others_are_restored(
             site.run("phos-gpu", "pool", "drop", "p")
     site.restore(image)
     assert program.wait_result() == expected
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_socket_gets_the_folder_that_it_needs(
+    site: Site, expected: str, shared: Callable[[Path], Shared], there: bool
+) -> None:
+    """Python's forkserver listens in one of its own, which goes with the program, or before it."""
+    words = (sys.executable, str(WORKERS), "--context", "forkserver", *OPTIONS)
+    program = site.until_awaited(*words, TMPDIR=str(site.folder))
+    program.wait_iterations(5)
+    (folder,) = site.folder.glob("pymp-*")
+    image = site.image()
+    site.dump(program, image)
+    shared(image)
+    if not there:
+        shutil.rmtree(folder)
+    away = program.output.rename(program.output.with_suffix(".away"))
+    assert site.restore(image, check=False).returncode != 0  # CRIU's for the output
+    wait_until(lambda: folder.exists() is there, "the end of the folder")
+    away.rename(program.output)
+    site.restore(image)
+    assert program.wait_result() == expected
+    wait_until(lambda: not program.alive(), "its end")
+    assert not folder.exists()
 
 
 def test_files_that_have_lost_the_same_name_are_told_apart(site: Site) -> None:

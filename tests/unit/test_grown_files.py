@@ -14,7 +14,7 @@ import pytest
 
 from phos.gpu_engine.errors import RestoreFailed, UsageError
 from phos.gpu_engine.restore import grown_files
-from phos.images.criu_written_files import written_files
+from phos.images.criu_open_files import written_files
 from phos.images.errors import ImageError
 from tests.unit.criu_pages_files import write_image
 

@@ -187,6 +187,22 @@ def test_holes_are_not_read(path: Path, hold: Callable[[str, Path], int], tmp_pa
         os.close(directory)
 
 
+def test_a_tensor_on_the_way_is_saved(path: Path, hold: Callable[[str, Path], int], tmp_path: Path) -> None:
+    """PyTorch calls it after the process that has made it; nobody has it mapped."""
+    path.write_bytes(b"\1" * 4096)
+    task, other = hold("reads", path), hold("reads", path)
+    names = [f"torch_{task}_12345_0", f"torch_{other}_12345_0", f"torch_{task}0_12345_0"]
+    try:
+        for name in names:
+            (SHARED_MEMORY / name).write_bytes(name.encode())
+        files = Files()
+        files.dump(tmp_path, task)
+        assert files.content == {"phos-shared-0.raw": names[0].encode()}
+    finally:
+        for name in names:
+            (SHARED_MEMORY / name).unlink()
+
+
 def test_a_process_that_has_ended_has_nothing(tmp_path: Path) -> None:
     ended = subprocess.Popen(["true"])
     ended.wait()

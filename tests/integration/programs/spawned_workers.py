@@ -1,7 +1,8 @@
 """Batches for the GPU come from worker processes that were spawned: they find the semaphores of their queues by name,
 and one named piece of shared memory, in which they count.
 
-spawned_workers.py OPTIONS (those of the examples); --size: how many workers.
+spawned_workers.py OPTIONS (those of the examples); --size: how many workers. With --context forkserver they are forked
+by a process that listens at a socket with a name in a folder of its own.
 """
 
 from __future__ import annotations
@@ -45,9 +46,11 @@ def work(number: int, of: int, asked: SimpleQueue[int], ready: SimpleQueue[int],
 
 
 def main() -> None:
-    options = parser("Spawned workers.", iterations=60, size=2, size_help="workers").parse_args()
+    arguments = parser("Spawned workers.", iterations=60, size=2, size_help="workers")
+    arguments.add_argument("--context", default="spawn")
+    options = arguments.parse_args()
     report = Report(options)
-    made = multiprocessing.get_context("spawn")
+    made = multiprocessing.get_context(options.context)
     memory = SharedMemory(create=True, size=options.size * AREA)
     asked = [made.SimpleQueue() for _ in range(options.size)]
     ready = [made.SimpleQueue() for _ in range(options.size)]
