@@ -96,7 +96,7 @@ def none_is_remembered() -> bool:
 @pytest.mark.parametrize("protocol", ["stop", "cow"])
 def test_ranks_that_train_with_nccl(protocol: str, transport: str, start: Starter, image: Path) -> None:
     """A checkpoint while they run on; then one that kills them, from which they come to the result of a run alone."""
-    environment = {"USE_LIBUV": "0", "NCCL_NVLS_ENABLE": "0", **TRANSPORTS[transport]}
+    environment = {"NCCL_NVLS_ENABLE": "0", **TRANSPORTS[transport]}
     command = process.python_program(PROGRAMS / "nccl_ranks.py")
     alone = start(command, frontend=False, environment=environment, name="alone")
     wanted = alone.finish()
@@ -121,7 +121,7 @@ def test_ranks_that_train_with_nccl(protocol: str, transport: str, start: Starte
 @pytest.mark.timeout(240)
 def test_collectives_while_the_image_is_written(start: Starter) -> None:
     """Gradients added up by NCCL in the window: onto a disk it is long. The image is that of *t1* all the same."""
-    environment = {"USE_LIBUV": "0", "NCCL_NVLS_ENABLE": "0"}
+    environment = {"NCCL_NVLS_ENABLE": "0"}
     command = process.python_program(PROGRAMS / "nccl_ranks.py", "--width", "4096", "--iterations", "250")
     alone = start(command, frontend=False, environment=environment, name="alone")
     wanted = alone.finish()
@@ -150,7 +150,7 @@ def test_collectives_while_the_image_is_written(start: Starter) -> None:
 @needs_two
 def test_host_memory_that_nccl_shares_is_refused(start: Starter, image: Path) -> None:
     """The driver could not restore it; the ranks go on, and end as they should."""
-    environment = {"USE_LIBUV": "0", "NCCL_NVLS_ENABLE": "0", "NCCL_P2P_DISABLE": "1"}
+    environment = {"NCCL_NVLS_ENABLE": "0", "NCCL_P2P_DISABLE": "1"}
     program = start(
         [*process.python_program(PROGRAMS / "nccl_ranks.py"), "--iteration-seconds", "0.05"], environment=environment
     )

@@ -196,7 +196,9 @@ def test_criu_fails_after_the_gpu_was_detached(site: Site, tmp_path: Path) -> No
     )
     from phos.gpu_engine.installation import examples_folder
 
-    program = site.start(sys.executable, str(wrapper), str(examples_folder() / "stencil.py"), *ENDLESS)
+    program = site.start(
+        sys.executable, str(wrapper), str(examples_folder() / "stencil.py"), *ENDLESS, PHOS_IO_URING="on"
+    )
     program.wait_iterations(3)
     image = site.image()
     result = site.dump(program, image, check=False)
