@@ -64,7 +64,15 @@ def _on_the_way(pid: int) -> set[int]:
     """
     beginning = f"torch_{procfs.inner_pid(pid)}_"
     with os.scandir(SHARED_MEMORY) as entries:
-        return {entry.inode() for entry in entries if entry.name.startswith(beginning)}
+        return {
+            entry.inode()
+            for entry in entries
+            if entry.name.startswith(beginning) and entry.stat(follow_symlinks=False).st_uid == _owner(pid)
+        }
+
+
+def _owner(pid: int) -> int:
+    return os.stat(f"/proc/{pid}").st_uid
 
 
 def _names(inodes: Iterable[int]) -> dict[int, list[str]]:
@@ -76,11 +84,18 @@ def _names(inodes: Iterable[int]) -> dict[int, list[str]]:
         for entry in entries:
             if entry.inode() not in found or not entry.is_file(follow_symlinks=False) or _LINK.fullmatch(entry.name):
                 continue
-            if procfs.readable(entry.name) == entry.name:
+            if procfs.readable(entry.name) == entry.name and "\n" not in entry.name:
                 found[entry.inode()].append(entry.name)
             else:
-                log.warning("What is in %r is not part of the image: its name is no UTF-8.", entry.path)
+                log.warning("What is in %r is not part of the image: its name is no text of one line.", entry.path)
     return {inode: sorted(names) for inode, names in found.items()}
+
+
+def _same_mounts(pid: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(f"/proc/{pid}/ns/mnt"), os.stat("/proc/self/ns/mnt"))
+    except OSError:
+        return False
 
 
 @dataclass
@@ -105,11 +120,13 @@ class DumpedNamedMemory:
         self._queue: queue.SimpleQueue[int] = queue.SimpleQueue()  # of pids; 0 ends it
         self._worker: threading.Thread | None = None
         self._failure: Exception | None = None
-        self._links: list[str] = []
+        self._links: dict[str, int] = {}  # that CRIU has made, and are not needed → inode
+        self._sees_files = True  # elsewhere as well as in /dev/shm, those that CRIU sees
 
     def look(self, pid: int, criu: int) -> None:
         """A task is frozen, by CRIU (process ``criu``): begin to save what it has, beside whatever else is done."""
         self._tasks.add(pid)
+        self._sees_files = self._sees_files and _same_mounts(criu)
         if not self._ours or not shared_memory.is_ours(pid, criu):
             return
         if self._worker is None:
@@ -187,9 +204,9 @@ class DumpedNamedMemory:
         if not self._ours:
             return
         replaced = criu_remaps.name_again(directory, lambda link: self._name_for(link, links))
-        self._links = replaced.links
         for name, link in replaced.left.items():
-            if link in links or not os.path.lexists(link):
+            seen = self._sees_files or Path(link).parent == SHARED_MEMORY
+            if link in links or (seen and not os.path.lexists(link)):
                 raise CheckpointFailed(
                     f"A process uses {name}, which has lost that name and has another one. CRIU restores such a file "
                     f"by a link (--link-remap), {link}, and removes that where the processes run on: such an image "
@@ -208,6 +225,7 @@ class DumpedNamedMemory:
                 device=device,
                 inode=inode,
                 shared=(device, inode) in users,
+                allocated=512 * saved.status.st_blocks,
             )
 
     def _name_for(self, link: str, links: Mapping[str, int]) -> str:
@@ -215,7 +233,7 @@ class DumpedNamedMemory:
         inode = links.get(link, 0)
         if not inode and Path(link).parent == SHARED_MEMORY:
             with suppress(OSError):
-                inode = os.lstat(link).st_ino
+                self._links[link] = inode = os.lstat(link).st_ino
         if not inode:
             return ""
         names = self._files[inode].names if inode in self._files else _names([inode])[inode]
@@ -223,8 +241,8 @@ class DumpedNamedMemory:
 
     def remove_links(self) -> None:
         """The image is whole, and does not need the links that CRIU has left."""
-        for link in self._links:
+        for link, inode in self._links.items():
             path = Path(link)
             with suppress(OSError):
-                if path.parent == SHARED_MEMORY and _LINK.fullmatch(path.name):
+                if _LINK.fullmatch(path.name) and path.lstat().st_ino == inode and inode in self._looked:
                     path.unlink()

@@ -1,7 +1,8 @@
 """/dev/shm, and PhOS's own folder in it.
 
 What lies in the folder is there for as long as somebody of ours has it locked: a file without a lock was left behind by
-a phosd that was killed, and anybody may remove it.
+a phosd that was killed, and anybody may remove it. Memory of other programs is never locked itself, as they may do so:
+the files of one restore are named alike, and one of them, which says what had which name before, is locked for all.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from phos.gpu_engine import procfs
+
 log = logging.getLogger(__name__)
 
 H = TypeVar("H", bound="HeldFile")
@@ -26,7 +29,8 @@ SHARED_MEMORY = Path("/dev/shm")
 FOLDER_MODE = 0o711
 
 FOLDER = re.compile(r"phos(-\d+)?")
-_OURS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.(residue|memory)")
+_OURS = re.compile(r"[0-9a-f]{32}-[0-9a-f]{8}\.residue")
+_MEMORY = re.compile(r"([0-9a-f]{32})-[0-9a-f]{8}\.memory")
 
 
 def folder() -> Path:
@@ -35,9 +39,14 @@ def folder() -> Path:
     return SHARED_MEMORY / (f"phos-{user}" if user else "phos")
 
 
-def hidden() -> Path:
+def stands_for(token: str) -> Path:
+    """The file that is locked for all memory with this token, of 32 digits."""
+    return folder() / f"{token}-00000000.memory"
+
+
+def hidden(token: str) -> Path:
     """A name in the folder that nothing has."""
-    return folder() / f"{secrets.token_hex(16)}-{secrets.token_hex(4)}.memory"
+    return folder() / f"{token}-{secrets.token_hex(4)}.memory"
 
 
 def claim() -> None:
@@ -91,11 +100,44 @@ def sweep() -> None:
     except OSError:
         return
     try:
+        tokens = set()
         for name in os.listdir(directory):
             if _OURS.fullmatch(name):
                 remove_if_left(directory, name)
+            elif memory := _MEMORY.fullmatch(name):
+                tokens.add(memory[1])
+        for token in tokens:
+            _sweep_memory(directory, token)
     finally:
         os.close(directory)
+
+
+def _sweep_memory(directory: int, token: str) -> None:
+    """What one restore has left, if it has; what had names before has them again, if nobody uses what has them now."""
+    held = hold(stands_for(token), keep=True)
+    if held is None:
+        return
+    try:
+        for line in os.pread(held.descriptor, 1 << 20, 0).decode(errors="replace").splitlines():
+            former, _, rest = line.partition(" ")
+            inode, _, name = rest.partition(" ")
+            if _MEMORY.fullmatch(former) and inode.isdigit() and name and "/" not in name:
+                file = os.stat(SHARED_MEMORY).st_dev, int(inode)
+                if not procfs.users_of({file}):
+                    put_back(folder() / former, SHARED_MEMORY / name, int(inode))
+        for name in os.listdir(directory):
+            if name.startswith(f"{token}-") and _MEMORY.fullmatch(name) and name != held.path.name:
+                with suppress(OSError):
+                    os.unlink(name, dir_fd=directory)
+    finally:
+        held.discard()
+
+
+def put_back(former: Path, path: Path, inode: int) -> None:
+    """Give a file its name again, if that is still a certain other file's."""
+    with suppress(OSError):
+        if path.lstat().st_ino == inode and former.lstat():
+            os.rename(former, path)
 
 
 def remove_if_left(directory: int, name: str) -> None:
@@ -103,7 +145,7 @@ def remove_if_left(directory: int, name: str) -> None:
     with suppress(OSError):
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
         try:
-            if lock(descriptor):
+            if lock(descriptor) and _has(directory, name, descriptor):
                 os.unlink(name, dir_fd=directory)
         finally:
             os.close(descriptor)
@@ -141,17 +183,16 @@ class HeldFile:
             remove_if_left(directory, path.name)
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(path.name, flags, 0o600, dir_fd=directory)
+            # Between making and locking it, it may have been taken for one that was left: then it is removed.
+            if not lock(descriptor) or not _has(directory, path.name, descriptor):
+                raise BlockingIOError(f"{path} is locked by somebody else")
             try:
-                # Between making and locking it, it may have been taken for one that was left.
-                if not lock(descriptor) or not _has(directory, path.name, descriptor):
-                    raise BlockingIOError(f"{path} is locked by somebody else")
                 os.fchmod(descriptor, mode)
                 if (uid, gid) != (os.geteuid(), os.getegid()):
                     os.fchown(descriptor, uid, gid)
                 os.ftruncate(descriptor, size)
             except OSError:
-                if _has(directory, path.name, descriptor):
-                    os.unlink(path.name, dir_fd=directory)
+                os.unlink(path.name, dir_fd=directory)
                 raise
         except OSError:
             if descriptor >= 0:
@@ -172,12 +213,20 @@ class HeldFile:
         self.descriptor = -1
 
 
-def hold(path: Path) -> HeldFile | None:
+def hold(path: Path, *, keep: bool = False) -> HeldFile | None:
     """A file in our folder that only one has at a time, empty; None: another has it.
+
+    ``keep``: if it is one that was left, as it was.
 
     Raises:
         OSError: it cannot be made.
     """
+    if keep:
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            if lock(descriptor) and _has(None, path, descriptor):
+                return HeldFile(path, descriptor, 0, os.geteuid(), os.getegid())
+            os.close(descriptor)
     try:
         return HeldFile.make(path, 0, os.geteuid(), os.getegid())
     except (FileExistsError, BlockingIOError):

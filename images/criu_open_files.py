@@ -29,6 +29,8 @@ class Owner(NamedTuple):
 def written_files(directory: int) -> dict[str, int]:
     """The size that each file must have that a task writes to, and only writes to, by path; an open image directory.
 
+    Not of one that has lost its name, which is another file's by now, or nobody's.
+
     Raises:
         ImageError: the image is damaged.
         OSError: it is not there, or cannot be read.
@@ -36,8 +38,15 @@ def written_files(directory: int) -> dict[str, int]:
     from pycriu.images.fdinfo_pb2 import REG
 
     found = {}
+    nameless = _remapped(directory)
     for entry in _entries(directory):
-        if entry.type != REG or not entry.reg.HasField("size") or entry.reg.mnt_id != -1 or entry.reg.ext:
+        if (
+            entry.id in nameless
+            or entry.type != REG
+            or not entry.reg.HasField("size")
+            or entry.reg.mnt_id != -1
+            or entry.reg.ext
+        ):
             continue
         if entry.reg.flags & os.O_ACCMODE == os.O_WRONLY:
             found[entry.reg.name] = entry.reg.size
@@ -63,6 +72,17 @@ def socket_folders(directory: int) -> dict[str, Owner]:
         if path.startswith("/"):
             found[posixpath.dirname(path)] = Owner(entry.usk.file_perms.uid, entry.usk.file_perms.gid)
     return found
+
+
+def _remapped(directory: int) -> set[int]:
+    from pycriu.images.remap_file_path_pb2 import remap_file_path_entry
+
+    name = "remap-fpath.img"
+    try:
+        bodies = criu_files.messages(directory, name, "REMAP_FPATH")
+    except FileNotFoundError:  # there is none
+        return set()
+    return {criu_files.parse(remap_file_path_entry, body, name).orig_id for body in bodies}
 
 
 def _entries(directory: int) -> Iterator[Any]:

@@ -114,7 +114,10 @@ def segments(size: int, step: int = SEGMENT_SIZE) -> list[tuple[int, int]]:
 
 
 def is_hole(fd: int, offset: int, length: int) -> bool:
-    """Whether a part of a file is nothing but a hole, and lies in the file; the file's position is nobody's then."""
+    """Whether a part of a file is nothing but a hole, and lies in the file; the file's position is nobody's then.
+
+    For files in memory, and on stable storage: some file systems do not know where what they still have to write is.
+    """
     try:
         return os.lseek(fd, offset, os.SEEK_DATA) >= offset + length
     except OSError as error:
@@ -123,8 +126,6 @@ def is_hole(fd: int, offset: int, length: int) -> bool:
 
 def hash_segment(fd: int, offset: int, length: int) -> bytes:
     """XXH3-128 of a part of a file; EOFError if the file ends before it does."""
-    if is_hole(fd, offset, length):
-        return zero_digest(length)
     state = xxhash.xxh3_128()
     # Freed with the last reference, not closed here: a traceback may still refer to it, and close() would then raise
     # an error of its own over the one that matters.

@@ -262,7 +262,7 @@ class DumpServer:
             settings=settings,
             versions=versions,
             criu=connection.pid,
-            shares_names=shared_memory.is_ours(root, connection.pid),
+            shares_names=sees_all(connection.uid) and shared_memory.is_ours(root, connection.pid),
             interruption=interruption,
         )
         interruption.check()

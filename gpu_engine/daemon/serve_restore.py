@@ -144,8 +144,10 @@ class RestoreServer:
             if ending is not None:
                 return ending
             self._registry.jobs.add(directory, job, connection.uid)
+            put_away = job.close
             try:
                 job.begin(lambda process, blocks: self._register(job, process, blocks))
+                put_away = job.watch_to_the_end  # it is being loaded
                 self._registry.lend_imports(job)
                 # Last: nothing else refuses any more.
                 job.socket_folders = SocketFolders(directory, connection.pid)
@@ -153,7 +155,7 @@ class RestoreServer:
                     grown_files.cut(directory, connection.pid)
             except BaseException as error:
                 job.fail(str(error))
-                job.close()
+                put_away()
                 self.settle(job)
                 raise
         return None

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import stat
-from contextlib import ExitStack
+from contextlib import suppress
 from datetime import datetime, timezone
 
 from phos.gpu_engine import procfs
@@ -41,34 +41,34 @@ def cut(directory: int, criu: int) -> list[str]:
         RestoreFailed: one of them cannot be cut, or somebody else writes to it.
         ImageError, OSError: CRIU's image does not say which there are.
     """
-    done = []
-    for path, size in written_files(directory).items():
+    sizes, grown = written_files(directory), {}
+    for path, size in sizes.items():
+        with suppress(OSError):
+            status = os.lstat(f"/proc/{criu}/root{path}")
+            if stat.S_ISREG(status.st_mode) and status.st_size > size:
+                grown[path] = (status.st_dev, status.st_ino)
+    writers = procfs.users_of(set(grown.values()), writes=True)
+    for path, file in grown.items():
+        if file in writers:
+            raise RestoreFailed(
+                f"{path} has grown since the dump, and is not cut because process {writers[file]} "
+                f"({procfs.executable(writers[file])}) writes to it. End that first."
+            )
+    for path in grown:
         try:
-            if _cut(f"/proc/{criu}/root{path}", path, size):
-                done.append(path)
-        except FileNotFoundError:
-            continue
+            _cut(f"/proc/{criu}/root{path}", path, sizes[path])
         except OSError as error:
             raise RestoreFailed(
                 f"{path} has grown since the dump, and what has come since cannot be put aside: {error.strerror}."
             ) from error
-    return done
+    return list(grown)
 
 
-def _cut(place: str, path: str, size: int) -> bool:
+def _cut(place: str, path: str, size: int) -> None:
     """``place``: where ``path`` is for us."""
-    with ExitStack() as stack:
-        descriptor = os.open(place, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        file = stack.enter_context(open(descriptor, "r+b", buffering=0))
+    descriptor = os.open(place, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "r+b", buffering=0) as file:
         status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size <= size:
-            return False
-        file_id = status.st_dev, status.st_ino
-        if writer := procfs.users_of({file_id}, writes=True).get(file_id):
-            raise RestoreFailed(
-                f"{path} has grown since the dump, and is not cut because process {writer} "
-                f"({procfs.executable(writer)}) writes to it. End that first."
-            )
         suffix = f".cut-{datetime.now(timezone.utc):%Y%m%dT%H%M%S.%fZ}"
         with open(f"{place}{suffix}", "xb", opener=_private) as kept:
             try:
@@ -77,12 +77,12 @@ def _cut(place: str, path: str, size: int) -> bool:
                 file.seek(size)
                 shutil.copyfileobj(file, kept, 1 << 20)
                 kept.flush()
+                os.fsync(kept.fileno())
             except BaseException:
                 os.unlink(f"{place}{suffix}")
                 raise
         file.truncate(size)
     log.warning("%s: %d bytes that came after the dump are now in %s%s", path, status.st_size - size, path, suffix)
-    return True
 
 
 def _private(name: str, flags: int) -> int:

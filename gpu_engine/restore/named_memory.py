@@ -11,9 +11,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import secrets
 import stat
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,51 +32,49 @@ log = logging.getLogger(__name__)
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-SPARE_BYTES = 16 << 20
+SPARE_BYTES = 1 << 20
 """Of /dev/shm, for others."""
 
 LOOK_SECONDS = 0.005
 
 
 @dataclass
-class _Former:
-    """What had a name before, under a hidden one; the descriptor's lock keeps it."""
-
-    path: Path
-    descriptor: int
-
-    def forget(self) -> None:
-        with suppress(OSError):
-            self.path.unlink()
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-
-
-@dataclass
 class _Piece:
+    """One file: its hidden name, and what had its names before, by the names that are its own now (None: nothing)."""
+
     message: pb.NamedMemory
     paths: list[Path]
-    file: HeldFile
-    former: dict[Path, _Former | None] = field(default_factory=dict)  # by the names that are its own now
+    hidden: Path
+    descriptor: int
+    former: dict[Path, Path | None] = field(default_factory=dict)
+
+    @property
+    def inode(self) -> int:
+        return os.fstat(self.descriptor).st_ino
 
 
 class RestoredNamedMemory:
-    """That of one restore. The steps are called one after the other; filling runs beside them."""
+    """That of one restore. Its steps may be called by several threads; none of them runs while another does."""
 
     def __init__(self, image: ImageSource, patience: float = 0.0, *, pool: bool = False) -> None:
         """Make it, and give it its names. For so many seconds another restore is waited for.
 
         Raises:
-            RestoreFailed: it cannot be made; all is as before.
+            RestoreFailed: it cannot be made; all is as before, unless there was no room for both.
         """
         self._image = image
         self._patience = patience
+        self._token = secrets.token_hex(16)
+        self._held: HeldFile | None = None  # stands for all files with the token
         self._pieces: list[_Piece] = []
         self._locks: list[HeldFile] = []  # one for each name
+        self._step = threading.RLock()
+        self._filling = threading.Lock()  # held while there is written to descriptors
         self._filled = threading.Event()
         self.error = ""
         self.warnings: list[str] = []
         try:
+            wanted = []
             for memory in image.inventory.named_memory:
                 paths = _paths(memory)
                 if not pool and (user := self._partner(memory, paths)):
@@ -82,77 +82,93 @@ class RestoredNamedMemory:
                         f"{paths[0]} is used by process {user} ({procfs.executable(user)}), which is not in the image: "
                         "the restored processes share it as it is now."
                     )
-                    continue
-                self._pieces.append(self._make(memory, paths))
-            self.take_names()
+                else:
+                    wanted.append((memory, paths))
+            self._make(wanted)
         except BaseException:
             self.discard()
             raise
         for warning in self.warnings:
             log.warning("%s: %s", image.path, warning)
 
-    def _is_there(self, memory: pb.NamedMemory, paths: list[Path]) -> bool:
-        """Whether the very file that the image's processes had is still to be found."""
-        if self._image.inventory.host.boot_id != BOOT_ID.read_text().strip():
-            return False
-        for path in paths:
-            with suppress(OSError):
-                status = path.lstat()
-                if (status.st_dev, status.st_ino) == (memory.device, memory.inode):
-                    return True
-        return False
-
     def _partner(self, memory: pb.NamedMemory, paths: list[Path]) -> int:
         """Who shares it still, of those outside of the tree with whom it was shared; 0: nobody."""
-        if not memory.shared or not self._is_there(memory, paths):
-            return 0
         file = (memory.device, memory.inode)
+        this_boot = self._image.inventory.host.boot_id == BOOT_ID.read_text().strip()
+        if not memory.shared or not this_boot or file not in _files_at(paths).values():
+            return 0
         return procfs.users_of({file}).get(file, 0)
 
-    def _make(self, memory: pb.NamedMemory, paths: list[Path]) -> _Piece:
-        if shared_memory.room() < memory.size + SPARE_BYTES and self._is_there(memory, paths):
-            self._make_room(memory, paths)
-        try:
-            made = HeldFile.make(
-                shared_memory.hidden(), memory.size, memory.uid, memory.gid, mode=memory.mode & PERMISSIONS
-            )
-        except OSError as error:
-            raise _cannot(paths[0], error) from error
-        return _Piece(memory, paths, made)
-
-    def _make_room(self, memory: pb.NamedMemory, paths: list[Path]) -> None:
-        """There is none for what the dead processes have left as well."""
-        if procfs.users_of({(memory.device, memory.inode)}):
+    def _make(self, wanted: list[tuple[pb.NamedMemory, list[Path]]]) -> None:
+        if not wanted:
             return
-        for path in paths:
-            with suppress(OSError):
-                if path.lstat().st_ino == memory.inode:
-                    path.unlink()
+        names = [path for _, paths in wanted for path in paths]
+        self._acquire(names)
+        if shared_memory.room() < sum(memory.allocated for memory, _ in wanted) + SPARE_BYTES:
+            _make_room(names)
+        try:
+            self._held = shared_memory.hold(shared_memory.stands_for(self._token))
+            assert self._held is not None  # nobody else knows the token
+            for memory, paths in wanted:
+                hidden = shared_memory.hidden(self._token)
+                descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                self._pieces.append(_Piece(memory, paths, hidden, descriptor))
+                os.fchmod(descriptor, memory.mode)
+                if (memory.uid, memory.gid) != (os.geteuid(), os.getegid()):
+                    os.fchown(descriptor, memory.uid, memory.gid)
+                os.ftruncate(descriptor, memory.size)
+        except OSError as error:
+            raise _cannot(names[0], error) from error
+        self._take_names()
 
     # Names.
 
-    def take_names(self) -> None:
-        """From here on they are this restore's, until :meth:`release` nobody else's restore takes them.
+    def take_names(self, patience: float) -> None:
+        """As they were taken first. For so many seconds another restore is waited for.
 
         Raises:
             RestoreFailed: they cannot be had.
         """
-        if not self._pieces:
-            return
-        self._acquire()
+        with self._step:
+            self._patience = patience
+            self._acquire([path for piece in self._pieces for path in piece.paths])
+            self._take_names()
+
+    def _take_names(self) -> None:
         for piece in self._pieces:
             for path in piece.paths:
                 try:
-                    piece.former[path] = _hide(path)
-                    link = shared_memory.hidden()
-                    os.link(piece.file.path, link)
+                    former = self._hide(path)
+                    self._note(former, piece.inode, path)
+                    piece.former[path] = former
+                    link = shared_memory.hidden(self._token)
+                    os.link(piece.hidden, link)
                     os.rename(link, path)
                 except OSError as error:
                     raise _cannot(path, error) from error
 
-    def _acquire(self) -> None:
+    def _hide(self, path: Path) -> Path | None:
+        """Whatever has this name, by another one; None: nothing has."""
+        try:
+            status = path.lstat()
+        except FileNotFoundError:
+            return None
+        if not stat.S_ISREG(status.st_mode):
+            raise FileExistsError(f"it is there, and no file: {path}")
+        hidden = shared_memory.hidden(self._token)
+        os.link(path, hidden, follow_symlinks=False)
+        return hidden
+
+    def _note(self, former: Path | None, inode: int, path: Path) -> None:
+        """For whoever sweeps, should this phosd be killed."""
+        assert self._held is not None
+        if former is not None:
+            end = os.lseek(self._held.descriptor, 0, os.SEEK_END)
+            os.pwrite(self._held.descriptor, f"{former.name} {inode} {path.name}\n".encode(), end)
+
+    def _acquire(self, names: Iterable[Path]) -> None:
         deadline = time.monotonic() + self._patience
-        for path in sorted({path for piece in self._pieces for path in piece.paths}):
+        for path in sorted(set(names)):
             try:
                 while (held := shared_memory.hold(_lock_of(path))) is None:
                     if time.monotonic() >= deadline:
@@ -167,50 +183,62 @@ class RestoredNamedMemory:
 
     def release(self) -> None:
         """CRIU has opened all of it."""
-        for held in self._locks:
-            held.discard()
-        self._locks = []
+        with self._step:
+            for held in self._locks:
+                held.discard()
+            self._locks = []
 
     def give_back(self) -> None:
         """What had the names before has them again; nothing, if nothing had."""
-        for piece in self._pieces:
-            inode = os.fstat(piece.file.descriptor).st_ino
-            for path, former in piece.former.items():
-                with suppress(OSError):
-                    if path.lstat().st_ino == inode:  # not another's by now
-                        if former is not None:
-                            os.rename(former.path, path)
-                        else:
-                            path.unlink()
-                if former is not None:
-                    former.forget()
-            piece.former = {}
-        self.release()
+        with self._step:
+            names = [path for piece in self._pieces for path in piece.former]
+            if not self._locks:
+                with suppress(RestoreFailed):  # then it is done without
+                    self._acquire(names)
+            for piece in self._pieces:
+                for path, former in piece.former.items():
+                    if former is not None:
+                        shared_memory.put_back(former, path, piece.inode)
+                        former.unlink(missing_ok=True)
+                    elif _files_at([path]).get(path, (0, 0))[1] == piece.inode:  # not another's by now
+                        path.unlink(missing_ok=True)
+                piece.former = {}
+            self.release()
 
     def keep(self) -> None:
         """The processes compute: the names are theirs."""
-        for piece in self._pieces:
-            for former in piece.former.values():
-                if former is not None:
-                    former.forget()
-            piece.file.discard()  # which has names of its own
-        self._pieces = []
-        self.release()
+        with self._step:
+            for piece in self._pieces:
+                for former in filter(None, piece.former.values()):
+                    former.unlink(missing_ok=True)
+                piece.former = {}
+            self._forget()
 
     def discard(self) -> None:
-        """There are no processes that need it."""
-        self.give_back()
-        for piece in self._pieces:
-            piece.file.discard()
-        self._pieces = []
+        """There are no processes that need it. Returns when nothing is written to it any more."""
+        with self._step:
+            self.give_back()
+            self._forget()
+
+    def _forget(self) -> None:
+        with self._filling:
+            pieces, self._pieces = self._pieces, []
+        for piece in pieces:
+            piece.hidden.unlink(missing_ok=True)
+            os.close(piece.descriptor)
+        if self._held is not None:
+            self._held.discard()
+            self._held = None
+        self.release()
 
     # What is in it.
 
     def fill(self) -> None:
         """Copy the content out of the image, every hash checked; afterwards :attr:`error` says what went wrong."""
         try:
-            for piece in list(self._pieces):
-                self._image.copy_file(piece.message.file, piece.file.descriptor)
+            with self._filling:
+                for piece in self._pieces:
+                    self._image.copy_file(piece.message.file, piece.descriptor)
         except (ImageError, OSError) as error:
             self.error = str(error)
         except Exception as error:
@@ -230,25 +258,31 @@ class RestoredNamedMemory:
             raise RestoreFailed(f"What the processes share in {SHARED_MEMORY} cannot be put back: {self.error}")
 
 
+def _files_at(paths: Iterable[Path]) -> dict[Path, procfs.FileId]:
+    """The files that there are under these names."""
+    found = {}
+    for path in paths:
+        with suppress(OSError):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode):
+                found[path] = (status.st_dev, status.st_ino)
+    return found
+
+
+def _make_room(names: Iterable[Path]) -> None:
+    """Without room for both, what the dead processes have left goes first."""
+    there = _files_at(names)
+    used = procfs.users_of(set(there.values()))
+    for path, file in there.items():
+        if file not in used:
+            log.warning("%s is removed: there is no room in %s beside it.", path, SHARED_MEMORY)
+            with suppress(OSError):
+                path.unlink()
+
+
 def _lock_of(path: Path) -> Path:
     """The file that whoever changes what has this name has locked."""
-    return shared_memory.folder() / f"{hashlib.sha256(path.name.encode()).hexdigest()[:32]}-00000000.memory"
-
-
-def _hide(path: Path) -> _Former | None:
-    """Whatever has this name, by another one; None: nothing has."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return None
-    if not stat.S_ISREG(status.st_mode):
-        raise FileExistsError(f"it is there, and no file: {path}")
-    former = _Former(shared_memory.hidden(), -1)
-    os.link(path, former.path, follow_symlinks=False)
-    with suppress(OSError):
-        former.descriptor = os.open(former.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        shared_memory.lock(former.descriptor)  # if its users lock it, nobody takes it for one that is left, either
-    return former
+    return shared_memory.stands_for(hashlib.sha256(path.name.encode()).hexdigest()[:32])
 
 
 def _cannot(path: Path, error: OSError) -> RestoreFailed:
@@ -258,7 +292,7 @@ def _cannot(path: Path, error: OSError) -> RestoreFailed:
 def _paths(memory: pb.NamedMemory) -> list[Path]:
     """Where it is. An image is input: it must not make phosd write anywhere else, nor make just any file there."""
     for name in memory.names:
-        if not name or "/" in name or name in (".", "..") or "\0" in name:
+        if not name or "/" in name or "\n" in name or name in (".", "..") or "\0" in name:
             raise RestoreFailed(f"The image names {name!r} as memory in {SHARED_MEMORY}; PhOS puts none there.")
     if not memory.names or memory.mode & ~PERMISSIONS:
         raise RestoreFailed(

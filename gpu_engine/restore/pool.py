@@ -34,6 +34,9 @@ from phos.images.formats import COMMIT_FILE
 
 log = logging.getLogger(__name__)
 
+NAMES_SECONDS = 2.0
+"""So long does another restore keep names of memory at most, for one who is taken: as long as CRIU takes to open it."""
+
 SETTLE_SECONDS = 0.1
 """How long a driver may believe an older figure of its free memory (the software GPU: 0.05 s)."""
 
@@ -242,8 +245,8 @@ class PooledRestore(LazyRestore):
             for block in [*blocks.values(), *borrowed]:
                 os.close(block.descriptor)
             raise RestoreFailed(f"phosd has no descriptors left: {error}") from error
-        self._take_names()
         hold(list(blocks.values()))
+        self._take_names()
         with self._lock:
             self.state = "loading"
             self._changed.notify_all()
@@ -261,7 +264,7 @@ class PooledRestore(LazyRestore):
         """From now on whoever opens memory by its name finds this process's; it has its own, whatever comes of this."""
         if self._named_memory is not None:
             try:
-                self._named_memory.take_names()
+                self._named_memory.take_names(NAMES_SECONDS)
                 self._named_memory.keep()
             except RestoreFailed as error:
                 self._named_memory.give_back()

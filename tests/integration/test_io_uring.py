@@ -17,6 +17,9 @@ def kernel_has_any() -> bool:
     return bool(ctypes.CDLL(None).syscall(425, 1, ctypes.create_string_buffer(120)) >= 0)
 
 
+pytestmark = pytest.mark.skipif(not kernel_has_any(), reason="the kernel lets nobody have an io_uring")
+
+
 def test_there_is_none_and_all_other_calls_are_as_ever(site: Site) -> None:
     program = site.start(sys.executable, str(PROGRAM), str(site.folder / "file"), str(site.folder / "go"))
     wait_until(lambda: "READY" in program.lines(), "the program")
@@ -28,7 +31,6 @@ def test_there_is_none_and_all_other_calls_are_as_ever(site: Site) -> None:
     assert program.wait_result() == "right"
 
 
-@pytest.mark.skipif(not kernel_has_any(), reason="the kernel lets nobody have an io_uring")
 def test_there_is_one_if_that_is_asked_for(site: Site) -> None:
     """And where the frontend is not: neither can be dumped."""
     words = (sys.executable, str(PROGRAM), str(site.folder / "file"), str(site.folder / "go"))

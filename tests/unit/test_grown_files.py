@@ -18,7 +18,7 @@ from phos.images.criu_open_files import written_files
 from phos.images.errors import ImageError
 from tests.unit.criu_pages_files import write_image
 
-from pycriu.images import fdinfo_pb2  # isort: skip (criu_pages_files.py skips these tests where there is none)
+from pycriu.images import fdinfo_pb2, remap_file_path_pb2  # isort: skip (criu_pages_files.py skips these tests where there is none)
 
 
 def regular(path: Path | str, flags: int, size: int | None = 4) -> Any:
@@ -97,8 +97,12 @@ def test_other_files_are_criu_s_to_judge(tmp_path: Path, directory: int) -> None
     assert cut(directory) == []
     link.symlink_to(path)
     write_image(image, "FILES", [regular(link, os.O_WRONLY)])
-    with pytest.raises(RestoreFailed, match="link has grown"):
-        cut(directory)
+    assert cut(directory) == []
+    nameless = regular(path, os.O_WRONLY)  # what has its name is another file
+    write_image(image, "FILES", [nameless])
+    remap = remap_file_path_pb2.remap_file_path_entry(orig_id=nameless.id, remap_id=5, remap_type=1)
+    write_image(tmp_path / "image" / "remap-fpath.img", "REMAP_FPATH", [remap])
+    assert cut(directory) == []
     assert path.read_bytes() == b"123456"
     assert not kept(path)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import secrets
 import subprocess
 import threading
 import uuid
@@ -26,10 +28,17 @@ CONTENT = b"\1" * 5000
 
 @pytest.fixture(autouse=True)
 def nothing_hidden_stays() -> Iterator[None]:
-    shared_memory.claim()
+    before = set(shared_memory.folder().glob("*.memory"))
     yield
-    shared_memory.sweep()  # what nobody has locked
-    assert not [path for path in shared_memory.folder().glob("*.memory") if path.stat().st_size == len(CONTENT)]
+    left = [path for path in set(shared_memory.folder().glob("*.memory")) - before if is_of_ours(path)]
+    assert not left
+
+
+def is_of_ours(path: Path) -> bool:
+    try:
+        return path.stat().st_size == len(CONTENT)
+    except OSError:
+        return False  # another test's
 
 
 @pytest.fixture
@@ -63,6 +72,7 @@ class Image:
             device=status.st_dev,
             inode=status.st_ino,
             shared=shared,
+            allocated=512 * status.st_blocks,
         )
 
     def copy_file(self, name: str, target: int) -> None:
@@ -173,7 +183,7 @@ def test_in_a_pool_names_come_with_who_is_taken(path: Path) -> None:
         assert image.now() == [image.inode] * 2
         for member in parked:
             before = image.now()
-            member.take_names()
+            member.take_names(0.0)
             member.keep()
             assert len(set(image.now())) == 1
             assert set(image.now()) != set(before)
@@ -221,21 +231,101 @@ def test_another_file_is_nobody_s_partner(path: Path, change: str) -> None:
         user.kill()
 
 
-def test_without_room_for_both_the_dead_one_s_goes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "room", lambda: 1000)
+@pytest.mark.parametrize("again", [False, True])
+def test_without_room_for_both_what_the_dead_left_goes(
+    path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Whatever they were: the image's processes, or those of an earlier restore."""
     image = Image(path)
+    if again:
+        image.changed()
+        first = image.restore()
+        first.fill()
+        first.keep()
+    there = image.now()
+    room = named_memory.SPARE_BYTES + image.memory.allocated - 1
+    monkeypatch.setattr(shared_memory, "room", lambda: room)
     with used(path) as user:  # not dead
         restored = image.restore()
         restored.discard()
-        assert image.now() == [image.inode] * 2
+        assert image.now() == there
         user.kill()
+    image.memory.allocated -= 4096
+    image.restore().discard()
+    assert image.now() == there
+    image.memory.allocated += 4096
     restored = image.restore()
-    assert image.inode not in image.now()
+    assert there[0] not in image.now()
     restored.discard()
     assert not image.now()
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../passwd", "/dev/shm/x"])
+def test_a_phosd_that_was_killed_is_put_right(path: Path) -> None:
+    """The next one gives what was there before its name again, unless somebody has what replaced it."""
+    image = Image(path)
+    image.changed()
+    dying = os.fork()
+    if dying == 0:
+        image.restore()
+        os._exit(0)
+    assert os.waitpid(dying, 0)[1] == 0
+    assert image.inode not in image.now()
+    shared_memory.sweep()
+    assert image.now() == [image.inode] * 2
+    assert path.read_bytes() == b"changed"
+    assert path.stat().st_nlink == 2
+
+
+def test_what_a_killed_phosd_has_given_to_somebody_stays(path: Path) -> None:
+    image = Image(path)
+    dying = os.fork()
+    if dying == 0:
+        image.restore()
+        os._exit(0)
+    os.waitpid(dying, 0)
+    now = image.now()
+    with used(path) as user:
+        shared_memory.sweep()
+        assert image.now() == now
+        user.kill()
+    assert path.stat().st_nlink == 2
+
+
+def test_nothing_is_locked_that_programs_may_lock(path: Path) -> None:
+    image = Image(path)
+    with path.open("rb") as former:
+        restored = image.restore()
+        with path.open("rb") as new:
+            for file in (former, new):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        restored.discard()
+
+
+def test_it_is_not_let_go_while_it_is_filled(path: Path) -> None:
+    image, begun, goes_on = Image(path), threading.Event(), threading.Event()
+    restored = image.restore()
+    copy = image.copy_file
+
+    def slowly(name: str, target: int) -> None:
+        begun.set()
+        assert goes_on.wait(30)
+        copy(name, target)  # fails if it was closed
+
+    image.copy_file = slowly  # type: ignore[method-assign]
+    filling = threading.Thread(target=restored.fill)
+    filling.start()
+    assert begun.wait(30)
+    discarding = threading.Thread(target=restored.discard)
+    discarding.start()
+    discarding.join(0.05)
+    assert discarding.is_alive()
+    goes_on.set()
+    filling.join()
+    discarding.join()
+    assert not restored.error
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../passwd", "/dev/shm/x", "a\nb"])
 def test_an_image_may_not_name_just_any_file(path: Path, name: str) -> None:
     image = Image(path)
     image.memory.names[1] = name
@@ -302,7 +392,7 @@ def test_an_image_without_any_waits_for_nobody(path: Path) -> None:
 
 def test_a_lock_is_one_s_at_a_time(path: Path) -> None:
     """Whoever has it has the file that is there: it goes with him, and may have been taken for one left behind."""
-    name = shared_memory.hidden()
+    name = shared_memory.hidden(secrets.token_hex(16))
     inside: list[int] = [0]
     turns: list[int] = []
 
