@@ -118,7 +118,7 @@ def _sweep_memory(directory: int, token: str) -> None:
     if held is None:
         return
     try:
-        for line in os.pread(held.descriptor, 1 << 20, 0).decode(errors="replace").splitlines():
+        for line in os.pread(held.descriptor, 1 << 20, 0).decode(errors="replace").split("\n"):
             former, _, rest = line.partition(" ")
             inode, _, name = rest.partition(" ")
             if _MEMORY.fullmatch(former) and inode.isdigit() and name and "/" not in name:
