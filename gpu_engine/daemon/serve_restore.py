@@ -116,6 +116,7 @@ class RestoreServer:
                     f"The process of this image has ended, but its restore from {ending.path} is still being put away "
                     f"after {ENDING_SECONDS:.0f} s. Try again; phosd's log says what it does."
                 )
+        ids.keep_away(ids.of_image(directory), connection.pid)
         return job
 
     def _begin_unless_ending(

@@ -5,11 +5,22 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
 
 from phos.gpu_engine import procfs
 
 PATIENCE_SECONDS = 2.0
 """How long a pid may still be that of a process that has just ended, or of a short one that was given it meanwhile."""
+
+AHEAD = 4096
+"""So many new processes and threads get other numbers than an image's: more than are made while CRIU restores it."""
+
+FIRST = 300
+"""Where the kernel begins again after the highest number (RESERVED_PIDS in kernel/pid.c)."""
+
+LAST_PID, PID_MAX = Path("/proc/sys/kernel/ns_last_pid"), Path("/proc/sys/kernel/pid_max")
 
 _CORE = re.compile(r"core-([1-9][0-9]*)\.img")
 
@@ -33,6 +44,33 @@ def in_the_way(pids: list[int], criu: int) -> str:
             return _told(*held)
         time.sleep(0.02)
     return ""
+
+
+def keep_away(pids: Collection[int], criu: int) -> None:
+    """See to it that while CRIU restores these pids nobody new is given one of them.
+
+    The kernel numbers upwards, and begins anew at the end: where that is 32,768 a host under load comes by every few
+    seconds. So it is told to go on behind them (proc_sys_kernel(5), ns_last_pid), if it would meet with one soon.
+    """
+    if not pids or procfs.pid_namespace(criu) != procfs.pid_namespace(os.getpid()):
+        return
+    with suppress(OSError, ValueError):  # not to be written, in a container for example
+        last = int(LAST_PID.read_text())
+        if (better := after(last, pids, int(PID_MAX.read_text()))) != last:
+            LAST_PID.write_text(str(better))
+
+
+def after(last: int, pids: Collection[int], end: int) -> int:
+    """The number after which the kernel is to go on: ``last``, or the first behind it that leaves room for AHEAD.
+
+    If none does, that with the most. ``end``: the kernel's numbers are below it.
+    """
+
+    def room(number: int) -> int:
+        return min((pid - number - 1) % (end - FIRST) for pid in pids)
+
+    candidates = [last, *sorted(pids, key=lambda pid: (pid - last) % (end - FIRST))]
+    return next((number for number in candidates if room(number) >= AHEAD), max(candidates, key=room))
 
 
 def _told(pid: int, holder: int) -> str:

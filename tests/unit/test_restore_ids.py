@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from phos.gpu_engine.restore import ids
 
@@ -98,3 +100,51 @@ def test_a_pid_that_is_soon_free() -> None:
 
 def test_no_pids_at_all() -> None:
     assert ids.in_the_way([], os.getpid()) == ""
+
+
+def meets(last: int, pids: set[int], end: int) -> int:
+    """How many new ones there are until one would get one of these pids."""
+    number, made = last, 0
+    while True:
+        number = number + 1 if number + 1 < end else ids.FIRST
+        if number in pids:
+            return made
+        made += 1
+
+
+@pytest.mark.parametrize(
+    ("last", "pids", "expected"),
+    [
+        (1000, {500, 600}, 1000),  # behind it already
+        (1000, {1000}, 1000),
+        (1000, {1001, 1003, 2000, 9000}, 2000),
+        (1000, {1001, 5096}, 5096),
+        (1000, {1001, 5098}, 1001),
+        (32000, {32100, 400}, 400),  # it begins anew in between
+        (32000, set(range(300, 32768, 3000)), 300),
+    ],
+)
+def test_the_kernel_goes_on_behind_an_image_s_pids(last: int, pids: set[int], expected: int) -> None:
+    found = ids.after(last, pids, 32768)
+    assert found == expected
+    assert found == last or meets(found, pids, 32768) >= meets(last, pids, 32768)
+
+
+@given(st.integers(ids.FIRST, 32767), st.sets(st.integers(ids.FIRST, 32767), min_size=1, max_size=30))
+def test_it_leaves_as_much_room_as_there_is(last: int, pids: set[int]) -> None:
+    found = ids.after(last, pids, 32768)
+    made = meets(found, pids, 32768)
+    assert made >= ids.AHEAD - 1 or made == max(meets(pid, pids, 32768) for pid in {last, *pids})
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not os.access(ids.LAST_PID, os.W_OK), reason="the number is not ours to set")
+def test_nobody_new_gets_one_of_them() -> None:
+    end = int(ids.PID_MAX.read_text())
+    for _ in range(3):
+        last = int(ids.LAST_PID.read_text())
+        pids = {ids.FIRST + (last - ids.FIRST + number) % (end - ids.FIRST) for number in range(20, 200, 7)}
+        ids.keep_away(pids, os.getpid())
+        children = [subprocess.Popen(["true"]) for _ in range(40)]
+        assert not pids & {child.pid for child in children}
+        for child in children:
+            child.wait()
