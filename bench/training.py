@@ -88,7 +88,9 @@ def phase_spans(image: Path) -> list[Span]:
     jobs = [job for job in json.loads(text)["jobs"] if job["kind"] == "dump" and job["image"] == where]
     if not jobs:
         raise ProcessError(f"phosd does not know of a checkpoint in {where}.")
-    began = jobs[-1]["since"] - (time.time() - time.monotonic())
+    looks = [(time.monotonic(), time.time(), time.monotonic()) for _ in range(3)]
+    before, calendar, after = min(looks, key=lambda look: look[2] - look[0])
+    began = jobs[-1]["since"] - calendar + (before + after) / 2
     return [
         Span(phase["name"], began + phase["start"], began + phase["start"] + phase["seconds"])
         for phase in jobs[-1]["phases"]

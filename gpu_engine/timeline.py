@@ -54,11 +54,21 @@ def stall_seconds(phases: Iterable[TimedPhase]) -> float:
     return 0.0 if begins is None or ends is None else max(0.0, ends - begins)
 
 
+def _now_by_both_clocks() -> tuple[float, float]:
+    """This moment by the monotonic clock and by the calendar: between two looks much may go by, under load."""
+    looks = []
+    for _ in range(3):
+        before, calendar, after = time.perf_counter(), time.time(), time.perf_counter()
+        looks.append((after - before, (before + after) / 2, calendar))
+    _, monotonic, calendar = min(looks)
+    return monotonic, calendar
+
+
 class Timeline:
-    """Phases of one job, measured on the monotonic clock; usable from several threads."""
+    """Phases of one job, on the monotonic clock; usable from several threads. ``since``: its begin, since 1970."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()
+        self._began, self.since = _now_by_both_clocks()
         self._lock = threading.Lock()  # guards _phases
         self._phases: list[Phase] = []
 

@@ -94,8 +94,8 @@ class Restore(ABC):
         self.path = path
         self.state = "loading"
         self.error = ""
-        self.since = time.time()
         self.timeline = Timeline()
+        self.since = self.timeline.since
         self.progress = Progress(0, [0] * copier.threads)
         self._copier = copier
         self._cancelled = threading.Event()

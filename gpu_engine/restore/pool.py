@@ -231,7 +231,7 @@ class PooledRestore(LazyRestore):
             RestoreFailed: there is too little memory; it is parked as before.
         """
         self.timeline = Timeline()
-        self.since = time.time()
+        self.since = self.timeline.since
         try:
             blocks = self._make_blocks(self._planned)
         except RestoreFailed:  # say why, or wait for what is just being given back

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -105,9 +104,9 @@ class StopDump:
         self.shares_names = assignment.shares_names
         self.state = "writing"
         self.error = ""
-        self.since = time.time()
         self.progress = Progress(0, [0] * assignment.copier.threads)
         self.timeline = Timeline()
+        self.since = self.timeline.since
         self._tree = ProcessTree(assignment.gated, assignment.foreign, assignment.settings, self.timeline)
         self._copier = assignment.copier
         self._interruption = assignment.interruption

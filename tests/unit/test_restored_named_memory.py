@@ -23,7 +23,8 @@ from phos.gpu_engine.shared_memory import SHARED_MEMORY
 from phos.images.errors import ImageError
 from phos.images.source import ImageSource
 
-CONTENT = b"\1" * 5000
+CONTENT = b"\1" * (5000 + os.getpid())
+"""Of another size in each process that runs tests: they share the folder."""
 
 
 @pytest.fixture(autouse=True)
