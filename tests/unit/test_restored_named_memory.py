@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import signal
 import subprocess
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -261,16 +263,32 @@ def test_without_room_for_both_what_the_dead_left_goes(
     assert not image.now()
 
 
+@contextmanager
+def dying_phosd(image: Image) -> Iterator[None]:
+    """One that has begun a restore; at the end of the block it is killed. Until then nobody sweeps what it has made."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        image.restore()
+        os.write(writing, b"1")
+        signal.pause()
+    try:
+        assert os.read(reading, 1) == b"1"
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(reading)
+        os.close(writing)
+
+
 def test_a_phosd_that_was_killed_is_put_right(path: Path) -> None:
     """The next one gives what was there before its name again, unless somebody has what replaced it."""
     image = Image(path)
     image.changed()
-    dying = os.fork()
-    if dying == 0:
-        image.restore()
-        os._exit(0)
-    assert os.waitpid(dying, 0)[1] == 0
-    assert image.inode not in image.now()
+    with dying_phosd(image):
+        shared_memory.sweep()
+        assert image.inode not in image.now()
     shared_memory.sweep()
     assert image.now() == [image.inode] * 2
     assert path.read_bytes() == b"changed"
@@ -279,13 +297,10 @@ def test_a_phosd_that_was_killed_is_put_right(path: Path) -> None:
 
 def test_what_a_killed_phosd_has_given_to_somebody_stays(path: Path) -> None:
     image = Image(path)
-    dying = os.fork()
-    if dying == 0:
-        image.restore()
-        os._exit(0)
-    os.waitpid(dying, 0)
-    now = image.now()
-    with used(path) as user:
+    with dying_phosd(image):
+        now = image.now()
+        user = used(path)
+    with user:
         shared_memory.sweep()
         assert image.now() == now
         user.kill()
