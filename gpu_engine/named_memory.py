@@ -49,9 +49,8 @@ def _mapped(pid: int) -> set[int]:
     device = os.stat(SHARED_MEMORY).st_dev
     found = set()
     for mapping in procfs.mappings(pid, f"{SHARED_MEMORY}/"):
-        shares = mapping.permissions[1] == "w" and mapping.permissions[3] == "s"
         inside = Path(mapping.name.removesuffix(_GONE)).parent == SHARED_MEMORY
-        if mapping.device == device and inside and (shares or mapping.name.endswith(_GONE)):
+        if mapping.device == device and inside and (mapping.shared_for_writing or mapping.name.endswith(_GONE)):
             found.add(mapping.inode)
     return found
 
@@ -204,6 +203,7 @@ class DumpedNamedMemory:
         if not self._ours:
             return
         replaced = criu_remaps.name_again(directory, lambda link: self._name_for(link, links))
+        self._links = {link: inode for link, inode in self._links.items() if link in replaced.links}
         for name, link in replaced.left.items():
             seen = self._sees_files or Path(link).parent == SHARED_MEMORY
             if link in links or (seen and not os.path.lexists(link)):

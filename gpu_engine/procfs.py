@@ -179,8 +179,13 @@ class Mapping(NamedTuple):
     inode: int
     name: str
 
+    @property
+    def shared_for_writing(self) -> bool:
+        """Whether others see what is written there."""
+        return self.permissions[1] == "w" and self.permissions[3] == "s"
 
-def mappings(pid: int, beginning: str = "/") -> list[Mapping]:
+
+def mappings(pid: int, beginning: str = "") -> list[Mapping]:
     """What a process has mapped that has a name which begins so.
 
     Raises:
@@ -225,9 +230,8 @@ def users_of(files: Set[FileId], *, but: Set[int] = frozenset(), writes: bool = 
 
 
 def _used(pid: int, files: Set[FileId], writes: bool) -> Iterator[FileId]:
-    for mapping in mappings(pid):
-        shares = mapping.permissions[1] == "w" and mapping.permissions[3] == "s"
-        if (mapping.device, mapping.inode) in files and (shares or not writes):
+    for mapping in mappings(pid, "/"):
+        if (mapping.device, mapping.inode) in files and (mapping.shared_for_writing or not writes):
             yield mapping.device, mapping.inode
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):  # closed meanwhile

@@ -107,7 +107,8 @@ class RestoreServer:
             self._registry.jobs.none_for(directory, connection.uid)
             log.warning("%s holds no GPU part: CRIU restores it alone.", os.readlink(f"/proc/self/fd/{directory}"))
             return None
-        in_the_way = ids.in_the_way(ids.of_image(directory), connection.pid)
+        pids = ids.of_image(directory)
+        in_the_way = ids.in_the_way(pids, connection.pid)
         job = self._job(connection, request, directory)
         while (ending := self._begin_unless_ending(job, directory, connection, request, in_the_way)) is not None:
             if not ending.put_away.wait(ENDING_SECONDS):
@@ -116,7 +117,7 @@ class RestoreServer:
                     f"The process of this image has ended, but its restore from {ending.path} is still being put away "
                     f"after {ENDING_SECONDS:.0f} s. Try again; phosd's log says what it does."
                 )
-        ids.keep_away(ids.of_image(directory), connection.pid)
+        ids.keep_away(pids, connection.pid)
         return job
 
     def _begin_unless_ending(

@@ -20,6 +20,8 @@ from phos.gpu_engine.named_memory import DumpedNamedMemory
 from phos.gpu_engine.shared_memory import SHARED_MEMORY
 from phos.images.errors import ImageError
 from phos.images.writer import ImageWriter
+from tests.unit.criu_pages_files import write_image
+from tests.unit.test_criu_remaps import names_of, regular, remap
 
 HOLDER = r"""
 import mmap, os, sys
@@ -78,7 +80,7 @@ class Files:
         self.content[name] = os.pread(source, size, 0)
         return []
 
-    def dump(self, folder: Path, *pids: int) -> None:
+    def dump(self, folder: Path, *pids: int) -> DumpedNamedMemory:
         """As of tasks that CRIU, which is this process, has frozen."""
         dumped = DumpedNamedMemory(cast(ImageWriter, self), ours=self.ours)
         for pid in pids:
@@ -89,6 +91,7 @@ class Files:
             dumped.describe(self.inventory, directory, {})
         finally:
             os.close(directory)
+        return dumped
 
 
 def test_what_is_shared_for_writing_is_saved_once(path: Path, hold: Callable[[str, Path], int], tmp_path: Path) -> None:
@@ -151,6 +154,29 @@ def test_of_a_tree_with_another_dev_shm_all_is_criu_s(
     files = Files(ours=False)
     files.dump(tmp_path, hold("writes", path))
     assert not files.content
+
+
+@pytest.mark.parametrize("name", [True, False])
+def test_a_link_of_criu_s_goes_if_it_is_not_needed(
+    path: Path, hold: Callable[[str, Path], int], tmp_path: Path, name: bool
+) -> None:
+    """It is where the file has no other name: the image could not be restored without."""
+    link, kept = SHARED_MEMORY / f"link_remap.{os.getpid()}", f"{path}-kept"
+    path.write_bytes(b"\1" * 32)
+    task = hold("writes", path)
+    os.link(path, link)
+    if name:
+        os.link(path, kept)
+    path.unlink()
+    write_image(tmp_path / "files.img", "FILES", [regular(1, str(path)), regular(2, str(link))])
+    write_image(tmp_path / "remap-fpath.img", "REMAP_FPATH", [remap(1, 2)])
+    try:
+        dumped = Files().dump(tmp_path, task)
+        dumped.remove_links()
+        assert names_of(tmp_path) == ({1: kept} if name else {1: str(path), 2: str(link)})
+        assert link.exists() is not name
+    finally:
+        link.unlink(missing_ok=True)
 
 
 def test_whoever_outside_of_the_tree_has_it_shares_it(
