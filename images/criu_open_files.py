@@ -16,7 +16,7 @@ import posixpath
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from phos.images import criu_files
+from phos.images import criu_files, criu_remaps
 
 
 class Owner(NamedTuple):
@@ -38,7 +38,7 @@ def written_files(directory: int) -> dict[str, int]:
     from pycriu.images.fdinfo_pb2 import REG
 
     found = {}
-    nameless = _remapped(directory)
+    nameless = {remap.orig_id for remap in criu_remaps.remaps(directory)}
     for entry in _entries(directory):
         if (
             entry.id in nameless
@@ -72,17 +72,6 @@ def socket_folders(directory: int) -> dict[str, Owner]:
         if path.startswith("/"):
             found[posixpath.dirname(path)] = Owner(entry.usk.file_perms.uid, entry.usk.file_perms.gid)
     return found
-
-
-def _remapped(directory: int) -> set[int]:
-    from pycriu.images.remap_file_path_pb2 import remap_file_path_entry
-
-    name = "remap-fpath.img"
-    try:
-        bodies = criu_files.messages(directory, name, "REMAP_FPATH")
-    except FileNotFoundError:  # there is none
-        return set()
-    return {criu_files.parse(remap_file_path_entry, body, name).orig_id for body in bodies}
 
 
 def _entries(directory: int) -> Iterator[Any]:

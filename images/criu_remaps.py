@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from phos.images import criu_files
 from phos.images.errors import ImageError
@@ -32,6 +33,20 @@ class Replaced:
     left: dict[str, str] = field(default_factory=dict)
 
 
+def remaps(directory: int) -> list[Any]:
+    """What REMAPS in an open directory says of files whose names are gone; nothing, if CRIU has made none.
+
+    Raises: as :func:`name_again`.
+    """
+    from pycriu.images.remap_file_path_pb2 import remap_file_path_entry
+
+    try:
+        bodies = criu_files.messages(directory, REMAPS, "REMAP_FPATH")
+    except FileNotFoundError:
+        return []
+    return [criu_files.parse(remap_file_path_entry, body, REMAPS) for body in bodies]
+
+
 def name_again(directory: int, name_for: Callable[[str], str]) -> Replaced:
     """Have files restored by another name than the one that is gone, in CRIU's images in an open directory.
 
@@ -43,20 +58,16 @@ def name_again(directory: int, name_for: Callable[[str], str]) -> Replaced:
         ImageError: an image is damaged.
         OSError: CRIU wrote its images elsewhere; a file cannot be read or written; it names the file.
     """
-    from pycriu.images.remap_file_path_pb2 import LINKED, remap_file_path_entry
+    from pycriu.images.remap_file_path_pb2 import LINKED
 
     replaced = Replaced()
-    try:
-        remaps = criu_files.messages(directory, REMAPS, "REMAP_FPATH")
-    except FileNotFoundError:  # there is none
-        return replaced
-    parsed = [criu_files.parse(remap_file_path_entry, body, REMAPS) for body in remaps]
-    linked = {remap.orig_id: remap.remap_id for remap in parsed if remap.remap_type == LINKED}
+    found = remaps(directory)
+    linked = {remap.orig_id: remap.remap_id for remap in found if remap.remap_type == LINKED}
     if not linked:
         return replaced
     named = _name_files(directory, name_for, linked, replaced)
     if named:
-        kept = [body for body, remap in zip(remaps, parsed, strict=True) if remap.orig_id not in named]
+        kept = [remap.SerializeToString() for remap in found if remap.orig_id not in named]
         criu_files.replace(directory, REMAPS, "REMAP_FPATH", kept)
     return replaced
 

@@ -3,24 +3,13 @@
  * Prints what it makes of /dev/zero, of a memfd and of a closed descriptor, and what a task gets in place of such a file.
  */
 #include <fcntl.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "criu_log.h"
 #include "phos_plugin.h"
-
-/* What CRIU exports. */
-void print_on_level(unsigned int level, const char *format, ...)
-{
-	va_list list;
-
-	(void)level;
-	va_start(list, format);
-	vfprintf(stderr, format, list);
-	va_end(list);
-}
 
 int main(int count, char **words)
 {

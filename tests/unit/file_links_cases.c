@@ -4,12 +4,12 @@
  */
 #include <errno.h>
 #include <fcntl.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
+#include "criu_log.h"
 #include "phos_plugin.h"
 
 static bool names;
@@ -17,17 +17,6 @@ static bool names;
 bool phos_link_sees_to_names(void)
 {
 	return names;
-}
-
-/* What CRIU exports. */
-void print_on_level(unsigned int level, const char *format, ...)
-{
-	va_list list;
-
-	(void)level;
-	va_start(list, format);
-	vfprintf(stderr, format, list);
-	va_end(list);
 }
 
 static int there(int root, const char *name)

@@ -7,7 +7,6 @@
  */
 #include <assert.h>
 #include <fcntl.h>
-#include <stdarg.h>
 #include <stdbool.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -18,6 +17,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "criu_log.h"
 #include "phos_plugin.h"
 #include "task_pages.h"
 
@@ -26,17 +26,6 @@
 #define ROOM 4096 /* regions */
 
 static unsigned room; /* a call: few, fewer than one answer of the kernel may become; or more than one turn of its */
-
-/* What CRIU exports. */
-void print_on_level(unsigned int level, const char *format, ...)
-{
-	va_list list;
-
-	(void)level;
-	va_start(list, format);
-	vfprintf(stderr, format, list);
-	va_end(list);
-}
 
 enum kind { ABSENT, SHOWN, HIDDEN };
 

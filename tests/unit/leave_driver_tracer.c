@@ -5,11 +5,11 @@
  * a thread is in its driver. Prints one line: rounds, how often the word was not 0 at a stop of ours, and after the walk,
  * threads that the walk has started, and the longest walk in ms. "die": sends itself SIGTERM during the first walk. Status 1:
  * a walk failed. */
+#include "criu_log.h"
 #include "phos_plugin.h"
 
 #include <dirent.h>
 #include <signal.h>
-#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -23,16 +23,6 @@
 
 static int threads[THREADS];
 static size_t count;
-
-void print_on_level(unsigned int level, const char *format, ...)
-{
-	va_list arguments;
-
-	(void)level;
-	va_start(arguments, format);
-	vfprintf(stderr, format, arguments);
-	va_end(arguments);
-}
 
 static bool is_known(int thread)
 {
