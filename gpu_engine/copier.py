@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from phos.gpu_engine import driver
+from phos.gpu_engine.arrival_rooms import ArrivalRooms
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.content_hash import ContentHasher, bytes_to_copy, chunk_count
 from phos.gpu_engine.copy_in import Filler
@@ -171,6 +172,7 @@ class Copier:
         self.threads = max(1, min(self.threads, wanted // (2 * CHUNK_BYTES)))
         self.slot_bytes = max(1, wanted // (2 * self.threads * CHUNK_BYTES)) * CHUNK_BYTES
         self.hasher = ContentHasher()
+        self.rooms = ArrivalRooms(self.hasher, self.threads)
         self._ring: driver.PinnedBuffer | None = None
         self._workers: list[_Worker] = []
         self._shared: SharedWorkers[_Worker] | None = None
@@ -183,8 +185,13 @@ class Copier:
         return self._ring.size if self._ring else 0
 
     def prepare(self, device: int) -> None:
-        """Pin the ring ahead of the first job (1 GiB takes about 0.5 s on an H100 machine)."""
-        self._prepare(device)
+        """Pin the ring ahead of the first job (1 GiB takes about 0.5 s on an H100 machine), and make room for hashes.
+
+        Raises:
+            DriverError: the GPU, or the host, has too little memory left.
+        """
+        self._prepare(device).prepare()
+        self.rooms.prepare(device)
 
     def _prepare(self, device: int) -> SharedWorkers[_Worker]:
         with self._making:
@@ -203,8 +210,11 @@ class Copier:
             return self._lanes[device, inward]
 
     def release(self) -> None:
-        """Give the ring back. No job may be under way."""
+        """Give the ring and all else back. No job may be under way."""
+        self.rooms.release()
         with self._making:
+            if self._shared is not None:
+                self._shared.close()
             for worker in self._workers:
                 worker.release()
             for lane in self._lanes.values():

@@ -282,7 +282,6 @@ class FillPlan(Generic[Item]):
         plan.mapped, plan.needed = ctypes.addressof(self._mapped), ctypes.addressof(self._needed)
         plan.count, plan.queue_count, plan.window_count = len(places), len(orders), len(windows)
         plan.join_bytes = join_bytes
-        plan.breathes = True
         _library().phos_fill_begin(self.address)
 
     def __del__(self) -> None:
@@ -313,9 +312,9 @@ class FillPlan(Generic[Item]):
         with self._lock:
             return self._error or RuntimeError("the plan is not broken")
 
-    def all_are_back(self) -> None:
-        """Nobody is being brought back beside the copies any more: they need not leave the copy engines to others."""
-        self._plan.breathes = False
+    def breathe(self, wanted: bool) -> None:
+        """Whether copies leave the copy engines to others now and then (fill_loop.c); at first they do not."""
+        self._plan.breathes = wanted
 
     # What is waited for.
 

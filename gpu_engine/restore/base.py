@@ -29,6 +29,7 @@ from phos.gpu_engine.job_states import FAILED
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import has_ended, inner_pid
 from phos.gpu_engine.residue import RestoredResidues
+from phos.gpu_engine.restore.filling import Filling
 from phos.gpu_engine.restore.gpus import match_gpus, require_room
 from phos.gpu_engine.restore.named_memory import RestoredNamedMemory
 from phos.gpu_engine.restore.plan import in_image
@@ -117,6 +118,8 @@ class Restore(ABC):
         # error.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # what ready() goes by
+        self._breathing = threading.Lock()  # guards _revives, and what the plan is told
+        self._revives = False  # the driver has begun to bring one back
         self._sessions: dict[bytes, GatedProcess] = {}
         self._image: ImageSource = open_source(directory)
         self.unsound = False
@@ -230,19 +233,19 @@ class Restore(ABC):
         self._over.set()
 
     @abstractmethod
-    def _prepare(self, blocks: list[Block]) -> None:
+    def _prepare(self, blocks: list[Block]) -> Filling:
         """What comes before loading, in the same thread: CRIU works already, but nobody attaches before this is done.
 
         Raises: as :meth:`_fill`.
         """
 
-    @abstractmethod
-    def _fill(self, blocks: list[Block]) -> None:
+    def _fill(self, filling: Filling) -> None:
         """Load all of the data, in a thread of its own.
 
         Raises:
             Cancelled, ImageError, DriverError, OSError.
         """
+        filling.run(self.progress, self._cancelled)
 
     def _filled(self) -> None:
         """All of it is there, and what it should be. Raises: as :meth:`_fill`."""
@@ -298,11 +301,11 @@ class Restore(ABC):
 
     def _load(self, borrowed: list[Block]) -> None:
         try:
-            self._prepare(borrowed)
+            filling = self._prepare(borrowed)
             if reads_files(self._image) and self._residues is not None:
                 self._residues.wait()  # it is read by the same processors, and the driver waits for it
             with self.timeline.phase("GPU data", concurrent=True):
-                self._fill(borrowed)
+                self._fill(filling)
                 confirm(self._image)
             self._filled()
             with self._lock:
@@ -345,13 +348,14 @@ class Restore(ABC):
             self._residues.wait()
             if self._residues.error:
                 return  # the restore has failed for that
+        self._settle_breathing(reviving=True)
         try:
             with self.timeline.phase("driver restore"):
                 self._revive(pid)
             log.info("%s: the driver's part of process %d is back", self.path, pid)
             with self._lock:
                 self._revived.add(pid)
-            self._stop_breathing()
+            self._settle_breathing()
         except NoSuchProcess:
             return  # it was killed; watch_to_the_end() says so
         except PhosError as error:
@@ -484,12 +488,17 @@ class Restore(ABC):
         with self._lock:
             self._computing.add(pid)
             self._settle()
-        self._stop_breathing()
+        self._settle_breathing()
 
-    def _stop_breathing(self) -> None:
-        """Copies leave the GPUs' copy engines to others for as long as processes are brought back beside them."""
-        if self._plan is not None and self._all_are_back():
-            self._plan.all_are_back()
+    def _settle_breathing(self, *, reviving: bool = False) -> None:
+        """Copies leave the GPUs' copy engines to others for as long as processes are brought back beside them.
+
+        ``reviving``: the driver is about to bring one back.
+        """
+        with self._breathing:
+            self._revives = self._revives or reviving
+            if self._plan is not None:
+                self._plan.breathe(self._revives and not self._all_are_back())
 
     def _all_are_back(self) -> bool:
         """Whether nothing is done for the processes any more but to load."""

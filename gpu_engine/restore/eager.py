@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.fill_plan import FillPlan
-from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import Restore
+from phos.gpu_engine.restore.filling import Filling
 from phos.gpu_engine.restore.plan import places_of
 from phos.gpu_engine.restore.sources import manner
 from phos.images.errors import ImageError
@@ -17,10 +16,7 @@ class EagerRestore(Restore):
 
     mode = "eager"
 
-    def _prepare(self, blocks: list[Block]) -> None:
-        """Nothing comes before it."""
-
-    def _fill(self, blocks: list[Block]) -> None:
+    def _prepare(self, blocks: list[Block]) -> Filling:
         image, devices = self._image, {block.device for block in blocks}
         sizes = {image.blocks[self._in_image(block.key)].chunk_size for block in blocks}
         if max(sizes, default=0) > self._copier.slot_bytes:
@@ -32,13 +28,8 @@ class EagerRestore(Restore):
         addresses = {block.key: self._memory.reserve(block) for block in blocks}
         places = places_of(image, blocks, addresses, self._image_names)
         self._plan = plan = FillPlan(places, range(len(places)), how.at_once)
-        self._stop_breathing()
-        self._memory.map(blocks, plan)
-        with (
-            checked(image, self._copier, devices, sizes, how.at_once) as reading,
-            tracing(self.path) as trace,
-        ):
-            self._copier.fill(plan, reading, self.progress, self._cancelled, how.workers, trace)
+        self._settle_breathing()
+        return Filling(image, self._copier, plan, how, self._memory, blocks, sizes)
 
     def _all_are_back(self) -> bool:
         with self._lock:

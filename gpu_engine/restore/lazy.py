@@ -18,13 +18,12 @@ from contextlib import ExitStack, closing
 
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
-from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.copy_work import Cancelled
 from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
 from phos.gpu_engine.errors import Mispredicted, PhosError
 from phos.gpu_engine.fill_plan import FillPlan, Places
-from phos.gpu_engine.restore.arrival import checked
 from phos.gpu_engine.restore.base import PARKED, UNDER_WAY, Restore
+from phos.gpu_engine.restore.filling import Filling
 from phos.gpu_engine.restore.plan import places_of
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.gpu_engine.restore.sources import Manner, manner
@@ -100,8 +99,12 @@ class LazyRestore(Restore):
         os.close(self._directory)
         super().close()
 
-    def _prepare(self, blocks: list[Block]) -> None:
+    def _prepare(self, blocks: list[Block]) -> Filling:
         self._lay_out(blocks)
+        how = manner(self._image, self._copier, len({block.device for block in blocks}))
+        self._plan = plan = self._make_plan(how)
+        self._settle_breathing()
+        return self._filling(plan, how, blocks)
 
     def _lay_out(self, blocks: list[Block]) -> None:
         """Number the chunks, give each an address of phosd's, and make the tables that the processes are to share."""
@@ -135,13 +138,13 @@ class LazyRestore(Restore):
     def _may_attach(self) -> bool:
         return self._laid_out and self.state in UNDER_WAY
 
-    def _fill(self, blocks: list[Block]) -> None:
-        assert self._table is not None
+    def _fill(self, filling: Filling) -> None:
         threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
-        how = manner(self._image, self._copier, len({block.device for block in blocks}))
-        self._plan = self._make_plan(how)
-        self._stop_breathing()
-        self._pour(blocks, how)
+        try:
+            super()._fill(filling)
+        except Cancelled:  # the processes are dead; what they touched first is worth knowing all the same
+            self._end_windows()
+            raise
 
     def _make_plan(self, how: Manner) -> FillPlan[Extent]:
         """What is loaded when."""
@@ -150,21 +153,11 @@ class LazyRestore(Restore):
         tables = [window.table for window in self._windows.values()]
         return FillPlan(self._places, self._order(self._places), how.at_once, self._table, tables)
 
-    def _pour(self, blocks: list[Block], how: Manner) -> None:
-        assert self._plan is not None
-        if blocks:
-            by_key = {block.key: block for block in blocks}
-            self._memory.map([by_key[key] for key in self._plan.first_use], self._plan)
-            devices = {block.device for block in blocks}
-            try:
-                with (
-                    checked(self._image, self._copier, devices, {CHUNK_BYTES}, how.at_once) as reading,
-                    tracing(self.path) as trace,
-                ):
-                    self._copier.fill(self._plan, reading, self.progress, self._cancelled, how.workers, trace)
-            except Cancelled:  # the processes are dead; what they touched first is worth knowing all the same
-                self._end_windows()
-                raise
+    def _filling(self, plan: FillPlan[Extent], how: Manner, blocks: list[Block]) -> Filling:
+        """Blocks are mapped as they are due."""
+        by_key = {block.key: block for block in blocks}
+        in_order = [by_key[key] for key in plan.first_use]
+        return Filling(self._image, self._copier, plan, how, self._memory, in_order, {CHUNK_BYTES})
 
     def _filled(self) -> None:
         super()._filled()

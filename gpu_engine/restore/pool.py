@@ -23,6 +23,7 @@ from phos.gpu_engine.errors import DriverError, RestoreFailed
 from phos.gpu_engine.procfs import inner_pid
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.base import Register
+from phos.gpu_engine.restore.filling import Filling
 from phos.gpu_engine.restore.gpus import require_room
 from phos.gpu_engine.restore.lazy import LazyRestore
 from phos.gpu_engine.restore.named_memory import RestoredNamedMemory
@@ -142,7 +143,6 @@ class PooledRestore(LazyRestore):
             raise RestoreFailed(f"The image's processes map GPU memory of {len(strangers)} that are not in it.")
         self._lay_out(list(planned.values()))
         for device in {block.device for block in planned.values()}:
-            self._copier.hasher.prepare(device)
             self._copier.prepare(device)
         self._how = manner(self._image, self._copier, len({block.device for block in planned.values()}))
         self._plan = self._make_plan(self._how)
@@ -270,15 +270,13 @@ class PooledRestore(LazyRestore):
                 self._named_memory.give_back()
                 log.warning("%s: %s", self.path, error)
 
-    def _prepare(self, blocks: list[Block]) -> None:
-        """All of it was done when it was parked."""
-
-    def _fill(self, blocks: list[Block]) -> None:
-        threading.Thread(target=self._watch, name="watch-guesses", daemon=True).start()
+    def _prepare(self, blocks: list[Block]) -> Filling:
         assert self._how is not None
         assert self._plan is not None
-        self._plan.all_are_back()  # but for their memory: mapping it needs no copy engine
-        self._pour(blocks, self._how)
+        return self._filling(self._plan, self._how, blocks)  # all else was done when it was parked
+
+    def _all_are_back(self) -> bool:
+        return True  # but for their memory, and mapping that needs no copy engine
 
     def _may_attach(self) -> bool:
         if self._eager:

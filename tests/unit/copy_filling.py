@@ -6,8 +6,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,9 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.content_hash import SPAN_BYTES
 from phos.gpu_engine.copy_trace import FILE, HOST, ZEROS
-from phos.gpu_engine.copy_work import SLOTS, HashRooms, Reading
+from phos.gpu_engine.copy_work import HashRooms, Reading
 from phos.gpu_engine.cow.chunk_table import SAVED, ChunkTable
 from phos.gpu_engine.fill_plan import ALL_ZEROS, ELSEWHERE, IN_MEMORY, FillPlan
-from phos.gpu_engine.restore.arrival import room_bytes
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
 from phos.images.chunk_hash import chunk_hash
 from tests.unit.copy_machine import HALF, PATIENCE, Machine, noise
@@ -108,34 +106,22 @@ class Arrived(Exception):
 
 
 class Check:
-    """Rooms for the GPUs to hash in."""
+    """The copier's own rooms for the GPUs to hash in."""
 
-    def __init__(self, machine: Machine, undo: ExitStack, chunks: int = 4) -> None:
-        self._room_bytes = room_bytes(chunks)
-        size = driver.GRANULARITY
-        assert SLOTS * machine.copier.threads * self._room_bytes <= size
-        self._kernels = [machine.copier.hasher.arrival_kernel(device) for device in range(machine.gpus)]
-        self._room = []
+    def __init__(self, machine: Machine) -> None:
+        self._rooms = machine.copier.rooms
         for device in range(machine.gpus):
-            driver.context(device).use()
-            self._room.append(undo.enter_context(driver.scratch(driver.context(device), size)).address)
-            machine.copier.hasher.clear(device, self._room[device], size)
-        self._host = driver.PinnedBuffer(size)
-        undo.callback(self._host.free)
+            self._rooms.prepare(device)
 
     def rooms(self, worker: int, device: int) -> HashRooms:
-        at = [(worker * SLOTS + slot) * self._room_bytes for slot in range(SLOTS)]
-        rooms, hosts = [self._room[device] + each for each in at], [self._host.address + each for each in at]
-        return HashRooms(self._kernels[device].handle, rooms, hosts)
+        return self._rooms.of(worker, device)
 
     def wrong(self, content: Item, device: int) -> Exception:
         return Arrived(content, device)
 
 
-@contextmanager
-def reading_of(machine: Machine, store: Store, check: bool) -> Iterator[Reading[Item]]:
-    with ExitStack() as undo:
-        yield Reading(store.read, Check(machine, undo) if check else None)
+def reading_of(machine: Machine, store: Store, check: bool) -> Reading[Item]:
+    return Reading(store.read, Check(machine) if check else None)
 
 
 def places_at(

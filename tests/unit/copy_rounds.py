@@ -57,7 +57,8 @@ def both_ways(folder: Path) -> None:
     machine = Machine(3)
     store = Store(folder, 16 * CHUNK)
     blocks = machine.blocks(["xx" * 5, "xx00xxx", "x"] * 2)
-    with reading_of(machine, store, True) as reading, writer_in(folder / "image") as writer:
+    reading = reading_of(machine, store, True)
+    with writer_in(folder / "image") as writer:
         filling = Filling(machine, places_of(machine, store, MIXED))
         both = threading.Barrier(2)
 

@@ -270,6 +270,11 @@ def test_nothing_arrives_before_its_copy_ends(tmp_path: Path) -> None:
 
 
 @needs_softgpu
+def test_room_for_hashes_is_got_once(tmp_path: Path) -> None:
+    play(tmp_path, "keep_rooms")
+
+
+@needs_softgpu
 def test_what_cannot_be_read_counts_for_nobody_later(tmp_path: Path) -> None:
     play(tmp_path, "load_failing", ["short", 3], ["closed", 3], ["reader", 3], ["unchecked", 3], ["short", 0])
 

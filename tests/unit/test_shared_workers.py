@@ -5,14 +5,18 @@ from __future__ import annotations
 import random
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from phos.gpu_engine.shared_workers import Lease, SharedWorkers
 
 PATIENCE = 20.0
+
+Sharing = Callable[[Sequence[Any]], SharedWorkers[Any]]
 
 
 class Work:
@@ -59,8 +63,25 @@ def beside(action: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def copying() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("copy-")]
+@pytest.fixture
+def sharing() -> Iterator[Sharing]:
+    """Makes workers, which have nothing to do at the test's end, and as many threads as they should."""
+    made: list[tuple[int, SharedWorkers[Any]]] = []
+    before = copying()
+
+    def make(workers: Sequence[Any]) -> SharedWorkers[Any]:
+        made.append((len(workers), SharedWorkers(workers)))
+        return made[-1][1]
+
+    yield make
+    assert copying() - before <= sum(count for count, _ in made)
+    for _, shared in made:
+        shared.close()
+    assert copying() == before
+
+
+def copying() -> int:
+    return sum(thread.name.startswith("copy-") for thread in threading.enumerate())
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -70,16 +91,15 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
-def test_a_job_that_is_alone_has_all_workers() -> None:
-    shared, work = SharedWorkers(list("abcd")), Work(200)
+def test_a_job_that_is_alone_has_all_workers(sharing: Sharing) -> None:
+    shared, work = sharing(list("abcd")), Work(200)
     assert shared.run(work.body, never)
     assert work.done == Counter(range(200))
     assert set(work.by) == set("abcd")
-    eventually(lambda: not copying())
 
 
-def test_the_second_job_does_not_wait_for_the_end_of_the_first() -> None:
-    shared = SharedWorkers(list("abcd"))
+def test_the_second_job_does_not_wait_for_the_end_of_the_first(sharing: Sharing) -> None:
+    shared = sharing(list("abcd"))
     long, short = Work(1 << 30), Work(40, 0.005)
     given_up = threading.Event()
     first = beside(lambda: shared.run(long.body, given_up.is_set))
@@ -93,8 +113,8 @@ def test_the_second_job_does_not_wait_for_the_end_of_the_first() -> None:
     assert not first.is_alive()
 
 
-def test_more_jobs_than_workers_take_turns() -> None:
-    shared = SharedWorkers(["only"])
+def test_more_jobs_than_workers_take_turns(sharing: Sharing) -> None:
+    shared = sharing(["only"])
     works = [Work(60, 0.002) for _ in range(4)]
     began = time.monotonic()
     threads = [beside(lambda work=work: shared.run(work.body, never)) for work in works]  # type: ignore[misc]
@@ -106,8 +126,8 @@ def test_more_jobs_than_workers_take_turns() -> None:
     assert all(work.done == Counter(range(60)) for work in works), time.monotonic() - began
 
 
-def test_a_job_that_wants_few_leaves_the_others() -> None:
-    shared = SharedWorkers(list("abcd"))
+def test_a_job_that_wants_few_leaves_the_others(sharing: Sharing) -> None:
+    shared = sharing(list("abcd"))
     few, many = Work(60, 0.002), Work(180, 0.002)
     first = beside(lambda: shared.run(few.body, never, lambda: 1))
     assert shared.run(many.body, never)
@@ -116,8 +136,8 @@ def test_a_job_that_wants_few_leaves_the_others() -> None:
     assert many.most_at_once >= 3
 
 
-def test_a_failure_ends_its_job_and_no_other() -> None:
-    shared = SharedWorkers(list("ab"))
+def test_a_failure_ends_its_job_and_no_other(sharing: Sharing) -> None:
+    shared = sharing(list("ab"))
     good = Work(200)
     failing = threading.Event()
 
@@ -135,8 +155,8 @@ def test_a_failure_ends_its_job_and_no_other() -> None:
     assert good.done == Counter(range(200))
 
 
-def test_a_job_is_given_up_while_it_waits() -> None:
-    shared = SharedWorkers(["only"])
+def test_a_job_is_given_up_while_it_waits(sharing: Sharing) -> None:
+    shared = sharing(["only"])
     hold, inside = threading.Event(), threading.Event()
 
     def slow(_: str, lease: Lease[str]) -> None:
@@ -155,9 +175,9 @@ def test_a_job_is_given_up_while_it_waits() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_whatever_comes_and_goes_everything_is_done_once(seed: int) -> None:
+def test_whatever_comes_and_goes_everything_is_done_once(sharing: Sharing, seed: int) -> None:
     source = random.Random(seed)
-    shared = SharedWorkers(list(range(source.randrange(1, 6))))
+    shared = sharing(list(range(source.randrange(1, 6))))
     works = [Work(source.randrange(0, 120), source.choice((0.0, 0.0002, 0.002))) for _ in range(12)]
     limits = [source.choice((None, 1, 2, 9)) for _ in works]
     threads = []
@@ -172,11 +192,10 @@ def test_whatever_comes_and_goes_everything_is_done_once(seed: int) -> None:
         assert work.left == 0
         assert work.at_once == 0
         assert limit is None or work.most_at_once <= limit
-    eventually(lambda: not copying())
 
 
-def test_a_limit_may_become_more() -> None:
-    shared = SharedWorkers(range(4))
+def test_a_limit_may_become_more(sharing: Sharing) -> None:
+    shared = sharing(range(4))
     limit = 1
     seen: list[int] = []
     inside: set[int] = set()
@@ -204,3 +223,47 @@ def test_a_limit_may_become_more() -> None:
     assert shared.run(body, never, lambda: limit)
     assert set(seen[:100]) == {1}
     assert max(seen) > 1
+
+
+def test_threads_are_kept_and_keep_nothing(sharing: Sharing) -> None:
+    """One for each worker, from job to job; what a job has used goes when it is over, and workers wait for the next."""
+    shared = sharing("abc")
+    shared.prepare()
+    assert copying() == 3
+
+    def identities() -> set[int | None]:
+        return {thread.ident for thread in threading.enumerate() if thread.name.startswith("copy-")}
+
+    before = identities()
+    for turn in range(3):
+        work = Work(30)
+        gone = weakref.ref(work)
+
+        def body(worker: str, lease: Lease[str], work: Work = work, fails: bool = turn == 1) -> None:
+            work.body(worker, lease)
+            if fails:
+                raise ValueError(worker)
+
+        if turn == 1:
+            with pytest.raises(ValueError, match=r"^[abc]$"):
+                shared.run(body, never)
+        else:
+            assert shared.run(body, never)
+        assert work.done
+        del work, body
+        if turn != 1:  # an exception refers to the frames that raised it
+            eventually(lambda gone=gone: gone() is None)  # type: ignore[misc]
+    assert identities() == before
+
+
+def test_an_idle_worker_comes_to_a_job_as_soon_as_there_is_one(sharing: Sharing) -> None:
+    shared = sharing(range(8))
+    shared.prepare()
+    everybody = threading.Barrier(8)
+
+    def body(worker: int, lease: Lease[int]) -> None:
+        everybody.wait(PATIENCE)
+        lease.over()
+
+    for _ in range(50):
+        assert shared.run(body, never)
