@@ -433,8 +433,22 @@ def image_folder(chosen: argparse.Namespace, name: str) -> Path:
     return folder
 
 
-def prepare_machine(chosen: argparse.Namespace, results: harness.Results, largest: int) -> float:
-    """Touch host memory, and measure copies; returns bytes a second from pinned host memory to the GPU."""
+COPY_RATE = "copy pinned host to device, GB/s"
+
+
+def measure_copies(chosen: argparse.Namespace, results: harness.Results) -> float:
+    """Measure copies from pinned host memory to the GPU; returns the most that was found, in GB/s.
+
+    They are slow at times, on a host that others use too: what is compared with them must not gain by that.
+    """
+    _, up = machine.copy_bandwidth(chosen.device, 1 << 20 if chosen.smoke else 256 << 20)
+    most: float = max(up / GB, results.summary.get(COPY_RATE, 0.0))
+    results.summary[COPY_RATE] = most
+    return most
+
+
+def prepare_machine(chosen: argparse.Namespace, results: harness.Results, largest: int) -> None:
+    """Touch host memory, and measure copies."""
     # An image in memory is pinned where it lies, which takes no more.
     os.environ.setdefault("PHOS_PIN_LIMIT", f"{chosen.touch_gib}G")
     if not chosen.smoke:
@@ -443,9 +457,7 @@ def prepare_machine(chosen: argparse.Namespace, results: harness.Results, larges
         machine.enlarge_tmpfs(Path(chosen.image), chosen.touch_gib << 30)
         results.environment["memory_gib"] = round(machine.meminfo("MemTotal") / 2**30, 1)
         print(f"Touched {wanted >> 30} GiB of host memory in {seconds:.1f} s.", flush=True)
-    _, up = machine.copy_bandwidth(chosen.device, 1 << 20 if chosen.smoke else 256 << 20)
-    results.summary["copy pinned host to device, GB/s"] = up / GB
-    return up
+    measure_copies(chosen, results)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

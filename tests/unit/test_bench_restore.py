@@ -145,6 +145,16 @@ def results(folder: Path, rows: list[dict[str, Any]]) -> harness.Results:
     return made
 
 
+def test_the_rate_of_copies_is_the_higher_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with it does not gain by a slow moment, before or after."""
+    chosen = argparse.Namespace(device="software", smoke=True)
+    for rates in ([44e9, 55e9], [55e9, 44e9]):
+        made, left = results(tmp_path, []), iter(rates)
+        monkeypatch.setattr(restore_runs.machine, "copy_bandwidth", lambda *_, left=left: (1.0, next(left)))
+        most = [restore_runs.measure_copies(chosen, made) for _ in rates]
+        assert (most[-1], made.summary[restore_runs.COPY_RATE]) == (55.0, 55.0)
+
+
 def test_goals_are_those_of_the_issue(tmp_path: Path) -> None:
     """Each is judged by what was measured; what was not measured is not mentioned."""
     times = {"last_token_s": 9.0}
