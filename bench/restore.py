@@ -34,6 +34,8 @@ class Bench(RestoreBench):
 
     def __init__(self, chosen: argparse.Namespace) -> None:
         super().__init__(chosen, Results(chosen, "restore", "A server restored with a request waiting"))
+        self.measured: list[str] = []
+        """The keys of this run's rows: there may be those of an earlier one of the same day and commit."""
 
     def label(self, size: int) -> str:
         """Return what all rows of a size begin with."""
@@ -145,8 +147,18 @@ class Bench(RestoreBench):
     def add(self, size: int, name: str, runs: list[dict[str, Any]]) -> None:
         """Store the medians of one way, and each run."""
         row = restore_runs.medians(runs)
+        if name != "peer" and "data_gb_s" in row:
+            row["percent_of_copy"] = 100 * row["data_gb_s"] / self.results.summary[restore_runs.COPY_RATE]
         key = f"{self.label(size)} {name}"
+        self.measured.append(key)
         self.results.add(key, system=name, bytes=size, models=self.chosen.models, runs=len(runs), **row, each=runs)
+
+    def copies(self) -> None:
+        """Measure copies again; what this run's rows say they are percent of is the higher rate."""
+        most = restore_runs.measure_copies(self.chosen, self.results, again=True)
+        for row in (self.results.rows[key] for key in self.measured):
+            if "percent_of_copy" in row:
+                row["percent_of_copy"] = 100 * row["data_gb_s"] / most
 
     def run(self) -> None:
         """Measure every size."""
@@ -155,10 +167,7 @@ class Bench(RestoreBench):
         for size in sorted(chosen.sizes):
             self.attempt(self.label(size), lambda size=size: self.size(size))
         process.stop_daemon()
-        most = restore_runs.measure_copies(chosen, self.results)
-        for row in self.results.rows.values():
-            if row["system"] != "peer" and "data_gb_s" in row:
-                row["percent_of_copy"] = 100 * row["data_gb_s"] / most
+        self.attempt("copies, at the end", self.copies)
         restore_tables.summarise(self.results)
         self.results.finish(restore_tables.tables(self.results))
         self.end("The answer was not that of the process left alone")

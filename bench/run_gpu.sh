@@ -11,7 +11,7 @@
 # only the disk, without the peer; launches, memory, training: one part of steady; jobs: JAX, DataLoader's workers,
 # NVML, shared tensors; copy-load, page-lock, driver-calls, ungated: what a decision of ours rests on; trace-cow64
 # trace-restore8 trace-restore32: when each piece was copied, tables of which go to the logs and nothing to the results;
-# gpus: tests that need two GPUs.
+# gpus: tests that need two GPUs; pytorch-jobs: loaders however workers are started, and torchrun.
 #
 # Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
 # (default 530) any more are named and left for another call. Results go to bench/results, and with the logs as one
@@ -149,6 +149,7 @@ for wanted in "$@"; do
     tests) gpu_tests tests 330 tests/gpu/test_examples.py tests/gpu/test_lifecycle.py tests/gpu/test_concurrent.py ;;
     gpus) gpu_tests gpus 900 tests/gpu/test_several_gpus.py ;;
     frameworks) gpu_tests frameworks 560 tests/gpu/test_frameworks.py ;;
+    pytorch-jobs) gpu_tests pytorch-jobs 300 tests/gpu/test_pytorch_jobs.py ;;
     dump8) measure dump8 150 dump_restore --sizes 8 ;;
     dump32) measure dump32 400 dump_restore --sizes 32 --disk-gib 30 ;;
     disk32) measure disk32 260 dump_restore --sizes 32 --places disk --systems phos --repeats 2 --disk-gib 20 ;;

@@ -9,6 +9,7 @@ and so is copying into memory of the image's own, for which there is no ring and
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -45,6 +46,8 @@ from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wan
 from phos.gpu_engine.save_places import SavePlaces, places_of
 from phos.gpu_engine.save_plan import Pump, SavePlan, events_of_a_pump
 from phos.gpu_engine.shared_workers import Lease, SharedWorkers
+
+log = logging.getLogger(__name__)
 
 SETTLING_WORKERS = 3
 """So many see to what has come into memory of an image's while processes stand still or compute: more take memory
@@ -188,10 +191,13 @@ class Copier:
         """Pin the ring ahead of the first job (1 GiB takes about 0.5 s on an H100 machine), and make room for hashes.
 
         Raises:
-            DriverError: the GPU, or the host, has too little memory left.
+            DriverError: the host has too little memory left.
         """
         self._prepare(device).prepare()
-        self.rooms.prepare(device)
+        try:
+            self.rooms.prepare(device)
+        except DriverError as error:
+            log.info("GPU %d has no memory for hashes yet: %s", device, error)
 
     def _prepare(self, device: int) -> SharedWorkers[_Worker]:
         with self._making:

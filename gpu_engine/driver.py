@@ -297,7 +297,7 @@ class Mapping:
 
 @contextmanager
 def scratch(context: Context, size: int) -> Iterator[Mapping]:
-    """GPU memory of phosd's own for the time of a block; ``size`` is a multiple of 2 MiB."""
+    """GPU memory of phosd's own until the block is left; ``size`` is a multiple of 2 MiB."""
     descriptor = context.create_block(size)
     try:
         mapping = context.map_block(descriptor, size)

@@ -1,10 +1,11 @@
 /* Filling GPU memory: a worker's part of it, without the interpreter. It takes pieces from a plan, reads them into page-locked
  * memory (those that do not lie there), has the GPU fetch them, and hash them where they have arrived; only then they count.
  *
- * All copies to a GPU are in one stream, and each worker's hashes in its own. While processes are brought back, the copies
- * wait for a hash now and then: the driver copies as well then, with the same engine, and as long as that has something
- * queued, from whatever stream, others get it once a millisecond. A context comes back in 0.38 s beside copies that leave
- * the engine free for a moment after each 16 MiB, and in 0.72 s beside such that do not (an H100, bench/copy_load.py).
+ * All copies to a GPU are in one stream, and each worker's hashes in its own. While the driver saves processes or brings
+ * them back (engine_turns.py), the copies wait for a hash now and then: the driver copies as well, with the same engine, and
+ * as long as that has something queued, from whatever stream, others get it once a millisecond. A context comes back in
+ * 0.38 s beside copies that leave the engine free for a moment after each 16 MiB, and in 0.72 s beside such that do not (an
+ * H100, bench/copy_load.py).
  *
  * A worker belongs to one thread, in which the GPU's context is current. No state but the worker's and the plan's. fill_plan.py
  * describes the same structures. */

@@ -59,7 +59,7 @@ struct phos_fill_plan {
     uint32_t join_bytes; /* most in one piece, zeros apart */
     uint64_t on_demand, on_demand_bytes; /* places that went before others because a process waited for them */
     uint32_t broken;                     /* not 0: nothing of it can be had any more; atomically */
-    uint32_t breathes; /* not 0: others need the copy engines as well, see fill_loop.c; atomically */
+    uint32_t breathes; /* not 0: the driver needs the copy engines as well, see fill_loop.c; atomically */
     pthread_mutex_t lock; /* guards the queues, windows, state, on_demand and on_demand_bytes */
 };
 

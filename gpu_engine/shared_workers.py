@@ -74,6 +74,7 @@ class SharedWorkers(Generic[Worker]):
         self._wanted = threading.Condition(self._lock)  # for workers that have nothing to do
         self._jobs: list[_Job[Worker]] = []
         self._threads: dict[int, threading.Thread] = {}  # by the worker's number
+        self._following: dict[int, _Job[Worker]] = {}  # by the worker's number: for whom it works next
         self._closed = False
 
     def run(
@@ -90,10 +91,12 @@ class SharedWorkers(Generic[Worker]):
 
         Raises:
             BaseException: the first that ``body`` raised; the others were told to leave.
-            RuntimeError: not one thread can be started.
+            RuntimeError: not one thread can be started, or they have ended.
         """
         job = _Job(body, self._bounded(limit()))
         with self._changed:
+            if self._closed:
+                raise RuntimeError("the workers' threads have ended")
             self._jobs.append(job)
             try:
                 self._call()
@@ -148,29 +151,27 @@ class SharedWorkers(Generic[Worker]):
         self._wanted.notify_all()
 
     def _work(self, number: int) -> None:
-        following: _Job[Worker] | None = None
-        while self._wait_for_work(following is not None):
-            following = self._do_work(number, following)
+        while self._wait_for_work(number):
+            self._do_work(number)
 
-    def _wait_for_work(self, at_once: bool) -> bool:
-        """Return when there is a job that wants another worker, or ``at_once``; whether the worker is to go on."""
+    def _wait_for_work(self, number: int) -> bool:
+        """Return when there is a job that wants another worker, or this one; whether it is to go on."""
         with self._lock:
-            while not (at_once or self._closed or self._wanting()):
+            while not (number in self._following or self._closed or self._wanting()):
                 self._wanted.wait()
             return not self._closed
 
-    def _do_work(self, number: int, following: _Job[Worker] | None) -> _Job[Worker] | None:
-        """A worker's time with the job that it has been told of, or another; answers with what follows.
-
-        Nothing of a job is left in the thread afterwards.
-        """
+    def _do_work(self, number: int) -> None:
+        """A worker's time with the job that it has been told of, or another. Nothing of it is left in the thread."""
         with self._changed:
+            following = self._following.pop(number, None)
             if following is not None and following.over:
                 following.workers -= 1
                 following = None
             job = following or self._pick()
+            following = None
             if job is None:
-                return None
+                return
             job.inside += 1
             job.served = time.monotonic()
         lease = Lease(self, job)
@@ -182,14 +183,14 @@ class SharedWorkers(Generic[Worker]):
         with self._changed:
             if failure is not None:
                 job.failures.append(failure)
-            following = lease.following
-            if following is None:
+            if lease.following is None:
                 job.workers -= 1
-            if following is None or failure is not None:
+            else:
+                self._following[number] = lease.following
+            if lease.following is None or failure is not None:
                 job.over = True
             job.inside -= 1
             self._changed.notify_all()
-        return following
 
     def _wanting(self) -> list[_Job[Worker]]:
         """Jobs that have fewer workers than they may. With the lock held."""

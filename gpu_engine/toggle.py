@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, MutableMapping
 from pathlib import Path
 
 from phos.gpu_engine import driver
+from phos.gpu_engine.engine_turns import engine_turns
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, Unresponsive
 from phos.gpu_engine.procfs import inner_thread, is_alive, is_stopped
 
@@ -160,7 +161,8 @@ def checkpoint(pid: int) -> None:
 
     def steps() -> None:
         driver.checkpoint_lock(pid, LOCK_MS)
-        driver.checkpoint_checkpoint(pid)
+        with engine_turns.driver_at_work():
+            driver.checkpoint_checkpoint(pid)
 
     _carefully(pid, steps)
 
@@ -185,7 +187,8 @@ def save(pid: int) -> None:
         DriverError: the driver refused; it is locked as before.
     """
     try:
-        driver.checkpoint_checkpoint(pid)
+        with engine_turns.driver_at_work():
+            driver.checkpoint_checkpoint(pid)
     except DriverError as error:
         if not is_alive(pid):
             raise NoSuchProcess(f"Process {pid} ended while it was being checkpointed.") from error
@@ -218,7 +221,8 @@ def revive(pid: int, gpu_pairs: dict[str, str] | None = None) -> None:
         raise NoSuchProcess(f"Process {pid} has ended, or holds no CUDA context.")
     try:
         if state == "checkpointed":
-            driver.checkpoint_restore(pid, gpu_pairs)
+            with engine_turns.driver_at_work():
+                driver.checkpoint_restore(pid, gpu_pairs)
             state = driver.checkpoint_state(pid)
         if state == "locked":
             driver.checkpoint_unlock(pid)
@@ -240,7 +244,8 @@ def put_back(pid: int, gpu_pairs: dict[str, str] | None = None) -> None:
         DriverError: the driver cannot restore it.
     """
     try:
-        driver.checkpoint_restore(pid, gpu_pairs)
+        with engine_turns.driver_at_work():
+            driver.checkpoint_restore(pid, gpu_pairs)
         driver.checkpoint_unlock(pid)
     except DriverError as error:
         if not is_alive(pid):

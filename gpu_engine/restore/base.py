@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver, toggle
@@ -24,7 +23,6 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, RestoreFailed
-from phos.gpu_engine.fill_plan import FillPlan
 from phos.gpu_engine.job_states import FAILED
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.procfs import has_ended, inner_pid
@@ -102,8 +100,6 @@ class Restore(ABC):
         self._cancelled = threading.Event()
         self._loaded = threading.Event()
         self._driver_ready: set[int] = set()
-        self._revived: set[int] = set()  # those whose driver's part is back
-        self._plan: FillPlan[Any] | None = None  # what is loaded when, once that is known
         self._pids: dict[int, int] = {}  # the tasks that CRIU has put together → pidfd, or -1
         self._beside: dict[int, int] = {}  # and those of the tree that never used CUDA
         self._computing: set[int] = set()  # those of them that have all of their GPU state back
@@ -114,12 +110,10 @@ class Restore(ABC):
         self._over = threading.Event()
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
-        # Guards _driver_ready, _revived, _pids, _beside, _computing, _reviving, _attaching, _promised, _still, state,
+        # Guards _driver_ready, _pids, _beside, _computing, _reviving, _attaching, _promised, _still, state,
         # error.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # what ready() goes by
-        self._breathing = threading.Lock()  # guards _revives, and what the plan is told
-        self._revives = False  # the driver has begun to bring one back
         self._sessions: dict[bytes, GatedProcess] = {}
         self._image: ImageSource = open_source(directory)
         self.unsound = False
@@ -348,14 +342,10 @@ class Restore(ABC):
             self._residues.wait()
             if self._residues.error:
                 return  # the restore has failed for that
-        self._settle_breathing(reviving=True)
         try:
             with self.timeline.phase("driver restore"):
                 self._revive(pid)
             log.info("%s: the driver's part of process %d is back", self.path, pid)
-            with self._lock:
-                self._revived.add(pid)
-            self._settle_breathing()
         except NoSuchProcess:
             return  # it was killed; watch_to_the_end() says so
         except PhosError as error:
@@ -488,25 +478,6 @@ class Restore(ABC):
         with self._lock:
             self._computing.add(pid)
             self._settle()
-        self._settle_breathing()
-
-    def _settle_breathing(self, *, reviving: bool = False) -> None:
-        """Copies leave the GPUs' copy engines to others for as long as processes are brought back beside them.
-
-        ``reviving``: the driver is about to bring one back.
-        """
-        with self._breathing:
-            self._revives = self._revives or reviving
-            if self._plan is not None:
-                self._plan.breathe(self._revives and not self._all_are_back())
-
-    def _all_are_back(self) -> bool:
-        """Whether nothing is done for the processes any more but to load."""
-        return self._all_compute()
-
-    def _all_compute(self) -> bool:
-        with self._lock:
-            return len(self._computing) == self._waiting_for
 
     def _settle(self) -> None:
         """The end, if all data is there and all processes compute, none of them held by CRIU; with the lock held."""

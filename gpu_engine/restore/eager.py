@@ -27,13 +27,8 @@ class EagerRestore(Restore):
         how = manner(image, self._copier, len(devices))
         addresses = {block.key: self._memory.reserve(block) for block in blocks}
         places = places_of(image, blocks, addresses, self._image_names)
-        self._plan = plan = FillPlan(places, range(len(places)), how.at_once)
-        self._settle_breathing()
+        plan = FillPlan(places, range(len(places)), how.at_once)
         return Filling(image, self._copier, plan, how, self._memory, blocks, sizes)
-
-    def _all_are_back(self) -> bool:
-        with self._lock:
-            return len(self._revived) == self._waiting_for  # they attach when all has been loaded
 
     def _may_attach(self) -> bool:
         return self.state in ("loaded", "attached")

@@ -10,6 +10,7 @@ from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.copy_work import Progress
+from phos.gpu_engine.engine_turns import engine_turns
 from phos.gpu_engine.fill_plan import FillPlan
 from phos.gpu_engine.restore.arrival import reading_of
 from phos.gpu_engine.restore.reserved import ReservedMemory
@@ -39,6 +40,8 @@ class Filling:
         self._plan = plan
         self._how = how
         memory.map(blocks, plan)
+        for device in plan.devices:
+            copier.prepare(device)  # of a phosd that has just been started
         self._reading = reading_of(image, copier, plan.devices, chunks, how.at_once)
 
     def run(self, progress: Progress, cancelled: threading.Event) -> None:
@@ -47,5 +50,5 @@ class Filling:
         Raises:
             Cancelled, ImageError, DriverError, OSError.
         """
-        with tracing(str(self._image.path)) as trace:
+        with tracing(str(self._image.path)) as trace, engine_turns.telling(self._plan):
             self._copier.fill(self._plan, self._reading, progress, cancelled, self._how.workers, trace)

@@ -87,6 +87,7 @@ class LazyRestore(Restore):
         self._windows: dict[bytes, LoadWindow] = {}
         self._laid_out = False  # set once, by the loading thread: the sessions have their windows
         self._places: Places[Extent] | None = None
+        self._plan: FillPlan[Extent] | None = None  # what is loaded when, once that is known
         self._counts: dict[str, int] = {}
         self._counting = threading.Lock()  # guards the tables against being closed while they are read, and _counts
 
@@ -103,7 +104,6 @@ class LazyRestore(Restore):
         self._lay_out(blocks)
         how = manner(self._image, self._copier, len({block.device for block in blocks}))
         self._plan = plan = self._make_plan(how)
-        self._settle_breathing()
         return self._filling(plan, how, blocks)
 
     def _lay_out(self, blocks: list[Block]) -> None:

@@ -275,9 +275,6 @@ class PooledRestore(LazyRestore):
         assert self._plan is not None
         return self._filling(self._plan, self._how, blocks)  # all else was done when it was parked
 
-    def _all_are_back(self) -> bool:
-        return True  # but for their memory, and mapping that needs no copy engine
-
     def _may_attach(self) -> bool:
         if self._eager:
             return self.state in ("loaded", "attached")
@@ -285,8 +282,9 @@ class PooledRestore(LazyRestore):
 
     def _computes(self, pid: int) -> None:
         super()._computes(pid)
-        if self._all_compute():
-            self.running.set()
+        with self._lock:
+            if len(self._computing) == self._waiting_for:
+                self.running.set()
 
     def fail(self, reason: str, state: str = "failed") -> None:
         """See :class:`~phos.gpu_engine.restore.base.Restore`."""

@@ -10,6 +10,7 @@ import process
 
 DEVICE = os.environ.get("PHOS_TEST_DEVICE", "nvidia")
 PROGRAMS = Path(__file__).resolve().parent / "programs"
+TIME_WAIT = "06"  # Linux, include/net/tcp_states.h, as /proc/net/tcp has it
 Starter = Callable[..., process.Program]
 
 
@@ -21,6 +22,14 @@ def example(name: str, *options: str) -> list[str]:
 def reference(name: str) -> list[str]:
     """Return the stored output of an example with its default sizes."""
     return (process.EXAMPLES / "reference" / f"{name}.txt").read_text().splitlines()
+
+
+def connections_are_forgotten() -> bool:
+    """Whether the kernel keeps no address of a closed connection any more, as it does for a minute.
+
+    NCCL closes many while it starts, without giving up the listeners they came to; CRIU could not bind those as long.
+    """
+    return all(line.split()[3] != TIME_WAIT for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
 
 
 def without_repeats(lines: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import process
 import pytest
-from gpu_support import PROGRAMS, Starter, without_repeats
+from gpu_support import PROGRAMS, Starter, connections_are_forgotten, without_repeats
 from process import PHOS_GPU
 
 pytestmark = pytest.mark.nvidia_only
@@ -74,20 +74,11 @@ def test_both_gpus_hold_what_they_held(protocol: str, how: str, wanted: list[str
     assert without_repeats(program.finish()) == wanted
 
 
-TIME_WAIT = "06"  # Linux, include/net/tcp_states.h, as /proc/net/tcp has it
 CONNECTED = ("--tcp-established", "--network-lock", "skip")  # both ends are dumped, and nobody else's
 TRANSPORTS = {
     "nvlink": {},
     "host": {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"},
 }
-
-
-def none_is_remembered() -> bool:
-    """Whether the kernel keeps no address of a closed connection any more, as it does for a minute.
-
-    NCCL closes many while it starts, without giving up the listeners they came to; CRIU could not bind those as long.
-    """
-    return all(line.split()[3] != TIME_WAIT for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
 
 
 @needs_two
@@ -112,7 +103,7 @@ def test_ranks_that_train_with_nccl(protocol: str, transport: str, start: Starte
     finally:
         del os.environ["PHOS_PROTOCOL"]
     process.command([PHOS_GPU, "verify", str(image)], 120)
-    process.wait_until(none_is_remembered, 90, "the kernel to forget closed connections")
+    process.wait_until(connections_are_forgotten, 90, "the kernel to forget closed connections")
     process.criu_restore(program, last, *CONNECTED)
     assert without_repeats(program.finish()) == wanted
 
@@ -142,7 +133,7 @@ def test_collectives_while_the_image_is_written(start: Starter) -> None:
         print("window:", said["window"], "phases:", said["timings"]["phases"])
         process.command([PHOS_GPU, "verify", str(image)], 120)
         program.kill()
-        process.wait_until(none_is_remembered, 90, "the kernel to forget closed connections")
+        process.wait_until(connections_are_forgotten, 90, "the kernel to forget closed connections")
         process.criu_restore(program, image, *CONNECTED)
         assert without_repeats(program.finish()) == wanted
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,6 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from phos.gpu_engine.driver import GRANULARITY
 from phos.gpu_engine.installation import examples_folder, launcher, software_gpu_folder
 
 PATIENCE = 90.0
@@ -25,6 +25,9 @@ PATIENCE = 90.0
 CAP_SYS_RESOURCE = 24
 """Without it CRIU cannot dump another user's process."""
 
+
+ROOMS = re.compile(r"bytes for hashes, at (0x[0-9a-f]+)")
+"""As arrival_rooms.py says it."""
 
 SMALL: dict[str, tuple[str, ...]] = {
     "mlp": ("--size", "32", "--batch", "32"),
@@ -150,18 +153,12 @@ def words(process: psutil.Process) -> list[str]:
 
 
 class _Held(NamedTuple):
-    """Software GPU memory (by its memfd's inode), and a process that has it open, or mapped."""
+    """Software GPU memory (by its memfd's inode), and a process that has it mapped at an address, or open (0)."""
 
     process: psutil.Process
-    gpu: str
     inode: int
     size: int
-    mapped: bool
-
-
-def _gpu(name: str) -> str:
-    """Of a memfd, by its name (physical.c)."""
-    return name.partition("memfd:softgpu-")[2].partition("-")[0]
+    address: int
 
 
 def wait_until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
@@ -376,32 +373,34 @@ class Site:
     def gpu_memory(self) -> int:
         """Bytes of software GPU memory that any process of the site holds, counted once (by memfd inode).
 
-        Without phosd's own, for hashes (arrival_rooms.py): 2 MiB of each GPU, mapped there and held by nobody else.
+        Without phosd's own, for hashes: what it maps where its log says that they are (arrival_rooms.py).
         """
         found: dict[int, int] = {}
-        elsewhere: set[int] = set()
-        rooms: dict[str, int] = {}
+        own: set[int] = set()
         for held in self._holders():
             found[held.inode] = max(held.size, found.get(held.inode, 0))
-            if "--socket" not in words(held.process):  # phosd, as it is or as a test has altered it
-                elsewhere.add(held.inode)
-            elif held.mapped and held.size == GRANULARITY:
-                rooms[held.gpu] = held.inode
-        return sum(found.values()) - GRANULARITY * len(set(rooms.values()) - elsewhere)
+            if held.address in self._rooms() and "--socket" in words(held.process):  # phosd, or an altered one
+                own.add(held.inode)
+        return sum(size for inode, size in found.items() if inode not in own)
+
+    def _rooms(self) -> set[int]:
+        """Where each phosd of the site has had memory for hashes."""
+        logs = [path.read_text(errors="replace") for path in self.folder.rglob("phosd.log*") if path.is_file()]
+        return {int(address, 16) for log in logs for address in ROOMS.findall(log)}
 
     def _holders(self) -> Iterator[_Held]:
         """Who holds which software GPU memory of which size."""
         for process in self.processes():
             try:
                 for entry in Path(f"/proc/{process.pid}/fd").iterdir():
-                    if "memfd:softgpu-" in (name := os.readlink(entry)):
+                    if "memfd:softgpu-" in os.readlink(entry):
                         status = entry.stat()
-                        yield _Held(process, _gpu(name), status.st_ino, status.st_size, False)
+                        yield _Held(process, status.st_ino, status.st_size, 0)
                 for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                     if "memfd:softgpu-" in line:
                         fields = line.split()
                         begin, end = (int(x, 16) for x in fields[0].split("-"))
-                        yield _Held(process, _gpu(fields[5]), int(fields[4]), end - begin, True)
+                        yield _Held(process, int(fields[4]), end - begin, begin)
             except (OSError, psutil.Error):
                 pass
 

@@ -29,11 +29,12 @@ from tests.integration.site import Site, example_words, wait_until
 
 # The driver fails while dumping.
 
+# Memory for hashes is imported and mapped first.
 # Copies fail later than phosd's successor, which has the same fault, needs for its own dump and restore.
 DUMP_FAULTS = {
     "lock": Fault("cuCheckpointProcessLock", application="lock-timeout:1"),
     "checkpoint": Fault("cuCheckpointProcessCheckpoint", application="checkpoint-fail:1"),
-    "phosd cannot import": Fault("cuMemImportFromShareableHandle", phosd="import-fail-at:1"),
+    "phosd cannot import": Fault("cuMemImportFromShareableHandle", phosd="import-fail-at:2"),
     "phosd cannot map": Fault("cuMemMap", phosd="map-fail-at:2"),
     "phosd's context is lost": Fault("Copying GPU memory", phosd="copy-fail-at:8"),
     "a block has no descriptor": Fault("no descriptor", application="export-fail-at:2"),

@@ -151,7 +151,7 @@ def test_the_rate_of_copies_is_the_higher_one(tmp_path: Path, monkeypatch: pytes
     for rates in ([44e9, 55e9], [55e9, 44e9]):
         made, left = results(tmp_path, []), iter(rates)
         monkeypatch.setattr(restore_runs.machine, "copy_bandwidth", lambda *_, left=left: (1.0, next(left)))
-        most = [restore_runs.measure_copies(chosen, made) for _ in rates]
+        most = [restore_runs.measure_copies(chosen, made, again=again) for again in (False, True)]
         assert (most[-1], made.summary[restore_runs.COPY_RATE]) == (55.0, 55.0)
 
 

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -227,9 +228,10 @@ def test_a_limit_may_become_more(sharing: Sharing) -> None:
 
 def test_threads_are_kept_and_keep_nothing(sharing: Sharing) -> None:
     """One for each worker, from job to job; what a job has used goes when it is over, and workers wait for the next."""
+    before_any = copying()
     shared = sharing("abc")
     shared.prepare()
-    assert copying() == 3
+    assert copying() == before_any + 3
 
     def identities() -> set[int | None]:
         return {thread.ident for thread in threading.enumerate() if thread.name.startswith("copy-")}
@@ -267,3 +269,75 @@ def test_an_idle_worker_comes_to_a_job_as_soon_as_there_is_one(sharing: Sharing)
 
     for _ in range(50):
         assert shared.run(body, never)
+
+
+@pytest.mark.parametrize("most", [0, 1, 2])
+def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch, sharing: Sharing, most: int) -> None:
+    """The others do the work; without any the job says so; and the next one tries again."""
+    start, started = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) >= most:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    shared, work = sharing("abc"), Work(60)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", limited)
+        shared.prepare()
+        if most:
+            assert shared.run(work.body, never)
+            assert work.most_at_once == most
+        else:
+            with pytest.raises(RuntimeError, match="can't start"):
+                shared.run(work.body, never)
+            assert not work.done
+    again = Work(200)
+    assert shared.run(again.body, never)
+    assert again.most_at_once == 3
+
+
+def test_a_job_that_is_given_up_before_a_worker_comes_leaves_nothing(sharing: Sharing) -> None:
+    """The worker had been told to follow it, and goes back to another."""
+    shared = sharing(["only"])
+    hold, told = threading.Event(), threading.Event()
+    left = 3
+
+    def long(_: str, lease: Lease[str]) -> None:
+        nonlocal left
+        left -= 1
+        while not lease.leave():
+            time.sleep(0.001)
+        told.set()
+        hold.wait(PATIENCE)
+        if not left:
+            lease.over()
+
+    given_up = threading.Event()
+    first = beside(lambda: shared.run(long, given_up.is_set))
+    eventually(lambda: left == 2)
+    second = Work(1)
+    gone = weakref.ref(second)
+    stop = threading.Event()
+    other = beside(partial(shared.run, second.body, stop.is_set))
+    assert told.wait(PATIENCE), "it leaves for the second"
+    stop.set()
+    other.join(PATIENCE)
+    told.clear()
+    assert not second.done
+    del second, other
+    hold.set()
+    eventually(lambda: left == 1)
+    eventually(lambda: gone() is None)
+    given_up.set()
+    first.join(PATIENCE)
+    assert not first.is_alive()
+
+
+def test_there_is_no_job_after_the_end() -> None:
+    shared = SharedWorkers("ab")
+    shared.prepare()
+    shared.close()
+    with pytest.raises(RuntimeError, match="have ended"):
+        shared.run(Work(1).body, never)

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""PyTorch in training, its batches made by worker processes that were forked after CUDA had been initialised.
+"""PyTorch in training, its batches made by worker processes: forked after CUDA had been initialised, or spawned.
 
 As most training jobs are: torch.utils.data.DataLoader with workers, pinned memory and the thread that fills it. A
-forked worker has no CUDA, but the driver's open files and mappings of its parent's.
+forked worker has no CUDA, but the driver's open files and mappings of its parent's. Spawned ones have semaphores with
+names, those of a forkserver sockets, too; tensors come by descriptors or by names.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from report import Report, parser
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from training_device import training_device
 
 WIDTH, BATCH = 512, 64
 
@@ -38,25 +40,35 @@ class Samples(Dataset[Tensor]):
 
 def main() -> None:
     """Run the program."""
-    options = parser("PyTorch with a DataLoader.", iterations=60, size=2, size_help="worker processes").parse_args()
-    report = Report(options)
+    options = parser("PyTorch with a DataLoader.", iterations=60, size=2, size_help="worker processes")
+    options.add_argument("--start", choices=("fork", "spawn", "forkserver"), default="fork", help="of workers")
+    options.add_argument("--sharing", choices=("file_descriptor", "file_system"), default="file_descriptor")
+    chosen = options.parse_args()
+    report = Report(chosen)
+    torch.multiprocessing.set_sharing_strategy(chosen.sharing)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)).cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.cuda.synchronize()
-    report.device(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
-    samples = Samples(options.iterations * BATCH)
-    loader = DataLoader(samples, batch_size=BATCH, num_workers=options.size, pin_memory=True)
-    for batch in loader:
-        given, wanted = batch.cuda(non_blocking=True).unbind(1)
-        loss = nn.functional.mse_loss(model(given), wanted)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        value = loss.item()
-        report.step(struct.unpack("<I", struct.pack("<f", value))[0], value.hex())
-    report.result()
+    with training_device() as (device, name, beside):
+        model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        report.device(f"{name}, PyTorch {torch.__version__}")
+        loader = DataLoader(
+            Samples(chosen.iterations * BATCH),
+            batch_size=BATCH,
+            num_workers=chosen.size,
+            pin_memory=device.type == "cuda",
+            multiprocessing_context=chosen.start,
+        )
+        for batch in loader:
+            given, wanted = batch.to(device, non_blocking=True).unbind(1)
+            loss = nn.functional.mse_loss(model(given), wanted)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            beside(model[0].bias)
+            value = loss.item()
+            report.step(struct.unpack("<I", struct.pack("<f", value))[0], value.hex())
+        report.result()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,68 @@
+"""Copies to GPUs leave their engines to the driver exactly while it saves processes or brings them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from phos.gpu_engine import toggle
+from phos.gpu_engine.engine_turns import EngineTurns, engine_turns
+from phos.gpu_engine.errors import CheckpointFailed, DriverError
+
+
+class Plan:
+    """What it was told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[bool] = []
+
+    def breathe(self, wanted: bool) -> None:
+        self.told.append(wanted)
+
+
+def test_whoever_copies_is_told_at_once_and_of_each_change() -> None:
+    turns, first, second = EngineTurns(), Plan(), Plan()
+    with turns.telling(first):
+        assert first.told == [False]
+        with turns.driver_at_work():
+            assert first.told[-1]
+            with turns.telling(second):
+                assert second.told == [True], "the driver is at work already"
+                with turns.driver_at_work():  # for another process
+                    pass
+                assert (first.told[-1], second.told[-1]) == (True, True), "it still is"
+            after = list(second.told)
+        assert first.told[-1] is False
+    assert second.told == after, "it does not copy any more"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("call", ["checkpoint", "save", "revive", "put_back"])
+def test_the_driver_is_at_work_while_it_is_asked_to(monkeypatch: pytest.MonkeyPatch, call: str, fails: bool) -> None:
+    plan, seen = Plan(), list[bool]()
+
+    def work(*_: object) -> None:
+        seen.append(plan.told[-1])
+        if fails:
+            raise DriverError("cuCheckpoint", 999, "CUDA_ERROR_UNKNOWN")
+
+    states = iter(["checkpointed", "running", "running"])
+    replaced: dict[str, Callable[..., object]] = {
+        "checkpoint_lock": lambda *_: seen.append(plan.told[-1]),
+        "checkpoint_unlock": lambda *_: seen.append(plan.told[-1]),
+        "checkpoint_checkpoint": work,
+        "checkpoint_restore": work,
+        "checkpoint_state": lambda *_: next(states) if call == "revive" else "running",
+    }
+    for name, action in replaced.items():
+        monkeypatch.setattr(toggle.driver, name, action)
+    monkeypatch.setattr(toggle, "is_alive", lambda _: True)
+    with engine_turns.telling(plan):
+        try:
+            getattr(toggle, call)(1)
+            assert not fails
+        except (DriverError, CheckpointFailed):
+            assert fails
+        assert seen.count(True) == 1, "while it saves or restores, and not while it locks or unlocks"
+        assert plan.told[-1] is False
