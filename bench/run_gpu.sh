@@ -149,7 +149,7 @@ for wanted in "$@"; do
     tests) gpu_tests tests 330 tests/gpu/test_examples.py tests/gpu/test_lifecycle.py tests/gpu/test_concurrent.py ;;
     gpus) gpu_tests gpus 900 tests/gpu/test_several_gpus.py ;;
     frameworks) gpu_tests frameworks 560 tests/gpu/test_frameworks.py ;;
-    pytorch-jobs) gpu_tests pytorch-jobs 300 tests/gpu/test_pytorch_jobs.py ;;
+    pytorch-jobs) gpu_tests pytorch-jobs 540 tests/gpu/test_pytorch_jobs.py ;;
     dump8) measure dump8 150 dump_restore --sizes 8 ;;
     dump32) measure dump32 400 dump_restore --sizes 32 --disk-gib 30 ;;
     disk32) measure disk32 260 dump_restore --sizes 32 --places disk --systems phos --repeats 2 --disk-gib 20 ;;

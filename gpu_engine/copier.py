@@ -39,7 +39,7 @@ from phos.gpu_engine.copy_work import (
     Span,
     known_spans,
 )
-from phos.gpu_engine.errors import DriverError
+from phos.gpu_engine.errors import OUT_OF_MEMORY, DriverError
 from phos.gpu_engine.fill_plan import FillLanes, FillPlan
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES, MAXIMUM_RING, default_threads, wanted_bytes
@@ -191,13 +191,23 @@ class Copier:
         """Pin the ring ahead of the first job (1 GiB takes about 0.5 s on an H100 machine), and make room for hashes.
 
         Raises:
-            DriverError: the host has too little memory left.
+            DriverError: the host has too little memory left, or the GPU refuses; not that it is full.
         """
-        self._prepare(device).prepare()
+        self.prepare_workers(device)
         try:
             self.rooms.prepare(device)
         except DriverError as error:
+            if error.code != OUT_OF_MEMORY:
+                raise
             log.info("GPU %d has no memory for hashes yet: %s", device, error)
+
+    def prepare_workers(self, device: int) -> None:
+        """The ring and the threads alone.
+
+        Raises:
+            DriverError: the host has too little memory left, or the GPU refuses.
+        """
+        self._prepare(device).prepare()
 
     def _prepare(self, device: int) -> SharedWorkers[_Worker]:
         with self._making:

@@ -68,6 +68,10 @@ class ProtocolError(PhosError):
     """A peer sent something that does not fit the control protocol (proto/wire.proto)."""
 
 
+OUT_OF_MEMORY = 2
+"""CUDA_ERROR_OUT_OF_MEMORY, of :class:`DriverError`: what failed with it can be tried again."""
+
+
 class DriverError(PhosError):
     """A call of the CUDA driver API failed.
 

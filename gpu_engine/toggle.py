@@ -10,7 +10,7 @@ from pathlib import Path
 
 from phos.gpu_engine import driver
 from phos.gpu_engine.engine_turns import engine_turns
-from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, Unresponsive
+from phos.gpu_engine.errors import OUT_OF_MEMORY, CheckpointFailed, DriverError, NoSuchProcess, PhosError, Unresponsive
 from phos.gpu_engine.procfs import inner_thread, is_alive, is_stopped
 
 log = logging.getLogger(__name__)
@@ -20,10 +20,6 @@ LOCK_MS = 10_000
 
 FOREIGN_LOCK_MS = 60_000
 """For a process without the frontend: its GPU work has to end first."""
-
-
-OUT_OF_MEMORY = 2
-"""CUDA_ERROR_OUT_OF_MEMORY: a restore that failed with it can be tried again."""
 
 
 ILLEGAL_STATE = 401

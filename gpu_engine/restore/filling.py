@@ -41,7 +41,7 @@ class Filling:
         self._how = how
         memory.map(blocks, plan)
         for device in plan.devices:
-            copier.prepare(device)  # of a phosd that has just been started
+            copier.prepare_workers(device)  # of a phosd that has just been started
         self._reading = reading_of(image, copier, plan.devices, chunks, how.at_once)
 
     def run(self, progress: Progress, cancelled: threading.Event) -> None:

@@ -29,7 +29,8 @@ def connections_are_forgotten() -> bool:
 
     NCCL closes many while it starts, without giving up the listeners they came to; CRIU could not bind those as long.
     """
-    return all(line.split()[3] != TIME_WAIT for line in Path("/proc/net/tcp").read_text().splitlines()[1:])
+    tables = [path for path in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")) if path.exists()]
+    return all(line.split()[3] != TIME_WAIT for path in tables for line in path.read_text().splitlines()[1:])
 
 
 def without_repeats(lines: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ and connections are the same.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -22,6 +23,10 @@ from process import PHOS_GPU
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
 
 PACED = ("--iteration-seconds", "0.05")
+ENOUGH = ("--iterations", "150")
+"""They do not come to their end while an image is made."""
+MANY = ("--iterations", "600")
+"""Nor while four are."""
 CONNECTED = ("--tcp-established", "--network-lock", "skip")  # both ends are dumped, and nobody else's
 
 
@@ -45,7 +50,7 @@ def interrupted_is_the_same(command: list[str], start: Starter, image: Path, *op
 def test_loader(method: str, sharing: str, start: Starter, image: Path) -> None:
     """Workers however they are started, and however their tensors come."""
     options = ("--start", method, "--sharing", sharing)
-    interrupted_is_the_same(process.python_program(PROGRAMS / "pytorch_loader.py", *options), start, image)
+    interrupted_is_the_same(process.python_program(PROGRAMS / "pytorch_loader.py", *ENOUGH, *options), start, image)
 
 
 def torchrun(*options: str) -> list[str]:
@@ -59,16 +64,16 @@ def torchrun(*options: str) -> list[str]:
 
 def test_torchrun(start: Starter, image: Path) -> None:
     """Its agent, the store of that, which is libuv's, and two ranks that gloo connects."""
-    interrupted_is_the_same(torchrun(), start, image, *CONNECTED)
+    interrupted_is_the_same(torchrun(*ENOUGH), start, image, *CONNECTED)
 
 
-def test_guarded_torchrun(start: Starter, tmp_path: Path) -> None:
+def test_guarded_torchrun(start: Starter, image: Path, tmp_path: Path) -> None:
     """A rank is killed twice: each time the whole job goes on from its newest image, and comes to its result."""
-    wanted = start(torchrun("--iterations", "200"), frontend=False, name="alone").finish()
+    wanted = start(torchrun(*MANY), frontend=False, name="alone").finish()
     settings, report, said = tmp_path / "criu.conf", tmp_path / "report", tmp_path / "guard"
     settings.write_text("tcp-established\nnetwork-lock skip\n")
-    job = torchrun("--iterations", "200", *PACED, "--report", str(report))
-    images = tmp_path / "images"
+    job = torchrun(*MANY, *PACED, "--report", str(report))
+    images = image.parent / "images"
     command = [PHOS_GPU, "guard", "--images", str(images), "--interval", "1.5", "--json", "--", *job]
 
     def events(name: str) -> list[dict[str, object]]:
@@ -87,7 +92,11 @@ def test_guarded_torchrun(start: Starter, tmp_path: Path) -> None:
             process.wait_until(lambda n=times: len(events("restored")) >= n, 120, "the job to be restored")  # type: ignore[misc]
         assert guard.wait(120) == 0, said.read_text()[-3000:]
     finally:
-        guard.terminate()
+        left = process.descendants(guard.pid)
+        guard.kill()  # it ends nothing then, and keeps nothing from being said
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, 9)
         guard.wait(60)
     lines = [line for line in report.read_text().splitlines() if not line.startswith("#")]
     assert without_repeats(lines) == wanted

@@ -377,15 +377,21 @@ class Site:
         """
         found: dict[int, int] = {}
         own: set[int] = set()
+        rooms = self._rooms()
         for held in self._holders():
             found[held.inode] = max(held.size, found.get(held.inode, 0))
-            if held.address in self._rooms() and "--socket" in words(held.process):  # phosd, or an altered one
+            if held.address in rooms and "--socket" in words(held.process):  # phosd, or an altered one
                 own.add(held.inode)
         return sum(size for inode, size in found.items() if inode not in own)
 
     def _rooms(self) -> set[int]:
         """Where each phosd of the site has had memory for hashes."""
-        logs = [path.read_text(errors="replace") for path in self.folder.rglob("phosd.log*") if path.is_file()]
+        logs = [
+            Path(folder, name).read_text(errors="replace")
+            for folder, _, names in os.walk(self.folder)
+            for name in names
+            if name.startswith("phosd.log")
+        ]
         return {int(address, 16) for log in logs for address in ROOMS.findall(log)}
 
     def _holders(self) -> Iterator[_Held]:

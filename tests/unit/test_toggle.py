@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from phos.gpu_engine import driver, procfs, toggle
-from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, Unresponsive
+from phos.gpu_engine.errors import OUT_OF_MEMORY, CheckpointFailed, DriverError, NoSuchProcess, Unresponsive
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.stop.settings import Settings
 from phos.gpu_engine.stop.tree import ProcessTree
@@ -118,7 +118,7 @@ def test_process_that_the_driver_gave_up_is_not_called_revived(monkeypatch: pyte
 
 def test_only_lack_of_memory_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeDriver(monkeypatch, "checkpointed", restore=1)
-    fake.code = toggle.OUT_OF_MEMORY
+    fake.code = OUT_OF_MEMORY
     toggle.revive_when_there_is_room(1)
     assert fake.state == "running"
     FakeDriver(monkeypatch, "checkpointed", restore=1)
@@ -227,7 +227,7 @@ def test_one_that_ends_while_it_is_saved_is_named_so(monkeypatch: pytest.MonkeyP
         toggle.save(child.pid)
 
 
-@pytest.mark.parametrize("code", [toggle.OUT_OF_MEMORY, toggle.ILLEGAL_STATE])
+@pytest.mark.parametrize("code", [OUT_OF_MEMORY, toggle.ILLEGAL_STATE])
 def test_one_that_stands_still_waits_for_memory_and_may_only_be_locked(
     monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:

@@ -8,6 +8,7 @@ names, those of a forkserver sockets, too; tensors come by descriptors or by nam
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 import sys
@@ -28,14 +29,21 @@ WIDTH, BATCH = 512, 64
 class Samples(Dataset[Tensor]):
     """Sample n is what a generator with seed n makes."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, sharing: str) -> None:
         self.count = count
+        self.sharing = sharing
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Tensor:
+        assert torch.multiprocessing.get_sharing_strategy() == self.sharing
         return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+def share(strategy: str, _: int) -> None:
+    """How a worker sends what it has made: one that was not forked does not know what its parent has chosen."""
+    torch.multiprocessing.set_sharing_strategy(strategy)
 
 
 def main() -> None:
@@ -53,11 +61,12 @@ def main() -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         report.device(f"{name}, PyTorch {torch.__version__}")
         loader = DataLoader(
-            Samples(chosen.iterations * BATCH),
+            Samples(chosen.iterations * BATCH, chosen.sharing),
             batch_size=BATCH,
             num_workers=chosen.size,
             pin_memory=device.type == "cuda",
             multiprocessing_context=chosen.start,
+            worker_init_fn=functools.partial(share, chosen.sharing),
         )
         for batch in loader:
             given, wanted = batch.to(device, non_blocking=True).unbind(1)

@@ -6,6 +6,7 @@ does not run.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 import torch
-from cuda_program import Buffer, Device
 from torch import Tensor
 
 BESIDE_BYTES = 4 << 20
@@ -28,6 +28,10 @@ def training_device() -> Iterator[tuple[torch.device, str, Callable[[Tensor], No
     if torch.cuda.is_available():
         yield torch.device("cuda"), torch.cuda.get_device_name(), lambda _: None
         return
+    if os.environ.get("PHOS_DEVICE") == "nvidia":
+        raise SystemExit("PyTorch finds no GPU, although there is one")
+    from cuda_program import Buffer, Device
+
     with Device() as device:
         buffer, before = Buffer(BESIDE_BYTES), bytes(BESIDE_BYTES)
         buffer.upload(before)
