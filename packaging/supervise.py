@@ -150,6 +150,22 @@ def entries(images: str) -> set[str]:
         return set()
 
 
+def fork_beside(images: str) -> int:
+    """os.fork(), of a child with a pid that no process or thread of the image needs: it could not be restored.
+
+    Where numbers end at 32,768 CRIU was given such a one now and then. An image names them in its files' names.
+    """
+    needed = entries(images)
+    while True:
+        child = os.fork()
+        number = child or os.getpid()
+        if f"core-{number}.img" not in needed:
+            return child
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
 def adopt_orphans() -> None:
     """What CRIU leaves running becomes this process's child: only then can its pids be seen to be free again."""
     import ctypes
@@ -265,7 +281,7 @@ class Supervisor:
     def _run(self) -> int:
         """Start CRIU, import the client meanwhile, and return CRIU's exit status (negative for a signal's number)."""
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-        self._criu = os.fork()
+        self._criu = fork_beside(self.images) if self.action == "restore" else os.fork()
         if self._criu == 0:
             for number in ENDING if self.action == "dump" else ():
                 signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,47 @@
+"""packaging/supervise.py starts CRIU under a pid that the image does not need."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SUPERVISE = Path(__file__).resolve().parents[2] / "packaging" / "supervise.py"
+
+
+@pytest.fixture
+def supervise() -> ModuleType:
+    specification = importlib.util.spec_from_file_location("supervise", SUPERVISE)
+    assert specification is not None
+    assert specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_a_pid_of_the_image_is_passed_over(supervise: ModuleType, tmp_path: Path) -> None:
+    """The next hundred numbers are the image's, whoever else starts processes meanwhile."""
+    first = os.fork()
+    if first == 0:
+        os._exit(0)
+    os.waitpid(first, 0)
+    needed = set(range(first, first + 101))
+    for pid in needed:
+        (tmp_path / f"core-{pid}.img").touch()
+    child = supervise.fork_beside(str(tmp_path))
+    if child == 0:
+        os._exit(7)
+    assert child not in needed
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    with pytest.raises(ChildProcessError):  # those that were passed over have been collected
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_without_an_image_the_first_one_does(supervise: ModuleType, tmp_path: Path) -> None:
+    child = supervise.fork_beside(str(tmp_path / "missing"))
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[0] == child
