@@ -110,8 +110,7 @@ class Restore(ABC):
         self._over = threading.Event()
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
-        # Guards _driver_ready, _pids, _beside, _computing, _reviving, _attaching, _promised, _still, state,
-        # error.
+        # Guards _driver_ready, _pids, _beside, _computing, _reviving, _attaching, _promised, _still, state, error.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # what ready() goes by
         self._sessions: dict[bytes, GatedProcess] = {}

@@ -10,6 +10,7 @@ import process
 
 DEVICE = os.environ.get("PHOS_TEST_DEVICE", "nvidia")
 PROGRAMS = Path(__file__).resolve().parent / "programs"
+CONNECTED = ("--tcp-established", "--network-lock", "skip")  # both ends are dumped, and nobody else's
 TIME_WAIT = "06"  # Linux, include/net/tcp_states.h, as /proc/net/tcp has it
 Starter = Callable[..., process.Program]
 

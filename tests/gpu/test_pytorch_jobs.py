@@ -17,7 +17,7 @@ from pathlib import Path
 
 import process
 import pytest
-from gpu_support import DEVICE, PROGRAMS, Starter, connections_are_forgotten, without_repeats
+from gpu_support import CONNECTED, DEVICE, PROGRAMS, Starter, connections_are_forgotten, without_repeats
 from process import PHOS_GPU
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="PyTorch is not installed")
@@ -27,7 +27,6 @@ ENOUGH = ("--iterations", "150")
 """They do not come to their end while an image is made."""
 MANY = ("--iterations", "600")
 """Nor while four are."""
-CONNECTED = ("--tcp-established", "--network-lock", "skip")  # both ends are dumped, and nobody else's
 
 
 def interrupted_is_the_same(command: list[str], start: Starter, image: Path, *options: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import process
 import pytest
-from gpu_support import PROGRAMS, Starter, connections_are_forgotten, without_repeats
+from gpu_support import CONNECTED, PROGRAMS, Starter, connections_are_forgotten, without_repeats
 from process import PHOS_GPU
 
 pytestmark = pytest.mark.nvidia_only
@@ -74,7 +74,6 @@ def test_both_gpus_hold_what_they_held(protocol: str, how: str, wanted: list[str
     assert without_repeats(program.finish()) == wanted
 
 
-CONNECTED = ("--tcp-established", "--network-lock", "skip")  # both ends are dumped, and nobody else's
 TRANSPORTS = {
     "nvlink": {},
     "host": {"NCCL_P2P_DISABLE": "1", "NCCL_CUMEM_HOST_ENABLE": "0"},

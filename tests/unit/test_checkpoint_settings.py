@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
@@ -17,6 +15,7 @@ from phos.gpu_engine import configuration
 from phos.gpu_engine.cow.settings import DEFAULT_POOL_BYTES, CowSettings, size_of
 from phos.gpu_engine.errors import UsageError
 from phos.gpu_engine.timeline import Phase, stall_seconds
+from tests.unit.packaging_script import packaging_script
 
 VARIABLES = ("PHOS_CONFIG", "PHOS_PROTOCOL", "PHOS_COW_POOL", "PHOS_VALIDATE", "PHOS_PRIORITISE")
 
@@ -190,20 +189,10 @@ def test_a_stall_that_was_measured_as_a_whole() -> None:
 # The launcher reads the file as well.
 
 
-def supervise() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "packaging" / "supervise.py"
-    specification = importlib.util.spec_from_file_location("supervise", path)
-    assert specification
-    assert specification.loader
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
 def test_the_launcher_fills_in_what_is_not_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 'protocol = "cow"\nvalidate = false', monkeypatch)
     monkeypatch.setenv("PHOS_VALIDATE", "on")
-    assert supervise().configure() == ""
+    assert packaging_script("supervise").configure() == ""
     assert os.environ["PHOS_PROTOCOL"] == "cow"
     assert os.environ["PHOS_VALIDATE"] == "on"
 
@@ -213,7 +202,9 @@ def test_the_launcher_says_what_is_wrong_before_criu_is_started(
 ) -> None:
     write(tmp_path, "protocol = 1", monkeypatch)
     started = tmp_path / "started"
-    assert supervise().main(["supervise.py", "dump", str(tmp_path), "phosd", "touch", str(started)]) == 1
+    assert (
+        packaging_script("supervise").main(["supervise.py", "dump", str(tmp_path), "phosd", "touch", str(started)]) == 1
+    )
     assert "criu: " in (said := capsys.readouterr().err)
     assert "protocol must be" in said
     assert not started.exists()

@@ -11,12 +11,12 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
 
 from phos.cli import doctor, probes
+from tests.unit.packaging_script import packaging_script
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = [
@@ -25,15 +25,6 @@ SCRIPTS = [
     *(f"packaging/{name}" for name in ("criu", "phosd", "phos-gpu", "layout.sh", "fetch-criu")),
     *(f"tests/machines/{name}" for name in ("fresh_machine.sh", "tried_inside.sh")),
 ]
-
-
-def load(name: str) -> ModuleType:
-    specification = importlib.util.spec_from_file_location(name, ROOT / "packaging" / f"{name}.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -167,7 +158,7 @@ def test_a_schema_becomes_the_same_messages_as_protoc_makes(tmp_path: Path) -> N
         " oneof one { string a = 3; bytes b = 4; } }"
     )
     subprocess.run([protoc, f"--proto_path={tmp_path}", f"--descriptor_set_out={tmp_path}/set", proto], check=True)
-    assert load("gen_python").main(["", f"{tmp_path}/set", f"{tmp_path}/made/sample_pb2.py"]) == 0
+    assert packaging_script("gen_python").main(["", f"{tmp_path}/set", f"{tmp_path}/made/sample_pb2.py"]) == 0
     check = (
         "import sample_pb2 as s; m = s.Outer(kind=s.SOME, b=b'x'); m.inner.sizes.extend([1, 300]);"
         "data = m.SerializeToString(); assert data == bytes.fromhex('0a050a0301ac0210012201') + b'x', data.hex();"
@@ -177,7 +168,7 @@ def test_a_schema_becomes_the_same_messages_as_protoc_makes(tmp_path: Path) -> N
 
 
 def test_two_schemas_at_once_are_refused(tmp_path: Path) -> None:
-    gen_python = load("gen_python")
+    gen_python = packaging_script("gen_python")
     one = b"\x0a\x08\x0a\x06a.prot"
     assert gen_python.single_file(one) == one[2:]
     with pytest.raises(ValueError, match="several"):
@@ -198,7 +189,7 @@ def test_two_schemas_at_once_are_refused(tmp_path: Path) -> None:
     ],
 )
 def test_wheels_are_chosen_by_their_names(name: str, expected: bool) -> None:
-    fits = load("unpack_wheels").fits
+    fits = packaging_script("unpack_wheels").fits
     assert fits(Path(name.format(minor=sys.version_info.minor))) is expected
 
 

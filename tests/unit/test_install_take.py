@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 from pathlib import Path
@@ -16,18 +15,12 @@ from click.testing import CliRunner
 from phos.cli import pool
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import paths, wire
+from tests.unit.packaging_script import packaging_script
 
-TAKE = Path(__file__).resolve().parents[2] / "packaging" / "take.py"
 
-
-@pytest.fixture(name="take")
-def take_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("take", TAKE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def take() -> ModuleType:
+    return packaging_script("take")
 
 
 def by_click(words: list[str], monkeypatch: pytest.MonkeyPatch) -> wire_pb2.PoolTake:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SUPERVISE = Path(__file__).resolve().parents[2] / "packaging" / "supervise.py"
+from tests.unit.packaging_script import packaging_script
 
 
 @pytest.fixture
 def supervise() -> ModuleType:
-    specification = importlib.util.spec_from_file_location("supervise", SUPERVISE)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return packaging_script("supervise")
 
 
 def test_a_pid_of_the_image_is_passed_over(supervise: ModuleType, tmp_path: Path) -> None:
