@@ -79,6 +79,7 @@ class Guard:
         self._began = 0.0  # when the job began to compute as it does now ...
         self._base = 0.0  # ... and how many seconds of computing were behind it then
         self._points: dict[Path, float] = {}  # the same for each image
+        self._from: Path | None = None  # what it was brought back from, as long as it has made no image since
         self._due = self._asked = 0.0  # when a checkpoint is due; when the last one was
         self._complained = ""
 
@@ -114,6 +115,8 @@ class Guard:
             if not self.restarts.failed(point, self.schedule.interval):
                 self.say("gave-up", f"It was brought back {self.restarts.in_vain - 1} times without getting further.")
                 return end.exit_status
+            if self.restarts.in_vain > 1 and self._from is not None:
+                self._ended_again(self._from)
             if not self._bring_back(again):
                 return end.exit_status
 
@@ -219,6 +222,7 @@ class Guard:
         if status == 0:
             said: dict[str, Any] = json.loads(output)
             self._complained = ""
+            self._from = None
             self.schedule.measured(said.get("stall"))
             if self.count_gpus:
                 self.schedule.gpus = _gpus_of(self._image)
@@ -274,8 +278,17 @@ class Guard:
 
     # Coming back.
 
+    def _ended_again(self, image: Path) -> None:
+        """The job came back from this image and got no further than before, nor as far as another image."""
+        if self.shelf.came_to_nothing(image):
+            self.say(
+                "doubted",
+                f"The job has come back from {image.name} only to end again: older images are tried before it.",
+                image=str(image),
+            )
+
     def _bring_back(self, again: Callable[[], Job] | None) -> bool:
-        """From the newest whole image that can be restored, or from the beginning. False: neither."""
+        """From the first of the whole images that can be restored, or from the beginning. False: neither."""
         assert self._job is not None
         left = self._job.clear_away(self._spared() | _daemon_pids())
         if left:
@@ -284,13 +297,14 @@ class Guard:
             )
             return False
         try:
-            whole, unreadable = self.shelf.whole(), self.shelf.unreadable()
+            whole, unreadable = self.shelf.to_try(), self.shelf.unreadable()
         except OSError as error:
             self.say("gave-up", f"The images cannot be read: {error}. Bring the job back with --resume when they can.")
             return False
         if (found := self._restored(whole, self._job.pid)) is not None:
             image, job = found
             self._begin(job, self._points.get(image, 0.0))
+            self._from = image
             self.say(
                 "restored",
                 f"The job runs again from {image.name}, as process {job.pid}.",
@@ -319,6 +333,7 @@ class Guard:
             self.say("gave-up", "There is no image that the job could be brought back from.")
             return False
         self._begin(again(), 0.0)
+        self._from = None
         self.say("started", f"The job has no image and begins anew, as process {self._job.pid}.", pid=self._job.pid)
         return True
 
@@ -348,6 +363,7 @@ class Guard:
                 raise SystemExit(128 + self._signal)
             raise RestoreFailed(f"No image could be restored, of {len(images)}. They stay.")
         image, job = found
+        self._from = image
         self.say_passed_over(image)
         return job
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import shutil
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,6 +74,11 @@ class Schedule:
         return regular if self._stalls else min(regular, FIRST_AT_LATEST)
 
 
+TRIES = 2
+"""After so many ends of the job without getting further than before, older images come before the one that it was
+brought back from: once may be another failure."""
+
+
 class Restarts:
     """Whether to bring a job back once more.
 
@@ -122,7 +127,9 @@ class Shelf:
         self._whole = whole
         self._last = max((self._number(image) for image in self.images()), default=0)
         self.doubted: set[Path] = set()
-        """Those that could not be restored, whatever their metadata say: they do not count when others are removed."""
+        """Those that could not be restored, whatever their metadata say, or only to end again: they do not count when
+        others are removed."""
+        self._in_vain: Counter[Path] = Counter()  # how often the job came back from an image, only to end again
 
     def _number(self, image: Path) -> int:
         found = self._NAME.fullmatch(image.name)
@@ -140,6 +147,22 @@ class Shelf:
     def whole(self) -> list[Path]:
         """The whole images, newest first."""
         return [image for image in reversed(self.images()) if self._whole(image)]
+
+    def to_try(self) -> list[Path]:
+        """The whole images in the order in which the job is to be brought back from them: newest first.
+
+        One that was made when a process of the job had died and the job had not noticed yet brings back a job that ends
+        again: after TRIES of that, the others come first.
+        """
+        return sorted(self.whole(), key=lambda image: self._in_vain[image] // TRIES)
+
+    def came_to_nothing(self, image: Path) -> bool:
+        """The job came back from this image only to end again. Whether others come before it now."""
+        self._in_vain[image] += 1
+        if self._in_vain[image] < TRIES:
+            return False
+        self.doubted.add(image)
+        return self._in_vain[image] % TRIES == 0
 
     def unreadable(self) -> list[Path]:
         """The images of which nobody knows whether they are whole, newest first."""

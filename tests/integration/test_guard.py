@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,35 @@ def test_it_comes_back_again_and_again(site: Site) -> None:
         wait_event(guarding, "restored", life)
     assert let_end(site, guarding) == 0
     assert results(site) == [expected]
+
+
+def test_an_image_of_a_job_that_was_about_to_fail_is_passed_over(site: Site) -> None:
+    """One of its processes had died, and it had not noticed: it fails as soon as it comes back from there."""
+    expected = expected_result(site)
+    notice = site.folder / "notice"
+    ranks = (sys.executable, str(Path(__file__).parent / "programs" / "two_ranks.py"), str(notice), *job(site))
+    guarding = guard(site, "--interval", "2", "--keep", "9", "--restarts", "19", "--", *ranks)
+    wait_event(guarding, "checkpoint")
+    os.kill(psutil.Process(job_pid(site)).children()[0].pid, signal.SIGKILL)
+    # The next one may still have both of them.
+    wait_event(guarding, "checkpoint", len(events(guarding, "checkpoint")) + 2)
+    notice.touch()
+
+    def has_both() -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return len(psutil.Process(job_pid(site)).children()) == 2
+        return False
+
+    wait_until(lambda: has_both() or not guarding.alive(), "the job to come back as it was before")
+    assert let_end(site, guarding) == 0
+    assert results(site) == [expected] * 2
+    told = {name: [event["image"] for event in events(guarding, name)] for name in ("restored", "doubted")}
+    # One that ends before its restore has, on a slow machine, is a restore that failed.
+    bad = {event["image"] for event in events(guarding, "restore-failed")} | set(told["doubted"])
+    assert bad
+    assert told["restored"][-1] not in bad
+    assert set(told["restored"][:-1]) <= bad
+    assert all(told["restored"].count(image) == 2 for image in told["doubted"])
 
 
 def test_a_job_that_always_fails_is_given_up(site: Site) -> None:

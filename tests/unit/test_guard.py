@@ -222,6 +222,56 @@ def test_a_job_whose_number_cannot_be_noted_is_guarded_all_the_same(
     assert json.loads(job_file.read_text()) == {"pid": 4711}
 
 
+def test_images_from_which_a_job_only_ends_again_come_last(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One was made when a process of the job had died and the job had not noticed: an older one may be whole."""
+    images = [watched.image() for _ in range(3)]
+    tried: list[Path] = []
+
+    def restore(image: Path, _pid: int) -> FakeJob:
+        tried.append(image)
+        return FakeJob(0 if image == images[0] else 1)
+
+    restores(monkeypatch, restore)
+    watched.guard.shelf = Shelf(watched.folder, 3, lambda image: (image / COMMIT_FILE).exists())
+    watched.guard.restarts = Restarts(5)
+    assert watched.watch(FakeJob(1)) == 0
+    assert tried == [images[number] for number in (2, 2, 1, 1, 0)]
+    life, last = ["failed", "restored"], ["failed", "doubted", "restored"]
+    assert watched.events == [*life, *life, *last, *life, *last, "ended"]
+
+
+def test_an_image_of_a_job_that_has_got_further_since_stays_the_first(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has failed three times, each time later."""
+    watched.guard.schedule = Schedule(1.0, interval=0.2)
+    monkeypatch.setattr(Guard, "_begin_checkpoint", lambda _: None)
+    older, newer = watched.image(), watched.image()
+    watched.guard.shelf = Shelf(watched.folder, 2, lambda image: (image / COMMIT_FILE).exists())
+    lives = iter((0.5, 1.0, 1.5))
+    tried: list[Path] = []
+
+    class Later(FakeJob):
+        def __init__(self, seconds: float) -> None:
+            super().__init__()
+            self._ends = time.monotonic() + seconds
+
+        def poll(self) -> End | None:
+            self.code = 1 if time.monotonic() > self._ends else None
+            return super().poll()
+
+    def restore(image: Path, _pid: int) -> FakeJob:
+        tried.append(image)
+        seconds = next(lives, None)
+        return FakeJob(0) if seconds is None else Later(seconds)
+
+    restores(monkeypatch, restore)
+    assert watched.watch(Later(0.1)) == 0
+    assert tried == [newer] * 4
+    assert older not in watched.guard.shelf.doubted
+    assert "doubted" not in watched.events
+
+
 @pytest.mark.parametrize("stream, as_json", [(1, True), (2, False)])
 def test_a_guard_to_whom_nobody_listens_guards_on(stream: int, as_json: bool) -> None:
     text = (

@@ -149,6 +149,20 @@ def test_an_image_that_could_not_be_restored_takes_no_others_place(tmp_path: Pat
     assert shelf.whole() == [newest, newer]
 
 
+def test_the_images_go_round_when_the_job_ends_again_from_each(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path, 3, whole)
+    older, newer = make(shelf, committed=True), make(shelf, committed=True)
+    order = []
+    for _ in range(6):
+        image = shelf.to_try()[0]
+        order.append((image, shelf.came_to_nothing(image)))
+    assert order == [(newer, False), (newer, True), (older, False), (older, True), (newer, False), (newer, True)]
+    assert shelf.doubted == {older, newer}
+    newest = make(shelf, committed=True)
+    assert shelf.to_try()[0] == newest
+    assert shelf.tidy() == [], "neither of the two counts"
+
+
 def test_a_number_is_not_used_twice(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path, 1, whole)
     first = make(shelf, committed=False)
