@@ -185,7 +185,7 @@ lint: gen ## ruff, its formatter, mypy, shell syntax
 	$(PYTHON) -m ruff check $(PY_SOURCES)
 	$(PYTHON) -m ruff format --check $(PY_SOURCES)
 	$(PYTHON) -m mypy
-	@for script in install.sh .ci/run $(wildcard packaging/* tests/machines/*); do \
+	@for script in install.sh .ci/run .ci/alone $(wildcard packaging/* tests/machines/*); do \
 		case "$$(head -c 64 $$script | head -n 1)" in *bash*) bash -n $$script;; *"/sh"*) sh -n $$script;; esac || exit 1; done
 
 # Pages generated from sources are committed: making them again must change nothing.

@@ -254,7 +254,7 @@ def test_a_pool_is_filled_while_others_are_restored(
     for _ in range(3):
         pool = site.background("phos-gpu", "pool", "create", str(image), "--size", "2", "--name", "p")
         site.restore(image)
-        assert memory.stat().st_ino == mapped(program.pid, memory)
+        wait_until(lambda: memory.stat().st_ino == mapped(program.pid, memory), "its name, while others are parked")
         made = pool.wait() == 0  # or the restore had what the driver saved at that moment
         assert memory.stat().st_ino == mapped(program.pid, memory)
         program.wait_progress()

@@ -6,13 +6,15 @@ import json
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.site import Site, wait_until
+from tests.integration.site import Program, Site, wait_until
 from tests.integration.test_lazy import EXAMPLES, analysed, attached, dump_at, held, restore_job, slowly, start_liar
 
 pytestmark = pytest.mark.timeout(300)
@@ -39,17 +41,53 @@ def window_of(site: Site, image: Path) -> dict[str, int]:
     return said
 
 
+def attached_again(site: Site) -> bool:
+    """Whether what the last dump stopped runs again."""
+    return any(phase["name"] == "attach" for job in dumps(site)[-1:] for phase in job["phases"])
+
+
+@contextmanager
+def copies_held(site: Site, until: Callable[[], None]) -> Iterator[None]:
+    """A block in which no copy of phosd's ends before ``until`` returns, which runs beside it.
+
+    phosd was started with SOFTGPU_COPY_HOLD in its environment; the program does without.
+    """
+    hold = Path(site.environment["SOFTGPU_COPY_HOLD"])
+    hold.touch()
+
+    def let_go() -> None:
+        try:
+            until()
+        finally:
+            hold.unlink()
+
+    with ThreadPoolExecutor(1) as executor:
+        letting_go = executor.submit(let_go)
+        yield
+        letting_go.result()
+
+
+def has_twins(program: Program) -> bool:
+    """Whether it has been sent twins: it maps what they report to."""
+    return "phos-twins" in Path(f"/proc/{program.pid}/maps").read_text()
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_checkpoint_with_twins(site: Site, name: str) -> None:
     """Guesses are right: twins compute what their kernels compute, and the image is the one that it was."""
-    site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(1 << 20)}  # twins are made in the window
-    expected = site.example(name, *LONG[:2], under=False, SOFTGPU_COPY_BANDWIDTH="0").wait_result()
-    site.run("phosd", "--ensure")  # with slow copies, which the program does not have
-    program = site.example(name, *LONG, SOFTGPU_COPY_BANDWIDTH="0")
+    quickly = {"SOFTGPU_COPY_BANDWIDTH": "0", "SOFTGPU_COPY_HOLD": ""}
+    site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(1 << 20)}  # once let go, that takes seconds
+    site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "hold")
+    expected = site.example(name, *LONG[:2], under=False, **quickly).wait_result()
+    site.run("phosd", "--ensure")
+    program = site.example(name, *LONG, **quickly)
     program.wait_iterations(3)
     wait_until(lambda: analysed(site, program), "the analysis of its kernels")
     image = site.image()
-    site.dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")
+    dumping = site.begin_dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")
+    wait_until(lambda: attached_again(site), "the window")
+    with copies_held(site, lambda: wait_until(lambda: has_twins(program), "twins")):
+        assert dumping.wait() == 0
     assert program.wait_result() == expected
     counts = window_of(site, image)
     assert counts["twin_kernels"] > 0
@@ -82,20 +120,13 @@ def test_a_checkpoint_whose_guesses_are_wrong(site: Site, liar: Path, name: str,
     wait_until(lambda: analysed(site, program), "the analysis of its kernels")
     program.wait_iterations(program.iterations() + 1)
     image = site.image()
-    hold = Path(site.environment["SOFTGPU_COPY_HOLD"])
-    hold.touch()
 
-    def let_go() -> None:
-        try:
-            wait_until(lambda: any(p["name"] == "attach" for job in dumps(site) for p in job["phases"]), "the window")
-            time.sleep(ASLEEP + 1)
-        finally:
-            hold.unlink()
+    def launched() -> None:
+        wait_until(lambda: attached_again(site), "the window")
+        time.sleep(ASLEEP + 1)
 
-    with ThreadPoolExecutor(1) as executor:
-        letting_go = executor.submit(let_go)
+    with copies_held(site, launched):
         site.dump(program, image, "--leave-running", PHOS_PROTOCOL="cow", PHOS_VALIDATE="off")
-        letting_go.result()
     wrong, right = dumps(site)
     assert (wrong["state"], right["state"]) == ("mispredicted", "committed")  # made anew, with the world stopped
     assert "that no guess named: " in wrong["error"]
