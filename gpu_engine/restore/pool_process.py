@@ -50,6 +50,7 @@ class Warden:
         """
         self.log = log
         self._said = b""
+        self._given: list[int] = []  # descriptors that came with what it has said
         self._lock = threading.Lock()  # guards pidfd against being closed while it is used
         mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self._lifeline = mine
@@ -76,7 +77,7 @@ class Warden:
             if "pid" not in answer:
                 raise RestoreFailed(f"No process can be parked: {answer.get('error', 'its warden did not start')}.")
             self.pid = int(str(answer["pid"]))
-            self.pidfd = os.pidfd_open(self.pid)
+            (self.pidfd,) = self._given
         except (OSError, RestoreFailed) as error:
             mine.close()
             if isinstance(error, RestoreFailed):
@@ -95,9 +96,10 @@ class Warden:
             if not poll.poll(seconds * 1000):
                 raise TimeoutError(f"its warden says nothing for {seconds:.0f} s")
             try:
-                more = self._lifeline.recv(4096)
+                more, given, _, _ = socket.recv_fds(self._lifeline, 4096, 1, socket.MSG_CMSG_CLOEXEC)
             except OSError:
-                more = b""
+                more, given = b"", []
+            self._given += given
             if not more:
                 return {}
             self._said += more

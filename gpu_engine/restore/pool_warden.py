@@ -22,6 +22,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
 
 CLONE_NEWNS = 0x20000
 CLONE_NEWPID = 0x20000000
@@ -37,9 +38,9 @@ def _call(name: str, *arguments: object) -> None:
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
-def _say(lifeline: socket.socket, **what: object) -> None:
+def _say(lifeline: socket.socket, descriptors: Sequence[int] = (), **what: object) -> None:
     with contextlib.suppress(OSError):
-        lifeline.sendall(json.dumps(what).encode() + b"\n")
+        socket.send_fds(lifeline, [json.dumps(what).encode() + b"\n"], descriptors)
 
 
 def start(lifeline: socket.socket, last_pid: str, command: list[str]) -> None:
@@ -53,7 +54,8 @@ def start(lifeline: socket.socket, last_pid: str, command: list[str]) -> None:
     _call("mount", None, b"/", None, ctypes.c_ulong(MS_REC | MS_SLAVE), None)
     pid = os.fork()
     if pid:
-        _say(lifeline, pid=pid)
+        # The warden may end at once, and be waited for by whoever is its parent then; until this returns it is ours.
+        _say(lifeline, [os.pidfd_open(pid)], pid=pid)
         return
     try:
         os.setsid()
