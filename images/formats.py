@@ -32,7 +32,7 @@ STATS_MAGIC = 0x57093306
 
 HASH_SIZE = 16
 ALIGNMENT = 4096  # of every file offset of a run: what O_DIRECT asks for on any block device with pages of 4096 bytes
-SEGMENT_SIZE = 64 << 20  # of the hashes of whole files
+SEGMENT_SIZE = 8 << 20  # of the hashes of whole files: a driver's part of some hundred MB keeps sixteen threads busy
 
 INVENTORY_FILE = "phos-inventory.img"
 CHUNKS_FILE = "phos-chunks.img"

@@ -24,8 +24,8 @@ from phos.images import formats
 from phos.images.chunk_hash import chunk_hash
 from phos.images.errors import ImageError
 from phos.images.extents import BlockTable, Extent
-from phos.images.files import free_bytes, run_in_threads, segments
-from phos.images.formats import BlockKey, digest, zero_digest
+from phos.images.files import free_bytes, is_zero, run_in_threads, segments
+from phos.images.formats import BlockKey, digest
 from phos.images.reader import Image
 from phos.images.remote_wire import (
     ANSWER_SECONDS,
@@ -316,7 +316,7 @@ def _copy_segment(links: Links, name: str, target: int, offset: int, length: int
         view = memory[: min(PIECE, offset + length - at)]
         links.read_into(name, at, view)
         state.update(view)
-        if digest(view) != zero_digest(len(view)):
+        if not is_zero(view):
             done = 0
             while done < len(view):
                 done += os.pwrite(target, view[done:], at + done)
