@@ -7,6 +7,7 @@ import errno
 import mmap
 import os
 import stat
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -26,6 +27,7 @@ _READ_SIZE = 1 << 20  # small enough to stay in a core's cache between reading a
 _SAMPLE = 4093  # no multiple of what a program aligns to
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_thread = threading.local()
 
 
 def describe_path(fd: int) -> str:
@@ -125,12 +127,18 @@ def is_hole(fd: int, offset: int, length: int) -> bool:
         return error.errno == errno.ENXIO and os.fstat(fd).st_size >= offset + length
 
 
+def _buffer() -> memoryview:
+    """This thread's, for what is read. Kept as long as the thread: fresh pages cost more than the hashing."""
+    view: memoryview | None = getattr(_thread, "view", None)
+    if view is None:
+        view = _thread.view = memoryview(mmap.mmap(-1, _READ_SIZE))
+    return view
+
+
 def hash_segment(fd: int, offset: int, length: int) -> bytes:
     """XXH3-128 of a part of a file; EOFError if the file ends before it does."""
     state = xxhash.xxh3_128()
-    # Freed with the last reference, not closed here: a traceback may still refer to it, and close() would then raise
-    # an error of its own over the one that matters.
-    view = memoryview(mmap.mmap(-1, _READ_SIZE))
+    view = _buffer()
     while length:
         n = os.preadv(fd, [view[: min(length, _READ_SIZE)]], offset)
         if n == 0:
@@ -154,7 +162,7 @@ def copy_segment(source: int, target: int, offset: int, length: int) -> bytes:
     if is_hole(source, offset, length):
         return zero_digest(length)
     state = xxhash.xxh3_128()
-    view = memoryview(mmap.mmap(-1, _READ_SIZE))
+    view = _buffer()
     while length:
         n = os.preadv(source, [view[: min(length, _READ_SIZE)]], offset)
         if n == 0:
