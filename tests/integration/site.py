@@ -184,6 +184,7 @@ class Site:
             "PHOS_DEVICE": "software",
             "PHOS_PYTHON": sys.executable,
             "PHOS_TEST_SITE": str(self.folder),
+            "PYTHONUNBUFFERED": "",  # with it a line is written in pieces, and programs are killed between them
             "SOFTGPU_MEMORY": "2G",
             # Tests run beside each other; and threads of every launch take the pids that CRIU wants to restore under.
             "SOFTGPU_THREADS": "1",
