@@ -80,6 +80,8 @@ def checkpoint(
     directory = image_directory(image, create=True)
     with ImageProgress(directory, restore=False, quiet=as_json):
         status, errors, interrupted = run_dump(arguments, directory.absolute(), beside)
+    if beside is not None:
+        reach.ensure()  # had phosd died, nobody in there could have started one
     if interrupted and status == 0:
         raise Interrupted(interrupted, f"The interruption came too late: process {pid} is in {directory}.")
     if interrupted:

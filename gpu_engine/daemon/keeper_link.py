@@ -93,6 +93,21 @@ class KeeperLink:
             self._socket.close()
 
     @staticmethod
+    def _refuse_other_namespace(connection: socket.socket, path: Path) -> None:
+        """The pids that a keeper knows are of its own pid namespace. In another all of them would seem to have ended.
+
+        Raises:
+            DaemonUnavailable: it is in another.
+        """
+        pid, _, _ = peer_credentials(connection)
+        if pid == 0:
+            connection.close()
+            raise DaemonUnavailable(
+                f"The keeper of GPU memory descriptors ({path}) is in another pid namespace than this process, as when "
+                "CRIU is run inside of that of a pool's process. Start phosd outside: phosd --ensure."
+            )
+
+    @staticmethod
     def _connect(path: Path) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         started = False
@@ -100,6 +115,7 @@ class KeeperLink:
         while True:
             try:
                 connection.connect(str(path))
+                KeeperLink._refuse_other_namespace(connection, path)
                 return connection
             except OSError:
                 if not started:

@@ -22,8 +22,9 @@ from phos.gpu_engine.daemon.own_log import LogHandler
 from phos.gpu_engine.daemon.paths import lock_file, log_file, make_folder, refuse_unfit
 from phos.gpu_engine.daemon.remote_settings import VARIABLES, RemoteSettings
 from phos.gpu_engine.daemon.service import Service
-from phos.gpu_engine.errors import NotPermitted, PhosError, UsageError
+from phos.gpu_engine.errors import DaemonUnavailable, NotPermitted, PhosError, UsageError
 from phos.gpu_engine.installation import device_kind, load_driver
+from phos.gpu_engine.restore.pool_warden import WARDEN_NAME
 
 DESCRIPTORS_USUAL = 16384
 """Room for so many is made at the start: 128 KiB."""
@@ -104,12 +105,30 @@ def _on_ending(act: Callable[[], None]) -> None:
     threading.Thread(target=wait, daemon=True, name="stop").start()
 
 
+def _refuse_a_pools_namespace() -> None:
+    """Whoever runs CRIU there may look for a phosd; one that started there would see nobody else's processes.
+
+    Raises:
+        DaemonUnavailable: this process is in one.
+    """
+    try:
+        first = Path("/proc/1/comm").read_text().strip()
+    except OSError:
+        return
+    if first == WARDEN_NAME:
+        raise DaemonUnavailable(
+            "phosd does not start in the pid namespace of a pool's process. Start it outside: phosd --ensure."
+        )
+
+
 def run(path: Path, *, verbose: bool) -> None:
     """Serve at a socket until asked to end; does not return then.
 
     Raises:
         PhosError: another phosd runs there, there can be no socket, or there is no driver.
+        DaemonUnavailable: phosd cannot be in this pid namespace.
     """
+    _refuse_a_pools_namespace()
     service = Service()
     faulthandler.enable()  # should native code ever crash, the log has the stacks of all threads
     logging.basicConfig(

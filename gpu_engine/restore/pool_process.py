@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from phos.gpu_engine.daemon.keeper import receive
 from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.installation import launcher, plugin_folder
 from phos.gpu_engine.restore import pool_warden
@@ -76,8 +77,9 @@ class Warden:
             answer = self._hear(START_SECONDS)
             if "pid" not in answer:
                 raise RestoreFailed(f"No process can be parked: {answer.get('error', 'its warden did not start')}.")
-            self.pid = int(str(answer["pid"]))
-            (self.pidfd,) = self._given
+            if not self._given:
+                raise RestoreFailed("No process can be parked: phosd has no descriptors left.")
+            self.pid, self.pidfd = int(str(answer["pid"])), self._given[0]
         except (OSError, RestoreFailed) as error:
             mine.close()
             if isinstance(error, RestoreFailed):
@@ -96,7 +98,7 @@ class Warden:
             if not poll.poll(seconds * 1000):
                 raise TimeoutError(f"its warden says nothing for {seconds:.0f} s")
             try:
-                more, given, _, _ = socket.recv_fds(self._lifeline, 4096, 1, socket.MSG_CMSG_CLOEXEC)
+                more, given, _ = receive(self._lifeline, 4096, 1)
             except OSError:
                 more, given = b"", []
             self._given += given

@@ -30,6 +30,9 @@ MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_SLAVE = 2, 4, 8, 0x4000, 1 << 19
 
 TAKEN = b"taken\n"
 
+WARDEN_NAME = "phos-pool"
+"""What the first process of such a namespace is called."""
+
 
 def _call(name: str, *arguments: object) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
@@ -59,7 +62,7 @@ def start(lifeline: socket.socket, last_pid: str, command: list[str]) -> None:
         return
     try:
         os.setsid()
-        _call("prctl", 15, b"phos-pool", 0, 0, 0)  # PR_SET_NAME
+        _call("prctl", 15, WARDEN_NAME.encode(), 0, 0, 0)  # PR_SET_NAME
         _call("mount", b"proc", b"/proc", b"proc", ctypes.c_ulong(MS_NOSUID | MS_NODEV | MS_NOEXEC), None)
         with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as file:
             file.write(last_pid)

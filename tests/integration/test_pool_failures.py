@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phos.gpu_engine import procfs
 from phos.gpu_engine.installation import launcher
 from tests.integration.pool_commands import (
     LONG,
@@ -25,7 +27,7 @@ from tests.integration.pool_commands import (
     take,
     wardens,
 )
-from tests.integration.site import Program, Site, wait_until
+from tests.integration.site import Program, Site, wait_until, words
 
 
 def test_a_parked_process_that_is_killed_is_replaced(site: Site) -> None:
@@ -80,6 +82,58 @@ def test_a_process_that_was_taken_outlives_phosd(site: Site) -> None:
     taken = take(site, "p")
     os.kill(site.daemon_pid(), signal.SIGKILL)
     site.run("phosd", "--ensure")
+    ended(site, taken)
+    assert program.result() == expected
+
+
+def inside(pid: int, *words: str) -> list[str]:
+    """A command in the namespaces of a process that came from a pool."""
+    return ["nsenter", "--target", str(pid), "--pid", "--mount", "--", *words]
+
+
+@pytest.mark.parametrize("keeper", ["lives", "is killed"])
+def test_no_phosd_starts_among_those_of_a_pool(site: Site, keeper: str) -> None:
+    """It would take everybody else's processes for dead, and drop their memory."""
+    expected = site.example("mlp", *LONG[:2], under=False).wait_result()
+    program, other = site.example("mlp", *LONG), site.example("mlp", *LONG)
+    other.wait_iterations(3)
+    site.dump(other, site.image("before"), "--leave-running")  # the keeper has its memory from here on
+    image = dump_at(site, program)
+    create(site, image, 1, "--name", "p")
+    taken = take(site, "p")
+    (keeping,) = (p.pid for p in site.processes() if any(word.endswith("keeper.py") for word in words(p)))
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    if keeper == "is killed":
+        os.kill(keeping, signal.SIGKILL)
+    again = site.image("again")
+    number = procfs.inner_pid(taken["pids"][0])
+    dump = [str(launcher("criu")), "dump", "--lib", "phos", "-t", str(number), "-D", str(again), "--leave-running"]
+    done = subprocess.run(
+        inside(taken["pids"][0], *dump), env=site.environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert "outside: phosd --ensure" in done.stderr, done.stderr
+    assert not any("phos.gpu_engine.daemon" in words(process) for process in site.processes())
+    site.run("phosd", "--ensure")
+    if keeper == "lives":
+        site.dump(other, site.image("after"), "--leave-running")
+    assert other.wait_result() == expected
+    ended(site, taken)
+    assert program.result() == expected
+
+
+def test_a_checkpoint_of_one_that_was_taken_outlives_phosd(site: Site) -> None:
+    """CRIU, in its namespaces, cannot have another phosd; whoever asked for the checkpoint can."""
+    expected = site.example("mlp", *LONG[:2], under=False).wait_result()
+    program = site.example("mlp", *LONG, SOFTGPU_TOGGLE_MS="500")
+    image = dump_at(site, program)
+    create(site, image, 1, "--name", "p")
+    taken = take(site, "p")
+    again = site.folder / "again"
+    checkpoint = site.background("phos-gpu", "checkpoint", "--leave-running", str(taken["pids"][0]), str(again))
+    wait_until((again / "dump.log").exists, "CRIU")
+    os.kill(site.daemon_pid(), signal.SIGKILL)
+    assert checkpoint.wait(60) != 0
     ended(site, taken)
     assert program.result() == expected
 
@@ -211,12 +265,12 @@ def test_a_refill_that_fails_is_tried_again(site: Site) -> None:
 def test_what_cannot_be_a_pool_is_refused(site: Site) -> None:
     _, image, _ = layers_image(site)
     no_image = site.image("empty")
-    for words, status, said in (
+    for options, status, said in (
         ((str(no_image), "--size", "1"), 7, "holds no image"),
         ((str(image), "--size", "0"), 2, "0 is not in the range"),
         ((str(image), "--size", "100000"), 2, "100000 is not in the range"),
     ):
-        refused = site.run("phos-gpu", "pool", "create", *words, check=False)
+        refused = site.run("phos-gpu", "pool", "create", *options, check=False)
         assert refused.returncode == status, refused.stdout
         assert said in refused.stderr
     create(site, image, 1, "--name", "p")
