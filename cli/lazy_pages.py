@@ -17,12 +17,12 @@ from phos.cli.restore_first import PAGES_LOG, PAGES_SOCKET, Begun
 class LazyPages:
     """Watches the server for the block under it; after the block it goes on until all pages are there.
 
-    If it ends before, the restored processes cannot go on: ``pids`` is asked for them, and they are killed.
+    If it ends before, whenever that is, the restored processes cannot go on: they would read zeros.
     """
 
-    def __init__(self, directory: Path, begun: Begun, pids: Callable[[], list[int]]) -> None:
-        """``directory``: of the image; ``begun``: what has started the server."""
-        self._pids = pids
+    def __init__(self, directory: Path, begun: Begun, end: Callable[[], None]) -> None:
+        """``directory``: of the image; ``begun``: what has started the server; ``end``: ends what was restored."""
+        self._end_restored = end
         self.error = ""
         self.seconds: float | None = None
         """When it was done, since it was started."""
@@ -42,7 +42,6 @@ class LazyPages:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._wanted = False
         self._begun.when_late = self._end
         if kind is not None or self._begun.interrupted:
             self._end()
@@ -52,6 +51,8 @@ class LazyPages:
         self._socket.unlink(missing_ok=True)
 
     def _end(self) -> None:
+        """What it serves is not to go on."""
+        self._wanted = False
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
@@ -62,12 +63,9 @@ class LazyPages:
             return
         how = f"was ended by signal {-status}" if status < 0 else f"failed with status {status}"
         self.error = f"criu lazy-pages {how} before all of the CPU's memory was there. {self._last_error()}".rstrip()
-        if not self._wanted:
-            return
-        with suppress(Exception):  # phosd may have gone as well
-            for pid in self._pids():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+        if self._wanted:
+            with suppress(Exception):  # phosd may have gone as well
+                self._end_restored()
 
     def _last_error(self) -> str:
         try:

@@ -21,11 +21,15 @@ from phos.cli.refusal import refuse
 from phos.cli.restore_first import RESTORE_LOG, Begun, Occupied
 from phos.cli.text import size_text
 from phos.gen import wire_pb2
+from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, RestoreFailed, UsageError
 from phos.images.errors import ImageError
 from phos.images.reader import Image
 from phos.images.source import SCHEME
+
+END_SECONDS = 5.0
+"""How long a process that was killed may take to end."""
 
 
 @click.command()
@@ -96,7 +100,7 @@ def _restore(
     with ExitStack() as stack:
         stack.callback(begun.close)
         if lazy:
-            pages = stack.enter_context(LazyPages(directory, begun, lambda: list(_job(directory, begun.began_at).pids)))
+            pages = stack.enter_context(LazyPages(directory, begun, lambda: _end_restored(directory, begun.began_at)))
         stack.enter_context(ImageProgress(directory, restore=True, quiet=as_json))
         status = begun.wait()
         if begun.interrupted:
@@ -113,8 +117,10 @@ def _restore(
             )
     if begun.interrupted:
         _interrupted(begun, status, image, directory)
-    if pages is not None and pages.error and (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]):
-        raise RestoreFailed(f"{pages.error} Processes {', '.join(map(str, left))} cannot be relied upon: end them.")
+    if pages is not None and pages.error:
+        left = ", ".join(str(pid) for pid in pids if procfs.is_alive(pid))
+        became = f"Processes {left} cannot be relied upon: end them." if left else "What was restored has been ended."
+        raise RestoreFailed(f"{pages.error} {became}")
     seconds = time.perf_counter() - began
     answer: dict[str, Any] = {"pids": pids, "image": image, "seconds": round(seconds, 4)}
     if lazy:
@@ -132,16 +138,32 @@ def _interrupted(begun: Begun, status: int, image: str, directory: Path) -> NoRe
 
     ``status``: the launcher's. If it failed, the processes of phosd's latest job may be somebody else's.
     """
+    if status == 0:
+        with suppress(DaemonUnavailable):
+            _end_restored(directory, begun.began_at)
+    raise Interrupted(begun.interrupted, f"Interrupted: nothing of {image} was left running.")
+
+
+def _end_restored(directory: Path, since: float) -> None:
+    """End the processes of the restore that began after ``since``: those with CUDA, and what is above and below them.
+
+    Raises:
+        DaemonUnavailable: nobody says which they are.
+    """
     import psutil  # here, because other restores need it not, and would wait for it
 
-    with suppress(DaemonUnavailable):
-        for pid in _job(directory, begun.began_at).pids if status == 0 else ():
-            with suppress(psutil.NoSuchProcess):
-                process = psutil.Process(pid)
-                for one in [*process.children(recursive=True), process]:
-                    with suppress(psutil.NoSuchProcess):
-                        one.kill()
-    raise Interrupted(begun.interrupted, f"Interrupted: nothing of {image} was left running.")
+    ids = {path.name for path in directory.glob("core-*.img")}
+    ended = []
+    for pid in _job(directory, since).pids:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            while (above := process.parent()) is not None and f"core-{above.pid}.img" in ids:
+                process = above
+            for one in [*process.children(recursive=True), process]:
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
+                    ended.append(one)
+    psutil.wait_procs(ended, END_SECONDS)
 
 
 def _is_pinned(image: Image) -> bool:
