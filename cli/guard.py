@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,11 @@ import psutil
 from phos.cli.checkpoint import refuse_own
 from phos.cli.guard_job import End, Job, become_reaper, reap
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
+from phos.cli.guard_speaker import Speaker
 from phos.cli.launched import ENDING, heed
 from phos.cli.parameters import RATE, SECONDS, Place
 from phos.cli.run import program_of, starting
-from phos.gpu_engine import configuration
+from phos.gpu_engine import configuration, procfs
 from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.daemon.paths import socket_path
 from phos.gpu_engine.errors import ExitStatus, NoSuchProcess, PhosError, RestoreFailed, Unsupported, UsageError
@@ -67,7 +67,6 @@ class Guard:
         self.protocol = protocol
         self.say = say
         self.count_gpus = True
-        self.relay: Callable[[], None] = lambda: None
         self.lock = -1  # inherited by checkpoints: one that outlives this process keeps other guards away
         self.forwards = True
         self._job: Job | None = None
@@ -165,9 +164,7 @@ class Guard:
                     self._checkpoint_ended()
             elif now >= self._due and not self._signal:
                 self._begin_checkpoint()
-            self.relay()
             time.sleep(TICK_SECONDS)
-        self.relay()
         return end
 
     def _does_it_end(self, job: Job) -> None:
@@ -428,25 +425,6 @@ def _gpus_of(image: Path) -> int:
         return 1
 
 
-class Output:
-    """The job's output: a file, and what comes into it goes to our own standard output as well."""
-
-    def __init__(self, path: Path, relays: bool) -> None:
-        self.path = path
-        self._file = open(path, "a+b")  # noqa: SIM115
-        self._file.seek(0, os.SEEK_END)
-        self._relays = relays
-
-    def relay(self) -> None:
-        """Pass on what has come."""
-        while self._relays and (data := self._file.read(1 << 16)):
-            try:
-                sys.stdout.buffer.write(data)
-                sys.stdout.buffer.flush()
-            except OSError:  # nobody listens; the job computes on
-                self._relays = False
-
-
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option(
     "--images",
@@ -497,13 +475,15 @@ def guard(
     existing_pid = int(job[0]) if len(job) == 1 and job[0].isascii() and job[0].isdigit() and not resume else None
     if existing_pid is not None:
         refuse_own(existing_pid)
+        _refuse_other_namespace(existing_pid)
     folder = images.absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"The directory {folder} cannot be made: {error.strerror}.") from error
     schedule = Schedule(failure_rate, gpus=gpus or 1, interval=interval)
-    made = Guard(Shelf(folder, keep), schedule, Restarts(restarts), protocol, _events(as_json))
+    speaker = Speaker(as_json=as_json)
+    made = Guard(Shelf(folder, keep), schedule, Restarts(restarts), protocol, speaker.say)
     made.count_gpus = gpus is None
     made.lock = _lock(folder)
     reach.ensure()
@@ -520,9 +500,9 @@ def guard(
         made.forwards = False
         start: Callable[[], Job] = lambda: _existing(pid)  # noqa: E731
     else:
-        output = Output(folder / "output.log", relays=not as_json)
-        made.relay = output.relay
-        again = lambda: _start(job, output.path)  # noqa: E731
+        output = folder / "output.log"
+        speaker.follow(output)
+        again = lambda: _start(job, output)  # noqa: E731
         start = again
         if resume and existing:
             pid = _former_pid(folder)
@@ -535,18 +515,10 @@ def guard(
     heed(FORWARDED, made.received, [])
     what = f"The first checkpoint comes in {schedule.interval:.3g} s; whole images that stay: {keep}."
     made.say("guarding", f"Images go to {folder}. {what}", images=str(folder), keep=keep)
-    sys.exit(made.watch(start, again))
-
-
-def _events(as_json: bool) -> Callable[..., None]:
-    def say(event: str, text: str, **fields: object) -> None:
-        with suppress(OSError):  # nobody listens; the job is guarded all the same
-            if as_json:
-                click.echo(json.dumps({"event": event, "time": round(time.time(), 3), **fields, "text": text}))
-            else:
-                click.echo(f"guard: {text}", err=True)
-
-    return say
+    try:
+        sys.exit(made.watch(start, again))
+    finally:
+        speaker.finish()
 
 
 def _lock(folder: Path) -> int:
@@ -556,6 +528,15 @@ def _lock(folder: Path) -> int:
     except OSError as error:
         raise UsageError(f"Another guard, or a checkpoint that one began, still works in {folder}.") from error
     return lock
+
+
+def _refuse_other_namespace(pid: int) -> None:
+    """It would be restored under the number that it has in there, and nobody would find it."""
+    if procfs.pid_namespace(pid) not in (0, procfs.pid_namespace(os.getpid())):
+        raise Unsupported(
+            f"Process {pid} has a pid namespace of its own, as one from a pool or in a container: the guard would not "
+            "find it again after a restore. Run the guard in there, or checkpoint it with 'phos-gpu checkpoint'."
+        )
 
 
 def _existing(pid: int) -> Job:

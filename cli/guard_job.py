@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import select
 import signal
 import struct
 import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fcntl import ioctl
 from pathlib import Path
@@ -20,6 +22,9 @@ from phos.gpu_engine import procfs
 
 CLEAR_SECONDS = 20.0
 """How long killed processes may take to be gone: a driver may have much to free."""
+
+MARK = "PHOS_GUARD"
+"""In the environment of what a guard starts, by which it finds what is left of it."""
 
 _PIDFD_GET_INFO = 0xC040FF0B
 """_IOWR(0xFF, 11, struct pidfd_info of 64 bytes); Linux 6.13."""
@@ -73,6 +78,7 @@ class Job:
         self._end: End | None = None
         self._members: dict[int, psutil.Process] = {}
         self._session = os.getsid(pid)
+        self._mark = _mark_of(pid)
         self.look_around()
 
     @staticmethod
@@ -82,12 +88,14 @@ class Job:
         Raises:
             OSError: it cannot be started.
         """
+        # Those below it have it too, and when they are restored: in sessions of their own, and without their parents.
+        environment = {**environment, MARK: secrets.token_hex(8)}
         # Nothing of a terminal or a pipe: CRIU would have to save it. Files that are only appended to may have grown
         # when a process is restored; others must be as long as they were.
         with open(output, "ab") as file:
             process = subprocess.Popen(
                 command,
-                env=dict(environment),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
@@ -140,12 +148,17 @@ class Job:
         return None
 
     def send(self, number: int) -> None:
-        """Send it a signal; from a keyboard to the whole process group, as a terminal does."""
+        """Send it a signal; from a keyboard to the whole process group, as a terminal does.
+
+        Not once its end is known: its number may be another's then, or that of what CRIU is just putting together.
+        """
+        if self._end is not None:
+            return
         try:
             if number in (signal.SIGINT, signal.SIGQUIT) and os.getpgid(self.pid) == self.pid:
                 os.killpg(self.pid, number)
             else:
-                os.kill(self.pid, number)
+                signal.pidfd_send_signal(self._descriptor, number)
         except ProcessLookupError:
             pass
 
@@ -173,13 +186,13 @@ class Job:
 
     def _left(self) -> list[psutil.Process]:
         left = {pid: process for pid, process in self._members.items() if process.is_running()}
-        if self._session in self._members:  # the session is the job's own, not that of a shell
-            for process in psutil.process_iter():
-                try:
-                    if os.getsid(process.pid) == self._session:
-                        left[process.pid] = process
-                except OSError:
-                    pass
+        owns_session = self._session in self._members  # it is not that of a shell
+        for process in psutil.process_iter():
+            with suppress(OSError):
+                if (owns_session and os.getsid(process.pid) == self._session) or (
+                    self._mark and _mark_of(process.pid) == self._mark
+                ):
+                    left[process.pid] = process
         return list(left.values())
 
     def close(self) -> None:
@@ -187,6 +200,15 @@ class Job:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+
+
+def _mark_of(pid: int) -> bytes:
+    """What a process has in its environment from the guard that started it, or its ancestor; else nothing."""
+    with suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(f"{MARK}=".encode()):
+                return entry
+    return b""
 
 
 def reap(spared: Collection[int]) -> None:

@@ -23,6 +23,9 @@ from phos.gpu_engine.errors import DaemonUnavailable
 ANSWER_SECONDS = 10.0
 """How much later than asked for an answer may come, before phosd counts as hanging."""
 
+NOT_FOR_PHOSD = ("LD_PRELOAD", "NOTIFY_SOCKET", "PHOS_GUARD")
+"""Of the environment of whoever starts it: it is not phosd that his service manager waits for, nor part of his job."""
+
 _CREDENTIALS = struct.Struct("3i")
 
 _LIFELINE = 3
@@ -66,8 +69,7 @@ def ensure(path: Path | None = None) -> None:
     if _answers(path):
         return
     make_folder(path)
-    # NOTIFY_SOCKET: it is not phosd that the service manager of whoever needs it waits for.
-    environment = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "NOTIFY_SOCKET")}
+    environment = {name: value for name, value in os.environ.items() if name not in NOT_FOR_PHOSD}
     # As isolated as we are: an installed phosd must not find the packages of the folder that a user stands in.
     isolated = ["-I"] if sys.flags.isolated else []
     command = [sys.executable, *isolated, "-m", "phos.gpu_engine.daemon", "--socket", str(path)]

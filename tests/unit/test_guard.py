@@ -276,18 +276,76 @@ def test_an_image_of_a_job_that_has_got_further_since_stays_the_first(
 def test_a_guard_to_whom_nobody_listens_guards_on(stream: int, as_json: bool) -> None:
     text = (
         "import os, sys\n"
-        "from phos.cli.guard import _events\n"
+        "from phos.cli.guard_speaker import Speaker\n"
         "read, write = os.pipe()\n"
         f"os.dup2(write, {stream})\n"
         "os.close(read)\n"
         "os.close(write)\n"
-        f"say = _events({as_json})\n"
+        f"speaker = Speaker(as_json={as_json})\n"
         "for _ in range(3):\n"
-        "    say('checkpoint', 'image-000001 is whole.')\n"
+        "    speaker.say('checkpoint', 'image-000001 is whole.')\n"
+        "speaker.finish()\n"
         "sys.exit(7)\n"
     )
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
     assert done.returncode == 7, done.stderr
+
+
+def test_a_guard_whose_reader_sleeps_guards_on(tmp_path: Path) -> None:
+    """A terminal that was stopped, say: what is said is kept, and given up at the end."""
+    text = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from phos.cli import guard_speaker\n"
+        "guard_speaker.FINISH_SECONDS = 0.3\n"
+        "speaker = guard_speaker.Speaker(as_json=False)\n"
+        "output = Path(sys.argv[1])\n"
+        "speaker.follow(output)\n"
+        "with open(output, 'ab') as file: file.write(b'x' * (1 << 20))\n"
+        "time.sleep(0.3)\n"
+        "speaker.say('checkpoint', 'image-000001 is whole.')\n"
+        "output.with_name('went-on').touch()\n"
+        "speaker.finish()\n"
+        "sys.exit(7)\n"
+    )
+    read, write = os.pipe()
+    with subprocess.Popen([sys.executable, "-c", text, str(tmp_path / "output")], stdout=write) as guarding:
+        os.close(write)
+        assert guarding.wait(20) == 7
+    assert (tmp_path / "went-on").exists()
+    os.close(read)
+
+
+def test_all_that_was_said_and_put_out_is_written_before_the_end(tmp_path: Path) -> None:
+    text = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from phos.cli.guard_speaker import Speaker\n"
+        "speaker = Speaker(as_json=False)\n"
+        "output = Path(sys.argv[1])\n"
+        "output.write_bytes(b'of an earlier job')\n"
+        "speaker.follow(output)\n"
+        "with open(output, 'ab') as file: file.write(b'x' * (1 << 20))\n"
+        "for number in range(1000): speaker.say('checkpoint', str(number))\n"
+        "speaker.finish()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text, str(tmp_path / "output")], capture_output=True, check=True)
+    assert done.stdout == b"x" * (1 << 20)
+    assert done.stderr.decode().splitlines() == [f"guard: {number}" for number in range(1000)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces")
+def test_a_process_in_a_namespace_of_its_own_is_refused(tmp_path: Path) -> None:
+    """After a restore it would be sought under another number than it has."""
+    words = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", "echo; sleep 60; :"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as outer:
+        assert outer.stdout
+        outer.stdout.readline()
+        (inner,) = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+        done = CliRunner().invoke(guard, ["--images", str(tmp_path / "images"), inner])
+        outer.kill()
+    assert "has a pid namespace of its own" in str(done.exception), done.output
+    assert not (tmp_path / "images").exists()
 
 
 def test_signals_that_are_ignored_stay_ignored(watched: Watched) -> None:

@@ -26,6 +26,7 @@ from phos.cli.guard_policy import (
     optimal_frequency,
     wasted_share,
 )
+from phos.gpu_engine import procfs
 from phos.images.formats import COMMIT_FILE, INVENTORY_FILE
 from phos.images.reader import Image
 from tests.unit.image_sets import write_small
@@ -298,6 +299,38 @@ def test_what_is_left_of_a_job_is_cleared_away(tmp_path: Path) -> None:
     while os.path.exists(f"/proc/{left}"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_what_has_a_session_of_its_own_is_cleared_away_too(tmp_path: Path) -> None:
+    """As torchrun's workers have. The job ends before anybody has looked around; a stranger is left alone."""
+    text = "import subprocess, os; p = subprocess.Popen(['sleep', '100'], start_new_session=True)\n"
+    text += "print(p.pid, flush=True); os._exit(1)"
+    stranger = subprocess.Popen(["sleep", "100"], start_new_session=True)
+    job = Job.start(script(text), os.environ, tmp_path / "output")
+    assert wait_for(job).code == 1
+    assert job.clear_away({stranger.pid}) == []
+    job.close()
+    left = int((tmp_path / "output").read_text())
+    assert not procfs.is_alive(left)
+    assert stranger.poll() is None
+    stranger.kill()
+    stranger.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_whose_end_is_known_is_sent_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """Its number may be another's."""
+    job = Job.start(["sleep", "100"], os.environ, tmp_path / "output")
+    job.send(number)
+    assert wait_for(job).code == -number
+    sent: list[object] = []
+    for module, name in ((os, "kill"), (os, "killpg"), (os, "getpgid"), (signal, "pidfd_send_signal")):
+        monkeypatch.setattr(module, name, lambda *words: sent.append(words))
+    job.send(number)
+    assert sent == []
+    job.close()
 
 
 @pytest.mark.parametrize("code, said", [(None, "nobody knows"), (3, "status 3"), (-15, "SIGTERM"), (-60, "signal 60")])
