@@ -75,7 +75,7 @@ def fetch(address: str, directory: Path, as_json: bool) -> None:
             with interruption.held():
                 image_directory(directory, create=True)
                 ours = True
-            size = remote_image.fetch(at, directory, only_data=True)
+            size = remote_image.fetch(at, directory, lasting=True)
             interruption.copied()
         except BaseException as error:
             if ours:

@@ -6,6 +6,7 @@ Whatever does not fit is refused with a sentence and status 2 before anything is
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import click
@@ -75,8 +76,16 @@ def unfit(text: str, most: int) -> str:
     return ""
 
 
+class NameOrPath(Text):
+    """A pool's name, or an image's path, which has a slash and becomes absolute: phosd is in another directory."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        text = super().convert(value, param, ctx)
+        return os.path.abspath(text) if "/" in text else text
+
+
 NAME = Text(NAME_BYTES)
-NAME_OR_PATH = Text(PATH_BYTES)
+NAME_OR_PATH = NameOrPath(PATH_BYTES)
 
 
 class Place(click.Path):

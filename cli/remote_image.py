@@ -31,10 +31,10 @@ def address(image: str) -> Address:
         raise UsageError(str(error)) from error
 
 
-def fetch(image: Address, directory: Path, *, only_data: bool = False) -> int:
+def fetch(image: Address, directory: Path, *, lasting: bool = False) -> int:
     """Make an empty directory stand for the image at that address. Returns the bytes copied.
 
-    ``only_data``: leave only the GPU data there, not what a restore streams through.
+    ``lasting``: for more than one restore, see fetch_description().
 
     Raises:
         ImageError: the image cannot be had.
@@ -42,7 +42,7 @@ def fetch(image: Address, directory: Path, *, only_data: bool = False) -> int:
     """
     key = Path(os.environ.get("PHOS_REMOTE_KEY") or configuration.read().get("PHOS_REMOTE_KEY", "") or DEFAULT_KEY)
     try:
-        return fetch_description(image, key, directory, only_data=only_data)
+        return fetch_description(image, key, directory, lasting=lasting)
     except OSError as error:
         raise RestoreFailed(f"{image} cannot be copied to {directory}: {error.strerror}.") from error
 

@@ -327,10 +327,12 @@ def _copy_segment(links: Links, name: str, target: int, offset: int, length: int
         )
 
 
-def fetch_description(address: Address, key_file: Path, directory: Path, *, only_data: bool = False) -> int:
+def fetch_description(address: Address, key_file: Path, directory: Path, *, lasting: bool = False) -> int:
     """Make an empty directory stand for the image at an address. Returns the bytes that were copied.
 
-    ``only_data``: leave only the GPU data there. Else also what the driver saved, which every restore needs once.
+    ``lasting``: for many restores, so only the GPU data stays there, and the rest is on stable storage before this passes
+    for an image: a host that crashed would have zeros else. Without it what the driver saved, which every restore needs
+    once, stays there as well.
 
     Raises:
         ImageError: the image cannot be had, is not whole, or what came is damaged. OSError: the directory takes it not.
@@ -357,12 +359,25 @@ def fetch_description(address: Address, key_file: Path, directory: Path, *, only
         with Image.open_damaged(directory) as partly:  # all else is missing, but the record is whole and of our version
             files = list(partly.record.files)
         os.rename(directory / formats.COMMIT_FILE, directory / formats.COMMIT_TEMPORARY)  # an image when all is there
-        size = _fetch_files(links, files, directory, only_data=only_data)
-    marker = {"address": str(address), "key_file": str(key_file.absolute()), "only_data": only_data}
+        size = _fetch_files(links, files, directory, only_data=lasting)
+    marker = {"address": str(address), "key_file": str(key_file.absolute()), "only_data": lasting}
     (directory / MARKER).write_text(json.dumps(marker))
+    if lasting:
+        for path in (*directory.iterdir(), directory):
+            _sync(path)
     os.rename(directory / formats.COMMIT_TEMPORARY, directory / formats.COMMIT_FILE)
+    if lasting:
+        _sync(directory)
     Image.open(directory).close()  # sizes, tables, inventory: all that can be known without the data
     return size
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _fetch_files(links: Links, files: list[pb.File], directory: Path, *, only_data: bool) -> int:

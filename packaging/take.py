@@ -45,7 +45,8 @@ def parse(words: list[str]) -> tuple[str, float, bool] | None:
             names.append(word)
     if len(names) != 1 or not names[0] or not names[0].isprintable() or len(names[0].encode()) > PATH_BYTES:
         return None
-    return names[0], wait if patient else 0.0, eager
+    name = os.path.abspath(names[0]) if "/" in names[0] else names[0]  # cli/parameters.py
+    return name, wait if patient else 0.0, eager
 
 
 def varint(value: int) -> bytes:

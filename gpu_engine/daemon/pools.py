@@ -175,7 +175,8 @@ class Pools:
             names = ", ".join(pool.name for pool in of_image)
             raise UsageError(f"There are {len(of_image)} pools of {name}: {names}. Say which.")
         if not of_image:
-            raise NoSuchProcess(f"There is no pool {name}; 'phos-gpu pool list' shows those that there are.")
+            hint = "" if "/" in name else f" An image's path is told from a name by a slash: ./{name}."
+            raise NoSuchProcess(f"There is no pool {name}; 'phos-gpu pool list' shows those that there are.{hint}")
         return of_image[0]
 
     @contextmanager

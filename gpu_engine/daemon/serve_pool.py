@@ -26,7 +26,17 @@ from phos.images.errors import ImageError
 log = logging.getLogger(__name__)
 
 ATTACH_SECONDS = 120.0
-"""How long a process that was let go may take to compute."""
+"""How long a process that was let go may take to compute; one that is to have all of its memory first, without any of
+that coming."""
+
+
+def _comes_to_run(job: PooledRestore, *, eager: bool) -> bool:
+    """Wait until it computes, or has failed; whether it has not just stood still for ATTACH_SECONDS."""
+    done = -1
+    while not job.running.wait(ATTACH_SECONDS):
+        if not eager or done == (done := job.progress.done):
+            return False
+    return True
 
 
 def in_its_place(pool: Pool) -> None:
@@ -147,7 +157,7 @@ class PoolServer:
         said = wire_pb2.PoolTaken(image=pool.path, pids=job.pids, began=began, bytes=job.progress.total, pool=pool.name)
         said.waited = waited - began
         try:
-            if not job.running.wait(ATTACH_SECONDS):
+            if not _comes_to_run(job, eager=request.eager):
                 job.fail(f"It did not compute again within {ATTACH_SECONDS:.0f} s.")
             if job.error:
                 raise RestoreFailed(job.error)

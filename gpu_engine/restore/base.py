@@ -501,15 +501,15 @@ class Restore(ABC):
             self.error = reason
             self._changed.notify_all()
             self._over.set()
-            tasks = [*self._pids.items(), *self._beside.items()]
+            # With the lock: who sees the new state may close the descriptors, whose numbers are others' then.
+            for pid, pidfd in (*self._pids.items(), *self._beside.items()):
+                self._kill(pid, pidfd)
         log.error("%s", reason)
-        for pid, pidfd in tasks:
-            self._kill(pid, pidfd)
         self._cancelled.set()  # after that: whoever copies may then tell processes that wait that all is there
 
     @staticmethod
     def _kill(pid: int, pidfd: int) -> None:
-        with suppress(ProcessLookupError):
+        with suppress(OSError):  # it has ended
             if pidfd >= 0:
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             else:

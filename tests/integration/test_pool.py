@@ -58,7 +58,7 @@ def test_several_from_one_image_compute_at_once_beside_the_original(site: Site) 
     made = create(site, image, 2, "--name", "two")
     assert made["state"] == "full"
     first, second = take(site, "two", "--quick"), take(site, "two", "--quick")
-    third = take(site, str(image), "--quick")
+    third = take(site, os.path.relpath(image), "--quick")
     pids = {pid for taken in (first, second, third) for pid in taken["pids"]} | {program.pid}
     assert len(pids) == 4
     assert all(psutil.pid_exists(pid) for pid in pids)

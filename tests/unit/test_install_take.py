@@ -49,6 +49,9 @@ def by_click(words: list[str], monkeypatch: pytest.MonkeyPatch) -> wire_pb2.Pool
         ["p", "--timeout", "3", "--timeout", "4"],
         ["p", "--timeout", "0"],
         ["x" * 300],
+        ["./p"],
+        ["images/../p/"],
+        ["/somewhere/p"],
     ],
 )
 def test_it_asks_for_what_the_command_line_asks_for(

@@ -19,7 +19,7 @@ import pytest
 
 from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import pools as module
-from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon import serve_pool, wire
 from phos.gpu_engine.daemon.pools import LOOK_SECONDS, Entry, Pool, Pools
 from phos.gpu_engine.daemon.serve_pool import in_its_place
 from phos.gpu_engine.errors import NoSuchProcess, RestoreFailed, UsageError
@@ -516,6 +516,31 @@ def test_a_thread_of_another_namespace_is_found_by_who_is_outside() -> None:
             assert procfs.number_for(pid, os.getpid(), threading.get_native_id()) == 0  # it is not seen from there
         finally:
             outside.kill()
+
+
+@pytest.mark.parametrize(
+    ("eager", "done", "runs", "expected"),
+    [(False, [0, 1, 2, 3], 9, False), (True, [0, 1, 2, 3, 4], 4, True), (True, [0, 5, 5, 7], 9, False)],
+)
+def test_one_that_is_to_have_all_memory_first_may_take_as_long_as_memory_comes(
+    monkeypatch: pytest.MonkeyPatch, eager: bool, done: list[int], runs: int, expected: bool
+) -> None:
+    monkeypatch.setattr(serve_pool, "ATTACH_SECONDS", 7.0)
+    waits: list[float] = []
+
+    class Running:
+        def wait(self, seconds: float) -> bool:
+            waits.append(seconds)
+            return len(waits) > runs
+
+    class Progress:
+        @property
+        def done(self) -> int:
+            return done[len(waits) - 1]
+
+    job: Any = SimpleNamespace(running=Running(), progress=Progress())
+    assert serve_pool._comes_to_run(job, eager=eager) is expected
+    assert set(waits) == {7.0}
 
 
 THREADED = """

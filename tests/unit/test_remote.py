@@ -44,6 +44,34 @@ def content_of(image: Image | RemoteImage) -> dict[tuple[bytes, int], bytes]:
 # What arrives.
 
 
+def test_what_is_to_last_is_on_stable_storage_before_it_passes_for_an_image(
+    host: Host, key_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    done: list[str] = []
+    sync, rename = os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    def renamed(old: Path, new: Path) -> None:
+        done.append(f"{Path(old).name} is {Path(new).name}")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    fetch_description(host.address("image"), key_file, here, lasting=True)
+    away, back = (
+        done.index("phos-commit.img is phos-commit.img.tmp"),
+        done.index("phos-commit.img.tmp is phos-commit.img"),
+    )
+    names = {path.name for path in here.iterdir()} - {formats.COMMIT_FILE} | {formats.COMMIT_TEMPORARY}
+    assert sorted(done[away + 1 : back]) == sorted([*names, "here"])
+    assert done[back + 1 :] == ["here"]
+
+
 def test_an_image_arrives_as_it_is(host: Host, key_file: Path, tmp_path: Path) -> None:
     here = fetched(host, key_file, tmp_path / "here")
     for name, content in CRIU_FILES.items():
