@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 300.0
 
 LAST_WORDS_SECONDS = 120.0
-"""How long a checkpoint under way may take to end once its job has."""
+"""How long a checkpoint under way may write nothing once its job has ended."""
 
 GRACE_SECONDS = 300.0
 """How long a job may take to end by a signal with which people and schedulers end one. One that then still runs heeds
@@ -263,15 +264,20 @@ class Guard:
         """The job has ended: a checkpoint under way ends too, whole or not."""
         if self._checkpoint is None:
             return
-        try:
-            self._checkpoint.wait(LAST_WORDS_SECONDS)
-        except subprocess.TimeoutExpired:
+        size = -1
+        while not self._has_finished(self._checkpoint, LAST_WORDS_SECONDS):
+            if size != (size := _bytes_in(self._image)):
+                continue
             self._checkpoint.terminate()  # the launcher ends CRIU where that harms nobody
-            try:
-                self._checkpoint.wait(10 * RETRY_SECONDS)
-            except subprocess.TimeoutExpired:
+            if not self._has_finished(self._checkpoint, 10 * RETRY_SECONDS):
                 self._checkpoint.kill()
         self._checkpoint_ended()
+
+    @staticmethod
+    def _has_finished(checkpoint: subprocess.Popen[str], seconds: float) -> bool:
+        with suppress(subprocess.TimeoutExpired):
+            checkpoint.wait(seconds)
+        return checkpoint.poll() is not None
 
     # Coming back.
 
@@ -414,6 +420,13 @@ def _daemon_pids() -> set[int]:
         return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
     except (PhosError, psutil.Error, OSError):
         return set()
+
+
+def _bytes_in(image: Path) -> int:
+    """What the files of an image take so far."""
+    with suppress(OSError):
+        return sum(entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(image))
+    return 0
 
 
 def _gpus_of(image: Path) -> int:

@@ -330,9 +330,9 @@ def _copy_segment(links: Links, name: str, target: int, offset: int, length: int
 def fetch_description(address: Address, key_file: Path, directory: Path, *, lasting: bool = False) -> int:
     """Make an empty directory stand for the image at an address. Returns the bytes that were copied.
 
-    ``lasting``: for many restores, so only the GPU data stays there, and the rest is on stable storage before this passes
-    for an image: a host that crashed would have zeros else. Without it what the driver saved, which every restore needs
-    once, stays there as well.
+    ``lasting``: for many restores, so only the GPU data stays there, and the rest is on stable storage before this
+    passes for an image: a host that crashed would have zeros else. Without it what the driver saved, which every
+    restore needs once, stays there as well.
 
     Raises:
         ImageError: the image cannot be had, is not whole, or what came is damaged. OSError: the directory takes it not.

@@ -23,6 +23,9 @@ from phos.gpu_engine.job_states import SUCCEEDED
 UNDO_SECONDS = 60.0
 """How long the launcher waits for a phosd that is undoing a dump or a restore."""
 
+IDLE_SECONDS = 3600.0
+"""How long a job may copy nothing before who waits for its end gives up. In all it may take as long as it likes."""
+
 REQUEST_SECONDS = 60.0
 """How long the answer to a request may take that waits for no job."""
 
@@ -102,17 +105,33 @@ def wait_image(
     directory: Path,
     *,
     restore: bool = False,
-    timeout: float = 3600.0,
+    timeout: float | None = None,
     progress: Callable[[wire_pb2.ImageState], None] | None = None,
     path: Path | None = None,
 ) -> wire_pb2.ImageState:
-    """Wait until the job on an image directory has ended, or ``timeout`` seconds have passed.
+    """Wait until the job on an image directory has ended, or ``timeout`` seconds have passed; with None,
+    :data:`IDLE_SECONDS` without any data being copied.
 
     ``progress`` is called about ten times a second.
 
     Raises:
         DaemonUnavailable: phosd is not there, or died; the image is then not whole unless it says so itself.
     """
+    done = -1
+    while True:
+        state = _wait_so_long(directory, restore, IDLE_SECONDS if timeout is None else timeout, progress, path)
+        if not state.timed_out or timeout is not None or state.bytes_done == done:
+            return state
+        done = state.bytes_done
+
+
+def _wait_so_long(
+    directory: Path,
+    restore: bool,
+    timeout: float,
+    progress: Callable[[wire_pb2.ImageState], None] | None,
+    path: Path | None,
+) -> wire_pb2.ImageState:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with connect(path) as connection:

@@ -290,3 +290,20 @@ def test_a_file_beside_a_packet_cannot_be_changed() -> None:
         os.ftruncate(file, 0)
     assert wire.content_of(file) == b"as it was"
     os.close(file)
+
+
+@pytest.mark.parametrize(("timeout", "expected"), [(None, [3600.0] * 4), (5.0, [5.0])])
+def test_a_job_that_copies_is_waited_for_however_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, timeout: float | None, expected: list[float]
+) -> None:
+    """Unless somebody says for how long; one that has copied nothing since is given up."""
+    done = [7, 8, 20, 20, 21]
+    asked: list[float] = []
+
+    def so_long(_directory: Path, _restore: bool, seconds: float, *_: object) -> wire_pb2.ImageState:
+        asked.append(seconds)
+        return wire_pb2.ImageState(state="copying", timed_out=True, bytes_done=done[len(asked) - 1])
+
+    monkeypatch.setattr(client, "_wait_so_long", so_long)
+    assert client.wait_image(tmp_path, timeout=timeout).timed_out
+    assert asked == expected

@@ -380,6 +380,31 @@ def test_a_checkpoint_that_cannot_be_started_is_tried_again(watched: Watched, mo
     assert watched.events == ["checkpoint-failed", "ended"], "the same is said once"
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_a_checkpoint_of_a_job_that_has_ended_may_take_as_long_as_it_writes(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, writes: bool
+) -> None:
+    monkeypatch.setattr("phos.cli.guard.LAST_WORDS_SECONDS", 0.5)
+    job = FakeJob()
+    popen = subprocess.Popen
+
+    def checkpoint(words: list[str], **options: Any) -> object:
+        image = Path(words[-1])
+        image.mkdir()
+        job.code = 1  # it dies of what the checkpoint finds
+        text = f"for i in 1 2 3 4 5 6 7 8; do {'head -c 9000 /dev/zero >>' if writes else 'echo'} {image}/data"
+        text += f"; sleep 0.25; done; touch {image / COMMIT_FILE}; echo '{{\"seconds\": 2.0}}'"
+        return popen(["sh", "-c", text], stdout=options["stdout"], stderr=options["stderr"], text=True)
+
+    restores(monkeypatch, lambda *_: FakeJob(0))
+    monkeypatch.setattr(subprocess, "Popen", checkpoint)
+    monkeypatch.setattr("phos.cli.guard._gpus_of", lambda _: 1)
+    watched.guard.schedule = Schedule(1.0, interval=0.01)
+    assert watched.watch(job, FakeJob(0)) == 0
+    came = ["checkpoint", "failed", "restored"] if writes else ["checkpoint-failed", "failed", "started"]
+    assert watched.events == [*came, "ended"]
+
+
 def test_a_guard_that_is_refused_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another guard may have been told to keep more images."""
     for name in ("become_reaper", "reach.ensure"):
