@@ -161,15 +161,17 @@ static void release(void *what)
 CUresult serve_cuMemFreeHost(void *p)
 {
     CUcontext context = NULL;
+    bool ours;
     {
         PHOS_LOCKED(&phos_memory_lock);
         struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
-        if (!host || !host->mapping)
-            return phos_real.cuMemFreeHost(p);
-        if (host->mapping != p || host->freed)
+        ours = host && host->mapping;
+        if (ours && (host->mapping != p || host->freed))
             return CUDA_ERROR_INVALID_VALUE;
-        context = host->context;
+        context = ours ? host->context : NULL;
     }
+    if (!ours)
+        return phos_real.cuMemFreeHost(p); /* not under the lock: the driver waits for the device */
     /* Work in flight may still read it; the driver waits too. */
     bool captured;
     CUresult waited = phos_synchronize(context, &captured);
@@ -226,15 +228,26 @@ CUresult serve_cuMemHostRegister(void *p, size_t bytesize, unsigned int flags)
 CUresult serve_cuMemHostUnregister(void *p)
 {
     PHOS_RELAXED;
-    PHOS_LOCKED(&phos_memory_lock);
-    struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
-    if (host && host->mapping)
-        return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED; /* by the application */
-    CUresult result = phos_real.cuMemHostUnregister(p);
-    if (result == CUDA_SUCCESS && host && host->range.address == (uint64_t)(uintptr_t)p) {
-        phos_ranges_remove(&host_ranges, &host->range);
-        free(host);
+    struct host_memory *host;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
+        if (host && host->mapping)
+            return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED; /* by the application */
+        if (host && host->range.address != (uint64_t)(uintptr_t)p)
+            host = NULL;
+        if (host) /* first: as soon as the driver is done another thread may register it anew */
+            phos_ranges_remove(&host_ranges, &host->range);
     }
+    /* Not under the lock: the driver may wait for the device. */
+    CUresult result = phos_real.cuMemHostUnregister(p);
+    if (result != CUDA_SUCCESS && host) {
+        PHOS_LOCKED(&phos_memory_lock);
+        if (phos_ranges_add(&host_ranges, &host->range))
+            return result;
+        phos_uncarried_add(PHOS_UNCARRIED_HOST, 1, (int64_t)host->registered_size);
+    }
+    free(host);
     return result;
 }
 

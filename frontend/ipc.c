@@ -283,18 +283,20 @@ CUresult serve_cuIpcCloseMemHandle(CUdeviceptr_v2 address)
 {
     CUcontext context = NULL;
     CUdevice device;
+    bool ours;
     {
         PHOS_LOCKED(&phos_memory_lock);
         struct phos_span *span = imported_at(address);
-        if (!span)
-            return phos_real.cuIpcCloseMemHandle(address);
-        if (!span->opens)
+        ours = span;
+        if (ours && !span->opens)
             return CUDA_ERROR_INVALID_VALUE;
-        if (span->opens > 1) {
+        if (ours && span->opens > 1) {
             span->opens--;
             return CUDA_SUCCESS;
         }
     }
+    if (!ours)
+        return phos_real.cuIpcCloseMemHandle(address); /* not under the lock: the driver waits for the device */
     bool captured = false;
     if (phos_current(&context, &device) == CUDA_SUCCESS && phos_synchronize(context, &captured) != CUDA_SUCCESS)
         phos_debug("memory of another process is closed with an error pending");

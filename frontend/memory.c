@@ -118,17 +118,21 @@ CUresult serve_cuMemFree_v2(CUdeviceptr address)
     CUcontext context = NULL;
     unsigned long long buffer = 0;
     uint64_t earlier;
+    bool ours;
     {
         PHOS_MEMORY_LOCKED;
         earlier = phos_deferred_ever();
         struct phos_allocation *allocation = phos_allocation_at(address);
-        if (!allocation || allocation->address != address)
-            return allocation ? CUDA_ERROR_INVALID_VALUE : phos_real.cuMemFree_v2(address);
-        if (allocation->pool)
+        if (allocation && allocation->address != address)
+            return CUDA_ERROR_INVALID_VALUE;
+        ours = allocation;
+        if (ours && allocation->pool)
             return phos_pool_free_now(allocation);
-        context = allocation->context;
-        buffer = allocation->buffer;
+        context = ours ? allocation->context : NULL;
+        buffer = ours ? allocation->buffer : 0;
     }
+    if (!ours)
+        return phos_real.cuMemFree_v2(address); /* not under the lock: the driver waits for the device */
     /* cuMemFree waits for the device, as programs that free what a kernel still reads rely on. Not under the lock: other
      * threads may allocate meanwhile. */
     bool captured;

@@ -8,11 +8,15 @@
  * can be exported, and imported ones, are left to the driver whole. */
 #include "pool_private.h"
 #include "cleanup.h"
+#include "clock.h"
 #include "log.h"
 #include "runtime.h"
 #include "track.h"
 
 #include <stdlib.h>
+#include <time.h>
+
+#define LOOK_NS 50000
 
 struct pending {
     struct phos_allocation *allocation;
@@ -141,6 +145,25 @@ size_t phos_pool_cached(CUdevice device)
         if (pool->device == device)
             bytes += pool->waiting;
     return bytes;
+}
+
+bool phos_pool_settle(CUdevice device, uint64_t timeout_ns)
+{
+    uint64_t end = phos_now_ns() + timeout_ns;
+    for (size_t waiting; (waiting = phos_pool_cached(device)) && !phos_exiting();) {
+        phos_pool_reclaim(device);
+        if (phos_pool_cached(device) < waiting)
+            return true;
+        if (phos_now_ns() >= end)
+            return false;
+        int cancel;
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* whoever called holds the lock, as far as it knows */
+        pthread_mutex_unlock(&phos_memory_lock);
+        nanosleep(&(struct timespec){.tv_nsec = LOOK_NS}, NULL);
+        pthread_mutex_lock(&phos_memory_lock);
+        pthread_setcancelstate(cancel, &cancel);
+    }
+    return false;
 }
 
 void phos_pool_context_ends(CUcontext context)

@@ -21,6 +21,7 @@
 #define MEDIUM_BYTES (PHOS_MEDIUM_UNITS * PHOS_UNIT)
 #define MEDIUM_LARGEST (MEDIUM_BYTES / 2)
 #define SCATTERED_PART 16 /* of the device's memory: how much may be free in medium slabs before there are no more */
+#define PENDING_NS 10000000000 /* the longest wait for any of what was freed in a stream; the driver waits for it, too */
 #define DEFERRED_NS 1000000000 /* the longest wait for the work that may use memory that was freed during a capture */
 #define OWED_MS 1000 /* the longest wait for phosd to let go of memory that was freed */
 
@@ -266,11 +267,17 @@ bool phos_memory_recover(CUdevice device, unsigned *step)
         phos_cache_flush(device);
         return true;
     case 1:
+        if (!phos_pool_settle(device, PENDING_NS))
+            return phos_memory_recover(device, step);
+        --*step; /* if that was too little, there may be more */
+        phos_cache_flush(device);
+        return true;
+    case 2:
         if (!phos_deferred_settle(DEFERRED_NS))
             return phos_memory_recover(device, step);
         phos_cache_flush(device);
         return true;
-    case 2:
+    case 3:
         /* Memory given back reaches the driver only when phosd, which holds a descriptor of it, has let go of it too. */
         return phos_control_settle(OWED_MS);
     default:

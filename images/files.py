@@ -131,7 +131,8 @@ def _buffer() -> memoryview:
     """This thread's, for what is read. Kept as long as the thread: fresh pages cost more than the hashing."""
     view: memoryview | None = getattr(_thread, "view", None)
     if view is None:
-        view = _thread.view = memoryview(mmap.mmap(-1, _READ_SIZE))
+        memory = mmap.mmap(-1, _READ_SIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        view = _thread.view = memoryview(memory)
     return view
 
 

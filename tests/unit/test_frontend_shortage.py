@@ -113,6 +113,75 @@ def test_memory_that_was_freed_serves_physical_allocations_too() -> None:
         app.finish()
 
 
+FREED_IN_A_STREAM = """
+import threading
+start()
+flag = int(ok(cu.cuMemHostAlloc(4096, 0)))
+ctypes.memset(flag, 0, 4096)
+stream = ok(cu.cuStreamCreate(1))
+ok(cu.cuStreamWaitValue32(stream, flag, 1, 0))
+for size in sizes:
+    p = ok(cu.cuMemAllocAsync(size << 20, stream))
+    ok(cu.cuMemsetD8Async(p, 5, size << 20, stream))
+    ok(cu.cuMemFreeAsync(p, stream))
+    if len(sizes) > 1:
+        ok(cu.cuStreamWaitValue32(stream, flag + 4 * size, 1, 0))
+"""
+
+
+@pytest.mark.parametrize("wanted", ["cu.cuMemAllocAsync(150 << 20, stream)", "cu.cuMemAlloc(150 << 20)"])
+def test_memory_freed_in_a_stream_is_waited_for(wanted: str) -> None:
+    """The driver lets the stream wait, and gives it; the program is ahead of its GPU."""
+    body = f"""
+sizes = [120]
+{FREED_IN_A_STREAM}
+threading.Timer(0.5, lambda: ctypes.memset(flag, 1, 1)).start()
+begun = time.monotonic()
+p = ok({wanted})
+assert time.monotonic() - begun > 0.4
+fill(p, 150 << 20, 6)
+say("done")
+"""
+    with alone(body, SOFTGPU_MEMORY="200M", PHOS_CACHE_BYTES="0") as app:
+        assert app.line() == "done"
+        app.finish()
+
+
+def test_as_much_memory_freed_in_a_stream_is_waited_for_as_is_needed() -> None:
+    """One piece after the other becomes free, and the last one is not needed."""
+    body = f"""
+sizes = [40, 50, 60]
+{FREED_IN_A_STREAM}
+def let_go():
+    for at in (0, 40, 50):  # after the last nothing comes
+        time.sleep(0.3)
+        ctypes.memset(flag + 4 * at, 1, 1)
+threading.Thread(target=let_go).start()
+begun = time.monotonic()
+ok(cu.cuMemAllocAsync(190 << 20, stream)) if all_of_it else ok(cu.cuMemAllocAsync(120 << 20, stream))
+say(time.monotonic() - begun)
+ctypes.memset(flag + 4 * 60, 1, 1)
+"""
+    for all_of_it, least in ((False, 0.5), (True, 0.8)):
+        with alone(f"all_of_it = {all_of_it}\n{body}", SOFTGPU_MEMORY="200M", PHOS_CACHE_BYTES="0") as app:
+            assert float(app.line()) > least
+            app.finish()
+
+
+def test_memory_freed_in_a_stream_that_does_not_go_on_is_given_up() -> None:
+    body = f"""
+sizes = [120]
+{FREED_IN_A_STREAM}
+begun = time.monotonic()
+assert int(cu.cuMemAlloc(150 << 20)[0]) == 2
+say(time.monotonic() - begun)
+ctypes.memset(flag, 1, 1)
+"""
+    with alone(body, SOFTGPU_MEMORY="200M", PHOS_CACHE_BYTES="0") as app:
+        assert 9 < float(app.line()) < 30
+        app.finish()
+
+
 # Pieces of a pool that is left to the driver, and physical memory that may back sparse arrays, are not the frontend's.
 DRIVERS_OWN = """
 def from_the_pool(size):
