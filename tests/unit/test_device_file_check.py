@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import subprocess
 import sys
@@ -81,16 +80,38 @@ def test_what_cannot_be_told_is_no_yes(worker: SimpleNamespace, monkeypatch: pyt
         tree().check_device_files([ended.pid])
 
 
+OPENS_AND_MAPS = """
+import ctypes, os, sys
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+said = lambda: (print(flush=True), sys.stdin.readline())
+said()
+descriptor = os.open("/dev/zero", os.O_RDWR)
+said()
+memory = ctypes.c_void_p(libc.mmap(None, ctypes.c_size_t(4096), 3, 1, descriptor, ctypes.c_long(0)))  # shared
+os.close(descriptor)
+said()
+libc.munmap(memory, ctypes.c_size_t(4096))
+said()
+"""
+
+
 def test_what_a_process_has_open_and_mapped() -> None:
-    own, nothing = os.getpid(), ("/dev/nothing",)
-    assert procfs.file_open_in(own, nothing) == ""
-    read_end = os.open("/dev/zero", os.O_RDWR)
-    assert procfs.file_open_in(own, (*nothing, "/dev/ze")) == "/dev/zero"
-    with mmap.mmap(read_end, 4096):
-        os.close(read_end)
-        found = procfs.file_open_in(own, ("/dev/zero",))  # shared: named as a file that is gone
-        assert found.startswith("/dev/zero")
-    assert procfs.file_open_in(own, ("/dev/zero",)) == ""
+    nothing = ("/dev/nothing",)
+    with subprocess.Popen(
+        [sys.executable, "-c", OPENS_AND_MAPS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdin
+        assert child.stdout
+        found = []
+        for _ in range(4):
+            child.stdout.readline()
+            assert procfs.file_open_in(child.pid, nothing) == ""
+            found.append(procfs.file_open_in(child.pid, (*nothing, "/dev/ze")))
+            child.stdin.write("\n")
+            child.stdin.flush()
+    # Mapped to be shared it is named as a file that is gone.
+    assert found == ["", "/dev/zero", "/dev/zero (deleted)", ""]
     with pytest.raises(OSError, match="/proc"):
         procfs.file_open_in(1 << 22, nothing)
 
