@@ -5,6 +5,7 @@
 #include "pool_private.h"
 #include "runtime.h"
 #include "track.h"
+#include "window.h"
 
 CUresult serve_cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps_v1 *props)
 {
@@ -51,12 +52,17 @@ CUresult serve_cuMemPoolTrimTo(CUmemoryPool handle, size_t keep)
     CUresult result = phos_real.cuMemPoolTrimTo(handle, keep);
     if (result != CUDA_SUCCESS)
         return result;
-    PHOS_LOCKED(&phos_memory_lock);
-    struct phos_pool *pool = phos_pool_of(handle);
-    if (pool && pool->carried && pool->used + pool->waiting > keep) {
-        phos_pool_reap(pool, false);
-        phos_cache_flush(pool->device);
+    PHOS_RELAXED;
+    phos_window_stand_still();
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        struct phos_pool *pool = phos_pool_of(handle);
+        if (pool && pool->carried && pool->used + pool->waiting > keep) {
+            phos_pool_reap(pool, false);
+            phos_cache_flush(pool->device);
+        }
     }
+    phos_window_go_on();
     return result;
 }
 

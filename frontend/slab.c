@@ -13,6 +13,7 @@
 #include "pool.h"
 #include "runtime.h"
 #include "span.h"
+#include "window.h"
 
 #include <stdlib.h>
 
@@ -256,6 +257,16 @@ static CUresult try_allocate(CUdevice device, size_t size, struct phos_allocatio
     return large_get(device, size, out);
 }
 
+/* With phos_memory_lock, which others may have meanwhile. */
+static void give_back(CUdevice device)
+{
+    pthread_mutex_unlock(&phos_memory_lock);
+    phos_window_stand_still();
+    pthread_mutex_lock(&phos_memory_lock);
+    phos_cache_flush(device);
+    phos_window_go_on();
+}
+
 bool phos_memory_recover(CUdevice device, unsigned *step)
 {
     if (device < 0)
@@ -264,18 +275,18 @@ bool phos_memory_recover(CUdevice device, unsigned *step)
     switch ((*step)++) {
     case 0:
         phos_pool_reclaim(device);
-        phos_cache_flush(device);
+        give_back(device);
         return true;
     case 1:
         if (!phos_pool_settle(device, PENDING_NS))
             return phos_memory_recover(device, step);
         --*step; /* if that was too little, there may be more */
-        phos_cache_flush(device);
+        give_back(device);
         return true;
     case 2:
         if (!phos_deferred_settle(DEFERRED_NS))
             return phos_memory_recover(device, step);
-        phos_cache_flush(device);
+        give_back(device);
         return true;
     case 3:
         /* Memory given back reaches the driver only when phosd, which holds a descriptor of it, has let go of it too. */

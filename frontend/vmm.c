@@ -9,6 +9,7 @@
 #include "memory.h"
 #include "runtime.h"
 #include "track.h"
+#include "window.h"
 
 #include <stdlib.h>
 
@@ -113,7 +114,7 @@ static CUresult unmap_drivers(CUdeviceptr ptr, size_t size)
     return result;
 }
 
-CUresult serve_cuMemUnmap(CUdeviceptr_v2 ptr, size_t size)
+static CUresult unmap(CUdeviceptr ptr, size_t size)
 {
     PHOS_LOCKED(&phos_memory_lock);
     struct phos_mapping *mapping = phos_mapping_at(ptr);
@@ -137,6 +138,15 @@ CUresult serve_cuMemUnmap(CUdeviceptr_v2 ptr, size_t size)
         size -= part;
     }
     return CUDA_SUCCESS;
+}
+
+CUresult serve_cuMemUnmap(CUdeviceptr_v2 ptr, size_t size)
+{
+    PHOS_RELAXED;
+    phos_window_stand_still();
+    CUresult result = unmap(ptr, size);
+    phos_window_go_on();
+    return result;
 }
 
 CUresult serve_cuMemSetAccess(CUdeviceptr_v2 ptr, size_t size, const CUmemAccessDesc_v1 *desc, size_t count)

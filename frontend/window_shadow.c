@@ -198,6 +198,19 @@ static bool stream_in(struct phos_shadow_pool *pool, CUcontext context)
     return phos_real.cuStreamCreate(&pool->copies, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS;
 }
 
+void phos_window_stand_still(void)
+{
+    pthread_mutex_lock(&phos_window_lock);
+    for (int d = 0; phos_window.slots && d < phos_device_count; d++)
+        if (phos_window.pools[d].copies && phos_real.cuStreamSynchronize(phos_window.pools[d].copies) != CUDA_SUCCESS)
+            phos_debug("memory is unmapped with an error pending"); /* no copy is made any more, then */
+}
+
+void phos_window_go_on(void)
+{
+    pthread_mutex_unlock(&phos_window_lock);
+}
+
 void phos_window_context_ends(CUcontext context, bool gone)
 {
     PHOS_LOCKED(&phos_window_lock);

@@ -359,6 +359,38 @@ def test_what_is_freed_in_a_window_stays_mapped_until_its_end(phosd: FakePhosd) 
         app.finish()
 
 
+@pytest.mark.parametrize(
+    "unmap",
+    ["ok(cu.cuMemAlloc(90 << 20))", "ok(cu.cuMemPoolTrimTo(ok(cu.cuDeviceGetDefaultMemPool(0)), 0))"],
+    ids=["to make room", "to trim a pool"],
+)
+def test_nothing_is_unmapped_that_is_being_copied_aside(phosd: FakePhosd, unmap: str) -> None:
+    """The arguments of a kernel name memory that was freed; then memory runs out, and it is given back."""
+    body = f"""
+    start()
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    p = ok(cu.cuMemAlloc(32 << 20))
+    fill(p, 32 << 20, 3)
+    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry one(.param .u64 to) {{ ret; }}\\0"
+    kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(ptx)), b"one"))
+    ok(cu.cuMemFree(p))
+    extra = ok(cu.cuMemAllocAsync(1 << 20, 0))
+    ok(cu.cuCtxSynchronize())
+    say("ready")
+    heard()
+    ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, ((int(p),), (ctypes.c_uint64,)), 0))
+    {unmap}
+    ok(cu.cuCtxSynchronize())
+    say("through")
+    """
+    with program(phosd, body, PHOS_CACHE_BYTES="100M", SOFTGPU_MEMORY="150M") as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20):
+            app.tell()
+            assert app.line() == "through"
+        app.finish()
+
+
 LAUNCHES = """
     start()
     p, q = ok(cu.cuMemAlloc(40 << 20)), ok(cu.cuMemAlloc(48 << 20))
