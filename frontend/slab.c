@@ -9,6 +9,7 @@
 #include "cleanup.h"
 #include "control.h"
 #include "deferred.h"
+#include "gate.h"
 #include "log.h"
 #include "pool.h"
 #include "runtime.h"
@@ -24,7 +25,8 @@
 #define SCATTERED_PART 16 /* of the device's memory: how much may be free in medium slabs before there are no more */
 #define PENDING_NS 10000000000 /* the longest wait for any of what was freed in a stream; the driver waits for it, too */
 #define DEFERRED_NS 1000000000 /* the longest wait for the work that may use memory that was freed during a capture */
-#define OWED_MS 1000 /* the longest wait for phosd to let go of memory that was freed */
+#define OWED_MS 1000 /* the longest wait for phosd to let go of memory that was freed ... */
+#define SAVED_MS 600000 /* ... and if a checkpoint has to save it first, which may go to a slow disk */
 
 /* Per device; guarded by phos_memory_lock. */
 static struct device_slabs {
@@ -267,7 +269,17 @@ static void give_back(CUdevice device)
     phos_window_go_on();
 }
 
-bool phos_memory_recover(CUdevice device, unsigned *step)
+/* In a window, phosd lets go of memory when all of it is saved: a call that is served here may wait for that. It has nothing to
+ * do with the window's tables from then on, so the window may end before it. */
+static unsigned longest_wait(bool served)
+{
+    if (!served || !(atomic_load(&phos_gate_word) & PHOS_GATE_TRACED))
+        return OWED_MS;
+    phos_gate_untrace_self();
+    return SAVED_MS;
+}
+
+static bool recover(CUdevice device, unsigned *step, bool served)
 {
     if (device < 0)
         return false;
@@ -279,21 +291,26 @@ bool phos_memory_recover(CUdevice device, unsigned *step)
         return true;
     case 1:
         if (!phos_pool_settle(device, PENDING_NS))
-            return phos_memory_recover(device, step);
+            return recover(device, step, served);
         --*step; /* if that was too little, there may be more */
         give_back(device);
         return true;
     case 2:
         if (!phos_deferred_settle(DEFERRED_NS))
-            return phos_memory_recover(device, step);
+            return recover(device, step, served);
         give_back(device);
         return true;
     case 3:
         /* Memory given back reaches the driver only when phosd, which holds a descriptor of it, has let go of it too. */
-        return phos_control_settle(OWED_MS);
+        return phos_control_settle(longest_wait(served));
     default:
         return false;
     }
+}
+
+bool phos_memory_recover(CUdevice device, unsigned *step)
+{
+    return recover(device, step, true);
 }
 
 bool phos_driver_recover(CUdevice device, unsigned *step)
@@ -302,7 +319,7 @@ bool phos_driver_recover(CUdevice device, unsigned *step)
     if (device == PHOS_DEVICE_HERE && phos_current(&context, &device) != CUDA_SUCCESS)
         return false;
     PHOS_LOCKED(&phos_memory_lock);
-    return phos_memory_recover(device, step);
+    return recover(device, step, false);
 }
 
 CUresult phos_allocate(CUdevice device, CUcontext context, size_t size, const char *entry_point,

@@ -202,8 +202,8 @@ void phos_window_stand_still(void)
 {
     pthread_mutex_lock(&phos_window_lock);
     for (int d = 0; phos_window.slots && d < phos_device_count; d++)
-        if (phos_window.pools[d].copies && phos_real.cuStreamSynchronize(phos_window.pools[d].copies) != CUDA_SUCCESS)
-            phos_debug("memory is unmapped with an error pending"); /* no copy is made any more, then */
+        if (phos_window.pools[d].copies)
+            phos_real.cuStreamSynchronize(phos_window.pools[d].copies); /* with an error pending no copy is made any more */
 }
 
 void phos_window_go_on(void)

@@ -96,10 +96,11 @@ class CowDump(StopDump):
         for session, (seen, blocks) in self._watch.seen().items():
             self._memory.touched.learn(session, seen.touched, blocks)
             self._memory.written.learn(session, seen.written, blocks)
-        foreseen = [block for process in self.gated for block in process.own_blocks() if block.key in self._mapped]
-        foreseen.sort(key=lambda block: block.key)
         written = self._memory.written.of(process.session for process in self.gated)
-        self._windows.foresee(foreseen, self._mapped, written)
+        with self._mapping:
+            foreseen = [block for process in self.gated for block in process.own_blocks() if block.key in self._mapped]
+            foreseen.sort(key=lambda block: block.key)
+            self._windows.foresee(foreseen, self._mapped, written)
 
     @property
     def _hashes_all(self) -> bool:

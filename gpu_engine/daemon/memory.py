@@ -14,6 +14,7 @@ from contextlib import suppress
 
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
+from phos.gpu_engine.daemon.loans import Loans
 from phos.gpu_engine.daemon.permissions import sees_all
 from phos.gpu_engine.errors import DaemonUnavailable, NotPermitted
 
@@ -31,6 +32,7 @@ class Broker:
         self._lent: dict[bytes, dict[int, Block]] = {}  # others' blocks, by who has them and by that one's numbers
         self._detached: set[bytes] = set()  # sessions that are detached, or about to be: the keeper knows of them
         self._users: dict[bytes, int] = {}  # whose each session is; guarded by _lock
+        self.loans = Loans()
         self.removed: Callable[[BlockKey], None] | None = None  # told of blocks that their owners have freed
         self.needed: Callable[[BlockKey, int], None] | None = None
         """Returns when a process of that number may have another's block: its data is there, and it is not saved."""
@@ -144,6 +146,7 @@ class Broker:
                 self._keeper.remove(*key)
         if block:
             os.close(block.descriptor)
+            self.loans.freed(key)
             if self.removed is not None:
                 self.removed(key)
 

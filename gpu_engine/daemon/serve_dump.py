@@ -271,6 +271,7 @@ class DumpServer:
             connection.reply(envelope.id, strangers=strangers)
         job = self._job(connection, request, assignment)
         job.order = self._registry.cow.touched
+        claim.enter_context(self._registry.broker.loans.lent([session.session for session in gated], job))
         self._registry.jobs.add(directory, job, owner)
         for session in gated:
             session.hurry_kernels()  # while it is quiesced and copied: the image has what is known by the end of that

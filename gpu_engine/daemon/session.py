@@ -153,9 +153,10 @@ class Session:
         wire.close_all(descriptors)
         if kind == "block_removed":
             self._blocks.removed(envelope.block_removed.block)
-            if envelope.id:  # the process ran out of memory and waits for what it gave back
-                self._broker.settle()
-                self._conversation.tell([], envelope.id, done=wire_pb2.Done())
+            if envelope.id and not self._broker.loans.keeps(self.session):
+                self._settle(envelope.id)
+            elif envelope.id:  # what the process answers meanwhile must be read
+                threading.Thread(target=self._settle, args=(envelope.id,), daemon=True, name="settle").start()
         elif kind == "uncarried":
             report = envelope.uncarried
             if len(self.uncarried) < KINDS_KEPT or report.kind in self.uncarried:
@@ -185,6 +186,13 @@ class Session:
             threading.Thread(target=self._resolve, args=(envelope.id, key), daemon=True, name="resolve").start()
         else:
             raise ProtocolError(f"Process {self.pid} sent an unexpected packet ({kind}).")
+
+    def _settle(self, number: int) -> None:
+        """The process ran out of memory, and waits for what it gave back."""
+        self._broker.loans.wait(self.session)
+        self._broker.settle()
+        with suppress(PhosError):  # it has gone
+            self._conversation.tell([], number, done=wire_pb2.Done())
 
     def _resolve(self, number: int, key: BlockKey) -> None:
         try:

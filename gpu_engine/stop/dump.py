@@ -116,6 +116,8 @@ class StopDump:
         self._borrowed: list[Block] = []
         self._keys: frozenset[BlockKey] = frozenset()  # of those, also when they have been returned
         self._mapped = MappedBlocks()
+        self._mapping = threading.Lock()  # guards _mapped until there is _borrowed, which it guards being set
+        self.returned = threading.Event()
         self._residues = DumpedResidues()
         self._records: list[inventory.ProcessRecord] = []
         self._frozen_at = 0.0
@@ -162,7 +164,9 @@ class StopDump:
             self._tree.warnings = self._tree.find_warnings()
             log.info("%s: processes %s are detached", self.path, self.pids)
             self._records = [describe(p, self._tree.detached[p.session]) for p in self.gated]
-            self._borrowed = self._tree.collect(borrow)
+            borrowed = self._tree.collect(borrow)
+            with self._mapping:
+                self._borrowed = borrowed
             self._keys = frozenset(block.key for block in self._borrowed)
             self.progress.total = sum(block.size for block in self._borrowed)
             copying = threading.Thread(target=self._copy, name="save")
@@ -200,7 +204,7 @@ class StopDump:
         blocks = [block for process in self.gated for block in process.own_blocks()]
         with self.timeline.phase("map blocks"):
             for block in blocks:
-                with suppress(KeyError):  # freed since
+                with suppress(KeyError), self._mapping:  # freed since
                     borrowed = borrow([block.key])
                     try:
                         self._mapped.add(borrowed)
@@ -233,9 +237,9 @@ class StopDump:
         total = sum(block.size for block in blocks)
         if not self._hashes_all:
             return total
-        mapped = [block for block in blocks if block.key in self._mapped]
         try:
-            with self.timeline.phase("look for zeros"):
+            with self.timeline.phase("look for zeros"), self._mapping:
+                mapped = [block for block in blocks if block.key in self._mapped]
                 return min(total, 2 * bytes_to_copy(mapped, self._copier.hasher.hash(mapped, self._mapped)))
         except DriverError as error:
             log.info("%s: the GPU does not hash its memory: %s", self.path, error)
@@ -497,6 +501,20 @@ class StopDump:
             self._landing.release_later()
             self._landing = None
 
+    @property
+    def keeps_blocks(self) -> bool:
+        """See :class:`~phos.gpu_engine.daemon.loans.Borrower`."""
+        return bool(self._keys) and not self.returned.is_set()
+
+    def let_go(self, key: BlockKey) -> None:
+        """See :class:`~phos.gpu_engine.daemon.loans.Borrower`."""
+        with self._mapping:
+            if not self._borrowed:
+                try:
+                    self._mapped.remove(key)
+                except DriverError as error:
+                    log.warning("%s: %s", self.path, error)
+
     def _return_blocks(self) -> None:
         for block in self._borrowed:
             os.close(block.descriptor)
@@ -505,6 +523,7 @@ class StopDump:
             self._mapped.close()
         except DriverError as error:
             log.warning("%s: %s", self.path, error)
+        self.returned.set()
 
 
 def _resident_bytes(pid: int) -> int:

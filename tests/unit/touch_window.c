@@ -91,6 +91,15 @@ void phos_window_forked(void)
 {
 }
 
+/* Nothing is copied aside. */
+void phos_window_stand_still(void)
+{
+}
+
+void phos_window_go_on(void)
+{
+}
+
 /* Nothing is loaded in these tests. */
 atomic_bool phos_window_strict;
 
