@@ -7,6 +7,7 @@
 #include "hold.h"
 #include "log.h"
 #include "patience.h"
+#include "pool.h"
 #include "request.h"
 #include "residue.h"
 #include "runtime.h"
@@ -71,6 +72,8 @@ static bool tell(void)
         return true;
     if (is_open())
         phos_connection_raise();
+    if (may_trim())
+        phos_pool_rest();
     return phos_connection_tell(may_trim());
 }
 

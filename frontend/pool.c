@@ -9,6 +9,7 @@
 #include "pool_private.h"
 #include "cleanup.h"
 #include "clock.h"
+#include "detach.h"
 #include "log.h"
 #include "runtime.h"
 #include "track.h"
@@ -17,12 +18,14 @@
 #include <time.h>
 
 #define LOOK_NS 50000
+#define REST_NS 1000000000 /* a program that allocates and frees all the time wants it again by then */
 
 struct pending {
     struct phos_allocation *allocation;
     CUevent event;
     CUcontext context; /* of the event */
     unsigned long long stream;
+    uint64_t freed_at; /* ns */
     struct pending *next;
 };
 
@@ -31,6 +34,10 @@ struct spare {
     CUcontext context;
     struct spare *next;
 };
+
+/* When there may be something that has rested for long enough, in ns; 0: nothing is pending. Written with phos_memory_lock held,
+ * read without. */
+static _Atomic uint64_t rested_at;
 
 /* Guarded by phos_memory_lock. */
 struct phos_pool *phos_pools;
@@ -164,6 +171,46 @@ bool phos_pool_settle(CUdevice device, uint64_t timeout_ns)
         pthread_setcancelstate(cancel, &cancel);
     }
     return false;
+}
+
+static void pool_rest(struct phos_pool *pool, uint64_t now, uint64_t *next)
+{
+    uint64_t keep = 0;
+    if (!pool->pending || phos_real.cuMemPoolGetAttribute(pool->handle, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &keep) != CUDA_SUCCESS)
+        keep = 0;
+    for (struct pending **link = &pool->pending; *link;) {
+        struct pending *p = *link;
+        uint64_t at = p->freed_at + REST_NS;
+        bool rested = now >= at && pool->used + pool->waiting > keep;
+        if (rested && phos_real.cuEventQuery(p->event) == CUDA_SUCCESS) {
+            struct phos_allocation *allocation = p->allocation;
+            pending_take(pool, link);
+            phos_deallocate(allocation);
+            continue;
+        }
+        at = at > now ? at : now + REST_NS;
+        *next = *next && *next < at ? *next : at;
+        link = &p->next;
+    }
+    phos_pool_dispose_if_done(pool);
+}
+
+void phos_pool_rest(void)
+{
+    uint64_t due = atomic_load(&rested_at);
+    if (!due || phos_now_ns() < due || phos_exiting())
+        return;
+    bool entered = phos_enter_context();
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        uint64_t now = phos_now_ns(), at = 0;
+        for (struct phos_pool *pool = phos_pools, *next; pool; pool = next) {
+            next = pool->next;
+            pool_rest(pool, now, &at);
+        }
+        atomic_store(&rested_at, at);
+    }
+    phos_leave_context(entered);
 }
 
 void phos_pool_context_ends(CUcontext context)
@@ -373,9 +420,11 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
     }
     allocation->pool = pool; /* which has it now, and keeps it should its context end first */
     allocation->state = PHOS_PENDING;
-    *p = (struct pending){allocation, event, context, stream_number(stream), pool->pending};
+    *p = (struct pending){allocation, event, context, stream_number(stream), phos_now_ns(), pool->pending};
     pool->pending = p;
     pool->waiting += allocation->size;
+    if (!atomic_load(&rested_at))
+        atomic_store(&rested_at, p->freed_at + REST_NS);
     return CUDA_SUCCESS;
 }
 

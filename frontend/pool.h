@@ -10,6 +10,9 @@ bool phos_pool_settle(CUdevice device, uint64_t timeout_ns);
 /* Bytes of it that are only waiting to be given back. */
 size_t phos_pool_cached(CUdevice device);
 void phos_pool_context_ends(CUcontext context);
+/* Without the lock; the control thread's, now and then: gives back what was freed a while ago and not wanted since, but for what
+ * a pool is to keep (CU_MEMPOOL_ATTR_RELEASE_THRESHOLD). */
+void phos_pool_rest(void);
 /* cuMemFree of stream-ordered memory, which the driver allows: waits for its context. Releases and retakes the lock. */
 CUresult phos_pool_free_now(struct phos_allocation *allocation);
 /* The application's handle of a pool; NULL for NULL. */

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.unit.frontend_fake import FakePhosd, built, program
@@ -241,4 +243,37 @@ def test_a_quiesce_waits_for_a_capture_to_end(phosd: FakePhosd) -> None:
         assert "capture" in phosd.quiesce(session, timeout_ms=200).error
         app.tell()
         assert app.line() == "done"
+        app.finish()
+
+
+@pytest.mark.parametrize(("keep", "left"), [(0, 0), (1 << 40, 1)], ids=["by default", "a pool that is to keep it"])
+def test_memory_freed_in_a_stream_goes_back_when_nobody_wants_it(phosd: FakePhosd, keep: int, left: int) -> None:
+    """Other processes may want it. A program that uses it again and again keeps it, without an allocation each time."""
+    body = f"""
+    start()
+    pool = ok(cu.cuDeviceGetDefaultMemPool(0))
+    threshold = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+    ok(cu.cuMemPoolSetAttribute(pool, threshold, cu.cuuint64_t({keep})))
+    stream = ok(cu.cuStreamCreate(1))
+    def use():
+        p = ok(cu.cuMemAllocAsync(100 << 20, stream))
+        ok(cu.cuMemFreeAsync(p, stream))
+    until = time.monotonic() + 4
+    while time.monotonic() < until:
+        use()
+        time.sleep(0.1)
+    ok(cu.cuStreamSynchronize(stream))
+    say("rests")
+    heard()
+    use()
+    say("used")
+    """
+    with program(phosd, body, PHOS_CACHE_BYTES="0") as (app, session):
+        assert app.line() == "rests"
+        assert len(phosd.removed) == 0
+        if left:
+            time.sleep(5)
+        eventually(lambda: len(session.blocks) == left)
+        app.tell()
+        assert app.line() == "used"
         app.finish()
