@@ -200,6 +200,7 @@ static void put_away(void)
         munmap(phos_window.chunks, phos_window.chunks_size);
     if (phos_window.table)
         munmap(phos_window.table, phos_window.table_size);
+    PHOS_LOCKED(&phos_window_lock); /* who has not been traced may ask whether there are pools */
     phos_window = (struct phos_window){0};
 }
 
