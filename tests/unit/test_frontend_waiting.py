@@ -373,3 +373,67 @@ say("done")
     with program(phosd, body) as (app, _):
         assert app.line() == "done"
         app.finish()
+
+
+@pytest.mark.parametrize(
+    ("allocate", "free", "left"),
+    [
+        ("cu.cuMemAllocManaged(1 << 20, 1)", "cu.cuMemFree", ""),
+        ("cu.cuMemHostAlloc(1 << 20, 0)", "cu.cuMemFreeHost", "PHOS_CARRY_HOST"),
+    ],
+    ids=["managed", "pinned"],
+)
+def test_who_frees_what_the_driver_has_keeps_no_other_thread_waiting(allocate: str, free: str, left: str) -> None:
+    """The driver waits for work that may wait for what the other thread does next: neither would go on."""
+    body = (
+        WAITING
+        + f"""
+import threading
+memory = ok({allocate})
+context = ok(cu.cuCtxGetCurrent())
+def free():
+    ok(cu.cuCtxSetCurrent(context))
+    ok({free}(memory))
+freeing = threading.Thread(target=free)
+freeing.start()
+time.sleep(0.3)
+p = ok(cu.cuMemAlloc(1 << 20))
+ok(cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, p))
+assert freeing.is_alive()
+let_go()
+freeing.join()
+say("done")
+"""
+    )
+    with alone(body, **{left or "PHOS_CARRY_HOST": "0" if left else "1"}) as app:
+        assert app.line() == "done"
+        app.finish()
+
+
+def test_pinned_memory_can_be_registered_anew_while_another_thread_lets_go_of_it(phosd: FakePhosd) -> None:
+    """Its record is the one of the last registration, whatever came between."""
+    body = """
+    start()
+    import mmap, threading
+    memory = mmap.mmap(-1, 1 << 20)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    stop = threading.Event()
+    def again():
+        while not stop.is_set():
+            if int(cu.cuMemHostRegister(address, 1 << 20, 0)[0]) == 0:
+                ok(cu.cuMemHostUnregister(address))
+    threads = [threading.Thread(target=again) for _ in range(3)]
+    [thread.start() for thread in threads]
+    time.sleep(1)
+    stop.set()
+    [thread.join() for thread in threads]
+    assert int(cu.cuMemHostUnregister(address)[0]) == 713  # CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
+    ok(cu.cuMemHostRegister(address, 1 << 20, 0))
+    say("ready")
+    heard()
+    ok(cu.cuMemHostUnregister(address))
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        phosd.toggle(session)
+        app.finish()
