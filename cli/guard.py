@@ -264,9 +264,9 @@ class Guard:
         """The job has ended: a checkpoint under way ends too, whole or not."""
         if self._checkpoint is None:
             return
-        size = -1
+        done: object = None
         while not self._has_finished(self._checkpoint, LAST_WORDS_SECONDS):
-            if size != (size := _bytes_in(self._image)):
+            if done != (done := _progress_of(self._image)):
                 continue
             self._checkpoint.terminate()  # the launcher ends CRIU where that harms nobody
             if not self._has_finished(self._checkpoint, 10 * RETRY_SECONDS):
@@ -422,11 +422,17 @@ def _daemon_pids() -> set[int]:
         return set()
 
 
-def _bytes_in(image: Path) -> int:
-    """What the files of an image take so far."""
+def _progress_of(image: Path) -> object:
+    """What changes as long as an image is being written. Its files have room for all data before that is copied."""
+    phases: list[str] = []
+    done = used = 0
+    with suppress(PhosError, OSError):
+        for job in client.status().jobs:
+            if job.kind == "dump" and job.image == os.path.realpath(image):
+                done, phases = job.bytes_done, [phase.name for phase in job.phases]
     with suppress(OSError):
-        return sum(entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(image))
-    return 0
+        used = sum(entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(image))
+    return done, phases, used
 
 
 def _gpus_of(image: Path) -> int:

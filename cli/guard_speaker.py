@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import threading
 import time
 from contextlib import suppress
@@ -79,10 +80,15 @@ class Speaker:
         return bool(data)
 
     def _write(self, descriptor: int, data: bytes) -> None:
-        try:
-            while data and descriptor not in self._deaf:
+        while data and descriptor not in self._deaf:
+            try:
                 count = os.write(descriptor, data)
+            except BlockingIOError:  # somebody who has it too does not want to wait
+                poll = select.poll()
+                poll.register(descriptor, select.POLLOUT)
+                poll.poll()
+            except OSError:
+                self._deaf.add(descriptor)  # the job is guarded all the same
+            else:
                 self._written += count
                 data = data[count:]
-        except OSError:
-            self._deaf.add(descriptor)  # the job is guarded all the same

@@ -81,6 +81,8 @@ static bool tell(void)
 static void rest(void)
 {
     phos_sleep_ms(RETRY_MS);
+    if (may_trim())
+        phos_pool_rest();
     for (uint64_t end = phos_now_ns() + RETRY_MS * 1000000u;
          may_trim() && phos_span_patience() != PHOS_NOTHING_WAITS && phos_now_ns() < end;) {
         uint64_t changes = phos_block_changes;

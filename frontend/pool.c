@@ -154,12 +154,21 @@ size_t phos_pool_cached(CUdevice device)
     return bytes;
 }
 
-bool phos_pool_settle(CUdevice device, uint64_t timeout_ns)
+static size_t freed(CUdevice device, uint64_t by)
+{
+    size_t count = 0;
+    for (struct phos_pool *pool = phos_pools; pool; pool = pool->next)
+        for (struct pending *p = pool->device == device ? pool->pending : NULL; p; p = p->next)
+            count += p->freed_at <= by;
+    return count;
+}
+
+bool phos_pool_settle(CUdevice device, uint64_t freed_by, uint64_t timeout_ns)
 {
     uint64_t end = phos_now_ns() + timeout_ns;
-    for (size_t waiting; (waiting = phos_pool_cached(device)) && !phos_exiting();) {
+    for (size_t waiting; (waiting = freed(device, freed_by)) && !phos_exiting();) {
         phos_pool_reclaim(device);
-        if (phos_pool_cached(device) < waiting)
+        if (freed(device, freed_by) < waiting)
             return true;
         if (phos_now_ns() >= end)
             return false;
@@ -175,9 +184,7 @@ bool phos_pool_settle(CUdevice device, uint64_t timeout_ns)
 
 static void pool_rest(struct phos_pool *pool, uint64_t now, uint64_t *next)
 {
-    uint64_t keep = 0;
-    if (!pool->pending || phos_real.cuMemPoolGetAttribute(pool->handle, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &keep) != CUDA_SUCCESS)
-        keep = 0;
+    uint64_t keep = pool->destroyed ? 0 : pool->keep;
     for (struct pending **link = &pool->pending; *link;) {
         struct pending *p = *link;
         uint64_t at = p->freed_at + REST_NS;

@@ -4,9 +4,9 @@
 
 /* Gives back what freed stream-ordered memory the GPU is done with. */
 void phos_pool_reclaim(CUdevice device);
-/* Waits until the GPU is done with some of it, for so long at most; false: it is not, or there is none. Releases and retakes
- * the lock. */
-bool phos_pool_settle(CUdevice device, uint64_t timeout_ns);
+/* Waits until the GPU is done with some of what was freed by then (ns), for so long at most; false: it is not, or there is
+ * none. Releases and retakes the lock. */
+bool phos_pool_settle(CUdevice device, uint64_t freed_by, uint64_t timeout_ns);
 /* Bytes of it that are only waiting to be given back. */
 size_t phos_pool_cached(CUdevice device);
 void phos_pool_context_ends(CUcontext context);

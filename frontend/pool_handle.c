@@ -79,6 +79,8 @@ CUresult serve_cuMemPoolSetAttribute(CUmemoryPool handle, CUmemPool_attribute at
             pool->used_high = pool->used;
         if (attribute == CU_MEMPOOL_ATTR_RESERVED_MEM_HIGH)
             pool->reserved_high = pool->used + pool->waiting;
+        if (attribute == CU_MEMPOOL_ATTR_RELEASE_THRESHOLD)
+            pool->keep = *(const cuuint64_t *)value;
     }
     return result;
 }

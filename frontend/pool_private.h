@@ -10,6 +10,7 @@ struct phos_pool {
     bool carried, destroyed;
     uint64_t used, used_high, waiting, reserved_high; /* bytes; reserved is used and waiting */
     uint64_t most; /* bytes that it may have in use; 0: any number */
+    uint64_t keep; /* bytes that it is to keep (CU_MEMPOOL_ATTR_RELEASE_THRESHOLD) */
     uint64_t live;
     struct pending *pending; /* newest first */
     struct phos_pool *next;

@@ -7,6 +7,7 @@
  * What a medium slab has free is a word of 16 bits: runs come together again by themselves when they are freed, and the
  * smallest run that fits is found without a search. A slab is listed under the length of its longest free run. */
 #include "cleanup.h"
+#include "clock.h"
 #include "control.h"
 #include "deferred.h"
 #include "gate.h"
@@ -248,6 +249,7 @@ static CUresult large_get(CUdevice device, size_t size, struct phos_allocation *
 
 static CUresult try_allocate(CUdevice device, size_t size, struct phos_allocation **out)
 {
+    PHOS_RELAXED; /* a capture may have begun while memory was waited for */
     if (size <= SMALL_LARGEST)
         return small_get(device, size, out);
     if (size <= MEDIUM_LARGEST && MEDIUM_BYTES % phos_devices[device].granularity == 0) {
@@ -262,11 +264,15 @@ static CUresult try_allocate(CUdevice device, size_t size, struct phos_allocatio
 /* With phos_memory_lock, which others may have meanwhile. */
 static void give_back(CUdevice device)
 {
+    PHOS_RELAXED; /* since the caller's a capture may have begun */
+    int cancel;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* it would end with a lock held that it does not know of */
     pthread_mutex_unlock(&phos_memory_lock);
     phos_window_stand_still();
     pthread_mutex_lock(&phos_memory_lock);
     phos_cache_flush(device);
     phos_window_go_on();
+    pthread_setcancelstate(cancel, &cancel);
 }
 
 /* In a window, phosd lets go of memory when all of it is saved: a call that is served here may wait for that. It has nothing to
@@ -279,6 +285,8 @@ static unsigned longest_wait(bool served)
     return SAVED_MS;
 }
 
+static __thread uint64_t short_since __attribute__((tls_model("initial-exec"))); /* ns */
+
 static bool recover(CUdevice device, unsigned *step, bool served)
 {
     if (device < 0)
@@ -286,11 +294,13 @@ static bool recover(CUdevice device, unsigned *step, bool served)
     PHOS_RELAXED;
     switch ((*step)++) {
     case 0:
+        short_since = phos_now_ns();
         phos_pool_reclaim(device);
         give_back(device);
         return true;
     case 1:
-        if (!phos_pool_settle(device, PENDING_NS))
+        /* Not for what other threads free meanwhile, which may go on for ever. */
+        if (!phos_pool_settle(device, short_since, PENDING_NS))
             return recover(device, step, served);
         --*step; /* if that was too little, there may be more */
         give_back(device);

@@ -70,6 +70,9 @@ class Session:
         self.residue_bytes: int | None = None
         self.restore_thread = 0  # the driver's, as the process numbers it; 0: not asked yet
         self._resolving = threading.BoundedSemaphore(limits.RESOLVES)
+        self._settling = threading.Lock()  # guards the two below
+        self._settle_upto = 0  # what the process has asked for last, when it ran out of memory
+        self._settles = False  # there is a thread that answers
         self._module_bytes = 0  # names, told over this connection
         self._from_image = False  # restored, and not attached yet
         self._remembers = False  # what the process has told of modules and kernels holds over this connection, too
@@ -153,10 +156,8 @@ class Session:
         wire.close_all(descriptors)
         if kind == "block_removed":
             self._blocks.removed(envelope.block_removed.block)
-            if envelope.id and not self._broker.loans.keeps(self.session):
+            if envelope.id:
                 self._settle(envelope.id)
-            elif envelope.id:  # what the process answers meanwhile must be read
-                threading.Thread(target=self._settle, args=(envelope.id,), daemon=True, name="settle").start()
         elif kind == "uncarried":
             report = envelope.uncarried
             if len(self.uncarried) < KINDS_KEPT or report.kind in self.uncarried:
@@ -188,8 +189,33 @@ class Session:
             raise ProtocolError(f"Process {self.pid} sent an unexpected packet ({kind}).")
 
     def _settle(self, number: int) -> None:
-        """The process ran out of memory, and waits for what it gave back."""
-        self._broker.loans.wait(self.session)
+        """The process ran out of memory, and waits for what it gave back. An answer holds for earlier requests, too."""
+        with self._settling:
+            self._settle_upto = number
+            if self._settles:
+                return
+            self._settles = self._broker.loans.keeps(self.session)
+        if not self._settles:
+            self._settled(number)
+            return
+        try:  # what the process answers meanwhile must be read
+            threading.Thread(target=self._settle_later, daemon=True, name="settle").start()
+        except RuntimeError:  # no threads are left
+            self._settles = False
+            self._settled(number)
+
+    def _settle_later(self) -> None:
+        while True:
+            self._broker.loans.wait(self.session)
+            with self._settling:
+                number = self._settle_upto
+            self._settled(number)
+            with self._settling:
+                if number == self._settle_upto:
+                    self._settles = False
+                    return
+
+    def _settled(self, number: int) -> None:
         self._broker.settle()
         with suppress(PhosError):  # it has gone
             self._conversation.tell([], number, done=wire_pb2.Done())

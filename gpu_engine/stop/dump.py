@@ -116,7 +116,9 @@ class StopDump:
         self._borrowed: list[Block] = []
         self._keys: frozenset[BlockKey] = frozenset()  # of those, also when they have been returned
         self._mapped = MappedBlocks()
-        self._mapping = threading.Lock()  # guards _mapped until there is _borrowed, which it guards being set
+        self._mapping = (
+            threading.Lock()
+        )  # guards _mapped until there is _borrowed; then that both are set and let go of
         self.returned = threading.Event()
         self._residues = DumpedResidues()
         self._records: list[inventory.ProcessRecord] = []
@@ -167,7 +169,7 @@ class StopDump:
             borrowed = self._tree.collect(borrow)
             with self._mapping:
                 self._borrowed = borrowed
-            self._keys = frozenset(block.key for block in self._borrowed)
+                self._keys = frozenset(block.key for block in borrowed)
             self.progress.total = sum(block.size for block in self._borrowed)
             copying = threading.Thread(target=self._copy, name="save")
             copying.start()
@@ -509,18 +511,20 @@ class StopDump:
     def let_go(self, key: BlockKey) -> None:
         """See :class:`~phos.gpu_engine.daemon.loans.Borrower`."""
         with self._mapping:
-            if not self._borrowed:
+            if not self._keys:  # else it is needed, or about to be returned with the others
                 try:
                     self._mapped.remove(key)
                 except DriverError as error:
                     log.warning("%s: %s", self.path, error)
 
     def _return_blocks(self) -> None:
-        for block in self._borrowed:
+        with self._mapping:  # what is freed from here on is none of this job's any more
+            borrowed, self._borrowed = self._borrowed, []
+            mapped, self._mapped = self._mapped, MappedBlocks()
+        for block in borrowed:
             os.close(block.descriptor)
-        self._borrowed = []
         try:
-            self._mapped.close()
+            mapped.close()
         except DriverError as error:
             log.warning("%s: %s", self.path, error)
         self.returned.set()

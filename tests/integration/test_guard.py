@@ -125,7 +125,7 @@ def test_an_image_of_a_job_that_was_about_to_fail_is_passed_over(site: Site) -> 
     expected = expected_result(site)
     notice = site.folder / "notice"
     ranks = (sys.executable, str(Path(__file__).parent / "programs" / "two_ranks.py"), str(notice), *job(site))
-    guarding = guard(site, "--interval", "2", "--keep", "9", "--restarts", "19", "--", *ranks)
+    guarding = guard(site, "--interval", "4", "--keep", "9", "--restarts", "19", "--", *ranks)
     wait_event(guarding, "checkpoint")
     os.kill(psutil.Process(job_pid(site)).children()[0].pid, signal.SIGKILL)
     # The next one may still have both of them.

@@ -13,8 +13,8 @@ FIRST, SECOND = 120, 160
 
 
 def test_what_it_frees_in_a_window_is_its_own_again_when_that_is_saved(site: Site) -> None:
-    site.environment |= {"SOFTGPU_MEMORY": "200M", "SOFTGPU_COPY_BANDWIDTH": str(40 << 20)}
-    site.run("phosd", "--ensure")  # its copies take three seconds
+    site.environment |= {"SOFTGPU_MEMORY": "200M", "SOFTGPU_COPY_BANDWIDTH": str(12 << 20)}
+    site.run("phosd", "--ensure")  # its copies take ten seconds
     go = site.folder / "go"
     program = site.start(sys.executable, str(PROGRAM), str(go), str(FIRST), str(SECOND), SOFTGPU_COPY_BANDWIDTH="0")
     wait_until(lambda: "READY" in program.lines() or not program.alive(), "the program")

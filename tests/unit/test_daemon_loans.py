@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from phos.gpu_engine.blocks import BlockKey
 from phos.gpu_engine.daemon.loans import Loans
 from phos.gpu_engine.errors import DriverError
+from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.stop.dump import StopDump
 
 A, B = b"a" * 16, b"b" * 16
@@ -95,3 +98,25 @@ def test_a_checkpoint_lets_go_of_what_it_does_not_need_yet() -> None:
     dump._borrowed = []
     dump._return_blocks()
     assert not dump.keeps_blocks
+
+
+def returned_while_freed(count: int) -> list[int]:
+    """What is unmapped by a checkpoint that returns so many blocks while their owner frees them."""
+    dump: Any = StopDump.__new__(StopDump)
+    dump.path, dump._mapping, dump.returned = "image", threading.Lock(), threading.Event()
+    dump._mapped, dump._borrowed = MappedBlocks(), []
+    unmapped: list[int] = []
+    for number in range(count):
+        dump._mapped._mappings[A, number] = SimpleNamespace(unmap=partial(unmapped.append, number))
+    dump._keys = frozenset(dump._mapped._mappings)
+    freeing = threading.Thread(target=lambda: [dump.let_go((A, number)) for number in range(count)])
+    freeing.start()
+    dump._return_blocks()
+    freeing.join()
+    return unmapped
+
+
+def test_what_is_freed_while_the_blocks_are_returned_spoils_nothing() -> None:
+    """The frontend gives back what it has kept for the window when that ends, and the checkpoint all it has."""
+    for _ in range(20):
+        assert sorted(returned_while_freed(300)) == list(range(300))

@@ -183,6 +183,35 @@ ctypes.memset(flag, 1, 1)
         app.finish()
 
 
+def test_what_others_free_meanwhile_keeps_nobody_waiting() -> None:
+    """There never is as much as is asked for, and always something that was freed a moment ago."""
+    body = """
+    import threading
+    context = start()
+    kept = ok(cu.cuMemAlloc(60 << 20))
+    stop = threading.Event()
+    def work():
+        ok(cu.cuCtxSetCurrent(context))
+        stream = ok(cu.cuStreamCreate(1))
+        while not stop.is_set():
+            for size in range(1, 8):
+                code, p = cu.cuMemAllocAsync(size << 20, stream)
+                if int(code) == 0:
+                    ok(cu.cuMemFreeAsync(p, stream))
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    [worker.start() for worker in workers]
+    time.sleep(0.2)
+    begun = time.monotonic()
+    assert int(cu.cuMemAlloc(150 << 20)[0]) == 2
+    say(time.monotonic() - begun)
+    stop.set()
+    [worker.join() for worker in workers]
+    """
+    with alone(body, SOFTGPU_MEMORY="200M", PHOS_CACHE_BYTES="0") as app:
+        assert float(app.line()) < 5
+        app.finish()
+
+
 # Pieces of a pool that is left to the driver, and physical memory that may back sparse arrays, are not the frontend's.
 DRIVERS_OWN = """
 def from_the_pool(size):
