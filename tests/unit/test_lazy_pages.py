@@ -56,7 +56,7 @@ def test_it_is_waited_for(server: Server) -> None:
     assert server.ended == 0
 
 
-@pytest.mark.parametrize("server", ["sleep 60"], indirect=True)
+@pytest.mark.parametrize("server", ["exec sleep 60"], indirect=True)
 @pytest.mark.parametrize("how", ["a failure", "an interruption"])
 def test_it_is_ended_when_nobody_needs_it(server: Server, how: str) -> None:
     """Whoever had it ends what was restored, if there is anything."""
@@ -75,7 +75,7 @@ def test_it_is_ended_when_nobody_needs_it(server: Server, how: str) -> None:
     assert server.ended == 0
 
 
-@pytest.mark.parametrize("server", ["sleep 60"], indirect=True)
+@pytest.mark.parametrize("server", ["exec sleep 60"], indirect=True)
 def test_an_interruption_that_comes_late_ends_it_too(server: Server) -> None:
     with server.pages:
         pages = server.pages
