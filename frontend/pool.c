@@ -107,6 +107,14 @@ static void pending_take(struct phos_pool *pool, struct pending **link)
     free(p);
 }
 
+/* The GPU is done with it, and nobody wants it again. */
+static void pending_free(struct phos_pool *pool, struct pending **link)
+{
+    struct phos_allocation *allocation = (*link)->allocation;
+    pending_take(pool, link);
+    phos_deallocate(allocation);
+}
+
 void phos_pool_dispose_if_done(struct phos_pool *pool)
 {
     if (!pool->destroyed || pool->pending || pool->live)
@@ -124,13 +132,10 @@ void phos_pool_reap(struct phos_pool *pool, bool all)
     PHOS_RELAXED;
     for (struct pending **link = &pool->pending; *link;) {
         struct pending *p = *link;
-        if (!all && phos_real.cuEventQuery(p->event) != CUDA_SUCCESS) {
+        if (all || phos_real.cuEventQuery(p->event) == CUDA_SUCCESS)
+            pending_free(pool, link);
+        else
             link = &p->next;
-            continue;
-        }
-        struct phos_allocation *allocation = p->allocation;
-        pending_take(pool, link);
-        phos_deallocate(allocation);
     }
 }
 
@@ -190,9 +195,7 @@ static void pool_rest(struct phos_pool *pool, uint64_t now, uint64_t *next)
         uint64_t at = p->freed_at + REST_NS;
         bool rested = now >= at && pool->used + pool->waiting > keep;
         if (rested && phos_real.cuEventQuery(p->event) == CUDA_SUCCESS) {
-            struct phos_allocation *allocation = p->allocation;
-            pending_take(pool, link);
-            phos_deallocate(allocation);
+            pending_free(pool, link);
             continue;
         }
         at = at > now ? at : now + REST_NS;
@@ -225,13 +228,10 @@ void phos_pool_context_ends(CUcontext context)
     for (struct phos_pool *pool = phos_pools; pool; pool = pool->next)
         for (struct pending **link = &pool->pending; *link;) {
             struct pending *p = *link;
-            if (p->context != context) {
+            if (p->context == context)
+                pending_free(pool, link);
+            else
                 link = &p->next;
-                continue;
-            }
-            struct phos_allocation *allocation = p->allocation;
-            pending_take(pool, link);
-            phos_deallocate(allocation);
         }
     for (struct spare **link = &spares; *link;) {
         struct spare *spare = *link;

@@ -265,14 +265,11 @@ static CUresult try_allocate(CUdevice device, size_t size, struct phos_allocatio
 static void give_back(CUdevice device)
 {
     PHOS_RELAXED; /* since the caller's a capture may have begun */
-    int cancel;
-    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* it would end with a lock held that it does not know of */
     pthread_mutex_unlock(&phos_memory_lock);
     phos_window_stand_still();
     pthread_mutex_lock(&phos_memory_lock);
     phos_cache_flush(device);
     phos_window_go_on();
-    pthread_setcancelstate(cancel, &cancel);
 }
 
 /* In a window, phosd lets go of memory when all of it is saved: a call that is served here may wait for that. It has nothing to

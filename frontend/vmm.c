@@ -143,12 +143,9 @@ static CUresult unmap(CUdeviceptr ptr, size_t size)
 CUresult serve_cuMemUnmap(CUdeviceptr_v2 ptr, size_t size)
 {
     PHOS_RELAXED;
-    int cancel;
-    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* it would end with the window's lock held */
     phos_window_stand_still();
     CUresult result = unmap(ptr, size);
     phos_window_go_on();
-    pthread_setcancelstate(cancel, &cancel);
     return result;
 }
 

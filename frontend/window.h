@@ -27,7 +27,7 @@ bool phos_window_copies(void);
 /* All work in the context has ended, and with it will all that is in it; or, if it is `gone`, has. */
 void phos_window_context_ends(CUcontext context, bool gone);
 /* What is copied aside may be memory that nobody uses any more. Before such memory is unmapped: these copies end, and until
- * phos_window_go_on() no other begins. To be called before phos_memory_lock is taken. */
+ * phos_window_go_on() no other begins, nor is the thread cancelled. To be called before phos_memory_lock is taken. */
 void phos_window_stand_still(void);
 void phos_window_go_on(void);
 /* With the gate closed for a checkpoint: it has been watched long enough. */

@@ -198,9 +198,14 @@ static bool stream_in(struct phos_shadow_pool *pool, CUcontext context)
     return phos_real.cuStreamCreate(&pool->copies, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS;
 }
 
+static int cancel_before; /* whether who stands still could be cancelled; with the window's lock */
+
 void phos_window_stand_still(void)
 {
+    int cancel;
+    pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* it would end with the lock held */
     pthread_mutex_lock(&phos_window_lock);
+    cancel_before = cancel;
     for (int d = 0; phos_window.slots && d < phos_device_count; d++)
         if (phos_window.pools[d].copies)
             phos_real.cuStreamSynchronize(phos_window.pools[d].copies); /* with an error pending no copy is made any more */
@@ -208,7 +213,9 @@ void phos_window_stand_still(void)
 
 void phos_window_go_on(void)
 {
+    int cancel = cancel_before;
     pthread_mutex_unlock(&phos_window_lock);
+    pthread_setcancelstate(cancel, &cancel);
 }
 
 void phos_window_context_ends(CUcontext context, bool gone)
