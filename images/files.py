@@ -155,6 +155,15 @@ def is_zero(piece: memoryview) -> bool:
     return not any(piece[::_SAMPLE]) and digest(piece) == zero_digest(len(piece))
 
 
+def put(target: int, piece: memoryview, offset: int) -> None:
+    """Write to a file that has zeros there. Zeros are not written."""
+    if is_zero(piece):
+        return
+    done = 0
+    while done < len(piece):
+        done += os.pwrite(target, piece[done:], offset + done)
+
+
 def copy_segment(source: int, target: int, offset: int, length: int) -> bytes:
     """Copy a part of a file to the same place in another, which has zeros there; return its XXH3-128.
 
@@ -170,10 +179,7 @@ def copy_segment(source: int, target: int, offset: int, length: int) -> bytes:
             raise EOFError(f"the file ends at byte {offset}")
         piece = view[:n]
         state.update(piece)
-        if not is_zero(piece):
-            done = 0
-            while done < n:
-                done += os.pwrite(target, piece[done:], offset + done)
+        put(target, piece, offset)
         offset += n
         length -= n
     return state.digest()

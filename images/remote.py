@@ -24,7 +24,7 @@ from phos.images import formats
 from phos.images.chunk_hash import chunk_hash
 from phos.images.errors import ImageError
 from phos.images.extents import BlockTable, Extent
-from phos.images.files import free_bytes, is_zero, run_in_threads, segments
+from phos.images.files import free_bytes, put, run_in_threads, segments
 from phos.images.formats import BlockKey, digest
 from phos.images.reader import Image
 from phos.images.remote_wire import (
@@ -316,10 +316,7 @@ def _copy_segment(links: Links, name: str, target: int, offset: int, length: int
         view = memory[: min(PIECE, offset + length - at)]
         links.read_into(name, at, view)
         state.update(view)
-        if not is_zero(view):
-            done = 0
-            while done < len(view):
-                done += os.pwrite(target, view[done:], at + done)
+        put(target, view, at)
     if state.digest() != expected:
         raise ImageError(
             f"{links.address}, {name}: bytes {offset} to {offset + length} are damaged: they have another hash than "
