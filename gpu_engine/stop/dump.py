@@ -116,9 +116,8 @@ class StopDump:
         self._borrowed: list[Block] = []
         self._keys: frozenset[BlockKey] = frozenset()  # of those, also when they have been returned
         self._mapped = MappedBlocks()
-        self._mapping = (
-            threading.Lock()
-        )  # guards _mapped until there is _borrowed; then that both are set and let go of
+        # Guards _mapped until there is _borrowed, and when both are let go of.
+        self._mapping = threading.Lock()
         self.returned = threading.Event()
         self._residues = DumpedResidues()
         self._records: list[inventory.ProcessRecord] = []
