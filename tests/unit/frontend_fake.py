@@ -411,6 +411,18 @@ def heard():
 '''
 
 
+# Work in a stream of its own that waits until the program writes 1 to `flag`.
+WAITING = """
+start()
+flag = int(ok(cu.cuMemHostAlloc(4096, 0)))
+ctypes.memset(flag, 0, 4096)
+waiting = ok(cu.cuStreamCreate(1))
+ok(cu.cuStreamWaitValue32(waiting, flag, 1, 0))
+def let_go():
+    ctypes.memset(flag, 1, 1)
+"""
+
+
 class Program:
     """A Python program under the frontend, on the software GPU, that one can talk to by lines."""
 

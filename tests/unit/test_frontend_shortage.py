@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.unit.frontend_fake import FakePhosd, Program, Session, alone, built, program
+from tests.unit.frontend_fake import WAITING, FakePhosd, Program, Session, alone, built, program
 from tests.unit.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(240), built]
@@ -114,29 +114,26 @@ def test_memory_that_was_freed_serves_physical_allocations_too() -> None:
         app.finish()
 
 
-FREED_IN_A_STREAM = """
-import threading
-start()
-flag = int(ok(cu.cuMemHostAlloc(4096, 0)))
-ctypes.memset(flag, 0, 4096)
-stream = ok(cu.cuStreamCreate(1))
-ok(cu.cuStreamWaitValue32(stream, flag, 1, 0))
+FREED_IN_A_STREAM = (
+    WAITING
+    + """
 for size in sizes:
-    p = ok(cu.cuMemAllocAsync(size << 20, stream))
-    ok(cu.cuMemsetD8Async(p, 5, size << 20, stream))
-    ok(cu.cuMemFreeAsync(p, stream))
+    p = ok(cu.cuMemAllocAsync(size << 20, waiting))
+    ok(cu.cuMemsetD8Async(p, 5, size << 20, waiting))
+    ok(cu.cuMemFreeAsync(p, waiting))
     if len(sizes) > 1:
-        ok(cu.cuStreamWaitValue32(stream, flag + 4 * size, 1, 0))
+        ok(cu.cuStreamWaitValue32(waiting, flag + 4 * size, 1, 0))
 """
+)
 
 
-@pytest.mark.parametrize("wanted", ["cu.cuMemAllocAsync(150 << 20, stream)", "cu.cuMemAlloc(150 << 20)"])
+@pytest.mark.parametrize("wanted", ["cu.cuMemAllocAsync(150 << 20, waiting)", "cu.cuMemAlloc(150 << 20)"])
 def test_memory_freed_in_a_stream_is_waited_for(wanted: str) -> None:
     """The driver lets the stream wait, and gives it; the program is ahead of its GPU."""
     body = f"""
 sizes = [120]
 {FREED_IN_A_STREAM}
-threading.Timer(0.5, lambda: ctypes.memset(flag, 1, 1)).start()
+threading.Timer(0.5, let_go).start()
 begun = time.monotonic()
 p = ok({wanted})
 assert time.monotonic() - begun > 0.4
@@ -153,13 +150,13 @@ def test_as_much_memory_freed_in_a_stream_is_waited_for_as_is_needed() -> None:
     body = f"""
 sizes = [40, 50, 60]
 {FREED_IN_A_STREAM}
-def let_go():
+def let_go_on():
     for at in (0, 40, 50):  # after the last nothing comes
         time.sleep(0.3)
         ctypes.memset(flag + 4 * at, 1, 1)
-threading.Thread(target=let_go).start()
+threading.Thread(target=let_go_on).start()
 begun = time.monotonic()
-ok(cu.cuMemAllocAsync(190 << 20, stream)) if all_of_it else ok(cu.cuMemAllocAsync(120 << 20, stream))
+ok(cu.cuMemAllocAsync(190 << 20, waiting)) if all_of_it else ok(cu.cuMemAllocAsync(120 << 20, waiting))
 say(time.monotonic() - begun)
 ctypes.memset(flag + 4 * 60, 1, 1)
 """
@@ -176,7 +173,7 @@ sizes = [120]
 begun = time.monotonic()
 assert int(cu.cuMemAlloc(150 << 20)[0]) == 2
 say(time.monotonic() - begun)
-ctypes.memset(flag, 1, 1)
+let_go()
 """
     with alone(body, SOFTGPU_MEMORY="200M", PHOS_CACHE_BYTES="0") as app:
         assert 9 < float(app.line()) < 30
@@ -186,7 +183,6 @@ ctypes.memset(flag, 1, 1)
 def test_what_others_free_meanwhile_keeps_nobody_waiting() -> None:
     """There never is as much as is asked for, and always something that was freed a moment ago."""
     body = """
-    import threading
     context = start()
     kept = ok(cu.cuMemAlloc(60 << 20))
     stop = threading.Event()

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.frontend_fake import FakePhosd, alone, built, program
+from tests.unit.frontend_fake import WAITING, FakePhosd, alone, built, program
 
 pytestmark = [pytest.mark.timeout(120), built]
-
-# Work in a stream of its own that waits until the program writes 1 to `flag`.
-WAITING = """
-start()
-flag = int(ok(cu.cuMemHostAlloc(4096, 0)))
-ctypes.memset(flag, 0, 4096)
-waiting = ok(cu.cuStreamCreate(1))
-ok(cu.cuStreamWaitValue32(waiting, flag, 1, 0))
-def let_go():
-    ctypes.memset(flag, 1, 1)
-"""
 
 
 def test_a_quiesce_ends_though_the_work_waits_for_the_program(phosd: FakePhosd) -> None:

@@ -23,7 +23,7 @@ from phos.gpu_engine.daemon import serve_pool, wire
 from phos.gpu_engine.daemon.pools import LOOK_SECONDS, Entry, Pool, Pools
 from phos.gpu_engine.daemon.serve_pool import in_its_place
 from phos.gpu_engine.errors import NoSuchProcess, RestoreFailed, UsageError
-from phos.gpu_engine.restore.pool_process import Warden, far_from
+from phos.gpu_engine.restore.pool_process import far_from
 from tests.unit.waiting import eventually
 
 PATIENCE = 10.0
@@ -550,70 +550,3 @@ def show():
     time.sleep(60)
 threading.Thread(target=show).start()
 """
-
-
-def test_a_warden_that_was_killed_has_not_taken_long(tmp_path: Path) -> None:
-    mine, its = socket.socketpair()
-    warden = Warden.__new__(Warden)
-    warden.log, warden.pid, warden._said, warden._lifeline = tmp_path / "x.log", os.getpid(), b"", mine
-    warden._given = []
-    its.close()  # and its process is still being put away
-    with mine, pytest.raises(RestoreFailed, match="it was ended"):
-        warden.wait_restored()
-
-
-WARDEN_THAT_ENDS_AT_ONCE = """
-import ctypes, os, signal, sys, time
-from pathlib import Path
-from phos.gpu_engine.errors import RestoreFailed
-from phos.gpu_engine.restore import pool_process
-ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what loses its parent is ours, and nobody waits
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-pool_process.launcher = lambda name: Path("/bin/false")
-hear = pool_process.Warden._hear
-def late(self, seconds):
-    heard = hear(self, seconds)
-    while os.path.exists(f"/proc/{heard.get('pid')}"):
-        time.sleep(0.01)
-    return heard
-pool_process.Warden._hear = late
-warden = pool_process.Warden(Path(sys.argv[1]), Path(sys.argv[1]) / "x.log", os.environ, [])
-try:
-    warden.wait_restored()
-except RestoreFailed as error:
-    print(error)
-warden.end()
-warden.wait_ended(60)
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces")
-def test_a_warden_that_has_ended_before_it_is_looked_at_says_why(tmp_path: Path) -> None:
-    """Its number may be somebody else's by then."""
-    words = [sys.executable, "-c", WARDEN_THAT_ENDS_AT_ONCE, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("CRIU could not restore it: ")
-
-
-WARDEN_WITH_HIGH_NUMBERS = """
-import os, resource, sys
-from pathlib import Path
-from phos.gpu_engine.restore import pool_process
-resource.setrlimit(resource.RLIMIT_NOFILE, (4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-kept = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
-pool_process.launcher = lambda name: Path("/bin/true")
-warden = pool_process.Warden(Path(sys.argv[1]), Path(sys.argv[1]) / "x.log", os.environ, [])
-warden.wait_restored()
-print("restored")
-warden.end()
-warden.wait_ended(60)
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces")
-def test_a_process_is_parked_while_phosd_has_more_descriptors_than_select_takes(tmp_path: Path) -> None:
-    """While one that was taken is loaded phosd has some for each of its blocks."""
-    words = [sys.executable, "-c", WARDEN_WITH_HIGH_NUMBERS, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.stdout, done.returncode) == ("restored\n", 0), done.stderr
