@@ -9,7 +9,7 @@
 # dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8
 # cow32 cow64: one size of `cow`, without the peer; soak: what grows with checkpoints and restores; disk32: of dump32
 # only the disk, without the peer; launches, memory, training: one part of steady; jobs: JAX, DataLoader's workers,
-# NVML, shared tensors; copy-load, page-lock, driver-calls, ungated: what a decision of ours rests on; trace-cow64
+# NVML, shared tensors; copy-load, page-lock, driver-calls, driver-sharing, ungated: what a decision of ours rests on; trace-cow64
 # trace-restore8 trace-restore32: when each piece was copied, tables of which go to the logs and nothing to the results;
 # gpus: tests that need two GPUs; pytorch-jobs: loaders however workers are started, and torchrun.
 #
@@ -170,6 +170,7 @@ for wanted in "$@"; do
     trace-restore32) traced trace-restore32 200 restore --sizes 32 --repeats 1 --systems "eager;lazy;lazy, pinned;pool" ;;
     copy-load) measure copy-load 120 copy_load ;;
     driver-calls) measure driver-calls 60 driver_calls ;;
+    driver-sharing) measure driver-sharing 60 driver_sharing ;;
     ungated) measure ungated 60 ungated ;;
     page-lock) (python=$(own_python) && measure page-lock 60 page_lock --gib 8 --repeats 1) ;;
     cow-variants) measure cow-variants 420 cow --sections pools,validate,phases,transfers ;;

@@ -5,6 +5,7 @@
 #include "cleanup.h"
 #include "clock.h"
 #include "driver_memcpy.h"
+#include "driver_shared.h"
 #include "driver_vmm.h"
 #include "gate.h"
 #include "held.h"
@@ -237,6 +238,10 @@ static bool all_movable(struct phos_error *error)
                          "it shares %zu pieces of memory of the driver's own with other processes, which the driver would save "
                          "and could not restore; for NCCL's, start the program with NCCL_CUMEM_HOST_ENABLE=0",
                          shared);
+    if (phos_driver_shared())
+        return phos_fail(error, CUDA_SUCCESS,
+                         "it shares memory with other processes by CUDA IPC or a pool's handle, which the driver would save and "
+                         "could not restore; close it before, or start all of them with phos-gpu run (IPC)");
     for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next) {
         if (b->bound)
             return phos_fail(error, CUDA_SUCCESS,

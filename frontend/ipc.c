@@ -3,6 +3,7 @@
 #include "clock.h"
 #include "control.h"
 #include "deferred.h"
+#include "driver_shared.h"
 #include "held.h"
 #include "log.h"
 #include "memory.h"
@@ -183,8 +184,14 @@ CUresult serve_cuIpcGetMemHandle(CUipcMemHandle_v1 *handle, CUdeviceptr_v2 addre
     }
     if (!id) {
         CUresult result = phos_real.cuIpcGetMemHandle(handle, address);
-        if (result == CUDA_SUCCESS)
-            phos_uncarried_add(PHOS_UNCARRIED_IPC, 1, 0);
+        CUdeviceptr whole = address;
+        CUcontext context = NULL;
+        if (result == CUDA_SUCCESS) {
+            phos_real.cuMemGetAddressRange_v2(&whole, NULL, address);
+            phos_real.cuPointerGetAttribute(&context, CU_POINTER_ATTRIBUTE_CONTEXT, address);
+            PHOS_LOCKED(&phos_memory_lock);
+            phos_driver_shared_add(PHOS_SHARED_EXPORTED, whole, context);
+        }
         return result;
     }
     if (!phosd_has(id)) {
@@ -250,9 +257,13 @@ static CUresult ipc_open(CUdeviceptr_v2 *address, CUipcMemHandle_v1 handle, unsi
     memcpy(&token, &handle, sizeof token);
     if (address && token_valid(&token))
         return open_token(address, &token);
+    CUcontext context = NULL;
     CUresult result = call(address, handle, flags);
-    if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_IPC, 1, 0);
+    if (result == CUDA_SUCCESS) {
+        phos_real.cuCtxGetCurrent(&context);
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_driver_shared_add(PHOS_SHARED_OPENED, *address, context);
+    }
     return result;
 }
 
@@ -295,8 +306,14 @@ CUresult serve_cuIpcCloseMemHandle(CUdeviceptr_v2 address)
             return CUDA_SUCCESS;
         }
     }
-    if (!ours)
-        return phos_real.cuIpcCloseMemHandle(address); /* not under the lock: the driver waits for the device */
+    if (!ours) {
+        CUresult result = phos_real.cuIpcCloseMemHandle(address); /* not under the lock: the driver waits for the device */
+        if (result == CUDA_SUCCESS) {
+            PHOS_LOCKED(&phos_memory_lock);
+            phos_driver_shared_drop(PHOS_SHARED_OPENED, address);
+        }
+        return result;
+    }
     bool captured = false;
     if (phos_current(&context, &device) == CUDA_SUCCESS && phos_synchronize(context, &captured) != CUDA_SUCCESS)
         phos_debug("memory of another process is closed with an error pending");

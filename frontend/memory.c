@@ -2,6 +2,7 @@
 #include "memory.h"
 #include "cleanup.h"
 #include "deferred.h"
+#include "driver_shared.h"
 #include "pool.h"
 #include "runtime.h"
 #include "track.h"
@@ -132,7 +133,7 @@ CUresult serve_cuMemFree_v2(CUdeviceptr address)
         buffer = ours ? allocation->buffer : 0;
     }
     if (!ours)
-        return phos_real.cuMemFree_v2(address); /* not under the lock: the driver waits for the device */
+        return phos_driver_shared_free(address, phos_real.cuMemFree_v2);
     /* cuMemFree waits for the device, as programs that free what a kernel still reads rely on. Not under the lock: other
      * threads may allocate meanwhile. */
     bool captured;

@@ -49,7 +49,10 @@ SERVED: dict[str, tuple[str, ...]] = {
         "cuMemPoolSetAttribute",
         "cuMemPoolGetAttribute",
         "cuMemPoolSetAccess",
+        "cuMemPoolExportToShareableHandle",
         "cuMemPoolImportFromShareableHandle",
+        "cuMemPoolExportPointer",
+        "cuMemPoolImportPointer",
     ),
     "host.c": (
         "cuMemHostAlloc",

@@ -10,6 +10,7 @@
 #include "cleanup.h"
 #include "clock.h"
 #include "detach.h"
+#include "driver_shared.h"
 #include "log.h"
 #include "runtime.h"
 #include "track.h"
@@ -379,8 +380,12 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
     {
         PHOS_MEMORY_LOCKED;
         struct phos_allocation *allocation = phos_allocation_at(dptr);
-        if (!allocation)
-            return phos_real.cuMemFreeAsync(dptr, stream);
+        if (!allocation) {
+            CUresult result = phos_real.cuMemFreeAsync(dptr, stream);
+            if (result == CUDA_SUCCESS && !captured(stream))
+                phos_driver_shared_drop(PHOS_SHARED_POINTER, dptr);
+            return result;
+        }
         if (allocation->address != dptr)
             return CUDA_ERROR_INVALID_VALUE;
     }

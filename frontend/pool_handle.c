@@ -1,6 +1,7 @@
 /* Pools themselves: made, destroyed, asked and told. The handles are the driver's; of its answers, what concerns memory is
  * completed with what pool.c serves in its place. */
 #include "cleanup.h"
+#include "driver_shared.h"
 #include "log.h"
 #include "pool_private.h"
 #include "runtime.h"
@@ -34,6 +35,7 @@ CUresult serve_cuMemPoolDestroy(CUmemoryPool handle)
     if (result != CUDA_SUCCESS)
         return result;
     PHOS_LOCKED(&phos_memory_lock);
+    phos_driver_shared_drop(PHOS_SHARED_POOL, (uintptr_t)handle);
     /* The oldest: since the driver's answer another thread may have been given the handle for a pool of its own. */
     struct phos_pool *gone = NULL;
     for (struct phos_pool *pool = phos_pools; pool; pool = pool->next)
@@ -126,7 +128,41 @@ CUresult serve_cuMemPoolImportFromShareableHandle(CUmemoryPool *pool, void *hand
                                                   unsigned long long flags)
 {
     CUresult result = phos_real.cuMemPoolImportFromShareableHandle(pool, handle, type, flags);
-    if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_POOL, 1, 0);
+    if (result == CUDA_SUCCESS) {
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_driver_shared_add(PHOS_SHARED_POOL, (uintptr_t)*pool, NULL);
+    }
+    return result;
+}
+
+CUresult serve_cuMemPoolExportToShareableHandle(void *handle, CUmemoryPool pool, CUmemAllocationHandleType type,
+                                                unsigned long long flags)
+{
+    CUresult result = phos_real.cuMemPoolExportToShareableHandle(handle, pool, type, flags);
+    if (result == CUDA_SUCCESS) {
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_driver_shared_add(PHOS_SHARED_POOL, (uintptr_t)pool, NULL);
+    }
+    return result;
+}
+
+/* A pool may be destroyed before its memory is freed. */
+CUresult serve_cuMemPoolImportPointer(CUdeviceptr_v2 *address, CUmemoryPool pool, CUmemPoolPtrExportData_v1 *data)
+{
+    CUresult result = phos_real.cuMemPoolImportPointer(address, pool, data);
+    if (result == CUDA_SUCCESS) {
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_driver_shared_add(PHOS_SHARED_POINTER, *address, NULL);
+    }
+    return result;
+}
+
+CUresult serve_cuMemPoolExportPointer(CUmemPoolPtrExportData_v1 *data, CUdeviceptr_v2 address)
+{
+    CUresult result = phos_real.cuMemPoolExportPointer(data, address);
+    if (result == CUDA_SUCCESS) {
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_driver_shared_add(PHOS_SHARED_POINTER, address, NULL);
+    }
     return result;
 }

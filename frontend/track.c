@@ -3,6 +3,7 @@
 #include "twins.h"
 #include "window.h"
 #include "cleanup.h"
+#include "driver_shared.h"
 #include "functions.h"
 #include "log.h"
 #include "memory.h"
@@ -117,6 +118,7 @@ static void context_forget(CUcontext context)
 {
     phos_context_seen(context, -1);
     phos_functions_context_ends(context);
+    phos_driver_shared_context_ends(context);
 }
 
 static void context_made(CUresult result, CUcontext *context, CUdevice device)

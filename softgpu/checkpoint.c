@@ -3,8 +3,9 @@
  * Checkpoint copies all device memory that the process owns alone into one private anonymous mapping, the residue, with what
  * stands for the rest of a context's state (SOFTGPU_RESIDUE bytes: a pattern that the restore checks), and lets
  * go of every memfd: mappings become PROT_NONE reservations, descriptors are closed, the guard too. What CRIU then sees is an
- * ordinary process. Restore makes new memfds and maps them at the same addresses. Handles that were exported or imported
- * cannot be restored, as with the real driver (DESIGN §2): the checkpoint succeeds and the restore fails for good. */
+ * ordinary process. Restore makes new memfds and maps them at the same addresses. Handles that were exported or imported,
+ * memory opened by CUDA IPC and imported pools cannot be restored, as with the real driver (DESIGN §2, bench/shared_memory.py):
+ * the checkpoint succeeds and the restore fails for good. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -28,7 +29,7 @@ static char *residue;
 static size_t residue_size;
 static size_t context_at;    /* where in it the pattern is */
 static uint64_t context_key; /* what the pattern is made of: another at every checkpoint */
-static bool tainted; /* something shared was open at the checkpoint */
+static CUresult tainted; /* what the restore will answer: something shared was open at the checkpoint */
 static int guard = -1;
 
 /* A descriptor of a kind CRIU cannot dump, as /dev/nvidia* is: a dump without the GPU step must fail here as it does there.
@@ -125,17 +126,19 @@ CUresult sg_checkpoint(void)
     CUresult result = CUDA_SUCCESS;
     pthread_mutex_lock(&sg_map_lock);
     residue_size = 0;
-    tainted = false;
+    tainted = atomic_load(&sg_pools_imported) ? CUDA_ERROR_OPERATING_SYSTEM : CUDA_SUCCESS;
     for (size_t i = 0; i < sg_ranges.count; i++) {
         struct sg_range *range = sg_ranges.items[i];
-        if (range->kind == SG_MEM_DEVICE) {
+        if (range->imported) {
+            tainted = tainted ? tainted : CUDA_ERROR_INVALID_VALUE;
+        } else if (range->kind == SG_MEM_DEVICE) {
             range->residue = residue_size;
             residue_size += range->end - range->begin;
         }
     }
     for (struct sg_physical *physical = sg_physicals; physical; physical = physical->next) {
         if (shared(physical)) {
-            tainted = true;
+            tainted = CUDA_ERROR_NOT_SUPPORTED;
             continue;
         }
         physical->residue = residue_size;
@@ -159,7 +162,7 @@ CUresult sg_checkpoint(void)
         context_state(true);
         for (size_t i = 0; i < sg_ranges.count; i++) {
             struct sg_range *range = sg_ranges.items[i];
-            if (range->kind == SG_MEM_DEVICE)
+            if (range->kind == SG_MEM_DEVICE && !range->imported)
                 memcpy(residue + range->residue, (void *)(uintptr_t)range->begin, range->end - range->begin);
             if (range->kind == SG_MEM_DEVICE || range->kind == SG_MEM_VMM)
                 blank(range);
@@ -246,8 +249,8 @@ CUresult sg_restore(const int *physical, unsigned count, const char **why)
     int before[SG_MAX_DEVICES];
     *why = NULL;
     if (tainted) {
-        *why = "memory handles were exported or imported at the checkpoint";
-        return CUDA_ERROR_NOT_SUPPORTED;
+        *why = "memory or pools were shared with other processes at the checkpoint";
+        return tainted;
     }
     if (!context_state(false)) {
         *why = "what the checkpoint saved of the context is not what it was";

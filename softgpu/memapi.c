@@ -382,12 +382,3 @@ CUresult softgpu_cuMemPrefetchAsync_v2(CUdeviceptr devPtr, size_t count, CUmemLo
         result = CUDA_ERROR_INVALID_VALUE;
     return result;
 }
-
-/* CUDA IPC by handle is not simulated; for VMM memory the real driver refuses it too. */
-CUresult softgpu_cuIpcGetMemHandle(CUipcMemHandle *pHandle, CUdeviceptr dptr)
-{
-    struct sg_range range;
-    if (!pHandle || !sg_find_range(dptr, &range) || range.kind == SG_MEM_VMM)
-        return CUDA_ERROR_INVALID_VALUE;
-    return CUDA_ERROR_NOT_SUPPORTED;
-}

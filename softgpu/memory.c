@@ -247,7 +247,8 @@ static void unmap_range(struct sg_range *range)
     pthread_mutex_unlock(&sg_map_lock);
     munmap((void *)(uintptr_t)range->begin, range->end - range->begin);
     sg_use_exclusive_end();
-    sg_used_changed(range->device, -(int64_t)(range->end - range->begin));
+    if (!range->imported)
+        sg_used_changed(range->device, -(int64_t)(range->end - range->begin));
     free(range);
 }
 
@@ -363,9 +364,33 @@ CUresult sg_allocate(struct sg_context *context, size_t size, struct sg_pool *po
     return ok ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+CUresult sg_allocation_import(struct sg_context *context, uint64_t begin, size_t mapped, uint64_t offset, size_t size, int device,
+                              struct sg_pool *pool)
+{
+    struct sg_allocation *allocation = calloc(1, sizeof(*allocation));
+    struct sg_range *range = allocation ? sg_range_new(begin, mapped, SG_MEM_DEVICE, device, context) : NULL;
+    if (!range) {
+        free(allocation);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    *allocation = (struct sg_allocation){.begin = begin + offset, .size = size, .range = range, .context = context,
+                                         .pool = pool, .id = sg_next_id(), .device = device};
+    pthread_mutex_lock(&sg_map_lock);
+    range->imported = true;
+    bool ok = sg_map_insert(&sg_allocations, allocation);
+    if (!ok)
+        sg_map_remove(&sg_ranges, range);
+    pthread_mutex_unlock(&sg_map_lock);
+    if (ok)
+        return CUDA_SUCCESS;
+    free(range);
+    free(allocation);
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 static void release(struct sg_allocation *allocation)
 {
-    if (allocation->pool)
+    if (allocation->pool && !allocation->range->imported)
         atomic_fetch_sub(&allocation->pool->used, allocation->size);
     if (allocation->range->slab)
         slab_free(allocation->range, allocation->begin, allocation->size);

@@ -6,7 +6,7 @@
 
 #include "op.h"
 
-static struct sg_pool *pool_new(int device, const CUmemPoolProps *props)
+struct sg_pool *sg_pool_new(int device, const CUmemPoolProps *props)
 {
     struct sg_pool *pool = calloc(1, sizeof(*pool));
     if (!pool)
@@ -32,7 +32,7 @@ static struct sg_pool *device_pool(struct sg_device *device, bool current)
 {
     pthread_mutex_lock(&device->lock);
     if (!device->default_pool) {
-        device->default_pool = pool_new(device->ordinal, NULL);
+        device->default_pool = sg_pool_new(device->ordinal, NULL);
         if (device->default_pool)
             device->default_pool->is_default = true;
     }
@@ -108,11 +108,12 @@ CUresult softgpu_cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *poolP
 {
     if (!pool || !poolProps || poolProps->allocType != CU_MEM_ALLOCATION_TYPE_PINNED)
         return CUDA_ERROR_INVALID_VALUE;
-    if (poolProps->location.type != CU_MEM_LOCATION_TYPE_DEVICE || poolProps->handleTypes)
+    if (poolProps->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
+        poolProps->handleTypes & ~(unsigned)CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
         return CUDA_ERROR_NOT_SUPPORTED;
     if (!sg_device(poolProps->location.id))
         return CUDA_ERROR_INVALID_DEVICE;
-    *pool = (CUmemoryPool)pool_new(poolProps->location.id, poolProps);
+    *pool = (CUmemoryPool)sg_pool_new(poolProps->location.id, poolProps);
     return *pool ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -127,7 +128,8 @@ CUresult softgpu_cuMemPoolDestroy(CUmemoryPool handle)
     if (device->current_pool == pool)
         device->current_pool = device->default_pool;
     pthread_mutex_unlock(&device->lock);
-    sg_handle_remove(pool, SG_POOL);
+    if (sg_handle_remove(pool, SG_POOL) && pool->imported)
+        atomic_fetch_sub(&sg_pools_imported, 1);
     return CUDA_SUCCESS;
 }
 

@@ -169,6 +169,7 @@ struct sg_range {
     uint64_t id;
     struct sg_physical *physical; /* VMM */
     bool slab;                    /* serves small allocations */
+    bool imported;                /* another process's */
     size_t residue;
 };
 struct sg_allocation { /* what cuMemAlloc gave: a whole range, or part of a slab */
@@ -184,6 +185,9 @@ struct sg_allocation { /* what cuMemAlloc gave: a whole range, or part of a slab
 bool sg_memory_init(void);
 CUresult sg_allocate(struct sg_context *context, size_t size, struct sg_pool *pool, uint64_t *out);
 CUresult sg_free(uint64_t address, bool *found_pool_memory);
+/* Memory of another process, mapped at `begin`, as an allocation; `pool`: the imported one it is of, or null. */
+CUresult sg_allocation_import(struct sg_context *context, uint64_t begin, size_t mapped, uint64_t offset, size_t size, int device,
+                              struct sg_pool *pool);
 bool sg_find_allocation(uint64_t address, struct sg_allocation *out);
 bool sg_find_range(uint64_t address, struct sg_range *out); /* a copy; the pointers in it are only for comparing */
 /* True when all of [address, address+size), which may span neighbouring ranges, may be accessed: by a kernel of `context`, or
@@ -398,8 +402,12 @@ struct sg_pool {
     _Atomic uint64_t threshold, used, used_high;
     int reuse_follow, reuse_opportunistic, reuse_internal;
     CUmemAccess_flags access[SG_MAX_DEVICES];
-    bool is_default;
+    bool is_default, imported;
 };
+struct sg_pool *sg_pool_new(int device, const CUmemPoolProps *props);
+
+/* ---- ipc.c ---- */
+extern _Atomic int sg_pools_imported; /* pools of other processes that this one has a handle of */
 
 /* ---- graph.c, capture.c ---- */
 struct sg_node;

@@ -11,6 +11,7 @@ import pytest
 from tests.integration.site import PATIENCE, Site, wait_until
 
 PROGRAM = Path(__file__).parent / "programs" / "shared_memory.py"
+SHARES = Path(__file__).parents[2] / "bench" / "programs" / "shares_by_the_driver.py"
 
 
 def wait_exported(handle: Path) -> None:
@@ -110,3 +111,54 @@ def test_shared_host_memory_of_the_driver_s_is_refused_as_long_as_there_is_any(s
     program.wait_progress(3)
     base.with_suffix(".over").touch()
     assert program.wait_result() == "0"
+
+
+# CUDA IPC with a process outside PhOS, with one under it whose memory is left to the driver; a pool's handle.
+@pytest.mark.parametrize(
+    ("how", "owner_under", "carried", "refused"),
+    [
+        ("ipc", False, "1", ["guest"]),
+        ("ipc", True, "0", ["owner", "guest"]),
+        ("pool", True, "1", ["owner", "guest"]),
+    ],
+    ids=["ipc-outside", "ipc-not-carried", "pool"],
+)
+@pytest.mark.parametrize("protocol", ["stop", "cow"])
+def test_what_the_driver_shares_by_itself_is_refused_as_long_as_there_is_any(
+    site: Site, how: str, owner_under: bool, carried: str, refused: list[str], protocol: str
+) -> None:
+    """The driver would save it, and not restore the guest; an owner would come back with memory of its own."""
+    base, script = site.folder / "shared", str(SHARES)
+    owner = site.start(sys.executable, script, how, "owner", str(base), under=owner_under, PHOS_CARRY_DEVICE=carried)
+    guest = site.start(sys.executable, script, how, "guest", str(base), PHOS_CARRY_DEVICE=carried)
+    programs = {"owner": owner, "guest": guest}
+    for program in programs.values():
+        program.wait_iterations(3)
+    for name in refused:
+        image = site.image(f"refused-{name}")
+        done = site.dump(programs[name], image, "--leave-running", check=False, PHOS_PROTOCOL=protocol)
+        assert done.returncode != 0
+        assert "close it before, or start all of them with phos-gpu run" in done.stderr
+        assert not list(image.glob("phos-*"))
+        programs[name].wait_progress(3)
+    base.with_suffix(".freed-when").touch()
+    for name in refused:
+        wait_until(lambda name=name: "FREED" in programs[name].lines(), "the memory to be let go")  # type: ignore[misc]
+        image = site.image(f"image-{name}")
+        site.dump(programs[name], image, PHOS_PROTOCOL=protocol)
+        site.restore(image)
+        programs[name].wait_progress(3)
+    base.with_suffix(".over").touch()
+    assert [program.wait_result() for program in programs.values()] == ["0", "0"]
+
+
+def test_what_the_driver_shares_cannot_be_restored_on_the_software_gpu_either(site: Site) -> None:
+    """So that the refusal above is seen to be needed: without the frontend nothing refuses, and the process is lost."""
+    base, script = site.folder / "shared", str(SHARES)
+    site.start(sys.executable, script, "ipc", "owner", str(base), under=False)
+    guest = site.start(sys.executable, script, "ipc", "guest", str(base), under=False)
+    guest.wait_iterations(3)
+    image = site.image()
+    done = site.dump(guest, image, "--leave-running", check=False)
+    assert done.returncode != 0
+    assert "CUDA_ERROR_INVALID_VALUE" in done.stderr + (image / "dump.log").read_text()
