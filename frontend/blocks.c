@@ -16,7 +16,7 @@ struct phos_ranges phos_mappings;
 uint64_t phos_block_bytes;
 size_t phos_blocks_lingering;
 size_t phos_mappings_shut;
-uint64_t phos_mappings_version = 1;
+_Atomic uint64_t phos_mappings_version = 1;
 _Atomic uint64_t phos_block_changes;
 static uint64_t last_id;
 

@@ -2,9 +2,11 @@
 #include "arena.h"
 #include "cleanup.h"
 #include "control.h"
+#include "gate.h"
 #include "log.h"
 #include "patience.h"
 #include "runtime.h"
+#include "window.h"
 
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -182,6 +184,9 @@ static void cache_trim(struct device_spans *d, size_t limit)
 /* How much may wait for the control thread. A limit of 0 means that nothing is kept, not even for a moment. */
 static size_t may_wait(CUdevice device, size_t limit)
 {
+    /* What is unmapped in a window must not be copied aside at that moment, which only the control thread sees to. */
+    if (atomic_load(&phos_gate_word) & PHOS_GATE_TRACED)
+        return SIZE_MAX;
     return trimmed && limit ? phos_devices[device].total / WAITING_PART : 0;
 }
 
@@ -245,11 +250,15 @@ bool phos_span_trim(uint64_t *changes)
 {
     if (!atomic_load(&above_since) || phos_exiting())
         return false;
+    bool given;
+    phos_window_stand_still();
     {
         PHOS_LOCKED(&phos_memory_lock);
-        if (!give_one_back(changes))
-            return false;
+        given = give_one_back(changes);
     }
+    phos_window_go_on();
+    if (!given)
+        return false;
     unsigned rounds = 0;
     do
         nanosleep(&(struct timespec){.tv_nsec = BETWEEN_NS}, NULL);

@@ -161,6 +161,7 @@ static void context_ends(CUcontext context, CUdevice device)
         phos_debug("a context ends with an error pending");
     phos_window_context_ends(context, false);
     size_t left = 0;
+    phos_window_stand_still();
     {
         PHOS_LOCKED(&phos_memory_lock);
         phos_pool_context_ends(context);
@@ -174,6 +175,7 @@ static void context_ends(CUcontext context, CUdevice device)
         if (!left)
             phos_cache_flush(device);
     }
+    phos_window_go_on();
 }
 
 CUresult serve_cuCtxCreate_v4(CUcontext *context, CUctxCreateParams *params, unsigned int flags, CUdevice device)
@@ -252,11 +254,15 @@ static bool primary_of(CUdevice device, CUcontext *primary)
 static void primary_gone(CUcontext primary, CUdevice device)
 {
     phos_window_context_ends(primary, true);
-    PHOS_LOCKED(&phos_memory_lock);
-    phos_pool_context_ends(primary);
-    phos_free_context(primary);
-    context_forget(primary);
-    phos_cache_flush(device);
+    phos_window_stand_still();
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_pool_context_ends(primary);
+        phos_free_context(primary);
+        context_forget(primary);
+        phos_cache_flush(device);
+    }
+    phos_window_go_on();
 }
 
 /* A primary context is not to be destroyed: the driver refuses, and all that is in it stays. */

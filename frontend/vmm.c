@@ -153,8 +153,15 @@ CUresult serve_cuMemSetAccess(CUdeviceptr_v2 ptr, size_t size, const CUmemAccess
 {
     if (!desc)
         return phos_real.cuMemSetAccess(ptr, size, desc, count);
-    PHOS_LOCKED(&phos_memory_lock);
-    return phos_set_access(ptr, size, desc, count);
+    PHOS_RELAXED;
+    phos_window_stand_still(); /* access may be taken away */
+    CUresult result;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        result = phos_set_access(ptr, size, desc, count);
+    }
+    phos_window_go_on();
+    return result;
 }
 
 CUresult serve_cuMemGetAccess(unsigned long long *flags, const CUmemLocation_v1 *location, CUdeviceptr_v2 ptr)

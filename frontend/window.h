@@ -26,6 +26,9 @@ bool phos_window_is_open(void);
 bool phos_window_copies(void);
 /* All work in the context has ended, and with it will all that is in it; or, if it is `gone`, has. */
 void phos_window_context_ends(CUcontext context, bool gone);
+/* To be called now and then while a window is open: a context with an error copies nothing aside any more, nor writes to
+ * anything, which phosd has to know. */
+void phos_window_look(void);
 /* What is copied aside may be memory that nobody uses any more. Before such memory is unmapped: these copies end, and until
  * phos_window_go_on() no other begins, nor is the thread cancelled. To be called before phos_memory_lock is taken. */
 void phos_window_stand_still(void);

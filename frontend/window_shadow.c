@@ -31,6 +31,7 @@ struct targets {
     bool writes; /* the touch that is being looked at */
     bool notes;  /* something may be touched for the first time */
     bool copies; /* not only watched */
+    uint64_t version; /* of the mappings that they were found in */
     struct target inline_list[64];
 };
 
@@ -127,6 +128,7 @@ static void find_targets(struct targets *targets, const struct phos_touches *tou
     targets->notes = __atomic_load_n(&phos_window.unwritten, __ATOMIC_RELAXED);
     {
         PHOS_LOCKED(&phos_memory_lock);
+        targets->version = phos_mappings_version;
         for (size_t i = 0; i < touches->count; i++) {
             targets->writes = touches->list[i].access & PHOS_WRITES;
             if ((targets->writes && targets->copies) || targets->notes)
@@ -206,9 +208,15 @@ void phos_window_stand_still(void)
     pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* it would end with the lock held */
     pthread_mutex_lock(&phos_window_lock);
     cancel_before = cancel;
-    for (int d = 0; phos_window.slots && d < phos_device_count; d++)
-        if (phos_window.pools[d].copies)
-            phos_real.cuStreamSynchronize(phos_window.pools[d].copies); /* with an error pending no copy is made any more */
+    PHOS_RELAXED;
+    for (int d = 0; phos_window.slots && d < phos_device_count; d++) {
+        const struct phos_shadow_pool *pool = &phos_window.pools[d];
+        CUcontext popped;
+        if (!pool->copies || phos_real.cuCtxPushCurrent_v2(pool->context) != CUDA_SUCCESS)
+            continue;
+        phos_real.cuStreamSynchronize(pool->copies); /* with an error pending no copy is made any more */
+        phos_real.cuCtxPopCurrent_v2(&popped);
+    }
 }
 
 void phos_window_go_on(void)
@@ -384,36 +392,49 @@ void phos_window_blame(const struct phos_touches *touches)
              touches->kernel ? touches->kernel : "?");
 }
 
+/* False: what they were found in has been unmapped since, or mapped anew. Nothing is unmapped while the lock is held
+ * (phos_window_stand_still). */
+static bool copy_aside(struct targets *targets, CUstream stream)
+{
+    size_t left;
+    {
+        PHOS_LOCKED(&phos_window_lock);
+        PHOS_RELAXED;
+        if (targets->version != phos_mappings_version)
+            return false;
+        left = follow(targets->list, targets->count, stream);
+        left = left ? shadow(targets->list, left, stream) : 0;
+        for (size_t i = 0; i < left; i++)
+            if (chunk_state(targets->list[i].chunk) == PHOS_CHUNK_UNSAVED)
+                phos_window_ask(targets->list[i].chunk);
+    }
+    wait_saved(targets->list, left);
+    return true;
+}
+
 static void secure(const struct phos_touches *touches)
 {
     /* Not the whole of it: the inline list is most of its size. */
     struct targets targets;
     targets.list = targets.inline_list;
-    targets.count = 0;
     targets.capacity = sizeof targets.inline_list / sizeof(struct target);
     targets.failed = false;
     targets.copies = phos_window.table->mode != PHOS_WINDOW_WATCH;
-    find_targets(&targets, touches);
-    if (!targets.copies)
-        return;
-    if (touches->anything & PHOS_WRITES) {
-        phos_window_blame(touches);
-        wait_for_everything();
-    } else if (targets.failed)
-        wait_for_everything();
-    else if (targets.count) {
-        size_t left;
-        {
-            PHOS_LOCKED(&phos_window_lock);
-            PHOS_RELAXED;
-            left = follow(targets.list, targets.count, touches->stream);
-            left = left ? shadow(targets.list, left, touches->stream) : 0;
-            for (size_t i = 0; i < left; i++)
-                if (chunk_state(targets.list[i].chunk) == PHOS_CHUNK_UNSAVED)
-                    phos_window_ask(targets.list[i].chunk);
-        }
-        wait_saved(targets.list, left);
-    }
+    bool done;
+    do {
+        targets.count = 0;
+        find_targets(&targets, touches);
+        done = true;
+        if (!targets.copies)
+            return;
+        if (touches->anything & PHOS_WRITES) {
+            phos_window_blame(touches);
+            wait_for_everything();
+        } else if (targets.failed)
+            wait_for_everything();
+        else if (targets.count)
+            done = copy_aside(&targets, touches->stream);
+    } while (!done);
     if (targets.list != targets.inline_list)
         free(targets.list);
 }

@@ -112,6 +112,7 @@ struct phos_window_table {
     uint32_t zero;
     uint64_t order_at;     /* bytes from the start */
     struct phos_window_loading loading;
+    uint64_t faulted;      /* bit p: work in the context of pool p's copies has failed; what is not there yet never will be */
     uint32_t waited_for_all;             /* a call that may write anywhere has put its name here */
     char culprit[PHOS_RECENT_NAME];
 };

@@ -164,6 +164,12 @@ EXPORT void phos_window_free_slot(const struct phos_window_view *view, uint32_t 
     __atomic_store_n(&slot_of(view, slot)->ticket, 0, __ATOMIC_RELEASE);
 }
 
+/* Bit p: in the context of pool p's copies nothing is done any more, neither these nor what was to follow them. */
+EXPORT uint64_t phos_window_faulted(const struct phos_window_table *table)
+{
+    return __atomic_load_n(&table->faulted, __ATOMIC_ACQUIRE);
+}
+
 /* Whether the application waits for a transfer of its own: in a call now, or queued. `flags` are the words that the GPU
  * has set in a pool of `slots` slots, as last read; transfers that have ended are cleared. Bit 1: some could not be judged
  * without newer flags of this pool. */
@@ -171,6 +177,8 @@ EXPORT uint32_t phos_window_transferring(const struct phos_window_view *view, ui
 {
     uint32_t answer = load(&view->table->transferring) ? 1 : 0;
     struct phos_window_transfer *transfers = at(view->table, view->transfers_at);
+    if (phos_window_faulted(view->table) >> pool & 1)
+        return answer; /* nothing is transferred any more */
     for (uint32_t i = 0; i < PHOS_TRANSFERS; i++) {
         uint32_t ticket = load(&transfers[i].ticket);
         if (!ticket || transfers[i].pool != pool)

@@ -123,6 +123,7 @@ def library() -> ctypes.PyDLL:
         "phos_window_ticket": (u32, [pointer, u32]),
         "phos_window_free_slot": (None, [pointer, u32]),
         "phos_window_transferring": (u32, [pointer, u32, u32, pointer]),
+        "phos_window_faulted": (u64, [pointer]),
         "phos_window_counts": (None, [pointer, pointer]),
         "phos_window_culprit": (None, [pointer, ctypes.c_char_p]),
     }
@@ -282,6 +283,10 @@ class WindowTable:
         ``flags`` is the host address of the pool's flags as last read.
         """
         return int(self._lib.phos_window_transferring(self.address, pool, self.pools[pool].slots, flags))
+
+    def faulted(self) -> int:
+        """Bit p: the context that copies to pool p has an error; what is not copied yet never will be, nor changed."""
+        return int(self._lib.phos_window_faulted(self._shared.address))
 
     def culprit(self) -> str:
         """The first call that might write anywhere, for which the process waited until all was saved; empty: none."""

@@ -99,11 +99,11 @@ class LentPools:
         self.pools = pools
         self.table: WindowTable | None = None
 
-    def find(self, slot: int) -> tuple[ShadowPool, int] | None:
-        """The pool that has a slot, and the slot's number in it; None: there is no such slot."""
-        for pool in self.pools:
+    def find(self, slot: int) -> tuple[int, int] | None:
+        """Which pool has a slot, and the slot's number in it; None: there is no such slot."""
+        for number, pool in enumerate(self.pools):
             if 0 <= slot < pool.slots:
-                return pool, slot
+                return number, slot
             slot -= pool.slots
         return None
 

@@ -43,6 +43,8 @@ class _Copy(NamedTuple):
     chunk: int
     process: int
     pool: ShadowPool
+    at: int
+    """Which of the process's pools it is."""
     number: int
     """Of the slot, in the pool."""
     ticket: int
@@ -104,6 +106,7 @@ class Shadows:
             DriverError: the flags cannot be read.
         """
         dead = self._dead
+        faulted = [window.table.faulted() for window in self._windows]  # before the flags, as who is dead
         now = time.perf_counter()
         if now - self._looked >= ALIVE_SECONDS:
             self._looked = now
@@ -130,7 +133,7 @@ class Shadows:
         for copy in copies:
             if copy.pool.flag(copy.number) == copy.ticket:
                 self._plan.made(copy.chunk, copy.pool.address(copy.number), copy.pool.device, copy.slot)
-            elif copy.process in dead:
+            elif copy.process in dead or faulted[copy.process] >> copy.at & 1:
                 # It will not be made, and what comes behind it in its stream is not run either.
                 self._plan.left(copy.chunk)
             else:
@@ -156,8 +159,9 @@ class Shadows:
             found = window.pools.find(slot)
             if found is None:
                 raise Mispredicted(f"A process said that it copied chunk {chunk} to a place that does not exist.")
-            pool, number = found
-            copies.append(_Copy(chunk, process, pool, number, window.table.ticket(slot), state - SHADOWED))
+            at, number = found
+            pool = window.pools.pools[at]
+            copies.append(_Copy(chunk, process, pool, at, number, window.table.ticket(slot), state - SHADOWED))
         elif process in self._dead:
             self._plan.left(chunk)
         else:

@@ -31,6 +31,7 @@ BASE = 1 << 40
 SESSION = bytes(16)
 STATES = 64
 TAIL, TRANSFERRING, SLOTS_AT, TRANSFERS_AT, QUEUE_AT, ORDER, TOUCHED, ORDER_AT = 40, 44, 64, 72, 80, 156, 160, 168
+FAULTED = 1168
 """Offsets in the tables: test_cow_tables.py compares them with window_table.h."""
 
 
@@ -112,6 +113,10 @@ class Process:
                 pool.gpu[slot] = ticket
                 return
             slot -= pool.slots
+
+    def faulted(self, pool: int) -> None:
+        """Its context that copies to the pool has an error, and does nothing more."""
+        self._write(FAULTED, 1 << pool)
 
     def transferring(self, calls: int) -> None:
         self._write(TRANSFERRING, calls)

@@ -202,6 +202,7 @@ pthread_mutex_t phos_window_lock = PTHREAD_MUTEX_INITIALIZER;
 atomic_bool phos_window_over;
 pthread_mutex_t phos_memory_lock = PTHREAD_MUTEX_INITIALIZER;
 struct phos_ranges phos_mappings;
+_Atomic uint64_t phos_mappings_version;
 struct phos_device phos_devices[PHOS_DEVICES];
 int phos_device_count = 1;
 

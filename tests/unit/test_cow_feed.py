@@ -102,9 +102,10 @@ def test_a_transfer_of_the_application_goes_first_but_not_for_ever(monkeypatch: 
     while time.perf_counter() - began < 0.8:
         looks.append((time.perf_counter() - began, taken(scene) is not None))
         time.sleep(0.001)
-    changes = [now for (now, got), (_, before) in zip(looks[1:], looks, strict=False) if got != before]
+    # The last look before each change, and the first after it: a spell lasts no longer than from the one to the other.
+    changes = [(last, now) for (now, got), (last, before) in zip(looks[1:], looks, strict=False) if got != before]
     assert not looks[0][1], "the transfer goes first"
-    spells = [later - earlier for earlier, later in zip([0.0, *changes], changes, strict=False)]
+    spells = [later - earlier for (earlier, _), (_, later) in zip([(0.0, 0.0), *changes], changes, strict=False)]
     aside, going = spells[0::2], spells[1::2]
     assert len(going) >= 2, "the application's transfers have their turn again"
     assert min(aside) >= 0.05

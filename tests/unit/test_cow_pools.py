@@ -45,7 +45,7 @@ class FakePool:
 @given(st.lists(st.integers(0, 5), max_size=5), st.integers(-3, 30))
 def test_slots_are_found_in_their_pools(sizes: list[int], slot: int) -> None:
     pools = [FakePool(size) for size in sizes]
-    everywhere = [(pool, index) for pool in pools for index in range(pool.slots)]
+    everywhere = [(number, index) for number, pool in enumerate(pools) for index in range(pool.slots)]
     expected = everywhere[slot] if 0 <= slot < len(everywhere) else None
     found: object = LentPools(pools).find(slot)  # type: ignore[arg-type]
     assert found == expected

@@ -100,6 +100,25 @@ def failure_of(scene: Scene) -> BaseException | None:
     return None
 
 
+def test_in_a_context_with_an_error_nothing_is_copied_nor_overwritten() -> None:
+    """What was not copied before is where it was; the other GPU's context goes on."""
+    scene = Scene(3, (2, 2))
+    process = scene.processes[0]
+    for chunk, slot in enumerate((0, 1, 2)):
+        process.shadow(chunk, slot, ticket=9)
+    process.copied(1, 9)
+    process.faulted(0)
+    assert scene.all() == []
+    scene.read()
+    pieces = [scene.take(), scene.take()]
+    assert sorted((p.chunk, p.slot) for p in pieces if p) == [(0, -1), (1, 1)]
+    with pytest.raises(NothingYet):
+        scene.take()
+    process.copied(2, 9)
+    scene.read()
+    assert scene.all() == [2]
+
+
 def test_a_slot_of_the_second_pool_is_found_there() -> None:
     scene = Scene(2, (3, 2))
     process = scene.processes[0]

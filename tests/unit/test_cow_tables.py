@@ -64,6 +64,7 @@ int main(void)
     SHOW("culprit bytes", sizeof((struct phos_window_table){0}.culprit));
     SHOW("touched at", offsetof(struct phos_window_table, touched));
     SHOW("order at", offsetof(struct phos_window_table, order_at));
+    SHOW("faulted", offsetof(struct phos_window_table, faulted));
     SHOW("touch writes", PHOS_TOUCH_WRITES);
 #define COUNT(field) SHOW("count " #field, offsetof(struct phos_window_counts, field))
     COUNT(calls), COUNT(call_ns), COUNT(shadowed), COUNT(waits), COUNT(wait_ns), COUNT(anything), COUNT(stream_waits);
@@ -331,6 +332,7 @@ def test_tables_are_as_tests_write_them(layout: dict[str, int]) -> None:
         "order": scene.ORDER,
         "touched at": scene.TOUCHED,
         "order at": scene.ORDER_AT,
+        "faulted": scene.FAULTED,
         "touch writes": chunk_table.TOUCH_WRITES,
     }
     assert {name: layout[name] for name in written} == written

@@ -359,12 +359,43 @@ def test_what_is_freed_in_a_window_stays_mapped_until_its_end(phosd: FakePhosd) 
         app.finish()
 
 
+def test_a_context_with_an_error_is_told_of(phosd: FakePhosd) -> None:
+    """It copies nothing aside any more: phosd would wait for ever."""
+    body = """
+    start()
+    pool, p = ok(cu.cuMemAlloc(34 << 20)), ok(cu.cuMemAlloc(16 << 20))
+    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry bad() { trap; }\\n"
+    ptx += b".visible .entry one(.param .u64 to) { ret; }\\0"
+    module = ok(cu.cuModuleLoadData(ptx))
+    bad, one = [ok(cu.cuModuleGetFunction(module, name)) for name in (b"bad", b"one")]
+    ok(cu.cuCtxSynchronize())
+    say("ready")
+    heard()
+    ok(cu.cuLaunchKernel(one, 1, 1, 1, 1, 1, 1, 0, 0, ((int(p),), (ctypes.c_uint64,)), 0))
+    ok(cu.cuLaunchKernel(bad, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
+    say(str(int(cu.cuCtxSynchronize()[0])))
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20) as (_, table):
+            assert not table.faulted()
+            app.tell()
+            assert app.line() == "719"
+            eventually(lambda: table.faulted() == 1)
+        app.finish()
+
+
 @pytest.mark.parametrize(
-    "unmap",
-    ["ok(cu.cuMemAlloc(90 << 20))", "ok(cu.cuMemPoolTrimTo(ok(cu.cuDeviceGetDefaultMemPool(0)), 0))"],
-    ids=["to make room", "to trim a pool"],
+    ("unmap", "kept", "memory"),
+    [
+        ("ok(cu.cuMemAlloc(90 << 20))", "100M", "150M"),
+        ("ok(cu.cuMemPoolTrimTo(ok(cu.cuDeviceGetDefaultMemPool(0)), 0))", "100M", "150M"),
+        # More than the limit and half of the GPU's memory. In another context: freeing waits for a context's work.
+        ("ok(cu.cuCtxSetCurrent(other)); ok(cu.cuMemFree(others.pop()))", "40M", "300M"),
+    ],
+    ids=["to make room", "to trim a pool", "to keep no more than a limit"],
 )
-def test_nothing_is_unmapped_that_is_being_copied_aside(phosd: FakePhosd, unmap: str) -> None:
+def test_nothing_is_unmapped_that_is_being_copied_aside(phosd: FakePhosd, unmap: str, kept: str, memory: str) -> None:
     """The arguments of a kernel name memory that was freed; then memory runs out, and it is given back."""
     body = f"""
     start()
@@ -376,14 +407,22 @@ def test_nothing_is_unmapped_that_is_being_copied_aside(phosd: FakePhosd, unmap:
     ok(cu.cuMemFree(p))
     extra = ok(cu.cuMemAllocAsync(1 << 20, 0))
     ok(cu.cuCtxSynchronize())
+    first, others = ok(cu.cuCtxGetCurrent()), []
+    if "{memory}" == "300M":
+        other = ok(cu.cuCtxCreate(None, 0, 0))
+        others = [ok(cu.cuMemAlloc(36 << 20)) for _ in range(5)]
+        ok(cu.cuCtxSetCurrent(first))
     say("ready")
     heard()
+    while len(others) > 1:
+        ok(cu.cuMemFree(others.pop()))
     ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, ((int(p),), (ctypes.c_uint64,)), 0))
     {unmap}
+    ok(cu.cuCtxSetCurrent(first))
     ok(cu.cuCtxSynchronize())
     say("through")
     """
-    with program(phosd, body, PHOS_CACHE_BYTES="100M", SOFTGPU_MEMORY="150M") as (app, session):
+    with program(phosd, body, PHOS_CACHE_BYTES=kept, SOFTGPU_MEMORY=memory) as (app, session):
         assert app.line() == "ready"
         with window(phosd, session, 34 << 20):
             app.tell()
