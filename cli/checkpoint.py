@@ -129,7 +129,7 @@ def refuse_own(pid: int) -> None:
 
 def _stall(directory: Path) -> float | None:
     """For how many seconds the processes stood still; None if phosd does not know (any more)."""
-    where = os.path.realpath(directory)
+    where = client.image_name(directory)
     for job in reversed(client.status().jobs):
         if job.kind == "dump" and job.image == where:
             return round(stall_seconds(job.phases), 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
 
 from phos.cli.launched import Launched
@@ -22,18 +23,34 @@ def image_directory(path: Path, *, create: bool) -> Path:
     """The image directory, made if asked: for its owner alone, as what is in it is the memory of processes.
 
     Raises:
-        UsageError: it is missing, not a directory, or (to be written to) not empty.
+        UsageError: it is missing, not a directory, or (to be written to) not empty, or others may put links into it.
     """
     if create:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"The image directory {path} cannot be made: {error.strerror}.") from error
+        refuse_foreign(path)
         if any(path.iterdir()):
             raise UsageError(f"{path} is not empty. Name a new directory, or remove the image that is in it.")
     elif not os.path.isdir(path):  # Path.is_dir() raises an error if the name is too long
         raise UsageError(f"There is no image directory {path}.")
     return path
+
+
+def refuse_foreign(directory: Path) -> None:
+    """What root writes there, CRIU's files for one, would go wherever a link in it leads.
+
+    Raises:
+        UsageError: this is root, and others may write to the directory.
+    """
+    status = directory.stat()
+    others = status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and status.st_gid)
+    if os.geteuid() == 0 and (status.st_uid or others):
+        raise UsageError(
+            f"Others than root may write to {directory}, and lead what root writes there to any file: name a directory "
+            "that there is not yet, or one of root's alone."
+        )
 
 
 def needs_shell_job(pid: int) -> bool:

@@ -169,7 +169,7 @@ def _dump(demo: Demo, protocol: str, pid: int, output: Path, image: Path) -> Non
 
 def _stall(demo: Demo, image: Path) -> float:
     """For how long phosd says that the program stood still."""
-    where = os.path.realpath(image)
+    where = client.image_name(image)
     jobs = client.status(Path(demo.environment["PHOS_SOCKET"])).jobs
     return next((stall_seconds(job.phases) for job in reversed(jobs) if job.kind == "dump" and job.image == where), 0.0)
 

@@ -7,7 +7,6 @@ computes to its end; it must end with the same result each time.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -141,7 +140,7 @@ def _first(watch: Watch, clock: float) -> float:
 
 def _job(demo: Demo) -> wire_pb2.Status.Job:
     """phosd's latest restore."""
-    where = os.path.realpath(demo.image)
+    where = client.image_name(demo.image)
     jobs = [
         job
         for job in client.status(Path(demo.environment["PHOS_SOCKET"])).jobs

@@ -18,6 +18,7 @@ import click
 import psutil
 
 from phos.cli.checkpoint import refuse_own
+from phos.cli.criu import refuse_foreign
 from phos.cli.guard_job import End, Job, become_reaper, reap
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
 from phos.cli.guard_speaker import Speaker
@@ -321,8 +322,9 @@ class Guard:
         if unreadable:
             self.say(
                 "gave-up",
-                f"{_listed(unreadable)} cannot be read, and may be whole. Make it readable, then bring the job back "
-                "with --resume; remove it if the job is to begin anew.",
+                f"{_listed(unreadable)} cannot be read (perhaps only by the release of PhOS that made it), and may be "
+                "whole. Make it readable, then bring the job back with --resume; remove it if the job is to begin "
+                "anew.",
             )
             return False
         if whole:
@@ -379,7 +381,8 @@ class Guard:
         if newer:
             self.say(
                 "passed-over",
-                f"{_listed(newer)} cannot be read, and may be whole and newer than {image.name}.",
+                f"{_listed(newer)} cannot be read (perhaps only by the release of PhOS that made it), and may be whole "
+                f"and newer than {image.name}.",
                 image=str(image),
                 unreadable=[str(each) for each in newer],
             )
@@ -428,7 +431,7 @@ def _progress_of(image: Path) -> object:
     done = used = 0
     with suppress(PhosError, OSError):
         for job in client.status().jobs:
-            if job.kind == "dump" and job.image == os.path.realpath(image):
+            if job.kind == "dump" and job.image == client.image_name(image):
                 done, phases = job.bytes_done, [phase.name for phase in job.phases]
     with suppress(OSError):
         used = sum(entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(image))
@@ -500,6 +503,7 @@ def guard(
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"The directory {folder} cannot be made: {error.strerror}.") from error
+    refuse_foreign(folder)
     schedule = Schedule(failure_rate, gpus=gpus or 1, interval=interval)
     speaker = Speaker(as_json=as_json)
     made = Guard(Shelf(folder, keep), schedule, Restarts(restarts), protocol, speaker.say)
@@ -510,7 +514,8 @@ def guard(
     existing = made.shelf.whole()
     if not existing and (unreadable := made.shelf.unreadable()):
         raise UsageError(
-            f"{_listed(unreadable)} cannot be read, and may be whole. Make it readable, or name another directory."
+            f"{_listed(unreadable)} cannot be read (perhaps only by the release of PhOS that made it), and may be "
+            "whole. Make it readable, or name another directory."
         )
     again: Callable[[], Job] | None = None
     if existing_pid is not None:

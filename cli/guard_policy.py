@@ -102,7 +102,8 @@ class Restarts:
 
 
 def is_whole(image: Path) -> bool | None:
-    """Whether an image is committed and, as far as its metadata tell, undamaged. None: it cannot be read."""
+    """Whether an image is committed and, as far as its metadata tell, undamaged. None: it cannot be read, perhaps
+    because another release of PhOS made it."""
     try:
         Image.open(image).close()
     except (ImageUnreadable, OSError):

@@ -15,7 +15,7 @@ from rich.table import Table
 from phos.cli import remote_image
 from phos.cli.console import Console
 from phos.cli.criu import image_directory
-from phos.cli.parameters import NAME, NAME_OR_PATH, Place
+from phos.cli.parameters import NAME, NAME_OR_DIRECTORY, Place
 from phos.cli.refusal import refuse
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
@@ -46,7 +46,7 @@ def pin(directory: Path, name: str | None, copy: bool, as_json: bool) -> None:
     finally:
         os.close(descriptor)
     seconds = time.perf_counter() - began
-    path = os.path.realpath(directory)
+    path = client.image_name(directory)
     found = [pinned for pinned in client.status().pinned if pinned.image == path]
     size, copied = (found[-1].bytes, found[-1].copied) if found else (0, 0)
     if as_json:
@@ -70,30 +70,31 @@ def fetch(address: str, directory: Path, as_json: bool) -> None:
     began = time.perf_counter()
     at = remote_image.address(address)
     with remote_image.interruptible(address) as interruption:
+        made: list[Path] = []
         ours = False
         try:
             with interruption.held():
                 image_directory(directory, create=True)
                 ours = True
-            size = remote_image.fetch(at, directory, lasting=True)
+            size = remote_image.fetch(at, directory, lasting=True, made=made)
             interruption.copied()
         except BaseException as error:
             if ours:
                 with interruption.held():
-                    remote_image.clear(directory)
+                    remote_image.remove(made, directory)
                 if isinstance(error, ImageError):
                     refuse("image fetch", error, as_json)
             raise
     seconds = time.perf_counter() - began
     if as_json:
-        said = {"image": os.path.realpath(directory), "address": address, "bytes": size, "seconds": round(seconds, 4)}
+        said = {"image": client.image_name(directory), "address": address, "bytes": size, "seconds": round(seconds, 4)}
         click.echo(json.dumps(said))
         return
     click.echo(f"{directory} stands for {address}; {size_text(size)} copied ({seconds:.2f} s).")
 
 
 @image.command()
-@click.argument("which", metavar="IMAGE", type=NAME_OR_PATH)
+@click.argument("which", metavar="IMAGE", type=NAME_OR_DIRECTORY)
 def unpin(which: str) -> None:
     """Let IMAGE go, named by its directory or its name. Restores that use it keep it until they are done."""
     if os.path.isdir(which) and not any(pinned.name == which for pinned in client.status().pinned):
@@ -103,7 +104,7 @@ def unpin(which: str) -> None:
         finally:
             os.close(descriptor)
         return
-    path = os.path.realpath(which)  # the directory may be gone
+    path = client.image_name(which)  # the directory may be gone
     name = path if any(pinned.image == path for pinned in client.status().pinned) else which
     _ask(wire_pb2.Envelope(id=1, unpin_image=wire_pb2.UnpinImage(name=name)), [])
 

@@ -84,8 +84,16 @@ class NameOrPath(Text):
         return os.path.abspath(text) if "/" in text else text
 
 
+class NameOrDirectory(NameOrPath):
+    """Likewise, or a directory that there is, whatever its name is made of: as it was given."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value) if os.path.isdir(value) else super().convert(value, param, ctx)
+
+
 NAME = Text(NAME_BYTES)
 NAME_OR_PATH = NameOrPath(PATH_BYTES)
+NAME_OR_DIRECTORY = NameOrDirectory(PATH_BYTES)
 
 
 class Place(click.Path):

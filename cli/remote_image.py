@@ -7,8 +7,8 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,10 @@ def address(image: str) -> Address:
         raise UsageError(str(error)) from error
 
 
-def fetch(image: Address, directory: Path, *, lasting: bool = False) -> int:
+def fetch(image: Address, directory: Path, *, lasting: bool = False, made: list[Path] | None = None) -> int:
     """Make an empty directory stand for the image at that address. Returns the bytes copied.
 
-    ``lasting``: for more than one restore, see fetch_description().
+    ``lasting``: for more than one restore, and ``made``: see fetch_description().
 
     Raises:
         ImageError: the image cannot be had.
@@ -42,9 +42,17 @@ def fetch(image: Address, directory: Path, *, lasting: bool = False) -> int:
     """
     key = Path(os.environ.get("PHOS_REMOTE_KEY") or configuration.read().get("PHOS_REMOTE_KEY", "") or DEFAULT_KEY)
     try:
-        return fetch_description(image, key, directory, lasting=lasting)
+        return fetch_description(image, key, directory, lasting=lasting, made=made)
     except OSError as error:
         raise RestoreFailed(f"{image} cannot be copied to {directory}: {error.strerror}.") from error
+
+
+def remove(made: Sequence[Path], directory: Path) -> None:
+    """Remove these files of a directory, and it too if it has nothing else in it."""
+    for path in made:
+        path.unlink(missing_ok=True)
+    with suppress(OSError):
+        directory.rmdir()
 
 
 def clear(directory: Path) -> None:

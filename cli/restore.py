@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -178,7 +177,7 @@ def _job(directory: Path, since: float) -> wire_pb2.Status.Job:
 
     The processes of an earlier one run on, and so do those that somebody takes from a pool of the image meanwhile.
     """
-    path = os.path.realpath(directory)
+    path = client.image_name(directory)
     jobs = [job for job in client.status().jobs if job.kind == "restore" and job.mode != "pool" and job.image == path]
     return jobs[-1] if jobs and jobs[-1].since >= since else wire_pb2.Status.Job()
 

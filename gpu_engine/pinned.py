@@ -253,7 +253,7 @@ class PinnedMemory:
             with lock:
                 self.done += extent.length
 
-        extents = [e for t in image.blocks.values() for e in t.extents(CHECK_BYTES) if e.stripe is not None]
+        extents = [e for t in image.blocks.values() for e in t.extents(CHECK_BYTES, zeros=False)]
         run_in_threads([partial(check, extent) for extent in extents], thread_count())
 
     def address_of(self, extent: Extent) -> int:

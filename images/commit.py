@@ -14,6 +14,7 @@ from functools import partial
 
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats
+from phos.images.errors import ImageError
 from phos.images.files import hash_files, open_regular, run_in_threads, segments
 from phos.images.formats import digest
 from phos.images.new_files import NewFiles
@@ -105,11 +106,11 @@ def _ours(name: str, raw: bytes) -> pb.File:
 
 def _criu_files(files: NewFiles) -> list[pb.File]:
     with files.saying(""):
-        names = sorted(
-            e.name
-            for e in os.scandir(files.directory)
-            if formats.is_criu_image(e.name) and e.is_file(follow_symlinks=False)
-        )
+        entries = [e for e in os.scandir(files.directory) if formats.is_criu_image(e.name)]
+        names = sorted(e.name for e in entries)
+        odd = [e.name for e in entries if not e.is_file(follow_symlinks=False)]
+    if odd:
+        raise ImageError(f"{files.path}/{odd[0]} is no regular file: somebody else writes to the image's directory")
 
     def sync(name: str) -> None:
         with files.saying(name):

@@ -22,4 +22,5 @@ class ImageError(Exception):
 
 
 class ImageUnreadable(ImageError):
-    """Nobody can say whether the image is whole: some of it is there and cannot be read (permissions, broken disk)."""
+    """Nobody can say whether the image is whole: some of it is there and cannot be read (permissions, broken disk), or
+    it is of a format that this release does not know."""

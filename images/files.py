@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import xxhash
 
@@ -27,6 +27,7 @@ _READ_SIZE = 1 << 20  # small enough to stay in a core's cache between reading a
 _SAMPLE = 4093  # no multiple of what a program aligns to
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_AT_EMPTY_PATH, _HANDLE_MOST = 0x1000, 128  # <fcntl.h>: MAX_HANDLE_SZ
 _thread = threading.local()
 
 
@@ -183,6 +184,22 @@ def copy_segment(source: int, target: int, offset: int, length: int) -> bytes:
         offset += n
         length -= n
     return state.digest()
+
+
+class _FileHandle(ctypes.Structure):
+    _fields_: ClassVar = [("bytes", ctypes.c_uint), ("type", ctypes.c_int), ("handle", ctypes.c_ubyte * _HANDLE_MOST)]
+
+
+def identity(descriptor: int) -> tuple[int, int, bytes]:
+    """Return what no other file or directory has, also when this one is gone: its device, its inode, and its handle.
+
+    A number of an inode is used again at once. The handle (open_by_handle_at(2)) says which of its files it is; it is
+    empty on a file system that has none.
+    """
+    status = os.fstat(descriptor)
+    handle, mount = _FileHandle(bytes=_HANDLE_MOST), ctypes.c_int()
+    failed = _libc.name_to_handle_at(descriptor, b"", ctypes.byref(handle), ctypes.byref(mount), _AT_EMPTY_PATH)
+    return status.st_dev, status.st_ino, b"" if failed else bytes(handle.handle[: handle.bytes])
 
 
 def open_regular(directory: int, name: str) -> int:

@@ -42,6 +42,31 @@ Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all), from one thread at a time."""
 
 
+def read_record(raw: bytes, where: Path) -> pb.CommitRecord:
+    """Return the commit record in the bytes of a commit file; the files that it names lie in the image's directory.
+
+    Raises:
+        ImageError: it is damaged, or names what cannot be a file of an image.
+        ImageUnreadable: it is whole, and of another version of the format.
+    """
+    entries = formats.parse_file(raw, str(where), formats.COMMIT)
+    seal_at = [at for at, _ in formats.split_frames(raw, str(where))][1]
+    if entries[1].seal != digest(memoryview(raw)[:seal_at]) or len(raw) != seal_at + 4 + entries[1].ByteSize():
+        raise ImageError(f"{where} is damaged: its seal does not match its content")
+    record: pb.CommitRecord = entries[0].record
+    if record.format_version != formats.FORMAT_VERSION:
+        raise ImageUnreadable(
+            f"{where.parent} holds an image of format version {record.format_version}; this PhOS reads version "
+            f"{formats.FORMAT_VERSION}: use the release that made it"
+        )
+    for file in record.files:
+        if "/" in file.name or "\0" in file.name or file.name in ("", ".", ".."):
+            raise ImageError(f"{where} names a file outside the image: {file.name!r}")
+        if file.size > _FILE_MOST:
+            raise ImageError(f"{where} gives {file.name} more bytes than a file can have: {file.size}")
+    return record
+
+
 @final
 class Image:
     """An image that may be trusted as far as `open` can tell without reading the data.
@@ -131,17 +156,7 @@ class Image:
             raise ImageError(self._why_no_record()) from None
         except OSError as error:
             raise ImageUnreadable(f"{self.path / name} cannot be read: {error.strerror}") from error
-        where = str(self.path / name)
-        entries = formats.parse_file(raw, where, formats.COMMIT)
-        seal_at = [at for at, _ in formats.split_frames(raw, where)][1]
-        if entries[1].seal != digest(memoryview(raw)[:seal_at]) or len(raw) != seal_at + 4 + entries[1].ByteSize():
-            raise ImageError(f"{where} is damaged: its seal does not match its content")
-        self.record = entries[0].record
-        if self.record.format_version != formats.FORMAT_VERSION:
-            raise ImageError(
-                f"{self.path} holds an image of format version {self.record.format_version}; this PhOS reads version "
-                f"{formats.FORMAT_VERSION}: use the release that made it"
-            )
+        self.record = read_record(raw, self.path / name)
 
     def _why_no_record(self) -> str:
         names = set(os.listdir(self._directory))
@@ -160,12 +175,6 @@ class Image:
     def _check_sizes(self) -> None:
         for file in self.record.files:
             where = self.path / file.name
-            if "/" in file.name or "\0" in file.name or file.name in ("", ".", ".."):
-                raise ImageError(f"{self.path / formats.COMMIT_FILE} names a file outside the image: {file.name!r}")
-            if file.size > _FILE_MOST:
-                raise ImageError(
-                    f"{self.path / formats.COMMIT_FILE} gives {file.name} more bytes than a file can have: {file.size}"
-                )
             try:
                 status = os.stat(file.name, dir_fd=self._directory)
             except FileNotFoundError:

@@ -26,7 +26,7 @@ from phos.images.errors import ImageError
 from phos.images.extents import BlockTable, Extent
 from phos.images.files import free_bytes, put, run_in_threads, segments
 from phos.images.formats import BlockKey, digest
-from phos.images.reader import Image
+from phos.images.reader import Image, read_record
 from phos.images.remote_wire import (
     ANSWER_SECONDS,
     CONNECT_SECONDS,
@@ -324,16 +324,21 @@ def _copy_segment(links: Links, name: str, target: int, offset: int, length: int
         )
 
 
-def fetch_description(address: Address, key_file: Path, directory: Path, *, lasting: bool = False) -> int:
+def fetch_description(
+    address: Address, key_file: Path, directory: Path, *, lasting: bool = False, made: list[Path] | None = None
+) -> int:
     """Make an empty directory stand for the image at an address. Returns the bytes that were copied.
 
     ``lasting``: for many restores, so only the GPU data stays there, and the rest is on stable storage before this
     passes for an image: a host that crashed would have zeros else. Without it what the driver saved, which every
-    restore needs once, stays there as well.
+    restore needs once, stays there as well. ``made`` gets the files that are made: another image may come to be in the
+    directory meanwhile, and is not this one's to remove.
 
     Raises:
         ImageError: the image cannot be had, is not whole, or what came is damaged. OSError: the directory takes it not.
     """
+    made = [] if made is None else made
+    commit, temporary = directory / formats.COMMIT_FILE, directory / formats.COMMIT_TEMPORARY
     with closing(Links(address, read_key(key_file))) as links:
         first = links.connect()
         try:
@@ -350,23 +355,29 @@ def fetch_description(address: Address, key_file: Path, directory: Path, *, last
             first.close()
         if digest(record) != opened.record_hash:
             raise ImageError(f"{address}: its commit record did not arrive as it is there")
-        (directory / formats.COMMIT_FILE).write_bytes(record)
+        files = list(read_record(bytes(record), commit).files)
+        _write_new(temporary, record, made)  # from here on no other image is begun there
         if order:
-            (directory / formats.ORDER_FILE).write_bytes(order)  # only advice: whoever reads it checks it
-        with Image.open_damaged(directory) as partly:  # all else is missing, but the record is whole and of our version
-            files = list(partly.record.files)
-        os.rename(directory / formats.COMMIT_FILE, directory / formats.COMMIT_TEMPORARY)  # an image when all is there
-        size = _fetch_files(links, files, directory, only_data=lasting)
+            _write_new(directory / formats.ORDER_FILE, order, made)  # only advice: whoever reads it checks it
+        size = _fetch_files(links, files, directory, made, only_data=lasting)
     marker = {"address": str(address), "key_file": str(key_file.absolute()), "only_data": lasting}
-    (directory / MARKER).write_text(json.dumps(marker))
+    _write_new(directory / MARKER, json.dumps(marker).encode(), made)
     if lasting:
-        for path in (*directory.iterdir(), directory):
+        for path in (*made, directory):
             _sync(path)
-    os.rename(directory / formats.COMMIT_TEMPORARY, directory / formats.COMMIT_FILE)
+    os.link(temporary, commit)  # unlike a rename it replaces nothing
+    made.append(commit)
+    temporary.unlink()
     if lasting:
         _sync(directory)
     Image.open(directory).close()  # sizes, tables, inventory: all that can be known without the data
     return size
+
+
+def _write_new(path: Path, data: bytes | bytearray, made: list[Path]) -> None:
+    with path.open("xb") as file:
+        made.append(path)
+        file.write(data)
 
 
 def _sync(path: Path) -> None:
@@ -377,7 +388,7 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _fetch_files(links: Links, files: list[pb.File], directory: Path, *, only_data: bool) -> int:
+def _fetch_files(links: Links, files: list[pb.File], directory: Path, made: list[Path], *, only_data: bool) -> int:
     here = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     descriptors: list[int] = []
     try:
@@ -393,6 +404,7 @@ def _fetch_files(links: Links, files: list[pb.File], directory: Path, *, only_da
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = os.open(file.name, flags, 0o600, dir_fd=here)
             descriptors.append(descriptor)
+            made.append(directory / file.name)
             os.ftruncate(descriptor, file.size)
             if file in copied:
                 jobs += _copies(links, file, descriptor)

@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phos.gen import wire_pb2
+from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.paths import log_file, socket_path
 from phos.gpu_engine.daemon.reach import ANSWER_SECONDS, connect
@@ -99,6 +100,11 @@ def interrupt(criu: int, path: Path | None = None) -> None:
     """Ask phosd to end what the plugin of that CRIU has begun; who waits for the image learns what became of it."""
     with suppress(PhosError, OSError):  # it has ended, or hangs: CRIU is ended all the same, where that harms nobody
         request(path, timeout=ANSWER_SECONDS, interrupt=wire_pb2.Interrupt(criu=criu))
+
+
+def image_name(directory: Path | str) -> str:
+    """What an image's directory is called in phosd's answers."""
+    return procfs.readable(os.path.realpath(directory))
 
 
 def wait_image(

@@ -18,6 +18,8 @@ from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.job_states import FAILED, FINAL, SUCCEEDED
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.timeline import Timeline
+from phos.images.files import identity
+from phos.images.formats import COMMIT_FILE
 
 REMEMBERED = 64
 """Of one user's jobs that have ended, so that nobody's pushes out another's; what is under way is remembered."""
@@ -175,7 +177,7 @@ class Claims:
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    directory: tuple[int, int]  # its device and inode
+    directory: tuple[int, int, bytes]
     job: Job | None  # None: a dump without a GPU part
     owner: int  # the user whose it is
 
@@ -184,7 +186,7 @@ class _Entry:
 
 
 class JobTable:
-    """Jobs by the identity (device, inode) of their image directory, so that any path to it finds them."""
+    """Jobs by the identity of their image directory, so that any path to it finds them."""
 
     def __init__(self, failed: Callable[[], None] = lambda: None) -> None:
         """``failed`` is called when the table has let go of a job that has failed, or was cut off."""
@@ -192,18 +194,13 @@ class JobTable:
         self._lock = threading.Lock()  # guards _jobs
         self._jobs: list[_Entry] = []
 
-    @staticmethod
-    def _identity(directory: int) -> tuple[int, int]:
-        status = os.fstat(directory)
-        return status.st_dev, status.st_ino
-
     def add(self, directory: int, job: Job, owner: int) -> None:
         """Remember a job of user ``owner``; the newest for a directory counts."""
-        self._add(_Entry(self._identity(directory), job, owner))
+        self._add(_Entry(identity(directory), job, owner))
 
     def none_for(self, directory: int, owner: int) -> None:
         """Remember that the last dump into this directory had no GPU part."""
-        self._add(_Entry(self._identity(directory), None, owner))
+        self._add(_Entry(identity(directory), None, owner))
 
     def _add(self, entry: _Entry) -> None:
         with self._lock:
@@ -232,14 +229,16 @@ class JobTable:
 
         Of another user's, user ``viewer`` is told nothing.
         """
-        identity = self._identity(directory)
+        wanted = identity(directory)
         with self._lock:
             for entry in reversed(self._jobs):
-                if entry.directory != identity or not _shown(entry, viewer):
+                if entry.directory != wanted or not _shown(entry, viewer):
                     continue
                 job = entry.job
                 if job is None:
                     return wire_pb2.ImageState(state="none")
+                if job.kind == kind == "dump" and job.state in SUCCEEDED and not _has_record(directory):
+                    break  # the image has been removed since
                 if job.kind == kind:
                     return wire_pb2.ImageState(
                         state=state_of(job),
@@ -275,6 +274,14 @@ class JobTable:
                 for job in (entry.job for entry in self._jobs if _shown(entry, viewer))
                 if job is not None
             ]
+
+
+def _has_record(directory: int) -> bool:
+    try:
+        os.stat(COMMIT_FILE, dir_fd=directory)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _shown(entry: _Entry, viewer: int) -> bool:

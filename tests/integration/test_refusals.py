@@ -148,6 +148,26 @@ def test_image_directory_not_empty(site: Site) -> None:
     program.wait_progress()
 
 
+@pytest.mark.parametrize("change", ["owner", "mode"])
+def test_image_directory_that_others_may_write_to(site: Site, change: str) -> None:
+    """A link that they put there would lead what CRIU writes as root to any file."""
+    program = endless(site)
+    image = site.image()
+    if change == "owner":
+        os.chown(image, 65534, 65534)
+    else:
+        image.chmod(0o777)
+    for command in (
+        ["checkpoint", "--leave-running", str(program.pid), str(image)],
+        ["guard", "--images", str(image), "x"],
+    ):
+        result = site.run("phos-gpu", *command, check=False)
+        assert result.returncode == ExitStatus.USAGE
+        assert f"Others than root may write to {image}" in result.stderr
+    assert not list(image.iterdir())
+    program.wait_progress()
+
+
 def test_image_directory_holds_an_image_already(site: Site) -> None:
     program = endless(site)
     image = site.image()

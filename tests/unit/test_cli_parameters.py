@@ -72,7 +72,6 @@ USAGE = [
     ["image", "pin", "there", "--name", NOT_UTF8],
     ["image", "unpin", ""],
     ["image", "unpin", LONG],
-    ["image", "unpin", NOT_UTF8],
     ["image", "fetch", "tcp://localhost:1/image", "file"],
     ["image", "fetch", "tcp://localhost:1/image", LONG],
     ["wait", ""],
@@ -117,6 +116,7 @@ OTHERS = [
     (3, ["pool", "drop", "name"]),
     (3, ["image", "list"]),
     (3, ["image", "unpin", "name"]),
+    (3, ["image", "unpin", NOT_UTF8]),  # a directory
     (3, ["wait", "there"]),
     (1, ["inspect", "there"]),
     (1, ["inspect", "nowhere"]),

@@ -28,6 +28,7 @@ from phos.gpu_engine.daemon.serve_dump import LEAVE
 from phos.gpu_engine.daemon.states import SessionState, StateMachine
 from phos.gpu_engine.errors import CheckpointFailed, ExitStatus, NotPermitted
 from phos.gpu_engine.timeline import Timeline
+from phos.images.formats import COMMIT_FILE
 
 SESSION = bytes(16)
 
@@ -163,6 +164,38 @@ def test_job_table(tmp_path: Path) -> None:
     assert table.state(a, "dump", 0).state == "unknown"
     os.close(a)
     os.close(b)
+
+
+def test_an_image_that_was_removed_is_not_committed(tmp_path: Path) -> None:
+    """Nor is another directory of its name, which mostly has its inode."""
+    table, folder = JobTable(), tmp_path / "a"
+
+    def state() -> str:
+        directory = os.open(folder, os.O_RDONLY)
+        try:
+            return table.state(directory, "dump", 0).state
+        finally:
+            os.close(directory)
+
+    def ended(state: str) -> None:
+        directory = os.open(folder, os.O_RDONLY)
+        job = FakeJob("a")
+        job.state = state
+        table.add(directory, job, 0)
+        os.close(directory)
+
+    folder.mkdir()
+    (folder / COMMIT_FILE).touch()
+    ended("committed")
+    assert state() == "committed"
+    (folder / COMMIT_FILE).unlink()
+    assert state() == "unknown"
+    ended("failed")
+    assert state() == "failed"
+    for _ in range(20):
+        folder.rmdir()
+        folder.mkdir()
+        assert state() == "unknown"
 
 
 def test_of_a_job_that_is_over_what_is_shown_is_kept_and_nothing_else(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from phos.cli.guard_policy import is_whole
 from phos.gen import phos_image_pb2 as pb
 from phos.images import formats, reader
 from phos.images.errors import ImageError, ImageUnreadable
@@ -305,6 +306,9 @@ def test_other_version(copy):
 
     recommit(copy, change)
     assert "format version 99" in refusal_of(copy)
+    with pytest.raises(ImageUnreadable):  # for all that we know it is whole: guard must not remove it
+        Image.open(copy)
+    assert is_whole(copy) is None
 
 
 def test_record_that_reaches_outside_the_directory(copy):

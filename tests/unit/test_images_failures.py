@@ -55,6 +55,21 @@ def test_directory_with_a_whole_image_is_refused_and_left_alone(tmp_path):
         assert image.verify() == []
 
 
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_what_is_no_file_of_crius_is_not_left_out(tmp_path, directory, kind):
+    """CRIU wrote through somebody's link: what it wrote is elsewhere, and the image would lack it."""
+    if kind == "link":
+        (tmp_path / "core-7.img").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere").write_bytes(b"core")
+    else:
+        os.mkfifo(tmp_path / "core-7.img")
+    with ImageWriter(directory, stripes=1) as writer:
+        write_pages(writer, 1)
+        with pytest.raises(ImageError, match=r"core-7\.img is no regular file"):
+            writer.commit(inventory_of({KEY: CHUNK}))
+    assert not ours(tmp_path)
+
+
 def test_directory_with_remains_is_refused(tmp_path, directory):
     (tmp_path / "phos-data-3.raw").write_bytes(b"x")
     with pytest.raises(ImageError, match=r"is not empty.*phos-data-3\.raw"):

@@ -19,6 +19,7 @@ from phos.gpu_engine.daemon.pinned_images import PinnedImages, available_memory,
 from phos.gpu_engine.errors import DriverError, PhosError, UsageError
 from phos.gpu_engine.pinned import PinnedMemory, data_bytes
 from phos.images.errors import ImageError
+from phos.images.extents import EXTENT_LIMIT, BlockTable, Extent
 from phos.images.mapping import HUGE_PAGE
 from phos.images.reader import Image
 from tests.unit.image_sets import CONTENT, aligned, write_small
@@ -163,6 +164,18 @@ def test_damaged_data_is_not_pinned(shared: Path, copy: bool) -> None:
     store(shared / "phos-data-0.raw")
     with pytest.raises(ImageError, match="is damaged"):
         load(shared, copy=copy)
+
+
+@pytest.mark.parametrize("copy", [False, True], ids=["mapped", "copied"])
+def test_zeros_without_end_take_no_time_to_pin(shared: Path, monkeypatch: pytest.MonkeyPatch, copy: bool) -> None:
+    extents = BlockTable.extents
+
+    def with_many(table: BlockTable, limit: int = EXTENT_LIMIT, *, zeros: bool = True) -> Iterator[Extent]:
+        assert not zeros, "they are not even counted"
+        return extents(table, limit, zeros=zeros)
+
+    monkeypatch.setattr(BlockTable, "extents", with_many)
+    load(shared, copy=copy).release()
 
 
 def test_a_change_during_the_check_is_noticed(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from phos.cli.remote_image import remove
 from phos.gen import phos_image_pb2 as pb
 from phos.gen import remote_pb2
 from phos.gpu_engine.touch_order import ORDER_MOST
@@ -50,26 +51,42 @@ def test_what_is_to_last_is_on_stable_storage_before_it_passes_for_an_image(
     here = tmp_path / "here"
     here.mkdir()
     done: list[str] = []
-    sync, rename = os.fsync, os.rename
+    sync, link = os.fsync, os.link
 
     def synced(descriptor: int) -> None:
         done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
         sync(descriptor)
 
-    def renamed(old: Path, new: Path) -> None:
+    def linked(old: Path, new: Path) -> None:
         done.append(f"{Path(old).name} is {Path(new).name}")
-        rename(old, new)
+        link(old, new)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(os, "link", linked)
     fetch_description(host.address("image"), key_file, here, lasting=True)
-    away, back = (
-        done.index("phos-commit.img is phos-commit.img.tmp"),
-        done.index("phos-commit.img.tmp is phos-commit.img"),
-    )
+    back = done.index("phos-commit.img.tmp is phos-commit.img")
     names = {path.name for path in here.iterdir()} - {formats.COMMIT_FILE} | {formats.COMMIT_TEMPORARY}
-    assert sorted(done[away + 1 : back]) == sorted([*names, "here"])
+    assert sorted(done[:back]) == sorted([*names, "here"])
     assert done[back + 1 :] == ["here"]
+
+
+@pytest.mark.parametrize("name", [formats.COMMIT_FILE, formats.COMMIT_TEMPORARY, "phos-remote.json", "core-7.img"])
+def test_what_somebody_else_has_made_meanwhile_stays_his(host: Host, key_file: Path, tmp_path: Path, name: str) -> None:
+    """The directory was empty when it was named; connecting takes a while, and so do copies."""
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / name).write_text("another's")
+    made: list[Path] = []
+    if name in {path.name for path in fetched(host, key_file, tmp_path / "whole").iterdir()} | {
+        formats.COMMIT_TEMPORARY
+    }:
+        with pytest.raises(FileExistsError):
+            fetch_description(host.address("image"), key_file, here, made=made)
+    else:
+        fetch_description(host.address("image"), key_file, here, made=made)
+    remove(made, here)
+    assert [path.name for path in here.iterdir()] == [name]
+    assert (here / name).read_text() == "another's"
 
 
 def test_an_image_arrives_as_it_is(host: Host, key_file: Path, tmp_path: Path) -> None:
