@@ -50,7 +50,7 @@ void phos_look_scan(struct phos_touches *touches, struct phos_look *look, uint32
 {
     uint64_t value;
     for (uint32_t at = (offset + 7) & ~7u; at + 8 <= offset + size; at += 8)
-        if (read_at(look, at, &value, sizeof value) && value >= look->low && value < look->high)
+        if (read_at(look, at, &value, sizeof value) && value >= look->low && value <= look->high) /* or the end of it */
             phos_touches_add(touches, value, 0, access);
     CUtensorMap map;
     if (size < sizeof map || !phos_tensor_maps_any())

@@ -3,6 +3,29 @@
 #include "memory.h"
 #include "window_private.h"
 
+/* What ends right before an address where no allocation begins: some kernels are given the end of what they touch. `first`: the
+ * mapping that holds the address, or the next one. */
+static void visit_ending(size_t first, CUdeviceptr address, bool mapped, phos_window_visitor *visit, void *cookie)
+{
+    struct phos_range *const *items = phos_mappings.items;
+    size_t at = first < phos_mappings.count && items[first]->address < address ? first : first - 1; /* of the byte before */
+    if (at >= phos_mappings.count || address - items[at]->address > items[at]->size)
+        return;
+    struct phos_mapping *mapping = (struct phos_mapping *)items[at];
+    if (mapping->span) {
+        const struct phos_allocation *allocation = phos_allocation_in(mapping, address - 1);
+        if (allocation && allocation->address + allocation->size == address)
+            visit(mapping, allocation->address, address, cookie);
+    } else if (!mapped) { /* the end of the application's own, which lies before it without a gap */
+        for (CUdeviceptr end = address; at < first && items[at]->address + items[at]->size == end; end = items[at--]->address) {
+            mapping = (struct phos_mapping *)items[at];
+            if (mapping->span)
+                break;
+            visit(mapping, items[at]->address, end, cookie);
+        }
+    }
+}
+
 /* An address names the whole allocation that holds it. Of the application's own mappings nobody knows where a buffer ends:
  * everything that is mapped behind it without a gap. */
 void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visit, void *cookie)
@@ -11,10 +34,13 @@ void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visi
     size_t first = phos_ranges_first(&phos_mappings, begin);
     if (!touch->size) {
         const struct phos_mapping *mapping = first < phos_mappings.count ? (void *)phos_mappings.items[first] : NULL;
-        if (!mapping || mapping->range.address > begin)
-            return;
+        bool mapped = mapping && mapping->range.address <= begin;
         /* In the same mapping as a whole, as is a span: `first` stays the first. */
-        const struct phos_allocation *allocation = phos_allocation_in(mapping, begin);
+        const struct phos_allocation *allocation = mapped ? phos_allocation_in(mapping, begin) : NULL;
+        if (!allocation)
+            visit_ending(first, begin, mapped, visit, cookie);
+        if (!mapped)
+            return;
         if (allocation) {
             begin = allocation->address;
             end = begin + (allocation->size ? allocation->size : 1);

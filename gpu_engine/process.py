@@ -10,6 +10,9 @@ from typing import Protocol
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.ptx_instrument.twin_table import Report
 
+CONTROL_THREAD = "phos"
+"""What the frontend's own thread is called, which it has once the process has initialised CUDA (frontend/control.c)."""
+
 
 @dataclass(frozen=True)
 class QuiesceTimes:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 _STATE = 0
 _THREADS = 17
 _START_TIME = 19
+_START_CODE, _END_CODE, _START_STACK = 23, 24, 25
 
 _WAIT4 = 61  # x86-64
 _PID_LIMIT = 1 << 22
@@ -125,6 +126,12 @@ def start_time(pid: int) -> int | None:
     """When it started, in clock ticks since boot: with the pid it names one process for ever. None if there is none."""
     fields = _fields(pid)
     return int(fields[_START_TIME]) if len(fields) > _START_TIME else None
+
+
+def program(pid: int) -> tuple[str, ...]:
+    """Where the program of a process lies, which is another place after an execve(); nothing without a process, and the
+    same of all to who may not trace it."""
+    return tuple(_fields(pid)[_START_CODE : _START_STACK + 1])
 
 
 def resident(pid: int) -> int:

@@ -32,7 +32,7 @@ from phos.gpu_engine.errors import (
     UsageError,
 )
 from phos.gpu_engine.interruption import Interruption
-from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
+from phos.gpu_engine.process import CONTROL_THREAD, Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.stop.dump import Assignment, StopDump
 from phos.gpu_engine.stop.settings import Settings
 
@@ -62,9 +62,6 @@ SCRIPT = re.compile(r"--ac.*")
 SILENT_SECONDS = 1.0
 """How long one with the frontend may have the driver at work and be silent before it counts as one that only asks NVML:
 it may be within cuInit, or about to end."""
-
-CONTROL_THREAD = "phos"
-"""What the frontend's own thread is called, which it has once the process has initialised CUDA (frontend/control.c)."""
 
 
 class DumpServer:

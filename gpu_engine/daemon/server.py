@@ -30,6 +30,7 @@ from phos.gpu_engine.daemon.serve_restore import RestoreServer
 from phos.gpu_engine.daemon.session import UNKNOWN_USER, Session
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import MemoryLost, NotPermitted, PhosError, ProtocolError
+from phos.gpu_engine.process import CONTROL_THREAD
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ class Daemon:
                     session.handle(*packet)
         finally:
             session.disconnected(connection)
-            if session.machine.state in (SessionState.RUNNING, SessionState.QUIESCED):
+            if session.machine.state in (SessionState.RUNNING, SessionState.QUIESCED, SessionState.DETACHED):
                 self._expire_later(session)
 
     def _replace_program(self, session: Session, pid: int) -> None:
@@ -350,12 +351,20 @@ class Daemon:
         timer.daemon = True
         timer.start()
 
+    def _may_come_back(self, session: Session) -> bool:
+        """A detached process is gone only with its program; a checkpoint or restore of it goes on whatever it does."""
+        with self._registry.lock:
+            if session.session in self._registry.restores:
+                return True
+        return self._registry.claims.has([session.pid]) or CONTROL_THREAD in procfs.thread_names(session.pid)
+
     def _expire(self, session: Session, connections: int, was_stopped: bool) -> None:
         if session.connections != connections or session.is_connected:
             return  # it came back meanwhile
-        if session.machine.state not in (SessionState.RUNNING, SessionState.QUIESCED):
+        detached = session.machine.state is SessionState.DETACHED
+        if session.machine.state not in (SessionState.RUNNING, SessionState.QUIESCED) and not detached:
             return
-        if was_stopped or procfs.is_stopped(session.pid):
+        if was_stopped or procfs.is_stopped(session.pid) or (detached and self._may_come_back(session)):
             self._expire_later(session)  # it cannot come back now, or may just have been continued
             return
         log.info("Process %d has replaced its program, or closed its connection for good.", session.pid)

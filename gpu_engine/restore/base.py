@@ -24,8 +24,8 @@ from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
 from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, RestoreFailed
 from phos.gpu_engine.job_states import FAILED
-from phos.gpu_engine.process import GatedProcess
-from phos.gpu_engine.procfs import has_ended, inner_pid
+from phos.gpu_engine.process import CONTROL_THREAD, GatedProcess
+from phos.gpu_engine.procfs import has_ended, inner_pid, thread_names
 from phos.gpu_engine.residue import RestoredResidues
 from phos.gpu_engine.restore.filling import Filling
 from phos.gpu_engine.restore.gpus import match_gpus, require_room
@@ -56,6 +56,9 @@ class RestoredProcess:
 
 VERDICT_SECONDS = 10.0
 """For so long a thread that brings back a process which has ended may take to say whether it was back by then."""
+
+PROGRAM_SECONDS = 0.5
+"""How often to look whether a process that is to get its memory back is still the same program."""
 
 DRIVER_SECONDS = 500.0
 """How long the driver may take to bring a process back of which only its own thread runs, and all of its GPU memory."""
@@ -518,6 +521,7 @@ class Restore(ABC):
     def watch_to_the_end(self) -> None:
         """CRIU has ended. Wait until all processes compute; one that ends before that ends the restore."""
         seen: dict[int, float] = {}  # who has ended → when that was noticed
+        looked = time.monotonic()
         while True:
             with self._lock:
                 if self.state not in UNDER_WAY:
@@ -539,6 +543,10 @@ class Restore(ABC):
                 self.fail(f"Process {gone[0]} ended before its GPU state was back.")
             elif missing > 0:
                 self.fail(f"CRIU ended, and {missing} of the image's GPU processes are not there.")
+            elif time.monotonic() - looked > PROGRAM_SECONDS:
+                looked = time.monotonic()
+                if replaced := [pid for pid in waiting - told - seen.keys() if self._is_another_program(pid)]:
+                    self.fail(f"Process {replaced[0]} replaced its program before its GPU state was back.")
             else:
                 time.sleep(0.01)
         self._loaded.wait()
@@ -554,6 +562,11 @@ class Restore(ABC):
             self._pids, self._beside = dict.fromkeys(self._pids, -1), {}
         for descriptor in descriptors:
             os.close(descriptor)
+
+    def _is_another_program(self, pid: int) -> bool:
+        """Whether a process has no frontend any more that could ask for its memory."""
+        names = thread_names(pid) if inner_pid(pid) in self._gated_pids else set()
+        return bool(names) and CONTROL_THREAD not in names
 
     def _all_have_ended(self) -> None:
         """They computed, and need no memory any more."""

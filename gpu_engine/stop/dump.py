@@ -20,7 +20,7 @@ from types import MappingProxyType
 import psutil
 
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine import driver, inventory
+from phos.gpu_engine import driver, inventory, procfs
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.content_hash import bytes_to_copy
 from phos.gpu_engine.copier import Copier
@@ -122,6 +122,8 @@ class StopDump:
         self._residues = DumpedResidues()
         self._records: list[inventory.ProcessRecord] = []
         self._frozen_at = 0.0
+        self._programs: dict[int, tuple[str, ...]] = {}  # of all GPU processes, when phosd had their part
+        self._frozen: dict[int, tuple[str, ...]] = {}  # of all tasks that CRIU dumps
         self._failure = ""  # why the image cannot be completed
         self._writer = ImageWriter(assignment.directory, stripes=assignment.copier.threads)
         self._landing: Landing | None = None
@@ -163,6 +165,7 @@ class StopDump:
             with self.timeline.phase("detach"):
                 self._tree.detach()
             self._tree.warnings = self._tree.find_warnings()
+            self._programs = {pid: procfs.program(pid) for pid in self.pids}
             log.info("%s: processes %s are detached", self.path, self.pids)
             self._records = [describe(p, self._tree.detached[p.session]) for p in self.gated]
             borrowed = self._tree.collect(borrow)
@@ -300,6 +303,7 @@ class StopDump:
             CheckpointFailed: somebody has asked for the end of it.
         """
         self._interruption.check()
+        self._frozen[pid] = procfs.program(pid)
         if self.settings.cpu_pages:
             self._pages.freeze(pid, criu_pid, table, tracer)
         self._named_memory.look(pid, tracer)
@@ -348,6 +352,7 @@ class StopDump:
             if result == 0:
                 with self.timeline.phase("wait for named memory", concurrent=True):
                     self._named_memory.wait()
+                self._check_tasks()
                 self._tree.check_device_files(self._tasks_with_device_files)
         except CheckpointFailed as error:
             self._failure = str(error)
@@ -356,6 +361,24 @@ class StopDump:
             self.timeline.add("CRIU freeze and dump", self._frozen_at)
         if result == 0 and kills:
             self._complete()
+
+    def _check_tasks(self) -> None:
+        """Between phosd's part and CRIU's, processes run: they may end, be no descendants any more, or execve().
+
+        Raises:
+            CheckpointFailed: CRIU has not dumped each process that phosd has saved, as it was then.
+        """
+        for pid, program in self._programs.items():
+            if not is_alive(pid):
+                raise CheckpointFailed(f"Process {pid} ended while it was being checkpointed.")
+            if pid in self._tree.unsaved:
+                continue  # :meth:`_complete` says so
+            if pid not in self._frozen:
+                raise CheckpointFailed(
+                    f"Process {pid} left the tree that CRIU dumps while it was being checkpointed: its parent ended."
+                )
+            if self._frozen[pid] != program:
+                raise CheckpointFailed(f"Process {pid} replaced its program while it was being checkpointed.")
 
     def finish(self, criu_result: int) -> None:
         """Bring back who is alive, and commit or withdraw the image. ``criu_result`` is CRIU's own, 0 for success.

@@ -359,6 +359,44 @@ def test_what_is_freed_in_a_window_stays_mapped_until_its_end(phosd: FakePhosd) 
         app.finish()
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["cuMemAlloc", "cuMemMap"])
+def test_the_end_of_an_allocation_stands_for_it(phosd: FakePhosd, own: bool) -> None:
+    """As kernels are called that walk backwards (thrust::reverse_iterator)."""
+    body = f"""
+    start()
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    if {own}:
+        properties = cu.CUmemAllocationProp()
+        properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access = cu.CUmemAccessDesc()
+        access.location.type = properties.location.type
+        access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        p = ok(cu.cuMemAddressReserve(32 << 20, 0, 0, 0))
+        for part in range(2):
+            handle = ok(cu.cuMemCreate(16 << 20, properties, 0))
+            ok(cu.cuMemMap(int(p) + part * (16 << 20), 16 << 20, 0, handle, 0))
+        ok(cu.cuMemSetAccess(p, 32 << 20, [access], 1))
+    else:
+        p = ok(cu.cuMemAlloc(32 << 20))
+    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry one(.param .u64 to) {{ ret; }}\\0"
+    kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(ptx)), b"one"))
+    ok(cu.cuCtxSynchronize())
+    say("ready")
+    heard()
+    ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, ((int(p) + (32 << 20),), (ctypes.c_uint64,)), 0))
+    ok(cu.cuCtxSynchronize())
+    say("through")
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20) as (_, table):
+            app.tell()
+            assert app.line() == "through"
+            assert table.counts().shadowed == 8
+        app.finish()
+
+
 def test_a_context_with_an_error_is_told_of(phosd: FakePhosd) -> None:
     """It copies nothing aside any more: phosd would wait for ever."""
     body = """

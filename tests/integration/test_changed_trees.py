@@ -1,0 +1,130 @@
+"""Between phosd's part of a dump and CRIU's, processes run: what they do then is in no image that passes for whole.
+
+Of a process that CRIU does not dump, or dumps as another program, phosd must not hold half.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.site import Program, Site, examples_folder, wait_until, words
+
+STENCIL = examples_folder() / "stencil.py"
+ENDLESS = ["--size", "48", "--iterations", "4000", "--iteration-seconds", "0.02"]
+PARENT = """
+import os, subprocess, sys, time
+script, log, noted, others = sys.argv[1:5]
+words = [sys.executable, script, *sys.argv[5:]]
+if others == "sibling":
+    killed = subprocess.Popen(words, stdout=open(log, "ab"), stderr=subprocess.STDOUT)
+else:
+    run = "import subprocess, sys; subprocess.run(sys.argv[1:])"
+    killed = subprocess.Popen([sys.executable, "-c", run, *words], stdout=open(log, "ab"), stderr=subprocess.STDOUT)
+open(noted, "w").write(str(killed.pid))
+if others == "sibling":
+    os.execv(sys.executable, words)
+number = 0
+while True:
+    number += 1
+    print("ITERATION", number, flush=True)
+    time.sleep(0.05)
+"""
+REPLACED = """
+import os, runpy, sys, threading, time
+hold, delay, script = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+
+def replace():
+    while not os.path.isdir(hold) or not os.listdir(hold):
+        time.sleep(0.001)
+    time.sleep(delay)
+    os.execv("/bin/sleep", ["sleep", "1000"])
+
+threading.Thread(target=replace, daemon=True).start()
+sys.argv = sys.argv[3:]
+sys.path.insert(0, os.path.dirname(script))
+runpy.run_path(script, run_name="__main__")
+"""
+DELAYS = [0.0, 0.005, 0.01, 0.015, 0.02, 0.03]
+"""Seconds after all of them are detached. CRIU freezes them some milliseconds later, sooner or later with the load."""
+
+
+def held(site: Site) -> int:
+    hold = site.folder / "run" / "hold"
+    return len(list(hold.iterdir())) if hold.exists() else 0
+
+
+def judge(site: Site, program: Program, image: Path, status: int) -> None:
+    """Was the dump a success, its image restores; else the program runs on."""
+    if status:
+        program.wait_progress(3)
+        assert not list(image.glob("phos-*"))
+    else:
+        site.gone(program)
+        site.restore(image)
+        program.wait_progress(3)
+
+
+def end(site: Site) -> None:
+    """Whatever is left of the programs."""
+    for process in site.processes():
+        if not any(name in " ".join(words(process)) for name in ("phosd", "keeper", "daemon")):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    site.wait_no_gpu_memory()
+
+
+@pytest.mark.parametrize("others", ["sibling", "parent"])
+def test_a_gpu_process_that_leaves_the_tree(site: Site, others: str) -> None:
+    """One of two is killed; or the parent of the only one, with which that is no descendant any more."""
+    script = site.folder / "tree.py"
+    script.write_text(PARENT)
+    said = ""
+    for number, delay in enumerate(DELAYS):
+        log, noted = site.folder / f"child-{number}.log", site.folder / f"child-{number}.pid"
+        program = site.start(sys.executable, str(script), str(STENCIL), str(log), str(noted), others, *ENDLESS)
+        program.wait_iterations(3)
+        wait_until(lambda log=log: log.exists() and log.read_text().count("ITER") > 3, "the child")  # type: ignore[misc]
+        image = site.image(f"image-{number}")
+        dump = site.begin_dump(program, image)
+        while held(site) < (2 if others == "sibling" else 1) and dump.poll() is None:
+            time.sleep(0.001)
+        time.sleep(delay)
+        os.kill(int(noted.read_text()), signal.SIGKILL)
+        judge(site, program, image, dump.wait(60))
+        said += (image / "dump.log").read_text()
+        end(site)
+    told = "ended while it was being checkpointed" if others == "sibling" else "left the tree that CRIU dumps"
+    assert told in said, "it was always too late, or too early"
+
+
+def test_one_that_replaces_its_program(site: Site) -> None:
+    """What phosd had of it is nobody's any more."""
+    script = site.folder / "replaced.py"
+    script.write_text(REPLACED)
+    replaced = 0
+    for number, delay in enumerate(DELAYS):
+        hold = str(site.folder / "run" / "hold")
+        program = site.start(sys.executable, str(script), hold, str(delay), str(STENCIL), *ENDLESS)
+        program.wait_iterations(3)
+        image = site.image(f"image-{number}")
+        if site.dump(program, image, "--leave-running", check=False).returncode == 0:
+            program.process.kill()
+            site.gone(program)
+            restored = site.restore(image, check=False)  # it is replaced as soon as it runs, if it was about to be
+            assert restored.returncode == 0 or "replaced its program" in (
+                restored.stderr + (image / "restore.log").read_text()
+            )
+        else:
+            replaced += "replaced its program" in (image / "dump.log").read_text()
+            assert program.alive()
+            wait_until(lambda: not site.status()["processes"], "phosd to forget what it had")
+        end(site)
+    assert replaced, "it was always too late, or too early"
