@@ -216,7 +216,35 @@ static struct phos_twin_stream *stream_of(CUstream stream, CUcontext context)
 
 /* ---- the launch; without phos_twin_lock ---- */
 
-static bool prepare(struct call *call, const struct phos_touches *touches, CUfunction original, uint64_t threads,
+struct shape {
+    uint64_t blocks, threads; /* in the grid; in a block */
+    size_t shared;            /* bytes of dynamic shared memory of a block */
+};
+
+/* A twin takes more registers than its original, so that fewer of its blocks run at a time. Those of a kernel that was launched
+ * with as many as run at a time may wait for each other: a twin of which not all do would wait for ever. */
+static bool as_many_run(struct phos_twin_kernel *kernel, CUfunction original, const struct shape *shape, CUdevice device)
+{
+    if (kernel->threads != shape->threads || kernel->shared != shape->shared) {
+        kernel->threads = 0;
+        if (phos_real.cuOccupancyMaxActiveBlocksPerMultiprocessor(&kernel->resident, (CUfunction)kernel->handle,
+                                                                  (int)shape->threads, shape->shared) != CUDA_SUCCESS ||
+            phos_real.cuOccupancyMaxActiveBlocksPerMultiprocessor(&kernel->resident_original, original, (int)shape->threads,
+                                                                  shape->shared) != CUDA_SUCCESS)
+            return false;
+        kernel->threads = shape->threads;
+        kernel->shared = shape->shared;
+    }
+    int processors = 0;
+    if (kernel->resident >= kernel->resident_original)
+        return true;
+    if (phos_real.cuDeviceGetAttribute(&processors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device) != CUDA_SUCCESS)
+        return false;
+    uint64_t most = (uint64_t)processors * (uint64_t)kernel->resident_original;
+    return shape->blocks <= (uint64_t)processors * (uint64_t)kernel->resident || shape->blocks > most;
+}
+
+static bool prepare(struct call *call, const struct phos_touches *touches, CUfunction original, const struct shape *shape,
                     void **parameters, void **extra)
 {
     PHOS_LOCKED(&phos_twin_lock);
@@ -232,7 +260,8 @@ static bool prepare(struct call *call, const struct phos_touches *touches, CUfun
         phos_real.cuCtxGetDevice(&device) == CUDA_SUCCESS &&
         phos_real.cuKernelGetAttribute(&most, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, kernel->handle, device) ==
             CUDA_SUCCESS &&
-        threads <= (uint64_t)most && resolve(kernel, original, context) &&
+        shape->threads <= (uint64_t)most && resolve(kernel, original, context) &&
+        as_many_run(kernel, original, shape, device) &&
         arguments_of(call, kernel, parameters, extra)) {
         /* Not the whole of it: most of a call is room for parameters. */
         memset(&call->launch, 0, sizeof call->launch);
@@ -269,7 +298,8 @@ CUresult twin_cuLaunchKernel(const struct phos_touches *touches, phos_real_launc
                              unsigned int bz, unsigned int shared, CUstream stream, void **parameters, void **extra)
 {
     struct call call;
-    if (prepare(&call, touches, function, (uint64_t)bx * by * bz, parameters, extra)) {
+    const struct shape shape = {(uint64_t)gx * gy * gz, (uint64_t)bx * by * bz, shared};
+    if (prepare(&call, touches, function, &shape, parameters, extra)) {
         CUresult result = real(call.function, gx, gy, gz, bx, by, bz, shared, stream, call.parameters, NULL);
         if (launched(&call, touches, result))
             return result;
@@ -281,8 +311,11 @@ CUresult twin_cuLaunchKernelEx(const struct phos_touches *touches, phos_real_lau
                                CUfunction function, void **parameters, void **extra)
 {
     struct call call;
-    uint64_t threads = config ? (uint64_t)config->blockDimX * config->blockDimY * config->blockDimZ : 0;
-    if (config && prepare(&call, touches, function, threads, parameters, extra)) {
+    struct shape shape = {0};
+    if (config)
+        shape = (struct shape){(uint64_t)config->gridDimX * config->gridDimY * config->gridDimZ,
+                               (uint64_t)config->blockDimX * config->blockDimY * config->blockDimZ, config->sharedMemBytes};
+    if (config && prepare(&call, touches, function, &shape, parameters, extra)) {
         CUresult result = real(config, call.function, call.parameters, NULL);
         if (launched(&call, touches, result))
             return result;
@@ -296,7 +329,8 @@ CUresult twin_cuLaunchCooperativeKernel(const struct phos_touches *touches, phos
                                         CUstream stream, void **parameters)
 {
     struct call call;
-    if (prepare(&call, touches, function, (uint64_t)bx * by * bz, parameters, NULL)) {
+    const struct shape shape = {(uint64_t)gx * gy * gz, (uint64_t)bx * by * bz, shared};
+    if (prepare(&call, touches, function, &shape, parameters, NULL)) {
         CUresult result = real(call.function, gx, gy, gz, bx, by, bz, shared, stream, call.parameters);
         if (launched(&call, touches, result))
             return result;

@@ -23,6 +23,10 @@ struct phos_twin_kernel {
     CUcontext context;
     bool resolved;
     bool unusable; /* they cannot be had */
+    /* How many blocks of the twin and of its original a multiprocessor holds, and of which shape; 0 threads: not asked yet. */
+    uint64_t threads;
+    size_t shared;
+    int resident, resident_original;
     uint64_t address[PHOS_TWIN_VARIABLES];
     struct phos_twin_kernel *next; /* in its bucket */
 };

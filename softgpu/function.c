@@ -159,7 +159,7 @@ CUresult softgpu_cuFuncLoad(CUfunction hfunc)
     return sg_function_get(hfunc, NULL, &function);
 }
 
-/* ---- occupancy: by threads, blocks and shared memory of an H100's multiprocessor ---- */
+/* ---- occupancy: by threads, blocks, registers and shared memory of an H100's multiprocessor ---- */
 
 static int blocks_per_sm(const struct sg_function *function, int threads, size_t dynamic)
 {
@@ -170,6 +170,10 @@ static int blocks_per_sm(const struct sg_function *function, int threads, size_t
     int blocks = THREADS_PER_SM / rounded, by_shared = (int)(SHARED_PER_SM / (shared + SHARED_RESERVED));
     if (blocks > BLOCKS_PER_SM)
         blocks = BLOCKS_PER_SM;
+    if (sg_settings()->registers) {
+        int by_registers = (int)(sg_settings()->registers / (ptx_kernel_registers(function->kernel) * (unsigned)rounded));
+        blocks = blocks < by_registers ? blocks : by_registers;
+    }
     return blocks < by_shared ? blocks : by_shared;
 }
 

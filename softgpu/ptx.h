@@ -42,6 +42,7 @@ size_t ptx_kernel_param_count(const struct ptx_kernel *kernel);
 void ptx_kernel_param(const struct ptx_kernel *kernel, size_t index, size_t *offset, size_t *size);
 size_t ptx_kernel_param_bytes(const struct ptx_kernel *kernel);
 size_t ptx_kernel_static_shared(const struct ptx_kernel *kernel);
+unsigned ptx_kernel_registers(const struct ptx_kernel *kernel); /* of a thread, in words: as declared, none used twice */
 unsigned ptx_kernel_max_threads(const struct ptx_kernel *kernel); /* .maxntid product, or 1024 */
 
 /* A module-scope .global or .const variable. */

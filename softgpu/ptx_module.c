@@ -199,6 +199,7 @@ void ptx_kernel_param(const struct ptx_kernel *k, size_t i, size_t *offset, size
 }
 size_t ptx_kernel_param_bytes(const struct ptx_kernel *k) { return k->function->param_bytes; }
 size_t ptx_kernel_static_shared(const struct ptx_kernel *k) { return k->static_shared; }
+unsigned ptx_kernel_registers(const struct ptx_kernel *k) { return k->function->frame_bytes / (4 * PTX_WARP) + 1; }
 unsigned ptx_kernel_max_threads(const struct ptx_kernel *k) { return k->function->max_threads; }
 size_t ptx_module_global_count(const struct ptx_module *m) { return m->variable_count; }
 const struct ptx_global *ptx_module_global(const struct ptx_module *m, size_t i) { return i < m->variable_count ? &m->variables[i]->info : NULL; }

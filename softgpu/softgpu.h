@@ -34,6 +34,7 @@ struct sg_settings {
     char copy_hold[256];      /* a file: as long as it exists, no copy to or from a device ends; empty: none */
     uint64_t copy_hold_bytes; /* but for shorter ones */
     unsigned launch_latency;  /* microseconds */
+    unsigned registers;       /* of a multiprocessor; 0: they are not counted */
     int driver_version;
     unsigned threads;         /* host threads per kernel launch */
     unsigned toggle_ms;       /* least duration of a checkpoint and of a restore */

@@ -99,6 +99,26 @@ def test_a_checkpoint_with_twins(site: Site, name: str) -> None:
     assert program.wait_result() == expected
 
 
+@pytest.mark.parametrize(("blocks", "twins"), [(100, True), (200, False)])
+def test_no_twin_of_blocks_that_may_wait_for_each_other(site: Site, blocks: int, twins: bool) -> None:
+    """Of 132 multiprocessors each holds two blocks of the kernel and one of its twin: 200 would not run at a time."""
+    quickly = {"SOFTGPU_COPY_BANDWIDTH": "0", "SOFTGPU_COPY_HOLD": "", "SOFTGPU_REGISTERS": str(2 * 1024 * 16)}
+    site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(32 << 20)}
+    site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "hold")
+    site.run("phosd", "--ensure")
+    program = site.start(sys.executable, str(READER.with_name("persistent.py")), str(blocks), **quickly)
+    program.wait_iterations(3)
+    wait_until(lambda: analysed(site, program), "the analysis of its kernels")
+    image = site.image()
+    dumping = site.begin_dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")
+    wait_until(lambda: attached_again(site), "the window")
+    with copies_held(site, lambda: wait_until(lambda: has_twins(program), "twins")):
+        assert dumping.wait() == 0
+    counts = window_of(site, image)
+    assert counts["twin_kernels"] == 1
+    assert (counts["twins"] > 0) == twins
+
+
 ASLEEP = 3
 """Seconds between two iterations: longer than a dump takes from its command to the quiesce, even on a slow machine."""
 
