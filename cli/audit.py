@@ -27,7 +27,6 @@ from phos.gpu_engine.installation import application_environment, device_kind
 
 KERNELS_SHOWN = 30
 NAME_SHOWN = 60
-WIDTH = 160
 STDERR = 2
 
 
@@ -176,8 +175,6 @@ def _run(program: str, command: tuple[str, ...], changes: dict[str, str], as_jso
 def show(found: dict[str, Any]) -> None:
     """Tables of an audit's report."""
     console = Console(highlight=False)
-    if not console.is_terminal:  # a file or a pipe has no width to keep to
-        console = Console(highlight=False, width=WIDTH)
     sources = Table("Descriptors from", title="Success by source", title_justify="left")
     for title in ("Kernels", "Wrong", "Launches", "Audited", "Wrong", "Success", "Over-traced"):
         sources.add_column(title, justify="right")

@@ -55,8 +55,7 @@ def inspect(image: str, as_json: bool, buffers: bool, decode: bool) -> None:
     if as_json:
         click.echo(json.dumps(summary, indent=2))
     else:
-        # Where nobody looks at a terminal, lines are not folded: 80 columns would cut paths in two.
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+        console = Console(highlight=False)
         with console.capture() as capture:
             for part in render(summary, buffers):
                 console.print(part)

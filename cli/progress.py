@@ -43,9 +43,11 @@ class ImageProgress:
         # Here, because importing it takes longer than many a restore's other preparations.
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+        from phos.cli.console import Console
+
         began = time.monotonic()
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        with Progress(*columns, transient=True) as bar:
+        with Progress(*columns, transient=True, console=Console(stderr=True)) as bar:
             task = bar.add_task("GPU memory", total=None, visible=False)
 
             def show(state: wire_pb2.ImageState) -> None:

@@ -77,12 +77,11 @@ def _print_table(found: list[AccessDescriptor]) -> None:
         sizes = " ".join(str(parameter.size) for parameter in item.parameters)
         table.add_row(item.kernel, item.source.name, sizes, _fields(item.fields), LETTERS[item.indirect])
     # Names are looked for by people and by tools: as long as they are, unless this is a terminal.
-    Console(width=None if sys.stdout.isatty() else 400, soft_wrap=False).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 1 << 16, markup=False, emoji=False)
+    console.print(table)
     sources = Counter(item.source.name for item in found)
     counts = ", ".join(f"{count} from {name}" for name, count in sorted(sources.items()))
-    Console().print(
-        f"{len(found)} kernels: {counts or 'none'}. Fields are offset:size, access; * scanned, # tensor map."
-    )
+    console.print(f"{len(found)} kernels: {counts or 'none'}. Fields are offset:size, access; * scanned, # tensor map.")
 
 
 def _fields(fields: tuple[Field, ...]) -> str:
