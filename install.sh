@@ -16,6 +16,7 @@
 #
 # Running it again repairs and updates. Packages come from apt and pip as this machine has them configured.
 set -euo pipefail
+umask 022 # what root installs everybody runs
 
 script=$(readlink -f -- "${BASH_SOURCE[0]}")
 source=$(dirname "$script")
@@ -472,7 +473,13 @@ install_unit() {
     say "phosd.service is there and not enabled: phosd starts when it is needed (systemctl enable --now phosd, if you prefer)"
 }
 
+# Whatever the umask under which the clone, the bundle or an earlier installation was made; what we displaced stays as is.
+let_everybody_read() {
+    (cd "$home" && find . -path ./displaced -prune -o ! -type l -exec chmod a+rX,go-w {} +) 2>/dev/null || true # another's
+}
+
 finish() {
+    let_everybody_read
     step "Done"
     "$home/bin/criu" --version >/dev/null || fail "the installed criu does not start."
     say "criu $("$home/bin/criu" --version | sed -n 's/^Version: //p'), phos-gpu and phosd are in $prefix/bin"

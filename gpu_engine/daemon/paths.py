@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from phos.gpu_engine.errors import NotPermitted, UsageError
@@ -14,12 +15,14 @@ PATH_BYTES = 107
 
 TEMPORARY = Path("/tmp")
 
+FOLDER_MODE = 0o755
+
 
 def socket_path() -> Path:
     """``PHOS_SOCKET``, or the system's phosd, or (for other users, when root runs none) one's own.
 
     Raises:
-        NotPermitted: one's own place is in somebody else's hands.
+        NotPermitted: one's own place is in somebody else's hands, or nobody but root can look for the system's.
         UsageError: ``PHOS_SOCKET`` is no absolute path.
     """
     named = os.environ.get("PHOS_SOCKET")
@@ -27,11 +30,25 @@ def socket_path() -> Path:
         if not os.path.isabs(named):
             raise UsageError(f"PHOS_SOCKET={named} is no absolute path: programs stand in several directories.")
         return Path(named)
-    if os.geteuid() == 0 or SYSTEM_SOCKET.exists():
+    if os.geteuid() == 0 or _exists(SYSTEM_SOCKET):
         return SYSTEM_SOCKET
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) if runtime else _own(TEMPORARY / f"phos-{os.geteuid()}")
     return folder / "phos" / "phosd.sock"
+
+
+def _exists(socket: Path) -> bool:
+    """
+    Raises:
+        NotPermitted: that cannot be seen.
+    """
+    try:
+        return socket.exists()
+    except PermissionError as error:
+        raise NotPermitted(
+            f"User {os.geteuid()} may not enter the folder {socket.parent} of phosd's socket. Have whoever owns it let "
+            f"everybody in (chmod 755 {socket.parent}), or name another place (PHOS_SOCKET)."
+        ) from error
 
 
 def _own(folder: Path) -> Path:
@@ -56,6 +73,7 @@ def refuse_unfit(socket: Path) -> None:
     """
     Raises:
         UsageError: no socket can have that path, something else has it, or the keeper's cannot have the one beside it.
+        NotPermitted: it cannot be seen whether something has it.
     """
     size = max(len(os.fsencode(path)) for path in (socket, keeper_socket(socket)))
     if size > PATH_BYTES:
@@ -63,18 +81,23 @@ def refuse_unfit(socket: Path) -> None:
             f"The path of phosd's socket, {socket}, is {size - PATH_BYTES} bytes too long: Linux takes {PATH_BYTES} "
             "for that and for the keeper's socket beside it. Name a shorter one (PHOS_SOCKET)."
         )
-    if socket.exists() and not socket.is_socket():
+    if _exists(socket) and not socket.is_socket():
         raise UsageError(f"{socket} is no socket, and phosd does not replace it. Remove it, or name another place.")
 
 
 def make_folder(socket: Path) -> None:
-    """The folder of phosd's socket, where everybody finds it.
+    """The folder of phosd's socket, where everybody finds it, whatever the umask is; those above it alike.
 
     Raises:
         UsageError: it cannot be made, or is none.
     """
     try:
-        socket.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        for folder in reversed((socket.parent, *socket.parent.parents)):
+            if not folder.exists():
+                with suppress(FileExistsError):  # somebody else has made it meanwhile
+                    folder.mkdir(FOLDER_MODE)
+                    folder.chmod(FOLDER_MODE)
+        socket.parent.mkdir(exist_ok=True)
     except OSError as error:
         raise UsageError(
             f"The folder {socket.parent} for phosd's socket cannot be made: {error.strerror}. Name another place "

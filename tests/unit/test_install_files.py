@@ -96,6 +96,32 @@ def test_uninstall_overwrites_nothing_that_came_later(tmp_path: Path) -> None:
     }
 
 
+def test_everybody_can_run_what_root_installs_under_a_closed_umask(tmp_path: Path) -> None:
+    """Also what a clone holds that was made under it, or the installation of before; nothing that is not ours."""
+    home = tmp_path / "carried" / "lib" / "phos"
+    (home / "wheels").mkdir(parents=True)
+    shutil.copy(ROOT / "install.sh", home)
+    words = [home / "install.sh", "--offline", "--prefix", tmp_path / "new", "--python", "/bin/false"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, umask=0o077)
+    assert "/bin/false is not CPython" in done.stderr
+    assert (tmp_path / "new" / "lib" / "phos").stat().st_mode & 0o777 == 0o755
+
+    home = tmp_path / "home"
+    (home / "displaced").mkdir(parents=True)
+    (tmp_path / "elsewhere").touch()
+    (home / "link").symlink_to(tmp_path / "elsewhere")
+    for name, mode in (("phosd", 0o700), ("file", 0o600), ("displaced/criu", 0o700), ("../elsewhere", 0o600)):
+        (home / name).touch()
+        (home / name).chmod(mode)
+    home.chmod(0o700)
+    (function,) = re.findall(r"^let_everybody_read\(\) \{.*?^\}$", (ROOT / "install.sh").read_text(), re.M | re.S)
+    subprocess.run(["bash", "-c", f"{function}; let_everybody_read"], env={**os.environ, "home": str(home)}, check=True)
+    modes = [path.stat().st_mode & 0o777 for path in (home, home / "phosd", home / "file")]
+    assert modes == [0o755, 0o755, 0o644]
+    modes = [path.stat().st_mode & 0o777 for path in (home / "displaced" / "criu", tmp_path / "elsewhere")]
+    assert modes == [0o700, 0o600]
+
+
 @pytest.mark.parametrize("option", ["--check", "--uninstall"])
 def test_a_prefix_that_is_not_there_is_not_made(option: str, tmp_path: Path) -> None:
     words = [ROOT / "install.sh", "--prefix", tmp_path / "mistyped", option]
