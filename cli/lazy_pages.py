@@ -20,14 +20,14 @@ class LazyPages:
     If it ends before, whenever that is, the restored processes cannot go on: they would read zeros.
     """
 
-    def __init__(self, directory: Path, begun: Begun, end: Callable[[], None]) -> None:
-        """``directory``: of the image; ``begun``: what has started the server; ``end``: ends what was restored."""
+    def __init__(self, begun: Begun, end: Callable[[], None]) -> None:
+        """``begun``: what has started the server; ``end``: ends what was restored."""
         self._end_restored = end
         self.error = ""
         self.seconds: float | None = None
         """When it was done, since it was started."""
-        self._socket = directory / PAGES_SOCKET
-        self._log = directory / PAGES_LOG
+        self._socket = Path(begun.work, PAGES_SOCKET)
+        self._log = Path(begun.work, PAGES_LOG)
         self._began = begun.began
         self._pid = begun.pages
         self._begun = begun

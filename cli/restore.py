@@ -17,12 +17,13 @@ from phos.cli.lazy_pages import LazyPages
 from phos.cli.parameters import Place
 from phos.cli.progress import ImageProgress
 from phos.cli.refusal import refuse
-from phos.cli.restore_first import RESTORE_LOG, Begun, Occupied
+from phos.cli.restore_first import PAGES_LOG, RESTORE_LOG, Begun, Occupied
 from phos.cli.text import size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, RestoreFailed, UsageError
+from phos.images import native
 from phos.images.errors import ImageError
 from phos.images.reader import Image
 from phos.images.source import SCHEME
@@ -91,15 +92,41 @@ def _restore(
         except ValueError as error:
             raise UsageError(str(error)) from error
         except OSError as error:
-            scarce = error.errno in (errno.EAGAIN, errno.ENOMEM)
-            advice = "There are too many processes, or there is too little memory" if scarce else "Run install.sh again"
-            raise RestoreFailed(f"CRIU cannot be started: {error.strerror}. {advice}.") from error
-    began, began_at = since or (begun.began, begun.began_at)
+            raise RestoreFailed(_not_started(error)) from error
+    try:
+        _finish(begun, image, directory, lazy, as_json, bad, pids, since or (begun.began, begun.began_at))
+    finally:
+        begun.tidy()
+
+
+def _not_started(error: OSError) -> str:
+    """What to say of a CRIU that could not be started, and what to do about it, if that is known."""
+    place = f"{error.filename}: " if error.filename else ""
+    said = f"CRIU cannot be started: {place}{error.strerror}."
+    if error.errno in (errno.EAGAIN, errno.ENOMEM):
+        return f"{said} There are too many processes, or there is too little memory."
+    if error.filename == native.launcher("criu") and error.errno in (errno.ENOENT, errno.EACCES, errno.ENOEXEC):
+        return f"{said} Run install.sh again."
+    return said
+
+
+def _finish(
+    begun: Begun,
+    image: str,
+    directory: Path,
+    lazy: bool,
+    as_json: bool,
+    bad: ImageError | None,
+    pids: list[int],
+    since: tuple[float, float],
+) -> None:
+    """Wait for what CRIU does, and say what has become of it. ``bad``: what is wrong with the image, if anything is."""
+    began, began_at = since
     pages: LazyPages | None = None
     with ExitStack() as stack:
         stack.callback(begun.close)
         if lazy:
-            pages = stack.enter_context(LazyPages(directory, begun, lambda: _end_restored(directory, begun.began_at)))
+            pages = stack.enter_context(LazyPages(begun, lambda: _end_restored(directory, begun.began_at)))
         stack.enter_context(ImageProgress(directory, restore=True, quiet=as_json))
         status = begun.wait()
         if begun.interrupted:
@@ -108,18 +135,19 @@ def _restore(
             refuse("restore", bad, as_json, ExitStatus.FAILED)
         if status != 0:
             reach.ensure()
-            said = errors(status, begun.said(), directory / RESTORE_LOG)
+            log = Path(begun.log(RESTORE_LOG))
+            said = errors(status, begun.said(), log)
             why = f"{pages.error}\n" if pages is not None and pages.error else ""
             raise RestoreFailed(
                 f"The image in {image} could not be restored; nothing of it was left running.\n{why}{said}\n"
-                f"CRIU's log: {directory / RESTORE_LOG}"
+                f"CRIU's log: {log}"
             )
     if begun.interrupted:
         _interrupted(begun, status, image, directory)
     if pages is not None and pages.error:
         left = ", ".join(str(pid) for pid in pids if procfs.is_alive(pid))
         became = f"Processes {left} cannot be relied upon: end them." if left else "What was restored has been ended."
-        raise RestoreFailed(f"{pages.error} {became}")
+        raise RestoreFailed(f"{pages.error} {became}\nIts log: {begun.log(PAGES_LOG)}")
     seconds = time.perf_counter() - began
     answer: dict[str, Any] = {"pids": pids, "image": image, "seconds": round(seconds, 4)}
     if lazy:

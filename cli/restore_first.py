@@ -65,6 +65,29 @@ def lock(directory: str) -> int:
             return descriptor  # the file system has no locks of directories
 
 
+TEMPORARY = ("/tmp", "/var/tmp", "/dev/shm")
+
+
+def private_folder() -> str:
+    """A new folder for CRIU's log and the socket of the pages, where images lie on what is not to be written to.
+
+    tempfile would be slow to import.
+
+    Raises:
+        OSError: no place for it can be written to, either.
+    """
+    refused: OSError | None = None
+    for place in (os.environ.get("TMPDIR") or TEMPORARY[0], *TEMPORARY):
+        folder = os.path.join(os.path.abspath(place), f"phos-restore-{os.urandom(8).hex()}")
+        try:
+            os.mkdir(folder, 0o700)
+            return folder
+        except OSError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
 class Begun(Launched):
     """CRIU at work on a restore."""
 
@@ -73,7 +96,7 @@ class Begun(Launched):
 
         Raises:
             Occupied: another lazy restore has the directory.
-            OSError: it cannot be started.
+            OSError: it cannot be started; ``filename`` is what is in the way, if it is a file.
             ValueError: as :func:`verbosity`.
         """
         super().__init__()
@@ -82,20 +105,27 @@ class Begun(Launched):
         self.pages = 0
         """The pid of ``criu lazy-pages``, a child that somebody else has to wait for."""
         self._lock = lock(directory) if lazy else -1  # until this process and that one have ended
+        self.work = directory
+        """Where the logs are, and the socket."""
+        self._private = False
         criu, changes = native.launcher("criu"), {"PHOS_RESTORE": os.environ.get("PHOS_RESTORE", "")}
         words = ["--restore-detached", "--shell-job"]
         try:
+            places = ["-D", directory]
+            if not os.access(directory, os.W_OK):
+                self.work, self._private = private_folder(), True
+                places += ["-W", self.work]
             if lazy:
                 try:
-                    os.unlink(f"{directory}/{PAGES_SOCKET}")  # of one that was killed
+                    os.unlink(f"{self.work}/{PAGES_SOCKET}")  # of one that was killed
                 except FileNotFoundError:
                     pass
                 os.set_inheritable(self._lock, True)
-                self.pages = self.start_beside([criu, "lazy-pages", "-D", directory, "-o", PAGES_LOG, "-v2"], {})
+                self.pages = self.start_beside([criu, "lazy-pages", *places, "-o", PAGES_LOG, "-v2"], {})
                 os.set_inheritable(self._lock, False)
                 changes = {"PHOS_RESTORE": "lazy", "PHOS_LAZY_PAGES": str(self.pages)}
                 words.append("--lazy-pages")
-            words += ["--lib", "phos", "-D", directory, "-o", RESTORE_LOG, log_level]
+            words += ["--lib", "phos", *places, "-o", RESTORE_LOG, log_level]
             self.start([criu, "restore", *words], changes)
         except OSError:
             if self.pages:  # nobody would watch it
@@ -103,7 +133,20 @@ class Begun(Launched):
                 os.waitpid(self.pages, 0)
             if lazy:  # whoever tries again would take it for another's
                 os.close(self._lock)
+            self.tidy()
             raise
+
+    def log(self, name: str) -> str:
+        """Where the log of that name is, which somebody is told of: it stays."""
+        self._private = False
+        return f"{self.work}/{name}"
+
+    def tidy(self) -> None:
+        """Remove the folder of its own, if it has one; to be called once nobody works there any more."""
+        if self._private:
+            import shutil  # here, because of those that are restored elsewhere none waits for it
+
+            shutil.rmtree(self.work, ignore_errors=True)
 
 
 def understand(words: list[str]) -> tuple[str, bool] | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.dumped import LAYERS_SUM, Dumped
 from tests.integration.many_blocks import blocks, end, fit_for_the_next, nothing_of_ours, phosd_descriptors, text_of
 from tests.integration.pool_commands import create, take
 from tests.integration.site import Site, Toggles, wait_until
@@ -60,6 +61,41 @@ def test_disk_full_at_every_step(site: Site) -> None:
         site.restore(image, "-o", str(site.folder / "restore.log"), "-W", str(site.folder))
         program.wait_progress()
         end(site, program)
+
+
+@contextmanager
+def read_only(directory: Path) -> Iterator[Path]:
+    """A directory that shows another one, in which nothing can be written."""
+    shown = directory.with_name("shown")
+    shown.mkdir()
+    subprocess.run(["mount", "--bind", str(directory), str(shown)], check=True)
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", str(shown)], check=True)
+        yield shown
+    finally:
+        subprocess.run(["umount", "-l", str(shown)], check=True)
+
+
+@pytest.mark.parametrize("options", [(), ("--lazy",)])
+def test_an_image_on_a_read_only_file_system_is_restored(site: Site, options: tuple[str, ...]) -> None:
+    dumped = Dumped(site, site.folder)
+    held = sorted(dumped.image.iterdir())
+    temporary = site.folder / "tmp"
+    temporary.mkdir()
+    with read_only(dumped.image) as image:
+        dumped.program.output.write_bytes(dumped.output)
+        done = site.run("phos-gpu", "restore", *options, str(image), TMPDIR=str(temporary))
+        assert f"Restored process {dumped.program.pid} from {image}" in done.stdout
+        assert dumped.program.wait_result() == LAYERS_SUM
+        assert list(temporary.iterdir()) == []
+        dumped.program.output.unlink()  # CRIU misses it
+        failed = site.run("phos-gpu", "restore", *options, str(image), check=False, TMPDIR=str(temporary))
+        assert failed.returncode == 7
+        (kept,) = temporary.iterdir()
+        assert failed.stderr.rstrip().endswith(f"CRIU's log: {kept}/restore.log")
+        assert "install.sh" not in failed.stderr
+        assert dumped.program.output.name in site.errors(kept / "restore.log")
+    assert sorted(dumped.image.iterdir()) == held
 
 
 REMOVALS: dict[str, Callable[[Path], object]] = {

@@ -127,6 +127,68 @@ def test_both_servers_are_started_and_the_one_knows_the_other(home: Path) -> Non
     assert all(f"-D {image}" in line for line in lines)
 
 
+@pytest.fixture(name="closed")
+def image_on_what_is_not_to_be_written_to(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Its directory, with a socket in it of a server that was killed before; and TMPDIR is the installation's."""
+    image = small_image(home, monkeypatch)
+    (image / restore_first.PAGES_SOCKET).touch()
+    allowed = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (str(image), os.W_OK) and allowed(path, mode))
+    monkeypatch.setenv("TMPDIR", str(home / "tmp"))
+    (home / "tmp").mkdir()
+    return image
+
+
+def test_an_image_that_is_not_to_be_written_to_has_its_logs_and_socket_elsewhere(home: Path, closed: Path) -> None:
+    criu(home, 'echo "$*"')
+    begun = restore_first.Begun(str(closed), lazy=True)
+    os.waitpid(begun.pages, 0)
+    assert begun.wait() == 0
+    assert Path(begun.work).parent == home / "tmp"
+    assert Path(begun.work).stat().st_mode & 0o777 == 0o700
+    lines = begun.said().splitlines()
+    assert f"lazy-pages -D {closed} -W {begun.work} -o lazy-pages.log -v2" in lines
+    assert all(f"-D {closed} -W {begun.work} " in line for line in lines)
+    assert (closed / restore_first.PAGES_SOCKET).exists()
+    begun.tidy()
+    assert not list((home / "tmp").iterdir())
+    os.close(begun._lock)
+
+
+def test_such_an_image_leaves_nothing_elsewhere(home: Path, closed: Path) -> None:
+    criu(home, "exit 0")
+    assert CliRunner().invoke(restore.restore, [str(closed)]).exit_code == 0
+    assert not list((home / "tmp").iterdir())
+
+
+def test_such_an_image_leaves_the_log_of_a_failure_and_names_it(home: Path, closed: Path) -> None:
+    criu(home, 'while [ "$1" != -W ]; do shift; done; echo "Error: no memory" >"$2/restore.log"; exit 1')
+    failed = CliRunner().invoke(restore.restore, [str(closed)])
+    assert isinstance(failed.exception, RestoreFailed)
+    (kept,) = (home / "tmp").iterdir()
+    assert "\nError: no memory\n" in str(failed.exception)
+    assert str(failed.exception).endswith(f"CRIU's log: {kept}/restore.log")
+
+
+def test_such_an_image_whose_server_fails_leaves_its_log(home: Path, closed: Path) -> None:
+    criu(home, '[ "$1" = restore ] || exit 3')
+    failed = CliRunner().invoke(restore.restore, ["--lazy", str(closed)])
+    assert isinstance(failed.exception, RestoreFailed)
+    (kept,) = (home / "tmp").iterdir()
+    assert str(failed.exception).endswith(f"Its log: {kept}/lazy-pages.log")
+
+
+def test_where_nothing_can_be_written_that_is_said(home: Path, closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    criu(home, "exit 0")
+    (home / "file").touch()
+    monkeypatch.setenv("TMPDIR", str(home / "file"))
+    monkeypatch.setattr(restore_first, "TEMPORARY", (str(home / "file"),))
+    refused = CliRunner().invoke(restore.restore, ["--lazy", str(closed)])
+    assert isinstance(refused.exception, RestoreFailed)
+    assert str(refused.exception).startswith(f"CRIU cannot be started: {home}/file/phos-restore-")
+    assert str(refused.exception).endswith(": Not a directory.")
+
+
 def small_image(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An image that is whole, to be restored without a phosd."""
     monkeypatch.setattr(reach, "ensure", lambda: None)
@@ -170,7 +232,9 @@ def test_a_criu_that_cannot_be_started_is_not_taken_for_another_restore(
     assert restore_first.begin(["restore", "--lazy", str(image)]) is None
     refused = CliRunner().invoke(restore.restore, ["--lazy", str(image)])
     assert isinstance(refused.exception, RestoreFailed)
-    assert "CRIU cannot be started" in str(refused.exception)
+    launch = native.launcher("criu")
+    said = str(refused.exception)
+    assert said == f"CRIU cannot be started: {launch}: No such file or directory. Run install.sh again."
 
 
 @pytest.mark.parametrize("lazy", [[], ["--lazy"]])

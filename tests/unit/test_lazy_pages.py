@@ -22,9 +22,11 @@ class Server:
     def __init__(self, folder: Path, script: str) -> None:
         self.ended = 0
         child = subprocess.Popen(["sh", "-c", script])
-        self.begun: Any = SimpleNamespace(began=time.perf_counter(), pages=child.pid, interrupted=0, when_late=None)
+        self.begun: Any = SimpleNamespace(
+            began=time.perf_counter(), pages=child.pid, work=str(folder), interrupted=0, when_late=None
+        )
         self.child = child
-        self.pages = LazyPages(folder, self.begun, self._end)
+        self.pages = LazyPages(self.begun, self._end)
 
     def _end(self) -> None:
         self.ended += 1
