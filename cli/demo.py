@@ -14,14 +14,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import click
 import psutil
 
 from phos.cli import demo_protocols, demo_restore
 from phos.cli.console import Console
+from phos.cli.launched import ENDING, Interrupted, handle_as_before, heed
 from phos.cli.run import device_option
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import CheckpointFailed, PhosError, Unsupported, UsageError
@@ -31,6 +33,9 @@ EXAMPLES = ("mlp", "pointer_chase", "struct_argument", "device_pointer", "stenci
 
 ITERATIONS = 40
 PROGRAM_SECONDS = 300.0
+
+END_SECONDS = 10.0
+"""How long what is killed may take to end."""
 
 PACE = 0.05
 """Seconds that the program which is going to be interrupted sleeps at least after each iteration. Its result does not
@@ -204,13 +209,37 @@ class Demo:
 
     def clean_up(self) -> None:
         """End what the demo started: all our descendants but those we were born with, for orphans come to us."""
-        mine = [child for child in psutil.Process().children(recursive=True) if child not in self.inherited]
-        for process in mine:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass
-        psutil.wait_procs(mine, timeout=10)
+        deadline = time.monotonic() + END_SECONDS
+        while mine := [child for child in psutil.Process().children(recursive=True) if child not in self.inherited]:
+            for process in mine:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(mine, max(0.0, deadline - time.monotonic()))
+            if time.monotonic() > deadline:
+                break  # those that it started meanwhile are as stubborn
+
+
+class Interruption:
+    """What a signal does that would end the command: it raises Interrupted, between :meth:`begin` and the first one."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self.raises = False
+
+    def received(self, number: int, _frame: object) -> None:
+        """The handler."""
+        self._number = self._number or number
+        if self.raises:
+            self.begin()
+
+    def begin(self) -> None:
+        """
+        Raises:
+            Interrupted: by a signal that has come already.
+        """
+        self.raises = not self._number
+        if self._number:
+            raise Interrupted(self._number, "Interrupted: what it had started is ended.")
 
 
 def _become_reaper() -> None:
@@ -258,27 +287,37 @@ def demo(
     if protocol and restore:
         raise UsageError("--protocol and --restore are two demonstrations: choose one.")
     _become_reaper()
+    interruption = Interruption()
+    former: list[tuple[int, Any]] = []
+    heed(ENDING, interruption.received, former)
     folder = Path(tempfile.mkdtemp(prefix="phos-demo-"))
     usual = demo_protocols.ITERATIONS if protocol else ITERATIONS
     run = Demo(device_kind(device), example, iterations or usual, folder)
     try:
-        if protocol:
-            demo_protocols.compare(run, ["stop", "cow"] if protocol == "both" else [protocol])
-        elif restore:
-            demo_restore.compare(run, demo_restore.MODES if restore == "all" else [restore])
-        else:
-            run.run()
+        try:
+            interruption.begin()
+            if protocol:
+                demo_protocols.compare(run, ["stop", "cow"] if protocol == "both" else [protocol])
+            elif restore:
+                demo_restore.compare(run, demo_restore.MODES if restore == "all" else [restore])
+            else:
+                run.run()
+        finally:
+            interruption.raises = False  # what follows is done whatever comes
     except (PhosError, subprocess.TimeoutExpired):
         keep = True
         click.echo()
         raise
+    except Interrupted:
+        with suppress(OSError):  # of a terminal that is gone
+            click.echo()
+        raise
     finally:
-        try:
+        with suppress(PhosError, OSError):
             client.shutdown(folder / "phosd.sock")
-        except PhosError:
-            pass
         run.clean_up()
         if keep:
             click.echo(f"Kept: {folder}")
         else:
             shutil.rmtree(folder, ignore_errors=True)
+        handle_as_before(former)

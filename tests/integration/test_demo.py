@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from phos.cli.demo import PACE, pace
 from phos.gpu_engine.installation import launcher
-from tests.integration.site import Site
+from tests.integration.site import PATIENCE, Site, wait_until, words
 
 pytestmark = pytest.mark.root
 
@@ -118,6 +119,39 @@ def test_one_demonstration_at_a_time(site: Site) -> None:
     done = demo(site, "--restore", "lazy", "--protocol", "cow")
     assert done.returncode == 2
     assert "choose one" in done.stderr
+    assert site.processes() == []
+
+
+def phosd_of(site: Site) -> list[int]:
+    return [process.pid for process in site.processes() if "phos.gpu_engine.daemon" in words(process)]
+
+
+@pytest.mark.parametrize("step", [0, 1, 2])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_it_with_all_that_it_has_started(site: Site, number: signal.Signals, step: int) -> None:
+    """At its begin, while phosd starts, and with a program that computes."""
+    folder = site.folder / "tmp"
+    folder.mkdir()
+    with subprocess.Popen(
+        [str(launcher("phos-gpu")), "demo", "--device", "software", "--iterations", "4000"],
+        env={**site.environment, "TMPDIR": str(folder), "PYTHONUNBUFFERED": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        wait_until(lambda: left(site) != [], "its folder")
+        if step:
+            (made,) = left(site)
+            wait_until(lambda: bool(phosd_of(site)), "its phosd")
+        if step > 1:
+            wait_until((made / "whole.log").exists, "its program")
+        running.send_signal(number)
+        output, errors = running.communicate(timeout=PATIENCE)
+    assert running.returncode == 128 + number, output + errors
+    assert errors == "phos-gpu demo: Interrupted: what it had started is ended.\n"
+    assert left(site) == []
     assert site.processes() == []
 
 
