@@ -5,7 +5,7 @@
 
 BUILD ?= build
 CC := $(if $(filter default,$(origin CC)),gcc,$(CC))
-PYTHON ?= $(firstword $(wildcard .prefix/lib/phos/venv/bin/python .venv/bin/python) $(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python) python3)
+PYTHON ?= $(or $(wildcard .prefix/lib/phos/venv/bin/python),$(wildcard .venv/bin/python),$(if $(VIRTUAL_ENV),$(VIRTUAL_ENV)/bin/python),python3)
 CUDA_INCLUDE ?= build/cuda/include
 CRIU_INCLUDE ?= $(firstword $(wildcard build/criu/include .prefix/lib/phos/criu/include) /usr/include/criu)
 SANITIZE ?=
@@ -84,12 +84,12 @@ $(GEN)/%.desc: proto/%.proto
 	protoc --proto_path=proto --descriptor_set_out=$@ $<
 
 phos/gen/%_pb2.py: $(GEN)/%.desc packaging/gen_python.py
-	$(PYTHON) packaging/gen_python.py $< $@
+	"$(PYTHON)" packaging/gen_python.py $< $@
 
 # Outputs that come out as before keep their time stamp, so that a change in one source does not rebuild all of them.
 define generate
 	@mkdir -p $(GEN)/new-$(@F)
-	$(PYTHON) $(1) --output $(GEN)/new-$(@F)
+	"$(PYTHON)" $(1) --output $(GEN)/new-$(@F)
 	@for file in $(GEN)/new-$(@F)/*; do cmp -s $$file $(GEN)/$${file##*/} || cp $$file $(GEN)/; done
 	@rm -r $(GEN)/new-$(@F)
 	@touch $@
@@ -123,15 +123,15 @@ ALL_OBJ := $(FRONTEND_OBJ) $(SOFTGPU_OBJ) $(PLUGIN_OBJ) $(LAZY_FILL_OBJ) $(CAN_F
 
 $(OBJ)/frontend/%.o: frontend/%.c Makefile | $(WIRE).c $(GENERATED)
 	@mkdir -p $(@D)
-	$(CC) $(ALL_CFLAGS) -Ifrontend -isystem $(CUDA_INCLUDE) -c -o $@ $<
+	$(CC) $(ALL_CFLAGS) -Ifrontend -isystem "$(CUDA_INCLUDE)" -c -o $@ $<
 
 $(OBJ)/softgpu/%.o: softgpu/%.c Makefile | $(GENERATED)
 	@mkdir -p $(@D)
-	$(CC) $(ALL_CFLAGS) -Isoftgpu -isystem $(CUDA_INCLUDE) -c -o $@ $<
+	$(CC) $(ALL_CFLAGS) -Isoftgpu -isystem "$(CUDA_INCLUDE)" -c -o $@ $<
 
 $(OBJ)/criu_plugin/%.o: criu_plugin/%.c Makefile | $(WIRE).c
 	@mkdir -p $(@D)
-	$(CC) $(ALL_CFLAGS) -Icriu_plugin -Iinclude -isystem $(CRIU_INCLUDE) -c -o $@ $<
+	$(CC) $(ALL_CFLAGS) -Icriu_plugin -Iinclude -isystem "$(CRIU_INCLUDE)" -c -o $@ $<
 
 $(CHUNKS_OBJ): $(OBJ)/%.o: %.c Makefile
 	@mkdir -p $(@D)
@@ -182,31 +182,31 @@ check: build lint fresh ## build, lint, and see that what is generated is up to 
 PY_SOURCES := $(wildcard phos/*.py cli gpu_engine images tests bench examples packaging frontend/*.py softgpu/*.py)
 
 lint: gen ## ruff, its formatter, mypy, shell syntax
-	$(PYTHON) -m ruff check $(PY_SOURCES)
-	$(PYTHON) -m ruff format --check $(PY_SOURCES)
-	$(PYTHON) -m mypy
+	"$(PYTHON)" -m ruff check $(PY_SOURCES)
+	"$(PYTHON)" -m ruff format --check $(PY_SOURCES)
+	"$(PYTHON)" -m mypy
 	@for script in install.sh .ci/run .ci/alone $(wildcard packaging/* tests/machines/*); do \
 		case "$$(head -c 64 $$script | head -n 1)" in *bash*) bash -n $$script;; *"/sh"*) sh -n $$script;; esac || exit 1; done
 
 # Pages generated from sources are committed: making them again must change nothing.
 fresh: gen
-	$(if $(GEN_API),$(PYTHON) $(GEN_API) --check)
-	$(if $(GEN_LIBRARY),$(PYTHON) $(GEN_LIBRARY) --check)
+	$(if $(GEN_API),"$(PYTHON)" $(GEN_API) --check)
+	$(if $(GEN_LIBRARY),"$(PYTHON)" $(GEN_LIBRARY) --check)
 
 test: build ## everything that needs no GPU
-	$(PYTHON) -m pytest tests/unit tests/integration tests/test_layering.py $(PYTEST_ARGS)
+	"$(PYTHON)" -m pytest tests/unit tests/integration tests/test_layering.py $(PYTEST_ARGS)
 
 test-gpu: build ## the tests that need an NVIDIA GPU
-	$(PYTHON) -m pytest tests/gpu $(PYTEST_ARGS)
+	"$(PYTHON)" -m pytest tests/gpu $(PYTEST_ARGS)
 
 hostile: build ## programs that misbehave under the frontend
-	$(PYTHON) -m pytest tests/hostile $(PYTEST_ARGS)
+	"$(PYTHON)" -m pytest tests/hostile $(PYTEST_ARGS)
 
 bench: build ## measure; results go to bench/results
-	$(PYTHON) -m phos.cli bench
+	"$(PYTHON)" -m phos.cli bench
 
 docs: gen ## the pages that are generated from sources
-	$(if $(GEN_API),$(PYTHON) $(GEN_API) --docs docs/driver-api.md)
+	$(if $(GEN_API),"$(PYTHON)" $(GEN_API) --docs docs/driver-api.md)
 
 clean: ## remove every output
 	rm -rf $(BUILD) phos/gen

@@ -88,6 +88,25 @@ modules=(google.protobuf cuda.bindings click rich psutil xxhash elftools pycriu 
 
 # ---- check and uninstall ------------------------------------------------------------------------------------------
 
+# Whether $home is an installation, or the begin of one: what is written there first, or goes last.
+installed() {
+    local mark
+    for mark in bin/layout.sh criu/version criu.path criu.new; do
+        [ ! -e "$home/$mark" ] || return 0
+    done
+    return 1
+}
+
+# Nothing of anybody else's is taken for ours, and no clone for what is made of it.
+refuse_foreign() {
+    [ -e "$home" ] || return 0
+    if [ "$home" != "$carried" ]; then
+        case $source/ in "$home"/*) fail "$home is, or holds, the clone that this script is in: $1" ;; esac
+    fi
+    [ ! -e "$home/.git" ] || fail "$home is a clone: $1"
+    [ -d "$home" ] && { [ -z "$(ls -A "$home")" ] || installed; } || fail "$home is not of PhOS's making: $1"
+}
+
 ours() { [ -L "$1" ] && case $(readlink "$1") in */lib/phos/bin/*) true ;; *) false ;; esac; }
 
 # $home as a unit has it, between quotes.
@@ -100,6 +119,7 @@ if [ "$mode" = check ]; then
 fi
 
 if [ "$mode" = uninstall ]; then
+    refuse_foreign "nothing was removed."
     unit=/etc/systemd/system/phosd.service
     if [ -f "$unit" ] && grep -qF "ExecStart=\"$(unit_home)/bin/" "$unit"; then
         systemctl disable --now phosd.service >/dev/null 2>&1 || true
@@ -121,6 +141,7 @@ if [ "$mode" = uninstall ]; then
         done
     done
     [ "$(readlink "$prefix/install.sh" || true)" != lib/phos/install.sh ] || rm -f "$prefix/install.sh"
+    [ ! -d "$home" ] || find "$home" -mindepth 1 -maxdepth 1 ! -name bin -exec rm -rf {} + # by bin it is known
     rm -rf "$home"
     # Only if empty: the prefix may be shared, and may not have been ours. /usr/local's folders belong to the system.
     [ "$prefix" = /usr/local ] || rmdir "$prefix/bin" "$prefix/lib" "$prefix" 2>/dev/null || true
@@ -130,6 +151,8 @@ if [ "$mode" = uninstall ]; then
     [ -z "$running" ] || echo "phosd still runs (process $running): it holds GPU memory of running applications until they end."
     exit 0
 fi
+
+refuse_foreign "nothing is installed there; choose another --prefix."
 
 # ---- pieces -------------------------------------------------------------------------------------------------------
 
@@ -273,10 +296,15 @@ for name in ["dependencies", *sys.argv[2:]]:
 PYTHON
 }
 
+# The program behind Python $1, which may be that of an environment.
+interpreter() { "$1" -I -c 'import os, sys; print(os.path.realpath(sys._base_executable))'; }
+
 make_environment() {
     step "Python environment"
     local wanted="$home/venv/bin/python"
-    if ! "$wanted" -I -c 'import pip' 2>/dev/null; then
+    # Without --python the environment stays with the Python that it has, as long as that works.
+    if ! "$wanted" -I -c 'import pip' 2>/dev/null ||
+        { [ -n "$python_wanted" ] && [ "$(interpreter "$wanted")" != "$(interpreter "$base_python")" ]; }; then
         rm -rf "$home/venv"
         "$base_python" -I -m venv "$home/venv" || fail "$base_python could not make a virtual environment."
     fi
@@ -490,7 +518,7 @@ finish() {
         [ -z "$first" ] || ours "$first" ||
             say "$first comes before it in PATH: put $prefix/bin first, or its criu will not know --lib phos"
         ;;
-    *) say "add it to the PATH:  export PATH=$prefix/bin:\$PATH" ;;
+    *) say "add it to the PATH:  export PATH=$(printf '%q' "$prefix/bin"):\$PATH" ;;
     esac
     say "phos-gpu doctor says what this machine can do; phos-gpu demo shows it"
 }
@@ -588,7 +616,8 @@ bundle)
 offline)
     if [ "$home" != "$carried" ]; then
         step "Copying into $prefix"
-        mkdir -p "$home"
+        mkdir -p "$home/bin"
+        cp --remove-destination "$carried/bin/layout.sh" "$home/bin/" # by that it is known
         # Wheels of another version would be unpacked too, and CRIU loads every library beside the plugin.
         rm -rf "$home/wheels" "$home/plugin"
         # A developer's links lead into his clone; and a process that has a library mapped keeps it as it is.

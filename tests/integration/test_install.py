@@ -126,6 +126,7 @@ def test_a_bundle_takes_the_place_of_a_developers_installation(bundle: Path, tmp
     home = tmp_path / "prefix" / "lib" / "phos"
     (home / "lib").mkdir(parents=True)
     (home / "wheels").mkdir()
+    (home / "criu.path").touch()
     shutil.copy(next(bundle.rglob("phos-*.whl")), home / "wheels" / "phos-0.0.0-py3-none-any.whl")
     clone = tmp_path / "clone"
     clone.mkdir()

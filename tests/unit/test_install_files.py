@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -75,6 +76,7 @@ def test_uninstall_removes_what_is_ours_and_brings_back_what_was_there(tmp_path:
     (home / "displaced" / "bin").mkdir(parents=True)
     (home / "displaced" / "bin" / "criu").write_text("someone else's")
     (tmp_path / "bin").mkdir()
+    (home / "bin" / "layout.sh").touch()
     for command in ("criu", "phos-gpu", "phosd"):
         (home / "bin" / command).touch()
         (tmp_path / "bin" / command).symlink_to(f"../lib/phos/bin/{command}")
@@ -87,6 +89,7 @@ def test_uninstall_overwrites_nothing_that_came_later(tmp_path: Path) -> None:
     displaced = tmp_path / "lib" / "phos" / "displaced" / "bin"
     displaced.mkdir(parents=True)
     (displaced / "criu").write_text("of before")
+    (tmp_path / "lib" / "phos" / "criu.path").touch()
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "criu").write_text("of later")
     subprocess.run([ROOT / "install.sh", "--prefix", tmp_path, "--uninstall"], check=True, capture_output=True)
@@ -96,10 +99,100 @@ def test_uninstall_overwrites_nothing_that_came_later(tmp_path: Path) -> None:
     }
 
 
+def refused(*words: str | Path) -> str:
+    """What install.sh says, which ends with status 1."""
+    done = subprocess.run(list(words), capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    return done.stderr
+
+
+@pytest.mark.parametrize("option", ["--uninstall", "--python=/bin/false"])
+def test_a_folder_that_is_not_of_our_making_stays_as_it_is(option: str, tmp_path: Path) -> None:
+    home = tmp_path / "lib" / "phos"
+    (home / "bin").mkdir(parents=True)
+    (home / "thesis").write_text("someone else's")
+    assert "is not of PhOS's making: nothing " in refused(ROOT / "install.sh", "--prefix", tmp_path, option)
+    assert sorted(path.name for path in home.iterdir()) == ["bin", "thesis"]
+
+
+@pytest.mark.parametrize("option", ["--uninstall", "--python=/bin/false"])
+def test_a_clone_in_the_place_of_an_installation_stays_as_it_is(option: str, tmp_path: Path) -> None:
+    home = tmp_path / "lib" / "phos"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin" / "layout.sh").touch()  # an earlier install.sh installed into it
+    shutil.copy(ROOT / "install.sh", home)
+    assert "the clone that this script is in: nothing " in refused(home / "install.sh", "--prefix", tmp_path, option)
+    (home / ".git").mkdir()
+    assert f"{home} is a clone: nothing " in refused(ROOT / "install.sh", "--prefix", tmp_path, option)
+    assert sorted(path.name for path in home.iterdir()) == [".git", "bin", "install.sh"]
+
+
+@pytest.mark.parametrize("begun", ["", "criu.new/bin", "criu/version/x", "bin/layout.sh/x"])
+def test_an_installation_that_came_to_nothing_can_be_removed(begun: str, tmp_path: Path) -> None:
+    (tmp_path / "prefix" / "lib" / "phos" / begun).mkdir(parents=True)
+    words = [ROOT / "install.sh", "--prefix", tmp_path / "prefix", "--uninstall"]
+    subprocess.run(words, check=True, capture_output=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_blank_in_a_path_is_a_part_of_it(tmp_path: Path) -> None:
+    """Of the clone, of the prefix, of a Python."""
+    place = str(tmp_path / "with a blank")
+    settings = [f"{name}={place}" for name in ("CUDA_INCLUDE", "CRIU_INCLUDE", "PYTHON")]
+    shown = subprocess.run(
+        ["make", "-n", "-B", f"BUILD={tmp_path}/build", *settings, "build", "lint"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    compiled = [shlex.split(line) for line in shown if "-isystem" in line]
+    assert {words[-1].split("/")[0] for words in compiled} == {"frontend", "softgpu", "criu_plugin"}
+    assert {words[words.index("-isystem") + 1] for words in compiled} == {place}
+    assert {shlex.split(line)[0] for line in shown if place in line and "-isystem" not in line} == {place}
+
+
+BASE_PYTHON = """#!/bin/sh
+# A Python that makes environments of itself.
+case $* in
+*_base_executable*) echo NAME ;;
+*"-m venv"*) for folder; do :; done; mkdir -p "$folder/bin"; cp "$0" "$folder/bin/python" ;;
+esac
+"""
+
+
+def test_another_python_makes_another_environment(tmp_path: Path) -> None:
+    text = (ROOT / "install.sh").read_text()
+    wanted = re.findall(r"^(?:interpreter\(\) \{ .* \}|make_environment\(\) \{.*?^\})$", text, re.M | re.S)
+    script = "set -eu; step() { :; }; say() { :; }; pip() { :; }; requirements() { seq 9; }; install_pycriu() { :; }\n"
+    script += "\n".join([*wanted, "make_environment"])
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(BASE_PYTHON.replace("NAME", name))
+        (tmp_path / name).chmod(0o755)
+    venv = tmp_path / "home" / "venv"
+
+    def run(base: str, asked: str = "") -> list[str]:
+        """The environment's base, and whether it is the one of before."""
+        variables = {"home": tmp_path / "home", "base_python": tmp_path / base, "python_wanted": asked, "dev": ""}
+        environment = {**os.environ, **{key: str(value) for key, value in variables.items()}}
+        subprocess.run(["bash", "-c", script], env=environment, check=True, capture_output=True)
+        (kept,) = re.findall("echo (.*) ;;", (venv / "bin" / "python").read_text())
+        found = [kept, "as before" if (venv / "mark").exists() else "anew"]
+        (venv / "mark").touch()
+        return found
+
+    assert run("one") == ["one", "anew"]
+    assert run("two") == ["one", "as before"]
+    assert run("one", "one") == ["one", "as before"]
+    assert run("two", "two") == ["two", "anew"]
+
+
 def test_everybody_can_run_what_root_installs_under_a_closed_umask(tmp_path: Path) -> None:
     """Also what a clone holds that was made under it, or the installation of before; nothing that is not ours."""
     home = tmp_path / "carried" / "lib" / "phos"
     (home / "wheels").mkdir(parents=True)
+    (home / "bin").mkdir()
+    (home / "bin" / "layout.sh").touch()
     shutil.copy(ROOT / "install.sh", home)
     words = [home / "install.sh", "--offline", "--prefix", tmp_path / "new", "--python", "/bin/false"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, umask=0o077)
