@@ -185,13 +185,12 @@ MISPREDICTED = 75
 def main() -> int:
     """The launcher's helper; see the module's text."""
     arguments = sys.argv[1:]
-    restore = "--restore" in arguments
-    names = [argument for argument in arguments if not argument.startswith("--")]
-    if len(names) != 2 or names[0] != "wait":
+    restore = arguments[1:2] == ["--restore"] and len(arguments) > 2  # else that is the directory's name
+    if len(arguments) != 2 + restore or arguments[0] != "wait":
         print("usage: python -m phos.gpu_engine.daemon.client wait [--restore] DIRECTORY", file=sys.stderr)
         return 2
     try:
-        state = wait_image(Path(names[1]), restore=restore)
+        state = wait_image(Path(arguments[-1]), restore=restore)
     except (PhosError, OSError) as error:
         print(f"phos: {error}", file=sys.stderr)
         return 3

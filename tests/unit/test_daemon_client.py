@@ -45,6 +45,33 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[wire_pb2.ImageState], 
     return set_answer
 
 
+@pytest.mark.parametrize("directory", ["image", "--d2", "--restore", "-x", "--"])
+@pytest.mark.parametrize("restore", [True, False])
+def test_a_directory_may_be_called_like_an_option(
+    directory: str, restore: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CRIU takes it after -D."""
+    waited: list[tuple[Path, bool]] = []
+
+    def answer(where: Path, *, restore: bool) -> wire_pb2.ImageState:
+        waited.append((where, restore))
+        return wire_pb2.ImageState(state="none")
+
+    monkeypatch.setattr(client, "wait_image", answer)
+    monkeypatch.setattr(sys, "argv", ["criu", "wait", *(["--restore"] if restore else []), directory])
+    assert client.main() == 0
+    assert waited == [(Path(directory), restore)]
+
+
+@pytest.mark.parametrize("words", [[], ["wait"], ["image"], ["wait", "image", "another"], ["see", "image"]])
+def test_other_words_mean_nothing_to_the_helper(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["criu", *words])
+    assert client.main() == 2
+    assert capsys.readouterr().err.startswith("usage: ")
+
+
 def test_its_own_job_is_waited_for(
     answers: Callable[[wire_pb2.ImageState], list[float]], capsys: pytest.CaptureFixture[str]
 ) -> None:
