@@ -226,6 +226,7 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
     struct phos_error error = attach_error;
     attach_error = (struct phos_error){0};
     done.error = error.text;
+    done.code = error.code;
     phos_residue_count(&done.residue_bytes, &done.residue_served);
     done.residue_shared = phos_driver_memcpy_bytes();
     phos_debug("attach: %s, map %.3f ms, undo %.3f ms", error.text[0] ? error.text : "done", (double)done.map_ns / 1e6,

@@ -71,6 +71,10 @@ class ProtocolError(PhosError):
 OUT_OF_MEMORY = 2
 """CUDA_ERROR_OUT_OF_MEMORY, of :class:`DriverError`: what failed with it can be tried again."""
 
+PASSING = frozenset({OUT_OF_MEMORY, 304, 999})
+"""With CUDA_ERROR_OPERATING_SYSTEM and CUDA_ERROR_UNKNOWN, by which the driver says that there were no descriptors, for
+example: such a failure is expected to pass."""
+
 
 class DriverError(PhosError):
     """A call of the CUDA driver API failed.
@@ -96,6 +100,10 @@ class Mispredicted(CheckpointFailed):
 
 class MemoryLost(CheckpointFailed):
     """GPU memory that a process maps is held by nobody any more."""
+
+
+class AttachRefused(PhosError):
+    """A process could not map its memory, and nothing says that it could later."""
 
 
 class Unresponsive(CheckpointFailed):

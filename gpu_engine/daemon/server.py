@@ -15,6 +15,7 @@ from pathlib import Path
 from phos.gen import wire_pb2
 from phos.gpu_engine import driver, inventory, procfs, shared_memory, toggle
 from phos.gpu_engine.daemon import limits, wire
+from phos.gpu_engine.daemon.attach_failures import AttachFailures
 from phos.gpu_engine.daemon.audit import AuditServer
 from phos.gpu_engine.daemon.custody import give_back_left
 from phos.gpu_engine.daemon.paths import custody_folder
@@ -41,8 +42,6 @@ FIRST_PACKET_SECONDS = 30.0
 
 SEND_SECONDS = 60.0
 """How long a packet to a peer that reads nothing may block."""
-
-ATTACH_TRIES = 3
 
 READY_SECONDS = 1.0
 """For so long a process that is being restored is kept waiting for an answer before it has to ask again."""
@@ -223,7 +222,10 @@ class Daemon:
                 while (packet := connection.receive()) is not None:
                     wire.close_all(packet[1])  # hanging up would only make it ask again
                 return
-            threading.Thread(target=self._attach, args=(session,), daemon=True).start()
+            try:
+                threading.Thread(target=self._attach, args=(session,), daemon=True).start()
+            except RuntimeError as error:  # a limit on processes
+                self._not_attached(session, PhosError(f"Process {session.pid} is not attached yet: {error}."))
         try:
             while (packet := connection.receive()) is not None:
                 if not self._requests.take(session, connection, *packet):
@@ -295,6 +297,8 @@ class Daemon:
             return welcome(action=welcome.LOST, error=session.lost_reason)
         elif state is not SessionState.RETURNING:
             return welcome(action=welcome.RETRY, retry_ms=2)
+        elif pause := session.attach_failures.pause():
+            return welcome(action=welcome.RETRY, retry_ms=1 + int(1000 * pause))
         return welcome(action=welcome.ATTACH)
 
     def _attach(self, session: Session) -> None:
@@ -306,7 +310,7 @@ class Daemon:
                 restore.attaching(session.pid)
             session.attach()
             session.machine.adopt(SessionState.RUNNING)  # unless it was quick, and has ended
-            session.attach_failures = 0
+            session.attach_failures = AttachFailures()
             if restore:
                 restore.timeline.add("attach", began)
                 restore.attached(session.pid)
@@ -318,20 +322,25 @@ class Daemon:
                 restore.not_attached(session.pid)
             if session.machine.state is SessionState.ENDED:
                 return  # said by whoever noticed
-            if isinstance(error, PhosError):
-                log.error("%s", error)
-            else:
+            if not isinstance(error, PhosError):
                 log.exception("Process %d could not be attached", session.pid)
-            session.attach_failures += 1
             if restore:
+                log.error("%s", error)
                 restore.fail(str(error))
-            elif session.machine.state is SessionState.RUNNING:
-                return  # it has connected again since, and computes
-            elif session.attach_failures < ATTACH_TRIES and not isinstance(error, MemoryLost):
-                session.machine.adopt(SessionState.RETURNING)
-                session.hang_up()  # it asks again
-            else:
-                session.lose(str(error))
+            elif session.machine.state is not SessionState.RUNNING:  # else it has connected again since, and computes
+                self._not_attached(session, error)
+
+    def _not_attached(self, session: Session, error: Exception) -> None:
+        """It is tried again, after a pause, for as long as the reason may pass: phosd has all of its memory."""
+        new = session.attach_failures.add(error)
+        if isinstance(error, MemoryLost) or session.attach_failures.hopeless:
+            log.error("%s", error)
+            session.lose(str(error))
+            return
+        if new:
+            log.warning("%s. It is tried again, until it succeeds.", session.attach_failures.last)
+        session.machine.adopt(SessionState.RETURNING)
+        session.hang_up()  # it asks again
 
     def _prepare(self, ordinals: Sequence[int]) -> None:
         """Make the context and pin the ring before anybody waits for them."""

@@ -13,6 +13,7 @@ from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.daemon import limits, wire
+from phos.gpu_engine.daemon.attach_failures import AttachFailures
 from phos.gpu_engine.daemon.conversation import ANSWER_SECONDS, ANSWERS, Conversation
 from phos.gpu_engine.daemon.holds import Holds
 from phos.gpu_engine.daemon.identity import Identity
@@ -21,7 +22,15 @@ from phos.gpu_engine.daemon.session_blocks import SessionBlocks
 from phos.gpu_engine.daemon.session_kernels import SessionKernels
 from phos.gpu_engine.daemon.session_window import SessionWindow
 from phos.gpu_engine.daemon.states import SessionState, StateMachine
-from phos.gpu_engine.errors import CheckpointFailed, MemoryLost, PhosError, ProtocolError, Unresponsive
+from phos.gpu_engine.errors import (
+    PASSING,
+    AttachRefused,
+    CheckpointFailed,
+    MemoryLost,
+    PhosError,
+    ProtocolError,
+    Unresponsive,
+)
 from phos.gpu_engine.inventory import LoadedModule
 from phos.gpu_engine.process import Detached, QuiesceTimes, TracingWindow, UncarriedState
 from phos.gpu_engine.ptx_instrument.twin_table import Report
@@ -65,7 +74,7 @@ class Session:
         self.detached: Detached | None = None
         self.lost_reason = ""
         self.connections = 0  # made so far
-        self.attach_failures = 0  # in a row
+        self.attach_failures = AttachFailures()
         self.takes_residue = False
         self.residue_bytes: int | None = None
         self.restore_thread = 0  # the driver's, as the process numbers it; 0: not asked yet
@@ -324,7 +333,8 @@ class Session:
                 + (f" ({self.lost_reason})." if self.lost_reason else ".")
             )
         if state is not SessionState.RUNNING:
-            raise Unresponsive(f"Process {self.pid} ({self.executable}) has not come back (it is {state.value}).")
+            why = f": {self.attach_failures.last}" if self.attach_failures.last else ""
+            raise Unresponsive(f"Process {self.pid} ({self.executable}) has not come back (it is {state.value}){why}.")
 
     def own_blocks(self) -> list[Block]:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
@@ -348,7 +358,8 @@ class Session:
         """Hand the frontend its descriptors, let it map them, open its gate. Returns (mapping, undoing) in s.
 
         Raises:
-            PhosError: it could not; the session can be asked again.
+            MemoryLost, AttachRefused: it could not, and cannot be expected to.
+            PhosError: it could not now.
         """
         began = time.perf_counter()
         if self.detached is not None:
@@ -371,7 +382,9 @@ class Session:
             self._window.cut_off()
             raise
         if done.error:
-            raise PhosError(f"Process {self.pid} ({self.executable}) could not map its GPU memory again: {done.error}")
+            raise (PhosError if done.code in PASSING else AttachRefused)(
+                f"Process {self.pid} ({self.executable}) could not map its GPU memory again: {done.error}"
+            )
         if self._from_image:  # not before: now it knows whether its data is still to come, and ends if phosd does
             self._broker.moved(self.session, self.pid)
         if self.takes_residue:

@@ -99,6 +99,29 @@ def test_attach_is_tried_again(site: Site) -> None:
     assert program.wait_result() == "right"
 
 
+def test_attach_is_tried_again_for_as_long_as_it_may_succeed(site: Site) -> None:
+    """Within milliseconds it cannot import, nor map, nor have access: descriptors are short, the GPU is full."""
+    daemon(site)
+    faults = "import-fail-at:1,map-fail-at:5,access-fail-at:6"
+    program = blocks(site, "--blocks", "3", SOFTGPU_FAULTS=faults)
+    image = site.image()
+    site.dump(program, image, "--leave-running")
+    assert log_of(site).count("It is tried again") == 3
+    assert program.wait_result() == "right"
+
+
+def test_a_process_that_cannot_attach_yet_says_why_and_holds_up_no_other_job(site: Site) -> None:
+    daemon(site, PHOS_RETURN_SECONDS="1")
+    program = blocks(site, "--blocks", "3", SOFTGPU_FAULTS="access-fail-at:4+")
+    image = site.image()
+    result = site.dump(program, image, "--leave-running", check=False)
+    assert "has not come back (it is" in result.stderr
+    assert "access to memory" in result.stderr
+    site.run("phos-gpu", "verify", str(image))
+    end(site, program)
+    fit_for_the_next(site)
+
+
 def test_process_waits_for_gpu_memory(site: Site) -> None:
     program = blocks(site, SOFTGPU_FAULTS="restore-oom:1")
     image = site.image()
