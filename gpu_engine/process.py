@@ -164,7 +164,7 @@ class GatedProcess(Protocol):
         """
 
     def unwatch(self) -> None:
-        """It is not going to be quiesced."""
+        """It is not going to be quiesced. Waits for no answer."""
 
     def trace(self, window: TracingWindow | None) -> None:
         """From its next attach on, calls of the process are traced; None: not any more, and nothing is in use."""

@@ -243,7 +243,7 @@ class CowDump(StopDump):
 
     def _give_up(self, reason: str) -> None:
         self._cancelled.set()
-        self._watch.give_up()
+        self._watch.give_up()  # waits for nobody: gates are closed
         self._windows.over()
         self._windows.runs_on()
         super()._give_up(reason)

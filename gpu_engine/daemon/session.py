@@ -308,6 +308,8 @@ class Session:
 
     def open(self) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        if self.machine.state is not SessionState.QUIESCED:
+            return  # its connection broke, or it is given its memory back: its gate is opened with that
         self._conversation.ask(ANSWER_SECONDS, open=wire_pb2.Open())
         self.machine.adopt(SessionState.RUNNING)  # unless it has ended since
 

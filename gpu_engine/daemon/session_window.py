@@ -125,7 +125,7 @@ class SessionWindow:
     def unwatch(self) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         with suppress(PhosError):  # it ended its window with the connection
-            self._conversation.ask(ANSWER_SECONDS, window_end=wire_pb2.WindowEnd())
+            self._conversation.tell([], window_end=wire_pb2.WindowEnd())
 
     def trace(self, window: TracingWindow | None) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""

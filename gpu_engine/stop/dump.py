@@ -491,13 +491,13 @@ class StopDump:
         return self._tree.bring_back()
 
     def _give_up(self, reason: str) -> None:
-        """Undo everything, in the reverse order of doing it."""
+        """Undo everything, in the reverse order of doing it; but who only waits for that goes on at once."""
         self._cancelled.set()
+        opening = self._tree.open_gates(but=set(self._tree.detached))
         if self._copying:
             self._copying.join()
         self._return_blocks()
-        detached = set(self._tree.detached)
-        problems = [self._bring_back(), *self._tree.open_gates(but=detached)]
+        problems = [self._bring_back(), *opening()]
         said = " ".join(filter(None, problems))
         self._withdraw(reason + (f" Then: {said}" if said else ""))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -107,8 +108,8 @@ class ProcessTree:
         ):
             for number, seconds in enumerate(try_seconds(self._settings.quiesce_timeout)):
                 if number:
-                    for process in self._quiesced:
-                        process.open()  # let the others' work finish
+                    for error in _open_all(self._quiesced)():  # let the others' work finish
+                        raise error
                     self._quiesced = []
                     time.sleep(PAUSE_SECONDS)
                 try:
@@ -340,17 +341,31 @@ class ProcessTree:
             return ""
         return f"Process {pid} has not come back within {self._settings.return_timeout:.0f} s; phosd goes on trying."
 
-    def open_gates(self, but: Collection[bytes]) -> list[str]:
-        """Let those go on that were quiesced, but for sessions that were detached too. Returns what went wrong."""
-        problems = []
-        for process in self._quiesced:
-            if process.session not in but and process.alive():
-                try:
-                    process.open()
-                except PhosError as error:
-                    problems.append(str(error))
+    def open_gates(self, but: Collection[bytes]) -> Callable[[], list[str]]:
+        """Let those go on that were quiesced, but for sessions that were detached too.
+
+        What is returned waits until they do, and says what went wrong: who does not answer keeps nobody waiting.
+        """
+        opening = _open_all([p for p in self._quiesced if p.session not in but and p.alive()])
         self._quiesced = []
-        return problems
+        return lambda: [str(error) for error in opening()]
+
+
+def _open_all(processes: Sequence[GatedProcess]) -> Callable[[], list[Exception]]:
+    """Begin to open all gates. What is returned waits for that, and says what went wrong."""
+    by_pid = {process.pid: process for process in processes}
+
+    def open_gate(pid: int) -> None:
+        by_pid[pid].open()
+
+    steps = [toggle.Step(open_gate, pid, at_any_rate=True) for pid in by_pid]
+
+    def wait_opened() -> list[Exception]:
+        for step in steps:
+            step.ended(threading.TIMEOUT_MAX)
+        return [step.error for step in steps if step.error is not None]
+
+    return wait_opened
 
 
 def _may_use(pid: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from tests.integration.many_blocks import (
     log_of,
     nothing_of_ours,
     renewed,
+    text_of,
 )
 from tests.integration.site import Site, example_words, wait_until
 
@@ -156,6 +158,40 @@ def test_gpu_work_that_never_ends(site: Site) -> None:
     assert nothing_of_ours(image)
     end(site, program)
     fit_for_the_next(site)
+
+
+SILENT = """
+import time
+from cuda.bindings import driver as cu
+cu.cuInit(0)
+cu.cuCtxSetCurrent(cu.cuDevicePrimaryCtxRetain(cu.cuDeviceGet(0)[1])[1])
+memory = cu.cuMemAlloc(4 << 20)
+print("READY", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_who_does_not_answer_keeps_no_other_process_standing(site: Site, tmp_path: Path) -> None:
+    """The checkpoint fails for it; the others stand still for as long as that takes to know, and no longer."""
+    daemon(site, PHOS_QUIESCE_SECONDS="2")
+    (tmp_path / "silent.py").write_text(SILENT)
+    (tmp_path / "family.sh").write_text(
+        f"SOFTGPU_FAULTS=hang-sync {shlex.join([sys.executable, str(tmp_path / 'silent.py')])} >silent.log 2>&1 &\n"
+        f"exec {shlex.join(example_words('stencil'))} --iterations 100000 --iteration-seconds 0.05 --until $1\n"
+    )
+    program = site.until_awaited("/bin/sh", str(tmp_path / "family.sh"))
+    program.wait_iterations(3)
+    wait_until(lambda: "READY" in text_of(site.folder / "silent.log"), "the one that will not answer")
+    dump = site.begin_dump(program, site.image(), "--leave-running", PHOS_PROTOCOL="cow")
+    longest, at, seen = 0.0, time.monotonic(), program.iterations()
+    while dump.poll() is None or time.monotonic() - at > 1:
+        time.sleep(0.02)
+        if (now := program.iterations()) != seen:
+            longest, at, seen = max(longest, time.monotonic() - at), time.monotonic(), now
+        assert time.monotonic() - at < 20, "it waits for the other's answers"
+    assert dump.returncode != 0
+    assert longest > 1, "it was not quiesced with the other"
+    assert "did not answer 'quiesce'" in log_of(site)
 
 
 def test_driver_that_never_answers(site: Site) -> None:

@@ -343,6 +343,21 @@ def test_watching_that_is_not_answered_is_followed_by_its_end(
     frontend.settle()
 
 
+def test_the_end_of_watching_keeps_nobody_waiting(frontend: Frontend) -> None:
+    """It comes when a checkpoint is given up, perhaps because this process does not answer; others stand still."""
+    frontend.session.unwatch()
+    frontend.answer("window_end", done=wire_pb2.Done())
+    frontend.settle()
+
+
+def test_only_who_is_quiesced_is_asked_to_open_its_gate(frontend: Frontend) -> None:
+    """Who was detached after all opens it when it has its memory, and not before."""
+    frontend.session.machine.adopt(SessionState.ATTACHING)
+    frontend.session.open()
+    frontend.settle()
+    assert frontend.session.machine.state is SessionState.ATTACHING
+
+
 def test_late_answer_is_nobodys(frontend: Frontend) -> None:
     before = open_descriptors()
     null = os.open(os.devnull, os.O_RDONLY)

@@ -13,6 +13,7 @@ from phos.gpu_engine.process import GatedProcess, QuiesceTimes
 from phos.gpu_engine.stop.settings import Settings
 from phos.gpu_engine.stop.tree import ProcessTree
 from phos.gpu_engine.timeline import Timeline
+from tests.unit.waiting import eventually
 
 
 class Rank:
@@ -74,7 +75,7 @@ def test_all_gates_are_open_again_after_the_last_try() -> None:
     quiesced = tree(ranks, 2)
     with pytest.raises(CheckpointFailed, match="did not end in time"):
         quiesced.quiesce()
-    assert quiesced.open_gates(but=()) == []
+    assert quiesced.open_gates(but=())() == []
     assert not any(rank.closed for rank in ranks)
 
 
@@ -88,5 +89,19 @@ def test_a_gate_that_cannot_be_opened_meanwhile_ends_the_try() -> None:
     quiesced = tree(ranks, 5)
     with pytest.raises(CheckpointFailed, match="does not answer"):
         quiesced.quiesce()
-    assert quiesced.open_gates(but=()) == ["it does not answer"]
+    assert quiesced.open_gates(but=())() == ["it does not answer"]
     assert not ranks[1].closed
+
+
+def test_who_does_not_answer_keeps_no_other_gate_closed() -> None:
+    ranks = pair(0, 0)
+    quiesced = tree(ranks, 5)
+    quiesced.quiesce()
+    answers = threading.Event()
+    ranks[0].open = answers.wait  # type: ignore[method-assign,assignment]
+    opened = quiesced.open_gates(but=())
+    try:
+        eventually(lambda: not ranks[1].closed)
+    finally:
+        answers.set()
+    assert opened() == []
