@@ -3,7 +3,7 @@ implement :class:`GatedProcess`, and :class:`ForeignProcess` stands for one that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -166,8 +166,17 @@ class GatedProcess(Protocol):
     def unwatch(self) -> None:
         """It is not going to be quiesced. Waits for no answer."""
 
-    def trace(self, window: TracingWindow | None) -> None:
-        """From its next attach on, calls of the process are traced; None: not any more, and nothing is in use."""
+    def trace(self, window: TracingWindow) -> None:
+        """From its next attach on, calls of the process are traced."""
+
+    def untrace(self) -> Callable[[float], None]:
+        """Not any more. To be called when the window is over, of all processes before any is waited for.
+
+        What is returned waits so many seconds for the process to put its window away, and not for one that is stopped.
+
+        Raises:
+            Mispredicted: (what is returned) something that was not saved has been written to, as far as is known.
+        """
 
     def twin_counts(self) -> dict[str, int]:
         """What twin kernels met with in this window or the last, if there were any."""

@@ -35,6 +35,11 @@ DESCRIBE_SECONDS = 5.0
 one, a launch may write to all that its arguments point to: slower, not wrong."""
 
 
+END_SECONDS = 5.0
+"""How long all processes may take to put their windows away. The image does not need it, but what they have met with is
+counted until then; one whose GPU work is long takes as long as that."""
+
+
 def describe(processes: Sequence[GatedProcess]) -> None:
     """Give each the access descriptors of its kernels, and wait for what is missing :data:`DESCRIBE_SECONDS` in all.
 
@@ -211,16 +216,15 @@ class CowDump(StopDump):
         self.timeline.add("wait for GPU data", began)
 
     def _end_windows(self) -> None:
-        """Nothing of a window is in use by anybody from here on."""
+        """Nobody uses anything of a window from here on, but for what processes map themselves."""
         self._ended = True
         self._windows.over()
-        for process in self.gated:
+        until = time.monotonic() + END_SECONDS
+        for wait in [process.untrace() for process in self.gated]:
             try:
-                process.trace(None)
+                wait(max(0.0, until - time.monotonic()))
             except Mispredicted as error:
                 self._copy_failure = self._copy_failure or error
-            except PhosError as error:
-                log.warning("%s: %s", self.path, error)
         self._counts = self._windows.counts()
         for process in self.gated:
             for name, value in process.twin_counts().items():

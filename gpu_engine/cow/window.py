@@ -194,7 +194,11 @@ class Windows:
         return total
 
     def close(self) -> None:
-        """Give memory and descriptors back, once no process uses them and nothing is copied any more."""
+        """Give memory and descriptors back, once nothing is copied any more and every process has been told.
+
+        One that is stopped has its own mappings of tables and pools until it goes on: what its GPU still copies to a
+        pool goes to memory that is nobody else's before that.
+        """
         self.over()
         self._windows = {}
         self._layout, self._written_before = None, ()

@@ -20,10 +20,12 @@ STOPPED_SECONDS = 1.0
 """A process that was stopped for so long will not answer before somebody continues it."""
 
 
-class _Request:
+class Request:
     """A request on its way: filled by the receiving thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int, step: str) -> None:
+        self.number = number
+        self.step = step
         self.done = threading.Event()
         self.answer: wire_pb2.Envelope | None = None
         self.descriptors: list[int] = []
@@ -37,7 +39,7 @@ class Conversation:
         self._hung_up = threading.Event()  # the last connection has ended
         self._lock = threading.Lock()  # guards what follows
         self._connection: wire.Connection | None = None
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, Request] = {}
         self._next_id = 1
 
     def begin(self, connection: wire.Connection) -> None:
@@ -104,35 +106,54 @@ class Conversation:
         except OSError as error:
             raise PhosError(f"{self._named()} has gone away ({error}).") from error
 
-    def call(
-        self, timeout: float, *, patient: bool = False, carried: Sequence[int] = (), **body: object
-    ) -> tuple[wire_pb2.Envelope, list[int]]:
-        """Send a request and wait for its answer. ``patient``: the time that the process is stopped does not count.
+    def post(self, *, carried: Sequence[int] = (), **body: object) -> Request:
+        """Send a request, whose answer is to be waited for (:meth:`answer_to`).
 
-        ``carried``: descriptors that go with it; they stay the caller's. Those of the answer become the caller's.
+        ``carried``: descriptors that go with it; they stay the caller's.
+
+        Raises:
+            CheckpointFailed: the connection ended, or there is none.
+        """
+        with self._lock:
+            connection = self._connection
+            request = Request(self._next_id, next(iter(body)))
+            self._next_id += 1
+            if connection is not None:
+                self._requests[request.number] = request
+        if connection is None:
+            raise CheckpointFailed(f"{self._named()} is not connected to phosd.")
+        try:
+            connection.send(wire_pb2.Envelope(id=request.number, **body), list(carried))  # type: ignore[arg-type]
+        except OSError as error:
+            self._forget(request)
+            raise CheckpointFailed(f"{self._named()} has gone away ({error}).") from error
+        return request
+
+    def answer_to(
+        self, request: Request, timeout: float, *, patient: bool = False, stopped: float = STOPPED_SECONDS
+    ) -> tuple[wire_pb2.Envelope, list[int]]:
+        """Wait for an answer; its descriptors become the caller's.
+
+        ``patient``: the time that the process is stopped does not count. Otherwise it is waited for only if it has not
+        been stopped for ``stopped`` seconds.
 
         Raises:
             Unresponsive: no answer in time, or (unless ``patient``) the process is stopped.
-            CheckpointFailed: the connection ended, or there is none.
+            CheckpointFailed: the connection ended.
         """
-        request = _Request()
-        with self._lock:
-            connection = self._connection
-            number, self._next_id = self._next_id, self._next_id + 1
-            if connection is not None:
-                self._requests[number] = request
-        if connection is None:
-            raise CheckpointFailed(f"{self._named()} is not connected to phosd.")
-        step = next(iter(body))
-        try:
-            connection.send(wire_pb2.Envelope(id=number, **body), list(carried))  # type: ignore[arg-type]
-        except OSError as error:
-            self._forget(number)
-            raise CheckpointFailed(f"{self._named()} has gone away ({error}).") from error
-        self._wait(request, number, step, timeout, patient)
+        self._wait(request, timeout, stopped, patient=patient)
         if request.answer is None:
-            raise CheckpointFailed(f"{self._named()} ended, or closed its connection, at '{step}'.")
+            raise CheckpointFailed(f"{self._named()} ended, or closed its connection, at '{request.step}'.")
         return request.answer, request.descriptors
+
+    def call(
+        self, timeout: float, *, patient: bool = False, carried: Sequence[int] = (), **body: object
+    ) -> tuple[wire_pb2.Envelope, list[int]]:
+        """Send a request and wait for its answer, as :meth:`post` and :meth:`answer_to` do.
+
+        Raises: as these.
+        """
+        return self.answer_to(self.post(carried=carried, **body), timeout, patient=patient)
 
     def ask(
         self, timeout: float, *, patient: bool = False, carried: Sequence[int] = (), **body: object
@@ -142,30 +163,30 @@ class Conversation:
         wire.close_all(extra)
         return answer
 
-    def _wait(self, request: _Request, number: int, step: str, timeout: float, patient: bool) -> None:
+    def _wait(self, request: Request, timeout: float, most_stopped: float, *, patient: bool) -> None:
         spent = stopped = 0.0
         while not request.done.wait(slice_ := min(0.1, max(0.001, timeout))):
             is_stopped = procfs.is_stopped(self._peer.pid)
             stopped = stopped + slice_ if is_stopped else 0.0
             if not (patient and is_stopped):
                 spent += slice_
-            if spent < timeout and (patient or stopped < STOPPED_SECONDS):
+            if spent < timeout and (patient or stopped < most_stopped or not is_stopped):
                 continue
-            self._forget(number)
+            self._forget(request)
             if request.done.is_set():
                 return  # at the last moment
             if is_stopped:
                 raise Unresponsive(
-                    f"{self._named()} is stopped, by a signal or a debugger, and cannot answer '{step}'. "
+                    f"{self._named()} is stopped, by a signal or a debugger, and cannot answer '{request.step}'. "
                     "Continue it, then try again."
                 )
             raise Unresponsive(
-                f"{self._named()} did not answer '{step}' within {timeout:.0f} s. Does its GPU work ever end?"
+                f"{self._named()} did not answer '{request.step}' within {timeout:.0f} s. Does its GPU work ever end?"
             )
 
-    def _forget(self, number: int) -> None:
+    def _forget(self, request: Request) -> None:
         with self._lock:
-            self._requests.pop(number, None)
+            self._requests.pop(request.number, None)
 
     def _named(self) -> str:
         return f"Process {self._peer.pid} ({self._peer.executable})"

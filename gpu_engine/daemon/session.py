@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from phos.gen import phos_image_pb2 as pb
@@ -466,9 +466,13 @@ class Session:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         self._window.unwatch()
 
-    def trace(self, window: TracingWindow | None) -> None:
+    def trace(self, window: TracingWindow) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         self._window.trace(window)
+
+    def untrace(self) -> Callable[[float], None]:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        return self._window.untrace()
 
     def twin_counts(self) -> dict[str, int]:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from phos.gen import wire_pb2
-from phos.gpu_engine.daemon.conversation import ANSWER_SECONDS, Conversation
+from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.conversation import ANSWER_SECONDS, Conversation, Request
 from phos.gpu_engine.daemon.identity import Identity
 from phos.gpu_engine.daemon.session_kernels import SessionKernels
 from phos.gpu_engine.daemon.twins import Twins
@@ -32,10 +33,11 @@ class SessionWindow:
         self._conversation = conversation
         self._kernels = kernels
         self._speculator = speculator
-        self._lock = threading.Lock()  # guards _window, _tracing; held while the window is opened
+        self._lock = threading.Lock()  # guards _window, _opening, _tracing
         self._window: TracingWindow | None = None
+        self._opening = False  # it has been asked to begin its window, and has not answered: its gate is closed
         self._tracing = False
-        # Not guarded: whoever connects cannot wait for the lock (connected()).
+        # Not guarded: whoever connects does not wait for the lock (connected()), with which packets are sent.
         self._safe = False  # nothing of what the process does need be known any more
         self._broken = False
         self._adrift = False  # it may compute with nobody watching, or be detached still: it has not connected again
@@ -46,7 +48,6 @@ class SessionWindow:
 
         Unless it is ``detached`` it computes, perhaps before its window was opened.
         """
-        # Without the lock: whoever opens the window has it, and may wait for an answer over the connection that broke.
         self._adrift = False
         if self._tracing or (self._window is not None and not self._safe and not detached):
             self._broken = True
@@ -74,9 +75,19 @@ class SessionWindow:
                 return
             if window.loads:
                 self._kernels.describe_restored()
-            answer = self._conversation.ask(
-                ANSWER_SECONDS, patient=True, carried=carried, window_begin=wire_pb2.WindowBegin()
-            )
+            request = self._conversation.post(carried=carried, window_begin=wire_pb2.WindowBegin())
+            self._opening = True
+        try:  # not with the lock: it may be stopped, and its window is over before it goes on
+            answer, extra = self._conversation.answer_to(request, ANSWER_SECONDS, patient=True)
+        except PhosError:
+            with self._lock:
+                self._opening = False
+            raise
+        wire.close_all(extra)
+        with self._lock:
+            self._opening = False
+            if self._window is not window:
+                return  # untrace() has ended it
             self._tracing = not answer.done.error
             self._adrift = False  # when the connection broke before it was detached still
             lacks_twins = self._tracing and twins_wanted(window) and not self._start_twins(window)
@@ -95,7 +106,8 @@ class SessionWindow:
                 answer.done.error,
             )
             window.wait_saved()
-            self._safe = True
+            with self._lock:
+                self._safe = self._safe or self._window is window
 
     def _start_twins(self, window: TracingWindow) -> bool:
         """Whether its kernels will have twins."""
@@ -127,31 +139,63 @@ class SessionWindow:
         with suppress(PhosError):  # it ended its window with the connection
             self._conversation.tell([], window_end=wire_pb2.WindowEnd())
 
-    def trace(self, window: TracingWindow | None) -> None:
+    def trace(self, window: TracingWindow) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        self._take(window)
+
+    def _take(self, window: TracingWindow | None) -> tuple[bool, bool, bool]:
+        """Have another window, or none. Returns whether the former was open, was about to be, and was no good."""
         with self._lock:
             self._window = window
             self._safe = False
             broken, self._broken = self._broken or self._adrift, False
             self._adrift = False
-            traced, self._tracing = self._tracing, False
-            twins = self._twins if traced else None
-        if window is not None:
-            return
+            tracing, self._tracing = self._tracing, False
+            return tracing, self._opening, broken
+
+    def untrace(self) -> Callable[[float], None]:
+        """See :class:`~phos.gpu_engine.process.GatedProcess`."""
+        tracing, opening, broken = self._take(None)
+        twins = self._twins if tracing else None
         if twins is not None:
             twins.join()
-        if broken:
-            raise Mispredicted(
-                f"The connection to process {self._traced.pid} ({self._traced.executable}) broke while its memory was "
-                "saved: what it wrote since is not known."
-            )
-        if traced and self._conversation.is_connected:  # otherwise it has ended its window by itself, or ended
-            self._conversation.ask(ANSWER_SECONDS, patient=True, window_end=wire_pb2.WindowEnd())
-        if twins is not None and not twins.loads and (report := twins.report()).violations:
-            raise Mispredicted(
-                f"Process {self._traced.pid} ({self._traced.executable}) touched GPU memory that was not saved yet and "
-                f"that no guess named: {report.named()}."
-            )
+        request = None
+        with suppress(PhosError):  # it has ended its window with the connection, or has ended
+            if tracing and not broken:
+                request = self._conversation.post(window_end=wire_pb2.WindowEnd())
+            elif opening:
+                self._conversation.tell([], window_end=wire_pb2.WindowEnd())
+
+        def wait(seconds: float) -> None:
+            if broken:
+                raise Mispredicted(
+                    f"The connection to process {self._traced.pid} ({self._traced.executable}) broke while its memory "
+                    "was saved: what it wrote since is not known."
+                )
+            self._wait_ended(request, seconds)
+            if twins is not None and not twins.loads and (report := twins.report()).violations:
+                raise Mispredicted(
+                    f"Process {self._traced.pid} ({self._traced.executable}) touched GPU memory that was not saved yet "
+                    f"and that no guess named: {report.named()}."
+                )
+
+        return wait
+
+    def _wait_ended(self, request: Request | None, seconds: float) -> None:
+        """Nothing depends on its answer: its calls neither wait nor trace since the tables say that the window is over.
+
+        What it has of the window it maps itself, and so keeps: the tables, and the memory of the shadow pools, to which
+        its GPU may still be copying. It puts that away when it reads the request.
+        """
+        if request is None:
+            return
+        try:
+            _, extra = self._conversation.answer_to(request, seconds, stopped=0.0)
+            wire.close_all(extra)
+        except Unresponsive as error:
+            log.info("%s Its window is put away when it does.", error)
+        except PhosError as error:
+            log.info("%s", error)  # it has ended
 
     def twin_counts(self) -> dict[str, int]:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""

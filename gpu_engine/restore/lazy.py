@@ -20,7 +20,7 @@ from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled
 from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
-from phos.gpu_engine.errors import Mispredicted, PhosError
+from phos.gpu_engine.errors import Mispredicted
 from phos.gpu_engine.fill_plan import FillPlan, Places
 from phos.gpu_engine.restore.base import PARKED, UNDER_WAY, Restore
 from phos.gpu_engine.restore.filling import Filling
@@ -32,6 +32,9 @@ from phos.gpu_engine.touch_order import Touched, TouchOrder, from_messages, read
 from phos.images.extents import Extent
 
 log = logging.getLogger(__name__)
+
+END_SECONDS = 60.0
+"""How long all processes may take to give themselves access to everything, and to look for faults."""
 
 WATCH_SECONDS = 0.005
 """How often to look whether a guess was wrong."""
@@ -201,7 +204,7 @@ class LazyRestore(Restore):
         self._release_windows()
 
     def _release_windows(self) -> None:
-        """The processes are dead: nobody need wait for their memory."""
+        """Nobody need wait for the memory: it is there, or the processes are dead."""
         for window in self._windows.values():
             window.end()
 
@@ -214,17 +217,19 @@ class LazyRestore(Restore):
             self._over.wait(WATCH_SECONDS)
 
     def _end_windows(self) -> None:
-        """All is there: nobody waits any more, everything has access, and whoever guessed wrong has said so."""
+        """All is there: nobody waits any more, everything has access, and whoever guessed wrong has said so.
+
+        Not one that is stopped: it finds that out when it goes on, and ends itself then (frontend/window_lazy.c).
+        """
         assert self._table is not None
         self._table.close_window()
-        for session, window in self._windows.items():
-            window.end()
+        self._release_windows()
+        until = time.monotonic() + END_SECONDS
+        for wait in [self._sessions[session].untrace() for session in self._windows]:
             try:
-                self._sessions[session].trace(None)
+                wait(max(0.0, until - time.monotonic()))
             except Mispredicted as error:
                 self.fail(f"{error} It has been ended; restore it again.")
-            except PhosError as error:
-                log.info("%s: %s", self.path, error)  # it has ended
         self._look()
         with self._counting:
             self._counts = self._count()

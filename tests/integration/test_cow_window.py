@@ -6,6 +6,7 @@ The random program (tests/windows/program.c) checks its own memory: after a wind
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.site import PATIENCE, Program, Site, wait_until, words
+from tests.integration.site import PATIENCE, Program, Site, example_words, wait_until, words
 from tests.integration.test_cow import dump_concurrently, inventory, restore_at
 from tests.windows import windows
 
@@ -144,6 +145,40 @@ def test_a_program_that_is_stopped_and_goes_on(random_site: Site) -> None:
     committed(dump, image)
     end(program)
     come_back(random_site, program, image)
+
+
+def test_a_program_that_stays_stopped_keeps_no_image_from_being_whole(site: Site) -> None:
+    site.environment |= {"PHOS_PROTOCOL": "cow", "SOFTGPU_COPY_BANDWIDTH": str(24 << 20)}
+    stencil = (*example_words("stencil"), "--iterations", "100000", "--iteration-seconds", "0.2", "--until")
+    script = site.folder / "family.sh"
+    script.write_text(f"{shlex.join(stencil)} $1 >other.log 2>&1 &\nexec {shlex.join(stencil)} $1\n")
+    program = site.until_awaited("/bin/sh", str(script))
+    program.wait_iterations(3)
+    (other,) = psutil.Process(program.pid).children()
+
+    def iterations() -> int:
+        return (site.folder / "other.log").read_text().count("ITERATION")
+
+    wait_until(lambda: iterations() >= 3, "the other one")
+    image = site.image()
+    log = site.folder / "run" / "phosd.log"
+    dump = site.begin_dump(program, image, "--leave-running")
+    wait_until(lambda: log.read_text().count(" is attached: ") == 2, "the window")
+    assert not (image / "phos-commit.img").exists()
+    other.suspend()
+    seen = program.iterations()
+    committed(dump, image)
+    program.wait_iterations(seen + 3)
+    assert other.status() == psutil.STATUS_STOPPED
+    other.resume()
+    again = site.image("again")
+    site.dump(program, again, "--leave-running")
+    site.run("phos-gpu", "verify", str(image))
+    site.run("phos-gpu", "verify", str(again))
+    counted = program.iterations()
+    wait_until(lambda: iterations() > counted, "the other one to come as far")
+    theirs = [line for line in (site.folder / "other.log").read_text().splitlines() if line.startswith("ITERATION")]
+    assert theirs[:counted] == [line for line in program.lines() if line.startswith("ITERATION")][:counted]
 
 
 def test_phosd_is_killed(random_site: Site) -> None:

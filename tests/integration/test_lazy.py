@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from phos.gpu_engine.installation import examples_folder, launcher
 from phos.gpu_engine.touch_order import read_beside
 from phos.images.reader import Image
-from tests.integration.site import Program, Site, become_reaper, wait_until, words
+from tests.integration.site import PATIENCE, Program, Site, become_reaper, wait_until, words
 from tests.windows.lazily import LazyRun
 
 EXAMPLES = {
@@ -262,6 +263,23 @@ def test_a_checkpoint_waits_until_all_is_there(site: Site) -> None:
     assert criu.wait() == 0
     job = next(job for job in site.status()["jobs"] if job["kind"] == "restore")
     assert job["bytes_done"] == job["bytes_total"]
+    site.restore(second)
+    layers.go_on()
+    Path(f"{layers.go}.end").touch()
+    assert layers.program.wait_result() == str(LAYERS_SUM)
+
+
+def test_a_program_that_is_stopped_keeps_no_restore_from_being_done(site: Site) -> None:
+    layers = Layers(site, "wait")
+    criu = layers.begin()
+    assert restore_job(site)["bytes_done"] < restore_job(site)["bytes_total"]
+    os.kill(layers.program.pid, signal.SIGSTOP)
+    assert criu.wait(PATIENCE) == 0
+    wait_until(lambda: restore_job(site)["state"] == "attached", "the end of the restore")
+    assert psutil.Process(layers.program.pid).status() == psutil.STATUS_STOPPED
+    os.kill(layers.program.pid, signal.SIGCONT)
+    second = site.image("second")
+    site.dump(layers.program, second)
     site.restore(second)
     layers.go_on()
     Path(f"{layers.go}.end").touch()

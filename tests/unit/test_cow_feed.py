@@ -237,8 +237,8 @@ def test_a_connection_that_breaks_before_a_window_is_open(back: str) -> None:
     if back != "never":
         window.connected(detached=back == "detached still")
     with nullcontext() if back == "detached still" else pytest.raises(Mispredicted):
-        window.trace(None)
-    window.trace(None)  # said once
+        window.untrace()(0.0)
+    window.untrace()(0.0)  # said once
 
 
 def taken(scene: Scene) -> int | None:
