@@ -24,6 +24,9 @@ REQUESTS = 64
 RESOLVES = 64
 """Wishes of one process for exported memory that wait; each has a thread."""
 
+TIMES_ALL_GPUS = 4
+"""So many times what all GPUs have is more than one user's blocks can be, even where it was not told what is freed."""
+
 MAP_BYTES = 256 << 20
 """Of a memory map, or another list that comes as a file: some million entries."""
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from phos.gpu_engine.blocks import Block, BlockKey
+from phos.gpu_engine.daemon import limits
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
 from phos.gpu_engine.daemon.loans import Loans
 from phos.gpu_engine.daemon.permissions import sees_all
@@ -37,6 +39,9 @@ class Broker:
         self.needed: Callable[[BlockKey, int], None] | None = None
         """Returns when a process of that number may have another's block: its data is there, and it is not saved."""
         self._pids: dict[bytes, int] = {}  # with whose end the keeper lets a session go; guarded by _lock
+        self._bytes: Counter[bytes] = Counter()  # of each session's own blocks; guarded by _lock
+        self.capacity: Mapping[int, int] | None = None
+        """The memory of each GPU, bytes; None: nobody has said."""
 
     def _hand_over(self) -> None:
         """The keeper is to hold what we hold, and no more.
@@ -81,6 +86,24 @@ class Broker:
         with self._lock:
             return self._users.get(session)
 
+    def misfit(self, block: Block) -> str:
+        """Why the GPUs cannot have such a block of a session, which only says so; empty: they can."""
+        if self.capacity is None:
+            return ""
+        total = self.capacity.get(block.device)
+        if total is None:
+            return f"it is said to be on GPU {block.device}, which phosd does not see"
+        if block.size > total:
+            return f"it is said to have {block.size} bytes, and GPU {block.device} has {total}"
+        with self._lock:
+            former = self._blocks.get(block.key)
+            user = self._users.get(block.key[0], block.key[0])
+            has = sum(size for session, size in self._bytes.items() if self._users.get(session, session) == user)
+        has -= former.size if former else 0
+        if has + block.size > limits.TIMES_ALL_GPUS * sum(self.capacity.values()):
+            return f"with the {has} bytes that its user is said to have already, that is more than all GPUs have"
+        return ""
+
     def may_hold(self, key: BlockKey, most: int) -> bool:
         """Whether a session's user may have one more block, of ``most``; root may, and so may who has it already."""
         with self._lock:
@@ -107,7 +130,7 @@ class Broker:
                 lent = self._lent.setdefault(held.session, {})
                 lent[held.block] = Block(held.owner, held.size, held.device, held.descriptor)
             else:
-                self._blocks[key] = Block(key, held.size, held.device, held.descriptor)
+                self._put(Block(key, held.size, held.device, held.descriptor))
             sessions[held.session] = held.pid
         sessions |= detached
         self._detached |= detached.keys()
@@ -117,8 +140,8 @@ class Broker:
     def add(self, block: Block, pid: int) -> None:
         """Hold a new block; the descriptor becomes the broker's. A block registered again replaces its former self."""
         with self._lock:
-            former = self._blocks.pop(block.key, None)
-            self._blocks[block.key] = block
+            former = self._pop(block.key)
+            self._put(block)
             self._pids[block.key[0]] = pid
             self._keeper.add(block.key[0], pid, block.key[1], block.size, block.device, block.descriptor)
         if former:
@@ -128,8 +151,18 @@ class Broker:
         """As :meth:`add` for new blocks, but the keeper does not have them before :meth:`entrust`."""
         with self._lock:
             for block in blocks:
-                self._blocks[block.key] = block
+                self._put(block)
                 self._pids[block.key[0]] = pid
+
+    def _put(self, block: Block) -> None:
+        self._blocks[block.key] = block
+        self._bytes[block.key[0]] += block.size
+
+    def _pop(self, key: BlockKey) -> Block | None:
+        block = self._blocks.pop(key, None)
+        if block is not None:
+            self._bytes[key[0]] -= block.size
+        return block
 
     def entrust(self, session: bytes) -> None:
         """Give the keeper what a session's :meth:`hold` left out."""
@@ -141,7 +174,7 @@ class Broker:
     def remove(self, key: BlockKey) -> None:
         """The block's owner has freed it."""
         with self._lock:
-            block = self._blocks.pop(key, None)
+            block = self._pop(key)
             if block:
                 self._keeper.remove(*key)
         if block:
@@ -165,6 +198,7 @@ class Broker:
             self._pids.pop(session, None)
             self._detached.discard(session)
             gone = [self._blocks.pop(key) for key in list(self._blocks) if key[0] == session]
+            self._bytes.pop(session, None)
             gone += self._lent.pop(session, {}).values()
             left = {block.key for lent in self._lent.values() for block in lent.values()} | self._blocks.keys()
             self._keeper.remove(session, None)

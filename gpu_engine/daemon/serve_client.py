@@ -20,6 +20,8 @@ from phos.gpu_engine.errors import PhosError
 
 log = logging.getLogger(__name__)
 
+_LARGEST = (1 << 64) - 1
+
 
 class ClientServer:
     """Serves the connections of command-line programs. Each runs in a thread of its own."""
@@ -125,7 +127,7 @@ class ClientServer:
                     state=session.machine.state.value,
                     session=session.session,
                     blocks=len(blocks),
-                    bytes=sum(block.size for block in blocks),
+                    bytes=_clamped(sum(block.size for block in blocks)),
                     uncarried=[
                         wire_pb2.Uncarried(kind=u.kind, count=u.count, bytes=u.bytes)
                         for u in session.uncarried.values()
@@ -148,7 +150,7 @@ class ClientServer:
                     name=gpu.name,
                     total=gpu.total_memory,
                     free=self._free(gpu.ordinal),
-                    held=held.get(gpu.ordinal, 0),
+                    held=_clamped(held.get(gpu.ordinal, 0)),
                 )
             )
         status.jobs.extend(self._registry.jobs.report(viewer))
@@ -166,3 +168,8 @@ class ClientServer:
         except PhosError as error:
             log.warning("GPU %d does not say how much of its memory is free: %s", ordinal, error)
             return 0
+
+
+def _clamped(number: int) -> int:
+    """What a packet can carry of it: nobody's numbers keep everybody from an answer."""
+    return max(0, min(number, _LARGEST))

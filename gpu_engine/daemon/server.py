@@ -60,6 +60,7 @@ class Daemon:
             phos=version, criu="", driver=driver.release(), cuda=cuda, device_kind=driver.kind()
         )
         self._registry = Registry(path, versions, _capability(self.gpus))
+        self._registry.broker.capacity = {gpu.ordinal: gpu.total_memory for gpu in self.gpus}
         self._dumps = DumpServer(self._registry)
         self._restores = RestoreServer(self._registry)
         self._pools = PoolServer(self._registry, self._restores)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Collection, Iterable
@@ -149,6 +150,11 @@ class SessionBlocks:
         if len(descriptors) != 1:
             wire.close_all(descriptors)
             raise ProtocolError(f"Process {pid} announced block {added.block} without its descriptor.")
+        device = self._ordinals.get(added.device, added.device)
+        block = Block(key, added.size, device, descriptors[0], added.owner == wire_pb2.BlockAdded.APPLICATION)
+        if why := self._broker.misfit(block):
+            self._refuse(block, f"Process {pid} has told of GPU memory block {added.block}, and {why}")
+            return
         if not sealed.can_be_mapped(descriptors[0], added.size):
             wire.close_all(descriptors)
             raise ProtocolError(
@@ -156,22 +162,22 @@ class SessionBlocks:
                 f"{added.size} bytes that is sealed against that), which phosd would not survive when it copies it."
             )
         if not self._broker.may_hold(key, limits.blocks()):
-            wire.close_all(descriptors)
-            if not self._unheld:
-                log.error(
-                    "User %d has %d GPU memory blocks at phosd already, and one user may have no more: process %d runs "
-                    "on, and cannot be checkpointed.",
-                    self._owner.uid,
-                    limits.blocks(),
-                    pid,
-                )
-            with self._lock:
-                self._require_room(self._unheld, added.block)
-                self._unheld.add(added.block)
+            self._refuse(
+                block,
+                f"User {self._owner.uid} has {limits.blocks()} GPU memory blocks at phosd already, and one user may "
+                f"have no more: process {pid} has another",
+            )
             return
-        by_application = added.owner == wire_pb2.BlockAdded.APPLICATION
-        device = self._ordinals.get(added.device, added.device)
-        self._broker.add(Block(key, added.size, device, descriptors[0], by_application), pid)
+        self._broker.add(block, pid)
+
+    def _refuse(self, block: Block, why: str) -> None:
+        """It is not held: its process runs on with it."""
+        os.close(block.descriptor)
+        if not self._unheld:
+            log.error("%s. The process runs on, and cannot be checkpointed.", why)
+        with self._lock:
+            self._require_room(self._unheld, block.key[1])
+            self._unheld.add(block.key[1])
 
     def _refuse_anothers(self, key: BlockKey) -> None:
         """A process that names another's memory says that it maps it, and is handed nothing for that.
@@ -299,7 +305,8 @@ class SessionBlocks:
             raise CheckpointFailed(
                 f"phosd has no descriptor of {unheld} GPU memory block(s) of process {pid} ({executable}): the driver "
                 "did not give one, phosd and its keeper were both killed since the process was last restored, or its "
-                "user has too many (phosd's log says so). It runs on, but it cannot be checkpointed; restart it."
+                "user has too many, or larger ones than there is memory (phosd's log says so). It runs on, but it "
+                "cannot be checkpointed; restart it."
             )
         try:
             if not self._keep_imports(pid, detaches=True):
@@ -376,18 +383,15 @@ class SessionBlocks:
         finally:
             wire.close_all(descriptors)
         own = self._owner.session
-        for block in memory.blocks:
-            if block.owner_session and not self.entitled((block.owner_session, block.owner_block)):
-                raise ProtocolError(f"block {block.block} belongs to another user's process.")
-        blocks = [
-            MappedBlock(
-                number=block.block,
-                key=(block.owner_session, block.owner_block) if block.owner_session else (own, block.block),
-                size=block.size,
-                device=self._ordinals.get(block.device, block.device),
-            )
-            for block in memory.blocks
-        ]
+        blocks = []
+        for b in memory.blocks:
+            key = (b.owner_session, b.owner_block) if b.owner_session else (own, b.block)
+            if b.owner_session and not self.entitled(key):
+                raise ProtocolError(f"block {b.block} belongs to another user's process.")
+            held = self._broker.get(key)
+            if held is not None and held.size != b.size:  # tables are made for that many chunks
+                raise ProtocolError(f"block {b.block} has {b.size} bytes in it, and {held.size} as phosd was told.")
+            blocks.append(MappedBlock(b.block, key, b.size, self._ordinals.get(b.device, b.device)))
         return Detached(
             blocks=blocks,
             allocations=[Allocation(a.address, a.size, a.block, a.offset, a.entry_point) for a in memory.allocations],

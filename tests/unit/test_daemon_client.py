@@ -18,6 +18,7 @@ import pytest
 
 from phos.gen import wire_pb2
 from phos.gpu_engine import driver
+from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.daemon import client, paths, reach, wire
 from phos.gpu_engine.daemon.serve_client import ClientServer
 from phos.gpu_engine.daemon.startup import _listen
@@ -293,20 +294,31 @@ def test_a_gpu_without_room_for_a_context_of_phosds_has_a_status_all_the_same(mo
         raise DriverError("cuDevicePrimaryCtxRetain", 2, "CUDA_ERROR_OUT_OF_MEMORY")
 
     monkeypatch.setattr(driver, "context", context)
+    status = status_of(broker=SimpleNamespace(left_behind=list), prepared={0})
+    assert [(found.name, found.free) for found in status.gpus] == [("H100", 0)]
+
+
+def test_numbers_that_fit_no_packet_keep_nobody_from_a_status() -> None:
+    """One process's, which any user may have started."""
+    blocks = [Block((bytes(16), number), (1 << 63) - 4096, 0, -1) for number in range(3)]
+    status = status_of(broker=SimpleNamespace(left_behind=lambda: blocks))
+    assert [found.held for found in status.gpus] == [(1 << 64) - 1]
+
+
+def status_of(**parts: Any) -> wire_pb2.Status:
+    """Of a phosd with one GPU and no processes."""
     registry = SimpleNamespace(
         versions=SimpleNamespace(phos="1", device_kind="software", cuda=13000),
         copier=SimpleNamespace(ring_bytes=1),
         pinned=SimpleNamespace(limit=1, report=list),
-        broker=SimpleNamespace(left_behind=list),
         jobs=SimpleNamespace(report=lambda _viewer: []),
         lock=threading.Lock(),
         sessions={},
-        prepared={0},
+        **{"prepared": set(), **parts},
     )
     gpu: Any = SimpleNamespace(ordinal=0, uuid="GPU-0", name="H100", total_memory=80 << 30)
     server = ClientServer(registry, [gpu], SimpleNamespace(report=list))  # type: ignore[arg-type]
-    status = server._status(os.geteuid())
-    assert [(found.name, found.free) for found in status.gpus] == [("H100", 0)]
+    return server._status(os.geteuid())
 
 
 def test_a_file_beside_a_packet_cannot_be_changed() -> None:

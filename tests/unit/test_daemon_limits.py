@@ -6,12 +6,13 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 
 from phos.gen import wire_pb2
+from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.daemon import limits, wire
 from phos.gpu_engine.daemon.requests import Requests
 from phos.gpu_engine.daemon.server import Daemon
@@ -121,6 +122,59 @@ def test_blocks_beyond_the_limit_are_not_held_and_the_program_runs_on(
     frontend.settle()
     assert len(frontend.session.own_blocks()) == 4
     os.close(null)
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "said"),
+    [
+        (12 * MiB, 0, "GPU 0 has 10485760"),
+        ((1 << 63) - 4096, 0, "GPU 0 has 10485760"),
+        (2 * MiB, 7, "on GPU 7, which phosd does not see"),
+        (10 * MiB, 1, "more than all GPUs have"),
+    ],
+)
+def test_blocks_that_no_gpu_can_have_are_not_held(
+    frontend: Frontend, caplog: pytest.LogCaptureFixture, size: int, device: int, said: str
+) -> None:
+    """What is made for each of their chunks, or counted of them, would be as large as anybody says."""
+    frontend.broker.capacity = {0: 10 * MiB, 1: 10 * MiB}
+    null = os.open(os.devnull, os.O_RDONLY)
+    for number in range(1, 9):  # as many as are let in, told again and again
+        added = wire_pb2.BlockAdded(block=number % 4, size=10 * MiB, device=number % 2)
+        frontend.send((null,), block_added=added)
+    other = (OTHER, 1)
+    frontend.broker.belongs(OTHER, USER)
+    frontend.broker.add(Block(other, 40 * MiB, 0, os.dup(null)), os.getpid())
+    frontend.settle()
+    before = open_descriptors()
+    frontend.send((null,), block_added=wire_pb2.BlockAdded(block=9, size=size, device=device))
+    frontend.settle()
+    assert [held.key[1] for held in frontend.session.own_blocks()] == [0, 1, 2, 3]
+    assert open_descriptors() == before
+    assert said in caplog.text
+    with pytest.raises(CheckpointFailed, match="larger ones than there is memory"):
+        frontend.session._blocks.secure()
+    frontend.send(block_removed=wire_pb2.BlockRemoved(block=9))
+    for key in [other, *((NUMBER, number) for number in range(4))]:
+        frontend.broker.remove(key)
+    frontend.settle()
+    frontend.send((null,), block_added=wire_pb2.BlockAdded(block=10, size=10 * MiB, device=1))
+    frontend.settle()
+    frontend.session._blocks.secure()
+    assert len(frontend.session.own_blocks()) == 1
+    os.close(null)
+
+
+def test_a_map_with_another_size_of_a_block_is_not_believed(frontend: Frontend) -> None:
+    """The tables of a window have a place for each chunk of it."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    frontend.send((null,), block_added=block(1))
+    frontend.settle()
+    os.close(null)
+    for size in (2 * MiB, 1 << 60):
+        descriptor = memory_map(blocks=[wire_pb2.MemoryMap.Block(block=1, size=size)])
+        with nullcontext() if size == 2 * MiB else pytest.raises(ProtocolError, match=f"{2 * MiB} as phosd was told"):
+            frontend.session._blocks.parse_map(wire_pb2.DetachDone(), [descriptor])
 
 
 @pytest.mark.parametrize("what", ["lost", "another's", "told again"])
