@@ -9,11 +9,14 @@
 #include <string.h>
 #include <time.h>
 
+#define SILENCE_S 5 /* phosd is not there, or hangs */
+
 struct question {
     uint64_t id;
     uint8_t session[16];
     uint64_t block;
     bool asked, answered;
+    bool coming; /* phosd has said so since it was looked at last */
     int descriptor;
     size_t size;
     CUdevice device;
@@ -34,6 +37,7 @@ bool phos_ask_all(void)
         Phos__Wire__TokenResolve resolve = PHOS__WIRE__TOKEN_RESOLVE__INIT;
         resolve.session = (ProtobufCBinaryData){sizeof q->session, q->session};
         resolve.block = q->block;
+        resolve.waits = true;
         ENVELOPE(envelope, q->id, TOKEN_RESOLVE, token_resolve, &resolve);
         if (!phos_tell_send(&envelope, NULL, 0))
             return false;
@@ -42,14 +46,29 @@ bool phos_ask_all(void)
     return true;
 }
 
+/* Until it is answered, or phosd has been silent for so long. Answers whether it said meanwhile that the answer will come. With
+ * the lock. */
+static bool wait_answered(struct question *question)
+{
+    struct timespec deadline;
+    bool coming = false;
+    do {
+        coming = coming || question->coming;
+        question->coming = false;
+        clock_gettime(CLOCK_REALTIME, &deadline);
+        deadline.tv_sec += SILENCE_S;
+        while (!question->answered && !question->coming &&
+               pthread_cond_timedwait(&question_answered, &question_lock, &deadline) != ETIMEDOUT)
+            continue;
+    } while (!question->answered && question->coming);
+    return coming;
+}
+
 bool phos_control_resolve(const uint8_t session[16], uint64_t block, int *descriptor, size_t *size, CUdevice *device,
-                          struct phos_error *error)
+                          bool *coming, struct phos_error *error)
 {
     struct question question = {.block = block, .descriptor = -1};
     memcpy(question.session, session, sizeof question.session);
-    struct timespec deadline;
-    clock_gettime(CLOCK_REALTIME, &deadline);
-    deadline.tv_sec += 5;
     int cancel;
     pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel); /* the list has this stack's question */
     pthread_mutex_lock(&question_lock);
@@ -59,8 +78,7 @@ bool phos_control_resolve(const uint8_t session[16], uint64_t block, int *descri
     pthread_mutex_unlock(&question_lock);
     phos_control_hurry();
     pthread_mutex_lock(&question_lock);
-    while (!question.answered && pthread_cond_timedwait(&question_answered, &question_lock, &deadline) != ETIMEDOUT)
-        continue;
+    *coming = wait_answered(&question);
     struct question **link = &questions;
     while (*link != &question)
         link = &(*link)->next;
@@ -83,6 +101,9 @@ void phos_tell_answer(struct phos_packet *packet)
     PHOS_LOCKED(&question_lock);
     for (struct question *q = questions; q; q = q->next) {
         if (q->id != packet->envelope->id || q->answered)
+            continue;
+        q->coming = resolved->coming;
+        if (q->coming)
             continue;
         q->size = resolved->size;
         q->device = (CUdevice)resolved->device;

@@ -24,6 +24,7 @@ bool phos_control_settle(unsigned timeout_ms);
 
 /* Waits until phosd was told of a block. False: no phosd, or not in time. Not with phos_memory_lock held. */
 bool phos_control_wait_registered(uint64_t block, unsigned timeout_ms);
-/* Exchanges a token for the real descriptor, to be closed by the caller. False: `error` says why. Likewise. */
+/* Exchanges a token for the real descriptor, to be closed by the caller. False: `error` says why. Likewise. Waits for as long as
+ * phosd says that it will come, and sets `coming` if it has said so. */
 bool phos_control_resolve(const uint8_t session[16], uint64_t block, int *descriptor, size_t *size, CUdevice *device,
-                          struct phos_error *error) PHOS_CHECKED;
+                          bool *coming, struct phos_error *error) PHOS_CHECKED;

@@ -20,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#define IMPORT_NS 50000000000u /* of memory that phosd restores, or a checkpoint has, before it is handed over */
+#define IMPORT_NS 50000000000u /* while phosd says nothing, or knows no owner, who may connect later */
 
 static const char token_magic[8] = {'P', 'h', 'O', 'S', 't', 'o', 'k', '1'};
 
@@ -78,8 +78,9 @@ static bool phosd_has(uint64_t id)
     PHOS_CLOSES_HELD int descriptor = -1;
     size_t size;
     CUdevice device;
+    bool coming;
     struct phos_error error = {0};
-    if (phos_control_resolve(session, number, &descriptor, &size, &device, &error))
+    if (phos_control_resolve(session, number, &descriptor, &size, &device, &coming, &error))
         return true;
     phos_warn("memory that another process is to have: %s", error.text);
     return false;
@@ -136,15 +137,20 @@ CUresult phos_token_block(const struct phos_token *token, struct phos_block **ou
     size_t size = 0;
     CUdevice device = 0;
     struct phos_error error = {0};
-    bool resolved = false;
+    bool resolved = false, coming;
     /* A phosd that has just begun learns whose the memory is when its owner connects, which may be after us. One that is
-     * not there, or does not answer, is asked no further: each such question takes seconds by itself. */
+     * not there, or does not answer, is asked no further: each such question takes seconds by itself. While it restores the
+     * memory, or a checkpoint has it, it says that it will come: that takes as long as it takes. */
     uint64_t end = phos_now_ns() + IMPORT_NS;
     for (int try = 0; try < 50 && !resolved && !(try && phos_tell_nobody()) && phos_now_ns() < end; try++) {
         error = (struct phos_error){0};
-        resolved = phos_control_resolve(token->session, token->block, &descriptor, &size, &device, &error);
+        resolved = phos_control_resolve(token->session, token->block, &descriptor, &size, &device, &coming, &error);
         if (!resolved)
             nanosleep(&(struct timespec){.tv_nsec = 20000000}, NULL);
+        if (coming) {
+            end = phos_now_ns() + IMPORT_NS;
+            try = 0;
+        }
     }
     if (!resolved) {
         phos_warn("shared memory cannot be imported: %s", error.text);

@@ -144,10 +144,14 @@ class Claims:
         with self._lock:
             return any(pid in self._claimed for pid in pids)
 
-    def wait_unless_shared(self, owner: int, guest: int) -> None:
-        """Return when no checkpoint has process ``owner``, or one that has ``guest`` too."""
+    def wait_unless_shared(self, owner: int, guest: int, seconds: float) -> bool:
+        """Whether no checkpoint has process ``owner``, or one that has ``guest`` too, within so many seconds."""
+
+        def may_have() -> bool:
+            return owner not in self._claimed or self._claimed[owner] is self._claimed.get(guest)
+
         with self._lock:
-            self._lock.wait_for(lambda: owner not in self._claimed or self._claimed[owner] is self._claimed.get(guest))
+            return self._lock.wait_for(may_have, seconds)
 
     @contextmanager
     def hold(self, pids: Iterable[int]) -> Iterator[None]:

@@ -36,8 +36,9 @@ class Broker:
         self._users: dict[bytes, int] = {}  # whose each session is; guarded by _lock
         self.loans = Loans()
         self.removed: Callable[[BlockKey], None] | None = None  # told of blocks that their owners have freed
-        self.needed: Callable[[BlockKey, int], None] | None = None
-        """Returns when a process of that number may have another's block: its data is there, and it is not saved."""
+        self.needed: Callable[[BlockKey, int, float], bool] | None = None
+        """Whether a process of that number may have another's block, within so many seconds: its data is there, and it
+        is not being saved."""
         self._pids: dict[bytes, int] = {}  # with whose end the keeper lets a session go; guarded by _lock
         self._bytes: Counter[bytes] = Counter()  # of each session's own blocks; guarded by _lock
         self.capacity: Mapping[int, int] | None = None

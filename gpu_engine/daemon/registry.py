@@ -72,18 +72,20 @@ class Registry:
         """A new session; the caller puts it among the others."""
         return Session(number, pid, uid, self.broker, self.holds, self.speculator, state)
 
-    def _need(self, key: BlockKey, guest: int) -> None:
+    def _need(self, key: BlockKey, guest: int, seconds: float) -> bool:
         """Memory that is still being restored, or in the hands of a checkpoint, is handed to nobody who does not wait.
 
-        Those of the same tree stand still with its owner when it is saved, and must not wait for that.
+        Those of the same tree stand still with its owner when it is saved, and must not wait for that. Returns whether
+        it may be handed over, within so many seconds.
         """
+        deadline = time.monotonic() + seconds
         with self.lock:
             restore = self.loading.get(key[0])
             owner = self.sessions.get(key[0])
-        if restore is not None:
-            restore.need(key)
-        if owner is not None:
-            self.claims.wait_unless_shared(owner.pid, guest)
+        if restore is not None and not restore.need(key, seconds):
+            return False
+        left = max(0.0, deadline - time.monotonic())
+        return owner is None or self.claims.wait_unless_shared(owner.pid, guest, left)
 
     def lend_imports(self, job: Restore) -> None:
         """Each process of a restore keeps what it will map of the others, who may end before it has its memory.

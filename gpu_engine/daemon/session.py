@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gen import wire_pb2
@@ -43,6 +44,9 @@ RESIDUE_SECONDS = 10.0
 
 HANG_UP_SECONDS = 3.0
 """How long a frontend that has said that it is detached may take to close its connection."""
+
+SILENCE_SECONDS = 6.0
+"""After so long an earlier frontend, which is not told that what it asked for will come, has asked again."""
 
 UNKNOWN_USER = -1
 """Of a session whose process has not been restored yet."""
@@ -183,8 +187,9 @@ class Session:
             self._kernels.seen(envelope.kernels_seen)
         elif kind == "token_resolve":
             key = (envelope.token_resolve.session, envelope.token_resolve.block)
+            coming = partial(self._coming, envelope, self.connections, time.monotonic())
             if key[0] == self.session:  # it exports its own, and waits for nobody: nor for those who wait for others'
-                self._answer(envelope.id, key)
+                self._answer(envelope.id, key, coming)
                 return
             if not self._resolving.acquire(blocking=False):
                 error = f"Process {self.pid} waits for {limits.RESOLVES} blocks of exported memory already."
@@ -193,7 +198,7 @@ class Session:
                     self._conversation.tell([], envelope.id, token_resolved=resolved)
                 return
             # It may have to wait, and what the process answers meanwhile must be read.
-            threading.Thread(target=self._resolve, args=(envelope.id, key), daemon=True, name="resolve").start()
+            threading.Thread(target=self._resolve, args=(envelope.id, key, coming), daemon=True, name="resolve").start()
         else:
             raise ProtocolError(f"Process {self.pid} sent an unexpected packet ({kind}).")
 
@@ -229,15 +234,31 @@ class Session:
         with suppress(PhosError):  # it has gone
             self._conversation.tell([], number, done=wire_pb2.Done())
 
-    def _resolve(self, number: int, key: BlockKey) -> None:
+    def _resolve(self, number: int, key: BlockKey, coming: Callable[[], bool]) -> None:
         try:
-            self._answer(number, key)
+            self._answer(number, key, coming)
         finally:
             self._resolving.release()
 
-    def _answer(self, number: int, key: BlockKey) -> None:
+    def _coming(self, asked: wire_pb2.Envelope, connections: int, since: float) -> bool:
+        """What the process has asked for will come. Returns whether it waits for that.
+
+        It asks again over another connection; and one that is not told that it will come asks again soon.
+        """
+        if self.connections != connections or not self.is_connected:
+            return False
+        if not asked.token_resolve.waits:
+            return time.monotonic() - since < SILENCE_SECONDS
+        with suppress(PhosError):  # it has gone
+            self._conversation.tell([], asked.id, token_resolved=wire_pb2.TokenResolved(coming=True))
+        return True
+
+    def _answer(self, number: int, key: BlockKey, coming: Callable[[], bool]) -> None:
         """Exported memory: the descriptor that a token stands for."""
-        resolved, descriptors = self._blocks.resolve(key)
+        answer = self._blocks.resolve(key, coming)
+        if answer is None:
+            return
+        resolved, descriptors = answer
         try:
             with suppress(PhosError):  # it has gone
                 self._conversation.tell(descriptors, number, token_resolved=resolved)

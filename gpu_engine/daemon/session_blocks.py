@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gen import wire_pb2
@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 MAPPING_SECONDS = 10.0
 """A process that was handed another's block says long before that that it maps it, if it does."""
+
+
+COMING_SECONDS = 1.0
+"""So often who waits for another's memory hears that it will come; it gives up when it has heard nothing for longer."""
 
 
 class SessionBlocks:
@@ -255,20 +259,23 @@ class SessionBlocks:
         lent = set(self._broker.lent(self._owner.session).values())  # whose user is forgotten with its owner
         return [key for key in others if key not in lent]
 
-    def resolve(self, key: BlockKey) -> tuple[wire_pb2.TokenResolved, list[int]]:
+    def resolve(self, key: BlockKey, coming: Callable[[], bool]) -> tuple[wire_pb2.TokenResolved, list[int]] | None:
         """Exported memory: the descriptor that a token stands for, now the caller's, or a sentence why there is none.
 
-        Waits until the block's data is there, and no checkpoint has its owner and not this process.
+        Waits until the block's data is there, and no checkpoint has its owner and not this process. ``coming`` is told
+        every second that it does, and says whether anybody wants to know; None if not.
         """
         try:
             if not self.entitled(key):  # first: nobody is to ask, or to be taken for somebody who maps it
                 raise KeyError(key)
             if self._broker.needed is not None and key[0] != self._owner.session:
-                with self._lock:  # before it waits: a checkpoint that begins then sees it
-                    self._handed[key] = time.monotonic()
-                self._broker.needed(key, self._owner.pid)
-                with self._lock:
-                    self._handed[key] = time.monotonic()
+                self._is_handed(key)  # before it waits: a checkpoint that begins then sees it
+                while not self._broker.needed(key, self._owner.pid, COMING_SECONDS):
+                    if not coming():
+                        self._not_handed(key)
+                        return None
+                    self._is_handed(key)
+                self._is_handed(key)
             borrowed = self._broker.borrow([key], self._owner.session)
         except (KeyError, OSError) as failure:
             self._not_handed(key)
@@ -284,6 +291,10 @@ class SessionBlocks:
             error = f"The memory is on GPU {block.device}, which process {self._owner.pid} does not see."
             return wire_pb2.TokenResolved(error=error), []
         return wire_pb2.TokenResolved(size=block.size, device=ordinals[block.device]), [block.descriptor]
+
+    def _is_handed(self, key: BlockKey) -> None:
+        with self._lock:
+            self._handed[key] = time.monotonic()
 
     def _not_handed(self, key: BlockKey) -> None:
         with self._lock:

@@ -491,9 +491,12 @@ class Restore(ABC):
         """Wait until it has succeeded or failed; whether it has."""
         return self._over.wait(seconds)
 
-    def need(self, key: BlockKey) -> None:
-        """Return when a block's data is there; it goes before others. Or when the restore is over, however it ended."""
-        self._loaded.wait()
+    def need(self, key: BlockKey, seconds: float) -> bool:
+        """Whether a block's data is there within so many seconds; it goes before others.
+
+        Or the restore is over, however it ended.
+        """
+        return self._loaded.wait(seconds)
 
     def fail(self, reason: str, state: str = "failed") -> None:
         """Give the whole restore up: no process of it may go on without its memory."""

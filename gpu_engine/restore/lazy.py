@@ -208,13 +208,17 @@ class LazyRestore(Restore):
         for window in self._windows.values():
             window.end()
 
-    def need(self, key: BlockKey) -> None:
+    def need(self, key: BlockKey, seconds: float) -> bool:
         """See :class:`~phos.gpu_engine.restore.base.Restore`."""
+        deadline = time.monotonic() + seconds
         while not self._loaded.is_set() and not self._over.is_set():
             with self._counting:
                 if self._laid_out and (self._table is None or (self._plan is not None and self._plan.want(key))):
-                    return
+                    return True
+            if time.monotonic() > deadline:
+                return False
             self._over.wait(WATCH_SECONDS)
+        return True
 
     def _end_windows(self) -> None:
         """All is there: nobody waits any more, everything has access, and whoever guessed wrong has said so.

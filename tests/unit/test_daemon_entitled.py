@@ -106,7 +106,7 @@ def test_it_is_as_ever_when_the_owner_turns_out_to_be_the_same_users(frontend: F
 
 def test_a_wish_that_is_not_fulfilled_is_in_nobodys_way(frontend: Frontend) -> None:
     """Nor is it kept: a process may have any number of them."""
-    frontend.broker.needed = lambda *_: None
+    frontend.broker.needed = lambda *_: True
     frontend.broker.belongs(OTHER, MINE)
     assert "knows no such exported memory" in resolved(frontend)
     comes(frontend, MINE)

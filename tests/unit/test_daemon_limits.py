@@ -203,7 +203,7 @@ def test_numbers_of_blocks_are_kept_up_to_a_number(
 
 def test_wishes_for_memory_that_wait_are_counted(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    frontend.broker.needed = lambda *_: go_on.wait(30) and None
+    frontend.broker.needed = lambda *_: go_on.wait(30)
     monkeypatch.setattr(frontend.session._blocks, "entitled", lambda _key: True)
     asked = wire_pb2.TokenResolve(session=bytes(16), block=1)
     for number in range(limits.RESOLVES + 1):

@@ -28,6 +28,7 @@ from phos.gpu_engine.spec import table as tables
 from phos.gpu_engine.spec.descriptor import Parameter, from_layout
 from phos.gpu_engine.spec.speculator import Speculator
 from tests.unit.session_fake import NUMBER, OTHER, Frontend, MiB, block, memory_map, open_descriptors
+from tests.unit.waiting import eventually
 
 
 @pytest.fixture
@@ -257,7 +258,7 @@ def test_memory_of_another_user_is_not_handed_out(frontend: Frontend) -> None:
         assert not packet[1]  # this process sees no GPU at all, so even the right user gets a sentence
     frontend.broker.belongs(OTHER, 2000)
     asked: list[object] = []
-    frontend.broker.needed = lambda *what: asked.append(what)
+    frontend.broker.needed = lambda *what: bool(asked.append(what)) or True  # type: ignore[func-returns-value]
     frontend.send((), 6, token_resolve=wire_pb2.TokenResolve(session=OTHER, block=7))
     assert wire.receive(frontend.end) is not None
     assert not asked, "a restore would hurry for it"
@@ -292,9 +293,9 @@ def test_who_exports_its_own_does_not_wait_for_those_who_import(frontend: Fronte
     frontend.broker.belongs(OTHER, 1000)
     begun, over = threading.Event(), threading.Event()
 
-    def needed(*_: object) -> None:
+    def needed(*_: object) -> bool:
         begun.set()
-        over.wait(10)
+        return over.wait(10)
 
     frontend.broker.needed = needed
     frontend.send((), 5, token_resolve=wire_pb2.TokenResolve(session=OTHER, block=7))
@@ -310,6 +311,54 @@ def test_who_exports_its_own_does_not_wait_for_those_who_import(frontend: Fronte
     packet = wire.receive(frontend.end)
     assert packet is not None
     assert packet[0].id == 5
+
+
+def wish(frontend: Frontend, number: int, *, waits: bool) -> None:
+    """For memory of another process."""
+    frontend.send((), number, token_resolve=wire_pb2.TokenResolve(session=OTHER, block=7, waits=waits))
+
+
+def test_who_waits_for_memory_hears_that_it_will_come(frontend: Frontend) -> None:
+    asked: list[float] = []
+
+    def needed(_key: object, _pid: int, seconds: float) -> bool:
+        asked.append(seconds)
+        assert frontend.session.blocks_of_others(), "a checkpoint of the owner would not wait for it"
+        return len(asked) > 3
+
+    frontend.broker.belongs(OTHER, 1000)
+    frontend.broker.needed = needed
+    wish(frontend, 5, waits=True)
+    assert frontend.end
+    answers = []
+    for _ in range(4):
+        packet = wire.receive(frontend.end)
+        assert packet is not None
+        assert packet[0].id == 5
+        answers.append(packet[0].token_resolved)
+    assert [answer.coming for answer in answers] == [True, True, True, False]
+    assert "no such exported memory" in answers[3].error
+    assert max(asked) <= 1, "the frontend takes silence for the end of phosd"
+
+
+@pytest.mark.parametrize("ends", ["its connection", "its patience"])
+def test_nobody_waits_for_who_does_not_any_more(frontend: Frontend, monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    monkeypatch.setattr(session_module, "SILENCE_SECONDS", 3600.0 if ends == "its connection" else 0.3)
+    frontend.broker.belongs(OTHER, 1000)
+    frontend.broker.needed = lambda *_: bool(time.sleep(0.01))  # type: ignore[func-returns-value]
+    wish(frontend, 5, waits=False)
+
+    def waiting() -> int:
+        return sum(thread.name == "resolve" for thread in threading.enumerate())
+
+    eventually(waiting)
+    if ends == "its connection":
+        former, former_thread = frontend.end, frontend.thread
+        frontend.connect()
+        former.close()  # type: ignore[union-attr]
+        former_thread.join(5)  # type: ignore[union-attr]
+    eventually(lambda: not waiting())
+    assert not frontend.session.blocks_of_others()
 
 
 # Quiesce, detach, attach: what phosd makes of every way to fail.

@@ -379,6 +379,41 @@ def test_an_import_does_not_wait_for_a_phosd_that_is_not_there(phosd: FakePhosd)
         app.finish()
 
 
+IMPORTER = """
+start()
+handle = cu.CUipcMemHandle()
+handle.reserved = bytes.fromhex(heard())
+error, _ = cu.cuIpcOpenMemHandle(handle, 1)
+say(error.name)
+"""
+
+
+def test_an_import_waits_for_as_long_as_phosd_says_that_it_will_come(phosd: FakePhosd) -> None:
+    """The memory is being saved, or restored; it is asked for once."""
+    exporter = """
+    start()
+    say(bytes(ok(cu.cuIpcGetMemHandle(ok(cu.cuMemAlloc(1000)))).reserved).hex())
+    heard()
+    """
+    with program(phosd, exporter) as (owner, _), program(phosd, IMPORTER) as (app, session):
+        handle = owner.line()
+        phosd.questions = queue.Queue()
+        app.tell(handle)
+        question = phosd.questions.get(timeout=30)
+        assert session.connection is not None
+        for _ in range(8):
+            time.sleep(1)
+            coming = wire.TokenResolved(coming=True)
+            session.connection.send(wire.Envelope(id=question.id, token_resolved=coming))
+        assert app.lines.empty()
+        assert phosd.questions.empty()
+        session.connection.resolve(question)
+        assert app.line() == "CUDA_SUCCESS"
+        owner.tell()
+        owner.finish()
+        app.finish()
+
+
 PTX = r"""
 .version 7.0
 .target sm_70
