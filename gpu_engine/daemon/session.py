@@ -313,7 +313,14 @@ class Session:
             # Should it detach after all, it will say so: it finds no hold and is attached again at once.
             self._holds.release(self.session)
             raise
-        self.machine.to(SessionState.DETACHED)
+        try:
+            self.machine.to(SessionState.DETACHED)
+        except ProtocolError as error:  # its end was noticed before its last word was read
+            wire.close_all(descriptors)
+            self._holds.release(self.session)
+            raise CheckpointFailed(
+                f"Process {self.pid} ({self.executable}) ended while it was being checkpointed."
+            ) from error
         self._kernels.detached()
         try:
             self.detached = self._blocks.parse_map(done, descriptors)

@@ -453,6 +453,25 @@ def test_detach_with_a_map_that_cannot_be_read_brings_the_process_back(frontend:
     assert open_descriptors() == before
 
 
+def test_detach_whose_process_ends_right_after_its_answer_leaves_nothing(frontend: Frontend) -> None:
+    quiesced(frontend)
+    memory = memory_map()
+    before = open_descriptors()
+
+    def end() -> None:
+        frontend.session.machine.end()
+        frontend.answer("detach", detach_done=wire_pb2.DetachDone(), descriptors=(memory,))
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    with pytest.raises(CheckpointFailed, match="ended while it was being checkpointed"):
+        frontend.session.detach(reduce_stack=False, huge_pages=False, copy_threads=False)
+    thread.join()
+    assert open_descriptors() == before
+    assert not list(frontend.session._holds._folder.iterdir())
+    os.close(memory)
+
+
 def test_detach_whose_process_ends_leaves_no_hold(frontend: Frontend) -> None:
     quiesced(frontend)
 
