@@ -1,9 +1,9 @@
 """Descriptors kept on disk, one file for each module's content, so that a module is analysed once on a machine.
 
-A file is ``<hash>.json`` in the cache folder: 16 bytes xxh3_128 of what follows, then JSON. The hash in the name covers
-the module's bytes, the GPU's capability, and the sources of the analyser itself: another version looks for other files.
-Writers replace files by rename, so readers see whole ones; of two writers the later one's kernels stay. A file that is
-torn, changed, or somebody else's is ignored and rewritten.
+A file is ``phos-<hash>.json`` in the cache folder: 16 bytes xxh3_128 of what follows, then JSON. The hash in the name
+covers the module's bytes, the GPU's capability, and the sources of the analyser itself: another version looks for other
+files. Writers replace files by rename, so readers see whole ones; of two writers the later one's kernels stay. A file
+that is torn, changed, or somebody else's is ignored and rewritten.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import stat
 from collections.abc import Iterable
 from functools import cache
@@ -30,7 +31,8 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 256 << 20
 """The cache's size is brought below this whenever a file is written."""
 MAX_FILE_BYTES = 64 << 20
-SUFFIX = ".json"
+_OURS = re.compile(r"phos-[0-9a-f]+\.json")
+"""The names of our files."""
 _CHECKSUM_BYTES = 16
 
 
@@ -108,7 +110,7 @@ class Cache:
 
     def load(self, key: str) -> dict[str, AccessDescriptor]:
         """The descriptors kept under a key; none where there is no such file, or one that cannot be trusted."""
-        path = self.folder / (key + SUFFIX)
+        path = self._path(key)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
@@ -136,9 +138,12 @@ class Cache:
             return
         try:
             # After a crash of the machine a torn file is one that its checksum gives away.
-            kept_files.put(self.folder / (key + SUFFIX), data)
-            kept_files.evict(self.folder, SUFFIX, self.max_bytes)
+            kept_files.put(self._path(key), data)
+            kept_files.evict(self.folder, _OURS, self.max_bytes)
         except OSError as error:
             if not self._complained:
                 log.warning("Descriptors are not cached: %s.", error)
                 self._complained = True
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"phos-{key}.json"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from pathlib import Path
 
-_PART = ".part"
+_PART_PREFIX, _PART_SUFFIX = ".phos-", ".part"
+_PART = re.compile(r"\.phos-\w{8}\.part", re.ASCII)
+"""Files that are being written, or whose writer was killed: as tempfile names them."""
 
 
 def put(path: Path, data: bytes) -> None:
@@ -21,7 +24,9 @@ def put(path: Path, data: bytes) -> None:
     temporary = None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", suffix=_PART, delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=_PART_PREFIX, suffix=_PART_SUFFIX, delete=False
+        ) as file:
             temporary = file.name
             file.write(data)
         os.replace(temporary, path)
@@ -32,10 +37,11 @@ def put(path: Path, data: bytes) -> None:
                 os.unlink(temporary)
 
 
-def evict(folder: Path, suffix: str, most: int) -> None:
-    """Delete the files of that suffix longest unused until the rest has at most ``most`` bytes.
+def evict(folder: Path, ours: re.Pattern[str], most: int) -> None:
+    """Delete the files named like that (in full) longest unused until the rest has at most ``most`` bytes.
 
-    Half-written ones of dead writers go with them.
+    Half-written ones of dead writers go with them. Others are neither counted nor touched: people name folders of
+    their own, with other things in them.
 
     Raises:
         OSError: the folder cannot be read.
@@ -44,7 +50,7 @@ def evict(folder: Path, suffix: str, most: int) -> None:
     with os.scandir(folder) as listing:
         for item in listing:
             with contextlib.suppress(OSError):  # another process was faster
-                if item.name.endswith((suffix, _PART)) and item.is_file(follow_symlinks=False):
+                if (ours.fullmatch(item.name) or _PART.fullmatch(item.name)) and item.is_file(follow_symlinks=False):
                     about = item.stat(follow_symlinks=False)
                     files.append((about.st_mtime_ns, about.st_size, item.path))
     total = sum(size for _, size, _ in files)

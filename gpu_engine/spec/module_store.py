@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 512 << 20
 """The store's size is brought below this whenever a module is added: those longest unused go."""
-SUFFIX = ".module"
+_OURS = re.compile(r"-?[0-9]+-[0-9a-f]+-[0-9a-f]{16}\.module")
+"""The names of our files: user, size, digest."""
 
 
 class ModuleStore:
@@ -50,7 +52,7 @@ class ModuleStore:
             kept_files.put(path, image)  # what a crash of the machine leaves of it is no module: the analysis says so
             found = self.find(user, digest, len(image))  # held from here on, should it be evicted
             with self._lock:
-                kept_files.evict(self.folder, SUFFIX, self._max_bytes)
+                kept_files.evict(self.folder, _OURS, self._max_bytes)
             return found
         except OSError as error:
             with self._lock:
@@ -72,4 +74,4 @@ class ModuleStore:
         return FileSource.of(str(path), 0, size, identity=("kept", user, digest), name=f"module of {size} bytes")
 
     def _path(self, user: int, digest: int, size: int) -> Path:
-        return self.folder / f"{user}-{size:x}-{digest:016x}{SUFFIX}"
+        return self.folder / f"{user}-{size:x}-{digest:016x}.module"

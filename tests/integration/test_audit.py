@@ -108,13 +108,14 @@ def inject(site: Site, name: str) -> None:
     cache = Cache(site.folder / "cache")
     changed = 0
     for path in cache.folder.glob("*.json"):
-        found = cache.load(path.stem)
+        key = path.stem.removeprefix("phos-")
+        found = cache.load(key)
         if name not in found:
             continue
         old = found[name]
         fields = tuple(type(f)(f.offset, f.size, Access.READ, f.kind) for f in old.fields)
         found[name] = AccessDescriptor(old.kernel, old.parameters, fields, Access.NONE, old.source)
-        cache.store(path.stem, found.values())
+        cache.store(key, found.values())
         changed += 1
     assert changed == 1
 

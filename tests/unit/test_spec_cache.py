@@ -39,7 +39,7 @@ def test_keys_tell_apart_what_must_be(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def file_of(kept: Cache, key: str) -> Path:
-    return kept.folder / (key + cache.SUFFIX)
+    return kept.folder / f"phos-{key}.json"
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "not json", "another form", "deep", "huge numbers"])
@@ -106,6 +106,20 @@ def test_its_size_is_bounded_and_the_longest_unused_go_first(tmp_path: Path) -> 
     assert not kept.load(f"{1:032x}")
 
 
+def test_what_is_not_ours_stays_in_a_folder_that_is_given_to_us(tmp_path: Path) -> None:
+    names = ["annotations.json", "film.mkv.part", f"{0:040x}.json", ".tmpabcdefgh.part", "phos-notes.json"]
+    for name in names:
+        (tmp_path / name).write_bytes(bytes(9000))
+        os.utime(tmp_path / name, (1, 1))
+    left_by_a_killed_writer = tmp_path / ".phos-abc_1234.part"
+    left_by_a_killed_writer.write_bytes(bytes(9000))
+    os.utime(left_by_a_killed_writer, (1, 1))
+    kept = Cache(tmp_path, max_bytes=5000)
+    kept.store("a" * 40, [some("a")])
+    assert kept.load("a" * 40), "it counts what is not ours"
+    assert {path.name for path in tmp_path.iterdir()} == {*names, f"phos-{'a' * 40}.json"}
+
+
 def test_writers_at_once_leave_whole_files(tmp_path: Path) -> None:
     key = "0" * 32
     wrong: list[str] = []
@@ -124,24 +138,24 @@ def test_writers_at_once_leave_whole_files(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert [path.name for path in tmp_path.iterdir()] == [key + cache.SUFFIX]
+    assert [path.name for path in tmp_path.iterdir()] == [f"phos-{key}.json"]
 
 
 def test_a_killed_writer_leaves_what_was_there(tmp_path: Path) -> None:
     kept = Cache(tmp_path)
-    kept.store("k" * 32, [some("a")])
+    kept.store("b" * 32, [some("a")])
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
         "from phos.gpu_engine.spec.cache import Cache\n"
         "from phos.gpu_engine.spec.descriptor import from_layout\n"
         "os.replace = lambda *_: os.kill(os.getpid(), 9)\n"
-        "Cache(Path(sys.argv[1])).store('k' * 32, [from_layout('b', ())])\n"
+        "Cache(Path(sys.argv[1])).store('b' * 32, [from_layout('b', ())])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=False)
     assert done.returncode == -9
-    assert kept.load("k" * 32) == {"a": some("a")}
+    assert kept.load("b" * 32) == {"a": some("a")}
 
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

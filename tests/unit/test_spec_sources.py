@@ -102,6 +102,15 @@ def test_the_store_is_bounded(tmp_path: Path) -> None:
     assert all(source is not None and len(read(source)) == 1000 for source in kept)  # those in use stay readable
 
 
+def test_the_store_deletes_nothing_but_modules(tmp_path: Path) -> None:
+    (tmp_path / "kernel.module").write_bytes(bytes(9000))
+    os.utime(tmp_path / "kernel.module", (1, 1))
+    store = ModuleStore(tmp_path, max_bytes=4096)
+    assert store.keep(0, 1, bytes(1000)) is not None
+    assert store.find(0, 1, 1000) is not None
+    assert (tmp_path / "kernel.module").exists()
+
+
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     store = ModuleStore(tmp_path / "file" / "modules")
