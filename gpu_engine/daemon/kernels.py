@@ -45,16 +45,16 @@ def module_loaded(
     if loaded.path:
         # By way of the process's own root: it may live in a container. Held, as that root goes with the process.
         source = FileSource.of(f"/proc/{pid}/root{loaded.path}", loaded.offset, loaded.size, name=loaded.path)
-        speculator.add_module(session, loaded.module, source)
+        speculator.add_module(session, loaded.module, source, user=uid)
     elif len(descriptors) == 1 and loaded.size <= COPY_LIMIT:
         with suppress(OSError, ProtocolError), nullcontext() if sees_all(uid) else _one_at_a_time:
             image = wire.content(descriptors[0], COPY_LIMIT)[: loaded.size]
             # In memory, there could be more of them than there is memory: for root alone.
             stored = _store.keep(uid, loaded.digest, image)
             if stored is not None or sees_all(uid):
-                speculator.add_module(session, loaded.module, stored or image)
+                speculator.add_module(session, loaded.module, stored or image, user=uid)
     elif kept := _store.find(uid, loaded.digest, loaded.size):
-        speculator.add_module(session, loaded.module, kept)
+        speculator.add_module(session, loaded.module, kept, user=uid)
 
 
 def kernels_seen(speculator: Speculator, session: bytes, seen: wire_pb2.KernelsSeen) -> None:

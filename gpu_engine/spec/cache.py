@@ -2,13 +2,18 @@
 
 A file is ``phos-<hash>.json`` in the cache folder: 16 bytes xxh3_128 of what follows, then JSON. The hash in the name
 covers the module's bytes, the GPU's capability, and the sources of the analyser itself: another version looks for other
-files. Writers replace files by rename, so readers see whole ones; of two writers the later one's kernels stay. A file
-that is torn, changed, or somebody else's is ignored and rewritten.
+files. It is a cryptographic one, as modules are what applications load and a phosd of root's serves all users: nobody
+can make a module that passes for another. It covers the user too, whose file may change while it is read; only what is
+found in root's own files is found by everybody.
+
+Writers replace files by rename, so readers see whole ones; of two writers the later one's kernels stay. A file that is
+torn, changed, or somebody else's is ignored and rewritten.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import os
@@ -31,9 +36,10 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 256 << 20
 """The cache's size is brought below this whenever a file is written."""
 MAX_FILE_BYTES = 64 << 20
-_OURS = re.compile(r"phos-[0-9a-f]+\.json")
-"""The names of our files."""
 _CHECKSUM_BYTES = 16
+_KEY_BYTES = 20
+_OURS = re.compile(rf"phos-[0-9a-f]{{{2 * _KEY_BYTES}}}\.json")
+"""The names of our files."""
 
 
 def encode(found: AccessDescriptor) -> list[Any]:
@@ -77,7 +83,7 @@ def _number(value: Any) -> int:
 def analyser_version() -> bytes:
     """A hash of the analyser's own sources: what another version wrote may be wrong, or worse than could be had now."""
     folder = Path(__file__).parent
-    digest = xxhash.xxh3_128()
+    digest = hashlib.blake2b(digest_size=_KEY_BYTES)
     for source in sorted([*folder.glob("*.py"), *folder.parent.glob("ptx_instrument/*.py")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.digest()
@@ -101,10 +107,15 @@ class Cache:
         self.max_bytes = max_bytes
         self._complained = False
 
-    def key(self, image: Buffer, capability: int, tools: str = "") -> str:
-        """The name under which a module's descriptors are kept. ``tools``: what else decides what can be found out."""
-        digest = xxhash.xxh3_128(analyser_version())
-        digest.update(f"{capability} {tools}\0".encode())
+    def key(self, image: Buffer, capability: int, tools: str = "", *, user: int | None = None) -> str:
+        """The name under which a module's descriptors are kept.
+
+        Arguments:
+            tools: what else decides what can be found out.
+            user: who has loaded the module; None: nobody but root can have made it, and all users share what is found.
+        """
+        digest = hashlib.blake2b(analyser_version(), digest_size=_KEY_BYTES)
+        digest.update(f"{'all' if user is None else user} {capability} {tools}\0".encode())
         digest.update(image)
         return digest.hexdigest()
 

@@ -71,7 +71,8 @@ class ModuleStore:
             os.utime(path)  # for the order of eviction
         except OSError:
             return None
-        return FileSource.of(str(path), 0, size, identity=("kept", user, digest), name=f"module of {size} bytes")
+        name = f"module of {size} bytes"
+        return FileSource.of(str(path), 0, size, identity=("kept", user, digest), name=name, kept=True)
 
     def _path(self, user: int, digest: int, size: int) -> Path:
         return self.folder / f"{user}-{size:x}-{digest:016x}.module"

@@ -58,7 +58,7 @@ class FileSource:
     """A module in a file: a path that this process can open, and bytes; size 0 is up to the end of the module.
 
     ``identity`` says which bytes these are, if more is known than the path; ``held`` keeps the path valid; ``name`` is
-    what people know the file by.
+    what people know the file by; ``kept``: the file is a copy of ours of what the application had in memory.
     """
 
     path: str
@@ -66,15 +66,18 @@ class FileSource:
     size: int = 0
     identity: object = None
     name: str = ""
+    kept: bool = False
     held: HeldFile | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
-    def of(path: str, offset: int = 0, size: int = 0, *, identity: object = None, name: str = "") -> FileSource:
+    def of(
+        path: str, offset: int = 0, size: int = 0, *, identity: object = None, name: str = "", kept: bool = False
+    ) -> FileSource:
         """A module in a file that is held from now on, if it can be."""
         held = hold(path)
         if held is None:
-            return FileSource(path, offset, size, identity, name)
-        return FileSource(held.path, offset, size, identity or held.identity, name or path, held)
+            return FileSource(path, offset, size, identity, name, kept)
+        return FileSource(held.path, offset, size, identity or held.identity, name or path, kept, held)
 
 
 ModuleSource = bytes | FileSource

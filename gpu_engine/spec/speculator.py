@@ -51,6 +51,8 @@ def usual_lanes() -> int:
 class _Module:
     source: ModuleSource
     capability: int
+    user: int
+    """Who has loaded it."""
     identity: object
     busy: bool = False
     """A lane is at it."""
@@ -104,8 +106,19 @@ class Speculator:
         self._workers: dict[threading.Thread, WorkerLink] = {}  # each used by its lane alone
         self._numbers = itertools.count(1)
 
-    def add_module(self, session: bytes, module: int, source: ModuleSource, *, capability: int | None = None) -> None:
-        """A session has loaded a module. The same module under its number again changes nothing."""
+    def add_module(
+        self,
+        session: bytes,
+        module: int,
+        source: ModuleSource,
+        *,
+        capability: int | None = None,
+        user: int | None = None,
+    ) -> None:
+        """A session has loaded a module. The same module under its number again changes nothing.
+
+        ``user``: whose process it is; phosd's own user if it is not said. What is found out is kept for that user.
+        """
         identity = identity_of(source)
         with self._changed:
             of_session = self._sessions.setdefault(session, _Session())
@@ -119,7 +132,12 @@ class Speculator:
                 return
             if known is not None:  # of a later life of a process that has been restored from an earlier image
                 of_session.packed = None
-            added = _Module(source, self._capability if capability is None else capability, identity)
+            added = _Module(
+                source,
+                self._capability if capability is None else capability,
+                os.geteuid() if user is None else user,
+                identity,
+            )
             added.asked = of_session.early.pop(module, set())
             of_session.modules[module] = added
             self._wake(added)
@@ -396,13 +414,15 @@ class Speculator:
         request: dict[str, object] = {
             "id": next(self._numbers),
             "capability": module.capability,
+            "user": module.user,
             "kernels": sorted(kernels),
             "limit": self._module_seconds,
             "seconds": self._module_seconds / SHARE,
         }
         if isinstance(module.source, bytes):
             return request, module.source
-        request.update(path=module.source.path, offset=module.source.offset, size=module.source.size)
+        source = module.source
+        request.update(path=source.path, offset=source.offset, size=source.size, kept=source.kept)
         return request, b""
 
     def _wanted(self, session: bytes, module: _Module, worker: WorkerLink) -> bool:

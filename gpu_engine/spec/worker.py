@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 MEMORY_LIMIT = 8 << 30
 """Bytes of address space. A module may be a part of a library of 2 GB, which is mapped as a whole."""
 PR_SET_PDEATHSIG = 1
+FUSE_SUPER_MAGIC = 0x65735546
 
 
 def main() -> None:
@@ -91,11 +92,11 @@ def _serve(header: dict[str, Any], body: bytes, cache: Cache, outgoing: int) -> 
             _write(outgoing, part)
 
     try:
-        with _image(header, body) as image:
+        with _image(header, body) as (image, user):
             if "twins" in header:
                 _answer_twins(image, header, outgoing)
                 return
-            answer("done", *_analyse(image, header, cache, lambda partly: answer("partly", partly)))
+            answer("done", *_analyse(image, header, cache, lambda partly: answer("partly", partly), user))
     except (SpecError, OSError) as error:
         answer("done", {}, error=str(error))
     except Exception as error:
@@ -114,11 +115,14 @@ def _answer_twins(image: Buffer, header: dict[str, Any], outgoing: int) -> None:
 
 
 def _analyse(
-    image: Buffer, header: dict[str, Any], cache: Cache, progress: analysis.Progress
+    image: Buffer, header: dict[str, Any], cache: Cache, progress: analysis.Progress, user: int | None
 ) -> tuple[analysis.Descriptors, set[str]]:
-    """What is known of the kernels asked for, and those of which more could be found out another time."""
+    """What is known of the kernels asked for, and those of which more could be found out another time.
+
+    ``user``: for whom it is kept; None: for everybody.
+    """
     kernels, capability = set(header["kernels"]), int(header["capability"])
-    key = cache.key(image, capability, analysis.tools())
+    key = cache.key(image, capability, analysis.tools(), user=user)
     known = cache.load(key)
     wanted = kernels - known.keys()
     later: set[str] = set()
@@ -141,10 +145,14 @@ def _analyse(
 
 
 @contextlib.contextmanager
-def _image(header: dict[str, Any], body: bytes) -> Iterator[Buffer]:
-    """The module's bytes: those sent along, or a part of a file, which is mapped and not read."""
+def _image(header: dict[str, Any], body: bytes) -> Iterator[tuple[Buffer, int | None]]:
+    """The module's bytes: those sent along, or a part of a file, which is mapped and not read.
+
+    And whose they are: the user's that has loaded them, or nobody's (None), if they cannot be but root's.
+    """
+    user: int | None = int(header.get("user", -1))
     if "path" not in header:
-        yield body
+        yield body, user
         return
     path, offset, size = str(header["path"]), int(header["offset"]), int(header["size"])
     # The path is an application's: it may be a pipe that never delivers, or a terminal.
@@ -155,6 +163,8 @@ def _image(header: dict[str, Any], body: bytes) -> Iterator[Buffer]:
             raise SpecError(f"{path} is no regular file.")
         if not 0 <= offset < about.st_size:
             raise SpecError(f"{path} has {about.st_size} bytes; a module was said to be at offset {offset}.")
+        if not header.get("kept") and _is_roots(descriptor, about):
+            user = None
         mapping = mmap.mmap(descriptor, about.st_size, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE)
     finally:
         os.close(descriptor)
@@ -163,8 +173,17 @@ def _image(header: dict[str, Any], body: bytes) -> Iterator[Buffer]:
         view = view[:size]
     if fatbin.is_container(view):
         view = view[: fatbin.container_size(view)]
-    yield view
+    yield view, user
     # The mapping goes with its last view: descriptors of a failed analysis may still be held by a traceback.
+
+
+def _is_roots(descriptor: int, about: os.stat_result) -> bool:
+    """Whether nobody but root can have written a file, nor writes it while it is read."""
+    if about.st_uid != 0 or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return False
+    filesystem = (ctypes.c_long * 32)()  # struct statfs begins with the type
+    # What runs a file system in user space says whose its files are.
+    return ctypes.CDLL(None).fstatfs(descriptor, filesystem) == 0 and filesystem[0] != FUSE_SUPER_MAGIC
 
 
 def _write(descriptor: int, data: bytes) -> None:

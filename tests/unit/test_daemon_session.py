@@ -90,6 +90,20 @@ def test_kernels_told_of_by_a_process_that_has_ended_are_not_kept(tmp_path: Path
     frontend.close()
 
 
+def test_what_is_found_in_a_module_is_kept_for_its_user(
+    frontend: Frontend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHOS_CACHE", str(tmp_path / "cache"))
+    text = os.memfd_create("module")
+    os.write(text, b"module")
+    frontend.send(module_loaded=wire_pb2.ModuleLoaded(module=1, path="/proc/self/exe", size=1))
+    frontend.send((text,), module_loaded=wire_pb2.ModuleLoaded(module=2, size=6, digest=1))
+    frontend.settle()
+    os.close(text)
+    modules = frontend.session._kernels._speculator._sessions[NUMBER].modules
+    assert {number: module.user for number, module in modules.items()} == {1: 1000, 2: 1000}
+
+
 def test_blocks_are_held_and_let_go(frontend: Frontend) -> None:
     before = open_descriptors()
     read_end, write_end = os.pipe()

@@ -33,9 +33,18 @@ def test_what_is_stored_is_found_again(tmp_path: Path) -> None:
 def test_keys_tell_apart_what_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Cache(tmp_path)
     keys = {kept.key(b"module", 90), kept.key(b"module", 100), kept.key(b"modulf", 90), kept.key(b"module", 90, "tool")}
+    keys |= {kept.key(b"module", 90, user=0), kept.key(b"module", 90, user=1000)}
     monkeypatch.setattr(cache, "analyser_version", lambda: b"another")
     keys.add(kept.key(b"module", 90))
-    assert len(keys) == 5
+    assert len(keys) == 7
+
+
+def test_no_module_can_be_made_to_pass_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of xxh3 a second text with the same hash is made in milliseconds."""
+    for fast in ("xxh3_128", "xxh3_128_digest"):
+        monkeypatch.setattr(f"xxhash.{fast}", None)
+    cache.analyser_version.cache_clear()
+    assert len(Cache(tmp_path).key(b"module", 90)) == 40
 
 
 def file_of(kept: Cache, key: str) -> Path:
@@ -96,14 +105,14 @@ def test_a_folder_that_cannot_be_made_costs_only_the_cache(tmp_path: Path, caplo
 def test_its_size_is_bounded_and_the_longest_unused_go_first(tmp_path: Path) -> None:
     kept = Cache(tmp_path, max_bytes=5000)
     for number in range(30):
-        kept.store(f"{number:032x}", [some(f"kernel{number}", 20)])
-        os.utime(file_of(kept, f"{number:032x}"), ns=(number * 10**9, number * 10**9))
-        kept.load(f"{0:032x}")  # in use all the time
+        kept.store(f"{number:040x}", [some(f"kernel{number}", 20)])
+        os.utime(file_of(kept, f"{number:040x}"), ns=(number * 10**9, number * 10**9))
+        kept.load(f"{0:040x}")  # in use all the time
     left = list(tmp_path.iterdir())
     assert sum(path.stat().st_size for path in left) <= 5000
-    assert kept.load(f"{0:032x}")
-    assert kept.load(f"{29:032x}")
-    assert not kept.load(f"{1:032x}")
+    assert kept.load(f"{0:040x}")
+    assert kept.load(f"{29:040x}")
+    assert not kept.load(f"{1:040x}")
 
 
 def test_what_is_not_ours_stays_in_a_folder_that_is_given_to_us(tmp_path: Path) -> None:
@@ -121,7 +130,7 @@ def test_what_is_not_ours_stays_in_a_folder_that_is_given_to_us(tmp_path: Path) 
 
 
 def test_writers_at_once_leave_whole_files(tmp_path: Path) -> None:
-    key = "0" * 32
+    key = "0" * 40
     wrong: list[str] = []
 
     def write(name: str) -> None:
@@ -143,19 +152,19 @@ def test_writers_at_once_leave_whole_files(tmp_path: Path) -> None:
 
 def test_a_killed_writer_leaves_what_was_there(tmp_path: Path) -> None:
     kept = Cache(tmp_path)
-    kept.store("b" * 32, [some("a")])
+    kept.store("b" * 40, [some("a")])
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"
         "from phos.gpu_engine.spec.cache import Cache\n"
         "from phos.gpu_engine.spec.descriptor import from_layout\n"
         "os.replace = lambda *_: os.kill(os.getpid(), 9)\n"
-        "Cache(Path(sys.argv[1])).store('b' * 32, [from_layout('b', ())])\n"
+        "Cache(Path(sys.argv[1])).store('b' * 40, [from_layout('b', ())])\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=False)
     assert done.returncode == -9
-    assert kept.load("b" * 32) == {"a": some("a")}
+    assert kept.load("b" * 40) == {"a": some("a")}
 
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
