@@ -46,6 +46,7 @@ class SessionKernels:
         self._names: set[int] = set()  # hashes of kernels' names: they may be told again
         self._names_bytes = 0
         self._of_moment: frozenset[int] | None = None  # the modules there were when it was last detached
+        self._failed = False  # a module could not be taken
         self._incomplete = False  # there were more than are kept
         self._changing = threading.Lock()  # guards _ended; held while the speculator is told something
         self._ended = False
@@ -58,8 +59,17 @@ class SessionKernels:
                 return
             self._modules.add(module.module)
         with self._changing:
-            if not self._ended:
+            if self._ended:
+                return
+            try:
                 kernels.module_loaded(self._speculator, self._session, pid, uid, module, descriptors)
+            except Exception as error:
+                # Without its connection the process would make another and tell of it again, without end.
+                where = module.path or "in memory"
+                first, self._failed = not self._failed, True
+                log.warning("A module of process %d (%s) is not analysed: %s", pid, where, error, exc_info=first)
+                if module.module:
+                    self._speculator.add_lost_module(self._session, module.module)
 
     def seen(self, names: wire_pb2.KernelsSeen) -> None:
         """Kernels that the process may launch."""

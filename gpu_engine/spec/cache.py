@@ -33,6 +33,8 @@ from phos.gpu_engine.spec.fatbin import Buffer
 
 log = logging.getLogger(__name__)
 
+SETTING = "PHOS_CACHE"
+"""Environment: the folder to use."""
 MAX_BYTES = 256 << 20
 """The cache's size is brought below this whenever a file is written."""
 MAX_FILE_BYTES = 64 << 20
@@ -89,18 +91,24 @@ def analyser_version() -> bytes:
     return digest.digest()
 
 
-def default_folder() -> Path:
-    """``PHOS_CACHE``, or the system's cache folder for root, or one's own."""
-    named = os.environ.get("PHOS_CACHE")
+def default_folder() -> Path | None:
+    """``PHOS_CACHE``, or the system's cache folder for root, or one's own. None: this user has no folder of its own."""
+    named = os.environ.get(SETTING)
     if named:
         return Path(named)
     if os.geteuid() == 0:
         return Path("/var/cache/phos")
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phos"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "phos"
+    except RuntimeError:  # a user id that nobody has entered anywhere, as in a container
+        return None
 
 
 class Cache:
-    """The cache in one folder. Every failure to read or write is logged once and otherwise means: not cached."""
+    """The cache in one folder. Every failure to read or write is logged once and otherwise means: not cached.
+
+    Without a folder nothing is kept.
+    """
 
     def __init__(self, folder: Path | None = None, *, max_bytes: int = MAX_BYTES) -> None:
         self.folder = folder or default_folder()
@@ -122,6 +130,8 @@ class Cache:
     def load(self, key: str) -> dict[str, AccessDescriptor]:
         """The descriptors kept under a key; none where there is no such file, or one that cannot be trusted."""
         path = self._path(key)
+        if path is None:
+            return {}
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
@@ -143,18 +153,25 @@ class Cache:
 
     def store(self, key: str, descriptors: Iterable[AccessDescriptor]) -> None:
         """Keep descriptors under a key, in place of what was there."""
+        path = self._path(key)
+        if path is None:
+            self._complain(f"there is no folder for them; {SETTING} can name one")
+            return
         body = json.dumps([encode(item) for item in descriptors], separators=(",", ":")).encode()
         data = xxhash.xxh3_128_digest(body) + body
         if len(data) > min(MAX_FILE_BYTES, self.max_bytes):
             return
         try:
             # After a crash of the machine a torn file is one that its checksum gives away.
-            kept_files.put(self._path(key), data)
-            kept_files.evict(self.folder, _OURS, self.max_bytes)
+            kept_files.put(path, data)
+            kept_files.evict(path.parent, _OURS, self.max_bytes)
         except OSError as error:
-            if not self._complained:
-                log.warning("Descriptors are not cached: %s.", error)
-                self._complained = True
+            self._complain(str(error))
 
-    def _path(self, key: str) -> Path:
-        return self.folder / f"phos-{key}.json"
+    def _path(self, key: str) -> Path | None:
+        return self.folder / f"phos-{key}.json" if self.folder is not None else None
+
+    def _complain(self, why: str) -> None:
+        if not self._complained:
+            log.warning("Descriptors are not cached: %s.", why)
+            self._complained = True

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from phos.gpu_engine.spec import kept_files
-from phos.gpu_engine.spec.cache import default_folder
+from phos.gpu_engine.spec.cache import SETTING, default_folder
 from phos.gpu_engine.spec.sources import FileSource
 
 log = logging.getLogger(__name__)
@@ -36,9 +36,10 @@ class ModuleStore:
         self._complained = False
 
     @property
-    def folder(self) -> Path:
-        """Where the modules are."""
-        return self._folder or default_folder() / "modules"
+    def folder(self) -> Path | None:
+        """Where the modules are; None: nowhere, as there is no folder for them."""
+        beside = default_folder() if self._folder is None else None
+        return beside / "modules" if beside is not None else self._folder
 
     def keep(self, user: int, digest: int, image: bytes) -> FileSource | None:
         """Keep a module; None: it cannot be."""
@@ -48,22 +49,24 @@ class ModuleStore:
         if known is not None:
             return known
         path = self._path(user, digest, len(image))
+        if path is None:
+            self._complain(f"there is no folder for them; {SETTING} can name one")
+            return None
         try:
             kept_files.put(path, image)  # what a crash of the machine leaves of it is no module: the analysis says so
             found = self.find(user, digest, len(image))  # held from here on, should it be evicted
             with self._lock:
-                kept_files.evict(self.folder, _OURS, self._max_bytes)
+                kept_files.evict(path.parent, _OURS, self._max_bytes)
             return found
         except OSError as error:
-            with self._lock:
-                if not self._complained:
-                    log.warning("Modules are kept in memory only: %s.", error)
-                    self._complained = True
+            self._complain(str(error))
             return None
 
     def find(self, user: int, digest: int, size: int) -> FileSource | None:
         """A module that is kept, by what a frontend says of it; None: it is not (any more)."""
         path = self._path(user, digest, size)
+        if path is None:
+            return None
         try:
             about = path.stat(follow_symlinks=False)
             if not digest or about.st_uid != os.geteuid() or about.st_size != size:
@@ -74,5 +77,12 @@ class ModuleStore:
         name = f"module of {size} bytes"
         return FileSource.of(str(path), 0, size, identity=("kept", user, digest), name=name, kept=True)
 
-    def _path(self, user: int, digest: int, size: int) -> Path:
-        return self.folder / f"{user}-{size:x}-{digest:016x}.module"
+    def _complain(self, why: str) -> None:
+        with self._lock:
+            if not self._complained:
+                log.warning("Modules are kept in memory only: %s.", why)
+                self._complained = True
+
+    def _path(self, user: int, digest: int, size: int) -> Path | None:
+        folder = self.folder
+        return None if folder is None else folder / f"{user}-{size:x}-{digest:016x}.module"

@@ -63,6 +63,8 @@ class _Module:
     known: dict[str, AccessDescriptor] = field(default_factory=dict)
     lacking: set[str] = field(default_factory=set)
     """Kernels of which nothing could be found out."""
+    lost: bool = False
+    """Its bytes cannot be had: nothing can be found out of any."""
 
 
 @dataclass
@@ -141,6 +143,20 @@ class Speculator:
             added.asked = of_session.early.pop(module, set())
             of_session.modules[module] = added
             self._wake(added)
+
+    def add_lost_module(self, session: bytes, module: int) -> None:
+        """A session has loaded a module whose bytes cannot be had: of its kernels nothing is known, nor will be."""
+        with self._changed:
+            of_session = self._sessions.setdefault(session, _Session())
+            of_session.ended = False
+            known = of_session.modules.get(module)
+            if known is not None and known.lost:
+                return
+            added = _Module(b"", self._capability, os.geteuid(), None, lost=True)
+            added.lacking = of_session.early.pop(module, set())
+            of_session.modules[module] = added
+            of_session.packed = None
+            self._changed.notify_all()
 
     def add_kernels(self, session: bytes, module: int, names: Iterable[str]) -> None:
         """A session may launch these kernels of a module, which may be added later."""
@@ -268,6 +284,7 @@ class Speculator:
             return [
                 (number, module.source, module.capability, module.asked | module.known.keys() | module.lacking)
                 for number, module in of_session.modules.items()
+                if not module.lost
             ]
 
     def close(self) -> None:
@@ -288,7 +305,8 @@ class Speculator:
         )
 
     def _ask(self, module: _Module, names: Iterable[str]) -> None:
-        module.asked.update(name for name in names if name not in module.known and name not in module.lacking)
+        wanted = module.lacking if module.lost else module.asked
+        wanted.update(name for name in names if name not in module.known and name not in module.lacking)
         self._wake(module)
 
     def _wake(self, module: _Module) -> None:

@@ -16,7 +16,7 @@ import pytest
 from phos.gen import wire_pb2
 from phos.gpu_engine import sealed
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.daemon import limits, wire
+from phos.gpu_engine.daemon import kernels, limits, wire
 from phos.gpu_engine.daemon import session as session_module
 from phos.gpu_engine.daemon.conversation import Conversation
 from phos.gpu_engine.daemon.serve_dump import DumpServer
@@ -102,6 +102,30 @@ def test_what_is_found_in_a_module_is_kept_for_its_user(
     os.close(text)
     modules = frontend.session._kernels._speculator._sessions[NUMBER].modules
     assert {number: module.user for number, module in modules.items()} == {1: 1000, 2: 1000}
+
+
+def test_a_module_that_cannot_be_taken_costs_no_connection(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The frontend would connect again, and tell of it again, for as long as its program runs."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(kernels.FileSource, "of", fail)
+    speculator = frontend.session._kernels._speculator
+    frontend.send(kernels_seen=wire_pb2.KernelsSeen(module=1, kernel=["early"]))
+    for number in (1, 2):
+        frontend.send(module_loaded=wire_pb2.ModuleLoaded(module=number, path="/proc/self/exe", size=1))
+    frontend.send(kernels_seen=wire_pb2.KernelsSeen(module=1, kernel=["late"]))
+    frontend.settle()
+    assert len(frontend.session.modules) == 2
+    assert speculator.complete(NUMBER)
+    assert speculator.progress(NUMBER) == (2, 0)
+    assert speculator.unfinished(NUMBER) == [(1, "early"), (1, "late")]
+    assert tables.is_empty(speculator.table(NUMBER, 5))
+    assert caplog.text.count("Traceback") == 1
+    assert caplog.text.count("is not analysed") == 2
 
 
 def test_blocks_are_held_and_let_go(frontend: Frontend) -> None:

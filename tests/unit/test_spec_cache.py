@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import xxhash
 from phos.gpu_engine.spec import cache
 from phos.gpu_engine.spec.cache import Cache
 from phos.gpu_engine.spec.descriptor import AccessDescriptor, Parameter, from_layout
+from phos.gpu_engine.spec.module_store import ModuleStore
 
 
 def some(name: str, count: int = 2) -> AccessDescriptor:
@@ -179,3 +181,30 @@ def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert cache.default_folder() == Path("/home/me/.cache/phos")
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user without an entry in the password file, as in a container that is run with any user id."""
+
+    def nobody(_user: int) -> None:
+        raise KeyError
+
+    for name in ("PHOS_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    monkeypatch.setattr(pwd, "getpwuid", nobody)
+
+
+@pytest.mark.usefixtures("homeless")
+def test_who_has_no_home_keeps_nothing_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    assert cache.default_folder() is None
+    kept = Cache()
+    for _ in range(2):
+        kept.store(kept.key(b"module", 90), [some("a")])
+    assert kept.load(kept.key(b"module", 90)) == {}
+    assert caplog.text.count("not cached") == 1
+    store = ModuleStore()
+    assert [store.keep(54321, 1, b"module") for _ in range(2)] == [None, None]
+    assert store.find(54321, 1, 6) is None
+    assert caplog.text.count("in memory only") == 1

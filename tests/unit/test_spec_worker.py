@@ -31,6 +31,7 @@ def analysed(cache: Cache, user: int, module: bytes | Path, **more: object) -> i
     with worker._image(header, module if isinstance(module, bytes) else b"") as (image, whose):
         found, _ = worker._analyse(image, header, cache, lambda partly: None, whose)
     assert set(found) == {SCALE}
+    assert cache.folder is not None
     return len(list(cache.folder.iterdir()))
 
 
