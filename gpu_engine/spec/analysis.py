@@ -14,8 +14,10 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 from phos.gpu_engine.errors import PhosError
+from phos.gpu_engine.ptx_instrument.errors import PtxError
 from phos.gpu_engine.spec import cubin, modules, names, ptx_layout
 from phos.gpu_engine.spec.descriptor import AccessDescriptor, Parameter, from_layout
 from phos.gpu_engine.spec.errors import SpecError
@@ -33,6 +35,16 @@ SASS_KERNELS = 8
 """How many kernels are disassembled at once: each may take a second."""
 
 
+class Described(NamedTuple):
+    """What is known of kernels, and how far to rely on it that there is no more."""
+
+    found: Descriptors
+    later: set[str]
+    """Kernels there was no time for."""
+    unsure: set[str]
+    """Kernels of which a source might say more another time: it failed, and that may not be the module's fault."""
+
+
 def describe(
     image: Buffer, capability: int, kernels: Collection[str] | None, progress: Progress | None = None
 ) -> Descriptors:
@@ -47,13 +59,13 @@ def describe(
     Raises:
         SpecError: the image is no module, or malformed. Errors of a single source or unit are logged only.
     """
-    return describe_within(image, capability, kernels, math.inf, progress)[0]
+    return describe_within(image, capability, kernels, math.inf, progress).found
 
 
 def describe_within(
     image: Buffer, capability: int, kernels: Collection[str] | None, seconds: float, progress: Progress | None = None
-) -> tuple[Descriptors, set[str]]:
-    """The same, and the kernels of which more could be found out: those not done after so many seconds.
+) -> Described:
+    """The same, and the kernels of which more could be found out: those not done after so many seconds, for example.
 
     The time is looked at between steps, of which each can take a few seconds.
     """
@@ -77,10 +89,10 @@ def describe_within(
             found.update(quick)
             if progress is not None:
                 progress(quick)
-    later: set[str] = set()
+    all_found = Described(found, set(), set())
     for unit, layouts in known:
-        later |= _improve(found, unit, layouts, deadline, progress)
-    return found, later
+        _improve(all_found, unit, layouts, deadline, progress)
+    return all_found
 
 
 def _layouts(unit: Unit, wanted: Collection[str] | None) -> Layouts:
@@ -104,27 +116,35 @@ def _from_name(kernel: str, parameters: tuple[Parameter, ...]) -> AccessDescript
         return from_layout(kernel, parameters)  # not mangled, or beyond us: common, and not worth a line
 
 
-def _improve(found: Descriptors, unit: Unit, layouts: Layouts, deadline: float, progress: Progress | None) -> set[str]:
-    """Put what the data-flow sources say of a unit's kernels into ``found``; the kernels there was no time for."""
+def _improve(known: Described, unit: Unit, layouts: Layouts, deadline: float, progress: Progress | None) -> None:
+    """Put what the data-flow sources say of a unit's kernels into what is known."""
     missing = set(layouts)
+    unsure = False
     for source in _sources(unit):
         try:
             for offered in source(frozenset(missing)):
                 better = _fitting(offered, layouts, missing)
                 if progress is not None and better:
                     progress(better)
-                found.update(better)
+                known.found.update(better)
                 missing -= better.keys()
                 if not missing:
-                    return set()
+                    return
                 if time.monotonic() > deadline:
-                    return missing
-        except PhosError as error:
+                    known.later.update(missing)
+                    return
+        except PtxError as error:
             log.warning("A source of descriptors failed; the next one is asked. %s", error)
-        except Exception:
+        except PhosError as error:
+            # A disassembler fails because of the code, or because memory or room for its files was short for a moment.
+            unsure = True
+            log.warning("A source of descriptors failed; the next one is asked. %s", error)
+        except Exception as error:
             # Whatever goes wrong in a source must cost no more than that source.
+            unsure = unsure or isinstance(error, OSError | MemoryError)
             log.warning("A source of descriptors failed; the next one is asked.", exc_info=True)
-    return set()
+    if unsure:
+        known.unsure.update(missing)
 
 
 def _sources(unit: Unit) -> list[_Source]:

@@ -136,11 +136,10 @@ def _analyse(
                 known.update(final)
                 cache.store(key, known.values())
 
-        found, later = analysis.describe_within(image, capability, wanted, float(header["seconds"]), keep)
+        found, later, unsure = analysis.describe_within(image, capability, wanted, float(header["seconds"]), keep)
         known.update(found)
-        kept = [item for name, item in known.items() if name not in later]
-        if found.keys() - later:
-            cache.store(key, kept)
+        if found.keys() - later - unsure:
+            cache.store(key, [item for name, item in known.items() if name not in later | unsure])
     return {name: known[name] for name in kernels & known.keys()}, later
 
 

@@ -17,6 +17,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from spec_build import LZ4, SCALE, THROUGH, ZSTD, container, entry, host_program, image
 
+from phos.gpu_engine.ptx_instrument.errors import PtxError
 from phos.gpu_engine.spec import analysis
 from phos.gpu_engine.spec.descriptor import (
     Access,
@@ -133,6 +134,30 @@ def test_a_failing_source_gives_way_to_the_next(
     assert "the next one is asked" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("source", "failure", "unsure"),
+    [
+        ("sass_flow", SpecError("The disassembler nvdisasm failed: no space left on device"), True),
+        ("sass_flow", OSError(28, "No space left on device"), True),
+        ("sass_flow", KeyError("bug"), False),
+        ("ptx_flow", MemoryError(), True),
+        ("ptx_flow", PtxError(3, "this is no PTX."), False),
+    ],
+)
+def test_what_may_have_failed_for_the_moment_is_not_the_last_word(
+    sources: dict[str, Answer], source: str, failure: Exception, unsure: bool
+) -> None:
+    def fail(kernels: Collection[str]) -> dict[str, AccessDescriptor]:
+        raise failure
+
+    sources[source] = fail
+    described = analysis.describe_within(ZSTD, 90, [SCALE, THROUGH], 20)
+    assert sources_of(described.found) == {SCALE: Source.LAYOUT, THROUGH: Source.NAME}
+    assert (described.unsure, described.later) == ({SCALE, THROUGH} if unsure else set(), set())
+    sources["sass_flow" if source == "ptx_flow" else "ptx_flow"] = says(Source.SASS)
+    assert analysis.describe_within(ZSTD, 90, [SCALE], 20).unsure == set()
+
+
 def test_contradictions_of_the_layout_are_refused(sources: dict[str, Answer], caplog: pytest.LogCaptureFixture) -> None:
     def wrong(kernels: Collection[str]) -> dict[str, AccessDescriptor]:
         found = says(Source.PTX)(kernels)
@@ -167,7 +192,7 @@ def test_progress_is_told_quick_answers_first(sources: dict[str, Answer]) -> Non
 def test_what_there_is_no_time_for_is_named(sources: dict[str, Answer], monkeypatch: pytest.MonkeyPatch) -> None:
     sources["sass_flow"] = says(Source.SASS)
     monkeypatch.setattr(analysis, "SASS_KERNELS", 1)
-    found, later = analysis.describe_within(image(Kind.ELF, 90), 90, None, -1)
+    found, later, _ = analysis.describe_within(image(Kind.ELF, 90), 90, None, -1)
     assert later == {SCALE}
     assert sources_of(found) == {SCALE: Source.LAYOUT, THROUGH: Source.SASS}
 

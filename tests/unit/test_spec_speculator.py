@@ -51,11 +51,12 @@ if "phos.gpu_engine.spec.worker" in " ".join(sys.orig_argv):
             # Holds the interpreter lock, as a library that loops for ever may.
             ctypes.PyDLL(None).sleep(1000)
         if image.startswith(b"SLOW"):
-            found, _ = real(image[4:], capability, kernels, seconds, progress)
+            found, *_ = real(image[4:], capability, kernels, seconds, progress)
             first = min(kernels)
-            return found, set(kernels) - {first}
+            return analysis.Described(found, set(kernels) - {first}, set())
         if image.startswith(b"NEVER"):
-            return real(image[5:], capability, kernels, seconds, progress)[0], set(kernels)
+            found, *_ = real(image[5:], capability, kernels, seconds, progress)
+            return analysis.Described(found, set(kernels), set())
         return real(image[5:] if image.startswith(b"PRINT") else image, capability, kernels, seconds, progress)
     analysis.describe_within = describe
 """

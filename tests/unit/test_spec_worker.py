@@ -10,10 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from as_user import needs_root
-from spec_build import SCALE, ZSTD
+from spec_build import SCALE, ZSTD, image
 
 from phos.gpu_engine.spec import worker
 from phos.gpu_engine.spec.cache import Cache
+from phos.gpu_engine.spec.fatbin import Kind
 
 ALICE, BOB = 1001, 1002
 
@@ -28,8 +29,8 @@ def analysed(cache: Cache, user: int, module: bytes | Path, **more: object) -> i
     header = {"kernels": [SCALE], "capability": 90, "seconds": 20.0, "user": user, **more}
     if isinstance(module, Path):
         header.update(path=str(module), offset=0, size=0)
-    with worker._image(header, module if isinstance(module, bytes) else b"") as (image, whose):
-        found, _ = worker._analyse(image, header, cache, lambda partly: None, whose)
+    with worker._image(header, module if isinstance(module, bytes) else b"") as (opened, whose):
+        found, _ = worker._analyse(opened, header, cache, lambda partly: None, whose)
     assert set(found) == {SCALE}
     assert cache.folder is not None
     return len(list(cache.folder.iterdir()))
@@ -55,3 +56,22 @@ def test_what_is_found_in_a_file_of_roots_is_for_all(tmp_path: Path) -> None:
     # A copy of what a user's process had in memory is root's file, and that user's module.
     os.chown(library, 0, 0)
     assert [analysed(cache, user, library, kept=True) for user in (ALICE, 1003)] == [4, 5]
+
+
+def test_what_a_disassembler_fails_at_once_is_asked_of_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may fail for want of memory or of room for its files; what was known without it was kept for ever."""
+    runs = tmp_path / "runs"
+    tool = tmp_path / "nvdisasm"
+    tool.write_text(f"#!/bin/sh\necho run >> {runs}\necho no space left on device >&2\nexit 1\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PHOS_NVDISASM", str(tool))
+    cache = Cache(tmp_path / "cache")
+    (tmp_path / "cache").mkdir()
+    cubin = image(Kind.ELF, 90)
+    for count in (1, 2):
+        assert analysed(cache, ALICE, cubin) == 0
+        assert runs.read_text().count("run") == count
+    tool.write_text("#!/bin/sh\nexit 0\n")  # it works, and says nothing of the kernel
+    assert analysed(cache, ALICE, cubin) == 1
