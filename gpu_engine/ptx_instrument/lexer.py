@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
+from collections.abc import Callable
 from functools import cached_property
+from itertools import islice
 
 from phos.gpu_engine.ptx_instrument.errors import PtxError
 
 WORD, DIRECTIVE, NUMBER, STRING, SYMBOL, END = 1, 2, 3, 4, 5, 0
 _STRAY = 6
+
+_CHECKED = 1 << 16
+"""So many tokens are cut before whoever waits is asked whether to go on."""
 
 _TOKEN = re.compile(
     r"""
@@ -34,22 +39,26 @@ _TOKEN = re.compile(
 class Tokens:
     """A text cut into tokens: their kinds, texts and starts (characters from the text's start), an END token last."""
 
-    def __init__(self, text: str) -> None:
-        """Cut ``text``. Raises PtxError at the first character that begins no token."""
+    def __init__(self, text: str, check: Callable[[], None] | None = None) -> None:
+        """Cut ``text``. Raises PtxError at the first character that begins no token, and what ``check`` raises."""
         self.text = text
         self.kinds: list[int] = []
         self.texts: list[str] = []
         self.starts: list[int] = []
         kinds, texts, starts = self.kinds.append, self.texts.append, self.starts.append
-        for match in _TOKEN.finditer(text):
-            kind = match.lastindex
-            if kind is None:
-                continue
-            if kind == _STRAY:
-                self._stray(match.start())
-            kinds(kind)
-            texts(match.group())
-            starts(match.start())
+        matches = _TOKEN.finditer(text)
+        while part := list(islice(matches, _CHECKED)):
+            if check is not None:
+                check()
+            for match in part:
+                kind = match.lastindex
+                if kind is None:
+                    continue
+                if kind == _STRAY:
+                    self._stray(match.start())
+                kinds(kind)
+                texts(match.group())
+                starts(match.start())
         kinds(END)
         texts("")
         starts(len(text))

@@ -5,6 +5,8 @@ A descent without backtracking. Blocks are kept on a stack of our own, so no tex
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from phos.gpu_engine.ptx_instrument.cursor import Cursor
 from phos.gpu_engine.ptx_instrument.errors import PtxError
 from phos.gpu_engine.ptx_instrument.lexer import DIRECTIVE, END, NUMBER, STRING, WORD, Tokens
@@ -35,16 +37,21 @@ _HEADER_STOP = ("{", ";")
 OLDEST, NEWEST = (1, 0), (99, 9)
 
 
-def parse(text: str) -> Module:
-    """The module that a text holds. Raises PtxError: the first thing in it that is not PTX, with its line."""
+def parse(text: str, check: Callable[[], None] | None = None) -> Module:
+    """The module that a text holds. Raises PtxError: the first thing in it that is not PTX, with its line.
+
+    ``check`` is called again and again meanwhile; what it raises ends the work.
+    """
     text = text.rstrip("\0")
-    return _Parser(Tokens(text)).module()
+    return _Parser(Tokens(text, check)).module(check)
 
 
 class _Parser(Cursor):
-    def module(self) -> Module:
+    def module(self, check: Callable[[], None] | None = None) -> Module:
         items: list[Item] = []
         while self.kinds[self.at] != END:
+            if check is not None:
+                check()
             if not self.accept(";"):
                 items.append(self._item())
         module = Module(self.tokens.text, items)

@@ -10,16 +10,16 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.ptx_instrument.errors import PtxError
 from phos.gpu_engine.spec import cubin, modules, names, ptx_layout
 from phos.gpu_engine.spec.descriptor import AccessDescriptor, Parameter, from_layout
+from phos.gpu_engine.spec.effort import Effort, OutOfTime
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.fatbin import Buffer
 from phos.gpu_engine.spec.modules import Unit
@@ -29,10 +29,33 @@ log = logging.getLogger(__name__)
 Layouts = dict[str, tuple[Parameter, ...]]
 Descriptors = dict[str, AccessDescriptor]
 Progress = Callable[[Descriptors], None]
+Hard = int | str
+"""A part of a module, by its number, whose PTX takes too long to read; or a kernel, by its name, to be followed."""
+Check = Callable[[], None]
 _Source = Callable[[Collection[str]], Iterator[Mapping[str, AccessDescriptor]]]
 
+PTX_MOST = 64 << 20
+"""Characters of a PTX text that are read: they take some ten seconds, and 2 GB."""
+PTX_SECONDS = 10.0
+"""Processor time to read a PTX text; one that takes longer is not read again. Debug builds have some 10 MB of it."""
+KERNEL_SECONDS = 10.0
+"""Processor time for the data flow over one kernel's PTX; the next source is asked for a kernel that takes longer."""
+TELL_SECONDS = 1.0
+"""Descriptors that are quick to find are told of so often."""
+TEXTS_KEPT = 2
+"""PTX texts kept as they were read, as a module's kernels are often asked for one after another."""
 SASS_KERNELS = 8
-"""How many kernels are disassembled at once: each may take a second."""
+"""How many kernels are disassembled at once, at most: each may take a second, or many in a debug build."""
+SASS_SECONDS = 1.0
+"""Below this, more are disassembled the next time."""
+
+
+class _Kernels(Protocol):
+    """What ptx_flow makes of a text."""
+
+    names: Collection[str]
+
+    def describe(self, name: str, check: Check) -> AccessDescriptor: ...
 
 
 class Described(NamedTuple):
@@ -63,17 +86,26 @@ def describe(
 
 
 def describe_within(
-    image: Buffer, capability: int, kernels: Collection[str] | None, seconds: float, progress: Progress | None = None
+    image: Buffer,
+    capability: int,
+    kernels: Collection[str] | None,
+    seconds: float,
+    progress: Progress | None = None,
+    hard: set[Hard] | None = None,
 ) -> Described:
     """The same, and the kernels of which more could be found out: those not done after so many seconds, for example.
 
-    The time is looked at between steps, of which each can take a few seconds.
+    The time is looked at between steps, of which each can take a few seconds. One is always made.
+
+    Arguments:
+        hard: what takes too long as PTX, which is not tried then; what proves to be such is added, and ``progress``
+            called, with nothing if need be.
     """
-    deadline = time.monotonic() + seconds
+    turn = _Turn(time.monotonic() + seconds, math.isfinite(seconds), progress, set() if hard is None else hard)
     wanted = None if kernels is None else set(kernels)
-    known: list[tuple[Unit, Layouts]] = []
+    known: list[tuple[int, Unit, Layouts]] = []
     found: Descriptors = {}
-    for unit in modules.units(image, capability):
+    for number, unit in enumerate(modules.units(image, capability)):
         if wanted is not None and not wanted:
             break
         try:
@@ -84,15 +116,46 @@ def describe_within(
         if wanted is not None:
             wanted -= layouts.keys()
         if layouts:
-            known.append((unit, layouts))
+            known.append((number, unit, layouts))
             quick = {name: _from_name(name, parameters) for name, parameters in layouts.items()}
             found.update(quick)
-            if progress is not None:
-                progress(quick)
-    all_found = Described(found, set(), set())
-    for unit, layouts in known:
-        _improve(all_found, unit, layouts, deadline, progress)
-    return all_found
+            turn.tell(quick)
+    described = Described(found, set(), set())
+    for index, (number, unit, layouts) in enumerate(known):
+        if index and turn.over:
+            described.later.update(layouts)
+        else:
+            _improve(described, number, unit, layouts, turn)
+    return described
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """One call of describe_within."""
+
+    deadline: float
+    bounded: bool
+    progress: Progress | None
+    hard: set[Hard]
+
+    @property
+    def over(self) -> bool:
+        """Whether it is another module's turn."""
+        return time.monotonic() > self.deadline
+
+    def effort(self, seconds: float) -> Effort:
+        """Up to so many seconds of processor time, unless there is no limit at all."""
+        return Effort(seconds, self.deadline) if self.bounded else Effort()
+
+    def too_hard(self, what: Hard) -> None:
+        """It is not to be tried again. Said at once: what follows may take this process down."""
+        self.hard.add(what)
+        self.tell({})
+
+    def tell(self, found: Descriptors) -> None:
+        """Say what has been found."""
+        if self.progress is not None:
+            self.progress(found)
 
 
 def _layouts(unit: Unit, wanted: Collection[str] | None) -> Layouts:
@@ -116,62 +179,123 @@ def _from_name(kernel: str, parameters: tuple[Parameter, ...]) -> AccessDescript
         return from_layout(kernel, parameters)  # not mangled, or beyond us: common, and not worth a line
 
 
-def _improve(known: Described, unit: Unit, layouts: Layouts, deadline: float, progress: Progress | None) -> None:
+def _improve(known: Described, number: int, unit: Unit, layouts: Layouts, turn: _Turn) -> None:
     """Put what the data-flow sources say of a unit's kernels into what is known."""
     missing = set(layouts)
     unsure = False
-    for source in _sources(unit):
+    for source in _sources(number, unit, turn):
         try:
             for offered in source(frozenset(missing)):
                 better = _fitting(offered, layouts, missing)
-                if progress is not None and better:
-                    progress(better)
+                if better:
+                    turn.tell(better)
                 known.found.update(better)
                 missing -= better.keys()
                 if not missing:
                     return
-                if time.monotonic() > deadline:
+                if turn.over:
                     known.later.update(missing)
                     return
+        except OutOfTime as error:
+            if error.hard:
+                turn.too_hard(number)
+            unsure = unsure or not error.hard
+            log.warning("The PTX of a part of a module is not read; the next source is asked. %s", error)
         except PtxError as error:
-            log.warning("A source of descriptors failed; the next one is asked. %s", error)
+            log.warning("A source of descriptors failed; the next source is asked. %s", error)
         except PhosError as error:
             # A disassembler fails because of the code, or because memory or room for its files was short for a moment.
             unsure = True
-            log.warning("A source of descriptors failed; the next one is asked. %s", error)
+            log.warning("A source of descriptors failed; the next source is asked. %s", error)
         except Exception as error:
             # Whatever goes wrong in a source must cost no more than that source.
             unsure = unsure or isinstance(error, OSError | MemoryError)
-            log.warning("A source of descriptors failed; the next one is asked.", exc_info=True)
+            log.warning("A source of descriptors failed; the next source is asked.", exc_info=True)
     if unsure:
         known.unsure.update(missing)
 
 
-def _sources(unit: Unit) -> list[_Source]:
+def _sources(number: int, unit: Unit, turn: _Turn) -> list[_Source]:
     """The data-flow sources for a unit, best first. PTX of another architecture may stem from other source lines."""
     from_ptx, from_sass = _optional("ptx_flow"), _optional("sass_flow")
 
     def ptx(kernels: Collection[str]) -> Iterator[Mapping[str, AccessDescriptor]]:
-        text = unit.ptx()
-        if text is not None and from_ptx is not None:
-            yield _flow(from_ptx.describe, text)
+        text = unit.ptx() if from_ptx is not None and number not in turn.hard else None
+        if from_ptx is not None and text is not None:
+            yield from _flow(_read(from_ptx.Kernels, text, turn), kernels, turn)
 
     def sass(kernels: Collection[str]) -> Iterator[Mapping[str, AccessDescriptor]]:
         if from_sass is None or from_sass.find_disassembler() is None:
             return
         ordered = sorted(kernels)
         for image in unit.cubins():
-            # In parts, so that what takes too long costs only what is left.
-            for start in range(0, len(ordered), SASS_KERNELS):
-                yield from_sass.describe(image, ordered[start : start + SASS_KERNELS])
+            # In parts, so that what takes too long costs only what is left; of what is slow, small ones.
+            left, count = ordered, 1
+            while left:
+                began = time.monotonic()
+                yield from_sass.describe(image, left[:count])
+                left = left[count:]
+                count = min(2 * count, SASS_KERNELS) if time.monotonic() - began < SASS_SECONDS else 1
 
     return [ptx, sass] if unit.ptx_matches else [sass, ptx]
 
 
-@lru_cache(maxsize=4)
-def _flow(describe_text: Callable[[str], Descriptors], text: str) -> Descriptors:
-    """PTX is read as a whole, and its kernels are often asked for one after another."""
-    return describe_text(text)
+_texts: dict[tuple[object, str], Any] = {}
+"""Those that were read last, the last one last."""
+
+
+def _read(make: Callable[[str, Check], _Kernels], text: str, turn: _Turn) -> _Kernels:
+    """A PTX text, read.
+
+    Raises:
+        OutOfTime: it is too long. PtxError: it cannot be read.
+    """
+    if turn.bounded and len(text) > PTX_MOST:
+        raise OutOfTime(hard=True)
+    known = _texts.pop((make, text), None)
+    if known is None:
+        while len(_texts) >= TEXTS_KEPT:
+            del _texts[next(iter(_texts))]
+        known = make(text, turn.effort(PTX_SECONDS).check)
+    _texts[make, text] = known
+    return known
+
+
+def _flow(text: _Kernels, kernels: Collection[str], turn: _Turn) -> Iterator[Descriptors]:
+    """The descriptors of kernels, as they are found. A kernel that is too hard, or that we fail at, is left out.
+
+    Raises:
+        OutOfTime: the turn was over before one was found.
+    """
+    found: Descriptors = {}
+    some = False
+    told = time.monotonic()
+    names = sorted(name for name in set(text.names) & set(kernels) if name not in turn.hard)
+    for name in names:
+        try:
+            if turn.over and name != names[0]:
+                raise OutOfTime(hard=False)
+            found[name] = text.describe(name, turn.effort(KERNEL_SECONDS).check)
+            some = True
+        except OutOfTime as error:
+            if error.hard:
+                log.warning("The PTX of kernel %s is not followed; the next source is asked. %s", name, error)
+                turn.too_hard(name)
+                continue
+            if not some:
+                raise
+            break
+        except (OSError, MemoryError):
+            raise
+        except PhosError as error:
+            log.warning("The PTX of kernel %s is not followed; the next source is asked. %s", name, error)
+        except Exception:
+            log.warning("The PTX of kernel %s is not followed; the next source is asked.", name, exc_info=True)
+        if found and time.monotonic() - told > TELL_SECONDS:
+            yield found
+            found, told = {}, time.monotonic()
+    if some:
+        yield found
 
 
 def _fitting(offered: Mapping[str, AccessDescriptor], layouts: Layouts, missing: Collection[str]) -> Descriptors:

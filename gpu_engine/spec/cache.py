@@ -19,10 +19,10 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -104,6 +104,14 @@ def default_folder() -> Path | None:
         return None
 
 
+class Kept(NamedTuple):
+    """What is kept of a module."""
+
+    kernels: dict[str, AccessDescriptor]
+    hard: frozenset[int | str]
+    """What of it takes too long as PTX: parts to be read, kernels to be followed (analysis.Hard)."""
+
+
 class Cache:
     """The cache in one folder. Every failure to read or write is logged once and otherwise means: not cached.
 
@@ -127,37 +135,43 @@ class Cache:
         digest.update(image)
         return digest.hexdigest()
 
-    def load(self, key: str) -> dict[str, AccessDescriptor]:
-        """The descriptors kept under a key; none where there is no such file, or one that cannot be trusted."""
+    def load(self, key: str) -> Kept:
+        """What is kept under a key; nothing where there is no such file, or one that cannot be trusted."""
+        nothing = Kept({}, frozenset())
         path = self._path(key)
         if path is None:
-            return {}
+            return nothing
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             with os.fdopen(descriptor, "rb") as file:
                 about = os.fstat(file.fileno())
                 if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_size > MAX_FILE_BYTES:
-                    return {}
+                    return nothing
                 data = file.read(MAX_FILE_BYTES)
         except OSError:
-            return {}
+            return nothing
         if xxhash.xxh3_128_digest(data[_CHECKSUM_BYTES:]) != data[:_CHECKSUM_BYTES]:
-            return {}
+            return nothing
         try:
-            found = [decode(item) for item in json.loads(data[_CHECKSUM_BYTES:])]
-        except (SpecError, ValueError, TypeError, RecursionError):
-            return {}
+            body = json.loads(data[_CHECKSUM_BYTES:])
+            found = Kept(
+                {item.kernel: item for item in map(decode, body["kernels"])},
+                frozenset(what if isinstance(what, str) else _number(what) for what in body["hard"]),
+            )
+        except (SpecError, LookupError, ValueError, TypeError, RecursionError):
+            return nothing
         with contextlib.suppress(OSError):
             os.utime(path)  # for the order of eviction
-        return {item.kernel: item for item in found}
+        return found
 
-    def store(self, key: str, descriptors: Iterable[AccessDescriptor]) -> None:
+    def store(self, key: str, descriptors: Iterable[AccessDescriptor], hard: Collection[int | str] = ()) -> None:
         """Keep descriptors under a key, in place of what was there."""
         path = self._path(key)
         if path is None:
             self._complain(f"there is no folder for them; {SETTING} can name one")
             return
-        body = json.dumps([encode(item) for item in descriptors], separators=(",", ":")).encode()
+        kept = {"kernels": [encode(item) for item in descriptors], "hard": sorted(hard, key=str)}
+        body = json.dumps(kept, separators=(",", ":")).encode()
         data = xxhash.xxh3_128_digest(body) + body
         if len(data) > min(MAX_FILE_BYTES, self.max_bytes):
             return

@@ -10,6 +10,8 @@ Source of what instructions do: NVIDIA, "PTX ISA" 9.0, "Instruction Set" and "Ab
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from phos.gpu_engine.ptx_instrument.parser import parse
 from phos.gpu_engine.ptx_instrument.statements import Directive, Function, Module, Variable
 from phos.gpu_engine.spec.descriptor import (
@@ -23,7 +25,7 @@ from phos.gpu_engine.spec.descriptor import (
     Source,
 )
 from phos.gpu_engine.spec.ptx_compile import Compiler
-from phos.gpu_engine.spec.ptx_solve import HARMLESS, Solver, TooHard
+from phos.gpu_engine.spec.ptx_solve import HARMLESS, Instance, Solver, TooHard
 from phos.gpu_engine.spec.ptx_steps import Code, Declared, Kind
 from phos.gpu_engine.spec.ptx_values import Anywhere, Bytes
 
@@ -34,32 +36,68 @@ SAME_EVERYWHERE = 16
 """How far a parameter that is aligned to more bytes lies behind the one before it depends on the GPU (ptx_layout)."""
 
 
+Check = Callable[[], None]
+"""Called again and again during long work; what it raises ends the work."""
+
+
 def describe(text: str) -> dict[str, AccessDescriptor]:
     """The descriptor of every kernel in a PTX text, by the kernel's name. Raises PtxError if it cannot be read."""
-    return describe_module(parse(text))
+    kernels = Kernels(text, _go_on)
+    return {name: kernels.describe(name, _go_on) for name in kernels.names}
 
 
-def describe_module(module: Module) -> dict[str, AccessDescriptor]:
-    """The same for a text that is parsed already."""
-    bodies = {function.name: function for function in module.functions if function.body is not None}
-    globals_, externals = _globals(module)
-    layouts = {name: _layout(function) for name, function in bodies.items()}
-    codes: dict[str, Code] = {}
-    taken: set[str] = _named_by_variables(module, globals_)
-    for name, function in bodies.items():
-        compiler = Compiler(function, layouts[name], globals_)
-        codes[name] = compiler.compile()
-        taken |= compiler.functions_named
-    for alias, target in _aliases(module):
-        if target in codes:
-            codes.setdefault(alias, codes[target])
-    device = frozenset(name for name in taken if name in codes and not (name in bodies and bodies[name].kernel))
-    closed = not externals - HARMLESS
-    return {
-        name: _describe(function, layouts[name], codes, device, closed)
-        for name, function in bodies.items()
-        if function.kernel
-    }
+def _go_on() -> None:
+    pass
+
+
+class Kernels:
+    """The kernels of a PTX text, of which each is described by itself."""
+
+    def __init__(self, text: str, check: Check) -> None:
+        """Read the text, all of it: what calls through pointers lead to may be anywhere. Raises PtxError."""
+        module = parse(text, check)
+        bodies = {function.name: function for function in module.functions if function.body is not None}
+        globals_, externals = _globals(module)
+        self._layouts = {name: _layout(function) for name, function in bodies.items()}
+        self._codes: dict[str, Code] = {}
+        taken: set[str] = _named_by_variables(module, globals_)
+        for name, function in bodies.items():
+            check()
+            compiler = Compiler(function, self._layouts[name], globals_)
+            self._codes[name] = compiler.compile()
+            taken |= compiler.functions_named
+        for alias, target in _aliases(module):
+            if target in self._codes:
+                self._codes.setdefault(alias, self._codes[target])
+        self.names = [name for name, function in bodies.items() if function.kernel]
+        device = self._codes.keys() - set(self.names)
+        self._taken = frozenset(name for name in taken if name in device)
+        self._closed = not externals - HARMLESS
+
+    def describe(self, name: str, check: Check) -> AccessDescriptor:
+        """The descriptor of one of them."""
+        layout = self._layouts[name]
+        parameters = tuple(Parameter(declared.offset, declared.size) for declared in layout)
+        solver = _Solver(name, self._codes, self._taken, closed=self._closed)
+        solver.check = check
+        try:
+            solver.run()
+        except TooHard:
+            scans = [Field(p.offset, p.size, BOTH, FieldKind.SCAN) for p in parameters if p.size >= ADDRESS_BYTES]
+            return AccessDescriptor(name, parameters, tuple(scans), BOTH, Source.PTX)
+        maps, elsewhere = _tensor_maps(solver)
+        fields = tuple(sorted([*_fields(solver), *maps]))
+        return AccessDescriptor(name, parameters, fields, solver.indirect | elsewhere, Source.PTX)
+
+
+class _Solver(Solver):
+    """Asks before each function whether to go on."""
+
+    check: Check = staticmethod(_go_on)
+
+    def _run(self, instance: Instance) -> None:
+        self.check()
+        super()._run(instance)
 
 
 def _globals(module: Module) -> tuple[dict[str, Declared], frozenset[str]]:
@@ -116,21 +154,6 @@ def _layout(function: Function) -> list[Declared]:
         for number in part:
             result[number] = result[number]._replace(around=around)
     return result
-
-
-def _describe(
-    function: Function, layout: list[Declared], codes: dict[str, Code], taken: frozenset[str], closed: bool
-) -> AccessDescriptor:
-    parameters = tuple(Parameter(declared.offset, declared.size) for declared in layout)
-    solver = Solver(function.name, codes, taken, closed=closed)
-    try:
-        solver.run()
-    except TooHard:
-        scans = [Field(p.offset, p.size, BOTH, FieldKind.SCAN) for p in parameters if p.size >= ADDRESS_BYTES]
-        return AccessDescriptor(function.name, parameters, tuple(scans), BOTH, Source.PTX)
-    maps, elsewhere = _tensor_maps(solver)
-    fields = tuple(sorted([*_fields(solver), *maps]))
-    return AccessDescriptor(function.name, parameters, fields, solver.indirect | elsewhere, Source.PTX)
 
 
 def _fields(solver: Solver) -> list[Field]:

@@ -123,23 +123,26 @@ def _analyse(
     """
     kernels, capability = set(header["kernels"]), int(header["capability"])
     key = cache.key(image, capability, analysis.tools(), user=user)
-    known = cache.load(key)
+    known, kept_hard = cache.load(key)
+    hard = set(kept_hard)
     wanted = kernels - known.keys()
     later: set[str] = set()
     if wanted:
 
         def keep(partly: analysis.Descriptors) -> None:
-            progress(partly)
+            if partly:
+                progress(partly)
             # Kept at once, in case that the next kernel takes this process down with it.
             final = {name: item for name, item in partly.items() if item.source in (Source.PTX, Source.SASS)}
-            if final:
+            if final or hard != kept_hard:
                 known.update(final)
-                cache.store(key, known.values())
+                cache.store(key, known.values(), hard)
 
-        found, later, unsure = analysis.describe_within(image, capability, wanted, float(header["seconds"]), keep)
+        seconds = float(header["seconds"])
+        found, later, unsure = analysis.describe_within(image, capability, wanted, seconds, keep, hard)
         known.update(found)
         if found.keys() - later - unsure:
-            cache.store(key, [item for name, item in known.items() if name not in later | unsure])
+            cache.store(key, [item for name, item in known.items() if name not in later | unsure], hard)
     return {name: known[name] for name in kernels & known.keys()}, later
 
 

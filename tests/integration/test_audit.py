@@ -107,9 +107,10 @@ def inject(site: Site, name: str) -> None:
     """Make the cached descriptor of a kernel say that it only reads."""
     cache = Cache(site.folder / "cache")
     changed = 0
+    assert cache.folder is not None
     for path in cache.folder.glob("*.json"):
         key = path.stem.removeprefix("phos-")
-        found = cache.load(key)
+        found = cache.load(key).kernels
         if name not in found:
             continue
         old = found[name]

@@ -7,18 +7,21 @@ import logging
 import os
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from spec_build import LZ4, SCALE, THROUGH, ZSTD, container, entry, host_program, image
 
+from phos.gpu_engine.ptx_instrument import lexer, parser
 from phos.gpu_engine.ptx_instrument.errors import PtxError
-from phos.gpu_engine.spec import analysis
+from phos.gpu_engine.spec import analysis, ptx_flow
 from phos.gpu_engine.spec.descriptor import (
     Access,
     AccessDescriptor,
@@ -28,8 +31,10 @@ from phos.gpu_engine.spec.descriptor import (
     Source,
     from_layout,
 )
+from phos.gpu_engine.spec.effort import OutOfTime
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.fatbin import Kind
+from phos.gpu_engine.spec.ptx_compile import Compiler
 
 LAYOUTS = {
     SCALE: (Parameter(0, 8), Parameter(8, 8), Parameter(16, 4)),
@@ -58,7 +63,8 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
             return None
         answer = given[name]
         if name == "ptx_flow":
-            return types.SimpleNamespace(describe=lambda text: answer(LAYOUTS))
+            kernels = types.SimpleNamespace(names=list(LAYOUTS), describe=lambda kernel, check: answer(LAYOUTS)[kernel])
+            return types.SimpleNamespace(Kernels=lambda text, check: kernels)
         return types.SimpleNamespace(
             describe=lambda cubin, kernels: answer(kernels), find_disassembler=lambda: Path("/bin/true")
         )
@@ -131,7 +137,7 @@ def test_a_failing_source_gives_way_to_the_next(
 
     sources.update(ptx_flow=fail, sass_flow=says(Source.SASS))
     assert set(sources_of(analysis.describe(ZSTD, 90, None)).values()) == {Source.SASS}
-    assert "the next one is asked" in caplog.text
+    assert "the next source is asked" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -156,6 +162,131 @@ def test_what_may_have_failed_for_the_moment_is_not_the_last_word(
     assert (described.unsure, described.later) == ({SCALE, THROUGH} if unsure else set(), set())
     sources["sass_flow" if source == "ptx_flow" else "ptx_flow"] = says(Source.SASS)
     assert analysis.describe_within(ZSTD, 90, [SCALE], 20).unsure == set()
+
+
+CALLS = f"""
+.version 9.0
+.target sm_90
+.address_size 64
+.visible .entry {SCALE}(.param .u64 a, .param .u64 b, .param .u32 c) {{
+    .reg .b64 %rd<3>; ld.param.u64 %rd1,[b]; st.global.u32 [%rd1],5; ret; }}
+.visible .entry {THROUGH}(.param .align 8 .b8 a[16], .param .u64 b, .param .u64 c) {{
+    .reg .b64 %rd<3>; ld.param.u64 %rd1,[c]; st.global.u32 [%rd1],5; ret; }}
+""".encode()
+BOTH_KINDS = container(entry(Kind.ELF, 90, image(Kind.ELF, 90)), entry(Kind.PTX, 90, CALLS))
+
+
+@pytest.fixture
+def beside_ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The source of machine code answers whatever it is asked; the kernels that it was asked for."""
+    asked: list[str] = []
+    real = analysis._optional
+
+    def describe(cubin: bytes, kernels: Collection[str]) -> dict[str, AccessDescriptor]:
+        asked.extend(kernels)
+        return says(Source.SASS)(kernels)
+
+    sass = types.SimpleNamespace(describe=describe, find_disassembler=lambda: Path("/bin/true"))
+    monkeypatch.setattr(analysis, "_optional", lambda name: sass if name == "sass_flow" else real(name))
+    analysis._texts.clear()
+    return asked
+
+
+def test_only_the_kernels_asked_for_are_followed_in_ptx(beside_ptx: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    followed: list[str] = []
+    real = ptx_flow.Kernels.describe
+
+    def describe(self: ptx_flow.Kernels, name: str, check: Callable[[], None]) -> AccessDescriptor:
+        followed.append(name)
+        return real(self, name, check)
+
+    monkeypatch.setattr(ptx_flow.Kernels, "describe", describe)
+    told: list[dict[str, Source]] = []
+    analysis.describe_within(BOTH_KINDS, 90, [SCALE], 20, lambda partly: told.append(sources_of(partly)))
+    assert followed == [SCALE]
+    monkeypatch.setattr(analysis, "TELL_SECONDS", -1.0)
+    analysis.describe_within(BOTH_KINDS, 90, None, 20, lambda partly: told.append(sources_of(partly)))
+    assert told[1] == {SCALE: Source.PTX}
+    assert told[3:] == [{THROUGH: Source.PTX}, {SCALE: Source.PTX}]
+    assert not beside_ptx
+
+
+@pytest.mark.parametrize("step", ["lexer", "parser", "compiler"])
+def test_ptx_that_takes_too_long_to_read_is_not_read_again(
+    beside_ptx: list[str], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """Debug builds have tens of megabytes of it."""
+    places = {
+        "lexer": (lexer.Tokens, "__init__"),
+        "parser": (parser._Parser, "_item"),
+        "compiler": (Compiler, "compile"),
+    }
+    place: Any
+    place, name = places[step]
+    real = getattr(place, name)
+
+    def slow(*arguments: Any) -> Any:
+        until = time.thread_time() + 0.15
+        while time.thread_time() < until:
+            pass
+        return real(*arguments)
+
+    monkeypatch.setattr(place, name, slow)
+    monkeypatch.setattr(analysis, "PTX_SECONDS", 0.1)
+    hard: set[analysis.Hard] = set()
+    told: list[tuple[dict[str, Source], set[analysis.Hard]]] = []
+    described = analysis.describe_within(
+        BOTH_KINDS, 90, [SCALE], 20, lambda partly: told.append((sources_of(partly), set(hard))), hard
+    )
+    assert told == [({SCALE: Source.LAYOUT}, set()), ({}, {0}), ({SCALE: Source.SASS}, {0})]
+    assert (described.later, described.unsure, hard) == (set(), set(), {0})
+    monkeypatch.setattr(analysis, "_read", None)
+    assert sources_of(analysis.describe_within(BOTH_KINDS, 90, None, 20, hard=hard).found) == dict.fromkeys(
+        LAYOUTS, Source.SASS
+    )
+    monkeypatch.undo()
+    assert sources_of(analysis.describe(BOTH_KINDS, 90, [SCALE])) == {SCALE: Source.PTX}
+
+
+def test_a_kernel_that_is_too_hard_costs_no_other(beside_ptx: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    real = ptx_flow.Solver._run
+
+    def slow(self: ptx_flow.Solver, instance: ptx_flow.Instance) -> None:
+        if instance.code.name == THROUGH:
+            while True:
+                self.check()  # type: ignore[attr-defined]
+        real(self, instance)
+
+    monkeypatch.setattr(ptx_flow.Solver, "_run", slow)
+    monkeypatch.setattr(analysis, "KERNEL_SECONDS", 0.1)
+    hard: set[analysis.Hard] = set()
+    described = analysis.describe_within(BOTH_KINDS, 90, None, 20, hard=hard)
+    assert hard == {THROUGH}
+    monkeypatch.setattr(analysis, "KERNEL_SECONDS", 100.0)
+    again = analysis.describe_within(BOTH_KINDS, 90, [THROUGH], 20, hard=hard)
+    assert sources_of(again.found) == {THROUGH: Source.SASS}
+    assert sources_of(described.found) == {THROUGH: Source.SASS, SCALE: Source.PTX}
+    assert (beside_ptx, described.later, described.unsure) == ([THROUGH] * 2, set(), set())
+    # When the turn is over: with nothing found, the next source is asked; with something, the rest comes later.
+    described = analysis.describe_within(BOTH_KINDS, 90, None, 0.3)
+    assert (sources_of(described.found)[THROUGH], described.later) == (Source.SASS, {SCALE})
+    monkeypatch.setattr(ptx_flow.Solver, "_run", real)
+    monkeypatch.setattr(
+        ptx_flow.Kernels, "describe", lambda self, name, check: time.sleep(0.3) or says(Source.PTX)([name])[name]
+    )
+    described = analysis.describe_within(BOTH_KINDS, 90, None, 0.2)
+    assert (sources_of(described.found)[THROUGH], described.later) == (Source.PTX, {SCALE})
+
+
+def test_with_no_time_and_no_other_source_nothing_is_the_last_word(
+    sources: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(kernels: Collection[str]) -> dict[str, AccessDescriptor]:
+        raise OutOfTime(hard=False)
+
+    sources["ptx_flow"] = none_left
+    described = analysis.describe_within(BOTH_KINDS, 90, [SCALE], 20)
+    assert (sources_of(described.found), described.unsure) == ({SCALE: Source.LAYOUT}, {SCALE})
 
 
 def test_contradictions_of_the_layout_are_refused(sources: dict[str, Answer], caplog: pytest.LogCaptureFixture) -> None:

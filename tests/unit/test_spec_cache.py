@@ -26,9 +26,11 @@ def some(name: str, count: int = 2) -> AccessDescriptor:
 def test_what_is_stored_is_found_again(tmp_path: Path) -> None:
     kept = Cache(tmp_path / "made" / "by it")
     key = kept.key(b"module", 90)
-    assert kept.load(key) == {}
-    kept.store(key, [some("a"), some("b", 0)])
-    assert Cache(tmp_path / "made" / "by it").load(key) == {"a": some("a"), "b": some("b", 0)}
+    assert kept.load(key).kernels == {}
+    kept.store(key, [some("a"), some("b", 0)], {3, 1, "a"})
+    assert Cache(tmp_path / "made" / "by it").load(key).kernels == {"a": some("a"), "b": some("b", 0)}
+    assert kept.load(key).hard == {1, 3, "a"}
+    assert kept.folder is not None
     assert kept.folder.stat().st_mode & 0o777 == 0o700
 
 
@@ -70,9 +72,9 @@ def test_damaged_files_are_ignored_and_rewritten(tmp_path: Path, damage: str) ->
         path.write_bytes(xxhash.xxh3_128_digest(bodies[damage]) + bodies[damage])
     else:
         path.write_bytes({"cut": good[:-3], "flipped": good[:-3] + b"]]]", "empty": b""}[damage])
-    assert kept.load(key) == {}
+    assert kept.load(key).kernels == {}
     kept.store(key, [some("a")])
-    assert kept.load(key) == {"a": some("a")}
+    assert kept.load(key).kernels == {"a": some("a")}
 
 
 def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
@@ -80,10 +82,10 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     key, other = kept.key(b"module", 90), kept.key(b"other", 90)
     kept.store(other, [some("a")])
     file_of(kept, key).symlink_to(file_of(kept, other))
-    assert kept.load(key) == {}
+    assert kept.load(key).kernels == {}
     file_of(kept, key).unlink()
     os.mkfifo(file_of(kept, key))
-    assert kept.load(key) == {}
+    assert kept.load(key).kernels == {}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a file of another user")
@@ -92,7 +94,7 @@ def test_files_of_other_users_are_not_trusted(tmp_path: Path) -> None:
     key = kept.key(b"module", 90)
     kept.store(key, [some("a")])
     os.chown(file_of(kept, key), 12345, 12345)
-    assert kept.load(key) == {}
+    assert kept.load(key).kernels == {}
 
 
 def test_a_folder_that_cannot_be_made_costs_only_the_cache(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +102,7 @@ def test_a_folder_that_cannot_be_made_costs_only_the_cache(tmp_path: Path, caplo
     kept = Cache(tmp_path / "file" / "below")
     for _ in range(2):
         kept.store("key", [some("a")])
-    assert kept.load("key") == {}
+    assert kept.load("key").kernels == {}
     assert caplog.text.count("not cached") == 1
 
 
@@ -112,9 +114,9 @@ def test_its_size_is_bounded_and_the_longest_unused_go_first(tmp_path: Path) -> 
         kept.load(f"{0:040x}")  # in use all the time
     left = list(tmp_path.iterdir())
     assert sum(path.stat().st_size for path in left) <= 5000
-    assert kept.load(f"{0:040x}")
-    assert kept.load(f"{29:040x}")
-    assert not kept.load(f"{1:040x}")
+    assert kept.load(f"{0:040x}").kernels
+    assert kept.load(f"{29:040x}").kernels
+    assert not kept.load(f"{1:040x}").kernels
 
 
 def test_what_is_not_ours_stays_in_a_folder_that_is_given_to_us(tmp_path: Path) -> None:
@@ -139,7 +141,7 @@ def test_writers_at_once_leave_whole_files(tmp_path: Path) -> None:
         kept = Cache(tmp_path)
         for count in range(60):
             kept.store(key, [some(name, count)])
-            found = kept.load(key)
+            found = kept.load(key).kernels
             if len(found) != 1:
                 wrong.append(name)
 
@@ -166,7 +168,7 @@ def test_a_killed_writer_leaves_what_was_there(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=environment, check=False)
     assert done.returncode == -9
-    assert kept.load("b" * 40) == {"a": some("a")}
+    assert kept.load("b" * 40).kernels == {"a": some("a")}
 
 
 def test_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +204,7 @@ def test_who_has_no_home_keeps_nothing_and_is_told_once(caplog: pytest.LogCaptur
     kept = Cache()
     for _ in range(2):
         kept.store(kept.key(b"module", 90), [some("a")])
-    assert kept.load(kept.key(b"module", 90)) == {}
+    assert kept.load(kept.key(b"module", 90)).kernels == {}
     assert caplog.text.count("not cached") == 1
     store = ModuleStore()
     assert [store.keep(54321, 1, b"module") for _ in range(2)] == [None, None]

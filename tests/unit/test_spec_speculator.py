@@ -35,7 +35,7 @@ import ctypes, os, sys, time
 if "phos.gpu_engine.spec.worker" in " ".join(sys.orig_argv):
     from phos.gpu_engine.spec import analysis
     real = analysis.describe_within
-    def describe(image, capability, kernels, seconds, progress=None):
+    def describe(image, capability, kernels, seconds, *more):
         image = bytes(image)
         if image.startswith(b"CRASH"):
             os.kill(os.getpid(), 11)
@@ -47,17 +47,17 @@ if "phos.gpu_engine.spec.worker" in " ".join(sys.orig_argv):
             bytearray(1 << 40)
         if image.startswith((b"HANG", b"PARTLY")):
             if image.startswith(b"PARTLY"):
-                real(image[6:], capability, kernels, seconds, progress)
+                real(image[6:], capability, kernels, seconds, *more)
             # Holds the interpreter lock, as a library that loops for ever may.
             ctypes.PyDLL(None).sleep(1000)
         if image.startswith(b"SLOW"):
-            found, *_ = real(image[4:], capability, kernels, seconds, progress)
+            found, *_ = real(image[4:], capability, kernels, seconds, *more)
             first = min(kernels)
             return analysis.Described(found, set(kernels) - {first}, set())
         if image.startswith(b"NEVER"):
-            found, *_ = real(image[5:], capability, kernels, seconds, progress)
+            found, *_ = real(image[5:], capability, kernels, seconds, *more)
             return analysis.Described(found, set(kernels), set())
-        return real(image[5:] if image.startswith(b"PRINT") else image, capability, kernels, seconds, progress)
+        return real(image[5:] if image.startswith(b"PRINT") else image, capability, kernels, seconds, *more)
     analysis.describe_within = describe
 """
 

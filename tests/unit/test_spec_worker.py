@@ -10,9 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from as_user import needs_root
-from spec_build import SCALE, ZSTD, image
+from spec_build import SCALE, THROUGH, ZSTD, image
 
-from phos.gpu_engine.spec import worker
+from phos.gpu_engine.spec import analysis, worker
 from phos.gpu_engine.spec.cache import Cache
 from phos.gpu_engine.spec.fatbin import Kind
 
@@ -75,3 +75,19 @@ def test_what_a_disassembler_fails_at_once_is_asked_of_it_again(
         assert runs.read_text().count("run") == count
     tool.write_text("#!/bin/sh\nexit 0\n")  # it works, and says nothing of the kernel
     assert analysed(cache, ALICE, cubin) == 1
+
+
+def test_the_next_process_does_not_read_ptx_that_takes_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(analysis, "PTX_SECONDS", -1.0)
+    analysis._texts.clear()
+    cache = Cache(tmp_path / "cache")
+    key = cache.key(ZSTD, 90, analysis.tools(), user=ALICE)
+    assert analysed(cache, ALICE, ZSTD) == 1
+    assert cache.load(key).hard == {0}
+    monkeypatch.setattr(analysis, "_read", None)
+    header = {"kernels": [SCALE, THROUGH], "capability": 90, "seconds": 20.0}
+    assert set(worker._analyse(ZSTD, header, cache, lambda partly: None, ALICE)[0]) == {SCALE, THROUGH}
+    assert set(cache.load(key).kernels) == {SCALE, THROUGH}
+    assert cache.load(key).hard == {0}
