@@ -77,7 +77,41 @@ struct place {
     uintptr_t address;
     char *path;
     uint64_t offset;
+    struct phos_file file; /* the build ID alone */
 };
+
+/* ELF-64: u32 sizes of name and content, u32 type, then both, padded. */
+static bool find_build_id(const char *notes, uint64_t size, uint64_t align, struct phos_file *file)
+{
+    for (uint64_t at = 0; at + sizeof(Elf64_Nhdr) <= size;) {
+        Elf64_Nhdr note;
+        memcpy(&note, notes + at, sizeof note);
+        uint64_t name = at + sizeof note, content = at + (sizeof note + note.n_namesz + align - 1) / align * align;
+        uint64_t next = content + (note.n_descsz + align - 1) / align * align;
+        if (content > size || note.n_descsz > size - content)
+            return false;
+        if (note.n_type == NT_GNU_BUILD_ID && note.n_namesz == 4 && !memcmp(notes + name, "GNU", 4)) {
+            file->build_id_size = note.n_descsz < PHOS_BUILD_ID_MOST ? note.n_descsz : PHOS_BUILD_ID_MOST;
+            memcpy(file->build_id, notes + content, file->build_id_size);
+            return true;
+        }
+        at = next;
+    }
+    return false;
+}
+
+/* Notes are looked at where they are mapped for reading only. */
+static bool is_mapped(const struct dl_phdr_info *info, const ElfW(Phdr) *part)
+{
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *segment = &info->dlpi_phdr[i];
+        if (segment->p_type == PT_LOAD && segment->p_flags & PF_R && !(segment->p_flags & PF_W) &&
+            part->p_vaddr >= segment->p_vaddr && part->p_vaddr - segment->p_vaddr <= segment->p_filesz &&
+            part->p_filesz <= segment->p_filesz - (part->p_vaddr - segment->p_vaddr))
+            return true;
+    }
+    return false;
+}
 
 static int find_place(struct dl_phdr_info *info, size_t size, void *cookie)
 {
@@ -98,20 +132,37 @@ static int find_place(struct dl_phdr_info *info, size_t size, void *cookie)
         if (*path == '/')
             place->path = strdup(path);
         place->offset = segment->p_offset + (place->address - start);
+        for (int j = 0; j < info->dlpi_phnum; j++) {
+            const ElfW(Phdr) *part = &info->dlpi_phdr[j];
+            if (part->p_type == PT_NOTE && is_mapped(info, part) &&
+                find_build_id((const char *)info->dlpi_addr + part->p_vaddr, part->p_filesz, part->p_align == 8 ? 8 : 4,
+                              &place->file))
+                break;
+        }
         return 1;
     }
     return 0;
 }
 
-/* Which file it is, as far as can be told; zeros if there is none. */
-static void identify(const char *path, uint64_t file[3])
+/* Which file it is, as far as can be told; of a size that no file has if there is none (any more). */
+static void identify(const char *path, struct phos_file *file)
 {
     struct stat status;
+    file->size = UINT64_MAX;
     if (!path || stat(path, &status))
         return;
-    file[0] = status.st_dev;
-    file[1] = status.st_ino;
-    file[2] = (uint64_t)status.st_mtim.tv_sec * 1000000000u + (uint64_t)status.st_mtim.tv_nsec;
+    file->device = status.st_dev;
+    file->inode = status.st_ino;
+    file->mtime_ns = (uint64_t)status.st_mtim.tv_sec * 1000000000u + (uint64_t)status.st_mtim.tv_nsec;
+    file->size = (uint64_t)status.st_size;
+}
+
+static bool same_file(const struct phos_file *one, const struct phos_file *other)
+{
+    if (one->inode && other->inode && (one->device != other->device || one->inode != other->inode))
+        return false;
+    return one->mtime_ns == other->mtime_ns && one->size == other->size && one->build_id_size == other->build_id_size &&
+           !memcmp(one->build_id, other->build_id, one->build_id_size);
 }
 
 /* Two modules in memory are taken for the same if this and their sizes are; they differ by chance in all but one case in
@@ -131,12 +182,13 @@ static uint64_t digest_of(const void *bytes, uint64_t size)
 }
 
 /* With module_lock held: the record of these very bytes, of a file or in memory. */
-static struct phos_module *known(const char *path, uint64_t offset, const uint64_t file[3], uint64_t digest, uint64_t size)
+static struct phos_module *known(const char *path, uint64_t offset, const struct phos_file *file, uint64_t digest,
+                                 uint64_t size)
 {
     for (struct phos_module *m = modules; m; m = m->next) {
         if (m->size != size || !m->path != !path)
             continue;
-        if (path ? m->offset == offset && !memcmp(m->file, file, sizeof m->file) && !strcmp(m->path, path)
+        if (path ? m->offset == offset && same_file(&m->file, file) && !strcmp(m->path, path)
                  : m->digest == digest)
             return m;
     }
@@ -147,7 +199,7 @@ static struct phos_module *known(const char *path, uint64_t offset, const uint64
 static uint64_t note(struct phos_module *module)
 {
     pthread_mutex_lock(&module_lock);
-    struct phos_module *former = known(module->path, module->offset, module->file, module->digest, module->size);
+    struct phos_module *former = known(module->path, module->offset, &module->file, module->digest, module->size);
     uint64_t number;
     if (former)
         number = former->number;
@@ -203,8 +255,9 @@ static uint64_t note_image(const char *entry_point, const void *image)
         return 0;
     }
     *module = (struct phos_module){
-        .entry_point = entry_point, .path = place.path, .offset = place.offset, .size = size, .digest = digest, .bytes = bytes};
-    identify(module->path, module->file);
+        .entry_point = entry_point, .path = place.path, .offset = place.offset, .size = size, .file = place.file,
+        .digest = digest, .bytes = bytes};
+    identify(module->path, &module->file);
     return note(module);
 }
 
@@ -217,7 +270,7 @@ static uint64_t note_file(const char *entry_point, const char *path)
     module->entry_point = entry_point;
     module->path = realpath(path, NULL);
     module->size = (uint64_t)status.st_size;
-    identify(module->path, module->file);
+    identify(module->path, &module->file);
     if (module->path)
         return note(module);
     free(module);
@@ -287,6 +340,13 @@ bool phos_modules_tell(bool (*send)(const struct phos_module *module, int descri
 uint64_t phos_modules_told(void)
 {
     return told_upto;
+}
+
+void phos_modules_restored(void)
+{
+    PHOS_LOCKED(&module_lock);
+    for (struct phos_module *m = modules; m; m = m->next)
+        m->file.device = m->file.inode = 0;
 }
 
 void phos_modules_untell(void)

@@ -12,6 +12,7 @@
 #include "hold.h"
 #include "log.h"
 #include "memory.h"
+#include "module.h"
 #include "pool.h"
 #include "quiesce.h"
 #include "residue.h"
@@ -216,10 +217,12 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
         opens = true;
         residue_spent = true;
         phos_tell_known();
+        if (attach->restored) {
+            phos_modules_restored();
+            phos_sdk_restored();
+        }
         if (!attach->remembers)
             phos_tell_anew();
-        if (attach->restored)
-            phos_sdk_restored();
         if (attach->tell && !phos_tell_all(true))
             return false;
     }

@@ -301,6 +301,13 @@ static bool send_module(const struct phos_module *module, int descriptor)
     loaded.offset = module->offset;
     loaded.module = module->number;
     loaded.digest = module->path ? 0 : module->digest;
+    if (module->path) {
+        loaded.device = module->file.device;
+        loaded.inode = module->file.inode;
+        loaded.mtime_ns = module->file.mtime_ns;
+        loaded.file_size = module->file.size;
+        loaded.build_id = (ProtobufCBinaryData){module->file.build_id_size, (uint8_t *)module->file.build_id};
+    }
     ENVELOPE(envelope, 0, MODULE_LOADED, module_loaded, &loaded);
     return phos_tell_send(&envelope, &descriptor, descriptor >= 0);
 }

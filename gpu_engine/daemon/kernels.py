@@ -14,6 +14,7 @@ from phos.gpu_engine.daemon.permissions import sees_all
 from phos.gpu_engine.errors import ProtocolError
 from phos.gpu_engine.spec import table as tables
 from phos.gpu_engine.spec.errors import SpecError
+from phos.gpu_engine.spec.identity import BUILD_ID_MOST, FileIdentity
 from phos.gpu_engine.spec.module_store import ModuleStore
 from phos.gpu_engine.spec.sources import FileSource
 from phos.gpu_engine.spec.speculator import Speculator
@@ -44,7 +45,8 @@ def module_loaded(
         return
     if loaded.path:
         # By way of the process's own root: it may live in a container. Held, as that root goes with the process.
-        source = FileSource.of(f"/proc/{pid}/root{loaded.path}", loaded.offset, loaded.size, name=loaded.path)
+        where = f"/proc/{pid}/root{loaded.path}"
+        source = FileSource.of(where, loaded.offset, loaded.size, name=loaded.path, file=_file(loaded))
         speculator.add_module(session, loaded.module, source, user=uid)
     elif len(descriptors) == 1 and loaded.size <= COPY_LIMIT:
         with suppress(OSError, ProtocolError), nullcontext() if sees_all(uid) else _one_at_a_time:
@@ -55,6 +57,14 @@ def module_loaded(
                 speculator.add_module(session, loaded.module, stored or image, user=uid)
     elif kept := _store.find(uid, loaded.digest, loaded.size):
         speculator.add_module(session, loaded.module, kept, user=uid)
+
+
+def _file(loaded: wire_pb2.ModuleLoaded) -> FileIdentity | None:
+    """Which file it was; None: the frontend does not know, or is of an image that an earlier version has made."""
+    if not loaded.file_size:
+        return None
+    build_id = loaded.build_id[:BUILD_ID_MOST]
+    return FileIdentity(loaded.device, loaded.inode, loaded.mtime_ns, loaded.file_size, build_id)
 
 
 def kernels_seen(speculator: Speculator, session: bytes, seen: wire_pb2.KernelsSeen) -> None:

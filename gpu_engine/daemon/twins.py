@@ -158,7 +158,7 @@ class Twins:
         }
         body = b""
         if isinstance(source, FileSource):
-            request.update(path=source.path, offset=source.offset, size=source.size)
+            request.update(source.request())
         else:
             body = source
         for answer in link.exchange(request, body, MODULE_SECONDS, lambda: not self._over()):

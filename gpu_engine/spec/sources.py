@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from phos.gpu_engine.spec.identity import FileIdentity
+
 FILES_HELD = 1024
 """Descriptors that may be held at once. A program has its modules in some dozen files."""
 
@@ -58,7 +60,8 @@ class FileSource:
     """A module in a file: a path that this process can open, and bytes; size 0 is up to the end of the module.
 
     ``identity`` says which bytes these are, if more is known than the path; ``held`` keeps the path valid; ``name`` is
-    what people know the file by; ``kept``: the file is a copy of ours of what the application had in memory.
+    what people know the file by; ``kept``: the file is a copy of ours of what the application had in memory;
+    ``file``: which file the process has loaded, if that is known. Of another one nothing is to be told.
     """
 
     path: str
@@ -67,17 +70,30 @@ class FileSource:
     identity: object = None
     name: str = ""
     kept: bool = False
+    file: FileIdentity | None = field(default=None, compare=False)
     held: HeldFile | None = field(default=None, compare=False, repr=False)
 
     @staticmethod
     def of(
-        path: str, offset: int = 0, size: int = 0, *, identity: object = None, name: str = "", kept: bool = False
+        path: str,
+        offset: int = 0,
+        size: int = 0,
+        *,
+        identity: object = None,
+        name: str = "",
+        kept: bool = False,
+        file: FileIdentity | None = None,
     ) -> FileSource:
         """A module in a file that is held from now on, if it can be."""
         held = hold(path)
         if held is None:
-            return FileSource(path, offset, size, identity, name, kept)
-        return FileSource(held.path, offset, size, identity or held.identity, name or path, kept, held)
+            return FileSource(path, offset, size, identity, name, kept, file)
+        return FileSource(held.path, offset, size, identity or held.identity, name or path, kept, file, held)
+
+    def request(self) -> dict[str, object]:
+        """What the analysis process is told of it."""
+        file = self.file.packed() if self.file is not None else None
+        return {"path": self.path, "offset": self.offset, "size": self.size, "kept": self.kept, "file": file}
 
 
 ModuleSource = bytes | FileSource

@@ -439,8 +439,7 @@ class Speculator:
         }
         if isinstance(module.source, bytes):
             return request, module.source
-        source = module.source
-        request.update(path=source.path, offset=source.offset, size=source.size, kept=source.kept)
+        request.update(module.source.request())
         return request, b""
 
     def _wanted(self, session: bytes, module: _Module, worker: WorkerLink) -> bool:

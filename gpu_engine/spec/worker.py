@@ -25,6 +25,7 @@ from phos.gpu_engine.spec.cache import Cache, encode
 from phos.gpu_engine.spec.descriptor import Source
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.fatbin import Buffer
+from phos.gpu_engine.spec.identity import FileIdentity
 from phos.gpu_engine.spec.worker_link import NICE
 
 log = logging.getLogger(__name__)
@@ -170,7 +171,10 @@ def _image(header: dict[str, Any], body: bytes) -> Iterator[tuple[Buffer, int | 
         mapping = mmap.mmap(descriptor, about.st_size, prot=mmap.PROT_READ, flags=mmap.MAP_PRIVATE)
     finally:
         os.close(descriptor)
-    view = memoryview(mapping)[offset:]
+    view = memoryview(mapping)
+    if header.get("file") and not FileIdentity.unpacked(header["file"]).is_of(about, view):
+        raise SpecError("The file is not the one any more that the process has loaded.")
+    view = view[offset:]
     if size:
         view = view[:size]
     if fatbin.is_container(view):

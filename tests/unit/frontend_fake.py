@@ -62,6 +62,7 @@ class Session:
     blocks: dict[int, Block] = field(default_factory=dict)
     uncarried: dict[str, tuple[int, int]] = field(default_factory=dict)
     modules: list[tuple[str, str, int, int, bytes]] = field(default_factory=list)
+    files: list[wire.ModuleLoaded] = field(default_factory=list)  # of the modules that are in one
     module_numbers: list[int] = field(default_factory=list)
     kernels: list[tuple[int, str]] = field(default_factory=list)  # module and name, as often as they were told
     connection: Connection | None = None
@@ -193,6 +194,7 @@ class Connection:
                 content = os.pread(descriptors[0], module.size, 0)
                 os.close(descriptors[0])
             self.session.module_numbers.append(module.module)
+            self.session.files += [module] if module.path else []
             self.session.modules.append((module.entry_point, module.path, module.offset, module.size, content))
         elif kind == "kernels_seen":
             told = set(self.session.module_numbers)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import queue
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from phos.gen import wire_pb2 as wire
+from phos.gpu_engine.spec.identity import FileIdentity
 from tests.unit.frontend_fake import FakePhosd, Program, built, program
 from tests.unit.waiting import eventually
 
@@ -442,6 +446,66 @@ def test_modules_are_recorded(phosd: FakePhosd, tmp_path: Path) -> None:
         assert file == ("cuModuleLoad", str(path), 0, len(PTX), b"")
         app.tell()
         app.finish()
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no compiler")
+@pytest.mark.parametrize("linked", [True, False])
+def test_files_of_modules_are_named_so_that_no_others_are_taken_for_them(
+    phosd: FakePhosd, tmp_path: Path, linked: bool
+) -> None:
+    """By the build ID that is mapped; by what the file system says; after a restore without what another host has."""
+    (tmp_path / "library.c").write_text(f"const char text[] = {json.dumps(PTX)};\n")
+    build_id = bytes(range(1, 21))
+    option = f"0x{build_id.hex()}" if linked else "none"
+    path = tmp_path / "library.so"
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", f"-Wl,--build-id={option}", "-o", path, tmp_path / "library.c"], check=True
+    )
+    module = tmp_path / "module.ptx"
+    module.write_text(PTX)
+    body = f"""
+    import ctypes
+    start()
+    library = ctypes.CDLL({str(path)!r})
+    text = ctypes.addressof(ctypes.c_char.in_dll(library, "text"))
+    load = lambda: (ok(cu.cuModuleLoadData(text)), ok(cu.cuModuleLoad({str(module)!r}.encode())))
+    load()
+    say("ready")
+    heard()
+    load()
+    say("loaded")
+    heard()
+    """
+    with program(phosd, body) as (app, session):
+        app.line()
+        eventually(lambda: len(session.files) == 2)
+        for told, file, known_by in zip(session.files, (path, module), (build_id if linked else b"", b""), strict=True):
+            about = file.stat()
+            assert (told.path, told.build_id) == (str(file), known_by)
+            assert (told.device, told.inode) == (about.st_dev, about.st_ino)
+            assert (told.mtime_ns, told.file_size) == (about.st_mtime_ns, about.st_size)
+        assert session.files[0].offset == path.read_bytes().index(PTX.encode())
+        assert FileIdentity(0, 0, 0, path.stat().st_size, build_id).is_of(path.stat(), path.read_bytes()) == linked
+        before = [message_without_numbers(told) for told in session.files]
+        assert not phosd.quiesce(session).error
+        assert not phosd.detach(session).error
+        assert not phosd.attach(session, remembers=False, restored=True).error
+        assert not phosd.open(session).error
+        eventually(lambda: len(session.files) == 4)
+        assert session.files[2:] == before
+        app.tell()
+        app.line()
+        assert len(session.files) == 4, "the same files are others"
+        app.tell()
+        app.finish()
+
+
+def message_without_numbers(told: wire.ModuleLoaded) -> wire.ModuleLoaded:
+    """As it is told of the same module after a restore."""
+    copy = wire.ModuleLoaded()
+    copy.CopyFrom(told)
+    copy.device = copy.inode = 0
+    return copy
 
 
 @pytest.mark.parametrize("remembers", [True, False])
