@@ -258,6 +258,8 @@ class Compiler:
             pass  # nobody computes addresses in floating point, but they are moved in its registers
         elif whole := self._scaled_back(op, target, rest):
             self.add(Move(target, (whole,), None))
+        elif base == "neg":
+            self.add(Subtract(target, 0, sources[0], None))
         elif base in ("add", "addc", "sub", "subc") and len(rest) >= 2:
             number = integer(rest[1].number) if isinstance(rest[1], Immediate) else None
             left, right = self.use(rest[0]), self.use(rest[1])
@@ -270,6 +272,7 @@ class Compiler:
                 self.add(Add(target, product, self.use(rest[2]), None))
             else:
                 self.add(MultiplyAdd(target, sources[:2], self.use(rest[2])))
+                self._turn(op, target, rest[:2])
         elif raised := self._raised(op, rest):
             self.add(Raise(target, raised))
         elif base in ("or", "xor", "bfi") and op.size == 8:
@@ -277,11 +280,24 @@ class Compiler:
             self.add(Combine(target, sources[:2]))
         elif base in KEEP:
             self.add(Move(target, sources, 0 if base == "selp" else None))
+            if base in ("not", "abs"):  # ~x is -x - 1
+                self.add(Subtract(target, 0, sources[0], None))
         elif base in ("shfl", "movmatrix"):
             self.add(Narrow(target, sources[0]))
         else:
             for each in targets:
                 self.add(Mix(each, sources))
+            if base in ("mul", "mul24"):
+                self._turn(op, target, rest[:2])
+
+    def _turn(self, op: Opcode, target: int, factors: tuple[Operand, ...]) -> None:
+        """The target is a product, or has one added: what was subtracted is added, where a factor may be negative."""
+        numbers = [integer(factor.number) for factor in factors if isinstance(factor, Immediate)]
+        if not numbers or any(number is None or not 0 <= number < 1 << (8 * op.size - 1) for number in numbers):
+            turned = self.register()
+            for factor in factors:
+                self.add(Subtract(turned, 0, self.use(factor), None))
+            self.add(Mix(target, (turned,)))
 
     def _raised(self, op: Opcode, rest: tuple[Operand, ...]) -> int:
         """The register that a shift or a product moves into the upper half of 64 bits; 0 if it does no such thing."""

@@ -38,8 +38,11 @@ from phos.gpu_engine.spec.ptx_steps import (
 from phos.gpu_engine.spec.ptx_values import (
     DISTANCE,
     EMPTY,
+    LASTING,
     LOADED,
+    MINUS,
     OFFSET,
+    POINTER,
     RAISED,
     STRONG,
     WEAK,
@@ -58,7 +61,9 @@ from phos.gpu_engine.spec.ptx_values import (
     join,
     moved,
     narrowed,
+    negated,
     runs,
+    strong,
     union,
 )
 
@@ -80,14 +85,20 @@ class TooHard(Exception):
 
 def _strengthened(value: Value) -> Iterator[tuple[Atom, int]]:
     """What the program says is an address. If it was computed in a way not followed here, it may be any."""
-    known = any(value.values())
+    known = any(role & POINTER for role in value.values())
     for atom, role in value.items():
-        if role:
-            yield atom, STRONG
+        whole = isinstance(atom, Bytes) and atom.size >= POINTER_BYTES
+        if role & POINTER or (whole and not known):
+            yield atom, STRONG | role & MINUS
         else:
-            yield atom, STRONG if not known and isinstance(atom, Bytes) and atom.size >= POINTER_BYTES else OFFSET
+            yield atom, role
     if value and not known:
         yield LOADED, STRONG
+
+
+def _short(value: Value) -> set[Atom]:
+    """Of what may be a pointer as a whole, that of which fewer bits are left: distances are computed in 32, too."""
+    return {atom for atom, role in value.items() if role == OFFSET and isinstance(atom, Bytes) and atom.size >= 8}
 
 
 class Instance:
@@ -141,7 +152,7 @@ class Solver:
             raise TooHard
         if self._unknown_called:
             for atom, role in self._escaped.items():
-                if role > OFFSET:
+                if role & POINTER:
                     self._record_atom(atom, BOTH)
 
     def declared(self, number: int) -> Declared:
@@ -176,8 +187,7 @@ class Solver:
 
     def _join(self, target: Value, atoms: Iterable[tuple[Atom, int]]) -> None:
         for atom, role in list(atoms):
-            if target.get(atom, -1) < role and join(target, atom, role):
-                self._changed = True
+            self._changed |= join(target, atom, role)
 
     def _set(self, instance: Instance, register: int, atoms: Iterable[tuple[Atom, int]]) -> None:
         if register:
@@ -197,7 +207,7 @@ class Solver:
 
     def _pointed(self, value: Value) -> list[Atom]:
         """What an address may point into: its best atoms."""
-        best = [atom for atom, role in value.items() if role > OFFSET]
+        best = [atom for atom, role in value.items() if role & POINTER]
         if best:
             return best
         pieces = [atom for atom in value if isinstance(atom, Bytes)]
@@ -284,7 +294,7 @@ class Solver:
                 strong = list(_strengthened(values[step.source]))
                 self._set(instance, step.target, strong)
                 for atom, role in strong:
-                    if role == STRONG:
+                    if role & STRONG == STRONG:
                         self._certain(atom)
             elif isinstance(step, Pack):
                 self._set(instance, step.target, assembled([values[source] for source in step.sources]))
@@ -322,16 +332,17 @@ class Solver:
         if not right:
             self._set(instance, step.target, moved(left, None if step.number is None else -step.number))
             return
-        # The distance of two pointers, added to the second, is the first again: it must not pass for an index, nor the
-        # second for one beside it.
-        role_of = None
-        if any(role == STRONG or (role == WEAK and atom in self._pointers) for atom, role in right.items()):
-            role_of = DISTANCE
-        elif STRONG in left.values() and any(role > OFFSET for role in right.values()):
-            role_of = STRONG
-        for atom, role in moved(dict(left), None):
-            self._set(instance, step.target, [(atom, role_of if role_of is not None and role else role)])
-        self._set(instance, step.target, [(atom, OFFSET) for atom in right])
+        if _short(left) and _short(right) and not self._pointers.isdisjoint(_short(left) | _short(right)):
+            left, right = ({a: r | WEAK if a in _short(v) else r for a, r in v.items()} for v in (left, right))
+        # The distance of two pointers, added to the second, is the first again, and subtracted from the first, it is
+        # the second: neither must pass for an index.
+        kept = list(moved(dict(left), None))
+        if strong(right) or any(role & WEAK and atom in self._pointers for atom, role in right.items()):
+            kept = [(atom, role & LASTING | (DISTANCE if role & POINTER else OFFSET)) for atom, role in kept]
+        elif strong(left) and any(role & WEAK for role in right.values()):
+            kept = [(atom, role | (STRONG if role & POINTER else OFFSET)) for atom, role in kept]
+        self._set(instance, step.target, kept)
+        self._set(instance, step.target, negated(right))
 
     def _tensor(self, value: Value, step: Tensor) -> None:
         for atom in self._pointed(value):
@@ -432,7 +443,7 @@ class Solver:
         for argument in call.arguments:
             for value in everything(self._objects, instance.registers[argument]):
                 for atom, role in list(value.items()):
-                    if role > OFFSET:
+                    if role & POINTER:
                         self._record_atom(atom, BOTH)
             for atom in instance.registers[argument] or EMPTY:
                 if isinstance(atom, Place) and self.declared(atom.object).kind is Kind.LOCAL:

@@ -77,7 +77,7 @@ class Add(NamedTuple):
 
 
 class Subtract(NamedTuple):
-    """target = left - right."""
+    """target = left - right; left is register 0 where right is only negated."""
 
     target: int
     left: int

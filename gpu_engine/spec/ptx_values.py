@@ -8,8 +8,11 @@ memory, the address of something that the module declares. The role says what th
 - WEAK: eight bytes as they were loaded: a pointer, or a 64-bit index;
 - STRONG: the program itself says that this is a pointer (``cvta.to.global``, ``.ptr``);
 - DISTANCE: from a pointer to this one, which the sum with the former leads to. Shifts and divisions between do not
-  change that.
+  change that;
+- MINUS: this was subtracted. It is no address, but once it is subtracted again it is as good as a DISTANCE.
 
+Roles are bits, and STRONG has that of WEAK: on one way an atom may be a pointer, on another it was subtracted. In sums
+and differences they go by signs: what an address points into was added to it at least once, in whatever order.
 Sums take the atoms of both sides, but a WEAK side added to a STRONG one is an index, and becomes OFFSET.
 """
 
@@ -18,7 +21,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, TypeAlias
 
-OFFSET, WEAK, STRONG, DISTANCE = 0, 1, 2, 3
+OFFSET, WEAK, STRONG, DISTANCE, MINUS = 0, 1, 3, 4, 8
+POINTER = STRONG | DISTANCE
+"""An atom with any of these bits may be what an address points into."""
+LASTING = DISTANCE | MINUS
+"""What stays through shifts, divisions, and 32 bits."""
 
 MAXIMUM_PLACES = 16
 """A value that names so many places in one object names just the object: pointers that walk in loops."""
@@ -70,15 +77,18 @@ EMPTY: Value = {}
 def join(target: Value, atom: Atom, role: int) -> bool:
     """Add an atom to a value; True if that changed it."""
     held = target.get(atom)
-    if held is not None and held >= role:
+    if held is not None and not role & ~held:
         return False
     if held is None and len(target) >= MAXIMUM_PLACES and isinstance(atom, Place) and atom.offset is not None:
         anywhere = Place(atom.object, None)
-        if target.get(anywhere, -1) >= role:
+        held = target.get(anywhere)
+        if held is not None and not role & ~held:
             return False
         if sum(1 for other in target if isinstance(other, Place) and other.object == atom.object) >= MAXIMUM_PLACES:
             atom = anywhere
-    target[atom] = role
+        else:
+            held = None
+    target[atom] = role | (held or OFFSET)
     return True
 
 
@@ -86,8 +96,7 @@ def union(target: Value, source: Value) -> bool:
     """Add all of ``source`` to ``target``; True if that changed it."""
     changed = False
     for atom, role in list(source.items()) if source is target else source.items():
-        if target.get(atom, -1) < role and join(target, atom, role):
-            changed = True
+        changed |= join(target, atom, role)
     return changed
 
 
@@ -104,21 +113,33 @@ def narrowed(value: Value) -> Iterator[tuple[Atom, int]]:
     """Part of a value's bits: only shared memory's addresses and distances fit into fewer than 64."""
     for atom, role in value.items():
         if atom != RAISED:
-            yield atom, role if isinstance(atom, Place) or role == DISTANCE else OFFSET
+            yield atom, role if isinstance(atom, Place) else role & LASTING
 
 
 def computed(value: Value) -> Iterator[tuple[Atom, int]]:
     """What was multiplied, shifted or divided."""
     for atom, role in value.items():
         if atom != RAISED:
-            yield atom, role if role == DISTANCE else OFFSET
+            yield atom, role & LASTING
+
+
+def negated(value: Value) -> Iterator[tuple[Atom, int]]:
+    """What was subtracted, or multiplied by a negative number."""
+    for atom, role in moved(value, None):
+        if atom != RAISED:
+            yield atom, (MINUS if role & POINTER else OFFSET) | (DISTANCE if role & MINUS else OFFSET)
 
 
 def demoted(value: Value, other: Value) -> Iterator[tuple[Atom, int]]:
     """One side of a sum with its roles in the sum."""
-    weak_is_index = STRONG in other.values() and STRONG not in value.values()
+    weak_is_index = strong(other) and not strong(value)
     for atom, role in value.items():
-        yield atom, OFFSET if weak_is_index and role == WEAK else role
+        yield atom, role & LASTING if weak_is_index else role
+
+
+def strong(value: Value) -> bool:
+    """Whether the program itself says of any atom that it is a pointer."""
+    return any(role & STRONG == STRONG for role in value.values())
 
 
 def runs(pieces: Iterable[Bytes]) -> list[Bytes]:
@@ -138,7 +159,7 @@ def assembled(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
     first, rest = parts[0], parts[1:]
     for part in parts:
         for atom, role in part.items():
-            if isinstance(atom, Place) or role == DISTANCE:
+            if isinstance(atom, Place) or role & LASTING:
                 yield atom, role
                 continue
             # What is less than an address, and in all parts, is a number: extended by its sign, or a mask.
@@ -165,7 +186,7 @@ def combined(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
     for atom in parts[0]:
         if isinstance(atom, Bytes) and atom.size >= 8 and all(atom in other for other in parts):
             yield atom, WEAK
-    if all(any(_somewhere(atom) and not role for atom, role in part.items()) for part in parts):
+    if all(any(_somewhere(atom) and not role & POINTER for atom, role in part.items()) for part in parts):
         yield LOADED, WEAK
 
 
@@ -178,7 +199,7 @@ def completed(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
 
 
 def _pieces(value: Value) -> Value:
-    whole = [atom for atom, role in value.items() if isinstance(atom, Bytes) and atom.size >= 8 and role]
+    whole = [atom for atom, role in value.items() if isinstance(atom, Bytes) and atom.size >= 8 and role & POINTER]
     return {
         atom: role
         for atom, role in value.items()

@@ -353,6 +353,37 @@ WAYS: dict[str, tuple[str, Pointers, Access]] = {
     ),
 }
 
+# The distance from %b to %a leads from the one to the other when it is subtracted, however it was computed meanwhile.
+# Only the first is a pointer elsewhere.
+CONVERTED = "ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; cvta.to.global.u64 %a, %a; cvta.to.global.u64 %b, %b;"
+DISTANCE = "IN ld.param.u64 %b, [q]; ld.global.u32 %r1, [%a];"
+DISTANCES = {
+    "a distance subtracted": "sub.s64 %c, %a, %b; sub.s64 %d, %a, %c; st.global.u32 [%d], %r1;",
+    "a distance negated": "sub.s64 %c, %a, %b; neg.s64 %c, %c; add.s64 %d, %a, %c; st.global.u32 [%d], %r1;",
+    "a distance complemented": "sub.s64 %c, %a, %b; not.b64 %c, %c; add.s64 %d, %a, %c; st.global.u32 [%d+1], %r1;",
+    "a distance times -1": "sub.s64 %c, %a, %b; mad.lo.s64 %d, %c, -1, %a; st.global.u32 [%d], %r1;",
+    "a distance times a number": (
+        "sub.s64 %c, %a, %b; cvt.s64.s32 %d, %r2; mul.lo.s64 %c, %c, %d; add.s64 %d, %a, %c; st.global.u32 [%d], %r1;"
+    ),
+    "a distance in elements": (
+        "sub.s64 %c, %a, %b; shr.s64 %c, %c, 2; shl.b64 %c, %c, 2; sub.s64 %d, %a, %c; st.global.u32 [%d], %r1;"
+    ),
+    "a distance in shared memory": (
+        "sub.s64 %c, %a, %b; st.shared.u64 [tile], %c; ld.shared.u64 %d, [tile]; sub.s64 %d, %a, %d;"
+        "st.global.u32 [%d], %r1;"
+    ),
+    "one of two distances": (
+        "sub.s64 %c, %a, %b; selp.b64 %c, %c, 64, %p1; sub.s64 %d, %a, %c; st.global.u32 [%d], %r1;"
+    ),
+    "a distance in 32 bits": (
+        "cvt.u32.u64 %r2, %a; cvt.u32.u64 %r3, %b; sub.s32 %r4, %r2, %r3; cvt.s64.s32 %c, %r4; sub.s64 %d, %a, %c;"
+        "st.global.u32 [%d], %r1;"
+    ),
+    "a pointer times -1": "mad.lo.s64 %c, %b, -1, %a; sub.s64 %d, %a, %c; st.global.u32 [%d], %r1;",
+    "a negated pointer": "neg.s64 %c, %b; add.s64 %c, %a, %c; sub.s64 %d, %a, %c; st.global.u32 [%d], %r1;",
+    "bits in which pointers differ": "xor.b64 %c, %a, %b; xor.b64 %d, %a, %c; st.global.u32 [%d], %r1;",
+}
+
 PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
     **{f"through {name}": (APART + way + TOGETHER, *found) for name, (way, *found) in WAYS.items()},
     **{f"halves {name}": (HALVES.replace("SUM", code), {8: W, 32: W}, NONE) for name, code in SUMS.items()},
@@ -406,6 +437,28 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         "ld.param.u64 %a, [p]; cvta.to.global.u64 %a, %a; ld.param.u64 %b, [q]; cvta.to.global.u64 %b, %b;"
         "sub.s64 %c, %b, %a; add.s64 %d, %a, %c; st.global.u32 [%d], 1;",
         {0: W, 8: W},
+        NONE,
+    ),
+    **{
+        f"{name}, {kind}": (DISTANCE.replace("IN", way) + code, {0: RW, 8: W}, NONE)
+        for kind, way in {"by name": "ld.param.u64 %a, [p];", "by cvta": CONVERTED}.items()
+        for name, code in DISTANCES.items()
+    },
+    # What is counted up to, or by, is no pointer that is written through.
+    "the length of an array as an index": (
+        CONVERTED + "ld.param.u64 %c, [v]; cvta.to.global.u64 %c, %c; sub.s64 %d, %b, %a; ld.global.u32 %r1, [%a];"
+        "shr.s64 %d, %d, 2; add.s64 %c, %c, %d; st.global.u32 [%c], 1;",
+        {0: R, 8: W, 32: W},
+        NONE,
+    ),
+    "the length of an array as a bound": (
+        CONVERTED + "sub.s64 %d, %b, %a; shr.s64 %d, %d, 2; setp.lt.s64 %p1, %d, 3; @%p1 st.global.u32 [%a+8], 1;",
+        {0: W},
+        NONE,
+    ),
+    "a number subtracted": (
+        "ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; sub.s64 %c, %a, %b; st.u32 [%c], 1;",
+        {0: W},
         NONE,
     ),
     "unknown function": ("ld.param.u64 %a, [p]; call stranger, (%a);", {0: RW}, RW),
