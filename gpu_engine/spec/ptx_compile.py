@@ -32,6 +32,7 @@ from phos.gpu_engine.spec.ptx_steps import (
     Narrow,
     Pack,
     Raise,
+    Scramble,
     Space,
     Step,
     Strengthen,
@@ -277,7 +278,15 @@ class Compiler:
             self.add(Raise(target, raised))
         elif base in ("or", "xor", "bfi") and op.size == 8:
             self.add(Move(target, sources[:2], None))
-            self.add(Combine(target, sources[:2]))
+            place = self._number(rest[2]) if base == "bfi" and len(rest) > 2 else 0
+            if place is None or place >= HALF_BITS:
+                moved = self.register()
+                self.add(Raise(moved, self.use(rest[0])))
+                self.add(Combine(target, (moved, self.use(rest[1]))))
+            else:
+                self.add(Combine(target, sources[:2]))
+            if base == "xor" and all(map(self.use, rest[:2])):
+                self.add(Scramble(target, sources[:2], whole=True))
         elif base in KEEP:
             self.add(Move(target, sources, 0 if base == "selp" else None))
             if base in ("not", "abs"):  # ~x is -x - 1
@@ -287,6 +296,8 @@ class Compiler:
         else:
             for each in targets:
                 self.add(Mix(each, sources))
+            if base in ("prmt", "brev"):
+                self.add(Scramble(target, sources[:2], whole=False))
             if base in ("mul", "mul24"):
                 self._turn(op, target, rest[:2])
 

@@ -28,6 +28,7 @@ from phos.gpu_engine.spec.ptx_steps import (
     Narrow,
     Pack,
     Raise,
+    Scramble,
     Space,
     Store,
     Strengthen,
@@ -300,6 +301,8 @@ class Solver:
                 self._set(instance, step.target, assembled([values[source] for source in step.sources]))
             elif isinstance(step, Combine):
                 self._set(instance, step.target, combined([values[source] for source in step.sources]))
+            elif isinstance(step, Scramble):
+                self._scramble(instance, step)
             elif isinstance(step, Raise):
                 if values[step.source]:
                     self._set(instance, step.target, [*computed(values[step.source]), (RAISED, OFFSET)])
@@ -343,6 +346,14 @@ class Solver:
             kept = [(atom, role | (STRONG if role & POINTER else OFFSET)) for atom, role in kept]
         self._set(instance, step.target, kept)
         self._set(instance, step.target, negated(right))
+
+    def _scramble(self, instance: Instance, step: Scramble) -> None:
+        values = [instance.registers[source] for source in step.sources]
+        if step.whole:
+            if all(any(role & POINTER for role in value.values()) for value in values):
+                self._set(instance, step.target, [(LOADED, WEAK)])
+        elif any(isinstance(atom, Bytes) and atom.size < POINTER_BYTES for value in values for atom in value):
+            self._set(instance, step.target, [(LOADED, OFFSET)])
 
     def _tensor(self, value: Value, step: Tensor) -> None:
         for atom in self._pointed(value):

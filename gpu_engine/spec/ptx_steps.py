@@ -60,6 +60,17 @@ class Combine(NamedTuple):
     sources: tuple[int, ...]
 
 
+class Scramble(NamedTuple):
+    """The target's bits are the sources', and no argument has them so: bytes in another order, or one with a key.
+
+    ``whole``: of two addresses; else of pieces of one.
+    """
+
+    target: int
+    sources: tuple[int, ...]
+    whole: bool
+
+
 class Raise(NamedTuple):
     """The target is the source moved up by so many bits that there may be room for another word below."""
 
@@ -161,8 +172,8 @@ class Call(NamedTuple):
 
 
 Step: TypeAlias = (
-    "Move | Mix | Narrow | Pack | Combine | Raise | Add | Subtract | MultiplyAdd | Strengthen | Load | Store | Touch"
-    " | Fill | Tensor | Indirect | Call"
+    "Move | Mix | Narrow | Pack | Combine | Scramble | Raise | Add | Subtract | MultiplyAdd | Strengthen | Load | Store"
+    " | Touch | Fill | Tensor | Indirect | Call"
 )
 
 

@@ -172,15 +172,15 @@ def assembled(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
 
 
 def combined(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
-    """What eight bytes become that are put together from shifted pieces, in any order: unaligned loads.
+    """What eight bytes become that are put together from shifted pieces: unaligned loads, halves.
 
-    Arguments are searched for addresses at whole words, so that pieces of which it is not known which belong together
-    are as good as an address from memory.
+    Arguments are searched for addresses at whole words, so that pieces of which it is not known which belong together,
+    or that do not lie there as they do in an address, are as good as an address from memory.
     """
     pieces = [atom for part in parts for atom in part if isinstance(atom, Bytes) and atom.size < 8]
     for piece in runs(pieces):
         if piece.size >= 8:
-            yield (piece if piece.size == 8 else LOADED), WEAK
+            yield (piece if piece.size == 8 and _in_order(piece, parts) else LOADED), WEAK
     if len(parts) < 2:
         return
     for atom in parts[0]:
@@ -188,6 +188,24 @@ def combined(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
             yield atom, WEAK
     if all(any(_somewhere(atom) and not role & POINTER for atom, role in part.items()) for part in parts):
         yield LOADED, WEAK
+
+
+def _in_order(whole: Bytes, parts: list[Value]) -> bool:
+    """Whether what was moved into the upper half is the upper half of these bytes, and what was not, the lower."""
+    middle = whole.offset + whole.size // 2
+    for part in parts:
+        for atom in part:
+            if isinstance(atom, Bytes) and atom.size < 8 and whole.offset <= atom.offset < whole.offset + whole.size:
+                upper = atom.offset >= middle
+                if atom.offset < middle < atom.offset + atom.size or (upper and RAISED not in part):
+                    return False
+                if not upper and RAISED in part and not any(_is_upper(other, middle) for other in part):
+                    return False
+    return True
+
+
+def _is_upper(atom: Atom, middle: int) -> bool:
+    return isinstance(atom, Bytes) and atom.offset >= middle
 
 
 def completed(parts: list[Value]) -> Iterator[tuple[Atom, int]]:

@@ -44,11 +44,12 @@ class Origin(enum.IntEnum):
 
 
 class Atom(NamedTuple):
-    """An origin; ``place`` and ``stride`` in bytes."""
+    """An origin; ``place`` and ``stride`` in bytes. ``rising``: the multiple of the stride is not negative."""
 
     origin: Origin
     place: int = 0
     stride: int = 0
+    rising: bool = False
 
 
 LOADED = Atom(Origin.LOADED)
@@ -63,12 +64,16 @@ _PLAIN: frozenset[Atoms] = frozenset([_NONE])
 
 
 class Word(NamedTuple):
-    """What a register may hold: one of the alternatives, plus ``offset``, plus a multiple of ``scale`` (0: none)."""
+    """What a register may hold: one of the alternatives, plus ``offset``, plus a multiple of ``scale`` (0: none).
+
+    ``rising``: the multiple is known not to be negative, unless it overflows.
+    """
 
     alternatives: frozenset[Atoms]
     derived: Atoms
     offset: int
     scale: int
+    rising: bool = False
 
     @property
     def plain(self) -> bool:
@@ -81,6 +86,11 @@ class Word(NamedTuple):
         return self.scale == 0 and self.alternatives == _PLAIN
 
     @property
+    def upwards(self) -> bool:
+        """Whether it is nowhere below its offset."""
+        return self.rising or self.scale == 0
+
+    @property
     def atoms(self) -> Atoms:
         """Every atom of every alternative."""
         if len(self.alternatives) == 1:
@@ -89,7 +99,10 @@ class Word(NamedTuple):
 
 
 UNKNOWN = Word(_PLAIN, _NONE, 0, 1)
-"""A number that is no address: a thread's index, for example."""
+"""A number that is no address."""
+
+COUNT = Word(_PLAIN, _NONE, 0, 1, True)
+"""One that is not negative: a thread's index, for example."""
 
 
 def number(value: int) -> Word:
@@ -126,18 +139,19 @@ def join(first: Word, second: Word) -> Word:
         # A merged alternative swallows what it already stands for, so that joins come to an end.
         alternatives = _limited(_absorbed(alternatives | second.alternatives))
     derived = first.derived | second.derived
+    rising = first.upwards and second.upwards
     if first.offset == second.offset and first.scale == second.scale:
-        return Word(alternatives, derived, first.offset, first.scale)
+        return Word(alternatives, derived, first.offset, first.scale, rising and first.scale > 0)
     one, two = _rank(first), _rank(second)
     if one != two:
         # Only addresses in the parameter block and on the stack need exact places: they keep theirs.
         kept = second if one < two else first
-        return Word(alternatives, derived, kept.offset, kept.scale)
+        return Word(alternatives, derived, kept.offset, kept.scale, kept.rising)
     difference = second.offset - first.offset
     scale = gcd(first.scale, second.scale, abs(difference))
     # A loop that counts up from an offset keeps it; anything else keeps only what is left modulo the scale.
     offset = first.offset if difference >= 0 else second.offset % scale
-    return Word(alternatives, derived, offset, scale)
+    return Word(alternatives, derived, offset, scale, rising and difference >= 0)
 
 
 def _rank(word: Word) -> int:
@@ -174,7 +188,9 @@ def add(first: Word, second: Word) -> Word:
     else:
         alternatives = _limited(_absorbed(frozenset(a | b for a in one for b in two)))
     derived = first.derived | second.derived if second.derived else first.derived
-    return Word(alternatives, derived, first.offset + second.offset, gcd(first.scale, second.scale))
+    scale = gcd(first.scale, second.scale)
+    rising = scale > 0 and first.upwards and second.upwards
+    return Word(alternatives, derived, first.offset + second.offset, scale, rising)
 
 
 def multiply(word: Word, factor: int) -> Word:
@@ -186,7 +202,8 @@ def multiply(word: Word, factor: int) -> Word:
     if word.exact:
         return number(word.offset * factor)
     scale = abs(factor) if not word.plain else word.scale * abs(factor)
-    return Word(_PLAIN, word.derived | word.atoms, word.offset * factor, scale)
+    rising = word.plain and word.rising and factor > 0
+    return Word(_PLAIN, word.derived | word.atoms, word.offset * factor, scale, rising)
 
 
 def derive(words: Iterable[Word]) -> Word:

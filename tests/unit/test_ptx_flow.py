@@ -353,6 +353,9 @@ WAYS: dict[str, tuple[str, Pointers, Access]] = {
     ),
 }
 
+SWAPPED = "ld.param.u32 %a, [v]; ld.param.u32 %b, [v+4];"
+STORED = "cvta.to.global.u64 %d, %d; st.global.u32 [%d], 1;"
+
 # The distance from %b to %a leads from the one to the other when it is subtracted, however it was computed meanwhile.
 # Only the first is a pointer elsewhere.
 CONVERTED = "ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; cvta.to.global.u64 %a, %a; cvta.to.global.u64 %b, %b;"
@@ -381,7 +384,6 @@ DISTANCES = {
     ),
     "a pointer times -1": "mad.lo.s64 %c, %b, -1, %a; sub.s64 %d, %a, %c; st.global.u32 [%d], %r1;",
     "a negated pointer": "neg.s64 %c, %b; add.s64 %c, %a, %c; sub.s64 %d, %a, %c; st.global.u32 [%d], %r1;",
-    "bits in which pointers differ": "xor.b64 %c, %a, %b; xor.b64 %d, %a, %c; st.global.u32 [%d], %r1;",
 }
 
 PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
@@ -402,6 +404,42 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         ),
         {8: W, 32: W},
         NONE,
+    ),
+    # What arguments hold in another form than an address is found by no search of them.
+    "halves, the upper one first, shifted": (SWAPPED + "shl.b64 %a, %a, 32; or.b64 %d, %a, %b;" + STORED, {}, W),
+    "halves, the upper one first, added": (SWAPPED + "shl.b64 %a, %a, 32; add.s64 %d, %b, %a;" + STORED, {}, W),
+    "halves, the upper one first, inserted": (SWAPPED + "bfi.b64 %d, %a, %b, 32, 32;" + STORED, {}, W),
+    "halves, the upper one first, multiplied": (SWAPPED + "mad.lo.u64 %d, %a, 0x100000000, %b;" + STORED, {}, W),
+    "halves, the upper one first, packed": (
+        "ld.param.v2.u32 {%r1, %r2}, [v]; mov.b64 %d, {%r2, %r1};" + STORED,
+        {},
+        W,
+    ),
+    "halves apart": (
+        "ld.param.u32 %r1, [v]; ld.param.u32 %r2, [v+8]; mov.b64 %d, {%r1, %r2};" + STORED,
+        {},
+        W,
+    ),
+    "halves inserted": (
+        "ld.param.u32 %a, [v]; ld.param.u32 %b, [v+4]; bfi.b64 %d, %b, %a, 32, 32;" + STORED,
+        {32: W},
+        NONE,
+    ),
+    "bytes in the other order": (
+        "ld.param.v2.u32 {%r1, %r2}, [v]; prmt.b32 %r3, %r1, 0, 0x123; prmt.b32 %r4, %r2, 0, 0x123;"
+        "mov.b64 %d, {%r3, %r4};" + STORED,
+        {32: W},
+        W,
+    ),
+    "an address and a key": (
+        "ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; xor.b64 %d, %a, %b;" + STORED,
+        {0: W, 8: W},
+        W,
+    ),
+    "an address from the bits in which it differs from another": (
+        "ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; xor.b64 %c, %a, %b; xor.b64 %d, %a, %c;" + STORED,
+        {0: W, 8: W},
+        W,
     ),
     # A compiler that neither converts addresses nor declares pointers (Triton).
     "no conversions": (
