@@ -15,6 +15,9 @@ ADDRESS_BYTES = 8
 TENSOR_MAP_BYTES = 128
 """A CUtensorMap (CUDA driver API, cuTensorMapEncodeTiled): passed by value, it names its memory in private form."""
 
+TENSOR_MAP_ALIGNMENT = 64
+"""Of its place (the same page)."""
+
 
 class Access(enum.IntFlag):
     """What is done through an address. Atomics both read and write."""

@@ -16,6 +16,7 @@ from phos.gpu_engine.ptx_instrument.parser import parse
 from phos.gpu_engine.ptx_instrument.statements import Directive, Function, Module, Variable
 from phos.gpu_engine.spec.descriptor import (
     ADDRESS_BYTES,
+    TENSOR_MAP_ALIGNMENT,
     TENSOR_MAP_BYTES,
     Access,
     AccessDescriptor,
@@ -30,8 +31,6 @@ from phos.gpu_engine.spec.ptx_steps import Code, Declared, Kind
 from phos.gpu_engine.spec.ptx_values import Anywhere, Bytes
 
 BOTH = Access.READ | Access.WRITE
-TENSOR_MAP_ALIGNMENT = 64
-"""CUDA driver API, cuTensorMapEncodeTiled: a tensor map lies on 64 bytes."""
 SAME_EVERYWHERE = 16
 """How far a parameter that is aligned to more bytes lies behind the one before it depends on the GPU (ptx_layout)."""
 

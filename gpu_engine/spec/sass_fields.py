@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from phos.gpu_engine.spec.descriptor import (
     ADDRESS_BYTES,
+    TENSOR_MAP_ALIGNMENT,
     TENSOR_MAP_BYTES,
     Access,
     Field,
@@ -16,9 +18,15 @@ from phos.gpu_engine.spec.descriptor import (
 from phos.gpu_engine.spec.sass_state import WORD, Layout, Touch
 from phos.gpu_engine.spec.sass_value import ANY, BLOCK, LOADED, Atom, Atoms, Origin
 
-# Arrays of pointers further apart than this, with the same index, are taken for different ones. Less is what unrolled
-# loops over one array look like.
+# An index may be counted from 1, or be too large by one: the array may begin or end so many bytes from the place in the
+# code, if its elements are no larger.
+_NEAR = 64
+
+# PyTorch's and Apex's lists of tensors have as many arrays side by side as there are lists, and one index for all.
+# Nothing in the code says so: `p[i] = p[i + 30]` with one array looks the same.
+_LISTS = re.compile(r"TensorList(ScalarList)?Metadata")
 _SEPARATE = 64
+"""Places in different lists are further apart. Less is what unrolled loops look like."""
 
 _OWN = frozenset((Origin.BLOCK, Origin.VARIABLE, Origin.STACK, Origin.WINDOW))
 
@@ -28,6 +36,8 @@ class Base(NamedTuple):
 
     place: int
     stride: int
+    rising: bool = False
+    """Whether none of these is before the place."""
 
 
 class Found:
@@ -123,12 +133,16 @@ def _pairs(low: Atoms, high: Atoms, alignment: int = ADDRESS_BYTES) -> frozenset
     bases: set[Base | None] = set()
     for atom in low:
         if atom.origin in (Origin.PARAMETER, Origin.ELEMENT):
-            upper = Atom(atom.origin, atom.place + 4, atom.stride)
-            if upper in high and (atom.place % alignment == 0 or atom.stride):
-                bases.add(Base(atom.place, atom.stride))
+            if _upper(atom) in high and (atom.place % alignment == 0 or atom.stride):
+                bases.add(Base(atom.place, atom.stride, atom.rising))
         elif atom == LOADED and atom in high:
             bases.add(None)
     return frozenset(bases)
+
+
+def _upper(atom: Atom) -> Atom:
+    """The upper half of what has this as the lower one."""
+    return atom._replace(place=atom.place + WORD) if atom.origin in (Origin.PARAMETER, Origin.ELEMENT) else atom
 
 
 def _straddling(low: Atoms, high: Atoms) -> frozenset[Base | None]:
@@ -147,7 +161,9 @@ def _resolve_map(touch: Touch, layout: Layout, found: Found) -> None:
         if BLOCK not in atoms and any(BLOCK in others for others in touch.low):
             continue  # what the register held before it was set, on ways that do not come here
         if BLOCK in atoms:
-            base = Base(touch.offset - layout.base, touch.scale)
+            # Where an argument was added as it is, the place may be any.
+            stride, rising = (touch.scale, touch.rising) if len(atoms) == 1 else (1, False)
+            base = Base(touch.offset - layout.base, stride, rising)
             found.maps[base] = found.maps.get(base, Access.NONE) | touch.access
             continue
         found.indirect |= touch.access
@@ -155,7 +171,7 @@ def _resolve_map(touch: Touch, layout: Layout, found: Found) -> None:
             found.note(pointer, Access.READ)
 
 
-def fields(found: Found, parameters: tuple[Parameter, ...]) -> tuple[tuple[Field, ...], Access]:
+def fields(found: Found, parameters: tuple[Parameter, ...], kernel: str) -> tuple[tuple[Field, ...], Access]:
     """The fields for what was found, and what more is done indirectly because its place is not known."""
     pointers: dict[int, Access] = {}
     scans: list[tuple[int, int, Access]] = []
@@ -171,7 +187,10 @@ def fields(found: Found, parameters: tuple[Parameter, ...]) -> tuple[tuple[Field
         within = _containing(base.place, parameters) == _containing(base.place + ADDRESS_BYTES - 1, parameters)
         if not base.stride and (within or base.place % WORD == 0):
             pointers[base.place] = pointers.get(base.place, Access.NONE) | access
-    scans += _scans({b: a for b, a in found.bases.items() if b.stride}, parameters)
+    for base, access in found.bases.items():
+        if base.stride and (base.place % ADDRESS_BYTES if base.stride % ADDRESS_BYTES == 0 else base.stride > WORD):
+            indirect |= access  # elements of packed structs: scans look at multiples of 8 bytes only
+    scans += _scans({b: a for b, a in found.bases.items() if b.stride}, parameters, _LISTS.search(kernel) is not None)
     return _laid_out(pointers, scans, maps), indirect
 
 
@@ -179,56 +198,47 @@ def _containing(place: int, parameters: tuple[Parameter, ...]) -> Parameter | No
     return next((p for p in parameters if p.offset <= place < p.offset + p.size), None)
 
 
+def _reached(base: Base, parameters: tuple[Parameter, ...]) -> list[Parameter]:
+    """The parameters in which an array may lie with an index into it that is not known; all where none is near."""
+    before = max(_NEAR, base.stride)
+    after = 0 if base.rising else before
+    near = [p for p in parameters if p.offset - before <= base.place < p.offset + p.size + after]
+    return [p for p in near or parameters if p.size >= ADDRESS_BYTES]
+
+
 def _map_places(base: Base, parameters: tuple[Parameter, ...]) -> list[int]:
-    parameter = _containing(base.place, parameters)
-    if parameter is None:
-        return []
-    end = parameter.offset + parameter.size
     if not base.stride:
-        return [base.place] if base.place + TENSOR_MAP_BYTES <= end else []
-    # Maps do not overlap, so a smaller step is that of the bytes, not of the maps.
-    stride = base.stride if base.stride >= TENSOR_MAP_BYTES else TENSOR_MAP_BYTES
-    return list(range(base.place, end - TENSOR_MAP_BYTES + 1, stride))
+        parameter = _containing(base.place, parameters)
+        inside = parameter is not None and base.place + TENSOR_MAP_BYTES <= parameter.offset + parameter.size
+        return [base.place] if inside else []
+    places: list[int] = []
+    for parameter in _reached(base, parameters):
+        stride = base.stride
+        if stride < TENSOR_MAP_BYTES:  # maps do not overlap: it is a step of bytes, not of maps
+            stride = TENSOR_MAP_ALIGNMENT if parameter.size % TENSOR_MAP_BYTES else TENSOR_MAP_BYTES
+        first = _first(base._replace(stride=stride), parameter)
+        places += range(first, parameter.offset + parameter.size - TENSOR_MAP_BYTES + 1, stride)
+    return places
 
 
-def _scans(bases: dict[Base, Access], parameters: tuple[Parameter, ...]) -> list[tuple[int, int, Access]]:
-    """The ranges in which elements of arrays of pointers lie."""
-    inside: dict[Parameter, dict[Base, Access]] = {}
+def _first(base: Base, parameter: Parameter) -> int:
+    """The first place in a parameter where elements of an array may lie."""
+    start = parameter.offset + (
+        (base.place - parameter.offset) % base.stride if base.stride % ADDRESS_BYTES == 0 else 0
+    )
+    return max(start, base.place) if base.rising else start
+
+
+def _scans(bases: dict[Base, Access], parameters: tuple[Parameter, ...], lists: bool) -> list[tuple[int, int, Access]]:
+    """The ranges in which elements of arrays of pointers lie. ``lists``: arrays side by side are known to be."""
     result: list[tuple[int, int, Access]] = []
+    places = sorted(base.place for base in bases)
     for base, access in bases.items():
-        # An index that starts at 1 puts the place before its array: the next element says which parameter it is.
-        parameter = _containing(base.place, parameters) or _containing(base.place + base.stride, parameters)
-        if parameter is None:
-            result += [(p.offset, p.offset + p.size, access) for p in parameters if p.size >= ADDRESS_BYTES]
-        else:
-            inside.setdefault(parameter, {})[base] = access
-    for parameter, elements in inside.items():
-        result += _arrays(parameter, elements)
-    return result
-
-
-def _arrays(parameter: Parameter, elements: dict[Base, Access]) -> list[tuple[int, int, Access]]:
-    end = parameter.offset + parameter.size
-    if any(base.stride % ADDRESS_BYTES for base in elements):
-        every = Access.NONE
-        for access in elements.values():
-            every |= access
-        return [(parameter.offset, end, every)]
-    places = sorted({base.place for base in elements})
-    groups = [[places[0]]]
-    for place in places[1:]:
-        if place - groups[-1][-1] >= _SEPARATE and all(base.stride == ADDRESS_BYTES for base in elements):
-            groups.append([place])
-        else:
-            groups[-1].append(place)
-    result = []
-    for position, group in enumerate(groups):
-        access = Access.NONE
-        for base, done in elements.items():
-            if base.place in group:
-                access |= done
-        stop = groups[position + 1][0] if position + 1 < len(groups) else end
-        result.append((max(group[0], parameter.offset), stop, access))
+        for parameter in _reached(base, parameters):
+            end = parameter.offset + parameter.size
+            if lists and base.stride == ADDRESS_BYTES:
+                end = min([end, *(place for place in places if place >= base.place + _SEPARATE)])
+            result.append((_first(base, parameter), end, access))
     return result
 
 

@@ -83,7 +83,7 @@ def _describe_one(
         log.info("Kernel %s may read and write anything it is given: %s.", name, reason)
         return anything(name, parameters)
     found = resolve(kernel.touches, layout)
-    laid, more = fields(found, parameters)
+    laid, more = fields(found, parameters, name)
     return AccessDescriptor(name, parameters, laid, found.indirect | kernel.indirect | more, Source.SASS)
 
 

@@ -63,7 +63,9 @@ def touch(kernel: Kernel, access: Access, address: tuple[Word, Word], tensor_map
     """Note an access through an address, or through the tensor map at it."""
     low, high = address
     derived = low.derived | high.derived
-    kernel.touches.add(Touch(access, low.alternatives, high.atoms, derived, low.offset, low.scale, tensor_map))
+    kernel.touches.add(
+        Touch(access, low.alternatives, high.atoms, derived, low.offset, low.scale, low.rising, tensor_map)
+    )
 
 
 def _pointed(low: Word, high: Word, part: int, state: State, kernel: Kernel) -> Word:
@@ -74,8 +76,12 @@ def _pointed(low: Word, high: Word, part: int, state: State, kernel: Kernel) -> 
         one = Word(frozenset([atoms]), frozenset(), low.offset, low.scale)
         if BLOCK in atoms:
             place = one.offset + 4 * part
-            exact = low.scale == 0
-            words.append(kernel.constant(0, place) if exact else kernel.element(0, place, low.scale))
+            if len(atoms) > 1:  # an argument was added to it, as it is
+                words.append(kernel.element(0, place, 1, False))
+            elif low.scale == 0:
+                words.append(kernel.constant(0, place))
+            else:
+                words.append(kernel.element(0, place, low.scale, low.rising))
         elif Origin.STACK in origins:
             words.append(state.load_stack(one, part))
         elif Origin.WINDOW in origins:
@@ -93,7 +99,8 @@ def _demoted(instruction: Instruction, word: Word) -> Word:
         return word
     found = derive([word])
     pieces = frozenset(Atom(Origin.BYTES, a.place) for a in word.atoms if a.origin == Origin.PARAMETER)
-    return found._replace(derived=found.derived | pieces) if pieces else found
+    unsigned = "U8" in instruction.modifiers or "U16" in instruction.modifiers
+    return found._replace(derived=found.derived | pieces, rising=unsigned)
 
 
 def anything(instruction: Instruction, state: State, kernel: Kernel) -> bool:

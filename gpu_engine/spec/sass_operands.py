@@ -56,11 +56,12 @@ def word_of(operand: Operand, state: State, kernel: Kernel, part: int = 0) -> Wo
     else:
         return UNKNOWN
     if operand.negated and not (word.exact and operand.text.startswith("-")):
-        return (
-            Word(NOTHING.alternatives, word.derived | word.atoms, -word.offset, word.scale)
-            if part == 0
-            else derive([word])
-        )
+        if part:
+            return derive([word])
+        # Less than a word that nobody knows is no number that is known; a complement or an absolute value no multiple.
+        keeps = word.plain and operand.text.startswith("-")
+        offset, scale = (-word.offset, word.scale) if keeps else (0, 1)
+        return Word(NOTHING.alternatives, word.derived | word.atoms, offset, scale)
     return multiply(word, -1) if operand.negated else word
 
 
@@ -73,8 +74,9 @@ def constant_word(operand: Operand, state: State, kernel: Kernel, part: int = 0)
     index = state.read(operand.register)
     if index.exact:
         return kernel.constant(operand.bank, index.offset + place)
-    stride = index.scale if index.plain else 1
-    return kernel.element(operand.bank, index.offset + place, stride)
+    if index.plain:
+        return kernel.element(operand.bank, index.offset + place, index.scale, index.rising)
+    return kernel.element(operand.bank, index.offset + place, 1, False)
 
 
 def words_in(instruction: Instruction) -> int:

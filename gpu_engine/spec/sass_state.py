@@ -11,6 +11,7 @@ from phos.gpu_engine.spec.sass_text import UNIFORM
 from phos.gpu_engine.spec.sass_value import (
     ANY,
     BLOCK,
+    COUNT,
     LOADED,
     LOADED_WORD,
     NOTHING,
@@ -32,6 +33,7 @@ WORD = 4
 
 BLOCK_WORD, STACK_WORD, WINDOW_WORD = of(BLOCK), of(STACK), of(WINDOW)
 _LOADED = frozenset([LOADED])
+_STACK = (Origin.STACK, Origin.WINDOW)
 
 
 class Driver(NamedTuple):
@@ -78,6 +80,7 @@ class Touch(NamedTuple):
     derived: Atoms
     offset: int
     scale: int
+    rising: bool
     tensor_map: bool
 
 
@@ -122,17 +125,17 @@ class Kernel:
                 return STACK_WORD
             if place in (driver.window, driver.window + WORD):
                 return WINDOW_WORD
-            return UNKNOWN  # dimensions and the like
+            return COUNT  # dimensions and the like
         if bank == 4:
             return of(Atom(Origin.VARIABLE, place))
         if bank in (1, 2):
             return UNKNOWN  # the compiler's own numbers
         return LOADED_WORD
 
-    def element(self, bank: int, place: int, stride: int) -> Word:
-        """The word at ``place`` plus an unknown multiple of ``stride`` in a constant bank."""
+    def element(self, bank: int, place: int, stride: int, rising: bool) -> Word:
+        """The word at ``place`` plus an unknown multiple of ``stride``, if ``rising`` none below it, of a bank."""
         if bank == 0:
-            return of(Atom(Origin.ELEMENT, place - self.layout.base, stride))
+            return of(Atom(Origin.ELEMENT, place - self.layout.base, stride, rising))
         if bank == 4:
             return of(Atom(Origin.VARIABLE, -1))
         return self.constant(bank, place)
@@ -220,19 +223,24 @@ class State:
 
     def load_stack(self, place: Word, part: int) -> Word:
         """The word ``part`` words after an address on the stack."""
-        if place.scale == 0 and len(place.alternatives) == 1:
+        if _one_slot(place):
             slot = (place.offset + part * WORD) & ~3
             return join(self.slots.get(slot, self.spread), self.spread)
         return join(self.spread, join_all(self.slots.values()))
 
     def store_stack(self, place: Word, part: int, word: Word, always: bool) -> None:
         """Store a word ``part`` words after an address on the stack."""
-        if place.scale == 0 and len(place.alternatives) == 1:
+        if _one_slot(place):
             slot = (place.offset + part * WORD) & ~3
             old = self.slots.get(slot)
             self.slots[slot] = word if always or old is None else join(old, word)
         else:
             self.spread = join(self.spread, Word(word.alternatives, word.derived, 0, 1))
+
+
+def _one_slot(place: Word) -> bool:
+    """Whether an address on the stack is a known one: an argument may have been added to it, as it is."""
+    return place.scale == 0 and len(place.alternatives) == 1 and all(atom.origin in _STACK for atom in place.atoms)
 
 
 def _agree(mine: dict[int, tuple[str, Word]], theirs: dict[int, tuple[str, Word]]) -> bool:

@@ -19,6 +19,7 @@ from phos.gpu_engine.spec.sass_operands import Handler, destination, put, word_o
 from phos.gpu_engine.spec.sass_state import WINDOW_WORD, Kernel, State
 from phos.gpu_engine.spec.sass_text import Instruction, Kind, Operand
 from phos.gpu_engine.spec.sass_value import (
+    COUNT,
     LOADED_WORD,
     NOTHING,
     UNKNOWN,
@@ -193,7 +194,8 @@ def _product(first: Word, second: Word) -> Word:
     word = derive([first, second])
     scale = (first.scale if first.plain and first.offset % max(first.scale, 1) == 0 else 1) or 1
     other = (second.scale if second.plain and second.offset % max(second.scale, 1) == 0 else 1) or 1
-    return Word(word.alternatives, word.derived, 0, scale * other)
+    rising = all(one.plain and one.upwards and one.offset >= 0 for one in (first, second))
+    return Word(word.alternatives, word.derived, 0, scale * other, rising)
 
 
 def _imad(instruction: Instruction, state: State, kernel: Kernel) -> None:
@@ -253,7 +255,10 @@ def _shift(instruction: Instruction, state: State, kernel: Kernel) -> None:
     if plain_left and amount.exact and 0 <= amount.offset < 32 and "64" not in modifiers:
         put(instruction, state, register, [multiply(word_of(sources[0], state, kernel), 1 << amount.offset)])
         return
-    word = derive([word_of(source, state, kernel) for source in sources])
+    words = [word_of(source, state, kernel) for source in sources]
+    word = derive(words)
+    if not left and all(one.plain and one.upwards and one.offset >= 0 for one in words):
+        word = word._replace(rising=True)
     put(instruction, state, register, [word] * (2 if modifiers[:1] == ("64",) else 1))
 
 
@@ -269,7 +274,7 @@ def _lop3(instruction: Instruction, state: State, kernel: Kernel) -> None:
         word = mix(parts)
         mask = next((p.offset for p in parts[:2] if p.exact and p.offset), 0)
         if table == 0xC0 and mask and not all(p.exact for p in parts[:2]):
-            word = Word(word.alternatives, word.derived, 0, mask & -mask)
+            word = Word(word.alternatives, word.derived, 0, mask & -mask, word.plain and mask > 0)
         words.append(word)
     put(instruction, state, register, words)
 
@@ -301,7 +306,7 @@ def _across(instruction: Instruction, state: State, kernel: Kernel) -> None:
 def _special(instruction: Instruction, state: State, kernel: Kernel) -> None:
     register, sources = destination(instruction)
     text = sources[0].text if sources else ""
-    word = WINDOW_WORD if "WIN" in text else NOTHING if text == "SRZ" else UNKNOWN
+    word = WINDOW_WORD if "WIN" in text else NOTHING if text == "SRZ" else COUNT if text.startswith("SR_") else UNKNOWN
     wide = instruction.name == "CS2R" and "32" not in instruction.modifiers
     put(instruction, state, register, [word] * (2 if wide else 1))
 
