@@ -346,6 +346,10 @@ class Solver:
             kept = [(atom, role | (STRONG if role & POINTER else OFFSET)) for atom, role in kept]
         self._set(instance, step.target, kept)
         self._set(instance, step.target, negated(right))
+        # Two arguments that nothing says are pointers may be all the same: neither is used but in their distance.
+        if any(role & WEAK and isinstance(atom, Bytes) for atom, role in right.items()):
+            both = [(atom, DISTANCE) for atom, role in left.items() if role & WEAK and isinstance(atom, Bytes)]
+            self._set(instance, step.target, both)
 
     def _scramble(self, instance: Instance, step: Scramble) -> None:
         values = [instance.registers[source] for source in step.sources]

@@ -57,7 +57,8 @@ CASES: dict[str, tuple[str, Pointers, Access]] = {
         {0: RW, 8: RW, 16: RW, 24: RW},
         NONE,
     ),
-    "wide index": ("k(float *a, long long n, unsigned long long m) { a[n - m] = 1; }", {0: W}, NONE),
+    # The first of the two numbers might be a pointer for all that the code says. What names no memory costs nothing.
+    "wide index": ("k(float *a, long long n, unsigned long long m) { a[n - m] = 1; }", {0: W, 8: W}, NONE),
     "loop": ("k(float *a, float *end) { for (; a != end; ++a) *a += 1; }", {0: RW}, NONE),
     "chase": ("k(float **a, int n) { a[n][3] = 1; }", {0: R}, W),
     "list": (
@@ -482,6 +483,12 @@ PTX_CASES: dict[str, tuple[str, Pointers, Access]] = {
         for kind, way in {"by name": "ld.param.u64 %a, [p];", "by cvta": CONVERTED}.items()
         for name, code in DISTANCES.items()
     },
+    "a distance from a pointer that nothing is done with": (
+        "ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; sub.s64 %c, %b, %a; ld.param.u64 %d, [v];"
+        "cvta.to.global.u64 %d, %d; add.s64 %d, %d, %c; st.global.u32 [%d], %r1;",
+        {8: W, 32: W},
+        NONE,
+    ),
     # What is counted up to, or by, is no pointer that is written through.
     "the length of an array as an index": (
         CONVERTED + "ld.param.u64 %c, [v]; cvta.to.global.u64 %c, %c; sub.s64 %d, %b, %a; ld.global.u32 %r1, [%a];"
