@@ -16,7 +16,7 @@ from phos.gpu_engine.spec.descriptor import (
     Parameter,
 )
 from phos.gpu_engine.spec.sass_state import WORD, Layout, Touch
-from phos.gpu_engine.spec.sass_value import ANY, BLOCK, LOADED, Atom, Atoms, Origin
+from phos.gpu_engine.spec.sass_value import ANY, BLOCK, KEY, LOADED, Atom, Atoms, Origin
 
 # An index may be counted from 1, or be too large by one: the array may begin or end so many bytes from the place in the
 # code, if its elements are no larger.
@@ -27,6 +27,9 @@ _NEAR = 64
 _LISTS = re.compile(r"TensorList(ScalarList)?Metadata")
 _SEPARATE = 64
 """Places in different lists are further apart. Less is what unrolled loops look like."""
+
+_WORDS = (Origin.PARAMETER, Origin.ELEMENT)
+_HALVES = (*_WORDS, Origin.LOADED)
 
 _OWN = frozenset((Origin.BLOCK, Origin.VARIABLE, Origin.STACK, Origin.WINDOW))
 
@@ -64,7 +67,9 @@ def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
         if touch.tensor_map:
             _resolve_map(touch, layout, found)
             continue
-        candidates = _candidates(touch)
+        candidates, elsewhere = _candidates(touch)
+        if elsewhere:
+            found.indirect |= touch.access
         if not candidates and not _is_own(touch):
             found.indirect |= touch.access  # an address from nowhere: a number in the code itself, for example
         # What went in as a number too: from a pointer to another, and added to the first, it leads to the other.
@@ -92,10 +97,16 @@ def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
     return found
 
 
-def _candidates(touch: Touch) -> list[tuple[frozenset[Base | None], bool]]:
-    """Per alternative, what may be its base, and whether these are many alternatives thrown together."""
+def _candidates(touch: Touch) -> tuple[list[tuple[frozenset[Base | None], bool]], bool]:
+    """Per alternative, what may be its base, and whether these are many alternatives thrown together.
+
+    And whether it may be none of them: what an argument becomes by arithmetic, no search of the arguments finds.
+    """
     result: list[tuple[frozenset[Base | None], bool]] = []
     own = False
+    elsewhere = _made_of_halves(touch)
+    # Structs may be packed, and an index be aligned beside an address that is not.
+    alignment = WORD if _apart(touch) else ADDRESS_BYTES
     for atoms in touch.low:
         mine = frozenset(atom for atom in atoms if atom.origin in _OWN) if ANY not in atoms else frozenset()
         if not mine <= touch.derived:
@@ -103,24 +114,44 @@ def _candidates(touch: Touch) -> list[tuple[frozenset[Base | None], bool]]:
             continue
         # From one place on the stack to another is an index of something else: what is added was subtracted before.
         rest = atoms - mine
-        bases, straddling = _pairs(rest, touch.high), _straddling(rest, touch.high)
+        bases, straddling = _pairs(rest, touch.high, alignment), _straddling(rest, touch.high)
         if bases or straddling:
             result.append((bases | straddling, bool(straddling) or ANY in rest))
     # An address in a packed struct, put together from bytes: what is found so far is what was added to it.
     pieces = frozenset(Atom(Origin.PARAMETER, atom.place) for atom in touch.derived if atom.origin == Origin.BYTES)
-    if assembled := _pairs(pieces, pieces) | _straddling(pieces, pieces):
+    if assembled := _pairs(pieces, pieces, WORD) | _straddling(pieces, pieces):
         result.append((assembled, True))
     if result or own or _is_own(touch):
-        return result
+        return result, elsewhere
     # Structs may be packed: words that make no aligned address may make one that is not.
     packed = frozenset().union(*(_pairs(atoms, touch.high, WORD) for atoms in touch.low))
     if packed:
-        return [(packed, True)]
-    # No base is left. Whatever went into the address some other way is all there is to go by.
+        return [(packed, True)], elsewhere
+    # No base is left. Whatever went into the address some other way is all there is to go by, and may be no address
+    # before: in units of so many bytes, or with a tag.
     low = frozenset().union(*touch.low) | touch.derived
     high = touch.high | touch.derived
     bases = _pairs(low, high) | _straddling(low, high)
-    return [(bases, True)] if bases else []
+    return [(bases, True)] if bases else [], True
+
+
+def _made_of_halves(touch: Touch) -> bool:
+    """Whether halves of an address lie among the arguments, but not side by side, or in the other order; or a key."""
+    if KEY in touch.high and any(KEY in atoms for atoms in touch.low):
+        return True
+    if not _apart(touch):
+        return False
+    low = frozenset().union(*touch.low)
+    matched = {_upper(atom) for atom in low}
+    if not any(atom.origin in _HALVES and atom not in matched for atom in touch.high):
+        return False
+    return any(atom.origin in _HALVES and _upper(atom) not in touch.high for atom in low)
+
+
+def _apart(touch: Touch) -> bool:
+    """Whether it is known which words are lower halves and which are upper ones."""
+    low = frozenset().union(*touch.low)
+    return ANY not in touch.high | low and not any(atom in low and atom.origin in _WORDS for atom in touch.high)
 
 
 def _is_own(touch: Touch) -> bool:
@@ -132,7 +163,7 @@ def _pairs(low: Atoms, high: Atoms, alignment: int = ADDRESS_BYTES) -> frozenset
     """The 8-byte words of which ``low`` has the lower and ``high`` the upper half."""
     bases: set[Base | None] = set()
     for atom in low:
-        if atom.origin in (Origin.PARAMETER, Origin.ELEMENT):
+        if atom.origin in _WORDS:
             if _upper(atom) in high and (atom.place % alignment == 0 or atom.stride):
                 bases.add(Base(atom.place, atom.stride, atom.rising))
         elif atom == LOADED and atom in high:
@@ -142,7 +173,7 @@ def _pairs(low: Atoms, high: Atoms, alignment: int = ADDRESS_BYTES) -> frozenset
 
 def _upper(atom: Atom) -> Atom:
     """The upper half of what has this as the lower one."""
-    return atom._replace(place=atom.place + WORD) if atom.origin in (Origin.PARAMETER, Origin.ELEMENT) else atom
+    return atom._replace(place=atom.place + WORD) if atom.origin in _WORDS else atom
 
 
 def _straddling(low: Atoms, high: Atoms) -> frozenset[Base | None]:

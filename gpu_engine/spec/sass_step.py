@@ -20,6 +20,7 @@ from phos.gpu_engine.spec.sass_state import WINDOW_WORD, Kernel, State
 from phos.gpu_engine.spec.sass_text import Instruction, Kind, Operand
 from phos.gpu_engine.spec.sass_value import (
     COUNT,
+    KEY,
     LOADED_WORD,
     NOTHING,
     UNKNOWN,
@@ -262,6 +263,10 @@ def _shift(instruction: Instruction, state: State, kernel: Kernel) -> None:
     put(instruction, state, register, [word] * (2 if modifiers[:1] == ("64",) else 1))
 
 
+# Truth tables of two operands' exclusive or, and of three's.
+_EXCLUSIVE = (0x3C, 0x5A, 0x66, 0x96)
+
+
 def _lop3(instruction: Instruction, state: State, kernel: Kernel) -> None:
     register, sources = destination(instruction)
     numeric = [s for s in sources if s.kind in (Kind.REGISTER, Kind.CONSTANT, Kind.IMMEDIATE)]
@@ -275,6 +280,8 @@ def _lop3(instruction: Instruction, state: State, kernel: Kernel) -> None:
         mask = next((p.offset for p in parts[:2] if p.exact and p.offset), 0)
         if table == 0xC0 and mask and not all(p.exact for p in parts[:2]):
             word = Word(word.alternatives, word.derived, 0, mask & -mask, word.plain and mask > 0)
+        if table in _EXCLUSIVE and sum(not one.plain for one in set(parts)) > 1:
+            word = word._replace(alternatives=frozenset(atoms | {KEY} for atoms in word.alternatives))
         words.append(word)
     put(instruction, state, register, words)
 

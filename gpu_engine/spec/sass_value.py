@@ -41,6 +41,8 @@ class Origin(enum.IntEnum):
     """Marks an alternative that stands for several."""
     BYTES = 8
     """Among what was derived: bytes of the word of the parameter block at ``place``, loaded or stored by themselves."""
+    KEY = 9
+    """Marks an alternative that is the exclusive or of several origins."""
 
 
 class Atom(NamedTuple):
@@ -57,6 +59,7 @@ STACK = Atom(Origin.STACK)
 WINDOW = Atom(Origin.WINDOW)
 BLOCK = Atom(Origin.BLOCK)
 ANY = Atom(Origin.MANY)
+KEY = Atom(Origin.KEY)
 
 Atoms = frozenset[Atom]
 _NONE: Atoms = frozenset()
