@@ -82,8 +82,12 @@ def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
             found.note(base, touch.access & ~Access.WRITE if base is None and leftover else touch.access)
             for other in distances if base in distances else ():
                 found.note(other, touch.access)
+        # Something that was subtracted: the pointer known elsewhere may lie in the same memory as that, and lead on.
+        moved = any(atom.origin == Origin.MINUS for atom in touch.derived)
         doubtful += [
-            (bases, touch.access, distances) for bases, several in candidates if len(bases) > 1 and not several
+            (bases, touch.access, bases if moved else distances)
+            for bases, several in candidates
+            if len(bases) > 1 and not several
         ]
     # A sum of two words that both look like addresses: the one that is a pointer elsewhere is the pointer here, unless
     # it was subtracted before.

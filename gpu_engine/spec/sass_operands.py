@@ -18,6 +18,7 @@ from phos.gpu_engine.spec.sass_value import (
     multiply,
     number,
     of,
+    subtracted,
 )
 
 _VARIABLE = of(Atom(Origin.VARIABLE, -1))
@@ -61,7 +62,7 @@ def word_of(operand: Operand, state: State, kernel: Kernel, part: int = 0) -> Wo
         # Less than a word that nobody knows is no number that is known; a complement or an absolute value no multiple.
         keeps = word.plain and operand.text.startswith("-")
         offset, scale = (-word.offset, word.scale) if keeps else (0, 1)
-        return Word(NOTHING.alternatives, word.derived | word.atoms, offset, scale)
+        return Word(NOTHING.alternatives, subtracted(word), offset, scale)
     return multiply(word, -1) if operand.negated else word
 
 

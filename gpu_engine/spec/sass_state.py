@@ -107,6 +107,8 @@ class Kernel:
             marked = frozenset([frozenset().union(*others, [ANY])]) if others else frozenset()
             self.shared = join(self.shared, Word(loaded | marked, word.derived, 0, 1))
         pieces = frozenset(atom for atom in word.derived if atom.origin == Origin.BYTES)
+        if word.plain and any(atom.origin == Origin.MINUS for atom in word.derived):
+            pieces = word.derived  # the distance of two pointers
         if not pieces <= self.shared.derived:
             self.shared = self.shared._replace(derived=self.shared.derived | pieces, scale=1)
 

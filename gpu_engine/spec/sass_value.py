@@ -41,7 +41,9 @@ class Origin(enum.IntEnum):
     """Marks an alternative that stands for several."""
     BYTES = 8
     """Among what was derived: bytes of the word of the parameter block at ``place``, loaded or stored by themselves."""
-    KEY = 9
+    MINUS = 9
+    """Among what was derived: the word of the parameter block at ``place`` was subtracted."""
+    KEY = 10
     """Marks an alternative that is the exclusive or of several origins."""
 
 
@@ -196,6 +198,11 @@ def add(first: Word, second: Word) -> Word:
     return Word(alternatives, derived, first.offset + second.offset, scale, rising)
 
 
+def subtracted(word: Word) -> Atoms:
+    """What is derived from a word when it is subtracted."""
+    return word.derived | word.atoms | {Atom(Origin.MINUS, a.place) for a in word.atoms if a.origin == Origin.PARAMETER}
+
+
 def multiply(word: Word, factor: int) -> Word:
     """The word times a known number."""
     if factor == 1:
@@ -206,7 +213,8 @@ def multiply(word: Word, factor: int) -> Word:
         return number(word.offset * factor)
     scale = abs(factor) if not word.plain else word.scale * abs(factor)
     rising = word.plain and word.rising and factor > 0
-    return Word(_PLAIN, word.derived | word.atoms, word.offset * factor, scale, rising)
+    derived = subtracted(word) if factor < 0 else word.derived | word.atoms
+    return Word(_PLAIN, derived, word.offset * factor, scale, rising)
 
 
 def derive(words: Iterable[Word]) -> Word:

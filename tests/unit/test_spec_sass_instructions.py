@@ -519,6 +519,43 @@ def test_a_pointer_and_the_distance_to_another_are_the_other() -> None:
     assert flow(third, P0, P1, P2)[0][-1] == (2, 0, 8, WRITE, POINTER)
 
 
+def test_a_pointer_and_the_distance_from_its_memory_to_another_are_the_other() -> None:
+    """``for (q = begin; q < end; q++) out[q - in] = *q;``: only begin is a pointer elsewhere."""
+    code = """
+        LDC.64 R2, c[0x0][0x220]
+        LDC.64 R6, c[0x0][0x218]
+        LDC.64 R8, c[0x0][0x210]
+        LDG.E R0, desc[UR4][R2.64]
+        IADD3 R4, P0, P1, R2, R6, -R8
+        IADD3.X R5, R3, R7, ~R9, P0, P1
+        STG.E desc[UR4][R4.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1, P2) == ([(1, 0, 8, WRITE, POINTER), (2, 0, 8, BOTH, POINTER)], NONE)
+    # Nothing subtracted, what is no pointer elsewhere is a number.
+    plain = code.replace("-R8", "RZ").replace("~R9", "RZ")
+    assert flow(plain, P0, P1, P2) == ([(2, 0, 8, BOTH, POINTER)], NONE)
+
+
+def test_a_distance_in_elements_that_is_kept_in_shared_memory() -> None:
+    code = """
+        LDC.64 R2, c[0x0][0x210]
+        LDC.64 R6, c[0x0][0x218]
+        IADD3 R8, P0, R2, -R6, RZ
+        IADD3.X R9, R3, ~R7, RZ, P0, !PT
+        SHF.R.S64 R8, R8, 0x2, R9
+        SHF.R.S32.HI R9, RZ, 0x2, R9
+        STS.64 [R20], R8
+        LDS.64 R10, [R20]
+        LDG.E R0, desc[UR4][R2.64]
+        LEA R4, P0, -R10, R2, 0x2
+        LEA.HI.X R5, -R10, R3, ~R11, 0x2, P0
+        STG.E desc[UR4][R4.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(BOTH, WRITE), NONE)
+
+
 @pytest.mark.parametrize(
     ("upper", "lower"),
     [(0x210, 0x214), (0x210, 0x21C), (0x214, 0x218)],
