@@ -111,7 +111,7 @@ static void work_out(struct executable *executable, uint64_t version)
     phos_touches_begin(&all, NULL);
     for (size_t i = 0; i < executable->nodes.count; i++) {
         const struct phos_node *node = &executable->nodes.list[i];
-        if (node->disabled)
+        if (node->disabled && !node->updatable) /* else a kernel may enable it */
             continue;
         all.anything |= node->anything;
         all.host_copy |= node->host_copy;

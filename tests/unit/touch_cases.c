@@ -236,6 +236,15 @@ static void graphs(void)
     k.kernel.kernelParams = pointers;
     serve_cuGraphExecNodeSetParams(changed, (CUgraphNode)changing, &k);
     expect(graph_launched(changed), "3 4:0:2 5:0:1", "a node that kernels change, changed by the host");
+    serve_cuGraphNodeSetEnabled(changed, (CUgraphNode)changing, 0);
+    expect(graph_launched(changed), "3 4:0:2 5:0:1", "a node that the host disabled and kernels may enable");
+    struct graph fixed = {0};
+    struct node *off = kernel_add(&fixed, work, LOW + 1, LOW + 2);
+    CUgraphExec disabled = exec_new(&fixed);
+    serve_cuGraphNodeSetEnabled(disabled, (CUgraphNode)off, 0);
+    expect(graph_launched(disabled), "0", "a node that only the host can enable");
+    serve_cuGraphNodeSetEnabled(disabled, (CUgraphNode)off, 1);
+    expect(graph_launched(disabled), "0 1:0:2 2:0:1", "a node that it enabled");
     struct graph strange = {0};
     node_add(&strange, (CUgraphNodeType)77);
     expect(graph_launched(exec_new(&strange)), "3", "a node of an unknown kind");

@@ -153,6 +153,10 @@ static CUresult node_attribute(CUgraphNode node, CUkernelNodeAttrID attribute, C
     value->deviceUpdatableKernelNode.deviceUpdatable = ((struct node *)node)->updatable;
     return CUDA_SUCCESS;
 }
+static CUresult node_enable(CUgraphExec executable, CUgraphNode node, unsigned int enabled)
+{
+    return executable && node && enabled <= 1 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
 static CUresult node_set(CUgraphNode node, CUDA_MEMSET_NODE_PARAMS_v1 *parameters)
 {
     *parameters = ((struct node *)node)->set;
@@ -231,6 +235,7 @@ void driver_install(void)
     phos_real.cuGraphExecUpdate_v2 = exec_update;
     phos_real.cuGraphExecChildGraphNodeSetParams = exec_child;
     phos_real.cuGraphExecNodeSetParams = exec_set;
+    phos_real.cuGraphNodeSetEnabled = node_enable;
     phos_real.cuGraphDestroy = graph_destroy;
     phos_real.cuTensorMapReplaceAddress = map_replace;
     phos_ranges_add(&phos_mappings, &memory);
