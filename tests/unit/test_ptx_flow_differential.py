@@ -30,6 +30,9 @@ __device__ __noinline__ void put(float *a, float v) { *a = v; }
 __device__ __noinline__ void exchange(float **a, float **b) { float *c = *a; *a = *b; *b = c; }
 __device__ __noinline__ float *member(const S &s, int i) { return i & 1 ? s.a : s.b[i & 1]; }
 __device__ __noinline__ void last(float *a, int n) { if (n > 0) last(a + 1, n - 1); else *a = 3; }
+__device__ __noinline__ long long apart(const float *a, const float *b) { return (char *)a - (char *)b; }
+__device__ __noinline__ float *before(float *a, long long d) { return (float *)((char *)a - d); }
+__device__ __noinline__ float *behind(float *a, long long d) { return (float *)((char *)a + d); }
 __device__ float *remembered;
 """
 
@@ -62,7 +65,7 @@ class Program:
 
     def compute(self) -> None:
         x, y, i = self.pointer(), self.pointer(), self.number()
-        kind = self.random.randint(0, 8)
+        kind = self.random.randint(0, 10)
         if kind == 0:
             self.new(f"({self.condition()}) ? {x} : {y}")
         elif kind == 1:
@@ -80,6 +83,10 @@ class Program:
             self.new(f"(float *)((unsigned long long){x} + 4 * {i})")
         elif kind == 6:
             self.new("member(s, n)")
+        elif kind == 9:
+            self.new(f"before({x}, apart({x}, {y}))")
+        elif kind == 10:
+            self.new(f"behind({y}, apart({x}, {y}) / 4 * 4)")
         elif kind == 7:
             self.new(f"(float *)((char *){x} + (m & 12))")
         else:
