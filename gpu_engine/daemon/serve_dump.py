@@ -163,8 +163,8 @@ class DumpServer:
     @staticmethod
     def _freeze(connection: wire.Connection, job: StopDump | None, criu_pid: int, table: int) -> None:
         # One in a pid namespace below CRIU's is not found, and CRIU dumps it alone.
-        if job and (pid := procfs.outer_pid(connection.pid, criu_pid)):
-            job.task_frozen(pid, criu_pid, table, connection.pid)
+        if job:
+            job.task_frozen(procfs.outer_pid(connection.pid, criu_pid), criu_pid, table, connection.pid)
 
     def serve_lost(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
         """CRIU's plugin, about to let tasks go whose phosd has died: the driver's part of each is brought back."""

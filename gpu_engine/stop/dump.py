@@ -124,6 +124,7 @@ class StopDump:
         self._frozen_at = 0.0
         self._programs: dict[int, tuple[str, ...]] = {}  # of all GPU processes, when phosd had their part
         self._frozen: dict[int, tuple[str, ...]] = {}  # of all tasks that CRIU dumps
+        self._froze_unknown = False  # and of one in a namespace of its own, whose number for us is not known
         self._failure = ""  # why the image cannot be completed
         self._writer = ImageWriter(assignment.directory, stripes=assignment.copier.threads)
         self._landing: Landing | None = None
@@ -294,7 +295,8 @@ class StopDump:
     # Step 2: CRIU dumps.
 
     def task_frozen(self, pid: int, criu_pid: int, table: int, tracer: int) -> None:
-        """CRIU, which is process ``tracer``, has frozen a task of the tree, and calls it ``criu_pid``.
+        """CRIU, which is process ``tracer``, has frozen a task of the tree, and calls it ``criu_pid``. ``pid``: our
+        number of it; 0: it is in a pid namespace below CRIU's, and not known.
 
         Copies its pages; ``table`` is a memfd for what CRIU need not dump (task_pages.py). And what it shares by name.
 
@@ -303,6 +305,9 @@ class StopDump:
             CheckpointFailed: somebody has asked for the end of it.
         """
         self._interruption.check()
+        if not pid:
+            self._froze_unknown = True
+            return
         self._frozen[pid] = procfs.program(pid)
         if self.settings.cpu_pages:
             self._pages.freeze(pid, criu_pid, table, tracer)
@@ -374,6 +379,8 @@ class StopDump:
             if pid in self._tree.unsaved:
                 continue  # :meth:`_complete` says so
             if pid not in self._frozen:
+                if self._froze_unknown:
+                    continue  # it may be that one
                 raise CheckpointFailed(
                     f"Process {pid} left the tree that CRIU dumps while it was being checkpointed: its parent ended."
                 )
