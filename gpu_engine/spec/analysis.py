@@ -45,9 +45,9 @@ TELL_SECONDS = 1.0
 TEXTS_KEPT = 2
 """PTX texts kept as they were read, as a module's kernels are often asked for one after another."""
 SASS_KERNELS = 8
-"""How many kernels are disassembled at once, at most: each may take a second, or many in a debug build."""
-SASS_SECONDS = 1.0
-"""Below this, more are disassembled the next time."""
+"""How many kernels are disassembled at once: each may take a second, or many in a debug build."""
+SASS_SECONDS = 5.0
+"""Were they slower, as in a debug build, the next ones come one at a time."""
 
 
 class _Kernels(Protocol):
@@ -230,12 +230,12 @@ def _sources(number: int, unit: Unit, turn: _Turn) -> list[_Source]:
         ordered = sorted(kernels)
         for image in unit.cubins():
             # In parts, so that what takes too long costs only what is left; of what is slow, small ones.
-            left, count = ordered, 1
+            left, count = ordered, SASS_KERNELS
             while left:
                 began = time.monotonic()
                 yield from_sass.describe(image, left[:count])
                 left = left[count:]
-                count = min(2 * count, SASS_KERNELS) if time.monotonic() - began < SASS_SECONDS else 1
+                count = SASS_KERNELS if time.monotonic() - began < SASS_SECONDS else 1
 
     return [ptx, sass] if unit.ptx_matches else [sass, ptx]
 

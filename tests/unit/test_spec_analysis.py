@@ -268,6 +268,7 @@ def test_a_kernel_that_is_too_hard_costs_no_other(beside_ptx: list[str], monkeyp
     assert sources_of(described.found) == {THROUGH: Source.SASS, SCALE: Source.PTX}
     assert (beside_ptx, described.later, described.unsure) == ([THROUGH] * 2, set(), set())
     # When the turn is over: with nothing found, the next source is asked; with something, the rest comes later.
+    monkeypatch.setattr(analysis, "SASS_KERNELS", 1)
     described = analysis.describe_within(BOTH_KINDS, 90, None, 0.3)
     assert (sources_of(described.found)[THROUGH], described.later) == (Source.SASS, {SCALE})
     monkeypatch.setattr(ptx_flow.Solver, "_run", real)
