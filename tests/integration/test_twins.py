@@ -72,6 +72,18 @@ def has_twins(program: Program) -> bool:
     return "phos-twins" in Path(f"/proc/{program.pid}/maps").read_text()
 
 
+def dumped_with_twins(site: Site, program: Program) -> Path:
+    """Dump a program that runs on, in a window in which it has twins; see :func:`copies_held`."""
+    program.wait_iterations(3)
+    wait_until(lambda: analysed(site, program), "the analysis of its kernels")
+    image = site.image()
+    dumping = site.begin_dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")
+    wait_until(lambda: attached_again(site), "the window")
+    with copies_held(site, lambda: wait_until(lambda: has_twins(program), "twins")):
+        assert dumping.wait() == 0
+    return image
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_checkpoint_with_twins(site: Site, name: str) -> None:
     """Guesses are right: twins compute what their kernels compute, and the image is the one that it was."""
@@ -81,13 +93,7 @@ def test_a_checkpoint_with_twins(site: Site, name: str) -> None:
     expected = site.example(name, *LONG[:2], under=False, **quickly).wait_result()
     site.run("phosd", "--ensure")
     program = site.example(name, *LONG, **quickly)
-    program.wait_iterations(3)
-    wait_until(lambda: analysed(site, program), "the analysis of its kernels")
-    image = site.image()
-    dumping = site.begin_dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")
-    wait_until(lambda: attached_again(site), "the window")
-    with copies_held(site, lambda: wait_until(lambda: has_twins(program), "twins")):
-        assert dumping.wait() == 0
+    image = dumped_with_twins(site, program)
     assert program.wait_result() == expected
     counts = window_of(site, image)
     assert counts["twin_kernels"] > 0
@@ -107,13 +113,7 @@ def test_no_twin_of_blocks_that_may_wait_for_each_other(site: Site, blocks: int,
     site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "hold")
     site.run("phosd", "--ensure")
     program = site.start(sys.executable, str(READER.with_name("persistent.py")), str(blocks), **quickly)
-    program.wait_iterations(3)
-    wait_until(lambda: analysed(site, program), "the analysis of its kernels")
-    image = site.image()
-    dumping = site.begin_dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")
-    wait_until(lambda: attached_again(site), "the window")
-    with copies_held(site, lambda: wait_until(lambda: has_twins(program), "twins")):
-        assert dumping.wait() == 0
+    image = dumped_with_twins(site, program)
     counts = window_of(site, image)
     assert counts["twin_kernels"] == 1
     assert (counts["twins"] > 0) == twins
