@@ -89,6 +89,16 @@ def tracer(pid: int) -> int:
     return int(words[0]) if words else 0
 
 
+def traces(tracer_pid: int, pid: int) -> bool:
+    """Whether one process traces a thread of another; False when that has ended."""
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            words = _status(task / "status", "TracerPid")
+            if words and int(words[0]) == tracer_pid:
+                return True
+    return False
+
+
 def ignores(pid: int, signal: int) -> bool:
     """Whether a process has the kernel drop a signal: it will not end by it. False when there is no such process."""
     words = _status(Path(f"/proc/{pid}/status"), "SigIgn")

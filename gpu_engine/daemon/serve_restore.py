@@ -33,6 +33,10 @@ ENDING_SECONDS = 30.0
 """How long the restore of a process that has ended may still copy: its files would be in the way of another."""
 
 
+HELD_SECONDS = 0.02
+"""How often to look whether CRIU still holds the processes that it restores."""
+
+
 class RestoreServer:
     """Serves the connections of CRIU's plugin while CRIU restores. Each runs in a thread of its own."""
 
@@ -73,6 +77,12 @@ class RestoreServer:
         if isinstance(job, LazyRestore):
             self._look_through(job)
         result: int | None = None
+        criu_ended = threading.Event()
+        ending = threading.Thread(
+            target=self._end, args=(job, connection.pid, criu_ended), name="end-restore", daemon=True
+        )
+        if job is not None:
+            ending.start()
         try:
             while (packet := connection.receive()) is not None:
                 wire.close_all(packet[1])
@@ -98,6 +108,13 @@ class RestoreServer:
             return
         if result not in (None, 0) or (result is None and not job.pids):
             job.fail("CRIU failed; its own log says why (restore.log, or what -o names, or the terminal).")
+        criu_ended.set()
+        ending.join()
+
+    def _end(self, job: Restore, criu: int, criu_ended: threading.Event) -> None:
+        """What follows once CRIU has let the processes go: in the foreground it stays there, until they end."""
+        while job.held_by(criu) and not criu_ended.wait(HELD_SECONDS):
+            pass
         job.let_go()
         job.watch_to_the_end()
         self.settle(job)

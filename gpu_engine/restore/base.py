@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine import driver, toggle
+from phos.gpu_engine import driver, procfs, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import Cancelled, Progress
@@ -392,8 +392,14 @@ class Restore(ABC):
             self.fail(f"Process {gone[0]} ended while it was restored.")
             raise RestoreFailed(self.error or f"Process {gone[0]} ended while it was restored.")
 
+    def held_by(self, criu: int) -> bool:
+        """Whether CRIU has yet to let one of the tasks go; it lets none go before its plugin has named all of them."""
+        with self._lock:
+            named = [*self._pids, *self._beside]
+        return not named or any(procfs.traces(criu, pid) for pid in named)
+
     def let_go(self) -> None:
-        """CRIU has ended, and nobody holds the tasks: what was to be brought back standing still is so running."""
+        """Nobody holds the tasks any more: what was to be brought back standing still is so running."""
         with self._lock:
             promised, self._promised = self._promised, set()
             self._still.clear()
@@ -522,7 +528,7 @@ class Restore(ABC):
                 os.kill(pid, signal.SIGKILL)
 
     def watch_to_the_end(self) -> None:
-        """CRIU has ended. Wait until all processes compute; one that ends before that ends the restore."""
+        """CRIU is done with them. Wait until all processes compute; one that ends before that ends the restore."""
         seen: dict[int, float] = {}  # who has ended → when that was noticed
         looked = time.monotonic()
         while True:
