@@ -42,6 +42,10 @@ log = logging.getLogger(__name__)
 RESIDUE_SECONDS = 10.0
 """How long a frontend may take to map a few hundred megabytes, while its application computes."""
 
+PINNED_BYTES_A_SECOND = 50e6
+"""At least so many are pinned again when a process is attached: to one that is restored lazily CRIU may bring the
+pages from a disk, or over a network, while they are pinned."""
+
 HANG_UP_SECONDS = 3.0
 """How long a frontend that has said that it is detached may take to close its connection."""
 
@@ -407,7 +411,7 @@ class Session:
             remembers=self._remembers,
         )
         try:
-            done = self._conversation.ask(ANSWER_SECONDS, patient=True, attach=attach).attach_done
+            done = self._conversation.ask(self._attach_seconds(), patient=True, attach=attach).attach_done
         except PhosError:
             self._window.cut_off()
             raise
@@ -447,6 +451,10 @@ class Session:
         self.detached = None
         self._from_image = False
         return done.map_ns * 1e-9, done.undo_ns * 1e-9
+
+    def _attach_seconds(self) -> float:
+        pinned = 0 if self.detached is None else sum(host.size for host in self.detached.host_allocations)
+        return ANSWER_SECONDS + pinned / PINNED_BYTES_A_SECOND
 
     def _send_blocks(self, numbers: Sequence[tuple[int, BlockKey]]) -> None:
         """Hand the frontend the descriptors of blocks, by its own numbers."""

@@ -70,7 +70,8 @@ class SessionBlocks:
             blocks=[
                 MappedBlock(b.block, imports.get(b.block, (self._owner.session, b.block)), b.size, b.device)
                 for b in message.blocks
-            ]
+            ],
+            host_allocations=[HostAllocation(h.address, h.size, h.entry_point) for h in message.host_allocations],
         )
 
     def adopted(self) -> None:

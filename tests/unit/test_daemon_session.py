@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from phos.gen import phos_image_pb2 as pb
 from phos.gen import wire_pb2
 from phos.gpu_engine import sealed
 from phos.gpu_engine.blocks import Block
@@ -552,6 +553,40 @@ def test_attach_of_memory_that_is_gone_is_said(frontend: Frontend) -> None:
     frontend.session._blocks._imports = {4: (OTHER, 7)}
     with pytest.raises(MemoryLost, match="no longer holds GPU memory block 7"):
         frontend.session.attach()
+
+
+@pytest.mark.parametrize("restored", [False, True])
+def test_attach_has_time_for_what_is_to_be_pinned(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch, restored: bool
+) -> None:
+    """Of a restored process CRIU may bring it page by page."""
+    monkeypatch.setattr(session_module, "ANSWER_SECONDS", 1.0)
+    session = frontend.session
+    if restored:
+        session.restored_from(pb.Process(host_allocations=[pb.HostAllocation(size=1 << 30)]), {})
+    else:
+        pinned = wire_pb2.MemoryMap.HostAllocation(size=1 << 30)
+        quiesced(frontend)
+        descriptors = (memory_map(host_allocations=[pinned]),)
+        thread = frontend.in_background("detach", detach_done=wire_pb2.DetachDone(), descriptors=descriptors)
+        session.detach(reduce_stack=False, huge_pages=False, copy_threads=False)
+        thread.join()
+        frontend.close()
+    session.machine.adopt(SessionState.ATTACHING)
+    frontend.connect(wire_pb2.DETACHED)
+
+    def returns() -> None:
+        assert frontend.end
+        packet = wire.receive(frontend.end)
+        assert packet is not None
+        time.sleep(2)
+        frontend.send((), packet[0].id, attach_done=wire_pb2.AttachDone())
+        frontend.answer("open", done=wire_pb2.Done())
+
+    thread = threading.Thread(target=returns)
+    thread.start()
+    session.attach()
+    thread.join()
 
 
 def test_attach_sends_thousands_of_descriptors_in_packets(frontend: Frontend) -> None:
