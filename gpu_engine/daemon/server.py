@@ -49,6 +49,10 @@ READY_SECONDS = 1.0
 RECONNECT_SECONDS = 5.0
 """After this long without a connection a process that still runs has replaced its program: its memory is dropped."""
 
+CONNECTED = frozenset({SessionState.RUNNING, SessionState.QUIESCED})
+AWAY = frozenset({SessionState.DETACHED, SessionState.RETURNING, SessionState.ATTACHING})
+"""In those states of its session a process has a connection, or makes one at once; in these it may take any time."""
+
 
 class Daemon:
     """phosd: what it does for the processes under the frontend, and the way to those who serve the others."""
@@ -233,7 +237,7 @@ class Daemon:
                     session.handle(*packet)
         finally:
             session.disconnected(connection)
-            if session.machine.state in (SessionState.RUNNING, SessionState.QUIESCED, SessionState.DETACHED):
+            if session.machine.state in CONNECTED | AWAY:
                 self._expire_later(session)
 
     def _replace_program(self, session: Session, pid: int) -> None:
@@ -246,7 +250,7 @@ class Daemon:
                 and other is not session
                 and not other.is_connected
                 and other.session not in self._registry.restores
-                and other.machine.state in (SessionState.RUNNING, SessionState.QUIESCED)
+                and other.machine.state in CONNECTED | AWAY | {SessionState.LOST}
             ]
         for other in former:
             self._registry.forget(other)
@@ -362,7 +366,7 @@ class Daemon:
         timer.start()
 
     def _may_come_back(self, session: Session) -> bool:
-        """A detached process is gone only with its program; a checkpoint or restore of it goes on whatever it does."""
+        """One that is away is gone only with its program; a checkpoint or restore of it goes on whatever it does."""
         with self._registry.lock:
             if session.session in self._registry.restores:
                 return True
@@ -371,10 +375,10 @@ class Daemon:
     def _expire(self, session: Session, connections: int, was_stopped: bool) -> None:
         if session.connections != connections or session.is_connected:
             return  # it came back meanwhile
-        detached = session.machine.state is SessionState.DETACHED
-        if session.machine.state not in (SessionState.RUNNING, SessionState.QUIESCED) and not detached:
+        state = session.machine.state
+        if state not in CONNECTED | AWAY:
             return
-        if was_stopped or procfs.is_stopped(session.pid) or (detached and self._may_come_back(session)):
+        if was_stopped or procfs.is_stopped(session.pid) or (state in AWAY and self._may_come_back(session)):
             self._expire_later(session)  # it cannot come back now, or may just have been continued
             return
         log.info("Process %d has replaced its program, or closed its connection for good.", session.pid)

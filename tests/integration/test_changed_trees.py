@@ -48,8 +48,9 @@ def replace():
     time.sleep(delay)
     while not os.path.exists(may):
         time.sleep(0.01)
-    os.execv("/bin/sleep", ["sleep", "1000"])
+    os.execv(other[0], other)
 
+other = ["/bin/sleep", "1000"] if may != "/" else [sys.executable, *sys.argv[4:]]
 threading.Thread(target=replace, daemon=True).start()
 sys.argv = sys.argv[4:]
 sys.path.insert(0, os.path.dirname(script))
@@ -125,3 +126,22 @@ def test_one_that_replaces_its_program(site: Site) -> None:
             assert program.alive()
             wait_until(lambda: not site.status()["processes"], "phosd to forget what it had")
         end(site)
+
+
+@pytest.mark.parametrize("delay", [DELAYS[1], DELAYS[-1]])
+def test_one_that_becomes_another_program_with_a_gpu(site: Site, delay: float) -> None:
+    """What it had before would be kept for as long as that runs."""
+    script = site.folder / "replaced.py"
+    script.write_text(REPLACED)
+    hold = str(site.folder / "run" / "hold")
+    program = site.start(sys.executable, str(script), hold, str(delay), "/", str(STENCIL), *ENDLESS)
+    program.wait_iterations(3)
+    before = {process["session"] for process in site.status()["processes"]}
+    site.dump(program, site.image("image"), "--leave-running", check=False)
+
+    def only_the_other() -> bool:
+        return not before & {process["session"] for process in site.status()["processes"]}
+
+    wait_until(only_the_other, "phosd to forget what it had")
+    assert program.alive()
+    end(site)

@@ -25,6 +25,7 @@ from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_work import known_spans
 from phos.gpu_engine.daemon import server
 from phos.gpu_engine.daemon.holds import Holds
+from phos.gpu_engine.daemon.jobs import Claims
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.states import SessionState
 from phos.gpu_engine.errors import RestoreFailed, UsageError
@@ -184,6 +185,44 @@ def test_a_process_that_was_stopped_has_time_to_connect_again(monkeypatch: pytes
     daemon._expire_later(session)
     eventually(lambda: forgotten)
     assert looks.count(False) > 1, "it had no time after it was seen running"
+
+
+@pytest.mark.parametrize("state", ["detached", "returning", "attaching"])
+def test_one_that_replaces_its_program_before_it_is_back_keeps_nothing(
+    state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have its memory for as long as the other program runs."""
+    threads = [{"phos", "x"}] * 2 + [{"x"}]
+    forgotten: list[int] = []
+    monkeypatch.setattr(server, "RECONNECT_SECONDS", 0.02)
+    monkeypatch.setattr(server.procfs, "is_stopped", lambda _pid: False)
+    monkeypatch.setattr(server.procfs, "thread_names", lambda _pid: threads.pop(0))
+    daemon = server.Daemon.__new__(server.Daemon)  # no GPU is needed for this
+    registry: Any = SimpleNamespace(lock=threading.Lock(), restores={}, claims=Claims())
+    registry.forget = lambda _session: forgotten.append(len(threads))
+    daemon._registry = registry
+    machine = SimpleNamespace(state=SessionState(state))
+    session: Any = SimpleNamespace(session=SESSION, pid=1, connections=1, is_connected=False, machine=machine)
+    daemon._expire_later(session)
+    eventually(lambda: forgotten)
+    assert forgotten == [0], "it was let go although its own program may have come back"
+
+
+@pytest.mark.parametrize(
+    ("state", "known"), [(s, s not in ("parked", "ended")) for s in (member.value for member in SessionState)]
+)
+def test_a_program_that_connects_has_replaced_what_its_process_was_before(state: str, known: bool) -> None:
+    former: Any = SimpleNamespace(session=SESSION, pid=1, is_connected=False)
+    former.machine = SimpleNamespace(state=SessionState(state))
+    others = [SimpleNamespace(**{**vars(former), "pid": 2}), SimpleNamespace(**{**vars(former), "is_connected": True})]
+    now: Any = SimpleNamespace(session=bytes(range(16)), pid=1)
+    forgotten: list[object] = []
+    daemon = server.Daemon.__new__(server.Daemon)  # no GPU is needed for this
+    registry: Any = SimpleNamespace(lock=threading.Lock(), restores={}, forget=forgotten.append)
+    registry.sessions = dict(enumerate([former, *others, now]))
+    daemon._registry = registry
+    daemon._replace_program(now, 1)
+    assert forgotten == ([former] if known else [])
 
 
 def test_who_connects_while_its_former_session_is_dropped_loses_nothing() -> None:
