@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import select
 import struct
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
@@ -49,8 +50,15 @@ def _lives(fields: Sequence[str]) -> bool:
     return fields[_STATE] != "X" and (fields[_STATE] != "Z" or int(fields[_THREADS]) > 1)
 
 
-def has_ended(pid: int) -> bool:
-    """Whether a process is known to have ended: not merely that nobody can look, for want of a descriptor."""
+def has_ended(pid: int, pidfd: int = -1) -> bool:
+    """Whether a process is known to have ended: not merely that nobody can look, for want of a descriptor.
+
+    ``pidfd``: of this very process, if there is one.
+    """
+    if pidfd >= 0:
+        poll = select.poll()  # not select(): descriptor numbers go far beyond its 1024
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(0))
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import threading
 import time
@@ -537,7 +536,7 @@ class Restore(ABC):
                     break
                 everybody = dict(self._pids)
             for pid, fd in everybody.items():
-                if _has_ended(pid, fd):
+                if has_ended(pid, fd):
                     seen.setdefault(pid, time.monotonic())
             # After that: one that computes may end at once, before the thread that let it go has said that it computes.
             with self._lock:
@@ -554,8 +553,11 @@ class Restore(ABC):
                 self.fail(f"CRIU ended, and {missing} of the image's GPU processes are not there.")
             elif time.monotonic() - looked > PROGRAM_SECONDS:
                 looked = time.monotonic()
-                if replaced := [pid for pid in waiting - told - seen.keys() if self._is_another_program(pid)]:
-                    self.fail(f"Process {replaced[0]} replaced its program before its GPU state was back.")
+                replaced = {pid for pid in waiting - told - seen.keys() if self._is_another_program(pid)}
+                with self._lock:  # as above: it may have been given its memory since, and be what it likes
+                    replaced -= self._computing | self._reviving | self._attaching
+                if replaced:
+                    self.fail(f"Process {min(replaced)} replaced its program before its GPU state was back.")
             else:
                 time.sleep(0.01)
         self._loaded.wait()
@@ -584,11 +586,3 @@ class Restore(ABC):
                 self.state = "attached"
                 self._over.set()
         self._cancelled.set()
-
-
-def _has_ended(pid: int, pidfd: int) -> bool:
-    if pidfd < 0:  # there was none to be had
-        return has_ended(pid)
-    poll = select.poll()  # not select(): descriptor numbers go far beyond its 1024
-    poll.register(pidfd, select.POLLIN)
-    return bool(poll.poll(0))
