@@ -10,6 +10,7 @@
 #include "runtime.h"
 #include "tell.h"
 #include "track.h"
+#include "window.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -296,6 +297,24 @@ static void release(void *what)
         phos_debug("memory of another process that was closed during a capture could not be unmapped");
 }
 
+/* `captured`: nobody could wait for the work that may use it. */
+static CUresult close_last(CUdeviceptr address, CUcontext context, bool captured)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_span *span = imported_at(address);
+    if (!span || !span->opens)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (--span->opens)
+        return CUDA_SUCCESS;
+    phos_deferred_drop(span); /* from an earlier time, after which it was opened again */
+    if (!captured)
+        return phos_unmap_imported(span);
+    if (phos_deferred_add(context, release, span))
+        return CUDA_SUCCESS;
+    span->opens++;
+    return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 CUresult serve_cuIpcCloseMemHandle(CUdeviceptr_v2 address)
 {
     CUcontext context = NULL;
@@ -324,19 +343,10 @@ CUresult serve_cuIpcCloseMemHandle(CUdeviceptr_v2 address)
     if (phos_current(&context, &device) == CUDA_SUCCESS && phos_synchronize(context, &captured) != CUDA_SUCCESS)
         phos_debug("memory of another process is closed with an error pending");
     PHOS_RELAXED;
-    PHOS_LOCKED(&phos_memory_lock);
-    struct phos_span *span = imported_at(address);
-    if (!span || !span->opens)
-        return CUDA_ERROR_INVALID_VALUE;
-    if (--span->opens)
-        return CUDA_SUCCESS;
-    phos_deferred_drop(span); /* from an earlier time, after which it was opened again */
-    if (!captured)
-        return phos_unmap_imported(span);
-    if (phos_deferred_add(context, release, span))
-        return CUDA_SUCCESS;
-    span->opens++;
-    return CUDA_ERROR_OUT_OF_MEMORY;
+    phos_window_stand_still();
+    CUresult result = close_last(address, context, captured);
+    phos_window_go_on();
+    return result;
 }
 
 CUresult serve_cuIpcGetEventHandle(CUipcEventHandle_v1 *handle, CUevent event)

@@ -1,0 +1,51 @@
+"""In a window memory of others, and a peer's, can be reached until it has been copied aside."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.frontend_fake import FakePhosd, built, program
+from tests.unit.test_frontend_window import window
+from tests.unit.waiting import eventually
+
+pytestmark = [pytest.mark.timeout(120), built]
+
+
+def test_what_is_closed_in_a_window_is_not_being_copied_aside(phosd: FakePhosd) -> None:
+    """Memory of another process. In another context: closing it waits for a context's work."""
+    owner = """
+    start()
+    p = ok(cu.cuMemAlloc(32 << 20))
+    say(bytes(ok(cu.cuIpcGetMemHandle(p)).reserved).hex())
+    heard()
+    """
+    body = """
+    start()
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry one(.param .u64 to) { ret; }\\0"
+    kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(ptx)), b"one"))
+    first = ok(cu.cuCtxGetCurrent())
+    other = ok(cu.cuCtxCreate(None, 0, 0))
+    ok(cu.cuCtxSetCurrent(first))
+    handle = cu.CUipcMemHandle()
+    handle.reserved = bytes.fromhex(heard())
+    p = ok(cu.cuIpcOpenMemHandle(handle, 1))
+    say("ready")
+    heard()
+    ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, ((int(p),), (ctypes.c_uint64,)), 0))
+    ok(cu.cuCtxSetCurrent(other))
+    ok(cu.cuIpcCloseMemHandle(p))
+    ok(cu.cuCtxSetCurrent(first))
+    ok(cu.cuCtxSynchronize())
+    say("through")
+    """
+    with program(phosd, owner) as (owning, _), program(phosd, body) as (app, session):
+        app.tell(owning.line())
+        assert app.line() == "ready"
+        eventually(lambda: len(session.blocks) == 2)
+        with window(phosd, session, 34 << 20):
+            app.tell()
+            assert app.line() == "through"
+        app.finish()
+        owning.tell()
+        owning.finish()
