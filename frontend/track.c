@@ -352,8 +352,13 @@ static void peer_changed(CUcontext peer_context, bool allowed)
     CUdevice here, there = any_context_device(peer_context);
     if (there < 0 || there >= phos_device_count || phos_current(&current, &here) != CUDA_SUCCESS || here == there)
         return;
-    PHOS_LOCKED(&phos_memory_lock);
-    CUresult result = phos_peer_access(there, here, allowed);
+    CUresult result;
+    phos_window_stand_still(); /* access may be taken away */
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        result = phos_peer_access(there, here, allowed);
+    }
+    phos_window_go_on();
     if (result != CUDA_SUCCESS)
         phos_warn("device %d could not be given access to all memory of device %d (error %d)", here, there, (int)result);
 }

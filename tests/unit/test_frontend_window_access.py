@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.unit.frontend_fake import FakePhosd, built, program
@@ -49,3 +51,34 @@ def test_what_is_closed_in_a_window_is_not_being_copied_aside(phosd: FakePhosd) 
         app.finish()
         owning.tell()
         owning.finish()
+
+
+def test_no_access_is_taken_from_what_is_being_copied_aside(phosd: FakePhosd) -> None:
+    """The arguments of a kernel name memory of a peer, and the program is done with that."""
+    body = """
+    first = start()
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry one(.param .u64 to) { ret; }\\0"
+    kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(ptx)), b"one"))
+    peer = ok(cu.cuDevicePrimaryCtxRetain(1))
+    ok(cu.cuCtxSetCurrent(peer))
+    p = ok(cu.cuMemAlloc(32 << 20))
+    ok(cu.cuCtxSetCurrent(first))
+    ok(cu.cuCtxEnablePeerAccess(peer, 0))
+    say("ready")
+    heard()
+    ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, ((int(p),), (ctypes.c_uint64,)), 0))
+    ok(cu.cuCtxDisablePeerAccess(peer))
+    say("taken")
+    heard()
+    """
+    with program(phosd, body, SOFTGPU_DEVICES="2") as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20):
+            app.tell()
+            assert app.line() == "taken"
+            (lent,) = (block for block in session.blocks.values() if block.size == 34 << 20)
+            flags = memoryview(os.pread(lent.descriptor, 8 * 4, 0)).cast("I")
+            assert all(flags), "some of it is still to be copied"
+            app.tell()
+        app.finish()
