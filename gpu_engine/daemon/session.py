@@ -259,8 +259,7 @@ class Session:
 
     def _answer(self, number: int, key: BlockKey, coming: Callable[[], bool]) -> None:
         """Exported memory: the descriptor that a token stands for."""
-        answer = self._blocks.resolve(key, coming)
-        if answer is None:
+        if (answer := self._blocks.resolve(key, coming)) is None:
             return
         resolved, descriptors = answer
         try:
@@ -342,8 +341,10 @@ class Session:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""
         if self.machine.state is not SessionState.QUIESCED:
             return  # its connection broke, or it is given its memory back: its gate is opened with that
-        self._conversation.ask(ANSWER_SECONDS, open=wire_pb2.Open())
-        self.machine.adopt(SessionState.RUNNING)  # unless it has ended since
+        try:
+            self._conversation.ask(ANSWER_SECONDS, open=wire_pb2.Open())
+        finally:  # if it does not answer, it will read the request some day, and any other after it
+            self.machine.adopt(SessionState.RUNNING)  # unless it has ended since
 
     def allow_attach(self) -> None:
         """See :class:`~phos.gpu_engine.process.GatedProcess`."""

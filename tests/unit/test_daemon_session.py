@@ -446,6 +446,20 @@ def test_only_who_is_quiesced_is_asked_to_open_its_gate(frontend: Frontend) -> N
     assert frontend.session.machine.state is SessionState.ATTACHING
 
 
+def test_one_that_does_not_say_that_its_gate_is_open_can_be_checkpointed_later(
+    frontend: Frontend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be stopped; what it is asked next it reads when its gate is open."""
+    quiesced(frontend)
+    monkeypatch.setattr(session_module, "ANSWER_SECONDS", 0.1)
+    with pytest.raises(Unresponsive, match="did not answer 'open'"):
+        frontend.session.open()
+    frontend.answer("open", done=wire_pb2.Done())
+    frontend.settle()
+    assert frontend.session.machine.state is SessionState.RUNNING
+    quiesced(frontend)
+
+
 def test_late_answer_is_nobodys(frontend: Frontend) -> None:
     before = open_descriptors()
     null = os.open(os.devnull, os.O_RDONLY)
