@@ -174,12 +174,14 @@ def executable(pid: int) -> str:
 
 
 def thread_names(pid: int) -> set[str]:
-    """What the threads of a process are called; empty when there is no such process."""
+    """What all threads of a process are called; empty when there is no such process, or that cannot be told."""
     names = set()
-    with suppress(OSError):
+    try:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError):  # it has ended
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
                 names.add(Path(f"/proc/{pid}/task/{thread}/comm").read_text(errors="replace").rstrip("\n"))
+    except OSError:  # no descriptors are left, for example
+        return set()
     return names
 
 

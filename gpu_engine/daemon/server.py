@@ -370,7 +370,8 @@ class Daemon:
         with self._registry.lock:
             if session.session in self._registry.restores:
                 return True
-        return self._registry.claims.has([session.pid]) or CONTROL_THREAD in procfs.thread_names(session.pid)
+        names = procfs.thread_names(session.pid)  # without any nobody knows, or it has ended, which others notice
+        return self._registry.claims.has([session.pid]) or not names or CONTROL_THREAD in names
 
     def _expire(self, session: Session, connections: int, was_stopped: bool) -> None:
         if session.connections != connections or session.is_connected:

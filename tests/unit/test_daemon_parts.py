@@ -192,7 +192,7 @@ def test_one_that_replaces_its_program_before_it_is_back_keeps_nothing(
     state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would have its memory for as long as the other program runs."""
-    threads = [{"phos", "x"}] * 2 + [{"x"}]
+    threads = [{"phos", "x"}, set(), {"phos", "x"}, {"x"}]  # of nobody: that cannot be told for a moment
     forgotten: list[int] = []
     monkeypatch.setattr(server, "RECONNECT_SECONDS", 0.02)
     monkeypatch.setattr(server.procfs, "is_stopped", lambda _pid: False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -116,7 +118,7 @@ def test_what_a_process_has_open_and_mapped() -> None:
         procfs.file_open_in(1 << 22, nothing)
 
 
-def test_what_threads_are_called() -> None:
+def test_what_threads_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = threading.Event()
     thread = threading.Thread(target=gone.wait)
     thread.start()
@@ -124,6 +126,15 @@ def test_what_threads_are_called() -> None:
         name.write("phos")
     try:
         assert "phos" in procfs.thread_names(os.getpid())
+        real = Path.read_text
+
+        def read_text(path: Path, **how: str) -> str:
+            if path.parent.name == str(thread.native_id):
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return real(path, **how)
+
+        monkeypatch.setattr(Path, "read_text", read_text)
+        assert procfs.thread_names(os.getpid()) == set(), "of some it is not known"
     finally:
         gone.set()
         thread.join()
