@@ -252,8 +252,12 @@ class Daemon:
                 and other.session not in self._registry.restores
                 and other.machine.state in CONNECTED | AWAY | {SessionState.LOST}
             ]
+            restores = [job for number, job in self._registry.restores.items() if number != session.session]
         for other in former:
             self._registry.forget(other)
+        for restore in restores:
+            if restore.awaits(pid):
+                restore.fail(f"Process {pid} replaced its program before its GPU state was back.")
 
     def _session_for(self, connection: wire.Connection, hello: wire_pb2.Hello) -> Session:
         self._registry.wait_forgotten(hello.session)  # it is late, and what it registers would be dropped as well

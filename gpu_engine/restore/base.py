@@ -464,6 +464,12 @@ class Restore(ABC):
             self._changed.wait_for(settled, seconds)
             return pid in self._driver_ready and self._may_attach()
 
+    def awaits(self, pid: int) -> bool:
+        """Whether a process is to ask for its memory, and has not."""
+        with self._lock:
+            asked = self._computing | self._attaching
+            return pid in self._pids.keys() - asked and inner_pid(pid) in self._gated_pids
+
     def attaching(self, pid: int) -> None:
         """A process under the frontend gets its memory back. Followed by :meth:`attached` or :meth:`not_attached`."""
         with self._lock:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.site import Program, Site, examples_folder, wait_until, words
+from tests.integration.site import PATIENCE, Program, Site, Toggles, examples_folder, wait_until, words
 
 STENCIL = examples_folder() / "stencil.py"
 ENDLESS = ["--size", "48", "--iterations", "4000", "--iteration-seconds", "0.02"]
@@ -40,7 +40,7 @@ while True:
 """
 REPLACED = """
 import os, runpy, sys, threading, time
-hold, delay, may, script = sys.argv[1], float(sys.argv[2]), sys.argv[3], sys.argv[4]
+hold, delay, may, other, script = sys.argv[1], float(sys.argv[2]), *sys.argv[3:6]
 
 def replace():
     while not os.path.isdir(hold) or not os.listdir(hold):
@@ -48,11 +48,11 @@ def replace():
     time.sleep(delay)
     while not os.path.exists(may):
         time.sleep(0.01)
-    os.execv(other[0], other)
+    os.execv(words[0], words)
 
-other = ["/bin/sleep", "1000"] if may != "/" else [sys.executable, *sys.argv[4:]]
+words = ["/bin/sleep", "1000"] if other == "sleep" else [sys.executable, *sys.argv[5:]]
 threading.Thread(target=replace, daemon=True).start()
-sys.argv = sys.argv[4:]
+sys.argv = sys.argv[5:]
 sys.path.insert(0, os.path.dirname(script))
 runpy.run_path(script, run_name="__main__")
 """
@@ -113,7 +113,7 @@ def test_one_that_replaces_its_program(site: Site) -> None:
         hold = str(site.folder / "run" / "hold")
         may = site.folder / "may"
         may.touch()
-        program = site.start(sys.executable, str(script), hold, str(delay), str(may), str(STENCIL), *ENDLESS)
+        program = site.start(sys.executable, str(script), hold, str(delay), str(may), "sleep", str(STENCIL), *ENDLESS)
         program.wait_iterations(3)
         image = site.image(f"image-{number}")
         if site.dump(program, image, "--leave-running", check=False).returncode == 0:
@@ -134,7 +134,7 @@ def test_one_that_becomes_another_program_with_a_gpu(site: Site, delay: float) -
     script = site.folder / "replaced.py"
     script.write_text(REPLACED)
     hold = str(site.folder / "run" / "hold")
-    program = site.start(sys.executable, str(script), hold, str(delay), "/", str(STENCIL), *ENDLESS)
+    program = site.start(sys.executable, str(script), hold, str(delay), "/", "itself", str(STENCIL), *ENDLESS)
     program.wait_iterations(3)
     before = {process["session"] for process in site.status()["processes"]}
     site.dump(program, site.image("image"), "--leave-running", check=False)
@@ -144,4 +144,22 @@ def test_one_that_becomes_another_program_with_a_gpu(site: Site, delay: float) -
 
     wait_until(only_the_other, "phosd to forget what it had")
     assert program.alive()
+    end(site)
+
+
+def test_one_that_becomes_another_program_while_it_is_restored(site: Site) -> None:
+    """The restore would wait for it, for as long as that runs."""
+    script, may = site.folder / "replaced.py", site.folder / "may"
+    script.write_text(REPLACED)
+    restores = Toggles(site, "restore")
+    command = [sys.executable, str(script), "/", "0", str(may), "itself", str(STENCIL), *ENDLESS]
+    program = site.start(*command, **restores.environment)
+    program.wait_iterations(3)
+    image = site.image()
+    site.dump(program, image)
+    restore = site.background("criu", "restore", "--lib", "phos", "-d", "-D", str(image))
+    restores.wait(program.pid)
+    may.touch()
+    assert restore.wait(PATIENCE) != 0
+    assert "replaced its program" in site.status()["jobs"][-1]["error"]
     end(site)

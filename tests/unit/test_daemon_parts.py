@@ -225,6 +225,25 @@ def test_a_program_that_connects_has_replaced_what_its_process_was_before(state:
     assert forgotten == ([former] if known else [])
 
 
+def test_a_program_that_connects_is_not_what_a_restore_waits_for_in_its_process() -> None:
+    """Nobody asks for that memory any more, and the restore would wait for as long as the program runs."""
+    failed: list[str] = []
+    job = SimpleNamespace(awaits=lambda pid: pid == 7, fail=failed.append)
+    other: Any = SimpleNamespace(session=bytes(range(16)), pid=7)
+    daemon = server.Daemon.__new__(server.Daemon)  # no GPU is needed for this
+    registry: Any = SimpleNamespace(lock=threading.Lock(), sessions={})
+    daemon._registry = registry
+    for restores in ({other.session: job}, {SESSION: SimpleNamespace(awaits=lambda _: False)}):
+        registry.restores = restores
+        daemon._replace_program(other, 7)
+    assert failed == [], "it is the one, or the restore waits for others"
+    registry.restores = {SESSION: job}
+    daemon._replace_program(other, 8)
+    assert failed == []
+    daemon._replace_program(other, 7)
+    assert failed == ["Process 7 replaced its program before its GPU state was back."]
+
+
 def test_who_connects_while_its_former_session_is_dropped_loses_nothing() -> None:
     """What it registers would be dropped with what it had."""
     lock = threading.Lock()

@@ -51,3 +51,16 @@ def test_one_that_is_another_program_by_now_may_have_been_back_before(
     monkeypatch.setattr(job, "_kill", lambda pid, _pidfd: killed.append(pid))
     job.watch_to_the_end()
     assert (job.state, killed) == (("attached", []) if back else ("failed", [REPLACED, OTHER]))
+
+
+def test_a_process_is_awaited_until_it_asks_for_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "inner_pid", lambda pid: pid)
+    job = restored()
+    job._gated_pids.discard(OTHER)  # has no memory that it could ask for
+    assert [job.awaits(pid) for pid in (REPLACED, OTHER, 9)] == [True, False, False]
+    job.attaching(REPLACED)
+    assert not job.awaits(REPLACED)
+    job.not_attached(REPLACED)
+    assert job.awaits(REPLACED)
+    job.attached(REPLACED)
+    assert not job.awaits(REPLACED)
