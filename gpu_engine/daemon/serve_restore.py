@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from phos.gen import wire_pb2
@@ -82,7 +83,8 @@ class RestoreServer:
             target=self._end, args=(job, connection.pid, criu_ended), name="end-restore", daemon=True
         )
         if job is not None:
-            ending.start()
+            with suppress(RuntimeError):  # there may be no more threads: it is done here then, when CRIU has ended
+                ending.start()
         try:
             while (packet := connection.receive()) is not None:
                 wire.close_all(packet[1])
@@ -109,7 +111,10 @@ class RestoreServer:
         if result not in (None, 0) or (result is None and not job.pids):
             job.fail("CRIU failed; its own log says why (restore.log, or what -o names, or the terminal).")
         criu_ended.set()
-        ending.join()
+        if ending.ident is None:
+            self._end(job, connection.pid, criu_ended)
+        else:
+            ending.join()
 
     def _end(self, job: Restore, criu: int, criu_ended: threading.Event) -> None:
         """What follows once CRIU has let the processes go: in the foreground it stays there, until they end."""

@@ -304,6 +304,7 @@ if __name__ == "__main__":
             "no thread for residue": no_thread("residue"),
             "no thread to watch CRIU": no_thread("watch-criu"),
             "no thread to bring back": no_thread("revive-"),
+            "no thread to end a restore": no_thread("end-restore"),
             "no thread to quiesce": no_second_thread("quiesce"),
             "no thread to detach": no_second_thread("detach"),
         }[alteration]()

@@ -106,6 +106,21 @@ def test_no_task_runs_on_when_somebody_is_killed_at_the_last_moment(site: Site, 
     site.wait_no_gpu_memory()
 
 
+def test_phosd_can_start_no_thread_to_see_a_restore_end(site: Site) -> None:
+    """It is put away all the same, if only when CRIU has ended."""
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="no thread to end a restore")
+    program = blocks(site)
+    image = site.image()
+    site.dump(program, image)
+    site.restore(image)
+    program.wait_progress(3)
+    again = site.image("again")
+    site.dump(program, again)  # nor is the first restore in the way of the next
+    site.restore(again)
+    assert [job["state"] for job in site.status()["jobs"] if job["kind"] == "restore"] == ["attached"] * 2
+    assert program.wait_result() == "right"
+
+
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_a_restore_into_a_fresh_pid_namespace(site: Site, mode: str) -> None:
     """Its pids mean nothing to phosd, which is outside: somebody else has one of them, perhaps."""
