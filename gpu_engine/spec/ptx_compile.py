@@ -255,7 +255,7 @@ class Compiler:
         elif base == "cvt":
             sizes = [4 if kind.startswith("f") else 8 if kind.endswith("64") else 4 for kind in op.types]
             self.add(Move(target, sources) if min(sizes, default=4) == 8 else Narrow(target, sources[0]))
-        elif not op.integer and base != "selp":
+        elif not op.integer and base not in ("selp", "slct"):  # slct's last type is that of what it chooses by
             pass  # nobody computes addresses in floating point, but they are moved in its registers
         elif whole := self._scaled_back(op, target, rest):
             self.add(Move(target, (whole,), None))
@@ -265,7 +265,7 @@ class Compiler:
             number = integer(rest[1].number) if isinstance(rest[1], Immediate) else None
             left, right = self.use(rest[0]), self.use(rest[1])
             self.add((Add if base.startswith("add") else Subtract)(target, left, right, number))
-        elif base in ("mad", "madc", "mad24", "fma") and len(rest) >= 3:
+        elif base in ("mad", "madc", "mad24", "sad", "fma") and len(rest) >= 3:
             raised = self._raised(op, rest)
             if raised:
                 product = self.register()

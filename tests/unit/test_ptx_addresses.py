@@ -1,0 +1,37 @@
+"""Addresses that a kernel computes in unusual ways: what it touches is said, or said to be unknown."""
+
+from __future__ import annotations
+
+import pytest
+
+from phos.gpu_engine.spec.descriptor import Access, FieldKind
+from phos.gpu_engine.spec.ptx_flow import describe
+
+W = Access.WRITE
+HEAD = """.version 8.5
+.target sm_90
+.address_size 64
+.entry k(.param .u64 p, .param .u64 q, .param .u64 n, .param .align 4 .b8 packed[28], .param .align 8 .b8 s[32]) {
+.reg .b64 %a, %b, %c, %d, %x, %y, %z; .reg .b32 %r<9>; .reg .f32 %f; .reg .pred %p;
+ld.param.u64 %a, [p]; ld.param.u64 %b, [q]; ld.param.u64 %c, [n]; mov.u32 %r1, %tid.x;
+"""
+P, Q, N = 0, 8, 16
+
+FOLLOWED = {
+    "chosen by the sign of a number": ("slct.u64.s32 %d, %a, %b, %r1;", {P, Q}),
+    "chosen by the sign of a floating-point number": ("slct.u64.f32 %d, %a, %b, %f;", {P, Q}),
+    "behind the distance of two numbers": ("sad.u64 %d, %b, 5, %a;", {P}),
+}
+"""What is added to an index that might be an address itself."""
+
+
+def touched(body: str) -> tuple[set[int], Access]:
+    """Where the addresses that the kernel writes through lie among its arguments, and what it does through others."""
+    found = describe(HEAD + body + " st.global.u32 [%d], 1; ret; }")["k"]
+    return {field.offset for field in found.fields if field.kind is FieldKind.POINTER}, found.indirect
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_an_address_that_is_chosen_is_followed(name: str) -> None:
+    body, places = FOLLOWED[name]
+    assert touched(f"{body} add.u64 %d, %d, %c;") == ({*places, N}, Access.NONE)
