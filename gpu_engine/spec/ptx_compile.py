@@ -122,18 +122,17 @@ class Compiler:
 
     def _named(self, name: str) -> int | tuple[int, ...]:
         """A register's number, or an object's in a tuple; register 0 for what is nowhere declared."""
-        stem = name.rstrip("0123456789")
-        digits = name[len(stem) :]
-        index = int(digits) if 0 < len(digits) < 10 else None
+        first = len(name.rstrip("0123456789"))
         for scope in reversed(self._scopes):
             found = scope.get(name)
             if found is not None:
                 return found
-            count = scope.get(f"{stem}<") if index is not None else None
-            # A block's own %r<2> leaves %r5 to the blocks around it.
-            if isinstance(count, int) and index is not None and index < count:
-                register = scope[name] = self.register()
-                return register
+            # %r12 is of %r<13> or of %r1<3>. A block's own %r<2> leaves %r5 to the blocks around it.
+            for end in range(first, len(name)):
+                count = scope.get(f"{name[:end]}<")
+                if isinstance(count, int) and len(name) - end < 10 and int(name[end:]) < count:
+                    register = scope[name] = self.register()
+                    return register
         declared = self._globals.get(name)
         if declared is None:
             return 0

@@ -20,6 +20,7 @@ P, Q, N = 0, 8, 16
 FOLLOWED = {
     "chosen by the sign of a number": ("slct.u64.s32 %d, %a, %b, %r1;", {P, Q}),
     "chosen by the sign of a floating-point number": ("slct.u64.f32 %d, %a, %b, %f;", {P, Q}),
+    "in a register whose name has a digit more": (".reg .b64 %e1<3>; mov.b64 %e12, %a; mov.b64 %d, %e12;", {P}),
     "behind the distance of two numbers": ("sad.u64 %d, %b, 5, %a;", {P}),
 }
 """What is added to an index that might be an address itself."""
