@@ -215,7 +215,9 @@ class Solver:
         rest: list[Atom] = [atom for atom in value if not isinstance(atom, Bytes | Raised)]
         whole = [run for run in runs(pieces) if run.size >= POINTER_BYTES]
         rest += [run if run.size == POINTER_BYTES else Anywhere(*run) for run in whole]
-        return rest or [LOADED]  # an address from nowhere: it must come from something not followed here
+        if not any(isinstance(atom, Place) for atom in rest):
+            rest.append(LOADED)  # it was computed in a way not followed here: what an argument holds is no address then
+        return rest
 
     def _access(self, value: Value, access: Access, space: Space) -> list[Atom]:
         """Record an access; gives the atoms whose memory it reaches."""

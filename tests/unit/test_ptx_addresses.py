@@ -36,3 +36,18 @@ def touched(body: str) -> tuple[set[int], Access]:
 def test_an_address_that_is_chosen_is_followed(name: str) -> None:
     body, places = FOLLOWED[name]
     assert touched(f"{body} add.u64 %d, %d, %c;") == ({*places, N}, Access.NONE)
+
+
+COMPUTED = {
+    "in units of so many bytes": "shl.b64 %d, %c, 12;",
+    "its bits in the other order": "brev.b64 %d, %a;",
+    "the upper half of a product": "mul.hi.u64 %d, %a, %b;",
+    "halves, the upper one first": "ld.param.v2.u32 {%r2, %r3}, [packed]; mov.b64 %d, {%r3, %r2};",
+}
+"""Addresses that no argument holds as they are."""
+
+
+@pytest.mark.parametrize("conversion", ["", "cvta.to.global.u64 %d, %d;"], ids=["generic", "converted"])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_an_address_that_no_argument_holds_is_indirect(name: str, conversion: str) -> None:
+    assert touched(f"{COMPUTED[name]} {conversion}")[1] == W
