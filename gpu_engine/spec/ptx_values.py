@@ -169,6 +169,8 @@ def assembled(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
     for piece in runs(pieces):
         if piece.size >= 8 and any(isinstance(atom, Bytes) and atom.offset == piece.offset for atom in first):
             yield (piece if piece.size == 8 else Anywhere(*piece)), WEAK
+    if _apart(parts, (0, 4)):
+        yield LOADED, WEAK
 
 
 def combined(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
@@ -181,6 +183,8 @@ def combined(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
     for piece in runs(pieces):
         if piece.size >= 8:
             yield (piece if piece.size == 8 and _in_order(piece, parts) else LOADED), WEAK
+    if _apart(parts, (0, 4, -4)):
+        yield LOADED, WEAK
     if len(parts) < 2:
         return
     for atom in parts[0]:
@@ -188,6 +192,17 @@ def combined(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
             yield atom, WEAK
     if all(any(_somewhere(atom) and not role & POINTER for atom, role in part.items()) for part in parts):
         yield LOADED, WEAK
+
+
+def _apart(parts: list[Value], places: tuple[int, ...]) -> bool:
+    """Whether two parts are each half a word of the arguments, the second at none of these places from the first."""
+    halves = [[atom for atom in part if atom != RAISED] for part in parts]
+    if len(halves) != 2 or any(len(half) != 1 for half in halves):
+        return False
+    (one,), (other,) = halves
+    if not isinstance(one, Bytes) or not isinstance(other, Bytes) or (one.size, other.size) != (4, 4):
+        return False
+    return other.offset - one.offset not in places
 
 
 def _in_order(whole: Bytes, parts: list[Value]) -> bool:

@@ -51,3 +51,24 @@ COMPUTED = {
 @pytest.mark.parametrize("name", COMPUTED)
 def test_an_address_that_no_argument_holds_is_indirect(name: str, conversion: str) -> None:
     assert touched(f"{COMPUTED[name]} {conversion}")[1] == W
+
+
+APART = {
+    "packed": "ld.param.u32 %r2, [packed]; ld.param.u32 %r3, [packed+8]; mov.b64 %d, {%r2, %r3};",
+    "packed, the upper one first": "ld.param.v2.u32 {%r2, %r3}, [packed]; mov.b64 %d, {%r3, %r2};",
+    "shifted": (
+        "ld.param.u32 %r2, [packed]; ld.param.u32 %r3, [packed+8]; cvt.u64.u32 %x, %r2; cvt.u64.u32 %y, %r3;"
+        "shl.b64 %z, %y, 32; or.b64 %d, %x, %z;"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_an_address_of_halves_that_do_not_lie_side_by_side_is_indirect_beside_an_index(name: str) -> None:
+    assert touched(f"{APART[name]} add.u64 %d, %d, %c;") == ({N}, W)
+
+
+def test_a_number_made_of_its_halves_is_no_address() -> None:
+    body = "ld.param.v2.u32 {%r2, %r3}, [packed]; mul.wide.u32 %x, %r2, %r3; mov.b64 {%r4, %r5}, %x;"
+    assert touched(f"{body} mov.b64 %y, {{%r4, %r5}}; add.u64 %d, %a, %y;")[1] == Access.NONE
+    assert touched("ld.param.u32 %r2, [packed]; mov.b64 %x, {%r2, 0}; add.u64 %d, %a, %x;") == ({P}, Access.NONE)
