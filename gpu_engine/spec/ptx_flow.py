@@ -85,7 +85,11 @@ class Kernels:
             scans = [Field(p.offset, p.size, BOTH, FieldKind.SCAN) for p in parameters if p.size >= ADDRESS_BYTES]
             return AccessDescriptor(name, parameters, tuple(scans), BOTH, Source.PTX)
         maps, elsewhere = _tensor_maps(solver)
-        fields = tuple(sorted([*_fields(solver), *maps]))
+        found = _fields(solver)
+        for field in found:
+            if field.kind is FieldKind.SCAN and any(_packed(declared, field) for declared in layout):
+                elsewhere |= field.access
+        fields = tuple(sorted([*found, *maps]))
         return AccessDescriptor(name, parameters, fields, solver.indirect | elsewhere, Source.PTX)
 
 
@@ -146,7 +150,7 @@ def _layout(function: Function) -> list[Declared]:
             parts.append([])
         parts[-1].append(len(result))
         size = variable.bytes(declarator)
-        result.append(Declared(Kind.PARAMETER, declarator.name, offset, size, variable.pointer))
+        result.append(Declared(Kind.PARAMETER, declarator.name, offset, size, variable.pointer, alignment=alignment))
         offset += size
     for part in parts:
         around = result[part[0]].offset, result[part[-1]].offset + result[part[-1]].size
@@ -178,6 +182,12 @@ def _fields(solver: Solver) -> list[Field]:
         if offset % ADDRESS_BYTES or not any(access & ~f.access == Access.NONE for f in covered):
             fields.append(Field(offset, ADDRESS_BYTES, access, FieldKind.POINTER))
     return fields
+
+
+def _packed(declared: Declared, field: Field) -> bool:
+    """Whether a scanned range is of a parameter whose addresses need not lie on multiples of their size."""
+    inside = declared.offset < field.offset + field.size and field.offset < declared.offset + declared.size
+    return inside and declared.size >= ADDRESS_BYTES and declared.alignment < ADDRESS_BYTES
 
 
 def _tensor_maps(solver: Solver) -> tuple[list[Field], Access]:

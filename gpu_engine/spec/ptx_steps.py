@@ -204,6 +204,7 @@ class Declared(NamedTuple):
     pointer: bool = False
     around: tuple[int, int] = (0, 0)
     """From where to where the block looks the same around this parameter on every GPU."""
+    alignment: int = 1
 
 
 @dataclass

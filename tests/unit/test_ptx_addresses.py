@@ -72,3 +72,12 @@ def test_a_number_made_of_its_halves_is_no_address() -> None:
     body = "ld.param.v2.u32 {%r2, %r3}, [packed]; mul.wide.u32 %x, %r2, %r3; mov.b64 {%r4, %r5}, %x;"
     assert touched(f"{body} mov.b64 %y, {{%r4, %r5}}; add.u64 %d, %a, %y;")[1] == Access.NONE
     assert touched("ld.param.u32 %r2, [packed]; mov.b64 %x, {%r2, 0}; add.u64 %d, %a, %x;") == ({P}, Access.NONE)
+
+
+ELEMENT = "mov.b64 %x, ARRAY; mad.wide.u32 %y, %r1, 8, %x; ld.param.v2.u32 {%r2, %r3}, [%y]; mov.b64 %d, {%r2, %r3};"
+
+
+def test_an_element_of_an_array_that_is_not_aligned_to_addresses_is_indirect() -> None:
+    """Scans look at multiples of 8 bytes only."""
+    assert touched(ELEMENT.replace("ARRAY", "packed"))[1] == W
+    assert touched(ELEMENT.replace("ARRAY", "s"))[1] == Access.NONE
