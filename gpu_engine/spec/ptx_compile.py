@@ -45,6 +45,9 @@ BOTH = Access.READ | Access.WRITE
 HALF_BITS = 32
 """Bits of half an address."""
 
+UPPER_ADDRESS_BITS = 0xFFFF00000000
+"""Those by which addresses of one allocation hardly differ, below those that may hold marks."""
+
 
 class Compiler:
     """Turns one function into Code. ``globals_`` are the names of the whole module and what they stand for."""
@@ -284,8 +287,8 @@ class Compiler:
                 self.add(Combine(target, (moved, self.use(rest[1]))))
             else:
                 self.add(Combine(target, sources[:2]))
-            if base == "xor" and all(map(self.use, rest[:2])):
-                self.add(Scramble(target, sources[:2], whole=True))
+            if base == "xor":
+                self._exclusive(target, rest[0], rest[1])
         elif base in KEEP:
             self.add(Move(target, sources, 0 if base == "selp" else None))
             if base in ("not", "abs"):  # ~x is -x - 1
@@ -299,6 +302,15 @@ class Compiler:
                 self.add(Scramble(target, sources[:2], whole=False))
             if base in ("mul", "mul24"):
                 self._turn(op, target, rest[:2])
+
+    def _exclusive(self, target: int, left: Operand, right: Operand) -> None:
+        """The target is an address with a key, or one without it: neither is among the arguments as it is."""
+        if self.use(left) and self.use(right):
+            self.add(Scramble(target, (self.use(left), self.use(right)), whole=True))
+        for key, operand in ((left, right), (right, left)):
+            number = self._number(key)
+            if number is not None and number != -1 and number & UPPER_ADDRESS_BITS:
+                self.add(Scramble(target, (self.use(operand),), whole=True))
 
     def _turn(self, op: Opcode, target: int, factors: tuple[Operand, ...]) -> None:
         """The target is a product, or has one added: what was subtracted is added, where a factor may be negative."""

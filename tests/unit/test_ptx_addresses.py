@@ -43,6 +43,8 @@ COMPUTED = {
     "its bits in the other order": "brev.b64 %d, %a;",
     "the upper half of a product": "mul.hi.u64 %d, %a, %b;",
     "halves, the upper one first": "ld.param.v2.u32 {%r2, %r3}, [packed]; mov.b64 %d, {%r3, %r2};",
+    "with a key in the code": "xor.b64 %d, %a, 0x5deece66d1234567;",
+    "with a key in a register": "mov.b64 %x, 0x5deece66d1234567; xor.b64 %d, %x, %a;",
 }
 """Addresses that no argument holds as they are."""
 
@@ -51,6 +53,11 @@ COMPUTED = {
 @pytest.mark.parametrize("name", COMPUTED)
 def test_an_address_that_no_argument_holds_is_indirect(name: str, conversion: str) -> None:
     assert touched(f"{COMPUTED[name]} {conversion}")[1] == W
+
+
+@pytest.mark.parametrize("mask", ["-1", "0x8000000000000000", "16"])
+def test_a_mark_in_an_address_is_no_key(mask: str) -> None:
+    assert touched(f"xor.b64 %d, %a, {mask};")[1] == Access.NONE
 
 
 APART = {
