@@ -109,7 +109,8 @@ def _built() -> Path:
     flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O2", "-fPIC", "-pthread"]
     flags += os.environ.get("PTX_TEST_FLAGS", "").split()  # for example -DPTX_VARIANT=ptx_run_warp_base
     state = hashlib.sha256(repr(flags).encode())
-    for path in [*SOURCES, *sorted((ROOT / "softgpu").glob("*.h"))]:
+    included = [path for kind in ("h", "inc", "def") for path in sorted((ROOT / "softgpu").glob(f"*.{kind}"))]
+    for path in [*SOURCES, *included]:
         state.update(path.read_bytes())
     kept = ROOT / "build" / "tests" / f"libptx-{state.hexdigest()[:16]}.so"
     kept.parent.mkdir(parents=True, exist_ok=True)
