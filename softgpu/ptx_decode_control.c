@@ -27,8 +27,10 @@ static bool decode_brx(struct ptx_parser *p, const struct ptx_stmt *s) {
 
 /* bar.sync a, b;  bar.arrive a, b;  bar.red.popc.u32 d, a, b, p;  bar.red.and.pred p, a, b, q;  and barrier{.cta}.… */
 static bool decode_bar(struct ptx_parser *p, const struct ptx_stmt *s) {
-    if (ptx_mod(s, "cluster")) { /* launches have clusters of one block only */
-        ptx_emit(p, ptx_mod(s, "wait") ? PTX_FENCE_OP : PTX_NOP_OP);
+    if (ptx_mod(s, "cluster")) {
+        bool wait = ptx_mod(s, "wait");
+        if (!wait && !ptx_mod(s, "arrive")) return false;
+        ptx_emit(p, PTX_BAR_CLUSTER_OP)->sub = wait;
         return true;
     }
     if (ptx_mod(s, "warp")) {

@@ -38,7 +38,7 @@ struct ptx_split {
     uint32_t pc, mask;
     uint8_t state;
     uint8_t go;      /* the exchange at pc has all its lanes */
-    uint8_t barrier; /* which one it waits for */
+    uint8_t barrier; /* which one it waits for; PTX_BARRIERS: the cluster's */
     uint64_t turn;   /* when it last ran */
 };
 
@@ -48,6 +48,7 @@ struct ptx_warp {
     struct ptx_split splits[PTX_WARP];
     uint32_t count;
     uint32_t live; /* lanes that exist and have not exited */
+    uint32_t arrived; /* lanes that have been at the cluster's barrier, which others have not */
     uint32_t index;
     uint64_t turns;
     bool tired;    /* it gave way: another of its splits goes first next time */
@@ -108,6 +109,8 @@ struct ptx_frame *ptx_frame_new(struct ptx_worker *w, const struct ptx_function 
 void ptx_frame_free(struct ptx_worker *w, struct ptx_frame *frame);
 bool ptx_exit_lanes(struct ptx_worker *w, struct ptx_warp *warp, struct ptx_frame *frame, uint32_t m);
 int ptx_barrier_arrive(struct ptx_worker *w, struct ptx_warp *warp, struct ptx_split *split, const struct ptx_ins *in, const unsigned char *id, const unsigned char *count, uint32_t pred, uint32_t m, bool *waits);
+bool ptx_cluster_arrive(struct ptx_warp *warp, uint32_t m); /* whether others may go on now */
+bool ptx_cluster_wait(struct ptx_warp *warp, struct ptx_split *split); /* whether the split has to wait */
 int ptx_call(struct ptx_worker *w, struct ptx_warp *warp, struct ptx_split *split, const struct ptx_ins *in, const struct ptx_function *f, uint32_t m);
 void ptx_return(struct ptx_worker *w, struct ptx_warp *warp, struct ptx_frame *frame, uint32_t m);
 void ptx_wait_warp(struct ptx_split *split);

@@ -105,6 +105,7 @@ static void block_start(struct ptx_worker *w, struct ptx_block *b, uint64_t numb
         struct ptx_warp *warp = &b->warps[i];
         uint32_t lanes = threads - i * PTX_WARP;
         warp->live = lanes >= PTX_WARP ? PTX_FULL : (1u << lanes) - 1;
+        warp->arrived = 0;
         warp->base->mask = warp->live;
         warp->base->up = NULL;
         warp->base->depth = 0;

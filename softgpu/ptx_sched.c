@@ -199,6 +199,31 @@ int ptx_barrier_arrive(struct ptx_worker *w, struct ptx_warp *warp, struct ptx_s
     return 0;
 }
 
+/* Clusters are single blocks: their barrier is complete when every thread of the block that has not ended has arrived. */
+static bool complete_cluster(struct ptx_block *block) {
+    for (uint32_t i = 0; i < block->warp_count; i++)
+        if (block->warps[i].live & ~block->warps[i].arrived) return false;
+    for (uint32_t i = 0; i < block->warp_count; i++) {
+        struct ptx_warp *warp = &block->warps[i];
+        warp->arrived = 0;
+        for (uint32_t k = 0; k < warp->count; k++)
+            if (warp->splits[k].state == PTX_WAIT_BARRIER && warp->splits[k].barrier == PTX_BARRIERS) warp->splits[k].state = PTX_READY;
+    }
+    return true;
+}
+
+bool ptx_cluster_arrive(struct ptx_warp *warp, uint32_t m) {
+    warp->arrived |= m;
+    return complete_cluster(warp->block);
+}
+
+bool ptx_cluster_wait(struct ptx_warp *warp, struct ptx_split *split) {
+    if ((split->mask & warp->arrived) == 0) return false; /* those that it arrived with have all come meanwhile */
+    split->state = PTX_WAIT_BARRIER;
+    split->barrier = PTX_BARRIERS;
+    return true;
+}
+
 static void leave(struct ptx_worker *w, struct ptx_warp *warp, struct ptx_frame *frame, uint32_t m) {
     while (frame != NULL) {
         struct ptx_frame *up = frame->up;
@@ -218,6 +243,7 @@ bool ptx_exit_lanes(struct ptx_worker *w, struct ptx_warp *warp, struct ptx_fram
         struct ptx_barrier *b = &block->barriers[i];
         if (b->waiting != 0 && b->expected == 0 && complete(block, b)) release(block, i);
     }
+    complete_cluster(block);
     return warp->live == 0;
 }
 

@@ -1,0 +1,66 @@
+"""What the PTX ISA defines and compilers seldom emit, on the PTX interpreter; and that what it lacks is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "ptx"))
+from ptx_machine import HEADER, LAUNCH_FAILED, Buffer, Module
+
+U32 = ctypes.c_uint32
+PROLOGUE = """
+.reg .pred %p<9>; .reg .b16 %h<9>; .reg .b32 %r<20>; .reg .b64 %d<20>; .shared .b32 s[128];
+ld.param.u64 %d0, [o]; mov.u32 %r0, %tid.x; mul.wide.u32 %d1, %r0, 4; add.u64 %d1, %d0, %d1;
+"""
+
+
+def program(body: str) -> Module:
+    """A kernel k(o): %r0 is the thread, %d1 the address of its word of the buffer."""
+    return Module(f"{HEADER}.visible .entry k(.param .u64 o) {{{PROLOGUE}{body} ret; }}")
+
+
+def words(body: str, block: int = 32) -> list[int]:
+    """What each thread leaves in %r1."""
+    out = Buffer(4 * block)
+    program(body + "st.global.u32 [%d1], %r1;").run("k", 1, block, out)
+    return out.array(U32)
+
+
+# Each thread takes what its counterpart in another warp has put into shared memory.
+EXCHANGE = """
+mov.u32 %r2, s; mad.lo.u32 %r3, %r0, 4, %r2; st.shared.u32 [%r3], %r0;
+{arrive}
+{wait}
+xor.b32 %r4, %r0, 96; mad.lo.u32 %r3, %r4, 4, %r2; ld.shared.u32 %r1, [%r3];
+"""
+ARRIVE, WAIT = "barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait.acquire.aligned;"
+
+
+def test_the_barrier_of_a_cluster_of_one_block_waits_for_the_block() -> None:
+    assert words(EXCHANGE.format(arrive=ARRIVE, wait=WAIT), 128) == [i ^ 96 for i in range(128)]
+
+
+def test_the_barrier_of_a_cluster_is_used_again_and_waits_for_diverged_threads_and_none_that_ended() -> None:
+    body = """
+    mov.u32 %r2, s; mad.lo.u32 %r3, %r0, 4, %r2; setp.ge.u32 %p3, %r0, 120; @%p3 exit;
+    mov.u32 %r1, %r0; mov.u32 %r7, 0; and.b32 %r5, %r0, 1; setp.eq.u32 %p1, %r5, 0;
+    again: st.shared.u32 [%r3], %r1; @%p1 bra even; barrier.cluster.arrive; bra met; even: barrier.cluster.arrive;
+    met: barrier.cluster.wait;
+    xor.b32 %r4, %r0, 32; and.b32 %r4, %r4, 63; mad.lo.u32 %r6, %r4, 4, %r2; ld.shared.u32 %r1, [%r6];
+    add.u32 %r1, %r1, 1;
+    barrier.cluster.arrive.relaxed; barrier.cluster.wait;
+    add.u32 %r7, %r7, 1; setp.lt.u32 %p2, %r7, 5; @%p2 bra again;
+    """
+    held = list(range(120))
+    for _ in range(5):
+        held = [held[(i ^ 32) & 63] + 1 for i in range(120)]
+    assert words(body, 128)[:120] == held
+
+
+def test_a_thread_that_waits_at_a_cluster_barrier_for_one_that_waits_elsewhere_is_reported() -> None:
+    body = f"setp.lt.u32 %p1, %r0, 32; @%p1 bra first; {ARRIVE} {WAIT} bra.uni out; first: bar.sync 0, 64; out:"
+    code, fault = program(body).launch("k", 1, 64, Buffer(256))
+    assert code == LAUNCH_FAILED
+    assert b"barrier" in fault.message
