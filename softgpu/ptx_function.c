@@ -191,6 +191,7 @@ void ptx_parse_function(struct ptx_parser *p, bool entry) {
     uint32_t line = p->t.line;
     f->entry = entry;
     f->max_threads = 1024;
+    f->cluster = 1;
     f->line = line;
     p->f = f;
     p->code_room = p->callees_room = p->shared_used_room = 0;
@@ -254,6 +255,7 @@ void ptx_parse_function(struct ptx_parser *p, bool entry) {
             while (p->t.kind != PTX_T_END && !ptx_at(p, ')')) ptx_next(p);
             ptx_expect(p, ')');
         }
+        if (ptx_is(d, "reqnctapercluster") && n != 0) p->f->cluster = (uint32_t)product;
         if (max || required) p->f->max_threads = product > 1024 ? 1024 : (unsigned)product;
         if (required)
             for (int i = 0; i < 3; i++) p->f->required[i] = (uint32_t)values[i];

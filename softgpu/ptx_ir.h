@@ -173,6 +173,7 @@ struct ptx_function {
     uint32_t shared_used_count;
     unsigned max_threads;
     uint32_t required[3];
+    uint32_t cluster;      /* blocks of a cluster that it has to run in */
 };
 
 struct ptx_kernel {

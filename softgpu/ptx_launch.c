@@ -237,6 +237,7 @@ static int check(const struct ptx_launch *launch, struct ptx_fault *fault, uint6
     threads = threads > 1024 ? threads : threads * launch->block[2];
     uint64_t cluster = 1;
     for (int i = 0; i < 3; i++) cluster *= launch->cluster[i] ? launch->cluster[i] : 1;
+    cluster *= k->function->cluster;
     *blocks = (uint64_t)launch->grid[0] * launch->grid[1] * launch->grid[2];
     if (*blocks == 0 || threads == 0) why = "a launch needs at least one block and one thread";
     else if (threads > 1024 || launch->block[2] > 64) why = "a block has at most 1024 threads, and 64 in z";

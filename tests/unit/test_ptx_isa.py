@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "ptx"))
-from ptx_machine import HEADER, LAUNCH_FAILED, Buffer, Module
+from ptx_machine import HEADER, LAUNCH_FAILED, NOT_SUPPORTED, Buffer, Module
 
 U32 = ctypes.c_uint32
 PROLOGUE = """
@@ -16,9 +16,9 @@ ld.param.u64 %d0, [o]; mov.u32 %r0, %tid.x; mul.wide.u32 %d1, %r0, 4; add.u64 %d
 """
 
 
-def program(body: str) -> Module:
+def program(body: str, directives: str = "") -> Module:
     """A kernel k(o): %r0 is the thread, %d1 the address of its word of the buffer."""
-    return Module(f"{HEADER}.visible .entry k(.param .u64 o) {{{PROLOGUE}{body} ret; }}")
+    return Module(f"{HEADER}.visible .entry k(.param .u64 o) {directives} {{{PROLOGUE}{body} ret; }}")
 
 
 def words(body: str, block: int = 32) -> list[int]:
@@ -64,3 +64,10 @@ def test_a_thread_that_waits_at_a_cluster_barrier_for_one_that_waits_elsewhere_i
     code, fault = program(body).launch("k", 1, 64, Buffer(256))
     assert code == LAUNCH_FAILED
     assert b"barrier" in fault.message
+
+
+def test_a_kernel_that_must_run_in_clusters_of_several_blocks_is_refused() -> None:
+    code, fault = program("", ".explicitcluster .reqnctapercluster 2, 1, 1").launch("k", 2, 32, Buffer(4))
+    assert code == NOT_SUPPORTED
+    assert b"clusters" in fault.message
+    program("", ".explicitcluster .reqnctapercluster 1, 1, 1").run("k", 2, 32, Buffer(4))
