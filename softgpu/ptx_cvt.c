@@ -111,6 +111,10 @@ static uint64_t to_integer(struct value v, uint32_t type, uint32_t round) {
 }
 
 static double saturate(double x) { return x > 0 ? (x > 1 ? 1 : x) : 0; }
+static double cut_to_finite(double x, uint32_t type) {
+    double largest = type == PTX_TF32 ? 0x1.ffcp127 : type == PTX_BF16 || type == PTX_BF16X2 ? 0x1.fep127 : 65504;
+    return x > largest ? largest : x < -largest ? -largest : x; /* a NaN stays one */
+}
 static double rectify(double x) { return x < 0 ? 0 : x; }
 
 /* An integer to a half in one rounding: it is cut to what a double holds first, to odd. */
@@ -134,6 +138,7 @@ static __attribute__((noinline)) void store(const struct ptx_ins *in, void *d, u
         if (in->flags & PTX_INTEGER) v.d = round_integral(v.d, round);
         if (in->flags & PTX_SAT) v.d = saturate(v.d);
         if (in->flags & PTX_RELU) v.d = rectify(v.d);
+        if (in->flags & PTX_SATFINITE) v.d = cut_to_finite(v.d, type);
     }
     if (type == PTX_F64) {
         ((double *)d)[l] = v.real ? v.d : v.is_signed ? (double)(int64_t)v.i : (double)v.i;
@@ -174,6 +179,7 @@ static void pack(const struct ptx_ins *in, void *d, const void *a, const void *b
             ((uint16_t *)d)[l] = (uint16_t)(to_fp8(high, e5m2) << 8 | to_fp8(low, e5m2));
         } else {
             bool brain = in->type == PTX_BF16X2;
+            if (in->flags & PTX_SATFINITE) high = cut_to_finite(high, in->type), low = cut_to_finite(low, in->type);
             ((uint32_t *)d)[l] = (uint32_t)to_half(high, in->aux, brain) << 16 | to_half(low, in->aux, brain);
         }
     }

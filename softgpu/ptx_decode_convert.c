@@ -52,7 +52,8 @@ static bool decode_cvt(struct ptx_parser *p, const struct ptx_stmt *s) {
     static const char *const integral_names[] = {"rni", "rzi", "rmi", "rpi"};
     for (uint32_t i = 0; i < 4; i++)
         if (ptx_mod(s, integral_names[i])) round = (enum ptx_round)i, integral = true;
-    uint32_t flags = (ptx_mod(s, "ftz") ? PTX_FTZ : 0) | (ptx_mod(s, "sat") ? PTX_SAT : 0) | (ptx_mod(s, "relu") ? PTX_RELU : 0) | (integral ? PTX_INTEGER : 0);
+    uint32_t flags = (ptx_mod(s, "ftz") ? PTX_FTZ : 0) | (ptx_mod(s, "sat") ? PTX_SAT : 0) | (ptx_mod(s, "relu") ? PTX_RELU : 0) |
+                     (ptx_mod(s, "satfinite") ? PTX_SATFINITE : 0) | (integral ? PTX_INTEGER : 0);
     if (is_integer(dt) && is_integer(st) && !(flags & PTX_SAT)) return integer_to_integer(p, s, dt, st);
     bool packed = dt == PTX_F16X2 || dt == PTX_BF16X2 || dt == PTX_E4M3X2 || dt == PTX_E5M2X2;
     uint32_t op = flags == 0 || (integral && is_integer(dt) && (flags & ~PTX_INTEGER) == 0) ? direct_conversion(dt, st, round) : PTX_CVT_OP;

@@ -59,6 +59,7 @@ enum ptx_round { PTX_RN, PTX_RZ, PTX_RM, PTX_RP, PTX_RNA };
 #define PTX_RELU 16u
 #define PTX_INTEGER 32u  /* cvt: round to an integral value */
 #define PTX_ABS_FLAG 64u
+#define PTX_SATFINITE 128u /* cvt: what is too large becomes the largest finite value, as it always does in 8 bits */
 
 enum ptx_fp_op {
     PTX_FP_ADD, PTX_FP_SUB, PTX_FP_MUL, PTX_FP_DIV, PTX_FP_MIN, PTX_FP_MAX, PTX_FP_FMA, PTX_FP_NEG, PTX_FP_ABS, PTX_FP_SQRT, PTX_FP_RCP,

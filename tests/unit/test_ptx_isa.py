@@ -6,12 +6,14 @@ import ctypes
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent / "ptx"))
 from ptx_machine import HEADER, LAUNCH_FAILED, NOT_SUPPORTED, Buffer, Module
 
 U32 = ctypes.c_uint32
 PROLOGUE = """
-.reg .pred %p<9>; .reg .b16 %h<9>; .reg .b32 %r<20>; .reg .b64 %d<20>; .shared .b32 s[128];
+.reg .pred %p<9>; .reg .b16 %h<9>; .reg .b32 %r<20>; .reg .f32 %f<9>; .reg .b64 %d<20>; .shared .b32 s[128];
 ld.param.u64 %d0, [o]; mov.u32 %r0, %tid.x; mul.wide.u32 %d1, %r0, 4; add.u64 %d1, %d0, %d1;
 """
 
@@ -71,3 +73,20 @@ def test_a_kernel_that_must_run_in_clusters_of_several_blocks_is_refused() -> No
     assert code == NOT_SUPPORTED
     assert b"clusters" in fault.message
     program("", ".explicitcluster .reqnctapercluster 1, 1, 1").run("k", 2, 32, Buffer(4))
+
+
+SATFINITE = {
+    "cvt.rn.satfinite.f16.f32 %h1, %f1; cvt.u32.u16 %r1, %h1": (0x7BFF, 0xFBFF, 0x3C00, 0x7FFF),
+    "cvt.rz.satfinite.bf16.f32 %h1, %f1; cvt.u32.u16 %r1, %h1": (0x7F7F, 0xFF7F, 0x3F80, 0x7FFF),
+    "cvt.rna.satfinite.tf32.f32 %r1, %f1": (0x7F7FE000, 0xFF7FE000, 0x3F800000, None),
+    "cvt.rn.satfinite.f16x2.f32 %r1, %f1, 0f3F800000": (0x7BFF3C00, 0xFBFF3C00, 0x3C003C00, 0x7FFF3C00),
+    "cvt.rn.f16.f32 %h1, %f1; cvt.u32.u16 %r1, %h1": (0x7C00, 0xFC00, 0x3C00, 0x7FFF),
+}
+
+
+@pytest.mark.parametrize("instruction", SATFINITE)
+def test_a_conversion_that_saturates_to_finite_values(instruction: str) -> None:
+    """PTX ISA, "cvt": infinities and what is too large become the largest finite value, and a NaN stays one."""
+    for bits, expected in zip((0x7F800000, 0xFF800000, 0x3F800000, 0x7FC00000), SATFINITE[instruction], strict=True):
+        if expected is not None:
+            assert words(f"mov.b32 %f1, 0f{bits:08X}; {instruction};")[0] == expected
