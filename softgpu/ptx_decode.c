@@ -15,9 +15,14 @@ struct ptx_ins *ptx_emit(struct ptx_parser *p, uint32_t op) {
     return in;
 }
 
+static bool heed(const struct ptx_stmt *s, uint32_t which) {
+    *s->heeded |= 1u << which;
+    return true;
+}
+
 bool ptx_mod(const struct ptx_stmt *s, const char *name) {
     for (uint32_t i = 0; i < s->mod_count; i++)
-        if (ptx_is(s->mods[i], name)) return true;
+        if (ptx_is(s->mods[i], name)) return heed(s, i);
     return false;
 }
 
@@ -31,7 +36,7 @@ bool ptx_mod_prefix(const struct ptx_stmt *s, const char *prefix) {
 enum ptx_type ptx_stmt_type(const struct ptx_stmt *s, uint32_t which) {
     for (uint32_t i = 0; i < s->mod_count; i++) {
         enum ptx_type t = ptx_type_named(s->mods[i]);
-        if (t != PTX_NO_TYPE && which-- == 0) return t;
+        if (t != PTX_NO_TYPE && which-- == 0 && heed(s, i)) return t;
     }
     return PTX_NO_TYPE;
 }
@@ -43,7 +48,7 @@ enum ptx_space ptx_stmt_space(const struct ptx_stmt *s) {
     };
     for (uint32_t i = 0; i < s->mod_count; i++)
         for (size_t k = 0; k < sizeof spaces / sizeof spaces[0]; k++)
-            if (ptx_is(s->mods[i], spaces[k].name)) return spaces[k].space;
+            if (ptx_is(s->mods[i], spaces[k].name) && heed(s, i)) return spaces[k].space;
     return PTX_GENERIC;
 }
 
@@ -237,9 +242,44 @@ int32_t ptx_dest_pred(struct ptx_parser *p, const struct ptx_element *e) {
     return e->slot;
 }
 
+/* Modifiers that change nothing here: everything is at least as ordered, as near and as exact as they ask for; or the instruction has
+ * no other form, or that one has a name that the decoder looks for. */
+static bool indifferent(struct ptx_str mod) {
+    static const char *const names[] = {
+        "weak", "relaxed", "acquire", "release", "acq_rel", "volatile", "mmio", "cta", "cluster", "gpu", "sys",
+        "ca", "cg", "cs", "lu", "cv", "wb", "wt", "nc", "unified",
+        "sync", "aligned", "uni", "approx", "full", "noftz", "lo", "l", "clamp", "wrap", "any", "or", "idx", "to", "global", "shared", "shared::cta",
+    };
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        if (ptx_is(mod, names[i])) return true;
+    return mod.n > 4 && mod.s[0] == 'L' && (mod.s[1] == '1' || mod.s[1] == '2') && mod.s[2] == ':'; /* cache hints */
+}
+
+/* Whether a modifier is left over that the decoder did not look for: it would change what the instruction does. */
+static bool left_over(const struct ptx_stmt *s) {
+    bool typed = false; /* where no type was asked for there is only one */
+    for (uint32_t i = 0; i < s->mod_count; i++) typed = typed || (*s->heeded >> i & 1 && ptx_type_named(s->mods[i]) != PTX_NO_TYPE);
+    for (uint32_t i = 0; i < s->mod_count; i++) {
+        if (*s->heeded >> i & 1 || indifferent(s->mods[i]) || (!typed && ptx_type_named(s->mods[i]) != PTX_NO_TYPE)) continue;
+        return true;
+    }
+    return false;
+}
+
+/* Hints, and fences, which are all full ones: whatever their modifiers. */
+static bool hint(struct ptx_str op) {
+    static const char *const names[] = {"prefetch", "prefetchu", "discard", "pmevent", "griddepcontrol", "setmaxnreg", "createpolicy", "fence", "membar"};
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        if (ptx_is(op, names[i])) return true;
+    return false;
+}
+
 void ptx_decode(struct ptx_parser *p, const struct ptx_stmt *s) {
     p->stmt = s;
-    if (ptx_decode_memory(p, s) || ptx_decode_arith(p, s) || ptx_decode_convert(p, s) || ptx_decode_control(p, s)) return;
+    uint32_t count = p->f->count;
+    bool known = ptx_decode_memory(p, s) || ptx_decode_arith(p, s) || ptx_decode_convert(p, s) || ptx_decode_control(p, s);
+    if (known && (hint(s->op) || !left_over(s))) return;
+    p->f->count = count;
     struct ptx_ext *ext = ptx_alloc(p, sizeof *ext);
     struct ptx_str whole = s->op;
     if (s->mod_count != 0) whole.n = (uint32_t)(s->mods[s->mod_count - 1].s + s->mods[s->mod_count - 1].n - s->op.s);

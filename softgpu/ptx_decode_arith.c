@@ -139,6 +139,7 @@ static int compare_index(struct ptx_str name) {
 static bool emit_compare(struct ptx_parser *p, const struct ptx_stmt *s, enum ptx_type t, int32_t d, int32_t q) {
     int cmp = s->mod_count ? compare_index(s->mods[0]) : -1;
     if (cmp < 0) return false;
+    *s->heeded |= 1;
     ptx_need(p, s, 3);
     uint32_t boolean = ptx_mod(s, "and") ? 1 : ptx_mod(s, "or") ? 2 : ptx_mod(s, "xor") ? 3 : 0;
     int32_t a = ptx_source(p, &s->o[1], t), b = ptx_source(p, &s->o[2], t), c = 0;

@@ -100,11 +100,12 @@ static bool decode_atomic(struct ptx_parser *p, const struct ptx_stmt *s, bool r
 }
 
 static bool decode_cp_async(struct ptx_parser *p, const struct ptx_stmt *s) {
+    if (!ptx_mod(s, "async")) return false;
     if (ptx_mod(s, "commit_group") || ptx_mod(s, "wait_group") || ptx_mod(s, "wait_all")) {
         ptx_emit(p, PTX_NOP_OP);
         return true;
     }
-    if (!ptx_mod(s, "async") || !ptx_mod(s, "global")) return false;
+    if (!ptx_mod(s, "global")) return false;
     ptx_need(p, s, 3);
     if (s->o[2].kind != PTX_O_IMM || (s->o[2].e.bits != 4 && s->o[2].e.bits != 8 && s->o[2].e.bits != 16)) return false;
     int64_t to_addend, from_addend;

@@ -80,6 +80,7 @@ static void parse_instruction(struct ptx_parser *p, struct ptx_stmt *s) {
     s->line = p->t.line;
     s->op = ptx_word(p, "an instruction");
     s->mod_count = s->count = 0;
+    *s->heeded = 0;
     while (p->t.kind == PTX_T_DOT) {
         if (s->mod_count == PTX_MAX_MODS) ptx_fail(p, s->line, "this instruction has too many parts");
         s->mods[s->mod_count++] = p->t.text;
@@ -139,6 +140,7 @@ static void parse_directive(struct ptx_parser *p) {
 
 static void parse_body(struct ptx_parser *p) {
     struct ptx_stmt *s = ptx_alloc(p, sizeof *s);
+    s->heeded = &p->heeded;
     p->stmt = s;
     uint32_t base = p->depth;
     while (p->depth >= base) {

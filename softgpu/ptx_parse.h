@@ -95,6 +95,7 @@ struct ptx_stmt {
     struct ptx_str op;
     struct ptx_str mods[PTX_MAX_MODS];
     uint32_t mod_count;
+    uint32_t *heeded; /* a bit for each modifier that the decoder has found when it looked for it */
     struct ptx_operand o[PTX_MAX_OPERANDS];
     uint32_t count;
 };
@@ -151,6 +152,7 @@ struct ptx_parser {
     struct ptx_label **labels;
     struct ptx_fixup *fixups;
     const struct ptx_stmt *stmt;
+    uint32_t heeded; /* of the instruction being decoded: see ptx_stmt */
 };
 
 _Noreturn void ptx_fail(struct ptx_parser *p, uint32_t line, const char *format, ...) __attribute__((format(printf, 3, 4)));

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "ptx"))
-from ptx_machine import HEADER, LAUNCH_FAILED, NOT_SUPPORTED, Buffer, Module
+from ptx_machine import HEADER, ILLEGAL_INSTRUCTION, LAUNCH_FAILED, NOT_SUPPORTED, Buffer, Module
 
 U32 = ctypes.c_uint32
 PROLOGUE = """
@@ -90,3 +90,25 @@ def test_a_conversion_that_saturates_to_finite_values(instruction: str) -> None:
     for bits, expected in zip((0x7F800000, 0xFF800000, 0x3F800000, 0x7FC00000), SATFINITE[instruction], strict=True):
         if expected is not None:
             assert words(f"mov.b32 %f1, 0f{bits:08X}; {instruction};")[0] == expected
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "fma.rn.oob.f16 %h1, %h2, %h3, %h4",
+        "fma.rn.f32.f16 %f1, %h2, %h3, %f4",
+        "min.relu.s32 %r1, %r2, %r3",
+        "max.s32.relu %r1, %r2, %r3",
+        "slct.ftz.f32.f32 %f1, %f2, %f3, %f4",
+        "add.frobnicate.u32 %r1, %r2, %r3",
+        "ld.global.frobnicate.u32 %r1, [%d1]",
+        "st.global.frobnicate.u32 [%d1], %r1",
+        "mul.lo.frobnicate.u32 %r1, %r2, %r3",
+        "shfl.sync.idx.frobnicate.b32 %r1, %r2, 0, 31, -1",
+    ],
+)
+def test_a_modifier_that_is_not_known_is_refused_where_it_is_executed(instruction: str) -> None:
+    program(f"setp.ne.u32 %p1, 0, 0; @%p1 {instruction};").run("k", 1, 32, Buffer(128))
+    code, fault = program(f"{instruction};").launch("k", 1, 32, Buffer(128))
+    assert code == ILLEGAL_INSTRUCTION
+    assert instruction.split(maxsplit=1)[0] in fault.message.decode()
