@@ -96,14 +96,17 @@ static struct value fetch(uint32_t type, const void *a, uint32_t l, bool ftz) {
     return v;
 }
 
-static uint64_t to_integer(struct value v, uint32_t type, uint32_t round) {
+static uint64_t to_integer(struct value v, uint32_t type, uint32_t from, uint32_t round) {
     static const int64_t low[] = {0, INT8_MIN, 0, INT16_MIN, 0, INT32_MIN, 0, INT64_MIN};
     static const uint64_t high[] = {UINT8_MAX, INT8_MAX, UINT16_MAX, INT16_MAX, UINT32_MAX, INT32_MAX, UINT64_MAX, INT64_MAX};
     if (!v.real) { /* only reached for .sat */
         if (v.is_signed && (int64_t)v.i < 0) return (int64_t)v.i < low[type] ? (uint64_t)low[type] : v.i;
         return v.i > high[type] ? high[type] : v.i;
     }
-    if (isnan(v.d)) return 0;
+    if (isnan(v.d)) {
+        if (from != PTX_F64 && type < PTX_U64) return 0;
+        return low[type] != 0 ? (uint64_t)low[type] : (high[type] >> 1) + 1;
+    }
     double x = round_integral(v.d, round);
     if (x <= (double)low[type]) return (uint64_t)low[type];
     if (x >= (type == PTX_U64 ? 0x1p64 : type == PTX_S64 ? 0x1p63 : (double)high[type])) return high[type];
@@ -128,7 +131,7 @@ static double integer_value(struct value v) {
 static __attribute__((noinline)) void store(const struct ptx_ins *in, void *d, uint32_t l, struct value v) {
     uint32_t type = in->type, round = in->aux;
     if (type <= PTX_S64) {
-        uint64_t x = to_integer(v, type, round);
+        uint64_t x = to_integer(v, type, in->sub, round);
         if (type <= PTX_S16) ((uint16_t *)d)[l] = (uint16_t)x;
         else if (type <= PTX_S32) ((uint32_t *)d)[l] = (uint32_t)x;
         else ((uint64_t *)d)[l] = x;

@@ -112,3 +112,21 @@ def test_a_modifier_that_is_not_known_is_refused_where_it_is_executed(instructio
     code, fault = program(f"{instruction};").launch("k", 1, 32, Buffer(128))
     assert code == ILLEGAL_INSTRUCTION
     assert instruction.split(maxsplit=1)[0] in fault.message.decode()
+
+
+@pytest.mark.parametrize(
+    ("types", "bits"),
+    [
+        *(("s32.f32", 0), ("u16.f32", 0), ("s64.f32", 1 << 63), ("u64.f32", 1 << 63), ("u64.f16", 1 << 63)),
+        *(("s32.f64", 1 << 31), ("u32.f64", 1 << 31), ("s64.f64", 1 << 63), ("u16.f64", 1 << 15)),
+    ],
+)
+def test_what_a_nan_becomes_as_an_integer(types: str, bits: int) -> None:
+    """PTX ISA 9.0, "cvt": 0, or where the source has 64 bits or the result has, the upper bit alone."""
+    to, source = types.split(".")
+    nan = {"f16": "mov.b16 %h1, 0x7fff", "f32": "mov.b32 %f1, 0f7FFFFFFF", "f64": "mov.b64 %d2, 0d7FFFFFFFFFFFFFFF"}
+    register = {"f16": "%h1", "f32": "%f1", "f64": "%d2"}[source]
+    result = {"16": "%h2", "32": "%r2", "64": "%d3"}[to[1:]]
+    convert = f"{nan[source]}; cvt.rzi.{types} {result}, {register}; cvt.u64.u{to[1:]} %d4, {result};"
+    assert words(f"{convert} cvt.u32.u64 %r1, %d4;")[0] == bits & 0xFFFFFFFF
+    assert words(f"{convert} shr.u64 %d4, %d4, 32; cvt.u32.u64 %r1, %d4;")[0] == bits >> 32
