@@ -101,7 +101,11 @@ static uint16_t half_from_double(double x, bool brain) {
     return brain ? ptx_f32_to_bf16(f) : ptx_f32_to_f16(f);
 }
 
+static uint16_t flush_half(uint16_t x) { return x & 0x7c00u ? x : x & 0x8000u; }
+
 static uint16_t one_half(enum ptx_fp_op op, uint16_t a, uint16_t b, uint16_t c, bool brain, uint32_t flags) {
+    bool ftz = (flags & PTX_FTZ) && !brain;
+    if (ftz) a = flush_half(a), b = flush_half(b), c = flush_half(c);
     if (op == PTX_FP_NEG) return a ^ 0x8000u;
     if (op == PTX_FP_ABS) return a & 0x7fffu;
     float x = brain ? ptx_bf16_to_f32(a) : ptx_f16_to_f32(a), y = brain ? ptx_bf16_to_f32(b) : ptx_f16_to_f32(b), z = brain ? ptx_bf16_to_f32(c) : ptx_f16_to_f32(c);
@@ -114,7 +118,7 @@ static uint16_t one_half(enum ptx_fp_op op, uint16_t a, uint16_t b, uint16_t c, 
     }
     uint16_t infinity = brain ? 0x7f80u : 0x7c00u, one = brain ? 0x3f80u : 0x3c00u;
     bool nan = (r & 0x7fffu) > infinity;
-    if ((flags & PTX_FTZ) && !brain && (r & 0x7c00u) == 0) r &= 0x8000u;
+    if (ftz) r = flush_half(r);
     if (flags & PTX_SAT) r = nan || (r & 0x8000u) ? 0 : r > one ? one : r;
     if ((flags & PTX_RELU) && !nan && (r & 0x8000u)) r = 0;
     return r;
@@ -222,7 +226,7 @@ static bool compare(uint32_t cmp, float x, float y) {
 
 uint32_t ptx_compare_half(const struct ptx_ins *in, const void *a, const void *b, uint32_t *second) {
     uint32_t r = 0, s = 0;
-    bool brain = in->type == PTX_BF16 || in->type == PTX_BF16X2;
+    bool brain = in->type == PTX_BF16 || in->type == PTX_BF16X2, ftz = (in->flags & PTX_FTZ) && !brain;
     for (uint32_t l = 0; l < PTX_WARP; l++) {
         if (in->type == PTX_F32) {
             r |= (uint32_t)compare(in->aux, flush(((const float *)a)[l]), flush(((const float *)b)[l])) << l;
@@ -231,6 +235,7 @@ uint32_t ptx_compare_half(const struct ptx_ins *in, const void *a, const void *b
         bool pair = in->type == PTX_F16X2 || in->type == PTX_BF16X2;
         uint32_t x = pair ? ((const uint32_t *)a)[l] : ((const uint16_t *)a)[l], y = pair ? ((const uint32_t *)b)[l] : ((const uint16_t *)b)[l];
         for (uint32_t half = 0; half < (pair ? 2 : 1); half++, x >>= 16, y >>= 16) {
+            if (ftz) x = (x & 0xffff0000u) | flush_half((uint16_t)x), y = (y & 0xffff0000u) | flush_half((uint16_t)y);
             float u = brain ? ptx_bf16_to_f32((uint16_t)x) : ptx_f16_to_f32((uint16_t)x), v = brain ? ptx_bf16_to_f32((uint16_t)y) : ptx_f16_to_f32((uint16_t)y);
             *(half ? &s : &r) |= (uint32_t)compare(in->aux, u, v) << l;
         }

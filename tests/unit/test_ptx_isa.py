@@ -130,3 +130,27 @@ def test_what_a_nan_becomes_as_an_integer(types: str, bits: int) -> None:
     convert = f"{nan[source]}; cvt.rzi.{types} {result}, {register}; cvt.u64.u{to[1:]} %d4, {result};"
     assert words(f"{convert} cvt.u32.u64 %r1, %d4;")[0] == bits & 0xFFFFFFFF
     assert words(f"{convert} shr.u64 %d4, %d4, 32; cvt.u32.u64 %r1, %d4;")[0] == bits >> 32
+
+
+FLUSHED = {
+    # A subnormal input is 0: 2^-24 * 1024 would be 2^-14, which is normal.
+    "mul.ftz.f16 %h1, %h2, %h3": 0,
+    "fma.rn.ftz.f16 %h1, %h2, %h3, %h4": 0x3C00,
+    "add.rn.ftz.f16 %h1, %h5, %h2": 0x8400,
+    "min.ftz.f16 %h1, %h2, %h4": 0,
+    "mul.f16 %h1, %h2, %h3": 0x0400,
+}
+
+
+@pytest.mark.parametrize("instruction", FLUSHED)
+def test_subnormal_inputs_in_half_precision_are_flushed(instruction: str) -> None:
+    numbers = "mov.b16 %h2, 0x0001; mov.b16 %h3, 0x6400; mov.b16 %h4, 0x3c00; mov.b16 %h5, 0x8400;"
+    assert words(f"{numbers} {instruction}; cvt.u32.u16 %r1, %h1;")[0] == FLUSHED[instruction]
+
+
+def test_comparisons_in_half_precision_flush_subnormal_inputs() -> None:
+    body = (
+        "mov.b32 %r2, 0x00013c00; setp.gt{}.f16x2 %p1|%p2, %r2, 0; selp.u32 %r1, 1, 0, %p1; @%p2 add.u32 %r1, %r1, 2;"
+    )
+    assert words(body.format(""))[0] == 3
+    assert words(body.format(".ftz"))[0] == 1
