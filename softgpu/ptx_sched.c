@@ -12,6 +12,17 @@ bool ptx_add_split(struct ptx_warp *warp, struct ptx_frame *frame, uint32_t pc, 
 
 void ptx_drop_split(struct ptx_warp *warp, struct ptx_split *split) { *split = warp->splits[--warp->count]; }
 
+/* The lanes that a waiting split's exchange names: the same for all of its lanes. */
+static uint32_t members(const struct ptx_warp *warp, const struct ptx_split *s) {
+    const uint32_t *masks = (const uint32_t *)(const void *)ptx_operand(s->frame, warp->block->worker->constants, s->frame->f->code[s->pc].c);
+    return masks[__builtin_ctz(s->mask)];
+}
+
+/* Whether a split waits at the same exchange as those in this place that name these members. */
+static bool joins(const struct ptx_warp *warp, const struct ptx_split *t, const struct ptx_frame *frame, uint32_t pc, uint32_t named) {
+    return t->state == PTX_WAIT_WARP && t->frame == frame && t->pc == pc && members(warp, t) == named;
+}
+
 /* Lanes that wait at the same exchange become one split; it may go once none of the members it names is still on its way. */
 static bool settle(struct ptx_warp *warp) {
     bool any = false;
@@ -19,15 +30,12 @@ static bool settle(struct ptx_warp *warp) {
         struct ptx_split *s = &warp->splits[i];
         if (s->state != PTX_WAIT_WARP) continue;
         const struct ptx_ins *in = &s->frame->f->code[s->pc];
-        const unsigned char *constants = warp->block->worker->constants;
-        const uint32_t *masks = (const uint32_t *)(const void *)ptx_operand(s->frame, constants, in->c);
-        uint32_t need = masks[__builtin_ctz(s->mask)] & warp->live, here = s->mask;
+        uint32_t named = members(warp, s), need = named & warp->live, here = s->mask;
         bool barrier = in->op == PTX_BAR_WARP_OP;
         for (uint32_t k = 0; k < warp->count; k++) {
             const struct ptx_split *t = &warp->splits[k];
             if (t->state != PTX_WAIT_WARP || k == i) continue;
-            bool same = t->frame == s->frame && t->pc == s->pc;
-            if (same || (barrier && t->frame->f->code[t->pc].op == PTX_BAR_WARP_OP)) here |= t->mask;
+            if (joins(warp, t, s->frame, s->pc, named) || (barrier && t->frame->f->code[t->pc].op == PTX_BAR_WARP_OP)) here |= t->mask;
         }
         if (need & ~here) continue;
         any = true;
@@ -44,7 +52,7 @@ static bool settle(struct ptx_warp *warp) {
                 t->go = 0;
                 t->pc++;
                 k++;
-            } else if (!barrier && t->frame == frame && t->pc == pc && t != s) {
+            } else if (!barrier && t != s && joins(warp, t, frame, pc, named)) {
                 s->mask |= t->mask;
                 if (s == &warp->splits[warp->count - 1]) s = t; /* the last one moves into the gap */
                 ptx_drop_split(warp, t);
@@ -56,7 +64,7 @@ static bool settle(struct ptx_warp *warp) {
         if (!barrier) {
             for (uint32_t k = 0; k < warp->count; k++) {
                 s = &warp->splits[k];
-                if (s->state == PTX_WAIT_WARP && s->frame == frame && s->pc == pc) {
+                if (joins(warp, s, frame, pc, named)) {
                     s->state = PTX_READY;
                     s->go = 1;
                 }

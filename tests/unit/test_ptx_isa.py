@@ -154,3 +154,33 @@ def test_comparisons_in_half_precision_flush_subnormal_inputs() -> None:
     )
     assert words(body.format(""))[0] == 3
     assert words(body.format(".ftz"))[0] == 1
+
+
+# Each half of the warp is a group of its own: %r2 is its mask.
+HALVES = "setp.lt.u32 %p8, %r0, 16; selp.b32 %r2, 0x0000ffff, 0xffff0000, %p8;"
+GROUPS = {
+    "setp.eq.u32 %p1, %r0, 20; vote.sync.any.pred %p2, %p1, %r2; selp.u32 %r1, 1, 0, %p2;": (0, 1),
+    "setp.ne.u32 %p1, %r0, 20; vote.sync.all.pred %p2, %p1, %r2; selp.u32 %r1, 1, 0, %p2;": (1, 0),
+    "setp.ne.u32 %p1, %r0, 99; vote.sync.ballot.b32 %r1, %p1, %r2;": (0xFFFF, 0xFFFF0000),
+    "redux.sync.add.u32 %r1, %r0, %r2;": (sum(range(16)), sum(range(16, 32))),
+    "match.any.sync.b32 %r1, 7, %r2;": (0xFFFF, 0xFFFF0000),
+    "match.all.sync.b32 %r1|%p1, %r2, %r2;": (0xFFFF, 0xFFFF0000),
+    "elect.sync %r1|%p1, %r2;": (0, 16),
+}
+
+
+@pytest.mark.parametrize("diverged", [False, True], ids=["together", "apart"])
+@pytest.mark.parametrize("instruction", GROUPS)
+def test_groups_of_a_warp_exchange_among_themselves(instruction: str, diverged: bool) -> None:
+    before = after = ""
+    if diverged:  # thread 20 comes late, and thread 3 when the second half has gone on
+        before = (
+            "st.shared.u32 [s], 0; setp.eq.u32 %p7, %r0, 20; @%p7 bra soon;"
+            "setp.eq.u32 %p7, %r0, 3; @%p7 bra late; here:"
+        )
+        after = (
+            "@!%p8 st.volatile.shared.u32 [s], 1; bra done; soon: mov.u32 %r4, 1; bra here;"
+            "late: ld.volatile.shared.u32 %r4, [s]; setp.eq.u32 %p7, %r4, 0; @%p7 bra late; bra here; done:"
+        )
+    first, second = GROUPS[instruction]
+    assert words(f"{HALVES} {before} {instruction} {after}") == [first] * 16 + [second] * 16
