@@ -44,6 +44,20 @@ static CUresult take_params(const struct ptx_kernel *kernel, void **params, void
     return CUDA_SUCCESS;
 }
 
+/* What the driver refuses when it is asked to launch must not be found by whoever runs it: that would end the context. */
+static CUresult check_shape(const struct sg_kernel_work *work)
+{
+    struct ptx_launch launch = {.kernel = work->function->kernel, .dynamic_shared = work->dynamic_shared};
+    struct ptx_fault fault = {0};
+    memcpy(launch.grid, work->grid, sizeof(launch.grid));
+    memcpy(launch.block, work->block, sizeof(launch.block));
+    memcpy(launch.cluster, work->cluster, sizeof(launch.cluster));
+    CUresult result = (CUresult)ptx_launch_check(&launch, &fault);
+    if (result != CUDA_SUCCESS)
+        sg_log("kernel %s cannot be launched: %s", ptx_kernel_name(launch.kernel), fault.message);
+    return result;
+}
+
 CUresult sg_kernel_work_make(CUfunction handle, struct sg_context *context, const unsigned grid[3], const unsigned block[3],
                              size_t shared, void **params, void **extra, struct sg_kernel_work *out)
 {
@@ -67,6 +81,9 @@ CUresult sg_kernel_work_make(CUfunction handle, struct sg_context *context, cons
     *out = (struct sg_kernel_work){.function = function, .dynamic_shared = shared};
     memcpy(out->grid, grid, sizeof(out->grid));
     memcpy(out->block, block, sizeof(out->block));
+    result = check_shape(out);
+    if (result != CUDA_SUCCESS)
+        return result;
     return take_params(function->kernel, params, extra, out);
 }
 
@@ -155,6 +172,11 @@ static CUresult launch(CUfunction f, const unsigned grid[3], const unsigned bloc
             sg_work_clear(&work);
             return CUDA_ERROR_INVALID_CLUSTER_SIZE;
         }
+    }
+    result = check_shape(&work.kernel);
+    if (result != CUDA_SUCCESS) {
+        sg_work_clear(&work);
+        return result;
     }
     if (sg_settings()->launch_latency)
         work.kernel.not_before = sg_now_ns() + (uint64_t)sg_settings()->launch_latency * 1000u;

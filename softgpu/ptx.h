@@ -84,6 +84,8 @@ struct ptx_fault {
     char message[256];
 };
 
+/* Whether a launch of this shape can be run at all; if not, fault->message says why. */
+int ptx_launch_check(const struct ptx_launch *launch, struct ptx_fault *fault);
 /* Runs one launch to its end. After a fault the launch has stopped and *fault (may be null) says what happened and where. */
 int ptx_launch_run(const struct ptx_launch *launch, struct ptx_fault *fault);
 

@@ -251,6 +251,10 @@ static int check(const struct ptx_launch *launch, struct ptx_fault *fault, uint6
     return error;
 }
 
+int ptx_launch_check(const struct ptx_launch *launch, struct ptx_fault *fault) {
+    uint64_t blocks;
+    return check(launch, fault, &blocks);
+}
 
 int ptx_launch_run(const struct ptx_launch *launch, struct ptx_fault *fault) {
     struct ptx_fault none;

@@ -383,3 +383,28 @@ go.set()
 ok(cu.cuCtxSynchronize())
 """
     )
+
+
+def test_a_launch_of_a_shape_that_the_kernel_cannot_have_is_refused_at_once_and_the_context_goes_on() -> None:
+    run(
+        HOLD
+        + r'''
+PTX = b""".version 8.5
+.target sm_90
+.address_size 64
+.visible .entry fixed(.param .u64 o) .reqntid 64 { .reg .b64 %d; ld.param.u64 %d, [o]; st.global.u32 [%d], 7; ret; }
+.visible .entry clustered() .explicitcluster .reqnctapercluster 2, 1, 1 { ret; }
+\0"""
+module = ok(cu.cuModuleLoadData(PTX))
+fixed, clustered = (ok(cu.cuModuleGetFunction(module, name)) for name in (b"fixed", b"clustered"))
+arguments = ((int(p),), (ctypes.c_void_p,))
+def launch(function, block, arguments):
+    return cu.cuLaunchKernel(function, 2, 1, 1, block, 1, 1, 0, 0, arguments, 0)[0]
+assert launch(fixed, 32, arguments) == E.CUDA_ERROR_INVALID_VALUE
+assert launch(clustered, 32, 0) == E.CUDA_ERROR_NOT_SUPPORTED
+ok(cu.cuCtxSynchronize())
+assert launch(fixed, 64, arguments) == E.CUDA_SUCCESS
+ok(cu.cuCtxSynchronize())
+assert get(p, 4) == bytes([7, 0, 0, 0])
+'''
+    )
