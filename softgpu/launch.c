@@ -215,6 +215,9 @@ CUresult softgpu_cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction f, vo
             cluster[1] = config->attrs[i].value.clusterDim.y;
             cluster[2] = config->attrs[i].value.clusterDim.z;
             break;
+        case CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_EVENT:
+        case CU_LAUNCH_ATTRIBUTE_LAUNCH_COMPLETION_EVENT: /* whoever waits for such an event must not find it unrecorded */
+            return CUDA_ERROR_NOT_SUPPORTED;
         default: /* hints of scheduling and caching */
             break;
         }

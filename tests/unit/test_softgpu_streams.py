@@ -408,3 +408,22 @@ ok(cu.cuCtxSynchronize())
 assert get(p, 4) == bytes([7, 0, 0, 0])
 '''
     )
+
+
+@pytest.mark.parametrize("kind", ["PROGRAMMATIC_EVENT", "LAUNCH_COMPLETION_EVENT"])
+def test_events_that_a_launch_is_to_record_are_refused(kind: str) -> None:
+    run(
+        HOLD
+        + f"""
+PTX = b".version 8.5\\n.target sm_90\\n.address_size 64\\n.visible .entry k() {{ ret; }}\\0"
+function = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(PTX)), b"k"))
+attribute = cu.CUlaunchAttribute()
+attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_{kind}
+config = cu.CUlaunchConfig()
+config.gridDimX = config.gridDimY = config.gridDimZ = config.blockDimX = config.blockDimY = config.blockDimZ = 1
+config.attrs, config.numAttrs = [attribute], 1
+assert cu.cuLaunchKernelEx(config, function, 0, 0)[0] == E.CUDA_ERROR_NOT_SUPPORTED
+config.numAttrs = 0
+ok(cu.cuLaunchKernelEx(config, function, 0, 0))
+"""
+    )
