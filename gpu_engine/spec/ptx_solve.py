@@ -342,15 +342,15 @@ class Solver:
         # The distance of two pointers, added to the second, is the first again, and subtracted from the first, it is
         # the second: neither must pass for an index.
         kept = list(moved(dict(left), None))
-        if strong(right) or any(role & WEAK and atom in self._pointers for atom, role in right.items()):
+        if strong(right) or any(role & POINTER and atom in self._pointers for atom, role in right.items()):
             kept = [(atom, role & LASTING | (DISTANCE if role & POINTER else OFFSET)) for atom, role in kept]
         elif strong(left) and any(role & WEAK for role in right.values()):
             kept = [(atom, role | (STRONG if role & POINTER else OFFSET)) for atom, role in kept]
         self._set(instance, step.target, kept)
         self._set(instance, step.target, negated(right))
         # Two arguments that nothing says are pointers may be all the same: neither is used but in their distance.
-        if any(role & WEAK and isinstance(atom, Bytes) for atom, role in right.items()):
-            both = [(atom, DISTANCE) for atom, role in left.items() if role & WEAK and isinstance(atom, Bytes)]
+        if any(role & POINTER and isinstance(atom, Bytes) for atom, role in right.items()):
+            both = [(atom, DISTANCE) for atom, role in left.items() if role & POINTER and isinstance(atom, Bytes)]
             self._set(instance, step.target, both)
 
     def _scramble(self, instance: Instance, step: Scramble) -> None:

@@ -21,6 +21,10 @@ FOLLOWED = {
     "chosen by the sign of a number": ("slct.u64.s32 %d, %a, %b, %r1;", {P, Q}),
     "chosen by the sign of a floating-point number": ("slct.u64.f32 %d, %a, %b, %f;", {P, Q}),
     "in a register whose name has a digit more": (".reg .b64 %e1<3>; mov.b64 %e12, %a; mov.b64 %d, %e12;", {P}),
+    "by its distance in words from an address negated twice": (
+        ".reg .b64 %w; neg.s64 %w, %b; neg.s64 %x, %w; sub.s64 %y, %a, %x; shr.s64 %z, %y, 2;mad.lo.s64 %d, %z, 4, %x;",
+        {P, Q},
+    ),
     "behind the distance of two numbers": ("sad.u64 %d, %b, 5, %a;", {P}),
 }
 """What is added to an index that might be an address itself."""
