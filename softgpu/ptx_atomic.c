@@ -43,7 +43,7 @@ static uint16_t half_op(uint16_t x, uint16_t y, enum ptx_atom op, bool brain) {
 
 static uint64_t real_op(uint64_t old, uint64_t b, enum ptx_type type, enum ptx_atom op) {
     if (type == PTX_F32) {
-        float r = ptx_f32_bits((uint32_t)old) + ptx_f32_bits((uint32_t)b);
+        float r = ptx_canonical(ptx_f32_bits((uint32_t)old) + ptx_f32_bits((uint32_t)b));
         return ptx_bits_f32(r);
     }
     if (type == PTX_F64) {

@@ -17,6 +17,9 @@ static inline float ptx_f32_bits(uint32_t u) {
     return f;
 }
 
+/* Whatever NaN an operation in single precision gives is this one on the device. */
+static inline float ptx_canonical(float f) { return f != f ? ptx_f32_bits(0x7fffffffu) : f; }
+
 /* Exact. Subnormals go through a multiplication by a power of two, which is exact too; the branches become selections. */
 static inline float ptx_f16_to_f32(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16, body = h & 0x7fffu;

@@ -138,7 +138,7 @@ static __attribute__((noinline)) void loop_f32(const struct ptx_ins *in, float *
         float r = one_f32(op, x, y, z, in->flags);
         if (ftz) r = flush(r);
         if (in->flags & PTX_SAT) r = r > 0 ? (r > 1 ? 1 : r) : 0;
-        d[l] = r;
+        d[l] = ptx_canonical(r);
     }
 }
 
@@ -148,7 +148,7 @@ static bool loop_ftz(const struct ptx_ins *in, float *d, const float *a, const f
 #define FTZ_LOOP(expr) \
     for (uint32_t l = 0; l < PTX_WARP; l++) { \
         float x = flush(a[l]), y = flush(b[l]); \
-        d[l] = flush(expr); \
+        d[l] = ptx_canonical(flush(expr)); \
     } \
     return true
     switch (in->sub) {

@@ -53,6 +53,7 @@ void ptx_mma(const struct ptx_frame *frame, const unsigned char *constants, cons
                 uint16_t h = ptx_f32_to_f16(x);
                 memcpy(frame->regs + d[i / 2] + lane * 4 + 2 * (i & 1), &h, 2);
             } else {
+                x = ptx_canonical(x);
                 memcpy(frame->regs + d[i] + lane * 4, &x, 4);
             }
         }

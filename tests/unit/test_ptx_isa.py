@@ -184,3 +184,26 @@ def test_groups_of_a_warp_exchange_among_themselves(instruction: str, diverged: 
         )
     first, second = GROUPS[instruction]
     assert words(f"{HALVES} {before} {instruction} {after}") == [first] * 16 + [second] * 16
+
+
+NANS = [
+    "add.f32 %f1, 0f7F800000, 0fFF800000",
+    "sub.rz.f32 %f1, 0f7F800000, 0f7F800000",
+    "mul.f32 %f1, 0f7FC12345, 0f3F800000",
+    "mul.ftz.f32 %f1, 0f00000000, 0fFF800000",
+    "fma.rn.f32 %f1, 0fFFC12345, 0f3F800000, 0f3F800000",
+    "div.rn.f32 %f1, 0f00000000, 0f00000000",
+    "sqrt.rn.f32 %f1, 0fBF800000",
+    "rsqrt.approx.f32 %f1, 0fBF800000",
+    "rcp.rn.f32 %f1, 0fFFC00001",
+    "lg2.approx.f32 %f1, 0fBF800000",
+    "mov.b16 %h1, 0xfe01; cvt.f32.f16 %f1, %h1",
+    "mov.b64 %d3, 0xfff8000000000001; cvt.rn.f32.f64 %f1, %d3",
+    "st.shared.u32 [s], 0x7f800000; atom.shared.add.f32 %f2, [s], 0fFF800000; ld.shared.f32 %f1, [s]",
+]
+
+
+@pytest.mark.parametrize("instruction", NANS)
+def test_a_nan_in_single_precision_is_the_canonical_one(instruction: str) -> None:
+    """CUDA C++ Programming Guide, "Floating-Point Standard": 0x7fffffff, whatever NaN went in."""
+    assert words(f"{instruction}; mov.b32 %r1, %f1;", 1) == [0x7FFFFFFF]
