@@ -128,8 +128,8 @@ CUresult serve_cuMemAllocHost_v2(void **pp, size_t bytesize)
 
 static bool enter(const struct host_memory *host)
 {
-    /* Its context may be gone; any current one will do then. */
-    return phos_real.cuCtxPushCurrent_v2(host->context) == CUDA_SUCCESS;
+    /* Its context may have ended past us; any current one will do then. */
+    return phos_context_lives(host->context) && phos_real.cuCtxPushCurrent_v2(host->context) == CUDA_SUCCESS;
 }
 
 static void leave(bool entered)
@@ -147,6 +147,23 @@ static CUresult host_free(struct host_memory *host)
         munmap(host->mapping, host->mapping_size);
     free(host);
     return result;
+}
+
+void phos_host_context_ends(CUcontext context, bool gone)
+{
+    for (size_t i = host_ranges.count; i-- > 0;) {
+        struct host_memory *host = item(i);
+        if (host->context != context)
+            continue;
+        bool entered = host->mapping && !gone && enter(host);
+        if (entered && phos_real.cuMemHostUnregister(host->mapping) != CUDA_SUCCESS)
+            phos_debug("pinned memory of a context that ends could not be unpinned");
+        leave(entered);
+        phos_ranges_remove(&host_ranges, &host->range);
+        if (host->mapping)
+            munmap(host->mapping, host->mapping_size);
+        free(host);
+    }
 }
 
 static void release(void *what)

@@ -32,6 +32,8 @@ CUresult phos_current(CUcontext *context, CUdevice *device)
     CUresult result = phos_real.cuCtxGetCurrent(context);
     if (result == CUDA_SUCCESS && !*context)
         result = CUDA_ERROR_INVALID_CONTEXT;
+    if (result == CUDA_SUCCESS && !phos_context_lives(*context))
+        result = CUDA_ERROR_CONTEXT_IS_DESTROYED;
     if (result == CUDA_SUCCESS)
         result = phos_real.cuCtxGetDevice(device);
     if (result == CUDA_SUCCESS && (*device < 0 || *device >= phos_device_count))

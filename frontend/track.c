@@ -5,6 +5,7 @@
 #include "cleanup.h"
 #include "driver_shared.h"
 #include "functions.h"
+#include "host.h"
 #include "log.h"
 #include "memory.h"
 #include "pool.h"
@@ -91,6 +92,13 @@ void phos_context_seen(CUcontext context, CUdevice device)
     last_change = atomic_load(&changes);
 }
 
+bool phos_context_lives(CUcontext context)
+{
+    unsigned int version;
+    CUresult result = context ? phos_real.cuCtxGetApiVersion(context, &version) : CUDA_ERROR_INVALID_CONTEXT;
+    return result != CUDA_ERROR_INVALID_CONTEXT && result != CUDA_ERROR_CONTEXT_IS_DESTROYED;
+}
+
 bool phos_stream_context(CUstream stream, CUcontext *context, CUdevice *device)
 {
     CUcontext current;
@@ -146,11 +154,18 @@ struct phos_context *phos_contexts(size_t *count)
 
 struct phos_context *phos_contexts_seen(size_t *count)
 {
-    PHOS_LOCKED(&context_lock);
-    struct phos_context *copy = calloc(context_count + 1, sizeof *copy);
-    *count = copy ? context_count : 0;
-    if (copy)
-        memcpy(copy, contexts, context_count * sizeof *copy);
+    struct phos_context *copy;
+    size_t seen = 0;
+    *count = 0;
+    {
+        PHOS_LOCKED(&context_lock);
+        copy = calloc(context_count + 1, sizeof *copy);
+        if (copy)
+            memcpy(copy, contexts, (seen = context_count) * sizeof *copy);
+    }
+    for (size_t i = 0; i < seen; i++)
+        if (phos_context_lives(copy[i].context))
+            copy[(*count)++] = copy[i];
     return copy;
 }
 
@@ -166,6 +181,7 @@ static void context_ends(CUcontext context, CUdevice device)
         PHOS_LOCKED(&phos_memory_lock);
         phos_pool_context_ends(context);
         phos_free_context(context);
+        phos_host_context_ends(context, false);
         context_forget(context);
         {
             PHOS_LOCKED(&context_lock);
@@ -259,6 +275,7 @@ static void primary_gone(CUcontext primary, CUdevice device)
         PHOS_LOCKED(&phos_memory_lock);
         phos_pool_context_ends(primary);
         phos_free_context(primary);
+        phos_host_context_ends(primary, true);
         context_forget(primary);
         phos_cache_flush(device);
     }

@@ -24,9 +24,13 @@ struct phos_context {
 };
 
 void phos_context_seen(CUcontext context, CUdevice device);
+/* The driver lets one that was destroyed be made current, answers most calls with it, and crashes at cuCtxGetDevice, for one,
+ * and at any with a stream or an event of it (580.159.04, H100). A primary context that is not active does not live either. */
+bool phos_context_lives(CUcontext context);
 /* The context that a stream is in, and its device; of a default stream the current ones. */
 bool phos_stream_context(CUstream stream, CUcontext *context, CUdevice *device);
-/* A copy of the list of live contexts, primary ones that were made behind our back included; to be freed. */
+/* A copy of the list of live contexts, primary ones that were made behind our back included, and without those that ended
+ * there; to be freed. */
 struct phos_context *phos_contexts(size_t *count);
 /* Likewise, but only those that calls have shown: any thread. */
 struct phos_context *phos_contexts_seen(size_t *count);

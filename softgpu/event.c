@@ -33,7 +33,10 @@ void sg_event_unreference(struct sg_event *event)
 
 static struct sg_event *event_get(CUevent handle)
 {
-    return sg_handle_is(handle, SG_EVENT) ? (struct sg_event *)handle : NULL;
+    struct sg_event *event = sg_handle_is(handle, SG_EVENT) ? (struct sg_event *)handle : NULL;
+    if (event)
+        sg_crash_if_gone(event->context, "an event");
+    return event;
 }
 
 CUresult softgpu_cuEventCreate(CUevent *phEvent, unsigned int Flags)
@@ -63,7 +66,7 @@ CUresult softgpu_cuEventCreate(CUevent *phEvent, unsigned int Flags)
 
 CUresult softgpu_cuEventDestroy_v2(CUevent hEvent)
 {
-    if (!sg_handle_remove(hEvent, SG_EVENT))
+    if (!event_get(hEvent) || !sg_handle_remove(hEvent, SG_EVENT))
         return CUDA_ERROR_INVALID_HANDLE;
     sg_event_unreference((struct sg_event *)hEvent);
     return CUDA_SUCCESS;

@@ -417,8 +417,22 @@ CUresult sg_free(uint64_t address, bool *found_pool_memory)
     return CUDA_SUCCESS;
 }
 
+static void forget_registrations(const struct sg_context *context)
+{
+    pthread_mutex_lock(&sg_map_lock);
+    for (size_t i = sg_ranges.count; i-- > 0;) {
+        struct sg_range *range = sg_ranges.items[i];
+        if (range->kind != SG_MEM_REGISTERED || range->context != context)
+            continue;
+        sg_map_remove(&sg_ranges, range);
+        free(range);
+    }
+    pthread_mutex_unlock(&sg_map_lock);
+}
+
 void sg_memory_free_context(struct sg_context *context)
 {
+    forget_registrations(context);
     for (;;) {
         struct sg_allocation *allocation = NULL;
         pthread_mutex_lock(&sg_map_lock);

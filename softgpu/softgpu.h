@@ -89,7 +89,7 @@ void sg_gate_fail(void); /* open for ever, every call refused: the process lost 
 /* ---- handle.c ---- */
 enum sg_kind {
     SG_CONTEXT = 1, SG_STREAM, SG_EVENT, SG_MODULE, SG_FUNCTION, SG_LIBRARY, SG_KERNEL, SG_GRAPH, SG_NODE, SG_EXEC,
-    SG_POOL, SG_LINK, SG_ARRAY, SG_USER_OBJECT, SG_PHYSICAL,
+    SG_POOL, SG_LINK, SG_ARRAY, SG_USER_OBJECT, SG_PHYSICAL, SG_GONE, /* a context that was destroyed */
 };
 bool sg_handle_add(void *object, enum sg_kind kind);
 bool sg_handle_is(const void *object, enum sg_kind kind);
@@ -119,6 +119,7 @@ int sg_physical_of_uuid(const CUuuid *uuid); /* -1: none */
 struct sg_context {
     struct sg_device *device;
     bool primary;
+    _Atomic unsigned attached; /* cuCtxAttach calls that cuCtxDetach has not undone */
     unsigned flags, api_version;
     uint64_t id;
     _Atomic int sticky; /* the CUresult that every call answers after a fault */
@@ -138,6 +139,7 @@ CUresult sg_context_current(struct sg_context **out); /* INVALID_CONTEXT, or the
 CUresult sg_context_get(CUcontext handle, struct sg_context **out); /* null means the current one */
 struct sg_context *sg_context_first(int device); /* any live context of a device, or null */
 void sg_context_fail(struct sg_context *context, CUresult error);
+void sg_crash_if_gone(const struct sg_context *context, const char *what); /* unless the context is alive */
 CUresult sg_context_synchronize(struct sg_context *context);
 void sg_contexts_each(void (*visit)(struct sg_context *, void *), void *cookie);
 CUresult sg_primary_retain(struct sg_device *device, struct sg_context **out);

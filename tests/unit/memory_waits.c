@@ -464,6 +464,7 @@ int main(int argc, char **argv)
     phos_real.cuMemExportToShareableHandle = export;
     phos_real.cuCtxGetCurrent = current;
     phos_real.cuCtxGetDevice = current_device;
+    phos_real.cuCtxGetApiVersion = context_version;
     phos_real.cuCtxSynchronize = done;
     phos_real.cuCtxPushCurrent_v2 = pushed;
     phos_real.cuCtxPopCurrent_v2 = current;

@@ -285,6 +285,7 @@ int main(void)
     phos_real.cuMemSetAccess = set_access;
     phos_real.cuCtxGetCurrent = current;
     phos_real.cuCtxGetDevice = current_device;
+    phos_real.cuCtxGetApiVersion = context_version;
     phos_real.cuCtxSynchronize = synchronize;
     phos_real.cuMemAllocManaged = managed;
     phos_real.cuArrayCreate_v2 = array_v2;

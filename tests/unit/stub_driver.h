@@ -27,3 +27,10 @@ static CUresult current_device(CUdevice *device)
     *device = 0;
     return CUDA_SUCCESS;
 }
+
+static CUresult context_version(CUcontext context, unsigned int *version)
+{
+    (void)context;
+    *version = 3020;
+    return CUDA_SUCCESS;
+}

@@ -1,0 +1,66 @@
+"""Contexts that end: what was theirs, and calls with one that is gone.
+
+The driver lets a destroyed context be made current, answers most calls with it, and crashes at others (580.159.04,
+H100); so does the software GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.frontend_fake import FakePhosd, built, program
+
+pytestmark = [pytest.mark.timeout(240), built]
+
+GONE = 709  # CUDA_ERROR_CONTEXT_IS_DESTROYED
+
+
+def test_calls_with_a_destroyed_context_are_answered_as_by_the_driver(phosd: FakePhosd) -> None:
+    body = f"""
+    start()
+    context = ok(cu.cuCtxCreate(None, 0, ok(cu.cuDeviceGet(0))))
+    ok(cu.cuCtxDestroy(context))
+    ok(cu.cuCtxPushCurrent(context))
+    for call in (
+        lambda: cu.cuMemAlloc(4096),
+        lambda: cu.cuMemAllocPitch(4096, 4, 4),
+        lambda: cu.cuMemAllocAsync(4096, 0),
+        lambda: cu.cuMemHostAlloc(4096, 0),
+        lambda: cu.cuMemAllocHost(4096),
+        lambda: cu.cuMemGetInfo(),
+        lambda: cu.cuMemcpyDtoD(4096, 8192, 16),
+    ):
+        result = int(call()[0])
+        assert result == {GONE}, result
+    say("done")
+    """
+    with program(phosd, body) as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
+def test_pinned_memory_of_a_context_that_ended_is_not_in_the_way_of_a_checkpoint(phosd: FakePhosd) -> None:
+    body = """
+    first = start()
+    second = ok(cu.cuCtxCreate(None, 0, ok(cu.cuDeviceGet(0))))
+    pinned = ok(cu.cuMemHostAlloc(1 << 20, 0))
+    own = (ctypes.c_char * (1 << 20))()
+    ok(cu.cuMemHostRegister(own, 1 << 20, 0))
+    ok(cu.cuCtxDestroy(second))
+    ok(cu.cuCtxSetCurrent(first))
+    p = ok(cu.cuMemAlloc(3 << 20))
+    fill(p, 3 << 20, 7)
+    say("ready")
+    heard()
+    assert read(p, 3 << 20) == bytes([7]) * (3 << 20)
+    ok(cu.cuMemHostRegister(own, 1 << 20, 0))  # it ended with the context, and is not back
+    say("done")
+    heard()
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        phosd.toggle(session)
+        app.tell()
+        assert app.line() == "done"
+        app.tell()
+        app.finish()
