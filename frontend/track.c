@@ -1,14 +1,9 @@
-/* Contexts, peers, captures: the calls that make and end them. */
+/* Contexts, peers, captures: which there are, and the calls that make them. context_ends.c has those that end contexts. */
 #include "track.h"
 #include "twins.h"
-#include "window.h"
 #include "cleanup.h"
-#include "driver_shared.h"
-#include "functions.h"
-#include "host.h"
 #include "log.h"
 #include "memory.h"
-#include "pool.h"
 #include "runtime.h"
 
 #include <stdlib.h>
@@ -99,6 +94,36 @@ bool phos_context_lives(CUcontext context)
     return result != CUDA_ERROR_INVALID_CONTEXT && result != CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
 
+CUdevice phos_context_device(CUcontext context)
+{
+    PHOS_LOCKED(&context_lock);
+    for (size_t i = 0; i < context_count; i++)
+        if (contexts[i].context == context)
+            return contexts[i].device;
+    return -1;
+}
+
+bool phos_context_attach(CUcontext context, bool undo)
+{
+    PHOS_LOCKED(&context_lock);
+    for (size_t i = 0; i < context_count; i++) {
+        if (contexts[i].context != context || (undo && !contexts[i].attached))
+            continue;
+        contexts[i].attached += undo ? -1u : 1u;
+        return true;
+    }
+    return false;
+}
+
+size_t phos_contexts_on(CUdevice device)
+{
+    size_t count = 0;
+    PHOS_LOCKED(&context_lock);
+    for (size_t i = 0; i < context_count; i++)
+        count += contexts[i].device == device;
+    return count;
+}
+
 bool phos_stream_context(CUstream stream, CUcontext *context, CUdevice *device)
 {
     CUcontext current;
@@ -120,13 +145,6 @@ bool phos_stream_context(CUstream stream, CUcontext *context, CUdevice *device)
     have = phos_real.cuCtxGetDevice(device) == CUDA_SUCCESS && *device >= 0 && *device < phos_device_count;
     phos_real.cuCtxPopCurrent_v2(&current);
     return have;
-}
-
-static void context_forget(CUcontext context)
-{
-    phos_context_seen(context, -1);
-    phos_functions_context_ends(context);
-    phos_driver_shared_context_ends(context);
 }
 
 static void context_made(CUresult result, CUcontext *context, CUdevice device)
@@ -167,31 +185,6 @@ struct phos_context *phos_contexts_seen(size_t *count)
         if (phos_context_lives(copy[i].context))
             copy[(*count)++] = copy[i];
     return copy;
-}
-
-/* Everything in a context ends with it. */
-static void context_ends(CUcontext context, CUdevice device)
-{
-    if (phos_synchronize_anyhow(context) != CUDA_SUCCESS)
-        phos_debug("a context ends with an error pending");
-    phos_window_context_ends(context, false);
-    size_t left = 0;
-    phos_window_stand_still();
-    {
-        PHOS_LOCKED(&phos_memory_lock);
-        phos_pool_context_ends(context);
-        phos_free_context(context);
-        phos_host_context_ends(context, false);
-        context_forget(context);
-        {
-            PHOS_LOCKED(&context_lock);
-            for (size_t i = 0; i < context_count; i++)
-                left += contexts[i].device == device;
-        }
-        if (!left)
-            phos_cache_flush(device);
-    }
-    phos_window_go_on();
 }
 
 CUresult serve_cuCtxCreate_v4(CUcontext *context, CUctxCreateParams *params, unsigned int flags, CUdevice device)
@@ -237,15 +230,6 @@ CUresult serve_cuCtxFromGreenCtx(CUcontext *context, CUgreenCtx green)
     return result;
 }
 
-static CUdevice context_device(CUcontext context)
-{
-    PHOS_LOCKED(&context_lock);
-    for (size_t i = 0; i < context_count; i++)
-        if (contexts[i].context == context)
-            return contexts[i].device;
-    return -1;
-}
-
 CUresult serve_cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice_v1 device)
 {
     CUresult result =
@@ -254,106 +238,12 @@ CUresult serve_cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice_v1 device)
     return result;
 }
 
-static bool primary_of(CUdevice device, CUcontext *primary)
-{
-    unsigned int flags;
-    int active = 0;
-    if (phos_real.cuDevicePrimaryCtxGetState(device, &flags, &active) != CUDA_SUCCESS || !active)
-        return false;
-    if (phos_real.cuDevicePrimaryCtxRetain(primary, device) != CUDA_SUCCESS)
-        return false;
-    phos_real.cuDevicePrimaryCtxRelease_v2(device);
-    return true;
-}
-
-/* Too late to wait for its work, which the driver did; its memory goes now. */
-static void primary_gone(CUcontext primary, CUdevice device)
-{
-    phos_window_context_ends(primary, true);
-    phos_window_stand_still();
-    {
-        PHOS_LOCKED(&phos_memory_lock);
-        phos_pool_context_ends(primary);
-        phos_free_context(primary);
-        phos_host_context_ends(primary, true);
-        context_forget(primary);
-        phos_cache_flush(device);
-    }
-    phos_window_go_on();
-}
-
-/* A primary context is not to be destroyed: the driver refuses, and all that is in it stays. */
-static CUresult context_destroyed(CUcontext context, CUresult (*destroy)(CUcontext))
-{
-    CUdevice device = context ? context_device(context) : -1;
-    CUcontext primary = NULL;
-    bool is_primary = device >= 0 && primary_of(device, &primary) && primary == context;
-    if (device >= 0 && !is_primary)
-        context_ends(context, device);
-    CUresult result = destroy(context);
-    if (is_primary && result == CUDA_SUCCESS)
-        primary_gone(primary, device);
-    return result;
-}
-
-CUresult serve_cuCtxDestroy_v2(CUcontext context)
-{
-    return context_destroyed(context, phos_real.cuCtxDestroy_v2);
-}
-
-CUresult serve_cuCtxDestroy(CUcontext context)
-{
-    return context_destroyed(context, phos_real.cuCtxDestroy);
-}
-
-static CUresult primary_released(CUdevice device, CUresult (*release)(CUdevice_v1))
-{
-    CUcontext primary = NULL;
-    bool had = primary_of(device, &primary);
-    CUresult result = release(device);
-    unsigned int flags;
-    int active = 1;
-    if (result == CUDA_SUCCESS && had && phos_real.cuDevicePrimaryCtxGetState(device, &flags, &active) == CUDA_SUCCESS &&
-        !active)
-        primary_gone(primary, device);
-    return result;
-}
-
-CUresult serve_cuDevicePrimaryCtxRelease_v2(CUdevice_v1 device)
-{
-    return primary_released(device, phos_real.cuDevicePrimaryCtxRelease_v2);
-}
-
-CUresult serve_cuDevicePrimaryCtxRelease(CUdevice_v1 device)
-{
-    return primary_released(device, phos_real.cuDevicePrimaryCtxRelease);
-}
-
-static void primary_resetting(CUdevice device)
-{
-    CUcontext primary = NULL;
-    if (primary_of(device, &primary))
-        context_ends(primary, device);
-}
-
-CUresult serve_cuDevicePrimaryCtxReset_v2(CUdevice_v1 device)
-{
-    primary_resetting(device);
-    return phos_real.cuDevicePrimaryCtxReset_v2(device);
-}
-
-CUresult serve_cuDevicePrimaryCtxReset(CUdevice_v1 device)
-{
-    primary_resetting(device);
-    return phos_real.cuDevicePrimaryCtxReset(device);
-}
-
 /* ---- peers: cuMemAlloc memory follows cuCtxEnablePeerAccess, VMM memory does not by itself ---- */
 
 /* Of a context that may have come past us, through the driver's private tables. */
 static CUdevice any_context_device(CUcontext context)
 {
-    CUdevice device = context_device(context);
+    CUdevice device = phos_context_device(context);
     CUcontext popped;
     if (device < 0 && phos_real.cuCtxPushCurrent_v2(context) == CUDA_SUCCESS) {
         if (phos_real.cuCtxGetDevice(&device) != CUDA_SUCCESS)

@@ -19,6 +19,7 @@ static inline int phos_captures(void)
 struct phos_context {
     CUcontext context;
     CUdevice device;
+    unsigned attached;   /* cuCtxAttach calls that cuCtxDetach has not undone */
     size_t stack_limit;  /* while detached with reduced limits: what to put back */
     bool stack_reduced;
 };
@@ -27,6 +28,11 @@ void phos_context_seen(CUcontext context, CUdevice device);
 /* The driver lets one that was destroyed be made current, answers most calls with it, and crashes at cuCtxGetDevice, for one,
  * and at any with a stream or an event of it (580.159.04, H100). A primary context that is not active does not live either. */
 bool phos_context_lives(CUcontext context);
+/* The device of one that calls have shown; -1: none such. And how many of those a device has. */
+CUdevice phos_context_device(CUcontext context);
+size_t phos_contexts_on(CUdevice device);
+/* Notes a cuCtxAttach, or undoes one; false: there is none to undo. */
+bool phos_context_attach(CUcontext context, bool undo);
 /* The context that a stream is in, and its device; of a default stream the current ones. */
 bool phos_stream_context(CUstream stream, CUcontext *context, CUdevice *device);
 /* A copy of the list of live contexts, primary ones that were made behind our back included, and without those that ended

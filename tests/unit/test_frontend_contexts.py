@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.frontend_fake import FakePhosd, built, program
+from tests.unit.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(240), built]
 
@@ -39,14 +40,15 @@ def test_calls_with_a_destroyed_context_are_answered_as_by_the_driver(phosd: Fak
         app.finish()
 
 
-def test_pinned_memory_of_a_context_that_ended_is_not_in_the_way_of_a_checkpoint(phosd: FakePhosd) -> None:
-    body = """
+@pytest.mark.parametrize("end", ["cuCtxDestroy", "cuCtxDetach"])
+def test_pinned_memory_of_a_context_that_ended_is_not_in_the_way_of_a_checkpoint(phosd: FakePhosd, end: str) -> None:
+    body = f"""
     first = start()
     second = ok(cu.cuCtxCreate(None, 0, ok(cu.cuDeviceGet(0))))
     pinned = ok(cu.cuMemHostAlloc(1 << 20, 0))
     own = (ctypes.c_char * (1 << 20))()
     ok(cu.cuMemHostRegister(own, 1 << 20, 0))
-    ok(cu.cuCtxDestroy(second))
+    ok(cu.{end}(second))
     ok(cu.cuCtxSetCurrent(first))
     p = ok(cu.cuMemAlloc(3 << 20))
     fill(p, 3 << 20, 7)
@@ -59,6 +61,36 @@ def test_pinned_memory_of_a_context_that_ended_is_not_in_the_way_of_a_checkpoint
     """
     with program(phosd, body) as (app, session):
         assert app.line() == "ready"
+        phosd.toggle(session)
+        app.tell()
+        assert app.line() == "done"
+        app.tell()
+        app.finish()
+
+
+def test_a_context_ends_with_the_last_detach(phosd: FakePhosd) -> None:
+    body = """
+    ok(cu.cuInit(0))
+    first = ok(cu.cuCtxCreate(None, 0, ok(cu.cuDeviceGet(0))))
+    p, q = ok(cu.cuMemAlloc(20 << 20)), ok(cu.cuMemAllocAsync(20 << 20, 0))
+    ok(cu.cuMemFreeAsync(q, 0))
+    assert int(ok(cu.cuCtxAttach(0))) == int(first)
+    ok(cu.cuCtxDetach(first))
+    fill(p, 20 << 20, 7)
+    assert read(p, 20 << 20) == bytes([7]) * (20 << 20)
+    ok(cu.cuCtxDetach(first))
+    second = ok(cu.cuCtxCreate(None, 0, ok(cu.cuDeviceGet(0))))
+    p = ok(cu.cuMemAlloc(3 << 20))
+    fill(p, 3 << 20, 5)
+    say("ready")
+    heard()
+    assert read(p, 3 << 20) == bytes([5]) * (3 << 20)
+    say("done")
+    heard()
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        eventually(lambda: len(session.blocks) == 1)
         phosd.toggle(session)
         app.tell()
         assert app.line() == "done"
