@@ -57,7 +57,8 @@ static bool set_stack(CUcontext context, size_t value, bool first_kernel)
 
 static void stack_restore(void)
 {
-    for (size_t i = 0; i < reduced_count; i++)
+    /* The last first: a green context's limit is its primary context's (580.159.04, H100), which was 0 already. */
+    for (size_t i = reduced_count; i-- > 0;)
         if (reduced[i].stack_reduced && !set_stack(reduced[i].context, reduced[i].stack_limit, true))
             phos_warn("the stack limit of device %d could not be put back to %zu bytes", reduced[i].device,
                       reduced[i].stack_limit);

@@ -69,13 +69,8 @@ static struct sg_context *context_create(struct sg_device *device, unsigned flag
     return context;
 }
 
-/* Waits for the context's work, then frees what it owns. The structure itself stays allocated (a few hundred bytes): late
- * operations and events of other contexts may still point to it. */
-static void context_destroy(struct sg_context *context)
+static void registry_remove(const struct sg_context *context)
 {
-    if (!sg_handle_remove(context, SG_CONTEXT))
-        return;
-    sg_handle_add(context, SG_GONE);
     pthread_mutex_lock(&registry_lock);
     for (size_t i = 0; i < registry_count; i++)
         if (registry[i] == context) {
@@ -83,6 +78,16 @@ static void context_destroy(struct sg_context *context)
             break;
         }
     pthread_mutex_unlock(&registry_lock);
+}
+
+/* Waits for the context's work, then frees what it owns. The structure itself stays allocated (a few hundred bytes): late
+ * operations and events of other contexts may still point to it. */
+static void context_destroy(struct sg_context *context)
+{
+    if (!sg_handle_remove(context, SG_CONTEXT))
+        return;
+    sg_handle_add(context, SG_GONE);
+    registry_remove(context);
     sg_context_synchronize(context);
     for (;;) {
         pthread_mutex_lock(&context->lock);
@@ -278,7 +283,7 @@ CUresult softgpu_cuCtxDestroy_v2(CUcontext ctx)
 {
     if (!sg_handle_is(ctx, SG_CONTEXT))
         return ctx ? CUDA_ERROR_CONTEXT_IS_DESTROYED : CUDA_ERROR_INVALID_VALUE;
-    if (((struct sg_context *)ctx)->primary)
+    if (((struct sg_context *)ctx)->primary || ((struct sg_context *)ctx)->whole)
         return CUDA_ERROR_INVALID_CONTEXT;
     if (stack.depth && stack.entries[stack.depth - 1] == ctx)
         stack.depth--;
@@ -294,7 +299,7 @@ CUresult softgpu_cuCtxAttach(CUcontext *pctx, unsigned int flags)
     CUresult result = sg_context_current(&context);
     if (result != CUDA_SUCCESS)
         return result;
-    if (context->primary)
+    if (context->primary || context->whole)
         return CUDA_ERROR_INVALID_CONTEXT;
     atomic_fetch_add(&context->attached, 1);
     *pctx = (CUcontext)context;
@@ -318,7 +323,7 @@ CUresult softgpu_cuCtxDetach(CUcontext ctx)
 /* What the driver does (measured with 580.159 on an H100). */
 void sg_crash_if_gone(const struct sg_context *context, const char *what)
 {
-    if (!sg_handle_is(context, SG_GONE))
+    if (!sg_handle_is(context, SG_GONE) || context->whole)
         return;
     sg_log("%s of a context that was destroyed: the driver of a GPU crashes here", what);
     raise(SIGSEGV);
@@ -389,12 +394,87 @@ CUresult softgpu_cuCtxGetDevice_v2(CUdevice *device, CUcontext ctx)
     return CUDA_SUCCESS;
 }
 
+/* ---- green contexts: the same processors here, and of memory and events nothing, which are their device's primary one's ---- */
+
+static void synchronize_part(struct sg_context *part, void *whole)
+{
+    if (part->whole == whole)
+        sg_context_synchronize(part);
+}
+
+CUresult softgpu_cuDeviceGetDevResource(CUdevice dev, CUdevResource *result, CUdevResourceType type)
+{
+    if (!result || type != CU_DEV_RESOURCE_TYPE_SM)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!sg_device(dev))
+        return CUDA_ERROR_INVALID_DEVICE;
+    *result = (CUdevResource){.type = type, .sm = {.smCount = 1, .minSmPartitionSize = 1, .smCoscheduledAlignment = 1}};
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuDevResourceGenerateDesc(CUdevResourceDesc *phDesc, CUdevResource *resources, unsigned int nbResources)
+{
+    static char any;
+    if (!phDesc || !resources || nbResources != 1)
+        return CUDA_ERROR_INVALID_VALUE;
+    *phDesc = (CUdevResourceDesc)&any;
+    return CUDA_SUCCESS;
+}
+
+CUresult softgpu_cuGreenCtxCreate(CUgreenCtx *phCtx, CUdevResourceDesc desc, CUdevice dev, unsigned int flags)
+{
+    struct sg_device *device = sg_device(dev);
+    struct sg_context *primary;
+    if (!phCtx || !desc || flags != CU_GREEN_CTX_DEFAULT_STREAM)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!device)
+        return CUDA_ERROR_INVALID_DEVICE;
+    CUresult result = sg_primary_retain(device, &primary);
+    if (result != CUDA_SUCCESS)
+        return result;
+    struct sg_context *context = context_create(device, 0, false);
+    if (!context) {
+        primary_drop(dev, false);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    context->whole = primary;
+    *phCtx = (CUgreenCtx)context;
+    return CUDA_SUCCESS;
+}
+
+static struct sg_context *green(CUgreenCtx handle)
+{
+    struct sg_context *context = (struct sg_context *)handle;
+    return sg_handle_is(handle, SG_CONTEXT) && context->whole ? context : NULL;
+}
+
+CUresult softgpu_cuCtxFromGreenCtx(CUcontext *pContext, CUgreenCtx hCtx)
+{
+    if (!pContext || !green(hCtx))
+        return CUDA_ERROR_INVALID_VALUE;
+    *pContext = (CUcontext)hCtx;
+    return CUDA_SUCCESS;
+}
+
+/* What was made in it stays; its streams can no longer be used. */
+CUresult softgpu_cuGreenCtxDestroy(CUgreenCtx hCtx)
+{
+    struct sg_context *context = green(hCtx);
+    if (!context || !sg_handle_remove(context, SG_CONTEXT))
+        return CUDA_ERROR_INVALID_VALUE;
+    sg_handle_add(context, SG_GONE);
+    registry_remove(context);
+    return primary_drop(context->device->ordinal, false);
+}
+
 CUresult softgpu_cuCtxSynchronize_v2(CUcontext ctx)
 {
     struct sg_context *context;
     CUresult result = sg_context_get(ctx, &context);
     if (result == CUDA_SUCCESS && sg_capture_among(context, true, true))
         result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    if (result == CUDA_SUCCESS)
+        sg_contexts_each(synchronize_part, context);
     return result == CUDA_SUCCESS ? sg_context_synchronize(context) : result;
 }
 

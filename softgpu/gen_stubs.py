@@ -139,21 +139,21 @@ def wrapper(index: int, entry: Entry, target: str | None) -> str:
         if crashes:
             gated = "false"
         call = f"sg_leave({gated}, softgpu_{target}({entry.arguments}))"
-        body = f"    CUresult result = sg_enter({index}, {gated}, {per_thread});\n"
+        body = f"    CUresult result_ = sg_enter({index}, {gated}, {per_thread});\n"
         if crashes:
             body += (
                 f"    bool polls = {crashes};\n"
-                f"    if (result == CUDA_SUCCESS) {{\n"
+                f"    if (result_ == CUDA_SUCCESS) {{\n"
                 f"        if (polls)\n"
                 f"            sg_poll_begin({index});\n"
-                f"        result = {call};\n"
+                f"        result_ = {call};\n"
                 f"        if (polls)\n"
                 f"            sg_poll_end();\n"
                 f"    }}\n"
             )
         else:
-            body += f"    if (result == CUDA_SUCCESS)\n        result = {call};\n"
-        body += "    return result;"
+            body += f"    if (result_ == CUDA_SUCCESS)\n        result_ = {call};\n"
+        body += "    return result_;"
     # The exported name is an alias, so that the table below holds this library's own function even where a preloaded
     # library defines the same name.
     return (

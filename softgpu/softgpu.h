@@ -119,6 +119,7 @@ int sg_physical_of_uuid(const CUuuid *uuid); /* -1: none */
 struct sg_context {
     struct sg_device *device;
     bool primary;
+    struct sg_context *whole; /* of a green context: the primary one that it is a part of */
     _Atomic unsigned attached; /* cuCtxAttach calls that cuCtxDetach has not undone */
     unsigned flags, api_version;
     uint64_t id;

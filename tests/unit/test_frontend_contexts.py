@@ -96,3 +96,35 @@ def test_a_context_ends_with_the_last_detach(phosd: FakePhosd) -> None:
         assert app.line() == "done"
         app.tell()
         app.finish()
+
+
+GREEN = """
+def green_context():
+    resource = ok(cu.cuDeviceGetDevResource(0, cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+    green = ok(cu.cuGreenCtxCreate(ok(cu.cuDevResourceGenerateDesc([resource], 1)), 0, 1))
+    return green, ok(cu.cuCtxFromGreenCtx(green))
+"""
+
+
+def test_a_green_context_does_not_cost_a_checkpointed_process_its_stack_limit(phosd: FakePhosd) -> None:
+    body = (
+        GREEN
+        + """
+start()
+STACK = cu.CUlimit.CU_LIMIT_STACK_SIZE
+ok(cu.cuCtxSetLimit(STACK, 4096))
+green, context = green_context()
+say("ready")
+heard()
+assert ok(cu.cuCtxGetLimit(STACK)) == 4096, ok(cu.cuCtxGetLimit(STACK))
+say("done")
+heard()
+"""
+    )
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        phosd.toggle(session)
+        app.tell()
+        assert app.line() == "done"
+        app.tell()
+        app.finish()
