@@ -35,18 +35,6 @@ static void context_ends(CUcontext context, CUdevice device)
     phos_window_go_on();
 }
 
-static bool primary_of(CUdevice device, CUcontext *primary)
-{
-    unsigned int flags;
-    int active = 0;
-    if (phos_real.cuDevicePrimaryCtxGetState(device, &flags, &active) != CUDA_SUCCESS || !active)
-        return false;
-    if (phos_real.cuDevicePrimaryCtxRetain(primary, device) != CUDA_SUCCESS)
-        return false;
-    phos_real.cuDevicePrimaryCtxRelease_v2(device);
-    return true;
-}
-
 /* Too late to wait for its work, which the driver did; its memory goes now. */
 static void primary_gone(CUcontext primary, CUdevice device)
 {
@@ -63,12 +51,12 @@ static void primary_gone(CUcontext primary, CUdevice device)
     phos_window_go_on();
 }
 
-/* A primary context is not to be destroyed: the driver refuses, and all that is in it stays. */
+/* A primary or a green context is not to be destroyed: the driver refuses, and all that is in it stays. */
 static CUresult context_destroyed(CUcontext context, CUresult (*destroy)(CUcontext))
 {
-    CUdevice device = context ? phos_context_device(context) : -1;
+    CUdevice device = context && phos_context_whole(context) == context ? phos_context_device(context) : -1;
     CUcontext primary = NULL;
-    bool is_primary = device >= 0 && primary_of(device, &primary) && primary == context;
+    bool is_primary = device >= 0 && phos_primary_of(device, &primary) && primary == context;
     if (device >= 0 && !is_primary)
         context_ends(context, device);
     CUresult result = destroy(context);
@@ -115,17 +103,39 @@ CUresult serve_cuCtxDetach(CUcontext context)
     CUcontext current = NULL, primary = NULL;
     CUdevice device = phos_context_device(context);
     bool is_current = phos_real.cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == context; /* else it is refused */
-    if (device >= 0 && primary_of(device, &primary) && primary == context)
+    if (device >= 0 && phos_primary_of(device, &primary) && primary == context)
         return primary_let_go(phos_real.cuCtxDetach(context), primary, device);
     if (!is_current || device < 0 || phos_context_attach(context, true))
         return phos_real.cuCtxDetach(context);
     return context_destroyed(context, phos_real.cuCtxDetach);
 }
 
+/* Only its streams end with it; but what the frontend has made to copy aside is in such a stream. */
+CUresult serve_cuGreenCtxDestroy(CUgreenCtx green)
+{
+    CUcontext context, primary = NULL;
+    if (phos_real.cuCtxFromGreenCtx(&context, green) != CUDA_SUCCESS || !phos_context_lives(context))
+        return phos_real.cuGreenCtxDestroy(green);
+    CUdevice device = phos_context_any_device(context);
+    if (device < 0 || !phos_primary_of(device, &primary))
+        primary = NULL;
+    phos_window_stand_still(); /* until it has ended */
+    phos_window_go_on();
+    phos_window_context_ends(context, false);
+    if (primary) {
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_pool_context_moves(context, primary);
+    }
+    CUresult result = phos_real.cuGreenCtxDestroy(green);
+    if (result == CUDA_SUCCESS)
+        phos_context_seen(context, -1);
+    return primary_let_go(result, primary, device);
+}
+
 static CUresult primary_released(CUdevice device, CUresult (*release)(CUdevice_v1))
 {
     CUcontext primary = NULL;
-    if (!primary_of(device, &primary))
+    if (!phos_primary_of(device, &primary))
         primary = NULL;
     return primary_let_go(release(device), primary, device);
 }
@@ -143,7 +153,7 @@ CUresult serve_cuDevicePrimaryCtxRelease(CUdevice_v1 device)
 static void primary_resetting(CUdevice device)
 {
     CUcontext primary = NULL;
-    if (primary_of(device, &primary))
+    if (phos_primary_of(device, &primary))
         context_ends(primary, device);
 }
 

@@ -47,6 +47,7 @@ static bool carried(CUcontext *context)
         if (!phos_devices[d].host_pointers)
             return false;
     phos_context_seen(*context, device);
+    *context = phos_context_whole(*context);
     return true;
 }
 

@@ -78,7 +78,7 @@ static CUresult allocate_for(CUdeviceptr *address, size_t size, const char *entr
     phos_context_seen(context, device);
     PHOS_MEMORY_LOCKED;
     struct phos_allocation *allocation;
-    CUresult result = phos_allocate(device, context, size, entry_point, &allocation);
+    CUresult result = phos_allocate(device, phos_context_whole(context), size, entry_point, &allocation);
     if (result == CUDA_SUCCESS)
         *address = allocation->address;
     return result;

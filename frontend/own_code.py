@@ -134,6 +134,7 @@ SERVED: dict[str, tuple[str, ...]] = {
     "context_ends.c": (
         "cuCtxAttach",
         "cuCtxDetach",
+        "cuGreenCtxDestroy",
         "cuCtxDestroy_v2",
         "cuCtxDestroy",
         "cuDevicePrimaryCtxRelease_v2",

@@ -245,6 +245,15 @@ void phos_pool_context_ends(CUcontext context)
     }
 }
 
+void phos_pool_context_moves(CUcontext from, CUcontext to)
+{
+    for (struct phos_pool *pool = phos_pools; pool; pool = pool->next)
+        for (struct pending *p = pool->pending; p; p = p->next)
+            p->context = p->context == from ? to : p->context;
+    for (struct spare *spare = spares; spare; spare = spare->next)
+        spare->context = spare->context == from ? to : spare->context;
+}
+
 static unsigned long long stream_number(CUstream stream)
 {
     unsigned long long number;
@@ -300,7 +309,7 @@ static CUresult pool_allocate(struct phos_pool *pool, CUcontext context, size_t 
         }
     }
     allocation->size = size;
-    allocation->context = context;
+    allocation->context = phos_context_whole(context);
     allocation->entry_point = entry_point;
     allocation->pool = pool;
     allocation->state = PHOS_LIVE;

@@ -10,6 +10,8 @@ bool phos_pool_settle(CUdevice device, uint64_t freed_by, uint64_t timeout_ns);
 /* Bytes of it that are only waiting to be given back. */
 size_t phos_pool_cached(CUdevice device);
 void phos_pool_context_ends(CUcontext context);
+/* A green context ends: its events, and what waits for them, are its primary context's. */
+void phos_pool_context_moves(CUcontext from, CUcontext to);
 /* Without the lock; the control thread's, now and then: gives back what was freed a while ago and not wanted since, but for what
  * a pool is to keep (CU_MEMPOOL_ATTR_RELEASE_THRESHOLD). */
 void phos_pool_rest(void);

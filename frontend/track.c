@@ -18,6 +18,7 @@ pthread_rwlock_t phos_capture_lock = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALI
 static pthread_mutex_t context_lock = PTHREAD_MUTEX_INITIALIZER; /* guards both lists; taken last */
 static struct phos_context *contexts;
 static size_t context_count, context_capacity;
+static _Atomic size_t green_count; /* of them; written with the lock, read without */
 
 /* Captures that were begun, by the stream that they were begun in; guarded by context_lock. */
 static struct capture {
@@ -26,6 +27,13 @@ static struct capture {
     int32_t thread;    /* of a per-thread default stream; 0: another kind */
     struct capture *next;
 } *captures;
+
+/* With context_lock held. */
+static void set_whole(struct phos_context *context, CUcontext whole)
+{
+    green_count += (whole != NULL) - (context->whole != NULL);
+    context->whole = whole;
+}
 
 static bool context_known(CUcontext context)
 {
@@ -65,8 +73,10 @@ void phos_context_seen(CUcontext context, CUdevice device)
     PHOS_LOCKED(&context_lock);
     if (device < 0) { /* forget it */
         for (size_t i = 0; i < context_count; i++)
-            if (contexts[i].context == context)
+            if (contexts[i].context == context) {
+                set_whole(&contexts[i], NULL);
                 contexts[i--] = contexts[--context_count];
+            }
         captures_end(context);
         atomic_fetch_add(&changes, 1);
         return;
@@ -101,6 +111,29 @@ CUdevice phos_context_device(CUcontext context)
         if (contexts[i].context == context)
             return contexts[i].device;
     return -1;
+}
+
+bool phos_primary_of(CUdevice device, CUcontext *primary)
+{
+    unsigned int flags;
+    int active = 0;
+    if (phos_real.cuDevicePrimaryCtxGetState(device, &flags, &active) != CUDA_SUCCESS || !active)
+        return false;
+    if (phos_real.cuDevicePrimaryCtxRetain(primary, device) != CUDA_SUCCESS)
+        return false;
+    phos_real.cuDevicePrimaryCtxRelease_v2(device);
+    return true;
+}
+
+CUcontext phos_context_whole(CUcontext context)
+{
+    if (!atomic_load_explicit(&green_count, memory_order_relaxed))
+        return context;
+    PHOS_LOCKED(&context_lock);
+    for (size_t i = 0; i < context_count; i++)
+        if (contexts[i].context == context && contexts[i].whole)
+            return contexts[i].whole;
+    return context;
 }
 
 bool phos_context_attach(CUcontext context, bool undo)
@@ -221,12 +254,15 @@ CUresult serve_cuCtxCreate(CUcontext *context, unsigned int flags, CUdevice_v1 d
 CUresult serve_cuCtxFromGreenCtx(CUcontext *context, CUgreenCtx green)
 {
     CUresult result = phos_real.cuCtxFromGreenCtx(context, green);
-    CUdevice device;
-    if (result == CUDA_SUCCESS && phos_real.cuCtxPushCurrent_v2(*context) == CUDA_SUCCESS) {
-        context_made(phos_real.cuCtxGetDevice(&device), context, device);
-        CUcontext popped;
-        phos_real.cuCtxPopCurrent_v2(&popped);
-    }
+    CUdevice device = result == CUDA_SUCCESS ? phos_context_any_device(*context) : -1;
+    CUcontext primary;
+    if (device < 0 || !phos_primary_of(device, &primary))
+        return result;
+    phos_context_seen(*context, device);
+    PHOS_LOCKED(&context_lock);
+    for (size_t i = 0; i < context_count; i++)
+        if (contexts[i].context == *context)
+            set_whole(&contexts[i], primary);
     return result;
 }
 
@@ -241,7 +277,7 @@ CUresult serve_cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice_v1 device)
 /* ---- peers: cuMemAlloc memory follows cuCtxEnablePeerAccess, VMM memory does not by itself ---- */
 
 /* Of a context that may have come past us, through the driver's private tables. */
-static CUdevice any_context_device(CUcontext context)
+CUdevice phos_context_any_device(CUcontext context)
 {
     CUdevice device = phos_context_device(context);
     CUcontext popped;
@@ -256,7 +292,7 @@ static CUdevice any_context_device(CUcontext context)
 static void peer_changed(CUcontext peer_context, bool allowed)
 {
     CUcontext current;
-    CUdevice here, there = any_context_device(peer_context);
+    CUdevice here, there = phos_context_any_device(peer_context);
     if (there < 0 || there >= phos_device_count || phos_current(&current, &here) != CUDA_SUCCESS || here == there)
         return;
     CUresult result;

@@ -19,6 +19,7 @@ static inline int phos_captures(void)
 struct phos_context {
     CUcontext context;
     CUdevice device;
+    CUcontext whole;     /* of a green context: its device's primary one; else NULL */
     unsigned attached;   /* cuCtxAttach calls that cuCtxDetach has not undone */
     size_t stack_limit;  /* while detached with reduced limits: what to put back */
     bool stack_reduced;
@@ -31,6 +32,12 @@ bool phos_context_lives(CUcontext context);
 /* The device of one that calls have shown; -1: none such. And how many of those a device has. */
 CUdevice phos_context_device(CUcontext context);
 size_t phos_contexts_on(CUdevice device);
+/* The device of any living context; -1: it cannot be had. */
+CUdevice phos_context_any_device(CUcontext context);
+/* The one that owns what is made in a context: a green context owns no memory, its device's primary one does. */
+CUcontext phos_context_whole(CUcontext context);
+/* A device's primary context, if it is active. */
+bool phos_primary_of(CUdevice device, CUcontext *primary);
 /* Notes a cuCtxAttach, or undoes one; false: there is none to undo. */
 bool phos_context_attach(CUcontext context, bool undo);
 /* The context that a stream is in, and its device; of a default stream the current ones. */

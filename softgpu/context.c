@@ -323,7 +323,7 @@ CUresult softgpu_cuCtxDetach(CUcontext ctx)
 /* What the driver does (measured with 580.159 on an H100). */
 void sg_crash_if_gone(const struct sg_context *context, const char *what)
 {
-    if (!sg_handle_is(context, SG_GONE) || context->whole)
+    if (!sg_handle_is(context, SG_GONE))
         return;
     sg_log("%s of a context that was destroyed: the driver of a GPU crashes here", what);
     raise(SIGSEGV);

@@ -248,6 +248,8 @@ CUresult sg_stream_get(CUstream handle, struct sg_stream **out)
         if (!sg_handle_is(handle, SG_STREAM))
             return CUDA_ERROR_INVALID_HANDLE;
         *out = (struct sg_stream *)handle;
+        if ((*out)->context->whole && !sg_handle_is((*out)->context, SG_CONTEXT))
+            return CUDA_ERROR_CONTEXT_IS_DESTROYED; /* what the driver says of a green context's (580.159, H100) */
         return (CUresult)atomic_load(&(*out)->context->sticky);
     }
     CUresult result = sg_context_current(&context);

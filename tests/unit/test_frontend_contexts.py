@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from phos.gen import wire_pb2 as wire
 from tests.unit.frontend_fake import FakePhosd, built, program
+from tests.unit.test_frontend_window import window
 from tests.unit.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(240), built]
@@ -127,4 +129,87 @@ heard()
         app.tell()
         assert app.line() == "done"
         app.tell()
+        app.finish()
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_what_was_made_in_a_green_context_is_its_primary_contexts(phosd: FakePhosd, last: bool) -> None:
+    body = (
+        GREEN
+        + f"last = {last}"
+        + """
+ok(cu.cuInit(0))
+primary = None if last else ok(cu.cuDevicePrimaryCtxRetain(0))
+green, context = green_context()
+ok(cu.cuCtxPushCurrent(context))
+p, q = ok(cu.cuMemAlloc(3 << 20)), ok(cu.cuMemAllocAsync(3 << 20, 0))
+r, pinned = ok(cu.cuMemAllocAsync(3 << 20, 0)), ok(cu.cuMemHostAlloc(1 << 20, 0))
+fill(p, 3 << 20, 7)
+ok(cu.cuMemFreeAsync(r, 0))
+assert int(cu.cuCtxDestroy(context)[0]) != 0
+assert read(p, 3 << 20) == bytes([7]) * (3 << 20)
+OWNER = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_CONTEXT
+owner = int(ok(cu.cuPointerGetAttribute(OWNER, p)))
+assert owner != int(context)
+ok(cu.cuCtxPopCurrent())
+ok(cu.cuGreenCtxDestroy(green))
+ok(cu.cuCtxPushCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+if last:
+    assert int(cu.cuMemFree(p)[0]) != 0
+else:
+    assert owner == int(primary)
+    assert read(p, 3 << 20) == bytes([7]) * (3 << 20)
+say("ready")
+heard()
+if not last:
+    assert read(p, 3 << 20) == bytes([7]) * (3 << 20)
+    ok(cu.cuMemFree(p))
+    ok(cu.cuMemFree(q))
+    ok(cu.cuMemFreeHost(pinned))
+say("done")
+heard()
+"""
+    )
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        phosd.toggle(session)
+        app.tell()
+        assert app.line() == "done"
+        app.tell()
+        app.finish()
+
+
+def test_a_green_context_that_ends_in_a_window_is_no_context_with_an_error(phosd: FakePhosd) -> None:
+    body = (
+        GREEN
+        + """
+start()
+pool = ok(cu.cuMemAlloc(34 << 20))
+p = ok(cu.cuMemAlloc(40 << 20))
+fill(p, 40 << 20, 3)
+say("ready")
+heard()
+green, context = green_context()
+ok(cu.cuCtxPushCurrent(context))
+fill(p, 1 << 20, 5)
+ok(cu.cuCtxPopCurrent())
+ok(cu.cuGreenCtxDestroy(green))
+say("ended")
+heard()
+fill(int(p) + (8 << 20), 1 << 20, 6)
+assert read(int(p) + (8 << 20), 2 << 20) == b"\\6" * (1 << 20) + b"\\3" * (1 << 20)
+say("through")
+"""
+    )
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20) as (_, table):
+            app.tell()
+            assert app.line() == "ended"
+            assert session.connection is not None
+            for _ in range(2):  # before it waits for the second one, it looks at what copies aside
+                session.connection.ask(prepare_residue=wire.PrepareResidue())
+            assert not table.faulted()
+            app.tell()
+            assert app.line() == "through"
         app.finish()
