@@ -22,6 +22,7 @@ static void context_ends(CUcontext context, CUdevice device)
     if (phos_synchronize_anyhow(context) != CUDA_SUCCESS)
         phos_debug("a context ends with an error pending");
     phos_window_context_ends(context, false);
+    phos_twins_context_ends(context, false);
     phos_window_stand_still();
     {
         PHOS_LOCKED(&phos_memory_lock);
@@ -39,6 +40,7 @@ static void context_ends(CUcontext context, CUdevice device)
 static void primary_gone(CUcontext primary, CUdevice device)
 {
     phos_window_context_ends(primary, true);
+    phos_twins_context_ends(primary, true);
     phos_window_stand_still();
     {
         PHOS_LOCKED(&phos_memory_lock);

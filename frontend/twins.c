@@ -324,7 +324,7 @@ bool phos_twins_left(void)
 static bool all_ended(void)
 {
     for (uint32_t i = 0; i < phos_twins.stream_count; i++)
-        if (phos_real.cuEventQuery(phos_twins.streams[i].event) == CUDA_ERROR_NOT_READY)
+        if (phos_twins.streams[i].event && phos_real.cuEventQuery(phos_twins.streams[i].event) == CUDA_ERROR_NOT_READY)
             return false;
     return !phos_twins.unknown;
 }
@@ -338,7 +338,8 @@ void phos_twins_settle(bool idle)
     bool entered = phos_enter_context();
     if (idle || all_ended()) {
         for (uint32_t i = 0; i < t->stream_count; i++)
-            phos_real.cuEventDestroy_v2(t->streams[i].event);
+            if (t->streams[i].event)
+                phos_real.cuEventDestroy_v2(t->streams[i].event);
         for (struct phos_twin_library *l = t->libraries, *next; l; l = next) {
             next = l->next;
             if (phos_real.cuLibraryUnload(l->library) != CUDA_SUCCESS)
@@ -354,6 +355,23 @@ void phos_twins_settle(bool idle)
         *t = (struct phos_twins){0};
     }
     phos_leave_context(entered);
+}
+
+void phos_twins_context_ends(CUcontext context, bool gone)
+{
+    PHOS_LOCKED(&phos_twin_lock);
+    for (uint32_t i = 0; i < phos_twins.stream_count; i++) {
+        struct phos_twin_stream *stream = &phos_twins.streams[i];
+        if (stream->context != context)
+            continue;
+        if (stream->event && !gone)
+            phos_real.cuEventDestroy_v2(stream->event);
+        stream->event = NULL;
+        stream->gone = true;
+    }
+    for (uint32_t b = 0; b < PHOS_TWIN_BUCKETS; b++)
+        for (struct phos_twin_kernel *k = phos_twins.buckets[b]; k; k = k->next)
+            k->resolved &= k->context != context;
 }
 
 void phos_twins_stream_ends(CUstream stream)

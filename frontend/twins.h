@@ -18,6 +18,8 @@ void phos_twins_settle(bool idle);
 bool phos_twins_left(void);
 /* In a forked child. */
 void phos_twins_forked(void);
+/* A context is about to be destroyed, after its work; or, if it is `gone`, has been. */
+void phos_twins_context_ends(CUcontext context, bool gone);
 /* A stream is about to be destroyed. */
 void phos_twins_stream_ends(CUstream stream);
 

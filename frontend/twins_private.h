@@ -37,7 +37,7 @@ struct phos_twin_stream {
     CUcontext context;
     int32_t thread; /* of a per-thread default stream; 0: another kind */
     bool gone;      /* the stream has been destroyed */
-    CUevent event;  /* behind the last twin */
+    CUevent event;  /* behind the last twin; NULL: it ended with its context */
 };
 
 struct phos_twin_library {

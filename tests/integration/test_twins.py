@@ -119,6 +119,18 @@ def test_no_twin_of_blocks_that_may_wait_for_each_other(site: Site, blocks: int,
     assert (counts["twins"] > 0) == twins
 
 
+def test_contexts_in_which_twins_were_launched_may_end_in_the_window(site: Site) -> None:
+    """The events behind those twins end with them, and nobody may ask for these any more."""
+    quickly = {"SOFTGPU_COPY_BANDWIDTH": "0", "SOFTGPU_COPY_HOLD": ""}
+    site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(32 << 20)}
+    site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "hold")
+    site.run("phosd", "--ensure")
+    program = site.start(sys.executable, str(READER.with_name("ends_contexts.py")), **quickly)
+    image = dumped_with_twins(site, program)
+    assert window_of(site, image)["twins"] > 0
+    program.wait_iterations(program.iterations() + 3)
+
+
 ASLEEP = 3
 """Seconds between two iterations: longer than a dump takes from its command to the quiesce, even on a slow machine."""
 
