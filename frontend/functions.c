@@ -94,6 +94,33 @@ static void drop_container(const void *container)
     phos_handles_drop(&containers, container, NULL);
 }
 
+static bool has_kernel(const void *library, const struct phos_kernel *like)
+{
+    for (size_t i = 0; i < functions.size; i++)
+        for (const struct phos_handle *h = functions.buckets[i]; h; h = h->next)
+            if (h->container == library && h->kernel->name_hash == like->name_hash)
+                return true;
+    return false;
+}
+
+/* A library's kernels are known under further handles as well, as in the nodes of a graph, for which the driver names a module
+ * of that library, but not the library: those are told by their names. One of another library is asked for again. */
+static bool may_be_of(const struct phos_handle *function, const void *library)
+{
+    if (function->container == library)
+        return false;
+    const struct phos_handle *module = function->container ? phos_handle_find(&containers, function->container) : NULL;
+    return module ? module->container == library : has_kernel(library, function->kernel);
+}
+
+static void drop_library(const void *library)
+{
+    PHOS_LOCKED(&phos_function_lock);
+    phos_handles_drop_if(&functions, may_be_of, library);
+    phos_handles_drop(&functions, library, NULL);
+    phos_handles_drop(&containers, library, NULL);
+}
+
 /* With phos_function_lock held. */
 static struct phos_kernel *put(const void *function, struct phos_kernel *kernel, const void *container, CUcontext context,
                                bool is_kernel)
@@ -195,7 +222,7 @@ CUresult serve_cuLibraryGetModule(CUmodule *module, CUlibrary library)
 
 CUresult serve_cuLibraryUnload(CUlibrary library)
 {
-    drop_container(library);
+    drop_library(library);
     return phos_real.cuLibraryUnload(library);
 }
 

@@ -57,17 +57,34 @@ struct phos_handle *phos_handle_put(struct phos_handles *handles, const struct p
     return h;
 }
 
-void phos_handles_drop(struct phos_handles *handles, const void *container, CUcontext context)
+void phos_handles_drop_if(struct phos_handles *handles, bool (*gone)(const struct phos_handle *handle, const void *what),
+                          const void *what)
 {
     for (size_t i = 0; i < handles->size; i++)
         for (struct phos_handle **link = &handles->buckets[i]; *link;) {
             struct phos_handle *h = *link;
-            if ((container && (h->container == container || h->handle == container)) ||
-                (context && h->context == context)) {
+            if (gone(h, what)) {
                 *link = h->next;
                 free(h);
                 handles->count--;
             } else
                 link = &h->next;
         }
+}
+
+struct end {
+    const void *container;
+    CUcontext context;
+};
+
+static bool ends_with(const struct phos_handle *h, const void *what)
+{
+    const struct end *end = what;
+    return (end->container && (h->container == end->container || h->handle == end->container)) ||
+           (end->context && h->context == end->context);
+}
+
+void phos_handles_drop(struct phos_handles *handles, const void *container, CUcontext context)
+{
+    phos_handles_drop_if(handles, ends_with, &(struct end){container, context});
 }

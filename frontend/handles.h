@@ -29,3 +29,5 @@ struct phos_handle *phos_handle_find(const struct phos_handles *handles, const v
 struct phos_handle *phos_handle_put(struct phos_handles *handles, const struct phos_handle *what);
 /* Those of a container, or of a context (the other is NULL), and the container itself. */
 void phos_handles_drop(struct phos_handles *handles, const void *container, CUcontext context);
+void phos_handles_drop_if(struct phos_handles *handles, bool (*gone)(const struct phos_handle *handle, const void *what),
+                          const void *what);

@@ -110,6 +110,22 @@ static void kernels(void)
     serve_cuLibraryGetKernel(&seen, library, "work");
     expect(launched((CUfunction)seen, LOW + 1, LOW + 2), "work 5 0 0 1:2 2:1", "a kernel passed as a function");
 
+    /* The same handles, of another library: those that the driver gives for a graph's nodes, and those of its module. */
+    CUmodule part;
+    serve_cuLibraryGetModule(&part, library);
+    CUfunction of_part = function_new(part, "work");
+    struct thing of_node = {"work", (struct thing *)malloc(16), false};
+    expect(launched((CUfunction)&of_node, LOW + 1, LOW + 2), "work 0 3 0 1:3 2:3", "a function of a module that was not seen");
+    expect(launched(of_part, LOW + 1, LOW + 2), "work 5 0 0 1:2 2:1", "a function of a library's module");
+    struct thing stays = {"alone", of_node.holder, false};
+    expect(launched((CUfunction)&stays, LOW + 1, LOW + 2), "alone 0 3 0 1:3 2:3", "one that the library has no kernel like");
+    serve_cuLibraryUnload(library);
+    stays.name = of_node.name = ((struct thing *)of_part)->name = "other";
+    expect(launched((CUfunction)&stays, LOW + 1, LOW + 2), "alone 0 3 0 1:3 2:3", "the same, which is not asked for again");
+    expect(launched((CUfunction)&of_node, LOW + 1, LOW + 2), "other 0 3 0 1:3 2:3", "a node's after its library was unloaded");
+    expect(launched(of_part, LOW + 1, LOW + 2), "other 0 3 0 1:3 2:3", "a module's after its library was unloaded");
+    expect(launched(function, LOW + 1, LOW + 2), "work 5 0 0 1:2 2:1", "another module's");
+
     /* The same handles, of another module: nothing of the former may be left. */
     serve_cuModuleUnload(module);
     ((struct thing *)function)->name = "other";

@@ -199,6 +199,16 @@ static CUresult exec_set(CUgraphExec executable, CUgraphNode node, CUgraphNodePa
     (void)executable, (void)node, (void)parameters;
     return CUDA_SUCCESS;
 }
+static CUresult library_unload(CUlibrary library)
+{
+    (void)library;
+    return CUDA_SUCCESS;
+}
+static CUresult library_module(CUmodule *module, CUlibrary library)
+{
+    *module = (CUmodule)((char *)library + 8);
+    return CUDA_SUCCESS;
+}
 static CUresult graph_destroy(CUgraph graph)
 {
     (void)graph;
@@ -222,6 +232,8 @@ void driver_install(void)
     phos_real.cuFuncGetParamInfo = function_layout;
     phos_real.cuKernelGetParamInfo = kernel_layout;
     phos_real.cuModuleUnload = module_unload;
+    phos_real.cuLibraryUnload = library_unload;
+    phos_real.cuLibraryGetModule = library_module;
     phos_real.cuCtxGetCurrent = current;
     phos_real.cuGraphGetNodes = graph_nodes;
     phos_real.cuGraphNodeGetType = node_type;
