@@ -16,7 +16,7 @@ import click
 from rich.table import Table
 
 from phos.cli.console import Console
-from phos.cli.parameters import COUNT, Place
+from phos.cli.parameters import COUNT, Place, json_option
 from phos.cli.run import device_option, program_of, starting
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
@@ -80,9 +80,7 @@ def wire_only(descriptors: list[int]) -> int:
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @device_option
-@click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object instead of tables; COMMAND prints to stderr."
-)
+@json_option("Print one JSON object instead of tables; COMMAND prints to stderr.")
 @click.option(
     "--output", type=Place(path_type=Path, dir_okay=False), help="Write the JSON object to this file as well."
 )

@@ -12,7 +12,7 @@ import psutil
 
 from phos.cli.criu import DUMP_LOG, image_directory, needs_shell_job, run_dump
 from phos.cli.launched import Interrupted
-from phos.cli.parameters import PID, Place
+from phos.cli.parameters import PID, Place, json_option
 from phos.cli.progress import ImageProgress
 from phos.gpu_engine import configuration, procfs
 from phos.gpu_engine.cow.settings import CowSettings, size_of
@@ -37,7 +37,7 @@ from phos.gpu_engine.timeline import stall_seconds
 @click.option("--pool", metavar="SIZE", help="GPU memory for shadows (cow), for example 256M. Default: PHOS_COW_POOL.")
 @click.option("--no-validate", is_flag=True, help="Do not look for wrong guesses (cow): a shorter stall.")
 @click.option("--no-prioritise", is_flag=True, help="Do not let copies of the application go first (cow).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option()
 def checkpoint(
     pid: int,
     image: Path,

@@ -13,6 +13,7 @@ from dataclasses import asdict
 import click
 
 from phos.cli import probes
+from phos.cli.parameters import json_option
 from phos.cli.probes import Finding
 
 GROUPS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
@@ -74,7 +75,7 @@ def conclusion(findings: list[Finding]) -> str:
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option()
 def doctor(as_json: bool) -> None:
     """Say what this machine offers and lacks, and what to do about it.
 

@@ -23,7 +23,7 @@ from phos.cli.guard_job import End, Job, become_reaper, reap
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
 from phos.cli.guard_speaker import Speaker
 from phos.cli.launched import ENDING, heed
-from phos.cli.parameters import RATE, SECONDS, Place
+from phos.cli.parameters import RATE, SECONDS, Place, json_option
 from phos.cli.run import program_of, starting
 from phos.gpu_engine import configuration, procfs
 from phos.gpu_engine.daemon import client, reach
@@ -473,7 +473,7 @@ def _gpus_of(image: Path) -> int:
     help="Give up after so many in a row that did not get the job further.",
 )
 @click.option("--resume", is_flag=True, help="Begin with the newest restorable image in --images instead of CMD.")
-@click.option("--json", "as_json", is_flag=True, help="Print events, one JSON object a line, and not the job's output.")
+@json_option("Print events, one JSON object a line, and not the job's output.")
 @click.argument("job", nargs=-1, required=True, type=click.UNPROCESSED, metavar="PID | -- CMD...")
 def guard(
     images: Path,

@@ -15,7 +15,7 @@ from rich.table import Table
 from phos.cli import remote_image
 from phos.cli.console import Console
 from phos.cli.criu import image_directory
-from phos.cli.parameters import NAME, NAME_OR_DIRECTORY, Place
+from phos.cli.parameters import NAME, NAME_OR_DIRECTORY, Place, json_option
 from phos.cli.refusal import refuse
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
@@ -35,7 +35,7 @@ def image() -> None:
 @click.option(
     "--copy", is_flag=True, help="Copy the data also where it lies in memory already (tmpfs) and could stay there."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option()
 def pin(directory: Path, name: str | None, copy: bool, as_json: bool) -> None:
     """Load the GPU data of the image in the directory IMAGE, check it, and keep it until phosd ends."""
     began, name = time.perf_counter(), name or ""
@@ -61,7 +61,7 @@ def pin(directory: Path, name: str | None, copy: bool, as_json: bool) -> None:
 @image.command()
 @click.argument("address", metavar="tcp://HOST:PORT/NAME")
 @click.argument("directory", metavar="IMAGE", type=Place(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option()
 def fetch(address: str, directory: Path, as_json: bool) -> None:
     """Make the directory IMAGE stand for an image that another host shares.
 
@@ -110,7 +110,7 @@ def unpin(which: str) -> None:
 
 
 @image.command(name="list")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option()
 def list_(as_json: bool) -> None:
     """Show which images are pinned."""
     status = client.status()

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phos.cli.console import Console
-from phos.cli.parameters import Place
+from phos.cli.parameters import Place, json_option
 from phos.cli.refusal import refuse
 from phos.cli.text import printable, seconds_text, size_text
 from phos.images import formats
@@ -22,14 +22,12 @@ from phos.images.reader import METADATA_MOST, Image
 from phos.images.summary import summarise
 
 image_argument = click.argument("image", type=Place())
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON object instead (schema in the docs)."
-)
+summary_option = json_option("Print one JSON object instead (schema in the docs).")
 
 
 @click.command("inspect")
 @image_argument
-@json_option
+@summary_option
 @click.option("--buffers", is_flag=True, help="List all buffers instead of the largest ten.")
 @click.option("--decode", is_flag=True, help="IMAGE is one of PhOS's own .img files: print its messages as JSON.")
 def inspect(image: str, as_json: bool, buffers: bool, decode: bool) -> None:

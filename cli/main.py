@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import signal
 import sys
 from contextlib import suppress
@@ -12,6 +13,7 @@ from typing import Any
 import click
 
 from phos.cli.launched import Interrupted
+from phos.cli.parameters import AS_JSON
 from phos.gpu_engine import standard_streams
 from phos.gpu_engine.errors import ExitStatus, PhosError
 
@@ -68,13 +70,24 @@ class LazyGroup(click.Group):
             result = super().invoke(ctx)
             standard_streams.flush()
             return result
+        except click.UsageError as error:
+            _say_as_json(ctx, error.format_message())
+            raise
         except (PhosError, Interrupted) as error:
             said, status = str(error), int(error.exit_status)
         except OSError as error:
             said, status = _failed_call(error)
         except KeyboardInterrupt:
             status = 128 + signal.SIGINT
+        _say_as_json(ctx, said or "It was interrupted.")
         raise _ended(f"phos-gpu {ctx.invoked_subcommand}", said, status)
+
+
+def _say_as_json(context: click.Context, said: str) -> None:
+    """To who was to get an object: one that says what failed."""
+    if context.meta.get(AS_JSON):
+        with suppress(OSError):
+            click.echo(json.dumps({"error": said}))
 
 
 def _ended(command: str, said: str, status: int) -> SystemExit:

@@ -7,9 +7,24 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import click
+
+AS_JSON = "phos.as_json"
+"""In a context's ``meta``: the command was given --json, so that what fails is said on stdout, too (main.py)."""
+
+
+def _note(context: click.Context, _parameter: click.Parameter, value: bool) -> bool:
+    context.meta[AS_JSON] = value
+    return value
+
+
+def json_option(text: str = "Print one JSON object instead.") -> Callable[[Any], Any]:
+    """The option --json. It is looked at before others, which may have no meaning."""
+    return click.option("--json", "as_json", is_flag=True, is_eager=True, callback=_note, help=text)
+
 
 PID = click.IntRange(1, 1 << 22)
 """Of a process: what the kernel gives at most (PID_MAX_LIMIT)."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from phos.cli.parameters import NAME, NAME_BYTES, NAME_OR_PATH, SECONDS_OR_NONE, Place, unfit
+from phos.cli.parameters import NAME, NAME_BYTES, NAME_OR_PATH, SECONDS_OR_NONE, Place, json_option, unfit
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, reach, wire
@@ -37,7 +37,7 @@ def pool() -> None:
 @click.option("--name", type=NAME, help="What to call the pool. Default: the image directory's name.")
 @click.option("--lazy", type=click.Choice(["strict", "fast"]), help="How memory comes after a take (docs/restore.md).")
 @click.option("--no-wait", is_flag=True, help="Return before the processes are parked.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option()
 def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: bool, as_json: bool) -> None:
     """Park SIZE processes from the directory IMAGE, and from then on another for each that is taken.
 
@@ -88,7 +88,7 @@ def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: 
     help="How long to wait for a parked process; seconds.",
 )
 @click.option("--quick", is_flag=True, help="Return as soon as it computes, not only when all of its memory is there.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option()
 @click.pass_obj
 def take(asked: int | None, name: str, eager: bool, no_wait: bool, timeout: float, quick: bool, as_json: bool) -> None:
     """Open one process of the pool NAME (or of the only pool of the image NAME). It runs in the background."""
@@ -145,7 +145,7 @@ def _times(taken: wire_pb2.PoolTaken) -> dict[str, Any]:
 
 
 @pool.command(name="list")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option()
 def list_pools(as_json: bool) -> None:
     """Show the pools, and what each parked process costs."""
     pools = client.status().pools

@@ -15,10 +15,9 @@ from phos.images.summary import SCHEMA
 
 
 def refuse(command: str, error: ImageError, as_json: bool, status: int = ExitStatus.BAD_IMAGE) -> NoReturn:
-    """Say why an image is bad, on stderr, or as JSON on stdout; and end with an exit status."""
+    """Say why an image is bad, on stderr, and if asked as JSON on stdout; and end with an exit status."""
     if as_json:
         click.echo(json.dumps({"schema": SCHEMA, "complete": False, "error": str(error), "problems": error.problems}))
-    else:
-        said = "\n".join(map(printable, str(error).splitlines()))
-        click.echo(f"phos-gpu {command}: {said}", err=True)
+    said = "\n".join(map(printable, str(error).splitlines()))
+    click.echo(f"phos-gpu {command}: {said}", err=True)
     sys.exit(int(status))

@@ -14,7 +14,7 @@ import click
 from phos.cli.criu import errors, image_directory
 from phos.cli.launched import Interrupted
 from phos.cli.lazy_pages import LazyPages
-from phos.cli.parameters import Place
+from phos.cli.parameters import Place, json_option
 from phos.cli.progress import ImageProgress
 from phos.cli.refusal import refuse
 from phos.cli.restore_first import PAGES_LOG, RESTORE_LOG, Begun, Occupied
@@ -37,7 +37,7 @@ END_SECONDS = 5.0
 @click.option(
     "--lazy", is_flag=True, help="Let the processes compute while their memory, CPU and GPU, is still coming."
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option()
 @click.pass_obj
 def restore(begun: Begun | None, image: str, lazy: bool, as_json: bool) -> None:
     """Restore the processes in the directory IMAGE. They run in the background.

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from phos.cli.console import Console
 from phos.cli.image import show_pinned
+from phos.cli.parameters import json_option
 from phos.cli.pool import pools_table
 from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
@@ -20,7 +21,7 @@ from phos.gpu_engine.daemon import client
 
 
 @click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@json_option()
 def status(as_json: bool) -> None:
     """Show phosd's GPUs, processes under PhOS (memory, state, what is not carried) and its checkpoints and restores."""
     answer = client.status()

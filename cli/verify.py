@@ -10,7 +10,7 @@ import click
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from phos.cli.console import Console
-from phos.cli.inspect import image_argument, json_option
+from phos.cli.inspect import image_argument, summary_option
 from phos.cli.refusal import refuse
 from phos.cli.text import printable, size_text
 from phos.images.errors import ImageError
@@ -58,7 +58,7 @@ def _check(image: Image, threads: int | None) -> tuple[list[str], int]:
 
 @click.command("verify")
 @image_argument
-@json_option
+@summary_option
 @click.option("--threads", type=click.IntRange(1, 256), help="How many threads read and hash; default: one a core.")
 def verify(image: str, as_json: bool, threads: int | None) -> None:
     """Check every hash of the image set in directory IMAGE: PhOS's files and CRIU's.

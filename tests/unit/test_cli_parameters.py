@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,6 +173,36 @@ def test_the_exit_status_is_the_documented_one(status: int, words: list[str]) ->
     assert done.exit_code == status, f"{done.exception!r}\n{done.output}"
     assert done.exception is None or isinstance(done.exception, SystemExit)
     assert bool(done.stderr) == (status != 0)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (2, ["checkpoint", "pid", "new", "--json"]),
+        (2, ["checkpoint", "1000000", "new", "--pool", "much", "--leave-running", "--json"]),
+        (2, ["restore", "--json", "nowhere"]),
+        (7, ["restore", "--json", "there"]),
+        (7, ["restore", "--json", "tcp://localhost:1/image"]),
+        (2, ["pool", "create", "there", "--json"]),
+        (3, ["pool", "take", "--json", "name"]),
+        (3, ["pool", "list", "--json"]),
+        (2, ["image", "pin", "--json", "file"]),
+        (1, ["image", "fetch", "--json", "tcp://localhost:1/image", "new"]),
+        (3, ["image", "list", "--json"]),
+        (3, ["status", "--json"]),
+        (1, ["inspect", "--json", "there"]),
+        (1, ["verify", "--json", "there"]),
+        (2, ["guard", "--images", "file", "--json", "true"]),
+        (2, ["audit", "--json", "no-such-program"]),
+    ],
+    ids=lambda of: str(of)[:60],
+)
+def test_who_was_to_get_an_object_gets_one_that_says_what_failed(status: int, words: list[str]) -> None:
+    done = call(words)
+    assert done.exit_code == status, f"{done.exception!r}\n{done.output}"
+    said = json.loads(done.stdout)["error"]
+    assert said
+    assert said in done.stderr
 
 
 def test_what_the_kernel_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
