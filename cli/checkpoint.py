@@ -14,6 +14,7 @@ from phos.cli.criu import DUMP_LOG, image_directory, needs_shell_job, run_dump
 from phos.cli.launched import Interrupted
 from phos.cli.parameters import PID, Place, json_option
 from phos.cli.progress import ImageProgress
+from phos.cli.text import printable_lines
 from phos.gpu_engine import configuration, procfs
 from phos.gpu_engine.cow.settings import CowSettings, size_of
 from phos.gpu_engine.daemon import client, reach
@@ -100,7 +101,7 @@ def checkpoint(
         click.echo(json.dumps(result))
     else:
         for line in warnings:
-            click.echo(f"Warning: {line}", err=True)
+            click.echo(f"Warning: {printable_lines(line)}", err=True)
         click.echo(f"Process {pid} is in {directory} ({seconds:.2f} s); 'phos-gpu inspect {directory}' shows what is.")
 
 

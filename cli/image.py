@@ -147,7 +147,7 @@ def show_pinned(console: Console, status: wire_pb2.Status) -> None:
         if state == "loading":
             state = f"loading, {size_text(entry.checked)} checked"
         table.add_row(
-            entry.name,
+            printable(entry.name),
             printable(entry.image),
             state,
             size_text(entry.bytes),

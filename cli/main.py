@@ -14,6 +14,7 @@ import click
 
 from phos.cli.launched import Interrupted
 from phos.cli.parameters import AS_JSON
+from phos.cli.text import printable_lines
 from phos.gpu_engine import standard_streams
 from phos.gpu_engine.errors import ExitStatus, PhosError
 
@@ -92,7 +93,7 @@ def _say_as_json(context: click.Context, said: str) -> None:
 
 def _ended(command: str, said: str, status: int) -> SystemExit:
     with suppress(OSError):
-        click.echo(f"{command}: {said}" if said else "", err=True, nl=bool(said))
+        click.echo(f"{command}: {printable_lines(said)}" if said else "", err=True, nl=bool(said))
     return SystemExit(status)
 
 

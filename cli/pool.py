@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from phos.cli.parameters import NAME, NAME_BYTES, NAME_OR_PATH, SECONDS_OR_NONE, Place, json_option, unfit
-from phos.cli.text import printable, size_text
+from phos.cli.text import printable, printable_lines, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, reach, wire
 from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, PhosError, RestoreFailed, UsageError
@@ -72,7 +72,7 @@ def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: 
     else:
         click.echo(f"Pool {called} of {directory}: {_parked(made)} of {size} processes are parked ({seconds:.2f} s).")
     if made.error:
-        click.echo(f"Not all could be parked; phosd goes on trying. {made.error}", err=True)
+        click.echo(f"Not all could be parked; phosd goes on trying. {printable_lines(made.error)}", err=True)
         raise SystemExit(int(ExitStatus.FAILED))
 
 
@@ -189,7 +189,7 @@ def pools_table(pools: Any) -> Table:
             f"{_parked(one)} of {one.size}",
             str(one.taken),
             size_text(one.bytes),
-            one.error,
+            printable_lines(one.error),
         )
     return table
 

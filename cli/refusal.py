@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import click
 
-from phos.cli.text import printable
+from phos.cli.text import printable_lines
 from phos.gpu_engine.errors import ExitStatus
 from phos.images.errors import ImageError
 from phos.images.summary import SCHEMA
@@ -18,6 +18,5 @@ def refuse(command: str, error: ImageError, as_json: bool, status: int = ExitSta
     """Say why an image is bad, on stderr, and if asked as JSON on stdout; and end with an exit status."""
     if as_json:
         click.echo(json.dumps({"schema": SCHEMA, "complete": False, "error": str(error), "problems": error.problems}))
-    said = "\n".join(map(printable, str(error).splitlines()))
-    click.echo(f"phos-gpu {command}: {said}", err=True)
+    click.echo(f"phos-gpu {command}: {printable_lines(str(error))}", err=True)
     sys.exit(int(status))

@@ -15,7 +15,7 @@ from phos.cli.console import Console
 from phos.cli.image import show_pinned
 from phos.cli.parameters import json_option
 from phos.cli.pool import pools_table
-from phos.cli.text import printable, size_text
+from phos.cli.text import printable, printable_lines, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
 
@@ -92,7 +92,7 @@ def _show(answer: wire_pb2.Status) -> None:
                 job.state,
                 f"{size_text(job.bytes_done)} of {size_text(job.bytes_total)}",
                 " ".join(map(str, job.pids)),
-                job.error,
+                printable_lines(job.error),
             )
         console.print(table)
     if answer.pinned:

@@ -20,3 +20,8 @@ def seconds_text(seconds: float) -> str:
 def printable(text: str) -> str:
     """Text from an image, fit for a terminal: an image is input, and may hold escape sequences."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def printable_lines(text: str) -> str:
+    """Likewise of sentences that may have several lines, and tell names of files or what CRIU has logged."""
+    return "\n".join(map(printable, text.split("\n")))

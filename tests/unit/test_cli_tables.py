@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from phos.cli import audit, console, image, pool, status
 from phos.cli.demo import Demo
+from phos.cli.main import main
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.spec import __main__ as spec
@@ -48,6 +49,18 @@ def test_names_are_shown_as_they_are(command: click.Command, words: list[str], s
     assert done.exception is None
     for text in shown:
         assert text in done.stdout
+
+
+def test_no_escape_sequence_reaches_a_terminal() -> None:
+    """Errors name files, and tell what CRIU logged of an image that may be anybody's."""
+    answer = client.status()
+    answer.jobs[0].error = answer.pools[0].error = "two\x1b[2J\nlines"
+    for command, words in ((status.status, []), (pool.pool, ["list"])):
+        done = CliRunner().invoke(command, words)
+        assert "\x1b" not in done.stdout
+        assert "two\\x1b[2J" in done.stdout
+    done = CliRunner().invoke(main, ["restore", "\x1b[2J"])
+    assert (done.exit_code, done.stderr) == (2, "phos-gpu restore: There is no image directory \\x1b[2J.\n")
 
 
 def test_an_audit_s_kernels_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
