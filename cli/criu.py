@@ -15,8 +15,8 @@ from phos.gpu_engine.installation import launcher
 DUMP_LOG = "dump.log"
 
 _NOISE = re.compile(r"RLIMIT|Warn ")
-_HEAD = re.compile(r"^\([\d.]+\)\s*(\d+:)?\s*(Error: (?=phos: ))?")
-"""Of a line in CRIU's log: time, process, and for the plugin's lines a word that they are errors."""
+_HEAD = re.compile(r"^(\([\d.]+\))?\s*(\d+:)?\s*(Error: (?=phos: ))?")
+"""Of a line in CRIU's log: time (from -v3 on), process, and for the plugin's lines a word that they are errors."""
 
 
 def image_directory(path: Path, *, create: bool) -> Path:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phos.cli import launched, restore, restore_first
+from phos.cli.criu import errors
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.errors import RestoreFailed
@@ -372,3 +373,17 @@ def test_one_that_cannot_be_started_is_left_to_the_command(home: Path, monkeypat
     monkeypatch.chdir(home)
     (home / "bin" / "criu").write_text("no script")  # not to be executed
     assert restore_first.begin(["restore", "image"]) is None
+
+
+@pytest.mark.parametrize("time", ["", "(00.012345)  "], ids=["by default", "-v4"])
+def test_what_phosd_said_is_shown_once_without_criu_s_heads(tmp_path: Path, time: str) -> None:
+    log = tmp_path / "restore.log"
+    log.write_text(
+        f"{time}Error (criu/util.c:1533): rlimit: Can't setup RLIMIT_NOFILE for self\n"
+        f"{time}  4711: Error (criu/files-reg.c:2175): File log has bad size\n"
+        f"{time}Error: phos: It is damaged.\n"
+    )
+    assert errors(1, "phos: It is damaged.\n", log).splitlines() == [
+        "Error (criu/files-reg.c:2175): File log has bad size",
+        "phos: It is damaged.",
+    ]
