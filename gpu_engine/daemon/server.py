@@ -270,7 +270,8 @@ class Daemon:
                 session = self._registry.session(hello.session, connection.pid, connection.uid, state)
                 if state is SessionState.LOST:
                     session.lost_reason = (
-                        "phosd holds no GPU memory for this process: it and its keeper were restarted."
+                        "phosd holds no GPU memory for this process: it and its keeper were restarted, or another "
+                        "phosd restores the process, which was started with this one's PHOS_SOCKET."
                     )
                 self._registry.sessions[hello.session] = session
         if session.uid == UNKNOWN_USER:
