@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import psutil
 
-from phos.cli.criu import DUMP_LOG, image_directory, needs_shell_job, run_dump
+from phos.cli.criu import DUMP_LOG, image_directory, needs_shell_job, run_dump, tree_of
 from phos.cli.launched import Interrupted
 from phos.cli.parameters import PID, Place, json_option
 from phos.cli.progress import ImageProgress
@@ -139,13 +139,10 @@ def _stall(directory: Path) -> float | None:
 
 def _require_cuda(pid: int) -> None:
     """A process without CUDA is a mistake here (plain 'criu dump' takes it)."""
-    try:
-        tree = [pid] + [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.NoSuchProcess as error:
-        raise NoSuchProcess(f"There is no process {pid}.") from error
+    tree = tree_of(pid)
     if os.geteuid() not in (0, owner := uid_of(pid)):  # phosd would refuse it too, but behind CRIU's failure
         raise NotPermitted(f"Process {pid} belongs to user {owner}: only that user and root may checkpoint it.")
-    if {process.pid for process in client.status().processes} & set(tree):
+    if {process.pid for process in client.status().processes} & tree:
         return  # phosd knows; asking the driver costs half a second
     load_driver(device_kind())
     from phos.gpu_engine import driver, toggle

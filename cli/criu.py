@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from phos.cli.launched import Launched
@@ -54,21 +56,44 @@ def refuse_foreign(directory: Path) -> None:
 
 
 def needs_shell_job(pid: int) -> bool:
-    """Whether CRIU must be told --shell-job: the process belongs to a session whose leader is outside its tree.
+    """Whether CRIU must be told --shell-job: a process of the tree has a terminal open, or its session's leader is not
+    in the tree.
 
     Raises:
         NoSuchProcess: there is no such process.
     """
+    tree = tree_of(pid)
     try:
-        os.kill(pid, 0)
+        return os.getsid(pid) not in tree or bool(terminals(tree))
     except ProcessLookupError as error:
         raise NoSuchProcess(f"There is no process {pid}.") from error
-    except PermissionError:
-        pass
+
+
+def tree_of(pid: int) -> set[int]:
+    """A process and all below it.
+
+    Raises:
+        NoSuchProcess: there is no such process.
+    """
     import psutil  # here, because a restore needs it not, and would wait for it
 
-    tree = {pid} | {child.pid for child in psutil.Process(pid).children(recursive=True)}
-    return os.getsid(pid) not in tree
+    try:
+        return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+    except psutil.NoSuchProcess as error:
+        raise NoSuchProcess(f"There is no process {pid}.") from error
+
+
+def terminals(tree: Collection[int]) -> set[str]:
+    """The pseudo terminals that processes have open, but for those whose other end one of them has."""
+    opened = set()
+    for pid in tree:
+        with suppress(OSError):  # it has ended, or is not ours to look at
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(OSError):
+                    opened.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    if opened & {"/dev/ptmx", "/dev/pts/ptmx"}:
+        return set()
+    return {name for name in opened if name.startswith("/dev/pts/")}
 
 
 def run_dump(arguments: list[str], directory: Path, beside: int | None = None) -> tuple[int, str, int]:

@@ -18,14 +18,14 @@ import click
 import psutil
 
 from phos.cli.checkpoint import refuse_own
-from phos.cli.criu import refuse_foreign
-from phos.cli.guard_job import End, Job, become_reaper, reap
+from phos.cli.criu import refuse_foreign, tree_of
+from phos.cli.guard_job import End, Job, become_reaper, reap, refuse_unfit
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
 from phos.cli.guard_speaker import Speaker
 from phos.cli.launched import ENDING, heed
 from phos.cli.parameters import RATE, SECONDS, Place, json_option
 from phos.cli.run import program_of, starting
-from phos.gpu_engine import configuration, procfs
+from phos.gpu_engine import configuration
 from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.daemon.paths import socket_path
 from phos.gpu_engine.errors import ExitStatus, NoSuchProcess, PhosError, RestoreFailed, Unsupported, UsageError
@@ -497,7 +497,7 @@ def guard(
     existing_pid = int(job[0]) if len(job) == 1 and job[0].isascii() and job[0].isdigit() and not resume else None
     if existing_pid is not None:
         refuse_own(existing_pid)
-        _refuse_other_namespace(existing_pid)
+        refuse_unfit(existing_pid)
     folder = images.absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -554,15 +554,6 @@ def _lock(folder: Path) -> int:
     return lock
 
 
-def _refuse_other_namespace(pid: int) -> None:
-    """It would be restored under the number that it has in there, and nobody would find it."""
-    if procfs.pid_namespace(pid) not in (0, procfs.pid_namespace(os.getpid())):
-        raise Unsupported(
-            f"Process {pid} has a pid namespace of its own, as one from a pool or in a container: the guard would not "
-            "find it again after a restore. Run the guard in there, or checkpoint it with 'phos-gpu checkpoint'."
-        )
-
-
 def _existing(pid: int) -> Job:
     try:
         return Job(pid)
@@ -588,10 +579,7 @@ def _former_pid(folder: Path) -> int:
 
 def _refuse_foreign(existing: Sequence[Path], pid: int) -> None:
     """Images of another process would be restored in place of this one. A session's number tells, restored or not."""
-    try:
-        tree = {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
-    except psutil.NoSuchProcess as error:
-        raise NoSuchProcess(f"There is no process {pid}.") from error
+    tree = tree_of(pid)
     sessions = {process.session for process in client.status().processes if process.pid in tree}
     for image in existing:
         with Image.open(image) as opened:

@@ -18,7 +18,9 @@ from pathlib import Path
 
 import psutil
 
+from phos.cli.criu import terminals, tree_of
 from phos.gpu_engine import procfs
+from phos.gpu_engine.errors import Unsupported
 
 CLEAR_SECONDS = 20.0
 """How long killed processes may take to be gone: a driver may have much to free."""
@@ -54,6 +56,26 @@ class End:
             return f"was ended by {signal.Signals(-self.code).name}"
         except ValueError:
             return f"was ended by signal {-self.code}"
+
+
+def refuse_unfit(pid: int) -> None:
+    """A process that runs is guarded only if it could be brought back.
+
+    Raises:
+        NoSuchProcess: there is no such process.
+        Unsupported: it would be restored under the number that it has in another namespace, and nobody would find it;
+            or with a terminal, and whoever started the guard may have none any more by then.
+    """
+    if procfs.pid_namespace(pid) not in (0, procfs.pid_namespace(os.getpid())):
+        raise Unsupported(
+            f"Process {pid} has a pid namespace of its own, as one from a pool or in a container: the guard would not "
+            "find it again after a restore. Run the guard in there, or checkpoint it with 'phos-gpu checkpoint'."
+        )
+    if opened := terminals(tree_of(pid)):
+        raise Unsupported(
+            f"Process {pid} has a terminal open ({', '.join(sorted(opened))}), and the guard could not bring it back "
+            "without one. Have the guard start it, or start it with its input and output in files."
+        )
 
 
 def become_reaper() -> None:

@@ -2,7 +2,8 @@
 
 They are in sessions of their own: a terminal sends SIGINT to everybody in the command's process group, and CRIU, ended
 in the middle of its work inside a process, takes that process with it. A signal that would end the command is passed on
-to the launcher (packaging/supervise.py) as SIGTERM, which undoes what was begun; the command waits for that.
+to the launcher (packaging/supervise.py) as SIGTERM, which undoes what was begun; the command waits for that. Who is to
+give a terminal to what it restores stays in its session, in a process group of its own.
 
 Imported before anything slow (restore_first.py), and so imports nothing slow.
 """
@@ -59,39 +60,56 @@ class Launched:
         self._handlers: list[tuple[int, Any]] = []
         self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._woken = -1
+        self._foreground = 0
+        """The process group that had the terminal which was handed on; 0 if none was."""
         self._output = os.memfd_create("output")
         # Two programs share its offset, which the kernel does not lock in a memfd: one would overwrite the other.
         fcntl.fcntl(self._output, fcntl.F_SETFL, os.O_APPEND)
 
-    def start_beside(self, command: list[str], changes: dict[str, str]) -> int:
-        """Start a program that somebody else waits for; returns its pid. ``changes``: of its environment.
+    def start_beside(self, command: list[str], changes: dict[str, str], *, terminal: bool = False) -> int:
+        """Start a program that somebody else waits for; returns its pid.
+
+        ``changes``: of its environment. ``terminal``: it gets that of our standard input.
 
         Raises:
             OSError: it cannot be started.
         """
+        streams: list[tuple[Any, ...]] = [
+            (os.POSIX_SPAWN_DUP2, self._output, 1),
+            (os.POSIX_SPAWN_DUP2, self._output, 2),
+        ]
+        if not terminal:
+            streams.append((os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0))
+        # A terminal belongs to one session; whoever is in another cannot give it to a process group.
+        group: dict[str, Any] = {"setpgroup": 0} if terminal else {"setsid": True}
         return os.posix_spawnp(
             command[0],
             command,
             {**os.environ, **changes},
-            file_actions=[
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
-                (os.POSIX_SPAWN_DUP2, self._output, 1),
-                (os.POSIX_SPAWN_DUP2, self._output, 2),
-            ],
-            setsid=True,
+            file_actions=streams,
             setsigmask=[],
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, and ignoring is inherited
+            **group,
         )
 
-    def start(self, command: list[str], changes: dict[str, str], *, entered: bool = False) -> None:
-        """Start the program; from here on a signal is passed on to it. ``entered``: by nsenter, as its child.
+    def start(
+        self, command: list[str], changes: dict[str, str], *, entered: bool = False, terminal: bool = False
+    ) -> None:
+        """Start the program; from here on a signal is passed on to it.
+
+        ``entered``: by nsenter, as its child. ``terminal``: see :meth:`start_beside`; it has it until it has ended.
 
         Raises:
             OSError: it cannot be started.
         """
+        if terminal:
+            try:
+                self._foreground = os.tcgetpgrp(0)
+            except OSError:
+                pass  # it is another session's
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
-            self._pid, self._entered = self.start_beside(command, changes), entered
+            self._pid, self._entered = self.start_beside(command, changes, terminal=terminal), entered
             self._runs = True
             self._woken = signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
             heed(ENDING, self._received, self._handlers)
@@ -129,7 +147,19 @@ class Launched:
         os.close(pidfd)
         self._runs = False  # from here on nobody signals it
         _, status = os.waitpid(self._pid, 0)
+        if self._foreground:
+            self._take_terminal_back()
         return os.waitstatus_to_exitcode(status)
+
+    def _take_terminal_back(self) -> None:
+        """What was restored has become the terminal's foreground, and a shell script would be stopped when it reads."""
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])  # sent to who is not in the foreground
+        try:
+            os.tcsetpgrp(0, self._foreground)
+        except OSError:
+            pass  # the terminal is gone
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
     def said(self) -> str:
         """What the programs wrote to their output."""

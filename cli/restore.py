@@ -28,6 +28,9 @@ from phos.images.errors import ImageError
 from phos.images.reader import Image
 from phos.images.source import SCHEME
 
+NO_TERMINAL = "Don't have tty to inherit session from"
+"""CRIU's words where its standard input is no terminal, and who it restores had one."""
+
 END_SECONDS = 5.0
 """How long a process that was killed may take to end."""
 
@@ -138,6 +141,8 @@ def _finish(
             log = Path(begun.log(RESTORE_LOG))
             said = errors(status, begun.said(), log)
             why = f"{pages.error}\n" if pages is not None and pages.error else ""
+            if NO_TERMINAL in said:
+                why += "Its processes have a terminal open: run this command in one, with which they go on.\n"
             raise RestoreFailed(
                 f"The image in {image} could not be restored; nothing of it was left running.\n{why}{said}\n"
                 f"CRIU's log: {log}"

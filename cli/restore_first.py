@@ -16,6 +16,8 @@ from phos.images import native
 
 COMMIT_FILE = "phos-commit.img"  # images/formats.py; tests/unit/test_cli_restore.py compares
 RESTORE_LOG, PAGES_LOG, PAGES_SOCKET = "restore.log", "lazy-pages.log", "lazy-pages.socket"
+TERMINALS_FILE = "tty-info.img"
+"""CRIU's, in an image of processes that had a terminal open: it gives them that of its standard input."""
 VERBOSITY = "2"
 """Errors and warnings. CRIU writes its log line by line while the processes are frozen: at 4 that takes a quarter of
 the time for which they are, with the image in memory, and more than half on a disk."""
@@ -126,7 +128,8 @@ class Begun(Launched):
                 changes = {"PHOS_RESTORE": "lazy", "PHOS_LAZY_PAGES": str(self.pages)}
                 words.append("--lazy-pages")
             words += ["--lib", "phos", *places, "-o", RESTORE_LOG, log_level]
-            self.start([criu, "restore", *words], changes)
+            terminal = os.path.exists(f"{directory}/{TERMINALS_FILE}") and os.isatty(0)
+            self.start([criu, "restore", *words], changes, terminal=terminal)
         except OSError:
             if self.pages:  # nobody would watch it
                 os.kill(self.pages, signal.SIGKILL)

@@ -244,7 +244,7 @@ def test_a_machine_full_of_processes_is_not_taken_for_another_restore(
 ) -> None:
     """Both are EAGAIN."""
 
-    def full(*_: object) -> int:
+    def full(*_: object, **__: object) -> int:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     monkeypatch.setattr(restore_first.Begun, "start", full)
