@@ -16,7 +16,8 @@ from phos.gpu_engine.installation import launcher
 
 DUMP_LOG = "dump.log"
 
-_NOISE = re.compile(r"RLIMIT|Warn ")
+_NOISE = re.compile(r"RLIMIT|Warn |Unable to detach from")
+"""The last is said of tasks that phosd's refusal has left alone: CRIU had not come to them."""
 _HEAD = re.compile(r"^(\([\d.]+\))?\s*(\d+:)?\s*(Error: (?=phos: ))?")
 """Of a line in CRIU's log: time (from -v3 on), process, and for the plugin's lines a word that they are errors."""
 

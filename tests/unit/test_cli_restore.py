@@ -382,6 +382,7 @@ def test_what_phosd_said_is_shown_once_without_criu_s_heads(tmp_path: Path, time
         f"{time}Error (criu/util.c:1533): rlimit: Can't setup RLIMIT_NOFILE for self\n"
         f"{time}  4711: Error (criu/files-reg.c:2175): File log has bad size\n"
         f"{time}Error: phos: It is damaged.\n"
+        f"{time}Error (compel/src/lib/infect.c:418): Unable to detach from 4711: No such process\n"
     )
     assert errors(1, "phos: It is damaged.\n", log).splitlines() == [
         "Error (criu/files-reg.c:2175): File log has bad size",
