@@ -24,6 +24,7 @@ from pathlib import Path
 
 from phos.gen import phos_image_pb2 as pb
 from phos.gpu_engine import driver
+from phos.gpu_engine.errors import PhosError
 from phos.images import formats
 from phos.images.errors import ImageError
 from phos.images.extents import BlockTable, Extent
@@ -186,6 +187,7 @@ class PinnedMemory:
         self._users = 1  # its owner
         self.done = 0
         """Bytes checked so far; of no more use than to be shown."""
+        self._given_up = threading.Event()
 
     @property
     def bytes(self) -> int:
@@ -203,6 +205,15 @@ class PinnedMemory:
         with self._lock:
             return max(0, self._users - 1)
 
+    def give_up(self) -> None:
+        """Have :meth:`load` end with an error before its next piece of work."""
+        self._given_up.set()
+
+    def go_on(self) -> None:
+        """Raise PhosError if it is given up."""
+        if self._given_up.is_set():
+            raise PhosError("It is not pinned: somebody has given it up meanwhile.")
+
     def load(self, image: Image | RemoteImage, *, copy: bool, room: Callable[[int], None]) -> None:
         """Bring an image's data into memory, page-lock it, check every chunk.
 
@@ -211,6 +222,7 @@ class PinnedMemory:
 
         Raises:
             ImageError: the data is damaged, or changes meanwhile. DriverError: it cannot be locked. OSError.
+            PhosError: it is given up.
         """
         sizes = {file.name: file.size for file in image.record.files if file.origin == pb.File.PHOS_DATA}
         if not copy and not isinstance(image, RemoteImage):
@@ -222,11 +234,12 @@ class PinnedMemory:
                 self._regions[stripe] = _region(image, name, size, self._watcher)
         room(self.copied)
         regions = list(self._regions.values())
-        pieces = [
-            partial(region.populate, at, min(POPULATE_BYTES, region.length - at))
-            for region in regions
-            for at in range(0, region.length, POPULATE_BYTES)
-        ]
+
+        def populate(region: Region, at: int) -> None:
+            self.go_on()
+            region.populate(at, min(POPULATE_BYTES, region.length - at))
+
+        pieces = [partial(populate, region, at) for region in regions for at in range(0, region.length, POPULATE_BYTES)]
         run_in_threads(pieces)
         run_in_threads([region.lock for region in regions])
         time.sleep(CLOCK_SECONDS)  # populating has changed the files' times
@@ -240,6 +253,7 @@ class PinnedMemory:
         lock = threading.Lock()  # guards done
 
         def check(extent: Extent) -> None:
+            self.go_on()
             assert extent.stripe is not None
             region = self._regions[extent.stripe]
             if region.descriptor < 0:

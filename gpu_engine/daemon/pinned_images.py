@@ -129,35 +129,50 @@ class PinnedImages:
                 if image.record.SerializeToString() != entry.record:
                     raise ImageError(f"{entry.path} was replaced by another image meanwhile")
                 entry.memory.load(image, copy=copy, room=room)
+            with self._lock:
+                entry.memory.go_on()
+                entry.state = "pinned"
         except BaseException as error:
             with self._lock:
-                self._images.remove(entry)
+                given_up = entry not in self._images
+                if not given_up:
+                    self._images.remove(entry)
             entry.memory.release()
+            if given_up:
+                raise PhosError(f"{entry.path} was unpinned before all of it was loaded.") from None
             if isinstance(error, DriverError):
                 raise PhosError(f"The driver cannot pin the data of {entry.path}: {error}") from error
             if isinstance(error, OSError):
                 raise PhosError(f"{entry.path} cannot be pinned: {error.strerror}") from error
             raise
-        entry.state = "pinned"
         size, seconds = entry.memory.bytes, time.monotonic() - began
         log.info("%s: %d bytes pinned in %.2f s, %d of them copied", entry.path, size, seconds, entry.memory.copied)
 
     def unpin(self, name: str, directory: int | None) -> None:
         """Let an image go, by its name, path or directory; its memory is free when no restore uses it any more.
 
+        One that is being loaded is no more: :meth:`load` ends with an error.
+
         Raises:
-            PhosError: there is no such image, or it is still being loaded.
+            PhosError: there is no such image.
         """
         path = os.readlink(f"/proc/self/fd/{directory}") if directory is not None else ""
         with self._lock:
             found = [e for e in self._images if (name and name in (e.name, e.path)) or (path and e.path == path)]
             if not found:
                 raise PhosError(f"No image {name or path} is pinned ('phos-gpu image list' shows which are).")
-            if found[0].state == "loading":
-                raise PhosError(f"{found[0].path} is still being loaded. Wait until it is pinned.")
-            self._images.remove(found[0])
-        found[0].memory.release()
+        self._let_go(found[0])
         log.info("%s is not pinned any more.", found[0].path)
+
+    def _let_go(self, entry: Pinned) -> None:
+        with self._lock:
+            if entry not in self._images:
+                return
+            self._images.remove(entry)
+            if entry.state == "loading":
+                entry.memory.give_up()  # who loads it releases it
+                return
+        entry.memory.release()
 
     def find(self, directory: int) -> PinnedImage | None:
         """See :class:`~phos.gpu_engine.restore.sources.Pinned`."""
@@ -261,10 +276,15 @@ class PinnedImages:
 
         worker = threading.Thread(target=work, name="pin")
         worker.start()
-        while worker.is_alive():
-            worker.join(REPORT_SECONDS)
-            state = wire_pb2.ImageState(state="loading", bytes_done=entry.memory.done, bytes_total=entry.size)
-            connection.reply(envelope.id, image_state=state)
+        try:
+            while worker.is_alive():
+                worker.join(REPORT_SECONDS)
+                state = wire_pb2.ImageState(state="loading", bytes_done=entry.memory.done, bytes_total=entry.size)
+                connection.send(wire_pb2.Envelope(id=envelope.id, image_state=state))
+        except OSError:
+            self._let_go(entry)
+            worker.join()
+            raise PhosError(f"{entry.path} is not pinned: the command that asked for it has ended.") from None
         try:
             if failures:
                 raise failures[0]

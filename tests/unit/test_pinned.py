@@ -6,15 +6,18 @@ import ctypes
 import mmap
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from phos.gen import wire_pb2
 from phos.gpu_engine import driver
-from phos.gpu_engine.daemon import pinned_images
+from phos.gpu_engine.daemon import pinned_images, wire
 from phos.gpu_engine.daemon.pinned_images import PinnedImages, available_memory, limit_from
 from phos.gpu_engine.errors import DriverError, PhosError, UsageError
 from phos.gpu_engine.pinned import PinnedMemory, data_bytes
@@ -223,8 +226,6 @@ def test_memory_is_freed_by_the_last_that_uses_it(shared: Path) -> None:
     directory = os.open(shared, os.O_RDONLY)
     entry = table.pin(directory, "small")
     assert table.find(directory) is None  # it is being loaded
-    with pytest.raises(PhosError, match="is still being loaded"):
-        table.unpin("small", None)
     table.load(entry, directory, copy=True)
     first, second = table.find(directory), table.find(directory)
     assert first is not None
@@ -308,4 +309,50 @@ def test_limits(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.report() == []
     table.load(table.pin(directory, ""), directory, copy=False)  # takes none
     table.unpin("", directory)
+    os.close(directory)
+
+
+@pytest.mark.parametrize("copy", [False, True], ids=["mapped", "copied"])
+def test_one_that_is_being_loaded_is_unpinned(shared: Path, monkeypatch: pytest.MonkeyPatch, copy: bool) -> None:
+    table = PinnedImages(1 << 30)
+    directory = os.open(shared, os.O_RDONLY)
+    check = PinnedMemory._check
+
+    def interrupted(memory: PinnedMemory, image: Image) -> None:
+        table.unpin("", directory)
+        assert table.report() == []
+        check(memory, image)
+
+    monkeypatch.setattr(PinnedMemory, "_check", interrupted)
+    with pytest.raises(PhosError, match="was unpinned before all of it was loaded"):
+        table.load(table.pin(directory, "name"), directory, copy=copy)
+    assert not REGISTERED
+    assert "phos-data" not in Path("/proc/self/maps").read_text()
+    monkeypatch.setattr(PinnedMemory, "_check", check)
+    table.load(table.pin(directory, "name"), directory, copy=copy)
+    table.unpin("name", None)
+    os.close(directory)
+
+
+def test_one_that_is_unpinned_at_the_last_moment_leaves_nothing(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = PinnedImages(1 << 30)
+    directory = os.open(shared, os.O_RDONLY)
+    monkeypatch.setattr(PinnedMemory, "confirm", lambda *_: table.unpin("", directory))
+    with pytest.raises(PhosError, match="was unpinned before all of it was loaded"):
+        table.load(table.pin(directory, ""), directory, copy=False)
+    assert not REGISTERED
+    os.close(directory)
+
+
+def test_who_asked_and_is_gone_has_nothing_pinned(shared: Path) -> None:
+    """Of a command that is interrupted."""
+    table = PinnedImages(1 << 30)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    theirs.close()
+    directory = os.open(shared, os.O_RDONLY)
+    request = wire_pb2.Envelope(id=1, pin_image=wire_pb2.PinImage(name="name"))
+    with closing(ours):
+        table.serve(wire.Connection(ours), request, [directory])
+    assert table.report() == []
+    assert not REGISTERED
     os.close(directory)
