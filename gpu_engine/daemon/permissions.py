@@ -55,3 +55,19 @@ def may_write(directory: int, uid: int, gid: int) -> bool:
     if status.st_gid == gid:
         return status.st_mode >> 3 & wanted == wanted
     return status.st_mode & wanted == wanted
+
+
+def refuse_unwritable(directory: int, uid: int, gid: int) -> None:
+    """phosd writes with its own rights, and a descriptor that is open for reading is no proof of the caller's.
+
+    Raises:
+        NotPermitted: the user may not write there, or phosd may not.
+    """
+    path = os.readlink(f"/proc/self/fd/{directory}")
+    if not may_write(directory, uid, gid):
+        raise NotPermitted(f"User {uid} may not write to {path}.")
+    if not may_write(directory, own := os.geteuid(), os.getegid()):
+        raise NotPermitted(
+            f"This phosd runs as user {own}, who may not write to {path}. What root is to checkpoint has to be started "
+            "while a phosd of root's runs: start that ('phosd --ensure', or the service), and then the program anew."
+        )

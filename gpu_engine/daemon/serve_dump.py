@@ -19,7 +19,7 @@ from phos.gpu_engine import driver, inventory, procfs, shared_memory, toggle
 from phos.gpu_engine.cow.dump import CowDump
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.daemon import limits, twins, wire
-from phos.gpu_engine.daemon.permissions import may_write, refuse_others, sees_all, tree_of, uid_of
+from phos.gpu_engine.daemon.permissions import refuse_others, refuse_unwritable, sees_all, tree_of, uid_of
 from phos.gpu_engine.daemon.registry import Registry, say_failure
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.states import SessionState
@@ -219,9 +219,7 @@ class DumpServer:
             owner = connection.uid or uid_of(root)
         except psutil.NoSuchProcess as error:
             raise NoSuchProcess(f"Process {root} has ended.") from error
-        if not may_write(directory, connection.uid, connection.gid):
-            # phosd writes with its own rights, and a descriptor opened for reading is no proof of the caller's.
-            raise NotPermitted(f"User {connection.uid} may not write to {os.readlink(f'/proc/self/fd/{directory}')}.")
+        refuse_unwritable(directory, connection.uid, connection.gid)
         try:
             self._refuse_ourselves(root)
             gated, foreign = self._find_processes(root)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from phos.gpu_engine.daemon.permissions import may_write
+from phos.gpu_engine.daemon.permissions import may_write, refuse_unwritable
+from phos.gpu_engine.errors import NotPermitted
 
 
 @pytest.mark.parametrize(
@@ -29,5 +30,21 @@ def test_who_may_write(tmp_path: Path, mode: int, uid: int, gid: int, allowed: b
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         assert may_write(descriptor, uid, gid) is allowed
+    finally:
+        os.close(descriptor)
+
+
+def test_a_phosd_that_may_not_write_itself_says_who_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's own, in a checkpoint that root makes; into a directory that is root's."""
+    tmp_path.chmod(0o700)
+    descriptor = os.open(tmp_path, os.O_RDONLY)
+    try:
+        refuse_unwritable(descriptor, 0, 0)
+        with pytest.raises(NotPermitted, match="User 4242 may not write to"):
+            refuse_unwritable(descriptor, 4242, 4242)
+        monkeypatch.setattr(os, "geteuid", lambda: 4242)
+        monkeypatch.setattr(os, "getegid", lambda: 4242)
+        with pytest.raises(NotPermitted, match=f"This phosd runs as user 4242, who may not write to {tmp_path}"):
+            refuse_unwritable(descriptor, 0, 0)
     finally:
         os.close(descriptor)
