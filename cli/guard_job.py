@@ -226,11 +226,8 @@ class Job:
 
 def _mark_of(pid: int) -> bytes:
     """What a process has in its environment from the guard that started it, or its ancestor; else nothing."""
-    with suppress(OSError):
-        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            if entry.startswith(f"{MARK}=".encode()):
-                return entry
-    return b""
+    found = (entry for entry in procfs.environment(pid).split(b"\0") if entry.startswith(f"{MARK}=".encode()))
+    return next(found, b"")
 
 
 def reap(spared: Collection[int]) -> None:

@@ -8,6 +8,7 @@ import mmap
 import os
 import select
 import struct
+import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
@@ -15,9 +16,16 @@ from typing import NamedTuple
 
 # Positions after the program's name, which may itself hold blanks and parentheses: field 3 of the manual is number 0.
 _STATE = 0
+_FLAGS = 6
 _THREADS = 17
 _START_TIME = 19
 _START_CODE, _END_CODE, _START_STACK = 23, 24, 25
+_ENV_END = 48
+
+_PF_KTHREAD = 0x00200000
+
+EXEC_SECONDS = 1.0
+"""How long the kernel may take to give a program its environment: it reads it and its loader from a disk first."""
 
 _WAIT4 = 61  # x86-64
 _PID_LIMIT = 1 << 22
@@ -150,6 +158,28 @@ def program(pid: int) -> tuple[str, ...]:
     """Where the program of a process lies, which is another place after an execve(); nothing without a process, and the
     same of all to who may not trace it."""
     return tuple(_fields(pid)[_START_CODE : _START_STACK + 1])
+
+
+def environment(pid: int) -> bytes:
+    """What a process's program was started with, as /proc/PID/environ has it; nothing without a process.
+
+    In the middle of an execve(), which closes descriptors before, that file is empty: it is waited for.
+    """
+    deadline = time.monotonic() + EXEC_SECONDS
+    with suppress(OSError):
+        while True:
+            has_none_yet = _has_none_yet(_fields(pid))  # before it is read: it may get one in between
+            found = Path(f"/proc/{pid}/environ").read_bytes()
+            if found or not has_none_yet or time.monotonic() > deadline:
+                return found
+            time.sleep(0.001)
+    return b""
+
+
+def _has_none_yet(fields: Sequence[str]) -> bool:
+    if len(fields) <= _ENV_END or fields[_STATE] in "ZX" or int(fields[_FLAGS]) & _PF_KTHREAD:
+        return False
+    return fields[_ENV_END] == "0"
 
 
 def resident(pid: int) -> int:

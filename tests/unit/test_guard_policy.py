@@ -301,6 +301,30 @@ def test_what_is_left_of_a_job_is_cleared_away(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+def test_an_environment_is_waited_for_while_a_program_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel closes what is to be closed, by which who waits for the start learns of it, before it has that."""
+    read, found = Path.read_bytes, [b"", b""]
+    monkeypatch.setattr(Path, "read_bytes", lambda path: found.pop() if found else read(path))
+    none_yet = [False, True, True]
+    monkeypatch.setattr(procfs, "_has_none_yet", lambda fields: none_yet.pop())
+    assert procfs.environment(os.getpid()) == read(Path("/proc/self/environ"))
+    assert not none_yet
+
+
+def test_who_has_no_environment_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waits"))
+    with subprocess.Popen(["cat"], env={}, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        program.stdin.write(b"x")
+        program.stdin.flush()
+        assert program.stdout.read(1) == b"x"  # it has come to its main function
+        assert procfs.environment(program.pid) == b""
+        program.stdin.close()
+    assert procfs.environment(program.pid) == b""  # it has ended
+    assert procfs.environment(2) == b""  # a thread of the kernel's, or none
+
+
 def test_what_has_a_session_of_its_own_is_cleared_away_too(tmp_path: Path) -> None:
     """As torchrun's workers have. The job ends before anybody has looked around; a stranger is left alone."""
     text = "import subprocess, os; p = subprocess.Popen(['sleep', '100'], start_new_session=True)\n"
