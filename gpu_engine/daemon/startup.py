@@ -154,7 +154,11 @@ def run(path: Path, *, verbose: bool) -> None:
     gc.freeze()
     gc.set_threshold(100_000)
     listener = _listen(path)
-    daemon = Daemon(path, _version(), sharing)
+    try:
+        daemon = Daemon(path, _version(), sharing)
+    except BaseException:
+        path.unlink(missing_ok=True)  # other users' programs would take it for that of a phosd that is to come
+        raise
     _on_ending(lambda: daemon.stop(listener))
     listener.listen(128)
     logging.getLogger(__name__).info(

@@ -46,6 +46,25 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[wire_pb2.ImageState], 
     return set_answer
 
 
+def test_a_phosd_that_does_not_start_leaves_no_socket(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from phos.gpu_engine.daemon import server, startup
+
+def refuse(path, *_):
+    sys.exit(9 if path.is_socket() else 8)
+
+startup.load_driver = lambda kind: None
+server.Daemon = refuse
+startup.run(Path(sys.argv[1]), verbose=False)
+"""
+    path = tmp_path / "run" / "phosd.sock"
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 9, done.stderr
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("directory", ["image", "--d2", "--restore", "-x", "--"])
 @pytest.mark.parametrize("restore", [True, False])
 def test_a_directory_may_be_called_like_an_option(
