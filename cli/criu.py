@@ -31,6 +31,8 @@ def image_directory(path: Path, *, create: bool) -> Path:
     if create:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except FileExistsError as error:
+            raise UsageError(f"{path} is there, and is no directory: name another for the image.") from error
         except OSError as error:
             raise UsageError(f"The image directory {path} cannot be made: {error.strerror}.") from error
         refuse_foreign(path)

@@ -162,6 +162,16 @@ def test_what_means_nothing_is_refused(words: list[str]) -> None:
     assert not Path("phosd.log").exists(), "nothing was started"
 
 
+@pytest.mark.parametrize("name", ["file", "link"])
+def test_what_is_no_directory_is_said_to_be_none(name: str) -> None:
+    Path("link").symlink_to("nowhere")
+    done = call(["image", "fetch", "tcp://localhost:1/image", name])
+    assert (done.exit_code, done.stderr) == (
+        2,
+        f"phos-gpu image: {name} is there, and is no directory: name another for the image.\n",
+    )
+
+
 def test_an_option_that_means_nothing_is_named() -> None:
     done = call(["checkpoint", "1000000", "new", "--pool", "much", "--leave-running"])
     assert "--pool=much is no size" in done.stderr
