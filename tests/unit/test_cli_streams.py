@@ -62,6 +62,13 @@ def test_closed_streams_are_no_matter(
     assert done.returncode == status, done.stderr
 
 
+def test_an_interruption_before_the_command_is_loaded_is_one(environment: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{Path(__file__).resolve().parents[2]}"
+    done = subprocess.run([*COMMAND, "status"], env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 def test_no_file_of_ours_becomes_somebody_s_output(tmp_path: Path) -> None:
     """Of three descriptors none is there; the next that is opened has another number, and a child finds them closed."""
     code = f"""
