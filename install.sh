@@ -82,6 +82,17 @@ check | uninstall) [ -d "$prefix" ] || fail "there is no folder $prefix: PhOS is
     ;;
 esac
 prefix=$(readlink -f -- "$prefix")
+case $mode in
+install | offline)
+    # Of a --dev installation the libraries are the clone's.
+    for place in "$prefix" ${dev:+"$source"}; do
+        case $place in *[\ :]*)
+            fail "$place has a blank or a colon in its name, which the dynamic linker takes for the end of a library's name" \
+                "(LD_PRELOAD): no program could be started under PhOS. Choose another folder." ;;
+        esac
+    done
+    ;;
+esac
 home=$prefix/lib/phos
 commands=(criu phos-gpu phosd)
 modules=(google.protobuf cuda.bindings click rich psutil xxhash elftools pycriu phos)

@@ -402,13 +402,10 @@ def limits() -> Iterator[Finding]:
 
 def installation() -> Iterator[Finding]:
     """Our own parts, and whether a phosd answers."""
-    frontend = home() / "lib" / "libphos.so"
-    if frontend.exists():
-        yield Finding("frontend", "ok", str(frontend))
-    else:
-        yield Finding(
-            "frontend", "missing", f"{frontend} is not there", "run install.sh again (in a clone: make build)"
-        )
+    try:
+        yield Finding("frontend", "ok", str(places.frontend_library()))
+    except PhosError as error:
+        yield Finding("frontend", "missing", str(error))
     try:
         path = socket_path()
         refuse_unfit(path)

@@ -26,12 +26,18 @@ def plugin_folder() -> Path:
 
 
 def frontend_library() -> Path:
-    """libphos.so.
+    """libphos.so, as LD_PRELOAD names it.
 
     Raises:
-        Unsupported: it has not been built.
+        Unsupported: it has not been built, or lies where no program could be started under it.
     """
-    return _existing(home() / "lib" / "libphos.so")
+    path = _existing(home() / "lib" / "libphos.so")
+    if " " in str(path) or ":" in str(path):
+        raise Unsupported(
+            f"{path}: the dynamic linker takes a blank or a colon for the end of a library's name (LD_PRELOAD). "
+            "Install PhOS in a folder without them."
+        )
+    return path
 
 
 def sdk_folder() -> Path | None:
@@ -93,6 +99,7 @@ def application_environment(kind: str, socket: Path) -> dict[str, str]:
     if sdk := sdk_folder():  # last: a phos of the program's own environment comes first
         path = os.environ.get("PYTHONPATH", "")
         environment["PYTHONPATH"] = f"{path + ':' if path else ''}{sdk}"
-    # How a detached frontend starts a new phosd when the old one has been killed.
-    environment["PHOS_DAEMON_COMMAND"] = f"{launcher('phosd')} --ensure --socket {socket}"
+    # How a detached frontend starts a new phosd when the old one has been killed; PHOS_SOCKET says where, too.
+    where = "" if " " in str(socket) else f" --socket {socket}"
+    environment["PHOS_DAEMON_COMMAND"] = f"{launcher('phosd')} --ensure{where}"
     return environment
