@@ -308,14 +308,7 @@ class Guard:
         if (found := self._restored(whole, self._job.pid)) is not None:
             image, job = found
             self._begin(job, self._points.get(image, 0.0))
-            self._from = image
-            self.say(
-                "restored",
-                f"The job runs again from {image.name}, as process {job.pid}.",
-                image=str(image),
-                pid=job.pid,
-            )
-            self.say_passed_over(image)
+            self._runs_from(image, job)
             return True
         if self._signal:
             return False
@@ -368,12 +361,14 @@ class Guard:
                 raise SystemExit(128 + self._signal)
             raise RestoreFailed(f"No image could be restored, of {len(images)}. They stay.")
         image, job = found
-        self._from = image
-        self.say_passed_over(image)
+        self._runs_from(image, job)
         return job
 
-    def say_passed_over(self, image: Path) -> None:
-        """The job goes on from this image. Were there newer ones?"""
+    def _runs_from(self, image: Path, job: Job) -> None:
+        """Say so, and whether there were newer ones."""
+        self._from = image
+        text = f"The job runs again from {image.name}, as process {job.pid}."
+        self.say("restored", text, image=str(image), pid=job.pid)
         try:
             newer = self.shelf.passed_over(image)
         except OSError:

@@ -220,6 +220,9 @@ def test_a_guard_that_was_killed_is_resumed(site: Site) -> None:
     assert status_of(refused) == 2
     assert "holds images of an earlier job" in refused.lines()[-1]
     again = guard(site, "--interval", "0.5", "--resume", "--", *job(site))
+    resumed = wait_event(again, "restored")
+    assert resumed["pid"] == pid
+    assert resumed["image"].startswith(str(site.folder / "images" / "image-"))
     assert let_end(site, again) == 0
     assert job_pid(site) == pid
     assert results(site) == [expected]

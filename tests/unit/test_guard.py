@@ -164,7 +164,7 @@ def test_a_job_is_resumed_from_the_newest_image_that_can_be_restored(
 
     restores(monkeypatch, restore)
     assert watched.guard.resume([newer, older], 4713).pid == 4713
-    assert watched.events == ["restore-failed"]
+    assert watched.events == ["restore-failed", "restored"]
     with pytest.raises(RestoreFailed, match="of 1"):
         watched.guard.resume([newer], 4713)
 
@@ -183,7 +183,7 @@ def test_a_guard_that_keeps_fewer_removes_none_before_one_was_restored(
     restores(monkeypatch, restore)
     found = watched.guard.shelf.whole()
     assert watched.guard.watch(lambda: watched.guard.resume(found, 4713), None) == 0
-    assert watched.events == ["restore-failed", "ended"]
+    assert watched.events == ["restore-failed", "restored", "ended"]
     assert watched.guard.shelf.whole() == [newest, older]
     assert not oldest.exists()
 
