@@ -1,6 +1,7 @@
 /* Contexts, peers, captures: which there are, and the calls that make them. context_ends.c has those that end contexts. */
 #include "track.h"
 #include "twins.h"
+#include "window.h"
 #include "cleanup.h"
 #include "log.h"
 #include "memory.h"
