@@ -322,7 +322,9 @@ def test_who_has_no_environment_is_not_waited_for(monkeypatch: pytest.MonkeyPatc
         assert procfs.environment(program.pid) == b""
         program.stdin.close()
     assert procfs.environment(program.pid) == b""  # it has ended
-    assert procfs.environment(2) == b""  # a thread of the kernel's, or none
+    of_the_kernel = ["0"] * (procfs._ENV_END + 1)
+    of_the_kernel[procfs._FLAGS] = str(procfs._PF_KTHREAD)
+    assert not procfs._has_none_yet(of_the_kernel)
 
 
 def test_what_has_a_session_of_its_own_is_cleared_away_too(tmp_path: Path) -> None:
