@@ -43,7 +43,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bundle")
     made = folder / "made"
     call(ROOT / "install.sh", "--bundle", made, "--for-python", PYTHON, "--omit", "nvidia-cuda-nvrtc")
-    carried = folder / "carried along"
+    carried = folder / "carried-along"
     made.rename(carried)
     return carried
 
