@@ -26,17 +26,17 @@ def status(as_json: bool) -> None:
     """Show phosd's GPUs, processes under PhOS (memory, state, what is not carried) and its checkpoints and restores."""
     answer = client.status()
     if as_json:
-        click.echo(json.dumps(_plain(answer), indent=2))
+        click.echo(json.dumps(plain(answer), indent=2))
         return
     _show(answer)
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def plain(message: Message) -> dict[str, Any]:
     """A message as JSON's types: unlike protobuf's own JSON, 64-bit numbers stay numbers, and bytes become hex."""
 
     def value(of: Any) -> Any:
         if isinstance(of, Message):
-            return _plain(of)
+            return plain(of)
         return of.hex() if isinstance(of, bytes) else of
 
     fields: dict[str, Any] = {}

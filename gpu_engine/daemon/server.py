@@ -50,7 +50,7 @@ RECONNECT_SECONDS = 5.0
 """After this long without a connection a process that still runs has replaced its program: its memory is dropped."""
 
 CONNECTED = frozenset({SessionState.RUNNING, SessionState.QUIESCED})
-AWAY = frozenset({SessionState.DETACHED, SessionState.RETURNING, SessionState.ATTACHING})
+AWAY = frozenset({SessionState.DETACHED, SessionState.RETURNING, SessionState.ATTACHING, SessionState.LOST})
 """In those states of its session a process has a connection, or makes one at once; in these it may take any time."""
 
 
@@ -250,7 +250,7 @@ class Daemon:
                 and other is not session
                 and not other.is_connected
                 and other.session not in self._registry.restores
-                and other.machine.state in CONNECTED | AWAY | {SessionState.LOST}
+                and other.machine.state in CONNECTED | AWAY
             ]
             restores = [job for number, job in self._registry.restores.items() if number != session.session]
         for other in former:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import re
 import signal
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from phos.cli.status import plain
+from phos.gpu_engine.daemon import client
 from phos.gpu_engine.installation import examples_folder, launcher, software_gpu_folder
 
 PATIENCE = 90.0
@@ -325,9 +326,8 @@ class Site:
         return "\n".join(line for line in log.read_text(errors="replace").splitlines() if "Error" in line)
 
     def status(self) -> dict[str, Any]:
-        """``phos-gpu status --json``."""
-        parsed: dict[str, Any] = json.loads(self.run("phos-gpu", "status", "--json").stdout)
-        return parsed
+        """What ``phos-gpu status --json`` prints. Asked over and over, so that no process is started for it."""
+        return plain(client.status(Path(self.environment["PHOS_SOCKET"])))
 
     def daemon_pid(self) -> int:
         return int(self.status()["pid"])

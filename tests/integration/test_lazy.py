@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from phos.gpu_engine.errors import DaemonUnavailable
 from phos.gpu_engine.installation import examples_folder, launcher
 from phos.gpu_engine.touch_order import read_beside
 from phos.images.reader import Image
@@ -37,9 +38,10 @@ SLOW = str(2 << 20)
 
 def restores(site: Site) -> list[dict[str, Any]]:
     """phosd's, the last one last; none where it does not run (anybody's first command starts it)."""
-    found = site.run("phos-gpu", "status", "--json", check=False)
-    jobs = json.loads(found.stdout)["jobs"] if found.returncode == 0 else []
-    return [job for job in jobs if job["kind"] == "restore"]
+    try:
+        return [job for job in site.status()["jobs"] if job["kind"] == "restore"]
+    except DaemonUnavailable:
+        return []
 
 
 def restore_job(site: Site) -> dict[str, Any]:

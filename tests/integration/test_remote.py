@@ -15,6 +15,7 @@ import pytest
 
 from tests.integration.dumped import LAYERS_SUM, Dumped
 from tests.integration.site import Site, wait_until
+from tests.integration.test_lazy import restores
 
 MODES = ["eager", "lazy"]
 
@@ -184,9 +185,7 @@ def test_the_other_phosd_dies_in_the_middle(site: Site, other: Other, mode: str)
     going = site.background(*words, TMPDIR=str(scratch))
 
     def loading() -> bool:
-        found = site.run("phos-gpu", "status", "--json", check=False)
-        jobs = json.loads(found.stdout)["jobs"] if found.returncode == 0 else []
-        return any(job["kind"] == "restore" and job["bytes_done"] for job in jobs)
+        return any(job["bytes_done"] for job in restores(site))
 
     wait_until(loading, "data to come")
     os.kill(other.site.daemon_pid(), signal.SIGKILL)

@@ -187,7 +187,7 @@ def test_a_process_that_was_stopped_has_time_to_connect_again(monkeypatch: pytes
     assert looks.count(False) > 1, "it had no time after it was seen running"
 
 
-@pytest.mark.parametrize("state", ["detached", "returning", "attaching"])
+@pytest.mark.parametrize("state", ["detached", "returning", "attaching", "lost"])
 def test_one_that_replaces_its_program_before_it_is_back_keeps_nothing(
     state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
