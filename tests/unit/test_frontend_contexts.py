@@ -18,6 +18,17 @@ pytestmark = [pytest.mark.timeout(240), built]
 GONE = 709  # CUDA_ERROR_CONTEXT_IS_DESTROYED
 
 
+def toggled_at_ready(phosd: FakePhosd, body: str) -> None:
+    """A program that is detached and attached when it has said that it is ready, and goes on to say that it is done."""
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        phosd.toggle(session)
+        app.tell()
+        assert app.line() == "done"
+        app.tell()
+        app.finish()
+
+
 def test_calls_with_a_destroyed_context_are_answered_as_by_the_driver(phosd: FakePhosd) -> None:
     body = f"""
     start()
@@ -61,13 +72,7 @@ def test_pinned_memory_of_a_context_that_ended_is_not_in_the_way_of_a_checkpoint
     say("done")
     heard()
     """
-    with program(phosd, body) as (app, session):
-        assert app.line() == "ready"
-        phosd.toggle(session)
-        app.tell()
-        assert app.line() == "done"
-        app.tell()
-        app.finish()
+    toggled_at_ready(phosd, body)
 
 
 def test_a_context_ends_with_the_last_detach(phosd: FakePhosd) -> None:
@@ -123,13 +128,7 @@ say("done")
 heard()
 """
     )
-    with program(phosd, body) as (app, session):
-        assert app.line() == "ready"
-        phosd.toggle(session)
-        app.tell()
-        assert app.line() == "done"
-        app.tell()
-        app.finish()
+    toggled_at_ready(phosd, body)
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -170,13 +169,7 @@ say("done")
 heard()
 """
     )
-    with program(phosd, body) as (app, session):
-        assert app.line() == "ready"
-        phosd.toggle(session)
-        app.tell()
-        assert app.line() == "done"
-        app.tell()
-        app.finish()
+    toggled_at_ready(phosd, body)
 
 
 def test_a_green_context_that_ends_in_a_window_is_no_context_with_an_error(phosd: FakePhosd) -> None:
