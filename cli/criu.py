@@ -80,8 +80,10 @@ def tree_of(pid: int) -> set[int]:
     """
     import psutil  # here, because a restore needs it not, and would wait for it
 
+    from phos.gpu_engine.daemon import permissions
+
     try:
-        return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+        return set(permissions.tree_of(pid))
     except psutil.NoSuchProcess as error:
         raise NoSuchProcess(f"There is no process {pid}.") from error
 

@@ -414,8 +414,7 @@ def _listed(images: Sequence[Path]) -> str:
 def _daemon_pids() -> set[int]:
     """phosd and what is below it: orphans, which may have come to us."""
     try:
-        pid = client.status().pid
-        return {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+        return tree_of(client.status().pid)
     except (PhosError, psutil.Error, OSError):
         return set()
 
