@@ -54,7 +54,7 @@ CUresult softgpu_cuCtxSetLimit(CUlimit limit, size_t value)
         return CUDA_ERROR_INVALID_VALUE;
     if (limit == CU_LIMIT_STACK_SIZE)
         value = (value + 15) / 16 * 16; /* the driver rounds up too */
-    context = context->whole ? context->whole : context; /* a green context has no limits of its own (580.159, H100) */
+    context = sg_context_owner(context);
     pthread_mutex_lock(&context->lock);
     context->resizes |= limit == CU_LIMIT_STACK_SIZE && context->limits[limit] != value;
     context->limits[limit] = value;
@@ -70,7 +70,7 @@ CUresult softgpu_cuCtxGetLimit(size_t *pvalue, CUlimit limit)
         return result;
     if (!pvalue || limit >= CU_LIMIT_MAX)
         return CUDA_ERROR_INVALID_VALUE;
-    context = context->whole ? context->whole : context;
+    context = sg_context_owner(context);
     pthread_mutex_lock(&context->lock);
     *pvalue = context->limits[limit];
     pthread_mutex_unlock(&context->lock);

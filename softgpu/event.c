@@ -31,11 +31,6 @@ void sg_event_unreference(struct sg_event *event)
     free(event);
 }
 
-static struct sg_context *owner(struct sg_context *context)
-{
-    return context->whole ? context->whole : context;
-}
-
 static struct sg_event *event_get(CUevent handle)
 {
     struct sg_event *event = sg_handle_is(handle, SG_EVENT) ? (struct sg_event *)handle : NULL;
@@ -57,7 +52,7 @@ CUresult softgpu_cuEventCreate(CUevent *phEvent, unsigned int Flags)
     struct sg_event *event = calloc(1, sizeof(*event));
     if (!event)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    event->context = owner(context);
+    event->context = sg_context_owner(context);
     event->flags = Flags;
     event->references = 1;
     pthread_mutex_init(&event->lock, NULL);
@@ -86,7 +81,7 @@ CUresult softgpu_cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsign
     CUresult result = sg_stream_get(hStream, &stream);
     if (result != CUDA_SUCCESS)
         return result;
-    if (owner(stream->context) != event->context)
+    if (sg_context_owner(stream->context) != event->context)
         return CUDA_ERROR_INVALID_HANDLE;
     if (flags & ~1u)
         return CUDA_ERROR_INVALID_VALUE;
@@ -208,7 +203,7 @@ CUresult softgpu_cuCtxRecordEvent(CUcontext hCtx, CUevent hEvent)
     CUresult result = context_of(hCtx, hEvent, &context, &event);
     if (result != CUDA_SUCCESS)
         return result;
-    if (event->context != owner(context))
+    if (event->context != sg_context_owner(context))
         return CUDA_ERROR_INVALID_HANDLE;
     if (sg_capture_among(context, true, true))
         return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;

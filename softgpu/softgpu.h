@@ -140,6 +140,11 @@ CUresult sg_context_current(struct sg_context **out); /* INVALID_CONTEXT, or the
 CUresult sg_context_get(CUcontext handle, struct sg_context **out); /* null means the current one */
 struct sg_context *sg_context_first(int device); /* any live context of a device, or null */
 void sg_context_fail(struct sg_context *context, CUresult error);
+/* Who owns what is made in a context: a green one has no memory, events and limits of its own (580.159, H100). */
+static inline struct sg_context *sg_context_owner(struct sg_context *context)
+{
+    return context->whole ? context->whole : context;
+}
 void sg_crash_if_gone(const struct sg_context *context, const char *what); /* unless the context is alive */
 CUresult sg_context_synchronize(struct sg_context *context);
 void sg_contexts_each(void (*visit)(struct sg_context *, void *), void *cookie);
