@@ -5,7 +5,7 @@
 #
 # BUNDLE: a folder made by `install.sh --bundle` where there was a registry, or a .tar, .tar.gz or .tar.zst of one, which
 # is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already.
-# PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks steady dump8 toggle cow-variants audit
+# PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks libraries steady dump8 toggle cow-variants audit
 # dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8
 # cow32 cow64: one size of `cow`, without the peer; soak: what grows with checkpoints and restores; disk32: of dump32
 # only the disk, without the peer; launches, memory, training: one part of steady; jobs: JAX, DataLoader's workers,
@@ -22,7 +22,7 @@ cd "$(dirname "$0")/.." || exit 1
 bundle=${1:?usage: bench/run_gpu.sh BUNDLE|- [PART...]}
 shift
 [ $# -gt 0 ] || set -- install doctor tests cow dump32 correctness cow-correctness \
-    frameworks steady dump8 toggle cow-variants audit dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness
+    frameworks libraries steady dump8 toggle cow-variants audit dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness
 
 start=$(date +%s)
 total=${PHOS_GPU_SECONDS:-530}
@@ -149,6 +149,7 @@ for wanted in "$@"; do
     tests) gpu_tests tests 330 tests/gpu/test_examples.py tests/gpu/test_lifecycle.py tests/gpu/test_concurrent.py ;;
     gpus) gpu_tests gpus 900 tests/gpu/test_several_gpus.py ;;
     frameworks) gpu_tests frameworks 560 tests/gpu/test_frameworks.py ;;
+    libraries) gpu_tests libraries 400 tests/gpu/test_libraries.py ;;
     pytorch-jobs) gpu_tests pytorch-jobs 540 tests/gpu/test_pytorch_jobs.py ;;
     dump8) measure dump8 150 dump_restore --sizes 8 ;;
     dump32) measure dump32 400 dump_restore --sizes 32 --disk-gib 30 ;;

@@ -25,6 +25,9 @@ FOREIGN_LOCK_MS = 60_000
 ILLEGAL_STATE = 401
 """CUDA_ERROR_ILLEGAL_STATE: a process is not in the state that a call is for."""
 
+NOT_SUPPORTED = 801
+"""CUDA_ERROR_NOT_SUPPORTED: what the driver answers to a lock of a process with CUPTI or under MPS (driver 580.159)."""
+
 
 class Step:
     """One driver call, or a few, on one process, in a thread of its own.
@@ -201,7 +204,13 @@ def _carefully(pid: int, steps: Callable[[], None]) -> None:
             revive(pid)
         except PhosError as second:
             raise CheckpointFailed(f"Process {pid}: {error} Bringing it back failed as well: {second}") from error
-        raise CheckpointFailed(f"Process {pid}: {error} The process goes on as before.") from error
+        reason = ""
+        if error.code == NOT_SUPPORTED:
+            reason = (
+                "It cannot checkpoint a process in which a profiler (CUPTI, as torch.profiler uses it) is or has been"
+                " at work, nor one under MPS. "
+            )
+        raise CheckpointFailed(f"Process {pid}: {error} {reason}The process goes on as before.") from error
 
 
 def revive(pid: int, gpu_pairs: dict[str, str] | None = None) -> None:

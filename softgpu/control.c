@@ -80,6 +80,8 @@ static CUresult lock(const struct arguments *arguments)
 {
     if (mailbox.state != CU_PROCESS_STATE_RUNNING)
         return CUDA_ERROR_ILLEGAL_STATE;
+    if (sg_fault(SG_FAULT_PROFILED))
+        return CUDA_ERROR_NOT_SUPPORTED;
     uint64_t deadline = arguments->timeout_ms ? sg_now_ns() + (uint64_t)arguments->timeout_ms * 1000000u : 0;
     if (sg_fault(SG_FAULT_LOCK)) {
         if (deadline)

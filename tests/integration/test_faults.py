@@ -35,6 +35,7 @@ from tests.integration.site import Site, example_words, wait_until
 # Copies fail later than phosd's successor, which has the same fault, needs for its own dump and restore.
 DUMP_FAULTS = {
     "lock": Fault("cuCheckpointProcessLock", application="lock-timeout:1"),
+    "a profiler": Fault("a profiler (CUPTI", application="profiled:1"),
     "checkpoint": Fault("cuCheckpointProcessCheckpoint", application="checkpoint-fail:1"),
     "phosd cannot import": Fault("cuMemImportFromShareableHandle", phosd="import-fail-at:2"),
     "phosd cannot map": Fault("cuMemMap", phosd="map-fail-at:2"),
@@ -47,6 +48,7 @@ DUMP_FAULTS = {
     ("name", "mode"),
     [
         ("lock", "kill"),
+        ("a profiler", "leave-running"),
         ("checkpoint", "leave-running"),
         ("phosd cannot import", "kill"),
         ("phosd cannot map", "leave-running"),
