@@ -82,12 +82,18 @@ TRANSPORTS = {
 
 @needs_two
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("protocol", ["stop", "cow"])
-def test_ranks_that_train_with_nccl(protocol: str, transport: str, start: Starter, image: Path) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "transport", "how"),
+    [
+        *((protocol, transport, "calls") for protocol in ("stop", "cow") for transport in TRANSPORTS),
+        ("cow", "nvlink", "ddp"),
+        ("cow", "nvlink", "fsdp"),
+    ],
+)
+def test_ranks_that_train_with_nccl(protocol: str, transport: str, how: str, start: Starter, image: Path) -> None:
     """A checkpoint while they run on; then one that kills them, from which they come to the result of a run alone."""
     environment = {"NCCL_NVLS_ENABLE": "0", **TRANSPORTS[transport]}
-    command = process.python_program(PROGRAMS / "nccl_ranks.py")
+    command = process.python_program(PROGRAMS / "nccl_ranks.py", "--how", how)
     alone = start(command, frontend=False, environment=environment, name="alone")
     wanted = alone.finish()
     program = start([*command, "--iteration-seconds", "0.05"], environment=environment)
@@ -109,10 +115,12 @@ def test_ranks_that_train_with_nccl(protocol: str, transport: str, start: Starte
 
 @needs_two
 @pytest.mark.timeout(240)
-def test_collectives_while_the_image_is_written(start: Starter) -> None:
+@pytest.mark.parametrize("how", ["calls", "fsdp"])
+def test_collectives_while_the_image_is_written(how: str, start: Starter) -> None:
     """Gradients added up by NCCL in the window: onto a disk it is long. The image is that of *t1* all the same."""
     environment = {"NCCL_NVLS_ENABLE": "0"}
-    command = process.python_program(PROGRAMS / "nccl_ranks.py", "--width", "4096", "--iterations", "250")
+    options = ("--width", "4096", "--iterations", "250", "--how", how)
+    command = process.python_program(PROGRAMS / "nccl_ranks.py", *options)
     alone = start(command, frontend=False, environment=environment, name="alone")
     wanted = alone.finish()
     program = start([*command, "--iteration-seconds", "0.05"], environment=environment)

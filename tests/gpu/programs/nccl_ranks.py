@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
 """Two ranks with a GPU each that train one network: the gradients of every iteration are added up by NCCL.
 
-The process itself has nothing to do with CUDA; it starts both and waits for them. Rank 0 reports. Each rank checks in
-every iteration that the other has the same weights.
+By a call for each of them, by DistributedDataParallel, or by fully_shard (FSDP), where each rank has half of every
+weight and of what AdamW keeps of it, and gets the other half for as long as a layer computes. The process itself has
+nothing to do with CUDA; it starts both and waits for them. Rank 0 reports. Each rank checks in every iteration that
+the other has the same weights, where both have all of them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ def train(options: argparse.Namespace) -> None:
     """One rank."""
     import torch
     import torch.distributed as ranks
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
 
     store = f"file://{options.report}.store"
     torch.cuda.set_device(options.rank)
@@ -32,20 +36,32 @@ def train(options: argparse.Namespace) -> None:
     report = Report(options)
     width = options.width
     layers = torch.nn.Linear(width, 4 * width), torch.nn.GELU(), torch.nn.Linear(4 * width, width)
-    network = torch.nn.Sequential(*layers).cuda()
+    network: torch.nn.Module = torch.nn.Sequential(*layers).cuda()
+    if options.how == "ddp":
+        network = DistributedDataParallel(network, device_ids=[options.rank])
+    if options.how == "fsdp":
+        halves = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (layers[0], layers[2], network):
+            fully_shard(module, mp_policy=halves)
     optimiser = torch.optim.AdamW(network.parameters(), lr=1e-3)
     generator = torch.Generator("cuda").manual_seed(2 + options.rank)
     if options.rank == 0:
         report.device(f"{torch.cuda.get_device_name()}, NCCL {torch.cuda.nccl.version()}, PyTorch {torch.__version__}")
     for _ in range(options.iterations):
         x = torch.randn(256, width, generator=generator, device="cuda")
-        loss = (network(x) - x.roll(1, 1)).square().mean()
+        loss = (network(x) - x.roll(1, 1)).float().square().mean()
         optimiser.zero_grad()
         loss.backward()
-        for weight in network.parameters():
-            ranks.all_reduce(weight.grad)
+        if options.how == "calls":
+            for weight in network.parameters():
+                ranks.all_reduce(weight.grad)
         optimiser.step()
-        words = torch.stack([weight.detach().view(torch.int32).sum() for weight in network.parameters()]).sum()
+        own = [weight.detach() for weight in network.parameters()]
+        if options.how == "fsdp":
+            own = [weight.to_local() for weight in own]
+        words = torch.stack([weight.view(torch.int32).sum() for weight in own]).sum()
+        if options.how == "fsdp":
+            ranks.all_reduce(words)
         most, least = words.clone(), words.clone()
         ranks.all_reduce(most, ranks.ReduceOp.MAX)
         ranks.all_reduce(least, ranks.ReduceOp.MIN)
@@ -61,6 +77,7 @@ def main() -> None:
     """Start the ranks, or be one."""
     options = parser("PyTorch and NCCL on two GPUs.", iterations=400)
     options.add_argument("--rank", type=int)
+    options.add_argument("--how", choices=["calls", "ddp", "fsdp"], default="calls", help="(%(default)s)")
     options.add_argument(
         "--width", type=int, default=1024, help="of the network; weights and all take 128 times its square, in bytes"
     )
