@@ -146,11 +146,14 @@ class Kernel:
 class State:
     """Registers and stack. Registers never written hold nothing that matters."""
 
-    __slots__ = ("barriers", "guarded", "predicate", "registers", "slots", "spread", "voted")
+    __slots__ = ("barriers", "exclusive", "guarded", "predicate", "registers", "slots", "spread", "voted")
 
     def __init__(self) -> None:
         self.barriers: dict[str, frozenset[int]] = {}
         """Where the threads that wait at a convergence barrier (B0 to B15) go on together."""
+        self.exclusive: dict[int, tuple[Word, int]] = {}
+        """Registers that hold the exclusive or of this word and of what that other register holds, in straight code:
+        compilers exchange two registers by three exclusive ors in turn."""
         self.guarded: dict[int, tuple[str, Word]] = {}
         """What was last put into a register under a predicate, which holds for whoever reads it under the same."""
         self.predicate = ""
@@ -191,6 +194,8 @@ class State:
         """Put a word into a register; under a predicate the old one may stay."""
         if register < 0:
             return
+        if self.exclusive:
+            self._untie(register)
         if self.predicate:
             self.guarded[register] = (self.predicate, word)
             old = self.registers.get(register)
@@ -199,6 +204,10 @@ class State:
         elif self.guarded:
             self.guarded.pop(register, None)
         self.registers[register] = word
+
+    def _untie(self, register: int) -> None:
+        for mixed in [m for m, (_, other) in self.exclusive.items() if register in (m, other)]:
+            del self.exclusive[mixed]
 
     def read(self, register: int) -> Word:
         """A register's word, as the instruction that is being carried out sees it."""

@@ -265,6 +265,26 @@ def _shift(instruction: Instruction, state: State, kernel: Kernel) -> None:
 
 # Truth tables of two operands' exclusive or, and of three's.
 _EXCLUSIVE = (0x3C, 0x5A, 0x66, 0x96)
+_OF_TWO = 0x3C
+
+
+def _registers_tied(instruction: Instruction, table: int | None, values: list[Operand]) -> tuple[int, int] | None:
+    """The two registers whose exclusive or this is."""
+    if table != _OF_TWO or not instruction.always or "64" in instruction.modifiers:
+        return None
+    first, second = values[:2]
+    if any(o.kind != Kind.REGISTER or o.register < 0 or o.negated for o in (first, second)):
+        return None
+    return (first.register, second.register) if first.register != second.register else None
+
+
+def _untied(state: State, tied: tuple[int, int]) -> tuple[Word, int, int] | None:
+    """If one of them is the exclusive or of a word and of the other: the word, the one and the other."""
+    for mixed, other in (tied, tied[::-1]):
+        word, partner = state.exclusive.get(mixed, (NOTHING, -1))
+        if partner == other:
+            return word, mixed, other
+    return None
 
 
 def _lop3(instruction: Instruction, state: State, kernel: Kernel) -> None:
@@ -273,6 +293,14 @@ def _lop3(instruction: Instruction, state: State, kernel: Kernel) -> None:
     # The last number is the truth table; 0xc0 is "first and second".
     table = numeric[-1].value if len(numeric) > 3 and numeric[-1].kind == Kind.IMMEDIATE else None
     values = numeric[:3]
+    tied = _registers_tied(instruction, table, values)
+    if tied is not None and (untied := _untied(state, tied)) is not None:
+        word, mixed, other = untied
+        left = state.read(other)
+        put(instruction, state, register, [word])
+        if register == other:
+            state.exclusive[mixed] = left, other
+        return
     words = []
     for part in range(2 if "64" in instruction.modifiers else 1):
         parts = [word_of(source, state, kernel, part) for source in values]
@@ -283,7 +311,13 @@ def _lop3(instruction: Instruction, state: State, kernel: Kernel) -> None:
         if table in _EXCLUSIVE and sum(not one.plain for one in set(parts)) > 1:
             word = word._replace(alternatives=frozenset(atoms | {KEY} for atoms in word.alternatives))
         words.append(word)
+    if tied is None:
+        put(instruction, state, register, words)
+        return
+    kept, partner = tied[::-1] if register == tied[1] else tied
+    held = state.read(kept)
     put(instruction, state, register, words)
+    state.exclusive[register] = held, partner
 
 
 def _either(words: list[Word]) -> Word:

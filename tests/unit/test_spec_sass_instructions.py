@@ -607,6 +607,49 @@ LEFTOVER = """
 """
 
 
+ELSEWHERE = """
+        LOP3.LUT R8, R2, R3, RZ, 0x3c, !PT
+        LOP3.LUT R2, R8, R2, RZ, 0x3c, !PT
+        LOP3.LUT R3, R8, R2, RZ, 0x3c, !PT
+        """
+EXCHANGE = """
+        LOP3.LUT R2, R2, R3, RZ, 0x3c, !PT
+        LOP3.LUT R3, R2, R3, RZ, 0x3c, !PT
+        LOP3.LUT R2, R2, R3, RZ, 0x3c, !PT
+        """
+
+
+@pytest.mark.parametrize(
+    ("between", "again", "known"),
+    [
+        (EXCHANGE, "", True),
+        (EXCHANGE.replace("R2, R3, RZ", "R3, R2, RZ"), "", True),
+        # In another register, and back with what it was mixed with.
+        (ELSEWHERE, "", True),
+        # One that something else was put into on the way, or may have been.
+        (EXCHANGE.replace("\n        LOP3.LUT R3", "\nIMAD.MOV.U32 R3, RZ, RZ, R6\n LOP3.LUT R3"), "", False),
+        (EXCHANGE.replace("\n        LOP3.LUT R3", "\n@P0 LOP3.LUT R3"), "", False),
+        # Straight code ends where others may come from.
+        (EXCHANGE.replace("\n        LOP3.LUT R3", "\n.L_1:\n LOP3.LUT R3"), "@P1 BRA `(.L_1)", False),
+    ],
+)  # fmt: skip
+def test_registers_are_exchanged_by_exclusive_ors(between: str, again: str, known: bool) -> None:
+    found = flow(
+        f"""
+        LDC R3, c[0x0][0x210]
+        LDC R2, c[0x0][0x214]
+        LDC R6, c[0x0][0x218]
+        {between}
+        {again}
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+        """,
+        P0,
+        P1,
+    )
+    assert (found == (pointers(WRITE), NONE)) == known
+
+
 def test_a_store_through_a_parameter_or_what_was_loaded_before_is_one_through_the_parameter() -> None:
     assert flow(LEFTOVER, P0, P1) == (pointers(READ, WRITE), NONE)
     # Of a load it costs little to believe both; and another store that goes nowhere else is one to anywhere.
