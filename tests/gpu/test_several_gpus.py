@@ -115,12 +115,10 @@ def test_ranks_that_train_with_nccl(protocol: str, transport: str, how: str, sta
 
 @needs_two
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", ["calls", "fsdp"])
-def test_collectives_while_the_image_is_written(how: str, start: Starter) -> None:
+def test_collectives_while_the_image_is_written(start: Starter) -> None:
     """Gradients added up by NCCL in the window: onto a disk it is long. The image is that of *t1* all the same."""
     environment = {"NCCL_NVLS_ENABLE": "0"}
-    options = ("--width", "4096", "--iterations", "250", "--how", how)
-    command = process.python_program(PROGRAMS / "nccl_ranks.py", *options)
+    command = process.python_program(PROGRAMS / "nccl_ranks.py", "--width", "4096", "--iterations", "250")
     alone = start(command, frontend=False, environment=environment, name="alone")
     wanted = alone.finish()
     program = start([*command, "--iteration-seconds", "0.05"], environment=environment)
