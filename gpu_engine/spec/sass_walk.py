@@ -262,6 +262,9 @@ class Walk:
             targets, outside = self._through(instruction, position, state.read(register))
         elif targets and all(label.startswith(".L") for label in instruction.targets):
             # For sm_80 the assembler leaves nested loops by "calling" a place in the same function; nothing returns.
+            # Where a register holds the address after the call, it is a function that has no name.
+            if len(context) < MAX_DEPTH and self._comes_back(after, state):
+                context = (*context, after)
             return self._nodes(context, targets)
         else:
             outside = set() if targets else set(instruction.targets) or {"?"}
@@ -284,6 +287,12 @@ class Walk:
             state.guarded.clear()  # it may have changed predicates
             following += self._nodes(context, (after,))
         return following
+
+    def _comes_back(self, after: int, state: State) -> bool:
+        if after < 0:
+            return False
+        address = self.code.instructions[after].address
+        return any(word.exact and word.offset == address for word in state.registers.values())
 
     def _through(self, instruction: Instruction, position: int, word: Word) -> tuple[tuple[int, ...], set[str]]:
         """The functions that a register may point to: positions, and names of those that are not here."""

@@ -975,19 +975,21 @@ def test_a_kernel_that_does_not_say_where_its_parameters_lie(size: int) -> None:
     assert found.guessed
 
 
-def test_helpers_are_followed_apart_for_each_caller() -> None:
+@pytest.mark.parametrize("helper", ["helper", ".L_x_1"])
+def test_helpers_are_followed_apart_for_each_caller(helper: str) -> None:
+    """One that the assembler made of the kernel's own code has no name."""
     found = flow(
-        """
+        f"""
         LDC.64 R2, c[0x0][0x210]
         MOV R20, 0x30
-        CALL.REL.NOINC `(helper)
+        CALL.REL.NOINC `({helper})
         LDG.E R0, desc[UR4][R2.64]
         LDC.64 R2, c[0x0][0x218]
         MOV R20, 0x70
-        CALL.REL.NOINC `(helper)
+        CALL.REL.NOINC `({helper})
         STG.E desc[UR4][R2.64], R0
         EXIT
-        helper:
+        {helper}:
         IADD3 R2, P0, R2, 0x10, RZ
         IADD3.X R3, R3, RZ, RZ, P0, !PT
         RET.REL.NODEC R20 `(k)
