@@ -235,9 +235,13 @@ class State:
     def load_stack(self, place: Word, part: int) -> Word:
         """The word ``part`` words after an address on the stack."""
         if _one_slot(place):
-            slot = (place.offset + part * WORD) & ~3
-            return join(self.slots.get(slot, self.spread), self.spread)
-        return join(self.spread, join_all(self.slots.values()))
+            found = self.slots.get((place.offset + part * WORD) & ~3)
+            words = [] if found is None else [found]
+        else:
+            words = list(self.slots.values())
+        if self.spread != NOTHING:  # else nothing was stored there: a 0 would be an address that never is
+            words.append(self.spread)
+        return join_all(words)
 
     def store_stack(self, place: Word, part: int, word: Word, always: bool) -> None:
         """Store a word ``part`` words after an address on the stack."""

@@ -1,0 +1,29 @@
+"""Data flow over machine code: a pointer beside a 64-bit number that may be one by its place, and is none."""
+
+from __future__ import annotations
+
+from tests.unit.spec_access import NONE, WRITE, pointers
+from tests.unit.test_spec_sass_instructions import P0, P1, flow
+
+STORE = """
+    IADD3 R2, P0, R2, UR4, RZ
+    IADD3.X R3, R3, UR5, RZ, P0, !PT
+    STG.E desc[UR6][R2.64], R0
+    EXIT
+"""
+
+
+def test_a_pointer_on_the_stack_was_never_0() -> None:
+    found = flow(
+        f"""
+        LDC R1, c[0x0][0x28]
+        LDC.64 R4, c[0x0][0x210]
+        ULDC.64 UR4, c[0x0][0x218]
+        STL.64 [R1+0x40], R4
+        LDL.64 R2, [R1+0x40]
+        {STORE}
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(WRITE, WRITE), NONE)
