@@ -63,6 +63,8 @@ def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
     """Decide which bases the accesses go through."""
     found = Found()
     doubtful: list[tuple[frozenset[Base | None], Access, frozenset[Base | None]]] = []
+    alone: set[Base | None] = set()
+    partly: set[Base | None] = set()
     for touch in touches:
         if touch.tensor_map:
             _resolve_map(touch, layout, found)
@@ -78,6 +80,10 @@ def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
         # Of a store that may go to a parameter or to an address from memory the latter is mostly what the register
         # held on ways that do not come here. Taken seriously, it would make common kernels write anywhere.
         leftover = any(base is not None for base in alternatives)
+        # Where p may be 0, `p + n` is n, which is no pointer for that.
+        sums = [bases for bases, several in candidates if len(bases - {None}) > 1 and not several]
+        partly.update(base for base in alternatives if any(base in bases for bases in sums))
+        alone.update(base for base in alternatives if all(base not in bases for bases in sums))
         for base in alternatives:
             found.note(base, touch.access & ~Access.WRITE if base is None and leftover else touch.access)
             for other in distances if base in distances else ():
@@ -91,7 +97,7 @@ def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
         ]
     # A sum of two words that both look like addresses: the one that is a pointer elsewhere is the pointer here, unless
     # it was subtracted before.
-    certain = frozenset(found.bases)
+    certain = found.bases.keys() - (partly - alone)
     for bases, access, distances in doubtful:
         known = bases & certain
         if known & distances:

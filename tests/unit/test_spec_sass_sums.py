@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.unit.spec_access import NONE, WRITE, pointers
+from tests.unit.spec_access import BOTH, NONE, POINTER, WRITE, pointers
 from tests.unit.test_spec_sass_instructions import P0, P1, flow
 
 STORE = """
@@ -27,3 +27,49 @@ def test_a_pointer_on_the_stack_was_never_0() -> None:
         P1,
     )
     assert found == (pointers(WRITE, WRITE), NONE)
+
+
+def test_a_pointer_that_may_be_0_does_not_make_the_number_beside_it_one() -> None:
+    """`(p > limit ? p : 0) + n`, and a pointer out of an array on the stack."""
+    found = flow(
+        f"""
+        LDC.64 R4, c[0x0][0x210]
+        ULDC.64 UR4, c[0x0][0x218]
+        SEL R2, R4, RZ, P1
+        SEL R3, R5, RZ, P1
+        {STORE}
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(WRITE, WRITE), NONE)
+    found = flow(
+        f"""
+        LDC R1, c[0x0][0x28]
+        LDC.64 R4, c[0x0][0x210]
+        ULDC.64 UR4, c[0x0][0x218]
+        STL.64 [R1+0x40], R4
+        STL.64 [R1+0x48], R4
+        IMAD R6, R9, 0x8, R1
+        LDL.64 R2, [R6+0x40]
+        {STORE}
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(WRITE, WRITE), NONE)
+    # Where the pointer is used by itself elsewhere, it is the one.
+    found = flow(
+        f"""
+        LDC.64 R4, c[0x0][0x210]
+        LDG.E R0, desc[UR6][R4.64]
+        ULDC.64 UR4, c[0x0][0x218]
+        SEL R2, R4, RZ, P1
+        SEL R3, R5, RZ, P1
+        {STORE}
+        """,
+        P0,
+        P1,
+    )
+    assert found[1] == NONE
+    assert (0, 0, 8, BOTH, POINTER) in found[0]
