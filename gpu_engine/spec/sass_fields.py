@@ -62,7 +62,7 @@ class Found:
 def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
     """Decide which bases the accesses go through."""
     found = Found()
-    doubtful: list[tuple[frozenset[Base | None], Access, frozenset[Base | None]]] = []
+    doubtful: list[tuple[frozenset[Base | None], Access, frozenset[Base | None], bool]] = []
     alone: set[Base | None] = set()
     partly: set[Base | None] = set()
     for touch in touches:
@@ -91,19 +91,19 @@ def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
         # Something that was subtracted: the pointer known elsewhere may lie in the same memory as that, and lead on.
         moved = any(atom.origin == Origin.MINUS for atom in touch.derived)
         doubtful += [
-            (bases, touch.access, bases if moved else distances)
-            for bases, several in candidates
-            if len(bases) > 1 and not several
+            (bases, touch.access, distances, moved) for bases, several in candidates if len(bases) > 1 and not several
         ]
     # A sum of two words that both look like addresses: the one that is a pointer elsewhere is the pointer here, unless
     # it was subtracted before.
     certain = found.bases.keys() - (partly - alone)
-    for bases, access, distances in doubtful:
+    for bases, access, distances, moved in doubtful:
         known = bases & certain
-        if known & distances:
+        if known & (bases if moved else distances):
             known = bases - {None}
         for base in known or bases:
             found.note(base, access)
+            for other in distances if base in distances else ():
+                found.note(other, access)
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.spec_access import BOTH, NONE, POINTER, WRITE, pointers
-from tests.unit.test_spec_sass_instructions import P0, P1, flow
+from tests.unit.test_spec_sass_instructions import P0, P1, P2, flow
 
 STORE = """
     IADD3 R2, P0, R2, UR4, RZ
@@ -73,3 +73,29 @@ def test_a_pointer_that_may_be_0_does_not_make_the_number_beside_it_one() -> Non
     )
     assert found[1] == NONE
     assert (0, 0, 8, BOTH, POINTER) in found[0]
+
+
+def test_a_scaled_distance_beside_a_number_leads_to_the_other_pointer() -> None:
+    """`q + (p - q) / 4 * 4 + n`, with nothing else done through p or q."""
+    found = flow(
+        f"""
+        ULDC.64 UR8, c[0x0][0x218]
+        ULDC.64 UR4, c[0x0][0x210]
+        UIADD3 UR6, UP0, -UR8, UR4, URZ
+        UIADD3.X UR7, UR5, ~UR9, URZ, UP0, !UPT
+        USHF.R.S64 UR6, UR6, 0x2, UR7
+        USHF.R.S32.HI UR7, URZ, 0x2, UR7
+        UMOV UR10, 0x4
+        UIMAD.WIDE.U32 UR4, UR6, UR10, UR8
+        USHF.L.U32 UR7, UR7, 0x2, URZ
+        UIADD3 UR5, UR5, UR7, URZ
+        MOV R2, UR4
+        MOV R3, UR5
+        ULDC.64 UR4, c[0x0][0x220]
+        {STORE}
+        """,
+        P0,
+        P1,
+        P2,
+    )
+    assert found == (pointers(WRITE, WRITE, WRITE), NONE)
