@@ -129,7 +129,8 @@ def _candidates(touch: Touch) -> tuple[list[tuple[frozenset[Base | None], bool]]
             result.append((bases | straddling, bool(straddling) or ANY in rest))
     # An address in a packed struct, put together from bytes: what is found so far is what was added to it.
     pieces = frozenset(Atom(Origin.PARAMETER, atom.place) for atom in touch.derived if atom.origin == Origin.BYTES)
-    if assembled := _pairs(pieces, pieces, WORD) | _straddling(pieces, pieces):
+    halves = _pairs(frozenset().union(*touch.low), pieces, WORD) | _pairs(pieces, touch.high, WORD)
+    if assembled := halves | _pairs(pieces, pieces, WORD) | _straddling(pieces, pieces):
         result.append((assembled, True))
     if result or own or _is_own(touch):
         return result, elsewhere

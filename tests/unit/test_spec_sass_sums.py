@@ -99,3 +99,16 @@ def test_a_scaled_distance_beside_a_number_leads_to_the_other_pointer() -> None:
         P2,
     )
     assert found == (pointers(WRITE, WRITE, WRITE), NONE)
+
+
+def test_an_address_of_which_one_half_is_made_of_bytes() -> None:
+    halves = "LDC.U16 R4, c[0x0][0x210]\nLDC.U16 R5, c[0x0][0x212]\nPRMT R2, R4, 0x5410, R5\nLDC R3, c[0x0][0x214]\n"
+    halves += "ULDC.64 UR4, c[0x0][0x218]"
+    assert flow(halves + STORE, P0, P1) == (pointers(WRITE, WRITE), NONE)
+    halves = (
+        halves.replace("0x210", "0x214")
+        .replace("0x212", "0x216")
+        .replace("LDC R3, c[0x0][0x214]", "LDC R2, c[0x0][0x210]")
+    )
+    halves = halves.replace("PRMT R2", "PRMT R3")
+    assert flow(halves + STORE, P0, P1) == (pointers(WRITE, WRITE), NONE)
