@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from phos.gpu_engine.spec.descriptor import (
@@ -59,8 +59,12 @@ class Found:
             self.bases[base] = self.bases.get(base, Access.NONE) | access
 
 
-def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
-    """Decide which bases the accesses go through."""
+def resolve(touches: Iterable[Touch], layout: Layout, declared: Mapping[int, Access]) -> Found:
+    """Decide which bases the accesses go through.
+
+    ``declared``: the parameters that are pointers by the kernel's name, by their offset, and what may be done through
+    them by it.
+    """
     found = Found()
     doubtful: list[tuple[frozenset[Base | None], Access, frozenset[Base | None], bool]] = []
     alone: set[Base | None] = set()
@@ -94,17 +98,24 @@ def resolve(touches: Iterable[Touch], layout: Layout) -> Found:
             (bases, touch.access, distances, moved) for bases, several in candidates if len(bases) > 1 and not several
         ]
     # A sum of two words that both look like addresses: the one that is a pointer elsewhere is the pointer here, unless
-    # it was subtracted before.
+    # it was subtracted before; or else the one that is called a pointer.
     certain = found.bases.keys() - (partly - alone)
     for bases, access, distances, moved in doubtful:
         known = bases & certain
         if known & (bases if moved else distances):
             known = bases - {None}
+        if not known and not moved:
+            called = frozenset(base for base in bases if base is not None and _is_called(base, access, declared))
+            known = called if not called & distances else known
         for base in known or bases:
             found.note(base, access)
             for other in distances if base in distances else ():
                 found.note(other, access)
     return found
+
+
+def _is_called(base: Base, access: Access, declared: Mapping[int, Access]) -> bool:
+    return not base.stride and access in declared.get(base.place, Access.NONE)
 
 
 def _candidates(touch: Touch) -> tuple[list[tuple[frozenset[Base | None], bool]], bool]:

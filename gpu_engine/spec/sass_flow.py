@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from phos.gpu_engine.spec import cubin
+from phos.gpu_engine.spec import cubin, names
 from phos.gpu_engine.spec.descriptor import (
     ADDRESS_BYTES,
     Access,
@@ -82,9 +82,18 @@ def _describe_one(
     except CannotFollowError as reason:
         log.info("Kernel %s may read and write anything it is given: %s.", name, reason)
         return anything(name, parameters)
-    found = resolve(kernel.touches, layout)
+    found = resolve(kernel.touches, layout, _declared(name, parameters))
     laid, more = fields(found, parameters, name)
     return AccessDescriptor(name, parameters, laid, found.indirect | kernel.indirect | more, Source.SASS)
+
+
+def _declared(name: str, parameters: tuple[Parameter, ...]) -> dict[int, Access]:
+    """What the kernel's name says may be done through each of its parameters that is a pointer."""
+    try:
+        found = names.describe(name, parameters)
+    except SpecError:
+        return {}
+    return {field.offset: field.access for field in found.fields if field.kind == FieldKind.POINTER}
 
 
 def anything(name: str, parameters: tuple[Parameter, ...]) -> AccessDescriptor:

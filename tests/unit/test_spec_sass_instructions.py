@@ -11,16 +11,22 @@ from phos.gpu_engine.spec.sass_text import parse
 from tests.unit.spec_access import BOTH, NONE, POINTER, READ, SCAN, TENSOR_MAP, WRITE, Expected, as_expected, pointers
 
 
-def flow(code: str, *parameters: Parameter, architecture: int = 90, slots: dict[int, str] | None = None) -> Expected:
-    """What a kernel k of these instructions does."""
+def flow(
+    code: str,
+    *parameters: Parameter,
+    architecture: int = 90,
+    slots: dict[int, str] | None = None,
+    name: str = "k",
+) -> Expected:
+    """What a kernel of these instructions does."""
     lines = [
         line if line.endswith(":") else f"/*{16 * n:04x}*/ {line} ;"
         for n, line in enumerate(line.strip() for line in code.splitlines() if line.strip())
     ]
-    text = f'.target sm_{architecture}\n.section .text.k,"ax",@progbits\nk:\n' + "\n".join(lines)
+    text = f'.target sm_{architecture}\n.section .text.{name},"ax",@progbits\n{name}:\n' + "\n".join(lines)
     size = max((p.offset + p.size for p in parameters), default=0)
-    layouts = {"k": (tuple(parameters), Layout(0x210, size, architecture))}
-    return as_expected(sass_flow.describe_listing(parse(text), layouts, slots or {})["k"])
+    layouts = {name: (tuple(parameters), Layout(0x210, size, architecture))}
+    return as_expected(sass_flow.describe_listing(parse(text), layouts, slots or {})[name])
 
 
 P0, P1, P2 = Parameter(0, 8), Parameter(8, 8), Parameter(16, 8)

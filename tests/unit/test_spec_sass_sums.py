@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from phos.gpu_engine.spec.descriptor import Access
 from tests.unit.spec_access import BOTH, NONE, POINTER, WRITE, pointers
 from tests.unit.test_spec_sass_instructions import P0, P1, P2, flow
 
@@ -112,3 +115,51 @@ def test_an_address_of_which_one_half_is_made_of_bytes() -> None:
     )
     halves = halves.replace("PRMT R2", "PRMT R3")
     assert flow(halves + STORE, P0, P1) == (pointers(WRITE, WRITE), NONE)
+
+
+MOVED = """
+    UIADD3 UR4, UP0, UR4, -UR8, URZ
+    UIADD3.X UR5, UR5, ~UR9, URZ, UP0, !UPT
+"""
+SCALED = """
+    LDC.64 R6, c[0x0][0x220]
+    IMAD.WIDE.U32 R2, R6, 0x4, R2
+    IMAD R9, R7, 0x4, RZ
+    IADD3 R3, R9, R3, RZ
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "between", "indirect"),
+    [
+        ("_Z7scatterPfPKlm", "", NONE),
+        ("_Z7scatterPfPKlm", SCALED, NONE),
+        ("scatter", "", WRITE),
+        ("_Z7scattermPKlm", "", WRITE),
+        ("_Z7scatterPKfPKlm", "", WRITE),  # nothing is written through that one
+        ("_Z7scatterPfPKlm", MOVED, WRITE),
+    ],
+)
+def test_what_the_name_calls_a_pointer_is_one_beside_a_number_from_memory(
+    name: str, between: str, indirect: Access
+) -> None:
+    """`scatter(float *p, const long *places, size_t n)`: `p + places[0]`, and with 4 * n.
+
+    Moved, `places[0] + (p - places)`.
+    """
+    found = flow(
+        f"""
+        LDC.64 R4, c[0x0][0x218]
+        ULDC.64 UR8, c[0x0][0x218]
+        LDG.E.64 R2, desc[UR6][R4.64]
+        ULDC.64 UR4, c[0x0][0x210]
+        {between}
+        {STORE}
+        """,
+        P0,
+        P1,
+        P2,
+        name=name,
+    )
+    assert found[1] & WRITE == indirect
+    assert (0, 0, 8, WRITE, POINTER) in found[0]
