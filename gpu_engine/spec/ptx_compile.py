@@ -45,6 +45,9 @@ BOTH = Access.READ | Access.WRITE
 HALF_BITS = 32
 """Bits of half an address."""
 
+_BARRIER = dict.fromkeys(("%envreg1", "%envreg2"), Declared(Kind.VARIABLE, "the driver's barrier"))
+"""The halves of the address at which the blocks of a cooperative launch wait for each other: memory of the driver's."""
+
 UPPER_ADDRESS_BITS = 0xFFFF00000000
 """Those by which addresses of one allocation hardly differ, below those that may hold marks."""
 
@@ -136,7 +139,7 @@ class Compiler:
                 if isinstance(count, int) and len(name) - end < 10 and int(name[end:]) < count:
                     register = scope[name] = self.register()
                     return register
-        declared = self._globals.get(name)
+        declared = self._globals.get(name, _BARRIER.get(name))
         if declared is None:
             return 0
         if name not in self._global_objects:

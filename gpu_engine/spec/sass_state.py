@@ -32,6 +32,7 @@ from phos.gpu_engine.spec.sass_value import (
 WORD = 4
 
 BLOCK_WORD, STACK_WORD, WINDOW_WORD = of(BLOCK), of(STACK), of(WINDOW)
+DRIVERS_WORD = of(Atom(Origin.VARIABLE, -1))
 _LOADED = frozenset([LOADED])
 _STACK = (Origin.STACK, Origin.WINDOW)
 
@@ -49,12 +50,15 @@ class Driver(NamedTuple):
     """The slot with the place of local memory in the generic address space."""
     stack: int
     """The slot with the top of the stack."""
+    barrier: tuple[int, int]
+    """The slots with the halves of the address at which the blocks of a cooperative launch wait for each other, the
+    upper half first: %envreg1 and %envreg2. The memory is the driver's."""
 
 
 _DRIVER = (
-    Driver(100, 0x348, 0x380, 0x2F8, 0x37C),
-    Driver(90, 0x198, 0x210, 0x20, 0x28),
-    Driver(0, 0x40, 0, 0x20, 0x28),
+    Driver(100, 0x348, 0x380, 0x2F8, 0x37C, (0x254, 0x258)),
+    Driver(90, 0x198, 0x210, 0x20, 0x28, (0x44, 0x48)),
+    Driver(0, 0x40, 0, 0x20, 0x28, (0x8C, 0x90)),
 )
 
 
@@ -127,6 +131,8 @@ class Kernel:
                 return STACK_WORD
             if place in (driver.window, driver.window + WORD):
                 return WINDOW_WORD
+            if place in driver.barrier:
+                return DRIVERS_WORD
             return COUNT  # dimensions and the like
         if bank == 4:
             return of(Atom(Origin.VARIABLE, place))
@@ -136,6 +142,8 @@ class Kernel:
 
     def element(self, bank: int, place: int, stride: int, rising: bool) -> Word:
         """The word at ``place`` plus an unknown multiple of ``stride``, if ``rising`` none below it, of a bank."""
+        if bank == 0 and place in self.layout.driver.barrier:
+            return DRIVERS_WORD  # one for each size that a cluster may have
         if bank == 0:
             return of(Atom(Origin.ELEMENT, place - self.layout.base, stride, rising))
         if bank == 4:

@@ -67,6 +67,13 @@ CASES: dict[str, tuple[str, Pointers, Access]] = {
         R,
     ),
     "device pointer": ("k(int n) { where[n] = 1; }", {}, W),
+    "cooperative": (
+        "k(float *a) { unsigned hi, lo; *a = 1; __syncthreads();"
+        ' asm volatile("mov.u32 %0, %%envreg1;" : "=r"(hi)); asm volatile("mov.u32 %0, %%envreg2;" : "=r"(lo));'
+        " atomicAdd((unsigned *)(((unsigned long long)hi << 32) | lo) + 1, 1u); }",
+        {0: W},
+        NONE,
+    ),
     "device variable": ("k(int n) { values[n & 7] = n; atomicAdd(&counter, 1); }", {}, NONE),
     "constant memory": ("k(int *a, int n) { a[n] = fixed[n & 3]; }", {0: W}, NONE),
     "loaded index": (

@@ -656,6 +656,32 @@ def test_registers_are_exchanged_by_exclusive_ors(between: str, again: str, know
     assert (found == (pointers(WRITE), NONE)) == known
 
 
+@pytest.mark.parametrize(
+    ("architecture", "address"),
+    [
+        (80, "MOV R2, c[0x0][0x90]\nIMAD.MOV.U32 R3, RZ, RZ, c[0x0][0x8c]"),
+        (90, "ULDC UR7, c[0x0][0x48]\nULDC UR6, c[0x0][0x44]\nIMAD.U32 R2, RZ, RZ, UR7\nIMAD.U32 R3, RZ, RZ, UR6"),
+        (
+            100,
+            """
+            CS2R.32 R2, SR_CgaSize
+            IMAD R2, R2, -0xa0, RZ
+            R2UR UR7, R2
+            LDCU UR7, c[0x0][UR7+0x258]
+            LDCU UR6, c[0x0][UR7+0x254]
+            IMAD.U32 R2, RZ, RZ, UR7
+            IMAD.U32 R3, RZ, RZ, UR6
+            """,
+        ),
+    ],
+)
+def test_the_barrier_of_a_cooperative_launch_is_the_drivers(architecture: int, address: str) -> None:
+    """As ptxas 13.0 has `%envreg1` and `%envreg2`, of which `grid.sync()` makes an address."""
+    code = "LDC.64 R4, c[0x0][0x210]\nSTG.E desc[UR4][R4.64], R0\n" + address
+    code += "\nATOM.E.ADD.STRONG.GPU PT, R7, desc[UR4][R2.64+0x4], R7\nEXIT"
+    assert flow(code, P0, architecture=architecture) == (pointers(WRITE), NONE)
+
+
 def test_a_store_through_a_parameter_or_what_was_loaded_before_is_one_through_the_parameter() -> None:
     assert flow(LEFTOVER, P0, P1) == (pointers(READ, WRITE), NONE)
     # Of a load it costs little to believe both; and another store that goes nowhere else is one to anywhere.
