@@ -29,6 +29,12 @@ from process import ProcessError
 
 EXAMPLES = ("mlp", "pointer_chase", "struct_argument", "device_pointer", "stencil")
 MODELS = ("conv", "transformer", "gpt", "lstm", "unet", "embedding")
+TESTED = (
+    ("PyTorch's libraries", "pytorch_libraries", "torch"),
+    ("Transformers", "transformers_generate", "torch", "transformers"),
+    ("Numba", "numba_program", "numba_cuda"),
+)
+"""Name, program of tests/gpu, and the modules it needs."""
 
 COUNTS = ("launches", "audited", "wrong_launches", "anything", "written_chunks", "predicted_chunks", "wrong_chunks",
           "over_traced_chunks", "predicted_bytes", "over_traced_bytes")  # fmt: skip
@@ -46,7 +52,7 @@ class Audited:
 
     name: str
     command: list[str]
-    needs: tuple[str, ...] = ()
+    needs: Sequence[str] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -77,6 +83,10 @@ def programs(chosen: argparse.Namespace) -> list[Audited]:
         *(torch(model, "train,infer") for model in MODELS),
         Audited("Triton", run(process.PROGRAMS / "audited_triton.py"), ("torch", "triton")),
         Audited("CuPy", run(process.PROGRAMS / "audited_cupy.py"), ("cupy",)),
+        *(
+            Audited(name, run(process.TEST_PROGRAMS / f"{program}.py", "--iterations", iterations), needs)
+            for name, program, *needs in TESTED
+        ),
         rodinia("machine code", "cubin"),
         torch("mlp,transformer", "infer", "--graph"),
         *examples,

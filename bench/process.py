@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
 PROGRAMS = ROOT / "bench" / "programs"
+TEST_PROGRAMS = ROOT / "tests" / "gpu" / "programs"
 CRIU = os.environ.get("PHOS_BENCH_CRIU", "criu")
 PHOS_GPU = os.environ.get("PHOS_BENCH_PHOS_GPU", "phos-gpu")
 POLL_SECONDS = 0.0005

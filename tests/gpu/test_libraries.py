@@ -16,7 +16,9 @@ pytestmark = pytest.mark.nvidia_only
 COMPILE = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 ASYNC = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
 # These do not work with the driver's own pools: torch.cuda.MemPool refuses.
-PARTS = "fft,solver,sparse,recurrent,attention,compiled_at_run_time,drawn,sorted_and_counted"
+PARTS = (
+    "fft,solver,sparse,recurrent,attention,attention_backwards,grouped,compiled_at_run_time,drawn,sorted_and_counted"
+)
 
 
 def has(*modules: str) -> pytest.MarkDecorator:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 import torch
 from report import MASK_64, Report, parser
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 SIZE = 512
 
@@ -100,6 +101,38 @@ def attention() -> Callable[[int], int]:
         right = heads[1].reshape(-1, 64)[:64].to(torch.float8_e4m3fn)
         product = torch._scaled_mm(left, right.t(), scale_a=scale, scale_b=scale, out_dtype=torch.bfloat16)
         return digest(mixed, product)
+
+    return step
+
+
+def attention_backwards() -> Callable[[int], int]:
+    """The fused kernels backwards, adding up in a fixed order."""
+    heads = torch.randn(3, 2, 4, 256, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step(_iteration: int) -> int:
+        torch.use_deterministic_algorithms(True)
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            functional.scaled_dot_product_attention(*heads.unbind(0), is_causal=True).square().sum().backward()
+        torch.use_deterministic_algorithms(False)
+        assert heads.grad is not None
+        found = digest(heads.grad)
+        with torch.no_grad():
+            heads.sub_(heads.grad, alpha=0.01)
+        heads.grad = None
+        return found
+
+    return step
+
+
+def grouped() -> Callable[[int], int]:
+    """CUTLASS's products of a group, whose addresses lie in GPU memory, as experts are computed (Hopper)."""
+    rows = torch.randn(256, 128, device="cuda", dtype=torch.bfloat16)
+    experts = torch.randn(4, 128, 128, device="cuda", dtype=torch.bfloat16) / 16
+    ends = torch.tensor([64, 96, 200, 256], device="cuda", dtype=torch.int32)
+
+    def step(_iteration: int) -> int:
+        rows.copy_(torch.tanh(torch._grouped_mm(rows, experts, offs=ends)))
+        return digest(rows)
 
     return step
 
@@ -197,9 +230,20 @@ def replayed() -> Callable[[int], int]:
 PARTS = {
     part.__name__: part
     for part in (
-        fft, solver, sparse, recurrent, attention, compiled_at_run_time, drawn, sorted_and_counted, pooled, replayed,
+        fft,
+        solver,
+        sparse,
+        recurrent,
+        attention,
+        attention_backwards,
+        grouped,
+        compiled_at_run_time,
+        drawn,
+        sorted_and_counted,
+        pooled,
+        replayed,
     )
-}  # fmt: skip
+}
 
 
 def main() -> None:
