@@ -56,7 +56,7 @@ _SILENT = _names(
     ERRBAR CCTLL CCTLT EXIT BRA BRX JMP JMX RET KILL BPT YIELD NANOSLEEP WARPSYNC WARPGROUP WARPGROUPSET FENCE
     ARRIVES PREEXIT ACQBULK CGABAR_ARV CGABAR_WAIT CGABAR_GET CGABAR_SET UTMACCTL UTMAPF UTMACMDFLUSH
     UTMAREDCMDFLUSH BLKPF ELECT SETMAXREG ENDCOLLECTIVE PMTRIG QSPC SETCTAID SETLMEMBASE UTCBAR UTCATOMSWS
-    UTCHMMA UTCIMMA UTCQMMA UTCOMMA UTCCP UTCSHIFT SYNCS CALL RPCMOV REDS MEMSETS
+    UTCHMMA UTCIMMA UTCQMMA UTCOMMA UTCCP UTCSHIFT SYNCS CALL RPCMOV MEMSETS
     GETNEXTWORKID
     """
 )
@@ -391,7 +391,7 @@ _TABLE: dict[str, Handler] = {
     "STL": memory.store_local,
     "LDS": memory.load_shared,
     **dict.fromkeys(("LDSM", "LDTM"), memory.load_matrix),
-    **dict.fromkeys(("STS", "STAS", "REDAS"), memory.store_shared),
+    **dict.fromkeys(("STS", "STAS", "REDS", "REDAS"), memory.store_shared),
     **dict.fromkeys(("STSM", "STTM"), memory.store_matrix),
     **dict.fromkeys(("ATOMS", "ATOMSM"), memory.atomic_shared),
     **dict.fromkeys(("BLKCP", "BLKRED"), memory.bulk_copy),

@@ -163,3 +163,19 @@ def test_what_the_name_calls_a_pointer_is_one_beside_a_number_from_memory(
     )
     assert found[1] & WRITE == indirect
     assert (0, 0, 8, WRITE, POINTER) in found[0]
+
+
+@pytest.mark.parametrize("name", ["STS.64", "STAS.64", "ATOMS.EXCH.64 R20,", "REDAS.ADD.64", "REDS.ADD.64"])
+def test_a_pointer_that_went_through_shared_memory_is_the_address_and_not_the_number(name: str) -> None:
+    found = flow(
+        f"""
+        LDC.64 R4, c[0x0][0x210]
+        ULDC.64 UR4, c[0x0][0x218]
+        {name} [R30], R4
+        LDS.64 R2, [R30]
+        {STORE}
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(WRITE, WRITE), NONE)
