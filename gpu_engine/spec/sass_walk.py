@@ -209,8 +209,9 @@ class Walk:
             if not targets:
                 targets = self._anywhere(instruction, position)
             conditional = not instruction.always or any(o.kind == Kind.PREDICATE for o in instruction.operands)
-            divided = "DIV" in instruction.modifiers or "ANY" in instruction.modifiers
-            return self._nodes(context, (*targets, after) if conditional or divided else targets)
+            # DIV and CONV: it depends on where the warp's other threads are. What else there is may depend on anything.
+            certain = instruction.modifiers in ((), ("U",))
+            return self._nodes(context, (*targets, after) if conditional or not certain else targets)
         if instruction.operands and name in ("BSSY", "BSYNC", "BMOV"):
             return self._nodes(context, self._converge(instruction, position, after, state))
         step(instruction, state, self.kernel)

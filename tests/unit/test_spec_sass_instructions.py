@@ -998,6 +998,22 @@ def test_an_address_in_the_code_itself() -> None:
     assert found == (pointers(READ), WRITE)
 
 
+@pytest.mark.parametrize("branch", ["BRA.CONV ~URZ,", "BRA.CONV", "BRA.DIV UR4,", "BRA.U UP0,"])
+def test_a_branch_that_some_warps_take_leaves_the_way_behind_it(branch: str) -> None:
+    """`BRA.CONV` stands before `shfl` and the like at the ends of loops (ptxas 13.0 for sm_75, sm_80, sm_86)."""
+    code = f"""
+        LDC.64 R2, c[0x0][0x210]
+        LDC.64 R4, c[0x0][0x218]
+        {branch} `(.L_x_0)
+        STG.E desc[UR6][R4.64], R0
+        .L_x_0:
+        STG.E desc[UR6][R2.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(WRITE, WRITE), NONE)
+    assert flow(code.replace(branch, "BRA"), P0, P1) == (pointers(WRITE, NONE), NONE)
+
+
 @pytest.mark.parametrize("size", [0, 8])
 def test_a_kernel_that_does_not_say_where_its_parameters_lie(size: int) -> None:
     text = '.section .text.k,"ax",@progbits\nk:\n/*0000*/ LDC.64 R2, c[0x0][0x218] ;\n'
