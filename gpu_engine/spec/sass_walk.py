@@ -201,7 +201,7 @@ class Walk:
         if name == "CALL":
             following = self._call(instruction, position, after, context, state)
             return following if instruction.always else following + self._nodes(context, (after,))
-        if name in ("RET", "EXIT", "KILL"):
+        if name in ("RET", "EXIT", "KILL") or (name == "BPT" and "TRAP" in instruction.modifiers):
             following = self._return(instruction, position, context, state) if name == "RET" else []
             return following if instruction.always else following + self._nodes(context, (after,))
         targets = self.code.target_of[position]

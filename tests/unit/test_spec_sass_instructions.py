@@ -31,6 +31,9 @@ def flow(
 
 P0, P1, P2 = Parameter(0, 8), Parameter(8, 8), Parameter(16, 8)
 
+ANYTHING: Expected = ([(0, 0, 8, BOTH, SCAN), (1, 0, 8, BOTH, SCAN)], NONE)
+"""Of a kernel with two pointers whose code cannot be followed."""
+
 
 def test_a_register_used_again_loses_what_it_held() -> None:
     found = flow(
@@ -1012,6 +1015,23 @@ def test_a_branch_that_some_warps_take_leaves_the_way_behind_it(branch: str) -> 
     """
     assert flow(code, P0, P1) == (pointers(WRITE, WRITE), NONE)
     assert flow(code.replace(branch, "BRA"), P0, P1) == (pointers(WRITE, NONE), NONE)
+
+
+def test_a_kernel_that_ends_with_a_trap_does_not_go_on_into_the_function_behind_it() -> None:
+    """`__trap()` ends a kernel; `brkpt` does not."""
+    code = """
+        LDC.64 R2, c[0x0][0x210]
+        MOV R20, 0x30
+        CALL.REL.NOINC `(helper)
+        @!P0 EXIT
+        BPT.TRAP 0x1
+        helper:
+        STG.E desc[UR4][R2.64], R0
+        RET.REL.NODEC R20 `(k)
+    """
+    assert flow(code, P0, P1) == (pointers(WRITE), NONE)
+    assert flow(code.replace("BPT.TRAP", "@P1 BPT.TRAP"), P0, P1) == ANYTHING
+    assert flow(code.replace("BPT.TRAP", "BPT.INT"), P0, P1) == ANYTHING
 
 
 @pytest.mark.parametrize("size", [0, 8])
