@@ -59,7 +59,9 @@ class Found:
             self.bases[base] = self.bases.get(base, Access.NONE) | access
 
 
-def resolve(touches: Iterable[Touch], layout: Layout, declared: Mapping[int, Access]) -> Found:
+def resolve(
+    touches: Iterable[Touch], layout: Layout, parameters: tuple[Parameter, ...], declared: Mapping[int, Access]
+) -> Found:
     """Decide which bases the accesses go through.
 
     ``declared``: the parameters that are pointers by the kernel's name, by their offset, and what may be done through
@@ -93,7 +95,7 @@ def resolve(touches: Iterable[Touch], layout: Layout, declared: Mapping[int, Acc
             for other in distances if base in distances else ():
                 found.note(other, touch.access)
         # Something that was subtracted: the pointer known elsewhere may lie in the same memory as that, and lead on.
-        moved = any(atom.origin == Origin.MINUS for atom in touch.derived)
+        moved = any(atom.origin == Origin.MINUS and _has_room(atom, parameters) for atom in touch.derived)
         doubtful += [
             (bases, touch.access, distances, moved) for bases, several in candidates if len(bases) > 1 and not several
         ]
@@ -112,6 +114,12 @@ def resolve(touches: Iterable[Touch], layout: Layout, declared: Mapping[int, Acc
             for other in distances if base in distances else ():
                 found.note(other, access)
     return found
+
+
+def _has_room(atom: Atom, parameters: tuple[Parameter, ...]) -> bool:
+    """Whether a word is of a parameter that may be an address."""
+    parameter = _containing(atom.place, parameters)
+    return parameter is None or parameter.size >= ADDRESS_BYTES
 
 
 def _is_called(base: Base, access: Access, declared: Mapping[int, Access]) -> bool:

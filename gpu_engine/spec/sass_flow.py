@@ -82,7 +82,7 @@ def _describe_one(
     except CannotFollowError as reason:
         log.info("Kernel %s may read and write anything it is given: %s.", name, reason)
         return anything(name, parameters)
-    found = resolve(kernel.touches, layout, _declared(name, parameters))
+    found = resolve(kernel.touches, layout, parameters, _declared(name, parameters))
     laid, more = fields(found, parameters, name)
     return AccessDescriptor(name, parameters, laid, found.indirect | kernel.indirect | more, Source.SASS)
 

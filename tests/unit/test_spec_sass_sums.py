@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phos.gpu_engine.spec.descriptor import Access
+from phos.gpu_engine.spec.descriptor import Access, Parameter
 from tests.unit.spec_access import BOTH, NONE, POINTER, WRITE, pointers
 from tests.unit.test_spec_sass_instructions import P0, P1, P2, flow
 
@@ -127,23 +127,29 @@ SCALED = """
     IMAD R9, R7, 0x4, RZ
     IADD3 R3, R9, R3, RZ
 """
+LESS = """
+    LDC R6, c[0x0][0x228]
+    IADD3 R6, -R6, RZ, RZ
+    IMAD.WIDE R2, R6, 0x4, R2
+"""
 
 
 @pytest.mark.parametrize(
     ("name", "between", "indirect"),
     [
-        ("_Z7scatterPfPKlm", "", NONE),
-        ("_Z7scatterPfPKlm", SCALED, NONE),
+        ("_Z7scatterPfPKlmi", "", NONE),
+        ("_Z7scatterPfPKlmi", SCALED, NONE),
+        ("_Z7scatterPfPKlmi", LESS, NONE),
         ("scatter", "", WRITE),
-        ("_Z7scattermPKlm", "", WRITE),
-        ("_Z7scatterPKfPKlm", "", WRITE),  # nothing is written through that one
-        ("_Z7scatterPfPKlm", MOVED, WRITE),
+        ("_Z7scattermPKlmi", "", WRITE),
+        ("_Z7scatterPKfPKlmi", "", WRITE),  # nothing is written through that one
+        ("_Z7scatterPfPKlmi", MOVED, WRITE),
     ],
 )
 def test_what_the_name_calls_a_pointer_is_one_beside_a_number_from_memory(
     name: str, between: str, indirect: Access
 ) -> None:
-    """`scatter(float *p, const long *places, size_t n)`: `p + places[0]`, and with 4 * n.
+    """`scatter(float *p, const long *places, size_t n, int m)`: `p + places[0]`, and with 4 * n, or less 4 * m.
 
     Moved, `places[0] + (p - places)`.
     """
@@ -159,6 +165,7 @@ def test_what_the_name_calls_a_pointer_is_one_beside_a_number_from_memory(
         P0,
         P1,
         P2,
+        Parameter(24, 4),
         name=name,
     )
     assert found[1] & WRITE == indirect
