@@ -60,6 +60,7 @@ class Shadows:
         self._plan = plan
         self._looked = 0.0
         self._dead: frozenset[int] = frozenset()  # numbers of processes that had ended before the flags were read
+        self._faulted = [0] * len(windows)  # of each process, what WindowTable.faulted() said; likewise
         self._owed: list[int] = []  # where they are is not known yet
         self._copies: list[_Copy] = []
         self._failure: BaseException | None = None  # replaced as a whole: any thread may look
@@ -112,8 +113,8 @@ class Shadows:
             self._looked = now
             # Before the flags: those of who has ended are then the last ones.
             dead = frozenset(number for number, window in enumerate(self._windows) if not window.alive())
-        # Of who has just been found dead in any case: a chunk of his may be owed at any moment from here on.
-        if dead - self._dead or self._in_demand():
+        # Of who has just been found dead or with an error in any case: a chunk of his may be owed at any moment.
+        if dead - self._dead or faulted != self._faulted or self._in_demand():
             self._plan.flags_read()
             pools = [pool for window in self._windows for pool in window.pools.pools]
             for pool in pools:
@@ -122,7 +123,7 @@ class Shadows:
                 pool.end_reading()
         for number in dead - self._dead:
             self._plan.window_dead(number)
-        self._dead = dead
+        self._dead, self._faulted = dead, faulted
         copies = list(self._copies)
         owed, self._owed = self._owed, []
         while (chunk := self._plan.owed()) is not None:

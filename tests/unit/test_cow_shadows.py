@@ -237,6 +237,27 @@ def test_a_copy_counts_that_is_owed_while_its_process_is_found_dead(clock: Clock
     assert (piece.chunk, piece.slot) == (1, 0)
 
 
+def test_a_copy_counts_that_is_owed_while_its_context_is_found_with_an_error() -> None:
+    """Likewise: what came behind it was run before the error, and the place does not hold the old content any more."""
+    scene = Scene(2, (3,))
+    process, plan = scene.processes[0], scene.feed.plan
+    process.shadow(1, 0, ticket=4)
+    process.copied(0, 4)
+    process.faulted(0)
+    owed = plan.owed
+
+    def owed_meanwhile() -> int | None:
+        plan.owed = owed  # type: ignore[method-assign]
+        assert scene.all() == [0]
+        return owed()
+
+    plan.owed = owed_meanwhile  # type: ignore[method-assign]
+    scene.read()
+    piece = scene.take()
+    assert piece is not None
+    assert (piece.chunk, piece.slot) == (1, 0)
+
+
 def test_a_chunk_that_is_owed_twice_is_waited_for_once() -> None:
     """Else the second would wait for a flag that its slot, used again, never gets."""
     scene = Scene(2, (3,))
