@@ -4,6 +4,7 @@
 #include "clock.h"
 #include "quiesce.h"
 #include "track.h"
+#include "window.h"
 
 #include <stdlib.h>
 
@@ -63,7 +64,7 @@ bool phos_deferred_release(CUcontext context, uint64_t upto)
     return any;
 }
 
-static bool has_deferred(CUcontext context)
+bool phos_deferred_in(CUcontext context)
 {
     for (const struct deferred *d = deferred; d; d = d->next)
         if (d->context == context)
@@ -79,12 +80,14 @@ bool phos_deferred_settle(uint64_t timeout_ns)
     PHOS_FREES struct phos_context *contexts = deferred ? phos_contexts_seen(&count) : NULL;
     for (size_t i = 0; i < count; i++) {
         CUcontext context = contexts[i].context;
-        if (!has_deferred(context))
+        if (!phos_deferred_in(context))
             continue;
         pthread_mutex_unlock(&phos_memory_lock);
         CUresult result = phos_wait(context, end, NULL);
+        phos_window_stand_still();
         pthread_mutex_lock(&phos_memory_lock);
         any |= result == CUDA_SUCCESS && phos_deferred_release(context, upto);
+        phos_window_go_on();
     }
     return any;
 }

@@ -14,8 +14,10 @@ uint64_t phos_deferred_ever(void);
 bool phos_deferred_add(CUcontext context, void (*release)(void *what), void *what);
 /* It is not to be released after all, or has been. */
 void phos_deferred_drop(const void *what);
+bool phos_deferred_in(CUcontext context);
 /* Gives back what was deferred in a context (NULL: in all) that is idle now, up to what phos_deferred_ever() said when it
- * began to be waited for. Answers whether there was anything. */
+ * began to be waited for. Answers whether there was anything. It may be unmapped, and must not be copied aside meanwhile:
+ * after phos_window_stand_still(), or with the process quiesced. */
 bool phos_deferred_release(CUcontext context, uint64_t upto);
 /* Waits for the contexts of what is deferred, for a limited time and not during a capture, and gives back what can be.
  * Releases and retakes the lock. */

@@ -6,6 +6,7 @@
 #include "pool.h"
 #include "runtime.h"
 #include "track.h"
+#include "window.h"
 
 #include <limits.h>
 
@@ -138,20 +139,30 @@ CUresult serve_cuMemFree_v2(CUdeviceptr address)
         return phos_driver_shared_free(address, phos_real.cuMemFree_v2);
     /* cuMemFree waits for the device, as programs that free what a kernel still reads rely on. Not under the lock: other
      * threads may allocate meanwhile. */
-    bool captured;
+    bool captured, more;
     CUresult result = phos_synchronize(context, &captured);
-    PHOS_MEMORY_LOCKED;
-    struct phos_allocation *allocation = phos_allocation_at(address);
-    if (!allocation || allocation->buffer != buffer)
-        return CUDA_ERROR_INVALID_VALUE; /* freed twice at the same time, and perhaps given out again */
-    if (captured) {
-        if (!phos_deferred_add(context, release, allocation))
-            return CUDA_ERROR_OUT_OF_MEMORY;
-        allocation->state = PHOS_PENDING;
-        return CUDA_SUCCESS;
+    {
+        PHOS_MEMORY_LOCKED;
+        struct phos_allocation *allocation = phos_allocation_at(address);
+        if (!allocation || allocation->buffer != buffer)
+            return CUDA_ERROR_INVALID_VALUE; /* freed twice at the same time, and perhaps given out again */
+        if (captured) {
+            if (!phos_deferred_add(context, release, allocation))
+                return CUDA_ERROR_OUT_OF_MEMORY;
+            allocation->state = PHOS_PENDING;
+            return CUDA_SUCCESS;
+        }
+        phos_deallocate(allocation);
+        more = phos_deferred_in(context);
     }
-    phos_deallocate(allocation);
-    phos_deferred_release(context, earlier);
+    if (!more)
+        return result;
+    phos_window_stand_still();
+    {
+        PHOS_MEMORY_LOCKED;
+        phos_deferred_release(context, earlier);
+    }
+    phos_window_go_on();
     return result;
 }
 

@@ -53,6 +53,51 @@ def test_what_is_closed_in_a_window_is_not_being_copied_aside(phosd: FakePhosd) 
         owning.finish()
 
 
+def test_what_was_closed_during_a_capture_is_not_being_copied_aside_when_it_goes(phosd: FakePhosd) -> None:
+    """It goes with the next memory that is freed in its context, and a kernel's arguments may still name it."""
+    owner = """
+    start()
+    p = ok(cu.cuMemAlloc(32 << 20))
+    say(bytes(ok(cu.cuIpcGetMemHandle(p)).reserved).hex())
+    heard()
+    """
+    body = """
+    start()
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry one(.param .u64 to) { ret; }\\0"
+    kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(ptx)), b"one"))
+    first = ok(cu.cuCtxGetCurrent())
+    other = ok(cu.cuCtxCreate(None, 0, 0))
+    more = ok(cu.cuMemAlloc(1 << 20))
+    stream = ok(cu.cuStreamCreate(1))
+    handle = cu.CUipcMemHandle()
+    handle.reserved = bytes.fromhex(heard())
+    p = ok(cu.cuIpcOpenMemHandle(handle, 1))
+    ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    ok(cu.cuIpcCloseMemHandle(p))
+    ok(cu.cuStreamEndCapture(stream))
+    ok(cu.cuCtxSetCurrent(first))
+    say("ready")
+    heard()
+    ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, ((int(p),), (ctypes.c_uint64,)), 0))
+    ok(cu.cuCtxSetCurrent(other))
+    ok(cu.cuMemFree(more))
+    ok(cu.cuCtxSetCurrent(first))
+    ok(cu.cuCtxSynchronize())
+    say("through")
+    """
+    with program(phosd, owner) as (owning, _), program(phosd, body) as (app, session):
+        app.tell(owning.line())
+        assert app.line() == "ready"
+        eventually(lambda: len(session.blocks) == 3)
+        with window(phosd, session, 34 << 20):
+            app.tell()
+            assert app.line() == "through"
+        app.finish()
+        owning.tell()
+        owning.finish()
+
+
 def test_no_access_is_taken_from_what_is_being_copied_aside(phosd: FakePhosd) -> None:
     """The arguments of a kernel name memory of a peer, and the program is done with that."""
     body = """
