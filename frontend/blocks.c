@@ -250,6 +250,7 @@ CUresult phos_set_access(CUdeviceptr address, size_t size, const CUmemAccessDesc
         struct phos_mapping *mapping = (struct phos_mapping *)phos_mappings.items[at];
         if (mapping->range.address >= address + size)
             break;
+        phos_mappings_version += mapping->block->window_chunks != 0;
         for (size_t i = 0; i < count; i++)
             if (!access_record(mapping, &access[i]))
                 return CUDA_ERROR_OUT_OF_MEMORY;

@@ -72,7 +72,7 @@ extern struct phos_ranges phos_mappings;   /* of struct phos_mapping */
 extern uint64_t phos_block_bytes;          /* of all blocks */
 extern size_t phos_blocks_lingering;       /* blocks that only a pin keeps */
 extern size_t phos_mappings_shut;          /* mappings that are shut */
-/* Grows as blocks that are in a window are mapped and unmapped; with phos_memory_lock, read without. */
+/* Grows as blocks that are in a window are mapped, unmapped, and given or taken access; with phos_memory_lock, read without. */
 extern _Atomic uint64_t phos_mappings_version;
 /* Grows as blocks come and go, and as more are freed than are to be kept; read without the lock. */
 extern _Atomic uint64_t phos_block_changes;

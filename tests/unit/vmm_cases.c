@@ -56,6 +56,12 @@ static CUresult unmap(CUdeviceptr at, size_t size)
     return CUDA_SUCCESS;
 }
 
+static CUresult set_access(CUdeviceptr at, size_t size, const CUmemAccessDesc *access, size_t count)
+{
+    (void)at, (void)size, (void)access, (void)count;
+    return CUDA_SUCCESS;
+}
+
 static CUresult export_handle(void *shareable, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
                               unsigned long long flags)
 {
@@ -221,6 +227,21 @@ static void shared_memory(void)
     CHECK(counted(PHOS_UNCARRIED_IPC) == imported);
 }
 
+/* Who has looked where a chunk of a window is looks again before it copies that, if access to it may have been taken away. */
+static void access_in_a_window(void)
+{
+    CUdeviceptr at = 0x5000000000;
+    CUmemAccessDesc none = {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE}, .flags = CU_MEM_ACCESS_FLAGS_PROT_NONE};
+    CUmemGenericAllocationHandle handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
+    CHECK(serve_cuMemMap(at, 2 * MiB, 0, handle, 0) == CUDA_SUCCESS);
+    uint64_t version = phos_mappings_version;
+    CHECK(serve_cuMemSetAccess(at, 2 * MiB, &none, 1) == CUDA_SUCCESS && phos_mappings_version == version);
+    newest()->window_chunks = 1;
+    CHECK(serve_cuMemSetAccess(at, 2 * MiB, &none, 1) == CUDA_SUCCESS && phos_mappings_version > version);
+    CHECK(serve_cuMemUnmap(at, 2 * MiB) == CUDA_SUCCESS);
+    freed(handle);
+}
+
 static void multicast(void)
 {
     CUmemGenericAllocationHandle handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
@@ -280,6 +301,7 @@ int main(void)
     phos_real.cuMemRelease = release;
     phos_real.cuMemMap = map;
     phos_real.cuMemUnmap = unmap;
+    phos_real.cuMemSetAccess = set_access;
     phos_real.cuMemExportToShareableHandle = export_handle;
     phos_real.cuMemImportFromShareableHandle = import_handle;
     phos_real.cuMemRetainAllocationHandle = retain;
@@ -294,6 +316,7 @@ int main(void)
     phos_devices[0] = (struct phos_device){.granularity = 2 * MiB, .carried = true};
     on_the_host();
     shared_memory();
+    access_in_a_window();
     multicast();
     pools();
     sparse();
