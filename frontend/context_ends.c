@@ -105,8 +105,10 @@ CUresult serve_cuCtxDetach(CUcontext context)
     CUcontext current = NULL, primary = NULL;
     CUdevice device = phos_context_device(context);
     bool is_current = phos_real.cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == context; /* else it is refused */
-    if (device >= 0 && phos_primary_of(device, &primary) && primary == context)
+    if (device >= 0 && phos_primary_of(device, &primary) && primary == context) {
+        phos_window_context_may_end(primary);
         return primary_let_go(phos_real.cuCtxDetach(context), primary, device);
+    }
     if (!is_current || device < 0 || phos_context_attach(context, true))
         return phos_real.cuCtxDetach(context);
     return context_destroyed(context, phos_real.cuCtxDetach);
@@ -121,8 +123,6 @@ CUresult serve_cuGreenCtxDestroy(CUgreenCtx green)
     CUdevice device = phos_context_any_device(context);
     if (device < 0 || !phos_primary_of(device, &primary))
         primary = NULL;
-    phos_window_stand_still(); /* until it has ended */
-    phos_window_go_on();
     phos_window_context_ends(context, false);
     if (primary) {
         PHOS_LOCKED(&phos_memory_lock);
@@ -139,6 +139,8 @@ static CUresult primary_released(CUdevice device, CUresult (*release)(CUdevice_v
     CUcontext primary = NULL;
     if (!phos_primary_of(device, &primary))
         primary = NULL;
+    else
+        phos_window_context_may_end(primary);
     return primary_let_go(release(device), primary, device);
 }
 

@@ -31,21 +31,24 @@ bool phos_window_copies(void)
     return is_open && phos_window.table->mode != PHOS_WINDOW_WATCH;
 }
 
+void phos_window_see(const struct phos_shadow_pool *pool, CUresult result)
+{
+    if (result == CUDA_SUCCESS || result == CUDA_ERROR_NOT_READY)
+        return;
+    uint64_t bit = 1ull << pool->index;
+    if (!(__atomic_fetch_or(&phos_window.table->faulted, bit, __ATOMIC_RELEASE) & bit))
+        phos_warn("a context ended with an error (%d) while the process was being checkpointed", (int)result);
+}
+
 void phos_window_look(void)
 {
     if (!phos_window_copies())
         return;
     PHOS_LOCKED(&phos_window_lock);
     PHOS_RELAXED;
-    for (int d = 0; d < phos_device_count; d++) {
-        const struct phos_shadow_pool *pool = &phos_window.pools[d];
-        CUresult result = pool->copies ? phos_real.cuStreamQuery(pool->copies) : CUDA_SUCCESS;
-        if (result == CUDA_SUCCESS || result == CUDA_ERROR_NOT_READY)
-            continue;
-        uint64_t bit = 1ull << pool->index;
-        if (!(__atomic_fetch_or(&phos_window.table->faulted, bit, __ATOMIC_RELEASE) & bit))
-            phos_warn("a context ended with an error (%d) while the process was being checkpointed", (int)result);
-    }
+    for (int d = 0; d < phos_device_count; d++)
+        if (phos_window.pools[d].copies)
+            phos_window_see(&phos_window.pools[d], phos_real.cuStreamQuery(phos_window.pools[d].copies));
 }
 
 static void *map_table(int descriptor, size_t least, size_t *size)

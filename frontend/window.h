@@ -24,6 +24,8 @@ void phos_window_end(void);
 bool phos_window_is_open(void);
 /* One in which what a call's arguments name is copied aside or loaded, be it freed. The control thread's to ask. */
 bool phos_window_copies(void);
+/* It may be about to end: what is copied aside in it has been when this returns, and nobody has a stream there. */
+void phos_window_context_may_end(CUcontext context);
 /* All work in the context has ended, and with it will all that is in it; or, if it is `gone`, has. */
 void phos_window_context_ends(CUcontext context, bool gone);
 /* To be called now and then while a window is open: a context with an error copies nothing aside any more, nor writes to

@@ -48,6 +48,12 @@ extern pthread_mutex_t phos_window_lock;
 /* Set: traced calls no longer wait, and do nothing. */
 extern atomic_bool phos_window_over;
 
+/* ---- window.c ---- */
+
+/* What a call said of a pool's copies: after an error phosd is told that they are not made any more. With the window's lock
+ * held. */
+void phos_window_see(const struct phos_shadow_pool *pool, CUresult result);
+
 /* ---- window_ranges.c, all with phos_memory_lock held ---- */
 
 struct phos_chunk_range {

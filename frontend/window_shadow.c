@@ -186,16 +186,43 @@ static bool event_in(struct phos_slot *slot, CUcontext context)
     return phos_real.cuEventCreate(&slot->event, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS;
 }
 
-/* What is in the stream already are copies, which wait for nothing. */
+static bool faulted(const struct phos_shadow_pool *pool)
+{
+    return __atomic_load_n(&phos_window.table->faulted, __ATOMIC_RELAXED) >> pool->index & 1;
+}
+
+/* What is in the stream are copies, which wait for nothing. With an error pending they are not made any more. */
+static void finish_copies(const struct phos_shadow_pool *pool)
+{
+    if (!pool->copies)
+        return;
+    CUcontext popped;
+    CUresult result = phos_real.cuCtxPushCurrent_v2(pool->context);
+    if (result == CUDA_SUCCESS) {
+        result = phos_real.cuStreamSynchronize(pool->copies);
+        phos_real.cuCtxPopCurrent_v2(&popped);
+    }
+    phos_window_see(pool, result);
+}
+
+static void end_copies(struct phos_shadow_pool *pool)
+{
+    finish_copies(pool);
+    if (pool->copies)
+        phos_real.cuStreamDestroy_v2(pool->copies);
+    pool->copies = NULL;
+}
+
+/* False: nothing can be copied to the pool. After an error nothing is, in whatever context: phosd takes what is not copied yet
+ * from its place. */
 static bool stream_in(struct phos_shadow_pool *pool, CUcontext context)
 {
-    if (pool->copies && pool->context == context)
+    if (pool->context != context)
+        end_copies(pool);
+    if (faulted(pool))
+        return false;
+    if (pool->copies)
         return true;
-    if (pool->copies) {
-        phos_real.cuStreamSynchronize(pool->copies);
-        phos_real.cuStreamDestroy_v2(pool->copies);
-    }
-    pool->copies = NULL;
     pool->context = context;
     return phos_real.cuStreamCreate(&pool->copies, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS;
 }
@@ -209,14 +236,8 @@ void phos_window_stand_still(void)
     pthread_mutex_lock(&phos_window_lock);
     cancel_before = cancel;
     PHOS_RELAXED;
-    for (int d = 0; phos_window.slots && d < phos_device_count; d++) {
-        const struct phos_shadow_pool *pool = &phos_window.pools[d];
-        CUcontext popped;
-        if (!pool->copies || phos_real.cuCtxPushCurrent_v2(pool->context) != CUDA_SUCCESS)
-            continue;
-        phos_real.cuStreamSynchronize(pool->copies); /* with an error pending no copy is made any more */
-        phos_real.cuCtxPopCurrent_v2(&popped);
-    }
+    for (int d = 0; phos_window.slots && d < phos_device_count; d++)
+        finish_copies(&phos_window.pools[d]);
 }
 
 void phos_window_go_on(void)
@@ -226,18 +247,29 @@ void phos_window_go_on(void)
     pthread_setcancelstate(cancel, &cancel);
 }
 
+void phos_window_context_may_end(CUcontext context)
+{
+    PHOS_LOCKED(&phos_window_lock);
+    PHOS_RELAXED;
+    for (int d = 0; phos_window.slots && d < phos_device_count; d++)
+        if (phos_window.pools[d].context == context)
+            end_copies(&phos_window.pools[d]);
+}
+
 void phos_window_context_ends(CUcontext context, bool gone)
 {
     PHOS_LOCKED(&phos_window_lock);
+    PHOS_RELAXED;
     if (!phos_window.slots)
         return; /* not in a window */
     for (int d = 0; d < phos_device_count; d++) {
         struct phos_shadow_pool *pool = &phos_window.pools[d];
-        if (!pool->copies || pool->context != context)
+        if (pool->context != context)
             continue;
-        if (!gone)
-            phos_real.cuStreamDestroy_v2(pool->copies);
-        pool->copies = NULL;
+        if (gone)
+            pool->copies = NULL;
+        else
+            end_copies(pool);
     }
     for (uint32_t s = 0; s < phos_window.table->slots + PHOS_TRANSFERS; s++) {
         struct phos_slot *slot = &phos_window.slots[s];
@@ -255,7 +287,7 @@ static bool queue_copies(struct phos_shadow_pool *pool, const struct target *lis
                          CUcontext context)
 {
     struct phos_slot *leader = &phos_window.slots[list[0].slot];
-    if (!event_in(leader, context) || !stream_in(pool, context))
+    if (!event_in(leader, context))
         return false;
     CUstream stream = pool->copies;
     for (size_t i = 0, j; i < count; i = j) {
@@ -295,8 +327,10 @@ static size_t shadow(struct target *list, size_t count, CUstream stream)
         for (int d = 0; d < phos_device_count; d++)
             if (phos_devices[d].device == device && phos_window.pools[d].address)
                 pool = &phos_window.pools[d];
+    if (pool && (!pool->slots || !stream_in(pool, context)))
+        pool = NULL;
     size_t taken = 0, left = 0;
-    PHOS_FREES struct target *mine = pool && pool->slots ? malloc(count * sizeof *mine) : NULL;
+    PHOS_FREES struct target *mine = pool ? malloc(count * sizeof *mine) : NULL;
     for (size_t i = 0; i < count; i++) {
         uint32_t slot = mine && can_copy(&list[i], device) ? find_slot(pool) : UINT32_MAX;
         if (slot == UINT32_MAX || !claim(list[i].chunk)) {
@@ -340,11 +374,12 @@ static size_t follow(struct target *list, size_t count, CUstream stream)
 {
     size_t left = 0;
     uint32_t last = UINT32_MAX;
+    bool lost = __atomic_load_n(&phos_window.table->faulted, __ATOMIC_RELAXED); /* some may never be made */
     for (size_t i = 0; i < count; i++) {
         uint32_t state = chunk_state(list[i].chunk);
         if (state == PHOS_CHUNK_SAVED)
             continue;
-        if (state - (state & 0xffff) != shadowed(0) || (state & 0xffff) >= phos_window.table->slots) {
+        if (lost || state - (state & 0xffff) != shadowed(0) || (state & 0xffff) >= phos_window.table->slots) {
             list[left++] = list[i];
             continue;
         }

@@ -188,6 +188,25 @@ static CUresult fake_stream_create(CUstream *stream, unsigned flags)
     *stream = (CUstream)&streams[STREAMS];
     return CUDA_SUCCESS;
 }
+static CUresult fake_synchronize(CUstream stream)
+{
+    check(stream == (CUstream)&streams[STREAMS], "a stream is waited for that is not ours");
+    pthread_mutex_lock(&gpu_lock);
+    while (streams[STREAMS].head != streams[STREAMS].tail)
+        pthread_cond_wait(&gpu_changed, &gpu_lock);
+    pthread_mutex_unlock(&gpu_lock);
+    return CUDA_SUCCESS;
+}
+static CUresult fake_push(CUcontext context)
+{
+    check(context == HERE, "what copies is in another context");
+    return CUDA_SUCCESS;
+}
+static CUresult fake_pop(CUcontext *context)
+{
+    *context = HERE;
+    return CUDA_SUCCESS;
+}
 static CUresult fake_stream_destroy(CUstream stream)
 {
     check(stream == (CUstream)&streams[STREAMS] && atomic_exchange(&copying, false), "a stream ends that is not ours");
@@ -229,6 +248,11 @@ struct phos_relaxed phos_relax(void)
 void phos_unrelax(struct phos_relaxed *relaxed)
 {
     (void)relaxed;
+}
+void phos_window_see(const struct phos_shadow_pool *copied_to, CUresult result)
+{
+    (void)copied_to;
+    check(result == CUDA_SUCCESS, "a context has an error");
 }
 atomic_bool phos_audit_on, phos_window_strict;
 void phos_window_failed(CUresult result)
@@ -586,6 +610,9 @@ int main(int count, char **words)
     phos_real.cuStreamWaitEvent = fake_wait;
     phos_real.cuStreamCreate = fake_stream_create;
     phos_real.cuStreamDestroy_v2 = fake_stream_destroy;
+    phos_real.cuStreamSynchronize = fake_synchronize;
+    phos_real.cuCtxPushCurrent_v2 = fake_push;
+    phos_real.cuCtxPopCurrent_v2 = fake_pop;
     note_ranges();
     make_memory();
     order = calloc(chunk_count, sizeof *order);

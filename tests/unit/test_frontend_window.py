@@ -397,32 +397,6 @@ def test_the_end_of_an_allocation_stands_for_it(phosd: FakePhosd, own: bool) -> 
         app.finish()
 
 
-def test_a_context_with_an_error_is_told_of(phosd: FakePhosd) -> None:
-    """It copies nothing aside any more: phosd would wait for ever."""
-    body = """
-    start()
-    pool, p = ok(cu.cuMemAlloc(34 << 20)), ok(cu.cuMemAlloc(16 << 20))
-    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry bad() { trap; }\\n"
-    ptx += b".visible .entry one(.param .u64 to) { ret; }\\0"
-    module = ok(cu.cuModuleLoadData(ptx))
-    bad, one = [ok(cu.cuModuleGetFunction(module, name)) for name in (b"bad", b"one")]
-    ok(cu.cuCtxSynchronize())
-    say("ready")
-    heard()
-    ok(cu.cuLaunchKernel(one, 1, 1, 1, 1, 1, 1, 0, 0, ((int(p),), (ctypes.c_uint64,)), 0))
-    ok(cu.cuLaunchKernel(bad, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0))
-    say(str(int(cu.cuCtxSynchronize()[0])))
-    """
-    with program(phosd, body) as (app, session):
-        assert app.line() == "ready"
-        with window(phosd, session, 34 << 20) as (_, table):
-            assert not table.faulted()
-            app.tell()
-            assert app.line() == "719"
-            eventually(lambda: table.faulted() == 1)
-        app.finish()
-
-
 @pytest.mark.parametrize(
     ("unmap", "kept", "memory"),
     [
