@@ -50,11 +50,12 @@ static void capture_ended(struct capture *capture)
     atomic_fetch_sub(&phos_capture_count, 1);
 }
 
-static void captures_end(CUcontext context)
+/* Those of a context or, if there is a thread, in that one's own streams. */
+static void captures_end(CUcontext context, int32_t thread)
 {
     for (struct capture **link = &captures; *link;) {
         struct capture *capture = *link;
-        if (capture->context != context) {
+        if (thread ? capture->thread != thread : capture->context != context) {
             link = &capture->next;
             continue;
         }
@@ -78,7 +79,7 @@ void phos_context_seen(CUcontext context, CUdevice device)
                 set_whole(&contexts[i], NULL);
                 contexts[i--] = contexts[--context_count];
             }
-        captures_end(context);
+        captures_end(context, 0);
         atomic_fetch_add(&changes, 1);
         return;
     }
@@ -352,6 +353,29 @@ static int32_t thread_of(CUstream stream)
     return stream == CU_STREAM_PER_THREAD ? gettid() : 0;
 }
 
+static pthread_once_t capture_once = PTHREAD_ONCE_INIT;
+static pthread_key_t capture_key; /* set: the thread may have begun one in its own stream, which nobody else can end */
+static bool capture_key_made;
+
+static void capturing_thread_ends(void *unused)
+{
+    (void)unused;
+    PHOS_LOCKED(&context_lock);
+    captures_end(NULL, gettid());
+}
+
+static void make_capture_key(void)
+{
+    capture_key_made = pthread_key_create(&capture_key, capturing_thread_ends) == 0;
+}
+
+static void watch_capturing_thread(void)
+{
+    pthread_once(&capture_once, make_capture_key);
+    if (capture_key_made)
+        pthread_setspecific(capture_key, &capture_key);
+}
+
 /* The one that was begun in this stream, no longer in the list; NULL: none, though it may take part in another's. */
 static struct capture *capture_take(CUstream stream)
 {
@@ -377,7 +401,8 @@ static CUresult capture_begun(bool locked, CUstream stream, CUresult result)
         return result;
     }
     capture->stream = stream;
-    capture->thread = thread_of(stream);
+    if ((capture->thread = thread_of(stream)))
+        watch_capturing_thread();
     if (phos_stream_context(stream, &capture->context, &device))
         phos_context_seen(capture->context, device);
     else

@@ -300,6 +300,29 @@ def test_a_capture_ends_with_its_context(phosd: FakePhosd, end: str) -> None:
     captures_until_told(phosd, body)
 
 
+def test_a_capture_in_a_threads_own_stream_ends_with_the_thread(phosd: FakePhosd) -> None:
+    """Nobody else can end it."""
+    body = """
+    start()
+    RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    context = ok(cu.cuCtxGetCurrent())
+    own = cu.CUstream(cu.CU_STREAM_PER_THREAD)
+    def begins():
+        ok(cu.cuCtxSetCurrent(context))
+        ok(cu.cuStreamBeginCapture(own, RELAXED))
+    ok(cu.cuStreamBeginCapture(own, RELAXED))
+    thread = threading.Thread(target=begins)
+    thread.start()
+    thread.join()
+    say("capturing")
+    heard()
+    ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(own))))
+    say("done")
+    heard()
+    """
+    captures_until_told(phosd, body)
+
+
 def test_a_capture_does_not_end_with_a_stream_that_joined_it(phosd: FakePhosd) -> None:
     """It is spoilt, as without PhOS; another capture is not."""
     body = """
