@@ -5,6 +5,7 @@
 #include "control.h"
 #include "handles.h"
 #include "library.h"
+#include "twins.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -182,6 +183,7 @@ CUresult serve_cuModuleEnumerateFunctions(CUfunction *list, unsigned int count, 
 CUresult serve_cuModuleUnload(CUmodule module)
 {
     drop_container(module); /* before: once it is gone, another thread may be given the same handles */
+    phos_twins_unloading();
     return phos_real.cuModuleUnload(module);
 }
 
@@ -223,6 +225,7 @@ CUresult serve_cuLibraryGetModule(CUmodule *module, CUlibrary library)
 CUresult serve_cuLibraryUnload(CUlibrary library)
 {
     drop_library(library);
+    phos_twins_unloading();
     return phos_real.cuLibraryUnload(library);
 }
 

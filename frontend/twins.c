@@ -374,6 +374,16 @@ void phos_twins_context_ends(CUcontext context, bool gone)
             k->resolved &= k->context != context;
 }
 
+void phos_twins_unloading(void)
+{
+    if (!atomic_load_explicit(&phos_twin_kernels, memory_order_acquire))
+        return;
+    PHOS_LOCKED(&phos_twin_lock);
+    for (uint32_t b = 0; b < PHOS_TWIN_BUCKETS; b++)
+        for (struct phos_twin_kernel *k = phos_twins.buckets[b]; k; k = k->next)
+            k->resolved = false;
+}
+
 void phos_twins_stream_ends(CUstream stream)
 {
     if (!atomic_load_explicit(&phos_twin_kernels, memory_order_acquire))

@@ -22,6 +22,8 @@ void phos_twins_forked(void);
 void phos_twins_context_ends(CUcontext context, bool gone);
 /* A stream is about to be destroyed. */
 void phos_twins_stream_ends(CUstream stream);
+/* Before a module or a library is: what is loaded then may be given its handles, and have its variables elsewhere. */
+void phos_twins_unloading(void);
 
 /* A twin ended itself, because what it was to read did not come: an error is not the application's. */
 bool phos_twins_trapped(void);

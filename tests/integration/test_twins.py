@@ -131,6 +131,19 @@ def test_contexts_in_which_twins_were_launched_may_end_in_the_window(site: Site)
     program.wait_iterations(program.iterations() + 3)
 
 
+def test_a_twin_uses_the_variable_of_the_module_that_is_loaded_now(site: Site) -> None:
+    """One that was unloaded may have had the same handles, and its variables elsewhere."""
+    quickly = {"SOFTGPU_COPY_BANDWIDTH": "0", "SOFTGPU_COPY_HOLD": ""}
+    quickly["GLIBC_TUNABLES"] = "glibc.malloc.mmap_threshold=4096"
+    site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(32 << 20)}
+    site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "hold")
+    site.run("phosd", "--ensure")
+    program = site.start(sys.executable, str(READER.with_name("reloads.py")), **quickly)
+    image = dumped_with_twins(site, program)
+    assert window_of(site, image)["twins"] > 10
+    program.wait_iterations(program.iterations() + 3)
+
+
 ASLEEP = 3
 """Seconds between two iterations: longer than a dump takes from its command to the quiesce, even on a slow machine."""
 

@@ -221,6 +221,11 @@ static CUresult map_replace(CUtensorMap *map, void *address)
     return CUDA_SUCCESS;
 }
 
+/* There are no twins. */
+void phos_twins_unloading(void)
+{
+}
+
 void driver_install(void)
 {
     phos_real.cuModuleGetFunction = get_function;
