@@ -128,8 +128,6 @@ static struct phos_kernel *put(const void *function, struct phos_kernel *kernel,
 {
     if (!kernel)
         return NULL;
-    kernel->handle = (CUfunction)function;
-    kernel->handle_is_kernel = is_kernel;
     struct phos_handle what = {
         .handle = function, .container = container, .context = context, .kernel = kernel, .library_kind = is_kernel};
     phos_handle_put(&functions, &what);
@@ -246,9 +244,10 @@ CUresult serve_cuKernelGetFunction(CUfunction *function, CUkernel kernel)
 /* ---- handles at a launch ---- */
 
 /* A handle that came past us. */
-static struct phos_kernel *ask(CUfunction function)
+static struct phos_kernel *ask(CUfunction function, bool *is_kernel)
 {
     const char *name = NULL;
+    *is_kernel = false;
     if (phos_real.cuFuncGetName(&name, function) == CUDA_SUCCESS && name) {
         CUmodule module = NULL;
         if (phos_real.cuFuncGetModule(&module, function) != CUDA_SUCCESS)
@@ -259,6 +258,7 @@ static struct phos_kernel *ask(CUfunction function)
         CUlibrary library = NULL;
         if (phos_real.cuKernelGetLibrary(&library, (CUkernel)function) != CUDA_SUCCESS)
             library = NULL;
+        *is_kernel = true;
         return seen(function, library, name, true);
     }
     /* An old driver knows no names; the layout will do. Such a handle is noted for its context's life. */
@@ -267,17 +267,13 @@ static struct phos_kernel *ask(CUfunction function)
     return result == CUDA_ERROR_NOT_SUPPORTED ? NULL : seen(function, NULL, NULL, false);
 }
 
-/* The driver's layout, asked once. */
-static void ask_layout(struct phos_kernel *kernel)
+/* The driver's layout, asked once; with the caller's handle, which is alive: others of the same kernel may go meanwhile. */
+static void ask_layout(struct phos_kernel *kernel, CUfunction function, bool is_kernel)
 {
-    CUfunction function;
-    bool is_kernel;
     {
         PHOS_LOCKED(&phos_function_lock);
         if (kernel->layout != PHOS_LAYOUT_NOT_ASKED)
             return;
-        function = kernel->handle;
-        is_kernel = kernel->handle_is_kernel;
     }
     struct phos_access_parameter *list = NULL;
     size_t count = 0, capacity = 0, end = 0;
@@ -318,23 +314,20 @@ static void ask_layout(struct phos_kernel *kernel)
 struct phos_kernel *phos_kernel_of(CUfunction function)
 {
     struct phos_kernel *kernel = NULL;
-    bool asked = false;
+    bool asked = false, is_kernel = false;
     {
         PHOS_LOCKED(&phos_function_lock);
         struct phos_handle *known = phos_handle_find(&functions, function);
         if (known) {
             kernel = known->kernel;
             asked = kernel->layout != PHOS_LAYOUT_NOT_ASKED;
-            if (!asked) { /* with a handle that is alive */
-                kernel->handle = function;
-                kernel->handle_is_kernel = known->library_kind;
-            }
+            is_kernel = known->library_kind;
         }
     }
-    if (!kernel && !(kernel = ask(function)))
+    if (!kernel && !(kernel = ask(function, &is_kernel)))
         return NULL;
     if (!asked)
-        ask_layout(kernel);
+        ask_layout(kernel, function, is_kernel);
     return kernel;
 }
 

@@ -14,8 +14,6 @@ struct phos_kernel {
     uint64_t module;    /* its number; 0: unknown */
     uint64_t name_hash;
     const char *name;   /* NULL: unknown */
-    CUfunction handle;  /* one that it was last seen under, to ask the driver with */
-    bool handle_is_kernel;
     bool told;
     bool of_blas; /* seen in calls of cuBLAS */
     bool of_nccl;

@@ -77,6 +77,16 @@ static void table(uint64_t module, const char *name)
     close(file);
 }
 
+/* Another module with the same kernels comes and goes. */
+static void comes_and_goes(void)
+{
+    CUmodule module = module_new(5);
+    CUfunction function = function_new(module, "meanwhile");
+    check(serve_cuModuleUnload(module) == CUDA_SUCCESS, "no unloading");
+    free(function);
+    free(module);
+}
+
 static void kernels(void)
 {
     CUmodule module = module_new(5);
@@ -102,6 +112,9 @@ static void kernels(void)
     /* Obtained past us. */
     struct thing hidden = {"work", (struct thing *)module, false};
     expect(launched((CUfunction)&hidden, LOW + 1, LOW + 2), "work 5 0 0 1:2 2:1", "a function that was not seen");
+    struct thing asked = {"meanwhile", (struct thing *)module, false};
+    driver_meanwhile = comes_and_goes;
+    expect(launched((CUfunction)&asked, LOW + 1, LOW + 2), "meanwhile 5 3 0 1:3 2:3", "one that goes under another handle too");
     CUlibrary library = malloc(16);
     phos_functions_library(library, 5);
     struct thing kernel = {"work", (struct thing *)library, true};

@@ -36,6 +36,9 @@ struct graph {
     size_t count;
 };
 
+/* What another thread does when the frontend has noted a kernel that it did not know, and holds no lock; once. */
+extern void (*driver_meanwhile)(void);
+
 /* To be called first: the frontend calls this driver, and knows of its memory. */
 void driver_install(void);
 
