@@ -3,8 +3,9 @@
  *     first:   w               + lo(x) * hi(x),   x = w xor j * KEY_1
  *     second:  w, halves swapped + lo(y) * hi(y),   y = w xor j * KEY_2
  *
- * both modulo 2^64. Addition is commutative, so a GPU may sum in any order (content_hash.cu, which must agree). Each sum is
- * changed by any change of one word; contents that differ by chance have the same two once in 2^128. Not for adversaries.
+ * both modulo 2^64. Addition is commutative, so a GPU may sum in any order (content_hash.cu, which must agree). A change in
+ * the upper half of one word alone always changes the first, one in the lower half the second; contents that differ in more,
+ * by chance, have the same two once in 2^128. Not for adversaries.
  * A part of a word at the end counts as if zeros followed it. No state; any thread. */
 #include "chunk_hash.h"
 
