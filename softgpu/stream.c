@@ -186,12 +186,13 @@ void sg_stream_destroy(struct sg_stream *stream)
     bool has_worker = stream->worker;
     if (has_worker)
         pthread_cond_signal(&stream->wake);
-    else
-        unlink_stream(stream);
     pthread_mutex_unlock(&context->lock);
     if (has_worker)
         return;
     sg_op_wait(stream->last); /* one that its submitter runs */
+    pthread_mutex_lock(&context->lock);
+    unlink_stream(stream);
+    pthread_mutex_unlock(&context->lock);
     sg_op_unreference(stream->last);
     pthread_cond_destroy(&stream->wake);
     free(stream);

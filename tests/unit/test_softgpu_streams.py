@@ -130,6 +130,32 @@ def test_copies_to_and_from_a_device_are_held(tmp_path: Path, copy: str) -> None
     )
 
 
+def test_a_stream_is_waited_for_until_its_work_is_done_also_once_it_is_destroyed(tmp_path: Path) -> None:
+    """A copy to pageable memory is made by the thread that asks for it."""
+    held = tmp_path / "held"
+    held.touch()
+    run(
+        f"""
+        import os
+        start()
+        device, host, s = ok(cu.cuMemAlloc(64)), bytearray(64), ok(cu.cuStreamCreate(0))
+        context = ok(cu.cuCtxGetCurrent())
+        def beside(action):
+            def act():
+                ok(cu.cuCtxSetCurrent(context))
+                ok(action())
+            threading.Thread(target=act, daemon=True).start()
+            time.sleep(0.2)
+        beside(lambda: cu.cuMemcpyDtoHAsync(host, device, 64, s))
+        beside(lambda: cu.cuStreamDestroy(s))
+        assert cu.cuStreamQuery(0)[0] == E.CUDA_ERROR_NOT_READY
+        os.unlink({str(held)!r})
+        ok(cu.cuCtxSynchronize())
+        """,
+        SOFTGPU_COPY_HOLD=held,
+    )
+
+
 def test_launches_are_delayed_by_the_latency_set() -> None:
     run(
         """
