@@ -10,7 +10,7 @@ from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.content_hash import bytes_to_copy, chunk_count
 from phos.gpu_engine.copy_work import Sink
-from phos.gpu_engine.cow.chunk_table import ChunkTable, WindowTable
+from phos.gpu_engine.cow.chunk_table import NO_SLOT, ChunkTable, WindowTable
 from phos.gpu_engine.cow.feed import ChunkFeed
 from phos.gpu_engine.cow.layout import Layout
 from phos.gpu_engine.cow.settings import CowSettings
@@ -89,6 +89,7 @@ class Windows:
                     continue
                 try:
                     slots = slots_for(device, self._settings.pool_bytes, sharing[device])
+                    slots = min(slots, NO_SLOT - sum(pool.slots for pool in pools))  # those that can be named
                     pools.append(ShadowPool(device, slots, self._lane(device)))
                     self.pool_bytes += pools[-1].slots * CHUNK_BYTES
                 except DriverError as error:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phos.gpu_engine.cow.chunk_table import POOL_FLAGS
+from phos.gpu_engine import driver
+from phos.gpu_engine.cow.chunk_table import NO_SLOT, POOL_FLAGS
+from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.shadow_pool import MARGIN_BYTES, LentPools, slots_for
+from phos.gpu_engine.cow.window import Windows
 from phos.gpu_engine.ring import CHUNK_BYTES
 
 
@@ -49,3 +54,18 @@ def test_slots_are_found_in_their_pools(sizes: list[int], slot: int) -> None:
     expected = everywhere[slot] if 0 <= slot < len(everywhere) else None
     found: object = LentPools(pools).find(slot)  # type: ignore[arg-type]
     assert found == expected
+
+
+def test_a_process_has_no_more_slots_than_a_chunks_state_can_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frontend refuses a table with more, and its process would stand still until all is saved."""
+    monkeypatch.setattr("phos.gpu_engine.driver.context", lambda device: FakeContext(200 << 30))
+    monkeypatch.setattr("phos.gpu_engine.cow.window.ShadowPool", lambda device, slots, lane: FakePool(slots))
+    gpus = range(3)
+    process = SimpleNamespace(
+        session=bytes(16),
+        own_blocks=lambda: [SimpleNamespace(device=device) for device in gpus],
+        ordinals=lambda: {device: device for device in gpus},
+    )
+    windows = Windows(CowSettings(pool_bytes=150 << 30), lambda device: driver.Lane.__new__(driver.Lane))
+    windows.lend_pools([process])  # type: ignore[list-item]
+    assert windows.pool_bytes == NO_SLOT * CHUNK_BYTES
