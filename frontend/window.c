@@ -42,7 +42,7 @@ void phos_window_see(const struct phos_shadow_pool *pool, CUresult result)
 
 void phos_window_look(void)
 {
-    if (!phos_window_copies())
+    if (!phos_window_copies() || phos_exiting()) /* the driver may be going away: no more calls to it */
         return;
     PHOS_LOCKED(&phos_window_lock);
     PHOS_RELAXED;

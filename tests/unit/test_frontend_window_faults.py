@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +74,41 @@ def test_an_error_is_told_of_although_its_context_does_not_copy_any_more(phosd: 
             eventually(lambda: table.faulted() == 1)
             assert table.counts().shadowed == 30, "something is still copied aside"
         app.finish()
+
+
+def test_the_driver_is_not_asked_for_errors_once_the_process_exits(phosd: FakePhosd, tmp_path: Path) -> None:
+    """It may have gone away, and then says of anything that it failed: what is queued may be done all the same."""
+    body = """
+    libc = ctypes.CDLL(None)
+    libc.__cxa_atexit(libc.pause, None, None)  # called after the frontend has heard of the exit
+    start()
+    pool, p = ok(cu.cuMemAlloc(34 << 20)), ok(cu.cuMemAlloc(8 << 20))
+    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry bad() { trap; }\\0"
+    bad = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(ptx)), b"bad"))
+    host, stream = ok(cu.cuMemHostAlloc(64, 0)), ok(cu.cuStreamCreate(1))
+    ok(cu.cuCtxSynchronize())
+    say("ready")
+    heard()
+    fill(p, 64, 1)
+    ok(cu.cuCtxSynchronize())
+    say("copied aside")
+    heard()
+    ok(cu.cuMemcpyDtoHAsync(host, p, 64, stream))
+    ok(cu.cuLaunchKernel(bad, 1, 1, 1, 1, 1, 1, 0, stream, 0, 0))
+    say("exits")
+    """
+    hold = tmp_path / "hold"
+    with program(phosd, body, SOFTGPU_COPY_HOLD=str(hold)) as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20) as (_, table):
+            app.tell()
+            assert app.line() == "copied aside"
+            hold.touch()
+            app.tell()
+            assert app.line() == "exits"
+            app.tell()
+            eventually(lambda: "pause" in Path(f"/proc/{app.process.pid}/wchan").read_text())
+            hold.unlink()
+            time.sleep(0.5)
+            assert not table.faulted()
+        app.kill()
