@@ -195,10 +195,12 @@ static const char *await(const struct phos_touches *touches)
         nap();
     }
     PHOS_RELAXED;
-    if (!unfinished && phos_real.cuEventCreate(&unfinished, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS &&
-        phos_real.cuEventRecord(unfinished, touches->stream) != CUDA_SUCCESS) {
-        phos_real.cuEventDestroy_v2(unfinished); /* of another context's stream; all_at_rest() finds it by itself */
-        unfinished = NULL;
+    CUevent event; /* what a call that failed leaves there is not one */
+    if (!unfinished && phos_real.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS) {
+        if (phos_real.cuEventRecord(event, touches->stream) == CUDA_SUCCESS)
+            unfinished = event;
+        else
+            phos_real.cuEventDestroy_v2(event); /* of another context's stream; all_at_rest() finds it by itself */
     }
     return "its work waits for something that comes later";
 }

@@ -18,13 +18,15 @@ CUevent phos_event_behind(CUcontext context, CUresult *result)
     pthread_rwlock_rdlock(&phos_capture_lock); /* as phos_synchronize() does, and why */
     if (phos_captures())
         *result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    else if (phos_real.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS ||
-             phos_real.cuCtxRecordEvent(context, event) != CUDA_SUCCESS) {
-        if (event)
+    else {
+        if (phos_real.cuEventCreate(&event, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS)
+            event = NULL; /* whatever is there now is not one */
+        if (event && phos_real.cuCtxRecordEvent(context, event) != CUDA_SUCCESS) {
             phos_real.cuEventDestroy_v2(event);
-        event = NULL;
-        /* Before CUDA 12.5 there is only one way, which has no time limit. After a fault it says which. */
-        *result = phos_real.cuCtxSynchronize();
+            event = NULL;
+        }
+        if (!event) /* before CUDA 12.5 there is only this way, which has no time limit; after a fault it says which */
+            *result = phos_real.cuCtxSynchronize();
     }
     pthread_rwlock_unlock(&phos_capture_lock);
     phos_real.cuCtxPopCurrent_v2(&former);

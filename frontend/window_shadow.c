@@ -181,9 +181,10 @@ static bool event_in(struct phos_slot *slot, CUcontext context)
         return true;
     if (slot->event)
         phos_real.cuEventDestroy_v2(slot->event);
-    slot->event = NULL;
     slot->context = context;
-    return phos_real.cuEventCreate(&slot->event, CU_EVENT_DISABLE_TIMING) == CUDA_SUCCESS;
+    if (phos_real.cuEventCreate(&slot->event, CU_EVENT_DISABLE_TIMING) != CUDA_SUCCESS)
+        slot->event = NULL; /* whatever is there now is not one */
+    return slot->event;
 }
 
 static bool faulted(const struct phos_shadow_pool *pool)
@@ -224,7 +225,9 @@ static bool stream_in(struct phos_shadow_pool *pool, CUcontext context)
     if (pool->copies)
         return true;
     pool->context = context;
-    return phos_real.cuStreamCreate(&pool->copies, CU_STREAM_NON_BLOCKING) == CUDA_SUCCESS;
+    if (phos_real.cuStreamCreate(&pool->copies, CU_STREAM_NON_BLOCKING) != CUDA_SUCCESS)
+        pool->copies = NULL;
+    return pool->copies;
 }
 
 static int cancel_before; /* whether who stands still could be cancelled; with the window's lock */

@@ -2,8 +2,9 @@
  * phosd's (chunk_table.c), called by copying threads. The GPU is a thread for each stream, memory is the host's, so that
  * ThreadSanitizer sees every access. Built and run by test_cow_stress.py.
  *
- * Usage: cow_stress ROUNDS SLOTS SEED FAILING. FAILING: every so manieth copy is refused, 0: none. Such a copy may be made
- * in part, and then reads what it likes: that is a race, and harmless. Exit status 0: what was saved is what was there when each window began. */
+ * Usage: cow_stress ROUNDS SLOTS SEED FAILING. FAILING: every so manieth copy is refused, and some events are; 0: none. Such a
+ * copy may be made in part, and then reads what it likes: that is a race, and harmless. Exit status 0: what was saved is what
+ * was there when each window began. */
 #include "blocks.h"
 #include "memory.h"
 #include "track.h"
@@ -87,6 +88,7 @@ static pthread_cond_t gpu_changed = PTHREAD_COND_INITIALIZER;
 static atomic_uint failing = 0; /* one copy in so many is refused */
 static atomic_uint copies, events;
 static atomic_bool copying; /* there is a stream for copies */
+#define GARBAGE ((CUevent)8)
 #define HERE ((CUcontext)1)
 #define ELSEWHERE ((CUcontext)2)
 
@@ -161,18 +163,25 @@ static CUresult fake_set(CUdeviceptr to, unsigned value, size_t count, CUstream 
 static CUresult fake_event_create(CUevent *event, unsigned flags)
 {
     (void)flags;
+    static atomic_uint made;
+    if (atomic_load(&failing) && atomic_fetch_add(&made, 1) % 4 == 3) {
+        *event = GARBAGE; /* as the driver may */
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
     *event = (CUevent)calloc(1, sizeof(struct event));
     atomic_fetch_add(&events, 1);
     return CUDA_SUCCESS;
 }
 static CUresult fake_event_destroy(CUevent event)
 {
+    check(event != GARBAGE, "an event is destroyed that was never made");
     atomic_fetch_sub(&events, 1);
     free(event); /* only once all streams are idle */
     return CUDA_SUCCESS;
 }
 static CUresult fake_record(CUevent event, CUstream stream)
 {
+    check(event != GARBAGE, "an event is recorded that was never made");
     return enqueue(stream, (struct work){.kind = RECORD, .event = (struct event *)event});
 }
 static CUresult fake_wait(CUstream stream, CUevent event, unsigned flags)

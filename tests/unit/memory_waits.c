@@ -97,8 +97,16 @@ static CUresult pushed(CUcontext context)
 
 static CUresult no_event(CUevent *event, unsigned int flags)
 {
-    (void)event, (void)flags;
+    (void)flags;
+    *event = (CUevent)8; /* as the driver may */
     return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+static CUresult destroy_event(CUevent event)
+{
+    (void)event;
+    fprintf(stderr, "an event is destroyed that was never made\n");
+    exit(1);
 }
 
 static CUresult no_primary(CUdevice device, unsigned int *flags, int *active)
@@ -469,6 +477,7 @@ int main(int argc, char **argv)
     phos_real.cuCtxPushCurrent_v2 = pushed;
     phos_real.cuCtxPopCurrent_v2 = current;
     phos_real.cuEventCreate = no_event;
+    phos_real.cuEventDestroy_v2 = destroy_event;
     phos_real.cuDevicePrimaryCtxGetState = no_primary;
     phos_real.cuThreadExchangeStreamCaptureMode = exchanged;
     phos_policy = (struct phos_policy){.carry_device = true, .cache_set = true, .cache_bytes = KEPT};
