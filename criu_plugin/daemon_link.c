@@ -368,7 +368,7 @@ int phos_link_dump_end(int result, bool *kept)
 	return ret ? ret : result;
 }
 
-int phos_link_restore_begin(void)
+int phos_link_restore_begin(bool gpu_part)
 {
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__RestoreBegin begin = PHOS__WIRE__RESTORE_BEGIN__INIT;
@@ -382,6 +382,7 @@ int phos_link_restore_begin(void)
 	begin.lazy = setting("PHOS_LAZY");
 	begin.pool = setting("PHOS_POOL");
 	begin.grown_files = setting("PHOS_GROWN_FILES");
+	begin.gpu_part = gpu_part;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_RESTORE_BEGIN;
 	envelope.restore_begin = &begin;
 	return request(&envelope, criu_get_image_dir(), "begin the restore", NULL);

@@ -72,15 +72,17 @@ static __attribute__((noreturn)) void end_restore(int pid)
 
 static int phos_plugin_init(int stage)
 {
+	bool named;
+
 	switch (stage) {
 	case CR_PLUGIN_STAGE__PRE_DUMP:
 		pre_dump = true;
 		return 0;
 	case CR_PLUGIN_STAGE__RESTORE:
-		/* Plain CRIU's images do not name us, nor do ours of before 4.1: phosd looks at the files themselves. */
-		if (check_and_remove_inventory_plugin)
+		/* Plain CRIU's images do not name us, nor do ours of before 4.1: phosd looks at the files as well. */
+		named = check_and_remove_inventory_plugin &&
 			check_and_remove_inventory_plugin(PHOS_INVENTORY_PREFIX, strlen(PHOS_INVENTORY_PREFIX));
-		return phos_link_restore_begin() || phos_fill_begin() ? -1 : phos_wait_lazy_pages();
+		return phos_link_restore_begin(named) || phos_fill_begin() ? -1 : phos_wait_lazy_pages();
 	default:
 		return 0;
 	}

@@ -32,7 +32,8 @@ extern bool check_and_remove_inventory_plugin(const char *name, size_t size) __a
 int phos_link_dump_begin(int pid);
 /* *kept: the tasks may run on. */
 int phos_link_dump_end(int result, bool *kept);
-int phos_link_restore_begin(void);
+/* gpu_part: CRIU's part of the image says that it has one. */
+int phos_link_restore_begin(bool gpu_part);
 /* *park: the task is to be left stopped. phos_link_alone() may name tasks now. */
 int phos_link_task_restored(int pid, bool *park);
 

@@ -167,8 +167,8 @@ class Image:
             )
         if formats.CRIU_INVENTORY_FILE in names:
             return (
-                f"{self.path} holds a CRIU image made without PhOS: it has no GPU data; restore it with `criu restore` "
-                "and without `--lib phos`"
+                f"{self.path} holds a CRIU image and nothing of PhOS's: it was made without PhOS, then restore it with "
+                "`criu restore` and without `--lib phos`; or its checkpoint failed, then it cannot be used"
             )
         return f"{self.path} holds no image" + ("" if names else " (it is empty)")
 

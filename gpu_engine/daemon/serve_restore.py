@@ -126,8 +126,14 @@ class RestoreServer:
 
     def _begin(self, connection: wire.Connection, request: wire_pb2.RestoreBegin, directory: int) -> Restore | None:
         if self._registry.jobs.is_plain_criu(directory):
+            path = os.readlink(f"/proc/self/fd/{directory}")
+            if request.gpu_part:
+                raise RestoreFailed(
+                    f"The image in {path} lacks its GPU part: the checkpoint failed after CRIU had done its part, or "
+                    "the files of PhOS (phos-*) were lost since. It cannot be used."
+                )
             self._registry.jobs.none_for(directory, connection.uid)
-            log.warning("%s holds no GPU part: CRIU restores it alone.", os.readlink(f"/proc/self/fd/{directory}"))
+            log.warning("%s holds no GPU part: CRIU restores it alone.", path)
             return None
         pids = ids.of_image(directory)
         in_the_way = ids.in_the_way(pids, connection.pid)

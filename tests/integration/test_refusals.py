@@ -138,6 +138,23 @@ def test_plain_criu_refuses_what_the_driver_saved(site: Site) -> None:
     assert "Missing required plugin: phos" in (image / "plain.log").read_text()
 
 
+@pytest.mark.parametrize("under", [True, False])
+def test_what_is_left_of_an_image_without_its_gpu_part_is_refused(site: Site, under: bool) -> None:
+    """As a checkpoint leaves it that fails after CRIU's part: it is no process without a GPU."""
+    program = site.example("stencil", *ENDLESS, under=under)
+    program.wait_iterations(3)
+    image = site.image()
+    site.dump(program, image)
+    for file in image.glob("phos-*"):
+        file.unlink()
+    computed = program.iterations()
+    result = site.restore(image, check=False)
+    assert result.returncode != 0
+    assert f"The image in {image} lacks its GPU part" in (image / "restore.log").read_text()
+    assert not program.alive()
+    assert program.iterations() == computed
+
+
 def test_image_directory_not_empty(site: Site) -> None:
     program = endless(site)
     image = site.image()
