@@ -213,8 +213,8 @@ def _saved_by(saved: dict[str, Any]) -> Table:
         what = f"room for what it holds itself for process {r['pid']}, in {printable(r['file'])}"
         table.add_row("driver", size_text(r["size"]), Text(what))
     for m in saved["named_memory"]:
-        what = f"shared memory /dev/shm/{printable(m['names'][0])}, in {printable(m['file'])}"
-        table.add_row("PhOS", size_text(m["size"]), Text(what))
+        names = ", ".join(f"/dev/shm/{name}" for name in m["names"])
+        table.add_row("PhOS", size_text(m["size"]), Text(printable(f"shared memory {names}, in {m['file']}")))
     table.add_row("CRIU", size_text(criu["pages_bytes"]), "memory pages")
     table.add_row("CRIU", size_text(criu["bytes"] - criu["pages_bytes"]), "everything else")
     if criu["frozen_seconds"] is not None:

@@ -330,6 +330,21 @@ def test_times_that_are_no_numbers_are_no_json(tmp_path):
     json.loads(decoded, parse_constant=refuse)
 
 
+@pytest.mark.parametrize("names", [(), ("one",), ("one", "two")])
+def test_shared_memory_is_shown_by_all_of_its_names(tmp_path, names):
+    """One that has none is nothing that PhOS writes, but an image is input."""
+    inventory = inventory_of({})
+    inventory.named_memory.add(file=formats.named_memory_file(0), size=CHUNK, names=names)
+    (tmp_path / "i").mkdir()
+    fd = os.open(tmp_path / "i", os.O_RDONLY)
+    with ImageWriter(fd, stripes=1, chunk_size=CHUNK) as writer:
+        writer.commit(inventory)
+    os.close(fd)
+    result = run(inspect, tmp_path / "i")
+    assert result.exit_code == 0
+    assert f"shared memory {', '.join('/dev/shm/' + name for name in names)}, in phos-shared-0.raw" in result.stdout
+
+
 @pytest.mark.parametrize("command", [inspect, verify])
 def test_exit_status_of_what_is_no_image(command, tmp_path):
     (tmp_path / "inventory.img").write_bytes(b"x")
