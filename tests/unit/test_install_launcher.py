@@ -537,6 +537,22 @@ def test_criu_s_own_options_from_a_file_count_as_well(tree: Path, environment: d
             assert ("--preload" in started) is preloads
 
 
+@pytest.mark.parametrize("words", [("dump", "-t", "5"), ("restore", "-d")], ids=["dump", "restore"])
+def test_an_image_directory_that_only_a_file_of_options_names_is_asked_for(
+    run: Run, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    """phosd would be asked about another one: a dump that has ended the program would be said to have failed."""
+    options = tmp_path / "criu.conf"
+    options.write_text("images-dir /elsewhere\n")
+    outcome = run(*words, "--lib", "phos", CRIU_CONFIG_FILE=str(options))
+    assert (outcome.status, outcome.argv, outcome.phosd) == (1, None, [])
+    assert "by -D" in outcome.stderr
+    outcome = run(*words, "--lib", "phos", "-D", "image", CRIU_CONFIG_FILE=str(options))
+    assert outcome.status == 0
+    assert outcome.waited is not None
+    assert outcome.waited[-1] == "image"
+
+
 @pytest.mark.parametrize(
     ("words", "changes", "can", "fills"),
     [
