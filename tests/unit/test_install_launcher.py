@@ -553,6 +553,13 @@ def test_an_image_directory_that_only_a_file_of_options_names_is_asked_for(
     assert outcome.waited[-1] == "image"
 
 
+def test_a_file_of_options_may_have_a_restore_return_when_the_program_runs(run: Run, tmp_path: Path) -> None:
+    options = tmp_path / "criu.conf"
+    options.write_text("restore-detached\n")
+    outcome = run("restore", "--lib", "phos", "-D", "image", CRIU_CONFIG_FILE=str(options))
+    assert outcome.waited == ["wait", "--restore", "image"]
+
+
 @pytest.mark.parametrize(
     ("words", "changes", "can", "fills"),
     [
