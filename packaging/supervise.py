@@ -124,8 +124,15 @@ def finish(code: int) -> int:
 
 
 def bring_back(phosd: str) -> None:
-    """Whatever happened, a process that was detached for this dump is brought back by a phosd that lives."""
-    if os.spawnv(os.P_WAIT, phosd, [phosd, "--ensure"]) != 0:
+    """Whatever happened, a process that was detached for this dump is brought back by a phosd that lives.
+
+    Out of reach of who interrupts this process group once more.
+    """
+    try:
+        _, status = os.waitpid(os.posix_spawn(phosd, [phosd, "--ensure"], os.environ, setsid=True), 0)
+    except OSError:
+        status = -1
+    if status != 0:
         sys.stderr.write("criu: phosd is not running and could not be started; run `phosd --ensure`.\n")
 
 

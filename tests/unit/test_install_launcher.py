@@ -389,6 +389,28 @@ def test_no_signal_ends_a_dump_that_traces_a_process(tree: Path, environment: di
             traced.kill()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_second_signal_does_not_reach_the_phosd_that_undoes_a_dump(
+    tree: Path, environment: dict[str, str], number: signal.Signals
+) -> None:
+    record = Path(environment["FAKE"])
+    undoing = 'if [ -e "$FAKE/argv" ]; then touch "$FAKE/undoing"; sleep 0.5; fi\necho ensured >>"$FAKE/phosd"\n'
+    write_program(tree / "packaging" / "phosd", f"#!/bin/sh\n{undoing}")
+    with subprocess.Popen(
+        [str(tree / "packaging" / "criu"), "dump", "--lib", "phos", "-t", "5"],
+        env={**environment, "FAKE_STATUS": "9"},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    ) as launcher:
+        eventually((record / "undoing").exists)
+        os.killpg(launcher.pid, number)
+        assert launcher.communicate(timeout=60) == (None, "")
+        assert launcher.returncode == -number
+    assert (record / "phosd").read_text() == "ensured\nensured\n"
+
+
 def test_a_listening_phosd_is_seen_without_python(run: Run, environment: dict[str, str]) -> None:
     import socket
 
