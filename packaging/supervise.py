@@ -382,4 +382,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    # Not sys.exit(): a signal would end Python while it tidies up, as if it had interrupted what was done by then.
+    os._exit(main(sys.argv))

@@ -411,6 +411,23 @@ def test_a_second_signal_does_not_reach_the_phosd_that_undoes_a_dump(
     assert (record / "phosd").read_text() == "ensured\nensured\n"
 
 
+TIDIED_AWAY = """
+class Tidied:
+    def __del__(self, kill=os.kill, pid=os.getpid()):
+        kill(pid, 15)
+tidied = Tidied()
+"""
+
+
+@pytest.mark.parametrize("words", [("dump", "-t", "5"), ("restore", "-d")], ids=["dump", "restore"])
+def test_a_signal_that_comes_when_all_is_done_is_no_interruption(run: Run, tree: Path, words: tuple[str, ...]) -> None:
+    """Python heeds none while it tidies up, and would be ended by it: phos-gpu said that nothing was left running."""
+    (tree / "phos/gpu_engine/daemon/client.py").write_text(FAKE_CLIENT + TIDIED_AWAY)
+    outcome = run(*words, "--lib", "phos", "-D", "image")
+    assert outcome.waited is not None
+    assert outcome.status == 0
+
+
 def test_a_listening_phosd_is_seen_without_python(run: Run, environment: dict[str, str]) -> None:
     import socket
 
