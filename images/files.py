@@ -224,30 +224,31 @@ def open_regular(directory: int, name: str) -> int:
 
 
 def hash_files(directory: int, names: Sequence[str], segment_size: int) -> list[tuple[int, list[bytes]]]:
-    """(size, hash of each segment) of each file. OSError names the file; a file that shrinks meanwhile is one too."""
-    descriptors: list[int] = []
-    jobs: list[Callable[[], bytes]] = []
-    sizes: list[int] = []
+    """(size, hash of each segment) of each file. OSError names the file; a file that shrinks meanwhile is one too.
 
-    def job(name: str, fd: int, offset: int, length: int) -> bytes:
+    No more of them are open at once than there are threads: each thread of each task that CRIU dumps has one.
+    """
+
+    def size_of(name: str) -> int:
+        fd = open_regular(directory, name)
+        try:
+            return os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+
+    def job(name: str, offset: int, length: int) -> bytes:
+        fd = open_regular(directory, name)
         try:
             return hash_segment(fd, offset, length)
         except EOFError as error:
             raise OSError(errno.EIO, f"it shrank while it was read: {error}", name) from None
         except OSError as error:
             raise OSError(error.errno, error.strerror, name) from error
-
-    try:
-        for name in names:
-            fd = open_regular(directory, name)
-            descriptors.append(fd)
-            size = os.fstat(fd).st_size
-            sizes.append(size)
-            for offset in range(0, size, segment_size):
-                length = min(segment_size, size - offset)
-                jobs.append(partial(job, name, fd, offset, length))
-        hashes = iter(run_in_threads(jobs))
-        return [(size, [next(hashes) for _ in range(0, size, segment_size)]) for size in sizes]
-    finally:
-        for fd in descriptors:
+        finally:
             os.close(fd)
+
+    sizes = [size_of(name) for name in names]
+    places = [(name, *place) for name, size in zip(names, sizes, strict=True) for place in segments(size, segment_size)]
+    jobs = [partial(job, *place) for place in places]
+    hashes = iter(run_in_threads(jobs))
+    return [(size, [next(hashes) for _ in segments(size, segment_size)]) for size in sizes]

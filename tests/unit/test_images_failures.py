@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -397,6 +398,22 @@ def test_no_descriptor_is_left_open(tmp_path, directory):
     with pytest.raises(ImageError):
         Image.open(directory)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_files_of_criu_are_not_all_open_at_once(tmp_path, directory):
+    """There is one for each thread of each task, and phosd may open a few thousand."""
+    for thread in range(200):
+        (tmp_path / f"core-{thread}.img").write_bytes(page(thread))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 64, limits[1]))
+    try:
+        with ImageWriter(directory, stripes=1, chunk_size=CHUNK) as writer:
+            write_pages(writer, 1)
+            writer.commit(inventory_of({KEY: CHUNK}))
+        with Image.open(tmp_path) as image:
+            assert image.verify() == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 # ------------------------------------------------------------------------------------------------------- interruption
