@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import stat
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -203,17 +204,21 @@ class RemoteImage:
         Raises:
             ImageError: its description is damaged, or the key file cannot be read.
         """
+        # The directory may be a user's: neither is a link followed, nor a pipe waited for.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
-            descriptor = os.open(MARKER, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
-        except OSError:
+            with open(os.open(MARKER, flags, dir_fd=directory), "rb") as file:
+                regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+                raw = file.read(1 << 16) if regular else b""
+        except FileNotFoundError:
             return None
-        with open(descriptor, "rb") as file:
-            raw = file.read(1 << 16)
+        except OSError as error:
+            raise ImageError(f"{MARKER} in the image directory cannot be read: {error.strerror}") from error
         try:
             said = json.loads(raw)
             address, key_file = Address.parse(said["address"]), Path(said["key_file"])
             only_data = bool(said["only_data"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ImageError(f"{MARKER} in the image directory is damaged") from error
         links = Links(address, read_key(key_file))
         local = Image.open(directory)

@@ -15,6 +15,7 @@ from phos.gen import phos_image_pb2 as pb
 from phos.images import formats, reader
 from phos.images.errors import ImageError, ImageUnreadable
 from phos.images.reader import Image
+from phos.images.remote import MARKER, RemoteImage
 from tests.unit.image_sets import ADDRESS, CHUNK, CRIU_FILES, PEER, SESSION, aligned, page, read_block, write_small
 
 OURS = ["phos-chunks.img", "phos-commit.img", "phos-data-0.raw", "phos-data-2.raw", "phos-inventory.img"]
@@ -436,6 +437,43 @@ def test_what_is_no_regular_file_is_not_opened(copy, monkeypatch, name, kind):
         with open(copy / name, "wb") as file:
             file.truncate(1 << 40)
     assert_blamed(copy, name)
+
+
+def test_an_image_without_a_marker_is_of_this_host(copy):
+    assert marker_of(copy) is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"address": 5, "key_file": "k", "only_data": false}', "[" * 60000, "\xff"],
+    ids=["empty", "list", "object", "number", "nested", "no text"],
+)
+def test_a_marker_that_says_nothing_is_damaged(copy, content):
+    (copy / MARKER).write_text(content, encoding="latin-1")
+    with pytest.raises(ImageError, match=f"{MARKER} in the image directory is damaged"):
+        marker_of(copy)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "link"])
+def test_a_marker_that_is_no_file_is_neither_followed_nor_waited_for(copy, tmp_path, kind):
+    if kind == "pipe":
+        os.mkfifo(copy / MARKER)
+    elif kind == "directory":
+        (copy / MARKER).mkdir()
+    else:
+        (tmp_path / "elsewhere").write_text("{}")
+        (copy / MARKER).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ImageError, match=MARKER):
+        marker_of(copy)
+
+
+def marker_of(directory: Path) -> RemoteImage | None:
+    """What another host has, by a directory."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        return RemoteImage.open(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def test_a_link_to_a_regular_file_is_followed(copy, tmp_path):
