@@ -407,7 +407,7 @@ class Image:
         problems += [
             f"{self.path / name} does not belong to the image: it was put there after the checkpoint"
             for name in sorted(present - known)
-            if formats.is_criu_image(name) or formats.is_ours(name)
+            if name.endswith(".img") or name.startswith("phos-")
         ]
         missing = (f"{self.path / file.name} is missing" for file in self.record.files if file.name not in present)
         problems += [problem for problem in missing if problem not in self.problems]

@@ -196,9 +196,11 @@ def test_data_that_vanishes_after_opening_is_an_image_error(copy):
             read_block(image, (SESSION, 1))
 
 
-def test_a_file_that_does_not_belong_is_reported(copy):
-    (copy / "core-999.img").write_bytes(b"of another dump")
-    assert_blamed(copy, "core-999.img")
+@pytest.mark.parametrize("name", ["core-999.img", "phos-data-9.raw", MARKER])
+def test_a_file_that_does_not_belong_is_reported(copy, name):
+    """With the last one a restore takes the data from another host."""
+    (copy / name).write_bytes(b"of another dump")
+    assert_blamed(copy, name)
 
 
 def test_logs_and_statistics_may_change(copy):
