@@ -35,7 +35,7 @@ static enum code code_of(const char *file)
 int phos_read_code(int pid, struct code_map *map)
 {
 	unsigned long begin, end;
-	char path[32], file[256], *line = NULL;
+	char path[32], *line = NULL;
 	size_t size = 0;
 	FILE *maps;
 
@@ -49,10 +49,12 @@ int phos_read_code(int pid, struct code_map *map)
 	while (getline(&line, &size, maps) > 0) {
 		struct range *grown;
 		char access[8];
+		int name = 0;
 
-		*file = 0; /* no name follows: code that was made while the program runs */
-		if (sscanf(line, "%lx-%lx %7s %*s %*s %*s %255s", &begin, &end, access, file) < 3 || access[2] != 'x')
+		if (sscanf(line, "%lx-%lx %7s %*s %*s %*s %n", &begin, &end, access, &name) < 3 || !name || access[2] != 'x')
 			continue;
+		/* A name may hold blanks, or be missing: of code that was made while the program runs. */
+		line[strcspn(line, "\n")] = 0;
 		grown = realloc(map->ranges, (map->count + 1) * sizeof(*grown));
 		if (!grown) {
 			pr_err("no memory to note where the code of process %d lies\n", pid);
@@ -61,7 +63,7 @@ int phos_read_code(int pid, struct code_map *map)
 			return -1;
 		}
 		map->ranges = grown;
-		map->ranges[map->count++] = (struct range){ .begin = begin, .end = end, .code = code_of(file) };
+		map->ranges[map->count++] = (struct range){ .begin = begin, .end = end, .code = code_of(line + name) };
 	}
 	free(line);
 	fclose(maps);

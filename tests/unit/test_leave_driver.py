@@ -27,7 +27,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tracer, the program, its driver, and a library with another malloc()."""
-    folder = tmp_path_factory.mktemp("leave-driver")
+    folder = tmp_path_factory.mktemp("leave a driver")  # with blanks, as people have
     flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
 
     def gcc(name: str, *words: str | Path) -> None:
