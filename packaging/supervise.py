@@ -267,7 +267,10 @@ class Supervisor:
             finally:
                 os.close(ends)
 
-        threading.Thread(target=wait, daemon=True).start()
+        try:
+            threading.Thread(target=wait, daemon=True).start()
+        except RuntimeError:  # there can be no more: a signal may be heeded late then
+            wait()
         self._await(ended)
         os.close(ended)
         return answers[0] if answers else 1

@@ -428,6 +428,23 @@ def test_a_signal_that_comes_when_all_is_done_is_no_interruption(run: Run, tree:
     assert outcome.status == 0
 
 
+NO_THREAD = """
+import threading
+def refused(thread):
+    raise RuntimeError("can't start new thread")
+threading.Thread.start = refused
+"""
+
+
+@pytest.mark.parametrize("words", [("dump", "-t", "5"), ("restore", "-d")], ids=["dump", "restore"])
+def test_it_waits_although_there_can_be_no_thread_more(run: Run, tree: Path, words: tuple[str, ...]) -> None:
+    """What was restored may be what has used up a limit on processes."""
+    (tree / "phos/gpu_engine/daemon/client.py").write_text(FAKE_CLIENT + NO_THREAD)
+    outcome = run(*words, "--lib", "phos", "-D", "image")
+    assert outcome.waited is not None
+    assert (outcome.status, outcome.stderr) == (0, "")
+
+
 def test_a_listening_phosd_is_seen_without_python(run: Run, environment: dict[str, str]) -> None:
     import socket
 
