@@ -11,7 +11,7 @@ import os
 import signal
 import time
 
-from phos.cli.launched import Launched
+from phos.cli.launched import ENDING, Launched
 from phos.images import native
 
 COMMIT_FILE = "phos-commit.img"  # images/formats.py; tests/unit/test_cli_restore.py compares
@@ -112,6 +112,8 @@ class Begun(Launched):
         self._private = False
         criu, changes = native.launcher("criu"), {"PHOS_RESTORE": os.environ.get("PHOS_RESTORE", "")}
         words = ["--restore-detached", "--shell-job"]
+        # Until there is somebody to end what is started here: a server that is left would keep the directory for ever.
+        old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:
             places = ["-D", directory]
             if not os.access(directory, os.W_OK):
@@ -138,6 +140,8 @@ class Begun(Launched):
                 os.close(self._lock)
             self.tidy()
             raise
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
     def log(self, name: str) -> str:
         """Where the log of that name is, which somebody is told of: it stays."""

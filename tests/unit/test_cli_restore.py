@@ -327,6 +327,38 @@ def test_an_interruption_is_passed_on_and_its_end_is_waited_for(home: Path, numb
     assert not Path(f"/proc/{begun}").exists()
 
 
+SIGNALLED = """
+import os, signal, sys
+from phos.cli import restore_first
+signal.signal(signal.SIGINT, signal.default_int_handler)
+start = restore_first.Begun.start_beside
+def then_a_signal(begun, words, *more, **named):
+    pid = start(begun, words, *more, **named)
+    if "lazy-pages" in words:
+        print(pid, flush=True)
+        os.kill(os.getpid(), int(sys.argv[2]))
+    return pid
+restore_first.Begun.start_beside = then_a_signal
+begun = restore_first.Begun(sys.argv[1], lazy=True)
+print(begun.interrupted)
+os.kill(begun.pages, signal.SIGKILL)
+begun.wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_between_two_programs_waits_for_the_second(home: Path, number: signal.Signals) -> None:
+    """Else it ended the command, and the server of the pages kept the image's directory for ever."""
+    criu(home, "exec sleep 100")
+    command = [sys.executable, "-c", SIGNALLED, str(home / "image"), str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    server = int(done.stdout.split()[0])
+    if Path(f"/proc/{server}").exists():
+        os.kill(server, signal.SIGKILL)
+    assert done.stdout.split()[1:] == [str(int(number))], done
+    assert "Traceback" not in done.stderr
+
+
 def test_signals_mean_again_what_they_meant(home: Path) -> None:
     criu(home, "exit 0")
     before = [signal.getsignal(number) for number in launched.ENDING]
