@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from phos.cli import restore_first
 from tests.unit import image_sets
+from tests.unit.waiting import eventually
 
 COMMAND = [sys.executable, "-m", "phos.cli"]
 
@@ -67,6 +70,31 @@ def test_an_interruption_before_the_command_is_loaded_is_one(environment: dict[s
     environment["PYTHONPATH"] = f"{tmp_path}{os.pathsep}{Path(__file__).resolve().parents[2]}"
     done = subprocess.run([*COMMAND, "status"], env=environment, capture_output=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+def test_an_interruption_while_another_restore_is_waited_for_is_one(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    environment["PYTHONPATH"] = str(Path(__file__).resolve().parents[2])
+    image_sets.write_small(tmp_path / "image")
+    held = restore_first.lock(str(tmp_path / "image"))
+    try:
+        command = [*COMMAND, "restore", "--lazy", str(tmp_path / "image")]
+        with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE) as waiting:
+            eventually(lambda: str(tmp_path / "image") in opened(waiting.pid), "the command to wait")
+            waiting.send_signal(signal.SIGINT)
+            assert waiting.communicate(timeout=30)[1] == b""
+            assert waiting.returncode == 130
+    finally:
+        os.close(held)
+
+
+def opened(pid: int) -> list[str]:
+    """What a process has open."""
+    try:
+        return [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return []
 
 
 def test_no_file_of_ours_becomes_somebody_s_output(tmp_path: Path) -> None:
