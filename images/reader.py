@@ -240,7 +240,7 @@ class Image:
 
     def _check_tables(self, tables: list[pb.BlockTable]) -> None:
         where = self.path / formats.CHUNKS_FILE
-        sizes = {f.name: f.size for f in self.record.files}
+        sizes = {f.name: f.size for f in self.record.files if f.origin == pb.File.PHOS_DATA}
         for table in tables:
             key = (table.session, table.block)
             complaint = complaint_about(table)

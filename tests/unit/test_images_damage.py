@@ -331,6 +331,16 @@ def test_record_with_a_name_that_no_file_has(copy, name):
     assert "outside the image" in refusal_of(copy)
 
 
+def test_record_with_data_that_passes_for_something_else(copy):
+    """Whoever pins the data, or leaves it at its host, goes by what the record calls it."""
+
+    def change(record):
+        next(file for file in record.files if file.name == "phos-data-0.raw").origin = pb.File.CRIU
+
+    recommit(copy, change)
+    assert "reaches past the end of phos-data-0.raw" in refusal_of(copy)
+
+
 @pytest.mark.parametrize("name", ["pages-1.img", "phos-data-0.raw"])
 def test_record_with_a_size_that_no_file_has(copy, name):
     """It would be an offset that the kernel's calls do not take."""
