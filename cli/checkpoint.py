@@ -12,6 +12,7 @@ import psutil
 
 from phos.cli.criu import DUMP_LOG, image_directory, needs_shell_job, run_dump, tree_of
 from phos.cli.launched import Interrupted
+from phos.cli.outcome import tell
 from phos.cli.parameters import PID, Place, json_option
 from phos.cli.progress import ImageProgress
 from phos.cli.text import printable_lines
@@ -98,11 +99,11 @@ def checkpoint(
     if as_json:
         result: dict[str, object] = {"pid": pid, "image": str(directory), "protocol": chosen}
         result |= {"seconds": round(seconds, 4), "stall": _stall(directory), "warnings": warnings}
-        click.echo(json.dumps(result))
+        tell(json.dumps(result))
     else:
         for line in warnings:
             click.echo(f"Warning: {printable_lines(line)}", err=True)
-        click.echo(f"Process {pid} is in {directory} ({seconds:.2f} s); 'phos-gpu inspect {directory}' shows what is.")
+        tell(f"Process {pid} is in {directory} ({seconds:.2f} s); 'phos-gpu inspect {directory}' shows what is.")
 
 
 def choose_protocol(asked: str | None, *, leave_running: bool) -> str:

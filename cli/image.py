@@ -15,6 +15,7 @@ from rich.table import Table
 from phos.cli import remote_image
 from phos.cli.console import Console
 from phos.cli.criu import image_directory
+from phos.cli.outcome import tell
 from phos.cli.parameters import NAME, NAME_OR_DIRECTORY, Place, json_option
 from phos.cli.refusal import refuse
 from phos.cli.text import printable, size_text
@@ -51,11 +52,11 @@ def pin(directory: Path, name: str | None, copy: bool, as_json: bool) -> None:
     size, copied = (found[-1].bytes, found[-1].copied) if found else (0, 0)
     if as_json:
         said = {"image": path, "name": name, "bytes": size, "copied": copied, "seconds": round(seconds, 4)}
-        click.echo(json.dumps(said))
+        tell(json.dumps(said))
         return
     called = f" as {name}" if name else ""
     where = "" if copied else ", where it lies"
-    click.echo(f"Pinned {size_text(size)} of {directory}{called}{where} ({seconds:.2f} s).")
+    tell(f"Pinned {size_text(size)} of {directory}{called}{where} ({seconds:.2f} s).")
 
 
 @image.command()
@@ -88,9 +89,9 @@ def fetch(address: str, directory: Path, as_json: bool) -> None:
     seconds = time.perf_counter() - began
     if as_json:
         said = {"image": client.image_name(directory), "address": address, "bytes": size, "seconds": round(seconds, 4)}
-        click.echo(json.dumps(said))
+        tell(json.dumps(said))
         return
-    click.echo(f"{directory} stands for {address}; {size_text(size)} copied ({seconds:.2f} s).")
+    tell(f"{directory} stands for {address}; {size_text(size)} copied ({seconds:.2f} s).")
 
 
 @image.command()

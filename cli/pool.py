@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from phos.cli.outcome import tell
 from phos.cli.parameters import NAME, NAME_BYTES, NAME_OR_PATH, SECONDS_OR_NONE, Place, json_option, unfit
 from phos.cli.text import printable, printable_lines, size_text
 from phos.gen import wire_pb2
@@ -66,11 +67,11 @@ def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: 
         raise RestoreFailed(f"No process of {directory} could be parked; there is no pool. {made.error}")
     seconds = time.perf_counter() - began
     if as_json:
-        click.echo(json.dumps(_plain(made) | {"seconds": round(seconds, 4)}))
+        tell(json.dumps(_plain(made) | {"seconds": round(seconds, 4)}))
     elif no_wait:
-        click.echo(f"Pool {called} is being filled; 'phos-gpu pool list' shows how far it is.")
+        tell(f"Pool {called} is being filled; 'phos-gpu pool list' shows how far it is.")
     else:
-        click.echo(f"Pool {called} of {directory}: {_parked(made)} of {size} processes are parked ({seconds:.2f} s).")
+        tell(f"Pool {called} of {directory}: {_parked(made)} of {size} processes are parked ({seconds:.2f} s).")
     if made.error:
         click.echo(f"Not all could be parked; phosd goes on trying. {printable_lines(made.error)}", err=True)
         raise SystemExit(int(ExitStatus.FAILED))
@@ -99,11 +100,11 @@ def take(asked: int | None, name: str, eager: bool, no_wait: bool, timeout: floa
             wire.send(connection, wire_pb2.Envelope(id=1, pool_take=request))
         taken = _receive(connection)
         if not as_json:
-            click.echo(f"Process {', '.join(map(str, taken.pids))} computes ({taken.attached * 1e3:.1f} ms).")
+            tell(f"Process {', '.join(map(str, taken.pids))} computes ({taken.attached * 1e3:.1f} ms).")
         while not quick and not taken.final:
             taken = _receive(connection)
     if as_json:
-        click.echo(json.dumps(_times(taken)))
+        tell(json.dumps(_times(taken)))
     elif not quick:
         if taken.first_kernel:
             click.echo(f"First kernel after {taken.first_kernel * 1e3:.1f} ms.")
@@ -199,7 +200,7 @@ def pools_table(pools: Any) -> Table:
 def drop(name: str) -> None:
     """End the parked processes of the pool NAME, and refill it no more. Processes that were taken run on."""
     _ask(pool_drop=wire_pb2.PoolDrop(name=name))
-    click.echo(f"Pool {name} is gone.")
+    tell(f"Pool {name} is gone.")
 
 
 def _parked(one: wire_pb2.Status.Pool) -> int:

@@ -14,6 +14,7 @@ import click
 from phos.cli.criu import errors, image_directory
 from phos.cli.launched import Interrupted
 from phos.cli.lazy_pages import LazyPages
+from phos.cli.outcome import tell
 from phos.cli.parameters import Place, json_option
 from phos.cli.progress import ImageProgress
 from phos.cli.refusal import refuse
@@ -158,9 +159,9 @@ def _finish(
     if lazy:
         answer |= _lazily(_job(directory, begun.began_at), began_at)
     if as_json:
-        click.echo(json.dumps(answer))
+        tell(json.dumps(answer))
         return
-    click.echo(f"Restored process {', '.join(map(str, pids))} from {image} ({seconds:.2f} s).")
+    tell(f"Restored process {', '.join(map(str, pids))} from {image} ({seconds:.2f} s).")
     if lazy:
         _show(answer)
 

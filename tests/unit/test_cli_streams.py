@@ -42,6 +42,15 @@ def test_output_that_cannot_be_written_is_a_failure(environment: dict[str, str],
     assert done.stderr.decode() == f"{who}: No space left on device.\n"
 
 
+def test_what_was_done_is_said_though_standard_output_does_not_take_it(environment: dict[str, str]) -> None:
+    code = "import click; from phos.cli.main import main; from phos.cli.outcome import tell"
+    code += "; main.get_command = lambda *_: click.Command('say', callback=lambda: tell('It runs.')); main(['say'])"
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=full, stderr=-1, check=False)
+    said = "It runs.\nThat is done, but standard output did not take it: No space left on device.\n"
+    assert (done.returncode, done.stderr.decode()) == (7, f"phos-gpu say: {said}")
+
+
 @pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-"])
 @pytest.mark.parametrize(
     ("words", "status"),
