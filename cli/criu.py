@@ -11,13 +11,15 @@ from pathlib import Path
 
 from phos.cli.launched import Launched
 from phos.cli.restore_first import verbosity
-from phos.gpu_engine.errors import NoSuchProcess, UsageError
+from phos.gpu_engine.errors import NoSuchProcess, Unsupported, UsageError
 from phos.gpu_engine.installation import launcher
 
 DUMP_LOG = "dump.log"
 
 _NOISE = re.compile(r"RLIMIT|Warn |Unable to detach from")
 """The last is said of tasks that phosd's refusal has left alone: CRIU had not come to them."""
+_NO_RIGHTS = "CRIU needs to have the CAP_SYS_ADMIN"
+"""CRIU's words to who has not the rights of root, or root itself in a container."""
 _HEAD = re.compile(r"^(\([\d.]+\))?\s*(\d+:)?\s*(Error: (?=phos: ))?")
 """Of a line in CRIU's log: time (from -v3 on), process, and for the plugin's lines a word that they are errors."""
 
@@ -110,7 +112,7 @@ def run_dump(arguments: list[str], directory: Path, beside: int | None = None) -
         Its exit status, the errors in its log and from phosd, and the signal that it was interrupted by, or 0.
 
     Raises:
-        UsageError: the environment asks for a log that CRIU does not have.
+        UsageError: the environment asks for a log that CRIU does not have. Unsupported: as :func:`errors`.
     """
     try:
         log_level = verbosity()
@@ -128,7 +130,16 @@ def run_dump(arguments: list[str], directory: Path, beside: int | None = None) -
 
 
 def errors(status: int, said: str, log: Path) -> str:
-    """What went wrong in a CRIU that ended with ``status``: by its log, and by what it and its launcher wrote."""
+    """What went wrong in a CRIU that ended with ``status``: by its log, and by what it and its launcher wrote.
+
+    Raises:
+        Unsupported: the caller has not the rights of root.
+    """
+    if status != 0 and _NO_RIGHTS in said:
+        raise Unsupported(
+            "This needs the rights of root, because CRIU does (CAP_SYS_ADMIN). Run it with sudo; in a container, one "
+            "that was started with --privileged."
+        )
     lines = [line for line in said.splitlines() if line.strip()]
     if status != 0 and log.exists():
         found = [line for line in log.read_text(errors="replace").splitlines() if "Error" in line]

@@ -139,8 +139,8 @@ def _finish(
             refuse("restore", bad, as_json, ExitStatus.FAILED)
         if status != 0:
             reach.ensure()
-            log = Path(begun.log(RESTORE_LOG))
-            said = errors(status, begun.said(), log)
+            said = errors(status, begun.said(), Path(begun.work, RESTORE_LOG))
+            log = begun.log(RESTORE_LOG)
             why = f"{pages.error}\n" if pages is not None and pages.error else ""
             if NO_TERMINAL in said:
                 why += "Its processes have a terminal open: run this command in one, with which they go on.\n"

@@ -19,7 +19,7 @@ from phos.cli import launched, restore, restore_first
 from phos.cli.criu import errors
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, reach
-from phos.gpu_engine.errors import RestoreFailed
+from phos.gpu_engine.errors import RestoreFailed, Unsupported
 from phos.gpu_engine.installation import launcher
 from phos.images import formats, native
 from tests.unit.image_sets import write_small
@@ -405,6 +405,13 @@ def test_one_that_cannot_be_started_is_left_to_the_command(home: Path, monkeypat
     monkeypatch.chdir(home)
     (home / "bin" / "criu").write_text("no script")  # not to be executed
     assert restore_first.begin(["restore", "image"]) is None
+
+
+def test_who_has_no_rights_is_not_told_in_criu_s_words(tmp_path: Path) -> None:
+    words = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", str(launcher("criu")), "dump", "-t", "1"]
+    done = subprocess.run([*words, "-D", str(tmp_path)], capture_output=True, text=True, check=False)
+    with pytest.raises(Unsupported, match="needs the rights of root"):
+        errors(done.returncode, done.stdout + done.stderr, tmp_path / "dump.log")
 
 
 @pytest.mark.parametrize("time", ["", "(00.012345)  "], ids=["by default", "-v4"])
