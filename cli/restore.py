@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import re
 import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -29,8 +31,12 @@ from phos.images.errors import ImageError
 from phos.images.reader import Image
 from phos.images.source import SCHEME
 
+GROWN = "PHOS_GROWN_FILES"
 NO_TERMINAL = "Don't have tty to inherit session from"
 """CRIU's words where its standard input is no terminal, and who it restores had one."""
+
+_SIZE = re.compile(r"File .* has bad size (\d+) \(expect (\d+)\)")
+"""CRIU's words of a file that a process has open."""
 
 END_SECONDS = 5.0
 """How long a process that was killed may take to end."""
@@ -144,6 +150,11 @@ def _finish(
             why = f"{pages.error}\n" if pages is not None and pages.error else ""
             if NO_TERMINAL in said:
                 why += "Its processes have a terminal open: run this command in one, with which they go on.\n"
+            if (size := _SIZE.search(said)) and int(size[1]) > int(size[2]) and os.environ.get(GROWN) != "cut":
+                why += (
+                    f"A file that they write to has grown since the dump. With {GROWN}=cut in this command's "
+                    "environment it gets the length that it had, and what came since is kept beside it.\n"
+                )
             raise RestoreFailed(
                 f"The image in {image} could not be restored; nothing of it was left running.\n{why}{said}\n"
                 f"CRIU's log: {log}"

@@ -58,6 +58,8 @@ def test_it_is_cut_if_that_is_asked_for(site: Site, expected: str) -> None:
     refused = site.restore(logging.image, check=False)
     assert refused.returncode != 0
     assert "has bad size" in site.errors(logging.image / "restore.log")
+    told = site.run("phos-gpu", "restore", str(logging.image), check=False)
+    assert "With PHOS_GROWN_FILES=cut in this command's environment" in told.stderr
     assert logging.text() == before
     refused = site.restore(logging.image, check=False, PHOS_GROWN_FILES="yes")
     assert "PHOS_GROWN_FILES=yes means nothing" in site.errors(logging.image / "restore.log")
