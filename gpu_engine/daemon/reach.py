@@ -36,6 +36,10 @@ START_SECONDS = 120.0
 emulated or overloaded machine half a minute to load Python's modules; that it ended instead is noticed at once."""
 
 
+class Hanging(DaemonUnavailable):
+    """phosd is there, and does not answer."""
+
+
 def connect(path: Path | None = None) -> socket.socket:
     """A connection to the running phosd.
 
@@ -63,7 +67,8 @@ def ensure(path: Path | None = None) -> None:
     """Start phosd in the background unless it runs, and wait until it answers.
 
     Raises:
-        DaemonUnavailable: it did not come up; the message carries the end of its log.
+        DaemonUnavailable: it did not come up; the message carries the end of its log. Hanging: one is there, but
+            does not answer.
     """
     path = path or socket_path()
     if _answers(path):
@@ -112,22 +117,38 @@ def _wait(path: Path, deadline: float, in_vain: Callable[[], bool]) -> bool:
 def _answers(path: Path) -> bool:
     """Whether a phosd lives there: the socket of one that was killed takes connections to its last moment.
 
-    One that is alive closes a connection over which nothing will come. One that does not, as when it is stopped, is
-    there all the same: who asks something of it will say that it hangs. One that dies has its connections closed by the
+    One that is alive closes a connection over which nothing will come. One that dies has its connections closed by the
     kernel, but after its memory.
+
+    Raises:
+        Hanging: it is there and does not answer.
     """
+    hangs = False
     try:
         with connect(path) as connection:
             blocking.limit(connection, receive=ANSWER_SECONDS)
-            connection.shutdown(socket.SHUT_WR)
-            connection.recv(1)
             pid, _, _ = _CREDENTIALS.unpack(
                 connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             )
-    except BlockingIOError:
-        return True
+            connection.shutdown(socket.SHUT_WR)
+            try:
+                connection.recv(1)
+            except BlockingIOError:
+                hangs = True
     except (DaemonUnavailable, OSError):
         return False
+    lives = _lives(pid)
+    if hangs and lives:
+        raise Hanging(
+            f"phosd at {path}{f', process {pid},' if pid else ''} has not answered for {ANSWER_SECONDS:g} s: it is "
+            f"stopped, or hangs. Its log ({log_file(path)}, or 'journalctl -u phosd') may say why. Applications run on "
+            "if it is killed and started anew."
+        )
+    return lives
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process has not begun to end."""
     try:
         return pid == 0 or Path(f"/proc/{pid}/cmdline").read_bytes() != b""  # 0: in another pid namespace
     except FileNotFoundError:  # it has ended, or nobody may see it

@@ -15,7 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from phos.cli.run import run
 from phos.gen import wire_pb2
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
@@ -154,6 +156,22 @@ def test_a_request_to_a_phosd_that_hangs_ends_with_a_sentence(
     monkeypatch.setattr(client, "REQUEST_SECONDS", 0.1)
     with pytest.raises(DaemonUnavailable, match=f"phosd at {hangs} (has not answered|does not answer)"):
         ask(hangs)
+
+
+def test_one_that_hangs_is_not_taken_for_one_that_answers(hangs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.1)
+    said = f"phosd at {hangs}, process {os.getpid()}, has not answered for 0.1 s: it is stopped, or hangs"
+    with pytest.raises(DaemonUnavailable, match=said):
+        reach.ensure(hangs)
+    # An application needs none to begin.
+    started: list[str] = []
+    monkeypatch.setenv("PHOS_SOCKET", str(hangs))
+    monkeypatch.setenv("PHOS_DEVICE", "software")
+    monkeypatch.setattr("phos.cli.run.application_environment", lambda *_: {})
+    monkeypatch.setattr(os, "execv", lambda program, _: started.append(program))
+    done = CliRunner().invoke(run, ["--device", "software", "--", "true"])
+    assert (done.exit_code, len(started)) == (0, 1)
+    assert said in done.output
 
 
 def test_a_phosd_that_accepts_nobody_is_not_waited_for_either(hangs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
