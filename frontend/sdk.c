@@ -36,7 +36,7 @@ static uint64_t last_request;            /* 0: none */
 static bool busy;                        /* the last one is in progress */
 static bool asked, asked_before;         /* by this connection; by an earlier one */
 static unsigned flags_wanted;
-static char directory_wanted[PATH_MAX], protocol_wanted[16];
+static char directory_wanted[PATH_MAX], protocol_wanted[sizeof "stop"];
 
 static void sleep_us(unsigned us)
 {
@@ -96,7 +96,7 @@ int phos_checkpoint_request(const char *directory, const char *protocol, unsigne
 {
     if (request)
         *request = 0;
-    if (!directory || !*directory || (protocol && strlen(protocol) >= sizeof protocol_wanted) ||
+    if (!directory || !*directory || (protocol && strcmp(protocol, "cow") && strcmp(protocol, "stop")) ||
         flags & ~(PHOS_END_AFTERWARDS | PHOS_WAIT_IF_BUSY))
         return PHOS_INVALID;
     for (;;) {

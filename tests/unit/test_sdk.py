@@ -82,6 +82,26 @@ def test_keywords_reach_phosd(phosd: FakePhosd, tmp_path: Path) -> None:
         app.finish()
 
 
+ASKING_WITH = """
+import ctypes
+ask = ctypes.CDLL(None).phos_checkpoint_request
+ask.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_uint, ctypes.c_void_p]
+start()
+for protocol in (b"fast", b"stopped", b"co", b"", b"recopy"):
+    say(ask(os.environ["IMAGE"].encode(), protocol, 0, None), os.path.exists(os.environ["IMAGE"]))
+heard()
+"""
+
+
+@built
+def test_a_protocol_that_there_is_not_is_refused_before_anything_is_made(phosd: FakePhosd, tmp_path: Path) -> None:
+    with asking(phosd, tmp_path, body=ASKING_WITH) as (app, session):
+        assert [app.line() for _ in range(5)] == ["5 False"] * 5  # PHOS_INVALID
+        assert not session.requests
+        app.tell()
+        app.finish()
+
+
 @built
 def test_the_result_survives_the_connection(phosd: FakePhosd, tmp_path: Path) -> None:
     """Every checkpoint ends it: phosd is asked again over the next."""
