@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from phos.cli import launched, restore, restore_first
@@ -37,7 +37,6 @@ def by_click(words: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[str, bo
     return understood[0] if done.exit_code == 0 and understood else None
 
 
-@settings(deadline=None)
 @given(words=st.lists(st.sampled_from(["--lazy", "--json", "there", "./there", "-x", "--", "--laz", "elsewhere", ""])))
 def test_what_is_understood_at_once_means_what_the_command_line_means(
     words: list[str], tmp_path_factory: pytest.TempPathFactory

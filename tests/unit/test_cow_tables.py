@@ -316,7 +316,7 @@ class Chunks(RuleBasedStateMachine):
 
 
 TestChunks = Chunks.TestCase
-TestChunks.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestChunks.settings = settings(max_examples=60, stateful_step_count=30)
 
 
 def test_tables_are_as_tests_write_them(layout: dict[str, int]) -> None:

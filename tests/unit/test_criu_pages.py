@@ -48,7 +48,7 @@ def lies_right(case: Case) -> bool:
     return True
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(cases())
 def test_the_result_is_what_the_model_says(case: Case) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -27,7 +27,7 @@ def light_collections() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("light_collections")
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(payload=st.binary(min_size=1, max_size=300), descriptors=st.integers(0, 3))
 def test_garbage_is_refused_and_leaks_nothing(payload: bytes, descriptors: int) -> None:
     before = open_descriptors()
@@ -61,7 +61,7 @@ BODIES = [field.name for field in wire_pb2.Envelope.DESCRIPTOR.oneofs[0].fields]
 
 
 @pytest.mark.usefixtures("light_collections")
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(packets=st.lists(st.tuples(st.sampled_from(BODIES), st.binary(max_size=24), st.integers(0, 2)), max_size=12))
 def test_any_packet_in_any_order_leaks_nothing(
     tmp_path_factory: pytest.TempPathFactory, packets: list[tuple[str, bytes, int]]

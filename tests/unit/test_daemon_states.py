@@ -173,4 +173,4 @@ class SessionLife(RuleBasedStateMachine):
 
 
 TestSessionLife = SessionLife.TestCase
-TestSessionLife.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+TestSessionLife.settings = settings(max_examples=200, stateful_step_count=25)

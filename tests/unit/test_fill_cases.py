@@ -184,7 +184,7 @@ class Model:
         assert size <= count * SIZE
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(cases())
 def test_each_place_comes_once_and_counts_once(case: Case) -> None:
     model = Model(case)

@@ -167,9 +167,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 def test_allocator_against_a_model() -> None:
-    run_state_machine_as_test(
-        AllocatorMachine, settings=settings(max_examples=12, stateful_step_count=40, deadline=None)
-    )
+    run_state_machine_as_test(AllocatorMachine, settings=settings(max_examples=12, stateful_step_count=40))
 
 
 COMPARED = """

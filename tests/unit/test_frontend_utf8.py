@@ -39,7 +39,7 @@ NAME = st.lists(PIECE, max_size=6).map(lambda pieces: b"".join(pieces).replace(b
 
 
 @pytest.mark.timeout(120)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(names=st.lists(NAME, min_size=1, max_size=60))
 def test_what_is_not_utf8_is_replaced_and_the_rest_is_kept(mender: Path, names: list[bytes]) -> None:
     done = subprocess.run([mender], input=b"\n".join(names) + b"\n", capture_output=True, check=True)

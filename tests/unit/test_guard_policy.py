@@ -114,7 +114,7 @@ def make(shelf: Shelf, *, committed: bool) -> Path:
     return image
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.sampled_from(["commit", "fail", "tidy", "damage", "anew"]), max_size=40), st.integers(1, 4))
 def test_the_newest_whole_images_stay(steps: list[str], keep: int) -> None:
     with TemporaryDirectory() as name:

@@ -26,7 +26,7 @@ def formula(data: bytes) -> bytes:
 
 
 @given(st.binary(max_size=600), st.integers(0, 7))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_hash_is_its_formula_whatever_the_length_and_place(data: bytes, shift: int) -> None:
     memory = memoryview(bytearray(bytes(shift) + data + b"not part of it"))
     assert chunk_hash(memory[shift : shift + len(data)]) == formula(data)
@@ -42,7 +42,7 @@ def test_memory_that_may_only_be_read_has_the_same_hash() -> None:
 
 
 @given(st.integers(0, 4095), st.integers(0, 63), st.integers(0, 2**32))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_changed_bit_changes_both_sums(word: int, bit: int, seed: int) -> None:
     data = bytearray(random.Random(seed).randbytes(4096 * 8))
     before = chunk_hash(memoryview(data))

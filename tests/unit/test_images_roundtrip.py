@@ -35,7 +35,7 @@ from tests.unit.image_sets import (
     write_small,
 )
 
-FEW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def memory_folder() -> Path:

@@ -292,7 +292,7 @@ def float_modules() -> dict[str, Module]:
     return {k: Module(kernel(t, "f32", ["f32"] * n)) for k, (t, n) in texts.items()}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(finite32, finite32, finite32), min_size=N, max_size=N))
 def test_f32_arithmetic_is_correctly_rounded(
     float_modules: dict[str, Module], rows: list[tuple[int, int, int]]

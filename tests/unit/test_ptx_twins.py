@@ -401,7 +401,7 @@ def test_an_assembler_takes_the_twins(text: str, reads: bool, tmp_path: Path) ->
 # Nonsense
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from([KERNELS, WINDOW_KERNELS, *CORPUS]), st.randoms(use_true_random=False), st.booleans())
 def test_any_text_has_twins_or_is_refused(text: str, chance: random.Random, reads: bool) -> None:
     words = re.split(r"(\s+|[;,{}()\[\]])", text)

@@ -109,7 +109,7 @@ def test_damaged_attributes_are_named(data: bytes, sentence: str) -> None:
         cubin.parse_info("k", data)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_damaged_cubins_give_spec_errors_only(data: st.DataObject) -> None:
     real = bytearray(image(Kind.ELF, 90))

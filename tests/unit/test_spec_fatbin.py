@@ -82,7 +82,7 @@ def read_everything(data: bytes) -> None:
                 found.read()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_flipped_bytes_give_spec_errors_only(data: st.DataObject) -> None:
     real = bytearray(data.draw(st.sampled_from([ZSTD, LZ4])))

@@ -99,7 +99,7 @@ def test_names_that_stand_for_huge_trees_are_read_in_no_time() -> None:
         mangled.parameter_types(f"_Z1fIJ{grown}EEvDp1aI{numbers[-1]}E")
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(
     st.one_of(
         st.text(alphabet="_ZNSTIJELXPKRDvpti013fa", max_size=60).map("_Z".__add__),

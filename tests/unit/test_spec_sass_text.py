@@ -135,7 +135,7 @@ def _lines(draw: st.DrawFn) -> str:
     return f"{guard}{draw(_words)} {', '.join(draw(st.lists(_operands, max_size=5)))}"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(_lines(), max_size=25), st.integers(0, 24), st.integers(0, 24))
 def test_any_row_of_instructions_comes_to_an_end(lines: list[str], first: int, second: int) -> None:
     text = ['.section .text.k,"ax",@progbits', "k:", "/*0000*/ LDC R1, c[0x0][0x28] ;"]
@@ -150,7 +150,7 @@ def test_any_row_of_instructions_comes_to_an_end(lines: list[str], first: int, s
     assert all(end <= field.offset for end, field in zip(ends, found["k"].fields[1:], strict=False))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=400))
 def test_any_text_is_parsed(text: str) -> None:
     parse('.section .text.k,"ax",@progbits\n' + text)
