@@ -517,7 +517,15 @@ let_everybody_read() {
     (cd "$home" && find . -path ./displaced -prune -o ! -type l -exec chmod a+rX,go-w {} +) 2>/dev/null || true # another's
 }
 
+# Who may not write here compiled it at every call; and what root's first call left, a user could not remove again.
+compile_python() {
+    [ -z "$dev" ] || return 0 # links into the clone
+    "$home/venv/bin/python" -I -m compileall -q "$home"/venv/lib/python3*/site-packages "$home"/{bench,examples,frontend} \
+        >/dev/null || true # some packages bring files for other versions of Python
+}
+
 finish() {
+    compile_python
     let_everybody_read
     step "Done"
     "$home/bin/criu" --version >/dev/null || fail "the installed criu does not start."

@@ -90,6 +90,16 @@ def test_a_carried_bundle_works(installed: Path) -> None:
     assert int(call(python, "-IB", "-c", hooks, programs).stdout) > 500
 
 
+def test_no_call_leaves_a_file(bundle: Path, tmp_path: Path) -> None:
+    """Others than root could keep none, and compile everything at each call; root's a user could not remove."""
+    prefix = tmp_path / "prefix"
+    call(bundle / "install.sh", "--offline", "--prefix", prefix, "--python", sys.executable)
+    before = set(prefix.rglob("*"))
+    for words in (["doctor"], ["status"], ["restore", "--help"], ["guard", "--help"], ["bench", "steady_state", "--help"]):
+        call(prefix / "bin" / "phos-gpu", *words, check=False)
+    assert set(prefix.rglob("*")) - before == set()
+
+
 def test_no_file_remembers_the_clone(installed: Path) -> None:
     needle = str(ROOT).encode()
     text = [path for path in (installed / "lib/phos/bin").iterdir() if path.is_file()]
