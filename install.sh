@@ -74,14 +74,8 @@ elif [ "$mode" = offline ]; then
         "Make one with ./install.sh --bundle DIR on a machine that has them."
 fi
 [ "$mode" != bundle ] || prefix=$bundle
-case $mode in
-check | uninstall) [ -d "$prefix" ] || fail "there is no folder $prefix: PhOS is not installed there." ;;
-*)
-    mkdir -p -- "$prefix" 2>/dev/null && [ -w "$prefix" ] ||
-        fail "$prefix cannot be made or written; run as root, or choose another --prefix."
-    ;;
-esac
-prefix=$(readlink -f -- "$prefix")
+[ -n "$prefix" ] || fail "the folder to install into has no name; --help lists the options."
+prefix=$(readlink -m -- "$prefix")
 case $mode in
 install | offline)
     # Of a --dev installation the libraries are the clone's.
@@ -91,6 +85,13 @@ install | offline)
                 "(LD_PRELOAD): no program could be started under PhOS. Choose another folder." ;;
         esac
     done
+    ;;
+esac
+case $mode in
+check | uninstall) [ -d "$prefix" ] || fail "there is no folder $prefix: PhOS is not installed there." ;;
+*)
+    mkdir -p -- "$prefix" 2>/dev/null && [ -w "$prefix" ] ||
+        fail "$prefix cannot be made or written; run as root, or choose another --prefix."
     ;;
 esac
 home=$prefix/lib/phos

@@ -95,7 +95,13 @@ def test_no_call_leaves_a_file(bundle: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "prefix"
     call(bundle / "install.sh", "--offline", "--prefix", prefix, "--python", sys.executable)
     before = set(prefix.rglob("*"))
-    for words in (["doctor"], ["status"], ["restore", "--help"], ["guard", "--help"], ["bench", "steady_state", "--help"]):
+    for words in (
+        ["doctor"],
+        ["status"],
+        ["restore", "--help"],
+        ["guard", "--help"],
+        ["bench", "steady_state", "--help"],
+    ):
         call(prefix / "bin" / "phos-gpu", *words, check=False)
     assert set(prefix.rglob("*")) - before == set()
 

@@ -53,7 +53,11 @@ def test_help_lists_every_option() -> None:
     assert [option for option in sorted(parsed) if option not in text] == []
 
 
-@pytest.mark.parametrize("arguments", [["--no-such"], ["--prefix"], ["--prefix", ""], ["extra"], ["--offline"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--no-such"], ["--prefix"], ["--prefix", ""], ["--prefix="], ["extra"], ["--offline"]]
+    + [[f"--prefix={name}"] for name in ("a b", "a:b/c")],
+)
 def test_bad_options_are_refused(arguments: list[str], tmp_path: Path) -> None:
     done = subprocess.run([ROOT / "install.sh", *arguments], capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 1
