@@ -525,10 +525,24 @@ compile_python() {
         >/dev/null || true # some packages bring files for other versions of Python
 }
 
+# Whether others than its owner come to $1 and can run it: not to what is below /root, for example.
+open_to_others() {
+    local path=$1
+    while [ "$path" != / ]; do
+        case $(stat -c %A -- "$path") in *[xt]) ;; *) return 1 ;; esac
+        path=$(dirname -- "$path")
+    done
+}
+
 finish() {
     compile_python
     let_everybody_read
     step "Done"
+    local base
+    base=$(interpreter "$home/venv/bin/python")
+    if open_to_others "$home/bin/phos-gpu" && ! open_to_others "$base"; then
+        say "$base is not for everybody, so neither are these commands; --python CMD chooses another (/usr/bin/python3)"
+    fi
     "$home/bin/criu" --version >/dev/null || fail "the installed criu does not start."
     say "criu $("$home/bin/criu" --version | sed -n 's/^Version: //p'), phos-gpu and phosd are in $prefix/bin"
     case ":$PATH:" in

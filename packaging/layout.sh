@@ -42,10 +42,10 @@ exec_python() {
         PYTHONPATH=$tree${PYTHONPATH:+:$PYTHONPATH} exec "${PHOS_PYTHON:-python3}" "$@"
     fi
     if [ ! -x "$python" ]; then
-        if [ -d "$home/wheels" ]; then
+        if [ -d "$home/wheels" ] && [ ! -e "$home/venv" ]; then
             echo "${0##*/}: this folder was carried here and has no Python environment yet; run $home/install.sh --offline" >&2
         else
-            echo "${0##*/}: the Python environment in $home/venv is missing or its Python is gone; run install.sh again." >&2
+            echo "${0##*/}: the Python environment in $home/venv is missing, or its Python is gone or not yours to run; run install.sh again (--python chooses another)." >&2
         fi
         exit 127
     fi

@@ -172,6 +172,12 @@ def test_an_environment_whose_python_is_gone_says_what_to_do(bundle: Path, tmp_p
     done = call(bare / "bin" / "phos-gpu", "status", check=False)
     assert done.returncode == 127
     assert f"{bare}/lib/phos/install.sh --offline" in done.stdout
+    python = bare / "lib" / "phos" / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(tmp_path / "gone")
+    done = call(bare / "bin" / "phos-gpu", "status", check=False)
+    assert done.returncode == 127
+    assert "its Python is gone or not yours to run" in done.stdout
 
 
 @pytest.fixture

@@ -219,6 +219,18 @@ def test_everybody_can_run_what_root_installs_under_a_closed_umask(tmp_path: Pat
     assert modes == [0o700, 0o600]
 
 
+def test_what_only_root_can_come_to_is_not_for_everybody(tmp_path: Path) -> None:
+    (function,) = re.findall(r"^open_to_others\(\) \{.*?^\}$", (ROOT / "install.sh").read_text(), re.M | re.S)
+
+    def is_open(program: Path) -> bool:
+        return not subprocess.run(["bash", "-c", f"{function}; open_to_others {program}"], check=False).returncode
+
+    assert is_open(Path("/usr/bin/env").resolve())
+    tmp_path.chmod(0o700)
+    (tmp_path / "python").touch(0o755)
+    assert not is_open(tmp_path / "python")
+
+
 @pytest.mark.parametrize("option", ["--check", "--uninstall"])
 def test_a_prefix_that_is_not_there_is_not_made(option: str, tmp_path: Path) -> None:
     words = [ROOT / "install.sh", "--prefix", tmp_path / "mistyped", option]
