@@ -1,4 +1,4 @@
-"""`phos-gpu inspect` and `verify`: what they say, their JSON and their exit statuses."""
+"""`phos-gpu inspect`, `verify` and `wait`: what they say, their JSON and their exit statuses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from click.testing import CliRunner
 
 from phos.cli.inspect import inspect, size_text
 from phos.cli.verify import verify
+from phos.cli.wait import wait
 from phos.gen import phos_image_pb2 as pb
+from phos.gen import wire_pb2
+from phos.gpu_engine.daemon import client
+from phos.gpu_engine.errors import CheckpointFailed
 from phos.images import formats
 from phos.images.reader import Image
 from phos.images.summary import summarise
@@ -455,3 +459,18 @@ def test_statistics_that_are_no_file_are_not_waited_for(tmp_path):
 )
 def test_sizes_are_readable(size, text):
     assert size_text(size) == text
+
+
+def test_wait_takes_an_image_that_phosd_has_not_made_for_whole_only_if_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = wire_pb2.ImageState(state="unknown", error="phosd knows of no such job for this directory.")
+    monkeypatch.setattr(client, "wait_image", lambda *_, **__: unknown)
+    write_small(tmp_path)
+    assert run(wait, tmp_path).exit_code == 0
+    (tmp_path / formats.COMMIT_FILE).write_bytes(b"")
+    failed = run(wait, tmp_path).exception
+    assert isinstance(failed, CheckpointFailed)
+    assert "the writing did not finish" in str(failed)
+    (tmp_path / formats.COMMIT_FILE).unlink()
+    assert str(run(wait, tmp_path).exception) == unknown.error
