@@ -200,7 +200,11 @@ def _commit() -> str:
     if command:
         with suppress(OSError):
             return (Path(command).resolve().parents[1] / "commit").read_text().strip()
-    return _output("git", "-C", str(process.ROOT), "rev-parse", "HEAD")
+    git = ("git", "-C", str(process.ROOT))
+    commit = _output(*git, "rev-parse", "HEAD")
+    # As install.sh has it; other results, and what is written about them, are no changes of what is measured.
+    changed = _output(*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results", ":!docs")
+    return f"{commit} with changes" if changed else commit
 
 
 def _first_line(text: str) -> str:

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -105,6 +106,31 @@ def test_a_result_names_the_commit_of_the_installation(tmp_path: Path, monkeypat
     monkeypatch.setattr(harness.process, "PHOS_GPU", str(tmp_path / "phos-gpu"))
     (home / "commit").write_text("f" * 40 + " with changes\n")
     assert harness._commit() == "f" * 40 + " with changes"
+
+
+def test_a_result_of_a_changed_clone_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit alone would claim what it did not measure; other results and pages are no part of that."""
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=x", "-c", "user.email=x")
+        done = subprocess.run(["git", "-C", tmp_path, *who, *words], capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    monkeypatch.delenv("PHOS_COMMIT", raising=False)
+    monkeypatch.setattr(harness.process, "PHOS_GPU", "nothing-of-this-name")
+    monkeypatch.setattr(harness.process, "ROOT", tmp_path)
+    files = [tmp_path / name for name in ("bench/results/x.md", "docs/y.md", "frontend.c")]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "x")
+    said = []
+    for file in files:
+        file.write_text("changed")
+        said.append(harness._commit().removeprefix(git("rev-parse", "HEAD")))
+    assert said == ["", "", " with changes"]
 
 
 def test_results_are_copied_to_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
