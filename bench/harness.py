@@ -33,6 +33,9 @@ GB = 1_000_000_000
 # An installation keeps no results: they go where the caller stands.
 HUGE = "huge"
 HUGE_BYTES = 128 << 30
+WORK = Path("/tmp/phos-bench")
+WORK_MARK = ".phos-bench"
+"""In a folder for reports and logs: it may be emptied."""
 RESULTS = process.ROOT / "bench" / "results" if (process.ROOT / "pyproject.toml").exists() else Path("bench-results")
 
 
@@ -55,7 +58,11 @@ def options(description: str, *, budget: float = 500.0) -> argparse.ArgumentPars
     )
     parser.add_argument("--results", type=Path, default=RESULTS, metavar="DIR", help="where results go (%(default)s)")
     parser.add_argument(
-        "--work", type=Path, default=Path("/tmp/phos-bench"), metavar="DIR", help="for reports and logs (%(default)s)"
+        "--work",
+        type=Path,
+        default=WORK,
+        metavar="DIR",
+        help="for reports and logs, emptied first: new, empty or an earlier benchmark's (%(default)s)",
     )
     return parser
 
@@ -81,6 +88,9 @@ def refuse_unknown(
 def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line, choose the software GPU for smoke runs, and make the folders."""
     chosen = parser.parse_args()
+    foreign = chosen.work != WORK and os.path.lexists(chosen.work) and not (chosen.work / WORK_MARK).exists()
+    if foreign and (not chosen.work.is_dir() or any(chosen.work.iterdir())):
+        parser.error(f"--work {chosen.work} would be emptied, and no benchmark has made it: name another folder")
     if chosen.smoke:
         chosen.device = "software"
     chosen.started = time.monotonic()
@@ -89,6 +99,7 @@ def prepare(parser: argparse.ArgumentParser) -> argparse.Namespace:
         chosen.images_in = "a tmpfs with huge pages"
     shutil.rmtree(chosen.work, ignore_errors=True)
     chosen.work.mkdir(parents=True)
+    (chosen.work / WORK_MARK).touch()
     process.adopt_orphans()
     # `timeout` ends a benchmark with SIGTERM: leave by way of every `finally`, so that no program keeps the GPU.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -133,6 +133,16 @@ def test_a_result_of_a_changed_clone_says_so(tmp_path: Path, monkeypatch: pytest
     assert said == ["", "", " with changes"]
 
 
+def test_a_folder_that_no_benchmark_has_made_is_not_emptied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--work is emptied at the start."""
+    (tmp_path / "thesis").touch()
+    monkeypatch.setattr(sys, "argv", ["bench", "--smoke", "--work", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        harness.prepare(harness.options("Nothing."))
+    assert ended.value.code == 2
+    assert (tmp_path / "thesis").exists()
+
+
 def test_results_are_copied_to_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is given back keeps nothing but $OUT."""
     (tmp_path / "out").mkdir()
