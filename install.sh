@@ -506,6 +506,15 @@ install_links() {
     done
 }
 
+link_script() {
+    local place=$prefix/install.sh
+    if [ "$(readlink "$place" || true)" != lib/phos/install.sh ] && { [ -e "$place" ] || [ -L "$place" ]; }; then
+        say "$place was there already and stays; PhOS's is $home/install.sh"
+        return
+    fi
+    ln -sfn lib/phos/install.sh "$place"
+}
+
 install_unit() {
     [ "$mode" != bundle ] && [ -d /run/systemd/system ] && [ -w /etc/systemd/system ] || return 0
     unit_text >/etc/systemd/system/phosd.service
@@ -643,7 +652,7 @@ bundle)
         cp "$source/$file" "$home/packaging/"
     done
     put "$script" "$home/install.sh"
-    ln -sfn lib/phos/install.sh "$prefix/install.sh"
+    link_script
     step "Done"
     say "$(du -sh "$prefix" | cut -f1) in $prefix; copy it anywhere and run its install.sh --offline there"
     ;;
@@ -667,7 +676,7 @@ offline)
     say "$("$home/venv/bin/python" --version), from $base_python"
     "$home/venv/bin/python" -I "$home/packaging/unpack_wheels.py" "$home/wheels" "${modules[@]}" || exit 1
     source=$home
-    ln -sfn lib/phos/install.sh "$prefix/install.sh"
+    link_script
     install_links
     install_unit
     finish

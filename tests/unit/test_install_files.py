@@ -89,6 +89,20 @@ def test_uninstall_removes_what_is_ours_and_brings_back_what_was_there(tmp_path:
     assert (tmp_path / "bin" / "criu").read_text() == "someone else's"
 
 
+def test_another_script_of_that_name_stays(tmp_path: Path) -> None:
+    """A prefix may be somebody's folder with an install.sh of its own, and a bundle's be the clone's."""
+    (function,) = re.findall(r"^link_script\(\) \{.*?^\}$", (ROOT / "install.sh").read_text(), re.M | re.S)
+    command = ["bash", "-euc", f"say() {{ :; }}; {function}; link_script; link_script"]
+    environment = {**os.environ, "prefix": str(tmp_path), "home": f"{tmp_path}/lib/phos"}
+    subprocess.run(command, env=environment, check=True)
+    script = tmp_path / "install.sh"
+    assert os.readlink(script) == "lib/phos/install.sh"
+    script.unlink()
+    script.write_text("somebody's")
+    subprocess.run(command, env=environment, check=True)
+    assert script.read_text() == "somebody's"
+
+
 def test_uninstall_overwrites_nothing_that_came_later(tmp_path: Path) -> None:
     displaced = tmp_path / "lib" / "phos" / "displaced" / "bin"
     displaced.mkdir(parents=True)
