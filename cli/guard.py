@@ -247,10 +247,10 @@ class Guard:
         self.tidy()
 
     def _failed(self, first: str, reason: str) -> None:
-        """No image was made; ``first`` of what is to be said of the reason. It is said once."""
+        """No image was made; ``first`` of what is to be said of the reason: once, whichever image it names."""
         self._due = time.monotonic() + max(RETRY_SECONDS, min(self.schedule.interval, LONGEST_RETRY_SECONDS))
-        if first != self._complained:
-            self._complained = first
+        if (complaint := first.replace(self._image.name, "")) != self._complained:
+            self._complained = complaint
             self.say("checkpoint-failed", f"No image was made: {first}", image=str(self._image), error=reason)
 
     def tidy(self) -> None:

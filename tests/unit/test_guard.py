@@ -366,11 +366,11 @@ def test_a_checkpoint_that_cannot_be_started_is_tried_again(watched: Watched, mo
     job = FakeJob()
     tries: list[float] = []
 
-    def popen(*_: object, **__: object) -> None:
+    def popen(words: list[str], **__: object) -> None:
         tries.append(time.monotonic())
         if len(tries) == 2:
             job.code = 0
-        raise OSError(12, os.strerror(12))
+        raise OSError(12, os.strerror(12), words[-1])  # with the image's name, each time another
 
     monkeypatch.setattr("phos.cli.guard.RETRY_SECONDS", 0.1)
     monkeypatch.setattr(subprocess, "Popen", popen)
