@@ -89,6 +89,23 @@ def test_uninstall_removes_what_is_ours_and_brings_back_what_was_there(tmp_path:
     assert (tmp_path / "bin" / "criu").read_text() == "someone else's"
 
 
+def test_an_apt_that_does_not_work_has_the_word(tmp_path: Path) -> None:
+    """Nothing was said, and install.sh pointed at "the message above"."""
+    (tmp_path / "apt-get").write_text("#!/bin/sh\necho 'E: It is broken.' >&2; exit 100\n")
+    (tmp_path / "apt-get").chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if "PHOS_DEBIAN" not in name}
+    said = subprocess.run(
+        [ROOT / "packaging" / "fetch-criu", tmp_path / "criu"],
+        env={**environment, "PATH": f"{tmp_path}:{environment['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 1
+    assert "E: It is broken." in said.stderr
+    assert "fetch-criu: no mirror that this machine's apt knows offers CRIU" in said.stderr
+
+
 def test_another_script_of_that_name_stays(tmp_path: Path) -> None:
     """A prefix may be somebody's folder with an install.sh of its own, and a bundle's be the clone's."""
     (function,) = re.findall(r"^link_script\(\) \{.*?^\}$", (ROOT / "install.sh").read_text(), re.M | re.S)
