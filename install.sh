@@ -361,9 +361,12 @@ import pathlib, sys, zipfile
 wheel, target = next(pathlib.Path(sys.argv[1]).glob("*.whl")), pathlib.Path(sys.argv[2])
 target.mkdir(parents=True, exist_ok=True)
 with zipfile.ZipFile(wheel) as archive:
-    for name in archive.namelist():
-        if name.endswith(("/include/cuda.h", "/include/cudaTypedefs.h")):
-            (target / name.rsplit("/", 1)[1]).write_bytes(archive.read(name))
+    for header in ("cudaTypedefs.h", "cuda.h"): # by the last one it is known that they are there
+        for name in archive.namelist():
+            if name.endswith(f"/include/{header}"):
+                part = target / f"{header}.new"
+                part.write_bytes(archive.read(name))
+                part.replace(target / header)
 PYTHON
     rm -rf "$work"
     [ -r "$cuda_include/cuda.h" ] || fail "the package nvidia-cuda-runtime holds no cuda.h where it used to be."

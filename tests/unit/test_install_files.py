@@ -106,6 +106,23 @@ def test_an_apt_that_does_not_work_has_the_word(tmp_path: Path) -> None:
     assert "fetch-criu: no mirror that this machine's apt knows offers CRIU" in said.stderr
 
 
+def test_a_header_that_could_not_be_written_whole_is_fetched_again(tmp_path: Path) -> None:
+    """For want of room, for example: the next run would take what there is of it for the header."""
+    with zipfile.ZipFile(tmp_path / "x.whl", "w", zipfile.ZIP_DEFLATED) as wheel:  # itself it is small
+        for name, size in (("cuda.h", 1 << 20), ("cudaTypedefs.h", 100)):
+            wheel.writestr(f"nvidia/cu13/include/{name}", bytes(size))
+    (function,) = re.findall(r"^fetch_cuda_header\(\) \{.*?^\}$", (ROOT / "install.sh").read_text(), re.M | re.S)
+    # Stand-ins for what it calls; `pip download` gets the wheel.
+    calls = f'fail() {{ exit 1; }}; step() {{ :; }}; say() {{ echo $*; }}; pip() {{ cp {tmp_path}/x.whl "$6"; }}'
+    script = f"set -eu; {calls}; source={tmp_path}/clone; base_python={sys.executable}; {function}; fetch_cuda_header"
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_INCLUDE"}
+    done = subprocess.run(["bash", "-c", f"ulimit -f 100; {script}"], env=environment, capture_output=True, check=False)
+    assert done.returncode != 0
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "from nvidia-cuda-runtime 13.0\n", done.stderr
+    assert (tmp_path / "clone" / "build" / "cuda" / "include" / "cuda.h").stat().st_size == 1 << 20
+
+
 def test_another_script_of_that_name_stays(tmp_path: Path) -> None:
     """A prefix may be somebody's folder with an install.sh of its own, and a bundle's be the clone's."""
     (function,) = re.findall(r"^link_script\(\) \{.*?^\}$", (ROOT / "install.sh").read_text(), re.M | re.S)
