@@ -126,7 +126,10 @@ traced() {
     mkdir -p "$PHOS_TRACE_COPIES"
     export PHOS_TRACE_COPIES
     measure "$@" --results "$logs"
-    "$python" bench/copy_trace.py "$PHOS_TRACE_COPIES"/*.json >"$PHOS_TRACE_COPIES.md"
+    # Where it is left out, or has failed, there may be none.
+    if [ "$(echo "$PHOS_TRACE_COPIES"/*.json)" != "$PHOS_TRACE_COPIES/*.json" ]; then
+        "$python" bench/copy_trace.py "$PHOS_TRACE_COPIES"/*.json >"$PHOS_TRACE_COPIES.md" || status=1
+    fi
     unset PHOS_TRACE_COPIES
     collect
 }
@@ -173,7 +176,11 @@ for wanted in "$@"; do
     driver-calls) measure driver-calls 60 driver_calls ;;
     driver-sharing) measure driver-sharing 60 driver_sharing ;;
     ungated) measure ungated 60 ungated ;;
-    page-lock) (python=$(own_python) && measure page-lock 60 page_lock --gib 8 --repeats 1) ;;
+    page-lock)
+        theirs=$python
+        python=$(own_python) && measure page-lock 60 page_lock --gib 8 --repeats 1 || status=1
+        python=$theirs
+        ;;
     cow-variants) measure cow-variants 420 cow --sections pools,validate,phases,transfers ;;
     audit) measure audit 240 audit ;;
     restore8) measure restore8 200 restore --sizes 8 ;;

@@ -143,6 +143,23 @@ def test_a_folder_that_no_benchmark_has_made_is_not_emptied(tmp_path: Path, monk
     assert (tmp_path / "thesis").exists()
 
 
+@pytest.mark.parametrize("part", ["page-lock", "copy-load", "trace-restore8"])
+def test_a_part_that_fails_fails_all_of_them(tmp_path: Path, part: str) -> None:
+    """run_gpu.sh goes on with the next part, and says so in the end."""
+    home = tmp_path / "lib" / "phos"
+    for program in ("bin/phos-gpu", "venv/bin/python", "bin/mount"):  # /run is left as it is
+        (home / program).parent.mkdir(parents=True, exist_ok=True)
+        (home / program).write_text("#!/bin/sh\nexit 3\n")
+        (home / program).chmod(0o755)
+    shutil.copytree(ROOT / "bench", tmp_path / "bench", ignore=shutil.ignore_patterns("results"))
+    environment = {"PATH": f"{home}/bin:{os.environ['PATH']}", "PHOS_GPU_LOGS": str(tmp_path / "logs")}
+    environment |= {"PHOS_BENCH_PYTHON": str(home / "venv" / "bin" / "python")}
+    command = [tmp_path / "bench" / "run_gpu.sh", "-", part]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert f"PART {part}: failed with status 3" in done.stdout
+    assert done.returncode == 1
+
+
 def test_results_are_copied_to_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is given back keeps nothing but $OUT."""
     (tmp_path / "out").mkdir()
