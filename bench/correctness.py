@@ -105,8 +105,8 @@ class Bench:
         count = self.chosen.repeats or (2 if self.chosen.smoke else 20)
         names = list(self.variants)
         for number in range(1, count + 1):
-            if f"run {number}" in self.results.rows and self.results.rows[f"run {number}"]["identical"]:
-                continue  # an earlier call of the same day and commit: this one goes on from there
+            if f"run {number}" in self.results.rows:
+                continue  # an earlier call of the same day and commit: this one goes on from there, whatever came of it
             if harness.time_left(self.chosen) <= 0:
                 self.results.note(f"Runs {number} to {count}: no time left; call again to go on.")
                 break

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+import correctness
 import harness
 import machine
 import process
@@ -158,6 +159,22 @@ def test_a_part_that_fails_fails_all_of_them(tmp_path: Path, part: str) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert f"PART {part}: failed with status 3" in done.stdout
     assert done.returncode == 1
+
+
+def test_a_run_that_was_not_identical_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A benchmark that goes on where it was would make of 2 of 3 in the end 3 of 3."""
+    bench = object.__new__(correctness.Bench)
+    bench.chosen = argparse.Namespace(repeats=3, smoke=True, budget=100.0, started=time.monotonic())
+    bench.results, bench.variants = harness.Results(options(tmp_path), "correctness", "Title"), {"a": []}
+    bench.results.add("run 1", identical=False)
+
+    def interrupted(number: int, _variant: str) -> None:
+        bench.results.add(f"run {number}", identical=True)
+
+    monkeypatch.setattr(bench, "interrupted", interrupted)
+    with pytest.raises(SystemExit):
+        bench.run()
+    assert bench.results.summary["bit-identical"] == "2 of 3 runs"
 
 
 def test_results_are_copied_to_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
