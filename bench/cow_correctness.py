@@ -247,7 +247,7 @@ class Bench:
     def run(self) -> None:
         """Checkpoint, compare, restore."""
         chosen, results = self.chosen, self.results
-        results.rows = {}  # in a row means: of one job
+        results.begin_anew()  # in a row means: of one job
         if not chosen.smoke:
             machine.touch_memory(chosen.touch_gib << 30)
             machine.enlarge_tmpfs(Path(chosen.image), chosen.touch_gib << 30)

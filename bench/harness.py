@@ -246,6 +246,10 @@ class Results:
                 self.summary = stored["summary"]
                 self.notes = stored["notes"]
 
+    def begin_anew(self) -> None:
+        """Forget what an earlier run has left, its sentences too: of one that counts what happens in a row."""
+        self.rows, self.summary, self.notes = {}, {}, []
+
     def add(self, key: str, **values: Any) -> None:
         """Store a row, in place of an earlier one with this key, and write the files."""
         self.rows[key] = {"key": key, **values}

@@ -227,8 +227,7 @@ class Bench:
     def run(self) -> None:
         """Start both programs, interrupt one, compare."""
         chosen, results = self.chosen, self.results
-        results.rows = {}  # in a row means: of one program
-        results.summary, results.notes = {}, []
+        results.begin_anew()  # in a row means: of one program
         restore_runs.prepare_machine(chosen, results, int(2 * chosen.gigabytes * GB))
         self.job.prepare()
         try:

@@ -92,6 +92,13 @@ def test_a_second_run_of_one_commit_adds_to_the_first(tmp_path: Path, monkeypatc
     assert [(row["key"], row["value"]) for row in stored["rows"]] == [("a", 1.0), ("b", 3.0)]
     assert stored["environment"]["commit"] == "one"
     assert "| b | 3 |" in second.path.with_suffix(".md").read_text()
+    second.summary["different"] = 1
+    second.note("No time left.")
+    third = harness.Results(options(tmp_path), "name", "Title")
+    third.begin_anew()
+    third.finish()
+    assert (third.rows, third.summary, third.notes) == ({}, {}, [])
+    assert "No time left." not in third.path.with_suffix(".md").read_text()
     monkeypatch.setenv("PHOS_COMMIT", "two")
     assert harness.Results(options(tmp_path), "name", "Title").rows == {}
 
