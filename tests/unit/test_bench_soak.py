@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import mmap
 import os
 import sys
@@ -26,11 +27,20 @@ FLAT = [20.0] * 40
         ([20.0, 21.0] * 20, 0.0, False),
         ([*FLAT[:30], *[21.0] * 9, 20.0], 0.0, False),  # it came back
         ([*FLAT[:30], *[21.0] * 10], 0.0, True),
-        ([1.0, 2.0, 3.0, 4.0], 0.0, False),  # too few to tell
     ],
 )
 def test_what_has_grown(values: list[float], slack: float, more: bool) -> None:
     assert soak.grown(values, slack) is more
+
+
+@pytest.mark.parametrize(("rounds", "told"), [(11, "not judged"), (12, "yes")])
+def test_too_few_rounds_do_not_show_that_nothing_grows(tmp_path: Path, rounds: int, told: str) -> None:
+    chosen = argparse.Namespace(device="software", smoke=True, results=tmp_path, image=tmp_path, repeats=None)
+    bench = soak.Bench(chosen)
+    bench.judge("cow", [{"round, s": float(number), "descriptors": float(number)} for number in range(rounds)])
+    told_of = {key: row["grew"] for key, row in bench.results.rows.items()}
+    assert told_of == {"cow, round, s": "not judged", "cow, descriptors": told}
+    assert bool(bench.wrong) is (told == "yes")
 
 
 def test_a_leak_of_this_process_is_seen() -> None:
