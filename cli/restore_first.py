@@ -119,11 +119,10 @@ class Begun(Launched):
             if not os.access(directory, os.W_OK):
                 self.work, self._private = private_folder(), True
                 places += ["-W", self.work]
+            self._remove(RESTORE_LOG)  # what an earlier restore failed of is not why this one does
             if lazy:
-                try:
-                    os.unlink(f"{self.work}/{PAGES_SOCKET}")  # of one that was killed
-                except FileNotFoundError:
-                    pass
+                self._remove(PAGES_LOG)
+                self._remove(PAGES_SOCKET)  # of one that was killed
                 os.set_inheritable(self._lock, True)
                 self.pages = self.start_beside([criu, "lazy-pages", *places, "-o", PAGES_LOG, "-v2"], {})
                 os.set_inheritable(self._lock, False)
@@ -143,10 +142,17 @@ class Begun(Launched):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
+    def _remove(self, name: str) -> None:
+        """Remove what an earlier restore has left."""
+        try:
+            os.unlink(os.path.join(self.work, name))
+        except FileNotFoundError:
+            pass
+
     def log(self, name: str) -> str:
         """Where the log of that name is, which somebody is told of: it stays."""
         self._private = False
-        return f"{self.work}/{name}"
+        return os.path.join(self.work, name)
 
     def tidy(self) -> None:
         """Remove the folder of its own, if it has one; to be called once nobody works there any more."""

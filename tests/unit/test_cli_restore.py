@@ -170,6 +170,17 @@ def test_such_an_image_leaves_the_log_of_a_failure_and_names_it(home: Path, clos
     assert str(failed.exception).endswith(f"CRIU's log: {kept}/restore.log")
 
 
+def test_an_earlier_failure_is_not_taken_for_this_one_s(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU may end before it writes a log, and what is there then is another restore's."""
+    image = small_image(home, monkeypatch)
+    (image / "restore.log").write_text("Error: of yesterday\n")
+    criu(home, "echo 'criu: it is not here' >&2; exit 127")
+    failed = CliRunner().invoke(restore.restore, [f"{image}/"])
+    assert "criu: it is not here" in str(failed.exception)
+    assert "of yesterday" not in str(failed.exception)
+    assert str(failed.exception).endswith(f"CRIU's log: {image}/restore.log")
+
+
 def test_such_an_image_whose_server_fails_leaves_its_log(home: Path, closed: Path) -> None:
     criu(home, '[ "$1" = restore ] || exit 3')
     failed = CliRunner().invoke(restore.restore, ["--lazy", str(closed)])
