@@ -416,15 +416,17 @@ def installation() -> Iterator[Finding]:
     client.settimeout(2)
     try:
         client.connect(str(path))
+        client.shutdown(socket.SHUT_WR)
+        client.recv(1)  # it closes a connection over which nothing will come
     except FileNotFoundError:
         yield Finding("phosd", "ok", "does not run; it starts when it is needed")
-    except ConnectionRefusedError:
+    except (ConnectionRefusedError, ConnectionResetError):
         yield Finding("phosd", "ok", f"{path} is left over from one that ended; the next takes its place")
     except PermissionError as error:
         yield Finding(
             "phosd", "warning", f"{path}: {error.strerror}", "it belongs to another user: run as that user, or as root"
         )
-    except BlockingIOError:  # as many wait to be accepted as may
+    except (BlockingIOError, TimeoutError):  # as many wait to be accepted as may; or it is stopped
         yield Finding("phosd", "warning", f"does not answer at {path}", "its log may say why; end it if it hangs")
     except OSError as error:
         yield Finding("phosd", "warning", f"{path}: {error.strerror}", "name another place for it (PHOS_SOCKET)")

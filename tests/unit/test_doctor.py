@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,20 @@ def test_a_phosd_that_accepts_nobody_is_told(tmp_path: Path, monkeypatch: pytest
             first.connect(str(tmp_path / "phosd.sock"))
             found = examined(tmp_path / "phosd.sock", monkeypatch)
     assert (found.state, found.found) == ("warning", f"does not answer at {tmp_path}/phosd.sock")
+
+
+@pytest.mark.parametrize(("answers", "state"), [(True, "ok"), (False, "warning")])
+def test_a_phosd_that_is_stopped_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: bool, state: str
+) -> None:
+    """The kernel takes the connection all the same."""
+
+    def answer() -> None:
+        listening.accept()[0].close()
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(tmp_path / "phosd.sock"))
+        listening.listen(8)
+        if answers:
+            threading.Thread(target=answer).start()
+        assert examined(tmp_path / "phosd.sock", monkeypatch).state == state
