@@ -35,7 +35,7 @@ fail() { printf 'install.sh: %s\n' "$@" >&2; exit 1; }
 number=0
 step() { number=$((number + 1)); printf '%d. %s\n' "$number" "$*"; }
 say() { printf '   %s\n' "$*"; }
-value() { [ "$#" -ge 2 ] && [ -n "$2" ] || fail "$1 wants a value; --help lists the options."; }
+value() { [ "$#" -ge 2 ] && [ -n "$2" ] && [ "${2#-}" = "$2" ] || fail "$1 wants a value; --help lists the options."; }
 
 while [ "$#" -gt 0 ]; do
     case $1 in

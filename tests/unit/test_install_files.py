@@ -55,7 +55,15 @@ def test_help_lists_every_option() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--no-such"], ["--prefix"], ["--prefix", ""], ["--prefix="], ["extra"], ["--offline"]]
+    [
+        ["--no-such"],
+        ["--prefix"],
+        ["--prefix", ""],
+        ["--prefix="],
+        ["--python=/bin/false", "--prefix", "--check"],
+        ["extra"],
+        ["--offline"],
+    ]
     + [[f"--prefix={name}"] for name in ("a b", "a:b/c")],
 )
 def test_bad_options_are_refused(arguments: list[str], tmp_path: Path) -> None:
