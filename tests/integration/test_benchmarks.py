@@ -349,6 +349,14 @@ def test_image_io(site: Site) -> None:
     assert none["room_s"] < place["room_s"]
 
 
+def test_descriptors(site: Site) -> None:
+    """The two kernels of a PTX file of ours: one hashes what is there, the other what arrives."""
+    content = smoke(site, "descriptors", "--every", "1", str(ROOT / "gpu_engine" / "content_hash.ptx"))
+    (row,) = content["rows"]
+    assert row["kernels"] == row["described"] == row["ptx"] > 1
+    assert row["guessed"] == 0
+
+
 def test_page_lock(site: Site) -> None:
     content = smoke(site, "page_lock", "--image", "/dev/shm")
     assert {row["key"] for row in content["rows"]} == {
