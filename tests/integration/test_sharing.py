@@ -158,7 +158,7 @@ def test_what_the_driver_shares_cannot_be_restored_on_the_software_gpu_either(si
     site.start(sys.executable, script, "ipc", "owner", str(base), under=False)
     guest = site.start(sys.executable, script, "ipc", "guest", str(base), under=False)
     guest.wait_iterations(3)
-    image = site.image()
-    done = site.dump(guest, image, "--leave-running", check=False)
-    assert done.returncode != 0
-    assert "CUDA_ERROR_INVALID_VALUE" in done.stderr + (image / "dump.log").read_text()
+    # Whether the dump fails depends on who is first: the program ends when it meets the error.
+    site.dump(guest, site.image(), "--leave-running", check=False)
+    wait_until(lambda: not guest.alive(), "its end")
+    assert "memory or pools were shared with other processes" in guest.output.read_text()
