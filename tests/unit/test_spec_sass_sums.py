@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phos.gpu_engine.spec.descriptor import Access, Parameter
+from tests.unit.sass_snippets import P0, P1, P2, flow
 from tests.unit.spec_access import BOTH, NONE, POINTER, WRITE, pointers
-from tests.unit.test_spec_sass_instructions import P0, P1, P2, flow
 
 STORE = """
     IADD3 R2, P0, R2, UR4, RZ
@@ -186,3 +186,99 @@ def test_a_pointer_that_went_through_shared_memory_is_the_address_and_not_the_nu
         P1,
     )
     assert found == (pointers(WRITE, WRITE), NONE)
+
+
+def test_a_sum_of_two_words_is_doubtful_where_nothing_says_which_is_the_pointer() -> None:
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        LDC.64 R6, c[0x0][0x218]
+        IADD3 R2, P0, R2, R6, RZ
+        IADD3.X R3, R3, R7, RZ, P0, !PT
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+        """,
+        P0,
+        P1,
+    )
+    assert found == (pointers(WRITE, WRITE), NONE)
+
+
+def test_a_distance_on_the_stack_is_an_index() -> None:
+    """``for (e = s; *e; e++); a[e - s] = 1;`` of an array s on the stack."""
+    code = """
+        LDC R1, c[0x0][0x28]
+        LDC.64 R2, c[0x0][0x210]
+        IADD3 R6, P1, R1, c[0x0][0x20], RZ
+        IADD3.X R7, RZ, c[0x0][0x24], RZ, P1, !PT
+        IADD3 R8, P1, R6, 0x4, RZ
+        IADD3.X R9, RZ, R7, RZ, P1, !PT
+        IADD3 R4, P0, P1, R8, R2, -R6
+        IADD3.X R5, R9, R3, ~R7, P0, P1
+        STG.E desc[UR4][R4.64], R0
+        EXIT
+    """
+    assert flow(code, P0) == (pointers(WRITE), NONE)
+    # Without the difference it is the stack.
+    assert flow(code.replace("-R6", "RZ").replace("~R7", "RZ"), P0) == ([], NONE)
+
+
+DISTANCE = """
+    LDC.64 R2, c[0x0][0x210]
+    LDC.64 R6, c[0x0][0x218]
+    IADD3 R8, P0, -R2, R6, RZ
+    IADD3.X R9, ~R3, R7, RZ, P0, !PT
+    LDG.E R0, desc[UR4][R2.64]
+    IADD3 R4, P0, R2, R8, RZ
+    IADD3.X R5, R3, R9, RZ, P0, !PT
+    STG.E desc[UR4][R4.64], R0
+    EXIT
+"""
+
+
+def test_a_pointer_and_the_distance_to_another_are_the_other() -> None:
+    """A loop over two arrays that counts up one pointer; the first is a pointer elsewhere, but not what is written."""
+    assert flow(DISTANCE, P0, P1) == (pointers(BOTH, WRITE), NONE)
+    # In elements it passes through a shift.
+    shifted = DISTANCE.replace("LDG.E", "SHF.R.S64 R8, R8, 0x2, R9\nSHF.R.S32.HI R9, RZ, 0x2, R9\nLDG.E")
+    assert flow(shifted, P0, P1) == (pointers(BOTH, WRITE), NONE)
+    # The distance of two pointers is an index of a third.
+    third = DISTANCE.replace("LDG.E R0, desc[UR4][R2.64]", "LDC.64 R2, c[0x0][0x220]\nSHF.R.U64 R8, R8, 0x2, R9")
+    assert flow(third, P0, P1, P2)[0][-1] == (2, 0, 8, WRITE, POINTER)
+
+
+def test_a_pointer_and_the_distance_from_its_memory_to_another_are_the_other() -> None:
+    """``for (q = begin; q < end; q++) out[q - in] = *q;``: only begin is a pointer elsewhere."""
+    code = """
+        LDC.64 R2, c[0x0][0x220]
+        LDC.64 R6, c[0x0][0x218]
+        LDC.64 R8, c[0x0][0x210]
+        LDG.E R0, desc[UR4][R2.64]
+        IADD3 R4, P0, P1, R2, R6, -R8
+        IADD3.X R5, R3, R7, ~R9, P0, P1
+        STG.E desc[UR4][R4.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1, P2) == ([(1, 0, 8, WRITE, POINTER), (2, 0, 8, BOTH, POINTER)], NONE)
+    # Nothing subtracted, what is no pointer elsewhere is a number.
+    plain = code.replace("-R8", "RZ").replace("~R9", "RZ")
+    assert flow(plain, P0, P1, P2) == ([(2, 0, 8, BOTH, POINTER)], NONE)
+
+
+def test_a_distance_in_elements_that_is_kept_in_shared_memory() -> None:
+    code = """
+        LDC.64 R2, c[0x0][0x210]
+        LDC.64 R6, c[0x0][0x218]
+        IADD3 R8, P0, R2, -R6, RZ
+        IADD3.X R9, R3, ~R7, RZ, P0, !PT
+        SHF.R.S64 R8, R8, 0x2, R9
+        SHF.R.S32.HI R9, RZ, 0x2, R9
+        STS.64 [R20], R8
+        LDS.64 R10, [R20]
+        LDG.E R0, desc[UR4][R2.64]
+        LEA R4, P0, -R10, R2, 0x2
+        LEA.HI.X R5, -R10, R3, ~R11, 0x2, P0
+        STG.E desc[UR4][R4.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(BOTH, WRITE), NONE)
