@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 
 import pytest
 
@@ -12,22 +13,45 @@ from tests.unit.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(120), built]
 
+OWNER = """
+start()
+p = ok(cu.cuMemAlloc(32 << 20))
+say(bytes(ok(cu.cuIpcGetMemHandle(p)).reserved).hex())
+heard()
+"""
 
-def test_what_is_closed_in_a_window_is_not_being_copied_aside(phosd: FakePhosd) -> None:
-    """Memory of another process. In another context: closing it waits for a context's work."""
-    owner = """
+GUEST = r"""
+def two_contexts():
     start()
-    p = ok(cu.cuMemAlloc(32 << 20))
-    say(bytes(ok(cu.cuIpcGetMemHandle(p)).reserved).hex())
-    heard()
-    """
-    body = """
-    start()
+    global pool
     pool = ok(cu.cuMemAlloc(34 << 20))
-    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry one(.param .u64 to) { ret; }\\0"
+    ptx = b".version 7.0\n.target sm_70\n.address_size 64\n.visible .entry one(.param .u64 to) { ret; }\0"
     kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(ptx)), b"one"))
     first = ok(cu.cuCtxGetCurrent())
     other = ok(cu.cuCtxCreate(None, 0, 0))
+    return first, other, kernel
+"""
+
+
+def closed_in_a_window(phosd: FakePhosd, body: str, blocks: int) -> None:
+    """A program that opens the owner's memory, and closes it while a kernel's arguments name it."""
+    guest = GUEST + textwrap.dedent(body)
+    with program(phosd, OWNER) as (owning, _), program(phosd, guest) as (app, session):
+        app.tell(owning.line())
+        assert app.line() == "ready"
+        eventually(lambda: len(session.blocks) == blocks)
+        with window(phosd, session, 34 << 20):
+            app.tell()
+            assert app.line() == "through"
+        app.finish()
+        owning.tell()
+        owning.finish()
+
+
+def test_what_is_closed_in_a_window_is_not_being_copied_aside(phosd: FakePhosd) -> None:
+    """Memory of another process. In another context: closing it waits for a context's work."""
+    body = """
+    first, other, kernel = two_contexts()
     ok(cu.cuCtxSetCurrent(first))
     handle = cu.CUipcMemHandle()
     handle.reserved = bytes.fromhex(heard())
@@ -41,33 +65,13 @@ def test_what_is_closed_in_a_window_is_not_being_copied_aside(phosd: FakePhosd) 
     ok(cu.cuCtxSynchronize())
     say("through")
     """
-    with program(phosd, owner) as (owning, _), program(phosd, body) as (app, session):
-        app.tell(owning.line())
-        assert app.line() == "ready"
-        eventually(lambda: len(session.blocks) == 2)
-        with window(phosd, session, 34 << 20):
-            app.tell()
-            assert app.line() == "through"
-        app.finish()
-        owning.tell()
-        owning.finish()
+    closed_in_a_window(phosd, body, 2)
 
 
 def test_what_was_closed_during_a_capture_is_not_being_copied_aside_when_it_goes(phosd: FakePhosd) -> None:
     """It goes with the next memory that is freed in its context, and a kernel's arguments may still name it."""
-    owner = """
-    start()
-    p = ok(cu.cuMemAlloc(32 << 20))
-    say(bytes(ok(cu.cuIpcGetMemHandle(p)).reserved).hex())
-    heard()
-    """
     body = """
-    start()
-    pool = ok(cu.cuMemAlloc(34 << 20))
-    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry one(.param .u64 to) { ret; }\\0"
-    kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(ptx)), b"one"))
-    first = ok(cu.cuCtxGetCurrent())
-    other = ok(cu.cuCtxCreate(None, 0, 0))
+    first, other, kernel = two_contexts()
     more = ok(cu.cuMemAlloc(1 << 20))
     stream = ok(cu.cuStreamCreate(1))
     handle = cu.CUipcMemHandle()
@@ -86,16 +90,7 @@ def test_what_was_closed_during_a_capture_is_not_being_copied_aside_when_it_goes
     ok(cu.cuCtxSynchronize())
     say("through")
     """
-    with program(phosd, owner) as (owning, _), program(phosd, body) as (app, session):
-        app.tell(owning.line())
-        assert app.line() == "ready"
-        eventually(lambda: len(session.blocks) == 3)
-        with window(phosd, session, 34 << 20):
-            app.tell()
-            assert app.line() == "through"
-        app.finish()
-        owning.tell()
-        owning.finish()
+    closed_in_a_window(phosd, body, 3)
 
 
 def test_no_access_is_taken_from_what_is_being_copied_aside(phosd: FakePhosd) -> None:
