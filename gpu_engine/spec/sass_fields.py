@@ -75,7 +75,7 @@ def resolve(
         if touch.tensor_map:
             _resolve_map(touch, layout, found)
             continue
-        candidates, elsewhere = _candidates(touch)
+        candidates, elsewhere = _candidates(touch, parameters)
         if elsewhere:
             found.indirect |= touch.access
         if not candidates and not _is_own(touch):
@@ -122,11 +122,19 @@ def _has_room(atom: Atom, parameters: tuple[Parameter, ...]) -> bool:
     return parameter is None or parameter.size >= ADDRESS_BYTES
 
 
+def _in_one(place: int, parameters: tuple[Parameter, ...]) -> bool:
+    """Whether the eight bytes there are of one parameter: flags side by side are no address."""
+    parameter = _containing(place, parameters)
+    return parameter is not None and place + ADDRESS_BYTES <= parameter.offset + parameter.size
+
+
 def _is_called(base: Base, access: Access, declared: Mapping[int, Access]) -> bool:
     return not base.stride and access in declared.get(base.place, Access.NONE)
 
 
-def _candidates(touch: Touch) -> tuple[list[tuple[frozenset[Base | None], bool]], bool]:
+def _candidates(
+    touch: Touch, parameters: tuple[Parameter, ...]
+) -> tuple[list[tuple[frozenset[Base | None], bool]], bool]:
     """Per alternative, what may be its base, and whether these are many alternatives thrown together.
 
     And whether it may be none of them: what an argument becomes by arithmetic, no search of the arguments finds.
@@ -149,7 +157,8 @@ def _candidates(touch: Touch) -> tuple[list[tuple[frozenset[Base | None], bool]]
     # An address in a packed struct, put together from bytes: what is found so far is what was added to it.
     pieces = frozenset(Atom(Origin.PARAMETER, atom.place) for atom in touch.derived if atom.origin == Origin.BYTES)
     halves = _pairs(frozenset().union(*touch.low), pieces, WORD) | _pairs(pieces, touch.high, WORD)
-    if assembled := halves | _pairs(pieces, pieces, WORD) | _straddling(pieces, pieces):
+    whole = halves | _pairs(pieces, pieces, WORD) | _straddling(pieces, pieces)
+    if assembled := frozenset(base for base in whole if base is None or _in_one(base.place, parameters)):
         result.append((assembled, True))
     if result or own or _is_own(touch):
         return result, elsewhere

@@ -282,3 +282,22 @@ def test_a_distance_in_elements_that_is_kept_in_shared_memory() -> None:
         EXIT
     """
     assert flow(code, P0, P1) == (pointers(BOTH, WRITE), NONE)
+
+
+def test_flags_side_by_side_are_no_address() -> None:
+    """`p[a + b]` with two of one byte each, in neighbouring words."""
+    found = flow(
+        """
+        LDC.64 R2, c[0x0][0x210]
+        LDC.U8 R6, c[0x0][0x218]
+        LDC.U8 R7, c[0x0][0x21c]
+        IADD3 R6, R6, R7, RZ
+        IMAD.WIDE R2, R6, 0x4, R2
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+        """,
+        P0,
+        Parameter(8, 1),
+        Parameter(12, 1),
+    )
+    assert found == (pointers(WRITE), NONE)
