@@ -108,7 +108,8 @@ def resolve(
             known = bases - {None}
         if not known and not moved:
             called = frozenset(base for base in bases if base is not None and _is_called(base, access, declared))
-            known = called if not called & distances else known
+            if not called & distances:
+                known = called
         for base in known or bases:
             found.note(base, access)
             for other in distances if base in distances else ():

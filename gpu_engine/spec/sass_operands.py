@@ -8,20 +8,16 @@ from phos.gpu_engine.spec.sass_state import Kernel, State
 from phos.gpu_engine.spec.sass_text import ZERO, Instruction, Kind, Operand
 from phos.gpu_engine.spec.sass_value import (
     LOADED_WORD,
+    NOT_THE_PROGRAMS,
     NOTHING,
     UNKNOWN,
-    Atom,
-    Origin,
     Word,
     derive,
     join,
     multiply,
     number,
-    of,
     subtracted,
 )
-
-_VARIABLE = of(Atom(Origin.VARIABLE, -1))
 
 MOST_REGISTERS = 128
 """What one instruction moves at most: PTX ISA, ``tcgen05.ld``."""
@@ -53,7 +49,7 @@ def word_of(operand: Operand, state: State, kernel: Kernel, part: int = 0) -> Wo
     elif kind == Kind.CONSTANT:
         word = constant_word(operand, state, kernel, part)
     elif kind == Kind.LABEL:
-        return _VARIABLE  # a variable or function of the module by name
+        return NOT_THE_PROGRAMS  # a variable or function of the module by name
     else:
         return UNKNOWN
     if operand.negated and not (word.exact and operand.text.startswith("-")):

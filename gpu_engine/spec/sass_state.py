@@ -14,6 +14,7 @@ from phos.gpu_engine.spec.sass_value import (
     COUNT,
     LOADED,
     LOADED_WORD,
+    NOT_THE_PROGRAMS,
     NOTHING,
     STACK,
     UNKNOWN,
@@ -32,7 +33,6 @@ from phos.gpu_engine.spec.sass_value import (
 WORD = 4
 
 BLOCK_WORD, STACK_WORD, WINDOW_WORD = of(BLOCK), of(STACK), of(WINDOW)
-DRIVERS_WORD = of(Atom(Origin.VARIABLE, -1))
 _LOADED = frozenset([LOADED])
 _STACK = (Origin.STACK, Origin.WINDOW)
 
@@ -132,7 +132,7 @@ class Kernel:
             if place in (driver.window, driver.window + WORD):
                 return WINDOW_WORD
             if place in driver.barrier:
-                return DRIVERS_WORD
+                return NOT_THE_PROGRAMS
             return COUNT  # dimensions and the like
         if bank == 4:
             return of(Atom(Origin.VARIABLE, place))
@@ -143,11 +143,11 @@ class Kernel:
     def element(self, bank: int, place: int, stride: int, rising: bool) -> Word:
         """The word at ``place`` plus an unknown multiple of ``stride``, if ``rising`` none below it, of a bank."""
         if bank == 0 and place in self.layout.driver.barrier:
-            return DRIVERS_WORD  # one for each size that a cluster may have
+            return NOT_THE_PROGRAMS  # one for each size that a cluster may have
         if bank == 0:
             return of(Atom(Origin.ELEMENT, place - self.layout.base, stride, rising))
         if bank == 4:
-            return of(Atom(Origin.VARIABLE, -1))
+            return NOT_THE_PROGRAMS
         return self.constant(bank, place)
 
 

@@ -125,6 +125,8 @@ def of(atom: Atom) -> Word:
 
 
 LOADED_WORD = of(LOADED)
+NOT_THE_PROGRAMS = of(Atom(Origin.VARIABLE, -1))
+"""An address of memory that is the module's or the driver's."""
 LOADED_NUMBER = Word(_PLAIN, frozenset([LOADED]), 0, 1)
 """Less than a word, loaded from memory: an index at most."""
 

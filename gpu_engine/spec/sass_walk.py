@@ -15,7 +15,7 @@ from phos.gpu_engine.spec.sass_memory import touch
 from phos.gpu_engine.spec.sass_state import Kernel, State
 from phos.gpu_engine.spec.sass_step import step
 from phos.gpu_engine.spec.sass_text import UNREADABLE, Instruction, Kind, Listing
-from phos.gpu_engine.spec.sass_value import LOADED_WORD, UNKNOWN, Atom, Origin, Word, of
+from phos.gpu_engine.spec.sass_value import LOADED_WORD, NOT_THE_PROGRAMS, UNKNOWN, Origin, Word
 
 MAX_DEPTH = 16
 """Calls within calls. Deeper ones are taken for recursion."""
@@ -282,7 +282,7 @@ class Walk:
                 raise CannotFollowError(f"at {instruction.address:#x} calls are nested more than {MAX_DEPTH} deep")
             following += self._nodes((*context, after), targets)
         if outside - _NEVER_RETURN:
-            heap = of(Atom(Origin.VARIABLE, -1)) if "malloc" in outside else UNKNOWN
+            heap = NOT_THE_PROGRAMS if "malloc" in outside else UNKNOWN
             for result in _RESULTS:
                 state.registers[result] = heap
             state.guarded.clear()  # it may have changed predicates

@@ -105,42 +105,35 @@ def test_a_checkpoint_with_twins(site: Site, name: str) -> None:
     assert program.wait_result() == expected
 
 
-@pytest.mark.parametrize(("blocks", "twins"), [(100, True), (200, False)])
-def test_no_twin_of_blocks_that_may_wait_for_each_other(site: Site, blocks: int, twins: bool) -> None:
-    """Of 132 multiprocessors each holds two blocks of the kernel and one of its twin: 200 would not run at a time."""
-    quickly = {"SOFTGPU_COPY_BANDWIDTH": "0", "SOFTGPU_COPY_HOLD": "", "SOFTGPU_REGISTERS": str(2 * 1024 * 16)}
+def in_a_long_window(site: Site, name: str, *arguments: str, **environment: str) -> tuple[Program, dict[str, int]]:
+    """A program of those for twins, whose own copies are quick and phosd's are held; and what its window counts."""
     site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(32 << 20)}
     site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "hold")
     site.run("phosd", "--ensure")
-    program = site.start(sys.executable, str(READER.with_name("persistent.py")), str(blocks), **quickly)
-    image = dumped_with_twins(site, program)
-    counts = window_of(site, image)
+    quickly = {"SOFTGPU_COPY_BANDWIDTH": "0", "SOFTGPU_COPY_HOLD": "", **environment}
+    program = site.start(sys.executable, str(READER.with_name(name)), *arguments, **quickly)
+    return program, window_of(site, dumped_with_twins(site, program))
+
+
+@pytest.mark.parametrize(("blocks", "twins"), [(100, True), (200, False)])
+def test_no_twin_of_blocks_that_may_wait_for_each_other(site: Site, blocks: int, twins: bool) -> None:
+    """Of 132 multiprocessors each holds two blocks of the kernel and one of its twin: 200 would not run at a time."""
+    _, counts = in_a_long_window(site, "persistent.py", str(blocks), SOFTGPU_REGISTERS=str(2 * 1024 * 16))
     assert counts["twin_kernels"] == 1
     assert (counts["twins"] > 0) == twins
 
 
 def test_contexts_in_which_twins_were_launched_may_end_in_the_window(site: Site) -> None:
     """The events behind those twins end with them, and nobody may ask for these any more."""
-    quickly = {"SOFTGPU_COPY_BANDWIDTH": "0", "SOFTGPU_COPY_HOLD": ""}
-    site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(32 << 20)}
-    site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "hold")
-    site.run("phosd", "--ensure")
-    program = site.start(sys.executable, str(READER.with_name("ends_contexts.py")), **quickly)
-    image = dumped_with_twins(site, program)
-    assert window_of(site, image)["twins"] > 0
+    program, counts = in_a_long_window(site, "ends_contexts.py")
+    assert counts["twins"] > 0
     program.wait_iterations(program.iterations() + 3)
 
 
 def test_a_twin_uses_the_variable_of_the_module_that_is_loaded_now(site: Site) -> None:
     """One that was unloaded may have had the same handles, and its variables elsewhere."""
-    quickly = {"SOFTGPU_COPY_BANDWIDTH": "0", "SOFTGPU_COPY_HOLD": ""}
-    quickly["GLIBC_TUNABLES"] = "glibc.malloc.mmap_threshold=4096"
-    site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(32 << 20)}
-    site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "hold")
-    site.run("phosd", "--ensure")
-    program = site.start(sys.executable, str(READER.with_name("reloads.py")), **quickly)
-    image = dumped_with_twins(site, program)
-    assert window_of(site, image)["twins"] > 10
+    program, counts = in_a_long_window(site, "reloads.py", GLIBC_TUNABLES="glibc.malloc.mmap_threshold=4096")
+    assert counts["twins"] > 10
     program.wait_iterations(program.iterations() + 3)
 
 

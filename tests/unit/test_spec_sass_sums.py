@@ -6,7 +6,7 @@ import pytest
 
 from phos.gpu_engine.spec.descriptor import Access, Parameter
 from tests.unit.sass_snippets import P0, P1, P2, flow
-from tests.unit.spec_access import BOTH, NONE, POINTER, WRITE, pointers
+from tests.unit.spec_access import BOTH, NONE, POINTER, WRITE, Expected, pointers
 
 STORE = """
     IADD3 R2, P0, R2, UR4, RZ
@@ -16,38 +16,37 @@ STORE = """
 """
 
 
+def beside(code: str) -> Expected:
+    """What a kernel does that stores through the sum of what the code has put into R2 and R3 and into UR4 and UR5."""
+    return flow(code + STORE, P0, P1)
+
+
 def test_a_pointer_on_the_stack_was_never_0() -> None:
-    found = flow(
-        f"""
+    found = beside(
+        """
         LDC R1, c[0x0][0x28]
         LDC.64 R4, c[0x0][0x210]
         ULDC.64 UR4, c[0x0][0x218]
         STL.64 [R1+0x40], R4
         LDL.64 R2, [R1+0x40]
-        {STORE}
-        """,
-        P0,
-        P1,
+        """
     )
     assert found == (pointers(WRITE, WRITE), NONE)
 
 
 def test_a_pointer_that_may_be_0_does_not_make_the_number_beside_it_one() -> None:
     """`(p > limit ? p : 0) + n`, and a pointer out of an array on the stack."""
-    found = flow(
-        f"""
+    found = beside(
+        """
         LDC.64 R4, c[0x0][0x210]
         ULDC.64 UR4, c[0x0][0x218]
         SEL R2, R4, RZ, P1
         SEL R3, R5, RZ, P1
-        {STORE}
-        """,
-        P0,
-        P1,
+        """
     )
     assert found == (pointers(WRITE, WRITE), NONE)
-    found = flow(
-        f"""
+    found = beside(
+        """
         LDC R1, c[0x0][0x28]
         LDC.64 R4, c[0x0][0x210]
         ULDC.64 UR4, c[0x0][0x218]
@@ -55,24 +54,18 @@ def test_a_pointer_that_may_be_0_does_not_make_the_number_beside_it_one() -> Non
         STL.64 [R1+0x48], R4
         IMAD R6, R9, 0x8, R1
         LDL.64 R2, [R6+0x40]
-        {STORE}
-        """,
-        P0,
-        P1,
+        """
     )
     assert found == (pointers(WRITE, WRITE), NONE)
     # Where the pointer is used by itself elsewhere, it is the one.
-    found = flow(
-        f"""
+    found = beside(
+        """
         LDC.64 R4, c[0x0][0x210]
         LDG.E R0, desc[UR6][R4.64]
         ULDC.64 UR4, c[0x0][0x218]
         SEL R2, R4, RZ, P1
         SEL R3, R5, RZ, P1
-        {STORE}
-        """,
-        P0,
-        P1,
+        """
     )
     assert found[1] == NONE
     assert (0, 0, 8, BOTH, POINTER) in found[0]
@@ -107,14 +100,14 @@ def test_a_scaled_distance_beside_a_number_leads_to_the_other_pointer() -> None:
 def test_an_address_of_which_one_half_is_made_of_bytes() -> None:
     halves = "LDC.U16 R4, c[0x0][0x210]\nLDC.U16 R5, c[0x0][0x212]\nPRMT R2, R4, 0x5410, R5\nLDC R3, c[0x0][0x214]\n"
     halves += "ULDC.64 UR4, c[0x0][0x218]"
-    assert flow(halves + STORE, P0, P1) == (pointers(WRITE, WRITE), NONE)
+    assert beside(halves) == (pointers(WRITE, WRITE), NONE)
     halves = (
         halves.replace("0x210", "0x214")
         .replace("0x212", "0x216")
         .replace("LDC R3, c[0x0][0x214]", "LDC R2, c[0x0][0x210]")
     )
     halves = halves.replace("PRMT R2", "PRMT R3")
-    assert flow(halves + STORE, P0, P1) == (pointers(WRITE, WRITE), NONE)
+    assert beside(halves) == (pointers(WRITE, WRITE), NONE)
 
 
 MOVED = """
@@ -174,16 +167,13 @@ def test_what_the_name_calls_a_pointer_is_one_beside_a_number_from_memory(
 
 @pytest.mark.parametrize("name", ["STS.64", "STAS.64", "ATOMS.EXCH.64 R20,", "REDAS.ADD.64", "REDS.ADD.64"])
 def test_a_pointer_that_went_through_shared_memory_is_the_address_and_not_the_number(name: str) -> None:
-    found = flow(
+    found = beside(
         f"""
         LDC.64 R4, c[0x0][0x210]
         ULDC.64 UR4, c[0x0][0x218]
         {name} [R30], R4
         LDS.64 R2, [R30]
-        {STORE}
-        """,
-        P0,
-        P1,
+        """
     )
     assert found == (pointers(WRITE, WRITE), NONE)
 
