@@ -42,9 +42,10 @@ void (*driver_meanwhile)(void);
 void phos_control_kick(void)
 {
     void (*other)(void) = driver_meanwhile;
+    if (!other)
+        return; /* several threads come here, but only where nobody sets it */
     driver_meanwhile = NULL;
-    if (other)
-        other();
+    other();
 }
 bool phos_library_in_blas(void)
 {
