@@ -29,7 +29,8 @@ static bool kernel_sound(const struct phos_access_table *table, const struct pho
     for (uint32_t i = 0; i < kernel->fields; i++) {
         const struct phos_access_field *f = &table->fields[kernel->first_field + i];
         if (f->offset > kernel->block_size || f->size > kernel->block_size - f->offset || f->access & ~ALL ||
-            f->kind > PHOS_FIELD_TENSOR_MAP || (f->kind == PHOS_FIELD_POINTER && f->size != 8) ||
+            f->kind > PHOS_FIELD_TABLE ||
+            ((f->kind == PHOS_FIELD_POINTER || f->kind == PHOS_FIELD_TABLE) && f->size != 8) ||
             (f->kind == PHOS_FIELD_TENSOR_MAP && f->size != sizeof(CUtensorMap)))
             return false;
     }

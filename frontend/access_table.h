@@ -6,7 +6,7 @@
 
 #define PHOS_ACCESS_MAGIC 0x31434341534f4850ull /* "PHOSACC1" */
 
-enum phos_access_kind { PHOS_FIELD_POINTER = 0, PHOS_FIELD_SCAN = 1, PHOS_FIELD_TENSOR_MAP = 2 };
+enum phos_access_kind { PHOS_FIELD_POINTER = 0, PHOS_FIELD_SCAN = 1, PHOS_FIELD_TENSOR_MAP = 2, PHOS_FIELD_TABLE = 3 };
 enum { PHOS_READS = 1, PHOS_WRITES = 2 };
 
 struct phos_access_header {

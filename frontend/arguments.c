@@ -71,6 +71,10 @@ void phos_look_field(struct phos_touches *touches, struct phos_look *look, const
         if (read_at(look, field->offset, &address, sizeof address))
             phos_touches_add(touches, address, 0, field->access);
         break;
+    case PHOS_FIELD_TABLE:
+        if (read_at(look, field->offset, &address, sizeof address))
+            phos_touches_add(touches, address, 0, (uint32_t)field->access << PHOS_THROUGH);
+        break;
     case PHOS_FIELD_TENSOR_MAP:
         if (!read_at(look, field->offset, &map, sizeof map))
             break;

@@ -15,6 +15,7 @@
 #include "runtime.h"
 #include "tell.h"
 #include "track.h"
+#include "window.h"
 #include "wire_link.h"
 
 #include <errno.h>
@@ -336,7 +337,7 @@ void phos_audit_before(struct phos_touches *touches)
 {
     bool writes = touches->anything & PHOS_WRITES;
     for (size_t i = 0; i < touches->count && !writes; i++)
-        writes = touches->list[i].access & PHOS_WRITES;
+        writes = touches->list[i].access & (PHOS_WRITES | PHOS_WRITES << PHOS_THROUGH);
     if (touches->nothing) {
         clear_note();
         return;
@@ -355,6 +356,10 @@ void phos_audit_before(struct phos_touches *touches)
     uint64_t newest = why ? 0 : phos_audit_newest_block();
     if (!why && !newest)
         why = "phosd was not told of all memory";
+    if (why)
+        phos_touches_through_nothing(touches); /* it is not judged */
+    else if (phos_touches_through(touches, PHOS_WRITES))
+        phos_window_follow(touches, true);
     if (begin(touches, newest, why))
         touches->audit = AUDITED;
     else if (why) { /* nor can this call's work be */

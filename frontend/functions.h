@@ -35,6 +35,8 @@ void phos_kernel_touch(struct phos_touches *touches, struct phos_kernel *kernel,
 /* What the above depends on besides its arguments: grows with every new table of descriptors, and as device memory is
  * mapped outside the range of addresses in which there was any before. */
 uint64_t phos_kernel_touch_version(void);
+/* Where device memory is, or was: a number that lies elsewhere is no address. */
+void phos_device_range(CUdeviceptr *low, CUdeviceptr *high);
 
 /* AccessTable came: takes a copy of the table in the file. NULL, or a sentence why it was not taken. */
 const char *phos_access_table_take(int descriptor);

@@ -18,8 +18,7 @@ static uint64_t table_version = 1;
 static CUdeviceptr device_low = ~0ull, device_high;
 static _Atomic uint64_t touch_version = 1; /* any thread */
 
-/* Where device memory is, or was: a number in an argument that lies elsewhere is no address. */
-static void device_range(CUdeviceptr *low, CUdeviceptr *high)
+void phos_device_range(CUdeviceptr *low, CUdeviceptr *high)
 {
     PHOS_LOCKED(&phos_memory_lock);
     if (phos_mappings.count) {
@@ -37,7 +36,7 @@ static void device_range(CUdeviceptr *low, CUdeviceptr *high)
 uint64_t phos_kernel_touch_version(void)
 {
     CUdeviceptr low, high;
-    device_range(&low, &high);
+    phos_device_range(&low, &high);
     return atomic_load(&touch_version);
 }
 
@@ -67,7 +66,8 @@ static bool doubted(const struct phos_kernel *kernel, const struct phos_access_k
     if (!kernel->of_blas || row->source != PHOS_SOURCE_SASS)
         return false;
     for (uint32_t i = 0; i < row->fields; i++)
-        if (table.fields[row->first_field + i].access & PHOS_WRITES)
+        if (table.fields[row->first_field + i].access & PHOS_WRITES &&
+            table.fields[row->first_field + i].kind != PHOS_FIELD_TABLE)
             return true;
     return false;
 }
@@ -76,7 +76,7 @@ void phos_kernel_touch(struct phos_touches *touches, struct phos_kernel *kernel,
 {
     bool in_blas = phos_library_in_blas();
     struct phos_look look = {.arguments = arguments};
-    device_range(&look.low, &look.high);
+    phos_device_range(&look.low, &look.high);
     PHOS_LOCKED(&phos_function_lock);
     const struct phos_access_kernel *row = row_of(kernel);
     kernel->of_blas |= in_blas;
@@ -93,7 +93,8 @@ void phos_kernel_touch(struct phos_touches *touches, struct phos_kernel *kernel,
         look.count = row->parameters;
         const struct phos_access_field *fields = table.fields + row->first_field;
         for (uint32_t i = 0; i < row->fields; i++)
-            phos_look_field(touches, &look, &fields[i]);
+            if (!doubt || in_blas || fields[i].kind != PHOS_FIELD_TABLE)
+                phos_look_field(touches, &look, &fields[i]);
         return;
     }
     if (kernel->layout != PHOS_LAYOUT_KNOWN) {

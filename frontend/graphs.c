@@ -125,6 +125,7 @@ static void work_out(struct executable *executable, uint64_t version)
     }
     if (executable->nodes.lost)
         all.anything = ALL;
+    phos_touches_through_anything(&all); /* what lies in them when a kernel begins, others in the graph may have put there */
     merge(&all);
     free(executable->list);
     executable->list = all.count ? malloc(all.count * sizeof *all.list) : NULL;

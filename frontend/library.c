@@ -173,7 +173,7 @@ void phos_library_refine(struct phos_touches *touches)
         if (!saying.documented)
             continue;
         if (!saying.output)
-            touch->access = PHOS_READS;
+            touch->access = PHOS_READS | (touch->access & (PHOS_READS | PHOS_WRITES) << PHOS_THROUGH);
         /* Through a pointer to a documented matrix no more than the matrix is reached, not all that was allocated with
          * it: an allocator of its own, such as PyTorch's, puts many tensors into one allocation. */
         if (!touch->size && saying.sized) {
@@ -185,6 +185,8 @@ void phos_library_refine(struct phos_touches *touches)
         touches->documented |= says_all(scope);
     /* Of a kernel without data flow the arguments are guessed, and what lies beyond them is not: it may be a tensor map. */
     uint32_t unknown = touches->anything | touches->unsure;
+    for (size_t i = 0; i < touches->count; i++)
+        unknown |= touches->list[i].access >> PHOS_THROUGH;
     if (touches->guessed || touches->source == SOURCE_NAME || touches->source == SOURCE_LAYOUT)
         unknown |= PHOS_READS | PHOS_WRITES;
     if (phos_window_loading()) /* a table that is not here yet may say so too */
@@ -193,6 +195,7 @@ void phos_library_refine(struct phos_touches *touches)
     if (phos_window_loading() || (touches->documented && unknown))
         wanted |= PHOS_READS;
     if (touches->documented) {
+        phos_touches_through_nothing(touches);
         touches->anything = 0; /* before ranges are added: that may fail, and then says so here */
     } else {
         touches->anything |= phos_library_in_blas() ? touches->unsure : 0;

@@ -39,6 +39,28 @@ void phos_touches_add(struct phos_touches *touches, CUdeviceptr address, size_t 
     touches->list[touches->count++] = (struct phos_touch){address, size, access};
 }
 
+bool phos_touches_through(const struct phos_touches *touches, uint32_t access)
+{
+    for (size_t i = 0; i < touches->count; i++)
+        if (touches->list[i].access >> PHOS_THROUGH & access)
+            return true;
+    return false;
+}
+
+void phos_touches_through_anything(struct phos_touches *touches)
+{
+    for (size_t i = 0; i < touches->count; i++) {
+        touches->anything |= touches->list[i].access >> PHOS_THROUGH;
+        touches->list[i].access &= PHOS_READS | PHOS_WRITES;
+    }
+}
+
+void phos_touches_through_nothing(struct phos_touches *touches)
+{
+    for (size_t i = 0; i < touches->count; i++)
+        touches->list[i].access &= PHOS_READS | PHOS_WRITES;
+}
+
 static bool captured(CUstream stream)
 {
     CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;

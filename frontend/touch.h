@@ -11,8 +11,9 @@
 struct phos_touch {
     CUdeviceptr address;
     size_t size;     /* bytes from address on; 0: the whole allocation that holds it */
-    uint32_t access; /* PHOS_READS | PHOS_WRITES */
+    uint32_t access; /* PHOS_READS | PHOS_WRITES, and the same << PHOS_THROUGH: through addresses that lie there */
 };
+#define PHOS_THROUGH 2
 
 #define PHOS_TOUCHES_INLINE 32
 #define PHOS_SOURCE_NONE 255u
@@ -43,6 +44,11 @@ struct phos_touches {
 
 void phos_touches_begin(struct phos_touches *touches, CUstream stream);
 void phos_touches_add(struct phos_touches *touches, CUdeviceptr address, size_t size, uint32_t access);
+/* Whether something of the access is done through addresses that lie in memory; that this may be any address; or that it
+ * is known from elsewhere what is done. */
+bool phos_touches_through(const struct phos_touches *touches, uint32_t access);
+void phos_touches_through_anything(struct phos_touches *touches);
+void phos_touches_through_nothing(struct phos_touches *touches);
 /* After touch_<entry point>(): `per_thread`, the call's stream 0 is the calling thread's own. Sees whether the stream is
  * being captured. */
 void phos_touches_complete(struct phos_touches *touches, bool per_thread, const char *entry_point);

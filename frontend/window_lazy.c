@@ -180,7 +180,7 @@ void phos_window_launched(const struct phos_touches *touches)
     memcpy(recent, name, strnlen(name, PHOS_RECENT_NAME - 1));
 }
 
-void phos_window_load(const struct phos_touches *touches)
+void phos_window_load(struct phos_touches *touches)
 {
     uint64_t start = phos_now_ns();
     phos_count(&phos_window.table->counts.calls, 1); /* before it waits: phosd may read the counts when the wait is over */
@@ -191,8 +191,16 @@ void phos_window_load(const struct phos_touches *touches)
     if ((touches->anything || unseen) && !touches->nothing) {
         phos_window_blame(touches);
         load_anything();
-    } else if (!touches->nothing)
+    } else if (!touches->nothing) {
         load(touches);
+        if (phos_touches_through(touches, PHOS_READS | PHOS_WRITES)) {
+            phos_window_follow(touches, false);
+            if (touches->anything)
+                load_anything();
+            else
+                load(touches);
+        }
+    }
     phos_window_launched(touches);
     phos_count(&phos_window.table->counts.call_ns, phos_now_ns() - start);
 }

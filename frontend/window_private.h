@@ -1,5 +1,5 @@
 /* Shared by the window's parts: window.c (begin and end), window_shadow.c and window_lazy.c (what is done before a call, in
- * a checkpoint and in a lazy restore), window_ranges.c (what a call touches). */
+ * a checkpoint and in a lazy restore), window_ranges.c (what a call touches), window_tables.c (through addresses in memory). */
 #pragma once
 #include "blocks.h"
 #include "runtime.h"
@@ -68,7 +68,7 @@ void phos_window_note(struct phos_chunk_range chunks, bool writes);
 /* ---- window_lazy.c ---- */
 
 /* Before a call in a lazy restore: what it may touch is there when this returns. */
-void phos_window_load(const struct phos_touches *touches);
+void phos_window_load(struct phos_touches *touches);
 /* At the window's end, with all data there: gives access to what has none yet. False: a guess was wrong, and phosd is about
  * to end this process, which must not get to see that. */
 bool phos_window_loaded(void) PHOS_CHECKED;

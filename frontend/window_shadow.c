@@ -466,7 +466,8 @@ static void secure(const struct phos_touches *touches)
         if (!targets.copies)
             return;
         if (touches->anything & PHOS_WRITES) {
-            phos_window_blame(touches);
+            if (!phos_window_closed())
+                phos_window_blame(touches);
             wait_for_everything();
         } else if (targets.failed)
             wait_for_everything();
@@ -501,6 +502,9 @@ void phos_window_before(struct phos_touches *touches)
     if (phos_window_closed())
         return;
     uint64_t start = phos_now_ns();
+    if (phos_window.table->mode != PHOS_WINDOW_WATCH && !(touches->anything & PHOS_WRITES) &&
+        phos_touches_through(touches, PHOS_WRITES))
+        phos_window_follow(touches, false);
     secure(touches);
     phos_count(&phos_window.table->counts.calls, 1);
     phos_count(&phos_window.table->counts.call_ns, phos_now_ns() - start);

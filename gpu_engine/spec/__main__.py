@@ -85,7 +85,7 @@ def _print_table(found: list[AccessDescriptor]) -> None:
 
 
 def _fields(fields: tuple[Field, ...]) -> str:
-    marks = {FieldKind.POINTER: "", FieldKind.SCAN: "*", FieldKind.TENSOR_MAP: "#"}
+    marks = {FieldKind.POINTER: "", FieldKind.SCAN: "*", FieldKind.TENSOR_MAP: "#", FieldKind.TABLE: "@"}
     return "  ".join(f"{f.offset}:{f.size}{marks[f.kind]} {LETTERS[f.access]}" for f in fields)
 
 

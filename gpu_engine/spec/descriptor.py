@@ -8,6 +8,7 @@ descriptor is a guess, not a proof: whoever uses one validates what came of it.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 ADDRESS_BYTES = 8
@@ -36,6 +37,8 @@ class FieldKind(enum.IntEnum):
     """Every 8 aligned bytes that name device memory are taken for an address."""
     TENSOR_MAP = 2
     """The 128 bytes are a tensor map; the frontend knows from what address it was encoded."""
+    TABLE = 3
+    """The 8 bytes are the address of memory in which addresses lie when the kernel begins; these are meant."""
 
 
 class Source(enum.IntEnum):
@@ -61,7 +64,10 @@ class Parameter:
 
 @dataclass(frozen=True, order=True)
 class Field:
-    """A part of the parameter block that holds addresses; bytes. ``access`` is what the kernel does through them."""
+    """A part of the parameter block that holds addresses; bytes. ``access`` is what the kernel does through them.
+
+    None overlaps another, but that a table is a pointer as well: the kernel reads it there.
+    """
 
     offset: int
     size: int
@@ -73,8 +79,9 @@ class Field:
 class AccessDescriptor:
     """What one kernel does with its arguments.
 
-    ``indirect`` is what it does through addresses that come from anywhere else: loaded from memory, or from a module's
-    variables. (A store into a module's own ``__device__`` variable is none: the driver saves those.)
+    ``indirect`` is what it does through addresses that come from anywhere else: from a module's variables, or from
+    memory that no argument names, or that the kernel itself writes to. (A store into a module's own ``__device__``
+    variable is none: the driver saves those.)
     """
 
     kernel: str
@@ -89,6 +96,25 @@ class AccessDescriptor:
     def block_size(self) -> int:
         """Bytes of the parameter block."""
         return max((p.offset + p.size for p in self.parameters), default=0)
+
+
+def with_tables(
+    fields: Iterable[Field], tables: Mapping[int, Access], indirect: Access
+) -> tuple[tuple[Field, ...], Access]:
+    """The fields with those for tables by their places, and what is done indirectly.
+
+    What a kernel finds in a table that it writes to itself nobody knows before; and of one through which it does no
+    more than it does indirectly there is nothing to say.
+    """
+    others = list(fields)
+    written = [field for field in others if field.access & Access.WRITE and field.kind != FieldKind.TENSOR_MAP]
+    for place, access in tables.items():
+        if any(field.offset < place + ADDRESS_BYTES and place < field.offset + field.size for field in written):
+            indirect |= access
+    for place, access in tables.items():
+        if access & ~indirect:
+            others.append(Field(place, ADDRESS_BYTES, access & ~indirect, FieldKind.TABLE))
+    return tuple(sorted(others)), indirect
 
 
 def from_layout(kernel: str, parameters: tuple[Parameter, ...]) -> AccessDescriptor:

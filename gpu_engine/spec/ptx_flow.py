@@ -24,6 +24,7 @@ from phos.gpu_engine.spec.descriptor import (
     FieldKind,
     Parameter,
     Source,
+    with_tables,
 )
 from phos.gpu_engine.spec.ptx_compile import Compiler
 from phos.gpu_engine.spec.ptx_solve import HARMLESS, Instance, Solver, TooHard
@@ -89,8 +90,8 @@ class Kernels:
         for field in found:
             if field.kind is FieldKind.SCAN and any(_packed(declared, field) for declared in layout):
                 elsewhere |= field.access
-        fields = tuple(sorted([*found, *maps]))
-        return AccessDescriptor(name, parameters, fields, solver.indirect | elsewhere, Source.PTX)
+        fields, indirect = with_tables([*found, *maps], solver.tables, solver.indirect | elsewhere)
+        return AccessDescriptor(name, parameters, fields, indirect, Source.PTX)
 
 
 class _Solver(Solver):

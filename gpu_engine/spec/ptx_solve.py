@@ -97,6 +97,10 @@ def _strengthened(value: Value) -> Iterator[tuple[Atom, int]]:
         yield LOADED, STRONG
 
 
+def _in_table(atom: Atom) -> bool:
+    return isinstance(atom, Loaded) and atom.table is not None
+
+
 def _short(value: Value) -> set[Atom]:
     """Of what may be a pointer as a whole, that of which fewer bits are left: distances are computed in 32, too."""
     return {atom for atom, role in value.items() if role == OFFSET and isinstance(atom, Bytes) and atom.size >= 8}
@@ -138,6 +142,8 @@ class Solver:
         self.touched: dict[Atom, Access] = {}
         self.tensors: dict[tuple[int, int | None], Access] = {}
         """Access by (object, offset) of tensor maps among the parameters."""
+        self.tables: dict[int, Access] = {}
+        """Access through addresses in the memory that the eight bytes at this place of the parameter block name."""
         self.indirect = Access.NONE
         self._kernel = self._instance(codes[kernel], "", 0)
 
@@ -196,7 +202,10 @@ class Solver:
 
     def _record_atom(self, atom: Atom, access: Access) -> None:
         if isinstance(atom, Loaded):
-            self.indirect |= access
+            if atom.table is None:
+                self.indirect |= access
+            else:
+                self.tables[atom.table] = self.tables.get(atom.table, Access.NONE) | access
         elif not isinstance(atom, Place) and access & ~self.touched.get(atom, Access.NONE):
             self.touched[atom] = self.touched.get(atom, Access.NONE) | access
             self._certain(atom)
@@ -212,10 +221,10 @@ class Solver:
         if best:
             return best
         pieces = [atom for atom in value if isinstance(atom, Bytes)]
-        rest: list[Atom] = [atom for atom in value if not isinstance(atom, Bytes | Raised)]
+        rest: list[Atom] = [atom for atom in value if not isinstance(atom, Bytes | Raised | Loaded)]
         whole = [run for run in runs(pieces) if run.size >= POINTER_BYTES]
         rest += [run if run.size == POINTER_BYTES else Anywhere(*run) for run in whole]
-        if not any(isinstance(atom, Place) for atom in rest):
+        if not any(isinstance(atom, Place) for atom in rest) or any(isinstance(atom, Loaded) for atom in value):
             rest.append(LOADED)  # it was computed in a way not followed here: what an argument holds is no address then
         return rest
 
@@ -242,7 +251,10 @@ class Solver:
                 for found, role in self._objects[atom.object].load(offset, size, sure=sure):
                     join(result, found, role)
             else:
-                join(result, LOADED, WEAK if size >= POINTER_BYTES else OFFSET)
+                table = None
+                if isinstance(atom, Bytes) and atom.size == POINTER_BYTES and atom.offset % POINTER_BYTES == 0:
+                    table = atom.offset
+                join(result, Loaded(table), WEAK if size >= POINTER_BYTES else OFFSET)
         return result
 
     def _write(self, atoms: list[Atom], number: int, size: int, value: Value) -> None:
@@ -356,7 +368,8 @@ class Solver:
     def _scramble(self, instance: Instance, step: Scramble) -> None:
         values = [instance.registers[source] for source in step.sources]
         if step.whole:
-            if all(any(role & POINTER for role in value.values()) for value in values):
+            whole = all(any(role & POINTER for role in value.values()) for value in values)
+            if whole or any(role & POINTER and _in_table(atom) for value in values for atom, role in value.items()):
                 self._set(instance, step.target, [(LOADED, WEAK)])
         elif any(isinstance(atom, Bytes) and atom.size < POINTER_BYTES for value in values for atom in value):
             self._set(instance, step.target, [(LOADED, OFFSET)])

@@ -47,8 +47,12 @@ class Anywhere(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """Something that was in memory, or that an unknown function returned."""
+    """Something that was in memory, or that an unknown function returned.
 
+    ``table``: where in the parameter block the address of that memory lies, if it does.
+    """
+
+    table: int | None = None
     mark: str = "loaded"
 
 
@@ -165,6 +169,8 @@ def assembled(parts: list[Value]) -> Iterator[tuple[Atom, int]]:
             # What is less than an address, and in all parts, is a number: extended by its sign, or a mask.
             whole = all(atom in other for other in parts) and (not isinstance(atom, Bytes) or atom.size >= 8)
             yield atom, WEAK if whole and rest else OFFSET
+            if isinstance(atom, Loaded) and not whole and all(any(isinstance(a, Loaded) for a in p) for p in parts):
+                yield LOADED, WEAK  # halves from different places
     pieces = [atom for part in parts for atom in part if isinstance(atom, Bytes) and atom.size < 8]
     for piece in runs(pieces):
         if piece.size >= 8 and any(isinstance(atom, Bytes) and atom.offset == piece.offset for atom in first):

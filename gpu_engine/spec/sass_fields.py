@@ -16,7 +16,7 @@ from phos.gpu_engine.spec.descriptor import (
     Parameter,
 )
 from phos.gpu_engine.spec.sass_state import WORD, Layout, Touch
-from phos.gpu_engine.spec.sass_value import ANY, BLOCK, KEY, LOADED, Atom, Atoms, Origin
+from phos.gpu_engine.spec.sass_value import ANY, BLOCK, KEY, Atom, Atoms, Origin
 
 # An index may be counted from 1, or be too large by one: the array may begin or end so many bytes from the place in the
 # code, if its elements are no larger.
@@ -41,13 +41,24 @@ class Base(NamedTuple):
     stride: int
     rising: bool = False
     """Whether none of these is before the place."""
+    table: bool = False
+    """It is not what lies there, but something in the memory that this names."""
+
+
+def _arguments(bases: Iterable[Base | None]) -> frozenset[Base]:
+    """Those that lie among the arguments, and not in memory."""
+    return frozenset(base for base in bases if base is not None and not base.table)
 
 
 class Found:
-    """What is done through each base. ``indirect`` is what is done through addresses from memory."""
+    """What is done through each base, and through what lies in tables by their places.
+
+    ``indirect`` is what is done through other addresses from memory.
+    """
 
     def __init__(self) -> None:
         self.bases: dict[Base, Access] = {}
+        self.tables: dict[int, Access] = {}
         self.maps: dict[Base, Access] = {}
         self.indirect = Access.NONE
 
@@ -55,6 +66,8 @@ class Found:
         """Note an access through a base; None is memory."""
         if base is None:
             self.indirect |= access
+        elif base.table:
+            self.tables[base.place] = self.tables.get(base.place, Access.NONE) | access
         else:
             self.bases[base] = self.bases.get(base, Access.NONE) | access
 
@@ -81,17 +94,19 @@ def resolve(
         if not candidates and not _is_own(touch):
             found.indirect |= touch.access  # an address from nowhere: a number in the code itself, for example
         # What went in as a number too: from a pointer to another, and added to the first, it leads to the other.
-        distances = _pairs(touch.derived, touch.derived) - {None}
+        distances: frozenset[Base | None] = _arguments(_pairs(touch.derived, touch.derived))
         alternatives = [base for bases, several in candidates if len(bases) == 1 or several for base in bases]
         # Of a store that may go to a parameter or to an address from memory the latter is mostly what the register
         # held on ways that do not come here. Taken seriously, it would make common kernels write anywhere.
-        leftover = any(base is not None for base in alternatives)
+        leftover = bool(_arguments(alternatives))
         # Where p may be 0, `p + n` is n, which is no pointer for that.
-        sums = [bases for bases, several in candidates if len(bases - {None}) > 1 and not several]
+        sums = [bases for bases, several in candidates if len(_arguments(bases)) > 1 and not several]
         partly.update(base for base in alternatives if any(base in bases for bases in sums))
         alone.update(base for base in alternatives if all(base not in bases for bases in sums))
         for base in alternatives:
-            found.note(base, touch.access & ~Access.WRITE if base is None and leftover else touch.access)
+            believed = touch.access & ~Access.WRITE if leftover and (base is None or base.table) else touch.access
+            if believed:
+                found.note(base, believed)
             for other in distances if base in distances else ():
                 found.note(other, touch.access)
         # Something that was subtracted: the pointer known elsewhere may lie in the same memory as that, and lead on.
@@ -105,9 +120,9 @@ def resolve(
     for bases, access, distances, moved in doubtful:
         known = bases & certain
         if known & (bases if moved else distances):
-            known = bases - {None}
+            known = _arguments(bases)
         if not known and not moved:
-            called = frozenset(base for base in bases if base is not None and _is_called(base, access, declared))
+            called = frozenset(base for base in _arguments(bases) if _is_called(base, access, declared))
             if not called & distances:
                 known = called
         for base in known or bases:
@@ -171,8 +186,9 @@ def _candidates(
     # before: in units of so many bytes, or with a tag.
     low = frozenset().union(*touch.low) | touch.derived
     high = touch.high | touch.derived
-    bases = _pairs(low, high) | _straddling(low, high)
-    return [(bases, True)] if bases else [], True
+    found = _pairs(low, high) | _straddling(low, high)
+    unsure = frozenset(None if base is None or base.table else base for base in found)
+    return [(unsure, True)] if unsure else [], True
 
 
 def _made_of_halves(touch: Touch) -> bool:
@@ -206,8 +222,11 @@ def _pairs(low: Atoms, high: Atoms, alignment: int = ADDRESS_BYTES) -> frozenset
         if atom.origin in _WORDS:
             if _upper(atom) in high and (atom.place % alignment == 0 or atom.stride):
                 bases.add(Base(atom.place, atom.stride, atom.rising))
-        elif atom == LOADED and atom in high:
-            bases.add(None)
+        elif atom.origin == Origin.LOADED:
+            if atom.place >= 0 and atom in high:
+                bases.add(Base(atom.place, 0, table=True))
+            elif any(other.origin == Origin.LOADED for other in high):
+                bases.add(None)  # halves from different places, too
     return frozenset(bases)
 
 

@@ -20,6 +20,7 @@ from phos.gpu_engine.spec.descriptor import (
     FieldKind,
     Parameter,
     Source,
+    with_tables,
 )
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.sass_disassembly import SETTING, disassemble, find_disassembler
@@ -84,7 +85,8 @@ def _describe_one(
         return anything(name, parameters)
     found = resolve(kernel.touches, layout, parameters, _declared(name, parameters))
     laid, more = fields(found, parameters, name)
-    return AccessDescriptor(name, parameters, laid, found.indirect | kernel.indirect | more, Source.SASS)
+    laid, indirect = with_tables(laid, found.tables, found.indirect | kernel.indirect | more)
+    return AccessDescriptor(name, parameters, laid, indirect, Source.SASS)
 
 
 def _declared(name: str, parameters: tuple[Parameter, ...]) -> dict[int, Access]:

@@ -5,7 +5,7 @@ One whose address is written in a way not known here may reach any memory.
 
 from __future__ import annotations
 
-from phos.gpu_engine.spec.descriptor import Access
+from phos.gpu_engine.spec.descriptor import ADDRESS_BYTES, Access
 from phos.gpu_engine.spec.sass_operands import (
     Handler,
     constant_word,
@@ -17,7 +17,7 @@ from phos.gpu_engine.spec.sass_operands import (
     word_of,
     words_in,
 )
-from phos.gpu_engine.spec.sass_state import Kernel, State, Touch
+from phos.gpu_engine.spec.sass_state import WORD, Kernel, State, Touch
 from phos.gpu_engine.spec.sass_text import Instruction, Kind, Operand
 from phos.gpu_engine.spec.sass_value import (
     BLOCK,
@@ -26,6 +26,7 @@ from phos.gpu_engine.spec.sass_value import (
     NOTHING,
     UNKNOWN,
     Atom,
+    Atoms,
     Origin,
     Word,
     add,
@@ -33,9 +34,12 @@ from phos.gpu_engine.spec.sass_value import (
     join,
     join_all,
     number,
+    of,
 )
 
 BOTH = Access.READ | Access.WRITE
+
+_MAY_POINT = (Origin.PARAMETER, Origin.ELEMENT, Origin.LOADED, Origin.VARIABLE, Origin.MANY, Origin.KEY)
 
 MOST_COLOURS = 4
 """Registers that one result of a texture or surface instruction takes at most."""
@@ -87,10 +91,22 @@ def _pointed(low: Word, high: Word, part: int, state: State, kernel: Kernel) -> 
         elif Origin.WINDOW in origins:
             words += [kernel.shared, state.load_stack(UNKNOWN, part)]
         else:
-            words.append(LOADED_WORD)
+            words.append(_from_memory(atoms, low, high))
             if any(atom.origin == Origin.WINDOW for atom in high.atoms):
                 words.append(kernel.shared)
     return join_all(words)
+
+
+def _from_memory(atoms: Atoms, low: Word, high: Word) -> Word:
+    """A word from memory; if a single argument names that memory, it is known which one."""
+    pointers = [atom for atom in atoms if atom.origin in _MAY_POINT]
+    if len(pointers) != 1 or any(atom.origin == Origin.MINUS for atom in low.derived):
+        return LOADED_WORD
+    (one,) = pointers
+    upper = one._replace(place=one.place + WORD)
+    if one.origin != Origin.PARAMETER or one.place % ADDRESS_BYTES or upper not in high.atoms:
+        return LOADED_WORD
+    return of(Atom(Origin.LOADED, one.place))
 
 
 def _demoted(instruction: Instruction, word: Word) -> Word:

@@ -12,7 +12,6 @@ from phos.gpu_engine.spec.sass_value import (
     ANY,
     BLOCK,
     COUNT,
-    LOADED,
     LOADED_WORD,
     NOT_THE_PROGRAMS,
     NOTHING,
@@ -33,8 +32,11 @@ from phos.gpu_engine.spec.sass_value import (
 WORD = 4
 
 BLOCK_WORD, STACK_WORD, WINDOW_WORD = of(BLOCK), of(STACK), of(WINDOW)
-_LOADED = frozenset([LOADED])
 _STACK = (Origin.STACK, Origin.WINDOW)
+
+
+def _is_loaded(atoms: Atoms) -> bool:
+    return len(atoms) == 1 and next(iter(atoms)).origin == Origin.LOADED
 
 
 class Driver(NamedTuple):
@@ -106,7 +108,7 @@ class Kernel:
         number would pass for an index of the number. What was loaded from memory has no halves of its own.
         """
         if not word.plain:
-            loaded = frozenset(atoms for atoms in word.alternatives if atoms == _LOADED)
+            loaded = frozenset(atoms for atoms in word.alternatives if _is_loaded(atoms))
             others = word.alternatives - loaded
             marked = frozenset([frozenset().union(*others, [ANY])]) if others else frozenset()
             self.shared = join(self.shared, Word(loaded | marked, word.derived, 0, 1))

@@ -32,6 +32,7 @@ from phos.gpu_engine.spec.sass_value import (
     mix,
     multiply,
     number,
+    without_tables,
 )
 
 
@@ -161,6 +162,7 @@ def _addition(instruction: Instruction, state: State, kernel: Kernel) -> None:
 def _unknown(instruction: Instruction, state: State, kernel: Kernel) -> None:
     register, sources = destination(instruction)
     words = [mix([word_of(source, state, kernel, part) for source in sources]) for part in range(words_in(instruction))]
+    words = [without_tables(word) for word in words]
     if memory.anything(instruction, state, kernel):
         words = [join(word, LOADED_WORD) for word in words]
     put(instruction, state, register, words)
@@ -310,7 +312,9 @@ def _lop3(instruction: Instruction, state: State, kernel: Kernel) -> None:
             word = Word(word.alternatives, word.derived, 0, mask & -mask, word.plain and mask > 0)
         if table in _EXCLUSIVE and sum(not one.plain for one in set(parts)) > 1:
             word = word._replace(alternatives=frozenset(atoms | {KEY} for atoms in word.alternatives))
-        words.append(word)
+        # An address with its lowest bits masked off is in its table still, near enough; one with a key is not.
+        masked = table not in _EXCLUSIVE and sum(not one.exact for one in parts) == 1
+        words.append(word if masked else without_tables(word))
     if tied is None:
         put(instruction, state, register, words)
         return

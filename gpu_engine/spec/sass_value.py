@@ -30,7 +30,8 @@ class Origin(enum.IntEnum):
     BLOCK = 2
     """The address of constant bank 0 itself."""
     LOADED = 3
-    """A word loaded from device memory, or from a module's constants."""
+    """A word loaded from device memory, or from a module's constants. ``place``: where in the parameter block the
+    address of that memory lies, or -1."""
     VARIABLE = 4
     """The address of a variable or function of the module; ``place`` is where in bank 4 it stood, or -1."""
     STACK = 5
@@ -56,7 +57,7 @@ class Atom(NamedTuple):
     rising: bool = False
 
 
-LOADED = Atom(Origin.LOADED)
+LOADED = Atom(Origin.LOADED, -1)
 STACK = Atom(Origin.STACK)
 WINDOW = Atom(Origin.WINDOW)
 BLOCK = Atom(Origin.BLOCK)
@@ -129,6 +130,17 @@ NOT_THE_PROGRAMS = of(Atom(Origin.VARIABLE, -1))
 """An address of memory that is the module's or the driver's."""
 LOADED_NUMBER = Word(_PLAIN, frozenset([LOADED]), 0, 1)
 """Less than a word, loaded from memory: an index at most."""
+
+
+def without_tables(word: Word) -> Word:
+    """A word that was computed from this one: as from any memory, as it is not found anywhere as it is."""
+    if not any(atom.origin == Origin.LOADED and atom.place >= 0 for atom in word.atoms):
+        return word
+    return word._replace(
+        alternatives=frozenset(
+            frozenset(LOADED if atom.origin == Origin.LOADED else atom for atom in atoms) for atoms in word.alternatives
+        )
+    )
 
 
 def _limited(alternatives: frozenset[Atoms]) -> frozenset[Atoms]:

@@ -63,7 +63,10 @@ def test_examples_are_predicted_right(site: Site, name: str) -> None:
 
 
 def test_rodinia_like_programs_are_predicted_right(site: Site) -> None:
-    """Every kernel of every program, whatever way its addresses take; where that is memory, anything may be written."""
+    """Every kernel of every program, whatever way its addresses take.
+
+    Where they lie in a tree in memory, anything may be written; those in an array there are known at the launch.
+    """
     rodinia = examples_folder().parent / "bench" / "programs" / "audited_rodinia.py"
     report = audit(site, str(rodinia), options=("--limit-launches", "3", "--every", "0"))
     print(report["printed"])
@@ -73,8 +76,11 @@ def test_rodinia_like_programs_are_predicted_right(site: Site) -> None:
     assert ptx["audited"] == sum(min(3, row["launches"]) for row in report["kernels"] if row["source"] == "ptx")
     assert source(report, "call")["wrong_launches"] == 0
     anywhere = {row["kernel"] for row in report["kernels"] if row["anything"]}
-    assert {name for name in ("find", "subtract") if any(name in kernel for kernel in anywhere)} == {"find", "subtract"}
-    assert len(anywhere) == 2
+    assert len(anywhere) == 1
+    assert "find" in anywhere.pop()
+    (batched,) = (row for row in report["kernels"] if "subtract" in row["kernel"])
+    assert batched["written_chunks"] > 0
+    assert batched["predicted_bytes"] > 0
     assert "Success by source" in report["printed"]
 
 

@@ -268,7 +268,7 @@ void phos_window_failed(CUresult result)
 {
     (void)result;
 }
-void phos_window_load(const struct phos_touches *touches)
+void phos_window_load(struct phos_touches *touches)
 {
     (void)touches;
 }
@@ -601,6 +601,18 @@ static void watch(void)
 
 /* What the frontend has besides; here is no library and no twin. */
 atomic_uint phos_twin_kernels;
+
+/* No touch here is through a table. */
+bool phos_touches_through(const struct phos_touches *touches, uint32_t access)
+{
+    (void)touches, (void)access;
+    return false;
+}
+
+void phos_window_follow(struct phos_touches *touches, bool rested)
+{
+    (void)touches, (void)rested;
+}
 
 const char *phos_library_call(void)
 {

@@ -6,7 +6,7 @@ from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, FieldKind
 
 NONE, READ, WRITE = Access.NONE, Access.READ, Access.WRITE
 BOTH = READ | WRITE
-POINTER, SCAN, TENSOR_MAP = FieldKind.POINTER, FieldKind.SCAN, FieldKind.TENSOR_MAP
+POINTER, SCAN, TENSOR_MAP, TABLE = FieldKind
 
 # Per kernel: fields as (parameter's number, offset in it, size, access, kind), and what is done indirectly.
 Expected = tuple[list[tuple[int, int, int, Access, FieldKind]], Access]
@@ -15,6 +15,11 @@ Expected = tuple[list[tuple[int, int, int, Access, FieldKind]], Access]
 def pointers(*accesses: Access) -> list[tuple[int, int, int, Access, FieldKind]]:
     """The first parameters are pointers with these accesses; NONE is one that is not followed."""
     return [(number, 0, 8, access, POINTER) for number, access in enumerate(accesses) if access]
+
+
+def table(number: int, access: Access) -> tuple[int, int, int, Access, FieldKind]:
+    """A parameter is a pointer to addresses with this access."""
+    return number, 0, 8, access, TABLE
 
 
 def as_expected(found: AccessDescriptor) -> Expected:

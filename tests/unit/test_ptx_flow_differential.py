@@ -16,7 +16,7 @@ HERE = Path(__file__).parent / "ptx"
 sys.path.insert(0, str(HERE))
 import ptx_machine
 
-from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor
+from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, FieldKind
 from phos.gpu_engine.spec.ptx_flow import describe
 
 BYTES = 4096
@@ -179,11 +179,13 @@ def observe(machine: ptx_machine.Module, chance: random.Random, monkeypatch: pyt
 
 def predicted(descriptor: AccessDescriptor, name: str) -> Access:
     """What a descriptor says of a buffer."""
-    if name == "hidden":
-        return descriptor.indirect
-    result = Access.NONE
+    result = descriptor.indirect if name == "hidden" else Access.NONE
     for field in descriptor.fields:
-        if field.offset <= OFFSETS[name] and OFFSETS[name] + 8 <= field.offset + field.size:
+        if (field.kind is FieldKind.TABLE) != (name == "hidden"):
+            continue
+        if name == "hidden":
+            result |= field.access  # it is in a table, or in none
+        elif field.offset <= OFFSETS[name] and OFFSETS[name] + 8 <= field.offset + field.size:
             result |= field.access
     return result
 

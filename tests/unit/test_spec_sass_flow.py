@@ -17,7 +17,19 @@ from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.sass_disassembly import SETTING, disassemble, find_disassembler
 from phos.gpu_engine.spec.sass_state import Layout
 from phos.gpu_engine.spec.sass_text import parse
-from tests.unit.spec_access import BOTH, NONE, POINTER, READ, SCAN, TENSOR_MAP, WRITE, Expected, as_expected, pointers
+from tests.unit.spec_access import (
+    BOTH,
+    NONE,
+    POINTER,
+    READ,
+    SCAN,
+    TENSOR_MAP,
+    WRITE,
+    Expected,
+    as_expected,
+    pointers,
+    table,
+)
 
 HERE = Path(__file__).parent / "spec" / "sass"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100a")
@@ -36,7 +48,7 @@ EXPECTED: dict[str, Expected] = {
     "through_variable": ([], WRITE),
     "through_constant": ([], WRITE),
     "chase": (pointers(READ, WRITE), READ),
-    "table": (pointers(READ, NONE, READ), WRITE),
+    "table": ([(0, 0, 8, READ, POINTER), table(0, WRITE), (2, 0, 8, READ, POINTER)], NONE),
     "calls": (pointers(READ, READ, WRITE), NONE),
     "through_function": (pointers(BOTH), NONE),
     "spills": (pointers(READ, READ, WRITE, WRITE), NONE),

@@ -9,7 +9,7 @@ from phos.gpu_engine.spec.descriptor import Access, Parameter
 from phos.gpu_engine.spec.sass_state import Layout
 from phos.gpu_engine.spec.sass_text import parse
 from tests.unit.sass_snippets import P0, P1, P2, flow
-from tests.unit.spec_access import BOTH, NONE, POINTER, READ, SCAN, WRITE, Expected, as_expected, pointers
+from tests.unit.spec_access import BOTH, NONE, POINTER, READ, SCAN, WRITE, Expected, as_expected, pointers, table
 
 
 def test_a_register_used_again_loses_what_it_held() -> None:
@@ -130,7 +130,7 @@ def test_wide_accesses_have_two_registers_anywhere(first: int, second: int) -> N
         STG.E desc[UR4][R20.64], R0
         EXIT
     """
-    assert flow(loaded, P0, P1, architecture=100) == (pointers(READ, WRITE), READ)
+    assert flow(loaded, P0, P1, architecture=100) == (sorted([*pointers(READ, WRITE), table(0, READ)]), NONE)
     stored = f"""
         LDC R1, c[0x0][0x37c]
         LDC.64 R{second}, c[0x0][0x218]
@@ -405,11 +405,11 @@ def test_a_store_through_a_parameter_or_what_was_loaded_before_is_one_through_th
     assert flow(LEFTOVER, P0, P1) == (pointers(READ, WRITE), NONE)
     # Of a load it costs little to believe both; and another store that goes nowhere else is one to anywhere.
     assert flow(LEFTOVER.replace("STG.E desc[UR4][R2.64], R0", "LDG.E R0, desc[UR4][R2.64]"), P0, P1) == (
-        pointers(READ, READ),
-        READ,
+        sorted([*pointers(READ, READ), table(0, READ)]),
+        NONE,
     )
     other = LEFTOVER.replace("EXIT", "LDG.E.64 R8, desc[UR4][R6.64+0x8]\nSTG.E desc[UR4][R8.64], R0\nEXIT")
-    assert flow(other, P0, P1) == (pointers(READ, WRITE), WRITE)
+    assert flow(other, P0, P1) == (sorted([*pointers(READ, WRITE), table(0, WRITE)]), NONE)
 
 
 def test_an_instruction_that_nobody_knows_keeps_the_pointer() -> None:

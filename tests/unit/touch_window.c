@@ -100,6 +100,11 @@ void phos_window_go_on(void)
 {
 }
 
+void phos_window_follow(struct phos_touches *touches, bool rested)
+{
+    (void)touches, (void)rested;
+}
+
 /* Nothing is loaded in these tests. */
 atomic_bool phos_window_strict;
 
