@@ -359,7 +359,7 @@ void phos_audit_before(struct phos_touches *touches)
     if (why)
         phos_touches_through_nothing(touches); /* it is not judged */
     else if (phos_touches_through(touches, PHOS_WRITES))
-        phos_window_follow(touches, true);
+        phos_window_follow(touches, PHOS_WRITES, true);
     if (begin(touches, newest, why))
         touches->audit = AUDITED;
     else if (why) { /* nor can this call's work be */

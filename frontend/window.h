@@ -68,7 +68,7 @@ typedef void phos_window_visitor(struct phos_mapping *mapping, CUdeviceptr begin
 /* Each mapping that a touch reaches, with phos_memory_lock held, window or no window. [begin, end) may reach beyond the
  * mapping. */
 void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visit, void *cookie);
-/* Reads the tables of a call (access_table.h, PHOS_FIELD_TABLE), and adds what lies in them to its touches. What cannot be
- * read may be anything. `rested`: nothing is queued that could write to them; else what is in the call's stream is waited
+/* Reads the tables of a call (access_table.h, PHOS_FIELD_TABLE) through which something of the access is done, and adds what
+ * lies in them to its touches. What cannot be read may be anything. `rested`: nothing is queued that could write to them; else what is in the call's stream is waited
  * for, or the window's end. */
-void phos_window_follow(struct phos_touches *touches, bool rested);
+void phos_window_follow(struct phos_touches *touches, uint32_t access, bool rested);

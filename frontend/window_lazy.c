@@ -194,7 +194,7 @@ void phos_window_load(struct phos_touches *touches)
     } else if (!touches->nothing) {
         load(touches);
         if (phos_touches_through(touches, PHOS_READS | PHOS_WRITES)) {
-            phos_window_follow(touches, false);
+            phos_window_follow(touches, PHOS_READS | PHOS_WRITES, false);
             if (touches->anything)
                 load_anything();
             else

@@ -504,7 +504,7 @@ void phos_window_before(struct phos_touches *touches)
     uint64_t start = phos_now_ns();
     if (phos_window.table->mode != PHOS_WINDOW_WATCH && !(touches->anything & PHOS_WRITES) &&
         phos_touches_through(touches, PHOS_WRITES))
-        phos_window_follow(touches, false);
+        phos_window_follow(touches, PHOS_WRITES, false);
     secure(touches);
     phos_count(&phos_window.table->counts.calls, 1);
     phos_count(&phos_window.table->counts.call_ns, phos_now_ns() - start);

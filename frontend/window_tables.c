@@ -134,47 +134,71 @@ static void add_targets(struct phos_touches *touches, uint64_t *words, size_t co
 
 /* False: what is done through the table may be done anywhere; or, with `again`, what is mapped has changed. Nothing is
  * unmapped while the window's lock is held. */
-static bool follow(struct phos_touches *touches, struct phos_touch touch, bool *again)
+static bool follow(struct phos_touches *touches, const struct phos_touch *table, struct extent *read, bool *again)
 {
-    uint32_t access = touch.access >> PHOS_THROUGH;
-    struct extent extent;
     uint64_t version;
     {
         PHOS_LOCKED(&phos_memory_lock);
-        extent = extent_of(&touch);
+        *read = extent_of(table);
         version = phos_mappings_version;
     }
-    if (extent.end < extent.begin + sizeof(uint64_t))
+    if (read->end < read->begin + sizeof(uint64_t))
         return false; /* the host's memory, or the driver's */
-    size_t count = (extent.end - extent.begin) / sizeof(uint64_t);
+    size_t count = (read->end - read->begin) / sizeof(uint64_t);
     PHOS_FREES uint64_t *words = malloc(count * sizeof *words);
     {
         PHOS_LOCKED(&phos_window_lock);
         PHOS_RELAXED;
         *again = version != phos_mappings_version;
-        if (*again || !words || !read_memory(extent.begin, count * sizeof *words, words))
+        if (*again || !words || !read_memory(read->begin, count * sizeof *words, words))
             return false;
     }
-    add_targets(touches, words, count, access);
+    add_targets(touches, words, count, table->access);
     return true;
 }
 
-void phos_window_follow(struct phos_touches *touches, bool rested)
+static int by_address(const void *one, const void *other)
 {
-    if (!rested && !await(touches->stream)) {
+    const struct phos_touch *a = one, *b = other;
+    return a->address < b->address ? -1 : a->address > b->address;
+}
+
+/* The tables among the touches, each with what is done through it. NULL: out of host memory. */
+static struct phos_touch *tables_of(const struct phos_touches *touches, uint32_t access, size_t *count)
+{
+    struct phos_touch *tables = malloc((touches->count + 1) * sizeof *tables);
+    *count = 0;
+    for (size_t i = 0; tables && i < touches->count; i++)
+        if (touches->list[i].access >> PHOS_THROUGH & access)
+            tables[(*count)++] = (struct phos_touch){touches->list[i].address, touches->list[i].size,
+                                                     touches->list[i].access >> PHOS_THROUGH & access};
+    if (tables)
+        qsort(tables, *count, sizeof *tables, by_address);
+    return tables;
+}
+
+void phos_window_follow(struct phos_touches *touches, uint32_t access, bool rested)
+{
+    size_t count;
+    PHOS_FREES struct phos_touch *tables = tables_of(touches, access, &count);
+    if (!tables || (!rested && !await(touches->stream))) {
         phos_touches_through_anything(touches);
         return;
     }
-    size_t count = touches->count; /* of tables that tables name nothing is said */
+    phos_touches_through_nothing(touches);
+    struct extent read = {0};
+    uint32_t known = 0; /* the access that was added for all that lies there, to the end of the allocation */
     for (size_t i = 0; i < count; i++) {
-        struct phos_touch touch = touches->list[i]; /* which may move */
-        touches->list[i].access &= PHOS_READS | PHOS_WRITES;
-        bool again = touch.access >> PHOS_THROUGH, known = true;
+        /* Programs put their tables side by side. */
+        if (tables[i].address >= read.begin && tables[i].address < read.end && !(tables[i].access & ~known))
+            continue;
+        bool again = true, found = true;
         while (again) {
             again = false;
-            known = follow(touches, touch, &again);
+            found = follow(touches, &tables[i], &read, &again);
         }
-        if (!known)
-            touches->anything |= touch.access >> PHOS_THROUGH;
+        known = found && !tables[i].size && read.end - read.begin < TABLE_MOST ? tables[i].access : 0;
+        if (!found)
+            touches->anything |= tables[i].access;
     }
 }

@@ -609,9 +609,9 @@ bool phos_touches_through(const struct phos_touches *touches, uint32_t access)
     return false;
 }
 
-void phos_window_follow(struct phos_touches *touches, bool rested)
+void phos_window_follow(struct phos_touches *touches, uint32_t access, bool rested)
 {
-    (void)touches, (void)rested;
+    (void)touches, (void)access, (void)rested;
 }
 
 const char *phos_library_call(void)

@@ -45,12 +45,26 @@ PTX = """
     st.global.u32 [%to], %seven;
     ret;
 }
+.visible .entry pair(.param .u64 upper, .param .u64 lower)
+{
+    .reg .u64 %a, %to;
+    .reg .u32 %seven;
+    mov.u32 %seven, 7;
+    ld.param.u64 %a, [upper];
+    ld.global.u64 %to, [%a];
+    st.global.u32 [%to], %seven;
+    ld.param.u64 %a, [lower];
+    ld.global.u64 %to, [%a+16];
+    st.global.u32 [%to], %seven;
+    ret;
+}
 """
 
 BODY = f"""
 context = start()
 PTX = {PTX.encode() + bytes(1)!r}
-kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(PTX)), b"through"))
+module = ok(cu.cuModuleLoadData(PTX))
+kernel, pair = [ok(cu.cuModuleGetFunction(module, name)) for name in (b"through", b"pair")]
 pool, p, q, other, table = [int(ok(cu.cuMemAlloc(size))) for size in ({POOL}, {P}, {Q}, {OTHER}, {TABLE})]
 stream = ok(cu.cuStreamCreate(1))
 host = int(ok(cu.cuMemHostAlloc(4096, 0)))
@@ -130,11 +144,11 @@ def opened(phosd: FakePhosd, body: str, mode: int = COW) -> Iterator[tuple[Progr
 
 
 def give_descriptor(session: Session) -> None:
-    eventually(lambda: len(session.kernels) == 1)
+    eventually(lambda: len(session.kernels) == 2)
     connection = session.connection
     assert connection is not None
     file = os.memfd_create("table")
-    os.write(file, pack([(session.module_numbers[0], describe(PTX)["through"])]))
+    os.write(file, pack([(session.module_numbers[0], described) for described in describe(PTX).values()]))
     assert not connection.ask(access_table=wire.AccessTable(), descriptors=[file])[0].done.error
     os.close(file)
 
@@ -146,6 +160,24 @@ def test_what_the_addresses_in_a_table_name_is_copied_aside_and_nothing_else(pho
         assert window.states(OTHER) == {UNSAVED}
         assert window.states(TABLE) == {UNSAVED, SHADOWED}  # the copy into it
         assert (window.table.counts().anything, window.table.culprit()) == (0, "")
+
+
+def test_tables_side_by_side_are_each_followed(phosd: FakePhosd) -> None:
+    body = """
+say("ready")
+heard()
+addresses[:] = 1, 2, p + (8 << 20), other + 64
+ok(cu.cuMemcpyHtoDAsync(table + 8, host, 32, stream))
+u64 = ctypes.c_uint64
+ok(cu.cuLaunchKernel(pair, 1, 1, 1, 1, 1, 1, 0, stream, ((table + 32, table + 8), (u64, u64)), 0))
+ok(cu.cuStreamSynchronize(stream))
+assert read(other + 64, 4) == bytes([7, 0, 0, 0])
+"""
+    with opened(phosd, body + END) as (app, window):
+        assert app.line() == "through"
+        assert window.states(P) == window.states(OTHER) == {SHADOWED}
+        assert window.states(Q) == {UNSAVED}
+        assert window.table.counts().anything == 0
 
 
 BEHIND = """

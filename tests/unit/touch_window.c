@@ -100,9 +100,9 @@ void phos_window_go_on(void)
 {
 }
 
-void phos_window_follow(struct phos_touches *touches, bool rested)
+void phos_window_follow(struct phos_touches *touches, uint32_t access, bool rested)
 {
-    (void)touches, (void)rested;
+    (void)touches, (void)access, (void)rested;
 }
 
 /* Nothing is loaded in these tests. */
