@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from pathlib import Path
 
 import process
+import pytest
 from gpu_support import DEVICE, PROGRAMS, Starter, without_repeats
 from process import PHOS_GPU
 
@@ -29,6 +31,30 @@ def test_no_stream_is_made_to_wait_for_one_that_waits_for_the_host(start: Starte
         if number < 4:
             shutil.rmtree(folder)
     assert shadowed > 0, "nothing was written while it was saved"
+    program.kill()
+    process.criu_restore(program, folder)
+    end.touch()
+    assert without_repeats(program.finish()) == undisturbed
+
+
+@pytest.mark.nvidia_only
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_shards_are_copied_while_an_image_is_written(start: Starter, image: Path, tmp_path: Path) -> None:
+    """Kernels that find in arrays in GPU memory where they write: only what these name is waited for."""
+    command = process.python_program(PROGRAMS / "pytorch_shards.py", "--size", "4096")
+    undisturbed = start(command, frontend=False, name="undisturbed").finish()
+    end = image.parent / "end"
+    program = start([*command, "--iteration-seconds", "0.2", "--until", str(end)])
+    program.wait_for("^ITERATION 3 ", 120)
+    for number in range(3):
+        folder = tmp_path / str(number)
+        process.command([PHOS_GPU, "checkpoint", "--leave-running", str(program.pid), str(folder)], 120)
+        found = process.inspect(folder)
+        assert process.find_key(found, "protocol") == "cow"
+        assert int(process.find_key(found, "shadowed") or 0) > 0
+        assert not int(process.find_key(found, "anything") or 0)
+        if number < 2:
+            shutil.rmtree(folder)
     program.kill()
     process.criu_restore(program, folder)
     end.touch()
