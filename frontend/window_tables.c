@@ -38,6 +38,7 @@ static bool await(CUstream stream)
         return false;
     uint64_t start = phos_now_ns();
     CUresult result;
+    bool waited = false;
     for (;;) {
         {
             PHOS_RELAXED;
@@ -45,10 +46,13 @@ static bool await(CUstream stream)
         }
         if (result != CUDA_ERROR_NOT_READY || phos_window_closed())
             break;
+        waited = true;
         nanosleep(&(struct timespec){.tv_nsec = SPIN_NS}, NULL);
     }
-    phos_count(&phos_window.table->counts.waits, 1);
-    phos_count(&phos_window.table->counts.wait_ns, phos_now_ns() - start);
+    if (waited) {
+        phos_count(&phos_window.table->counts.waits, 1);
+        phos_count(&phos_window.table->counts.wait_ns, phos_now_ns() - start);
+    }
     PHOS_RELAXED;
     phos_real.cuEventDestroy_v2(event);
     return result == CUDA_SUCCESS;

@@ -12,25 +12,36 @@ from gpu_support import DEVICE, PROGRAMS, Starter, without_repeats
 from process import PHOS_GPU
 
 
+def checkpointed_in_windows(program: process.Program, images: Path, times: int) -> tuple[Path, int]:
+    """The last of several concurrent checkpoints of a program, and how often one of them waited for all memory.
+
+    A GPU's data is in memory before the program runs on: onto a disk there is a window.
+    """
+    counts = {"shadowed": 0, "anything": 0}
+    for number in range(times):
+        folder = images / str(number)
+        folder.mkdir(parents=True)
+        process.command([PHOS_GPU, "checkpoint", "--leave-running", str(program.pid), str(folder)], 120)
+        found = process.inspect(folder)
+        assert process.find_key(found, "protocol") == "cow"
+        for name in counts:
+            counts[name] += int(process.find_key(found, name) or 0)
+        program.wait_iterations(2)
+        if number < times - 1:
+            shutil.rmtree(folder)
+    assert counts["shadowed"] > 0, "nothing was written while it was saved"
+    return folder, counts["anything"]
+
+
 def test_no_stream_is_made_to_wait_for_one_that_waits_for_the_host(start: Starter, image: Path, tmp_path: Path) -> None:
     """Both write to the chunks that the checkpoint saves; it goes on in every one of them, and the image restores."""
-    # A GPU's data is in memory before the program runs on: onto a disk there is a window.
     size, images = (1024, tmp_path / "images") if DEVICE == "nvidia" else (64, image)
     command = process.python_program(PROGRAMS / "waiting_streams.py", "--size", str(size))
     undisturbed = start(command, name="undisturbed").finish()
     end = image.parent / "end"
     program = start([*command, "--iteration-seconds", "0.2", "--until", str(end)])
     program.wait_for("^ITERATION 3 ")
-    shadowed = 0
-    for number in range(5):
-        folder = images / str(number)
-        folder.mkdir(parents=True)
-        process.command([PHOS_GPU, "checkpoint", "--leave-running", str(program.pid), str(folder)], 120)
-        shadowed += int(process.find_key(process.inspect(folder), "shadowed") or 0)
-        program.wait_iterations(2)
-        if number < 4:
-            shutil.rmtree(folder)
-    assert shadowed > 0, "nothing was written while it was saved"
+    folder, _ = checkpointed_in_windows(program, images, 5)
     program.kill()
     process.criu_restore(program, folder)
     end.touch()
@@ -46,17 +57,8 @@ def test_shards_are_copied_while_an_image_is_written(start: Starter, image: Path
     end = image.parent / "end"
     program = start([*command, "--iteration-seconds", "0.2", "--until", str(end)])
     program.wait_for("^ITERATION 3 ", 120)
-    shadowed = 0
-    for number in range(3):
-        folder = tmp_path / str(number)
-        process.command([PHOS_GPU, "checkpoint", "--leave-running", str(program.pid), str(folder)], 120)
-        found = process.inspect(folder)
-        assert process.find_key(found, "protocol") == "cow"
-        shadowed += int(process.find_key(found, "shadowed") or 0)
-        assert not int(process.find_key(found, "anything") or 0)
-        if number < 2:
-            shutil.rmtree(folder)
-    assert shadowed > 0, "nothing was written while it was saved"
+    folder, waited_for_all = checkpointed_in_windows(program, tmp_path / "images", 3)
+    assert waited_for_all == 0
     program.kill()
     process.criu_restore(program, folder)
     end.touch()
