@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -458,17 +459,22 @@ def test_a_listening_phosd_is_seen_without_python(run: Run, environment: dict[st
 
 
 def test_the_launcher_adds_little_to_a_restore(run: Run, environment: dict[str, str]) -> None:
+    """In processor time: other programs take of the rest what they like."""
     import socket
+
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.bind(environment["PHOS_SOCKET"])
         server.listen()
         best = 1.0
         for _ in range(10):
-            start = time.perf_counter()
+            before = spent()
             run("restore", "--lazy-pages", "--lib", "phos", "-D", "image", "-vvvv", "--log-file", "restore.log")
-            best = min(best, time.perf_counter() - start)
-    assert best < 0.030
+            best = min(best, spent() - before)
+    assert 0 < best < 0.030
 
 
 def test_links_to_the_launcher_find_home(run: Run, tree: Path, environment: dict[str, str], tmp_path: Path) -> None:
