@@ -6,6 +6,7 @@
 #include "gate.h"
 #include "hold.h"
 #include "log.h"
+#include "parts.h"
 #include "patience.h"
 #include "pool.h"
 #include "request.h"
@@ -142,4 +143,5 @@ void phos_control_forked(void)
     phos_window_forked();
     phos_residue_forked();
     phos_tell_forked();
+    phos_parts_forked();
 }

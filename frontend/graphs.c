@@ -154,6 +154,7 @@ void phos_graph_touch(struct phos_touches *touches, CUgraphExec graph)
     }
     if (!executable->worked_out || executable->version != version)
         work_out(executable, version);
+    touches->recorded = true;
     touches->anything |= executable->anything;
     touches->host_copy |= executable->host_copy;
     touches->communicates |= executable->communicates;

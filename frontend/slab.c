@@ -12,6 +12,7 @@
 #include "deferred.h"
 #include "gate.h"
 #include "log.h"
+#include "parts.h"
 #include "pool.h"
 #include "runtime.h"
 #include "span.h"
@@ -370,6 +371,7 @@ size_t phos_allocation_capacity(const struct phos_allocation *allocation)
 void phos_deallocate(struct phos_allocation *allocation)
 {
     PHOS_RELAXED;
+    phos_parts_gone(allocation->address, allocation->size);
     allocation->state = PHOS_FREE;
     switch (allocation->span->kind) {
     case PHOS_SPAN_SMALL:

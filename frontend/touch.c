@@ -36,7 +36,7 @@ void phos_touches_add(struct phos_touches *touches, CUdeviceptr address, size_t 
         touches->list = grown;
         touches->capacity = capacity;
     }
-    touches->list[touches->count++] = (struct phos_touch){address, size, access};
+    touches->list[touches->count++] = (struct phos_touch){address, size, access, touches->recorded};
 }
 
 bool phos_touches_through(const struct phos_touches *touches, uint32_t access)

@@ -12,6 +12,7 @@ struct phos_touch {
     CUdeviceptr address;
     size_t size;     /* bytes from address on; 0: the whole allocation that holds it */
     uint32_t access; /* PHOS_READS | PHOS_WRITES, and the same << PHOS_THROUGH: through addresses that lie there */
+    bool recorded;   /* the address was an argument long ago: what had been handed out then (parts.h) nobody knows */
 };
 #define PHOS_THROUGH 2
 
@@ -30,6 +31,7 @@ struct phos_touches {
     bool host_copy;         /* moves data between host and device: transfers of ours step aside */
     bool synchronous;       /* returns when the work is done, or nearly: from the host the last of it may be staged */
     bool unknown;           /* a launch of a kernel of which not even the arguments are known */
+    bool recorded;          /* so is all that is added from now on */
     bool communicates;      /* a kernel of NCCL's: through tables of its own it reaches buffers that processes share */
     bool documented;        /* what the library call that it is made in documents is all that it touches besides */
     bool window;            /* window_shadow.c's own */

@@ -7,6 +7,7 @@
 #include "ipc.h"
 #include "log.h"
 #include "memory.h"
+#include "parts.h"
 #include "runtime.h"
 #include "track.h"
 #include "window.h"
@@ -144,6 +145,7 @@ CUresult serve_cuMemUnmap(CUdeviceptr_v2 ptr, size_t size)
 {
     PHOS_RELAXED;
     phos_window_stand_still();
+    phos_parts_gone(ptr, size);
     CUresult result = unmap(ptr, size);
     phos_window_go_on();
     return result;

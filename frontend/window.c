@@ -7,6 +7,7 @@
 #include "detach.h"
 #include "gate.h"
 #include "log.h"
+#include "parts.h"
 #include "track.h"
 
 #include <stdlib.h>
@@ -287,6 +288,7 @@ void phos_window_end(void)
     put_away();
     phos_leave_context(entered);
     is_open = false;
+    phos_parts_rest();
     phos_twins_end();
 }
 

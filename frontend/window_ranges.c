@@ -1,6 +1,7 @@
 /* Which mapped memory the touches of a call mean, and the order in which chunks are first touched. */
 #include "cleanup.h"
 #include "memory.h"
+#include "parts.h"
 #include "window_private.h"
 
 /* What ends right before an address where no allocation begins: some kernels are given the end of what they touch. `first`: the
@@ -26,13 +27,26 @@ static void visit_ending(size_t first, CUdeviceptr address, bool mapped, phos_wi
     }
 }
 
-/* An address names the whole allocation that holds it. Of the application's own mappings nobody knows where a buffer ends:
- * everything that is mapped behind it without a gap. */
+/* Where the mappings begin that lie before `first` without a gap, as far as they reach down to an address; `first` is the
+ * lowest of them then. */
+static CUdeviceptr run_before(size_t *first, CUdeviceptr down_to)
+{
+    struct phos_range *const *items = phos_mappings.items;
+    while (*first && items[*first]->address > down_to &&
+           items[*first - 1]->address + items[*first - 1]->size == items[*first]->address)
+        --*first;
+    return items[*first]->address;
+}
+
+/* An address names the whole allocation that holds it, or the part of one that PyTorch has handed out. Of the application's
+ * own mappings nobody else knows where a buffer ends: everything that is mapped behind it without a gap. */
 void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visit, void *cookie)
 {
     CUdeviceptr begin = touch->address, end = touch->address + touch->size;
     size_t first = phos_ranges_first(&phos_mappings, begin);
     if (!touch->size) {
+        struct phos_part part;
+        enum phos_part_kind kind = touch->recorded ? PHOS_PART_UNKNOWN : phos_parts_find(begin, &part);
         const struct phos_mapping *mapping = first < phos_mappings.count ? (void *)phos_mappings.items[first] : NULL;
         bool mapped = mapping && mapping->range.address <= begin;
         /* In the same mapping as a whole, as is a span: `first` stays the first. */
@@ -47,8 +61,15 @@ void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visi
         } else if (mapping->span) {
             begin = mapping->range.address;
             end = begin + mapping->range.size;
-        } else
+        } else {
+            if (kind == PHOS_PART_HELD)
+                begin = run_before(&first, part.begin);
             end = ~(CUdeviceptr)0;
+        }
+        if (kind != PHOS_PART_UNKNOWN) {
+            begin = part.begin > begin ? part.begin : begin;
+            end = part.end < end ? part.end : end;
+        }
     }
     CUdeviceptr expected = 0;
     for (size_t i = first; i < phos_mappings.count; i++) {

@@ -126,7 +126,7 @@ static void add_targets(struct phos_touches *touches, uint64_t *words, size_t co
     for (size_t i = 0; i < kept; i++) {
         if (words[i] < end)
             continue;
-        struct phos_touch word = {words[i], 0, access};
+        struct phos_touch word = {.address = words[i], .access = access};
         struct extent extent = {~(CUdeviceptr)0, 0};
         phos_window_visit(&word, unite, &extent);
         if (extent.begin >= extent.end)
@@ -174,8 +174,9 @@ static struct phos_touch *tables_of(const struct phos_touches *touches, uint32_t
     *count = 0;
     for (size_t i = 0; tables && i < touches->count; i++)
         if (touches->list[i].access >> PHOS_THROUGH & access)
-            tables[(*count)++] = (struct phos_touch){touches->list[i].address, touches->list[i].size,
-                                                     touches->list[i].access >> PHOS_THROUGH & access};
+            tables[(*count)++] = (struct phos_touch){.address = touches->list[i].address,
+                                                     .size = touches->list[i].size,
+                                                     .access = touches->list[i].access >> PHOS_THROUGH & access};
     if (tables)
         qsort(tables, *count, sizeof *tables, by_address);
     return tables;

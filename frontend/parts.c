@@ -1,0 +1,286 @@
+/* PyTorch's caching allocator reports each part of a segment to a profiler, as it hands it out and as it comes back
+ * (c10::reportMemoryUsageToProfiler, declared in c10/core/Allocator.h; called in c10/cuda/CUDACachingAllocator.cpp). This stands in front
+ * of that function, which is called whether there is a profiler or not.
+ *
+ * Training programs ask for memory thousands of times a second: what they have is noted in a hash table. Only when
+ * somebody wants to know what holds an address, in a window, it is put in order, and kept so until phos_parts_rest(). */
+#include "parts.h"
+#include "cleanup.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SEGMENT_LEAST ((uint64_t)2 << 20) /* what PyTorch asks the driver for at once, at the least */
+#define CUDA_DEVICE 1 /* c10::DeviceType::CUDA */
+#define FIRST_PLACES ((size_t)1 << 12)
+#define REPORT "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
+
+/* c10::Device; passed in a register like any struct of two bytes. */
+struct device {
+    int8_t type, index;
+};
+typedef void report_function(void *address, int64_t size, size_t allocated, size_t reserved, struct device device);
+
+struct part {
+    uint64_t begin, size; /* begin 0: none */
+    uint64_t number;      /* a later one is right about memory that both claim: some come back without a report */
+};
+
+static pthread_mutex_t parts_lock = PTHREAD_MUTEX_INITIALIZER; /* guards all that follows */
+static struct part *places; /* a hash table by `begin`, linear probing, at most half full */
+static size_t place_count, part_count;
+static uint64_t numbers;
+static bool lost;            /* out of host memory once: nothing is known any more */
+static struct part *ordered; /* NULL: not now */
+static size_t ordered_count, ordered_room;
+
+/* ---- the hash table, with the lock held */
+
+static size_t home(uint64_t begin)
+{
+    return (size_t)(begin * 0x9e3779b97f4a7c15ull >> 32) & (place_count - 1);
+}
+
+static size_t place_of(uint64_t begin)
+{
+    size_t at = home(begin);
+    while (places[at].begin && places[at].begin != begin)
+        at = (at + 1) & (place_count - 1);
+    return at;
+}
+
+static bool grow(void)
+{
+    struct part *former = places;
+    size_t count = place_count, larger = count ? count * 2 : FIRST_PLACES;
+    struct part *grown = calloc(larger, sizeof *grown);
+    if (!grown)
+        return false;
+    places = grown;
+    place_count = larger;
+    for (size_t i = 0; i < count; i++)
+        if (former[i].begin)
+            places[place_of(former[i].begin)] = former[i];
+    free(former);
+    return true;
+}
+
+static void remove_place(size_t hole)
+{
+    places[hole].begin = 0;
+    part_count--;
+    for (size_t at = (hole + 1) & (place_count - 1); places[at].begin; at = (at + 1) & (place_count - 1)) {
+        size_t wanted = home(places[at].begin);
+        /* It may stay where its home lies behind the hole. */
+        if (((at - wanted) & (place_count - 1)) < ((at - hole) & (place_count - 1)))
+            continue;
+        places[hole] = places[at];
+        places[at].begin = 0;
+        hole = at;
+    }
+}
+
+static void forget_all(void)
+{
+    free(places);
+    free(ordered);
+    places = ordered = NULL;
+    place_count = part_count = ordered_count = ordered_room = 0;
+}
+
+/* ---- in order, with the lock held: by address, none over another */
+
+/* Index of the first part that begins behind the address. */
+static size_t behind(uint64_t address)
+{
+    size_t low = 0, high = ordered_count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (ordered[middle].begin > address)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return low;
+}
+
+static uint64_t end_of(const struct part *part)
+{
+    return part->begin + part->size;
+}
+
+/* Puts a part that is newer than all others in its place, over which they lose what they claim. */
+static bool put_in_order(struct part part)
+{
+    size_t to = behind(part.begin), from = to;
+    while (from && end_of(&ordered[from - 1]) > part.begin)
+        from--;
+    while (to < ordered_count && ordered[to].begin < end_of(&part))
+        to++;
+    if (from == to && ordered_count == ordered_room) {
+        size_t room = ordered_room * 2;
+        struct part *grown = realloc(ordered, room * sizeof *grown);
+        if (!grown)
+            return false;
+        ordered = grown;
+        ordered_room = room;
+    }
+    memmove(&ordered[from + 1], &ordered[to], (ordered_count - to) * sizeof *ordered);
+    ordered_count = ordered_count - (to - from) + 1;
+    ordered[from] = part;
+    return true;
+}
+
+static int by_begin(const void *one, const void *other)
+{
+    const struct part *a = one, *b = other;
+    return a->begin < b->begin ? -1 : a->begin > b->begin;
+}
+
+static bool put_all_in_order(void)
+{
+    ordered_room = part_count + 64;
+    ordered_count = 0;
+    if (!(ordered = malloc(ordered_room * sizeof *ordered)))
+        return false;
+    for (size_t i = 0; i < place_count; i++)
+        if (places[i].begin)
+            ordered[ordered_count++] = places[i];
+    qsort(ordered, ordered_count, sizeof *ordered, by_begin);
+    size_t kept = 0;
+    for (size_t i = 0; i < ordered_count; i++) {
+        struct part next = ordered[i];
+        bool older = false;
+        while (kept && !older && end_of(&ordered[kept - 1]) > next.begin) {
+            older = ordered[kept - 1].number > next.number;
+            kept -= !older;
+        }
+        if (!older)
+            ordered[kept++] = next;
+    }
+    ordered_count = kept;
+    return true;
+}
+
+static void note(uint64_t begin, int64_t size)
+{
+    PHOS_LOCKED(&parts_lock);
+    if (lost)
+        return;
+    if (size > 0) {
+        if (part_count >= place_count / 2 && !grow()) {
+            lost = true;
+            forget_all();
+            return;
+        }
+        struct part *place = &places[place_of(begin)];
+        part_count += !place->begin;
+        *place = (struct part){begin, (uint64_t)size, ++numbers};
+        if (ordered && !put_in_order(*place)) {
+            free(ordered);
+            ordered = NULL;
+        }
+        return;
+    }
+    size_t at = place_count ? place_of(begin) : 0;
+    if (!place_count || !places[at].begin)
+        return;
+    uint64_t number = places[at].number;
+    remove_place(at);
+    size_t next = ordered ? behind(begin) : 0;
+    if (next && ordered[next - 1].number == number) {
+        memmove(&ordered[next - 1], &ordered[next], (ordered_count - next) * sizeof *ordered);
+        ordered_count--;
+    }
+}
+
+/* ---- */
+
+enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part)
+{
+    PHOS_LOCKED(&parts_lock);
+    if (!part_count || (!ordered && !put_all_in_order()))
+        return PHOS_PART_UNKNOWN;
+    size_t next = behind(address);
+    if (next && end_of(&ordered[next - 1]) > address) {
+        *part = (struct phos_part){ordered[next - 1].begin, end_of(&ordered[next - 1])};
+        return PHOS_PART_HELD;
+    }
+    part->begin = next ? end_of(&ordered[next - 1]) : 0;
+    part->end = next < ordered_count ? ordered[next].begin : UINT64_MAX;
+    return PHOS_PART_FREE;
+}
+
+void phos_parts_gone(uint64_t address, uint64_t size)
+{
+    if (size < SEGMENT_LEAST)
+        return;
+    PHOS_LOCKED(&parts_lock);
+    bool gone = false;
+    for (size_t i = 0; part_count && i < place_count; i++)
+        while (places[i].begin && places[i].begin - address < size) { /* another may come in its place */
+            remove_place(i);
+            gone = true;
+        }
+    if (gone) {
+        free(ordered);
+        ordered = NULL;
+    }
+}
+
+void phos_parts_rest(void)
+{
+    PHOS_LOCKED(&parts_lock);
+    free(ordered);
+    ordered = NULL;
+}
+
+void phos_parts_forked(void)
+{
+    pthread_mutex_init(&parts_lock, NULL);
+}
+
+/* ---- the function that PyTorch calls */
+
+static void nobody(void *address, int64_t size, size_t allocated, size_t reserved, struct device device)
+{
+    (void)address, (void)size, (void)allocated, (void)reserved, (void)device;
+}
+
+static report_function *original(void)
+{
+    static _Atomic(report_function *) known; /* whoever finds it first, finds the same */
+    report_function *found = atomic_load_explicit(&known, memory_order_acquire);
+    if (found)
+        return found;
+    void *library = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
+    found = library ? (report_function *)dlsym(library, REPORT) : NULL;
+    found = found ? found : nobody;
+    atomic_store_explicit(&known, found, memory_order_release);
+    return found;
+}
+
+static bool wanted(void)
+{
+    static _Atomic int setting; /* 0: not asked yet, 1: yes, 2: no */
+    int known = atomic_load_explicit(&setting, memory_order_relaxed);
+    if (!known) {
+        const char *value = getenv("PHOS_PYTORCH");
+        known = value && !strcmp(value, "off") ? 2 : 1;
+        atomic_store_explicit(&setting, known, memory_order_relaxed);
+    }
+    return known == 1;
+}
+
+extern report_function phos_report __asm__(REPORT) __attribute__((visibility("default")));
+
+void phos_report(void *address, int64_t size, size_t allocated, size_t reserved, struct device device)
+{
+    if (device.type == CUDA_DEVICE && address && size && wanted())
+        note((uint64_t)(uintptr_t)address, size);
+    original()(address, size, allocated, reserved, device);
+}

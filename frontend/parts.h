@@ -1,0 +1,21 @@
+/* What PyTorch's allocator has handed out of the memory that it took from the driver: to the driver a segment is one
+ * allocation, however many tensors lie in it. */
+#pragma once
+#include <stdbool.h>
+#include <stdint.h>
+
+struct phos_part {
+    uint64_t begin, end;
+};
+enum phos_part_kind {
+    PHOS_PART_UNKNOWN, /* nothing is known of any part */
+    PHOS_PART_HELD,    /* this one holds the address */
+    PHOS_PART_FREE,    /* the address lies between two, in what is nobody's. It may reach far beyond the segment */
+};
+enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part);
+/* Memory goes back to the driver: what was in it is forgotten, whether it was reported or not. */
+void phos_parts_gone(uint64_t address, uint64_t size);
+/* Nobody asks any more for now: what comes and goes is noted with the least effort. */
+void phos_parts_rest(void);
+/* In a forked child. */
+void phos_parts_forked(void);

@@ -1,0 +1,315 @@
+"""What PyTorch's allocator has handed out of its segments: only that is copied aside, or waited for."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from phos.gen import wire_pb2 as wire
+from phos.gpu_engine.cow.chunk_table import POOL_FLAGS, SHADOWED, ChunkTable, PoolShape, WindowTable
+from tests.unit.frontend_fake import FakePhosd, Program, built, program
+
+ROOT = Path(__file__).resolve().parents[2]
+REPORT = "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
+CUDA, CPU = 1, 0
+UNKNOWN, HELD, FREE = range(3)
+CHUNK = 4 << 20
+MIB = 1 << 20
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler"),
+]
+
+
+class Part(ctypes.Structure):
+    _fields_ = (("begin", ctypes.c_uint64), ("end", ctypes.c_uint64))
+
+
+class Device(ctypes.Structure):
+    _fields_ = (("type", ctypes.c_int8), ("index", ctypes.c_int8))
+
+
+class Parts:
+    """parts.c by itself."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        self._report = library[REPORT]
+        self._report.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_size_t, ctypes.c_size_t, Device]
+        library.phos_parts_find.argtypes = [ctypes.c_uint64, ctypes.POINTER(Part)]
+        library.phos_parts_gone.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+        library.phos_parts_gone.restype = None
+
+    def report(self, address: int, size: int, device: int = CUDA) -> None:
+        self._report(address, size, 0, 0, Device(device, 0))
+
+    def find(self, address: int) -> tuple[int, int, int]:
+        part = Part()
+        kind = self.library.phos_parts_find(address, ctypes.byref(part))
+        return (kind, part.begin, part.end) if kind != UNKNOWN else (kind, 0, 0)
+
+
+@pytest.fixture
+def parts(tmp_path: Path) -> Parts:
+    made = tmp_path / "parts.so"
+    flags = ["-std=gnu11", "-D_GNU_SOURCE=", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
+    subprocess.run(["gcc", *flags, "-o", made, ROOT / "frontend" / "parts.c"], check=True)
+    return Parts(ctypes.CDLL(str(made)))
+
+
+def test_what_is_handed_out_is_found_by_any_address_in_it(parts: Parts) -> None:
+    assert parts.find(0x1000) == (UNKNOWN, 0, 0)
+    parts.report(0x10000, 0x200)
+    parts.report(0x10400, 0x400)
+    parts.report(0x10200, 0x200, CPU)
+    assert parts.find(0x10000) == parts.find(0x101FF) == (HELD, 0x10000, 0x10200)
+    assert parts.find(0x10200) == parts.find(0x103FF) == (FREE, 0x10200, 0x10400)
+    assert parts.find(0x107FF) == (HELD, 0x10400, 0x10800)
+    assert parts.find(0x9000) == (FREE, 0, 0x10000)
+    assert parts.find(0x10800) == (FREE, 0x10800, (1 << 64) - 1)
+    parts.report(0x10400, -0x400)
+    assert parts.find(0x107FF) == (FREE, 0x10200, (1 << 64) - 1)
+    parts.report(0x10000, -0x200)
+    assert parts.find(0x10000) == (UNKNOWN, 0, 0)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_what_came_back_without_a_report_does_not_hide_what_was_handed_out_since(parts: Parts, ordered: bool) -> None:
+    """Beginning before it, within it, and around it."""
+    parts.report(0x10000, 0x1000)
+    parts.report(0x20000, 0x1000)
+    parts.report(0x30000, 0x1000)
+    if ordered:
+        parts.find(0)
+    parts.report(0x10800, 0x1000)
+    parts.report(0x1F800, 0x1000)
+    parts.report(0x2F000, 0x4000)
+    assert parts.find(0x10900) == (HELD, 0x10800, 0x11800)
+    assert parts.find(0x1FFFF) == parts.find(0x20010) == (HELD, 0x1F800, 0x20800)
+    assert parts.find(0x30010) == (HELD, 0x2F000, 0x33000)
+    assert parts.find(0x10010)[0] == parts.find(0x20900)[0] == FREE
+
+
+def test_random_parts_are_those_of_a_list(parts: Parts) -> None:
+    chance = random.Random(5)
+    live: dict[int, int] = {}
+    for step in range(20000):
+        address = 0x7F0000000000 + chance.randrange(4000) * 0x200
+        if chance.random() < 0.5:
+            held = [b for b, size in live.items() if b < address + 0x200 and address < b + size]
+            size = 0x200
+            while not held and chance.random() < 0.7 and not any(b == address + size for b in live):
+                size += 0x200
+            if not held:
+                live[address] = size
+                parts.report(address, size)
+        elif live and chance.random() < 0.8:
+            gone = chance.choice(list(live))
+            parts.report(gone, -live.pop(gone))
+        if step % 7000 == 6999:
+            begin, size = 0x7F0000000000 + chance.randrange(2) * MIB, 2 * MIB
+            parts.library.phos_parts_gone(begin, size)
+            live = {b: s for b, s in live.items() if not begin <= b < begin + size}
+        if step % 5000 == 0:
+            parts.library.phos_parts_rest()
+        if step < 10000 and step % 50:
+            continue
+        asked = address + chance.randrange(0x400)
+        wanted = next(((HELD, b, b + s) for b, s in live.items() if b <= asked < b + s), None)
+        if wanted is None and live:
+            wanted = (
+                FREE,
+                max((b + s for b, s in live.items() if b + s <= asked), default=0),
+                min((b for b in live if b > asked), default=(1 << 64) - 1),
+            )
+        assert parts.find(asked) == (wanted or (UNKNOWN, 0, 0))
+
+
+# ---- in windows
+
+
+C10 = """
+#include <stddef.h>
+#include <stdint.h>
+struct device { int8_t type, index; };
+int reported;
+void report(void *address, int64_t size, size_t a, size_t b, struct device device) __asm__("%s");
+void report(void *address, int64_t size, size_t a, size_t b, struct device device)
+{
+    (void)address, (void)a, (void)b;
+    reported += size == 77 * 512 && device.type == 1;
+}
+"""
+ALLOCATOR = """
+#include <stddef.h>
+#include <stdint.h>
+struct device { int8_t type, index; };
+void report(void *address, int64_t size, size_t a, size_t b, struct device device) __asm__("%s");
+void hand_out(void *address, int64_t size)
+{
+    report(address, size, 1, 2, (struct device){1, 0});
+}
+"""
+
+POOL, P, Q = 130 << 20, 40 << 20, 36 << 20
+
+BODY = """
+context = start()
+libraries = {libraries!r}
+c10 = ctypes.CDLL(libraries + "/libc10.so")
+torch = ctypes.CDLL(libraries + "/libc10_cuda.so")
+torch.hand_out.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry one(.param .u64 to) {{ ret; }}\\0"
+kernel = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(ptx)), b"one"))
+stream = ok(cu.cuStreamCreate(1))
+MIB = 1 << 20
+def launch(to):
+    ok(cu.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, stream, ((to,), (ctypes.c_uint64,)), 0))
+pool, p, q = [int(ok(cu.cuMemAlloc(size))) for size in ({pool}, {p}, {q})]
+"""
+
+
+@pytest.fixture
+def libraries(tmp_path: Path) -> Path:
+    """Libraries that are like PyTorch's in what matters here."""
+    for name, source, more in (("libc10.so", C10, []), ("libc10_cuda.so", ALLOCATOR, ["-L.", "-lc10"])):
+        code = tmp_path / f"{name}.c"
+        code.write_text(source % REPORT)
+        command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", name, code.name, *more]
+        subprocess.run([*command, "-Wl,-rpath,$ORIGIN"], cwd=tmp_path, check=True)
+    return tmp_path
+
+
+@contextmanager
+def opened(phosd: FakePhosd, libraries: Path, body: str, **environment: str) -> Iterator[tuple[Program, set[int]]]:
+    """A window in which the program goes on; gives the chunks of P's, or of the reserved, that it copies aside."""
+    whole = BODY.format(libraries=str(libraries), pool=POOL, p=P, q=Q) + body
+    with program(phosd, whole, **environment) as (app, session):
+        of = int(app.line()) << 20
+        assert not phosd.quiesce(session).error
+        (lent,) = (number for number, block in session.blocks.items() if block.size == POOL)
+        records, places, count = [], range(0), 0
+        for number, block in session.blocks.items():
+            if number != lent:
+                records.append((number, block.size, count))
+                if block.size == of:
+                    places = range(places.start if places else count, count + -(-block.size // CHUNK))
+                count += -(-block.size // CHUNK)
+        shape = PoolShape(0, (POOL - POOL_FLAGS) // CHUNK, POOL)
+        connection = session.connection
+        assert connection is not None
+        with (
+            closing(ChunkTable(CHUNK, count)) as chunks,
+            closing(WindowTable(0, records, [shape], 4 * count, prioritise=False, order=2 * count)) as table,
+        ):
+            shared = [chunks.descriptor, table.descriptor, session.blocks[lent].descriptor]
+            assert not connection.ask(descriptors=shared, window_begin=wire.WindowBegin())[0].done.error
+            assert not phosd.open(session).error
+            app.tell()
+            assert app.line() == "launched"
+            yield app, {number for number, chunk in enumerate(places) if chunks.state(chunk) >= SHADOWED}
+            chunks.close_window()
+            assert not connection.ask(window_end=wire.WindowEnd())[0].done.error
+        app.finish()
+
+
+LAUNCHED = 'say("{of}"); heard(); {launch}; say("launched")'
+HANDED_OUT = """
+torch.hand_out(p + 9 * MIB, 10 * MIB)
+torch.hand_out(p + 30 * MIB, 77 * 512)
+torch.hand_out(p + 20 * MIB, 2 * MIB)
+torch.hand_out(p + 20 * MIB, -2 * MIB)
+assert ctypes.c_int.in_dll(c10, "reported").value == 1
+"""
+
+
+@built
+@pytest.mark.parametrize(
+    ("launch", "chunks"),
+    [
+        ("launch(p + 12 * MIB)", {2, 3, 4}),  # 9 to 19 MiB
+        ("launch(p + 30 * MIB)", {7}),
+        ("launch(p + 20 * MIB)", {4, 5, 6, 7}),  # nobody's, from 19 to 30
+        ("launch(q)", set()),
+    ],
+)
+def test_what_was_handed_out_is_copied_aside(phosd: FakePhosd, libraries: Path, launch: str, chunks: set[int]) -> None:
+    body = HANDED_OUT + LAUNCHED.format(of=40, launch=launch)
+    with opened(phosd, libraries, body) as (_, seen):
+        assert seen == chunks
+
+
+@built
+def test_what_is_handed_out_in_the_window_is_known(phosd: FakePhosd, libraries: Path) -> None:
+    late = "torch.hand_out(p + 9 * MIB, -10 * MIB); torch.hand_out(p + 9 * MIB, MIB); launch(p + 9 * MIB)"
+    with opened(phosd, libraries, HANDED_OUT + LAUNCHED.format(of=40, launch=late)) as (_, seen):
+        assert seen == {2}
+
+
+@built
+@pytest.mark.parametrize(
+    ("before", "launch", "environment"),
+    [
+        pytest.param("", "launch(p + 12 * MIB)", {"PHOS_PYTORCH": "off"}, id="switched off"),
+        pytest.param(
+            "p = int(ok((cu.cuMemFree(p), cu.cuMemAlloc(40 * MIB))[1]))", "launch(p + 12 * MIB)", {}, id="freed"
+        ),
+        pytest.param(
+            """
+ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+launch(p + 12 * MIB)
+graph = ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(stream)), 0))
+""",
+            "ok(cu.cuGraphLaunch(graph, stream))",
+            {},
+            id="graph",
+        ),
+    ],
+)
+def test_where_nothing_can_be_known_it_is_the_whole_allocation(
+    phosd: FakePhosd, libraries: Path, before: str, launch: str, environment: dict[str, str]
+) -> None:
+    """A graph's arguments were noted when something else may have been handed out; what was freed is another's."""
+    body = HANDED_OUT + before + "\n" + LAUNCHED.format(of=40, launch=launch)
+    with opened(phosd, libraries, body, **environment) as (_, seen):
+        assert seen == set(range(10))
+
+
+EXPANDABLE = """
+prop = cu.CUmemAllocationProp()
+prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+prop.requestedHandleTypes = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+access = cu.CUmemAccessDesc()
+access.location = prop.location
+access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+segment = int(ok(cu.cuMemAddressReserve(60 * MIB, 0, 0, 0)))
+for i in range(3):
+    ok(cu.cuMemMap(segment + i * 20 * MIB, 20 * MIB, 0, ok(cu.cuMemCreate(20 * MIB, prop, 0)), 0))
+ok(cu.cuMemSetAccess(segment, 60 * MIB, [access], 1))
+torch.hand_out(segment + 16 * MIB, 26 * MIB)
+torch.hand_out(segment + 50 * MIB, MIB)
+"""
+
+
+@built
+@pytest.mark.parametrize(
+    ("launch", "chunks"),
+    [
+        ("launch(segment + 30 * MIB)", set(range(4, 11))),  # 16 to 42 MiB, from the middle
+        ("launch(segment + 50 * MIB)", {12}),
+        ("launch(segment + 45 * MIB)", {11, 12}),  # nobody's: from there to 50 MiB
+    ],
+)
+def test_in_an_expandable_segment_as_well(phosd: FakePhosd, libraries: Path, launch: str, chunks: set[int]) -> None:
+    """Of which the driver does not know where a tensor ends."""
+    with opened(phosd, libraries, EXPANDABLE + LAUNCHED.format(of=20, launch=launch)) as (_, seen):
+        assert seen == chunks
