@@ -314,7 +314,8 @@ class Results:
         out = os.environ.get("OUT")
         if out:
             for path in (self.path, self.path.with_suffix(".md")):
-                shutil.copy(path, out)
+                if path.parent.resolve() != Path(out).resolve():  # --results may name it
+                    shutil.copy(path, out)
         print(f"Wrote {self.path} and {self.path.with_suffix('.md').name}")
 
 

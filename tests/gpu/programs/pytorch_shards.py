@@ -22,7 +22,7 @@ def main() -> None:
     """Run the program."""
     size_help = "MiB of memory besides"
     options = parser(
-        "Shards copied through arrays of addresses.", iterations=40, size=64, size_help=size_help
+        "Shards copied through arrays of addresses.", iterations=200, size=64, size_help=size_help
     ).parse_args()
     report = Report(options)
     report.device(torch.cuda.get_device_name())
