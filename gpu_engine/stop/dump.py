@@ -394,7 +394,7 @@ class StopDump:
             CheckpointFailed: the image is withdrawn; the processes run.
         """
         if self.state == "committed":
-            self._say_if_not_back(self._bring_back())
+            self._say_if_not_back(self._bring_back(killed=True))
             return
         if self._interruption.asked:
             self._failure = INTERRUPTED
@@ -490,12 +490,12 @@ class StopDump:
     def _add_to(self, message: pb.Inventory) -> None:
         """What else a protocol has to say in the inventory."""
 
-    def _bring_back(self) -> str:
-        """Everybody who is still there runs again as before. Returns what went wrong."""
+    def _bring_back(self, *, killed: bool = False) -> str:
+        """Everybody who is there runs again as before. Returns what went wrong. See :meth:`ProcessTree.bring_back`."""
         began = self.timeline.now()
         self._residues.wait()  # the driver may change what it reads
         self.timeline.add("wait for residue", began)
-        return self._tree.bring_back()
+        return self._tree.bring_back(killed=killed)
 
     def _give_up(self, reason: str) -> None:
         """Undo everything, in the reverse order of doing it; but who only waits for that goes on at once."""

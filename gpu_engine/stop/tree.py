@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from phos.gpu_engine import driver, procfs, toggle
 from phos.gpu_engine.blocks import Block, BlockKey
-from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, PhosError, Unresponsive
+from phos.gpu_engine.errors import CheckpointFailed, DriverError, NoSuchProcess, PhosError, Unresponsive
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess, QuiesceTimes
 from phos.gpu_engine.stop.settings import Settings
 from phos.gpu_engine.timeline import Timeline
@@ -67,6 +67,7 @@ class ProcessTree:
         self._quiesced: list[GatedProcess] = []
         self._toggles: dict[int, toggle.Step] = {}
         self._saved: set[int] = set()  # those without the frontend that the driver has saved
+        self._put_back: dict[int, toggle.Step] = {}  # those that the driver was to bring back while they stood still
 
     @property
     def pids(self) -> list[int]:
@@ -261,8 +262,13 @@ class ProcessTree:
         Raises:
             CheckpointFailed: as :meth:`save_frozen`. :meth:`bring_back` tries again.
         """
-        with self._timeline.phase("driver restore"):
-            self._together(toggle.recover, pids, self._settings.return_timeout, "bring back")
+        before = dict(self._toggles)
+        try:
+            with self._timeline.phase("driver restore"):
+                self._together(toggle.recover, pids, self._settings.return_timeout, "bring back")
+        finally:
+            begun = {pid: step for pid, step in self._toggles.items() if pid in pids and step is not before.get(pid)}
+            self._put_back |= begun
         for pid in pids:
             del self._toggles[pid]
 
@@ -276,13 +282,16 @@ class ProcessTree:
                 raise Unresponsive(f"The driver cannot {what} process {pid}: it has not done what it was asked before.")
         toggle.together(action, pids, seconds, what, begun=self._toggles)
 
-    def bring_back(self) -> str:
+    def bring_back(self, *, killed: bool = False) -> str:
         """Driver restore, unlock, attach, open for every process that is still there. Returns what went wrong.
 
         Each process returns by itself: one that is stopped, or finds no GPU memory, holds up nobody else, and comes
         back when it can, however long after this method has returned.
+
+        ``killed``: CRIU was to kill them, so nothing is said of those that are not there any more.
         """
         failures: list[str] = []
+        back: set[int] = set()
         toggled = set(self._toggles)
         gated = {p.pid: p for p in self.gated if p.session in self.detached}
         allowed: list[GatedProcess] = []
@@ -292,14 +301,17 @@ class ProcessTree:
             try:
                 if pid in toggled:
                     toggle.revive_when_there_is_room(pid)
-            except NoSuchProcess:
-                return  # CRIU has killed it, as asked
+            except NoSuchProcess as error:
+                if not killed and isinstance(error.__cause__, DriverError):  # or it would have ended at any rate
+                    self.warnings.append(f"{error} The driver's answer was: {error.__cause__}")
+                return
             except PhosError as error:
                 if not _alive(pid):
                     return
                 if process is not None:
                     process.lose(str(error))  # it may end at once: that it was lost is to be said all the same
                 raise CheckpointFailed(f"Process {pid}: {error} Its CUDA calls fail from now on.") from error
+            back.add(pid)
             if process is not None and process.alive():
                 process.allow_attach()
                 allowed.append(process)
@@ -311,6 +323,8 @@ class ProcessTree:
                 late = toggle.wait_for(steps, self._settings.return_timeout)
             failures += [self._not_back(step.pid) for step in late if _alive(step.pid)]
             failures += [str(step.error) for step in steps if step.error is not None]
+        if not killed:
+            failures += [self._ended_by(pid, step) for pid, step in self._put_back.items() if pid not in back]
         self._toggles = {}
         deadline = time.monotonic() + self._settings.return_timeout
         if gated:
@@ -319,6 +333,16 @@ class ProcessTree:
                     self._wait_attached(process, deadline, failures)
         self.detached = {}
         return " ".join(filter(None, failures))
+
+    @staticmethod
+    def _ended_by(pid: int, step: toggle.Step) -> str:
+        """What the driver answered when it was to bring a process back that stood still, if that has ended since.
+
+        It could not end by itself then, and ends most likely at the first call that fails.
+        """
+        if not isinstance(step.error, DriverError) or _alive(pid):
+            return ""
+        return f"Process {pid}: {step.error} The process has ended since."
 
     def _wait_attached(self, process: GatedProcess, deadline: float, failures: list[str]) -> None:
         while True:

@@ -130,6 +130,17 @@ def test_the_driver_refuses_and_one_that_polls_goes_on(site: Site, expected: str
     assert program.wait_result() == expected
 
 
+def test_the_driver_does_not_bring_one_back_that_ends_at_that(site: Site) -> None:
+    """At the first call, most likely before CRIU has ended. The image is whole all the same."""
+    program = polling(site, SOFTGPU_FAULTS="restore-fail:1")
+    image = site.image()
+    result = site.dump(program, image, "--leave-running", check=False)
+    assert result.returncode == 1
+    assert f"rocess {program.pid}" in result.stderr
+    site.run("phos-gpu", "verify", str(image))
+    site.gone(program)
+
+
 @pytest.mark.parametrize("option", ["leave-running", "action-script"])
 def test_a_configuration_file_keeps_one_that_polls_and_it_goes_on(site: Site, expected: str, option: str) -> None:
     """Nothing on CRIU's command line says so."""

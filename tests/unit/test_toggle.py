@@ -163,6 +163,33 @@ def test_what_fails_while_it_stands_still_is_undone_when_it_runs(monkeypatch: py
     assert fake.state == "running"
 
 
+@pytest.mark.parametrize("killed", [False, True], ids=["runs on", "is killed"])
+def test_one_that_ends_by_the_driver_s_error_is_told_of(monkeypatch: pytest.MonkeyPatch, killed: bool) -> None:
+    """It stood still when the driver failed, and has ended before anybody looks again; unless CRIU was to kill it."""
+    fake = FakeDriver(monkeypatch, "running", restore=1)
+    tree = strangers()
+    tree.checkpoint()
+    tree.save_frozen([os.getpid()])
+    with pytest.raises(CheckpointFailed):
+        tree.put_back_frozen([os.getpid()])
+    fake.state = None
+    said = tree.bring_back(killed=killed)
+    assert (f"Process {os.getpid()}: The CUDA driver's restore failed" in said) is not killed
+    assert tree.warnings == []
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["runs on", "is killed"])
+def test_one_that_ends_while_it_is_brought_back_is_warned_of(monkeypatch: pytest.MonkeyPatch, killed: bool) -> None:
+    """All of its threads run: whether it ends by itself cannot be known."""
+    fake = FakeDriver(monkeypatch, "running", restore=1)
+    tree = strangers()
+    tree.checkpoint()
+    tree.save_frozen([os.getpid()])
+    fake.dies = True
+    assert tree.bring_back(killed=killed) == ""
+    assert ["ended while its GPU state was brought back" in text for text in tree.warnings] == [True] * (not killed)
+
+
 def test_who_is_only_locked_is_unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """CRIU failed before it had frozen the tree."""
     fake = FakeDriver(monkeypatch)
