@@ -25,6 +25,9 @@
 
 #define PACKET_LIMIT (64 << 10)
 
+/* Of the links in one packet. Each is short: it lies in /dev/shm itself (file_links.c). */
+#define LINKS_AT_ONCE 512
+
 /* Longest step behind one request: quiesce and detach, or the driver's checkpoint of processes without the frontend. */
 #define REQUEST_TIMEOUT_S 600
 
@@ -318,27 +321,32 @@ int phos_link_task_frozen(int pid)
 	return ret;
 }
 
-/* Returns 0 or -1. */
-static int add_links(Phos__Wire__DumpEnd *end)
+/* Which links were not made, in as many packets as that takes. Returns 0 or -1. */
+static int tell_links(void)
 {
 	const struct phos_link *links;
 	size_t count = phos_spared_links(&links);
-	Phos__Wire__DumpEnd__Link *told = calloc(count + 1, sizeof(*told));
 
-	end->links = calloc(count + 1, sizeof(*end->links));
-	if (!told || !end->links) {
-		pr_err("no memory to tell which links are not needed\n");
-		free(told);
-		return -1;
+	while (count) {
+		Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
+		Phos__Wire__SparedLinks told = PHOS__WIRE__SPARED_LINKS__INIT;
+		Phos__Wire__SparedLinks__Link entries[LINKS_AT_ONCE], *listed[LINKS_AT_ONCE];
+
+		for (told.n_links = 0; told.n_links < LINKS_AT_ONCE && count; count--, links++) {
+			Phos__Wire__SparedLinks__Link *entry = &entries[told.n_links];
+
+			phos__wire__spared_links__link__init(entry);
+			entry->path = links->path;
+			entry->inode = links->inode;
+			listed[told.n_links++] = entry;
+		}
+		told.links = listed;
+		envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_SPARED_LINKS;
+		envelope.spared_links = &told;
+		if (request(&envelope, -1, "tell which links are not needed", NULL))
+			return -1;
 	}
-	for (size_t i = 0; i < count; i++) {
-		told[i] = (Phos__Wire__DumpEnd__Link)PHOS__WIRE__DUMP_END__LINK__INIT;
-		told[i].path = links[i].path;
-		told[i].inode = links[i].inode;
-		end->links[i] = &told[i];
-	}
-	end->n_links = count;
-	return 0; /* CRIU is about to end: what was allocated ends with it */
+	return 0;
 }
 
 int phos_link_dump_end(int result, bool *kept)
@@ -352,7 +360,7 @@ int phos_link_dump_end(int result, bool *kept)
 	*kept = true;
 	if (!link_.dumping)
 		return 0;
-	if ((phos_hidden(&hidden) || add_links(&end)) && !result)
+	if ((phos_hidden(&hidden) || tell_links()) && !result)
 		result = -1; /* the image cannot be completed */
 	phos_device_files_found(&open, &mapped);
 	end.result = result;

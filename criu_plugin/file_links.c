@@ -37,22 +37,61 @@ size_t phos_spared_links(const struct phos_link **links)
 	return spared.count;
 }
 
+/* The files that lay in the folder when it was looked at last, in order: there may be thousands, and as many links. */
+static struct {
+	ino_t *inodes;
+	size_t count, room;
+} named;
+
+static int compare(const void *one, const void *other)
+{
+	ino_t a = *(const ino_t *)one, b = *(const ino_t *)other;
+
+	return a < b ? -1 : a > b;
+}
+
+static void look(void)
+{
+	struct dirent *entry;
+	DIR *entries = opendir(FOLDER);
+
+	named.count = 0;
+	while (entries && (entry = readdir(entries))) {
+		if (!strncmp(entry->d_name, NAME, strlen(NAME))) /* a link of CRIU's */
+			continue;
+		if (named.count == named.room) {
+			size_t room = named.room * 2 + 256;
+			ino_t *grown = realloc(named.inodes, room * sizeof(*grown));
+
+			if (!grown)
+				break;
+			named.inodes = grown;
+			named.room = room;
+		}
+		named.inodes[named.count++] = entry->d_ino;
+	}
+	if (entries)
+		closedir(entries);
+	if (named.count)
+		qsort(named.inodes, named.count, sizeof(*named.inodes), compare);
+}
+
+static bool was_there(ino_t inode)
+{
+	return named.count && bsearch(&inode, named.inodes, named.count, sizeof(inode), compare);
+}
+
 /* Whether it lies in the folder itself, by some name that is no link of CRIU's. */
 static bool has_a_name(const struct stat *file)
 {
 	struct stat folder;
-	struct dirent *entry;
-	bool found = false;
-	DIR *entries;
 
 	if (stat(FOLDER, &folder) || file->st_dev != folder.st_dev)
 		return false;
-	entries = opendir(FOLDER);
-	while (entries && !found && (entry = readdir(entries)))
-		found = entry->d_ino == file->st_ino && strncmp(entry->d_name, NAME, strlen(NAME));
-	if (entries)
-		closedir(entries);
-	return found;
+	if (was_there(file->st_ino))
+		return true;
+	look();
+	return was_there(file->st_ino);
 }
 
 /* Returns whether it could be noted. */

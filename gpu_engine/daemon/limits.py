@@ -30,6 +30,9 @@ TIMES_ALL_GPUS = 4
 MAP_BYTES = 256 << 20
 """Of a memory map, or another list that comes as a file: some million entries."""
 
+LINKS = 1 << 20
+"""That one CRIU was kept from making."""
+
 MODULES = 1 << 16
 """Of one process."""
 

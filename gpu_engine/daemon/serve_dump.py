@@ -129,6 +129,7 @@ class DumpServer:
         """Until CRIU's process ends. Returns its result; -1 if it did not say any, or was told to keep the tasks."""
         result = -1
         kills, kept = not _leaves_alive(connection.pid), _may_leave_alive(connection.pid)
+        links: dict[str, int] = {}
         while (packet := connection.receive()) is not None:
             envelope, descriptors = packet
             try:
@@ -137,6 +138,10 @@ class DumpServer:
                         self._freeze(connection, job, envelope.task_frozen.pid, wire.only(descriptors))
                     case "task_runs" if job:
                         job.tasks_run(_outer(connection.pid, envelope.task_runs), back=envelope.task_runs.back)
+                    case "spared_links":
+                        links |= {link.path: link.inode for link in envelope.spared_links.links}
+                        if len(links) > limits.LINKS:
+                            raise ProtocolError(f"CRIU needs links for more than {limits.LINKS} files.")
                     case "dump_end":
                         end = envelope.dump_end
                         result = end.result
@@ -144,7 +149,6 @@ class DumpServer:
                             hidden = wire.content(wire.only(descriptors), limits.MAP_BYTES) if descriptors else b""
                             if end.device_files or end.device_mappings:
                                 job.leave_out_device_files(_tasks_of(root), mappings=end.device_mappings)
-                            links = {link.path: link.inode for link in end.links}
                             job.criu_ended(result, hidden, links, kills=kills)
                         else:
                             interruption.settle()

@@ -307,6 +307,27 @@ def test_files_that_have_lost_the_same_name_are_told_apart(site: Site) -> None:
             path.unlink()
 
 
+def test_there_may_be_thousands(site: Site) -> None:
+    """More than one packet from CRIU's plugin to phosd would hold."""
+    count = 2200
+    base = f"phos-test-{os.getpid()}"
+    go = site.folder / "go"
+    program = site.start(sys.executable, str(PROGRAMS / "many_names.py"), str(count), base, str(go))
+    try:
+        wait_until(lambda: "READY" in program.lines(), "the program")
+        image = site.image()
+        site.dump(program, image)
+        site.gone(program)
+        for path in SHARED_MEMORY.glob(f"{base}*"):
+            path.unlink()
+        site.restore(image)
+        go.touch()
+        assert program.wait_result() == f"{count},{count}"
+    finally:
+        for path in SHARED_MEMORY.glob(f"{base}*"):
+            path.unlink()
+
+
 @pytest.mark.parametrize("asked", [False, True])
 def test_without_a_gpu_all_is_criu_s(site: Site, asked: bool) -> None:
     """A semaphore needs a link then, which nobody makes who was not asked to; it goes where the program runs on."""
