@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, final
@@ -446,6 +446,11 @@ class Image:
             problems += part
         return problems
 
+    @cached_property
+    def added(self) -> dict[str, pb.File]:
+        """What ImageWriter.add_file() has put into the image, by name."""
+        return {file.name: file for file in self.record.files if formats.is_added(file.name)}
+
     def copy_file(self, name: str, target: int) -> None:
         """Copy a file that ImageWriter.add_file() has put into the image to one of its size that holds zeros.
 
@@ -453,7 +458,7 @@ class Image:
         `target` takes it not.
         """
         where = self.path / name
-        file = next((f for f in self.record.files if f.name == name and formats.is_added(name)), None)
+        file = self.added.get(name)
         step = file.segment_size if file else 0
         if file is None or step <= 0 or len(file.hashes) != -(-file.size // step):
             raise ImageError(f"{self.path / formats.COMMIT_FILE} lacks {name} or its hashes")

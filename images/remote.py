@@ -279,7 +279,7 @@ class RemoteImage:
         if self._only_data:
             self._local.copy_file(name, target)
             return
-        file = next((f for f in self._local.record.files if f.name == name and formats.is_added(name)), None)
+        file = self._local.added.get(name)
         if file is None:
             raise ImageError(f"{self.path / formats.COMMIT_FILE} lacks {name}")
         run_in_threads(_copies(self._links, file, target), COPY_THREADS)

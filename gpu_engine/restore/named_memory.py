@@ -45,12 +45,8 @@ class _Piece:
     message: pb.NamedMemory
     paths: list[Path]
     hidden: Path
-    descriptor: int
+    inode: int
     former: dict[Path, Path | None] = field(default_factory=dict)
-
-    @property
-    def inode(self) -> int:
-        return os.fstat(self.descriptor).st_ino
 
 
 class RestoredNamedMemory:
@@ -75,9 +71,10 @@ class RestoredNamedMemory:
         self.warnings: list[str] = []
         try:
             wanted = []
-            for memory in image.inventory.named_memory:
-                paths = _paths(memory)
-                if not pool and (user := self._partner(memory, paths)):
+            found = [(memory, _paths(memory)) for memory in image.inventory.named_memory]
+            partners = {} if pool else self._partners(found)
+            for memory, paths in found:
+                if user := partners.get((memory.device, memory.inode), 0):
                     self.warnings.append(
                         f"{paths[0]} is used by process {user} ({procfs.executable(user)}), which is not in the image: "
                         "the restored processes share it as it is now."
@@ -91,13 +88,12 @@ class RestoredNamedMemory:
         for warning in self.warnings:
             log.warning("%s: %s", image.path, warning)
 
-    def _partner(self, memory: pb.NamedMemory, paths: list[Path]) -> int:
-        """Who shares it still, of those outside of the tree with whom it was shared; 0: nobody."""
-        file = (memory.device, memory.inode)
-        this_boot = self._image.inventory.host.boot_id == BOOT_ID.read_text().strip()
-        if not memory.shared or not this_boot or file not in _files_at(paths).values():
-            return 0
-        return procfs.users_of({file}).get(file, 0)
+    def _partners(self, found: Iterable[tuple[pb.NamedMemory, list[Path]]]) -> dict[procfs.FileId, int]:
+        """Who shares which still, of those outside of the tree with whom it was shared."""
+        if self._image.inventory.host.boot_id != BOOT_ID.read_text().strip():
+            return {}
+        shared = {(memory.device, memory.inode): paths for memory, paths in found if memory.shared}
+        return procfs.users_of({file for file, paths in shared.items() if file in _files_at(paths).values()})
 
     def _make(self, wanted: list[tuple[pb.NamedMemory, list[Path]]]) -> None:
         if not wanted:
@@ -111,12 +107,16 @@ class RestoredNamedMemory:
             assert self._held is not None  # nobody else knows the token
             for memory, paths in wanted:
                 hidden = shared_memory.hidden(self._token)
+                # Not kept open: there may be thousands.
                 descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-                self._pieces.append(_Piece(memory, paths, hidden, descriptor))
-                os.fchmod(descriptor, memory.mode)
-                if (memory.uid, memory.gid) != (os.geteuid(), os.getegid()):
-                    os.fchown(descriptor, memory.uid, memory.gid)
-                os.ftruncate(descriptor, memory.size)
+                try:
+                    self._pieces.append(_Piece(memory, paths, hidden, os.fstat(descriptor).st_ino))
+                    os.fchmod(descriptor, memory.mode)
+                    if (memory.uid, memory.gid) != (os.geteuid(), os.getegid()):
+                        os.fchown(descriptor, memory.uid, memory.gid)
+                    os.ftruncate(descriptor, memory.size)
+                finally:
+                    os.close(descriptor)
         except OSError as error:
             raise _cannot(names[0], error) from error
         self._take_names()
@@ -225,7 +225,6 @@ class RestoredNamedMemory:
             pieces, self._pieces = self._pieces, []
         for piece in pieces:
             piece.hidden.unlink(missing_ok=True)
-            os.close(piece.descriptor)
         if self._held is not None:
             self._held.discard()
             self._held = None
@@ -238,7 +237,11 @@ class RestoredNamedMemory:
         try:
             with self._filling:
                 for piece in self._pieces:
-                    self._image.copy_file(piece.message.file, piece.descriptor)
+                    descriptor = os.open(piece.hidden, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    try:
+                        self._image.copy_file(piece.message.file, descriptor)
+                    finally:
+                        os.close(descriptor)
         except (ImageError, OSError) as error:
             self.error = str(error)
         except Exception as error:

@@ -118,6 +118,20 @@ def test_it_is_there_again_under_all_names(path: Path) -> None:
     assert path.stat().st_nlink == 2
 
 
+def test_files_are_not_all_open_at_once(path: Path) -> None:
+    """There may be thousands; a descriptor stands for each name, until CRIU has opened all, and one for the restore."""
+    image = Image(path)
+    before = os.listdir("/proc/self/fd")
+    restored = image.restore()
+    assert len(os.listdir("/proc/self/fd")) == len(before) + len(image.names) + 1
+    restored.fill()
+    restored.release()
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 1
+    restored.keep()
+    assert os.listdir("/proc/self/fd") == before
+    assert path.read_bytes() == CONTENT
+
+
 def test_what_lay_there_comes_back_if_the_restore_fails(path: Path) -> None:
     image = Image(path)
     image.changed()
