@@ -29,6 +29,7 @@ private_criu=
 pythons=()
 omit=()
 criu_needed=4.1
+arguments=("$@")
 
 usage() { sed -n '2,/^set -/{/^set -/d;s/^# \{0,1\}//;p}' "$script"; }
 fail() { printf 'install.sh: %s\n' "$@" >&2; exit 1; }
@@ -94,6 +95,20 @@ check | uninstall) [ -d "$prefix" ] || fail "there is no folder $prefix: PhOS is
         fail "$prefix cannot be made or written; run as root, or choose another --prefix."
     ;;
 esac
+
+# One at a time in folder $1, until this script ends: another one is waited for, and what it did is looked at anew. Where a
+# file system has no such locks, they are done without.
+lock() {
+    local descriptor status=0
+    command -v flock >/dev/null && { exec {descriptor}<"$1"; } 2>/dev/null || return 0
+    flock -n -E 75 "$descriptor" 2>/dev/null || status=$?
+    [ "$status" -eq 75 ] || return 0
+    echo "Another install.sh is at work in $1; this one goes on when that has ended."
+    flock "$descriptor"
+    [ "$1" -ef "/proc/self/fd/$descriptor" ] || exec "$script" "${arguments[@]}"
+}
+[ "$mode" = check ] || lock "$prefix"
+
 home=$prefix/lib/phos
 commands=(criu phos-gpu phosd)
 modules=(google.protobuf cuda.bindings click rich psutil xxhash elftools pycriu phos)
@@ -632,6 +647,7 @@ install)
     base_python=$(choose_python) || fail "no CPython 3.10 or newer was found; install python3, or name one with --python."
     install_criu
     make_environment
+    [ "$source" -ef "$prefix" ] || lock "$source" # what comes now is done in the clone, for whatever prefix
     fetch_cuda_header
     build_native
     install_files
@@ -644,6 +660,7 @@ bundle)
     install_criu
     # pip's own environment, for the time of the bundling: what the bundle holds is wheels.
     "$base_python" -I -m venv "$home/venv" || fail "$base_python could not make a virtual environment."
+    [ "$source" -ef "$prefix" ] || lock "$source" # what comes now is done in the clone, for whatever prefix
     fetch_cuda_header
     build_native
     collect_wheels

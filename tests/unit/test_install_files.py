@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import json
 import os
@@ -11,6 +12,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -95,6 +98,51 @@ def test_uninstall_removes_what_is_ours_and_brings_back_what_was_there(tmp_path:
     subprocess.run([ROOT / "install.sh", "--prefix", tmp_path, "--uninstall"], check=True, capture_output=True)
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["bin", "bin/criu"]
     assert (tmp_path / "bin" / "criu").read_text() == "someone else's"
+
+
+@contextmanager
+def at_work(folder: Path, *command: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """A command, while somebody else has the folder locked until the end of the block; after it, it has ended."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            yield process
+        finally:
+            os.close(descriptor)
+            process.communicate(timeout=60)
+
+
+def test_there_is_one_at_a_time_in_a_prefix(tmp_path: Path) -> None:
+    prefix = tmp_path / "prefix"
+    layout = prefix / "lib" / "phos" / "bin" / "layout.sh"
+    layout.parent.mkdir(parents=True)
+    layout.touch()
+    command = (ROOT / "install.sh", "--prefix", prefix, "--uninstall")
+    with at_work(prefix, *command) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith(f"Another install.sh is at work in {prefix}")
+        assert layout.exists()
+    assert process.returncode == 0
+    assert not prefix.exists()
+
+
+def test_who_waits_does_not_go_on_in_a_folder_that_is_gone(tmp_path: Path) -> None:
+    prefix = tmp_path / "prefix"
+    prefix.mkdir()
+    with at_work(prefix, ROOT / "install.sh", "--prefix", prefix, "--uninstall") as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        prefix.rmdir()
+    assert process.returncode == 1
+
+
+def test_the_tests_do_not_run_twice_at_a_time_in_a_clone(tmp_path: Path) -> None:
+    script = Path(shutil.copytree(ROOT / ".ci", tmp_path / ".ci"), "run")
+    with at_work(script.parent, script) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("another .ci/run is at work in ")
+    assert process.returncode == 1
 
 
 def test_an_apt_that_does_not_work_has_the_word(tmp_path: Path) -> None:
