@@ -124,7 +124,8 @@ class Begun(Launched):
                 self._remove(PAGES_LOG)
                 self._remove(PAGES_SOCKET)  # of one that was killed
                 os.set_inheritable(self._lock, True)
-                self.pages = self.start_beside([criu, "lazy-pages", *places, "-o", PAGES_LOG, "-v2"], {})
+                starter = {"PHOS_LAZY_STARTER": str(os.getpid())}  # without whom it is not to wait for CRIU
+                self.pages = self.start_beside([criu, "lazy-pages", *places, "-o", PAGES_LOG, "-v2"], starter)
                 os.set_inheritable(self._lock, False)
                 changes = {"PHOS_RESTORE": "lazy", "PHOS_LAZY_PAGES": str(self.pages)}
                 words.append("--lazy-pages")

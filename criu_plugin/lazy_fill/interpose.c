@@ -20,12 +20,14 @@
 #include <errno.h>
 #include <limits.h>
 #include <linux/userfaultfd.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/ioctl.h>
+#include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -225,14 +227,43 @@ static void hear_moves(struct served *process, struct uffd_msg *message)
 		}
 }
 
+/* ---- who has started this ---- */
+
+/*
+ * `phos-gpu restore --lazy` (cli/restore_first.py) starts the server before CRIU, and ends it if there will be no CRIU. If it is
+ * killed before that can be known, nobody would: the server would wait for ever, and keep the image's directory locked.
+ */
+static bool with_starter;
+
+__attribute__((constructor)) static void end_with_starter(void)
+{
+	const char *starter = getenv("PHOS_LAZY_STARTER");
+
+	if (!starter)
+		return;
+	with_starter = !prctl(PR_SET_PDEATHSIG, SIGKILL);
+	if (getppid() != atoi(starter))
+		_exit(EXIT_FAILURE);
+}
+
+/* CRIU is there: processes are about to depend on this. */
+static void outlive_starter(void)
+{
+	if (with_starter)
+		prctl(PR_SET_PDEATHSIG, 0);
+	with_starter = false;
+}
+
 /* ---- what CRIU calls ---- */
 
 EXPORT ssize_t recv(int descriptor, void *buffer, size_t size, int flags)
 {
 	ssize_t result = syscall(SYS_recvfrom, descriptor, buffer, size, flags, NULL, NULL);
 
-	if (size == sizeof(int) && result == (ssize_t)size)
+	if (size == sizeof(int) && result == (ssize_t)size) {
 		memcpy(&named, buffer, sizeof(int));
+		outlive_starter();
+	}
 	return result;
 }
 

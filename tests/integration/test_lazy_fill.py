@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -16,12 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.integration.site import Program, Site, wait_until
+from tests.integration.site import Program, Site, launcher, wait_until
 from tests.integration.test_lazy import EXAMPLES
 
 CHANGES = Path(__file__).parent / "programs" / "changes_memory.py"
+SIOCOUTQ = 0x5411
+"""How much of what was sent nobody has read; include/uapi/linux/sockios.h."""
+
 FILLED = re.compile(r"phos: (\d+) bytes of process (\d+) are there")
 
 
@@ -70,6 +76,47 @@ def test_phos_gpu_restore_fills(site: Site, image: Path) -> None:
     said = site.run("phos-gpu", "restore", "--lazy", "--json", str(image), PHOS_FILL_THREADS="2")
     assert json.loads(said.stdout)["mode"] == "lazy"
     assert program.wait_result() == expected
+
+
+STARTS_NOTHING_MORE = """
+import sys, time
+from phos.cli import restore_first
+restore_first.Begun.start = lambda *_words, **_options: None  # CRIU
+print(restore_first.Begun(sys.argv[1], lazy=True).pages, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("came", [False, True], ids=["before CRIU has come", "after that"])
+def test_the_server_ends_with_who_has_started_it(site: Site, image: Path, came: bool) -> None:
+    """Killed, that one ends nothing any more. Once CRIU has told of a process, that depends on the server."""
+    program = site.start(sys.executable, str(CHANGES), "48", under=False)
+    wait_until(lambda: rounds(program) >= 1, "the program to change its memory")
+    site.run("criu", "dump", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4")
+    path = os.pathsep.join([str(launcher("criu").parent), os.environ["PATH"]])
+    starter = subprocess.Popen(
+        [sys.executable, "-c", STARTS_NOTHING_MORE, str(image)],
+        env={**site.environment, "PATH": path},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert starter.stdout is not None
+    pages = psutil.Process(int(starter.stdout.readline()))
+    wait_until((image / "lazy-pages.socket").exists, "criu lazy-pages")
+    wait_until(lambda: pages.status() == psutil.STATUS_SLEEPING, "it to listen")
+    with socket.socket(socket.AF_UNIX) as criu:
+        if came:
+            criu.connect(str(image / "lazy-pages.socket"))
+            criu.send(struct.pack("i", program.pid))
+            wait_until(lambda: not fcntl.ioctl(criu, SIOCOUTQ, b"    ").strip(b"\0"), "it to read that")
+            time.sleep(0.1)
+        starter.kill()
+        starter.wait()
+        if came:
+            time.sleep(0.5)
+            assert pages.is_running()
+            assert pages.status() != psutil.STATUS_ZOMBIE
+    site.freed(pages.pid)
 
 
 @pytest.mark.parametrize("server", ["the one", "another"])
