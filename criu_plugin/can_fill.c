@@ -4,6 +4,7 @@
  */
 #include "lazy_fill/image_reader.h"
 #include "lazy_fill/lazy_fill.h"
+#include "lazy_socket.h"
 
 #include <dirent.h>
 #include <errno.h>
@@ -148,9 +149,9 @@ static void check_reservations(int images, int pid, uint64_t most)
 
 int main(int count, char **words)
 {
-	char value[128], work[4096];
+	char value[128];
 	const char *threads = getenv("PHOS_FILL_THREADS");
-	int images, pid, allowed;
+	int images, work, pid, allowed;
 
 	if (count != 3)
 		no("phos-can-fill IMAGES WORK");
@@ -161,8 +162,9 @@ int main(int count, char **words)
 		no("there is no such folder");
 	if (!faccessat(images, "parent", F_OK, AT_SYMLINK_NOFOLLOW))
 		no("pages are in another image as well");
-	snprintf(work, sizeof(work), "%s/lazy-pages.socket", words[2]);
-	if (access(words[2], W_OK) || !faccessat(AT_FDCWD, work, F_OK, AT_SYMLINK_NOFOLLOW))
+	work = open(words[2], O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+	if (access(words[2], W_OK) || work < 0 ||
+	    (!faccessat(work, PHOS_LAZY_SOCKET, F_OK, AT_SYMLINK_NOFOLLOW) && !phos_lazy_socket_left(work)))
 		no("no server can listen in the working directory, or one does");
 	allowed = (int)syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK);
 	if (allowed < 0)

@@ -12,6 +12,7 @@
  * forks, and whose children would find locks held by nobody.
  */
 #include "lazy_fill/lazy_fill.h"
+#include "lazy_socket.h"
 #include "phos_plugin.h"
 
 #include <errno.h>
@@ -249,12 +250,14 @@ static int lock_directory(void)
 	return directory;
 }
 
-/* With the directory locked. */
-static int listen_for_criu(void)
+/* With the directory locked, whose descriptor is given. */
+static int listen_for_criu(int directory)
 {
 	struct sockaddr_un address = { .sun_family = AF_UNIX, .sun_path = PHOS_LAZY_SOCKET };
 	int listening = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
 
+	if (phos_lazy_socket_left(directory))
+		unlink(PHOS_LAZY_SOCKET);
 	if (listening >= 0 && (bind(listening, (struct sockaddr *)&address, sizeof(address)) || listen(listening, 1))) {
 		close(listening);
 		return -1;
@@ -296,7 +299,7 @@ int phos_fill_begin(void)
 	if (!phos_fills())
 		return 0;
 	directory = lock_directory();
-	listening = directory < 0 ? -1 : listen_for_criu();
+	listening = directory < 0 ? -1 : listen_for_criu(directory);
 	started = listening >= 0 && !socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, control) &&
 		  start(listening, directory, control[1]);
 	if (!started)

@@ -5,6 +5,7 @@
  * interferes with that, and nobody meets with memory that is not there.
  */
 #include "lazy_fill_address.h"
+#include "lazy_socket.h"
 #include "phos_plugin.h"
 
 #include <errno.h>

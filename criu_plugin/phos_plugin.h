@@ -96,9 +96,6 @@ bool phos_is_traced(int thread);
 /* Kills every process that this one traces. */
 void phos_kill_traced(void);
 
-/* Where CRIU looks for the server of a lazy restore, in its working directory (uffd.c of CRIU 4.1). */
-#define PHOS_LAZY_SOCKET "lazy-pages.socket"
-
 /* Whether it was asked for with PHOS_FILL_PAGES, which is taken out of the environment. */
 bool phos_fills(void);
 /* If so: begins to bring the tasks' memory in CRIU's place; CRIU has been told --lazy-pages. Returns 0 or -1. */

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import shutil
+import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -63,11 +64,11 @@ def image() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def ask(image: Path, work: Path | None = None, **changes: str) -> str:
-    """Why not; empty if it can."""
+def ask(image: Path, work: Path | None = None, *before: str, **changes: str) -> str:
+    """Why not; empty if it can. ``before``: words before the program's."""
     program = frontend_library().with_name("phos-can-fill")
     done = subprocess.run(
-        [str(program), str(image), str(work or image)],
+        [*before, str(program), str(image), str(work or image)],
         env={**os.environ, "PHOS_FILL_THREADS": "", **changes},
         capture_output=True,
         text=True,
@@ -129,6 +130,16 @@ def ancient(image: Path) -> None:
 def test_criu_has_to(image: Path, change: Callable[[Path], object], why: str) -> None:
     change(image)
     assert why in ask(image)
+
+
+def test_a_socket_that_a_server_has_left_is_in_nobody_s_way(image: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(image / "lazy-pages.socket"))
+        assert "listen" in ask(image)  # it is about to
+        server.listen()
+        assert "listen" in ask(image)
+    # In a network of its own: a server that listens in another folder is not told apart.
+    assert not ask(image, None, "unshare", "--net")
 
 
 def test_no_server_can_listen_where_nothing_can_be_written(image: Path) -> None:
