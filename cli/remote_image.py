@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,9 +17,16 @@ from typing import Any
 from phos.cli.launched import ENDING, Interrupted, handle_as_before, heed
 from phos.gpu_engine import configuration
 from phos.gpu_engine.errors import RestoreFailed, UsageError
+from phos.gpu_engine.procfs import is_alive
 from phos.images.errors import ImageError
 from phos.images.remote import fetch_description
 from phos.images.remote_wire import DEFAULT_KEY, Address
+
+FOLDER = "phos-remote-"
+"""How temporary folders are called, before the pid of who has made them."""
+
+LEFT_SECONDS = 3600.0
+"""So long after a restore was killed, what it had started has surely ended."""
 
 ANEW_SECONDS = 0.05
 """How long after a signal, and after each time, its exception is raised anew."""
@@ -62,6 +71,17 @@ def clear(directory: Path) -> None:
             entry.unlink(missing_ok=True)
     if not any(directory.iterdir()):
         directory.rmdir()
+
+
+def sweep() -> None:
+    """Clear what restores that were killed have left: copies of all but the GPU data. Logs are to be read."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        maker = folder.name.removeprefix(FOLDER).partition("-")[0]
+        with suppress(OSError):
+            status = folder.lstat()
+            left = maker.isdigit() and not is_alive(int(maker)) and time.time() - status.st_mtime > LEFT_SECONDS
+            if left and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid():
+                clear(folder)
 
 
 class Interruption:
@@ -152,11 +172,12 @@ def fetched(image: str) -> Iterator[Path]:
     Raises: as :func:`address`, :func:`interruptible` and :func:`fetch`.
     """
     at = address(image)
+    sweep()
     with interruptible(image) as interruption:
         directory: Path | None = None
         try:
             with interruption.held():
-                directory = Path(tempfile.mkdtemp(prefix="phos-remote-"))
+                directory = Path(tempfile.mkdtemp(prefix=f"{FOLDER}{os.getpid()}-"))
             fetch(at, directory)
             interruption.copied()
             yield directory

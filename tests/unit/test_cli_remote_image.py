@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -20,6 +21,7 @@ from click.testing import CliRunner
 from phos.cli import image as image_commands
 from phos.cli import remote_image
 from phos.cli.launched import Interrupted
+from phos.images.errors import ImageError
 
 ADDRESS = "tcp://127.0.0.1:1/image"
 
@@ -43,6 +45,29 @@ def test_a_temporary_folder_that_has_just_been_made_is_removed(tmp_path: Path, m
     with pytest.raises(Interrupted), remote_image.fetched(ADDRESS):
         pytest.fail("the signal was not heeded")
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("why", ["its maker lives", "it is new", "somebody else has made it", ""])
+def test_what_a_restore_that_was_killed_has_left_is_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    maker = {"its maker lives": str(os.getpid()), "somebody else has made it": "mine"}.get(why, str(ended.pid))
+    left, only_log = (tmp_path / f"{remote_image.FOLDER}{maker}-{name}" for name in ("abc", "def"))
+    for folder in (left, only_log):
+        folder.mkdir()
+        (folder / "restore.log").touch()
+    (left / "pages-1.img").touch()
+    if why != "it is new":
+        for folder in (left, only_log):
+            os.utime(folder, (0, 0))
+    with suppress(ImageError), remote_image.fetched(ADDRESS):
+        pytest.fail("nobody is there")
+    assert (left / "pages-1.img").exists() is bool(why)
+    assert all((folder / "restore.log").exists() for folder in (left, only_log))
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_an_image_directory_that_has_just_been_made_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
