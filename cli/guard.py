@@ -19,7 +19,7 @@ import psutil
 
 from phos.cli.checkpoint import refuse_own
 from phos.cli.criu import refuse_foreign, tree_of
-from phos.cli.guard_job import End, Job, become_reaper, reap, refuse_unfit
+from phos.cli.guard_job import End, Job, MemoryFile, become_reaper, reap, refuse_unfit
 from phos.cli.guard_policy import Restarts, Schedule, Shelf
 from phos.cli.guard_speaker import Speaker
 from phos.cli.launched import ENDING, heed
@@ -72,7 +72,8 @@ class Guard:
         self.lock = -1  # inherited by checkpoints: one that outlives this process keeps other guards away
         self.forwards = True
         self._job: Job | None = None
-        self._checkpoint: subprocess.Popen[str] | None = None
+        self._checkpoint: subprocess.Popen[bytes] | None = None
+        self._output, self._errors = MemoryFile(), MemoryFile()  # its: nobody reads a pipe before it ends
         self._image = Path()
         self._signal = 0  # by which the job is to end, or (not forwarding) this process ...
         self._sent = 0.0  # ... and since when
@@ -203,10 +204,8 @@ class Guard:
             self._checkpoint = subprocess.Popen(
                 [*command, str(self._job.pid), str(self._image)],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
+                stdout=self._output.begin(),
+                stderr=self._errors.begin(),
                 start_new_session=True,  # Ctrl-C is for the job
                 pass_fds=(self.lock,) if self.lock >= 0 else (),
             )
@@ -216,10 +215,9 @@ class Guard:
     def _checkpoint_ended(self) -> None:
         """Take note of what came of a checkpoint, and tidy up."""
         assert self._checkpoint is not None
-        output, errors = self._checkpoint.communicate()
-        status, self._checkpoint = self._checkpoint.returncode, None
+        status, self._checkpoint = self._checkpoint.wait(), None
         if status == 0:
-            said: dict[str, Any] = json.loads(output)
+            said: dict[str, Any] = json.loads(self._output.text())
             self._complained = ""
             self._from = None
             self.schedule.measured(said.get("stall"))
@@ -237,7 +235,7 @@ class Guard:
                 interval=round(self.schedule.interval, 3),
             )
         else:
-            reason = errors.strip().removeprefix("phos-gpu checkpoint: ")
+            reason = self._errors.text().strip().removeprefix("phos-gpu checkpoint: ")
             first = " ".join(reason.splitlines()[:2])
             if self._job is not None and self._job.poll() is not None:
                 first = "The job ended meanwhile."
@@ -275,7 +273,7 @@ class Guard:
         self._checkpoint_ended()
 
     @staticmethod
-    def _has_finished(checkpoint: subprocess.Popen[str], seconds: float) -> bool:
+    def _has_finished(checkpoint: subprocess.Popen[bytes], seconds: float) -> bool:
         with suppress(subprocess.TimeoutExpired):
             checkpoint.wait(seconds)
         return checkpoint.poll() is not None

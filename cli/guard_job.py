@@ -78,6 +78,23 @@ def refuse_unfit(pid: int) -> None:
         )
 
 
+class MemoryFile:
+    """What a program writes, as much as it likes."""
+
+    def __init__(self) -> None:
+        self._descriptor = os.memfd_create("output", os.MFD_CLOEXEC)
+
+    def begin(self) -> int:
+        """A descriptor for another program to write to."""
+        os.ftruncate(self._descriptor, 0)
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        return self._descriptor
+
+    def text(self) -> str:
+        """All that it has written."""
+        return os.pread(self._descriptor, os.fstat(self._descriptor).st_size, 0).decode(errors="replace")
+
+
 def become_reaper() -> None:
     """Let what CRIU restores, and what the job leaves behind, become children of this process."""
     pr_set_child_subreaper = 36

@@ -405,6 +405,26 @@ def test_a_checkpoint_of_a_job_that_has_ended_may_take_as_long_as_it_writes(
     assert watched.events == [*came, "ended"]
 
 
+def test_a_checkpoint_may_say_as_much_as_it_likes(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Warnings and CRIU's errors: more than a pipe holds, which nobody would read before it ends."""
+    job = FakeJob()
+    popen = subprocess.Popen
+
+    def checkpoint(_words: list[str], **options: Any) -> object:
+        text = "head -c 1000000 /dev/zero; head -c 1000000 /dev/zero >&2; exit 1"
+        return popen(["sh", "-c", text], stdout=options["stdout"], stderr=options["stderr"])
+
+    def say(event: str, *_: object, **__: object) -> None:
+        watched.events.append(event)
+        job.code = 0
+
+    monkeypatch.setattr(subprocess, "Popen", checkpoint)
+    watched.guard.say = say
+    watched.guard.schedule = Schedule(1.0, interval=0.01)
+    assert watched.watch(job) == 0
+    assert watched.events == ["checkpoint-failed", "ended"]
+
+
 def test_a_guard_that_is_refused_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another guard may have been told to keep more images."""
     for name in ("become_reaper", "reach.ensure"):
