@@ -20,7 +20,7 @@ import psutil
 from phos.cli.checkpoint import refuse_own
 from phos.cli.criu import refuse_foreign, tree_of
 from phos.cli.guard_job import End, Job, MemoryFile, become_reaper, reap, refuse_unfit
-from phos.cli.guard_policy import Restarts, Schedule, Shelf
+from phos.cli.guard_policy import Failures, Restarts, Schedule, Shelf
 from phos.cli.guard_speaker import Speaker
 from phos.cli.launched import ENDING, heed
 from phos.cli.parameters import RATE, SECONDS, Place, json_option
@@ -42,8 +42,6 @@ LOOK_SECONDS = 1.0
 
 RETRY_SECONDS = 1.0
 """After a checkpoint that failed, at least; also until a job uses CUDA."""
-
-LONGEST_RETRY_SECONDS = 300.0
 
 LAST_WORDS_SECONDS = 120.0
 """How long a checkpoint under way may write nothing once its job has ended."""
@@ -83,7 +81,7 @@ class Guard:
         self._points: dict[Path, float] = {}  # the same for each image
         self._from: Path | None = None  # what it was brought back from, as long as it has made no image since
         self._due = self._asked = 0.0  # when a checkpoint is due; when the last one was
-        self._complained = ""
+        self._failures = Failures()
 
     def received(self, number: int, _frame: object) -> None:
         """A signal came."""
@@ -210,7 +208,7 @@ class Guard:
                 pass_fds=(self.lock,) if self.lock >= 0 else (),
             )
         except OSError as error:  # no memory left, for example
-            self._failed(f"It cannot be started: {error}.", str(error))
+            self._failed(f"It cannot be started: {error}.", str(error), disturbs=False)
 
     def _checkpoint_ended(self) -> None:
         """Take note of what came of a checkpoint, and tidy up."""
@@ -218,7 +216,7 @@ class Guard:
         status, self._checkpoint = self._checkpoint.wait(), None
         if status == 0:
             said: dict[str, Any] = json.loads(self._output.text())
-            self._complained = ""
+            self._failures = Failures()
             self._from = None
             self.schedule.measured(said.get("stall"))
             if self.count_gpus:
@@ -237,19 +235,23 @@ class Guard:
         else:
             reason = self._errors.text().strip().removeprefix("phos-gpu checkpoint: ")
             first = " ".join(reason.splitlines()[:2])
+            disturbs = False
             if self._job is not None and self._job.poll() is not None:
                 first = "The job ended meanwhile."
             elif status == ExitStatus.NO_PROCESS:
                 first = "The job does not use CUDA yet."
-            self._failed(first, reason)
+            else:
+                disturbs = True
+            self._failed(first, reason, disturbs=disturbs)
         self.tidy()
 
-    def _failed(self, first: str, reason: str) -> None:
-        """No image was made; ``first`` of what is to be said of the reason: once, whichever image it names."""
-        self._due = time.monotonic() + max(RETRY_SECONDS, min(self.schedule.interval, LONGEST_RETRY_SECONDS))
-        if (complaint := first.replace(self._image.name, "")) != self._complained:
-            self._complained = complaint
-            self.say("checkpoint-failed", f"No image was made: {first}", image=str(self._image), error=reason)
+    def _failed(self, first: str, reason: str, *, disturbs: bool) -> None:
+        """No image was made; ``first`` of what is to be said of the reason: now and then, whichever image it names."""
+        failures, now = self._failures, time.monotonic()
+        self._due = now + failures.wait(max(RETRY_SECONDS, self.schedule.interval), disturbs=disturbs)
+        if failures.is_news(first.replace(self._image.name, ""), now):
+            what = f"Still no image, after {failures.count} tries" if failures.again else "No image was made"
+            self.say("checkpoint-failed", f"{what}: {first}", image=str(self._image), error=reason)
 
     def tidy(self) -> None:
         """Remove the images that nobody needs; one that cannot be removed now can be later."""

@@ -74,6 +74,43 @@ class Schedule:
         return regular if self._stalls else min(regular, FIRST_AT_LATEST)
 
 
+LONGEST_RETRY_SECONDS = 300.0
+"""After a checkpoint that failed."""
+
+REMIND_SECONDS = 3600.0
+"""How often it is said that the same is wrong still."""
+
+
+class Failures:
+    """Checkpoints that failed in a row: when the next is due, and whether there is anything new to say."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.again = False
+        """Whether what is said has been said before."""
+        self._disturbed = 0
+        self._complaint = ""
+        self._said = 0.0
+
+    def wait(self, first: float, *, disturbs: bool) -> float:
+        """One more. Seconds until the next: ``first`` of them, or fewer, after the first one.
+
+        ``disturbs``: the job may have stood still for nothing, for as long as a minute. So each such wait is twice as
+        long as the one before.
+        """
+        self.count += 1
+        self._disturbed += disturbs
+        return min(first * 2 ** min(max(0, self._disturbed - 1), 20), LONGEST_RETRY_SECONDS)
+
+    def is_news(self, complaint: str, now: float) -> bool:
+        """Whether to say it: it is another one than before, or was said long ago."""
+        self.again = complaint == self._complaint
+        if self.again and now - self._said < REMIND_SECONDS:
+            return False
+        self._complaint, self._said = complaint, now
+        return True
+
+
 TRIES = 2
 """After so many ends of the job without getting further than before, older images come before the one that it was
 brought back from: once may be another failure."""

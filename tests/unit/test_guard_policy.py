@@ -20,6 +20,7 @@ from phos.cli.guard_policy import (
     ASSUMED_OVERHEAD,
     FIRST_AT_LATEST,
     LEAST_INTERVAL,
+    Failures,
     Restarts,
     Schedule,
     Shelf,
@@ -76,6 +77,24 @@ def test_the_interval_is_always_a_time(stalls: list[float], rate: float, gpus: i
 
 
 # Giving up.
+
+
+def test_a_job_is_disturbed_less_and_less_for_nothing() -> None:
+    failures = Failures()
+    assert [failures.wait(40.0, disturbs=True) for _ in range(5)] == [40, 80, 160, 300, 300]
+    assert [failures.wait(40.0, disturbs=True) for _ in range(2000)][-1] == 300
+    failures = Failures()
+    assert [failures.wait(1.0, disturbs=False) for _ in range(3)] == [1, 1, 1]  # it does not use CUDA yet
+    assert Failures().wait(1e6, disturbs=True) == 300
+
+
+def test_what_is_wrong_is_said_again_after_an_hour() -> None:
+    failures = Failures()
+    said = [failures.is_news("full", 60.0 * minute) for minute in range(1, 130)]
+    assert [minute for minute, each in enumerate(said, 1) if each] == [1, 61, 121]
+    assert failures.again
+    assert failures.is_news("refused", 60.0 * 130)
+    assert not failures.again
 
 
 def test_failing_at_the_same_point_is_not_progress() -> None:
