@@ -109,6 +109,7 @@ class Guard:
             self._finish_checkpoint()
             if self._signal or self._is_wanted(end):
                 self.say("ended", f"The job {end}.", status=end.exit_status)
+                self._say_what_runs_on()
                 return end.exit_status
             point = self._base + time.monotonic() - self._began
             self.say("failed", f"The job {end} after {point:.1f} s of computing.", status=end.exit_status)
@@ -119,6 +120,18 @@ class Guard:
                 self._ended_again(self._from)
             if not self._bring_back(again):
                 return end.exit_status
+
+    def _say_what_runs_on(self) -> None:
+        """A program that starts another one in the background and ends is done; that one is nobody's from here on."""
+        assert self._job is not None
+        if left := self._job.left_running(self._spared() | _daemon_pids()):
+            pids = ", ".join(map(str, left))
+            self.say(
+                "left",
+                f"Processes that the job has left run on, unguarded: {pids}. A job is guarded as long as the process "
+                "that was started: have it wait for them.",
+                pids=left,
+            )
 
     def _is_wanted(self, end: End) -> bool:
         """Done, or ended by a person or a scheduler: by a signal, or as programs end that have a handler for it."""

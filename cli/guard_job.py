@@ -25,6 +25,9 @@ from phos.gpu_engine.errors import Unsupported
 CLEAR_SECONDS = 20.0
 """How long killed processes may take to be gone: a driver may have much to free."""
 
+LINGER_SECONDS = 1.0
+"""How long what serves a job may take to notice its end: Python's resource tracker, for example."""
+
 MARK = "PHOS_GUARD"
 """In the environment of what a guard starts, by which it finds what is left of it."""
 
@@ -106,8 +109,10 @@ def become_reaper() -> None:
 class Job:
     """One process and those below it, from its start or restore to its end."""
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, mark: bytes = b"") -> None:
         """Watch over a process that runs, whosever child it is.
+
+        ``mark``: see MARK; as an environment has it, if that is known.
 
         Raises:
             ProcessLookupError: there is none.
@@ -117,7 +122,7 @@ class Job:
         self._end: End | None = None
         self._members: dict[int, psutil.Process] = {}
         self._session = os.getsid(pid)
-        self._mark = _mark_of(pid)
+        self._mark = mark or _mark_of(pid)
         self.look_around()
 
     @staticmethod
@@ -128,7 +133,8 @@ class Job:
             OSError: it cannot be started.
         """
         # Those below it have it too, and when they are restored: in sessions of their own, and without their parents.
-        environment = {**environment, MARK: secrets.token_hex(8)}
+        mark = secrets.token_hex(8)
+        environment = {**environment, MARK: mark}
         # Nothing of a terminal or a pipe: CRIU would have to save it. Files that are only appended to may have grown
         # when a process is restored; others must be as long as they were.
         with open(output, "ab") as file:
@@ -141,7 +147,7 @@ class Job:
                 start_new_session=True,
             )
         process.returncode = 0  # this class waits for it
-        return Job(process.pid)
+        return Job(process.pid, f"{MARK}={mark}".encode())  # it may have ended already
 
     def look_around(self) -> None:
         """Take note of the processes below it, to know what is left when it has ended."""
@@ -222,6 +228,17 @@ class Job:
             if not left or time.monotonic() > deadline:
                 return [process.pid for process in left]
             time.sleep(0.01)
+
+    def left_running(self, spared: Collection[int]) -> list[int]:
+        """After its end: what runs on of it, and does not end within a moment."""
+        deadline = time.monotonic() + LINGER_SECONDS
+        while True:
+            reap(spared)
+            found = [process.pid for process in self._left() if process.pid not in spared]
+            left = [pid for pid in found if procfs.is_alive(pid)]
+            if not left or time.monotonic() > deadline:
+                return sorted(left)
+            time.sleep(0.02)
 
     def _left(self) -> list[psutil.Process]:
         left = {pid: process for pid, process in self._members.items() if process.is_running()}

@@ -50,6 +50,9 @@ class FakeJob:
     def clear_away(self, _spared: object) -> list[int]:
         return []
 
+    def left_running(self, _spared: object) -> list[int]:
+        return []
+
     def close(self) -> None:
         """Nothing of it is open."""
 

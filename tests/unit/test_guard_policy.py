@@ -320,6 +320,18 @@ def test_what_is_left_of_a_job_is_cleared_away(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.parametrize("own_session", [True, False])
+def test_what_a_job_leaves_behind_is_known(tmp_path: Path, own_session: bool) -> None:
+    setsid = "setsid" if own_session else ""
+    job = Job.start(["sh", "-c", f"{setsid} sleep 60 & sleep 0.1 &"], os.environ, tmp_path / "output")
+    wait_for(job)
+    left = job.left_running(set())
+    assert [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in left] == [b"sleep\x0060\0"]
+    assert job.clear_away(set()) == []
+    assert job.left_running(set()) == []
+    job.close()
+
+
 def test_an_environment_is_waited_for_while_a_program_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel closes what is to be closed, by which who waits for the start learns of it, before it has that."""
     read, found = Path.read_bytes, [b"", b""]
