@@ -272,6 +272,7 @@ int phos_link_dump_begin(int pid)
 	begin.pid = pid;
 	begin.criu_pid = getpid();
 	begin.criu_version = setting("PHOS_CRIU_VERSION");
+	begin.run = setting("PHOS_CRIU_RUN");
 	/* As a person wrote them: phosd knows what has a meaning. */
 	begin.protocol = setting("PHOS_PROTOCOL");
 	cow.pool = setting("PHOS_COW_POOL");
@@ -391,6 +392,7 @@ int phos_link_restore_begin(bool gpu_part)
 	begin.pool = setting("PHOS_POOL");
 	begin.grown_files = setting("PHOS_GROWN_FILES");
 	begin.gpu_part = gpu_part;
+	begin.run = setting("PHOS_CRIU_RUN");
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_RESTORE_BEGIN;
 	envelope.restore_begin = &begin;
 	return request(&envelope, criu_get_image_dir(), "begin the restore", NULL);

@@ -204,6 +204,7 @@ class Supervisor:
 
     def __init__(self, action: str, images: str, phosd: str, command: list[str]) -> None:
         self.action, self.images, self.phosd, self.command = action, images, phosd, command
+        os.environ["PHOS_CRIU_RUN"] = os.urandom(8).hex()  # CRIU's plugin tells phosd
         self.asked = 0
         """The signal that came first, if any has."""
         self._ended = False  # what it asks for is done

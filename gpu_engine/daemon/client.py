@@ -178,6 +178,11 @@ def show_undone(directory: str, *, restore: bool, began: float) -> None:
         pass  # that may be the reason, and somebody else has said so; or nobody reads what we write
 
 
+NOTHING_DONE = (
+    "phos: CRIU says that it has succeeded, but phosd knows of nothing that it did. Either it has not loaded the plugin"
+    " (is it a CRIU that PHOS_CRIU names?), or phosd was started anew meanwhile."
+)
+
 MISPREDICTED = 75
 """Exit status of the launcher's helper: the checkpoint can be had by the stop protocol."""
 
@@ -194,6 +199,10 @@ def main() -> int:
     except (PhosError, OSError) as error:
         print(f"phos: {error}", file=sys.stderr)
         return 3
+    run = os.environ.get("PHOS_CRIU_RUN", "")
+    if run and state.run != run:  # else it is an earlier one's success
+        print(NOTHING_DONE, file=sys.stderr)
+        return 1
     if state.error:
         print(f"phos: {state.error}", file=sys.stderr)
     if state.state == "mispredicted":

@@ -184,6 +184,7 @@ class _Entry:
     directory: tuple[int, int, bytes]
     job: Job | None  # None: a dump without a GPU part
     owner: int  # the user whose it is
+    run: str = ""  # of CRIU, as who has started that calls it
 
     def has_ended(self) -> bool:
         return self.job is None or state_of(self.job) in FINAL
@@ -198,13 +199,13 @@ class JobTable:
         self._lock = threading.Lock()  # guards _jobs
         self._jobs: list[_Entry] = []
 
-    def add(self, directory: int, job: Job, owner: int) -> None:
-        """Remember a job of user ``owner``; the newest for a directory counts."""
-        self._add(_Entry(identity(directory), job, owner))
+    def add(self, directory: int, job: Job, owner: int, run: str = "") -> None:
+        """Remember a job of user ``owner``; the newest for a directory counts. ``run``: see ImageState.run."""
+        self._add(_Entry(identity(directory), job, owner, run))
 
-    def none_for(self, directory: int, owner: int) -> None:
+    def none_for(self, directory: int, owner: int, run: str = "") -> None:
         """Remember that the last dump into this directory had no GPU part."""
-        self._add(_Entry(identity(directory), None, owner))
+        self._add(_Entry(identity(directory), None, owner, run))
 
     def _add(self, entry: _Entry) -> None:
         with self._lock:
@@ -240,7 +241,7 @@ class JobTable:
                     continue
                 job = entry.job
                 if job is None:
-                    return wire_pb2.ImageState(state="none")
+                    return wire_pb2.ImageState(state="none", run=entry.run)
                 if job.kind == kind == "dump" and job.state in SUCCEEDED and not _has_record(directory):
                     break  # the image has been removed since
                 if job.kind == kind:
@@ -252,6 +253,7 @@ class JobTable:
                         warnings=wire.sentences(job.warnings()),
                         window=counts_of(job),
                         since=job.since,
+                        run=entry.run,
                     )
         return wire_pb2.ImageState(state="unknown", error="phosd knows of no such job for this directory.")
 

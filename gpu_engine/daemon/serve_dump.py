@@ -230,7 +230,7 @@ class DumpServer:
         except psutil.NoSuchProcess as error:
             raise NoSuchProcess(f"Process {root} has ended.") from error
         if not gated and not foreign:
-            self._registry.jobs.none_for(directory, owner)
+            self._registry.jobs.none_for(directory, owner, request.run)
             return None
         claim.enter_context(self._registry.claims.hold([p.pid for p in gated] + [p.pid for p in foreign]))
         self._wait_until_loaded(gated)
@@ -271,7 +271,7 @@ class DumpServer:
         job = self._job(connection, request, assignment)
         job.order = self._registry.cow.touched
         claim.enter_context(self._registry.broker.loans.lent([session.session for session in gated], job))
-        self._registry.jobs.add(directory, job, owner)
+        self._registry.jobs.add(directory, job, owner, request.run)
         for session in gated:
             session.hurry_kernels()  # while it is quiesced and copied: the image has what is known by the end of that
         try:

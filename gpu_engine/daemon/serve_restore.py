@@ -132,7 +132,7 @@ class RestoreServer:
                     f"The image in {path} lacks its GPU part: the checkpoint failed after CRIU had done its part, or "
                     "the files of PhOS (phos-*) were lost since. It cannot be used."
                 )
-            self._registry.jobs.none_for(directory, connection.uid)
+            self._registry.jobs.none_for(directory, connection.uid, request.run)
             log.warning("%s holds no GPU part: CRIU restores it alone.", path)
             return None
         pids = ids.of_image(directory)
@@ -173,7 +173,7 @@ class RestoreServer:
                 raise
             if ending is not None:
                 return ending
-            self._registry.jobs.add(directory, job, connection.uid)
+            self._registry.jobs.add(directory, job, connection.uid, request.run)
             put_away = job.close
             try:
                 job.begin(lambda process, blocks: self._register(job, process, blocks))

@@ -443,3 +443,29 @@ def test_a_program_that_the_kernel_does_not_take_is_refused(site: Site, command:
     result = site.run("phos-gpu", command, "--", str(script), check=False)
     assert result.returncode == 2
     assert f"{script} cannot be started: Exec format error." in result.stderr
+
+
+def test_a_criu_that_does_nothing_has_not_succeeded(site: Site) -> None:
+    """Not even where another one has, in the same directory."""
+    program = endless(site)
+    image = site.image()
+    site.dump(program, image)
+    site.restore(image)
+    done = site.dump(program, image, check=False, PHOS_CRIU="/bin/true")
+    assert done.returncode == 1
+    assert "phosd knows of nothing that it did" in done.stderr
+    done = site.restore(image, check=False, PHOS_CRIU="/bin/true")
+    assert done.returncode == 1
+    assert "phosd knows of nothing that it did" in done.stderr
+    done = site.run("phos-gpu", "restore", str(image), check=False, PHOS_CRIU="/bin/true")
+    assert done.returncode == 7
+    program.wait_progress()
+
+
+def test_a_criu_that_does_nothing_has_not_dumped_what_has_no_gpu(site: Site) -> None:
+    program = site.start("sleep", "60", under=False)
+    image = site.image()
+    assert site.dump(program, image, "--leave-running").returncode == 0
+    assert site.dump(program, image, "--leave-running", check=False, PHOS_CRIU="/bin/true").returncode == 1
+    assert program.alive()
+    program.process.terminate()
