@@ -54,7 +54,9 @@ def create(image: Path, size: int, name: str | None, lazy: str | None, no_wait: 
     reach.ensure()
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
+        config = os.environ.get("CRIU_CONFIG_FILE", "")
         wanted = wire_pb2.PoolCreate(name=called, size=size, lazy=lazy or "")
+        wanted.criu_config = os.path.abspath(config) if config else ""
         _ask(pool_create=wanted, descriptors=[descriptor])
     finally:
         os.close(descriptor)

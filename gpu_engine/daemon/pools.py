@@ -94,6 +94,8 @@ class Pool:
     """Who waits for one to be parked."""
     since: float = field(default_factory=time.time)
     dropped: bool = False
+    criu_config: str = ""
+    """A file with options for CRIU, beside those that it reads at any rate."""
     tables: dict[bytes, bytes] = field(default_factory=dict)
     """What its processes' kernels touch, by the image's session, once one that was taken has been described."""
 
@@ -142,7 +144,9 @@ class Pools:
 
     # What is asked for.
 
-    def create(self, name: str, path: str, size: int, lazy: str, directory: int, *, failed: str = "") -> Pool:
+    def create(
+        self, name: str, path: str, size: int, lazy: str, directory: int, *, criu_config: str = "", failed: str = ""
+    ) -> Pool:
         """A new pool; filling it begins, unless it has ``failed``. ``directory`` becomes the pool's.
 
         Raises:
@@ -153,7 +157,7 @@ class Pools:
         with self._changed:
             if name in self._pools:
                 raise UsageError(f"There is a pool {name} already. Drop it, or choose another --name.")
-            pool = Pool(name, path, size, lazy, directory, error=failed, failed=bool(failed))
+            pool = Pool(name, path, size, lazy, directory, error=failed, failed=bool(failed), criu_config=criu_config)
             self._pools[name] = pool
             self._former = [former for former in self._former if former.get("name") != name]
             self._remember()
@@ -350,7 +354,10 @@ class Pools:
 
     def _remember(self) -> None:
         """With the lock held: what a phosd after this one is to have."""
-        wanted = [{"name": p.name, "image": p.path, "size": p.size, "lazy": p.lazy} for p in self._pools.values()]
+        wanted = [
+            {"name": p.name, "image": p.path, "size": p.size, "lazy": p.lazy, "criu_config": p.criu_config}
+            for p in self._pools.values()
+        ]
         temporary = self._state.with_suffix(".tmp")
         try:
             temporary.write_text(json.dumps(wanted + self._former))
@@ -417,6 +424,7 @@ class Pools:
             self._folder.mkdir(mode=0o700, exist_ok=True)
             environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
             environment |= {"PHOS_SOCKET": str(self._socket), "PHOS_POOL": entry.id}
+            environment |= {"CRIU_CONFIG_FILE": pool.criu_config} if pool.criu_config else {}
             avoid = ids.of_image(pool.directory)  # of threads too, and of processes that never used CUDA
             warden = Warden(Path(pool.path), self._folder / f"{entry.id}.log", environment, avoid)
             with self._changed:

@@ -70,18 +70,19 @@ class PoolServer:
         """Pools that a former phosd had."""
         for wanted in self.pools.remembered():
             try:
-                self._revive(wanted["name"], wanted["image"], int(wanted["size"]), wanted["lazy"])
+                config = str(wanted.get("criu_config", ""))
+                self._revive(wanted["name"], wanted["image"], int(wanted["size"]), wanted["lazy"], config)
             except (KeyError, TypeError, ValueError, PhosError) as error:
                 log.warning("A pool of a former phosd is not filled again: %s", error)
 
-    def _revive(self, name: str, image: str, size: int, lazy: str) -> None:
+    def _revive(self, name: str, image: str, size: int, lazy: str, criu_config: str) -> None:
         directory, gone = -1, ""
         try:
             directory = os.open(image, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:  # a disk that is mounted later, perhaps
             gone = f"Its image at {image} is gone ({error.strerror}). Put it back and restart phosd, or drop the pool."
         try:
-            self.pools.create(name, image, size, lazy, directory, failed=gone)
+            self.pools.create(name, image, size, lazy, directory, criu_config=criu_config, failed=gone)
         except BaseException:
             if directory >= 0:
                 os.close(directory)
@@ -123,7 +124,8 @@ class PoolServer:
         PooledRestore.check(directory, path, self._registry.copier, self._registry.cow.touched)
         kept = os.dup(directory)
         try:
-            self.pools.create(request.name or os.path.basename(path), path, request.size, request.lazy, kept)
+            name = request.name or os.path.basename(path)
+            self.pools.create(name, path, request.size, request.lazy, kept, criu_config=request.criu_config)
         except PhosError:
             os.close(kept)
             raise

@@ -49,6 +49,23 @@ def test_a_parked_process_runs_nothing_and_computes_on_when_it_is_taken(site: Si
     full(site, 1)
 
 
+def test_options_for_criu_come_from_a_file_of_who_wants_the_pool(site: Site) -> None:
+    """Not of who has started phosd; and from the same one after another phosd has come."""
+    site.run("phosd", "--ensure")
+    image = dump_at(site, site.example("mlp", *MLP))
+    pidfile = site.folder / "pid"
+    settings = site.folder / "criu.conf"
+    settings.write_text(f"pidfile {pidfile}\n")
+    words = ("phos-gpu", "pool", "create", str(image), "--size", "1")
+    site.run(*words, CRIU_CONFIG_FILE=os.path.relpath(settings))
+    assert pidfile.exists()
+    pidfile.unlink()
+    site.run("phosd", "--stop")
+    site.run("phosd", "--ensure")
+    full(site, 1)
+    assert pidfile.exists()
+
+
 def test_several_from_one_image_compute_at_once_beside_the_original(site: Site) -> None:
     expected = site.example("mlp", *LONG[:2], under=False).wait_result()
     program = site.example("mlp", *LONG)
