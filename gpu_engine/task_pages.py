@@ -169,8 +169,7 @@ class _Task:
         if self._copy.error:
             raise CheckpointFailed(
                 f"Copying the pages of process {self.pid} into {describe_path(self._directory)}/{self.name} failed at "
-                f"address {self._copy.failed_at:#x}: {os.strerror(self._copy.error)}. "
-                "With PHOS_CPU_PAGES=off in phosd's environment CRIU copies them."
+                f"address {self._copy.failed_at:#x}: {os.strerror(self._copy.error)}.{_advice(self._copy.error)}"
             )
 
     def runs(self) -> list[criu_pages.Run]:
@@ -204,6 +203,13 @@ class _Task:
         self._address = self._mapped = 0
         if size:
             self._address, self._mapped = map_memory(size, self.file), size
+
+
+def _advice(error: int) -> str:
+    """What to do about it, if CRIU would not fail as well."""
+    if error in (errno.ENOSPC, errno.EDQUOT):
+        return " Make room, or choose another directory."
+    return "" if error == errno.ESRCH else " With PHOS_CPU_PAGES=off in phosd's environment CRIU copies them."
 
 
 class TaskPages:
