@@ -97,10 +97,17 @@ def ensure(path: Path | None = None) -> None:
         with log_file(path).open("rb") as log:
             # Of this start alone: what an earlier phosd ended with is not why this one did not come up.
             log.seek(before if before <= _size(log_file(path)) else 0)  # it may have been cut meanwhile
-            tail = log.read().decode(errors="replace").strip().splitlines()[-3:] or ["it said nothing."]
+            tail = log.read().decode(errors="replace").strip().splitlines()[-3:] or [_silence(path)]
     except OSError as error:
         tail = [f"its log cannot be read or written ({error.strerror})."]
     raise DaemonUnavailable(f"phosd could not be started at {path}: {' '.join(tail)} (log: {log_file(path)})")
+
+
+def _silence(path: Path) -> str:
+    """Why a phosd may have said nothing: it writes into the folder of its socket."""
+    status = os.statvfs(path.parent)
+    full = not status.f_bavail or (status.f_files and not status.f_favail)
+    return "it said nothing; the file system there is full." if full else "it said nothing."
 
 
 def _wait(path: Path, deadline: float, in_vain: Callable[[], bool]) -> bool:

@@ -383,3 +383,15 @@ def test_a_job_that_copies_is_waited_for_however_long_it_takes(
     monkeypatch.setattr(client, "_wait_so_long", so_long)
     assert client.wait_image(tmp_path, timeout=timeout).timed_out
     assert asked == expected
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
+def test_a_phosd_that_could_not_write_its_log_is_said_to_lack_room(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path], check=True)
+    try:
+        with pytest.raises(OSError, match="No space"):
+            (tmp_path / "fill").write_bytes(bytes(1 << 20))
+        with pytest.raises(DaemonUnavailable, match="the file system there is full"):
+            reach.ensure(tmp_path / "phosd.sock")
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
