@@ -168,7 +168,10 @@ def criu() -> Iterator[Finding]:
     else:
         errors = [line.split(": ", 1)[-1] for line in output.splitlines() if "Error" in line or "rror:" in line]
         found = "; ".join(errors[:3]) or f"exit status {status}"
-        yield Finding("criu check", "missing", found, "run as root; in a container, with --privileged")
+        remedy = "run as root; in a container, with --privileged"
+        if "/tmp/.criu" in found:  # kerndat.c tries there what the kernel can do
+            remedy = "CRIU needs a /tmp that it can write to; in a container that is read-only, with --tmpfs /tmp"
+        yield Finding("criu check", "missing", found, remedy)
     found_on_path = shutil.which("criu")
     if found_on_path and os.path.realpath(found_on_path) != os.path.realpath(launcher):
         yield Finding(

@@ -432,6 +432,23 @@ def test_wheels_are_chosen_by_their_names(name: str, expected: bool) -> None:
     assert fits(Path(name.format(minor=sys.version_info.minor))) is expected
 
 
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        (
+            "Error (criu/kerndat.c:1082): Fail to make dir /tmp/.criu.move_mount_set_group.x: Read-only file system",
+            "/tmp",
+        ),
+        ("Error (criu/cr-check.c:2): Operation not permitted", "--privileged"),
+    ],
+)
+def test_what_criu_lacks_is_what_the_doctor_says(monkeypatch: pytest.MonkeyPatch, said: str, remedy: str) -> None:
+    answers = {"--version": (0, "Version: 4.1.1"), "check": (1, said)}
+    monkeypatch.setattr(probes, "_run", lambda *words: answers.get(words[1], (0, "")))
+    (check,) = [finding for finding in probes.criu() if finding.name == "criu check"]
+    assert remedy in check.remedy
+
+
 def finding(name: str, state: str) -> probes.Finding:
     return probes.Finding(name, state, "as found", "do this" if state != "ok" else "")
 
