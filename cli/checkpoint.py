@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from phos.cli.launched import Interrupted
 from phos.cli.outcome import tell
 from phos.cli.parameters import PID, Place, json_option
 from phos.cli.progress import ImageProgress
-from phos.cli.text import printable_lines
+from phos.cli.text import printable, printable_lines
 from phos.gpu_engine import configuration, procfs
 from phos.gpu_engine.cow.settings import CowSettings, size_of
 from phos.gpu_engine.daemon import client, reach
@@ -103,7 +104,8 @@ def checkpoint(
     else:
         for line in warnings:
             click.echo(f"Warning: {printable_lines(line)}", err=True)
-        tell(f"Process {pid} is in {directory} ({seconds:.2f} s); 'phos-gpu inspect {directory}' shows what is.")
+        shown = printable(str(directory))
+        tell(f"Process {pid} is in {shown} ({seconds:.2f} s). What else is: phos-gpu inspect {shlex.quote(shown)}")
 
 
 def choose_protocol(asked: str | None, *, leave_running: bool) -> str:

@@ -13,6 +13,9 @@ from types import TracebackType
 
 from phos.cli.restore_first import PAGES_LOG, PAGES_SOCKET, Begun
 
+HUNG_UP = "PID recv: short read"
+"""What the server says of a CRIU that ended before it had told of any process (uffd.c of CRIU 4.1): CRIU says why."""
+
 
 class LazyPages:
     """Watches the server for the block under it; after the block it goes on until all pages are there.

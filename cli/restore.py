@@ -15,13 +15,13 @@ import click
 
 from phos.cli.criu import errors, image_directory
 from phos.cli.launched import Interrupted
-from phos.cli.lazy_pages import LazyPages
+from phos.cli.lazy_pages import HUNG_UP, LazyPages
 from phos.cli.outcome import tell
 from phos.cli.parameters import Place, json_option
 from phos.cli.progress import ImageProgress
 from phos.cli.refusal import refuse
 from phos.cli.restore_first import PAGES_LOG, RESTORE_LOG, Begun, Occupied
-from phos.cli.text import size_text
+from phos.cli.text import printable, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import client, reach
@@ -147,7 +147,7 @@ def _finish(
             reach.ensure()
             said = errors(status, begun.said(), Path(begun.work, RESTORE_LOG))
             log = begun.log(RESTORE_LOG)
-            why = f"{pages.error}\n" if pages is not None and pages.error else ""
+            why = f"{pages.error}\n" if pages is not None and pages.error and HUNG_UP not in pages.error else ""
             if NO_TERMINAL in said:
                 why += "Its processes have a terminal open: run this command in one, with which they go on.\n"
             if (size := _SIZE.search(said)) and int(size[1]) > int(size[2]) and os.environ.get(GROWN) != "cut":
@@ -172,7 +172,7 @@ def _finish(
     if as_json:
         tell(json.dumps(answer))
         return
-    tell(f"Restored process {', '.join(map(str, pids))} from {image} ({seconds:.2f} s).")
+    tell(f"Restored process {', '.join(map(str, pids))} from {printable(image)} ({seconds:.2f} s).")
     if lazy:
         _show(answer)
 

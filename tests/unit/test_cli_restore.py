@@ -181,6 +181,16 @@ def test_an_earlier_failure_is_not_taken_for_this_one_s(home: Path, monkeypatch:
     assert str(failed.exception).endswith(f"CRIU's log: {image}/restore.log")
 
 
+def test_a_criu_that_fails_has_the_word_and_not_its_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which ends as well then, because CRIU has hung up."""
+    image = small_image(home, monkeypatch)
+    hung_up = "Error (criu/uffd.c:750): uffd: PID recv: short read"
+    criu(home, f'[ "$1" = restore ] || {{ echo "{hung_up}" >{image}/lazy-pages.log; exit 1; }}; sleep 0.5; exit 1')
+    failed = CliRunner().invoke(restore.restore, ["--lazy", str(image)])
+    assert isinstance(failed.exception, RestoreFailed)
+    assert "lazy-pages" not in str(failed.exception)
+
+
 def test_such_an_image_whose_server_fails_leaves_its_log(home: Path, closed: Path) -> None:
     criu(home, '[ "$1" = restore ] || exit 3')
     failed = CliRunner().invoke(restore.restore, ["--lazy", str(closed)])
