@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import psutil
 
-from phos.cli.criu import DUMP_LOG, image_directory, needs_shell_job, run_dump, tree_of
+from phos.cli.criu import DUMP_LOG, image_directory, named_log, needs_shell_job, run_dump, tree_of
 from phos.cli.launched import Interrupted
 from phos.cli.outcome import tell
 from phos.cli.parameters import PID, Place, json_option
@@ -93,7 +93,7 @@ def checkpoint(
     if status != 0:
         became = "it runs on as before" if procfs.is_alive(pid) else "it has ended"
         raise CheckpointFailed(
-            f"Process {pid} could not be checkpointed; {became}.\n{errors}\nCRIU's log: {directory / DUMP_LOG}"
+            f"Process {pid} could not be checkpointed; {became}.\n{errors}{named_log(directory / DUMP_LOG)}"
         )
     seconds = time.perf_counter() - began
     warnings = list(client.wait_image(directory).warnings)

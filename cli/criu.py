@@ -129,6 +129,11 @@ def run_dump(arguments: list[str], directory: Path, beside: int | None = None) -
     return status, errors(status, dump.said(), directory / DUMP_LOG), dump.interrupted
 
 
+def named_log(log: Path | str) -> str:
+    """A line that names CRIU's log, if it has written one."""
+    return f"\nCRIU's log: {log}" if os.path.exists(log) else ""
+
+
 def errors(status: int, said: str, log: Path) -> str:
     """What went wrong in a CRIU that ended with ``status``: by its log, and by what it and its launcher wrote.
 

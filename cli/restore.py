@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import click
 
-from phos.cli.criu import errors, image_directory
+from phos.cli.criu import errors, image_directory, named_log
 from phos.cli.launched import Interrupted
 from phos.cli.lazy_pages import HUNG_UP, LazyPages
 from phos.cli.outcome import tell
@@ -146,7 +146,7 @@ def _finish(
         if status != 0:
             reach.ensure()
             said = errors(status, begun.said(), Path(begun.work, RESTORE_LOG))
-            log = begun.log(RESTORE_LOG)
+            log = named_log(begun.log(RESTORE_LOG))
             why = f"{pages.error}\n" if pages is not None and pages.error and HUNG_UP not in pages.error else ""
             if NO_TERMINAL in said:
                 why += "Its processes have a terminal open: run this command in one, with which they go on.\n"
@@ -156,8 +156,7 @@ def _finish(
                     "environment it gets the length that it had, and what came since is kept beside it.\n"
                 )
             raise RestoreFailed(
-                f"The image in {image} could not be restored; nothing of it was left running.\n{why}{said}\n"
-                f"CRIU's log: {log}"
+                f"The image in {image} could not be restored; nothing of it was left running.\n{why}{said}{log}"
             )
     if begun.interrupted:
         _interrupted(begun, status, image, directory)

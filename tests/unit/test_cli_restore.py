@@ -178,7 +178,7 @@ def test_an_earlier_failure_is_not_taken_for_this_one_s(home: Path, monkeypatch:
     failed = CliRunner().invoke(restore.restore, [f"{image}/"])
     assert "criu: it is not here" in str(failed.exception)
     assert "of yesterday" not in str(failed.exception)
-    assert str(failed.exception).endswith(f"CRIU's log: {image}/restore.log")
+    assert "CRIU's log" not in str(failed.exception)
 
 
 def test_a_criu_that_fails_has_the_word_and_not_its_server(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
