@@ -118,13 +118,19 @@ def _sweep_memory(directory: int, token: str) -> None:
     if held is None:
         return
     try:
-        for line in os.pread(held.descriptor, 1 << 20, 0).decode(errors="replace").split("\n"):
+        with open(held.descriptor, "rb", closefd=False) as notes:
+            lines = notes.read().decode(errors="replace").split("\n")  # there may be thousands
+        noted = []
+        for line in lines:
             former, _, rest = line.partition(" ")
             inode, _, name = rest.partition(" ")
             if _MEMORY.fullmatch(former) and inode.isdigit() and name and "/" not in name:
-                file = os.stat(SHARED_MEMORY).st_dev, int(inode)
-                if not procfs.users_of({file}):
-                    put_back(folder() / former, SHARED_MEMORY / name, int(inode))
+                noted.append((folder() / former, SHARED_MEMORY / name, int(inode)))
+        device = os.stat(SHARED_MEMORY).st_dev
+        used = procfs.users_of({(device, number) for _, _, number in noted})
+        for was, path, number in noted:
+            if (device, number) not in used:
+                put_back(was, path, number)
         for name in os.listdir(directory):
             if name.startswith(f"{token}-") and _MEMORY.fullmatch(name) and name != held.path.name:
                 with suppress(OSError):

@@ -17,7 +17,7 @@ from typing import cast
 import pytest
 
 from phos.gen import phos_image_pb2 as pb
-from phos.gpu_engine import shared_memory
+from phos.gpu_engine import procfs, shared_memory
 from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.restore import named_memory
 from phos.gpu_engine.restore.named_memory import RestoredNamedMemory
@@ -307,6 +307,25 @@ def test_a_phosd_that_was_killed_is_put_right(path: Path) -> None:
     assert image.now() == [image.inode] * 2
     assert path.read_bytes() == b"changed"
     assert path.stat().st_nlink == 2
+
+
+def test_however_much_a_killed_phosd_has_noted_all_is_put_right(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody looks at all processes for each name."""
+    shared_memory.claim()
+    token = secrets.token_hex(16)
+    looks = []
+    users_of = procfs.users_of
+    monkeypatch.setattr(procfs, "users_of", lambda files: looks.append(len(files)) or users_of(files))
+    former, new = shared_memory.hidden(token), path
+    former.write_bytes(b"former")
+    new.write_bytes(CONTENT)
+    line = f"{former.name} {new.stat().st_ino} {path.name}\n"
+    gone = f"{former.name} 1 {'x' * 200}\n"
+    shared_memory.stands_for(token).write_text(gone * ((1 << 20) // len(gone) + 1) + line)
+    shared_memory.sweep()
+    assert path.read_bytes() == b"former"
+    assert looks == [2]
+    assert not list(shared_memory.folder().glob(f"{token}-*"))
 
 
 def test_what_a_killed_phosd_has_given_to_somebody_stays(path: Path) -> None:
