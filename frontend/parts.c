@@ -215,6 +215,15 @@ enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part)
     return PHOS_PART_FREE;
 }
 
+bool phos_parts_any(uint64_t begin, uint64_t end)
+{
+    PHOS_LOCKED(&parts_lock);
+    if (!part_count || (!ordered && !put_all_in_order()))
+        return false;
+    size_t next = behind(begin);
+    return (next && end_of(&ordered[next - 1]) > begin) || (next < ordered_count && ordered[next].begin < end);
+}
+
 void phos_parts_gone(uint64_t address, uint64_t size)
 {
     if (size < SEGMENT_LEAST)

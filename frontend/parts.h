@@ -13,6 +13,8 @@ enum phos_part_kind {
     PHOS_PART_FREE,    /* the address lies between two, in what is nobody's. It may reach far beyond the segment */
 };
 enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part);
+/* Whether any part reaches into [begin, end): then that is PyTorch's. */
+bool phos_parts_any(uint64_t begin, uint64_t end);
 /* Memory goes back to the driver: what was in it is forgotten, whether it was reported or not. */
 void phos_parts_gone(uint64_t address, uint64_t size);
 /* Nobody asks any more for now: what comes and goes is noted with the least effort. */

@@ -4,6 +4,7 @@
 #include "cleanup.h"
 #include "library.h"
 #include "log.h"
+#include "parts.h"
 #include "track.h"
 
 #include <stdlib.h>
@@ -69,7 +70,8 @@ static bool captured(CUstream stream)
 }
 
 /* NCCL's buffers, and those of the other ranks that it writes to, are made by cuMemCreate or exported, or imported; its
- * arguments name none of them. With an allocator that uses cuMemCreate too, all of that one's memory is among them. */
+ * arguments name none of them. With an allocator that uses cuMemCreate too, all of that one's memory is among them, but that
+ * PyTorch's segments are known by what it has handed out of them. */
 static void add_communicated(struct phos_touches *touches)
 {
     CUdeviceptr begin = 0, end = 0;
@@ -77,8 +79,11 @@ static void add_communicated(struct phos_touches *touches)
     for (size_t i = 0; i < phos_mappings.count; i++) {
         const struct phos_mapping *mapping = (const struct phos_mapping *)phos_mappings.items[i];
         const struct phos_block *block = mapping->block;
-        if (block->owner != PHOS_OWNER_APPLICATION && !block->owner_block && !block->exported)
+        bool shared = block->owner_block || block->exported;
+        if (block->owner != PHOS_OWNER_APPLICATION && !shared)
             continue;
+        if (!shared && !touches->recorded && phos_parts_any(mapping->range.address, mapping->range.address + mapping->range.size))
+            continue; /* of a segment of PyTorch's NCCL is given what it may touch */
         if (mapping->range.address != end) {
             phos_touches_add(touches, begin, end - begin, PHOS_READS | PHOS_WRITES);
             begin = mapping->range.address;
