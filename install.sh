@@ -355,22 +355,28 @@ install_pycriu() {
 
 fetch_cuda_header() {
     step "cuda.h"
+    # The types of the newest entry points that frontend/cuda_api.def lists.
+    local version=13.5 number=13050 found
     if [ -n "${CUDA_INCLUDE:-}" ]; then
         cuda_include=$CUDA_INCLUDE
         [ -r "$cuda_include/cuda.h" ] || fail "CUDA_INCLUDE=$cuda_include holds no cuda.h."
+        found=$(sed -n 's/^#define CUDA_VERSION \([0-9]*\).*/\1/p' "$cuda_include/cuda.h")
+        [ "${found:-0}" -ge $number ] ||
+            fail "CUDA_INCLUDE=$cuda_include holds the cuda.h of an older CUDA than $version." \
+                "Without CUDA_INCLUDE it is fetched by pip; drivers that are older are served all the same."
         say "from $cuda_include, as CUDA_INCLUDE says"
         return
     fi
     cuda_include=$source/build/cuda/include
-    if [ -r "$cuda_include/cuda.h" ]; then
+    if grep -qs "^#define CUDA_VERSION $number\$" "$cuda_include/cuda.h"; then # not what an older clone fetched
         say "already there"
         return
     fi
     local work
     work=$(mktemp -d)
-    pip download --no-deps --only-binary :all: --dest "$work" 'nvidia-cuda-runtime==13.0.*' </dev/null ||
-        fail "pip could not fetch the package that holds cuda.h (nvidia-cuda-runtime 13.0)." \
-            "Or name a folder that holds CUDA 13's: CUDA_INCLUDE=/usr/local/cuda/include ./install.sh"
+    pip download --no-deps --only-binary :all: --dest "$work" "nvidia-cuda-runtime==$version.*" </dev/null ||
+        fail "pip could not fetch the package that holds cuda.h (nvidia-cuda-runtime $version)." \
+            "Or name a folder that holds CUDA $version's: CUDA_INCLUDE=/usr/local/cuda/include ./install.sh"
     "$base_python" -I - "$work" "$cuda_include" <<'PYTHON'
 import pathlib, sys, zipfile
 wheel, target = next(pathlib.Path(sys.argv[1]).glob("*.whl")), pathlib.Path(sys.argv[2])
@@ -385,7 +391,7 @@ with zipfile.ZipFile(wheel) as archive:
 PYTHON
     rm -rf "$work"
     [ -r "$cuda_include/cuda.h" ] || fail "the package nvidia-cuda-runtime holds no cuda.h where it used to be."
-    say "from nvidia-cuda-runtime 13.0"
+    say "from nvidia-cuda-runtime $version"
 }
 
 build_native() {

@@ -229,7 +229,7 @@ int phos_resolve_requested(const char *name, int version, bool per_thread, const
     if (!named)
         return phos_resolve_symbol(name); /* asked for by its exact spelling */
     /* Asked for at a version newer than the table, and not a form we know: its prototype may be another. */
-    return version > 13000 ? -1 : best;
+    return version > PHOS_API_NEWEST ? -1 : best;
 }
 
 static void replace_requested(const char *name, void **pointer, int version, cuuint64_t flags)

@@ -200,7 +200,7 @@ static void physical(void)
 {
     CUmemGenericAllocationHandle handle;
     CUmemAllocationProp properties = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
-                                      .location = {CU_MEM_LOCATION_TYPE_DEVICE, 0}};
+                                      .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = 0}};
     SERVED(serve_cuMemCreate(&handle, SIZE, &properties, 0));
     CHECK(handle != handles - 1); /* ours */
     properties.requestedHandleTypes = CU_MEM_HANDLE_TYPE_FABRIC;
@@ -263,7 +263,7 @@ static void contexts(void)
 static void refused(void)
 {
     CUdeviceptr at;
-    CUmemAllocationProp properties = {.location = {CU_MEM_LOCATION_TYPE_DEVICE, 7}};
+    CUmemAllocationProp properties = {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = 7}};
     CUmemGenericAllocationHandle handle;
     kept(__LINE__);
     CHECK(serve_cuMemCreate(&handle, SIZE, &properties, 0) == CUDA_ERROR_OUT_OF_MEMORY && taken == SIZE);

@@ -95,7 +95,8 @@ print(where(libc.dlsym(other._handle, b"cuLaunchKernel")))
     ]
 
 
-def test_cu_get_proc_address_gives_the_wrapper_of_the_right_form() -> None:
+@pytest.mark.parametrize("driver", [13000, 13020, 13050])
+def test_cu_get_proc_address_gives_the_wrapper_of_the_right_form(driver: int) -> None:
     """For every name, version and stream kind: the wrapper of exactly what the driver alone would give."""
     body = (
         WHERE
@@ -109,7 +110,7 @@ def symbol_of(address):
     return info.name.decode() if info.name else "?"
 import os
 for name in sys.stdin.read().split():
-    for version in (2000, 3020, 7000, 11000, 12000, 12080, 13000):
+    for version in (2000, 3020, 7000, 11000, 12000, 12080, 13000, 13010, 13040, 13060):
         for flags in (0, 1, 2):
             p, status = ctypes.c_void_p(), ctypes.c_int()
             r = get(name.encode(), ctypes.byref(p), version, flags, ctypes.byref(status))
@@ -118,12 +119,13 @@ for name in sys.stdin.read().split():
 """
     )
     names = sorted({e.name for e in ENTRIES})
+    pretended = {"SOFTGPU_DRIVER_VERSION": str(driver)}
     outputs = []
     for preload in (False, True):
         done = subprocess.run(
             [sys.executable, "-c", body],
             input="\n".join(names), capture_output=True, text=True, timeout=60, check=False,
-            env=environment_for(Path("/nonexistent/phosd.sock"), preload=preload),
+            env=environment_for(Path("/nonexistent/phosd.sock"), preload=preload) | pretended,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         outputs.append([line.split() for line in done.stdout.splitlines()])

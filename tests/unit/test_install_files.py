@@ -175,8 +175,20 @@ def test_a_header_that_could_not_be_written_whole_is_fetched_again(tmp_path: Pat
     done = subprocess.run(["bash", "-c", f"ulimit -f 100; {script}"], env=environment, capture_output=True, check=False)
     assert done.returncode != 0
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout == "from nvidia-cuda-runtime 13.0\n", done.stderr
-    assert (tmp_path / "clone" / "build" / "cuda" / "include" / "cuda.h").stat().st_size == 1 << 20
+    assert done.stdout == "from nvidia-cuda-runtime 13.5\n", done.stderr
+    header = tmp_path / "clone" / "build" / "cuda" / "include" / "cuda.h"
+    assert header.stat().st_size == 1 << 20
+
+    # One of an older CUDA is not taken for it: an older clone fetched it, or a toolkit has it.
+    for version, said in (("13050", "already there\n"), ("13000", "from nvidia-cuda-runtime 13.5\n")):
+        header.write_text(f"#define CUDA_VERSION {version}\n")
+        done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+        assert done.stdout == said, done.stderr
+    for version, said in (("13050", f"from {header.parent}, as CUDA_INCLUDE says\n"), ("13000", "")):
+        header.write_text(f"#define CUDA_VERSION {version}\n")
+        named = {**environment, "CUDA_INCLUDE": str(header.parent)}
+        done = subprocess.run(["bash", "-c", script], env=named, capture_output=True, text=True, check=False)
+        assert (done.stdout, done.returncode) == (said, 0 if said else 1), done.stderr
 
 
 def test_another_script_of_that_name_stays(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ static CUresult create_pool(CUmemoryPool *pool, const CUmemPoolProps *properties
 
 static CUmemPoolProps pool_of(size_t most)
 {
-    return (CUmemPoolProps){.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {CU_MEM_LOCATION_TYPE_DEVICE, 0}, .maxSize = most};
+    return (CUmemPoolProps){.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = 0}, .maxSize = most};
 }
 
 /* Another thread is given the handle as soon as it is free. */
@@ -144,7 +144,7 @@ static void check(bool good, const char *what, int line)
 
 static CUmemGenericAllocationHandle made(CUmemLocationType type, int device)
 {
-    CUmemAllocationProp properties = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {type, device}};
+    CUmemAllocationProp properties = {.type = CU_MEM_ALLOCATION_TYPE_PINNED, .location = {.type = type, .id = device}};
     CUmemGenericAllocationHandle handle;
     CHECK(serve_cuMemCreate(&handle, 2 * MiB, &properties, 0) == CUDA_SUCCESS);
     return handle;
