@@ -105,8 +105,9 @@ $(GEN)/library.stamp: $(GEN_LIBRARY) frontend/library_api.def frontend/libphos.m
 $(GEN)/stubs.stamp: $(GEN_STUBS) frontend/cuda_api.def $(SOFTGPU_SRC) | $(filter %/api.stamp,$(GENERATED))
 	$(call generate,$(GEN_STUBS))
 
-$(GEN)/phos_%: | $(GENERATED) ;
-$(GEN)/softgpu_%: | $(GENERATED) ;
+# With a command: then make looks again what time stamp they have, and what includes them is compiled in the same run.
+$(GEN)/phos_%: $(GENERATED) ; @:
+$(GEN)/softgpu_%: $(GENERATED) ; @:
 
 # ---- native code ----------------------------------------------------------------------------------------------------
 
