@@ -210,6 +210,9 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "cuMemcpyBatchAsync_v2",
         "cuMemcpy3DBatchAsync",
         "cuMemcpy3DBatchAsync_v2",
+        "cuMemcpyWithAttributesAsync",
+        "cuMemcpy3DWithAttributesAsync",
+        "cuFabricCpyBatchAsync",
         "cuMemBatchDecompressAsync",
     ),
     "touch_set.c": (

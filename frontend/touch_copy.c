@@ -239,6 +239,15 @@ void phos_touch_copy_3d(struct phos_touches *touches, const CUDA_MEMCPY3D *copy)
     BOX_3D(copy, PHOS_READS, src);
 }
 
+void phos_touch_copies(struct phos_touches *touches, const CUdeviceptr_v2 *to, const CUdeviceptr_v2 *from,
+                       const size_t *sizes, size_t count)
+{
+    for (size_t i = 0; to && from && sizes && i < count; i++) {
+        either(touches, to[i], sizes[i], PHOS_WRITES);
+        either(touches, from[i], sizes[i], PHOS_READS);
+    }
+}
+
 void touch_cuMemcpyBatchAsync_v2(struct phos_touches *touches, CUdeviceptr_v2 *to, CUdeviceptr_v2 *from, size_t *sizes,
                                  size_t count, CUmemcpyAttributes_v1 *attributes, size_t *indices,
                                  size_t attribute_count, CUstream stream)
@@ -247,10 +256,7 @@ void touch_cuMemcpyBatchAsync_v2(struct phos_touches *touches, CUdeviceptr_v2 *t
     (void)indices;
     (void)attribute_count;
     phos_touches_begin(touches, stream);
-    for (size_t i = 0; to && from && sizes && i < count; i++) {
-        either(touches, to[i], sizes[i], PHOS_WRITES);
-        either(touches, from[i], sizes[i], PHOS_READS);
-    }
+    phos_touch_copies(touches, to, from, sizes, count);
 }
 
 void touch_cuMemcpyBatchAsync(struct phos_touches *touches, CUdeviceptr_v2 *to, CUdeviceptr_v2 *from, size_t *sizes,
@@ -259,6 +265,13 @@ void touch_cuMemcpyBatchAsync(struct phos_touches *touches, CUdeviceptr_v2 *to, 
 {
     (void)failed;
     touch_cuMemcpyBatchAsync_v2(touches, to, from, sizes, count, attributes, indices, attribute_count, stream);
+}
+
+void touch_cuMemcpyWithAttributesAsync(struct phos_touches *touches, CUdeviceptr_v2 to, CUdeviceptr_v2 from, size_t bytes,
+                                       CUmemcpyAttributes_v1 *attributes, CUstream stream)
+{
+    (void)attributes;
+    touch_cuMemcpyAsync(touches, to, from, bytes, stream);
 }
 
 /* Between pointers an element is a byte. With an array on the other side it is the array's, whose size we do not ask for:
@@ -297,6 +310,37 @@ void touch_cuMemcpy3DBatchAsync(struct phos_touches *touches, size_t count, CUDA
 {
     (void)failed;
     touch_cuMemcpy3DBatchAsync_v2(touches, count, list, flags, stream);
+}
+
+void touch_cuMemcpy3DWithAttributesAsync(struct phos_touches *touches, CUDA_MEMCPY3D_BATCH_OP_v1 *copy,
+                                         unsigned long long flags, CUstream stream)
+{
+    touch_cuMemcpy3DBatchAsync_v2(touches, 1, copy, flags, stream);
+}
+
+/* What is bound to a logical endpoint, here or in another process, nobody tells: memory of ours perhaps. */
+static void fabric_operand(struct phos_touches *touches, const CUfabricCpyOperand *operand, size_t bytes, uint32_t access)
+{
+    if (operand->type == CU_FABRIC_COPY_OPERAND_TYPE_POINTER)
+        either(touches, operand->op.ptr.ptr, bytes, access);
+    else if (bytes)
+        touches->anything |= access;
+}
+
+void phos_touch_fabric_copies(struct phos_touches *touches, const CUDA_FABRIC_COPY_BATCH_OP_v1 *list, size_t count)
+{
+    for (size_t i = 0; list && i < count; i++) {
+        fabric_operand(touches, &list[i].dst, list[i].size, PHOS_WRITES);
+        fabric_operand(touches, &list[i].src, list[i].size, PHOS_READS);
+    }
+}
+
+void touch_cuFabricCpyBatchAsync(struct phos_touches *touches, size_t count, CUDA_FABRIC_COPY_BATCH_OP_v1 *list,
+                                 unsigned long long flags, CUstream stream)
+{
+    (void)flags;
+    phos_touches_begin(touches, stream);
+    phos_touch_fabric_copies(touches, list, count);
 }
 
 void touch_cuMemBatchDecompressAsync(struct phos_touches *touches, CUmemDecompressParams *list, size_t count,

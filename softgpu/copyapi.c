@@ -214,6 +214,11 @@ CUresult softgpu_cuMemcpyBatchAsync(CUdeviceptr *dsts, CUdeviceptr *srcs, size_t
     return softgpu_cuMemcpyBatchAsync_v2(dsts, srcs, sizes, count, attrs, attrIdxs, numAttrs, hStream);
 }
 
+CUresult softgpu_cuMemcpyWithAttributesAsync(CUdeviceptr dst, CUdeviceptr src, size_t size, CUmemcpyAttributes *attr, CUstream hStream)
+{
+    return attr ? copy1(dst, UNIFIED, src, UNIFIED, size, hStream, false) : CUDA_ERROR_INVALID_VALUE;
+}
+
 /* ---- fills ---- */
 
 static CUresult fill(uint64_t address, size_t pitch, unsigned value, unsigned element, size_t width, size_t height, CUstream handle)

@@ -176,6 +176,11 @@ CUresult softgpu_cuLaunchHostFunc(CUstream hStream, CUhostFn fn, void *userData)
     return sg_submit(stream, &work, false, NULL);
 }
 
+CUresult softgpu_cuLaunchHostFunc_v2(CUstream hStream, CUhostFn fn, void *userData, unsigned int syncMode)
+{
+    return syncMode <= CU_HOST_TASK_SPINWAIT ? softgpu_cuLaunchHostFunc(hStream, fn, userData) : CUDA_ERROR_INVALID_VALUE;
+}
+
 CUresult softgpu_cuStreamAddCallback(CUstream hStream, CUstreamCallback callback, void *userData, unsigned int flags)
 {
     STREAM_OR_RETURN(callback && !flags);

@@ -405,6 +405,11 @@ def descriptors():
             pass
     return found
 
+def newer(name, *types):
+    """An entry point of CUDA 13.5, for programs with SOFTGPU_DRIVER_VERSION=13050."""
+    pointer, _ = ok(cu.cuGetProcAddress(name.encode(), 13050, 0))
+    return ctypes.CFUNCTYPE(ctypes.c_int, *types)(int(pointer))
+
 def say(*words):
     print(*words, flush=True)
 

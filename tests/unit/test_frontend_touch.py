@@ -104,9 +104,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def tracing(phosd: FakePhosd, library: Path, body: str) -> Iterator[tuple[Program, Session]]:
+def tracing(phosd: FakePhosd, library: Path, body: str, **environment: str) -> Iterator[tuple[Program, Session]]:
     """A program with a window of its own."""
-    with program(phosd, TOOLS + textwrap.dedent(body), LD_PRELOAD=str(library)) as both:
+    with program(phosd, TOOLS + textwrap.dedent(body), LD_PRELOAD=str(library), **environment) as both:
         yield both
 
 
@@ -199,6 +199,56 @@ def test_copies_and_memsets(phosd: FakePhosd, library: Path) -> None:
             "cuMemcpyHtoDAsync_v2 255 stream 0 0 1 0 a+0:64:w b+0:64:r",
             "cuMemcpy3D_v2 255 0 0 0 1 1 a+4096:480:r b+512:736:w",
             "cuMemsetD8Async 255 stream 1 0 0 0 a+0:10:w",
+        ]
+        app.finish()
+
+
+NEWER_COPIES = """
+start()
+a, b = ok(cu.cuMemAlloc(1 << 20)), ok(cu.cuMemAlloc(1 << 20))
+A, B = int(a), int(b)
+host = ok(cu.cuMemHostAlloc(4096, 0))
+stream = ok(cu.cuStreamCreate(1))
+pointer, size, flags = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
+def show(call):
+    for line in spoken(touched(call), a=A, b=B, host=int(host)):
+        say(line.replace(f"{int(stream):x}", "stream"))
+attributes = cu.CUmemcpyAttributes()
+attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+flat = newer("cuMemcpyWithAttributesAsync", u64, u64, size, pointer, pointer)
+def copies():
+    assert not flat(A, B, 72, attributes.getPtr(), int(stream))
+    assert not flat(A, int(host), 64, attributes.getPtr(), int(stream))
+show(copies)
+box = cu.CUDA_MEMCPY3D_BATCH_OP()
+for operand, at, rows in ((box.src, B + 4096, 8), (box.dst, A, 4)):
+    operand.type = cu.CUmemcpy3DOperandType.CU_MEMCPY_OPERAND_TYPE_POINTER
+    operand.op.ptr.ptr, operand.op.ptr.rowLength, operand.op.ptr.layerHeight = at, 64, rows
+box.extent.width, box.extent.height, box.extent.depth = 32, 4, 2
+deep = newer("cuMemcpy3DWithAttributesAsync", pointer, flags, pointer)
+show(lambda: deep(box.getPtr(), 0, int(stream)))
+class Operand(ctypes.Structure): # of CUDA 13.5: a pointer and where it is, or an endpoint's number and an offset
+    _fields_ = [("type", ctypes.c_int), ("at", u64), ("more", u64)]
+class Copy(ctypes.Structure):
+    _fields_ = [("src", Operand), ("dst", Operand), ("size", size), ("flags", u32)]
+fabric = newer("cuFabricCpyBatchAsync", size, pointer, flags, pointer)
+for list in [(Copy(Operand(1, B), Operand(1, A), 64), Copy(Operand(1, B + 64), Operand(1, A + 64), 0)),
+             (Copy(Operand(1, B), Operand(2, 7, 512), 64),), (Copy(Operand(2, 7), Operand(1, A), 64),)]:
+    show(lambda: fabric(len(list), (Copy * len(list))(*list), 0, int(stream)))
+say("end")
+"""
+
+
+def test_copies_of_newer_drivers(phosd: FakePhosd, library: Path) -> None:
+    """What is behind a logical endpoint is not known: a copy from or to one may be about all memory."""
+    with tracing(phosd, library, NEWER_COPIES, SOFTGPU_DRIVER_VERSION="13050") as (app, _):
+        assert rest_of(app) == [
+            "cuMemcpyWithAttributesAsync 255 stream 0 0 0 0 a+0:72:w b+0:72:r",
+            "cuMemcpyWithAttributesAsync 255 stream 0 0 1 0 a+0:64:w host+0:64:r",
+            "cuMemcpy3DWithAttributesAsync 255 stream 0 0 0 0 a+0:480:w b+4096:736:r",
+            "cuFabricCpyBatchAsync 255 stream 0 0 0 0 a+0:64:w b+0:64:r",
+            "cuFabricCpyBatchAsync 255 stream 0 2 0 0 b+0:64:r",
+            "cuFabricCpyBatchAsync 255 stream 0 1 0 0 a+0:64:w",
         ]
         app.finish()
 

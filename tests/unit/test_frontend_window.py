@@ -135,6 +135,57 @@ def test_in_a_window_no_stream_waits_for_work_that_waits_for_the_program(phosd: 
         app.finish()
 
 
+NEWER = """
+    start()
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    p, source = ok(cu.cuMemAlloc(8 << 20)), ok(cu.cuMemAlloc(2 << 20))
+    stream = ok(cu.cuStreamCreate(1))
+    fill(p, 8 << 20, 3)
+    fill(source, 2 << 20, 4)
+    ok(cu.cuCtxSynchronize())
+    attributes = cu.CUmemcpyAttributes()
+    attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    copy = newer("cuMemcpyWithAttributesAsync", ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p,
+                 ctypes.c_void_p)
+    later = newer("cuLaunchHostFunc", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint)
+    called = threading.Event()
+    note = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: called.set())
+    say("ready")
+    heard()
+    say("asks")
+    assert later(int(stream), ctypes.cast(note, ctypes.c_void_p), None, 1) == 0 # the second form: waiting actively
+    assert called.wait(30)
+    say("called")
+    assert copy(int(p), int(source), 2 << 20, attributes.getPtr(), int(stream)) == 0
+    ok(cu.cuStreamSynchronize(stream))
+    assert read(p, 4 << 20) == bytes([4]) * (2 << 20) + bytes([3]) * (2 << 20)
+    say("through")
+"""
+
+
+def test_calls_of_newer_drivers_wait_at_the_closed_gate(phosd: FakePhosd) -> None:
+    with program(phosd, NEWER, SOFTGPU_DRIVER_VERSION="13050") as (app, session):
+        assert app.line() == "ready"
+        assert not phosd.quiesce(session).error
+        app.tell()
+        assert app.line() == "asks"
+        with pytest.raises(queue.Empty):
+            app.line(0.3)
+        assert not phosd.open(session).error
+        assert [app.line(), app.line()] == ["called", "through"]
+        app.finish()
+
+
+def test_copies_of_newer_drivers_do_not_overwrite_what_is_not_saved(phosd: FakePhosd) -> None:
+    with program(phosd, NEWER, SOFTGPU_DRIVER_VERSION="13050") as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20) as (_, table):
+            app.tell()
+            assert [app.line(), app.line(), app.line()] == ["asks", "called", "through"]
+            assert table.counts().shadowed == 1
+        app.finish()
+
+
 def test_contexts_may_begin_and_end_in_a_window(phosd: FakePhosd) -> None:
     body = """
     first = start()
