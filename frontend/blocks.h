@@ -41,7 +41,7 @@ struct phos_block {
     bool given;                          /* phosd, this one or a former, has had a descriptor of it */
     bool lingers;                        /* gone but for the pins */
     bool exported;                       /* a token of it was given away: other processes may have it */
-    bool bound;                          /* a sparse array or multicast object of the driver has it too: see vmm.c */
+    bool bound;                          /* a sparse array, multicast object or endpoint of the driver has it too: see vmm.c */
     uint64_t registered;                 /* the connection on which phosd was told, 0: not yet */
     uint8_t owner_session[16];           /* of memory first exported by another session, and its number there */
     uint64_t owner_block;

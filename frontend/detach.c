@@ -241,13 +241,14 @@ static bool all_movable(struct phos_error *error)
                          shared);
     if (phos_driver_shared())
         return phos_fail(error, CUDA_SUCCESS,
-                         "it shares memory with other processes by CUDA IPC or a pool's handle, which the driver would save and "
-                         "could not restore; close it before, or start all of them with phos-gpu run (IPC)");
+                         "it shares memory with other processes by CUDA IPC or the handle of a pool or a logical endpoint, "
+                         "which the driver would save and could not restore; close it before, or start all of them with "
+                         "phos-gpu run (IPC)");
     for (struct phos_block *b = phos_blocks.next; b != &phos_blocks; b = b->next) {
         if (b->bound)
             return phos_fail(error, CUDA_SUCCESS,
-                             "block %llu is part of a sparse array or a multicast object, which cannot be checkpointed; "
-                             "for NCCL's, start the program with NCCL_NVLS_ENABLE=0",
+                             "block %llu is part of a sparse array, a multicast object or a logical endpoint, which cannot "
+                             "be checkpointed; for NCCL's, start the program with NCCL_NVLS_ENABLE=0",
                              (unsigned long long)b->id);
         if (!b->given && !b->owner_block)
             return phos_fail(error, CUDA_SUCCESS, "block %llu could not be exported to phosd", (unsigned long long)b->id);

@@ -28,7 +28,7 @@ static struct shared **find(enum phos_shared kind, uint64_t key)
 
 static void count(enum phos_shared kind, int64_t change)
 {
-    if (kind != PHOS_SHARED_POINTER)
+    if (kind != PHOS_SHARED_POINTER && kind != PHOS_SHARED_ENDPOINT)
         phos_uncarried_add(kind == PHOS_SHARED_POOL ? PHOS_UNCARRIED_POOL : PHOS_UNCARRIED_IPC, change, 0);
 }
 

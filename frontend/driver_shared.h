@@ -2,7 +2,7 @@
  * other process does not run under PhOS, and by a pool's handle. The driver saves a process that has opened such memory or has
  * imported a pool, and fails to restore it, with which the process is lost; what a process has exported comes back as memory
  * of its own, which the others do not see any more (bench/driver_sharing.py). So as long as there is any, its process must not
- * be checkpointed. IPC events are restored.
+ * be checkpointed. Logical endpoints are taken to be like pools. IPC events are restored.
  *
  * All functions here want phos_memory_lock held. */
 #pragma once
@@ -15,6 +15,7 @@ enum phos_shared {
     PHOS_SHARED_EXPORTED, /* by cuIpcGetMemHandle; by the address of the whole of it */
     PHOS_SHARED_POINTER,  /* of a pool, exported or imported; by its address */
     PHOS_SHARED_POOL,     /* exported or imported; by its handle */
+    PHOS_SHARED_ENDPOINT, /* likewise; by its number */
 };
 
 /* `context`: with which it ends, or null. Once more is as once, but for what is opened. */

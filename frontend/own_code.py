@@ -34,7 +34,11 @@ SERVED: dict[str, tuple[str, ...]] = {
         "cuMemAddressReserve",
         "cuMemAddressFree",
         "cuMulticastBindMem",
+        "cuMulticastBindMem_v2",
         "cuMulticastBindAddr",
+        "cuMulticastBindAddr_v2",
+        "cuLogicalEndpointBindMem",
+        "cuLogicalEndpointBindAddr",
         "cuMemMapArrayAsync",
     ),
     "pool.c": (
@@ -142,6 +146,12 @@ SERVED: dict[str, tuple[str, ...]] = {
         "cuDevicePrimaryCtxReset_v2",
         "cuDevicePrimaryCtxReset",
     ),
+    "endpoints.c": (
+        "cuLogicalEndpointCreate",
+        "cuLogicalEndpointDestroy",
+        "cuLogicalEndpointExport",
+        "cuLogicalEndpointImport",
+    ),
     "uncarried.c": (
         "cuMemAllocManaged",
         "cuArrayCreate_v2",
@@ -155,6 +165,7 @@ SERVED: dict[str, tuple[str, ...]] = {
         "cuDestroyExternalMemory",
         "cuMulticastCreate",
         "cuGraphAddMemAllocNode",
+        "cuGraphAddNode_v3",
         "cuGraphAddNode_v2",
         "cuGraphAddNode",
     ),

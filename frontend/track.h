@@ -62,6 +62,7 @@ enum phos_uncarried {
     PHOS_UNCARRIED_POOL,
     PHOS_UNCARRIED_IPC,
     PHOS_UNCARRIED_IPC_EVENT,
+    PHOS_UNCARRIED_ENDPOINT,
     PHOS_UNCARRIED_KINDS
 };
 extern const char *const phos_uncarried_names[PHOS_UNCARRIED_KINDS];

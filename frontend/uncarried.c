@@ -14,6 +14,7 @@ const char *const phos_uncarried_names[PHOS_UNCARRIED_KINDS] = {
     [PHOS_UNCARRIED_VMM] = "vmm",             [PHOS_UNCARRIED_HOST] = "pinned-host",
     [PHOS_UNCARRIED_POOL] = "pool",           [PHOS_UNCARRIED_IPC] = "ipc",
     [PHOS_UNCARRIED_IPC_EVENT] = "ipc-event", [PHOS_UNCARRIED_HOST_VMM] = "host-vmm",
+    [PHOS_UNCARRIED_ENDPOINT] = "logical-endpoint",
 };
 
 static struct {
@@ -160,6 +161,13 @@ static CUresult node_added(CUresult result, CUgraph graph, const CUgraphNode *no
     if (result == CUDA_SUCCESS && parameters && parameters->type == CU_GRAPH_NODE_TYPE_MEM_ALLOC)
         phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)parameters->alloc.bytesize);
     return result;
+}
+
+CUresult serve_cuGraphAddNode_v3(CUgraphNode *node, CUgraph graph, const CUgraphNode *dependencies,
+                                 const CUgraphEdgeData *data, size_t count, CUgraphNodeParams *parameters)
+{
+    CUresult result = phos_real.cuGraphAddNode_v3(node, graph, dependencies, data, count, parameters);
+    return node_added(result, graph, node, parameters);
 }
 
 CUresult serve_cuGraphAddNode_v2(CUgraphNode *node, CUgraph graph, const CUgraphNode *dependencies,

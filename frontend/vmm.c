@@ -276,28 +276,28 @@ CUresult serve_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle_v1 *h
 
 /* ---- memory behind objects of the driver's own ----
  *
- * A sparse array or a multicast object refers to physical memory by itself, and the driver saves and restores it by itself:
- * after that it would refer to a copy, and the block to another. Nothing tells which block a later unmap or unbind is
- * about, so a block that was ever bound keeps its process from being detached until it is freed; then what is left of it is
- * the driver's alone. */
+ * A sparse array, a multicast object or a logical endpoint refers to physical memory by itself, and the driver saves and
+ * restores it by itself: after that it would refer to a copy, and the block to another. Nothing tells which block a later
+ * unmap or unbind is about, so a block that was ever bound keeps its process from being detached until it is freed; then
+ * what is left of it is the driver's alone.
+ *
+ * To bind waits until all devices have been added to the object, which other threads may have to allocate for first: it
+ * must not hold the lock. */
 
-/* Both ways to bind wait until all devices have been added to the object, which other threads may have to allocate for
- * first: they must not hold the lock. */
-
-CUresult serve_cuMulticastBindMem(CUmemGenericAllocationHandle_v1 multicast, size_t multicast_offset,
-                                  CUmemGenericAllocationHandle_v1 memory, size_t offset, size_t size,
-                                  unsigned long long flags)
+/* The block that a handle of ours stands for, which stays meanwhile, and the driver's handle in its place. */
+static struct phos_block *binding(CUmemGenericAllocationHandle *memory)
 {
-    struct phos_block *block;
-    {
-        PHOS_LOCKED(&phos_memory_lock);
-        block = block_of(memory);
-        if (block) {
-            block->references++; /* it stays meanwhile */
-            memory = block->handle;
-        }
+    PHOS_LOCKED(&phos_memory_lock);
+    struct phos_block *block = block_of(*memory);
+    if (block) {
+        block->references++;
+        *memory = block->handle;
     }
-    CUresult result = phos_real.cuMulticastBindMem(multicast, multicast_offset, memory, offset, size, flags);
+    return block;
+}
+
+static CUresult bound(struct phos_block *block, CUresult result)
+{
     if (!block)
         return result;
     PHOS_LOCKED(&phos_memory_lock);
@@ -307,10 +307,8 @@ CUresult serve_cuMulticastBindMem(CUmemGenericAllocationHandle_v1 multicast, siz
     return result == CUDA_SUCCESS ? settled : result;
 }
 
-CUresult serve_cuMulticastBindAddr(CUmemGenericAllocationHandle_v1 multicast, size_t multicast_offset, CUdeviceptr_v2 memory,
-                                   size_t size, unsigned long long flags)
+static CUresult bound_at(CUdeviceptr memory, size_t size, CUresult result)
 {
-    CUresult result = phos_real.cuMulticastBindAddr(multicast, multicast_offset, memory, size, flags);
     if (result != CUDA_SUCCESS)
         return result;
     PHOS_LOCKED(&phos_memory_lock);
@@ -321,6 +319,50 @@ CUresult serve_cuMulticastBindAddr(CUmemGenericAllocationHandle_v1 multicast, si
         mapping->block->bound = true;
     }
     return result;
+}
+
+CUresult serve_cuMulticastBindMem(CUmemGenericAllocationHandle_v1 multicast, size_t multicast_offset,
+                                  CUmemGenericAllocationHandle_v1 memory, size_t offset, size_t size,
+                                  unsigned long long flags)
+{
+    struct phos_block *block = binding(&memory);
+    return bound(block, phos_real.cuMulticastBindMem(multicast, multicast_offset, memory, offset, size, flags));
+}
+
+CUresult serve_cuMulticastBindMem_v2(CUmemGenericAllocationHandle_v1 multicast, CUdevice device, size_t multicast_offset,
+                                     CUmemGenericAllocationHandle_v1 memory, size_t offset, size_t size,
+                                     unsigned long long flags)
+{
+    struct phos_block *block = binding(&memory);
+    return bound(block, phos_real.cuMulticastBindMem_v2(multicast, device, multicast_offset, memory, offset, size, flags));
+}
+
+CUresult serve_cuLogicalEndpointBindMem(CUlogicalEndpointId endpoint, CUdevice device, cuuint64_t endpoint_offset,
+                                        CUmemGenericAllocationHandle_v1 memory, cuuint64_t offset, cuuint64_t size,
+                                        unsigned long long flags)
+{
+    struct phos_block *block = binding(&memory);
+    return bound(block, phos_real.cuLogicalEndpointBindMem(endpoint, device, endpoint_offset, memory, offset, size, flags));
+}
+
+CUresult serve_cuMulticastBindAddr(CUmemGenericAllocationHandle_v1 multicast, size_t multicast_offset, CUdeviceptr_v2 memory,
+                                   size_t size, unsigned long long flags)
+{
+    return bound_at(memory, size, phos_real.cuMulticastBindAddr(multicast, multicast_offset, memory, size, flags));
+}
+
+CUresult serve_cuMulticastBindAddr_v2(CUmemGenericAllocationHandle_v1 multicast, CUdevice device, size_t multicast_offset,
+                                      CUdeviceptr_v2 memory, size_t size, unsigned long long flags)
+{
+    return bound_at(memory, size,
+                    phos_real.cuMulticastBindAddr_v2(multicast, device, multicast_offset, memory, size, flags));
+}
+
+CUresult serve_cuLogicalEndpointBindAddr(CUlogicalEndpointId endpoint, CUdevice device, cuuint64_t endpoint_offset,
+                                         void *memory, cuuint64_t size, unsigned long long flags)
+{
+    return bound_at((CUdeviceptr)(uintptr_t)memory, size,
+                    phos_real.cuLogicalEndpointBindAddr(endpoint, device, endpoint_offset, memory, size, flags));
 }
 
 CUresult serve_cuMemMapArrayAsync(CUarrayMapInfo_v1 *list, unsigned int count, CUstream stream)

@@ -115,7 +115,7 @@ int main(void)
     phos_real.cuMipmappedArrayCreate = mipmapped_create;
     phos_real.cuMipmappedArrayGetLevel = mipmapped_level;
     phos_real.cuMipmappedArrayDestroy = mipmapped_destroy;
-    phos_real.cuGraphAddNode_v2 = node_add;
+    phos_real.cuGraphAddNode_v2 = phos_real.cuGraphAddNode_v3 = node_add;
 
     CUarray line, plane, volume, sparse, packed;
     CUmipmappedArray mipmapped;
@@ -144,5 +144,8 @@ int main(void)
     serve_cuGraphAddNode_v2(NULL, NULL, NULL, NULL, 0, &parameters);
     serve_cuGraphAddNode_v2(NULL, NULL, NULL, NULL, 0, NULL);
     expect(PHOS_UNCARRIED_GRAPH_MEMORY, 1, 12345, __LINE__);
+    parameters.type = CU_GRAPH_NODE_TYPE_MEM_ALLOC;
+    serve_cuGraphAddNode_v3(NULL, NULL, NULL, NULL, 0, &parameters);
+    expect(PHOS_UNCARRIED_GRAPH_MEMORY, 2, 24690, __LINE__);
     return 0;
 }

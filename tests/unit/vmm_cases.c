@@ -2,6 +2,7 @@
  * taken from it. */
 #include "blocks.h"
 #include "detach.h"
+#include "driver_shared.h"
 #include "driver_vmm.h"
 #include "pool_private.h"
 #include "runtime.h"
@@ -15,7 +16,9 @@
 #define MiB ((size_t)1 << 20)
 #define MULTICAST 77
 #define POSIX CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-#define BOUND "sparse array or a multicast object"
+#define BOUND "sparse array, a multicast object or a logical endpoint"
+#define DEVICE 3
+#define ENDPOINT 9
 #define SHARED "with other processes"
 static CUmemGenericAllocationHandle last_handle = 100, seen_handle;
 static CUresult array_result;
@@ -98,6 +101,57 @@ static CUresult bind_address(CUmemGenericAllocationHandle multicast, size_t at, 
     (void)at, (void)memory, (void)size, (void)flags;
     waits();
     return multicast == MULTICAST ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+/* The forms of CUDA 13.1, and logical endpoints, of 13.3. */
+static CUresult bind_memory_of(CUmemGenericAllocationHandle multicast, CUdevice device, size_t at,
+                               CUmemGenericAllocationHandle memory, size_t offset, size_t size, unsigned long long flags)
+{
+    return device == DEVICE ? bind_memory(multicast, at, memory, offset, size, flags) : CUDA_ERROR_INVALID_DEVICE;
+}
+
+static CUresult bind_address_of(CUmemGenericAllocationHandle multicast, CUdevice device, size_t at, CUdeviceptr memory,
+                                size_t size, unsigned long long flags)
+{
+    return device == DEVICE ? bind_address(multicast, at, memory, size, flags) : CUDA_ERROR_INVALID_DEVICE;
+}
+
+static CUresult bind_memory_to_endpoint(CUlogicalEndpointId endpoint, CUdevice device, cuuint64_t at,
+                                        CUmemGenericAllocationHandle memory, cuuint64_t offset, cuuint64_t size,
+                                        unsigned long long flags)
+{
+    return bind_memory_of(endpoint, device, at, memory, offset, size, flags);
+}
+
+static CUresult bind_address_to_endpoint(CUlogicalEndpointId endpoint, CUdevice device, cuuint64_t at, void *memory,
+                                         cuuint64_t size, unsigned long long flags)
+{
+    return bind_address_of(endpoint, device, at, (CUdeviceptr)memory, size, flags);
+}
+
+static CUresult endpoint_create(CUlogicalEndpointId endpoint, const CUlogicalEndpointProp *properties)
+{
+    (void)properties;
+    return endpoint == ENDPOINT ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult endpoint_import(CUlogicalEndpointId endpoint, const void *handle, CUlogicalEndpointIpcHandleType type)
+{
+    (void)handle, (void)type;
+    return endpoint_create(endpoint, NULL);
+}
+
+static CUresult endpoint_export(void *handle, CUlogicalEndpointId endpoint, CUlogicalEndpointIpcHandleType type)
+{
+    (void)handle, (void)type;
+    return endpoint_create(endpoint, NULL);
+}
+
+static CUresult endpoint_result;
+static CUresult endpoint_destroy(CUlogicalEndpointId endpoint)
+{
+    (void)endpoint;
+    return endpoint_result;
 }
 
 static CUresult map_array(CUarrayMapInfo *list, unsigned int count, CUstream stream)
@@ -242,13 +296,37 @@ static void access_in_a_window(void)
     freed(handle);
 }
 
-static void multicast(void)
+static CUresult by_memory(int form, CUmemGenericAllocationHandle to, CUmemGenericAllocationHandle memory)
+{
+    switch (form) {
+    case 0:
+        return serve_cuMulticastBindMem(to, 0, memory, 0, 2 * MiB, 0);
+    case 1:
+        return serve_cuMulticastBindMem_v2(to, DEVICE, 0, memory, 0, 2 * MiB, 0);
+    default:
+        return serve_cuLogicalEndpointBindMem((CUlogicalEndpointId)to, DEVICE, 0, memory, 0, 2 * MiB, 0);
+    }
+}
+
+static CUresult by_address(int form, CUmemGenericAllocationHandle to, CUdeviceptr memory)
+{
+    switch (form) {
+    case 0:
+        return serve_cuMulticastBindAddr(to, 0, memory, 2 * MiB, 0);
+    case 1:
+        return serve_cuMulticastBindAddr_v2(to, DEVICE, 0, memory, 2 * MiB, 0);
+    default:
+        return serve_cuLogicalEndpointBindAddr((CUlogicalEndpointId)to, DEVICE, 0, (void *)memory, 2 * MiB, 0);
+    }
+}
+
+static void bound(int form)
 {
     CUmemGenericAllocationHandle handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
     CHECK(handle != last_handle && newest());
-    CHECK(serve_cuMulticastBindMem(MULTICAST + 1, 0, handle, 0, 2 * MiB, 0) == CUDA_ERROR_INVALID_VALUE);
+    CHECK(by_memory(form, MULTICAST + 1, handle) == CUDA_ERROR_INVALID_VALUE);
     CHECK(!newest()->bound);
-    CHECK(serve_cuMulticastBindMem(MULTICAST, 0, handle, 0, 2 * MiB, 0) == CUDA_SUCCESS);
+    CHECK(by_memory(form, MULTICAST, handle) == CUDA_SUCCESS);
     CHECK(seen_handle == last_handle && newest()->bound);
     CHECK(refused(BOUND));
     freed(handle);
@@ -258,9 +336,9 @@ static void multicast(void)
     CUdeviceptr at = 0x7000000000;
     CHECK(serve_cuMemMap(at, 2 * MiB, 0, handle, 0) == CUDA_SUCCESS);
     CHECK(serve_cuMemMap(at + 2 * MiB, 2 * MiB, 0, other, 0) == CUDA_SUCCESS);
-    CHECK(serve_cuMulticastBindAddr(MULTICAST + 1, 0, at, 2 * MiB, 0) == CUDA_ERROR_INVALID_VALUE);
+    CHECK(by_address(form, MULTICAST + 1, at) == CUDA_ERROR_INVALID_VALUE);
     CHECK(!newest()->bound && !newest()->previous->bound);
-    CHECK(serve_cuMulticastBindAddr(MULTICAST, 0, at, 2 * MiB, 0) == CUDA_SUCCESS);
+    CHECK(by_address(form, MULTICAST, at) == CUDA_SUCCESS);
     CHECK(!newest()->bound && newest()->previous->bound);
     CHECK(refused(BOUND));
     CHECK(serve_cuMemUnmap(at, 4 * MiB) == CUDA_SUCCESS);
@@ -270,6 +348,31 @@ static void multicast(void)
     CHECK(serve_cuMemMap(at, 2 * MiB, 0, MULTICAST, 0) == CUDA_SUCCESS);
     CHECK(!locked);
     CHECK(serve_cuMemUnmap(at, 2 * MiB) == CUDA_SUCCESS);
+}
+
+/* They are left to the driver, but not while another process may have them too. */
+static void endpoints(void)
+{
+    CUlogicalEndpointProp properties = {.type = CU_LOGICAL_ENDPOINT_TYPE_UNICAST};
+    char handle[64];
+    CHECK(serve_cuLogicalEndpointCreate(1, &properties) == CUDA_ERROR_INVALID_VALUE);
+    CHECK(serve_cuLogicalEndpointCreate(ENDPOINT, &properties) == CUDA_SUCCESS);
+    CHECK(counted(PHOS_UNCARRIED_ENDPOINT) == 1 && !phos_driver_shared());
+    CHECK(serve_cuLogicalEndpointExport(handle, 1, CU_LOGICAL_ENDPOINT_IPC_HANDLE_TYPE_FABRIC) == CUDA_ERROR_INVALID_VALUE);
+    CHECK(!phos_driver_shared());
+    for (int i = 0; i < 2; i++)
+        CHECK(serve_cuLogicalEndpointExport(handle, ENDPOINT, CU_LOGICAL_ENDPOINT_IPC_HANDLE_TYPE_FABRIC) == CUDA_SUCCESS);
+    CHECK(counted(PHOS_UNCARRIED_ENDPOINT) == 1 && refused(SHARED));
+    endpoint_result = CUDA_ERROR_NOT_PERMITTED;
+    CHECK(serve_cuLogicalEndpointDestroy(ENDPOINT) == CUDA_ERROR_NOT_PERMITTED);
+    CHECK(counted(PHOS_UNCARRIED_ENDPOINT) == 1 && refused(SHARED));
+    endpoint_result = CUDA_SUCCESS;
+    CHECK(serve_cuLogicalEndpointDestroy(ENDPOINT) == CUDA_SUCCESS);
+    CHECK(counted(PHOS_UNCARRIED_ENDPOINT) == 0 && !phos_driver_shared());
+    CHECK(serve_cuLogicalEndpointImport(ENDPOINT, handle, CU_LOGICAL_ENDPOINT_IPC_HANDLE_TYPE_FABRIC) == CUDA_SUCCESS);
+    CHECK(counted(PHOS_UNCARRIED_ENDPOINT) == 1 && refused(SHARED));
+    CHECK(serve_cuLogicalEndpointDestroy(ENDPOINT) == CUDA_SUCCESS);
+    CHECK(counted(PHOS_UNCARRIED_ENDPOINT) == 0 && !phos_driver_shared());
 }
 
 static void pools(void)
@@ -307,6 +410,14 @@ int main(void)
     phos_real.cuMemRetainAllocationHandle = retain;
     phos_real.cuMulticastBindMem = bind_memory;
     phos_real.cuMulticastBindAddr = bind_address;
+    phos_real.cuMulticastBindMem_v2 = bind_memory_of;
+    phos_real.cuMulticastBindAddr_v2 = bind_address_of;
+    phos_real.cuLogicalEndpointBindMem = bind_memory_to_endpoint;
+    phos_real.cuLogicalEndpointBindAddr = bind_address_to_endpoint;
+    phos_real.cuLogicalEndpointCreate = endpoint_create;
+    phos_real.cuLogicalEndpointImport = endpoint_import;
+    phos_real.cuLogicalEndpointExport = endpoint_export;
+    phos_real.cuLogicalEndpointDestroy = endpoint_destroy;
     phos_real.cuMemMapArrayAsync = map_array;
     phos_real.cuMemPoolCreate = create_pool;
     phos_real.cuMemPoolDestroy = destroy_pool;
@@ -317,7 +428,9 @@ int main(void)
     on_the_host();
     shared_memory();
     access_in_a_window();
-    multicast();
+    for (int form = 0; form < 3; form++)
+        bound(form);
+    endpoints();
     pools();
     sparse();
     CUmemGenericAllocationHandle handle = made(CU_MEM_LOCATION_TYPE_DEVICE, 0);
