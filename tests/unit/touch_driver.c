@@ -39,14 +39,12 @@ struct phos_mapping *phos_mapping_at(CUdeviceptr address)
 {
     return (struct phos_mapping *)phos_ranges_find(&phos_mappings, address);
 }
-void (*driver_meanwhile)(void);
+_Atomic(driver_event *) driver_meanwhile;
 void phos_control_kick(void)
 {
-    void (*other)(void) = driver_meanwhile;
-    if (!other)
-        return; /* several threads come here, but only where nobody sets it */
-    driver_meanwhile = NULL;
-    other();
+    driver_event *other = atomic_exchange(&driver_meanwhile, NULL);
+    if (other)
+        other();
 }
 bool phos_parts_any(uint64_t begin, uint64_t end)
 {

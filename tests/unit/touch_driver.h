@@ -37,7 +37,8 @@ struct graph {
 };
 
 /* What another thread does when the frontend has noted a kernel that it did not know, and holds no lock; once. */
-extern void (*driver_meanwhile)(void);
+typedef void driver_event(void);
+extern _Atomic(driver_event *) driver_meanwhile;
 
 /* To be called first: the frontend calls this driver, and knows of its memory. */
 void driver_install(void);
