@@ -430,9 +430,22 @@ CUresult serve_cuStreamBeginCaptureToGraph(CUstream stream, CUgraph graph, const
     return capture_begun(locked, stream, phos_real.cuStreamBeginCaptureToGraph(stream, graph, dependencies, data, count, mode));
 }
 
-CUresult serve_cuStreamEndCapture(CUstream stream, CUgraph *graph)
+CUresult serve_cuStreamBeginRecaptureToGraph(CUstream stream, CUstreamCaptureMode mode, CUgraph graph,
+                                             CUgraphRecaptureCallback callback, void *data)
 {
-    CUresult result = phos_real.cuStreamEndCapture(stream, graph);
+    bool locked = capture_begins();
+    return capture_begun(locked, stream, phos_real.cuStreamBeginRecaptureToGraph(stream, mode, graph, callback, data));
+}
+
+/* Into a command list of a graphics library's. */
+CUresult serve_cuStreamBeginCaptureToCig(CUstream stream, CUstreamCigCaptureParams *parameters)
+{
+    bool locked = capture_begins();
+    return capture_begun(locked, stream, phos_real.cuStreamBeginCaptureToCig(stream, parameters));
+}
+
+static CUresult capture_ends(CUresult result, CUstream stream)
+{
     /* One that was spoilt ends here too, with an error; one that is another thread's does not. */
     CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
     bool ended = result == CUDA_SUCCESS || phos_real.cuStreamIsCapturing(stream, &status) != CUDA_SUCCESS ||
@@ -441,6 +454,16 @@ CUresult serve_cuStreamEndCapture(CUstream stream, CUgraph *graph)
     if (capture)
         capture_ended(capture);
     return result;
+}
+
+CUresult serve_cuStreamEndCapture(CUstream stream, CUgraph *graph)
+{
+    return capture_ends(phos_real.cuStreamEndCapture(stream, graph), stream);
+}
+
+CUresult serve_cuStreamEndCaptureToCig(CUstream stream)
+{
+    return capture_ends(phos_real.cuStreamEndCaptureToCig(stream), stream);
 }
 
 /* A capture ends with its stream as well. */

@@ -62,3 +62,10 @@ def test_memory_on_the_host_and_behind_the_drivers_objects(tmp_path: Path) -> No
 def test_what_the_driver_serves_is_not_short_of_memory_that_we_keep(tmp_path: Path) -> None:
     """Arrays and the like, which the software GPU does not have."""
     over_a_driver_of_its_own(tmp_path, "shortage_cases")
+
+
+@pytest.mark.timeout(60)
+@whole
+def test_captures_of_newer_kinds_are_known(tmp_path: Path) -> None:
+    """What waits for work does so in another way meanwhile, and a checkpoint waits for their end."""
+    over_a_driver_of_its_own(tmp_path, "capture_cases")
