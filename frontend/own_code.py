@@ -118,6 +118,7 @@ SERVED: dict[str, tuple[str, ...]] = {
         "cuTensorMapEncodeIm2col",
         "cuTensorMapEncodeIm2colWide",
         "cuTensorMapReplaceAddress",
+        "cuTensorMapSetAllocationClass",
     ),
     "track.c": (
         "cuCtxCreate_v4",

@@ -106,6 +106,15 @@ CUresult serve_cuTensorMapEncodeIm2colWide(CUtensorMap *map, CUtensorMapDataType
                 map, address);
 }
 
+/* Of the map, which stays otherwise, other bytes. */
+CUresult serve_cuTensorMapSetAllocationClass(CUtensorMap *map, CUtensorMapAllocClass wanted, CUtensorMapAllocClass *given)
+{
+    CUdeviceptr address;
+    bool known = map && phos_tensor_map_find(map, &address);
+    CUresult result = phos_real.cuTensorMapSetAllocationClass(map, wanted, given);
+    return known ? made(result, map, (void *)(uintptr_t)address) : result;
+}
+
 CUresult serve_cuTensorMapReplaceAddress(CUtensorMap *map, void *address)
 {
     return made(phos_real.cuTensorMapReplaceAddress(map, address), map, address);

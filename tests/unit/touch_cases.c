@@ -323,6 +323,13 @@ static void tensors(void)
     serve_cuTensorMapReplaceAddress(&map, (void *)(uintptr_t)(LOW + 0x200));
     expect(map_launched(function, &map), "0 200:3", "a tensor map with another address");
     expect(map_launched(function, &first), "0 100:3", "the former one");
+    serve_cuTensorMapSetAllocationClass(&map, CU_TENSOR_MAP_ALLOC_CLASS_LARGE, NULL);
+    expect(map_launched(function, &map), "0 200:3", "a tensor map of another class");
+    serve_cuTensorMapSetAllocationClass(&map, CU_TENSOR_MAP_ALLOC_CLASS_AUTO, NULL);
+    expect(map_launched(function, &map), "0", "a tensor map that the driver has not changed");
+    memset(&map, 1, sizeof map);
+    serve_cuTensorMapSetAllocationClass(&map, CU_TENSOR_MAP_ALLOC_CLASS_SMALL, NULL);
+    expect(map_launched(function, &map), "0", "a tensor map that nobody saw made");
     /* Many more than are kept: the latest are. */
     for (uint64_t i = 0; i < 100000; i++)
         serve_cuTensorMapReplaceAddress(&map, (void *)(uintptr_t)(LOW + i * 64));

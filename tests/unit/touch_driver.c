@@ -231,6 +231,13 @@ static CUresult map_replace(CUtensorMap *map, void *address)
     return CUDA_SUCCESS;
 }
 
+static CUresult map_class(CUtensorMap *map, CUtensorMapAllocClass wanted, CUtensorMapAllocClass *given)
+{
+    (void)given;
+    ((char *)map)[127] = (char)wanted;
+    return wanted == CU_TENSOR_MAP_ALLOC_CLASS_AUTO ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS;
+}
+
 /* There are no twins. */
 void phos_twins_unloading(void)
 {
@@ -265,5 +272,6 @@ void driver_install(void)
     phos_real.cuGraphNodeSetEnabled = node_enable;
     phos_real.cuGraphDestroy = graph_destroy;
     phos_real.cuTensorMapReplaceAddress = map_replace;
+    phos_real.cuTensorMapSetAllocationClass = map_class;
     phos_ranges_add(&phos_mappings, &memory);
 }
