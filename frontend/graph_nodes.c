@@ -64,6 +64,22 @@ void phos_node_operations(struct phos_node *node, const CUstreamBatchMemOpParams
     take(node, &touches);
 }
 
+void phos_node_copies(struct phos_node *node, const CUDA_MEMCPY_BATCH_NODE_PARAMS *copies)
+{
+    struct phos_touches touches;
+    phos_touches_begin(&touches, NULL);
+    phos_touch_copies(&touches, copies->dsts, copies->srcs, copies->sizes, copies->count);
+    take(node, &touches);
+}
+
+void phos_node_fabric_copies(struct phos_node *node, const CUDA_FABRIC_CPY_BATCH_NODE_PARAMS *copies)
+{
+    struct phos_touches touches;
+    phos_touches_begin(&touches, NULL);
+    phos_touch_fabric_copies(&touches, copies->opList, copies->numOps);
+    take(node, &touches);
+}
+
 /* ---- nodes of a graph ---- */
 
 static struct phos_node *add(struct phos_nodes *nodes)
@@ -124,6 +140,18 @@ static void record_memory(struct phos_node *node, CUgraphNodeType type)
         node->anything = ALL;
 }
 
+/* A driver that has such nodes has this call. */
+static void record_batch(struct phos_node *node, CUgraphNodeType type)
+{
+    CUgraphNodeParams parameters = {.type = type};
+    if (phos_real.cuGraphNodeGetParams(node->node, &parameters) != CUDA_SUCCESS || parameters.type != type)
+        node->anything = ALL;
+    else if (type == CU_GRAPH_NODE_TYPE_MEMCPY_BATCH)
+        phos_node_copies(node, &parameters.memcpyBatch);
+    else
+        phos_node_fabric_copies(node, &parameters.fabricCpyBatch);
+}
+
 static void record_node(struct phos_nodes *nodes, CUgraphNode handle, CUgraphNode parent)
 {
     struct phos_node node = {.node = handle, .parent = parent};
@@ -141,6 +169,10 @@ static void record_node(struct phos_nodes *nodes, CUgraphNode handle, CUgraphNod
     case CU_GRAPH_NODE_TYPE_MEMSET:
     case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
         record_memory(&node, type);
+        break;
+    case CU_GRAPH_NODE_TYPE_MEMCPY_BATCH:
+    case CU_GRAPH_NODE_TYPE_FABRIC_CPY_BATCH:
+        record_batch(&node, type);
         break;
     case CU_GRAPH_NODE_TYPE_GRAPH:
         if (phos_real.cuGraphChildGraphNodeGetGraph(handle, &child) != CUDA_SUCCESS)

@@ -36,6 +36,8 @@ void phos_node_kernel(struct phos_node *node, CUfunction function, void **parame
 void phos_node_copy(struct phos_node *node, const CUDA_MEMCPY3D *copy);
 void phos_node_set(struct phos_node *node, CUdeviceptr address, size_t pitch, size_t element, size_t width, size_t height);
 void phos_node_operations(struct phos_node *node, const CUstreamBatchMemOpParams *operations, unsigned int count);
+void phos_node_copies(struct phos_node *node, const CUDA_MEMCPY_BATCH_NODE_PARAMS *copies);
+void phos_node_fabric_copies(struct phos_node *node, const CUDA_FABRIC_CPY_BATCH_NODE_PARAMS *copies);
 void phos_node_clear(struct phos_node *node);
 
 /* Adds all nodes of a graph, those of its child graphs too. */

@@ -359,6 +359,16 @@ static CUresult operations_changed(CUgraphExec executable, CUgraphNode handle, c
     return changed(executable, &node);
 }
 
+static CUresult batch_changed(CUgraphExec executable, CUgraphNode handle, const CUgraphNodeParams *p)
+{
+    struct phos_node node = {.node = handle};
+    if (p->type == CU_GRAPH_NODE_TYPE_MEMCPY_BATCH)
+        phos_node_copies(&node, &p->memcpyBatch);
+    else
+        phos_node_fabric_copies(&node, &p->fabricCpyBatch);
+    return changed(executable, &node);
+}
+
 static CUresult child_changed(CUgraphExec graph, CUgraphNode handle, CUgraph child)
 {
     struct phos_nodes nodes = {0};
@@ -434,6 +444,9 @@ CUresult serve_cuGraphExecNodeSetParams(CUgraphExec executable, CUgraphNode node
                            p->memset.height);
     case CU_GRAPH_NODE_TYPE_BATCH_MEM_OP:
         return operations_changed(executable, node, p->memOp.paramArray, p->memOp.count);
+    case CU_GRAPH_NODE_TYPE_MEMCPY_BATCH:
+    case CU_GRAPH_NODE_TYPE_FABRIC_CPY_BATCH:
+        return batch_changed(executable, node, p);
     case CU_GRAPH_NODE_TYPE_GRAPH:
         return child_changed(executable, node, p->graph.graph);
     case CU_GRAPH_NODE_TYPE_HOST:

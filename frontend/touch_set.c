@@ -77,6 +77,16 @@ VALUE(cuStreamWaitValue32_v2, cuuint32_t, 4, PHOS_READS)
 VALUE(cuStreamWaitValue64, cuuint64_t, 8, PHOS_READS)
 VALUE(cuStreamWaitValue64_v2, cuuint64_t, 8, PHOS_READS)
 
+static void reduction(struct phos_touches *touches, const struct CUstreamMemOpAtomicReductionParams_st *operation)
+{
+    if (operation->dataType == CU_STREAM_ATOMIC_REDUCTION_UNSIGNED_32)
+        phos_touches_add(touches, operation->address, 4, PHOS_READS | PHOS_WRITES);
+    else if (operation->dataType == CU_STREAM_ATOMIC_REDUCTION_UNSIGNED_64)
+        phos_touches_add(touches, operation->address, 8, PHOS_READS | PHOS_WRITES);
+    else
+        touches->anything |= PHOS_READS | PHOS_WRITES;
+}
+
 void phos_touch_memory_operations(struct phos_touches *touches, const CUstreamBatchMemOpParams *operations,
                                   unsigned int count)
 {
@@ -97,7 +107,10 @@ void phos_touch_memory_operations(struct phos_touches *touches, const CUstreamBa
         case CU_STREAM_MEM_OP_BARRIER:
         case CU_STREAM_MEM_OP_FLUSH_REMOTE_WRITES:
             break;
-        default: /* atomic operations of newer drivers, for one: they read and write */
+        case CU_STREAM_MEM_OP_ATOMIC_REDUCTION:
+            reduction(touches, &operations[i].atomicReduction);
+            break;
+        default: /* a newer driver's */
             touches->anything |= PHOS_READS | PHOS_WRITES;
         }
 }

@@ -186,8 +186,55 @@ static struct node *kernel_add(struct graph *graph, CUfunction function, uint64_
     return node;
 }
 
+/* CUDA 13.5's nodes of many copies, and what a stream's atomic operations of 13.1 touch. */
+static void batches(void)
+{
+    struct graph graph = {0};
+    struct node *flat = node_add(&graph, CU_GRAPH_NODE_TYPE_MEMCPY_BATCH);
+    expect(graph_launched(exec_new(&graph)), "3", "copies that the driver does not tell of");
+    CUdeviceptr to[] = {LOW + 0x10, LOW + 0x20}, from[] = {LOW + 0x30, LOW + 0x40}, later[] = {LOW + 0x50, LOW + 0x60};
+    size_t sizes[] = {4, 0};
+    flat->all.type = CU_GRAPH_NODE_TYPE_MEMCPY_BATCH;
+    flat->all.memcpyBatch = (CUDA_MEMCPY_BATCH_NODE_PARAMS){.count = 2, .dsts = to, .srcs = from, .sizes = sizes};
+    CUgraphExec executable = exec_new(&graph);
+    expect(graph_launched(executable), "0 10:4:2 30:4:1", "copies, one of them switched off");
+    CUgraphNodeParams p = flat->all;
+    p.memcpyBatch.dsts = later;
+    p.memcpyBatch.sizes = (size_t[]){8, 8};
+    serve_cuGraphExecNodeSetParams(executable, (CUgraphNode)flat, &p);
+    expect(graph_launched(executable), "0 30:8:1 40:8:1 50:8:2 60:8:2", "copies that were changed");
+    serve_cuGraphNodeSetEnabled(executable, (CUgraphNode)flat, 0);
+    expect(graph_launched(executable), "0", "copies that were disabled");
+
+    struct graph fabric = {0};
+    struct node *node = node_add(&fabric, CU_GRAPH_NODE_TYPE_FABRIC_CPY_BATCH);
+    CUDA_FABRIC_COPY_BATCH_OP copy = {.size = 16};
+    copy.src.type = copy.dst.type = CU_FABRIC_COPY_OPERAND_TYPE_POINTER;
+    copy.src.op.ptr.ptr = LOW + 1;
+    copy.dst.op.ptr.ptr = LOW + 2;
+    node->all.type = CU_GRAPH_NODE_TYPE_FABRIC_CPY_BATCH;
+    node->all.fabricCpyBatch = (CUDA_FABRIC_CPY_BATCH_NODE_PARAMS){.numOps = 1, .opList = &copy};
+    executable = exec_new(&fabric);
+    expect(graph_launched(executable), "0 1:16:1 2:16:2", "copies over a fabric");
+    copy.dst.type = CU_FABRIC_COPY_OPERAND_TYPE_LOGICAL_ENDPOINT;
+    p = node->all;
+    serve_cuGraphExecNodeSetParams(executable, (CUgraphNode)node, &p);
+    expect(graph_launched(executable), "2 1:16:1", "copies to an endpoint");
+
+    struct graph operations = {0};
+    struct node *reduction = node_add(&operations, CU_GRAPH_NODE_TYPE_BATCH_MEM_OP);
+    reduction->operation.atomicReduction = (struct CUstreamMemOpAtomicReductionParams_st){
+        .operation = CU_STREAM_MEM_OP_ATOMIC_REDUCTION, .dataType = CU_STREAM_ATOMIC_REDUCTION_UNSIGNED_64, .address = LOW + 8};
+    expect(graph_launched(exec_new(&operations)), "0 8:8:3", "a reduction");
+    reduction->operation.atomicReduction.dataType = CU_STREAM_ATOMIC_REDUCTION_UNSIGNED_32;
+    expect(graph_launched(exec_new(&operations)), "0 8:4:3", "a reduction of half the size");
+    reduction->operation.atomicReduction.dataType = (CUstreamAtomicReductionDataType)CU_ATOMIC_CAPABILITY_SCALAR_128;
+    expect(graph_launched(exec_new(&operations)), "3", "a reduction of an unknown size");
+}
+
 static void graphs(void)
 {
+    batches();
     CUmodule module = module_new(1);
     CUfunction work = function_new(module, "work");
     struct graph inner = {0}, other = {0}, outer = {0};

@@ -183,6 +183,11 @@ static CUresult node_operations(CUgraphNode node, CUDA_BATCH_MEM_OP_NODE_PARAMS 
     parameters->paramArray = &((struct node *)node)->operation;
     return CUDA_SUCCESS;
 }
+static CUresult node_all(CUgraphNode node, CUgraphNodeParams *parameters)
+{
+    *parameters = ((struct node *)node)->all;
+    return parameters->type ? CUDA_SUCCESS : CUDA_ERROR_NOT_SUPPORTED;
+}
 static CUresult instantiate(CUgraphExec *executable, CUgraph graph, unsigned long long flags)
 {
     (void)graph, (void)flags;
@@ -263,6 +268,7 @@ void driver_install(void)
     phos_real.cuGraphKernelNodeGetAttribute = node_attribute;
     phos_real.cuGraphMemsetNodeGetParams = node_set;
     phos_real.cuGraphChildGraphNodeGetGraph = node_child;
+    phos_real.cuGraphNodeGetParams = node_all;
     phos_real.cuGraphBatchMemOpNodeGetParams = node_operations;
     phos_real.cuGraphInstantiateWithFlags = instantiate;
     phos_real.cuGraphExecDestroy = exec_destroy;

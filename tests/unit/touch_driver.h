@@ -30,6 +30,7 @@ struct node {
     CUDA_MEMSET_NODE_PARAMS_v1 set;
     struct graph *child;
     CUstreamBatchMemOpParams operation;
+    CUgraphNodeParams all; /* of other kinds */
 };
 struct graph {
     struct node nodes[8];
