@@ -422,11 +422,18 @@ def broken() -> str:
 
 
 def checkpoint_state(pid: int) -> str | None:
-    """``running``, ``locked``, ``checkpointed`` or ``failed``; None when the process holds no CUDA."""
-    result = cuda.cuCheckpointProcessGetState(pid)
+    """``running``, ``locked``, ``checkpointed``, ``failed`` or ``busy``; None when the process holds no CUDA.
+
+    ``busy``: another tool saves or restores it with storage of its own (CUDA 13.4).
+    """
+    try:
+        result = cuda.cuCheckpointProcessGetState(pid)
+    except ValueError:  # cuda-python's, of a state that was not known when it was made
+        return "busy"
     if int(result[0]) != 0:
         return None
-    return str(cuda.CUprocessState(result[1]).name).rsplit("_", 1)[-1].lower()
+    state = str(cuda.CUprocessState(result[1]).name).rsplit("_", 1)[-1].lower()
+    return "busy" if state in ("checkpointing", "restoring") else state
 
 
 def checkpoint_thread(pid: int) -> int:

@@ -219,7 +219,7 @@ def revive(pid: int, gpu_pairs: dict[str, str] | None = None) -> None:
     Raises:
         NoSuchProcess: it has ended.
         DriverError: the driver cannot restore it.
-        CheckpointFailed: the driver has given it up earlier.
+        CheckpointFailed: the driver has given it up earlier, or another tool has it.
     """
     state = driver.checkpoint_state(pid)
     if state is None:
@@ -235,6 +235,8 @@ def revive(pid: int, gpu_pairs: dict[str, str] | None = None) -> None:
         if driver.checkpoint_state(pid) is None:
             raise NoSuchProcess(f"Process {pid} ended while its GPU state was brought back.") from error
         raise
+    if state == "busy":
+        raise CheckpointFailed(f"Another tool saves or restores the GPU state of process {pid}: leave it to that one.")
     if state == "failed":
         raise CheckpointFailed(f"The driver has lost the GPU state of process {pid} (it says 'failed').")
 

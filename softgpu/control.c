@@ -408,7 +408,7 @@ CUresult softgpu_cuCheckpointProcessGetState(int pid, CUprocessState *state)
         result = find(pid, &address, &box);
     }
     if (result == CUDA_SUCCESS)
-        *state = (CUprocessState)box.state;
+        *state = sg_fault(SG_FAULT_CUSTOM_STORAGE) ? CU_PROCESS_STATE_CHECKPOINTING : (CUprocessState)box.state;
     return result;
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .softgpu_host import Target, needs_softgpu, run
+from .softgpu_host import ROOT, Target, needs_softgpu, run
 
 pytestmark = needs_softgpu
 
@@ -393,4 +393,29 @@ for act in (lock, checkpoint, restore, unlock):
     began = time.monotonic(); assert act() == GOOD; times.append(time.monotonic() - began)
 assert times[1] >= 0.15 and times[2] >= 0.15 and times[0] < 0.1 and times[3] < 0.1, times
 """,
+        )
+
+
+def test_a_process_that_another_tool_saves_is_left_to_that_one() -> None:
+    """A state of CUDA 13.4, which cuda-python of 13.0 has no name for."""
+    with Target("start()\nprint('ready', flush=True)\ninput()") as target:
+        target.expect("ready")
+        run(
+            """
+            from phos.gpu_engine import driver, toggle
+            from phos.gpu_engine.errors import CheckpointFailed
+            driver.initialise()
+            pid = int(os.environ["TARGET"])
+            assert driver.checkpoint_state(pid) == "busy"
+            assert toggle.holds_cuda(pid)
+            try:
+                toggle.revive(pid)
+            except CheckpointFailed as error:
+                assert "Another tool" in str(error), error
+            else:
+                raise AssertionError("it was brought back")
+            """,
+            TARGET=target.pid,
+            PYTHONPATH=ROOT,
+            SOFTGPU_FAULTS="custom-storage",
         )
