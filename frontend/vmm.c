@@ -32,8 +32,10 @@ static struct phos_block *block_of(CUmemGenericAllocationHandle handle)
 CUresult serve_cuMemCreate(CUmemGenericAllocationHandle_v1 *handle, size_t size, const CUmemAllocationProp_v1 *prop,
                            unsigned long long flags)
 {
-    /* Memory on the host (HOST, HOST_NUMA, ...) would come back from an image as a GPU's. */
+    /* Memory on the host (HOST, HOST_NUMA, ...) would come back from an image as a GPU's, and that of a part of a GPU's
+     * memory as any of it. */
     bool on_device = prop && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+    bool in_part = prop && prop->location.type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN;
     bool plain = handle && on_device && phos_policy.carry_device && prop->type == CU_MEM_ALLOCATION_TYPE_PINNED &&
                  !(prop->requestedHandleTypes & ~(unsigned)CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) &&
                  prop->allocFlags.usage == 0;
@@ -55,7 +57,7 @@ CUresult serve_cuMemCreate(CUmemGenericAllocationHandle_v1 *handle, size_t size,
     CUresult result = PHOS_RETRIED(phos_driver_recover, device, phos_real.cuMemCreate(handle, size, prop, flags));
     if (result == CUDA_SUCCESS) {
         PHOS_LOCKED(&phos_memory_lock);
-        phos_driver_vmm_made(*handle, on_device ? PHOS_UNCARRIED_VMM : PHOS_UNCARRIED_HOST_VMM, size, false);
+        phos_driver_vmm_made(*handle, on_device || in_part ? PHOS_UNCARRIED_VMM : PHOS_UNCARRIED_HOST_VMM, size, false);
     }
     return result;
 }

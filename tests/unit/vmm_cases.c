@@ -246,6 +246,22 @@ static void on_the_host(void)
     CHECK(count == 0);
 }
 
+/* CUDA 13.4: where it is says two numbers in the place of one, which the device's number is not to be read from. */
+static void in_part_of_a_device(void)
+{
+    CUmemAllocationProp properties = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
+                                      .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN}};
+    CUmemPoolProps of_pool = {.allocType = CU_MEM_ALLOCATION_TYPE_PINNED, .location = properties.location};
+    CUmemGenericAllocationHandle handle;
+    CUmemoryPool pool;
+    uint64_t count, bytes;
+    CHECK(serve_cuMemCreate(&handle, 2 * MiB, &properties, 0) == CUDA_SUCCESS && handle == last_handle && !newest());
+    phos_uncarried_get(PHOS_UNCARRIED_VMM, &count, &bytes);
+    CHECK(count == 1 && bytes == 2 * MiB);
+    CHECK(serve_cuMemRelease(handle) == CUDA_SUCCESS);
+    CHECK(serve_cuMemPoolCreate(&pool, &of_pool) == CUDA_SUCCESS && !phos_pools);
+}
+
 static uint64_t counted(enum phos_uncarried kind)
 {
     uint64_t count, bytes;
@@ -426,6 +442,7 @@ int main(void)
     phos_device_count = 1;
     phos_devices[0] = (struct phos_device){.granularity = 2 * MiB, .carried = true};
     on_the_host();
+    in_part_of_a_device();
     shared_memory();
     access_in_a_window();
     for (int form = 0; form < 3; form++)
