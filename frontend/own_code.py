@@ -315,6 +315,7 @@ FREQUENT = {
     "cuKernelGetAttribute",
     "cuKernelGetFunction",
     "cuLaunchHostFunc",
+    "cuLaunchHostFunc_v2",
     "cuLaunchKernel",
     "cuLaunchKernelEx",
     "cuMemAllocAsync",
