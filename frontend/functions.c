@@ -1,6 +1,7 @@
 /* What kernel a handle stands for. Handles are noted as the application gets them; those that came past us (through the
  * driver's private tables) are asked for at the first launch that is looked at. */
 #include "functions_private.h"
+#include "blocks.h"
 #include "cleanup.h"
 #include "control.h"
 #include "handles.h"
@@ -18,6 +19,9 @@ bool phos_kernels_untold;
 static struct phos_handles containers, functions;
 static struct phos_kernel *buckets[4096]; /* by module and name */
 static struct phos_kernel *kernels_last;
+/* Who asks the driver about libraries of others holds it, and who unloads one before: nobody asks about one that is gone.
+ * Taken before phos_function_lock. */
+static pthread_rwlock_t asking_lock = PTHREAD_RWLOCK_INITIALIZER;
 
 static uint64_t hash_name(const char *name)
 {
@@ -116,10 +120,14 @@ static bool may_be_of(const struct phos_handle *function, const void *library)
 
 static void drop_library(const void *library)
 {
-    PHOS_LOCKED(&phos_function_lock);
-    phos_handles_drop_if(&functions, may_be_of, library);
-    phos_handles_drop(&functions, library, NULL);
-    phos_handles_drop(&containers, library, NULL);
+    pthread_rwlock_wrlock(&asking_lock);
+    {
+        PHOS_LOCKED(&phos_function_lock);
+        phos_handles_drop_if(&functions, may_be_of, library);
+        phos_handles_drop(&functions, library, NULL);
+        phos_handles_drop(&containers, library, NULL);
+    }
+    pthread_rwlock_unlock(&asking_lock);
 }
 
 /* With phos_function_lock held. */
@@ -243,6 +251,57 @@ CUresult serve_cuKernelGetFunction(CUfunction *function, CUkernel kernel)
 
 /* ---- handles at a launch ---- */
 
+/* Kernels of libraries that have a name; to be freed. */
+static struct phos_handle *kernels_called(const char *name, size_t *count)
+{
+    uint64_t hash = hash_name(name);
+    struct phos_handle *list = NULL;
+    *count = 0;
+    PHOS_LOCKED(&phos_function_lock);
+    for (int put = 0; put < 2; put++) {
+        size_t found = 0;
+        for (size_t i = 0; i < functions.size; i++)
+            for (const struct phos_handle *h = functions.buckets[i]; h; h = h->next) {
+                if (!h->library_kind || !h->container || h->kernel->name_hash != hash || !h->kernel->name ||
+                    strcmp(h->kernel->name, name))
+                    continue;
+                if (put)
+                    list[found] = *h;
+                found++;
+            }
+        if (put || !found || !(list = malloc(found * sizeof *list)))
+            break;
+        *count = found;
+    }
+    return list;
+}
+
+/* Which library a function is of that the program was not given: the driver names the kernels of libraries so in the nodes
+ * of graphs, by another one in each context. The first that asks for a library's module, or for the function of a kernel,
+ * has it loaded into the context; where the function is from, it has been. NULL: none that we know. */
+static const void *library_of(CUfunction function, CUmodule module, const char *name)
+{
+    const void *found = NULL;
+    {
+        PHOS_LOCKED(&phos_function_lock);
+        if (module && phos_handle_find(&containers, module))
+            return NULL; /* that will do */
+    }
+    PHOS_RELAXED;
+    pthread_rwlock_rdlock(&asking_lock);
+    size_t count;
+    PHOS_FREES struct phos_handle *like = kernels_called(name, &count);
+    for (size_t i = 0; i < count && !found; i++) {
+        CUmodule of = NULL;
+        CUfunction same = NULL;
+        if ((module && phos_real.cuLibraryGetModule(&of, (CUlibrary)like[i].container) == CUDA_SUCCESS && of == module) ||
+            (phos_real.cuKernelGetFunction(&same, (CUkernel)like[i].handle) == CUDA_SUCCESS && same == function))
+            found = like[i].container;
+    }
+    pthread_rwlock_unlock(&asking_lock);
+    return found;
+}
+
 /* A handle that came past us. */
 static struct phos_kernel *ask(CUfunction function, bool *is_kernel)
 {
@@ -252,7 +311,8 @@ static struct phos_kernel *ask(CUfunction function, bool *is_kernel)
         CUmodule module = NULL;
         if (phos_real.cuFuncGetModule(&module, function) != CUDA_SUCCESS)
             module = NULL;
-        return seen(function, module, name, false);
+        const void *library = library_of(function, module, name);
+        return seen(function, library ? library : module, name, false);
     }
     if (phos_real.cuKernelGetName(&name, (CUkernel)function) == CUDA_SUCCESS && name) {
         CUlibrary library = NULL;

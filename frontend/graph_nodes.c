@@ -113,7 +113,11 @@ static void record_kernel(struct phos_node *node)
         return;
     }
     CUfunction function = parameters.func ? parameters.func : (CUfunction)parameters.kern;
+    CUcontext popped;
+    bool entered = parameters.ctx && phos_real.cuCtxPushCurrent_v2(parameters.ctx) == CUDA_SUCCESS; /* what it is named in */
     phos_node_kernel(node, function, parameters.kernelParams, parameters.extra);
+    if (entered)
+        phos_real.cuCtxPopCurrent_v2(&popped);
     CUkernelNodeAttrValue_v1 value;
     memset(&value, 0, sizeof value);
     if (phos_real.cuGraphKernelNodeGetAttribute(node->node, CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE, &value) ==

@@ -449,6 +449,51 @@ def test_graphs(phosd: FakePhosd, library: Path) -> None:
         app.finish()
 
 
+KERNELS_OF_LIBRARIES = """
+start()
+a, b = ok(cu.cuMemAlloc(1 << 20)), ok(cu.cuMemAlloc(1 << 20))
+A, B = int(a), int(b)
+load_library = lambda text: ok(cu.cuLibraryLoadData(text, [], [], 0, [], [], 0))
+libraries = [load_library(PTX.replace(b"none", other)) for other in (b"first", b"second")]
+first, second = [ok(cu.cuLibraryGetKernel(each, b"add")) for each in libraries]
+stream = ok(cu.cuStreamCreate(1))
+def captured(kernel):
+    ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    launch(cu.CUfunction(int(kernel)), A, B, stream=stream)
+    return ok(cu.cuStreamEndCapture(stream))
+def added(kernel):
+    graph = ok(cu.cuGraphCreate(0))
+    p = cu.CUDA_KERNEL_NODE_PARAMS()
+    p.kern, p.ctx, p.kernelParams = kernel, ok(cu.cuCtxGetCurrent()), ((A, B, 1), (u64, u64, u32))
+    p.gridDimX = p.gridDimY = p.gridDimZ = p.blockDimX = p.blockDimY = p.blockDimZ = 1
+    ok(cu.cuGraphAddKernelNode(graph, [], 0, p))
+    return graph
+graphs = [ok(cu.cuGraphInstantiate(graph, 0)) for graph in (captured(first), added(first), captured(second))]
+other = ok(cu.cuCtxCreate(None, 0, 0))
+graphs.append(ok(cu.cuGraphInstantiate(added(first), 0)))
+theirs = ok(cu.cuStreamCreate(1))
+say("ready")
+heard()
+for graph, where in zip(graphs, (stream, stream, stream, theirs)):
+    say(spoken(touched(lambda: ok(cu.cuGraphLaunch(graph, where))), a=A, b=B)[0].split(" ", 3)[3])
+say("end")
+"""
+
+
+def test_a_kernel_of_a_library_is_known_in_a_graph(phosd: FakePhosd, library: Path) -> None:
+    """The driver names such a node's kernel by a function that nobody was given; in each context by another."""
+    with tracing(phosd, library, KERNELS_OF_LIBRARIES) as (app, session):
+        assert app.line() == "ready"
+        eventually(lambda: sorted(session.kernels) == [(1, "add"), (2, "add")])
+        pointer = FieldKind.POINTER
+        add = _descriptor("add", ADD, (Field(0, 8, Access.WRITE, pointer), Field(8, 8, Access.READ, pointer)))
+        assert not give(session, pack([(1, add)]))
+        app.tell()
+        known, unknown = "0 0 0 0 a+0:0:w b+0:0:r", "0 0 0 0 a+0:0:b b+0:0:b"
+        assert rest_of(app) == [known, known, unknown, known]
+        app.finish()
+
+
 IN_CALLS = """
 start()
 a, b = ok(cu.cuMemAlloc(1 << 20)), ok(cu.cuMemAlloc(1 << 20))
