@@ -9,6 +9,8 @@ void sg_event_set(struct sg_event *event, struct sg_op *op)
     pthread_mutex_lock(&event->lock);
     struct sg_op *before = event->op;
     event->op = op;
+    event->capture = NULL;
+    event->capture_id = 0;
     pthread_mutex_unlock(&event->lock);
     sg_op_unreference(before);
 }
@@ -98,10 +100,6 @@ CUresult softgpu_cuEventRecordWithFlags(CUevent hEvent, CUstream hStream, unsign
     result = sg_submit(stream, &work, false, &op);
     if (result != CUDA_SUCCESS)
         return result;
-    pthread_mutex_lock(&event->lock);
-    event->capture = NULL;
-    event->capture_id = 0;
-    pthread_mutex_unlock(&event->lock);
     sg_event_set(event, op);
     return CUDA_SUCCESS;
 }

@@ -43,7 +43,23 @@ void sg_exec_unreference(struct sg_exec *exec)
     free(exec);
 }
 
-static CUresult run_nodes(struct sg_node **order, size_t count, struct sg_context *context)
+static CUresult run_child(struct sg_graph *graph, struct sg_marks *marks, struct sg_context *context);
+
+static CUresult run_node(struct sg_node *node, struct sg_marks *marks, struct sg_context *context)
+{
+    switch (node->work.type) {
+    case SG_WORK_RECORD:
+    case SG_WORK_WAIT:
+        sg_marks_pass(marks, node);
+        return CUDA_SUCCESS;
+    case SG_WORK_CHILD:
+        return run_child(node->work.child, marks, context);
+    default:
+        return sg_work_run(&node->work, context);
+    }
+}
+
+static CUresult run_nodes(struct sg_node **order, size_t count, struct sg_marks *marks, struct sg_context *context)
 {
     CUresult result = CUDA_SUCCESS;
     for (size_t i = 0; i < count && result == CUDA_SUCCESS; i++) {
@@ -52,27 +68,27 @@ static CUresult run_nodes(struct sg_node **order, size_t count, struct sg_contex
         struct sg_context *own = order[i]->work.context ? order[i]->work.context : context;
         result = (CUresult)atomic_load(&own->sticky);
         if (result == CUDA_SUCCESS)
-            result = sg_work_run(&order[i]->work, own);
+            result = run_node(order[i], marks, own);
         if (result != CUDA_SUCCESS)
             sg_context_fail(own, result);
     }
     return result;
 }
 
-CUresult sg_exec_run(struct sg_exec *exec, struct sg_context *context)
+CUresult sg_exec_run(struct sg_exec *exec, struct sg_marks *marks, struct sg_context *context)
 {
     pthread_mutex_lock(&exec->running);
-    CUresult result = run_nodes(exec->order, exec->graph->count, context);
+    CUresult result = run_nodes(exec->order, exec->graph->count, marks, context);
     pthread_mutex_unlock(&exec->running);
     return result;
 }
 
-CUresult sg_graph_run(struct sg_graph *graph, struct sg_context *context)
+static CUresult run_child(struct sg_graph *graph, struct sg_marks *marks, struct sg_context *context)
 {
     struct sg_node **order = sg_graph_order(graph);
     if (!order)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    CUresult result = run_nodes(order, graph->count, context);
+    CUresult result = run_nodes(order, graph->count, marks, context);
     free(order);
     return result;
 }
@@ -166,7 +182,12 @@ CUresult softgpu_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
     pthread_mutex_lock(&sg_graph_lock);
     struct sg_work work = {.type = SG_WORK_GRAPH, .exec = handle->current, .context = stream->context};
     sg_exec_reference(work.exec);
+    bool captured = stream->capture;
     pthread_mutex_unlock(&sg_graph_lock);
+    if (!captured && (result = sg_marks_make(work.exec->graph, &work.marks)) != CUDA_SUCCESS) {
+        sg_exec_unreference(work.exec);
+        return result;
+    }
     return sg_submit(stream, &work, false, NULL);
 }
 

@@ -1,5 +1,5 @@
 /* Between the files that make up graphs: graph.c (structure) with graphapi.c (its entry points) and userobject.c, node.c
- * (parameters), exec.c (running), capture.c. */
+ * (parameters), exec.c (running), mark.c (events), capture.c. */
 #ifndef SOFTGPU_GRAPH_H
 #define SOFTGPU_GRAPH_H
 #include "op.h"
@@ -75,4 +75,7 @@ CUresult sg_node_copy(const CUDA_MEMCPY3D *params, struct sg_context *context, s
 CUresult sg_node_fill(const CUDA_MEMSET_NODE_PARAMS *params, struct sg_context *context, struct sg_work *out);
 CUresult sg_node_host(const CUDA_HOST_NODE_PARAMS *params, struct sg_context *context, struct sg_work *out);
 void sg_node_replace(struct sg_node *node, struct sg_work *work);
+/* The events of a launch: recorded by now, each until its node has been passed, or the end at the latest. */
+CUresult sg_marks_make(const struct sg_graph *graph, struct sg_marks **out);
+void sg_marks_pass(struct sg_marks *marks, const struct sg_node *node);
 #endif

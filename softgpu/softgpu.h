@@ -299,7 +299,7 @@ struct sg_work {
         struct sg_event *event;
         struct { struct sg_memory_op *ops; unsigned count; } batch;
         uint64_t address;
-        struct sg_exec *exec;
+        struct { struct sg_exec *exec; struct sg_marks *marks; };
         struct sg_graph *child;
         struct { uint64_t address; size_t size; } alloc;
     };
@@ -429,12 +429,13 @@ CUresult sg_capture_add(struct sg_stream *stream, struct sg_work *work); /* stre
 bool sg_capture_among(struct sg_context *context, bool non_blocking, bool spoil);
 CUresult sg_capture_event_record(struct sg_stream *stream, struct sg_event *event);
 CUresult sg_capture_event_wait(struct sg_stream *stream, struct sg_event *event, bool *handled);
-CUresult sg_exec_run(struct sg_exec *exec, struct sg_context *context);
+CUresult sg_exec_run(struct sg_exec *exec, struct sg_marks *marks, struct sg_context *context);
 void sg_exec_reference(struct sg_exec *exec);
 void sg_exec_unreference(struct sg_exec *exec);
 struct sg_graph *sg_graph_copy(const struct sg_graph *graph);
 void sg_graph_free(struct sg_graph *graph);
-CUresult sg_graph_run(struct sg_graph *graph, struct sg_context *context);
+void sg_marks_end(struct sg_marks *marks);
+void sg_marks_free(struct sg_marks *marks); /* ends them first; those of a graph that still exists */
 void sg_capture_forget_stream(struct sg_stream *stream);
 
 /* ---- checkpoint.c, control.c ---- */

@@ -85,6 +85,8 @@ static void run(struct sg_op *op)
     op->result = sticky && !callback ? (CUresult)sticky : sg_work_run(&op->work, op->context);
     if (op->result != CUDA_SUCCESS)
         sg_context_fail(op->context, op->result);
+    if (op->work.type == SG_WORK_GRAPH)
+        sg_marks_end(op->work.marks); /* of nodes that did not run */
     op->finished = sg_now_ns();
     atomic_store_explicit(&op->done, 1, memory_order_release);
     syscall(SYS_futex, &op->done, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);

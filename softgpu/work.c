@@ -42,6 +42,7 @@ bool sg_work_copy(struct sg_work *to, const struct sg_work *from)
         return to->child != NULL;
     case SG_WORK_GRAPH:
         sg_exec_reference(from->exec);
+        to->marks = NULL;
         return true;
     default:
         return true;
@@ -68,6 +69,7 @@ void sg_work_clear(struct sg_work *work)
         sg_graph_free(work->child);
         break;
     case SG_WORK_GRAPH:
+        sg_marks_free(work->marks);
         sg_exec_unreference(work->exec);
         break;
     default:
@@ -168,9 +170,8 @@ CUresult sg_work_run(struct sg_work *work, struct sg_context *context)
         sg_free(work->address, NULL);
         return CUDA_SUCCESS;
     case SG_WORK_GRAPH:
-        return sg_exec_run(work->exec, context);
-    case SG_WORK_CHILD:
-        return sg_graph_run(work->child, context);
+        return sg_exec_run(work->exec, work->marks, context);
+    case SG_WORK_CHILD: /* a node: exec.c's */
     case SG_WORK_ALLOC:
     case SG_WORK_EMPTY:
         break;

@@ -453,3 +453,61 @@ config.numAttrs = 0
 ok(cu.cuLaunchKernelEx(config, function, 0, 0))
 """
     )
+
+
+def test_a_launch_of_a_graph_records_the_events_of_its_nodes() -> None:
+    """Not the node when it runs: who asks for the event, or waits for it, meanwhile goes by this launch."""
+    run(
+        HOLD
+        + """
+stream, other = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))
+begun, ended = ok(cu.cuEventCreate(0)), ok(cu.cuEventCreate(0))
+graph, inner = ok(cu.cuGraphCreate(0)), ok(cu.cuGraphCreate(0))
+ok(cu.cuGraphAddEventRecordNode(inner, None, 0, ended))
+waits = ok(cu.cuGraphAddEventWaitNode(graph, None, 0, ended))  # for the launch before
+first = ok(cu.cuGraphAddEventRecordNode(graph, [waits], 1, begun))
+ok(cu.cuGraphAddChildGraphNode(graph, [first], 1, inner))
+run_it = ok(cu.cuGraphInstantiate(graph, 0))
+assert cu.cuEventQuery(ended)[0] == E.CUDA_SUCCESS  # never recorded
+hold(stream)
+ok(cu.cuGraphLaunch(run_it, stream))
+ok(cu.cuGraphLaunch(run_it, stream))
+ok(cu.cuStreamWaitEvent(other, ended, 0))
+ok(cu.cuMemsetD8Async(p, 5, 16, other))
+time.sleep(0.05)
+assert cu.cuEventQuery(begun)[0] == NOT_READY and cu.cuEventQuery(ended)[0] == NOT_READY
+assert cu.cuStreamQuery(other)[0] == NOT_READY
+go.set()
+ok(cu.cuEventSynchronize(ended))
+ok(cu.cuStreamSynchronize(other))
+assert get(p, 1) == bytes([5])
+assert 0 <= ok(cu.cuEventElapsedTime(begun, ended)) < 5000
+ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+before = ok(cu.cuEventElapsedTime(begun, ended))
+ok(cu.cuGraphLaunch(run_it, stream))  # a child of what is captured, which records nothing yet
+ok(cu.cuGraphInstantiate(ok(cu.cuStreamEndCapture(stream)), 0))
+assert ok(cu.cuEventElapsedTime(begun, ended)) == before
+"""
+    )
+
+
+def test_who_waits_for_an_event_of_a_graph_that_fails_is_told() -> None:
+    run(
+        HOLD
+        + """
+stream = ok(cu.cuStreamCreate(1))
+event = ok(cu.cuEventCreate(0))
+graph = ok(cu.cuGraphCreate(0))
+k = cu.CUDA_KERNEL_NODE_PARAMS()
+k.func, k.kernelParams = addn(), arguments(64, 1, 1)  # no memory of anybody's
+k.gridDimX = k.gridDimY = k.gridDimZ = k.blockDimX = k.blockDimY = k.blockDimZ = 1
+fails = ok(cu.cuGraphAddKernelNode(graph, None, 0, k))
+ok(cu.cuGraphAddEventRecordNode(graph, [fails], 1, event))
+run_it = ok(cu.cuGraphInstantiate(graph, 0))
+hold(stream)
+ok(cu.cuGraphLaunch(run_it, stream))
+ok(cu.cuGraphLaunch(run_it, stream))
+go.set()
+assert cu.cuEventSynchronize(event)[0] == E.CUDA_ERROR_ILLEGAL_ADDRESS
+"""
+    )
