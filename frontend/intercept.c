@@ -8,6 +8,7 @@
 #include "touch.h"
 #include "window.h"
 
+#include <pthread.h>
 #include <stddef.h>
 
 #define HOOK_EXPORT(symbol, parameters) \
@@ -20,11 +21,22 @@ static CUresult refused(enum phos_gate_answer answer)
     return answer == PHOS_GATE_REFUSED ? CUDA_ERROR_DEVICE_UNAVAILABLE : CUDA_ERROR_NOT_INITIALIZED;
 }
 
+/* A thread that is being cancelled ends in the next call that is a cancellation point, be it one of the driver's: here it would
+ * end with a lock of ours, and everybody would wait for that. */
+#define HOOK_WHOLE(call) \
+    ({ \
+        int cancel_; \
+        pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &cancel_); \
+        __typeof__(call) whole_ = call; \
+        pthread_setcancelstate(cancel_, &cancel_); \
+        whole_; \
+    })
+
 /* For PHOS_RETRIED, of any call: what the driver lacks may be memory that was freed and is kept here. Not of a nested one: it
  * may be made with the lock held that this takes. */
 static __attribute__((noinline, cold)) bool gave_back(enum phos_gate_answer answer, unsigned *step)
 {
-    return answer != PHOS_GATE_NESTED && phos_serving() && phos_driver_recover(PHOS_DEVICE_HERE, step);
+    return answer != PHOS_GATE_NESTED && phos_serving() && HOOK_WHOLE(phos_driver_recover(PHOS_DEVICE_HERE, step));
 }
 
 #define HOOK_PASS(entry, call) \
@@ -62,12 +74,12 @@ static __attribute__((noinline, cold)) bool gave_back(enum phos_gate_answer answ
  * calls while the frontend is not serving (before cuInit succeeded; in a forked child; after a failure of ours). In a
  * window they stay marked to their end: memory that comes or goes is the window's business. */
 #define HOOK_SERVE(entry, call, direct) \
-    HOOK_MARKED(entry, answer_ == PHOS_GATE_PASS && phos_serving() ? call : direct, \
-                phos_window_result(phos_serving() ? call : direct))
+    HOOK_MARKED(entry, answer_ == PHOS_GATE_PASS && phos_serving() ? HOOK_WHOLE(call) : direct, \
+                phos_window_result(phos_serving() ? HOOK_WHOLE(call) : direct))
 
 /* What touches device memory. `traced` is a function of its own, out of the way of an open, untraced gate: it has the
  * list of touches on its stack. */
-#define HOOK_TOUCH(entry, call, traced) HOOK_MARKED(entry, call, traced)
+#define HOOK_TOUCH(entry, call, traced) HOOK_MARKED(entry, call, HOOK_WHOLE(traced))
 
 /* An audit may learn of better descriptors by the call itself, which was the first to name a kernel. */
 #define HOOK_TRACED(touch, per_thread, name, call) \

@@ -59,6 +59,10 @@ CUresult sg_enter(unsigned index, bool gated, bool per_thread)
     if (gated) {
         if (sg_thread.in_callback)
             return CUDA_ERROR_NOT_PERMITTED;
+        if (!sg_thread.depth) {
+            pthread_testcancel(); /* a driver opens files, for one; but not with a lock of its own */
+            pthread_setcancelstate(PTHREAD_CANCEL_DISABLE, &sg_thread.cancel);
+        }
         if (sg_thread.depth++ == 0)
             for (;;) {
                 atomic_fetch_add(&active, 1);
@@ -68,6 +72,7 @@ CUresult sg_enter(unsigned index, bool gated, bool per_thread)
                 gate_exit();
                 if (state == GATE_FAILED) {
                     sg_thread.depth--;
+                    pthread_setcancelstate(sg_thread.cancel, &sg_thread.cancel);
                     return CUDA_ERROR_DEVICE_UNAVAILABLE;
                 }
                 futex_wait(&gate, GATE_CLOSED, NULL);
@@ -79,8 +84,10 @@ CUresult sg_enter(unsigned index, bool gated, bool per_thread)
 
 CUresult sg_leave(bool gated, CUresult result)
 {
-    if (gated && --sg_thread.depth == 0)
+    if (gated && --sg_thread.depth == 0) {
         gate_exit();
+        pthread_setcancelstate(sg_thread.cancel, &sg_thread.cancel);
+    }
     return result;
 }
 

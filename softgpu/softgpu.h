@@ -65,6 +65,7 @@ struct sg_thread {
     bool per_thread_default; /* the current call is a _ptsz or _ptds spelling */
     bool in_callback;        /* a host function of a stream is running: no CUDA call is permitted */
     unsigned depth;          /* gated calls entered and not left */
+    int cancel;              /* whether it can be cancelled outside of them */
 };
 extern _Thread_local struct sg_thread sg_thread;
 
