@@ -278,14 +278,16 @@ void phos_window_end(void)
 {
     if (!is_open)
         return;
-    bool entered = phos_enter_context();
-    if (!phos_window_loaded()) {
+    bool exiting = phos_exiting(); /* the driver may be going away: no more calls to it, and all of this goes with the process */
+    bool entered = !exiting && phos_enter_context();
+    if (!exiting && !phos_window_loaded()) {
         phos_leave_context(entered);
         return;
     }
     atomic_store(&phos_window_over, true);
     phos_gate_trace(false, phos_connection_pump); /* a traced call may wait for an answer of phosd */
-    put_away();
+    if (!exiting)
+        put_away();
     phos_leave_context(entered);
     is_open = false;
     phos_parts_rest();

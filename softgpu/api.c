@@ -14,7 +14,7 @@
 
 _Thread_local struct sg_thread sg_thread;
 
-static atomic_bool initialized, forked;
+static atomic_bool initialized, forked, over;
 static pthread_mutex_t init_lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* The gate: a call adds one to `active`, then looks at `gate`; the closer sets `gate`, then waits for `active` to fall to 0.
@@ -56,6 +56,8 @@ CUresult sg_enter(unsigned index, bool gated, bool per_thread)
     (void)index;
     if (!atomic_load_explicit(&initialized, memory_order_acquire) || atomic_load_explicit(&forked, memory_order_relaxed))
         return CUDA_ERROR_NOT_INITIALIZED;
+    if (atomic_load_explicit(&over, memory_order_relaxed))
+        return CUDA_ERROR_DEINITIALIZED;
     if (gated) {
         if (sg_thread.in_callback)
             return CUDA_ERROR_NOT_PERMITTED;
@@ -177,6 +179,11 @@ static void after_fork(void)
     sg_control_forget();
 }
 
+static void process_exits(void)
+{
+    atomic_store(&over, true);
+}
+
 CUresult softgpu_cuInit(unsigned int Flags)
 {
     if (Flags)
@@ -192,6 +199,7 @@ CUresult softgpu_cuInit(unsigned int Flags)
             result = CUDA_ERROR_OPERATING_SYSTEM;
         else {
             pthread_atfork(NULL, NULL, after_fork);
+            atexit(process_exits);
             atomic_store_explicit(&initialized, true, memory_order_release);
         }
     }

@@ -76,14 +76,40 @@ def test_an_error_is_told_of_although_its_context_does_not_copy_any_more(phosd: 
         app.finish()
 
 
-def test_the_driver_is_not_asked_for_errors_once_the_process_exits(phosd: FakePhosd, tmp_path: Path) -> None:
-    """It may have gone away, and then says of anything that it failed: what is queued may be done all the same."""
-    body = """
+PAUSES_IN_EXIT = """
     libc = ctypes.CDLL(None)
-    libc.__cxa_atexit(libc.pause, None, None)  # called after the frontend has heard of the exit
+    libc.__cxa_atexit(libc.pause, None, None)  # called after the frontend and the driver have heard of the exit
     start()
     pool, p = ok(cu.cuMemAlloc(34 << 20)), ok(cu.cuMemAlloc(8 << 20))
-    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry bad() { trap; }\\0"
+"""
+
+
+def test_a_window_ends_without_the_driver_once_the_process_exits(phosd: FakePhosd) -> None:
+    """What the driver has been told to put away it answers with an error, which is nobody's business any more."""
+    body = f"""{PAUSES_IN_EXIT}
+    ok(cu.cuCtxSynchronize())
+    say("ready")
+    heard()
+    fill(p, 64, 1)
+    ok(cu.cuCtxSynchronize())
+    say("exits")
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20) as (_, table):
+            app.tell()
+            assert app.line() == "exits"
+            app.tell()
+            eventually(lambda: "pause" in Path(f"/proc/{app.process.pid}/wchan").read_text())
+            assert not table.faulted()
+        app.kill()
+        assert "unmapped" not in app.stderr
+
+
+def test_the_driver_is_not_asked_for_errors_once_the_process_exits(phosd: FakePhosd, tmp_path: Path) -> None:
+    """It may have gone away, and then says of anything that it failed: what is queued may be done all the same."""
+    body = f"""{PAUSES_IN_EXIT}
+    ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry bad() {{ trap; }}\\0"
     bad = ok(cu.cuModuleGetFunction(ok(cu.cuModuleLoadData(ptx)), b"bad"))
     host, stream = ok(cu.cuMemHostAlloc(64, 0)), ok(cu.cuStreamCreate(1))
     ok(cu.cuCtxSynchronize())
