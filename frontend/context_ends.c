@@ -19,6 +19,7 @@ static void context_forget(CUcontext context)
 /* Everything in a context ends with it. */
 static void context_ends(CUcontext context, CUdevice device)
 {
+    phos_twins_context_may_end(context);
     if (phos_synchronize_anyhow(context) != CUDA_SUCCESS)
         phos_debug("a context ends with an error pending");
     phos_window_context_ends(context, false);
@@ -85,7 +86,16 @@ static CUresult primary_let_go(CUresult result, CUcontext primary, CUdevice devi
     if (result == CUDA_SUCCESS && primary &&
         phos_real.cuDevicePrimaryCtxGetState(device, &flags, &active) == CUDA_SUCCESS && !active)
         primary_gone(primary, device);
+    else if (primary)
+        phos_twins_context_stays(primary);
     return result;
+}
+
+/* Before such a call. */
+static void primary_may_end(CUcontext primary)
+{
+    phos_twins_context_may_end(primary);
+    phos_window_context_may_end(primary);
 }
 
 /* Long deprecated, and what PyCUDA ends its contexts with. */
@@ -106,7 +116,7 @@ CUresult serve_cuCtxDetach(CUcontext context)
     CUdevice device = phos_context_device(context);
     bool is_current = phos_real.cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == context; /* else it is refused */
     if (device >= 0 && phos_primary_of(device, &primary) && primary == context) {
-        phos_window_context_may_end(primary);
+        primary_may_end(primary);
         return primary_let_go(phos_real.cuCtxDetach(context), primary, device);
     }
     if (!is_current || device < 0 || phos_context_attach(context, true))
@@ -125,6 +135,7 @@ CUresult serve_cuGreenCtxDestroy(CUgreenCtx green)
         primary = NULL;
     phos_window_context_ends(context, false);
     if (primary) {
+        phos_twins_context_may_end(primary);
         PHOS_LOCKED(&phos_memory_lock);
         phos_pool_context_moves(context, primary);
     }
@@ -140,7 +151,7 @@ static CUresult primary_released(CUdevice device, CUresult (*release)(CUdevice_v
     if (!phos_primary_of(device, &primary))
         primary = NULL;
     else
-        phos_window_context_may_end(primary);
+        primary_may_end(primary);
     return primary_let_go(release(device), primary, device);
 }
 

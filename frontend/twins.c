@@ -9,6 +9,8 @@
 #include "gate.h"
 #include "log.h"
 #include "runtime.h"
+#include "blocks.h"
+#include "track.h"
 #include "twins_private.h"
 #include "window.h"
 #include "window_table.h"
@@ -19,6 +21,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #define TEXT_MOST ((off_t)16 << 20)
@@ -62,13 +65,35 @@ static bool reachable(void *memory, size_t size, bool *registered)
            seen == (CUdeviceptr)memory;
 }
 
-static void unmap(void)
+static void unregister(void)
 {
     struct phos_twins *t = &phos_twins;
     if (t->memory_registered && phos_real.cuMemHostUnregister(t->memory) != CUDA_SUCCESS)
         phos_debug("the table of the twins could not be unregistered");
     if (t->chunks_registered && phos_real.cuMemHostUnregister(t->chunks) != CUDA_SUCCESS)
         phos_debug("the chunk table of the twins could not be unregistered");
+    t->memory_registered = t->chunks_registered = false;
+    t->owner = NULL;
+}
+
+bool phos_twins_register(void)
+{
+    struct phos_twins *t = &phos_twins;
+    CUcontext context;
+    if (phos_real.cuCtxGetCurrent(&context) == CUDA_SUCCESS && context &&
+        reachable(t->chunks, t->chunks_size, &t->chunks_registered) &&
+        reachable(t->memory, t->memory_size, &t->memory_registered)) {
+        t->owner = phos_context_whole(context);
+        return true;
+    }
+    unregister();
+    return false;
+}
+
+static void unmap(void)
+{
+    struct phos_twins *t = &phos_twins;
+    unregister();
     if (t->memory)
         munmap(t->memory, t->memory_size);
     if (t->chunks)
@@ -89,8 +114,7 @@ static bool begin(int chunks, int table, struct phos_error *error)
     if (!states || !window || states->magic != PHOS_CHUNKS_MAGIC || window->magic != PHOS_TWIN_MAGIC ||
         !states->chunk_bytes || states->chunk_bytes & (states->chunk_bytes - 1))
         return phos_fail(error, CUDA_SUCCESS, "the tables of the twins cannot be used");
-    if (!reachable(t->chunks, t->chunks_size, &t->chunks_registered) ||
-        !reachable(t->memory, t->memory_size, &t->memory_registered))
+    if (!phos_twins_register())
         return phos_fail(error, CUDA_SUCCESS, "the GPU cannot reach the tables of the twins");
     window->closed = (uint64_t)(uintptr_t)&states->closed;
     window->limit_ns = LIMIT_NS;
@@ -357,9 +381,59 @@ void phos_twins_settle(bool idle)
     phos_leave_context(entered);
 }
 
+/* With the lock held: whether twins run in other contexts than one. */
+static bool others_run(CUcontext context)
+{
+    bool run = phos_twins.launching;
+    for (uint32_t i = 0; i < phos_twins.stream_count && !run; i++)
+        run = phos_twins.streams[i].event && phos_twins.streams[i].context != context &&
+              phos_real.cuEventQuery(phos_twins.streams[i].event) == CUDA_ERROR_NOT_READY;
+    return run;
+}
+
+void phos_twins_context_may_end(CUcontext context)
+{
+    for (bool run = true; run;) {
+        {
+            PHOS_LOCKED(&phos_twin_lock);
+            PHOS_RELAXED;
+            if (!phos_twins.owner || phos_twins.owner != context)
+                return;
+            phos_twins.withheld = true;
+            run = others_run(context);
+        }
+        if (run)
+            nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    }
+}
+
+void phos_twins_context_stays(CUcontext context)
+{
+    PHOS_LOCKED(&phos_twin_lock);
+    if (phos_twins.owner == context)
+        phos_twins.withheld = false;
+}
+
+/* The GPU loses the tables with the context, if it is the one: the next twin's registers them again. */
+static void tables_go(CUcontext context, bool gone)
+{
+    struct phos_twins *t = &phos_twins;
+    CUcontext popped;
+    if (!t->owner || t->owner != context)
+        return;
+    if (gone)
+        t->memory_registered = t->chunks_registered = false;
+    bool entered = !gone && phos_real.cuCtxPushCurrent_v2(context) == CUDA_SUCCESS;
+    unregister();
+    if (entered)
+        phos_real.cuCtxPopCurrent_v2(&popped);
+    t->withheld = false;
+}
+
 void phos_twins_context_ends(CUcontext context, bool gone)
 {
     PHOS_LOCKED(&phos_twin_lock);
+    tables_go(context, gone);
     for (uint32_t i = 0; i < phos_twins.stream_count; i++) {
         struct phos_twin_stream *stream = &phos_twins.streams[i];
         if (stream->context != context)

@@ -18,6 +18,9 @@ void phos_twins_settle(bool idle);
 bool phos_twins_left(void);
 /* In a forked child. */
 void phos_twins_forked(void);
+/* A context may be about to end: returns when twins in others can do without it. Then it ends or stays. */
+void phos_twins_context_may_end(CUcontext context);
+void phos_twins_context_stays(CUcontext context);
 /* A context is about to be destroyed, after its work; or, if it is `gone`, has been. */
 void phos_twins_context_ends(CUcontext context, bool gone);
 /* A stream is about to be destroyed. */

@@ -3,6 +3,7 @@
 #include "blocks.h"
 #include "cleanup.h"
 #include "functions.h"
+#include "track.h"
 #include "twins_private.h"
 #include "window_private.h"
 
@@ -257,6 +258,7 @@ static bool prepare(struct call *call, const struct phos_touches *touches, CUfun
     CUcontext context = NULL;
     CUdevice device;
     if (!t->full && !kernel->unusable && phos_real.cuCtxGetCurrent(&context) == CUDA_SUCCESS && context &&
+        (t->owner || phos_twins_register()) && (!t->withheld || phos_context_whole(context) == t->owner) &&
         phos_real.cuCtxGetDevice(&device) == CUDA_SUCCESS &&
         phos_real.cuKernelGetAttribute(&most, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, kernel->handle, device) ==
             CUDA_SUCCESS &&
@@ -270,6 +272,7 @@ static bool prepare(struct call *call, const struct phos_touches *touches, CUfun
         memcpy(call->launch.variable, kernel->address, sizeof call->launch.variable);
         if (guess(&call->launch, touches) && (call->stream = stream_of(touches->stream, context))) {
             call->function = (CUfunction)kernel->handle;
+            t->launching++;
             return true;
         }
     }
@@ -281,6 +284,7 @@ static bool prepare(struct call *call, const struct phos_touches *touches, CUfun
 static bool launched(const struct call *call, const struct phos_touches *touches, CUresult result)
 {
     PHOS_LOCKED(&phos_twin_lock);
+    phos_twins.launching--;
     if (result != CUDA_SUCCESS) { /* it takes more registers than the original, for one */
         struct phos_twin_kernel *kernel = find(touches);
         if (kernel)

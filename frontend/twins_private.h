@@ -56,6 +56,9 @@ struct phos_twins {
     void *memory, *chunks;
     size_t memory_size, chunks_size;
     bool memory_registered, chunks_registered;
+    CUcontext owner;    /* that both were registered in, and with which the GPU loses them; NULL: none now */
+    bool withheld;      /* that context may be about to end: no twins in others */
+    uint32_t launching; /* twins that no event stands behind yet */
     bool full;    /* no room for a map, or for a stream: originals from here on */
     bool retired; /* the window is over */
     bool unknown; /* twins run that no event stands behind */
@@ -66,6 +69,9 @@ struct phos_twins {
 };
 extern struct phos_twins phos_twins;
 extern pthread_mutex_t phos_twin_lock;
+
+/* twins.c, with the lock held: lets the GPU reach the tables, by way of the current context. */
+bool phos_twins_register(void);
 
 static inline uint32_t phos_twin_bucket(uint64_t module, const char *name)
 {

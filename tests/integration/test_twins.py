@@ -130,6 +130,14 @@ def test_contexts_in_which_twins_were_launched_may_end_in_the_window(site: Site)
     program.wait_iterations(program.iterations() + 3)
 
 
+@pytest.mark.parametrize("kind", ["own", "primary"])
+def test_the_context_in_which_twins_found_their_tables_may_end_in_the_window(site: Site, kind: str) -> None:
+    """Host memory is the GPU's as long as the context lives that it was registered in; twins of others need it, too."""
+    program, counts = in_a_long_window(site, "leaves_a_context.py", kind)
+    assert counts["twins"] > 10
+    program.wait_iterations(program.iterations() + 3)
+
+
 def test_a_twin_uses_the_variable_of_the_module_that_is_loaded_now(site: Site) -> None:
     """One that was unloaded may have had the same handles, and its variables elsewhere."""
     program, counts = in_a_long_window(site, "reloads.py", GLIBC_TUNABLES="glibc.malloc.mmap_threshold=4096")
