@@ -116,6 +116,7 @@ CUresult serve_cuCtxDetach(CUcontext context)
     CUdevice device = phos_context_device(context);
     bool is_current = phos_real.cuCtxGetCurrent(&current) == CUDA_SUCCESS && current == context; /* else it is refused */
     if (device >= 0 && phos_primary_of(device, &primary) && primary == context) {
+        PHOS_LOCKED(&phos_primary_lock);
         primary_may_end(primary);
         return primary_let_go(phos_real.cuCtxDetach(context), primary, device);
     }
@@ -128,6 +129,7 @@ CUresult serve_cuCtxDetach(CUcontext context)
 CUresult serve_cuGreenCtxDestroy(CUgreenCtx green)
 {
     CUcontext context, primary = NULL;
+    PHOS_LOCKED(&phos_primary_lock);
     if (phos_real.cuCtxFromGreenCtx(&context, green) != CUDA_SUCCESS || !phos_context_lives(context))
         return phos_real.cuGreenCtxDestroy(green);
     CUdevice device = phos_context_any_device(context);
@@ -148,6 +150,7 @@ CUresult serve_cuGreenCtxDestroy(CUgreenCtx green)
 static CUresult primary_released(CUdevice device, CUresult (*release)(CUdevice_v1))
 {
     CUcontext primary = NULL;
+    PHOS_LOCKED(&phos_primary_lock);
     if (!phos_primary_of(device, &primary))
         primary = NULL;
     else

@@ -16,6 +16,8 @@ _Atomic int phos_capture_count;
 /* Writers first: a storm of frees must not keep a capture from beginning. */
 pthread_rwlock_t phos_capture_lock = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 
+pthread_mutex_t phos_primary_lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+
 static pthread_mutex_t context_lock = PTHREAD_MUTEX_INITIALIZER; /* guards both lists; taken last */
 static struct phos_context *contexts;
 static size_t context_count, context_capacity;
@@ -119,6 +121,7 @@ bool phos_primary_of(CUdevice device, CUcontext *primary)
 {
     unsigned int flags;
     int active = 0;
+    PHOS_LOCKED(&phos_primary_lock);
     if (phos_real.cuDevicePrimaryCtxGetState(device, &flags, &active) != CUDA_SUCCESS || !active)
         return false;
     if (phos_real.cuDevicePrimaryCtxRetain(primary, device) != CUDA_SUCCESS)
@@ -188,10 +191,11 @@ static void context_made(CUresult result, CUcontext *context, CUdevice device)
         phos_context_seen(*context, device);
 }
 
-/* Only from the control thread: retaining a primary context that is being released elsewhere would race. */
 struct phos_context *phos_contexts(size_t *count)
 {
-    for (int d = 0; d < phos_device_count; d++) {
+    /* Who is letting go of a primary context may wait for its work, and others not for that. */
+    bool locked = pthread_mutex_trylock(&phos_primary_lock) == 0;
+    for (int d = 0; locked && d < phos_device_count; d++) {
         /* The runtime library may make primary contexts through private tables. */
         unsigned int flags;
         int active = 0;
@@ -202,6 +206,8 @@ struct phos_context *phos_contexts(size_t *count)
             phos_real.cuDevicePrimaryCtxRelease_v2(d);
         }
     }
+    if (locked)
+        pthread_mutex_unlock(&phos_primary_lock);
     return phos_contexts_seen(count);
 }
 
@@ -270,6 +276,7 @@ CUresult serve_cuCtxFromGreenCtx(CUcontext *context, CUgreenCtx green)
 
 CUresult serve_cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice_v1 device)
 {
+    PHOS_LOCKED(&phos_primary_lock);
     CUresult result =
         PHOS_RETRIED(phos_driver_recover, device, phos_real.cuDevicePrimaryCtxRetain(context, device));
     context_made(result, context, device);

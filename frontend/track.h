@@ -36,6 +36,9 @@ size_t phos_contexts_on(CUdevice device);
 CUdevice phos_context_any_device(CUcontext context);
 /* The one that owns what is made in a context: a green context owns no memory, its device's primary one does. */
 CUcontext phos_context_whole(CUcontext context);
+/* Taken before any other lock of ours, by who takes or lets go of a primary context: what is let go of for the last time is
+ * forgotten before it is taken anew, and nobody holds one in passing when the application lets go. */
+extern pthread_mutex_t phos_primary_lock;
 /* A device's primary context, if it is active. */
 bool phos_primary_of(CUdevice device, CUcontext *primary);
 /* Notes a cuCtxAttach, or undoes one; false: there is none to undo. */

@@ -25,9 +25,20 @@ static const size_t default_limits[CU_LIMIT_MAX] = {
     [CU_LIMIT_MAX_L2_FETCH_GRANULARITY] = 64,
 };
 
+/* What a destroyed context was in, for another one. */
+static struct sg_context *renewed(struct sg_context *gone)
+{
+    sg_handle_remove(gone, SG_GONE);
+    gone->marks = NULL;
+    gone->resizes = false;
+    atomic_store(&gone->sticky, 0);
+    return gone;
+}
+
 static struct sg_context *context_create(struct sg_device *device, unsigned flags, bool primary)
 {
-    struct sg_context *context = calloc(1, sizeof(*context));
+    bool again = primary && device->former && sg_fault(SG_FAULT_SAME_PRIMARY);
+    struct sg_context *context = again ? renewed(device->former) : calloc(1, sizeof(*context));
     if (!context)
         return NULL;
     context->device = device;
@@ -37,7 +48,8 @@ static struct sg_context *context_create(struct sg_device *device, unsigned flag
     context->id = sg_next_id();
     context->peers = 1u << device->ordinal;
     memcpy(context->limits, default_limits, sizeof(default_limits));
-    pthread_mutex_init(&context->lock, NULL);
+    if (!again)
+        pthread_mutex_init(&context->lock, NULL);
     context->legacy = sg_stream_create(context, 0, 0);
     if (!context->legacy || !sg_handle_add(context, SG_CONTEXT)) {
         if (context->legacy)
@@ -196,8 +208,12 @@ static CUresult primary_drop(CUdevice dev, bool reset)
         device->primary_references = 0;
     }
     pthread_mutex_unlock(&device->lock);
-    if (victim)
+    if (victim) {
         context_destroy(victim);
+        pthread_mutex_lock(&device->lock);
+        device->former = victim;
+        pthread_mutex_unlock(&device->lock);
+    }
     return result;
 }
 

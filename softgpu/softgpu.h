@@ -106,7 +106,7 @@ struct sg_device {
     int ordinal;
     _Atomic int physical; /* which simulated GPU serves this ordinal: changed by a restore with gpuPairs */
     pthread_mutex_t lock; /* primary context and pool */
-    struct sg_context *primary;
+    struct sg_context *primary, *former; /* the former was destroyed; its structure stays */
     unsigned primary_references, primary_flags;
     struct sg_pool *default_pool, *current_pool;
     struct sg_engine engines[SG_DIRECTIONS];

@@ -318,6 +318,46 @@ def test_what_copied_in_a_primary_context_that_was_released_is_used_no_more(phos
         app.finish()
 
 
+def test_what_is_allocated_in_a_new_primary_context_does_not_go_with_the_former(phosd: FakePhosd) -> None:
+    """One thread lets go of it for the last time, another takes it anew, while the first waits for a lock."""
+    body = """
+    start()
+    second = ok(cu.cuCtxCreate(None, 0, 0))
+    pool = ok(cu.cuMemAlloc(34 << 20))
+    p = ok(cu.cuMemAlloc(40 << 20))
+    fill(p, 40 << 20, 3)
+    say("ready")
+    heard()
+    fill(p, 1 << 20, 4)  # copied aside in the second: a question of what came of that takes long, with the lock held
+    slowly = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: time.sleep(0.25))
+    def again():
+        while ok(cu.cuDevicePrimaryCtxGetState(0))[1]:
+            pass
+        time.sleep(0.5)
+        ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+        mine.append(ok(cu.cuMemAlloc(2 << 20)))
+        fill(mine[0], 2 << 20, 9)
+    mine = []
+    other = threading.Thread(target=again)
+    other.start()
+    ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+    ok(cu.cuLaunchHostFunc(0, cu.CUhostFn(_ptr=ctypes.addressof(slowly)), 0))
+    for _ in range(2):
+        ok(cu.cuDevicePrimaryCtxRelease(0))
+    other.join()
+    ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+    assert read(mine[0], 16) == bytes([9]) * 16
+    ok(cu.cuMemFree(mine[0]))
+    say("through")
+    """
+    with program(phosd, body, SOFTGPU_POLL_US="1500000", SOFTGPU_FAULTS="same-primary") as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20):
+            app.tell()
+            assert app.line() == "through"
+        app.finish()
+
+
 def test_what_a_gpu_has_no_access_to_is_not_copied_aside_by_it(phosd: FakePhosd) -> None:
     """The driver lets it write there all the same: cuMemcpyPeer goes another way."""
     body = """
