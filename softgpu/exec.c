@@ -7,7 +7,8 @@
 #include "graph.h"
 
 struct handle { /* what CUgraphExec points to */
-    struct sg_exec *current; /* under sg_graph_lock */
+    struct sg_exec *current; /* under sg_graph_lock, as is */
+    struct sg_op *last;      /* the newest launch, which the next comes behind; held by a reference */
     uint64_t flags;
 };
 
@@ -151,6 +152,7 @@ CUresult softgpu_cuGraphExecDestroy(CUgraphExec hGraphExec)
         return CUDA_ERROR_INVALID_VALUE;
     struct handle *handle = (struct handle *)hGraphExec;
     sg_exec_unreference(handle->current);
+    sg_op_unreference(handle->last);
     free(handle);
     return CUDA_SUCCESS;
 }
@@ -183,12 +185,25 @@ CUresult softgpu_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
     struct sg_work work = {.type = SG_WORK_GRAPH, .exec = handle->current, .context = stream->context};
     sg_exec_reference(work.exec);
     bool captured = stream->capture;
+    struct sg_op *before = captured ? NULL : sg_op_reference(handle->last), *op = NULL;
     pthread_mutex_unlock(&sg_graph_lock);
-    if (!captured && (result = sg_marks_make(work.exec->graph, &work.marks)) != CUDA_SUCCESS) {
-        sg_exec_unreference(work.exec);
+    if (!captured)
+        result = sg_marks_make(work.exec->graph, &work.marks);
+    if (result == CUDA_SUCCESS)
+        result = sg_submit_after(stream, before);
+    sg_op_unreference(before);
+    if (result == CUDA_SUCCESS)
+        result = sg_submit(stream, &work, false, &op);
+    else
+        sg_work_clear(&work);
+    if (!op)
         return result;
-    }
-    return sg_submit(stream, &work, false, NULL);
+    pthread_mutex_lock(&sg_graph_lock);
+    before = handle->last;
+    handle->last = op;
+    pthread_mutex_unlock(&sg_graph_lock);
+    sg_op_unreference(before);
+    return result;
 }
 
 /* ---- updates: later launches see them, earlier ones do not ---- */

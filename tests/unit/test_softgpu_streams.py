@@ -491,6 +491,31 @@ assert ok(cu.cuEventElapsedTime(begun, ended)) == before
     )
 
 
+def test_launches_of_an_executable_graph_come_one_behind_the_other() -> None:
+    """In whichever streams; else an earlier one would wait for the event of a later one, here."""
+    run(
+        HOLD
+        + """
+streams = [ok(cu.cuStreamCreate(1)) for _ in range(2)]
+event = ok(cu.cuEventCreate(0))
+graph = ok(cu.cuGraphCreate(0))
+waits = ok(cu.cuGraphAddEventWaitNode(graph, None, 0, event))
+ok(cu.cuGraphAddEventRecordNode(graph, [waits], 1, event))
+run_it = ok(cu.cuGraphInstantiate(graph, 0))
+hold(streams[0])
+ok(cu.cuGraphLaunch(run_it, streams[0]))
+for _ in range(50):
+    for stream in reversed(streams):
+        ok(cu.cuGraphLaunch(run_it, stream))
+time.sleep(0.05)
+assert cu.cuStreamQuery(streams[1])[0] == NOT_READY
+go.set()
+for stream in streams:
+    ok(cu.cuStreamSynchronize(stream))
+"""
+    )
+
+
 def test_who_waits_for_an_event_of_a_graph_that_fails_is_told() -> None:
     run(
         HOLD
