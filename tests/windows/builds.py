@@ -64,9 +64,10 @@ class Sanitizer:
         """The environment of the program. A child of a process with threads is more than sanitizers follow."""
         if not self.kind:
             return {}
+        first = [] if self.kind == "thread" else [self._runtime()]  # it wants to come before what else is preloaded
         return {
             "NO_FORK": "1",
-            "LD_PRELOAD": str(self.build / "lib" / "libphos.so"),
+            "LD_PRELOAD": ":".join([*first, str(self.build / "lib" / "libphos.so")]),
             "LD_LIBRARY_PATH": str(self.build / "softgpu"),
             **self._options(),
         }
@@ -75,13 +76,17 @@ class Sanitizer:
         """The environment of phosd. Python itself is not instrumented, the libraries that it loads are."""
         if not self.kind:
             return {}
-        name = KINDS[self.kind][0]
-        runtime = subprocess.run(["gcc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True)
         return {
             "PHOS_HOME": str(self.build),
-            "LD_PRELOAD": str(Path(runtime.stdout.strip()).resolve()),
+            "LD_PRELOAD": self._runtime(),
             **self._options("ignore_noninstrumented_modules=1", "die_after_fork=0", "detect_leaks=0"),
         }
+
+    def _runtime(self) -> str:
+        """The sanitizer's library."""
+        name = KINDS[self.kind][0]
+        runtime = subprocess.run(["gcc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True, check=True)
+        return str(Path(runtime.stdout.strip()).resolve())
 
     def _options(self, *more: str) -> dict[str, str]:
         path = f"log_path={self.folder / REPORTS}"
