@@ -96,17 +96,12 @@ def resolve(
         # What went in as a number too: from a pointer to another, and added to the first, it leads to the other.
         distances: frozenset[Base | None] = _arguments(_pairs(touch.derived, touch.derived))
         alternatives = [base for bases, several in candidates if len(bases) == 1 or several for base in bases]
-        # Of a store that may go to a parameter or to an address from memory the latter is mostly what the register
-        # held on ways that do not come here. Taken seriously, it would make common kernels write anywhere.
-        leftover = bool(_arguments(alternatives))
         # Where p may be 0, `p + n` is n, which is no pointer for that.
         sums = [bases for bases, several in candidates if len(_arguments(bases)) > 1 and not several]
         partly.update(base for base in alternatives if any(base in bases for bases in sums))
         alone.update(base for base in alternatives if all(base not in bases for bases in sums))
         for base in alternatives:
-            believed = touch.access & ~Access.WRITE if leftover and (base is None or base.table) else touch.access
-            if believed:
-                found.note(base, believed)
+            found.note(base, touch.access)
             for other in distances if base in distances else ():
                 found.note(other, touch.access)
         # Something that was subtracted: the pointer known elsewhere may lie in the same memory as that, and lead on.

@@ -392,24 +392,33 @@ def test_the_barrier_of_a_cooperative_launch_is_the_drivers(architecture: int, a
     assert flow(code, P0, architecture=architecture) == (pointers(WRITE), NONE)
 
 
-LEFTOVER = """
-    LDC.64 R6, c[0x0][0x210]
-    LDG.E.64 R2, desc[UR4][R6.64]
-    @P0 LDC.64 R2, c[0x0][0x218]
-    STG.E desc[UR4][R2.64], R0
-    EXIT
-"""
-
-
-def test_a_store_through_a_parameter_or_what_was_loaded_before_is_one_through_the_parameter() -> None:
-    assert flow(LEFTOVER, P0, P1) == (pointers(READ, WRITE), NONE)
-    # Of a load it costs little to believe both; and another store that goes nowhere else is one to anywhere.
-    assert flow(LEFTOVER.replace("STG.E desc[UR4][R2.64], R0", "LDG.E R0, desc[UR4][R2.64]"), P0, P1) == (
+def test_a_store_through_a_parameter_or_an_address_from_memory_may_go_through_either() -> None:
+    """`float *p = many ? many[i] : one`, as cuBLAS's products of many matrices have it."""
+    code = """
+        LDC.64 R6, c[0x0][0x210]
+        LDC.64 R2, c[0x0][0x218]
+        @P0 LDG.E.64 R2, desc[UR4][R6.64]
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1) == (sorted([*pointers(READ, WRITE), table(0, WRITE)]), NONE)
+    branch = code.replace("@P0 LDG.E.64 R2, desc[UR4][R6.64]", "@!P0 BRA `(.L)\nLDG.E.64 R2, desc[UR4][R6.64]\n.L:")
+    assert flow(branch, P0, P1) == (sorted([*pointers(READ, WRITE), table(0, WRITE)]), NONE)
+    assert flow(code.replace("STG.E desc[UR4][R2.64], R0", "LDG.E R0, desc[UR4][R2.64]"), P0, P1) == (
         sorted([*pointers(READ, READ), table(0, READ)]),
         NONE,
     )
-    other = LEFTOVER.replace("EXIT", "LDG.E.64 R8, desc[UR4][R6.64+0x8]\nSTG.E desc[UR4][R8.64], R0\nEXIT")
-    assert flow(other, P0, P1) == (sorted([*pointers(READ, WRITE), table(0, WRITE)]), NONE)
+
+
+def test_what_a_register_held_before_is_none_of_what_is_done_under_the_predicate_that_it_was_set_under() -> None:
+    code = """
+        LDC.64 R6, c[0x0][0x210]
+        LDG.E.64 R2, desc[UR4][R6.64]
+        @P0 LDC.64 R2, c[0x0][0x218]
+        @P0 STG.E desc[UR4][R2.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(READ, WRITE), NONE)
 
 
 def test_an_instruction_that_nobody_knows_keeps_the_pointer() -> None:
