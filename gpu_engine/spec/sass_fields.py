@@ -243,8 +243,6 @@ def _straddling(low: Atoms, high: Atoms) -> frozenset[Base | None]:
 def _resolve_map(touch: Touch, layout: Layout, found: Found) -> None:
     """Tensor copies: the address is that of a tensor map, among the parameters or in memory."""
     for atoms in touch.low:
-        if BLOCK not in atoms and any(BLOCK in others for others in touch.low):
-            continue  # what the register held before it was set, on ways that do not come here
         if BLOCK in atoms:
             # Where an argument was added as it is, the place may be any.
             stride, rising = (touch.scale, touch.rising) if len(atoms) == 1 else (1, False)

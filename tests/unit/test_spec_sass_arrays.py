@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phos.gpu_engine.spec.descriptor import Parameter
+from phos.gpu_engine.spec.descriptor import Access, Parameter
 from tests.unit.sass_snippets import P0, P1, flow
 from tests.unit.spec_access import BOTH, NONE, POINTER, READ, SCAN, TENSOR_MAP, WRITE, pointers
 
@@ -167,3 +167,31 @@ def test_a_tensor_map_in_memory_may_stand_for_anything_whatever_else_is_written(
         [(0, 0, 8, WRITE, POINTER), (1, 0, 128, WRITE, TENSOR_MAP)],
         NONE,
     )
+
+
+@pytest.mark.parametrize(
+    ("other", "reads_pointer"),
+    [
+        ("ULDC.64 UR6, c[0x0][0x290]", True),
+        # A variable of the module: what was put there may stand for anything, too.
+        ("ULDC.64 UR6, c[0x4][0x0]", False),
+    ],
+)
+@pytest.mark.parametrize(("copy", "access"), [("UTMASTG.2D [UR12], [UR4]", WRITE), ("UTMALDG.2D [UR12], [UR4]", READ)])
+def test_a_tensor_map_may_be_an_argument_or_lie_in_memory(
+    other: str, reads_pointer: bool, copy: str, access: Access
+) -> None:
+    """`single ? &map : &maps[i]`, as Transformer Engine's kernels for groups of matrices have it."""
+    code = f"""
+        ULDC.64 UR4, c[0x0][0x198]
+        {other}
+        UISETP.NE.AND UP0, UPT, UR8, URZ, UPT
+        USEL UR4, UR4, UR6, UP0
+        USEL UR5, UR5, UR7, UP0
+        {copy}
+        EXIT
+    """
+    fields = [(0, 0, 128, access, TENSOR_MAP)]
+    if reads_pointer:
+        fields.append((1, 0, 8, READ, POINTER))
+    assert flow(code, Parameter(0, 128), Parameter(128, 8)) == (fields, access)
