@@ -24,6 +24,7 @@ from phos.gpu_engine.spec.sass_value import (
     LOADED_WORD,
     NOTHING,
     UNKNOWN,
+    Origin,
     Word,
     add,
     derive,
@@ -47,6 +48,14 @@ _NUMBERS = _names(
     IGMMA QGMMA BGMMA OMMA QMMA FADD FMUL FFMA FADD32I FMUL32I FFMA32I FSET FSWZADD FMNMX FMNMX3 FSEL2 DADD DMUL
     DFMA DSET HADD2 HMUL2 HFMA2 HMNMX2 HSET2 HADD2_32I HMUL2_32I HFMA2_32I VOTE VOTEU MATCH FADD2 FMUL2
     FFMA2 BF16_V2 VHMNMX SHF SHL SHR P2R ISCADD2
+    """
+)
+
+# Those of floating point that compute: what they make has none of the bytes of what they were given.
+_COMPUTED = _names(
+    """
+    MUFU HMMA HGMMA QGMMA QMMA OMMA DMMA FADD FMUL FFMA FADD32I FMUL32I FFMA32I FSWZADD DADD DMUL DFMA HADD2 HMUL2
+    HFMA2 HADD2_32I HMUL2_32I HFMA2_32I FADD2 FMUL2 FFMA2
     """
 )
 
@@ -173,6 +182,8 @@ def _number(instruction: Instruction, state: State, kernel: Kernel) -> None:
     wide = instruction.name.startswith("D") or words_in(instruction) == 2
     parts = range(2 if wide else 1)
     word = derive([word_of(source, state, kernel, part) for source in sources for part in parts])
+    if instruction.name in _COMPUTED and word.derived:
+        word = word._replace(derived=frozenset(atom for atom in word.derived if atom.origin != Origin.BYTES))
     put(instruction, state, register, [word] * (2 if _wide_result(instruction) else 1))
 
 

@@ -292,3 +292,26 @@ def test_flags_side_by_side_are_no_address() -> None:
         Parameter(12, 1),
     )
     assert found == (pointers(WRITE), NONE)
+
+
+def test_what_was_computed_of_bytes_by_floating_point_is_no_part_of_an_address() -> None:
+    """As in FlashAttention 3 for numbers of 8 bits: factors, and where the next tile is, lie in shared memory."""
+    code = """
+        LDC.64 R8, c[0x0][0x218]
+        STS.64 [R20], R8
+        LDS.U16 R10, [R21]
+        IMAD.U32 R10, R10, 0x10000, RZ
+        FMUL R10, R10, R12
+        STS [R20+0x10], R10
+        LDS R11, [R20]
+        LDC.64 R2, c[0x0][0x210]
+        IMAD.WIDE R2, R11, 0x4, R2
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(WRITE), NONE)
+    # Put where it was as it is, it may be.
+    assert flow(code.replace("FMUL R10, R10, R12", "SHF.R.U32.HI R10, RZ, 0x10, R10"), P0, P1) == (
+        pointers(WRITE, WRITE),
+        NONE,
+    )
