@@ -96,12 +96,15 @@ def resolve(
         # What went in as a number too: from a pointer to another, and added to the first, it leads to the other.
         distances: frozenset[Base | None] = _arguments(_pairs(touch.derived, touch.derived))
         alternatives = [base for bases, several in candidates if len(bases) == 1 or several for base in bases]
+        # What was thrown together may be a sum: of an argument and of an index from shared memory, say. Taken for a
+        # choice of an address from memory, it would make common kernels, sorts for example, write anywhere.
+        sure = frozenset().union(*(bases for bases, _ in candidates if len(bases) == 1))
         # Where p may be 0, `p + n` is n, which is no pointer for that.
         sums = [bases for bases, several in candidates if len(_arguments(bases)) > 1 and not several]
         partly.update(base for base in alternatives if any(base in bases for bases in sums))
         alone.update(base for base in alternatives if all(base not in bases for bases in sums))
         for base in alternatives:
-            found.note(base, touch.access)
+            found.note(base, touch.access & ~Access.WRITE if base is None and base not in sure else touch.access)
             for other in distances if base in distances else ():
                 found.note(other, touch.access)
         # Something that was subtracted: the pointer known elsewhere may lie in the same memory as that, and lead on.

@@ -410,6 +410,26 @@ def test_a_store_through_a_parameter_or_an_address_from_memory_may_go_through_ei
     )
 
 
+def test_a_store_through_a_parameter_and_an_index_from_shared_memory_does_not_go_anywhere() -> None:
+    """As in CUB's sort by radix: addresses, and what was loaded, lie in shared memory, and so does the index."""
+    code = """
+        LDC.64 R6, c[0x0][0x210]
+        LDG.E.64 R8, desc[UR4][R6.64]
+        LDC.64 R2, c[0x0][0x218]
+        STS.64 [R20], R8
+        STS.64 [R20+0x8], R2
+        LDS.64 R10, [R21]
+        STG.E desc[UR4][R10.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(READ, WRITE), WRITE)
+    marked = code.replace(
+        "LDS.64 R10, [R21]",
+        "LDS.64 R10, [R21]\nLOP3.LUT R10, R10, R2, RZ, 0xfc, !PT\nLOP3.LUT R11, R11, R3, RZ, 0xfc, !PT",
+    )
+    assert flow(marked, P0, P1) == (pointers(READ, WRITE), NONE)
+
+
 def test_what_a_register_held_before_is_none_of_what_is_done_under_the_predicate_that_it_was_set_under() -> None:
     code = """
         LDC.64 R6, c[0x0][0x210]
