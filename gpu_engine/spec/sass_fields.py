@@ -104,7 +104,10 @@ def resolve(
         partly.update(base for base in alternatives if any(base in bases for bases in sums))
         alone.update(base for base in alternatives if all(base not in bases for bases in sums))
         for base in alternatives:
-            found.note(base, touch.access & ~Access.WRITE if base is None and base not in sure else touch.access)
+            in_memory = base is None or base.table
+            access = touch.access & ~Access.WRITE if in_memory and base not in sure else touch.access
+            if access:
+                found.note(base, access)
             for other in distances if base in distances else ():
                 found.note(other, touch.access)
         # Something that was subtracted: the pointer known elsewhere may lie in the same memory as that, and lead on.

@@ -345,8 +345,9 @@ static void *compute(void *argument)
         CUdeviceptr to = (CUdeviceptr)memory + first;
         struct phos_touches touches = {.stream = stream, .list = touches.inline_list, .count = 2,
                                        .capacity = PHOS_TOUCHES_INLINE, .host_copy = !draw(&seed, 4)};
-        touches.list[0] = (struct phos_touch){to, size, PHOS_WRITES};
-        touches.list[1] = (struct phos_touch){(CUdeviceptr)memory + draw(&seed, (unsigned)memory_size - 8), 8, PHOS_READS};
+        touches.list[0] = (struct phos_touch){.address = to, .size = size, .access = PHOS_WRITES};
+        CUdeviceptr other = (CUdeviceptr)memory + draw(&seed, (unsigned)memory_size - 8);
+        touches.list[1] = (struct phos_touch){.address = other, .size = 8, .access = PHOS_READS};
         phos_window_before(&touches);
         enqueue(stream, (struct work){.kind = KERNEL, .to = (char *)to, .size = size,
                                       .value = draw(&seed, 1000)});

@@ -26,6 +26,7 @@ def _build(folder: Path, *flags: str) -> Path:
         "tests/unit/cow_stress.c",
         "frontend/window_shadow.c",
         "frontend/window_ranges.c",
+        "frontend/parts.c",
         "frontend/ranges.c",
         "gpu_engine/cow/chunk_table.c",
     ]

@@ -422,7 +422,7 @@ def test_a_store_through_a_parameter_and_an_index_from_shared_memory_does_not_go
         STG.E desc[UR4][R10.64], R0
         EXIT
     """
-    assert flow(code, P0, P1) == (pointers(READ, WRITE), WRITE)
+    assert flow(code, P0, P1) == (sorted([*pointers(READ, WRITE), table(0, WRITE)]), NONE)
     marked = code.replace(
         "LDS.64 R10, [R21]",
         "LDS.64 R10, [R21]\nLOP3.LUT R10, R10, R2, RZ, 0xfc, !PT\nLOP3.LUT R11, R11, R3, RZ, 0xfc, !PT",
