@@ -26,6 +26,8 @@ PASSED = {"gate", "launch", "graph_launch", "copy", "memset", "sync", "ctx"}
 LAZY = 1  # RTLD_LAZY
 READ_WRITE = 3  # PROT_READ | PROT_WRITE
 PAGE = 4096
+REPORT = "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
+"""What PyTorch's allocator calls for each part that it hands out or takes back (frontend/parts.c)."""
 
 
 class Mapping(NamedTuple):
@@ -98,6 +100,7 @@ class Bypass:
                 yield "libcuda.so", entry.symbol
         for function in gen_library.parse(FRONTEND / "library_api.def")[1]:
             yield f"lib{function.library}.so", function.name
+        yield "libc10.so", REPORT
 
     def _pointers(self, mapping: Mapping) -> Iterator[tuple[int, int]]:
         words = memoryview((ctypes.c_uint64 * ((mapping.end - mapping.start) // 8)).from_address(mapping.start))
