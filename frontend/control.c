@@ -45,6 +45,7 @@ static int patience(void)
     int timeout = detached() || !phos_tell_later() ? 2000 : 100;
     if (!detached() && !phos_exiting() && phos_connection_patience(may_trim()) != PHOS_NOTHING_WAITS)
         timeout = 1;
+    phos_parts_settle();
     if (phos_window_copies()) {
         phos_window_look();
         timeout = timeout < 100 ? timeout : 100;

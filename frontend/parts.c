@@ -2,10 +2,12 @@
  * (c10::reportMemoryUsageToProfiler, declared in c10/core/Allocator.h; called in c10/cuda/CUDACachingAllocator.cpp). This stands in front
  * of that function, which is called whether there is a profiler or not.
  *
- * Training programs ask for memory thousands of times a second: what they have is noted in a hash table. Only when
- * somebody wants to know what holds an address, in a window, it is put in order, and kept so until phos_parts_rest(). */
+ * Training programs ask for memory hundreds of times a step: what is reported is written down, one behind the other, which costs
+ * least, and the control thread puts it into a hash table when there is much. Only when somebody wants to know what
+ * holds an address, in a window, it is put in order, and kept so until phos_parts_rest(). */
 #include "parts.h"
 #include "cleanup.h"
+#include "control.h"
 
 #include <dlfcn.h>
 #include <pthread.h>
@@ -30,7 +32,21 @@ struct part {
     uint64_t number;      /* a later one is right about memory that both claim: some come back without a report */
 };
 
-static pthread_mutex_t parts_lock = PTHREAD_MUTEX_INITIALIZER; /* guards all that follows */
+struct report {
+    uint64_t address;
+    int64_t size; /* below 0: it came back */
+};
+
+#define REPORTS 8192
+/* Two sheets: one is written to while what is on the other goes into the table. Guarded by `writing`, which is never held for
+ * longer than it takes to write one down; a full sheet, while it is `full`, by parts_lock. */
+static atomic_flag writing = ATOMIC_FLAG_INIT;
+static struct report sheets[2][REPORTS];
+static size_t written; /* on the sheet that is written to */
+static unsigned sheet; /* which that is */
+static size_t full;    /* how many are on the other one and not in the table yet; 0: it is empty */
+
+static pthread_mutex_t parts_lock = PTHREAD_MUTEX_INITIALIZER; /* taken before `writing`; guards all that follows */
 static struct part *places; /* a hash table by `begin`, linear probing, at most half full */
 static size_t place_count, part_count;
 static uint64_t numbers;
@@ -166,9 +182,8 @@ static bool put_all_in_order(void)
     return true;
 }
 
-static void note(uint64_t begin, int64_t size)
+static void apply(uint64_t begin, int64_t size)
 {
-    PHOS_LOCKED(&parts_lock);
     if (lost)
         return;
     if (size > 0) {
@@ -198,11 +213,81 @@ static void note(uint64_t begin, int64_t size)
     }
 }
 
+/* ---- what is written down, without the lock but where it says so */
+
+static void begin_writing(void)
+{
+    while (atomic_flag_test_and_set_explicit(&writing, memory_order_acquire))
+        ;
+}
+
+static void end_writing(void)
+{
+    atomic_flag_clear_explicit(&writing, memory_order_release);
+}
+
+/* With `writing`: the sheet is full, the other one will be written to. False: that one is not in the table yet. */
+static bool turn_over(void)
+{
+    if (full)
+        return false;
+    full = written;
+    written = 0;
+    sheet ^= 1;
+    return true;
+}
+
+/* With parts_lock held: a full sheet goes into the table; with `all` the other one as well. */
+static void settle(bool all)
+{
+    for (;;) {
+        begin_writing();
+        bool some = full || (all && turn_over() && full);
+        const struct report *reports = sheets[sheet ^ 1];
+        size_t count = full;
+        end_writing();
+        if (!some)
+            return;
+        for (size_t i = 0; i < count; i++)
+            apply(reports[i].address, reports[i].size);
+        begin_writing();
+        full = 0;
+        end_writing();
+    }
+}
+
+void phos_parts_settle(void)
+{
+    begin_writing();
+    bool some = full;
+    end_writing();
+    if (!some)
+        return;
+    PHOS_LOCKED(&parts_lock);
+    settle(false);
+}
+
+static void note(uint64_t begin, int64_t size)
+{
+    bool turned = false;
+    begin_writing();
+    while (written == REPORTS && !(turned = turn_over())) {
+        end_writing(); /* faster than the control thread, or there is none */
+        phos_parts_settle();
+        begin_writing();
+    }
+    sheets[sheet][written++] = (struct report){begin, size};
+    end_writing();
+    if (turned)
+        phos_control_kick();
+}
+
 /* ---- */
 
 enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part)
 {
     PHOS_LOCKED(&parts_lock);
+    settle(true);
     if (!part_count || (!ordered && !put_all_in_order()))
         return PHOS_PART_UNKNOWN;
     size_t next = behind(address);
@@ -218,6 +303,7 @@ enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part)
 bool phos_parts_any(uint64_t begin, uint64_t end)
 {
     PHOS_LOCKED(&parts_lock);
+    settle(true);
     if (!part_count || (!ordered && !put_all_in_order()))
         return false;
     size_t next = behind(begin);
@@ -229,6 +315,7 @@ void phos_parts_gone(uint64_t address, uint64_t size)
     if (size < SEGMENT_LEAST)
         return;
     PHOS_LOCKED(&parts_lock);
+    settle(true);
     bool gone = false;
     for (size_t i = 0; part_count && i < place_count; i++)
         while (places[i].begin && places[i].begin - address < size) { /* another may come in its place */
@@ -251,6 +338,7 @@ void phos_parts_rest(void)
 void phos_parts_forked(void)
 {
     pthread_mutex_init(&parts_lock, NULL);
+    atomic_flag_clear(&writing);
 }
 
 /* ---- the function that PyTorch calls */

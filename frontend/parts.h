@@ -17,6 +17,8 @@ enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part);
 bool phos_parts_any(uint64_t begin, uint64_t end);
 /* Memory goes back to the driver: what was in it is forgotten, whether it was reported or not. */
 void phos_parts_gone(uint64_t address, uint64_t size);
+/* The control thread's, now and then: what was reported is put where it is found. */
+void phos_parts_settle(void);
 /* Nobody asks any more for now: what comes and goes is noted with the least effort. */
 void phos_parts_rest(void);
 /* In a forked child. */

@@ -603,6 +603,10 @@ static void watch(void)
 /* What the frontend has besides; here is no library and no twin. */
 atomic_uint phos_twin_kernels;
 
+void phos_control_kick(void)
+{
+}
+
 /* No touch here is through a table. */
 bool phos_touches_through(const struct phos_touches *touches, uint32_t access)
 {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,6 +19,8 @@ from phos.gpu_engine.cow.chunk_table import POOL_FLAGS, SHADOWED, ChunkTable, Po
 from tests.unit.frontend_fake import FakePhosd, Program, built, program
 
 ROOT = Path(__file__).resolve().parents[2]
+BUILD = Path(os.environ.get("PHOS_HOME", ROOT / "build"))
+CUDA_INCLUDE = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
 REPORT = "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
 CUDA, CPU = 1, 0
 UNKNOWN, HELD, FREE = range(3)
@@ -59,9 +63,11 @@ class Parts:
 
 @pytest.fixture
 def parts(tmp_path: Path) -> Parts:
-    made = tmp_path / "parts.so"
+    made, kick = tmp_path / "parts.so", tmp_path / "kick.c"
+    kick.write_text("void phos_control_kick(void); void phos_control_kick(void) { }")
     flags = ["-std=gnu11", "-D_GNU_SOURCE=", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
-    subprocess.run(["gcc", *flags, "-o", made, ROOT / "frontend" / "parts.c"], check=True)
+    include = [f"-I{BUILD / 'gen'}", "-isystem", str(CUDA_INCLUDE)]
+    subprocess.run(["gcc", *flags, *include, "-o", made, kick, ROOT / "frontend" / "parts.c"], check=True)
     return Parts(ctypes.CDLL(str(made)))
 
 
@@ -131,6 +137,27 @@ def test_random_parts_are_those_of_a_list(parts: Parts) -> None:
                 min((b for b in live if b > asked), default=(1 << 64) - 1),
             )
         assert parts.find(asked) == (wanted or (UNKNOWN, 0, 0))
+
+
+def test_more_reports_than_are_written_down_at_once_by_several_threads(parts: Parts) -> None:
+    """Each of them hands out, takes back, and has some left; nobody asks, and nobody settles, meanwhile."""
+
+    def works(thread: int) -> None:
+        base = 0x7F0000000000 + (thread << 32)
+        for number in range(9000):
+            parts.report(base + number * 0x1000, 0x800)
+            if number >= 100:
+                parts.report(base + (number - 100) * 0x1000, -0x800)
+
+    threads = [threading.Thread(target=works, args=(thread,)) for thread in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for thread in range(3):
+        base = 0x7F0000000000 + (thread << 32)
+        held = [number for number in range(9000) if parts.find(base + number * 0x1000 + 0x7FF)[0] == HELD]
+        assert held == list(range(8900, 9000))
 
 
 # ---- in windows
