@@ -339,6 +339,10 @@ void phos_parts_forked(void)
 {
     pthread_mutex_init(&parts_lock, NULL);
     atomic_flag_clear(&writing);
+    /* Another thread may have been in the middle of it; and the driver does not work here. */
+    places = ordered = NULL;
+    place_count = part_count = ordered_count = ordered_room = written = full = 0;
+    lost = true;
 }
 
 /* ---- the function that PyTorch calls */

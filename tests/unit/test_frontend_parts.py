@@ -160,6 +160,15 @@ def test_more_reports_than_are_written_down_at_once_by_several_threads(parts: Pa
         assert held == list(range(8900, 9000))
 
 
+def test_in_a_forked_child_nothing_is_known(parts: Parts) -> None:
+    """Where another thread may have been in the middle of a change."""
+    parts.report(0x10000, 0x200)
+    parts.library.phos_parts_forked()
+    for number in range(20000):
+        parts.report(0x20000 + number * 0x200, 0x200)
+    assert parts.find(0x20000) == (UNKNOWN, 0, 0)
+
+
 # ---- in windows
 
 
