@@ -284,11 +284,17 @@ static void note(uint64_t begin, int64_t size)
 
 /* ---- */
 
+/* With parts_lock held: all that was reported is in order. False: nothing was, or there is no host memory for it. */
+static bool is_in_order(void)
+{
+    settle(true);
+    return part_count && (ordered || put_all_in_order());
+}
+
 enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part)
 {
     PHOS_LOCKED(&parts_lock);
-    settle(true);
-    if (!part_count || (!ordered && !put_all_in_order()))
+    if (!is_in_order())
         return PHOS_PART_UNKNOWN;
     size_t next = behind(address);
     if (next && end_of(&ordered[next - 1]) > address) {
@@ -303,8 +309,7 @@ enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part)
 bool phos_parts_any(uint64_t begin, uint64_t end)
 {
     PHOS_LOCKED(&parts_lock);
-    settle(true);
-    if (!part_count || (!ordered && !put_all_in_order()))
+    if (!is_in_order())
         return false;
     size_t next = behind(begin);
     return (next && end_of(&ordered[next - 1]) > begin) || (next < ordered_count && ordered[next].begin < end);

@@ -58,27 +58,29 @@ static bool await(CUstream stream)
     return result == CUDA_SUCCESS;
 }
 
-/* What a table may take up: to the end of what its address names, or as much of that as is read. */
 struct extent {
     CUdeviceptr begin, end;
 };
+#define NOTHING ((struct extent){~(CUdeviceptr)0, 0})
 
-static void extend(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie)
+static void unite(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie)
 {
     struct extent *extent = cookie;
     CUdeviceptr limit = mapping->range.address + mapping->range.size;
+    begin = begin > mapping->range.address ? begin : mapping->range.address;
     end = end < limit ? end : limit;
-    if (begin <= extent->end && mapping->range.address <= extent->end && end > extent->end)
-        extent->end = end;
+    extent->begin = begin < extent->begin ? begin : extent->begin;
+    extent->end = end > extent->end ? end : extent->end;
 }
 
+/* What a table may take up: to the end of what its address names, or as much of that as is read. */
 static struct extent extent_of(const struct phos_touch *touch)
 {
-    struct extent extent = {touch->address, touch->address};
-    phos_window_visit(touch, extend, &extent);
-    if (extent.end - extent.begin > TABLE_MOST)
-        extent.end = extent.begin + TABLE_MOST;
-    extent.begin = (extent.begin + 7) & ~(CUdeviceptr)7;
+    struct extent extent = NOTHING;
+    phos_window_visit(touch, unite, &extent);
+    extent.begin = (touch->address + 7) & ~(CUdeviceptr)7;
+    if (extent.end > touch->address + TABLE_MOST)
+        extent.end = touch->address + TABLE_MOST;
     return extent;
 }
 
@@ -99,16 +101,6 @@ static int by_value(const void *one, const void *other)
     return a < b ? -1 : a > b;
 }
 
-static void unite(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie)
-{
-    struct extent *extent = cookie;
-    CUdeviceptr limit = mapping->range.address + mapping->range.size;
-    begin = begin > mapping->range.address ? begin : mapping->range.address;
-    end = end < limit ? end : limit;
-    extent->begin = begin < extent->begin ? begin : extent->begin;
-    extent->end = end > extent->end ? end : extent->end;
-}
-
 /* Each allocation once, whatever many addresses lie in it. */
 static void add_targets(struct phos_touches *touches, uint64_t *words, size_t count, uint32_t access)
 {
@@ -127,7 +119,7 @@ static void add_targets(struct phos_touches *touches, uint64_t *words, size_t co
         if (words[i] < end)
             continue;
         struct phos_touch word = {.address = words[i], .access = access};
-        struct extent extent = {~(CUdeviceptr)0, 0};
+        struct extent extent = NOTHING;
         phos_window_visit(&word, unite, &extent);
         if (extent.begin >= extent.end)
             continue;
