@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from contextlib import suppress
@@ -30,25 +31,30 @@ def socket_path() -> Path:
         if not os.path.isabs(named):
             raise UsageError(f"PHOS_SOCKET={named} is no absolute path: programs stand in several directories.")
         return Path(named)
-    if os.geteuid() == 0 or _exists(SYSTEM_SOCKET):
+    if os.geteuid() == 0 or _mode(SYSTEM_SOCKET):
         return SYSTEM_SOCKET
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime) if runtime else _own(TEMPORARY / f"phos-{os.geteuid()}")
     return folder / "phos" / "phosd.sock"
 
 
-def _exists(socket: Path) -> bool:
-    """
+def _mode(socket: Path) -> int:
+    """What is there, as ``st_mode`` tells, or 0 for nothing: asked once, as another phosd may just be replacing it.
+
     Raises:
         NotPermitted: that cannot be seen.
     """
     try:
-        return socket.exists()
+        return socket.stat().st_mode
     except PermissionError as error:
         raise NotPermitted(
             f"User {os.geteuid()} may not enter the folder {socket.parent} of phosd's socket. Have whoever owns it let "
             f"everybody in (chmod 755 {socket.parent}), or name another place (PHOS_SOCKET)."
         ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
+        return 0
 
 
 def _own(folder: Path) -> Path:
@@ -81,7 +87,8 @@ def refuse_unfit(socket: Path) -> None:
             f"The path of phosd's socket, {socket}, is {size - PATH_BYTES} bytes too long: Linux takes {PATH_BYTES} "
             "for that and for the keeper's socket beside it. Name a shorter one (PHOS_SOCKET)."
         )
-    if _exists(socket) and not socket.is_socket():
+    mode = _mode(socket)
+    if mode and not stat.S_ISSOCK(mode):
         raise UsageError(f"{socket} is no socket, and phosd does not replace it. Remove it, or name another place.")
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,6 +244,26 @@ def test_what_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is no socket, and phosd does not replace it"):
             _listen(path)
         assert path.exists()
+
+
+def test_a_socket_that_is_just_being_replaced_is_no_other_file(tmp_path: Path) -> None:
+    path = tmp_path / "phosd.sock"
+    done = threading.Event()
+
+    def replace() -> None:
+        while not done.is_set():
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+                server.bind(str(path))
+            path.unlink()
+
+    with ThreadPoolExecutor(1) as pool:
+        replacing = pool.submit(replace)
+        try:
+            for _ in range(20_000):
+                paths.refuse_unfit(path)
+        finally:
+            done.set()
+        replacing.result()
 
 
 def test_the_socket_of_a_phosd_that_was_killed_is_replaced(tmp_path: Path) -> None:
