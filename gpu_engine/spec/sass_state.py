@@ -234,6 +234,11 @@ class State:
     def forget(self, predicates: Iterable[str]) -> None:
         """Predicates have changed: what was put into registers under them is not sure any more."""
         for name in predicates:
+            # What was sure in the warp's registers for the threads of a vote is so still by the vote itself.
+            votes = {held: uniform for uniform, held in self.voted.items() if held.lstrip("!") == name}
+            for register, (held, word) in self.guarded.items() if votes else ():
+                if register >= UNIFORM and held in votes:
+                    self.guarded[register] = votes[held], word
             # PR stands for all of them.
             gone = [r for r, (held, _) in self.guarded.items() if name in ("PR", "UPR", held.lstrip("!"))]
             for register in gone:

@@ -17,7 +17,7 @@ from phos.gpu_engine.spec import sass_memory as memory
 from phos.gpu_engine.spec.descriptor import Access
 from phos.gpu_engine.spec.sass_operands import Handler, destination, put, word_of, words_in
 from phos.gpu_engine.spec.sass_state import WINDOW_WORD, Kernel, State
-from phos.gpu_engine.spec.sass_text import Instruction, Kind, Operand
+from phos.gpu_engine.spec.sass_text import UNIFORM, Instruction, Kind, Operand
 from phos.gpu_engine.spec.sass_value import (
     COUNT,
     KEY,
@@ -71,6 +71,9 @@ _SILENT = _names(
     """
 )
 
+# What multiplies 0 by 0 and adds a register, as compilers copy one.
+_COPIES = (("U32",), ("MOV", "U32"), ("MOV",), ())
+
 _TEXTURES = ("TEX", "TLD", "TXD", "TMML", "TXQ", "SULD")
 
 
@@ -82,11 +85,33 @@ def step(instruction: Instruction, state: State, kernel: Kernel) -> None:
     handler = _handlers.get(name)
     if handler is None:
         handler = _handlers[name] = _find(name)
+    guards = _moved(instruction, state) if state.guarded else {}
     state.predicate = "" if instruction.always else instruction.predicate
     handler(instruction, state, kernel)
     state.predicate = ""
+    state.guarded.update(guards)
     if state.guarded or state.voted or name == "VOTEU":
         _change_predicates(instruction, state)
+
+
+def _moved(instruction: Instruction, state: State) -> dict[int, tuple[str, Word]]:
+    """What registers hold under a predicate once an instruction has copied others, which hold it, to them.
+
+    A uniform register has the word of some thread of the warp, for which the predicate may be another than for those
+    that read it.
+    """
+    name, operands = instruction.name.removeprefix("U"), instruction.operands
+    copies = name in ("MOV", "R2UR") or (name == "IMAD" and instruction.modifiers in _COPIES)
+    if not copies or not instruction.always or operands[0].kind != Kind.REGISTER:
+        return {}
+    zeros, source = operands[1:-1], operands[-1]
+    if source.kind != Kind.REGISTER or source.negated or any(zero.register >= 0 for zero in zeros):
+        return {}
+    to, register = operands[0].register, source.register
+    if to < 0 or register < 0 or to >= UNIFORM > register:
+        return {}
+    parts = range(2 if "64" in instruction.modifiers else 1)
+    return {to + part: state.guarded[register + part] for part in parts if register + part in state.guarded}
 
 
 def _change_predicates(instruction: Instruction, state: State) -> None:

@@ -234,6 +234,56 @@ def test_a_vote_says_nothing_of_a_thread() -> None:
     assert found == (pointers(WRITE, WRITE), NONE)
 
 
+def test_a_copy_of_a_register_holds_under_a_predicate_what_that_held() -> None:
+    code = """
+        LDC.64 R2, c[0x0][0x210]
+        LDC.64 R4, c[0x0][0x218]
+        ISETP.NE.AND P0, PT, R8, RZ, PT
+        @P0 MOV R2, R4
+        @P0 MOV R3, R5
+        IMAD.MOV.U32 R6, RZ, RZ, R2
+        MOV R7, R3
+        @P0 STG.E desc[UR4][R6.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(NONE, WRITE), NONE)
+    other = code.replace("IMAD.MOV.U32 R6, RZ, RZ, R2", "IMAD.U32 R6, R9, R10, R2")
+    other = other.replace("MOV R7, R3", "IMAD.X R7, RZ, RZ, R3, P1")
+    assert flow(other, P0, P1) == (pointers(WRITE, WRITE), NONE), "no copy"
+    changed = code.replace("MOV R7, R3", "MOV R7, R3\nISETP.NE.AND P0, PT, R9, RZ, PT")
+    assert flow(changed, P0, P1) == (pointers(WRITE, WRITE), NONE)
+    # The warp's register has the word of some thread, for which P0 may be false.
+    warp = code.replace("IMAD.MOV.U32 R6, RZ, RZ, R2", "R2UR UR6, R2").replace("MOV R7, R3", "R2UR UR7, R3")
+    assert flow(warp.replace("R6.64", "UR6.64"), P0, P1) == (pointers(WRITE, WRITE), NONE)
+
+
+def test_a_tensor_map_that_one_thread_is_elected_to_use() -> None:
+    """As Triton's compiler has it: halves that one thread has go through registers of all, and back."""
+    code = """
+        ULDC.64 UR4, c[0x0][0x208]
+        LDC.64 R2, c[0x0][0x198]
+        UMOV UR8, 0x400
+        ELECT P0, URZ, PT
+        VOTEU.ANY UP0, P0
+        @P0 R2UR UR4, R2
+        @P0 R2UR UR7, R3
+        IMAD.U32 R12, RZ, RZ, UR4
+        IMAD.U32 R13, RZ, RZ, UR7
+        @P0 R2UR UR8, R12
+        @P0 R2UR UR9, R13
+        ISETP.NE.AND P1, PT, R5, RZ, PT
+        @UP0 UTMAREDG.2D.ADD [UR20], [UR8]
+        EXIT
+    """
+    expected = ([(0, 0, 128, BOTH, TENSOR_MAP)], NONE)
+    assert flow(code, Parameter(0, 128)) == expected
+    # The predicate is used again; whether it was true for any thread is known by the vote still.
+    later = code.replace("P1, PT, R5", "P0, PT, R5")
+    assert flow(later, Parameter(0, 128)) == expected
+    revoted = code.replace("ISETP.NE.AND P1, PT, R5, RZ, PT", "VOTEU.ANY UP0, P1")
+    assert flow(revoted, Parameter(0, 128)) == ([(0, 0, 128, BOTH, TENSOR_MAP)], BOTH)
+
+
 @pytest.mark.parametrize("branch", ["BRA.CONV ~URZ,", "BRA.CONV", "BRA.DIV UR4,", "BRA.U UP0,"])
 def test_a_branch_that_some_warps_take_leaves_the_way_behind_it(branch: str) -> None:
     """`BRA.CONV` stands before `shfl` and the like at the ends of loops (ptxas 13.0 for sm_75, sm_80, sm_86)."""
