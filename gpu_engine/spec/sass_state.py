@@ -55,10 +55,12 @@ class Driver(NamedTuple):
     barrier: tuple[int, int]
     """The slots with the halves of the address at which the blocks of a cooperative launch wait for each other, the
     upper half first: %envreg1 and %envreg2. The memory is the driver's."""
+    cluster: int = 0
+    """Bytes from what it says of the grid for one number of blocks in a cluster to that for the next, downwards."""
 
 
 _DRIVER = (
-    Driver(100, 0x348, 0x380, 0x2F8, 0x37C, (0x254, 0x258)),
+    Driver(100, 0x348, 0x380, 0x2F8, 0x37C, (0x254, 0x258), 0xA0),
     Driver(90, 0x198, 0x210, 0x20, 0x28, (0x44, 0x48)),
     Driver(0, 0x40, 0, 0x20, 0x28, (0x8C, 0x90)),
 )
@@ -146,6 +148,8 @@ class Kernel:
         """The word at ``place`` plus an unknown multiple of ``stride``, if ``rising`` none below it, of a bank."""
         if bank == 0 and place in self.layout.driver.barrier:
             return NOT_THE_PROGRAMS  # one for each size that a cluster may have
+        if bank == 0 and stride == self.layout.driver.cluster and place < self.layout.base - stride:
+            return COUNT  # how many blocks there are, for example
         if bank == 0:
             return of(Atom(Origin.ELEMENT, place - self.layout.base, stride, rising))
         if bank == 4:

@@ -15,6 +15,7 @@ def flow(
     architecture: int = 90,
     slots: dict[int, str] | None = None,
     name: str = "k",
+    base: int = 0x210,
 ) -> Expected:
     """What a kernel of these instructions does."""
     lines = [
@@ -23,7 +24,7 @@ def flow(
     ]
     text = f'.target sm_{architecture}\n.section .text.{name},"ax",@progbits\n{name}:\n' + "\n".join(lines)
     size = max((p.offset + p.size for p in parameters), default=0)
-    layouts = {name: (tuple(parameters), Layout(0x210, size, architecture))}
+    layouts = {name: (tuple(parameters), Layout(base, size, architecture))}
     return as_expected(sass_flow.describe_listing(parse(text), layouts, slots or {})[name])
 
 

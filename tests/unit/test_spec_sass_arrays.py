@@ -195,3 +195,22 @@ def test_a_tensor_map_may_be_an_argument_or_lie_in_memory(
     if reads_pointer:
         fields.append((1, 0, 8, READ, POINTER))
     assert flow(code, Parameter(0, 128), Parameter(128, 8)) == (fields, access)
+
+
+def test_how_many_blocks_there_are_is_no_argument() -> None:
+    """sm_100: the driver says it for each size of a cluster, one below the other."""
+    code = """
+        S2UR UR4, SR_CgaSize
+        UIMAD UR4, UR4, -0xa0, URZ
+        LDCU.64 UR4, c[0x0][UR4+{place:#x}]
+        LDC.64 R2, c[0x0][0x380]
+        IADD3 R2, P0, PT, R2, UR4, RZ
+        IADD3.X R3, PT, PT, R3, UR5, RZ, P0, !PT
+        STG.E desc[UR6][R2.64], R0
+        EXIT
+    """
+    both = Parameter(0, 8), Parameter(8, 256)
+    assert flow(code.format(place=0x2B0), *both, architecture=100, base=0x380) == (pointers(WRITE), NONE)
+    # One element before an array among the arguments, which is counted from 1.
+    fields, _ = flow(code.format(place=0x2E8), *both, architecture=100, base=0x380)
+    assert (1, 0, 256, WRITE, SCAN) in fields
