@@ -49,6 +49,10 @@ _KEEPS_DATA = frozenset(("PF1", "PF1_5", "PF2", "DML2", "IV", "IVALL", "IVALLP",
 """What cache control does by fetching, writing back, or forgetting what is elsewhere as well."""
 
 
+_NO_ADDRESSES = ("desc[", "gdesc[", "idesc[", "tmem[")
+"""Brackets around what is no address in memory: descriptors, tensor memory."""
+
+
 def _memory_operands(instruction: Instruction) -> list[Operand]:
     return [operand for operand in instruction.operands if operand.kind == Kind.MEMORY]
 
@@ -124,6 +128,13 @@ def anything(instruction: Instruction, state: State, kernel: Kernel) -> bool:
     operands = _memory_operands(instruction)
     for operand in operands:
         touch(kernel, BOTH, _address(operand, state))
+    if any(
+        "[" in operand.text and not operand.text.startswith(_NO_ADDRESSES)
+        for operand in instruction.operands
+        if operand.kind == Kind.OTHER
+    ):
+        kernel.indirect |= BOTH  # an address in a spelling that nobody knows
+        return True
     return bool(operands)
 
 

@@ -540,3 +540,9 @@ def test_a_kernel_that_does_not_say_where_its_parameters_lie(size: int) -> None:
     found = sass_flow.describe_listing(parse(text), {"k": ((P0, P1), Layout(0x210, size, 90))}, {})["k"]
     assert as_expected(found) == ([(0, 0, 8, BOTH, SCAN), (1, 0, 8, BOTH, SCAN)], NONE)
     assert found.guessed
+
+
+@pytest.mark.parametrize("brackets", ["xdesc[UR4][R2.64]", "[R2.64][UR8]"])
+def test_an_instruction_and_an_address_that_nobody_knows_may_be_a_store_to_anywhere(brackets: str) -> None:
+    assert flow(f"STNEW.E {brackets}, R0\nEXIT", P0) == ([], BOTH)
+    assert flow("NEW.E R4, gdesc[UR4], tmem[UR8], R0\nEXIT", P0) == ([], NONE)
