@@ -16,7 +16,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SEGMENT_LEAST ((uint64_t)2 << 20) /* what PyTorch asks the driver for at once, at the least */
+#define SEGMENT_SHIFT 21
+#define SEGMENT_LEAST ((uint64_t)1 << SEGMENT_SHIFT) /* what PyTorch asks the driver for at once, at the least */
 #define CUDA_DEVICE 1 /* c10::DeviceType::CUDA */
 #define FIRST_PLACES ((size_t)1 << 12)
 #define REPORT "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
@@ -33,8 +34,8 @@ struct part {
 };
 
 struct report {
-    uint64_t address;
-    int64_t size; /* below 0: it came back */
+    uint64_t address; /* 0: of a capture, which begins (size 1) or has ended (-1) */
+    int64_t size;     /* below 0: it came back */
 };
 
 #define REPORTS 8192
@@ -53,6 +54,9 @@ static uint64_t numbers;
 static bool lost;            /* out of host memory once: nothing is known any more */
 static struct part *ordered; /* NULL: not now */
 static size_t ordered_count, ordered_room;
+static int64_t capturing;    /* captures under way, as far as the reports in the table go */
+static uint64_t *captured;   /* in order: where parts were handed out meanwhile, in units of SEGMENT_LEAST */
+static size_t captured_count, captured_room;
 
 /* ---- the hash table, with the lock held */
 
@@ -104,8 +108,10 @@ static void forget_all(void)
 {
     free(places);
     free(ordered);
+    free(captured);
     places = ordered = NULL;
-    place_count = part_count = ordered_count = ordered_room = 0;
+    captured = NULL;
+    place_count = part_count = ordered_count = ordered_room = captured_count = captured_room = 0;
 }
 
 /* ---- in order, with the lock held: by address, none over another */
@@ -182,12 +188,58 @@ static bool put_all_in_order(void)
     return true;
 }
 
+/* Index of the first that is not below a unit. */
+static size_t captured_from(uint64_t unit)
+{
+    size_t low = 0, high = captured_count;
+    while (low < high) {
+        size_t middle = low + (high - low) / 2;
+        if (captured[middle] < unit)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static bool mark_captured(uint64_t begin)
+{
+    uint64_t unit = begin >> SEGMENT_SHIFT;
+    size_t at = captured_from(unit);
+    if (at < captured_count && captured[at] == unit)
+        return true;
+    if (captured_count == captured_room) {
+        size_t room = captured_room ? captured_room * 2 : 64;
+        uint64_t *grown = realloc(captured, room * sizeof *grown);
+        if (!grown)
+            return false;
+        captured = grown;
+        captured_room = room;
+    }
+    memmove(&captured[at + 1], &captured[at], (captured_count - at) * sizeof *captured);
+    captured[at] = unit;
+    captured_count++;
+    return true;
+}
+
+static void unmark_captured(uint64_t begin, uint64_t size)
+{
+    /* Of whole units: one that is not gone as a whole may be another segment's as well. */
+    size_t from = captured_from((begin + SEGMENT_LEAST - 1) >> SEGMENT_SHIFT), to = captured_from((begin + size) >> SEGMENT_SHIFT);
+    if (from >= to)
+        return;
+    memmove(&captured[from], &captured[to], (captured_count - to) * sizeof *captured);
+    captured_count -= to - from;
+}
+
 static void apply(uint64_t begin, int64_t size)
 {
-    if (lost)
+    if (!begin)
+        capturing += size;
+    if (lost || !begin)
         return;
     if (size > 0) {
-        if (part_count >= place_count / 2 && !grow()) {
+        if ((part_count >= place_count / 2 && !grow()) || (capturing > 0 && !mark_captured(begin))) {
             lost = true;
             forget_all();
             return;
@@ -315,12 +367,26 @@ bool phos_parts_any(uint64_t begin, uint64_t end)
     return (next && end_of(&ordered[next - 1]) > begin) || (next < ordered_count && ordered[next].begin < end);
 }
 
+bool phos_parts_captured(uint64_t begin, uint64_t end)
+{
+    PHOS_LOCKED(&parts_lock);
+    settle(true);
+    size_t at = captured_from(begin >> SEGMENT_SHIFT);
+    return at < captured_count && captured[at] <= (end - 1) >> SEGMENT_SHIFT;
+}
+
+void phos_parts_capture(int more)
+{
+    note(0, more);
+}
+
 void phos_parts_gone(uint64_t address, uint64_t size)
 {
     if (size < SEGMENT_LEAST)
         return;
     PHOS_LOCKED(&parts_lock);
     settle(true);
+    unmark_captured(address, size);
     bool gone = false;
     for (size_t i = 0; part_count && i < place_count; i++)
         while (places[i].begin && places[i].begin - address < size) { /* another may come in its place */
@@ -346,7 +412,9 @@ void phos_parts_forked(void)
     atomic_flag_clear(&writing);
     /* Another thread may have been in the middle of it; and the driver does not work here. */
     places = ordered = NULL;
-    place_count = part_count = ordered_count = ordered_room = written = full = 0;
+    captured = NULL;
+    place_count = part_count = ordered_count = ordered_room = captured_count = captured_room = written = full = 0;
+    capturing = 0;
     lost = true;
 }
 

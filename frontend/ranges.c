@@ -36,6 +36,7 @@ bool phos_ranges_add(struct phos_ranges *ranges, struct phos_range *range)
     ranges->items[at] = range;
     ranges->ends[at] = range->address + range->size;
     ranges->count++;
+    ranges->changes++;
     return true;
 }
 
@@ -45,6 +46,7 @@ void phos_ranges_remove(struct phos_ranges *ranges, const struct phos_range *ran
     if (at >= ranges->count || ranges->items[at] != range)
         return;
     ranges->count--;
+    ranges->changes++;
     memmove(ranges->items + at, ranges->items + at + 1, (ranges->count - at) * sizeof *ranges->items);
     memmove(ranges->ends + at, ranges->ends + at + 1, (ranges->count - at) * sizeof *ranges->ends);
 }

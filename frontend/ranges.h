@@ -15,6 +15,7 @@ struct phos_ranges {
     struct phos_range **items;
     uint64_t *ends; /* of each item, side by side: searching them fetches no item */
     size_t count, capacity;
+    uint64_t changes; /* how often one came or went */
 };
 
 /* False: out of host memory. Ranges must not overlap, and stay as they are while they are in here. */

@@ -5,6 +5,7 @@
 #include "cleanup.h"
 #include "log.h"
 #include "memory.h"
+#include "parts.h"
 #include "runtime.h"
 
 #include <stdlib.h>
@@ -46,10 +47,16 @@ static bool context_known(CUcontext context)
     return false;
 }
 
+static void count_captures(int more)
+{
+    atomic_fetch_add(&phos_capture_count, more);
+    phos_parts_capture(more);
+}
+
 static void capture_ended(struct capture *capture)
 {
     free(capture);
-    atomic_fetch_sub(&phos_capture_count, 1);
+    count_captures(-1);
 }
 
 /* Those of a context or, if there is a thread, in that one's own streams. */
@@ -337,7 +344,7 @@ CUresult serve_cuCtxDisablePeerAccess(CUcontext peer)
  * what this thread does next; by the end of this time it is in the driver, where a capture does it no harm. */
 static bool capture_begins(void)
 {
-    atomic_fetch_add(&phos_capture_count, 1);
+    count_captures(1);
     struct timespec deadline;
     clock_gettime(CLOCK_REALTIME, &deadline);
     deadline.tv_nsec += 100000000;
@@ -404,7 +411,7 @@ static CUresult capture_begun(bool locked, CUstream stream, CUresult result)
     CUdevice device;
     struct capture *capture = result == CUDA_SUCCESS ? calloc(1, sizeof *capture) : NULL;
     if (!capture) { /* or out of host memory */
-        atomic_fetch_sub(&phos_capture_count, 1);
+        count_captures(-1);
         return result;
     }
     capture->stream = stream;

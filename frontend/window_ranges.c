@@ -38,8 +38,28 @@ static CUdeviceptr run_before(size_t *first, CUdeviceptr down_to)
     return items[*first]->address;
 }
 
+/* All that is mapped around an address without a gap, of the application's own: mostly one segment with expandable_segments,
+ * and asked for again and again. */
+static struct phos_part run_around(size_t at)
+{
+    static struct phos_part run;
+    static uint64_t changes; /* of the mappings, when the run was found */
+    struct phos_range *const *items = phos_mappings.items;
+    CUdeviceptr address = items[at]->address;
+    if (changes == phos_mappings.changes && address - run.begin < run.end - run.begin)
+        return run;
+    size_t first = at, last = at;
+    run.begin = run_before(&first, 0);
+    while (last + 1 < phos_mappings.count && phos_mappings.ends[last] == items[last + 1]->address)
+        last++;
+    run.end = phos_mappings.ends[last];
+    changes = phos_mappings.changes;
+    return run;
+}
+
 /* An address names the whole allocation that holds it, or the part of one that PyTorch has handed out. Of the application's
- * own mappings nobody else knows where a buffer ends: everything that is mapped behind it without a gap. */
+ * own mappings nobody else knows where a buffer ends: everything that is mapped behind it without a gap. So it is where parts are
+ * handed out in graphs. */
 void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visit, void *cookie)
 {
     CUdeviceptr begin = touch->address, end = touch->address + touch->size;
@@ -61,7 +81,14 @@ void phos_window_visit(const struct phos_touch *touch, phos_window_visitor *visi
         } else if (mapping->span) {
             begin = mapping->range.address;
             end = begin + mapping->range.size;
-        } else {
+        }
+        bool own = !allocation && !mapping->span;
+        if (kind != PHOS_PART_UNKNOWN) {
+            struct phos_part segment = own ? run_around(first) : (struct phos_part){begin, end};
+            if (phos_parts_captured(segment.begin, segment.end))
+                kind = PHOS_PART_UNKNOWN;
+        }
+        if (own) {
             if (kind == PHOS_PART_HELD)
                 begin = run_before(&first, part.begin);
             end = ~(CUdeviceptr)0;

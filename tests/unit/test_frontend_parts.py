@@ -160,6 +160,29 @@ def test_more_reports_than_are_written_down_at_once_by_several_threads(parts: Pa
         assert held == list(range(8900, 9000))
 
 
+def test_memory_that_was_handed_out_in_a_capture_is_remembered_until_it_goes(parts: Parts) -> None:
+    """Not that which came back in one, nor what is handed out after it."""
+    base = 0x7F0000000000
+    captured = parts.library.phos_parts_captured
+    captured.argtypes, captured.restype = [ctypes.c_uint64, ctypes.c_uint64], ctypes.c_bool
+    parts.report(base, 0x200)
+    for depth in (1, 1, -1):
+        parts.library.phos_parts_capture(depth)
+    parts.report(base, -0x200)
+    for segment in (40, 20, 60, 20):
+        parts.report(base + segment * MIB + 0x400, 0x200)
+        parts.report(base + segment * MIB + 0x400, -0x200)
+    parts.library.phos_parts_capture(-1)
+    parts.report(base + 80 * MIB, 0x200)
+    assert [at for at in range(0, 100, 2) if captured(base + at * MIB, base + (at + 2) * MIB)] == [20, 40, 60]
+    assert captured(base + 21 * MIB, base + 40 * MIB + 1)
+    assert not captured(base + 22 * MIB, base + 40 * MIB)
+    assert not captured(base + 62 * MIB, base + 400 * MIB)
+    parts.library.phos_parts_gone(base + 30 * MIB, 20 * MIB)
+    parts.library.phos_parts_gone(base + 61 * MIB, 20 * MIB)
+    assert [at for at in range(0, 100, 2) if captured(base + at * MIB, base + (at + 2) * MIB)] == [20, 60]
+
+
 def test_in_a_forked_child_nothing_is_known(parts: Parts) -> None:
     """Where another thread may have been in the middle of a change."""
     parts.report(0x10000, 0x200)
@@ -349,3 +372,41 @@ def test_in_an_expandable_segment_as_well(phosd: FakePhosd, libraries: Path, lau
     """Of which the driver does not know where a tensor ends."""
     with opened(phosd, libraries, EXPANDABLE + LAUNCHED.format(of=20, launch=launch)) as (_, seen):
         assert seen == chunks
+
+
+CAPTURED = """
+def captured(at):
+    ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+    torch.hand_out(at, 12 * MIB)
+    ok(cu.cuStreamEndCapture(stream))
+    torch.hand_out(at, -12 * MIB)
+    torch.hand_out(at, MIB)
+"""
+AFRESH = "p = int(ok((cu.cuMemFree(p), cu.cuMemAlloc(40 * MIB))[1])); torch.hand_out(p + 9 * MIB, MIB)"
+
+
+@built
+@pytest.mark.parametrize(
+    ("before", "launch", "chunks"),
+    [
+        pytest.param("captured(p + 9 * MIB)", "launch(p + 9 * MIB)", set(range(10)), id="before"),
+        pytest.param("", "captured(p + 9 * MIB); launch(p + 9 * MIB)", set(range(10)), id="in the window"),
+        pytest.param("captured(q); torch.hand_out(p + 9 * MIB, MIB)", "launch(p + 9 * MIB)", {2}, id="in another one"),
+        pytest.param("captured(p + 9 * MIB);" + AFRESH, "launch(p + 9 * MIB)", {2}, id="freed since"),
+    ],
+)
+def test_of_a_segment_in_which_parts_were_handed_out_in_a_capture_it_is_the_whole(
+    phosd: FakePhosd, libraries: Path, before: str, launch: str, chunks: set[int]
+) -> None:
+    """PyTorch makes the tensors of a graph again when it launches that, and reports none of them."""
+    body = CAPTURED + before + "\n" + LAUNCHED.format(of=40, launch=launch)
+    with opened(phosd, libraries, body) as (_, seen):
+        assert seen == chunks
+
+
+@built
+def test_nor_is_anything_known_of_an_expandable_one(phosd: FakePhosd, libraries: Path) -> None:
+    """All of which is one segment, wherever in it that was."""
+    body = EXPANDABLE + CAPTURED + "captured(segment + 44 * MIB)\n"
+    with opened(phosd, libraries, body + LAUNCHED.format(of=20, launch="launch(segment + 17 * MIB)")) as (_, seen):
+        assert seen == set(range(4, 15))
