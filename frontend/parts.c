@@ -353,9 +353,12 @@ enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part)
         *part = (struct phos_part){ordered[next - 1].begin, end_of(&ordered[next - 1])};
         return PHOS_PART_HELD;
     }
-    part->begin = next ? end_of(&ordered[next - 1]) : 0;
     part->end = next < ordered_count ? ordered[next].begin : UINT64_MAX;
-    return PHOS_PART_FREE;
+    part->begin = next ? end_of(&ordered[next - 1]) : 0;
+    if (!next || part->begin != address)
+        return PHOS_PART_FREE;
+    part->begin = ordered[next - 1].begin; /* some kernels are given the end of what they touch */
+    return PHOS_PART_HELD;
 }
 
 bool phos_parts_any(uint64_t begin, uint64_t end)

@@ -9,7 +9,7 @@ struct phos_part {
 };
 enum phos_part_kind {
     PHOS_PART_UNKNOWN, /* nothing is known of any part */
-    PHOS_PART_HELD,    /* this one holds the address */
+    PHOS_PART_HELD,    /* this one holds the address; or ends there, and none begins: what is free behind it as well */
     PHOS_PART_FREE,    /* the address lies between two, in what is nobody's. It may reach far beyond the segment */
 };
 enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part);

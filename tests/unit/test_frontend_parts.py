@@ -77,14 +77,24 @@ def test_what_is_handed_out_is_found_by_any_address_in_it(parts: Parts) -> None:
     parts.report(0x10400, 0x400)
     parts.report(0x10200, 0x200, CPU)
     assert parts.find(0x10000) == parts.find(0x101FF) == (HELD, 0x10000, 0x10200)
-    assert parts.find(0x10200) == parts.find(0x103FF) == (FREE, 0x10200, 0x10400)
+    assert parts.find(0x10201) == parts.find(0x103FF) == (FREE, 0x10200, 0x10400)
     assert parts.find(0x107FF) == (HELD, 0x10400, 0x10800)
     assert parts.find(0x9000) == (FREE, 0, 0x10000)
-    assert parts.find(0x10800) == (FREE, 0x10800, (1 << 64) - 1)
+    assert parts.find(0x10801) == (FREE, 0x10800, (1 << 64) - 1)
     parts.report(0x10400, -0x400)
     assert parts.find(0x107FF) == (FREE, 0x10200, (1 << 64) - 1)
     parts.report(0x10000, -0x200)
     assert parts.find(0x10000) == (UNKNOWN, 0, 0)
+
+
+def test_the_end_of_what_is_handed_out_is_of_it_where_no_other_begins(parts: Parts) -> None:
+    """Some kernels are given the end of what they write to."""
+    parts.report(0x10000, 0x200)
+    parts.report(0x10400, 0x400)
+    parts.report(0x10800, 0x200)
+    assert parts.find(0x10200) == (HELD, 0x10000, 0x10400)
+    assert parts.find(0x10800) == (HELD, 0x10800, 0x10A00)
+    assert parts.find(0x10A00) == (HELD, 0x10800, (1 << 64) - 1)
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -136,6 +146,8 @@ def test_random_parts_are_those_of_a_list(parts: Parts) -> None:
                 max((b + s for b, s in live.items() if b + s <= asked), default=0),
                 min((b for b in live if b > asked), default=(1 << 64) - 1),
             )
+            if wanted[1] == asked:
+                wanted = (HELD, next(b for b, s in live.items() if b + s == asked), wanted[2])
         assert parts.find(asked) == (wanted or (UNKNOWN, 0, 0))
 
 
@@ -297,6 +309,7 @@ assert ctypes.c_int.in_dll(c10, "reported").value == 1
         ("launch(p + 12 * MIB)", {2, 3, 4}),  # 9 to 19 MiB
         ("launch(p + 30 * MIB)", {7}),
         ("launch(p + 20 * MIB)", {4, 5, 6, 7}),  # nobody's, from 19 to 30
+        ("launch(p + 19 * MIB)", {2, 3, 4, 5, 6, 7}),  # and what ends there
         ("launch(q)", set()),
     ],
 )
@@ -366,6 +379,7 @@ torch.hand_out(segment + 50 * MIB, MIB)
         ("launch(segment + 30 * MIB)", set(range(4, 11))),  # 16 to 42 MiB, from the middle
         ("launch(segment + 50 * MIB)", {12}),
         ("launch(segment + 45 * MIB)", {11, 12}),  # nobody's: from there to 50 MiB
+        ("launch(segment + 42 * MIB)", set(range(4, 13))),  # and what ends there
     ],
 )
 def test_in_an_expandable_segment_as_well(phosd: FakePhosd, libraries: Path, launch: str, chunks: set[int]) -> None:
