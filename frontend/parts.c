@@ -41,11 +41,16 @@ struct report {
 #define REPORTS 8192
 /* Two sheets: one is written to while what is on the other goes into the table. Guarded by `writing`, which is never held for
  * longer than it takes to write one down; a full sheet, while it is `full`, by parts_lock. */
-static atomic_flag writing = ATOMIC_FLAG_INIT;
-static struct report sheets[2][REPORTS];
-static size_t written; /* on the sheet that is written to */
-static unsigned sheet; /* which that is */
-static size_t full;    /* how many are on the other one and not in the table yet; 0: it is empty */
+static struct report sheets[2][REPORTS] __attribute__((aligned(64)));
+/* Whatever else a report needs lies in one cache line: a training step leaves none of it in the cache between two of them. */
+static struct {
+    atomic_flag writing;
+    atomic_bool wanted; /* set before `original` */
+    unsigned sheet;     /* which is written to */
+    size_t written;     /* on that one */
+    size_t full;        /* how many are on the other one and not in the table yet; 0: it is empty */
+    _Atomic(report_function *) original; /* PyTorch's own; NULL: not looked for yet */
+} desk __attribute__((aligned(64)));
 
 static pthread_mutex_t parts_lock = PTHREAD_MUTEX_INITIALIZER; /* taken before `writing`; guards all that follows */
 static struct part *places; /* a hash table by `begin`, linear probing, at most half full */
@@ -269,23 +274,23 @@ static void apply(uint64_t begin, int64_t size)
 
 static void begin_writing(void)
 {
-    while (atomic_flag_test_and_set_explicit(&writing, memory_order_acquire))
+    while (atomic_flag_test_and_set_explicit(&desk.writing, memory_order_acquire))
         ;
 }
 
 static void end_writing(void)
 {
-    atomic_flag_clear_explicit(&writing, memory_order_release);
+    atomic_flag_clear_explicit(&desk.writing, memory_order_release);
 }
 
 /* With `writing`: the sheet is full, the other one will be written to. False: that one is not in the table yet. */
 static bool turn_over(void)
 {
-    if (full)
+    if (desk.full)
         return false;
-    full = written;
-    written = 0;
-    sheet ^= 1;
+    desk.full = desk.written;
+    desk.written = 0;
+    desk.sheet ^= 1;
     return true;
 }
 
@@ -294,16 +299,16 @@ static void settle(bool all)
 {
     for (;;) {
         begin_writing();
-        bool some = full || (all && turn_over() && full);
-        const struct report *reports = sheets[sheet ^ 1];
-        size_t count = full;
+        bool some = desk.full || (all && turn_over() && desk.full);
+        const struct report *reports = sheets[desk.sheet ^ 1];
+        size_t count = desk.full;
         end_writing();
         if (!some)
             return;
         for (size_t i = 0; i < count; i++)
             apply(reports[i].address, reports[i].size);
         begin_writing();
-        full = 0;
+        desk.full = 0;
         end_writing();
     }
 }
@@ -311,7 +316,7 @@ static void settle(bool all)
 void phos_parts_settle(void)
 {
     begin_writing();
-    bool some = full;
+    bool some = desk.full;
     end_writing();
     if (!some)
         return;
@@ -319,19 +324,34 @@ void phos_parts_settle(void)
     settle(false);
 }
 
-static void note(uint64_t begin, int64_t size)
+static void put_down(struct report report)
+{
+    sheets[desk.sheet][desk.written++] = report;
+    end_writing();
+}
+
+/* With `writing`: the sheet is full. */
+static __attribute__((noinline, cold)) void note_overleaf(struct report report)
 {
     bool turned = false;
-    begin_writing();
-    while (written == REPORTS && !(turned = turn_over())) {
+    while (desk.written == REPORTS && !(turned = turn_over())) {
         end_writing(); /* faster than the control thread, or there is none */
         phos_parts_settle();
         begin_writing();
     }
-    sheets[sheet][written++] = (struct report){begin, size};
-    end_writing();
+    put_down(report);
     if (turned)
         phos_control_kick();
+}
+
+static void note(uint64_t begin, int64_t size)
+{
+    struct report report = {begin, size};
+    begin_writing();
+    if (__builtin_expect(desk.written == REPORTS, 0))
+        note_overleaf(report);
+    else
+        put_down(report);
 }
 
 /* ---- */
@@ -412,11 +432,12 @@ void phos_parts_rest(void)
 void phos_parts_forked(void)
 {
     pthread_mutex_init(&parts_lock, NULL);
-    atomic_flag_clear(&writing);
+    end_writing();
     /* Another thread may have been in the middle of it; and the driver does not work here. */
     places = ordered = NULL;
     captured = NULL;
-    place_count = part_count = ordered_count = ordered_room = captured_count = captured_room = written = full = 0;
+    place_count = part_count = ordered_count = ordered_room = captured_count = captured_room = 0;
+    desk.written = desk.full = 0;
     capturing = 0;
     lost = true;
 }
@@ -428,36 +449,26 @@ static void nobody(void *address, int64_t size, size_t allocated, size_t reserve
     (void)address, (void)size, (void)allocated, (void)reserved, (void)device;
 }
 
-static report_function *original(void)
+/* The first time. Whoever else does this as well finds the same. */
+static __attribute__((noinline, cold)) report_function *look_for_original(void)
 {
-    static _Atomic(report_function *) known; /* whoever finds it first, finds the same */
-    report_function *found = atomic_load_explicit(&known, memory_order_acquire);
-    if (found)
-        return found;
+    const char *value = getenv("PHOS_PYTORCH");
+    atomic_store_explicit(&desk.wanted, !value || strcmp(value, "off"), memory_order_relaxed);
     void *library = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
-    found = library ? (report_function *)dlsym(library, REPORT) : NULL;
+    report_function *found = library ? (report_function *)dlsym(library, REPORT) : NULL;
     found = found ? found : nobody;
-    atomic_store_explicit(&known, found, memory_order_release);
+    atomic_store_explicit(&desk.original, found, memory_order_release);
     return found;
-}
-
-static bool wanted(void)
-{
-    static _Atomic int setting; /* 0: not asked yet, 1: yes, 2: no */
-    int known = atomic_load_explicit(&setting, memory_order_relaxed);
-    if (!known) {
-        const char *value = getenv("PHOS_PYTORCH");
-        known = value && !strcmp(value, "off") ? 2 : 1;
-        atomic_store_explicit(&setting, known, memory_order_relaxed);
-    }
-    return known == 1;
 }
 
 extern report_function phos_report __asm__(REPORT) __attribute__((visibility("default")));
 
 void phos_report(void *address, int64_t size, size_t allocated, size_t reserved, struct device device)
 {
-    if (device.type == CUDA_DEVICE && address && size && wanted())
+    report_function *original = atomic_load_explicit(&desk.original, memory_order_acquire);
+    if (__builtin_expect(!original, 0))
+        original = look_for_original();
+    if (device.type == CUDA_DEVICE && address && size && atomic_load_explicit(&desk.wanted, memory_order_relaxed))
         note((uint64_t)(uintptr_t)address, size);
-    original()(address, size, allocated, reserved, device);
+    original(address, size, allocated, reserved, device);
 }
