@@ -12,7 +12,7 @@ import pytest
 from tests.integration.site import Site, wait_until
 from tests.windows.builds import HERE, build
 
-SEED, THREADS, MEGABYTES, NAP_US, RARE = 3, 4, 32, 150, 0
+SEED, THREADS, MEGABYTES, NAP_US, RARE = 3, 4, 32, 1500, 0
 
 
 @pytest.mark.parametrize("how", ["eager", "lazy"])
