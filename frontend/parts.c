@@ -10,6 +10,7 @@
 #include "control.h"
 
 #include <dlfcn.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stddef.h>
@@ -449,12 +450,16 @@ static void nobody(void *address, int64_t size, size_t allocated, size_t reserve
     (void)address, (void)size, (void)allocated, (void)reserved, (void)device;
 }
 
-/* The first time. Whoever else does this as well finds the same. */
-static __attribute__((noinline, cold)) report_function *look_for_original(void)
+/* The first time. Whoever else does this as well finds the same: what the library that calls would without us. Its name may be any,
+ * and it may have been loaded for itself (RTLD_LOCAL). */
+static __attribute__((noinline, cold)) report_function *look_for_original(const void *caller)
 {
     const char *value = getenv("PHOS_PYTORCH");
     atomic_store_explicit(&desk.wanted, !value || strcmp(value, "off"), memory_order_relaxed);
-    void *library = dlopen("libc10.so", RTLD_LAZY | RTLD_NOLOAD);
+    Dl_info info;
+    struct link_map *map = NULL;
+    bool known = dladdr1(caller, &info, (void **)&map, RTLD_DL_LINKMAP) && map && *map->l_name; /* else it is the program */
+    void *library = known ? dlopen(map->l_name, RTLD_LAZY | RTLD_NOLOAD) : RTLD_NEXT;
     report_function *found = library ? (report_function *)dlsym(library, REPORT) : NULL;
     found = found ? found : nobody;
     atomic_store_explicit(&desk.original, found, memory_order_release);
@@ -467,7 +472,7 @@ void phos_report(void *address, int64_t size, size_t allocated, size_t reserved,
 {
     report_function *original = atomic_load_explicit(&desk.original, memory_order_acquire);
     if (__builtin_expect(!original, 0))
-        original = look_for_original();
+        original = look_for_original(__builtin_return_address(0));
     if (device.type == CUDA_DEVICE && address && size && atomic_load_explicit(&desk.wanted, memory_order_relaxed))
         note((uint64_t)(uintptr_t)address, size);
     original(address, size, allocated, reserved, device);

@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -62,13 +63,18 @@ class Parts:
 
 
 @pytest.fixture
-def parts(tmp_path: Path) -> Parts:
+def parts_library(tmp_path: Path) -> Path:
     made, kick = tmp_path / "parts.so", tmp_path / "kick.c"
     kick.write_text("void phos_control_kick(void); void phos_control_kick(void) { }")
     flags = ["-std=gnu11", "-D_GNU_SOURCE=", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
     include = [f"-I{BUILD / 'gen'}", "-isystem", str(CUDA_INCLUDE)]
     subprocess.run(["gcc", *flags, *include, "-o", made, kick, ROOT / "frontend" / "parts.c"], check=True)
-    return Parts(ctypes.CDLL(str(made)))
+    return made
+
+
+@pytest.fixture
+def parts(parts_library: Path) -> Parts:
+    return Parts(ctypes.CDLL(str(parts_library)))
 
 
 def test_what_is_handed_out_is_found_by_any_address_in_it(parts: Parts) -> None:
@@ -248,15 +254,47 @@ pool, p, q = [int(ok(cu.cuMemAlloc(size))) for size in ({pool}, {p}, {q})]
 """
 
 
-@pytest.fixture
-def libraries(tmp_path: Path) -> Path:
+def build_libraries(folder: Path, c10: str = "libc10.so") -> None:
     """Libraries that are like PyTorch's in what matters here."""
-    for name, source, more in (("libc10.so", C10, []), ("libc10_cuda.so", ALLOCATOR, ["-L.", "-lc10"])):
-        code = tmp_path / f"{name}.c"
+    for name, source, more in ((c10, C10, []), ("libc10_cuda.so", ALLOCATOR, ["-L.", f"-l:{c10}"])):
+        code = folder / f"{name}.c"
         code.write_text(source % REPORT)
         command = ["gcc", "-shared", "-fPIC", f"-Wl,-soname,{name}", "-o", name, code.name, *more]
-        subprocess.run([*command, "-Wl,-rpath,$ORIGIN"], cwd=tmp_path, check=True)
+        subprocess.run([*command, "-Wl,-rpath,$ORIGIN"], cwd=folder, check=True)
+
+
+@pytest.fixture
+def libraries(tmp_path: Path) -> Path:
+    build_libraries(tmp_path)
     return tmp_path
+
+
+FORWARDED = """
+import ctypes, sys
+folder, c10 = sys.argv[1:]
+torch = ctypes.CDLL(folder + "/libc10_cuda.so")
+torch.hand_out.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+torch.hand_out(4096, 77 * 512)
+assert ctypes.CDLL("", ctypes.RTLD_GLOBAL).phos_parts_any(ctypes.c_uint64(4096), ctypes.c_uint64(8192))
+print(ctypes.c_int.in_dll(ctypes.CDLL(folder + "/" + c10), "reported").value)
+"""
+
+
+@pytest.mark.parametrize("c10", ["libc10.so", "libc10-1f2e3d4c.so"])
+def test_pytorchs_own_function_is_called_too_whatever_its_library_is_called(
+    parts_library: Path, tmp_path: Path, c10: str
+) -> None:
+    """Packagers rename it."""
+    build_libraries(tmp_path, c10)
+    ran = subprocess.run(
+        [sys.executable, "-c", FORWARDED, str(tmp_path), c10],
+        env={**os.environ, "LD_PRELOAD": str(parts_library)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert ran.stdout == "1\n", ran.stderr
 
 
 @contextmanager
