@@ -16,6 +16,9 @@
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 #define SEGMENT_SHIFT 21
 #define SEGMENT_LEAST ((uint64_t)1 << SEGMENT_SHIFT) /* what PyTorch asks the driver for at once, at the least */
@@ -275,8 +278,11 @@ static void apply(uint64_t begin, int64_t size)
 
 static void begin_writing(void)
 {
-    while (atomic_flag_test_and_set_explicit(&desk.writing, memory_order_acquire))
-        ;
+    for (unsigned tries = 1; atomic_flag_test_and_set_explicit(&desk.writing, memory_order_acquire); tries++)
+        /* Whoever is writing may be waiting for this very processor, which a thread with a real-time priority only gives away
+         * asleep. No function of the C library's does that without being a place where threads are cancelled. */
+        if (tries % 1024 == 0)
+            syscall(SYS_nanosleep, &(struct timespec){.tv_nsec = 20000}, NULL);
 }
 
 static void end_writing(void)

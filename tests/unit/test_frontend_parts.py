@@ -178,6 +178,67 @@ def test_more_reports_than_are_written_down_at_once_by_several_threads(parts: Pa
         assert held == list(range(8900, 9000))
 
 
+REALTIME = """
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <time.h>
+struct device { int8_t type, index; };
+void report(void *address, int64_t size, size_t allocated, size_t reserved, struct device device) __asm__("%s");
+static atomic_bool done;
+
+static void hand_out_and_take_back(uintptr_t address)
+{
+    report((void *)address, 512, 0, 0, (struct device){1, 0});
+    report((void *)address, -512, 0, 0, (struct device){1, 0});
+}
+
+static void *ordinary(void *unused)
+{
+    while (!done)
+        hand_out_and_take_back(4096);
+    return unused;
+}
+
+int main(void)
+{
+    cpu_set_t first;
+    CPU_ZERO(&first);
+    sched_getaffinity(0, sizeof first, &first);
+    int one = 0;
+    while (!CPU_ISSET(one, &first))
+        one++;
+    CPU_ZERO(&first);
+    CPU_SET(one, &first);
+    pthread_t other;
+    if (sched_setaffinity(0, sizeof first, &first) || pthread_create(&other, NULL, ordinary, NULL))
+        return 1;
+    if (pthread_setschedparam(pthread_self(), SCHED_FIFO, &(struct sched_param){.sched_priority = 1}))
+        return 77;
+    for (int i = 0; i < 3000; i++) {
+        nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
+        hand_out_and_take_back(8192);
+    }
+    done = 1;
+    return pthread_join(other, NULL);
+}
+"""
+
+
+def test_a_thread_with_a_real_time_priority_lets_whoever_is_writing_end(parts_library: Path, tmp_path: Path) -> None:
+    """Both on one processor: it may have come in the middle of what the other one writes down."""
+    code, made = tmp_path / "realtime.c", tmp_path / "realtime"
+    code.write_text(REALTIME % REPORT)
+    subprocess.run(["gcc", "-std=gnu11", "-O1", "-pthread", "-o", made, code, parts_library], check=True)
+    ran = subprocess.run([made], timeout=30, check=False)
+    if ran.returncode == 77:
+        pytest.skip("no permission for real-time priorities")
+    assert ran.returncode == 0
+
+
 def test_memory_that_was_handed_out_in_a_capture_is_remembered_until_it_goes(parts: Parts) -> None:
     """Not that which came back in one, nor what is handed out after it."""
     base = 0x7F0000000000
