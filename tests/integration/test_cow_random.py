@@ -14,9 +14,9 @@ from tests.windows.windows import Options, workshop
 def test_images_are_the_memory_of_t1(tmp_path: Path) -> None:
     """Launches, copies, graphs, allocations and frees in several threads and streams; some processes end meanwhile."""
     with workshop(tmp_path, Options(seed=1, exits=2.0, nap=600)) as made:
-        made.run(40)
+        made.run(70)
         met = made.met
-    assert met["images committed"] == 40
+    assert met["images committed"] == 70
     for name in ("programs on two GPUs", "shadowed", "waits", "stream_waits", "anything", "exits in the window"):
         assert met[name] > 0, f"{name}: {met}"
 
