@@ -243,9 +243,11 @@ static void unmark_captured(uint64_t begin, uint64_t size)
 
 static void apply(uint64_t begin, int64_t size)
 {
-    if (!begin)
+    if (!begin) {
         capturing += size;
-    if (lost || !begin)
+        return;
+    }
+    if (lost)
         return;
     if (size > 0) {
         if ((part_count >= place_count / 2 && !grow()) || (capturing > 0 && !mark_captured(begin))) {
@@ -331,13 +333,14 @@ void phos_parts_settle(void)
     settle(false);
 }
 
+/* With `writing`, which ends. */
 static void put_down(struct report report)
 {
     sheets[desk.sheet][desk.written++] = report;
     end_writing();
 }
 
-/* With `writing`: the sheet is full. */
+/* With `writing`, which ends: the sheet is full. */
 static __attribute__((noinline, cold)) void note_overleaf(struct report report)
 {
     bool turned = false;

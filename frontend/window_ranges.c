@@ -42,8 +42,8 @@ static CUdeviceptr run_before(size_t *first, CUdeviceptr down_to)
  * and asked for again and again. */
 static struct phos_part run_around(size_t at)
 {
-    static struct phos_part run;
-    static uint64_t changes; /* of the mappings, when the run was found */
+    static struct phos_part run; /* with phos_memory_lock, as all here */
+    static uint64_t changes;     /* of the mappings, when the run was found */
     struct phos_range *const *items = phos_mappings.items;
     CUdeviceptr address = items[at]->address;
     if (changes == phos_mappings.changes && address - run.begin < run.end - run.begin)

@@ -128,14 +128,11 @@ def anything(instruction: Instruction, state: State, kernel: Kernel) -> bool:
     operands = _memory_operands(instruction)
     for operand in operands:
         touch(kernel, BOTH, _address(operand, state))
-    if any(
-        "[" in operand.text and not operand.text.startswith(_NO_ADDRESSES)
-        for operand in instruction.operands
-        if operand.kind == Kind.OTHER
-    ):
-        kernel.indirect |= BOTH  # an address in a spelling that nobody knows
-        return True
-    return bool(operands)
+    others = (operand.text for operand in instruction.operands if operand.kind == Kind.OTHER)
+    unknown = any("[" in text and not text.startswith(_NO_ADDRESSES) for text in others)
+    if unknown:
+        kernel.indirect |= BOTH
+    return unknown or bool(operands)
 
 
 def load(instruction: Instruction, state: State, kernel: Kernel) -> None:
