@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.integration.site import Program, Site
+from tests.integration.site import Program, Site, opened
 
 BLOCKS = """
 # GPU memory in many shapes, checked all the time; every word of it is known, so nothing can go wrong unseen.
@@ -129,14 +129,7 @@ def nothing_of_ours(image: Path) -> bool:
 
 def phosd_descriptors(site: Site) -> list[str]:
     """What phosd has open, but for what it opens for the question itself."""
-    folder = Path(f"/proc/{site.daemon_pid()}/fd")
-    found = []
-    for entry in folder.iterdir():
-        try:
-            found.append(os.readlink(entry))
-        except OSError:
-            pass
-    return found
+    return [name for name, _ in opened(site.daemon_pid())]
 
 
 def fit_for_the_next(site: Site, name: str = "next") -> None:

@@ -143,6 +143,19 @@ def reap() -> None:
                 os.waitpid(pid, os.WNOHANG)
 
 
+def opened(pid: int) -> list[tuple[str, os.stat_result]]:
+    """What a process has open, but for what it closes meanwhile.
+
+    Raises:
+        OSError: the process is gone.
+    """
+    found = []
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it has just been closed
+            found.append((os.readlink(entry), entry.stat()))
+    return found
+
+
 def has_capability(number: int) -> bool:
     """Whether we have a capability of the kernel's (linux/capability.h)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("CapEff:"))
@@ -404,9 +417,8 @@ class Site:
         """Who holds which software GPU memory of which size."""
         for process in self.processes():
             try:
-                for entry in Path(f"/proc/{process.pid}/fd").iterdir():
-                    if "memfd:softgpu-" in os.readlink(entry):
-                        status = entry.stat()
+                for name, status in opened(process.pid):
+                    if "memfd:softgpu-" in name:
                         yield _Held(process, status.st_ino, status.st_size, 0)
                 for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
                     if "memfd:softgpu-" in line:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.integration.site import Program, Site, wait_until
+from tests.integration.site import Program, Site, opened, wait_until
 
 WORKERS = Path(__file__).parent / "programs" / "forked_workers.py"
 OPTIONS = ("--iterations", "400", "--iteration-seconds", "0.03", "--until")
@@ -42,8 +41,8 @@ def kill(site: Site, program: Program) -> None:
 
 def refused_files(process: psutil.Process) -> list[str]:
     """The descriptors of a process that CRIU does not dump; on the software GPU they stand for the driver's files."""
-    names = [os.readlink(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()]
-    return [name for name in names if name.startswith(("anon_inode:[userfaultfd]", "anon_inode:[perf_event]"))]
+    refused = ("anon_inode:[userfaultfd]", "anon_inode:[perf_event]")
+    return [name for name, _ in opened(process.pid) if name.startswith(refused)]
 
 
 @pytest.mark.parametrize("under", [True, False], ids=["frontend", "driver-alone"])

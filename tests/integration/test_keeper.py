@@ -15,7 +15,7 @@ import pytest
 
 from phos.gpu_engine.daemon import keeper
 from phos.gpu_engine.daemon.keeper_link import KeeperLink
-from tests.integration.site import Site, wait_until, words
+from tests.integration.site import Site, opened, wait_until, words
 
 SESSION = bytes(range(16))
 LONELY = 0.3
@@ -72,7 +72,7 @@ def test_it_is_replaced_when_it_is_killed(site: Site) -> None:
 def blocks_of(site: Site) -> int:
     """Descriptors of GPU memory in the keeper."""
     (mine,) = keepers(site)
-    return sum("memfd:softgpu-" in os.readlink(entry) for entry in Path(f"/proc/{mine.pid}/fd").iterdir())
+    return sum("memfd:softgpu-" in name for name, _ in opened(mine.pid))
 
 
 def test_it_frees_the_memory_of_a_process_that_ends_while_no_phosd_runs(site: Site) -> None:
@@ -184,15 +184,10 @@ def test_it_drops_what_a_dead_process_held_when_no_phosd_is_there(
     inode = os.fstat(descriptor).st_ino
     for number in (descriptor, *(entry.descriptor for entry in held)):
         os.close(number)
-    assert inode in inodes(impatient.pid)
+    assert inode in {status.st_ino for _, status in opened(impatient.pid)}
     link.close()
     assert impatient.wait(10 * LONELY + 5) == 0
     assert not (tmp_path / "keeper.sock").exists()
-
-
-def inodes(pid: int) -> set[int]:
-    """What a process has open."""
-    return {os.stat(f"/proc/{pid}/fd/{number}").st_ino for number in os.listdir(f"/proc/{pid}/fd")}
 
 
 def test_it_ends_when_all_it_held_was_freed(
