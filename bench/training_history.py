@@ -12,8 +12,8 @@ from typing import NamedTuple
 import harness
 
 MODELS = ("conv net", "transformer", "transformer as a CUDA graph")
-SINCE = "2026-11-26T23:20"
-"""Since 0a89585 the frontend's wrappers are what they are; the run of 0ed517d, minutes before, asked less of some."""
+SINCE = "2026-11-28T19:00"
+"""Since add8e46 what notes PyTorch's allocations is what it is; those before, but 2731047's, had nothing of it."""
 
 Pairs = list[tuple[float, float]]
 
