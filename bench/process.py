@@ -437,6 +437,18 @@ def restart_daemon(changes: Mapping[str, str]) -> None:
     command([PHOS_GPU, "run", "--", "true"], 60, {**os.environ, **changes})
 
 
+def kept_by_jax(folder: Path) -> dict[str, str]:
+    """Return the environment in which JAX keeps what it compiles in this folder, and takes it from there.
+
+    Compiled anew, a program may come to other last digits, whatever XLA_FLAGS says (two of six did, H200, JAX 0.11.2).
+    """
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
 def python_program(path: Path, *options: str) -> list[str]:
     """Return the command that runs one of our Python programs."""
     return [sys.executable, "-u", str(path), *options]

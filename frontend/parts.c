@@ -43,6 +43,7 @@ struct report {
 };
 
 #define REPORTS 8192
+#define REPORTS_A_LINE (64 / sizeof(struct report))
 /* Two sheets: one is written to while what is on the other goes into the table. Guarded by `writing`, which is never held for
  * longer than it takes to write one down; a full sheet, while it is `full`, by parts_lock. */
 static struct report sheets[2][REPORTS] __attribute__((aligned(64)));
@@ -278,13 +279,24 @@ static void apply(uint64_t begin, int64_t size)
 
 /* ---- what is written down, without the lock but where it says so */
 
-static void begin_writing(void)
+static bool may_write(void)
 {
-    for (unsigned tries = 1; atomic_flag_test_and_set_explicit(&desk.writing, memory_order_acquire); tries++)
+    return !atomic_flag_test_and_set_explicit(&desk.writing, memory_order_acquire);
+}
+
+static __attribute__((noinline, cold)) void wait_to_write(void)
+{
+    for (unsigned tries = 1; !may_write(); tries++)
         /* Whoever is writing may be waiting for this very processor, which a thread with a real-time priority only gives away
          * asleep. No function of the C library's does that without being a place where threads are cancelled. */
         if (tries % 1024 == 0)
             syscall(SYS_nanosleep, &(struct timespec){.tv_nsec = 20000}, NULL);
+}
+
+static inline __attribute__((always_inline)) void begin_writing(void)
+{
+    if (__builtin_expect(!may_write(), 0))
+        wait_to_write();
 }
 
 static void end_writing(void)
@@ -336,7 +348,12 @@ void phos_parts_settle(void)
 /* With `writing`, which ends. */
 static void put_down(struct report report)
 {
-    sheets[desk.sheet][desk.written++] = report;
+    struct report *place = &sheets[desk.sheet][desk.written++];
+    *place = report;
+    /* The next one finds its cache line there: a store that waits for its line holds up the next atomic operation, and PyTorch's
+     * mutex is one. */
+    if (desk.written % REPORTS_A_LINE == 0)
+        __builtin_prefetch(place + 1, 1);
     end_writing();
 }
 
@@ -477,7 +494,12 @@ static __attribute__((noinline, cold)) report_function *look_for_original(const 
 
 extern report_function phos_report __asm__(REPORT) __attribute__((visibility("default")));
 
-void phos_report(void *address, int64_t size, size_t allocated, size_t reserved, struct device device)
+/* hot: it lies with the hooks of launches, between which it is called. Without prfchw, a prefetch does not ask for the line to
+ * write to it, and the store would wait all the same while another processor has it; processors that lack it do nothing then. */
+#if defined(__x86_64__)
+__attribute__((target("prfchw")))
+#endif
+__attribute__((hot)) void phos_report(void *address, int64_t size, size_t allocated, size_t reserved, struct device device)
 {
     report_function *original = atomic_load_explicit(&desk.original, memory_order_acquire);
     if (__builtin_expect(!original, 0))

@@ -95,10 +95,11 @@ def test_pytorch_shares_tensors(start: Starter, image: Path) -> None:
 
 
 @needs_jax
-def test_jax(start: Starter, image: Path) -> None:
+def test_jax(start: Starter, image: Path, tmp_path: Path) -> None:
     """XLA's one large block of memory, its threads, its CUDA graphs."""
     command = process.python_program(PROGRAMS / "jax_train.py")
-    interrupted_is_the_same(command, start, image, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1"}, times=2)
+    environment = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.1", **process.kept_by_jax(tmp_path / "compiled")}
+    interrupted_is_the_same(command, start, image, environment, times=2)
 
 
 @needs_torch

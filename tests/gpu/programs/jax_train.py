@@ -12,7 +12,8 @@ import struct
 import sys
 from pathlib import Path
 
-# The same kernels in every run: nothing is chosen by measuring, nothing adds up in an order of its own.
+# Nothing is chosen by measuring, nothing adds up in an order of its own. For the same kernels in two runs, the second
+# must be given what the first one compiled, too (process.kept_by_jax).
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0")
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
