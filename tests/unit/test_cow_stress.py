@@ -27,6 +27,7 @@ def _build(folder: Path, *flags: str) -> Path:
         "frontend/window_shadow.c",
         "frontend/window_ranges.c",
         "frontend/parts.c",
+        "frontend/part_reports.c",
         "frontend/ranges.c",
         "gpu_engine/cow/chunk_table.c",
     ]

@@ -43,7 +43,7 @@ class Device(ctypes.Structure):
 
 
 class Parts:
-    """parts.c by itself."""
+    """parts.c and part_reports.c by themselves."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -52,9 +52,14 @@ class Parts:
         library.phos_parts_find.argtypes = [ctypes.c_uint64, ctypes.POINTER(Part)]
         library.phos_parts_gone.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
         library.phos_parts_gone.restype = None
+        library.phos_parts_any.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
+        library.phos_parts_any.restype = ctypes.c_bool
 
     def report(self, address: int, size: int, device: int = CUDA) -> None:
         self._report(address, size, 0, 0, Device(device, 0))
+
+    def any(self, begin: int, end: int) -> bool:
+        return bool(self.library.phos_parts_any(begin, end))
 
     def find(self, address: int) -> tuple[int, int, int]:
         part = Part()
@@ -68,7 +73,8 @@ def parts_library(tmp_path: Path) -> Path:
     kick.write_text("void phos_control_kick(void); void phos_control_kick(void) { }")
     flags = ["-std=gnu11", "-D_GNU_SOURCE=", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-pthread"]
     include = [f"-I{BUILD / 'gen'}", "-isystem", str(CUDA_INCLUDE)]
-    subprocess.run(["gcc", *flags, *include, "-o", made, kick, ROOT / "frontend" / "parts.c"], check=True)
+    sources = [ROOT / "frontend" / name for name in ("parts.c", "part_reports.c")]
+    subprocess.run(["gcc", *flags, *include, "-o", made, kick, *sources], check=True)
     return made
 
 
@@ -155,6 +161,8 @@ def test_random_parts_are_those_of_a_list(parts: Parts) -> None:
             if wanted[1] == asked:
                 wanted = (HELD, next(b for b, s in live.items() if b + s == asked), wanted[2])
         assert parts.find(asked) == (wanted or (UNKNOWN, 0, 0))
+        end = asked + chance.choice((1, 0x400, 0x4000))
+        assert parts.any(asked, end) == any(b < end and asked < b + s for b, s in live.items())
 
 
 def test_more_reports_than_are_written_down_at_once_by_several_threads(parts: Parts) -> None:
