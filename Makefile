@@ -117,7 +117,7 @@ SOFTGPU_OBJ := $(SOFTGPU_SRC:%.c=$(OBJ)/%.o)
 LAZY_FILL_OBJ := $(LAZY_FILL_SRC:%.c=$(OBJ)/%.o)
 CAN_FILL_OBJ := $(CAN_FILL_SRC:%.c=$(OBJ)/%.o) $(filter %/pagemap.o,$(LAZY_FILL_OBJ))
 # The plugin fills memory as well, but is no `criu lazy-pages`.
-PLUGIN_OBJ := $(PLUGIN_SRC:%.c=$(OBJ)/%.o) $(filter-out %/interpose.o,$(LAZY_FILL_OBJ))
+PLUGIN_OBJ := $(PLUGIN_SRC:%.c=$(OBJ)/%.o) $(filter-out %/interpose.o %/keeper.o,$(LAZY_FILL_OBJ))
 CHUNKS_OBJ := $(CHUNKS_SRC:%.c=$(OBJ)/%.o)
 WIRE_OBJ := $(OBJ)/gen/wire.pb-c.o
 ALL_OBJ := $(FRONTEND_OBJ) $(SOFTGPU_OBJ) $(PLUGIN_OBJ) $(LAZY_FILL_OBJ) $(CAN_FILL_OBJ) $(CHUNKS_OBJ) $(WIRE_OBJ)

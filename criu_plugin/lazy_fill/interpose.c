@@ -10,7 +10,8 @@
  * CRIU goes on as if nothing were there. What has been brought, and has not been changed since, counts as brought at once;
  * and so does a page that turns out to be there, which CRIU would try to bring for ever (uffd.c of 4.1, EEXIST). What the
  * process lets go of stays one mapping with the rest (keep_whole). Whoever asked for a page that could not be brought asks
- * again (ask_again). And nothing is forgotten that has been moved to where something else was (hear_moves).
+ * again (ask_again). Nothing is forgotten that has been moved to where something else was (hear_moves). And if CRIU is killed,
+ * nobody goes on with zeros (keeper.c).
  *
  * CRIU's one thread calls all of this: no lock.
  */
@@ -39,9 +40,9 @@
 extern void print_on_level(unsigned int level, const char *format, ...) __attribute__((format(printf, 2, 3), weak));
 
 #define FEWEST_THREADS 4 /* with fewer, a process would wait for longer than its faults cost it */
-#define MOST_SERVED 256 /* of any more processes, CRIU brings the pages by itself */
 #define ASK_AGAIN_MS 1
 #define MOST_MOVES 32
+#define CONTROL_MOST 4096
 
 static struct served {
 	int uffd, pid;
@@ -50,7 +51,7 @@ static struct served {
 	struct uffdio_range missed; /* where nothing could be brought while it changed its memory */
 	struct uffdio_range moves[MOST_MOVES]; /* from where; those of whose end CRIU has yet to hear */
 	unsigned moves_count;
-} served[MOST_SERVED];
+} served[PHOS_LAZY_MOST];
 static unsigned served_count;
 
 static int named; /* the process that CRIU was told of last; its descriptor comes next */
@@ -69,6 +70,7 @@ static void forget(int uffd)
 	struct served *process = find(uffd);
 
 	if (process) {
+		phos_lazy_let_go((unsigned)(process - served));
 		free(process->filled.pieces);
 		*process = (struct served){ .uffd = -1, .over = true };
 	}
@@ -78,7 +80,7 @@ static struct served *room(void)
 {
 	struct served *empty = find(-1);
 
-	return empty || served_count == MOST_SERVED ? empty : &served[served_count++];
+	return empty || served_count == PHOS_LAZY_MOST ? empty : &served[served_count++];
 }
 
 static bool is_userfaultfd(int descriptor)
@@ -267,9 +269,56 @@ EXPORT ssize_t recv(int descriptor, void *buffer, size_t size, int flags)
 	return result;
 }
 
+/* Then each message says who has sent it: which process a descriptor is of, whatever pid it has in its own namespace. */
+EXPORT int listen(int descriptor, int backlog)
+{
+	int yes = 1;
+
+	setsockopt(descriptor, SOL_SOCKET, SO_PASSCRED, &yes, sizeof(yes));
+	return (int)syscall(SYS_listen, descriptor, backlog);
+}
+
+/* As recvmsg() of a socket that does not say who has sent a message: that goes to `sender`, 0 if it is not known. */
+static ssize_t receive(int descriptor, struct msghdr *message, int flags, pid_t *sender)
+{
+	union {
+		struct cmsghdr align;
+		char space[CONTROL_MOST];
+	} control;
+	struct msghdr whole = *message;
+	struct cmsghdr *part;
+	size_t room = message->msg_controllen;
+	struct ucred from;
+	ssize_t result;
+
+	*sender = 0;
+	if (!room || room > sizeof(control) - CMSG_SPACE(sizeof(from)))
+		return syscall(SYS_recvmsg, descriptor, message, flags);
+	whole.msg_control = &control;
+	whole.msg_controllen = room + CMSG_SPACE(sizeof(from));
+	result = syscall(SYS_recvmsg, descriptor, &whole, flags);
+	if (result < 0)
+		return result;
+	message->msg_namelen = whole.msg_namelen;
+	message->msg_flags = whole.msg_flags;
+	message->msg_controllen = 0;
+	for (part = CMSG_FIRSTHDR(&whole); part; part = CMSG_NXTHDR(&whole, part)) {
+		if (part->cmsg_level == SOL_SOCKET && part->cmsg_type == SCM_CREDENTIALS) {
+			memcpy(&from, CMSG_DATA(part), sizeof(from));
+			*sender = from.pid;
+		} else if (part->cmsg_len <= room - message->msg_controllen) {
+			memcpy((char *)message->msg_control + message->msg_controllen, part, part->cmsg_len);
+			message->msg_controllen += CMSG_ALIGN(part->cmsg_len) < room - message->msg_controllen ?
+							   CMSG_ALIGN(part->cmsg_len) : room - message->msg_controllen;
+		}
+	}
+	return result;
+}
+
 EXPORT ssize_t recvmsg(int descriptor, struct msghdr *message, int flags)
 {
-	ssize_t result = syscall(SYS_recvmsg, descriptor, message, flags);
+	pid_t sender;
+	ssize_t result = receive(descriptor, message, flags, &sender);
 	struct cmsghdr *control = result < 0 ? NULL : CMSG_FIRSTHDR(message);
 	struct served *place;
 	int error = errno, uffd;
@@ -279,8 +328,10 @@ EXPORT ssize_t recvmsg(int descriptor, struct msghdr *message, int flags)
 		memcpy(&uffd, CMSG_DATA(control), sizeof(int));
 		forget(uffd);
 		place = room();
-		if (place)
+		if (place) {
 			*place = (struct served){ .uffd = uffd, .pid = named, .over = !is_userfaultfd(uffd) };
+			phos_lazy_keep((unsigned)(place - served), sender);
+		}
 		named = 0;
 	}
 	errno = error;

@@ -60,6 +60,17 @@ bool phos_lazy_has(const struct phos_lazy_filled *filled, uint64_t address, uint
 /* The process has changed what is mapped there. */
 void phos_lazy_gone(struct phos_lazy_filled *filled, uint64_t address, uint64_t size);
 
+#define PHOS_LAZY_MOST 256 /* processes that are served at once; of any more, CRIU brings the pages by itself */
+
+/*
+ * If this process is killed, or fails, this one (pid 0: not known) is ended before its userfaultfd closes, and so are the
+ * processes below it (keeper.c). `place`: below PHOS_LAZY_MOST.
+ */
+void phos_lazy_keep(unsigned place, pid_t pid);
+
+/* All of its memory is there, or it is gone. */
+void phos_lazy_let_go(unsigned place);
+
 /*
  * Whether a thread of the image has this pid. Whoever is started beside a restore gets the next one, whichever that is, and
  * must not keep such a one: a task's threads are given theirs only later.

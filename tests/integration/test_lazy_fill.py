@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -27,6 +28,9 @@ from tests.integration.test_lazy import EXAMPLES
 CHANGES = Path(__file__).parent / "programs" / "changes_memory.py"
 SIOCOUTQ = 0x5411
 """How much of what was sent nobody has read; include/uapi/linux/sockios.h."""
+
+KEEPER = "phos-keep-pages"
+"""Whom criu lazy-pages leaves behind if it ends too soon."""
 
 FILLED = re.compile(r"phos: (\d+) bytes of process (\d+) are there")
 
@@ -61,6 +65,7 @@ def test_a_program_that_changes_its_memory_finds_it_right(site: Site, image: Pat
     wait_until(lambda: rounds(program) >= before + 5 or not program.alive(), "the program to go on")
     assert rounds(program) >= before + 5, "it has ended"
     assert pages.wait() == 0
+    assert KEEPER not in [one.name() for one in site.processes()]
     filled = [int(found[1]) for found in FILLED.finditer((image / "pages.log").read_text())]
     assert bool(filled) == (threads != "0")
     if filled:
@@ -76,6 +81,39 @@ def test_phos_gpu_restore_fills(site: Site, image: Path) -> None:
     said = site.run("phos-gpu", "restore", "--lazy", "--json", str(image), PHOS_FILL_THREADS="2")
     assert json.loads(said.stdout)["mode"] == "lazy"
     assert program.wait_result() == expected
+
+
+@pytest.mark.parametrize("end", ["is killed", "fails"])
+def test_nobody_goes_on_with_zeros_when_the_server_ends_too_soon(site: Site, image: Path, end: str) -> None:
+    """The kernel gives those out for what has not come, once nobody has the descriptor any more."""
+    binary, size = site.folder / "keeps_memory", 320 << 20
+    subprocess.run(["gcc", "-O2", "-o", binary, CHANGES.with_name("keeps_memory.c")], check=True)
+    program = site.start(str(binary), str(size >> 20), under=False)
+    wait_until(lambda: {"ROUND 1", "ROUND 2"} <= set(program.lines()), "both to look at their memory")
+    site.run("criu", "dump", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4")
+    site.gone(program)
+    before = rounds(program)
+    pages = site.background("criu", "lazy-pages", "-D", str(image), "-o", "pages.log", "-v4", PHOS_FILL_THREADS="0")
+    wait_until((image / "lazy-pages.socket").exists, "criu lazy-pages")
+    site.run("criu", "restore", "-d", "--lazy-pages", "-D", str(image), "-o", "restore.log", "-v4")
+    restored = psutil.Process(program.pid)
+    restored.send_signal(signal.SIGUSR1)
+    wait_until(lambda: len(restored.children()) == 2, "it to fork once more")
+    pages.send_signal(signal.SIGSTOP)
+    processes = [restored, *restored.children()]
+    assert [one.name() for one in site.processes()].count(KEEPER) == 1
+    assert all(one.memory_info().rss < size for one in processes), "all pages were there already"
+    if end == "is killed":
+        pages.kill()
+    else:
+        for file in image.glob("pages-*.img"):
+            os.truncate(file, 0)
+        pages.send_signal(signal.SIGCONT)
+    assert pages.wait(timeout=30) != 0
+    ends = [os.waitpid(one.pid, 0)[1] for one in processes]  # this process is the subreaper
+    assert [os.WIFSIGNALED(status) and os.WTERMSIG(status) for status in ends] == [signal.SIGKILL] * 3
+    assert rounds(program) == before
+    wait_until(lambda: KEEPER not in [one.name() for one in site.processes()], "the keeper to end")
 
 
 STARTS_NOTHING_MORE = """
