@@ -12,8 +12,8 @@ from typing import NamedTuple
 import harness
 
 MODELS = ("conv net", "transformer", "transformer as a CUDA graph")
-SINCE = "2026-11-28T19:00"
-"""Since add8e46 what notes PyTorch's allocations is what it is; those before, but 2731047's, had nothing of it."""
+SINCE = "2026-11-29T00:00"
+"""Since 66d5eac what notes PyTorch's allocations is what it is; at 8321be7 it cost more, and before, there was nothing of it."""
 
 Pairs = list[tuple[float, float]]
 
