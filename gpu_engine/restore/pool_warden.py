@@ -55,12 +55,16 @@ def start(lifeline: socket.socket, last_pid: str, command: list[str]) -> None:
     _call("unshare", CLONE_NEWPID | CLONE_NEWNS)
     # What is mounted outside later is seen in here; not the other way round.
     _call("mount", None, b"/", None, ctypes.c_ulong(MS_REC | MS_SLAVE), None)
+    introduced, introducing = os.pipe()
     pid = os.fork()
     if pid:
         # The warden may end at once, and be waited for by whoever is its parent then; until this returns it is ours.
         _say(lifeline, [os.pidfd_open(pid)], pid=pid)
         return
     try:
+        os.close(introducing)
+        os.read(introduced, 1)  # nothing comes: its maker ends. Who listens wants to know first whose words these are
+        os.close(introduced)
         os.setsid()
         _call("prctl", 15, WARDEN_NAME.encode(), 0, 0, 0)  # PR_SET_NAME
         _call("mount", b"proc", b"/proc", b"proc", ctypes.c_ulong(MS_NOSUID | MS_NODEV | MS_NOEXEC), None)

@@ -83,3 +83,28 @@ def test_a_process_is_parked_while_phosd_has_more_descriptors_than_select_takes(
     """While one that was taken is loaded phosd has some for each of its blocks."""
     done = run(WARDEN_WITH_HIGH_NUMBERS, tmp_path)
     assert (done.stdout, done.returncode) == ("restored\n", 0), done.stderr
+
+
+SLOW_TO_INTRODUCE = """
+import os, socket, sys, time
+from phos.gpu_engine.restore import pool_warden
+mine, its = socket.socketpair()
+if not os.fork():
+    mine.close()
+    known = os.pidfd_open
+    os.pidfd_open = lambda pid: time.sleep(0.5) or known(pid)
+    pool_warden.start(its, "1000", ["/bin/true"])
+    os._exit(0)
+its.close()
+said = b""
+while more := mine.recv(4096):
+    said += more
+print(*[line[:6].decode() for line in said.splitlines()])
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces")
+def test_a_warden_is_introduced_before_it_says_anything(tmp_path: Path) -> None:
+    """What it starts may end before its maker comes to that."""
+    done = run(SLOW_TO_INTRODUCE, tmp_path)
+    assert (done.stdout, done.stderr) == ('{"pid" {"criu\n', "")
