@@ -29,7 +29,7 @@ struct device {
 typedef void report_function(void *address, int64_t size, size_t allocated, size_t reserved, struct device device);
 
 /* Two sheets: one is written to while what is on the other goes into the table. Guarded by `writing`, which is never held for
- * longer than it takes to write one down; a full sheet, while it is `full`, by the lock of whoever takes it. */
+ * longer than it takes to write one down; a full sheet, while it is `full`, by parts.c's parts_lock, which is taken before `writing`. */
 static struct phos_part_report sheets[2][REPORTS] __attribute__((aligned(64)));
 /* Whatever else a report needs lies in one cache line: a training step leaves none of it in the cache between two of them. */
 static struct {
@@ -41,14 +41,14 @@ static struct {
     _Atomic(report_function *) original; /* PyTorch's own; NULL: not looked for yet */
 } desk __attribute__((aligned(64)));
 
-static bool may_write(void)
+static bool took_it_to_write(void)
 {
     return !atomic_flag_test_and_set_explicit(&desk.writing, memory_order_acquire);
 }
 
 static __attribute__((noinline, cold)) void wait_to_write(void)
 {
-    for (unsigned tries = 1; !may_write(); tries++)
+    for (unsigned tries = 1; !took_it_to_write(); tries++)
         /* Whoever is writing may be waiting for this very processor, which a thread with a real-time priority only gives away
          * asleep. No function of the C library's does that without being a place where threads are cancelled. */
         if (tries % 1024 == 0)
@@ -57,7 +57,7 @@ static __attribute__((noinline, cold)) void wait_to_write(void)
 
 static inline __attribute__((always_inline)) void begin_writing(void)
 {
-    if (__builtin_expect(!may_write(), 0))
+    if (__builtin_expect(!took_it_to_write(), 0))
         wait_to_write();
 }
 

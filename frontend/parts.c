@@ -12,6 +12,7 @@
 #define SEGMENT_SHIFT 21
 #define SEGMENT_LEAST ((uint64_t)1 << SEGMENT_SHIFT) /* what PyTorch asks the driver for at once, at the least */
 #define FIRST_PLACES ((size_t)1 << 12)
+#define GONE_LEAST 64 /* so many that came back lie in the order before they are dropped */
 
 struct part {
     uint64_t begin, size; /* begin 0: none */
@@ -120,10 +121,6 @@ static bool room_for_one(void)
 {
     if (ordered_count < ordered_room)
         return true;
-    if (ordered_gone > ordered_count / 2) {
-        drop_gone();
-        return true;
-    }
     struct part *grown = realloc(ordered, ordered_room * 2 * sizeof *grown);
     if (!grown)
         return false;
@@ -136,13 +133,13 @@ static bool room_for_one(void)
  * that nothing else has to be moved. */
 static bool put_in_order(struct part part)
 {
-    if (!room_for_one())
-        return false;
     size_t to = behind(part.begin), from = to;
     while (from && (end_of(&ordered[from - 1]) > part.begin || ordered[from - 1].begin == part.begin))
         ordered_gone -= !ordered[--from].size;
     for (; to < ordered_count && ordered[to].begin < end_of(&part); to++)
         ordered_gone -= !ordered[to].size;
+    if (from == to && !room_for_one())
+        return false;
     if (to != from + 1)
         memmove(&ordered[from + 1], &ordered[to], (ordered_count - to) * sizeof *ordered);
     ordered_count = ordered_count - (to - from) + 1;
@@ -256,7 +253,8 @@ static void apply(uint64_t begin, int64_t size)
     size_t next = ordered ? behind(begin) : 0;
     if (next && ordered[next - 1].number == number) {
         ordered[next - 1].size = 0;
-        ordered_gone++;
+        if (++ordered_gone > GONE_LEAST + ordered_count / 2)
+            drop_gone();
     }
 }
 
@@ -280,7 +278,7 @@ void phos_parts_settle(void)
     settle(false);
 }
 
-/* ---- */
+/* ---- what others ask */
 
 /* With parts_lock held, in order: the first one from there on that did not come back. */
 static size_t held_from(size_t at)
@@ -302,7 +300,7 @@ enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part)
     PHOS_LOCKED(&parts_lock);
     if (!is_in_order())
         return PHOS_PART_UNKNOWN;
-    size_t behind_it = behind(address), next = held_from(behind_it), last = behind_it;
+    size_t behind_it = behind(address), last = behind_it;
     while (last && !ordered[last - 1].size)
         last--;
     const struct part *before = last ? &ordered[last - 1] : NULL;
@@ -310,6 +308,7 @@ enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part)
         *part = (struct phos_part){before->begin, end_of(before)};
         return PHOS_PART_HELD;
     }
+    size_t next = held_from(behind_it);
     part->end = next < ordered_count ? ordered[next].begin : UINT64_MAX;
     part->begin = before ? end_of(before) : 0;
     if (!before || part->begin != address)
@@ -323,8 +322,11 @@ bool phos_parts_any(uint64_t begin, uint64_t end)
     PHOS_LOCKED(&parts_lock);
     if (!is_in_order())
         return false;
-    size_t behind_it = behind(begin), next = held_from(behind_it);
-    return (behind_it && end_of(&ordered[behind_it - 1]) > begin) || (next < ordered_count && ordered[next].begin < end);
+    size_t at = behind(begin);
+    bool any = at && end_of(&ordered[at - 1]) > begin;
+    for (; !any && at < ordered_count && ordered[at].begin < end; at++)
+        any = ordered[at].size;
+    return any;
 }
 
 bool phos_parts_captured(uint64_t begin, uint64_t end)

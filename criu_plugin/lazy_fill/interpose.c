@@ -51,6 +51,8 @@ static struct served {
 	struct uffdio_range missed; /* where nothing could be brought while it changed its memory */
 	struct uffdio_range moves[MOST_MOVES]; /* from where; those of whose end CRIU has yet to hear */
 	unsigned moves_count;
+	unsigned kept; /* the place (keeper.c) of the process, or of the one that it was forked from, */
+	bool forked; /* which this says */
 } served[PHOS_LAZY_MOST];
 static unsigned served_count;
 
@@ -70,9 +72,9 @@ static void forget(int uffd)
 	struct served *process = find(uffd);
 
 	if (process) {
-		phos_lazy_let_go((unsigned)(process - served));
+		phos_lazy_let_go(process->kept, !process->forked);
 		free(process->filled.pieces);
-		*process = (struct served){ .uffd = -1, .over = true };
+		*process = (struct served){ .uffd = -1, .over = true, .kept = PHOS_LAZY_NOWHERE };
 	}
 }
 
@@ -310,6 +312,8 @@ static ssize_t receive(int descriptor, struct msghdr *message, int flags, pid_t 
 			memcpy((char *)message->msg_control + message->msg_controllen, part, part->cmsg_len);
 			message->msg_controllen += CMSG_ALIGN(part->cmsg_len) < room - message->msg_controllen ?
 							   CMSG_ALIGN(part->cmsg_len) : room - message->msg_controllen;
+		} else {
+			message->msg_flags |= MSG_CTRUNC;
 		}
 	}
 	return result;
@@ -328,10 +332,9 @@ EXPORT ssize_t recvmsg(int descriptor, struct msghdr *message, int flags)
 		memcpy(&uffd, CMSG_DATA(control), sizeof(int));
 		forget(uffd);
 		place = room();
-		if (place) {
-			*place = (struct served){ .uffd = uffd, .pid = named, .over = !is_userfaultfd(uffd) };
-			phos_lazy_keep((unsigned)(place - served), sender);
-		}
+		if (place)
+			*place = (struct served){
+				.uffd = uffd, .pid = named, .over = !is_userfaultfd(uffd), .kept = phos_lazy_keep(sender) };
 		named = 0;
 	}
 	errno = error;
@@ -350,8 +353,14 @@ EXPORT ssize_t read(int descriptor, void *buffer, size_t size)
 	if (message->event == UFFD_EVENT_FORK) {
 		forget((int)message->arg.fork.ufd);
 		child = room();
-		if (child)
-			*child = (struct served){ .uffd = (int)message->arg.fork.ufd, .over = true };
+		process = find(descriptor);
+		if (child) {
+			*child = (struct served){ .uffd = (int)message->arg.fork.ufd,
+						  .over = true,
+						  .kept = process ? process->kept : PHOS_LAZY_NOWHERE,
+						  .forked = true };
+			phos_lazy_forked(child->kept);
+		}
 	}
 	process = find(descriptor);
 	if (process) {
@@ -363,12 +372,9 @@ EXPORT ssize_t read(int descriptor, void *buffer, size_t size)
 
 EXPORT int close(int descriptor)
 {
-	int result = (int)syscall(SYS_close, descriptor), error = errno;
-
 	if (descriptor >= 0)
 		forget(descriptor);
-	errno = error;
-	return result;
+	return (int)syscall(SYS_close, descriptor);
 }
 
 EXPORT int ioctl(int descriptor, unsigned long request, ...)

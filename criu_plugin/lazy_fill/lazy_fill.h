@@ -61,15 +61,19 @@ bool phos_lazy_has(const struct phos_lazy_filled *filled, uint64_t address, uint
 void phos_lazy_gone(struct phos_lazy_filled *filled, uint64_t address, uint64_t size);
 
 #define PHOS_LAZY_MOST 256 /* processes that are served at once; of any more, CRIU brings the pages by itself */
+#define PHOS_LAZY_NOWHERE UINT32_MAX
 
 /*
- * If this process is killed, or fails, this one (pid 0: not known) is ended before its userfaultfd closes, and so are the
- * processes below it (keeper.c). `place`: below PHOS_LAZY_MOST.
+ * If this process is killed, or fails, that one (0: it is not known) is ended before its userfaultfd closes, and so is what it
+ * has forked since, as long as that is below it (keeper.c). Returns its place; NOWHERE: it will not be ended.
  */
-void phos_lazy_keep(unsigned place, pid_t pid);
+unsigned phos_lazy_keep(pid_t pid);
 
-/* All of its memory is there, or it is gone. */
-void phos_lazy_let_go(unsigned place);
+/* It has forked, and there is a userfaultfd of the child. */
+void phos_lazy_forked(unsigned place);
+
+/* One of these is about to be closed: nothing more comes there. `itself`: the process's own. */
+void phos_lazy_let_go(unsigned place, bool itself);
 
 /*
  * Whether a thread of the image has this pid. Whoever is started beside a restore gets the next one, whichever that is, and

@@ -62,8 +62,9 @@ def start(lifeline: socket.socket, last_pid: str, command: list[str]) -> None:
         _say(lifeline, [os.pidfd_open(pid)], pid=pid)
         return
     try:
+        # Who listens wants to know first whose words these are. Nothing comes here but the end, which is its maker's.
         os.close(introducing)
-        os.read(introduced, 1)  # nothing comes: its maker ends. Who listens wants to know first whose words these are
+        os.read(introduced, 1)
         os.close(introduced)
         os.setsid()
         _call("prctl", 15, WARDEN_NAME.encode(), 0, 0, 0)  # PR_SET_NAME

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -32,6 +32,7 @@ SIOCOUTQ = 0x5411
 KEEPER = "phos-keep-pages"
 """Whom criu lazy-pages leaves behind if it ends too soon."""
 
+MUCH = re.compile(r"uffd: (\d+)-\d+: uffd_copy: 0x\w+/\d{6}")
 FILLED = re.compile(r"phos: (\d+) bytes of process (\d+) are there")
 
 
@@ -40,6 +41,11 @@ def rounds(program: Program) -> int:
     wrong = [line for line in program.lines() if line.startswith("WRONG")]
     assert not wrong, wrong
     return sum(line.startswith("ROUND") for line in program.lines())
+
+
+def userfaultfds(pid: int) -> int:
+    """How many a process has."""
+    return sum(os.readlink(file) == "anon_inode:[userfaultfd]" for file in Path(f"/proc/{pid}/fd").iterdir())
 
 
 @pytest.fixture
@@ -83,7 +89,7 @@ def test_phos_gpu_restore_fills(site: Site, image: Path) -> None:
     assert program.wait_result() == expected
 
 
-@pytest.mark.parametrize("end", ["is killed", "fails"])
+@pytest.mark.parametrize("end", ["is killed", "is killed with its group", "fails"])
 def test_nobody_goes_on_with_zeros_when_the_server_ends_too_soon(site: Site, image: Path, end: str) -> None:
     """The kernel gives those out for what has not come, once nobody has the descriptor any more."""
     binary, size = site.folder / "keeps_memory", 320 << 20
@@ -93,27 +99,49 @@ def test_nobody_goes_on_with_zeros_when_the_server_ends_too_soon(site: Site, ima
     site.run("criu", "dump", "-t", str(program.pid), "-D", str(image), "-o", "dump.log", "-v4")
     site.gone(program)
     before = rounds(program)
-    pages = site.background("criu", "lazy-pages", "-D", str(image), "-o", "pages.log", "-v4", PHOS_FILL_THREADS="0")
+    words = ["setsid", str(launcher("criu")), "lazy-pages", "-D", str(image), "-o", "pages.log", "-v4"]
+    pages = subprocess.Popen(words, env={**site.environment, "PHOS_FILL_THREADS": "0"})
     wait_until((image / "lazy-pages.socket").exists, "criu lazy-pages")
     site.run("criu", "restore", "-d", "--lazy-pages", "-D", str(image), "-o", "restore.log", "-v4")
-    restored = psutil.Process(program.pid)
-    restored.send_signal(signal.SIGUSR1)
-    wait_until(lambda: len(restored.children()) == 2, "it to fork once more")
-    pages.send_signal(signal.SIGSTOP)
-    processes = [restored, *restored.children()]
+    log = image / "pages.log"
+
+    def until(condition: Callable[[], object], what: str) -> None:
+        """It works for a moment at a time: the rest of the memory must not come meanwhile."""
+
+        def after_a_moment() -> object:
+            pages.send_signal(signal.SIGCONT)
+            time.sleep(0.002)
+            pages.send_signal(signal.SIGSTOP)
+            return condition()
+
+        wait_until(after_a_moment, what)
+
+    until(lambda: MUCH.search(log.read_text()), "CRIU to bring much")
+    copied = psutil.Process(int(MUCH.findall(log.read_text())[0]))  # it notices the end of the other one only later
+    first = psutil.Process(program.pid)
+    for one in [first, *first.children()]:
+        one.send_signal(signal.SIGUSR2 if one == copied else signal.SIGUSR1)
+    until(lambda: len(first.children(recursive=True)) == 3 and copied.name() == "sleep", "both to fork")
+    until(lambda: userfaultfds(pages.pid) == 3, "CRIU to notice that one is another program now")
+    kept = [one for one in [first, *first.children(recursive=True)] if one != copied]
+    assert all(one.memory_info().rss < size for one in kept), "all pages were there already"
     assert [one.name() for one in site.processes()].count(KEEPER) == 1
-    assert all(one.memory_info().rss < size for one in processes), "all pages were there already"
-    if end == "is killed":
-        pages.kill()
-    else:
+    if end == "fails":
         for file in image.glob("pages-*.img"):
             os.truncate(file, 0)
         pages.send_signal(signal.SIGCONT)
+    elif end == "is killed":
+        pages.kill()
+    else:
+        os.killpg(pages.pid, signal.SIGKILL)
     assert pages.wait(timeout=30) != 0
-    ends = [os.waitpid(one.pid, 0)[1] for one in processes]  # this process is the subreaper
-    assert [os.WIFSIGNALED(status) and os.WTERMSIG(status) for status in ends] == [signal.SIGKILL] * 3
-    assert rounds(program) == before
     wait_until(lambda: KEEPER not in [one.name() for one in site.processes()], "the keeper to end")
+    # It depends on nothing any more, but may be below the other one.
+    assert copied.status() == (psutil.STATUS_SLEEPING if copied == first else psutil.STATUS_ZOMBIE)
+    copied.kill()
+    ends = [os.waitpid(one.pid, 0)[1] for one in (copied, *kept)]  # this process is the subreaper
+    assert [os.WIFSIGNALED(status) and os.WTERMSIG(status) for status in ends] == [signal.SIGKILL] * 4
+    assert rounds(program) == before
 
 
 STARTS_NOTHING_MORE = """
