@@ -13,7 +13,7 @@ import harness
 
 MODELS = ("conv net", "transformer", "transformer as a CUDA graph")
 SINCE = "2026-11-29T00:00"
-"""Since 66d5eac what notes PyTorch's allocations is what it is; at 8321be7 it cost more, and before there was nothing."""
+"""Since 66d5eac what notes PyTorch's allocations is what it is; at 8321be7 it cost more, before, there was nothing."""
 
 Pairs = list[tuple[float, float]]
 
