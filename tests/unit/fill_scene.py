@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -233,7 +234,8 @@ class FillScene:
         """A further worker on a GPU."""
         device = self.plan.devices[queue]
         first = 10 * len(getattr(self, "workers", [])) + 1000 * (queue + 1)
-        slots = [ctypes.create_string_buffer(64 * self.size) for _ in range(SLOTS)]
+        room = 64 * self.size  # mapped and not cleared: it may be hundreds of megabytes, of which few are written to
+        slots = [(ctypes.c_char * room).from_buffer(mmap.mmap(-1, room)) for _ in range(SLOTS)]
         sums = [ctypes.create_string_buffer(64 * 16) for _ in range(SLOTS)]
         with mock.patch.object(copy_lane, "driver_table", return_value=self.engine.table):
             lanes = FillLanes(
