@@ -332,7 +332,7 @@ def test_what_is_allocated_in_a_new_primary_context_does_not_go_with_the_former(
     slowly = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: time.sleep(0.25))
     def again():
         while ok(cu.cuDevicePrimaryCtxGetState(0))[1]:
-            pass
+            time.sleep(0.001)
         time.sleep(0.5)
         ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
         mine.append(ok(cu.cuMemAlloc(2 << 20)))
