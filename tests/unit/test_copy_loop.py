@@ -37,6 +37,7 @@ def play(folder: Path, name: str, *cases: Sequence[object], **settings: str) -> 
         "MALLOC_ARENA_MAX": "1",
         "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
         "MALLOC_TRIM_THRESHOLD_": "1000000000",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",  # and in huge pages, where there are any: they come for less
         **settings,
     }
     command = [sys.executable, "-m", "tests.unit.copy_rounds", name, str(folder), *map(json.dumps, cases or [[]])]
