@@ -1,8 +1,7 @@
 """The PTX interpreter of the software GPU, driven from Python without any libcuda.
 
-The sources are compiled into one shared object, once per state of theirs, and called through ctypes. Device memory is
-ordinary host memory that this module hands out; the interpreter asks for permission to touch it as it asks the software
-GPU.
+The software GPU's objects are linked into a library of their own, and called through ctypes. Device memory is ordinary
+host memory that this module hands out; the interpreter asks for permission to touch it as it asks the software GPU.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ import functools
 import hashlib
 import os
 import subprocess
-import tempfile
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,75 +87,74 @@ class Fault(ctypes.Structure):
     ]
 
 
-def _build(folder: Path, flags: list[str]) -> Path:
-    """The interpreter, compiled by as many compilers at a time as there are processors."""
-    objects = []
-    running = []
-    for source in SOURCES:
-        target = folder / (source.stem + ".o")
-        objects.append(str(target))
-        running.append(subprocess.Popen(["gcc", *flags, "-c", str(source), "-o", str(target)]))
-        if len(running) >= (os.cpu_count() or 1):
-            assert running.pop(0).wait() == 0
-    for process in running:
-        assert process.wait() == 0
-    so = folder / "libptx.so"
-    subprocess.run(["gcc", "-shared", "-pthread", "-o", str(so), *objects, "-lm"], check=True)
-    return so
+ADDRESS, SIZE, SIZES = ctypes.c_void_p, ctypes.c_size_t, ctypes.POINTER(ctypes.c_size_t)
+FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "ptx_module_load": (ctypes.c_int, ctypes.c_char_p, SIZE, ctypes.POINTER(ADDRESS), ctypes.c_char_p, SIZE),
+    "ptx_module_unload": (None, ADDRESS),
+    "ptx_module_kernel_count": (SIZE, ADDRESS),
+    "ptx_module_kernel": (ADDRESS, ADDRESS, SIZE),
+    "ptx_kernel_name": (ctypes.c_char_p, ADDRESS),
+    "ptx_kernel_param_count": (SIZE, ADDRESS),
+    "ptx_kernel_param": (None, ADDRESS, SIZE, SIZES, SIZES),
+    "ptx_kernel_param_bytes": (SIZE, ADDRESS),
+    "ptx_kernel_static_shared": (SIZE, ADDRESS),
+    "ptx_kernel_max_threads": (ctypes.c_uint, ADDRESS),
+    "ptx_module_global_count": (SIZE, ADDRESS),
+    "ptx_module_global": (ctypes.POINTER(Global), ADDRESS, SIZE),
+    "ptx_module_global_init": (None, ADDRESS, SIZE, ADDRESS, ADDRESS),
+    "ptx_launch_run": (ctypes.c_int, ctypes.POINTER(Launch), ctypes.POINTER(Fault)),
+}
+"""Of ptx.h: what each gives, and what it takes."""
+
+
+def _objects() -> list[Path]:
+    """The interpreter as it is in the software GPU, or with other flags; what is older than its sources, anew."""
+    flags = os.environ.get("PTX_TEST_FLAGS", "")  # for example -DPTX_VARIANT=ptx_run_warp_base
+    build, variables = ROOT / "build", []
+    if flags:
+        build = build / "tests" / f"ptx-{hashlib.sha256(flags.encode()).hexdigest()[:16]}"
+        variables = [f"CFLAGS={flags}"]
+    made = [build / "obj" / "softgpu" / f"{source.stem}.o" for source in SOURCES]
+    command = ["make", f"-j{os.cpu_count() or 1}", "-C", str(ROOT), f"BUILD={build.relative_to(ROOT)}"]
+    command += [f"PYTHON={sys.executable}", *variables, *(str(path.relative_to(ROOT)) for path in made)]
+    environment = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"}
+    subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+    return made
 
 
 def _built() -> Path:
-    """The interpreter of these sources, compiled (half a minute of processor time) unless some worker has done so."""
-    flags = ["-std=gnu11", "-Wall", "-Wextra", "-Werror", "-O2", "-fPIC", "-pthread"]
-    flags += os.environ.get("PTX_TEST_FLAGS", "").split()  # for example -DPTX_VARIANT=ptx_run_warp_base
-    state = hashlib.sha256(repr(flags).encode())
-    included = [path for kind in ("h", "inc", "def") for path in sorted((ROOT / "softgpu").glob(f"*.{kind}"))]
-    for path in [*SOURCES, *included]:
-        state.update(path.read_bytes())
-    kept = ROOT / "build" / "tests" / f"libptx-{state.hexdigest()[:16]}.so"
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    with open(kept.parent / "libptx.lock", "w") as lock:
+    """A library with the interpreter, linked unless some worker has done so."""
+    kept = ROOT / "build" / "tests"
+    kept.mkdir(parents=True, exist_ok=True)
+    # Everything is hidden in it but what is exported on purpose.
+    exported = f'#include "ptx.h"\nvoid *const exported[] = {{{", ".join(FUNCTIONS)}}};\n'
+    with open(kept / "libptx.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.exists():
-            for old in kept.parent.glob("libptx-*.so"):
+        objects = _objects()
+        state = hashlib.sha256(exported.encode())
+        for path in objects:
+            state.update(path.read_bytes())
+        library = kept / f"libptx-{state.hexdigest()[:16]}.so"
+        if not library.exists():
+            for old in kept.glob("libptx-*.so"):
                 old.unlink()
-            with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
-                _build(Path(folder), flags).rename(kept)
-        return kept
+            words = ["gcc", "-std=gnu11", "-shared", "-fPIC", "-pthread", "-I", str(ROOT / "softgpu"), "-x", "c", "-"]
+            words += ["-x", "none", *map(str, objects), "-lm", "-o", f"{library}.new"]
+            subprocess.run(words, input=exported, text=True, check=True)
+            Path(f"{library}.new").rename(library)
+        return library
 
 
 @functools.cache
-def library() -> ctypes.CDLL:
-    """Loads the interpreter. Raises CalledProcessError with the compiler's words, or AssertionError behind them."""
-    lib = ctypes.CDLL(str(_built()))
-    lib.ptx_module_load.argtypes = [
-        ctypes.c_char_p,
-        ctypes.c_size_t,
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.c_char_p,
-        ctypes.c_size_t,
-    ]
-    lib.ptx_module_unload.argtypes = [ctypes.c_void_p]
-    lib.ptx_module_unload.restype = None
-    for name, result, arguments in [
-        ("ptx_module_kernel_count", ctypes.c_size_t, [ctypes.c_void_p]),
-        ("ptx_module_kernel", ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_size_t]),
-        ("ptx_kernel_name", ctypes.c_char_p, [ctypes.c_void_p]),
-        ("ptx_kernel_param_count", ctypes.c_size_t, [ctypes.c_void_p]),
-        ("ptx_kernel_param_bytes", ctypes.c_size_t, [ctypes.c_void_p]),
-        ("ptx_kernel_static_shared", ctypes.c_size_t, [ctypes.c_void_p]),
-        ("ptx_kernel_max_threads", ctypes.c_uint, [ctypes.c_void_p]),
-        ("ptx_module_global_count", ctypes.c_size_t, [ctypes.c_void_p]),
-        ("ptx_module_global", ctypes.POINTER(Global), [ctypes.c_void_p, ctypes.c_size_t]),
-        ("ptx_module_global_init", None, [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p]),
-    ]:
-        function = getattr(lib, name)
-        function.argtypes, function.restype = arguments, result
-    size = ctypes.POINTER(ctypes.c_size_t)
-    lib.ptx_kernel_param.argtypes = [ctypes.c_void_p, ctypes.c_size_t, size, size]
-    lib.ptx_kernel_param.restype = None
-    lib.ptx_launch_run.argtypes = [ctypes.POINTER(Launch), ctypes.POINTER(Fault)]
-    return lib
+def library() -> SimpleNamespace:
+    """Loads the interpreter. Raises CalledProcessError behind the compiler's words."""
+    exported = (ctypes.c_void_p * len(FUNCTIONS)).in_dll(ctypes.CDLL(str(_built())), "exported")
+    return SimpleNamespace(
+        **{
+            name: ctypes.CFUNCTYPE(*kinds)(address)
+            for (name, kinds), address in zip(FUNCTIONS.items(), exported, strict=True)
+        }
+    )
 
 
 class PtxError(Exception):
