@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xdist
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.integration.site import Site, become_reaper
@@ -31,14 +32,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
     return Scheduling(config, log)
 
 
+@pytest.fixture(scope="session")
+def references(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all workers of this run of pytest, and of no other: programs may have changed since."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if xdist.is_xdist_worker(request) else base) / "references"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+def site(tmp_path: Path, references: Path) -> Iterator[Site]:
     """A private PhOS; after the test nothing of it runs."""
     if os.geteuid() != 0:
         pytest.fail("the integration tests need root, because CRIU does")
     # Socket paths are limited to 107 bytes; pytest's own folders are longer than half of that.
     become_reaper()
-    made = Site(tmp_path)
+    made = Site(tmp_path, references=references)
     try:
         yield made
     finally:
@@ -46,12 +56,12 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 @pytest.fixture
-def open_site() -> Iterator[Site]:
+def open_site(references: Path) -> Iterator[Site]:
     """A site that other users get into: pytest's folders are for one user, and each pytest that starts sees to that."""
     with tempfile.TemporaryDirectory(prefix="phos-test-", dir="/tmp") as name:
         os.chmod(name, 0o711)
         become_reaper()
-        made = Site(Path(name))
+        made = Site(Path(name), references=references)
         try:
             yield made
         finally:

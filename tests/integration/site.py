@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -198,6 +201,8 @@ class Site:
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     programs: list[Program] = field(default_factory=list)
+    references: Path | None = None
+    """A folder where the tests of one run of pytest share what references have come to; without, its own."""
 
     def __post_init__(self) -> None:
         self.environment = {
@@ -267,6 +272,33 @@ class Site:
         """Start one of the examples, small unless it is compared with one that is not; see :meth:`until_awaited`."""
         words = example_words(name) if small else example_words(name)[:2]
         return self.until_awaited(*words, *options, "--until", under=under, **changes)
+
+    def reference(self, name: str, *options: str, small: bool = True) -> str:
+        """The result of one of the examples; see :meth:`reference_of`."""
+        words = example_words(name) if small else example_words(name)[:2]
+        return self.reference_of(*words, *options, "--until")
+
+    def reference_of(self, *command: str, **changes: str) -> str:
+        """The result of a run that nothing disturbs, without PhOS in the process; see :meth:`until_awaited`.
+
+        It is run once for all tests that share :attr:`references`, whatever they have in their environments: it is to
+        say what is right, and so depends on the command alone.
+        """
+        folder = self.references or self.folder
+        key = hashlib.sha256(repr((command, sorted(changes.items()))).encode()).hexdigest()[:16]
+        with open(folder / f"reference-{key}", "a+", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed: who comes meanwhile waits for the result
+            file.seek(0)
+            result = file.read()
+            if not result:
+                with tempfile.TemporaryDirectory(dir=folder) as own:
+                    alone = Site(Path(own))
+                    try:
+                        result = alone.until_awaited(*command, under=False, **changes).wait_result()
+                    finally:
+                        alone.close()
+                file.write(result)
+            return result
 
     def image(self, name: str = "image") -> Path:
         """A new, empty image directory."""

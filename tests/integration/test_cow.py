@@ -51,7 +51,7 @@ def restore_at(site: Site, program: Program, image: Path) -> None:
 @pytest.mark.parametrize("pool", ["2G", "16M", "0"])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_image_is_the_state_at_t1(site: Site, name: str, pool: str) -> None:
-    expected = site.example(name, *EXAMPLES[name][:2], under=False).wait_result()
+    expected = site.reference(name, *EXAMPLES[name][:2])
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = SLOW
     site.environment["PHOS_COW_POOL"] = pool
     program = site.example(name, *EXAMPLES[name])

@@ -60,10 +60,9 @@ def test_it_shows_every_step_and_the_same_result(site: Site, example: str) -> No
     assert re.search(r"^   Complete  yes", done.stdout, re.M)
     last = done.stdout.splitlines()[-1]
     assert (same := re.fullmatch(r"Both runs end with the same result, ([0-9a-f]{16}): nothing was lost\.", last))
-    alone = site.example(example, "--iterations", "40", under=False, small=False)
-    assert alone.wait_result() == same[1]
+    assert site.reference(example, "--iterations", "40", small=False) == same[1]
     assert left(site) == []
-    assert [p.pid for p in site.processes() if p.pid != alone.pid] == []
+    assert site.processes() == []
 
 
 @pytest.mark.serial  # it measures: beside other programs one may be faster while it is checkpointed than before

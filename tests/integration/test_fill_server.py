@@ -71,7 +71,7 @@ def test_a_program_finds_its_memory_as_it_was(site: Site, image: Path, threads: 
 @pytest.mark.parametrize("detached", [True, False])
 def test_a_gpu_program_goes_on(site: Site, image: Path, detached: bool) -> None:
     """Twice, the second time from an image of what was restored."""
-    expected = site.example("mlp", *EXAMPLES["mlp"][:2], under=False).wait_result()
+    expected = site.reference("mlp", *EXAMPLES["mlp"][:2])
     program = site.example("mlp", *EXAMPLES["mlp"])
     program.wait_iterations(5)
     words = ["criu", "restore", "--lib", "phos", "-D", str(image), "-o", "restore.log", "-v4"]
@@ -92,7 +92,7 @@ def test_a_gpu_program_goes_on(site: Site, image: Path, detached: bool) -> None:
 
 
 def test_phos_gpu_restore_goes_the_same_way(site: Site, image: Path) -> None:
-    expected = site.example("mlp", *EXAMPLES["mlp"][:2], under=False).wait_result()
+    expected = site.reference("mlp", *EXAMPLES["mlp"][:2])
     program = site.example("mlp", *EXAMPLES["mlp"])
     program.wait_iterations(5)
     site.dump(program, image)
@@ -102,7 +102,7 @@ def test_phos_gpu_restore_goes_the_same_way(site: Site, image: Path) -> None:
 
 
 def test_gpu_memory_may_be_lazy_when_the_rest_is_not(site: Site, image: Path) -> None:
-    expected = site.example("mlp", *EXAMPLES["mlp"][:2], under=False).wait_result()
+    expected = site.reference("mlp", *EXAMPLES["mlp"][:2])
     program = site.example("mlp", *EXAMPLES["mlp"])
     program.wait_iterations(5)
     site.dump(program, image)

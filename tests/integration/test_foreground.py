@@ -42,7 +42,7 @@ def both(site: Site) -> Program:
 @pytest.mark.parametrize("tree", ["one", "both"])
 def test_what_it_restores_is_checkpointed_again(site: Site, tree: str, mode: str) -> None:
     """Running on, and killed; and restored again."""
-    expected = site.until_awaited(sys.executable, str(STENCIL), *OPTIONS[:4], "--until", under=False).wait_result()
+    expected = site.reference("stencil", *OPTIONS[:4], small=False)
     if tree == "both":
         program = both(site)
     else:

@@ -16,7 +16,7 @@ OPTIONS = ("--iterations", "400", "--iteration-seconds", "0.03", "--until")
 
 @pytest.fixture
 def expected(site: Site) -> str:
-    return site.until_awaited(sys.executable, str(WORKERS), *OPTIONS[:2], "--until").wait_result()
+    return site.reference_of(sys.executable, str(WORKERS), *OPTIONS[:2], "--until")
 
 
 def working(site: Site, *, under: bool = True, **changes: str) -> Program:
@@ -110,7 +110,7 @@ def test_a_file_that_the_driver_has_not_closed_is_refused(site: Site) -> None:
     script = site.folder / "holds_on.py"
     script.write_text(HOLDS_ON)
     options = ("--size", "32", "--iterations", "200")
-    expected = site.example("stencil", *options).wait_result()
+    expected = site.reference("stencil", *options)
     program = site.until_awaited(sys.executable, str(script), *options, "--iteration-seconds", "0.03", "--until")
     wait_until(lambda: any(line.startswith("HOLDS") for line in program.lines()), "its descriptor")
     program.wait_iterations(3)
@@ -143,7 +143,7 @@ def test_a_file_of_one_without_cuda_is_refused(site: Site) -> None:
     script.write_text(BESIDE)
     stencil = str(WORKERS.parents[3] / "examples" / "stencil.py")
     options = ("--size", "32", "--iterations", "200")
-    expected = site.example("stencil", *options).wait_result()
+    expected = site.reference("stencil", *options)
     words = (str(script), stencil, *options, "--iteration-seconds", "0.03", "--until")
     program = site.until_awaited(sys.executable, str(script), *words)
     wait_until(lambda: "HOLDS" in program.lines(), "its descriptor")

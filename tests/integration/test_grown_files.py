@@ -49,7 +49,7 @@ class Logging:
 
 @pytest.fixture
 def expected(site: Site) -> str:
-    return site.example("mlp", *OPTIONS).wait_result()
+    return site.reference("mlp", *OPTIONS[:2])
 
 
 def test_it_is_cut_if_that_is_asked_for(site: Site, expected: str) -> None:

@@ -32,7 +32,7 @@ def let_end(site: Site, guarding: Program) -> int:
 
 
 def expected_result(site: Site) -> str:
-    return site.example("stencil", *PACE[:2], under=False).wait_result()
+    return site.reference("stencil", *PACE[:2])
 
 
 def guard(site: Site, *options: str, **changes: str) -> Program:

@@ -73,7 +73,7 @@ def test_dump_into_huge_pages_and_restore_from_them(site: Site, folder: Path, na
 def test_what_is_zeros_is_not_made_room_for(site: Site, folder: Path, protocol: str) -> None:
     """Room for twice what there is to copy, and for a sixty-fourth of all memory."""
     unused = (sys.executable, str(PROGRAMS / "unused_memory.py"), "--iterations", "100")
-    expected = site.until_awaited(*unused, "--until").wait_result()
+    expected = site.reference_of(*unused, "--until")
     be_patient(site)
     program = site.until_awaited(*unused, "--iteration-seconds", "0.05", "--until")
     program.wait_iterations(3)
@@ -93,7 +93,7 @@ def test_what_is_zeros_is_not_made_room_for(site: Site, folder: Path, protocol: 
 def test_memory_that_nobody_has_written_to(site: Site, folder: Path, protocol: str, place: str) -> None:
     """All of it is zeros: there is nothing to make room for, nor to copy."""
     unused = (sys.executable, str(PROGRAMS / "unused_memory.py"), "--iterations", "100")
-    expected = site.until_awaited(*unused, "--until", UNUSED_MEMORY="all").wait_result()
+    expected = site.reference_of(*unused, "--until", UNUSED_MEMORY="all")
     program = site.until_awaited(*unused, "--iteration-seconds", "0.05", "--until", UNUSED_MEMORY="all")
     program.wait_iterations(3)
     image = (folder if place == "memory" else site.folder) / "image"

@@ -51,7 +51,7 @@ def test_it_ends_soon_after_phosd(site: Site, end: str) -> None:
 def test_it_is_replaced_when_it_is_killed(site: Site) -> None:
     """And its successor has everything: imported handles cannot be exported again when phosd is killed as well."""
     options = ("--iterations", "400", "--iteration-seconds", "0.03")
-    expected = site.example("stencil", *options[:2], under=False).wait_result()
+    expected = site.reference("stencil", *options[:2])
     program = site.example("stencil", *options)
     program.wait_iterations(3)
     site.dump(program, site.image("first"), "--leave-running")

@@ -29,7 +29,7 @@ def criu_processes(site: Site) -> list[int]:
 
 
 def expected_result(site: Site) -> str:
-    return site.example("stencil", *OPTIONS[:2], under=False).wait_result()
+    return site.reference("stencil", *OPTIONS[:2])
 
 
 class Dumping:
@@ -138,7 +138,7 @@ def test_application_is_killed_while_dumping(site: Site, delay: float) -> None:
 def test_phosd_is_killed_and_a_new_one_adopts(site: Site) -> None:
     """Also after an attach, when the frontend's handles are imported ones and only the keeper has descriptors."""
     options = ("--iterations", "400", "--iteration-seconds", "0.03")
-    expected = site.example("stencil", *options[:2], under=False).wait_result()
+    expected = site.reference("stencil", *options[:2])
     program = site.example("stencil", *options)
     program.wait_iterations(3)
     for generation in range(3):
@@ -163,7 +163,7 @@ def test_application_does_not_need_phosd(site: Site) -> None:
 def test_phosd_is_killed_while_restoring(site: Site, delay: float) -> None:
     # So long that what computes in spite of a restore that failed is ended here before it is through.
     options = ("--iterations", "400", "--iteration-seconds", "0.03")
-    expected = site.example("stencil", *options[:2], under=False).wait_result()
+    expected = site.reference("stencil", *options[:2])
     program = site.example("stencil", *options)
     program.wait_iterations(5)
     image = site.image()

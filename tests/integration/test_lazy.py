@@ -102,7 +102,7 @@ def dump_at(site: Site, program: Program, iterations: int = 5) -> Path:
 def dumped_asleep(site: Site) -> tuple[Program, Path, str]:
     """A program that was dumped between two iterations, and launches a kernel next; the image; what it is to print."""
     options = ("--iterations", "6")
-    expected = site.example("device_pointer", *options, under=False).wait_result()
+    expected = site.reference("device_pointer", *options)
     program = site.example("device_pointer", *options, "--iteration-seconds", "2")
     program.wait_iterations(1)
     wait_until(lambda: analysed(site, program), "the analysis of its kernels")
@@ -119,7 +119,7 @@ def slowly(site: Site, bandwidth: str = SLOW) -> None:
 @pytest.mark.parametrize("mode", ["strict", "fast"])
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_every_example_computes_on(site: Site, name: str, mode: str) -> None:
-    expected = site.example(name, *EXAMPLES[name][:2], under=False).wait_result()
+    expected = site.reference(name, *EXAMPLES[name][:2])
     program = site.example(name, *EXAMPLES[name])
     image = dump_at(site, program)
     slowly(site)
@@ -131,7 +131,7 @@ def test_every_example_computes_on(site: Site, name: str, mode: str) -> None:
 
 
 def test_criu_lazy_pages_make_the_gpu_lazy_too(site: Site) -> None:
-    expected = site.example("mlp", *EXAMPLES["mlp"][:2], under=False).wait_result()
+    expected = site.reference("mlp", *EXAMPLES["mlp"][:2])
     program = site.example("mlp", *EXAMPLES["mlp"])
     image = dump_at(site, program)
     slowly(site)

@@ -80,7 +80,7 @@ def test_a_program_that_changes_its_memory_finds_it_right(site: Site, image: Pat
 
 
 def test_phos_gpu_restore_fills(site: Site, image: Path) -> None:
-    expected = site.example("mlp", *EXAMPLES["mlp"][:2], under=False).wait_result()
+    expected = site.reference("mlp", *EXAMPLES["mlp"][:2])
     program = site.example("mlp", *EXAMPLES["mlp"])
     program.wait_iterations(5)
     site.dump(program, image)

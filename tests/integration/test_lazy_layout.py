@@ -38,7 +38,7 @@ class Held:
 
     def __init__(self, site: Site) -> None:
         self.site = site
-        self.expected = site.example("mlp", *ITERATIONS, under=False).wait_result()
+        self.expected = site.reference("mlp", *ITERATIONS)
         self.program: Program = site.example("mlp", *ITERATIONS, "--iteration-seconds", "0.05")
         self.program.wait_iterations(5)
         self.image = site.image()

@@ -59,7 +59,7 @@ def shared(site: Site) -> Iterator[Callable[[Path], Shared]]:
 
 @pytest.fixture
 def expected(site: Site) -> str:
-    return site.until_awaited(sys.executable, str(WORKERS), *OPTIONS[:2], "--until").wait_result()
+    return site.reference_of(sys.executable, str(WORKERS), *OPTIONS[:2], "--until")
 
 
 def working(site: Site, *, under: bool = True) -> Program:

@@ -30,7 +30,7 @@ from tests.integration.site import Site, wait_until
 
 
 def test_a_parked_process_runs_nothing_and_computes_on_when_it_is_taken(site: Site) -> None:
-    expected = site.example("mlp", *MLP[:2], under=False).wait_result()
+    expected = site.reference("mlp", *MLP[:2])
     program = site.example("mlp", *MLP)
     image = dump_at(site, program)
     before = program.lines()
@@ -67,7 +67,7 @@ def test_options_for_criu_come_from_a_file_of_who_wants_the_pool(site: Site) -> 
 
 
 def test_several_from_one_image_compute_at_once_beside_the_original(site: Site) -> None:
-    expected = site.example("mlp", *LONG[:2], under=False).wait_result()
+    expected = site.reference("mlp", *LONG[:2])
     program = site.example("mlp", *LONG)
     program.wait_iterations(5)
     image = site.image()
@@ -90,7 +90,7 @@ def test_several_from_one_image_compute_at_once_beside_the_original(site: Site) 
 
 
 def test_a_process_that_was_taken_can_be_checkpointed_and_its_image_restored(site: Site) -> None:
-    expected = site.example("mlp", *LONG[:2], under=False).wait_result()
+    expected = site.reference("mlp", *LONG[:2])
     program = site.example("mlp", *LONG)
     image = dump_at(site, program)
     create(site, image, 1, "--name", "p")
@@ -107,7 +107,7 @@ def test_a_process_that_was_taken_can_be_checkpointed_and_its_image_restored(sit
 
 
 def test_a_process_that_was_taken_can_be_checkpointed_while_it_runs(site: Site) -> None:
-    expected = site.example("mlp", *LONG[:2], under=False).wait_result()
+    expected = site.reference("mlp", *LONG[:2])
     program = site.example("mlp", *LONG)
     image = dump_at(site, program)
     create(site, image, 1, "--name", "p")
@@ -118,7 +118,7 @@ def test_a_process_that_was_taken_can_be_checkpointed_while_it_runs(site: Site) 
 
 
 def test_eager_takes_compute_when_all_memory_is_there(site: Site) -> None:
-    expected = site.example("mlp", *MLP[:2], under=False).wait_result()
+    expected = site.reference("mlp", *MLP[:2])
     program = site.example("mlp", *MLP)
     image = dump_at(site, program)
     create(site, image, 1, "--name", "p")

@@ -75,7 +75,7 @@ def test_a_pool_whose_image_is_away_for_a_while_is_not_forgotten(site: Site) -> 
 
 
 def test_a_process_that_was_taken_outlives_phosd(site: Site) -> None:
-    expected = site.example("mlp", *LONG[:2], under=False).wait_result()
+    expected = site.reference("mlp", *LONG[:2])
     program = site.example("mlp", *LONG)
     image = dump_at(site, program)
     create(site, image, 1, "--name", "p")
@@ -94,7 +94,7 @@ def inside(pid: int, *words: str) -> list[str]:
 @pytest.mark.parametrize("keeper", ["lives", "is killed"])
 def test_no_phosd_starts_among_those_of_a_pool(site: Site, keeper: str) -> None:
     """It would take everybody else's processes for dead, and drop their memory."""
-    expected = site.example("mlp", *LONG[:2], under=False).wait_result()
+    expected = site.reference("mlp", *LONG[:2])
     program, other = site.example("mlp", *LONG), site.example("mlp", *LONG)
     other.wait_iterations(3)
     site.dump(other, site.image("before"), "--leave-running")  # the keeper has its memory from here on
@@ -124,7 +124,7 @@ def test_no_phosd_starts_among_those_of_a_pool(site: Site, keeper: str) -> None:
 
 def test_a_checkpoint_of_one_that_was_taken_outlives_phosd(site: Site) -> None:
     """CRIU, in its namespaces, cannot have another phosd; whoever asked for the checkpoint can."""
-    expected = site.example("mlp", *LONG[:2], under=False).wait_result()
+    expected = site.reference("mlp", *LONG[:2])
     program = site.example("mlp", *LONG, SOFTGPU_TOGGLE_MS="500")
     image = dump_at(site, program)
     create(site, image, 1, "--name", "p")
@@ -203,7 +203,7 @@ def fill_memory(site: Site, left: int) -> Program:
 
 
 def test_too_little_memory_at_a_take_leaves_the_process_parked(site: Site) -> None:
-    expected = site.example("mlp", *MLP[:2], under=False).wait_result()
+    expected = site.reference("mlp", *MLP[:2])
     program = site.example("mlp", *MLP)
     image = dump_at(site, program)
     create(site, image, 1, "--name", "p")

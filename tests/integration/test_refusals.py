@@ -30,7 +30,7 @@ def endless(site: Site, **changes: str) -> Program:
 
 def dumped(site: Site) -> tuple[Program, Path, str]:
     """A dumped and killed program, its image, and the result it has to reach."""
-    expected = site.example("stencil", *SHORT[:2], under=False).wait_result()
+    expected = site.reference("stencil", *SHORT[:2])
     program = site.example("stencil", *SHORT)
     program.wait_iterations(5)
     image = site.image()

@@ -34,7 +34,7 @@ def start(site: Site, options: tuple[str, ...] = OPTIONS, **changes: str) -> tup
 
 
 def expected_result(site: Site) -> str:
-    return site.example("stencil", *OPTIONS[:2], under=False).wait_result()
+    return site.reference("stencil", *OPTIONS[:2])
 
 
 def page_bytes(image: Path) -> int:
@@ -42,7 +42,7 @@ def page_bytes(image: Path) -> int:
 
 
 def test_it_is_kept_out_of_the_pages_and_comes_back(site: Site) -> None:
-    expected = site.example("stencil", *LONG[:2], under=False).wait_result()
+    expected = site.reference("stencil", *LONG[:2])
     program, number = start(site, LONG)
     without, with_ = site.image("without"), site.image("with")
     site.dump(program, with_, "--leave-running")

@@ -26,7 +26,7 @@ EXAMPLES = {
 
 def uninterrupted(site: Site, name: str, *options: str) -> str:
     """The result of a run that nothing disturbs, without PhOS in the process; at full speed."""
-    return site.example(name, *options[:2], under=False).wait_result()
+    return site.reference(name, *options[:2])
 
 
 def dumped(site: Site, name: str) -> tuple[str, Program, Path]:
@@ -154,7 +154,7 @@ def test_process_without_the_frontend_is_saved_by_the_driver_with_a_warning(site
 def test_names_that_are_not_utf8(site: Site, under: bool) -> None:
     """Of the program, of an argument, of the image's folder: they enter messages, and messages are UTF-8."""
     options = ("--iterations", "400", "--iteration-seconds", "0.04")  # phosd may have to be started first
-    expected = site.example("stencil", *options[:2], under=False).wait_result()
+    expected = uninterrupted(site, "stencil", *options)
     folder = site.folder / os.fsdecode(b"caf\xe9")
     program = folder / "bin" / os.fsdecode(b"pyth\xf6n")
     program.parent.mkdir(parents=True)

@@ -90,7 +90,7 @@ def test_a_checkpoint_with_twins(site: Site, name: str) -> None:
     quickly = {"SOFTGPU_COPY_BANDWIDTH": "0", "SOFTGPU_COPY_HOLD": ""}
     site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(1 << 20)}  # once let go, that takes seconds
     site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "hold")
-    expected = site.example(name, *LONG[:2], under=False, **quickly).wait_result()
+    expected = site.reference(name, *LONG[:2])
     site.run("phosd", "--ensure")
     program = site.example(name, *LONG, **quickly)
     image = dumped_with_twins(site, program)
@@ -158,7 +158,7 @@ def test_a_checkpoint_whose_guesses_are_wrong(site: Site, liar: Path, name: str,
     No copy of phosd's ends before it has been made.
     """
     options = ("--size", size, "--iterations", "6")
-    expected = site.example(name, *options, under=False).wait_result()
+    expected = site.reference(name, *options)
     site.run("phosd", "--ensure")
     start_liar(site, "0")
     program = site.example(name, *options, "--iteration-seconds", str(ASLEEP), SOFTGPU_COPY_HOLD="")
@@ -185,7 +185,7 @@ def test_a_checkpoint_whose_guesses_are_wrong(site: Site, liar: Path, name: str,
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_lazy_restore_with_twins(site: Site, name: str) -> None:
-    expected = site.example(name, *EXAMPLES[name][:2], under=False).wait_result()
+    expected = site.reference(name, *EXAMPLES[name][:2])
     program = site.example(name, *EXAMPLES[name])
     image = dump_at(site, program)
     slowly(site, str(1 << 20))

@@ -33,7 +33,7 @@ def polling(site: Site, **changes: str) -> Program:
 
 @pytest.fixture
 def expected(site: Site) -> str:
-    return site.until_awaited(sys.executable, str(STENCIL), *OPTIONS[:4], "--until", under=False).wait_result()
+    return site.reference("stencil", *OPTIONS[:4], small=False)
 
 
 @pytest.mark.parametrize("lazily", [False, True])
