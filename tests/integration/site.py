@@ -22,6 +22,7 @@ import psutil
 
 from phos.cli.status import plain
 from phos.gpu_engine.daemon import client
+from phos.gpu_engine.errors import DaemonUnavailable
 from phos.gpu_engine.installation import examples_folder, launcher, software_gpu_folder
 
 PATIENCE = 90.0
@@ -379,15 +380,31 @@ class Site:
         """What ``phos-gpu status --json`` prints. Asked over and over, so that no process is started for it."""
         return plain(client.status(Path(self.environment["PHOS_SOCKET"])))
 
+    def answers(self) -> bool:
+        """Whether phosd does."""
+        try:
+            self.status()
+        except DaemonUnavailable:
+            return False
+        return True
+
     def daemon_pid(self) -> int:
         return int(self.status()["pid"])
+
+    def stop_phosd(self, *, check: bool = True) -> None:
+        """As ``phosd --stop``, but that no process is started for it; without ``check`` there may be none to stop."""
+        try:
+            client.shutdown(Path(self.environment["PHOS_SOCKET"]))
+        except DaemonUnavailable:
+            if check:
+                raise
 
     def serve(self, module: str, **changes: str) -> None:
         """Run this module as phosd in place of the one that runs, with the environment's PYTHONPATH.
 
         The installed phosd takes no notice of that variable.
         """
-        self.run("phosd", "--stop", check=False)
+        self.stop_phosd(check=False)
         path = [self.environment.get("PYTHONPATH"), str(Path(__file__).resolve().parents[2])]
         environment = {
             **self.environment,
@@ -406,7 +423,7 @@ class Site:
                 stderr=log,
                 start_new_session=True,
             )
-        wait_until(lambda: self.run("phos-gpu", "status", check=False).returncode == 0, f"phosd from {module}")
+        wait_until(self.answers, f"phosd from {module}")
 
     # What is left.
 

@@ -129,7 +129,7 @@ def inject(site: Site, name: str) -> None:
 
 def test_a_wrong_descriptor_is_named(site: Site) -> None:
     audit(site, str(PROGRAM), "kernels")
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     inject(site, "copy")
     report = audit(site, str(PROGRAM), "kernels", status=7)
     assert [row["kernel"] for row in report["kernels"] if row["wrong_launches"]] == ["copy"]
@@ -152,7 +152,7 @@ def test_a_graph_is_one_kernel(site: Site) -> None:
     assert (graph["source"], graph["launches"], graph["wrong_chunks"]) == ("graph", 2, 0)
     assert graph["written_chunks"] == 2 + 1 + 2  # `second` has what it had, the second time
     assert graph["predicted_chunks"] == 2 * (16 + 16)
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     inject(site, "put")
     report = audit(site, str(PROGRAM), "graph", status=7)
     wrong = kernel(report, "graph of 3 nodes: copy, put")
@@ -199,7 +199,7 @@ def test_an_audited_process_is_not_checkpointed(site: Site) -> None:
         "--iterations", "40", "--iteration-seconds", "0.2", under=False,
     )  # fmt: skip
     wait_until(lambda: program.iterations() > 1, "the program to compute")
-    (audited,) = json.loads(site.run("phos-gpu", "status", "--json").stdout)["processes"]
+    (audited,) = site.status()["processes"]
     done = site.run("phos-gpu", "checkpoint", str(audited["pid"]), str(site.image()), check=False)
     assert done.returncode != 0
     assert "phos-gpu audit runs it" in done.stderr

@@ -124,7 +124,7 @@ def test_a_lazy_restore_from_huge_pages(site: Site, folder: Path, mode: str) -> 
     image = folder / "image"
     image.mkdir()
     site.dump(program, image)
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(4 << 20)
     site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY=mode)
     assert program.wait_result() == expected

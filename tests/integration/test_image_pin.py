@@ -172,10 +172,10 @@ def test_refusals_are_sentences(shared: Path, site: Site) -> None:
     shutil.rmtree(other)
     site.run("phos-gpu", "image", "unpin", str(other))
     assert pinned(site) == []
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.environment["PHOS_PIN_LIMIT"] = "1M"
     assert "phosd may pin 0.00 GB, of which 0.00 GB are in use" in refused(site, "pin", str(dumped.image))
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.environment["PHOS_PIN_LIMIT"] = "1G"
     site.environment["SOFTGPU_FAULTS"] = "register-fail-at:1"
     assert "The driver cannot pin the data of" in refused(site, "pin", str(dumped.image))
@@ -193,7 +193,7 @@ def test_phosd_lets_its_pinned_images_go_when_it_ends(shared: Path, site: Site) 
     dumped = Dumped(site, shared)
     pin(site, dumped.image)
     pid = site.daemon_pid()
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.freed(pid)
     assert dumped.restore() == LAYERS_SUM  # from its files, by a new one
     assert pinned(site) == []
@@ -202,7 +202,7 @@ def test_phosd_lets_its_pinned_images_go_when_it_ends(shared: Path, site: Site) 
 def test_an_image_that_is_unpinned_during_its_restore_stays_until_it_is_done(shared: Path, site: Site) -> None:
     dumped = Dumped(site, shared)
     dumped.go.unlink()
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(6 << 20)
     pin(site, dumped.image, "--copy", "--name", "layers")
     for file in dumped.data():

@@ -111,7 +111,7 @@ def dumped_asleep(site: Site) -> tuple[Program, Path, str]:
 
 def slowly(site: Site, bandwidth: str = SLOW) -> None:
     """A new phosd whose copies are slow."""
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = bandwidth
     site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "copies-held")
 
@@ -226,7 +226,7 @@ class Layers:
         """Eagerly, with the output as it was, by a phosd whose copies are fast."""
         self.program.output.write_bytes(self.output)
         self.site.environment["SOFTGPU_COPY_BANDWIDTH"] = "0"
-        self.site.run("phosd", "--stop", check=False)
+        self.site.stop_phosd(check=False)
         self.site.restore(self.image)
 
 
@@ -479,7 +479,7 @@ def test_random_programs(tmp_path: Path) -> None:
 def test_the_image_of_a_concurrent_checkpoint_has_the_order(site: Site) -> None:
     program = site.example("mlp", *EXAMPLES["mlp"])
     program.wait_iterations(3)
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(8 << 20)
     image = site.image()
     site.dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")

@@ -79,6 +79,6 @@ def test_it_comes_back_although_criu_had_frozen_it(site: Site, killed: str) -> N
         os.kill(criu, signal.SIGKILL)
     if killed == "CRIU":
         wait_until(lambda: "is attached" in dumping.log(), "phosd to bring it back")
-        site.run("phosd", "--stop")  # the next one lets CRIU go on
+        site.stop_phosd()  # the next one lets CRIU go on
         site.run("phosd", "--ensure")
     dumping.comes_back()

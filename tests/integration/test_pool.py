@@ -60,7 +60,7 @@ def test_options_for_criu_come_from_a_file_of_who_wants_the_pool(site: Site) -> 
     site.run(*words, CRIU_CONFIG_FILE=os.path.relpath(settings))
     assert pidfile.exists()
     pidfile.unlink()
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.run("phosd", "--ensure")
     full(site, 1)
     assert pidfile.exists()

@@ -61,13 +61,13 @@ def test_parked_processes_end_with_phosd_and_a_new_one_parks_others(site: Site) 
 def test_a_pool_whose_image_is_away_for_a_while_is_not_forgotten(site: Site) -> None:
     image = dump_at(site, site.example("mlp", *MLP))
     create(site, image, 1, "--name", "p")
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     away = image.rename(site.folder / "away")
     site.run("phosd", "--ensure")
     assert (pool(site)["state"], pool(site)["name"]) == ("failed", "p")
     refused = site.run("phos-gpu", "pool", "take", "p", check=False)
     assert f"Its image at {image} is gone" in refused.stderr
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     away.rename(image)
     site.run("phosd", "--ensure")
     full(site, 1)
@@ -144,7 +144,7 @@ def other_criu(site: Site, first: str) -> Path:
     gate.touch()
     script.write_text(f'#!/bin/sh\n{first.format(gate=gate)}\nunset PHOS_CRIU\nexec {launcher("criu")} "$@"\n')
     script.chmod(0o755)
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.run("phosd", "--ensure", PHOS_CRIU=str(script))
     return gate
 

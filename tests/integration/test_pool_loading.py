@@ -26,7 +26,7 @@ from tests.integration.site import Site, wait_until
 
 def slow_copies(site: Site, rate: int = 8 << 20) -> None:
     """A new phosd, whose GPU copies so many bytes a second: with 8 MiB, what layers_image() has takes half a minute."""
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.run("phosd", "--ensure", SOFTGPU_COPY_BANDWIDTH=str(rate))
 
 

@@ -49,7 +49,7 @@ def test_a_connection_that_breaks_before_a_lazy_restore_s_window_is_open(site: S
     assert any("still being restored" in line for line in dumped.program.lines())
     assert dumped.program.result() is None
     assert site.status()["jobs"][-1]["state"] == "failed"
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     assert dumped.restore("lazy") == LAYERS_SUM
 
 
@@ -80,7 +80,6 @@ def test_taken_from_a_pool(site: Site) -> None:
 
 def test_left_running_after_a_dump(site: Site) -> None:
     """It waits for the dump to end it, or for a file that is there as soon as the dump has begun."""
-    site.run("phosd", "--stop", check=False)
     site.environment["SOFTGPU_TOGGLE_MS"] = "300"
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="tardy")
     go = site.folder / "go"

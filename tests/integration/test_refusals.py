@@ -360,7 +360,7 @@ def test_damaged_image_is_refused_and_leaves_nothing_running(site: Site, damage:
 
 def test_restore_on_another_model(site: Site) -> None:
     program, image, expected = dumped(site)
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.run("phosd", "--ensure", SOFTGPU_NAME="Another GPU")
     result = site.restore(image, check=False)
     assert result.returncode != 0
@@ -372,7 +372,7 @@ def test_restore_on_another_model(site: Site) -> None:
 def test_restore_with_too_little_memory(site: Site) -> None:
     program, image, _ = dumped(site)
     needed = sum(table.size for table in Image.open(image).blocks.values())
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.run("phosd", "--ensure", SOFTGPU_MEMORY=str(needed - 1))
     result = site.restore(image, check=False)
     assert result.returncode != 0

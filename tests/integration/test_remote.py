@@ -177,7 +177,7 @@ def test_the_other_phosd_dies_in_the_middle(site: Site, other: Other, mode: str)
     dumped.go.unlink()
     address = other.take(dumped)
     other.start()
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(10 << 20)
     scratch = site.folder / "scratch"
     scratch.mkdir()
@@ -206,7 +206,7 @@ def test_the_other_phosd_dies_in_the_middle(site: Site, other: Other, mode: str)
     # And once it is back:
     other.start()
     dumped.go.touch()
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = "0"
     restore(dumped, address)
     assert dumped.program.wait_result() == LAYERS_SUM
@@ -257,7 +257,7 @@ def test_a_directory_that_stands_for_an_image_is_restored_and_pinned_like_any_ot
     for mode in MODES:
         assert dumped.restore(mode) == LAYERS_SUM
     site.run("phos-gpu", "image", "pin", str(dumped.image))
-    other.site.run("phosd", "--stop")
+    other.site.stop_phosd()
     for mode in MODES:
         assert dumped.restore(mode) == LAYERS_SUM
     site.run("phos-gpu", "image", "unpin", str(dumped.image))

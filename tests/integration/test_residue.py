@@ -48,11 +48,11 @@ def test_it_is_kept_out_of_the_pages_and_comes_back(site: Site) -> None:
     site.dump(program, with_, "--leave-running")
     assert not files(number)
     program.wait_progress()
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.dump(program, without, "--leave-running", PHOS_REDUCERS="stack-limit,huge-pages")
     assert not list(without.glob("phos-residue-*"))
     assert page_bytes(with_) < page_bytes(without) - RESIDUE * 3 // 4
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     program.wait_progress()
     image = site.image()
     site.dump(program, image)

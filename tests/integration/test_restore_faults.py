@@ -32,7 +32,7 @@ def test_driver_fails_while_restoring(site: Site, name: str) -> None:
     image = site.image()
     site.dump(program, image)
     if fault.phosd:
-        site.run("phosd", "--stop")
+        site.stop_phosd()
         daemon(site, SOFTGPU_FAULTS=fault.phosd)
     result = site.restore(image, check=False)
     assert result.returncode != 0
@@ -43,7 +43,7 @@ def test_driver_fails_while_restoring(site: Site, name: str) -> None:
     site.run("phos-gpu", "verify", str(image))
     wait_until(lambda: "GPU context is lost" not in log_of(site) or renewed(site), "phosd's renewal")
     if fault.phosd:
-        site.run("phosd", "--stop")
+        site.stop_phosd()
         daemon(site)
     fit_for_the_next(site)
 
@@ -190,18 +190,18 @@ def test_fewer_gpus_and_another_model_are_refused(site: Site) -> None:
     program = blocks(site, "--devices", "2")
     image = site.image()
     site.dump(program, image)
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     daemon(site, SOFTGPU_DEVICES="1")
     result = site.restore(image, check=False)
     assert result.returncode != 0
     assert "needs 2 GPU" in (image / "restore.log").read_text()
     wait_until(lambda: not program.alive(), "its end")
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     daemon(site, SOFTGPU_NAME="Another GPU")
     result = site.restore(image, check=False)
     assert result.returncode != 0
     assert "same model" in (image / "restore.log").read_text()
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     daemon(site)
     site.restore(image)
     assert program.wait_result() == "right"

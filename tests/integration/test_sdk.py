@@ -125,7 +125,7 @@ def test_without_phos_it_warns_once_and_does_nothing(site: Site) -> None:
 def test_without_phosd_it_does_nothing(site: Site) -> None:
     program = start(site, 200, "100", PHOS_DAEMON_COMMAND="")
     program.wait_iterations(20)
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     assert program.wait_result() == "200"
     assert "phosd does not answer" in outcomes(program)[100]
 

@@ -95,7 +95,7 @@ def test_ten_generations(site: Site) -> None:
 def test_restore_into_a_fresh_daemon(site: Site) -> None:
     expected, program, image = dumped(site, "stencil")
     first = site.daemon_pid()
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.restore(image)
     assert site.daemon_pid() != first
     assert program.wait_result() == expected

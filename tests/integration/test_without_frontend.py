@@ -297,7 +297,7 @@ def test_criu_is_killed_while_it_restores_one(site: Site, expected: str) -> None
     program.wait_iterations(5)
     image = site.image()
     site.dump(program, image)
-    site.run("phosd", "--stop")
+    site.stop_phosd()
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="criu killed")
     words = ["criu", "restore", "--lib", "phos", "-D", str(image), "-o", "restore.log", "-v4"]
     assert site.background(*words).wait(60) != 0
