@@ -485,6 +485,29 @@ def test_links_to_the_launcher_find_home(run: Run, tree: Path, environment: dict
     assert Path(environment["FAKE"], "argv").read_text().splitlines() == ["check", f"-L{plugins(tree)}"]
 
 
+@pytest.mark.parametrize("called", ["folder/criu", "a clone/packaging//criu", "a clone/packaging/../packaging/criu"])
+def test_a_launcher_finds_home_whatever_it_is_called(
+    tree: Path, environment: dict[str, str], tmp_path: Path, called: str
+) -> None:
+    (tmp_path / "folder").symlink_to("a clone/packaging")
+    for command, cwd in ((f"{tmp_path}/{called}", "/"), (f"./{called}", tmp_path)):
+        words = [command, "check", "-Lphos"]
+        subprocess.run(words, env=environment, check=True, stdin=subprocess.DEVNULL, cwd=cwd)
+        _, option = Path(environment["FAKE"], "argv").read_text().splitlines()
+        assert os.path.realpath(option.removeprefix("-L")) == str(plugins(tree))
+
+
+def test_the_launcher_asks_nobody_about_links_and_files_that_do_not_exist(run: Run, tmp_path: Path) -> None:
+    for name in ("readlink", "grep"):
+        write_program(tmp_path / "asked" / name, f"#!/bin/sh\necho {name} >>'{tmp_path}/runs'\nexit 1\n")
+    if Path("/etc/criu/default.conf").exists():
+        pytest.skip("CRIU has options of this machine's")
+    path = f"{tmp_path / 'asked'}:{os.environ['PATH']}"
+    outcome = run("restore", "--lib", "phos", "-D", "image", "-d", PATH=path, HOME=str(tmp_path))
+    assert outcome.status == 0
+    assert not (tmp_path / "runs").exists()
+
+
 def test_installed_layout_starts_criu_through_its_own_loader(
     tree: Path, environment: dict[str, str], tmp_path: Path
 ) -> None:
