@@ -21,7 +21,7 @@ from typing import Any
 
 from phos.gpu_engine import landing, procfs, toggle
 from phos.gpu_engine.copy_placed import PlacedSave
-from phos.gpu_engine.daemon import __main__ as daemon
+from phos.gpu_engine.daemon import command_line
 from phos.gpu_engine.daemon.jobs import JobTable
 from phos.gpu_engine.daemon.serve_dump import DumpServer
 from phos.gpu_engine.daemon.server import Daemon
@@ -308,4 +308,4 @@ if __name__ == "__main__":
             "no thread to quiesce": no_second_thread("quiesce"),
             "no thread to detach": no_second_thread("detach"),
         }[alteration]()
-    daemon.main(prog_name="phosd")
+    command_line.main(prog_name="phosd")

@@ -10,8 +10,7 @@ import os
 from pathlib import Path
 
 from phos.gpu_engine import landing
-from phos.gpu_engine.daemon import __main__ as daemon
-from phos.gpu_engine.daemon import kernels
+from phos.gpu_engine.daemon import command_line, kernels
 from phos.gpu_engine.spec.table import FIELD, HEADER, KERNEL, PARAMETER
 from tests.integration.altered_phosd import no_thread
 
@@ -49,4 +48,4 @@ if __name__ == "__main__":
     lie()
     if os.environ.get("LYING_PHOSD_TWINS") == "cannot start":
         no_thread("twins")()
-    daemon.main(prog_name="phosd")
+    command_line.main(prog_name="phosd")

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from phos.cli.main import COMMANDS, main
-from phos.gpu_engine.daemon.__main__ import main as phosd
+from phos.gpu_engine.daemon.command_line import main as phosd
 
 LONG = "x" * 5000
 NOT_UTF8 = os.fsdecode(b"\xff\xfe")

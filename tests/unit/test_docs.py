@@ -118,7 +118,7 @@ def test_no_command_is_described_that_does_not_exist() -> None:
 
 
 def test_phosd_is_described() -> None:
-    from phos.gpu_engine.daemon.__main__ import main
+    from phos.gpu_engine.daemon.command_line import main
 
     described = section(text_of("cli.md"), "## phosd")
     assert not [option for option in options_of(main) if option not in described]

@@ -16,8 +16,7 @@ from typing import Any
 
 from phos.gpu_engine.copy_work import Piece
 from phos.gpu_engine.cow import dump, feed
-from phos.gpu_engine.daemon import __main__ as daemon
-from phos.gpu_engine.daemon import kernels, serve_dump
+from phos.gpu_engine.daemon import command_line, kernels, serve_dump
 from phos.gpu_engine.errors import Mispredicted
 from phos.gpu_engine.spec.table import FIELD, HEADER, KERNEL, PARAMETER
 
@@ -108,4 +107,4 @@ def watch(truth: Path, lies: Path) -> None:
 
 if __name__ == "__main__":
     watch(Path(os.environ["WATCH_TRUTH"]), Path(os.environ["WATCH_LIES"]))
-    daemon.main(prog_name="phosd")
+    command_line.main(prog_name="phosd")
