@@ -109,7 +109,22 @@ def _failed_call(error: OSError) -> tuple[str, int]:
     return f"{place}{error.strerror or error}.", int(ExitStatus.FAILED)
 
 
+def _show_version(context: click.Context, _parameter: click.Parameter, asked: bool) -> None:
+    if asked and not context.resilient_parsing:
+        from phos.gpu_engine.installation import version
+
+        click.echo(f"phos-gpu, version {version()}")
+        context.exit()
+
+
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="phos", prog_name="phos-gpu")
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_show_version,
+    help="Show the version and exit.",
+)
 def main() -> None:
     """Checkpoint and restore CUDA processes. Exit statuses: docs/cli.md."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import glob
 import os
+import sys
 from pathlib import Path
 
 from phos.gpu_engine.errors import Unsupported, UsageError
@@ -65,6 +67,18 @@ def _existing(path: Path) -> Path:
     if not path.exists():
         raise Unsupported(f"{path} is missing: PhOS is not completely installed. Run install.sh again (or make build).")
     return path
+
+
+def version() -> str:
+    """Of this PhOS, or "source tree" where it is not installed.
+
+    Read from the name of the folder with the package's metadata, where importlib.metadata finds it as well: that itself
+    takes longer to load than the command line.
+    """
+    for place in sys.path:
+        for name in glob.glob("phos-*.dist-info", root_dir=place or os.curdir):
+            return name.removeprefix("phos-").removesuffix(".dist-info")
+    return "source tree"
 
 
 def device_kind(asked: str | None = None) -> str:

@@ -14,7 +14,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 
 from phos.gpu_engine import configuration, standard_streams
@@ -23,7 +22,7 @@ from phos.gpu_engine.daemon.paths import lock_file, log_file, make_folder, refus
 from phos.gpu_engine.daemon.remote_settings import VARIABLES, RemoteSettings
 from phos.gpu_engine.daemon.service import Service
 from phos.gpu_engine.errors import DaemonUnavailable, NotPermitted, PhosError, UsageError
-from phos.gpu_engine.installation import device_kind, load_driver
+from phos.gpu_engine.installation import device_kind, load_driver, version
 from phos.gpu_engine.restore.pool_warden import WARDEN_NAME
 
 DESCRIPTORS_USUAL = 16384
@@ -33,13 +32,6 @@ DESCRIPTORS_USUAL = 16384
 def _make_room(descriptors: int) -> None:
     """Let the table of descriptors grow now. With threads, and somebody waiting, each doubling takes 10 ms and more."""
     os.close(fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, descriptors - 1))
-
-
-def _version() -> str:
-    try:
-        return metadata.version("phos")
-    except metadata.PackageNotFoundError:
-        return "source tree"
 
 
 def _listen(path: Path) -> socket.socket:
@@ -155,7 +147,7 @@ def run(path: Path, *, verbose: bool) -> None:
     gc.set_threshold(100_000)
     listener = _listen(path)
     try:
-        daemon = Daemon(path, _version(), sharing)
+        daemon = Daemon(path, version(), sharing)
     except BaseException:
         path.unlink(missing_ok=True)  # other users' programs would take it for that of a phosd that is to come
         raise

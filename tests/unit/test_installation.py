@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,13 @@ def test_a_detached_program_finds_its_phosd(name: str, tmp_path: Path, monkeypat
     words = given["PHOS_DAEMON_COMMAND"].split(" ")
     assert words[1:] in (["--ensure"], ["--ensure", "--socket", str(socket)])
     assert given["PHOS_SOCKET"] == str(socket)
+
+
+def test_the_version_is_the_one_that_the_package_s_metadata_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert installation.version() == "source tree"
+    (tmp_path / "phos-1.2.dist-info").mkdir()
+    (tmp_path / "phos-1.2.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: phos\nVersion: 1.2\n")
+    assert installation.version() == metadata.version("phos") == "1.2"
