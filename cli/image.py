@@ -6,14 +6,12 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
 
-from phos.cli import remote_image
-from phos.cli.console import Console
 from phos.cli.criu import image_directory
 from phos.cli.outcome import tell
 from phos.cli.parameters import NAME, NAME_OR_DIRECTORY, Place, json_option
@@ -23,6 +21,9 @@ from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client, reach, wire
 from phos.gpu_engine.errors import DaemonUnavailable, PhosError, UsageError
 from phos.images.errors import ImageError
+
+if TYPE_CHECKING:
+    from phos.cli.console import Console
 
 
 @click.group()
@@ -68,6 +69,8 @@ def fetch(address: str, directory: Path, as_json: bool) -> None:
 
     It is restored, pinned or made a pool of like any other; its GPU data stays there and comes when it is wanted.
     """
+    from phos.cli import remote_image
+
     began = time.perf_counter()
     at = remote_image.address(address)
     with remote_image.interruptible(address) as interruption:
@@ -132,6 +135,8 @@ def list_(as_json: bool) -> None:
         ]
         click.echo(json.dumps({"limit": status.pin_limit, "pinned": pinned}))
         return
+    from phos.cli.console import Console
+
     show_pinned(Console(), status)
 
 
@@ -141,6 +146,8 @@ def show_pinned(console: Console, status: wire_pb2.Status) -> None:
         console.print("No image is pinned. Pin one with 'phos-gpu image pin IMAGE'.")
         return
     used = sum(entry.bytes for entry in status.pinned)
+    from rich.table import Table
+
     title = f"Pinned images: {size_text(used)} of {size_text(status.pin_limit)}"
     table = Table("Name", "Image", "State", "Size", "Of it copied", "In use by", title=title, title_justify="left")
     for entry in status.pinned:
@@ -171,13 +178,27 @@ def _ask(envelope: wire_pb2.Envelope, descriptors: list[int], *, quiet: bool = T
     Raises:
         PhosError: phosd's reason.
     """
+    if quiet or not sys.stderr.isatty():
+        _exchange(envelope, descriptors, lambda _: None)
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    from phos.cli.console import Console
+
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = Console(stderr=True)
-    with (
-        reach.connect() as connection,
-        Progress(*columns, transient=True, console=console, disable=quiet or not sys.stderr.isatty()) as bar,
-    ):
+    with Progress(*columns, transient=True, console=Console(stderr=True)) as bar:
         task = bar.add_task("GPU data", total=None)
+
+        def show(state: wire_pb2.ImageState) -> None:
+            bar.update(task, total=state.bytes_total, completed=state.bytes_done)
+
+        _exchange(envelope, descriptors, show)
+
+
+def _exchange(
+    envelope: wire_pb2.Envelope, descriptors: list[int], progress: Callable[[wire_pb2.ImageState], None]
+) -> None:
+    with reach.connect() as connection:
         wire.send(connection, envelope, descriptors)
         while (answer := wire.receive(connection)) is not None:
             wire.close_all(answer[1])
@@ -185,6 +206,5 @@ def _ask(envelope: wire_pb2.Envelope, descriptors: list[int], *, quiet: bool = T
                 if answer[0].done.error:
                     raise PhosError(answer[0].done.error)
                 return
-            state = answer[0].image_state
-            bar.update(task, total=state.bytes_total, completed=state.bytes_done)
+            progress(answer[0].image_state)
     raise DaemonUnavailable("phosd ended before it answered.")

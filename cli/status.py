@@ -9,12 +9,8 @@ from typing import Any
 
 import click
 from google.protobuf.message import Message
-from rich.table import Table
 
-from phos.cli.console import Console
-from phos.cli.image import show_pinned
 from phos.cli.parameters import json_option
-from phos.cli.pool import pools_table
 from phos.cli.text import printable, printable_lines, size_text
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import client
@@ -51,6 +47,10 @@ def plain(message: Message) -> dict[str, Any]:
 
 
 def _show(answer: wire_pb2.Status) -> None:
+    from rich.table import Table
+
+    from phos.cli.console import Console
+
     console = Console()
     up = time.time() - answer.since
     console.print(
@@ -82,6 +82,8 @@ def _show(answer: wire_pb2.Status) -> None:
     else:
         console.print("No process runs under PhOS. Start one with 'phos-gpu run -- COMMAND'.")
     if answer.pools:
+        from phos.cli.pool import pools_table
+
         console.print(pools_table(answer.pools))
     if answer.jobs:
         table = Table("Image", "Job", "State", "Copied", "Processes", "Error", title="Checkpoints and restores")
@@ -96,4 +98,6 @@ def _show(answer: wire_pb2.Status) -> None:
             )
         console.print(table)
     if answer.pinned:
+        from phos.cli.image import show_pinned
+
         show_pinned(console, answer)

@@ -7,9 +7,7 @@ import sys
 import time
 
 import click
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from phos.cli.console import Console
 from phos.cli.inspect import image_argument, summary_option
 from phos.cli.refusal import refuse
 from phos.cli.text import printable, size_text
@@ -44,6 +42,11 @@ def _check(image: Image, threads: int | None) -> tuple[list[str], int]:
             lines(done, of)
 
         return image.verify(report, threads), total
+    # Here, because importing it takes as long as checking a small image.
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    from phos.cli.console import Console
+
     columns = (TextColumn("checking"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("checking", total=None)

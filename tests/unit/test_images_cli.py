@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from phos.cli.inspect import inspect, size_text
+from phos.cli.inspect import inspect
+from phos.cli.text import size_text
 from phos.cli.verify import verify
 from phos.cli.wait import wait
 from phos.gen import phos_image_pb2 as pb
