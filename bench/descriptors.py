@@ -22,7 +22,7 @@ from harness import Results
 
 from phos.gpu_engine.spec import analysis
 from phos.gpu_engine.spec.descriptor import Access, Source
-from phos.gpu_engine.spec.sass_disassembly import find_disassembler
+from phos.gpu_engine.spec.disassembler import find_disassembler
 
 AT_ONCE = 50
 """Kernels that a worker describes in one go."""

@@ -11,14 +11,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from phos.gpu_engine.errors import PhosError
 from phos.gpu_engine.ptx_instrument.errors import PtxError
-from phos.gpu_engine.spec import cubin, modules, names, ptx_layout
+from phos.gpu_engine.spec import cubin, modules, names, ptx_flow, ptx_layout, sass_flow
 from phos.gpu_engine.spec.descriptor import AccessDescriptor, Parameter, from_layout
+from phos.gpu_engine.spec.disassembler import find_disassembler
 from phos.gpu_engine.spec.effort import Effort, OutOfTime
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.fatbin import Buffer
@@ -48,14 +47,6 @@ SASS_KERNELS = 8
 """How many kernels are disassembled at once: each may take a second, or many in a debug build."""
 SASS_SECONDS = 5.0
 """Were they slower, as in a debug build, the next ones come one at a time."""
-
-
-class _Kernels(Protocol):
-    """What ptx_flow makes of a text."""
-
-    names: Collection[str]
-
-    def describe(self, name: str, check: Check) -> AccessDescriptor: ...
 
 
 class Described(NamedTuple):
@@ -217,15 +208,14 @@ def _improve(known: Described, number: int, unit: Unit, layouts: Layouts, turn: 
 
 def _sources(number: int, unit: Unit, turn: _Turn) -> list[_Source]:
     """The data-flow sources for a unit, best first. PTX of another architecture may stem from other source lines."""
-    from_ptx, from_sass = _optional("ptx_flow"), _optional("sass_flow")
 
     def ptx(kernels: Collection[str]) -> Iterator[Mapping[str, AccessDescriptor]]:
-        text = unit.ptx() if from_ptx is not None and number not in turn.hard else None
-        if from_ptx is not None and text is not None:
-            yield from _flow(_read(from_ptx.Kernels, text, turn), kernels, turn)
+        text = unit.ptx() if number not in turn.hard else None
+        if text is not None:
+            yield from _flow(_read(ptx_flow.Kernels, text, turn), kernels, turn)
 
     def sass(kernels: Collection[str]) -> Iterator[Mapping[str, AccessDescriptor]]:
-        if from_sass is None or from_sass.find_disassembler() is None:
+        if find_disassembler() is None:
             return
         ordered = sorted(kernels)
         for image in unit.cubins():
@@ -233,18 +223,18 @@ def _sources(number: int, unit: Unit, turn: _Turn) -> list[_Source]:
             left, count = ordered, SASS_KERNELS
             while left:
                 began = time.monotonic()
-                yield from_sass.describe(image, left[:count])
+                yield sass_flow.describe(image, left[:count])
                 left = left[count:]
                 count = SASS_KERNELS if time.monotonic() - began < SASS_SECONDS else 1
 
     return [ptx, sass] if unit.ptx_matches else [sass, ptx]
 
 
-_texts: dict[tuple[object, str], Any] = {}
+_texts: dict[tuple[object, str], ptx_flow.Kernels] = {}
 """Those that were read last, the last one last."""
 
 
-def _read(make: Callable[[str, Check], _Kernels], text: str, turn: _Turn) -> _Kernels:
+def _read(make: Callable[[str, Check], ptx_flow.Kernels], text: str, turn: _Turn) -> ptx_flow.Kernels:
     """A PTX text, read.
 
     Raises:
@@ -261,7 +251,7 @@ def _read(make: Callable[[str, Check], _Kernels], text: str, turn: _Turn) -> _Ke
     return known
 
 
-def _flow(text: _Kernels, kernels: Collection[str], turn: _Turn) -> Iterator[Descriptors]:
+def _flow(text: ptx_flow.Kernels, kernels: Collection[str], turn: _Turn) -> Iterator[Descriptors]:
     """The descriptors of kernels, as they are found. A kernel that is too hard, or that we fail at, is left out.
 
     Raises:
@@ -330,30 +320,6 @@ def _moved(found: AccessDescriptor, parameters: tuple[Parameter, ...]) -> Access
             return None
         fields.append(replace(field, offset=field.offset + first))
     return replace(found, parameters=parameters, fields=tuple(fields))
-
-
-def _optional(name: str) -> ModuleType | None:
-    """A source of descriptors. SASS needs a disassembler's Python side that not everybody has installed."""
-    import importlib
-
-    try:
-        return importlib.import_module(f"phos.gpu_engine.spec.{name}")
-    except ImportError:
-        return None
-    except Exception:
-        log.warning("The source of descriptors %s cannot be used.", name, exc_info=True)
-        return None
-
-
-def tools() -> str:
-    """Which optional sources can be used here: what was found without one is worth another try once it is there."""
-    usable = [name for name in ("ptx_flow", "sass_flow") if _optional(name) is not None]
-    from_sass = _optional("sass_flow")
-    disassembler: Path | None = None if from_sass is None else from_sass.find_disassembler()
-    if disassembler is not None:
-        about = disassembler.stat()
-        usable.append(f"{disassembler} {about.st_size} {about.st_mtime_ns}")
-    return " ".join(usable)
 
 
 def kernels(image: Buffer, capability: int) -> list[str]:

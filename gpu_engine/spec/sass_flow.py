@@ -22,8 +22,9 @@ from phos.gpu_engine.spec.descriptor import (
     Source,
     with_tables,
 )
+from phos.gpu_engine.spec.disassembler import SETTING, find_disassembler
 from phos.gpu_engine.spec.errors import SpecError
-from phos.gpu_engine.spec.sass_disassembly import SETTING, disassemble, find_disassembler
+from phos.gpu_engine.spec.sass_disassembly import disassemble
 from phos.gpu_engine.spec.sass_elf import address_slots
 from phos.gpu_engine.spec.sass_fields import fields, resolve
 from phos.gpu_engine.spec.sass_state import Kernel, Layout

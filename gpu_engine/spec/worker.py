@@ -18,15 +18,18 @@ import stat
 import sys
 import threading
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from phos.gpu_engine.spec import analysis, fatbin, frames, twins
+from phos.gpu_engine.spec import disassembler, fatbin, frames
 from phos.gpu_engine.spec.cache import Cache, encode
 from phos.gpu_engine.spec.descriptor import Source
 from phos.gpu_engine.spec.errors import SpecError
 from phos.gpu_engine.spec.fatbin import Buffer
 from phos.gpu_engine.spec.identity import FileIdentity
 from phos.gpu_engine.spec.worker_link import NICE
+
+if TYPE_CHECKING:
+    from phos.gpu_engine.spec import analysis
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +110,8 @@ def _serve(header: dict[str, Any], body: bytes, cache: Cache, outgoing: int) -> 
 
 def _answer_twins(image: Buffer, header: dict[str, Any], outgoing: int) -> None:
     """An answer for each part of the module that has PTX, and a last one."""
+    from phos.gpu_engine.spec import twins
+
     for made in twins.files(image, int(header["capability"]), set(header["kernels"]), reads=bool(header["reads"])):
         reply = {"id": header["id"], "stage": "partly", "file": made.file, "left_out": made.left_out}
         for part in frames.pack(reply):
@@ -123,12 +128,13 @@ def _analyse(
     ``user``: for whom it is kept; None: for everybody.
     """
     kernels, capability = set(header["kernels"]), int(header["capability"])
-    key = cache.key(image, capability, analysis.tools(), user=user)
+    key = cache.key(image, capability, disassembler.identity(), user=user)
     known, kept_hard = cache.load(key)
     hard = set(kept_hard)
     wanted = kernels - known.keys()
     later: set[str] = set()
     if wanted:
+        from phos.gpu_engine.spec import analysis  # takes half of the start; mostly, all that is wanted is kept
 
         def keep(partly: analysis.Descriptors) -> None:
             if partly:

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-import types
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from spec_build import LZ4, SCALE, THROUGH, ZSTD, container, entry, host_program
 
 from phos.gpu_engine.ptx_instrument import lexer, parser
 from phos.gpu_engine.ptx_instrument.errors import PtxError
-from phos.gpu_engine.spec import analysis, ptx_flow
+from phos.gpu_engine.spec import analysis, disassembler, ptx_flow, sass_flow
 from phos.gpu_engine.spec.descriptor import (
     Access,
     AccessDescriptor,
@@ -58,18 +57,20 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
     """Data-flow sources to be filled in by a test; without an entry there is no such source."""
     given: dict[str, Answer] = {}
 
-    def optional(name: str) -> types.SimpleNamespace | None:
-        if name not in given:
-            return None
-        answer = given[name]
-        if name == "ptx_flow":
-            kernels = types.SimpleNamespace(names=list(LAYOUTS), describe=lambda kernel, check: answer(LAYOUTS)[kernel])
-            return types.SimpleNamespace(Kernels=lambda text, check: kernels)
-        return types.SimpleNamespace(
-            describe=lambda cubin, kernels: answer(kernels), find_disassembler=lambda: Path("/bin/true")
-        )
+    class Kernels:
+        def __init__(self, text: str, check: Callable[[], None]) -> None:
+            pass
 
-    monkeypatch.setattr(analysis, "_optional", optional)
+        @property
+        def names(self) -> list[str]:
+            return list(LAYOUTS) if "ptx_flow" in given else []
+
+        def describe(self, kernel: str, check: Callable[[], None]) -> AccessDescriptor:
+            return given["ptx_flow"](LAYOUTS)[kernel]
+
+    monkeypatch.setattr(ptx_flow, "Kernels", Kernels)
+    monkeypatch.setattr(sass_flow, "describe", lambda cubin, kernels: given["sass_flow"](kernels))
+    monkeypatch.setattr(analysis, "find_disassembler", lambda: Path("/bin/true") if "sass_flow" in given else None)
     return given
 
 
@@ -180,14 +181,13 @@ BOTH_KINDS = container(entry(Kind.ELF, 90, image(Kind.ELF, 90)), entry(Kind.PTX,
 def beside_ptx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The source of machine code answers whatever it is asked; the kernels that it was asked for."""
     asked: list[str] = []
-    real = analysis._optional
 
     def describe(cubin: bytes, kernels: Collection[str]) -> dict[str, AccessDescriptor]:
         asked.extend(kernels)
         return says(Source.SASS)(kernels)
 
-    sass = types.SimpleNamespace(describe=describe, find_disassembler=lambda: Path("/bin/true"))
-    monkeypatch.setattr(analysis, "_optional", lambda name: sass if name == "sass_flow" else real(name))
+    monkeypatch.setattr(sass_flow, "describe", describe)
+    monkeypatch.setattr(analysis, "find_disassembler", lambda: Path("/bin/true"))
     analysis._texts.clear()
     return asked
 
@@ -335,10 +335,15 @@ def test_what_is_no_module_is_refused(noise: bytes) -> None:
         analysis.describe(noise, 90, None)
 
 
-def test_another_disassembler_is_another_tool(sources: dict[str, Answer], monkeypatch: pytest.MonkeyPatch) -> None:
-    without = analysis.tools()
-    sources["sass_flow"] = says(Source.SASS)
-    assert analysis.tools() not in (without, "")
+def test_another_disassembler_is_told_from_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvdisasm"
+    monkeypatch.setenv("PHOS_NVDISASM", str(tool))
+    assert disassembler.identity() == ""
+    tool.write_text("one")
+    tool.chmod(0o755)
+    one = disassembler.identity()
+    tool.write_text("another")
+    assert disassembler.identity() not in (one, "")
 
 
 def command(*arguments: str, file: Path) -> subprocess.CompletedProcess[str]:

@@ -13,8 +13,9 @@ import pytest
 
 from phos.gpu_engine.spec import cubin, sass_flow
 from phos.gpu_engine.spec.descriptor import AccessDescriptor, Parameter, Source
+from phos.gpu_engine.spec.disassembler import SETTING, find_disassembler
 from phos.gpu_engine.spec.errors import SpecError
-from phos.gpu_engine.spec.sass_disassembly import SETTING, disassemble, find_disassembler
+from phos.gpu_engine.spec.sass_disassembly import disassemble
 from phos.gpu_engine.spec.sass_state import Layout
 from phos.gpu_engine.spec.sass_text import parse
 from tests.unit.spec_access import (

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from as_user import needs_root
 from spec_build import SCALE, THROUGH, ZSTD, image
 
-from phos.gpu_engine.spec import analysis, worker
+from phos.gpu_engine.spec import analysis, disassembler, worker
 from phos.gpu_engine.spec.cache import Cache
 from phos.gpu_engine.spec.fatbin import Kind
 
@@ -83,7 +83,7 @@ def test_the_next_process_does_not_read_ptx_that_takes_too_long(
     monkeypatch.setattr(analysis, "PTX_SECONDS", -1.0)
     analysis._texts.clear()
     cache = Cache(tmp_path / "cache")
-    key = cache.key(ZSTD, 90, analysis.tools(), user=ALICE)
+    key = cache.key(ZSTD, 90, disassembler.identity(), user=ALICE)
     assert analysed(cache, ALICE, ZSTD) == 1
     assert cache.load(key).hard == {0}
     monkeypatch.setattr(analysis, "_read", None)

@@ -1,6 +1,6 @@
 """Compile kernels.cu and record the disassembly beside it, for tests on machines that have no disassembler.
 
-Run it with NVRTC installed and nvdisasm found (see sass_disassembly.py) after kernels.cu was changed, or to see what
+Run it with NVRTC installed and nvdisasm found (see disassembler.py) after kernels.cu was changed, or to see what
 another version of either makes of it: `python tests/unit/spec/sass/record.py`.
 """
 
@@ -64,9 +64,9 @@ def _check(status: int, what: str) -> None:
 
 def main() -> None:
     """Write one listing and one file of layouts for each architecture."""
-    from phos.gpu_engine.spec import cubin, sass_disassembly, sass_elf
+    from phos.gpu_engine.spec import cubin, disassembler, sass_disassembly, sass_elf
 
-    tool = sass_disassembly.find_disassembler()
+    tool = disassembler.find_disassembler()
     if tool is None:
         sys.exit("There is no nvdisasm.")
     for architecture in ARCHITECTURES:
