@@ -23,9 +23,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-import lz4.block  # type: ignore[import-untyped]
-import zstandard
-
 from phos.gpu_engine.spec.errors import SpecError
 
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
@@ -74,6 +71,10 @@ class Entry:
         """The image itself, uncompressed. Raises SpecError if it cannot be unfolded."""
         if not self.flags & (COMPRESSED_LZ4 | COMPRESSED_ZSTD):
             return bytes(self.payload)
+        # Here, as phosd, which finds out only where a container ends, needs neither.
+        import lz4.block  # type: ignore[import-untyped]
+        import zstandard
+
         packed, size = self.payload[: self.compressed_size], self.uncompressed_size
         if not 0 < size <= MAX_UNCOMPRESSED:
             raise SpecError(
