@@ -22,7 +22,7 @@ from phos.cli.run import run
 from phos.gen import wire_pb2
 from phos.gpu_engine import driver
 from phos.gpu_engine.blocks import Block
-from phos.gpu_engine.daemon import client, paths, reach, wire
+from phos.gpu_engine.daemon import __main__, client, command_line, paths, program, reach, wire
 from phos.gpu_engine.daemon.serve_client import ClientServer
 from phos.gpu_engine.daemon.startup import _listen
 from phos.gpu_engine.errors import CRIU_FAILED, DaemonUnavailable, DriverError, NotPermitted, PhosError, UsageError
@@ -220,7 +220,23 @@ def test_what_only_asks_whether_one_runs_loads_nothing_slow() -> None:
     code = "import sys; import phos.gpu_engine.daemon.__main__; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "phos.gpu_engine.daemon.reach" in loaded
-    assert not {"google.protobuf", "logging", "importlib.metadata", "cuda"} & set(loaded)
+    assert not {"click", "google.protobuf", "logging", "importlib.metadata", "cuda"} & set(loaded)
+
+
+@pytest.mark.parametrize("words", [[], ["--ensure"], ["--stop"], ["--socket", "a"], ["--ensure", "--socket", "a"]])
+def test_command_lines_known_without_click_mean_what_they_mean_to_it(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path | None, bool, bool, bool]] = []
+
+    def perform(path: Path | None = None, *, ensure: bool = False, stop: bool = False, verbose: bool = False) -> None:
+        asked.append((path, ensure, stop, verbose))
+
+    monkeypatch.setattr(program, "perform", perform)
+    monkeypatch.setattr(sys, "argv", ["phosd", *words])
+    __main__.main()
+    command_line.main(words, standalone_mode=False)
+    assert asked[0] == asked[1]
 
 
 def test_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
