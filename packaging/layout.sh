@@ -1,5 +1,4 @@
-# Where things are, for the launchers beside this file; sourced with $self, the launcher's own resolved path. (readlink
-# is another process: no launcher starts it where its own name says that there is no link.)
+# Where things are, for the launchers beside this file; sourced with $self, the launcher's own resolved path.
 #
 # Installed, everything is found from the launcher's place, so that a prefix can be moved or carried:
 #   PREFIX/lib/phos/{bin,plugin,lib,softgpu,criu,venv,examples}, PREFIX/bin with links to the launchers.

@@ -497,9 +497,8 @@ def test_a_launcher_finds_home_whatever_it_is_called(
         assert os.path.realpath(option.removeprefix("-L")) == str(plugins(tree))
 
 
-def test_the_launcher_asks_nobody_about_links_and_files_that_do_not_exist(run: Run, tmp_path: Path) -> None:
-    for name in ("readlink", "grep"):
-        write_program(tmp_path / "asked" / name, f"#!/bin/sh\necho {name} >>'{tmp_path}/runs'\nexit 1\n")
+def test_the_launcher_looks_for_nothing_in_files_that_do_not_exist(run: Run, tmp_path: Path) -> None:
+    write_program(tmp_path / "asked" / "grep", f"#!/bin/sh\necho grep >>'{tmp_path}/runs'\nexit 1\n")
     if Path("/etc/criu/default.conf").exists():
         pytest.skip("CRIU has options of this machine's")
     path = f"{tmp_path / 'asked'}:{os.environ['PATH']}"

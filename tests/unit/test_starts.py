@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PROTOBUF_IN_PYTHON = "google.protobuf.internal.python_message"
-NEVER = {"importlib.metadata", PROTOBUF_IN_PYTHON, "rich"}
+NEVER = {"importlib.metadata", "rich"}
 NO_ANALYSIS = {"elftools", "lz4", "zstandard", "phos.gpu_engine.spec.analysis", "phos.gpu_engine.spec.twins"}
 PHOSD = """
 from phos.gpu_engine.daemon import __main__, startup
