@@ -21,10 +21,9 @@ class Server:
 
     def __init__(self, folder: Path, script: str) -> None:
         self.ended = 0
+        began = time.perf_counter()
         child = subprocess.Popen(["sh", "-c", script])
-        self.begun: Any = SimpleNamespace(
-            began=time.perf_counter(), pages=child.pid, work=str(folder), interrupted=0, when_late=None
-        )
+        self.begun: Any = SimpleNamespace(began=began, pages=child.pid, work=str(folder), interrupted=0, when_late=None)
         self.child = child
         self.pages = LazyPages(self.begun, self._end)
 
