@@ -67,11 +67,11 @@ class Bench:
         script = SMOKE_PROGRAMS / job.smoke if chosen.smoke else GPU_PROGRAMS / job.script
         command = process.python_program(script, "--iterations", ITERATIONS)
         compiled = process.kept_by_jax(chosen.work / "compiled")
-        alone = Program(command, chosen.work, chosen.device, False, compiled, name="alone")
+        alone = Program(command, chosen.work, chosen.device, frontend=False, environment=compiled, name="alone")
         end = chosen.work / "end"  # it does not end before there is this file
         end.unlink(missing_ok=True)
         paced = [*command, "--iteration-seconds", "0.05", "--until", str(end)]
-        program = Program(paced, chosen.work, chosen.device, True, compiled, name="job")
+        program = Program(paced, chosen.work, chosen.device, environment=compiled, name="job")
         row: dict[str, Any] = {}
         try:
             wanted = alone.start().finish()

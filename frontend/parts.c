@@ -76,14 +76,12 @@ static void remove_place(size_t hole)
     }
 }
 
-static void forget_all(void)
+static void know_nothing(void)
 {
-    free(places);
-    free(ordered);
-    free(captured);
     places = ordered = NULL;
     captured = NULL;
     place_count = part_count = ordered_count = ordered_room = ordered_gone = captured_count = captured_room = 0;
+    lost = true;
 }
 
 /* ---- in order, with the lock held: by address, none over another, and none that came back within one that did not */
@@ -232,8 +230,10 @@ static void apply(uint64_t begin, int64_t size)
         return;
     if (size > 0) {
         if ((part_count >= place_count / 2 && !grow()) || (capturing > 0 && !mark_captured(begin))) {
-            lost = true;
-            forget_all();
+            free(places);
+            free(ordered);
+            free(captured);
+            know_nothing();
             return;
         }
         struct part *place = &places[place_of(begin)];
@@ -372,10 +372,7 @@ void phos_parts_forked(void)
 {
     pthread_mutex_init(&parts_lock, NULL);
     phos_part_reports_forked();
-    /* Another thread may have been in the middle of it; and the driver does not work here. */
-    places = ordered = NULL;
-    captured = NULL;
-    place_count = part_count = ordered_count = ordered_room = ordered_gone = captured_count = captured_room = 0;
+    /* Not freed: another thread may have been in the middle of it. The driver does not work here. */
+    know_nothing();
     capturing = 0;
-    lost = true;
 }

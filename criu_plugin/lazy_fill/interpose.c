@@ -310,8 +310,9 @@ static ssize_t receive(int descriptor, struct msghdr *message, int flags, pid_t 
 			*sender = from.pid;
 		} else if (part->cmsg_len <= room - message->msg_controllen) {
 			memcpy((char *)message->msg_control + message->msg_controllen, part, part->cmsg_len);
-			message->msg_controllen += CMSG_ALIGN(part->cmsg_len) < room - message->msg_controllen ?
-							   CMSG_ALIGN(part->cmsg_len) : room - message->msg_controllen;
+			message->msg_controllen += CMSG_ALIGN(part->cmsg_len);
+			if (message->msg_controllen > room) /* the last one need not be padded */
+				message->msg_controllen = room;
 		} else {
 			message->msg_flags |= MSG_CTRUNC;
 		}
@@ -350,10 +351,10 @@ EXPORT ssize_t read(int descriptor, void *buffer, size_t size)
 	if (size != sizeof(*message) || result != (ssize_t)size || !served_count || message->event == UFFD_EVENT_PAGEFAULT ||
 	    !is_userfaultfd(descriptor))
 		return result;
+	process = find(descriptor);
 	if (message->event == UFFD_EVENT_FORK) {
 		forget((int)message->arg.fork.ufd);
 		child = room();
-		process = find(descriptor);
 		if (child) {
 			*child = (struct served){ .uffd = (int)message->arg.fork.ufd,
 						  .over = true,
@@ -362,7 +363,6 @@ EXPORT ssize_t read(int descriptor, void *buffer, size_t size)
 			phos_lazy_forked(child->kept);
 		}
 	}
-	process = find(descriptor);
 	if (process) {
 		hear_moves(process, message);
 		heard(process, message);

@@ -49,9 +49,9 @@ program's end, waits for a processor that other tests have at that time.
 """
 
 
-def example_words(name: str) -> tuple[str, ...]:
-    """The command line of a small one."""
-    return (sys.executable, str(examples_folder() / f"{name}.py"), *SMALL[name])
+def example_words(name: str, *, small: bool = True) -> tuple[str, ...]:
+    """The command line of an example."""
+    return (sys.executable, str(examples_folder() / f"{name}.py"), *(SMALL[name] if small else ()))
 
 
 def end_file(output: Path) -> Path:
@@ -271,13 +271,11 @@ class Site:
 
     def example(self, name: str, *options: str, under: bool = True, small: bool = True, **changes: str) -> Program:
         """Start one of the examples, small unless it is compared with one that is not; see :meth:`until_awaited`."""
-        words = example_words(name) if small else example_words(name)[:2]
-        return self.until_awaited(*words, *options, "--until", under=under, **changes)
+        return self.until_awaited(*example_words(name, small=small), *options, "--until", under=under, **changes)
 
     def reference(self, name: str, *options: str, small: bool = True) -> str:
         """The result of one of the examples; see :meth:`reference_of`."""
-        words = example_words(name) if small else example_words(name)[:2]
-        return self.reference_of(*words, *options, "--until")
+        return self.reference_of(*example_words(name, small=small), *options, "--until")
 
     def reference_of(self, *command: str, **changes: str) -> str:
         """The result of a run that nothing disturbs, without PhOS in the process; see :meth:`until_awaited`.
