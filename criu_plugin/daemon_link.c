@@ -133,8 +133,8 @@ static time_t now_s(void)
 }
 
 /*
- * Wait for the answer. CRIU's alarm interrupts system calls while it freezes tasks (10 s unless --timeout says more, and
- * the launcher does): that is its warning, not the end of the request, so EINTR only leads to another look at the clock.
+ * Wait for the answer. A signal that CRIU handles meanwhile is not the end of the request: EINTR only leads to another look
+ * at the clock.
  */
 static Envelope *receive_packet(uint64_t id, int timeout_s)
 {

@@ -109,21 +109,40 @@ static void phos_plugin_exit(int stage, int ret)
 	}
 }
 
+/*
+ * CRIU gives itself --timeout seconds (10) to freeze the tree, and ends some seconds after its alarm. That is for what hangs
+ * in freezing, such as a task in the middle of an execve() that waits for a thread which CRIU has seized. What phosd and the
+ * driver take has limits of its own (daemon_link.c), and is not in those seconds.
+ */
+static int outside_the_alarm(int (*work)(int pid), int pid)
+{
+	unsigned int left_s = alarm(0);
+	int ret = work(pid);
+
+	alarm(left_s);
+	return ret;
+}
+
 static int phos_plugin_pause_devices(int pid)
 {
 	if (pre_dump) /* memory only, and the tasks run on: nothing of the GPU is touched */
 		return 0;
-	return phos_link_dump_begin(pid);
+	return outside_the_alarm(phos_link_dump_begin, pid);
+}
+
+static int freeze_devices(int pid)
+{
+	if (!saved && phos_let_run(PHOS_DUMPED)) /* of all tasks, which stand still by now */
+		return -1;
+	saved = true;
+	return phos_link_task_frozen(pid);
 }
 
 static int phos_plugin_checkpoint_devices(int pid)
 {
 	if (pre_dump)
 		return 0;
-	if (!saved && phos_let_run(PHOS_DUMPED)) /* of all tasks, which stand still by now */
-		return -1;
-	saved = true;
-	return phos_link_task_frozen(pid);
+	return outside_the_alarm(freeze_devices, pid);
 }
 
 static int phos_plugin_dump_ext_file(int fd, int id)

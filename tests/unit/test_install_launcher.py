@@ -213,32 +213,24 @@ def test_every_spelling_of_the_plugin_folder(run: Run, tree: Path, spelling: lis
 def test_dump_waits_for_the_image(run: Run, tree: Path, arguments: list[str], folder: str) -> None:
     outcome = run("dump", "--lib", "phos", "-t", "5", *arguments, stdin="typed")
     assert outcome.status == 0
-    ours = ["--timeout", "600", "--ghost-limit", "1G"]
-    assert outcome.argv == [*ours, "dump", "--lib", plugins(tree), "-t", "5", *arguments]
+    assert outcome.argv == ["--ghost-limit", "1G", "dump", "--lib", plugins(tree), "-t", "5", *arguments]
     assert outcome.phosd == ["--ensure"]
     assert outcome.waited == ["wait", folder]
     assert outcome.stdin == "typed"
 
 
-@pytest.mark.parametrize("given", [["--timeout", "30"], ["--timeout=30"], ["--timeo", "30"]])
-def test_dump_keeps_the_callers_timeout(run: Run, tree: Path, given: list[str]) -> None:
-    outcome = run("dump", *given, "-t", "5", "-Lphos")
-    assert outcome.argv == ["--ghost-limit", "1G", "dump", *given, "-t", "5", f"-L{plugins(tree)}"]
-
-
 @pytest.mark.parametrize("given", [["--ghost-limit", "2M"], ["--ghost-limit=2M"], ["--ghost-l", "2M"]])
 def test_dump_keeps_the_callers_limit_of_files_without_a_name(run: Run, tree: Path, given: list[str]) -> None:
     outcome = run("dump", *given, "-t", "5", "-Lphos")
-    assert outcome.argv == ["--timeout", "600", "dump", *given, "-t", "5", f"-L{plugins(tree)}"]
+    assert outcome.argv == ["dump", *given, "-t", "5", f"-L{plugins(tree)}"]
 
 
 @pytest.mark.parametrize(
     ("given", "ours"),
     [
-        ("ghost-limit 2M", ["--timeout", "600"]),
-        ("timeout 30", ["--ghost-limit", "1G"]),
+        ("ghost-limit 2M", []),
         ("timeout 30\nghost-limit 2M", []),
-        ("#timeout 30", ["--timeout", "600", "--ghost-limit", "1G"]),
+        ("#ghost-limit 2M", ["--ghost-limit", "1G"]),
     ],
 )
 def test_dump_keeps_what_a_file_of_options_says(
