@@ -191,11 +191,13 @@ for number in range(20):
     times.append(time.perf_counter() - began)
     assert made.wait(10)
 busy = phos.checkpoint(os.environ["IMAGE"])
-began = time.perf_counter()
-for _ in range(1000):
-    assert phos.checkpoint(os.environ["IMAGE"], if_busy="skip").skipped
-skips = (time.perf_counter() - began) / 1000
-say(sorted(times)[len(times) // 2] * 1e6, skips * 1e6)
+skips = []
+for _ in range(20):
+    began = time.perf_counter()
+    for _ in range(50):
+        assert phos.checkpoint(os.environ["IMAGE"], if_busy="skip").skipped
+    skips.append((time.perf_counter() - began) / 50)
+say(min(times) * 1e6, min(skips) * 1e6)  # what others do on the machine is in all the rest
 """
     with asking(phosd, tmp_path, body=body) as (app, session):
         app.tell()
@@ -203,8 +205,8 @@ say(sorted(times)[len(times) // 2] * 1e6, skips * 1e6)
             request_of(session, number)
             result(session, number)
         asked, skipped = (float(word) for word in app.line().split())
-        assert asked < 500  # on a machine that does much else; usually 30
-        assert skipped < 100  # usually 5
+        assert asked < 300  # usually 20
+        assert skipped < 60  # usually 5
         app.finish()
 
 
