@@ -4,6 +4,8 @@
 #include "parts.h"
 #include "window_private.h"
 
+#include <string.h>
+
 /* What ends right before an address where no allocation begins: some kernels are given the end of what they touch. `first`: the
  * mapping that holds the address, or the next one. */
 static void visit_ending(size_t first, CUdeviceptr address, bool mapped, phos_window_visitor *visit, void *cookie)
@@ -38,23 +40,31 @@ static CUdeviceptr run_before(size_t *first, CUdeviceptr down_to)
     return items[*first]->address;
 }
 
+#define RUNS 8
+
 /* All that is mapped around an address without a gap, of the application's own: mostly one segment with expandable_segments,
- * and asked for again and again. */
+ * of which PyTorch has one for each of its pools. It may be thousands of mappings, and calls ask for the same few again and
+ * again. */
 static struct phos_part run_around(size_t at)
 {
-    static struct phos_part run; /* with phos_memory_lock, as all here */
-    static uint64_t changes;     /* of the mappings, when the run was found */
+    static struct phos_part runs[RUNS]; /* with phos_memory_lock, as all here */
+    static size_t oldest;
+    static uint64_t changes; /* of the mappings, when the runs were found */
     struct phos_range *const *items = phos_mappings.items;
     CUdeviceptr address = items[at]->address;
-    if (changes == phos_mappings.changes && address - run.begin < run.end - run.begin)
-        return run;
+    if (changes != phos_mappings.changes)
+        memset(runs, 0, sizeof runs);
+    changes = phos_mappings.changes;
+    for (size_t i = 0; i < RUNS; i++)
+        if (address - runs[i].begin < runs[i].end - runs[i].begin)
+            return runs[i];
+    struct phos_part *run = &runs[oldest++ % RUNS];
     size_t first = at, last = at;
-    run.begin = run_before(&first, 0);
+    run->begin = run_before(&first, 0);
     while (last + 1 < phos_mappings.count && phos_mappings.ends[last] == items[last + 1]->address)
         last++;
-    run.end = phos_mappings.ends[last];
-    changes = phos_mappings.changes;
-    return run;
+    run->end = phos_mappings.ends[last];
+    return *run;
 }
 
 /* An address names the whole allocation that holds it, or the part of one that PyTorch has handed out. Of the application's

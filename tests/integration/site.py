@@ -363,6 +363,8 @@ class Site:
         """``criu restore --lib phos -d``."""
         words = ["criu", "restore", "--lib", "phos", "-d", "-D", str(image), "-o", "restore.log", "-v4"]
         result = self.run(*words, *options, check=False, **changes)
+        if result.returncode:  # those that CRIU has killed may be its parent's to collect, which is this process then
+            wait_until(lambda: not self._zombies(), "the end of what CRIU had begun to restore")
         if check:
             assert result.returncode == 0, f"{result.stdout}{result.stderr}{self.errors(image / 'restore.log')}"
         return result
