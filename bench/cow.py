@@ -11,6 +11,7 @@ first, or not, with batches that come from the host).
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import sys
 import time
@@ -40,7 +41,12 @@ class Bench:
 
     def __init__(self, chosen: argparse.Namespace) -> None:
         self.chosen = chosen
-        self.results = Results(chosen, "cow", "The stall of a concurrent checkpoint of training")
+        name, title = "cow", "The stall of a concurrent checkpoint of training"
+        if chosen.expandable:
+            name, title = f"{name}-expandable", f"{title}, in expandable segments"
+        self.results = Results(chosen, name, title)
+        if chosen.expandable:
+            os.environ["PYTORCH_ALLOC_CONF"] = self.results.environment["allocator"] = "expandable_segments:True"
         self.repeats = chosen.repeats or (1 if chosen.smoke else 3)
         self.ask_file = chosen.work / "ask"
         self.failed = False
@@ -419,6 +425,7 @@ def main() -> None:
     parser.add_argument(
         "--peer-limit", type=float, default=32.0, metavar="GB", help="largest of the peer (%(default)s)"
     )
+    parser.add_argument("--expandable", action="store_true", help="PyTorch maps its memory itself, 20 MiB at a time")
     parser.add_argument("--no-restore", dest="restore", action="store_false", help="do not restore the last image")
     parser.add_argument("--gpus", type=int, default=1, metavar="N", help="of the job, for the optimal frequency")
     parser.add_argument("--failure-rate", type=float, default=1.0, metavar="F", help="of a GPU, an hour (%(default)s)")

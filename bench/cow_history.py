@@ -28,12 +28,15 @@ COLUMNS = (
 
 
 def records(results: Path = harness.RESULTS) -> Iterator[tuple[Path, dict[str, Any], dict[str, dict[str, Any]]]]:
-    """Yield file, environment and rows by key of each run of `cow` that has one of 64 GB, the newest first."""
+    """Yield file, environment and rows by key of each run of `cow` that has one of 64 GB, the newest first.
+
+    Not of those with another allocator than PyTorch's usual one.
+    """
     found = []
     for path in results.glob("*-cow*.json"):
         record = json.loads(path.read_text())
         rows = {row["key"]: row for row in record["rows"] if row.get("protocol") == "cow" and "section" not in row}
-        if "64 GB cow" in rows:
+        if "64 GB cow" in rows and "allocator" not in record["environment"]:
             found.append((path, record["environment"], rows))
     return iter(sorted(found, key=lambda each: each[1]["date"], reverse=True))
 

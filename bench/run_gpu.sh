@@ -7,10 +7,11 @@
 # is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already.
 # PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks libraries steady dump8 toggle cow-variants audit
 # dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8
-# cow32 cow64: one size of `cow`, without the peer; soak: what grows with checkpoints and restores; disk32: of dump32
-# only the disk, without the peer; launches, memory, training: one part of steady; jobs: JAX, DataLoader's workers,
-# NVML, shared tensors; copy-load, page-lock, driver-calls, driver-sharing, ungated: what a decision of ours rests on; trace-cow64
-# trace-restore8 trace-restore32: when each piece was copied, tables of which go to the logs and nothing to the results;
+# cow32 cow64: one size of `cow`, without the peer; cow-expandable: two, in expandable segments; soak: what grows with
+# checkpoints and restores; disk32: of dump32 only the disk, without the peer; launches, memory, training: one part of
+# steady; jobs: JAX, DataLoader's workers, NVML, shared tensors; copy-load, page-lock, driver-calls, driver-sharing,
+# ungated: what a decision of ours rests on; trace-cow64 trace-restore8 trace-restore32: when each piece was copied,
+# tables of which go to the logs and nothing to the results;
 # gpus: tests that need two GPUs; pytorch-jobs: loaders however workers are started, and torchrun.
 #
 # Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
@@ -169,6 +170,7 @@ for wanted in "$@"; do
     cow8) measure cow8 100 cow --sizes 8 --systems cow,stop ;;
     cow32) measure cow32 150 cow --sizes 32 --systems cow,stop ;;
     cow64) measure cow64 200 cow --sizes 64 --systems cow,stop ;;
+    cow-expandable) measure cow-expandable 280 cow --expandable --sizes 64,8 --systems cow,stop ;;
     trace-cow64) traced trace-cow64 120 cow --sizes 64 --systems cow --repeats 2 --no-restore ;;
     trace-restore8) traced trace-restore8 120 restore --sizes 8 --repeats 2 --systems "eager;lazy;lazy, pinned" ;;
     trace-restore32) traced trace-restore32 200 restore --sizes 32 --repeats 1 --systems "eager;lazy;lazy, pinned;pool" ;;
