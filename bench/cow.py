@@ -44,9 +44,8 @@ class Bench:
         name, title = "cow", "The stall of a concurrent checkpoint of training"
         if chosen.expandable:
             name, title = f"{name}-expandable", f"{title}, in expandable segments"
+            os.environ[harness.ALLOCATOR] = "expandable_segments:True"
         self.results = Results(chosen, name, title)
-        if chosen.expandable:
-            os.environ["PYTORCH_ALLOC_CONF"] = self.results.environment["allocator"] = "expandable_segments:True"
         self.repeats = chosen.repeats or (1 if chosen.smoke else 3)
         self.ask_file = chosen.work / "ask"
         self.failed = False

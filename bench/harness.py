@@ -30,12 +30,14 @@ import process
 
 GB = 1_000_000_000
 
-# An installation keeps no results: they go where the caller stands.
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+"""What PyTorch's allocator is told; in each record of a run that it was set for."""
 HUGE = "huge"
 HUGE_BYTES = 128 << 30
 WORK = Path("/tmp/phos-bench")
 WORK_MARK = ".phos-bench"
 """In a folder for reports and logs: it may be emptied."""
+# An installation keeps no results: they go where the caller stands.
 RESULTS = process.ROOT / "bench" / "results" if (process.ROOT / "pyproject.toml").exists() else Path("bench-results")
 
 
@@ -184,6 +186,7 @@ def environment(device: str) -> dict[str, Any]:
     versions = "import torch; print(torch.__version__, torch.version.cuda)"
     torch = _output(sys.executable, "-c", versions).split() if device == "nvidia" else []
     bindings = "import importlib.metadata as m; print(m.version('cuda-bindings'))"
+    allocator = os.environ.get(ALLOCATOR)
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -200,6 +203,7 @@ def environment(device: str) -> dict[str, Any]:
         "cpu": _first_match(r"model name\s*:\s*(.*)", "/proc/cpuinfo"),
         "cores": os.cpu_count(),
         "memory_gib": round(int(_first_match(r"MemTotal:\s*(\d+)", "/proc/meminfo") or 0) / 2**20, 1),
+        **({"allocator": allocator} if allocator else {}),
     }
 
 

@@ -28,6 +28,8 @@ from phos.gen import wire_pb2 as wire
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("PHOS_BUILD", ROOT / "build"))
+CUDA_INCLUDE = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
+"""The folder of cuda.h, as make has it."""
 LIBPHOS = BUILD / "lib" / "libphos.so"
 SOFTGPU = BUILD / "softgpu"
 built = pytest.mark.skipif(not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists()), reason="not built")

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.unit.frontend_fake import CUDA_INCLUDE, ROOT
+
 BUILD = Path(os.environ.get("PHOS_HOME", ROOT / "build"))
-CUDA = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
 pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler"),
-    pytest.mark.skipif(not (CUDA / "cuda.h").exists(), reason=f"no cuda.h in {CUDA}"),
+    pytest.mark.skipif(not (CUDA_INCLUDE / "cuda.h").exists(), reason=f"no cuda.h in {CUDA_INCLUDE}"),
 ]
 
 
@@ -32,7 +32,7 @@ def _build(folder: Path, *flags: str) -> Path:
         "gpu_engine/cow/chunk_table.c",
     ]
     command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE=", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
-    include = [f"-I{ROOT / 'frontend'}", f"-I{BUILD / 'gen'}", "-isystem", str(CUDA)]
+    include = [f"-I{ROOT / 'frontend'}", f"-I{BUILD / 'gen'}", "-isystem", str(CUDA_INCLUDE)]
     subprocess.run([*command, *include, "-o", program, *(ROOT / name for name in names)], check=True)
     return program
 

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.frontend_fake import BUILD, LIBPHOS, ROOT, environment_for
+from tests.unit.frontend_fake import BUILD, CUDA_INCLUDE, LIBPHOS, ROOT, environment_for
 
 sys.path.insert(0, str(ROOT / "frontend"))
 import gen_api
 
-CUDA = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
 OBJECTS = sorted(path for path in (BUILD / "obj/softgpu").glob("*.o") if (ROOT / f"softgpu/{path.stem}.c").exists())
 pytestmark = [
     pytest.mark.timeout(180),
-    pytest.mark.skipif(not (LIBPHOS.exists() and OBJECTS and (CUDA / "cuda.h").exists()), reason="not built"),
+    pytest.mark.skipif(not (LIBPHOS.exists() and OBJECTS and (CUDA_INCLUDE / "cuda.h").exists()), reason="not built"),
 ]
 ENTRIES = gen_api.parse(ROOT / "frontend" / "cuda_api.def")
 NEWEST = gen_api.newest(ENTRIES)
@@ -83,7 +82,7 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, ROOT / "softgpu/gen_stubs.py", "--list", folder / "list.def", "--output", folder]
     subprocess.run(command, check=True)
     flags = [*FLAGS, "-std=gnu11", "-D_GNU_SOURCE=", "-O1", "-fPIC", "-fvisibility=hidden", "-pthread"]
-    include = [f"-I{folder}", f"-I{BUILD / 'gen'}", f"-I{ROOT / 'softgpu'}", "-isystem", str(CUDA)]
+    include = [f"-I{folder}", f"-I{BUILD / 'gen'}", f"-I{ROOT / 'softgpu'}", "-isystem", str(CUDA_INCLUDE)]
     made = [folder / "api.o", *(path for path in OBJECTS if path.stem != "api")]
     subprocess.run(["gcc", *flags, *include, "-c", "-o", made[0], ROOT / "softgpu/api.c"], check=True)
     return _link(folder, *made)

@@ -17,11 +17,9 @@ import pytest
 
 from phos.gen import wire_pb2 as wire
 from phos.gpu_engine.cow.chunk_table import POOL_FLAGS, SHADOWED, ChunkTable, PoolShape, WindowTable
-from tests.unit.frontend_fake import FakePhosd, Program, built, program
+from tests.unit.frontend_fake import CUDA_INCLUDE, ROOT, FakePhosd, Program, built, program
 
-ROOT = Path(__file__).resolve().parents[2]
 BUILD = Path(os.environ.get("PHOS_HOME", ROOT / "build"))
-CUDA_INCLUDE = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
 REPORT = "_ZN3c1027reportMemoryUsageToProfilerEPvlmmNS_6DeviceE"
 CUDA, CPU = 1, 0
 UNKNOWN, HELD, FREE = range(3)

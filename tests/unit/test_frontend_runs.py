@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.unit.frontend_fake import CUDA_INCLUDE, ROOT
+
 BUILD = Path(os.environ.get("PHOS_HOME", ROOT / "build"))
-CUDA_INCLUDE = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler")
 

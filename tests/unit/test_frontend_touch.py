@@ -14,17 +14,16 @@ import pytest
 from phos.gen import wire_pb2 as wire
 from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Field, FieldKind, Parameter, Source
 from phos.gpu_engine.spec.table import pack
-from tests.unit.frontend_fake import BUILD, LIBPHOS, ROOT, SOFTGPU, FakePhosd, Program, Session, program
+from tests.unit.frontend_fake import BUILD, CUDA_INCLUDE, LIBPHOS, ROOT, SOFTGPU, FakePhosd, Program, Session, program
 from tests.unit.library_fakes import Workshop
 from tests.unit.waiting import eventually
 
-CUDA = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
 OBJECTS = BUILD / "obj" / "frontend"
 
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(
-        not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists() and (CUDA / "cuda.h").exists()),
+        not (LIBPHOS.exists() and (SOFTGPU / "libcuda.so.1").exists() and (CUDA_INCLUDE / "cuda.h").exists()),
         reason="not built",
     ),
 ]
@@ -84,7 +83,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags = ["-std=gnu11", "-D_GNU_SOURCE=", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden"]
     if os.environ.get("PHOS_SANITIZE"):
         flags.append(f"-fsanitize={os.environ['PHOS_SANITIZE']}")
-    include = [f"-I{ROOT / 'frontend'}", f"-I{BUILD / 'gen'}", "-isystem", str(CUDA)]
+    include = [f"-I{ROOT / 'frontend'}", f"-I{BUILD / 'gen'}", "-isystem", str(CUDA_INCLUDE)]
     subprocess.run(["gcc", *flags, *include, "-c", "-o", window, ROOT / "tests/unit/touch_window.c"], check=True)
     objects = [o for o in OBJECTS.glob("*.o") if not o.name.startswith("window")]
     objects = [o for o in objects if (ROOT / "frontend" / f"{o.stem}.c").exists()]

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.frontend_fake import BUILD, ROOT
+from tests.unit.frontend_fake import BUILD, CUDA_INCLUDE, ROOT
 
-CUDA = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
 GENERATED = BUILD / "gen"
 PARTS = (
     "access arguments functions functions_tell functions_touch graph_nodes graphs handles ranges tensor_maps touch "
@@ -21,7 +20,7 @@ PARTS = (
 pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.skipif(
-        not ((CUDA / "cuda.h").exists() and (GENERATED / "phos_api.h").exists() and shutil.which("gcc")),
+        not ((CUDA_INCLUDE / "cuda.h").exists() and (GENERATED / "phos_api.h").exists() and shutil.which("gcc")),
         reason="not built",
     ),
 ]
@@ -32,7 +31,7 @@ def _build(folder: Path, *flags: str) -> Path:
     own = [ROOT / "tests/unit" / name for name in ("touch_cases.c", "touch_driver.c")]
     sources = [*own, *(ROOT / "frontend" / f"{part}.c" for part in PARTS.split())]
     command = ["gcc", "-std=gnu11", "-D_GNU_SOURCE=", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread", *flags]
-    include = [f"-I{ROOT / 'frontend'}", f"-I{GENERATED}", "-isystem", str(CUDA)]
+    include = [f"-I{ROOT / 'frontend'}", f"-I{GENERATED}", "-isystem", str(CUDA_INCLUDE)]
     subprocess.run([*command, *include, "-o", program, *sources], check=True)
     return program
 

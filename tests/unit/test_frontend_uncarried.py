@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.unit.frontend_fake import BUILD, ROOT
+from tests.unit.frontend_fake import BUILD, CUDA_INCLUDE, ROOT
 
-CUDA = Path(os.environ.get("CUDA_INCLUDE", BUILD / "cuda" / "include"))
 GENERATED = BUILD / "gen" / "phos_api.h"
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.skipif(not ((CUDA / "cuda.h").exists() and GENERATED.exists()), reason="not built")
+@pytest.mark.skipif(not ((CUDA_INCLUDE / "cuda.h").exists() and GENERATED.exists()), reason="not built")
 def test_arrays_and_memory_nodes_are_counted_with_their_sizes(tmp_path: Path) -> None:
     program = tmp_path / "uncarried_counts"
     flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined"]
-    folders = [f"-I{ROOT / 'frontend'}", f"-I{GENERATED.parent}", "-isystem", str(CUDA)]
+    folders = [f"-I{ROOT / 'frontend'}", f"-I{GENERATED.parent}", "-isystem", str(CUDA_INCLUDE)]
     sources = [ROOT / "tests/unit/uncarried_counts.c", ROOT / "frontend/uncarried.c"]
     subprocess.run(["gcc", *flags, *folders, "-o", program, *sources], check=True)
     done = subprocess.run([program], capture_output=True, text=True, timeout=30, check=False)
@@ -33,7 +31,7 @@ def with_a_driver_of_its_own(folder: Path, name: str) -> Path:
     """Build the whole frontend with the program tests/unit/NAME.c, which brings its driver along."""
     program = folder / name
     flags = ["-std=gnu11", "-D_GNU_SOURCE", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
-    folders = [f"-I{ROOT / 'frontend'}", f"-I{GENERATED.parent}", "-isystem", str(CUDA)]
+    folders = [f"-I{ROOT / 'frontend'}", f"-I{GENERATED.parent}", "-isystem", str(CUDA_INCLUDE)]
     source = ROOT / f"tests/unit/{name}.c"
     libraries = ["-l:libprotobuf-c.a", "-ldl"]
     subprocess.run(["gcc", *flags, *folders, "-o", program, source, *OBJECTS, *libraries], check=True)
@@ -47,7 +45,7 @@ def over_a_driver_of_its_own(folder: Path, name: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-whole = pytest.mark.skipif(not ((CUDA / "cuda.h").exists() and OBJECTS[-1].exists()), reason="not built")
+whole = pytest.mark.skipif(not ((CUDA_INCLUDE / "cuda.h").exists() and OBJECTS[-1].exists()), reason="not built")
 
 
 @pytest.mark.timeout(60)

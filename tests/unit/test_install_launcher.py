@@ -219,6 +219,12 @@ def test_dump_waits_for_the_image(run: Run, tree: Path, arguments: list[str], fo
     assert outcome.stdin == "typed"
 
 
+@pytest.mark.parametrize("given", [["--timeout", "30"], ["--timeout=30"], ["--timeo", "30"]])
+def test_dump_keeps_the_callers_timeout(run: Run, tree: Path, given: list[str]) -> None:
+    outcome = run("dump", *given, "-t", "5", "-Lphos")
+    assert outcome.argv == ["--ghost-limit", "1G", "dump", *given, "-t", "5", f"-L{plugins(tree)}"]
+
+
 @pytest.mark.parametrize("given", [["--ghost-limit", "2M"], ["--ghost-limit=2M"], ["--ghost-l", "2M"]])
 def test_dump_keeps_the_callers_limit_of_files_without_a_name(run: Run, tree: Path, given: list[str]) -> None:
     outcome = run("dump", *given, "-t", "5", "-Lphos")
@@ -229,7 +235,9 @@ def test_dump_keeps_the_callers_limit_of_files_without_a_name(run: Run, tree: Pa
     ("given", "ours"),
     [
         ("ghost-limit 2M", []),
+        ("timeout 30", ["--ghost-limit", "1G"]),
         ("timeout 30\nghost-limit 2M", []),
+        ("#timeout 30", ["--ghost-limit", "1G"]),
         ("#ghost-limit 2M", ["--ghost-limit", "1G"]),
     ],
 )

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.frontend_fake import ROOT
-
-CUDA = Path(os.environ.get("CUDA_INCLUDE", ROOT / "build" / "cuda" / "include"))
+from tests.unit.frontend_fake import CUDA_INCLUDE, ROOT
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.skipif(not (CUDA / "cuda.h").exists() or not shutil.which("protoc-c"), reason="not built")
+@pytest.mark.skipif(not (CUDA_INCLUDE / "cuda.h").exists() or not shutil.which("protoc-c"), reason="not built")
 def test_what_a_generator_writes_anew_is_compiled_in_the_same_run(tmp_path: Path) -> None:
     """And what it writes as before is not. In a clone with one source of the frontend's, so as to take seconds."""
     for folder in ("frontend", "packaging", "proto"):
@@ -27,7 +25,7 @@ def test_what_a_generator_writes_anew_is_compiled_in_the_same_run(tmp_path: Path
     shutil.copy(ROOT / "frontend" / "intercept.c", tmp_path / "frontend")
     wanted = "build/obj/frontend/intercept.o"
     # Side by side: make looked at what is generated while the generator still ran. Not optimised: nobody runs it.
-    variables = [f"PYTHON={sys.executable}", f"CUDA_INCLUDE={CUDA}", "CFLAGS=-O0"]
+    variables = [f"PYTHON={sys.executable}", f"CUDA_INCLUDE={CUDA_INCLUDE}", "CFLAGS=-O0"]
     command = ["make", "-j2", "-C", tmp_path, *variables, wanted]
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "BUILD")}
 

@@ -184,29 +184,36 @@ import phos
 start()
 time.sleep(0.2)
 heard()
-times = []
+def costs(call):
+    "Seconds that pass, and those of a processor: what others do on the machine is in the first alone."
+    passed, worked = time.perf_counter(), time.thread_time()
+    made = call()
+    return time.perf_counter() - passed, time.thread_time() - worked, made
+times, works = [], []
 for number in range(20):
-    began = time.perf_counter()
-    made = phos.checkpoint(os.environ["IMAGE"] + str(number))
-    times.append(time.perf_counter() - began)
+    passed, worked, made = costs(lambda: phos.checkpoint(os.environ["IMAGE"] + str(number)))
+    times.append(passed)
+    works.append(worked)
     assert made.wait(10)
-busy = phos.checkpoint(os.environ["IMAGE"])
-skips = []
-for _ in range(20):
-    began = time.perf_counter()
+def skip():
     for _ in range(50):
         assert phos.checkpoint(os.environ["IMAGE"], if_busy="skip").skipped
-    skips.append((time.perf_counter() - began) / 50)
-say(min(times) * 1e6, min(skips) * 1e6)  # what others do on the machine is in all the rest
+busy = phos.checkpoint(os.environ["IMAGE"])
+skips = [costs(skip) for _ in range(20)]
+say(*(1e6 * seconds for seconds in (
+    min(times), sorted(works)[len(works) // 2],
+    min(passed for passed, _, _ in skips) / 50, sum(worked for _, worked, _ in skips) / 1000)))
 """
     with asking(phosd, tmp_path, body=body) as (app, session):
         app.tell()
         for number in range(1, 21):
             request_of(session, number)
             result(session, number)
-        asked, skipped = (float(word) for word in app.line().split())
-        assert asked < 300  # usually 20
-        assert skipped < 60  # usually 5
+        asked, asking_work, skipped, skipping_work = (float(word) for word in app.line().split())
+        assert asked < 300  # the fastest; usually 20
+        assert asking_work < 500  # the median; usually 30
+        assert skipped < 60
+        assert skipping_work < 100  # usually 5
         app.finish()
 
 

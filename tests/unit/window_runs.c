@@ -13,6 +13,7 @@
 #define MAPPINGS 3000
 #define MAPPING_BYTES ((uint64_t)20 << 20)
 #define PART_BYTES ((uint64_t)100 << 20)
+#define APART ((uint64_t)1 << 42) /* more than a segment is long */
 #define ROUNDS 2000
 
 struct phos_ranges phos_mappings;
@@ -26,7 +27,7 @@ struct phos_allocation *phos_allocation_in(const struct phos_mapping *mapping, C
 
 enum phos_part_kind phos_parts_find(uint64_t address, struct phos_part *part)
 {
-    part->begin = address - (address & (((uint64_t)1 << 42) - 1)) % PART_BYTES;
+    part->begin = address - address % APART % PART_BYTES;
     part->end = part->begin + PART_BYTES;
     return PHOS_PART_HELD;
 }
@@ -40,7 +41,7 @@ bool phos_parts_captured(uint64_t begin, uint64_t end)
 
 static uint64_t base_of(size_t segment)
 {
-    return (segment + 1) * (uint64_t)1 << 42; /* a gap in between */
+    return (segment + 1) * APART;
 }
 
 static void visit(struct phos_mapping *mapping, CUdeviceptr begin, CUdeviceptr end, void *cookie)
