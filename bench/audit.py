@@ -33,6 +33,7 @@ TESTED = (
     ("PyTorch's libraries", "pytorch_libraries", "torch"),
     ("Transformers", "transformers_generate", "torch", "transformers"),
     ("Numba", "numba_program", "numba_cuda"),
+    ("Triton's own tensor maps", "triton_maps", "torch", "triton"),
 )
 """Name, program of tests/gpu, and the modules it needs."""
 

@@ -8,7 +8,7 @@ from phos.gpu_engine.ptx_instrument.operands import Address, Name, Operand
 from phos.gpu_engine.ptx_instrument.statements import VECTOR_LENGTH
 from phos.gpu_engine.spec.descriptor import Access
 from phos.gpu_engine.spec.ptx_opcodes import Opcode
-from phos.gpu_engine.spec.ptx_steps import Fill, Indirect, Load, Move, Space, Store, Tensor, Touch
+from phos.gpu_engine.spec.ptx_steps import Fill, Indirect, Load, MadeMap, Move, Space, Store, Tensor, Touch
 
 if TYPE_CHECKING:
     from phos.gpu_engine.spec.ptx_compile import Compiler
@@ -162,11 +162,16 @@ def _multimem(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> 
 
 def _tensormap(compiler: Compiler, op: Opcode, operands: tuple[Operand, ...]) -> None:
     """A tensor map made by the kernel: an address put into one may be used later, by anybody, for anything."""
+    places = [compiler.place(operand)[0] for operand in operands if isinstance(operand, Address)]
+    in_memory = places[0] if places and op.space is not Space.SHARED else 0
     if op.first == "replace":
         if "global_address" in op.words and len(operands) > 1:
-            compiler.add(Touch(compiler.use(operands[1]), BOTH, Space.GLOBAL))
-        if op.space is not Space.SHARED:
-            _touch(compiler, op, operands, BOTH)
-    else:
+            target = compiler.use(operands[1])
+            compiler.add(Touch(target, BOTH, Space.GLOBAL))
+            compiler.add(MadeMap(in_memory, target))
+        if in_memory:
+            compiler.add(Touch(in_memory, BOTH, op.space))
+    elif places:
         # tensormap.cp_fenceproxy.global.shared::cta… [to], [from], 128
-        _touch(compiler, op, operands, WRITE)
+        compiler.add(Touch(places[0], WRITE, Space.GLOBAL))
+        compiler.add(MadeMap(places[0], 0))

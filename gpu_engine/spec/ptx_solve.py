@@ -22,6 +22,7 @@ from phos.gpu_engine.spec.ptx_steps import (
     Indirect,
     Kind,
     Load,
+    MadeMap,
     Mix,
     Move,
     MultiplyAdd,
@@ -137,6 +138,12 @@ class Solver:
         self._changed = False
         self._escaped: Value = {}
         self._unknown_called = False
+        self._made_maps: set[Atom] = set()
+        """What names memory that this kernel puts tensor maps into."""
+        self._puts_addresses = False
+        """Into those, so that it is known what they lead to."""
+        self._through_memory: dict[Atom, Access] = {}
+        """Access through tensor maps in memory, by what names that memory."""
         self._pointers: set[Atom] = set()
         """Eight bytes of parameters that were used as an address somewhere."""
         self.touched: dict[Atom, Access] = {}
@@ -157,6 +164,9 @@ class Solver:
                 break
         else:
             raise TooHard
+        for atom, access in self._through_memory.items():
+            if not self._puts_addresses or atom not in self._made_maps:
+                self.indirect |= access  # somebody else's, which names memory that nothing here knows
         if self._unknown_called:
             for atom, role in self._escaped.items():
                 if role & POINTER:
@@ -328,6 +338,9 @@ class Solver:
                 self._access(values[step.address], step.access, step.space)
             elif isinstance(step, Tensor):
                 self._tensor(values[step.address], step)
+            elif isinstance(step, MadeMap):
+                self._puts_addresses |= step.target != 0
+                self._made_maps.update(atom for atom in self._pointed(values[step.address]) if isinstance(atom, Bytes))
             elif isinstance(step, Fill):
                 self._changed |= self._objects[0].store(None, POINTER_BYTES, {LOADED: WEAK})
             elif isinstance(step, Indirect):
@@ -380,9 +393,8 @@ class Solver:
                 key = (atom.object, None if atom.offset is None else atom.offset + step.number)
                 self.tensors[key] = self.tensors.get(key, Access.NONE) | step.access
             else:
-                # The map itself is in memory: it is read there, and names memory that nothing here knows.
                 self._record_atom(atom, READ)
-                self.indirect |= step.access
+                self._through_memory[atom] = self._through_memory.get(atom, Access.NONE) | step.access
 
     # Calls
 

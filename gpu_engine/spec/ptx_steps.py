@@ -152,6 +152,16 @@ class Tensor(NamedTuple):
     access: Access
 
 
+class MadeMap(NamedTuple):
+    """A tensor map is put into memory at ``address``, or ``target`` into one as the address of what it stands for.
+
+    Register 0 where one of these is not known to this step.
+    """
+
+    address: int
+    target: int
+
+
 class Indirect(NamedTuple):
     """Memory is accessed through a handle that says nothing of addresses: textures, surfaces."""
 
@@ -173,7 +183,7 @@ class Call(NamedTuple):
 
 Step: TypeAlias = (
     "Move | Mix | Narrow | Pack | Combine | Scramble | Raise | Add | Subtract | MultiplyAdd | Strengthen | Load | Store"
-    " | Touch | Fill | Tensor | Indirect | Call"
+    " | Touch | Fill | Tensor | MadeMap | Indirect | Call"
 )
 
 

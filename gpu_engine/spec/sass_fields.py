@@ -15,7 +15,7 @@ from phos.gpu_engine.spec.descriptor import (
     FieldKind,
     Parameter,
 )
-from phos.gpu_engine.spec.sass_state import WORD, Layout, Touch
+from phos.gpu_engine.spec.sass_state import WORD, Kernel, MadeMap, Touch
 from phos.gpu_engine.spec.sass_value import ANY, BLOCK, KEY, Atom, Atoms, Origin
 
 # An index may be counted from 1, or be too large by one: the array may begin or end so many bytes from the place in the
@@ -72,9 +72,7 @@ class Found:
             self.bases[base] = self.bases.get(base, Access.NONE) | access
 
 
-def resolve(
-    touches: Iterable[Touch], layout: Layout, parameters: tuple[Parameter, ...], declared: Mapping[int, Access]
-) -> Found:
+def resolve(kernel: Kernel, parameters: tuple[Parameter, ...], declared: Mapping[int, Access]) -> Found:
     """Decide which bases the accesses go through.
 
     ``declared``: the parameters that are pointers by the kernel's name, by their offset, and what may be done through
@@ -84,10 +82,10 @@ def resolve(
     doubtful: list[tuple[frozenset[Base | None], Access, frozenset[Base | None], bool]] = []
     alone: set[Base | None] = set()
     partly: set[Base | None] = set()
+    touches = {touch for touch in kernel.touches if not touch.tensor_map}
+    for touch in kernel.touches - touches:
+        touches |= _resolve_map(touch, kernel, found)
     for touch in touches:
-        if touch.tensor_map:
-            _resolve_map(touch, layout, found)
-            continue
         candidates, elsewhere = _candidates(touch, parameters)
         if elsewhere:
             found.indirect |= touch.access
@@ -246,18 +244,38 @@ def _straddling(low: Atoms, high: Atoms) -> frozenset[Base | None]:
     return frozenset(bases)
 
 
-def _resolve_map(touch: Touch, layout: Layout, found: Found) -> None:
-    """Tensor copies: the address is that of a tensor map, among the parameters or in memory."""
-    for atoms in touch.low:
+def _resolve_map(touch: Touch, kernel: Kernel, found: Found) -> set[Touch]:
+    """Tensor copies: the address is that of a tensor map, among the parameters or in memory.
+
+    Gives what is touched through maps in memory that the kernel made itself.
+    """
+    through: set[Touch] = set()
+    # What the register held on another way is a number, and no map's address.
+    for atoms in frozenset(filter(None, touch.low)) or touch.low:
         if BLOCK in atoms:
             # Where an argument was added as it is, the place may be any.
             stride, rising = (touch.scale, touch.rising) if len(atoms) == 1 else (1, False)
-            base = Base(touch.offset - layout.base, stride, rising)
+            base = Base(touch.offset - kernel.layout.base, stride, rising)
             found.maps[base] = found.maps.get(base, Access.NONE) | touch.access
             continue
-        found.indirect |= touch.access
-        for pointer in _pairs(atoms, touch.high):
+        pointers = _pairs(atoms, touch.high)
+        for pointer in pointers:
             found.note(pointer, Access.READ)
+        made = frozenset().union(*(one.addresses for one in kernel.made_maps if _is_at(one, pointers, touch)))
+        # Sizes are put there as well.
+        addresses = [address for address in made if any(_pairs(low, address.high, WORD) for low in address.low)]
+        if not addresses or len(_arguments(pointers)) != len(pointers):
+            found.indirect |= touch.access
+        through.update(address._replace(access=touch.access) for address in addresses)
+    return through
+
+
+def _is_at(made: MadeMap, pointers: frozenset[Base | None], touch: Touch) -> bool:
+    """Whether a map that was made may be where a tensor copy looks for one."""
+    distance = made.place.offset - touch.offset
+    if distance % touch.scale if touch.scale else distance:
+        return False
+    return any(_pairs(atoms, made.place.high) == pointers for atoms in made.place.low)
 
 
 def fields(found: Found, parameters: tuple[Parameter, ...], kernel: str) -> tuple[tuple[Field, ...], Access]:

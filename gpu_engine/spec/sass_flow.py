@@ -84,7 +84,7 @@ def _describe_one(
     except CannotFollowError as reason:
         log.info("Kernel %s may read and write anything it is given: %s.", name, reason)
         return anything(name, parameters)
-    found = resolve(kernel.touches, layout, parameters, _declared(name, parameters))
+    found = resolve(kernel, parameters, _declared(name, parameters))
     laid, more = fields(found, parameters, name)
     laid, indirect = with_tables(laid, found.tables, found.indirect | kernel.indirect | more)
     return AccessDescriptor(name, parameters, laid, indirect, Source.SASS)

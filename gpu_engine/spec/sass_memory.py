@@ -17,7 +17,7 @@ from phos.gpu_engine.spec.sass_operands import (
     word_of,
     words_in,
 )
-from phos.gpu_engine.spec.sass_state import WORD, Kernel, State, Touch
+from phos.gpu_engine.spec.sass_state import WORD, Kernel, MadeMap, State, Touch
 from phos.gpu_engine.spec.sass_text import Instruction, Kind, Operand
 from phos.gpu_engine.spec.sass_value import (
     BLOCK,
@@ -69,11 +69,13 @@ def _address(operand: Operand, state: State) -> tuple[Word, Word]:
 
 def touch(kernel: Kernel, access: Access, address: tuple[Word, Word], tensor_map: bool = False) -> None:
     """Note an access through an address, or through the tensor map at it."""
+    kernel.touches.add(_touch(access, address, tensor_map))
+
+
+def _touch(access: Access, address: tuple[Word, Word], tensor_map: bool = False) -> Touch:
     low, high = address
     derived = low.derived | high.derived
-    kernel.touches.add(
-        Touch(access, low.alternatives, high.atoms, derived, low.offset, low.scale, low.rising, tensor_map)
-    )
+    return Touch(access, low.alternatives, high.atoms, derived, low.offset, low.scale, low.rising, tensor_map)
 
 
 def _pointed(low: Word, high: Word, part: int, state: State, kernel: Kernel) -> Word:
@@ -183,7 +185,9 @@ def store(instruction: Instruction, state: State, kernel: Kernel) -> None:
         return
     low, high = _address(memory[0], state)
     touch(kernel, Access.WRITE, (low, high))
-    _spill_generic(low, high, _stored(instruction, state, kernel), state, kernel)
+    words = _stored(instruction, state, kernel)
+    _spill_generic(low, high, words, state, kernel)
+    _copy_map((low, high), words, state, kernel)
 
 
 def _spill_generic(low: Word, high: Word, words: list[Word], state: State, kernel: Kernel) -> None:
@@ -213,7 +217,10 @@ def atomic(instruction: Instruction, state: State, kernel: Kernel) -> None:
     register, _ = destination(instruction)
     word = join(_pointed(low, high, 0, state, kernel), LOADED_WORD)
     put(instruction, state, register, [word] * words_in(instruction))
-    _spill_generic(low, high, _stored(instruction, state, kernel), state, kernel)
+    words = _stored(instruction, state, kernel)
+    _spill_generic(low, high, words, state, kernel)
+    if "EXCH" in instruction.modifiers:
+        _copy_map((low, high), words, state, kernel)
 
 
 def load_local(instruction: Instruction, state: State, kernel: Kernel) -> None:
@@ -246,8 +253,25 @@ def load_shared(instruction: Instruction, state: State, kernel: Kernel) -> None:
 
 def store_shared(instruction: Instruction, state: State, kernel: Kernel) -> None:
     """A store to shared memory."""
-    for word in _stored(instruction, state, kernel):
+    words = _stored(instruction, state, kernel)
+    for word in words:
         kernel.store_shared(word)
+    if kernel.has_tensors and len(words) == ADDRESS_BYTES // WORD and all(_may_point(word) for word in words):
+        # PTX's `tensormap.replace.tile.global_address` is such a store.
+        state.put_address(_touch(Access.NONE, (words[0], words[1])))
+
+
+def _may_point(word: Word) -> bool:
+    return any(atom.origin in _MAY_POINT for atom in word.atoms)
+
+
+def _copy_map(address: tuple[Word, Word], words: list[Word], state: State, kernel: Kernel) -> None:
+    """What a store puts into memory may be a piece of the tensor map that was made in shared memory.
+
+    PTX's ``tensormap.cp_fenceproxy`` is a load from there and an atomic exchange by each thread of a warp.
+    """
+    if state.addresses and any(word.alternatives == kernel.shared.alternatives for word in words):
+        kernel.made_maps.add(MadeMap(_touch(Access.NONE, address), state.copy_map()))
 
 
 def load_matrix(instruction: Instruction, state: State, kernel: Kernel) -> None:

@@ -92,12 +92,24 @@ class Touch(NamedTuple):
     tensor_map: bool
 
 
+class MadeMap(NamedTuple):
+    """A tensor map that the kernel itself puts into memory."""
+
+    place: Touch
+    """How it is written there."""
+    addresses: frozenset[Touch]
+    """One of these is in it."""
+
+
 @dataclass
 class Kernel:
     """What is known about one kernel whatever the place: the layout, shared memory, the accesses seen."""
 
     layout: Layout
     touches: set[Touch] = field(default_factory=set)
+    has_tensors: bool = False
+    """It copies through tensor maps."""
+    made_maps: set[MadeMap] = field(default_factory=set)
     shared: Word = NOTHING
     """Any word that was ever stored into shared memory."""
     indirect: Access = Access.NONE
@@ -160,9 +172,24 @@ class Kernel:
 class State:
     """Registers and stack. Registers never written hold nothing that matters."""
 
-    __slots__ = ("barriers", "exclusive", "guarded", "predicate", "registers", "slots", "spread", "voted")
+    __slots__ = (
+        "addresses",
+        "barriers",
+        "copied",
+        "exclusive",
+        "guarded",
+        "predicate",
+        "registers",
+        "slots",
+        "spread",
+        "voted",
+    )
 
     def __init__(self) -> None:
+        self.addresses: frozenset[Touch] = frozenset()
+        """What was put into shared memory as an address: it may be in the tensor map that is being made there."""
+        self.copied: frozenset[Touch] = frozenset()
+        """Those in a map that has been copied to memory since: the next address is another map's."""
         self.barriers: dict[str, frozenset[int]] = {}
         """Where the threads that wait at a convergence barrier (B0 to B15) go on together."""
         self.exclusive: dict[int, tuple[Word, int]] = {}
@@ -188,6 +215,7 @@ class State:
         other.registers = self.registers.copy()
         other.slots = self.slots.copy()
         other.spread = self.spread
+        other.addresses, other.copied = self.addresses, self.copied
         return other
 
     def merge(self, other: State) -> bool:
@@ -202,7 +230,25 @@ class State:
         spread = join(self.spread, other.spread)
         changed |= spread != self.spread
         self.spread = spread
+        changed |= not (other.addresses <= self.addresses and other.copied <= self.copied)
+        self.addresses |= other.addresses
+        self.copied |= other.copied
         return changed
+
+    def put_address(self, address: Touch) -> None:
+        """An address is put into shared memory, perhaps into a tensor map."""
+        self.addresses = self.addresses - self.copied | {address}
+        self.copied -= {address}
+
+    def copy_map(self) -> frozenset[Touch]:
+        """What is in shared memory is copied to memory. If that is a tensor map, one of the addresses given is in it.
+
+        They are those that were put there since another map was copied, or the same ones. Who went around the place
+        where that was done is another thread, which waits for it.
+        """
+        now = self.addresses - self.copied or self.addresses
+        self.copied |= self.addresses
+        return now
 
     def write(self, register: int, word: Word) -> None:
         """Put a word into a register; under a predicate the old one may stay."""

@@ -123,6 +123,7 @@ class Walk:
         self.steps = 0
         self.reconvergence: dict[tuple[str, str], frozenset[int]] = {}
         for position, instruction in enumerate(code.instructions):
+            kernel.has_tensors |= instruction.name.startswith("UTMA")
             if instruction.name == "BSSY" and instruction.operands:
                 key = code.section_of[position], instruction.operands[0].text
                 known = self.reconvergence.get(key, frozenset())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def has(*modules: str) -> pytest.MarkDecorator:
         pytest.param("transformers_generate", (), {}, marks=has("torch", "transformers"), id="transformers"),
         pytest.param("numba_program", (), {}, marks=has("numba_cuda"), id="numba"),
         pytest.param("cupy_textures", (), {}, marks=has("cupy"), id="textures"),
+        pytest.param("triton_maps", (), {}, marks=has("torch", "triton"), id="tensor-maps"),
     ],
 )
 def test_both_ways(
@@ -64,6 +66,20 @@ def test_both_ways(
         del os.environ["PHOS_RESTORE"]
     end.touch()
     assert without_repeats(program.finish()) == wanted
+
+
+@has("torch", "triton")
+def test_tensor_maps_that_kernels_make_are_followed(tmp_path: Path) -> None:
+    """No kernel passes for one that may write anywhere, and each writes where it is expected to."""
+    found = tmp_path / "audit.json"
+    command = process.python_program(PROGRAMS / "triton_maps.py", "--iterations", "4")
+    process.command([process.PHOS_GPU, "audit", "--output", str(found), "--", *command], 180)
+    kernels = {one["kernel"]: one for one in json.loads(found.read_text())["kernels"]}
+    for name in ("copy", "product", "batch"):
+        assert kernels[name]["source"] == "sass"
+        assert kernels[name]["audited"] == 4
+        assert (kernels[name]["anything"], kernels[name]["wrong_launches"]) == (0, 0)
+        assert kernels[name]["written_chunks"] > 0
 
 
 @has("torch")

@@ -325,6 +325,42 @@ def test_tensor_maps_and_bulk_copies() -> None:
     assert summary(found["far"]) == ({0: W}, NONE)
 
 
+MADE_MAPS = (
+    TENSORS
+    + """
+__device__ void replace(void *s, const void *p) {
+  asm volatile("tensormap.replace.tile.global_address.shared::cta.b1024.b64 [%0], %1;" :: "r"(SMEM(s)), "l"(p)); }
+__device__ void copy(void *to, void *s) {
+  asm volatile("tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned [%0], [%1], 128;"
+    :: "l"(to), "r"(SMEM(s)) : "memory"); }
+extern "C" __global__ void made(const float *a, float *b, Map *scratch, Map *other) {
+  __shared__ alignas(128) Map map; __shared__ alignas(128) float s[64]; __shared__ unsigned long long bar;
+  replace(&map, a); copy(scratch, &map); replace(&map, b); copy(scratch + 1, &map);
+  fetch(s, scratch, &bar); put(scratch + 1, s, 1); }
+extern "C" __global__ void another(const float *a, Map *scratch, Map *other) {
+  __shared__ alignas(128) Map map; __shared__ alignas(128) float s[64];
+  replace(&map, a); copy(scratch, &map); put(other, s, 1); }
+extern "C" __global__ void no_address(Map *scratch) {
+  __shared__ alignas(128) Map map; __shared__ alignas(128) float s[64]; copy(scratch, &map); put(scratch, s, 1); }
+extern "C" __global__ void in_place(float *a, Map *map) { __shared__ alignas(128) float s[64];
+  asm volatile("tensormap.replace.tile.global_address.global.b1024.b64 [%0], %1;" :: "l"(map), "l"(a) : "memory");
+  put(map, s, 1); }
+extern "C" __global__ void from_memory(float **a, Map *scratch) { __shared__ alignas(128) Map map;
+  __shared__ alignas(128) float s[64]; replace(&map, a[1]); copy(scratch, &map); put(scratch, s, 1); }
+"""
+)
+
+
+def test_tensor_maps_that_a_kernel_makes_in_memory() -> None:
+    """Of which it is not told apart what is done through each."""
+    found = cuda(MADE_MAPS)
+    assert summary(found["made"]) == ({0: RW, 8: RW, 16: RW}, NONE)
+    assert summary(found["another"])[1] == W
+    assert summary(found["no_address"])[1] == W
+    assert summary(found["in_place"]) == ({0: RW, 8: RW}, NONE)
+    assert summary(found["from_memory"]) == ({0: R, ~0: RW, 8: RW}, NONE)
+
+
 # A number of 64 bits is added besides, which passes for the address where nothing better is there.
 HALVES = (
     "ld.param.u32 %r1, [v]; ld.param.u32 %r2, [v+4]; cvt.u64.u32 %a, %r1; cvt.u64.u32 %b, %r2; ld.param.u64 %c, [q];"
