@@ -261,10 +261,15 @@ def _resolve_map(touch: Touch, kernel: Kernel, found: Found) -> set[Touch]:
         pointers = _pairs(atoms, touch.high)
         for pointer in pointers:
             found.note(pointer, Access.READ)
-        made = frozenset().union(*(one.addresses for one in kernel.made_maps if _is_at(one, pointers, touch)))
+        named = pointers and len(_arguments(pointers)) == len(pointers)
+        maps = [one for one in kernel.made_maps if _is_at(one, pointers, touch)] if named else []
         # Sizes are put there as well.
-        addresses = [address for address in made if any(_pairs(low, address.high, WORD) for low in address.low)]
-        if not addresses or len(_arguments(pointers)) != len(pointers):
+        addresses = [
+            address
+            for address in frozenset().union(*(one.addresses for one in maps))
+            if any(_pairs(low, address.high, WORD) for low in address.low)
+        ]
+        if not addresses:
             found.indirect |= touch.access
         through.update(address._replace(access=touch.access) for address in addresses)
     return through
