@@ -64,6 +64,11 @@ def only(directory: int, name: str, magic: str, kind: Any) -> Any:
     return parse(kind, bodies[0], name)
 
 
+def path_in(message: str | bytes) -> str:
+    """A path in a message. CRIU writes names of files as they are, and protobuf gives bytes where they are no UTF-8."""
+    return os.fsdecode(message)
+
+
 @contextmanager
 def naming(name: str) -> Iterator[None]:
     """An OSError inside it names the file."""

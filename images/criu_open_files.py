@@ -49,7 +49,7 @@ def written_files(directory: int) -> dict[str, int]:
         ):
             continue
         if entry.reg.flags & os.O_ACCMODE == os.O_WRONLY:
-            found[entry.reg.name] = entry.reg.size
+            found[criu_files.path_in(entry.reg.name)] = entry.reg.size
     return found
 
 
@@ -68,7 +68,7 @@ def socket_folders(directory: int) -> dict[str, Owner]:
             continue
         path = os.fsdecode(entry.usk.name.split(b"\0")[0])  # of an abstract one it begins with that
         if path:
-            path = posixpath.normpath(posixpath.join(entry.usk.name_dir, path))
+            path = posixpath.normpath(posixpath.join(criu_files.path_in(entry.usk.name_dir), path))
         if path.startswith("/"):
             found[posixpath.dirname(path)] = Owner(entry.usk.file_perms.uid, entry.usk.file_perms.gid)
     return found

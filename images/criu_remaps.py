@@ -89,9 +89,9 @@ def _name_files(
     named = set()
     for file, link in linked.items():
         number, entry = files[file]
-        path = files[link][1].reg.name
+        path = criu_files.path_in(files[link][1].reg.name)
         if not (name := name_for(path)):
-            replaced.left[entry.reg.name] = path
+            replaced.left[criu_files.path_in(entry.reg.name)] = path
             continue
         named.add(file)
         replaced.links.append(path)

@@ -83,6 +83,11 @@ Pages = dict[int, tuple[bytes, int]]
 """Page number of the address: its content and flags. The content is empty if it is not in the pages file."""
 
 
+def with_bytes(message: Any, text: str, raw: bytes) -> Any:
+    """The message with these bytes in place of a text of as many: CRIU writes the names of files as they are."""
+    return type(message).FromString(message.SerializeToString().replace(text.encode(), raw))
+
+
 def write_image(path: Path, kind: str, messages: Iterable[Any]) -> None:
     bodies = [message if isinstance(message, bytes) else message.SerializeToString() for message in messages]
     frames = b"".join(struct.pack("<I", len(body)) + body for body in bodies)

@@ -10,7 +10,7 @@ import pytest
 
 from phos.images.criu_remaps import Replaced, name_again
 from phos.images.errors import ImageError
-from tests.unit.criu_pages_files import bodies_of, content, write_image
+from tests.unit.criu_pages_files import bodies_of, content, with_bytes, write_image
 
 from pycriu.images import fdinfo_pb2, remap_file_path_pb2  # isort: skip (criu_pages_files.py skips these tests)
 
@@ -89,6 +89,14 @@ def test_a_file_with_another_name_is_called_by_it(tmp_path: Path) -> None:
     changed.reg.name = "/dev/shm/sem.a"
     assert changed.SerializeToString() == before[1]
     assert set(content(tmp_path)) == {"files.img", "remap-fpath.img"}
+
+
+def test_a_name_may_be_any_bytes(tmp_path: Path) -> None:
+    link = with_bytes(regular(5, "/tmp/ab/link_remap.5"), "/ab", b"/\xff\xfe")
+    write_image(tmp_path / "files.img", "FILES", [with_bytes(regular(4, "/tmp/ab/gone"), "/ab", b"/\xff\xfe"), link])
+    write_image(tmp_path / "remap-fpath.img", "REMAP_FPATH", [remap(4, 5)])
+    folder = os.fsdecode(b"/tmp/\xff\xfe")
+    assert replace(tmp_path) == Replaced([], {f"{folder}/gone": f"{folder}/link_remap.5"})
 
 
 def test_where_there_is_nothing_to_name_nothing_is_written(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from phos.gpu_engine.errors import RestoreFailed, UsageError
 from phos.gpu_engine.restore import grown_files
 from phos.images.criu_open_files import written_files
 from phos.images.errors import ImageError
-from tests.unit.criu_pages_files import write_image
+from tests.unit.criu_pages_files import with_bytes, write_image
 
 from pycriu.images import fdinfo_pb2, remap_file_path_pb2  # isort: skip (criu_pages_files.py skips these tests where there is none)
 
@@ -68,6 +69,17 @@ def test_what_came_since_is_kept_beside_it(grown: Path, directory: int) -> None:
     assert {path.stat().st_mode & 0o7777 for path in kept(grown)} == {0o640}
     assert cut(directory) == []
     assert len(kept(grown)) == 2
+
+
+def test_a_name_may_be_any_bytes(tmp_path: Path, directory: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)  # xdist carries no such name
+    path = tmp_path / os.fsdecode(b"\xff\xfe.log")
+    path.write_bytes(b"1\n2\n3\n")
+    entry = with_bytes(regular(tmp_path / "ab.log", os.O_WRONLY), "ab.log", b"\xff\xfe.log")
+    write_image(tmp_path / "image" / "files.img", "FILES", [entry])
+    assert cut(directory) == [str(path)]
+    assert path.read_bytes() == b"1\n2\n"
+    assert len(kept(path)) == 1
 
 
 def test_other_files_are_criu_s_to_judge(tmp_path: Path, directory: int) -> None:

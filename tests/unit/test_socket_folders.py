@@ -13,7 +13,7 @@ import pytest
 from phos.gpu_engine.errors import RestoreFailed
 from phos.gpu_engine.restore.socket_folders import SocketFolders
 from phos.images.criu_open_files import socket_folders
-from tests.unit.criu_pages_files import write_image
+from tests.unit.criu_pages_files import with_bytes, write_image
 
 from pycriu.images import fdinfo_pb2  # isort: skip (criu_pages_files.py skips these tests where there is none)
 
@@ -76,6 +76,16 @@ def test_those_that_are_missing_are_made_and_go_again(tmp_path: Path, image: tup
     assert made[0].exists()  # it was there
     SocketFolders(directory, os.getpid()).keep()
     assert all(path.exists() for path in made)
+
+
+def test_a_name_may_be_any_bytes(tmp_path: Path, image: tuple[int, Path]) -> None:
+    directory, file = image
+    relative = with_bytes(bound("s", folder=f"{tmp_path}/ab"), "/ab", b"/\xff\xfe")
+    absolute = with_bytes(bound(f"{tmp_path}/cd/s"), "/cd", b"/\xfe\xff")
+    write_image(file, "FILES", [relative, absolute])
+    folders = SocketFolders(directory, os.getpid())
+    assert sorted(os.listdir(os.fsencode(tmp_path))) == [b"image", b"\xfe\xff", b"\xff\xfe"]
+    folders.discard()
 
 
 def test_one_that_cannot_be_made_is_named_and_none_is_left(tmp_path: Path, image: tuple[int, Path]) -> None:
