@@ -27,6 +27,8 @@ ORDER_MOST = 16 << 20
 """Bytes of such a file that are believed: no commit record says how long it is, and it may be anybody's. A chunk takes
 30 at most, so these are the chunks of two terabytes."""
 
+_writing = threading.Lock()  # several restores of one image may end at the same moment
+
 Touched = tuple[BlockKey, int]
 """A block, and the number of the chunk in it."""
 
@@ -117,16 +119,18 @@ def read_beside(directory: int, image_id: bytes) -> list[Touched]:
 def write_beside(directory: int, image_id: bytes, touched: Iterable[Touched]) -> bool:
     """Keep it beside an image, whole or not at all; whether the directory could be written to."""
     raw = formats.frame_file(formats.ORDER, [_sealed(image_id, to_messages(touched))])
-    temporary = f"{formats.ORDER_FILE}.tmp"
-    try:
-        fd = os.open(
-            temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644, dir_fd=directory
-        )
-        with open(fd, "wb") as file:
-            file.write(raw)
-        os.rename(temporary, formats.ORDER_FILE, src_dir_fd=directory, dst_dir_fd=directory)
-    except OSError:
+    temporary = formats.ORDER_TEMPORARY
+    with _writing:
+        # A phosd that was killed may have left one, and the directory's owner may have put anything there.
         with suppress(OSError):
             os.unlink(temporary, dir_fd=directory)
-        return False
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            with open(os.open(temporary, flags, 0o644, dir_fd=directory), "wb") as file:
+                file.write(raw)
+            os.rename(temporary, formats.ORDER_FILE, src_dir_fd=directory, dst_dir_fd=directory)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(temporary, dir_fd=directory)
+            return False
     return True

@@ -39,6 +39,7 @@ CHUNKS_FILE = "phos-chunks.img"
 COMMIT_FILE = "phos-commit.img"
 COMMIT_TEMPORARY = "phos-commit.img.tmp"
 ORDER_FILE = "phos-order.img"
+ORDER_TEMPORARY = "phos-order.img.tmp"
 CRIU_INVENTORY_FILE = "inventory.img"
 CRIU_STATS_FILE = "stats-dump"
 

@@ -402,7 +402,8 @@ class Image:
             present = {e.name for e in os.scandir(self._directory)}
         except OSError as error:
             raise ImageUnreadable(f"{self.path} cannot be read: {error.strerror}") from error
-        known = {f.name for f in self.record.files} | {formats.COMMIT_FILE, formats.ORDER_FILE}
+        known = {f.name for f in self.record.files}
+        known |= {formats.COMMIT_FILE, formats.ORDER_FILE, formats.ORDER_TEMPORARY}
         problems = list(self.problems)
         problems += [
             f"{self.path / name} does not belong to the image: it was put there after the checkpoint"

@@ -219,6 +219,12 @@ def refusal_of(directory) -> str:
     return str(refusal.value)
 
 
+def test_an_order_may_just_be_written_beside_it(copy):
+    """Or be left there by a phosd that was killed while it wrote."""
+    (copy / formats.ORDER_TEMPORARY).write_bytes(b"half of it")
+    assert found(copy) == []
+
+
 def test_missing_directory(tmp_path):
     assert "there is no directory" in refusal_of(tmp_path / "nothing")
 

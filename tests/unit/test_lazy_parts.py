@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,42 @@ def test_what_lies_in_place_of_an_order_does_no_harm(tmp_path: Path, kind: str) 
         os.close(directory)
         if writer >= 0:
             os.close(writer)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_lies_where_an_order_is_written_is_neither_waited_for_nor_followed(tmp_path: Path, kind: str) -> None:
+    """A phosd of root's writes into a directory of a user's."""
+    other, image = tmp_path / "other", tmp_path / "image"
+    image.mkdir()
+    other.write_text("somebody's")
+    if kind == "pipe":
+        os.mkfifo(image / formats.ORDER_TEMPORARY)
+    else:
+        os.link(other, image / formats.ORDER_TEMPORARY)
+    directory = os.open(image, os.O_RDONLY)
+    written: list[bool] = []
+    writing = threading.Thread(target=lambda: written.append(write_beside(directory, b"i" * 16, [(A, 1)])), daemon=True)
+    writing.start()
+    writing.join(5.0)
+    assert written == [True]
+    assert read_beside(directory, b"i" * 16) == [(A, 1)]
+    assert other.read_text() == "somebody's"
+    os.close(directory)
+
+
+def test_two_restores_of_an_image_may_end_at_once(tmp_path: Path) -> None:
+    """What was touched first in one of them is beside it afterwards, and not some of each."""
+    directory = os.open(tmp_path, os.O_RDONLY)
+    orders = [[(A, chunk) for chunk in range(begin, begin + 3000)] for begin in (0, 5000)]
+
+    def write(order: list[tuple[tuple[bytes, int], int]]) -> bool:
+        return write_beside(directory, b"i" * 16, order)
+
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(50):
+            assert list(pool.map(write, orders)) == [True, True]
+            assert read_beside(directory, b"i" * 16) in orders
+    os.close(directory)
 
 
 def test_settings_have_a_meaning() -> None:
