@@ -62,12 +62,14 @@ def _on_the_way(pid: int) -> set[int]:
     called torch_PID_RANDOM_NUMBER (ATen/MapAllocator.cpp).
     """
     beginning = f"torch_{procfs.inner_pid(pid)}_"
+    found, owner = set(), _owner(pid)
     with os.scandir(SHARED_MEMORY) as entries:
-        return {
-            entry.inode()
-            for entry in entries
-            if entry.name.startswith(beginning) and entry.stat(follow_symlinks=False).st_uid == _owner(pid)
-        }
+        for entry in entries:
+            if entry.name.startswith(beginning):
+                with suppress(FileNotFoundError):  # another process, outside of the tree, has just removed it
+                    if entry.stat(follow_symlinks=False).st_uid == owner:
+                        found.add(entry.inode())
+    return found
 
 
 def _owner(pid: int) -> int:
@@ -160,6 +162,7 @@ class DumpedNamedMemory:
             self._failure = error
 
     def _save_file(self, inode: int, names: list[str]) -> None:
+        """Nothing is saved of one that has no name any more: of that, too, CRIU sees to what is mapped."""
         for name in names:
             with suppress(FileNotFoundError):  # somebody outside of the tree removes names
                 descriptor = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -172,7 +175,6 @@ class DumpedNamedMemory:
                         return
                 finally:
                     os.close(descriptor)
-        raise FileNotFoundError(f"{SHARED_MEMORY / names[0]} is not there any more, or another file")
 
     def wait(self) -> None:
         """Return when nothing more is read.

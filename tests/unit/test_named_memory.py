@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -227,6 +228,34 @@ def test_a_tensor_on_the_way_is_saved(path: Path, hold: Callable[[str, Path], in
     finally:
         for name in names:
             (SHARED_MEMORY / name).unlink()
+
+
+def test_one_that_is_opened_meanwhile_by_a_process_outside_fails_nothing(
+    path: Path, hold: Callable[[str, Path], int], tmp_path: Path
+) -> None:
+    """Who is handed a tensor removes its name; in a container beside, a process may even have the same number."""
+    path.write_bytes(b"\1" * 4096)
+    task = hold("writes", path)
+    over = threading.Event()
+
+    def come_and_go() -> None:
+        names = [SHARED_MEMORY / f"torch_{task}_{number}_0" for number in range(20)]
+        while not over.is_set():
+            for name in names:
+                name.touch()
+            for name in names:
+                name.unlink()
+
+    others = threading.Thread(target=come_and_go)
+    others.start()
+    try:
+        for _ in range(30):
+            files = Files()
+            files.dump(tmp_path, task)
+            assert b"\1" * 4096 in files.content.values()
+    finally:
+        over.set()
+        others.join()
 
 
 def test_a_process_that_has_ended_has_nothing(tmp_path: Path) -> None:
