@@ -156,7 +156,8 @@ class PoolServer:
                 job.fail(str(error) or repr(error))
                 self.pools.lost(pool, entry)
             raise
-        said = wire_pb2.PoolTaken(image=pool.path, pids=job.pids, began=began, bytes=job.progress.total, pool=pool.name)
+        said = wire_pb2.PoolTaken(pids=job.pids, began=began, bytes=job.progress.total)
+        said.image, said.pool = procfs.readable(pool.path), procfs.readable(pool.name)
         said.waited = waited - began
         try:
             if not _comes_to_run(job, eager=request.eager):

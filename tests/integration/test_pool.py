@@ -49,6 +49,18 @@ def test_a_parked_process_runs_nothing_and_computes_on_when_it_is_taken(site: Si
     full(site, 1)
 
 
+def test_the_image_s_path_may_be_any_bytes(site: Site) -> None:
+    program = site.example("mlp", *MLP)
+    program.wait_iterations(5)
+    image = site.image(os.fsdecode(b"\xff"))
+    site.dump(program, image)
+    create(site, image, 1, "--name", "any")
+    taken = take(site, "any")
+    assert taken["image"] == f"{site.folder}/?"
+    ended(site, taken)
+    full(site, 1)
+
+
 def test_options_for_criu_come_from_a_file_of_who_wants_the_pool(site: Site) -> None:
     """Not of who has started phosd; and from the same one after another phosd has come."""
     site.run("phosd", "--ensure")
