@@ -176,6 +176,14 @@ def read_key(path: Path) -> bytes:
     return key
 
 
+def refuse_host(name: str) -> None:
+    """
+    Raises:
+        ValueError: no host can have that name, and whoever asks the system for it gets no OSError.
+    """
+    name.encode("idna")
+
+
 @dataclass(frozen=True)
 class Address:
     """Where an image is: ``tcp://host:port/image``."""
@@ -192,6 +200,8 @@ class Address:
         try:
             parts = urlsplit(f"//{authority}")
             host, port, image = parts.hostname, parts.port, unquote(path)
+            refuse_host(host or "")
+            image.encode()  # as it is sent; some words of a command line are no UTF-8
         except ValueError:
             host, port, image = None, None, ""
         if not text.startswith(SCHEME) or not host or not port or not image:

@@ -18,6 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from phos.gen import remote_pb2
+from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon.pinned_images import PinnedImages
 from phos.gpu_engine.daemon.remote_settings import RemoteSettings
 from phos.gpu_engine.touch_order import ORDER_MOST
@@ -287,7 +288,8 @@ class RemoteServer:
                     else:
                         raise WireError("a request that does not fit")
                 except ImageError as error:
-                    send_message(connection, remote_pb2.Reply(error=str(error)[:TEXT_LIMIT]))
+                    said = procfs.readable(str(error)[:TEXT_LIMIT])
+                    send_message(connection, remote_pb2.Reply(error=said))
         finally:
             if shared is not None:
                 shared.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from phos.gpu_engine.errors import UsageError
 from phos.images.errors import ImageError
-from phos.images.remote_wire import DEFAULT_KEY, read_key
+from phos.images.remote_wire import DEFAULT_KEY, read_key, refuse_host
 
 VARIABLES = ("PHOS_LISTEN", "PHOS_SHARE", "PHOS_REMOTE_KEY", "PHOS_PIN_LIMIT")
 """What phosd takes from the configuration file when it starts."""
@@ -41,7 +41,12 @@ class RemoteSettings:
             return None
         host, colon, port = listen.rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
-        if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        try:
+            refuse_host(host)
+            fits = bool(colon and host) and port.isdecimal() and 0 < int(port) < 65536
+        except ValueError:
+            fits = False
+        if not fits:
             raise UsageError(f"PHOS_LISTEN={listen} is no address: ADDRESS:PORT, 10.0.0.1:7070 for example.")
         folders = [Path(folder) for folder in environment.get("PHOS_SHARE", "").split(":") if folder]
         if not folders:

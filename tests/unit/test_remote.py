@@ -104,6 +104,18 @@ def test_an_image_arrives_as_it_is(host: Host, key_file: Path, tmp_path: Path) -
     image.close()
 
 
+def test_what_is_wrong_with_an_image_is_said_whatever_its_folder_is_called(key_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    (folder / "image").mkdir(parents=True)
+    (folder / "image" / formats.INVENTORY_FILE).touch()
+    host = Host(folder)
+    try:
+        with pytest.raises(ImageError, match="is incomplete: it has no commit record"):
+            fetched(host, key_file, tmp_path / "here")
+    finally:
+        host.server.stop()
+
+
 def test_a_directory_without_the_marker_is_not_remote(shared: Path) -> None:
     directory = os.open(shared / "image", os.O_RDONLY)
     try:

@@ -144,6 +144,7 @@ def test_settings(tmp_path: Path, key_file: Path) -> None:
         ("PHOS_LISTEN", ":7070", "is no address"),
         ("PHOS_LISTEN", "host:0", "is no address"),
         ("PHOS_LISTEN", "host:99999", "is no address"),
+        ("PHOS_LISTEN", "gpu..example:7070", "is no address"),
         ("PHOS_SHARE", "", "names no folder"),
         ("PHOS_SHARE", "relative", "cannot be shared"),
         ("PHOS_REMOTE_KEY", str(tmp_path / "none"), "not shared without a secret"),
@@ -168,7 +169,17 @@ def test_addresses(text: str, expected: Address) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tcp://", "tcp://host/x", "tcp://host:7070/", "tcp://host:x/y", "http://host:1/x"]
+    "text",
+    [
+        "",
+        "tcp://",
+        "tcp://host/x",
+        "tcp://host:7070/",
+        "tcp://host:x/y",
+        "http://host:1/x",
+        "tcp://gpu..example:7070/x",
+        "tcp://host:7070/\udcff",  # no UTF-8
+    ],
 )
 def test_what_is_no_address(text: str) -> None:
     with pytest.raises(ImageError, match="is no address of an image"):
