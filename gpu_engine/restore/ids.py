@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from phos.gpu_engine import procfs
+from phos.images import criu_files
+from phos.images.errors import ImageError
 
 PATIENCE_SECONDS = 2.0
 """How long a pid may still be that of a process that has just ended, or of a short one that was given it meanwhile."""
@@ -28,7 +30,21 @@ _CORE = re.compile(r"core-([1-9][0-9]*)\.img")
 def of_image(directory: int) -> list[int]:
     """Those that CRIU needs in the pid namespace it runs in: none if the image brings a namespace of its own."""
     found = sorted(int(match[1]) for name in os.listdir(directory) if (match := _CORE.fullmatch(name)))
+    with suppress(OSError, ImageError):  # CRIU will say what is wrong with it
+        tree = _tree(directory)  # others' files may be left from a dump into the same folder that failed
+        found = [pid for pid in found if pid in tree]
     return [] if found[:1] == [1] else found
+
+
+def _tree(directory: int) -> set[int]:
+    """The pids of the processes and threads that CRIU has dumped."""
+    from pycriu.images.pstree_pb2 import pstree_entry
+
+    found: set[int] = set()
+    for body in criu_files.messages(directory, "pstree.img", "PSTREE"):
+        task = criu_files.parse(pstree_entry, body, "pstree.img")
+        found |= {task.pid, *task.threads}
+    return found
 
 
 def in_the_way(pids: list[int], criu: int) -> str:

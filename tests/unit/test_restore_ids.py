@@ -15,6 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phos.gpu_engine.restore import ids
+from tests.unit.criu_pages_files import write_image
+
+from pycriu.images import pstree_pb2  # isort: skip (criu_pages_files.py skips these tests where there is none)
 
 
 @contextmanager
@@ -39,6 +42,15 @@ def test_processes_and_threads_have_a_file_each(tmp_path: Path) -> None:
     names = ("core-20.img", "core-7.img", "core-x.img", "core-9.img.tmp", "pages-1.img", "core-0.img", "ids-5.img")
     with image(tmp_path, *names) as directory:
         assert ids.of_image(directory) == [7, 20]
+
+
+def test_what_a_dump_that_failed_has_left_in_the_folder_is_not_of_the_image(tmp_path: Path) -> None:
+    """CRIU dumps into the same folder again, and replaces only what is called alike: a thread may have ended since."""
+    task = pstree_pb2.pstree_entry(pid=7, ppid=0, pgid=7, sid=7, threads=[7, 20])
+    zombie = pstree_pb2.pstree_entry(pid=30, ppid=7, pgid=7, sid=7)
+    write_image(tmp_path / "pstree.img", "PSTREE", [task, zombie])
+    with image(tmp_path, *(f"core-{number}.img" for number in (7, 20, 21, 30, 99))) as directory:
+        assert ids.of_image(directory) == [7, 20, 30]
 
 
 def test_an_image_with_the_first_process_of_a_namespace_needs_no_pid_of_ours(tmp_path: Path) -> None:
