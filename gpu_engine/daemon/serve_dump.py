@@ -239,6 +239,8 @@ class DumpServer:
                 raise CheckpointFailed(
                     f"The GPU memory of process {session.pid} ({session.executable}) is lost: {session.lost_reason}"
                 )
+            if session.machine.state is SessionState.ENDED:
+                raise NoSuchProcess(f"Process {session.pid} ({session.executable}) has ended.")
             if session.machine.state is not SessionState.RUNNING:
                 raise CheckpointFailed(
                     f"Process {session.pid} ({session.executable}) is {session.machine.state.value}: "

@@ -10,6 +10,7 @@ import threading
 import time
 import types
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,8 @@ from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.serve_client import ClientServer
 from phos.gpu_engine.daemon.serve_dump import LEAVE
 from phos.gpu_engine.daemon.states import SessionState, StateMachine
-from phos.gpu_engine.errors import CheckpointFailed, ExitStatus, NotPermitted
+from phos.gpu_engine.errors import CheckpointFailed, ExitStatus, NoSuchProcess, NotPermitted
+from phos.gpu_engine.interruption import Interruption
 from phos.gpu_engine.timeline import Timeline
 from phos.images.formats import COMMIT_FILE
 
@@ -253,6 +255,7 @@ class FakeSession:
 
     pid = os.getpid()
     executable = "/bin/late"
+    session = SESSION
     is_connected = True
     table_complete = False
 
@@ -271,6 +274,27 @@ def test_process_that_does_not_hand_over_its_memory_is_refused(monkeypatch: pyte
         server._find_processes(session.pid)
     session.table_complete = True
     assert server._find_processes(session.pid) == ([session], [])
+
+
+def test_a_process_that_another_checkpoint_has_just_ended_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is under way that could be waited for."""
+    session = FakeSession()
+    session.machine.end()
+    registry = SimpleNamespace(lock=threading.Lock(), claims=Claims(), loading={}, broker=SimpleNamespace(keeper_pid=0))
+    server = serve_dump.DumpServer(registry)  # type: ignore[arg-type]
+    monkeypatch.setattr(server, "_find_processes", lambda _root: ([session], []))
+    connection: Any = SimpleNamespace(uid=0, gid=0, pid=os.getpid())
+    directory = os.open(tmp_path, os.O_RDONLY)
+    with subprocess.Popen(["sleep", "100"]) as child, ExitStack() as claim:
+        envelope = wire_pb2.Envelope(dump_begin=wire_pb2.DumpBegin(pid=child.pid))
+        try:
+            with pytest.raises(NoSuchProcess, match=rf"Process {session.pid} \(/bin/late\) has ended"):
+                server._begin(connection, envelope, directory, claim, Interruption())
+        finally:
+            child.kill()
+            os.close(directory)
 
 
 @pytest.mark.parametrize("who", ["phosd itself", "phosd's keeper"])
