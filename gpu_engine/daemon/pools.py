@@ -84,6 +84,8 @@ class Pool:
     """It can never be filled again."""
     failures: int = 0
     """In a row."""
+    logged: str = ""
+    """The number of the last that failed, whose log can be read; of the thread that parks alone."""
     next_try: float = 0.0
     taken: int = 0
     coming: int = 0
@@ -443,10 +445,11 @@ class Pools:
             restore.parked()
         except BaseException:
             self._end(pool, entry)
+            former, pool.logged = pool.logged, entry.id
+            self._remove_log(former)
             raise
-        with suppress(OSError):
-            for path in self._folder.glob(f"{entry.id}.*"):
-                path.unlink()
+        for number in (entry.id, pool.logged):
+            self._remove_log(number)
         with self._changed:
             entry.parked, entry.seconds, entry.since = True, time.monotonic() - began, time.time()
             pool.failures, pool.error = 0, ""
@@ -457,6 +460,12 @@ class Pools:
             self._end(pool, entry)
             return
         threading.Thread(target=self._watch, args=(pool, entry), daemon=True, name="parked").start()
+
+    def _remove_log(self, number: str) -> None:
+        """What CRIU has said about one; of no number there is nothing."""
+        with suppress(OSError):
+            for path in self._folder.glob(f"{number}.*") if number else ():
+                path.unlink()
 
     def _watch(self, pool: Pool, entry: Entry) -> None:
         """One that ends before anybody takes it makes room for another."""

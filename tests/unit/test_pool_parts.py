@@ -73,8 +73,11 @@ class FakeWarden:
     failing = ""
     made: ClassVar[list[FakeWarden]] = []
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: Any) -> None:
         self.avoid = arguments[-1]
+        self.log: Path = arguments[1]
+        for path in (self.log, self.log.with_suffix(".out")):
+            path.write_text("what CRIU says")
         self.pidfd = os.open("/dev/null", os.O_RDONLY)
         read, self._write = os.pipe()
         os.dup2(read, self.pidfd)
@@ -260,6 +263,21 @@ def test_what_fails_is_tried_again_and_said(site: Site) -> None:
     assert (pool.state(), pool.error, pool.failures) == ("full", "", 0)
     assert all(entry.restore.discarded == 1 for entry in site.let_go)  # type: ignore[attr-defined]
     assert len(site.let_go) >= 3
+
+
+def test_of_those_that_failed_the_last_one_s_log_can_be_read(site: Site) -> None:
+    """A pool may be short for days, and another is tried every minute; the folder is in memory."""
+
+    def logs() -> set[str]:
+        return {path.name for path in (site.folder / "pool").iterdir()}
+
+    FakeWarden.failing = "Its log is there."
+    pool = site.create(size=1)
+    eventually(lambda: pool.failures >= 3)
+    eventually(lambda: logs() == {FakeWarden.made[-1].log.with_suffix(kind).name for kind in (".log", ".out")})
+    FakeWarden.failing = ""
+    site.filled(pool, 1)
+    assert logs() == set()
 
 
 def test_one_that_ends_is_replaced(site: Site) -> None:
