@@ -90,6 +90,12 @@ class DriverError(PhosError):
         super().__init__(f"The CUDA driver's {call}{detail} failed with error {code} ({name}).")
 
 
+NO_THREAD = (
+    "phosd can start no new thread: a limit on processes is reached (ulimit -u, the pids limit of a container or of "
+    "phosd's unit). Raise it, or end some."
+)
+
+
 class CheckpointFailed(PhosError):
     """A checkpoint was given up; the processes have been brought back to where they were."""
 

@@ -18,7 +18,7 @@ from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.cow.settings import size_of
 from phos.gpu_engine.daemon import wire
-from phos.gpu_engine.errors import DriverError, NotPermitted, PhosError, UsageError
+from phos.gpu_engine.errors import NO_THREAD, DriverError, NotPermitted, PhosError, UsageError
 from phos.gpu_engine.landing import wait_released
 from phos.gpu_engine.pinned import PinnedImage, PinnedMemory, data_bytes
 from phos.images import formats
@@ -275,7 +275,11 @@ class PinnedImages:
                 failures.append(error)
 
         worker = threading.Thread(target=work, name="pin")
-        worker.start()
+        try:
+            worker.start()
+        except RuntimeError as error:
+            self._let_go(entry)
+            raise PhosError(f"{entry.path} is not pinned: {NO_THREAD}") from error
         try:
             while worker.is_alive():
                 worker.join(REPORT_SECONDS)

@@ -28,7 +28,7 @@ from phos.gpu_engine.daemon.paths import custody_folder
 from phos.gpu_engine.daemon.permissions import may_write, refuse_others, tree_of
 from phos.gpu_engine.daemon.registry import Registry
 from phos.gpu_engine.daemon.session import Session
-from phos.gpu_engine.errors import CheckpointFailed, NotPermitted, PhosError, Unsupported
+from phos.gpu_engine.errors import NO_THREAD, CheckpointFailed, NotPermitted, PhosError, Unsupported
 from phos.gpu_engine.installation import launcher
 from phos.images.files import describe_path
 from phos.images.formats import COMMIT_FILE
@@ -69,21 +69,33 @@ class Requests:
                     del known[old]
         if is_new:
             try:
-                self._waiting.take(peer.uid)
-            except NotPermitted as error:
+                self._begin(session, peer, request, directory)
+            except PhosError as error:
                 self._answer(session, wire_pb2.CheckpointResult(number=request.number, error=str(error)))
                 if directory >= 0:
                     os.close(directory)
-                return True
-            threading.Thread(
-                target=self._serve, args=(session, peer, request, directory), daemon=True, name="request"
-            ).start()
             return True
         if directory >= 0:
             os.close(directory)
         if result is not None:  # said before, over a connection that has ended
             session.tell(checkpoint_result=result)
         return True
+
+    def _begin(
+        self, session: Session, peer: wire.Connection, request: wire_pb2.CheckpointRequest, directory: int
+    ) -> None:
+        """
+        Raises:
+            PhosError: the user has too many, or there can be no thread; the directory is still the caller's.
+        """
+        self._waiting.take(peer.uid)
+        try:
+            threading.Thread(
+                target=self._serve, args=(session, peer, request, directory), daemon=True, name="request"
+            ).start()
+        except RuntimeError as error:
+            self._waiting.give_back(peer.uid)
+            raise CheckpointFailed(NO_THREAD) from error
 
     def _serve(
         self, session: Session, peer: wire.Connection, request: wire_pb2.CheckpointRequest, directory: int

@@ -202,7 +202,12 @@ class Session:
                     self._conversation.tell([], envelope.id, token_resolved=resolved)
                 return
             # It may have to wait, and what the process answers meanwhile must be read.
-            threading.Thread(target=self._resolve, args=(envelope.id, key, coming), daemon=True, name="resolve").start()
+            wish = (envelope.id, key, coming)
+            try:
+                threading.Thread(target=self._resolve, args=wish, daemon=True, name="resolve").start()
+            except RuntimeError:  # no threads are left; it asks again, over another connection
+                self._resolving.release()
+                raise
         else:
             raise ProtocolError(f"Process {self.pid} sent an unexpected packet ({kind}).")
 

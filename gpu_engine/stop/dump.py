@@ -26,7 +26,7 @@ from phos.gpu_engine.content_hash import bytes_to_copy
 from phos.gpu_engine.copier import Copier
 from phos.gpu_engine.copy_trace import tracing
 from phos.gpu_engine.copy_work import Cancelled, Progress
-from phos.gpu_engine.errors import CRIU_FAILED, INTERRUPTED, CheckpointFailed, DriverError, PhosError
+from phos.gpu_engine.errors import CRIU_FAILED, INTERRUPTED, NO_THREAD, CheckpointFailed, DriverError, PhosError
 from phos.gpu_engine.interruption import Interruption
 from phos.gpu_engine.landing import Landing
 from phos.gpu_engine.mapped_blocks import MappedBlocks
@@ -568,8 +568,5 @@ def _resident_bytes(pid: int) -> int:
 
 def _unforeseen(error: Exception) -> str:
     if isinstance(error, RuntimeError) and "new thread" in str(error):
-        return (
-            "phosd can start no new thread: a limit on processes is reached (ulimit -u, the pids limit of a container "
-            "or of phosd's unit). Raise it, or end some."
-        )
+        return NO_THREAD
     return f"It failed in an unforeseen way ({error!r}); phosd's log has more."

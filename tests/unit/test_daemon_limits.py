@@ -23,6 +23,11 @@ from tests.unit.waiting import eventually
 USER = 4242
 
 
+def no_thread(_thread: threading.Thread) -> None:
+    """In place of Thread.start()."""
+    raise RuntimeError("can't start new thread")
+
+
 @pytest.fixture
 def frontend(tmp_path: Path) -> Iterator[Frontend]:
     """A process of an ordinary user."""
@@ -219,6 +224,23 @@ def test_wishes_for_memory_that_wait_are_counted(frontend: Frontend, monkeypatch
     frontend.settle()
 
 
+def test_a_wish_that_no_thread_can_wait_for_does_not_count(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection ends, and the process asks again over another."""
+    monkeypatch.setattr(frontend.session._blocks, "entitled", lambda _key: True)
+    asked = wire_pb2.TokenResolve(session=bytes(16), block=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        for number in range(limits.RESOLVES):
+            with pytest.raises(RuntimeError):
+                frontend.session.handle(wire_pb2.Envelope(id=number + 1, token_resolve=asked), [])
+    frontend.send((), 1000, token_resolve=asked)
+    assert frontend.end
+    answer = wire.receive(frontend.end)
+    assert answer is not None
+    assert "knows no such exported memory" in answer[0].token_resolved.error
+    frontend.settle()
+
+
 def test_files_are_read_up_to_a_size_and_never_waited_for(tmp_path: Path) -> None:
     text = os.memfd_create("text")
     os.write(text, b"12345")
@@ -272,6 +294,26 @@ def test_checkpoints_that_wait_are_counted(monkeypatch: pytest.MonkeyPatch) -> N
     assert [said.number for said in session.told] == [3]
     assert "has 2 checkpoints under way at phosd already" in session.told[0].error
     go_on.set()
+
+
+def test_a_checkpoint_that_no_thread_can_work_on_is_answered_and_does_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(limits, "REQUESTS", 1)
+    monkeypatch.setattr(Requests, "_checkpoint", lambda *_: None)
+    requests, session, peer = Requests(None), _Session(), type("Peer", (), {"uid": USER})  # type: ignore[arg-type]
+    before = open_descriptors()
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        for number in (1, 2):
+            envelope = wire_pb2.Envelope(checkpoint_request=wire_pb2.CheckpointRequest(number=number))
+            assert requests.take(session, peer, envelope, [os.open(tmp_path, os.O_RDONLY)])  # type: ignore[arg-type]
+    assert ["phosd can start no new thread" in said.error for said in session.told] == [True, True]
+    assert open_descriptors() == before
+    envelope = wire_pb2.Envelope(checkpoint_request=wire_pb2.CheckpointRequest(number=3))
+    assert requests.take(session, peer, envelope, [])  # type: ignore[arg-type]
+    eventually(lambda: len(session.told) == 3)
+    assert session.told[2].error == ""
 
 
 def test_kernels_count_as_told_when_they_can_be_asked_for(frontend: Frontend, monkeypatch: pytest.MonkeyPatch) -> None:

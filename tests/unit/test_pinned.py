@@ -8,6 +8,7 @@ import os
 import shutil
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -355,4 +356,26 @@ def test_who_asked_and_is_gone_has_nothing_pinned(shared: Path) -> None:
         table.serve(wire.Connection(ours), request, [directory])
     assert table.report() == []
     assert not REGISTERED
+    os.close(directory)
+
+
+def test_what_no_thread_can_load_is_not_in_the_table(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = PinnedImages(1 << 30)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    directory = os.open(shared, os.O_RDONLY)
+    request = wire_pb2.Envelope(id=1, pin_image=wire_pb2.PinImage(name="name"))
+
+    def no_thread(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with closing(ours), closing(theirs):
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", no_thread)
+            table.serve(wire.Connection(ours), request, [directory])
+        answer = wire.receive(theirs)
+        assert answer is not None
+        assert "phosd can start no new thread" in answer[0].done.error
+    assert table.report() == []
+    table.load(table.pin(directory, "name"), directory, copy=False)
+    table.unpin("name", None)
     os.close(directory)
