@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -21,7 +22,7 @@ from phos.gpu_engine import configuration, procfs
 from phos.gpu_engine.cow.settings import CowSettings, size_of
 from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.daemon.permissions import uid_of
-from phos.gpu_engine.errors import CheckpointFailed, NoSuchProcess, NotPermitted, UsageError
+from phos.gpu_engine.errors import CheckpointFailed, DaemonUnavailable, NoSuchProcess, NotPermitted, UsageError
 from phos.gpu_engine.installation import device_kind, load_driver
 from phos.gpu_engine.timeline import stall_seconds
 
@@ -96,7 +97,9 @@ def checkpoint(
             f"Process {pid} could not be checkpointed; {became}.\n{errors}{named_log(directory / DUMP_LOG)}"
         )
     seconds = time.perf_counter() - began
-    warnings = list(client.wait_image(directory).warnings)
+    warnings: list[str] = []
+    with suppress(DaemonUnavailable):  # it has ended since
+        warnings += client.wait_image(directory).warnings
     if as_json:
         result: dict[str, object] = {"pid": pid, "image": str(directory), "protocol": chosen}
         result |= {"seconds": round(seconds, 4), "stall": _stall(directory), "warnings": warnings}
@@ -134,9 +137,10 @@ def refuse_own(pid: int) -> None:
 def _stall(directory: Path) -> float | None:
     """For how many seconds the processes stood still; None if phosd does not know (any more)."""
     where = client.image_name(directory)
-    for job in reversed(client.status().jobs):
-        if job.kind == "dump" and job.image == where:
-            return round(stall_seconds(job.phases), 4)
+    with suppress(DaemonUnavailable):
+        for job in reversed(client.status().jobs):
+            if job.kind == "dump" and job.image == where:
+                return round(stall_seconds(job.phases), 4)
     return None
 
 

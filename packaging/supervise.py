@@ -342,6 +342,10 @@ class Supervisor:
             self.end_restored()
             return 1, False
         answer = self._wait_for_gpu()
+        if answer == client.NOBODY_KNOWS and self.action == "dump" and client.has_come(self.images, began):
+            sys.stderr.write("criu: the image is whole all the same.\n")
+            bring_back(self.phosd)
+            return 0, False
         if answer == 0 and not (self.asked and self.action == "restore"):
             return 0, False
         self.end_restored()

@@ -186,6 +186,21 @@ NOTHING_DONE = (
 MISPREDICTED = 75
 """Exit status of the launcher's helper: the checkpoint can be had by the stop protocol."""
 
+NOBODY_KNOWS = 3
+"""And this one: phosd has ended, or been started anew, before it could be asked."""
+
+
+def has_come(directory: str, began: float) -> bool:
+    """Whether a whole image has come into a directory since ``began`` (seconds since 1970)."""
+    from phos.images.errors import ImageError  # here, because the launcher mostly needs neither
+    from phos.images.reader import Image
+
+    try:
+        with Image.open(directory) as image:
+            return bool(image.record.committed_ns >= began * 1e9)
+    except ImageError:
+        return False
+
 
 def main() -> int:
     """The launcher's helper; see the module's text."""
@@ -198,11 +213,11 @@ def main() -> int:
         state = wait_image(Path(arguments[-1]), restore=restore)
     except (PhosError, OSError) as error:
         print(f"phos: {error}", file=sys.stderr)
-        return 3
+        return NOBODY_KNOWS
     run = os.environ.get("PHOS_CRIU_RUN", "")
     if run and state.run != run:  # else it is an earlier one's success
         print(NOTHING_DONE, file=sys.stderr)
-        return 1
+        return NOBODY_KNOWS
     if state.error:
         print(f"phos: {state.error}", file=sys.stderr)
     if state.state == "mispredicted":

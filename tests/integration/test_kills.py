@@ -91,6 +91,28 @@ def test_phosd_is_killed_while_dumping(site: Site, delay: float) -> None:
     dumping.ends_well()
 
 
+@pytest.mark.parametrize("anew", [True, False])
+def test_phosd_ends_when_the_image_is_whole_and_before_it_could_be_asked(site: Site, anew: bool) -> None:
+    """The process was ended because it is safe on disk: nobody is to take it for lost."""
+    expected = expected_result(site)
+    program = site.example("stencil", *OPTIONS, **SLOW)
+    program.wait_iterations(5)
+    image = site.image()
+    dump = site.begin_dump(program, image)
+    wait_until(lambda: criu_processes(site), "CRIU")
+    (criu,) = criu_processes(site)
+    os.kill(dump.pid, signal.SIGSTOP)  # who asks phosd
+    wait_until(lambda: psutil.Process(criu).status() == psutil.STATUS_ZOMBIE, "CRIU's end")
+    site.stop_phosd()
+    if anew:
+        site.run("phosd", "--ensure")
+    os.kill(dump.pid, signal.SIGCONT)
+    assert dump.wait(60) == 0
+    site.gone(program)
+    site.restore(image)
+    assert program.wait_result() == expected
+
+
 def test_phosd_is_killed_while_all_is_detached_and_nobody_reaps_it(site: Site) -> None:
     """The frontend notices by itself, without the launcher, that its phosd is no more than a number."""
     expected = expected_result(site)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phos.cli import checkpoint as command
 from phos.cli.checkpoint import checkpoint, choose_protocol
 from phos.gpu_engine import configuration
 from phos.gpu_engine.cow.settings import DEFAULT_POOL_BYTES, CowSettings, size_of
@@ -208,3 +211,22 @@ def test_the_launcher_says_what_is_wrong_before_criu_is_started(
     assert "criu: " in (said := capsys.readouterr().err)
     assert "protocol must be" in said
     assert not started.exists()
+
+
+# What became of it.
+
+
+def test_a_checkpoint_is_done_although_phosd_has_ended_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it could say besides is not there."""
+    monkeypatch.setenv("PHOS_SOCKET", str(tmp_path / "phosd.sock"))
+    monkeypatch.setattr(command.reach, "ensure", lambda: None)
+    monkeypatch.setattr(command, "_require_cuda", lambda _pid: None)
+    monkeypatch.setattr(command, "run_dump", lambda *_: (0, "", 0))
+    with subprocess.Popen(["sleep", "100"]) as process:
+        try:
+            done = CliRunner().invoke(checkpoint, [str(process.pid), str(tmp_path / "image"), "--json"])
+        finally:
+            process.kill()
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.output)
+    assert (said["pid"], said["stall"], said["warnings"]) == (process.pid, None, [])

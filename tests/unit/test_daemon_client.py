@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,6 +27,7 @@ from phos.gpu_engine.daemon import __main__, client, command_line, paths, progra
 from phos.gpu_engine.daemon.serve_client import ClientServer
 from phos.gpu_engine.daemon.startup import _listen
 from phos.gpu_engine.errors import CRIU_FAILED, DaemonUnavailable, DriverError, NotPermitted, PhosError, UsageError
+from tests.unit.image_sets import write_small
 from tests.unit.session_fake import open_descriptors
 
 BEGAN = 1000.0
@@ -84,6 +86,16 @@ def test_a_directory_may_be_called_like_an_option(
     monkeypatch.setattr(sys, "argv", ["criu", "wait", *(["--restore"] if restore else []), directory])
     assert client.main() == 0
     assert waited == [(Path(directory), restore)]
+
+
+def test_an_image_that_has_come_is_whole_and_new(tmp_path: Path) -> None:
+    before = time.time()
+    write_small(tmp_path / "image")
+    assert client.has_come(str(tmp_path / "image"), before)
+    assert not client.has_come(str(tmp_path / "image"), time.time())
+    (tmp_path / "image" / "core-100.img").unlink()
+    assert not client.has_come(str(tmp_path / "image"), before)
+    assert not client.has_come(str(tmp_path), before)
 
 
 @pytest.mark.parametrize("words", [[], ["wait"], ["image"], ["wait", "image", "another"], ["see", "image"]])
