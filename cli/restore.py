@@ -167,7 +167,10 @@ def _finish(
     seconds = time.perf_counter() - began
     answer: dict[str, Any] = {"pids": pids, "image": image, "seconds": round(seconds, 4)}
     if lazy:
-        answer |= _lazily(_job(directory, begun.began_at), began_at)
+        job = wire_pb2.Status.Job()
+        with suppress(DaemonUnavailable):  # phosd has ended since
+            job = _job(directory, begun.began_at)
+        answer |= _lazily(job, began_at)
     if as_json:
         tell(json.dumps(answer))
         return
@@ -243,6 +246,8 @@ def _lazily(job: wire_pb2.Status.Job, began_at: float) -> dict[str, Any]:
 
 
 def _show(said: dict[str, Any]) -> None:
+    if not said["mode"]:
+        return  # nobody knows
     if said["mode"] != "lazy":
         click.echo("A guess was wrong while memory was still coming: it was restored once more, eagerly.")
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import subprocess
@@ -242,6 +243,24 @@ def test_a_second_lazy_restore_leaves_the_first_one_s_server_alone(home: Path, m
     os.waitpid(third.pages, 0)
     assert third.wait() == 0
     os.close(third._lock)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_what_is_restored_is_restored_although_phosd_has_ended_since(
+    home: Path, monkeypatch: pytest.MonkeyPatch, as_json: bool
+) -> None:
+    """What it could say besides is not there, and nothing is said in its place."""
+    criu(home, "exit 0")
+    monkeypatch.setenv("PHOS_SOCKET", str(home / "phosd.sock"))
+    image = small_image(home, monkeypatch)
+    done = CliRunner().invoke(restore.restore, ["--lazy", str(image), *(["--json"] if as_json else [])])
+    assert done.exit_code == 0, done.exception
+    if as_json:
+        said = json.loads(done.output)
+        assert (said["pids"], said["first_kernel"], said["last_byte"]) == ([100, 101], None, None)
+    else:
+        assert done.output.startswith(f"Restored process 100, 101 from {image} (")
+        assert len(done.output.splitlines()) == 1
 
 
 def test_a_criu_that_cannot_be_started_is_not_taken_for_another_restore(
