@@ -282,7 +282,7 @@ class RemoteImage:
         file = self._local.added.get(name)
         if file is None:
             raise ImageError(f"{self.path / formats.COMMIT_FILE} lacks {name}")
-        run_in_threads(_copies(self._links, file, target), COPY_THREADS)
+        run_in_threads([partial(copy, target) for copy in _copies(self._links, file)], COPY_THREADS)
 
     def close(self) -> None:
         """See :class:`~phos.images.source.ImageSource`."""
@@ -303,18 +303,18 @@ def _record_hash(directory: Path) -> bytes:
     return digest((directory / formats.COMMIT_FILE).read_bytes())
 
 
-def _copies(links: Links, file: pb.File, target: int) -> list[Callable[[], None]]:
-    """What has to be done to copy a file, in parts that threads may do."""
+def _copies(links: Links, file: pb.File) -> list[Callable[[int], None]]:
+    """What has to be done to copy a file to an open one, in parts that threads may do."""
     step = file.segment_size or formats.SEGMENT_SIZE
     if step <= 0 or len(file.hashes) != -(-file.size // step):
         raise ImageError(f"{links.address}: its commit record lacks hashes of {file.name}")
     return [
-        partial(_copy_segment, links, file.name, target, at, length, hash_)
+        partial(_copy_segment, links, file.name, at, length, hash_)
         for (at, length), hash_ in zip(segments(file.size, step), file.hashes, strict=True)
     ]
 
 
-def _copy_segment(links: Links, name: str, target: int, offset: int, length: int, expected: bytes) -> None:
+def _copy_segment(links: Links, name: str, offset: int, length: int, expected: bytes, target: int) -> None:
     state = xxhash.xxh3_128()
     memory = memoryview(bytearray(min(length, PIECE)))
     for at in range(offset, offset + length, PIECE):
@@ -394,11 +394,21 @@ def _sync(path: Path) -> None:
 
 
 def _fetch_files(links: Links, files: list[pb.File], directory: Path, made: list[Path], *, only_data: bool) -> int:
+    """No more of them are open at once than there are threads: each thread of each task has one."""
     here = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    descriptors: list[int] = []
+
+    def copied(file: pb.File) -> bool:
+        return file.origin != pb.File.PHOS_DATA and (only_data or not formats.is_added(file.name))
+
+    def into(name: str, copy: Callable[[int], None]) -> None:
+        target = os.open(name, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=here)
+        try:
+            copy(target)
+        finally:
+            os.close(target)
+
     try:
-        copied = [f for f in files if f.origin != pb.File.PHOS_DATA and (only_data or not formats.is_added(f.name))]
-        size = sum(file.size for file in copied)
+        size = sum(file.size for file in files if copied(file))
         if size > (free := free_bytes(here)):
             raise ImageError(
                 f"{links.address} has {size / 1e9:.2f} GB beside its GPU data, {directory} has room for "
@@ -408,14 +418,14 @@ def _fetch_files(links: Links, files: list[pb.File], directory: Path, made: list
         for file in files:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
             descriptor = os.open(file.name, flags, 0o600, dir_fd=here)
-            descriptors.append(descriptor)
-            made.append(directory / file.name)
-            os.ftruncate(descriptor, file.size)
-            if file in copied:
-                jobs += _copies(links, file, descriptor)
+            try:
+                made.append(directory / file.name)
+                os.ftruncate(descriptor, file.size)
+            finally:
+                os.close(descriptor)
+            if copied(file):
+                jobs += [partial(into, file.name, copy) for copy in _copies(links, file)]
         run_in_threads(jobs, COPY_THREADS)
         return size
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
         os.close(here)

@@ -78,9 +78,13 @@ OTHER_FILES = {"dump.log": b"a log\n", "stats-dump": b"", "criu.pid": b"1"}
 
 
 def write_small(
-    directory: Path, *, direct: bool | None = None, content: Mapping[BlockKey, Sequence[bytes]] = CONTENT
+    directory: Path,
+    *,
+    direct: bool | None = None,
+    content: Mapping[BlockKey, Sequence[bytes]] = CONTENT,
+    others: Mapping[str, bytes] = OTHER_FILES,
 ) -> None:
-    """The image of some blocks, with CRIU's files beside it."""
+    """The image of some blocks, with CRIU's files beside it, and others."""
     directory.mkdir(exist_ok=True)
     fd = os.open(directory, os.O_RDONLY)
     try:
@@ -88,7 +92,7 @@ def write_small(
             for stripe, (key, chunks) in enumerate(content.items()):
                 with aligned(b"".join(chunks)) as view:
                     writer.write(stripe, key, 0, view)
-            for name, text in {**CRIU_FILES, **OTHER_FILES}.items():
+            for name, text in {**CRIU_FILES, **others}.items():
                 (directory / name).write_bytes(text)
             writer.commit(inventory_of({key: len(chunks) * CHUNK for key, chunks in content.items()}))
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import socket
 import threading
@@ -116,6 +117,22 @@ def test_what_is_wrong_with_an_image_is_said_whatever_its_folder_is_called(key_f
         host.server.stop()
 
 
+def test_an_image_may_have_more_files_than_may_be_open(
+    host: Host, key_file: Path, tmp_path: Path, shared: Path
+) -> None:
+    """Each thread of each process has one."""
+    names = {f"core-{number}.img": f"{number}".encode() for number in range(1000, 1400)}
+    many = shared / "many"
+    write_small(many, others=names)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (300, most[1]))
+    try:
+        here = fetched(host, key_file, tmp_path / "here", "many")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert {name: (here / name).read_bytes() for name in names} == names
+
+
 def test_a_directory_without_the_marker_is_not_remote(shared: Path) -> None:
     directory = os.open(shared / "image", os.O_RDONLY)
     try:
@@ -226,8 +243,8 @@ def test_several_threads_read_at_once(host: Host, key_file: Path, tmp_path: Path
 
 
 def copy(links: Links, file: pb.File, target: int) -> None:
-    for job in remote._copies(links, file, target):
-        job()
+    for job in remote._copies(links, file):
+        job(target)
 
 
 def test_files_of_the_driver_come_with_their_hashes_checked(
@@ -242,7 +259,7 @@ def test_files_of_the_driver_come_with_their_hashes_checked(
     with pytest.raises(ImageError, match="the image has no file"):  # its commit record does not name it
         copy(links, file, -1)
     with pytest.raises(ImageError, match="lacks hashes"):
-        remote._copies(links, pb.File(name="x", size=1), -1)
+        remote._copies(links, pb.File(name="x", size=1))
     name = "pages-1.img"
     content = CRIU_FILES[name]
     file = pb.File(name=name, size=len(content), segment_size=4096)
