@@ -165,8 +165,8 @@ def _each(combine: Callable[[list[Word]], Word]) -> Handler:
 
     def handler(instruction: Instruction, state: State, kernel: Kernel) -> None:
         register, sources = destination(instruction)
-        width = 2 if "64" in instruction.modifiers else 1
-        words = [combine([word_of(source, state, kernel, part) for source in sources]) for part in range(width)]
+        parts = range(words_in(instruction))  # IMNMX.U64 has two, as SEL.64
+        words = [combine([word_of(source, state, kernel, part) for source in sources]) for part in parts]
         put(instruction, state, register, words)
 
     return handler
@@ -222,6 +222,8 @@ def _wide_result(instruction: Instruction) -> bool:
         return "S64" in modifiers or "U64" in modifiers
     if name == "F2F":
         return modifiers[:1] == ("F64",)
+    if name == "MATCH":
+        return False  # a mask of threads
     return name.startswith("D") or words_in(instruction) == 2
 
 

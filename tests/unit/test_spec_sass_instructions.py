@@ -250,6 +250,25 @@ def test_a_conversion_from_64_bits_leaves_the_register_behind_its_result_alone()
     assert indexed("MOV R6, R2\nMOV R7, R3\nI2F.U64 R5, R10\nLDC R5, c[0x0][0x21c]")[0] == pointers(WRITE, WRITE)
 
 
+@pytest.mark.parametrize("code", ["MATCH.ANY.U64 R6, R10", "MATCH.ALL.U64 P1, R6, R10"])
+def test_a_comparison_of_64_bits_leaves_the_register_behind_its_result_alone(code: str) -> None:
+    """It makes a mask of the warp's threads."""
+    assert indexed(f"MOV R7, R3\n{code}\nMOV R6, R2")[0] == pointers(WRITE, WRITE)
+
+
+@pytest.mark.parametrize("kind", ["U64", "S64"])
+def test_the_lower_or_the_higher_of_two_addresses(kind: str) -> None:
+    """As sm_120 has it in one instruction."""
+    code = f"""
+        LDC.64 R2, c[0x0][0x210]
+        LDC.64 R4, c[0x0][0x218]
+        IMNMX.{kind} PT, PT, R2, R2, R4, PT, !PT
+        STG.E desc[UR4][R2.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(WRITE, WRITE), NONE)
+
+
 def test_cache_control_may_destroy_what_is_in_memory() -> None:
     code = "LDC.64 R2, c[0x0][0x210]\nCCTL.E.RML2 [R2]\nEXIT"
     assert flow(code, P0) == (pointers(WRITE), NONE)
