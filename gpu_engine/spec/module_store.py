@@ -45,15 +45,17 @@ class ModuleStore:
         """Keep a module; None: it cannot be."""
         if not digest or len(image) > self._max_bytes // 4:
             return None
-        known = self.find(user, digest, len(image))
-        if known is not None:
-            return known
         path = self._path(user, digest, len(image))
         if path is None:
             self._complain(f"there is no folder for them; {SETTING} can name one")
             return None
+        known = self.find(user, digest, len(image))
+        if known is not None and _holds(known, image):
+            return known
         try:
-            kept_files.put(path, image)  # what a crash of the machine leaves of it is no module: the analysis says so
+            # What a crash of the machine leaves of it may have its size and be anything: whoever has it puts it there
+            # again, and who only looks it up is told by the analysis that it is no module.
+            kept_files.put(path, image)
             found = self.find(user, digest, len(image))  # held from here on, should it be evicted
             with self._lock:
                 kept_files.evict(path.parent, _OURS, self._max_bytes)
@@ -86,3 +88,11 @@ class ModuleStore:
     def _path(self, user: int, digest: int, size: int) -> Path | None:
         folder = self.folder
         return None if folder is None else folder / f"{user}-{size:x}-{digest:016x}.module"
+
+
+def _holds(kept: FileSource, image: bytes) -> bool:
+    try:
+        with open(kept.path, "rb") as file:
+            return file.read(len(image) + 1) == image
+    except OSError:
+        return False

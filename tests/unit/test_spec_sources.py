@@ -89,6 +89,17 @@ def test_a_module_is_found_by_what_its_frontend_says_of_it(tmp_path: Path) -> No
     assert (tmp_path / "modules").stat().st_mode & 0o077 == 0
 
 
+def test_a_module_that_a_crash_of_the_machine_has_left_torn_is_written_anew(tmp_path: Path) -> None:
+    store = ModuleStore(tmp_path)
+    assert store.keep(1000, 0xFEED, b"module") is not None
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(bytes(6))  # it had its size by then, and its data had not come to the disk
+    kept = store.keep(1000, 0xFEED, b"module")
+    assert kept is not None
+    assert read(kept) == b"module"
+    assert path.read_bytes() == b"module"
+
+
 def test_the_store_is_bounded(tmp_path: Path) -> None:
     store = ModuleStore(tmp_path, max_bytes=4096)
     assert store.keep(0, 1, bytes(2000)) is None  # it would push all others out
