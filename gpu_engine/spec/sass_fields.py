@@ -92,7 +92,10 @@ def resolve(kernel: Kernel, parameters: tuple[Parameter, ...], declared: Mapping
         if not candidates and not _is_own(touch):
             found.indirect |= touch.access  # an address from nowhere: a number in the code itself, for example
         # What went in as a number too: from a pointer to another, and added to the first, it leads to the other.
-        distances: frozenset[Base | None] = _arguments(_pairs(touch.derived, touch.derived))
+        numbers = _pairs(touch.derived, touch.derived)
+        distances: frozenset[Base | None] = _arguments(numbers)
+        # From one in memory it leads to what was subtracted from that: memory that was moved there, as a whole.
+        beyond = _subtracted(distances, touch.derived) if distances != numbers else frozenset()
         alternatives = [base for bases, several in candidates if len(bases) == 1 or several for base in bases]
         # What was thrown together may be a sum: of an argument and of an index from shared memory, say. Taken for a
         # choice of an address from memory, it would make common kernels, sorts for example, write anywhere.
@@ -104,10 +107,11 @@ def resolve(kernel: Kernel, parameters: tuple[Parameter, ...], declared: Mapping
         for base in alternatives:
             in_memory = base is None or base.table
             access = touch.access & ~Access.WRITE if in_memory and base not in sure else touch.access
-            if access:
-                found.note(base, access)
-            for other in distances if base in distances else ():
-                found.note(other, touch.access)
+            if not access:
+                continue
+            found.note(base, access)
+            for other in beyond if in_memory else distances if base in distances else ():
+                found.note(other, access)
         # Something that was subtracted: the pointer known elsewhere may lie in the same memory as that, and lead on.
         moved = any(atom.origin == Origin.MINUS and _has_room(atom, parameters) for atom in touch.derived)
         doubtful += [
@@ -129,6 +133,11 @@ def resolve(kernel: Kernel, parameters: tuple[Parameter, ...], declared: Mapping
             for other in distances if base in distances else ():
                 found.note(other, access)
     return found
+
+
+def _subtracted(bases: frozenset[Base | None], derived: Atoms) -> frozenset[Base | None]:
+    """Those that were subtracted."""
+    return frozenset(base for base in bases if base is not None and Atom(Origin.MINUS, base.place) in derived)
 
 
 def _has_room(atom: Atom, parameters: tuple[Parameter, ...]) -> bool:

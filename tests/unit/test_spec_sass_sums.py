@@ -6,7 +6,7 @@ import pytest
 
 from phos.gpu_engine.spec.descriptor import Access, Parameter
 from tests.unit.sass_snippets import P0, P1, P2, flow
-from tests.unit.spec_access import BOTH, NONE, POINTER, WRITE, Expected, pointers, table
+from tests.unit.spec_access import BOTH, NONE, POINTER, READ, WRITE, Expected, pointers, table
 
 STORE = """
     IADD3 R2, P0, R2, UR4, RZ
@@ -254,6 +254,31 @@ def test_a_pointer_and_the_distance_from_its_memory_to_another_are_the_other() -
     # Nothing subtracted, what is no pointer elsewhere is a number.
     plain = code.replace("-R8", "RZ").replace("~R9", "RZ")
     assert flow(plain, P0, P1, P2) == ([(2, 0, 8, BOTH, POINTER)], NONE)
+
+
+MOVED = """
+    LDC.64 R2, c[0x0][0x210]
+    LDG.E.64 R4, desc[UR4][R2.64]
+    LDG.E.64 R6, desc[UR4][R2.64+0x8]
+    LDC.64 R8, c[0x0][0x218]
+    IADD3 R4, P0, R4, -R8, RZ
+    IADD3.X R5, R5, ~R9, RZ, P0, !PT
+    IADD3 R6, P0, R6, -R4, RZ
+    IADD3.X R7, R7, ~R5, RZ, P0, !PT
+    STG.E desc[UR4][R6.64], R0
+    EXIT
+"""
+
+
+def test_an_address_from_memory_less_how_far_that_memory_was_moved_is_where_it_was_moved_to() -> None:
+    """``moved = header->base - pool; *(header->root - moved) = 1``."""
+    assert flow(MOVED, P0, P1) == (sorted([*pointers(READ, WRITE), table(0, WRITE)]), NONE)
+    # In elements it passes through a shift.
+    shifted = MOVED.replace("IADD3 R6, P0, R6, -R4", "SHF.R.U64 R4, R4, 0x2, R5\nIADD3 R6, P0, R6, -R4")
+    assert flow(shifted, P0, P1) == (sorted([*pointers(READ, WRITE), table(0, WRITE)]), NONE)
+    # Added, it leads from the pool to that memory.
+    added = MOVED.replace("R6, -R4", "R6, R4").replace("R7, ~R5", "R7, R5")
+    assert flow(added, P0, P1) == (sorted([*pointers(READ), table(0, WRITE)]), NONE)
 
 
 def test_a_distance_in_elements_that_is_kept_in_shared_memory() -> None:
