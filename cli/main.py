@@ -7,7 +7,6 @@ import io
 import json
 import signal
 import sys
-from contextlib import suppress
 from typing import Any
 
 import click
@@ -37,6 +36,10 @@ COMMANDS = {
 """Every subcommand lives in the file of its name; what --help shows is here, so that it loads none of them."""
 
 
+WORDS = "phos.words"
+"""In a context's ``meta``: the command line, as it was given."""
+
+
 class LazyGroup(click.Group):
     """Loads a subcommand's file when it is called."""
 
@@ -53,6 +56,10 @@ class LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[WORDS] = list(args)  # what is behind the command's name is parsed by the command, and consumed
+        return super().parse_args(ctx, args)
 
     def main(self, *args: Any, **extra: Any) -> Any:
         if isinstance(sys.stdout, io.TextIOWrapper):  # a name of a file is not always text, nor is all text in a locale
@@ -72,6 +79,8 @@ class LazyGroup(click.Group):
             standard_streams.flush()
             return result
         except click.UsageError as error:
+            if AS_JSON not in ctx.meta and _names_json(ctx):
+                ctx.meta[AS_JSON] = True
             _say_as_json(ctx, error.format_message())
             raise
         except (PhosError, Interrupted) as error:
@@ -84,16 +93,30 @@ class LazyGroup(click.Group):
         raise _ended(f"phos-gpu {ctx.invoked_subcommand}", said, status)
 
 
+def _names_json(context: click.Context) -> bool:
+    """Whether --json is on a command line that was not read to its end, as with an unknown option."""
+    command: click.Command | None = context.command
+    words = list(context.meta[WORDS])
+    while isinstance(command, click.Group) and words:
+        command = command.get_command(context, words.pop(0))
+    own = words[: words.index("--")] if "--" in words else words
+    return command is not None and "--json" in own and any("--json" in option.opts for option in command.params)
+
+
 def _say_as_json(context: click.Context, said: str) -> None:
     """To who was to get an object: one that says what failed."""
     if context.meta.get(AS_JSON):
-        with suppress(OSError):
+        try:
             click.echo(json.dumps({"error": said}))
+        except OSError:  # the exit status still tells
+            standard_streams.silence()
 
 
 def _ended(command: str, said: str, status: int) -> SystemExit:
-    with suppress(OSError):
+    try:
         click.echo(f"{command}: {printable_lines(said)}" if said else "", err=True, nl=bool(said))
+    except OSError:
+        standard_streams.silence(messages=True)
     return SystemExit(status)
 
 

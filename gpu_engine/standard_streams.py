@@ -41,9 +41,12 @@ def nobody_reads() -> bool:
     return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
-def silence() -> None:
-    """What standard output has not taken it never will: let the interpreter not try again at its end."""
-    if sys.stdout is not None and sys.stdout is sys.__stdout__:
+def silence(*, messages: bool = False) -> None:
+    """What standard output has not taken it never will: let the interpreter not try again at its end, and change the
+    exit status to 120. Or what standard error has not.
+    """
+    stream, original, number = (sys.stderr, sys.__stderr__, 2) if messages else (sys.stdout, sys.__stdout__, 1)
+    if stream is not None and stream is original:
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(null, 1)
+        os.dup2(null, number)
         os.close(null)

@@ -204,6 +204,10 @@ def test_the_exit_status_is_the_documented_one(status: int, words: list[str]) ->
         (1, ["verify", "--json", "there"]),
         (2, ["guard", "--images", "file", "--json", "true"]),
         (2, ["audit", "--json", "no-such-program"]),
+        (2, ["status", "--json", "--no-such-option"]),
+        (2, ["checkpoint", "--no-such-option", "1000000", "new", "--json"]),
+        (2, ["verify", "there", "--json", "--threads"]),
+        (2, ["pool", "take", "--json", "--no-such-option", "name"]),
     ],
     ids=lambda of: str(of)[:60],
 )
@@ -213,6 +217,12 @@ def test_who_was_to_get_an_object_gets_one_that_says_what_failed(status: int, wo
     said = json.loads(done.stdout)["error"]
     assert said
     assert said in done.stderr
+
+
+@pytest.mark.parametrize("words", [["run", "--no-such-option", "true", "--json"], ["audit", "--no", "--", "--json"]])
+def test_an_option_of_the_program_s_own_is_none_of_the_command_s(words: list[str]) -> None:
+    done = call(words)
+    assert (done.exit_code, done.stdout) == (2, "")
 
 
 def test_what_the_kernel_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from phos.cli import restore_first
 from tests.unit import image_sets
 from tests.unit.waiting import eventually
 
+KEPT = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 COMMAND = [sys.executable, "-m", "phos.cli"]
 
 
@@ -49,6 +50,23 @@ def test_what_was_done_is_said_though_standard_output_does_not_take_it(environme
         done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=full, stderr=-1, check=False)
     said = "It runs.\nThat is done, but standard output did not take it: No space left on device.\n"
     assert (done.returncode, done.stderr.decode()) == (7, f"phos-gpu say: {said}")
+
+
+@pytest.mark.parametrize("where", ["pipe", "/dev/full"])
+@pytest.mark.parametrize("streams", [["stdout"], ["stderr"], ["stdout", "stderr"]], ids="+".join)
+def test_a_failure_keeps_its_status_though_nobody_takes_what_is_said_of_it(
+    environment: dict[str, str], where: str, streams: list[str]
+) -> None:
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    lost = write_end if where == "pipe" else os.open(where, os.O_WRONLY)
+    environment.pop("PYTHONUNBUFFERED", None)  # the launcher's Python buffers, whatever the environment
+    command = [*COMMAND, "restore", "--json", "nowhere"]
+    done = subprocess.run(command, env=environment, check=False, **{**KEPT, **dict.fromkeys(streams, lost)})
+    for descriptor in {write_end, lost}:
+        os.close(descriptor)
+    assert done.returncode == 2
+    assert done.stderr in (None, b"phos-gpu restore: There is no image directory nowhere.\n")
 
 
 @pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", "2>&-"])
