@@ -128,7 +128,10 @@ def refuse_own(pid: int) -> None:
     """
     Raises:
         UsageError: the process is this one, or one above it.
+        NoSuchProcess: it is a thread, which the kernel shows as a process to whoever asks for it by its number.
     """
+    if (process := procfs.process_of(pid)) not in (0, pid):
+        raise NoSuchProcess(f"There is no process {pid}: that is a thread of process {process}. Name the process.")
     own = psutil.Process()
     if pid in (own.pid, *(parent.pid for parent in own.parents())):
         raise UsageError(f"Process {pid} has started this command, which would have to dump itself.")

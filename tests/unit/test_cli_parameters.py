@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -223,6 +224,20 @@ def test_who_was_to_get_an_object_gets_one_that_says_what_failed(status: int, wo
 def test_an_option_of_the_program_s_own_is_none_of_the_command_s(words: list[str]) -> None:
     done = call(words)
     assert (done.exit_code, done.stdout) == (2, "")
+
+
+@pytest.mark.parametrize("command", [["checkpoint", "thread", "new"], ["guard", "--images", "new", "thread"]])
+def test_a_thread_is_no_process(command: list[str]) -> None:
+    ends = threading.Event()
+    thread = threading.Thread(target=ends.wait)
+    thread.start()
+    number = str(thread.native_id)
+    done = call([number if word == "thread" else word for word in command])
+    ends.set()
+    thread.join()
+    wanted = f"There is no process {number}: that is a thread of process {os.getpid()}. Name the process.\n"
+    assert (done.exit_code, done.stderr) == (4, f"phos-gpu {command[0]}: {wanted}")
+    assert not Path("new").exists()
 
 
 def test_what_the_kernel_refuses_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
