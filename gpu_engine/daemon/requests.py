@@ -14,6 +14,7 @@ import re
 import subprocess
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,6 +40,8 @@ REMEMBERED = 16
 """Results kept of one process; it has one request at a time."""
 
 POLL_SECONDS = 0.02
+LOOK_SECONDS = 0.1
+"""Between looks through all processes."""
 
 
 class Requests:
@@ -132,11 +135,16 @@ class Requests:
             raise CheckpointFailed(
                 "The image directory is gone, or is root's, because phosd was killed while it wrote there."
             )
-        if request.asked_before and (names := os.listdir(directory)):
-            # An earlier phosd was asked, and has ended since.
+        if request.asked_before:  # an earlier phosd was, and has ended since
+            while _at_work(session.pid, directory):
+                time.sleep(LOOK_SECONDS)
+            names = os.listdir(directory)
             if COMMIT_FILE in names:
                 return
-            raise CheckpointFailed("phosd was restarted while the checkpoint was under way: there is no whole image.")
+            if names:
+                raise CheckpointFailed(
+                    "phosd was restarted while the checkpoint was under way: there is no whole image."
+                )
         self._refuse(session.pid, peer, directory)
         while request.wait and self._registry.claims.has(tree_of(session.pid)):
             time.sleep(POLL_SECONDS)
@@ -207,9 +215,21 @@ class Requests:
         return parsed
 
 
+def _at_work(pid: int, directory: int) -> bool:
+    """Whether the command that an earlier phosd started still is: it outlives it, and makes the image with the next."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            words = process.cmdline()
+            if "checkpoint" not in words or words[-2] != str(pid) or process.uids().effective != os.geteuid():
+                continue
+            if os.path.samestat(os.stat(f"/proc/{process.pid}/cwd"), os.fstat(directory)):
+                return True
+    return False
+
+
 def _named(said: str, image: str, path: str) -> str:
     """What a command said that was given an image by another name, for somebody who knows the directory by its path."""
     if image != ".":
         return said.replace(image, path)
     said = said.replace("CRIU's log: ", f"CRIU's log: {path}/")
-    return re.sub(r"(?<!\S)\.(?!\S)", lambda _: path, said)  # a sentence's own end follows a word
+    return re.sub(r"(?<!\S)\.(?![^\s,:])", lambda _: path, said)  # a sentence's own end follows a word

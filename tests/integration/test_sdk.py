@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from phos.gpu_engine.installation import application_environment
+from phos.images.formats import COMMIT_FILE
 from tests.integration.site import CAP_SYS_RESOURCE, Program, Site, has_capability, wait_until, words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,13 +131,16 @@ def test_without_phosd_it_does_nothing(site: Site) -> None:
     assert "phosd does not answer" in outcomes(program)[100]
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.1, 0.3])
-def test_phosd_is_killed_meanwhile(site: Site, delay: float) -> None:
-    """The program gets an answer and runs on, whichever it is."""
+@pytest.mark.parametrize(
+    ("word", "delay"), [("checkpoint", 0.0), ("checkpoint", 0.1), ("dump", 0.0), ("dump", 0.1), ("dump", 0.3)]
+)
+def test_phosd_is_killed_meanwhile(site: Site, word: str, delay: float) -> None:
+    """The program gets an answer and runs on, whichever it is; and it is the right one. The command that phosd started
+    may go on with the next phosd."""
     program = start(site, 120, "10", SOFTGPU_TOGGLE_MS="200")
     wait_until(lambda: any(line.startswith("ASKED") for line in program.lines()), "the request")
     phosd = [p for p in site.processes() if "phos.gpu_engine.daemon" in words(p)]
-    wait_until(lambda: any("dump" in words(p) for p in site.processes()), "CRIU")
+    wait_until(lambda: any(word in words(p) for p in site.processes()), "the command, or CRIU")
     time.sleep(delay)
     for process in phosd:
         process.kill()
@@ -147,6 +151,7 @@ def test_phosd_is_killed_meanwhile(site: Site, delay: float) -> None:
         verify(site, 10)
     else:
         assert said.startswith("failed: ")
+        assert not (image(site, 10) / COMMIT_FILE).exists()
 
 
 def build(site: Site, *options: str) -> Path:

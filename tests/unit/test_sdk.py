@@ -363,6 +363,42 @@ def test_what_became_of_a_request_to_an_earlier_phosd(
     assert not daemon.ran
 
 
+def test_the_command_of_an_earlier_phosd_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It may have written nothing yet. A second one would be refused, as the image of the first is in its way."""
+    code = f"import pathlib, sys; sys.stdin.read(); pathlib.Path({COMMIT_FILE!r}).touch()"
+    words = [sys.executable, "-c", code, "checkpoint", "--json", str(os.getpid()), "."]
+    with subprocess.Popen(words, cwd=tmp_path, stdin=subprocess.PIPE) as command:
+        eventually(lambda: b"checkpoint" in Path(f"/proc/{command.pid}/cmdline").read_bytes())
+        daemon = Daemon(monkeypatch)
+        daemon.ask(tmp_path, asked_before=True)
+        time.sleep(0.3)
+        assert not daemon.session.results
+        assert command.stdin is not None
+        command.stdin.close()
+    assert daemon.result().error == ""
+    assert not daemon.ran
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Others than root may write to {}, and lead what root writes there to any file.",
+        "Interrupted: process 5 runs on as before; {} holds no image.",
+        "CRIU's log: {}/dump.log",
+    ],
+)
+def test_what_the_command_says_names_the_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, said: str) -> None:
+    """The command is given it as the one that it stands in."""
+    run = Requests._run
+    daemon = Daemon(monkeypatch)
+    monkeypatch.setattr(Requests, "_run", run)
+    short = said.format(".").replace("./", "")
+    failed = subprocess.CompletedProcess([], 2, "", f"phos-gpu checkpoint: {short}\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    daemon.ask(tmp_path)
+    assert daemon.result().error == said.format(tmp_path)
+
+
 def test_a_directory_that_the_user_may_not_write_to(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     daemon = Daemon(monkeypatch, uid=4242)
