@@ -31,6 +31,8 @@ KEYS: Mapping[str, tuple[str, tuple[type, ...], str]] = {
 }
 """Key in the file → the variable that it stands for, the types it may have, and those in words."""
 
+SIZES = ("cow-pool", "pin-limit")
+
 
 def read(path: Path | None = None) -> dict[str, str]:
     """The variables that the file sets. ``path``: else PHOS_CONFIG, else /etc/phos/phos.toml, which may be missing.
@@ -57,6 +59,10 @@ def read(path: Path | None = None) -> dict[str, str]:
             raise UsageError(f"{place}: {key} must be {words}.")
         if key == "protocol" and value not in PROTOCOLS:
             raise UsageError(f"{place}: {key} must be {words}.")
+        if key in SIZES:
+            from phos.gpu_engine.cow.settings import size_of  # here, because that loads more than all of this
+
+            size_of(f"{place}: {key}", str(value))  # who uses it would name a variable that nobody has set
         found[variable] = ("on" if value else "off") if isinstance(value, bool) else str(value)
     return found
 

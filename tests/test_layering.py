@@ -30,6 +30,7 @@ LAYERS = {
     "phos.gpu_engine.cow": 30,
     "phos.gpu_engine.recopy": 30,
     "phos.gpu_engine.restore": 30,
+    "phos.gpu_engine.configuration": 30,  # how checkpoints are made, read from a file
     "phos.gpu_engine": 20,  # copier, inventory, toggle, process, ...
     "phos.gpu_engine.spec": 20,
     "phos.gpu_engine.ptx_instrument": 20,

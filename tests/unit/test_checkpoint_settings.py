@@ -112,6 +112,8 @@ def test_all_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ('protocol = "fast"', 'protocol must be "stop" or "cow"'),
         ("protocol = 1", "protocol must be"),
         ("cow-pool = true", "cow-pool must be a size"),
+        ('cow-pool = "much"', "phos.toml: cow-pool=much is no size"),
+        ("pin-limit = -1", "phos.toml: pin-limit=-1 is no size"),
         ('validate = "on"', "validate must be true or false"),
         ('colour = "red"', "the key 'colour', which means nothing"),
     ],
