@@ -147,8 +147,13 @@ fi
 
 if [ "$mode" = uninstall ]; then
     refuse_foreign "nothing was removed."
+    found=
+    for place in "$home" "$prefix"/{bin,sbin}/{criu,phos-gpu,phosd}; do
+        if [ "$place" = "$home" ] && [ -e "$place" ] || ours "$place"; then found=1; fi
+    done
     unit=/etc/systemd/system/phosd.service
     if [ -f "$unit" ] && grep -qF "ExecStart=\"$(unit_home)/bin/" "$unit"; then
+        found=1
         systemctl disable --now phosd.service >/dev/null 2>&1 || true
         rm -f "$unit"
         systemctl daemon-reload >/dev/null 2>&1 || true
@@ -170,11 +175,13 @@ if [ "$mode" = uninstall ]; then
     [ "$(readlink "$prefix/install.sh" || true)" != lib/phos/install.sh ] || rm -f "$prefix/install.sh"
     [ ! -d "$home" ] || find "$home" -mindepth 1 -maxdepth 1 ! -name bin -exec rm -rf {} + # by bin it is known
     rm -rf "$home"
+    [ -n "$found" ] || { echo "PhOS is not installed in $prefix: nothing was removed."; exit 0; }
     # Only if empty: the prefix may be shared, and may not have been ours. /usr/local's folders belong to the system.
     [ "$prefix" = /usr/local ] || rmdir "$prefix/bin" "$prefix/lib" "$prefix" 2>/dev/null || true
-    running=$(pgrep -f -- '-m phos.gpu_engine.daemon' 2>/dev/null | tr '\n' ' ' || true)
+    running=$(pgrep -af -- '-m phos.gpu_engine.daemon' 2>/dev/null || true)
     [ -n "$running" ] || rmdir /dev/shm/phos 2>/dev/null || true # of whichever phosd was the last
     echo "PhOS is removed from $prefix. System packages stay."
+    running=$(grep -F " $home/venv/" <<<"$running" | cut -d ' ' -f 1 | paste -sd ' ' || true) # not that of another prefix
     [ -z "$running" ] || echo "phosd still runs (process $running): it holds GPU memory of running applications until they end."
     exit 0
 fi

@@ -81,8 +81,34 @@ def test_uninstalling_nothing_harms_nothing(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("someone else's")
     before = sorted(tmp_path.rglob("*"))
-    subprocess.run([ROOT / "install.sh", "--prefix", tmp_path, "--uninstall"], check=True, capture_output=True)
+    words = [ROOT / "install.sh", "--prefix", tmp_path, "--uninstall"]
+    done = subprocess.run(words, check=True, capture_output=True, text=True)
     assert sorted(tmp_path.rglob("*")) == before
+    assert done.stdout == f"PhOS is not installed in {tmp_path}: nothing was removed.\n"
+
+
+def test_a_folder_without_an_installation_is_not_ours_to_remove(tmp_path: Path) -> None:
+    words = [ROOT / "install.sh", "--prefix", tmp_path / "empty", "--uninstall"]
+    (tmp_path / "empty").mkdir()
+    subprocess.run(words, check=True, capture_output=True)
+    assert (tmp_path / "empty").is_dir()
+
+
+def test_uninstall_names_no_phosd_of_another_installation(tmp_path: Path) -> None:
+    python = {}
+    for prefix in ("this", "other"):
+        python[prefix] = tmp_path / prefix / "lib" / "phos" / "venv" / "bin" / "python"
+        python[prefix].parent.mkdir(parents=True)
+        python[prefix].symlink_to(sys.executable)
+        (tmp_path / prefix / "lib" / "phos" / "criu.path").touch()
+    code = "import sys; sys.stdin.read()"
+    words = ["-c", code, "-m", "phos.gpu_engine.daemon"]
+    running = [subprocess.Popen([program, *words], stdin=subprocess.PIPE) for program in python.values()]
+    uninstall = [ROOT / "install.sh", "--prefix", tmp_path / "this", "--uninstall"]
+    done = subprocess.run(uninstall, check=True, capture_output=True, text=True)
+    for process in running:
+        process.communicate()
+    assert f"phosd still runs (process {running[0].pid}): " in done.stdout
 
 
 def test_uninstall_removes_what_is_ours_and_brings_back_what_was_there(tmp_path: Path) -> None:
