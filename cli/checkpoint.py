@@ -6,14 +6,16 @@ import json
 import os
 import shlex
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import click
 import psutil
 
 from phos.cli.criu import DUMP_LOG, image_directory, named_log, needs_shell_job, run_dump, tree_of
-from phos.cli.launched import Interrupted
+from phos.cli.launched import ENDING, Interrupted, handle_as_before, heed
 from phos.cli.outcome import tell
 from phos.cli.parameters import PID, Place, json_option
 from phos.cli.progress import ImageProgress
@@ -25,6 +27,8 @@ from phos.gpu_engine.daemon.permissions import uid_of
 from phos.gpu_engine.errors import CheckpointFailed, DaemonUnavailable, NoSuchProcess, NotPermitted, UsageError
 from phos.gpu_engine.installation import device_kind, load_driver
 from phos.gpu_engine.timeline import stall_seconds
+
+TOO_LATE = "The interruption came too late: process {pid} is in {directory}."
 
 
 @click.command()
@@ -87,7 +91,7 @@ def checkpoint(
     if beside is not None:
         reach.ensure()  # had phosd died, nobody in there could have started one
     if interrupted and status == 0:
-        raise Interrupted(interrupted, f"The interruption came too late: process {pid} is in {directory}.")
+        raise Interrupted(interrupted, TOO_LATE.format(pid=pid, directory=directory))
     if interrupted:
         became = "runs on as before" if procfs.is_alive(pid) else "has ended"
         raise Interrupted(interrupted, f"Interrupted: process {pid} {became}; {directory} holds no image.")
@@ -97,11 +101,35 @@ def checkpoint(
             f"Process {pid} could not be checkpointed; {became}.\n{errors}{named_log(directory / DUMP_LOG)}"
         )
     seconds = time.perf_counter() - began
+    with _too_late(TOO_LATE.format(pid=pid, directory=directory)):
+        _tell(pid, directory, chosen, seconds, as_json)
+
+
+@contextmanager
+def _too_late(said: str) -> Iterator[None]:
+    """What a signal that ends the command says from now on.
+
+    Raises:
+        Interrupted: one has come.
+    """
+
+    def received(number: int, _frame: object) -> None:
+        raise Interrupted(number, said)
+
+    former: list[tuple[int, Any]] = []
+    heed(ENDING, received, former)
+    try:
+        yield
+    finally:
+        handle_as_before(former)
+
+
+def _tell(pid: int, directory: Path, protocol: str, seconds: float, as_json: bool) -> None:
     warnings: list[str] = []
     with suppress(DaemonUnavailable):  # it has ended since
         warnings += client.wait_image(directory).warnings
     if as_json:
-        result: dict[str, object] = {"pid": pid, "image": str(directory), "protocol": chosen}
+        result: dict[str, object] = {"pid": pid, "image": str(directory), "protocol": protocol}
         result |= {"seconds": round(seconds, 4), "stall": _stall(directory), "warnings": warnings}
         tell(json.dumps(result))
     else:

@@ -124,9 +124,11 @@ def run_dump(arguments: list[str], directory: Path, beside: int | None = None) -
         command = ["nsenter", "--target", str(beside), "--pid", "--mount", "--", *command]
     dump = Launched()
     dump.start(command, {}, entered=beside is not None)
-    status = dump.wait()
-    dump.close()
-    return status, errors(status, dump.said(), directory / DUMP_LOG), dump.interrupted
+    try:
+        status = dump.wait()
+        return status, errors(status, dump.said(), directory / DUMP_LOG), dump.interrupted
+    finally:
+        dump.close()
 
 
 def named_log(log: Path | str) -> str:
