@@ -56,19 +56,37 @@ def end_untraced(child: int) -> None:
         if state == "Z":
             return
         if not traces(child):
+            beside = forks(child)
             os.kill(child, signal.SIGKILL)
+            kill_all(beside)
             return
         os.kill(child, signal.SIGCONT)
         time.sleep(0.005)
 
 
-def children() -> set[int]:
-    """This process's, as the kernel lists them: cheaper than a look at all processes."""
+def children(pid: int) -> set[int]:
+    """A process's, as the kernel lists them: cheaper than a look at all processes."""
     try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as listed:
+        with open(f"/proc/{pid}/task/{pid}/children") as listed:
             return {int(word) for word in listed.read().split()}
     except OSError:
         return set()
+
+
+def forks(pid: int) -> list[int]:
+    """The children in which a program goes on itself. Those with which CRIU tries what the kernel can do stop, and wait
+    to be traced: for ever if it is gone by then.
+    """
+    found = []
+    for child in children(pid):
+        try:
+            if os.readlink(f"/proc/{child}/exe") == os.readlink(f"/proc/{pid}/exe"):
+                with open(f"/proc/{child}/cmdline", "rb") as words, open(f"/proc/{pid}/cmdline", "rb") as its:
+                    if words.read() == its.read():
+                        found.append(child)
+        except OSError:
+            pass  # it has ended
+    return found
 
 
 def below(pid: int, spared: set[int]) -> list[int]:
@@ -213,7 +231,7 @@ class Supervisor:
         self._client: object = None  # the module, or why there is none
         self._wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(self._wake[1], warn_on_full_buffer=False)
-        self._former = children()  # of the shell that became this program
+        self._former = children(os.getpid())  # of the shell that became this program
 
     def _received(self, number: int, _frame: object) -> None:
         self.asked = self.asked or number

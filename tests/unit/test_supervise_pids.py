@@ -1,14 +1,19 @@
-"""packaging/supervise.py starts CRIU under a pid that the image does not need."""
+"""packaging/supervise.py: the pid that CRIU is started under, and what is ended with it."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from phos.gpu_engine import procfs
 from tests.unit.packaging_script import packaging_script
+from tests.unit.waiting import eventually
 
 
 @pytest.fixture
@@ -39,3 +44,31 @@ def test_without_an_image_the_first_one_does(supervise: ModuleType, tmp_path: Pa
     if child == 0:
         os._exit(0)
     assert os.waitpid(child, 0)[0] == child
+
+
+FORKS = """
+import os, signal, subprocess, sys
+other = subprocess.Popen(["sleep", "60"])
+child = os.fork()
+if child == 0:
+    os.kill(os.getpid(), signal.SIGSTOP)
+os.waitpid(child, os.WUNTRACED)
+print(child, other.pid, flush=True)
+signal.pause()
+"""
+
+
+def test_what_waits_to_be_traced_is_ended_with_criu(supervise: ModuleType) -> None:
+    """As the children with which it tries what the kernel can do; another program, an action script, is left alone."""
+    with subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE, text=True) as criu:
+        assert criu.stdout is not None
+        fork, other = map(int, criu.stdout.readline().split())
+        supervise.end_untraced(criu.pid)
+    assert criu.returncode == -signal.SIGKILL
+    try:
+        eventually(lambda: procfs.has_ended(fork))
+        assert procfs.is_alive(other)
+    finally:
+        os.kill(other, signal.SIGKILL)
+        if not procfs.has_ended(fork):
+            os.kill(fork, signal.SIGKILL)
