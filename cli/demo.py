@@ -63,6 +63,7 @@ class Demo:
         self.console = Console(highlight=False, soft_wrap=True)
         self.step = 0
         self.pace = PACE
+        self.start_seconds = 0.0
         self.inherited = psutil.Process().children(recursive=True)
         self.environment = {**os.environ, "PHOS_SOCKET": str(folder / "phosd.sock"), "PHOS_DEVICE": device}
 
@@ -75,15 +76,15 @@ class Demo:
         yield
         self.console.print(f"{time.perf_counter() - began:.2f} s")
 
-    def command(self, *words: str) -> str:
-        """Run one of our commands and return what it printed.
+    def command(self, *words: str, **changes: str) -> str:
+        """Run one of our commands and return what it printed. ``changes``: of its environment.
 
         Raises:
             CheckpointFailed: it failed.
         """
         result = subprocess.run(
             [str(launcher(words[0])), *words[1:]],
-            env=self.environment,
+            env={**self.environment, **changes},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -93,7 +94,7 @@ class Demo:
             raise CheckpointFailed(f"'{' '.join(words)}' failed:\n{result.stdout}{result.stderr}")
         return result.stdout
 
-    def criu(self, action: str, *options: str) -> None:
+    def criu(self, action: str, *options: str, **changes: str) -> None:
         """``criu dump`` or ``criu restore`` with our plugin.
 
         Raises:
@@ -101,7 +102,7 @@ class Demo:
         """
         log = f"{action}.log"
         try:
-            self.command("criu", action, "--lib", "phos", "-D", str(self.image), "-o", log, *options)
+            self.command("criu", action, "--lib", "phos", "-D", str(self.image), "-o", log, *options, **changes)
         except CheckpointFailed as error:
             written = self.image / log
             lines = written.read_text(errors="replace").splitlines() if written.exists() else []
@@ -165,7 +166,8 @@ class Demo:
         with self.timed("Start phosd, the daemon that will hold the GPU memory"):
             began = time.perf_counter()
             self.command("phosd", "--ensure")
-            self.pace = pace(time.perf_counter() - began, self.iterations)
+            self.start_seconds = time.perf_counter() - began
+            self.pace = pace(self.start_seconds, self.iterations)
         whole = self.folder / "whole.log"
         with self.timed("Run the program without interruption"):
             self.start(whole).wait(PROGRAM_SECONDS)

@@ -7,7 +7,6 @@ restored; the restored program must end with the same result.
 from __future__ import annotations
 
 import os
-import subprocess
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ from rich.table import Table
 
 from phos.gpu_engine.daemon import client
 from phos.gpu_engine.errors import CheckpointFailed
-from phos.gpu_engine.installation import launcher
 from phos.gpu_engine.timeline import stall_seconds
 
 if TYPE_CHECKING:
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 ITERATIONS = 160
 PROGRAM_SECONDS = 300.0
 PACE = 0.02
-"""Seconds that the program sleeps after each iteration: without that the software GPU computes on all cores."""
+"""Seconds that the program sleeps at least after each iteration: else the software GPU computes on all cores."""
 
 SOFTWARE_BANDWIDTH = 16 << 20
 """Bytes per second that the software GPU copies: it has little memory, which should take as long to copy as much."""
@@ -37,6 +35,14 @@ MEASURE_SECONDS = 0.5
 """How long the program is watched at least before the checkpoint and after it."""
 
 POLL_SECONDS = 0.002
+
+
+def pace(start_seconds: float, iterations: int) -> float:
+    """Seconds to sleep after each iteration, so that the program is watched, dumped and watched again before its end.
+
+    A dump begins with the start of a Python that talks to phosd, as ``start_seconds`` did.
+    """
+    return max(PACE, 2 * (MEASURE_SECONDS + start_seconds) / (iterations - iterations // 4))
 
 
 @dataclass
@@ -109,7 +115,7 @@ def _checkpoint(demo: Demo, protocol: str, expected: str) -> Measured:
     output, image = demo.folder / f"{protocol}.log", demo.folder / f"image-{protocol}"
     image.mkdir()
     with demo.timed(f"{protocol}: start it again and let it compute"):
-        process = demo.start(output, PACE)
+        process = demo.start(output, pace(demo.start_seconds, demo.iterations))
         demo.wait_iteration(output, demo.iterations // 4, process)
     with Watch(output) as watch:
         started = time.perf_counter()
@@ -136,7 +142,6 @@ def _checkpoint(demo: Demo, protocol: str, expected: str) -> Measured:
     with demo.timed(f"{protocol}: restore it from the image and let it compute to its end"):
         output.rename(output.with_suffix(".end"))
         (image / "output").rename(output)  # the program goes on writing where it was
-        demo.image = image
         demo.criu("restore", "-d")
         demo.wait_end(process.pid)
     found.restored = demo.result(output)
@@ -153,18 +158,8 @@ def _dump(demo: Demo, protocol: str, pid: int, output: Path, image: Path) -> Non
     script = demo.folder / "post-dump"
     script.write_text(f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || cp "{output}" "{image}/output"\n')
     script.chmod(0o755)
-    words = ["dump", "--lib", "phos", "--leave-running", "-t", str(pid), "-D", str(image), "-o", "dump.log"]
-    done = subprocess.run(
-        [str(launcher("criu")), *words, "--action-script", str(script)],
-        env={**demo.environment, "PHOS_PROTOCOL": protocol},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode != 0:
-        demo.image = image
-        raise CheckpointFailed(f"'criu {' '.join(words)}' failed:\n{done.stdout}{done.stderr}")
+    demo.image = image
+    demo.criu("dump", "--leave-running", "-t", str(pid), "--action-script", str(script), PHOS_PROTOCOL=protocol)
 
 
 def _stall(demo: Demo, image: Path) -> float:

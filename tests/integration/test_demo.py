@@ -83,8 +83,10 @@ def test_it_compares_the_protocols(site: Site) -> None:
     assert left(site) == []
 
 
-def test_one_protocol_alone(site: Site) -> None:
-    done = demo(site, "--protocol", "cow", "--iterations", "100", "--example", "pointer_chase")
+@pytest.mark.parametrize("iterations", [100, 4])
+def test_one_protocol_alone(site: Site, iterations: int) -> None:
+    """However few iterations there are, the program is still there when it is dumped."""
+    done = demo(site, "--protocol", "cow", "--iterations", str(iterations), "--example", "pointer_chase")
     assert done.returncode == 0, done.stdout + done.stderr
     assert [row[0] for row in re.findall(ROW, done.stdout, re.M)] == ["cow"]
 
@@ -180,7 +182,8 @@ def test_it_leaves_no_zombie_to_a_parent_that_does_not_reap(site: Site) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_it_shows_what_criu_says_when_it_fails(site: Site) -> None:
+@pytest.mark.parametrize("options", [(), ("--protocol", "stop"), ("--restore", "eager")], ids=" ".join)
+def test_it_shows_what_criu_says_when_it_fails(site: Site, options: tuple[str, ...]) -> None:
     """Its complaints are in dump.log, and must reach the user."""
     broken = site.folder / "criu"
     broken.write_text(
@@ -190,7 +193,7 @@ def test_it_shows_what_criu_says_when_it_fails(site: Site) -> None:
         "exit 1\n"
     )
     broken.chmod(0o755)
-    done = demo(site, PHOS_CRIU=str(broken))
+    done = demo(site, *options, PHOS_CRIU=str(broken))
     assert done.returncode != 0
     assert "Error (criu/plugin.c:1): no plugin today" in done.stderr
     (kept,) = left(site)
