@@ -10,6 +10,7 @@
 #include "track.h"
 
 #include <errno.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -54,14 +55,14 @@ static void policy_read(void)
         return;
     char *end;
     errno = 0;
-    unsigned long long bytes = strtoull(cache, &end, 10);
+    unsigned long long bytes = strtoull(cache, &end, 10); /* of a negative number, too: it takes the sign for a wish */
     static const char suffixes[] = "KMG";
     const char *suffix = *end ? strchr(suffixes, *end) : NULL;
-    if (suffix) {
-        bytes <<= 10 * (suffix - suffixes + 1);
-        end++;
-    }
-    if (errno || *end)
+    int shift = suffix ? 10 * (int)(suffix - suffixes + 1) : 0;
+    end += suffix != NULL;
+    bool wrong = *cache < '0' || *cache > '9' || errno || *end || bytes > ULLONG_MAX >> shift;
+    bytes <<= shift;
+    if (wrong)
         phos_warn("PHOS_CACHE_BYTES=%s is not a number of bytes (suffix K, M or G); the usual limit holds", cache);
     else {
         phos_policy.cache_set = true;

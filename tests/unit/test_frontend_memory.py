@@ -34,6 +34,15 @@ def test_freed_memory_is_reported_free_and_given_back_when_needed(phosd: FakePho
         eventually(lambda: session.connection is not None and session.connection.ended.is_set())
 
 
+@pytest.mark.parametrize("limit", ["much", "-1", "K", "1T", "17179869184G"])
+def test_a_limit_without_a_meaning_is_said(phosd: FakePhosd, limit: str) -> None:
+    """-1 would be no limit at all, and what a shift of bits leaves of too large a number any."""
+    with program(phosd, "start()", PHOS_CACHE_BYTES=limit) as (app, _):
+        app.finish()
+        app.error_reader.join(5)
+        assert f"PHOS_CACHE_BYTES={limit} is not a number of bytes" in app.stderr
+
+
 def test_blocks_are_registered_and_removed(phosd: FakePhosd) -> None:
     body = """
     start()
