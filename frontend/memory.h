@@ -97,7 +97,8 @@ size_t phos_cache_bytes(CUdevice device);
 /* Every allocation made in this context is gone; the context is idle. */
 void phos_free_context(CUcontext context);
 void phos_each_allocation(void (*visit)(struct phos_allocation *allocation, void *cookie), void *cookie);
-/* From now on `peer` may (or may no longer) touch what is or will be on `device`. */
+/* From now on `peer` may (or, once nobody wants it any more who has wanted it, may no longer) touch what is or will be on
+ * `device`. */
 CUresult phos_peer_access(CUdevice device, CUdevice peer, bool allowed);
 
 /* Device and context of the calling thread, or the driver's error. */

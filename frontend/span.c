@@ -28,8 +28,8 @@ static struct device_spans {
     struct phos_span *buckets[BUCKETS];
     struct phos_span *newest, *oldest; /* all of them, by when they were freed; the oldest go first */
     size_t bytes;
-    uint64_t peers; /* bit p: device p may touch memory of this one */
-    bool no_rdma;   /* it was refused */
+    uint32_t peers[PHOS_DEVICES]; /* how many contexts and pools let device p touch memory of this one */
+    bool no_rdma;                 /* it was refused */
 } spans[PHOS_DEVICES];
 static bool trimmed; /* there is a thread that calls phos_span_trim; guarded by phos_memory_lock */
 /* Since when there has been more than a limit, in ns; 0: there is not. Written with phos_memory_lock held, read without. Only
@@ -59,7 +59,7 @@ static uint32_t access_list(CUdevice device, CUmemAccessDesc list[PHOS_DEVICES])
     uint32_t count = 0;
     list[count++] = (CUmemAccessDesc){{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = device}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     for (int peer = 0; peer < phos_device_count; peer++)
-        if (peer != device && spans[device].peers >> peer & 1)
+        if (peer != device && spans[device].peers[peer])
             list[count++] = (CUmemAccessDesc){{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = peer}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
     return count;
 }
@@ -297,10 +297,11 @@ size_t phos_span_waiting(CUdevice device)
 
 CUresult phos_peer_access(CUdevice device, CUdevice peer, bool allowed)
 {
+    uint32_t *holders = &spans[device].peers[peer];
     if (allowed)
-        spans[device].peers |= 1ull << peer;
-    else
-        spans[device].peers &= ~(1ull << peer);
+        ++*holders;
+    else if (*holders && --*holders)
+        return CUDA_SUCCESS; /* all that is on a device has one access: as long as anybody wants it, it stays */
     CUmemAccessDesc access = {{.type = CU_MEM_LOCATION_TYPE_DEVICE, .id = peer},
                               allowed ? CU_MEM_ACCESS_FLAGS_PROT_READWRITE : CU_MEM_ACCESS_FLAGS_PROT_NONE};
     CUresult first = CUDA_SUCCESS;

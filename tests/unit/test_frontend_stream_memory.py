@@ -202,6 +202,45 @@ def test_a_pool_is_opened_to_another_device(phosd: FakePhosd, flags: str) -> Non
         app.finish()
 
 
+def test_a_pool_stays_open_to_a_device_whose_context_wants_no_access_any_more(phosd: FakePhosd) -> None:
+    """And memory does to a context, where another one of its device wants none any more."""
+    body = (
+        POOL
+        + """
+    here, there = ok(cu.cuCtxGetCurrent()), ok(cu.cuDevicePrimaryCtxRetain(1))
+    wanted = cu.CUmemAccessDesc()
+    wanted.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    wanted.location.id = 1
+    wanted.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+
+    def access(pointer):
+        return int(ok(cu.cuMemGetAccess(wanted.location, pointer)))
+
+    early = ok(cu.cuMemAlloc(5 << 20))
+    other = ok(cu.cuCtxCreate(None, 0, 1))
+    for context in (there, other):
+        ok(cu.cuCtxSetCurrent(context))
+        ok(cu.cuCtxEnablePeerAccess(here, 0))
+    ok(cu.cuCtxDisablePeerAccess(here))
+    assert access(early) == 3
+    ok(cu.cuCtxSetCurrent(there))
+    ok(cu.cuCtxDisablePeerAccess(here))
+    assert access(early) == 0
+    pool = pool_of()
+    ok(cu.cuMemPoolSetAccess(pool, [wanted], 1))
+    ok(cu.cuCtxEnablePeerAccess(here, 0))
+    ok(cu.cuCtxDisablePeerAccess(here))
+    ok(cu.cuCtxSetCurrent(here))
+    for size in (5 << 20, 50 << 20):
+        assert access(ok(cu.cuMemAllocFromPoolAsync(size, pool, 0))) == 3
+    say("done")
+    """
+    )
+    with program(phosd, body, SOFTGPU_DEVICES="2") as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
 def test_a_capture_survives_allocation_and_free(phosd: FakePhosd) -> None:
     body = """
     start()
