@@ -64,6 +64,16 @@ bool phos_deferred_release(CUcontext context, uint64_t upto)
     return any;
 }
 
+void phos_deferred_release_idle(CUcontext context, uint64_t upto)
+{
+    phos_window_stand_still();
+    {
+        PHOS_MEMORY_LOCKED;
+        phos_deferred_release(context, upto);
+    }
+    phos_window_go_on();
+}
+
 bool phos_deferred_in(CUcontext context)
 {
     for (const struct deferred *d = deferred; d; d = d->next)

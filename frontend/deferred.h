@@ -2,7 +2,7 @@
  * spoil the capture. So it is given back at a later moment: when its context was waited for anyway, when memory is short,
  * when the process is about to be detached, or with its context.
  *
- * With phos_memory_lock held, all of these. */
+ * With phos_memory_lock held, all of these but one. */
 #pragma once
 #include "phos_api.h"
 #include <stdbool.h>
@@ -19,6 +19,8 @@ bool phos_deferred_in(CUcontext context);
  * began to be waited for. Answers whether there was anything. It may be unmapped, and must not be copied aside meanwhile:
  * after phos_window_stand_still(), or with the process quiesced. */
 bool phos_deferred_release(CUcontext context, uint64_t upto);
+/* Without the lock: the same for who has waited for the context and does not stand still. */
+void phos_deferred_release_idle(CUcontext context, uint64_t upto);
 /* Waits for the contexts of what is deferred, for a limited time and not during a capture, and gives back what can be.
  * Releases and retakes the lock. */
 bool phos_deferred_settle(uint64_t timeout_ns);

@@ -71,6 +71,10 @@ static void *host_map(size_t size, size_t *mapped)
 
 static CUresult host_allocate(void **pointer, size_t size, unsigned int flags, const char *entry_point, CUcontext context)
 {
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_deferred_settle(0); /* nothing says when host memory is short: what need not be waited for goes now */
+    }
     struct host_memory *host = calloc(1, sizeof *host);
     if (!host)
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -176,12 +180,29 @@ static void release(void *what)
     leave(entered);
 }
 
+/* `captured`: nobody could wait for the work that may use it. */
+static CUresult free_ours(void *p, CUcontext context, bool captured, bool *more)
+{
+    PHOS_RELAXED;
+    PHOS_LOCKED(&phos_memory_lock);
+    struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
+    if (!host || host->mapping != p || host->freed)
+        return CUDA_ERROR_INVALID_VALUE;
+    *more = !captured && phos_deferred_in(context);
+    if (!captured)
+        return host_free(host);
+    host->freed = phos_deferred_add(context, release, host);
+    return host->freed ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
 CUresult serve_cuMemFreeHost(void *p)
 {
     CUcontext context = NULL;
+    uint64_t earlier;
     bool ours;
     {
         PHOS_LOCKED(&phos_memory_lock);
+        earlier = phos_deferred_ever();
         struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
         ours = host && host->mapping;
         if (ours && (host->mapping != p || host->freed))
@@ -191,19 +212,12 @@ CUresult serve_cuMemFreeHost(void *p)
     if (!ours)
         return phos_real.cuMemFreeHost(p); /* not under the lock: the driver waits for the device */
     /* Work in flight may still read it; the driver waits too. */
-    bool captured;
+    bool captured, more = false;
     CUresult waited = phos_synchronize(context, &captured);
-    PHOS_RELAXED;
-    PHOS_LOCKED(&phos_memory_lock);
-    struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
-    if (!host || host->mapping != p || host->freed)
-        return CUDA_ERROR_INVALID_VALUE;
-    if (captured) {
-        host->freed = phos_deferred_add(context, release, host);
-        return host->freed ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
-    }
-    CUresult result = host_free(host);
-    return waited != CUDA_SUCCESS && waited != CUDA_ERROR_CONTEXT_IS_DESTROYED ? waited : result;
+    CUresult result = free_ours(p, context, captured, &more);
+    if (more)
+        phos_deferred_release_idle(context, earlier);
+    return result == CUDA_SUCCESS && waited != CUDA_ERROR_CONTEXT_IS_DESTROYED ? waited : result;
 }
 
 static CUresult host_register(void *p, size_t size, unsigned int flags, CUresult (*call)(void *, size_t, unsigned int),

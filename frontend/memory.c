@@ -155,14 +155,8 @@ CUresult serve_cuMemFree_v2(CUdeviceptr address)
         phos_deallocate(allocation);
         more = phos_deferred_in(context);
     }
-    if (!more)
-        return result;
-    phos_window_stand_still();
-    {
-        PHOS_MEMORY_LOCKED;
-        phos_deferred_release(context, earlier);
-    }
-    phos_window_go_on();
+    if (more)
+        phos_deferred_release_idle(context, earlier);
     return result;
 }
 

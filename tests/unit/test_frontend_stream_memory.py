@@ -265,6 +265,41 @@ def test_a_capture_survives_allocation_and_free(phosd: FakePhosd) -> None:
         app.finish()
 
 
+def test_pinned_memory_freed_during_captures_does_not_pile_up(phosd: FakePhosd) -> None:
+    body = """
+    start()
+    s = ok(cu.cuStreamCreate(1))
+
+    def free_during_a_capture(*pinned):
+        ok(cu.cuStreamBeginCapture(s, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+        for p in pinned:
+            ok(cu.cuMemFreeHost(p))
+        ok(cu.cuGraphDestroy(ok(cu.cuStreamEndCapture(s))))
+
+    def pin():
+        return int(ok(cu.cuMemHostAlloc(1 << 20, 0)))
+
+    def known(p):
+        return not int(cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, p)[0])
+
+    places = set()
+    for _ in range(20):
+        p = pin()
+        places.add(p)
+        free_during_a_capture(p)
+    assert len(places) < 5, len(places)
+    early, other, late = pin(), pin(), pin()
+    free_during_a_capture(early, other)
+    assert known(early) and known(other)
+    ok(cu.cuMemFreeHost(late))
+    assert not known(early) and not known(other)
+    say("done")
+    """
+    with program(phosd, body) as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
 def test_a_quiesce_waits_for_a_capture_to_end(phosd: FakePhosd) -> None:
     body = """
     start()
