@@ -14,6 +14,7 @@ static void context_forget(CUcontext context)
     phos_context_seen(context, -1);
     phos_functions_context_ends(context);
     phos_driver_shared_context_ends(context);
+    phos_uncarried_context_ends(context);
 }
 
 /* Everything in a context ends with it. */

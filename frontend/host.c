@@ -116,7 +116,7 @@ CUresult serve_cuMemHostAlloc(void **pp, size_t bytesize, unsigned int flags)
         return host_allocate(pp, bytesize, flags, "cuMemHostAlloc", context);
     CUresult result = phos_real.cuMemHostAlloc(pp, bytesize, flags);
     if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_HOST, 1, (int64_t)bytesize);
+        phos_uncarried_made(PHOS_UNCARRIED_HOST, (uint64_t)(uintptr_t)*pp, bytesize);
     return result;
 }
 
@@ -127,7 +127,7 @@ CUresult serve_cuMemAllocHost_v2(void **pp, size_t bytesize)
         return host_allocate(pp, bytesize, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP, "cuMemAllocHost", context);
     CUresult result = phos_real.cuMemAllocHost_v2(pp, bytesize);
     if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_HOST, 1, (int64_t)bytesize);
+        phos_uncarried_made(PHOS_UNCARRIED_HOST, (uint64_t)(uintptr_t)*pp, bytesize);
     return result;
 }
 
@@ -209,8 +209,10 @@ CUresult serve_cuMemFreeHost(void *p)
             return CUDA_ERROR_INVALID_VALUE;
         context = ours ? host->context : NULL;
     }
-    if (!ours)
-        return phos_real.cuMemFreeHost(p); /* not under the lock: the driver waits for the device */
+    if (!ours) {
+        struct phos_uncarried_memory *left = phos_uncarried_take((uint64_t)(uintptr_t)p);
+        return phos_uncarried_freed(left, phos_real.cuMemFreeHost(p)); /* not under the lock: the driver waits for the device */
+    }
     /* Work in flight may still read it; the driver waits too. */
     bool captured, more = false;
     CUresult waited = phos_synchronize(context, &captured);
@@ -230,7 +232,7 @@ static CUresult host_register(void *p, size_t size, unsigned int flags, CUresult
         return result;
     struct host_memory *host = carried(&context) ? calloc(1, sizeof *host) : NULL;
     if (!host) {
-        phos_uncarried_add(PHOS_UNCARRIED_HOST, 1, (int64_t)size);
+        phos_uncarried_made(PHOS_UNCARRIED_HOST, (uint64_t)(uintptr_t)p, size);
         return result;
     }
     *host = (struct host_memory){.range = {(uint64_t)(uintptr_t)p, size},
@@ -242,7 +244,7 @@ static CUresult host_register(void *p, size_t size, unsigned int flags, CUresult
     PHOS_LOCKED(&phos_memory_lock);
     if (!phos_ranges_add(&host_ranges, &host->range)) {
         free(host);
-        phos_uncarried_add(PHOS_UNCARRIED_HOST, 1, (int64_t)size);
+        phos_uncarried_made(PHOS_UNCARRIED_HOST, (uint64_t)(uintptr_t)p, size);
     }
     return result;
 }
@@ -271,13 +273,14 @@ CUresult serve_cuMemHostUnregister(void *p)
         if (host) /* first: as soon as the driver is done another thread may register it anew */
             phos_ranges_remove(&host_ranges, &host->range);
     }
+    struct phos_uncarried_memory *left = host ? NULL : phos_uncarried_take((uint64_t)(uintptr_t)p);
     /* Not under the lock: the driver may wait for the device. */
-    CUresult result = phos_real.cuMemHostUnregister(p);
+    CUresult result = phos_uncarried_freed(left, phos_real.cuMemHostUnregister(p));
     if (result != CUDA_SUCCESS && host) {
         PHOS_LOCKED(&phos_memory_lock);
         if (phos_ranges_add(&host_ranges, &host->range))
             return result;
-        phos_uncarried_add(PHOS_UNCARRIED_HOST, 1, (int64_t)host->registered_size);
+        phos_uncarried_made(PHOS_UNCARRIED_HOST, host->range.address, host->registered_size);
     }
     free(host);
     return result;

@@ -85,13 +85,20 @@ static CUresult allocate_for(CUdeviceptr *address, size_t size, const char *entr
     return result;
 }
 
+static CUresult left_to_driver(CUresult result, const CUdeviceptr *address, size_t size)
+{
+    if (result == CUDA_SUCCESS)
+        phos_uncarried_made(PHOS_UNCARRIED_DEVICE, *address, size);
+    return result;
+}
+
 CUresult serve_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
 {
     CUcontext context;
     CUdevice device;
     /* What is wrong with a call, the driver says best. */
     if (!dptr || !bytesize || phos_current(&context, &device) != CUDA_SUCCESS || !carried(device))
-        return phos_real.cuMemAlloc_v2(dptr, bytesize);
+        return left_to_driver(phos_real.cuMemAlloc_v2(dptr, bytesize), dptr, bytesize);
     return allocate_for(dptr, bytesize, "cuMemAlloc", device, context);
 }
 
@@ -101,8 +108,10 @@ CUresult serve_cuMemAllocPitch_v2(CUdeviceptr *dptr, size_t *pitch, size_t width
     CUdevice device;
     bool valid = dptr && pitch && width && height && width <= INT_MAX - PHOS_ALIGNMENT &&
                  (element == 4 || element == 8 || element == 16);
-    if (!valid || phos_current(&context, &device) != CUDA_SUCCESS || !carried(device))
-        return phos_real.cuMemAllocPitch_v2(dptr, pitch, width, height, element);
+    if (!valid || phos_current(&context, &device) != CUDA_SUCCESS || !carried(device)) {
+        CUresult result = phos_real.cuMemAllocPitch_v2(dptr, pitch, width, height, element);
+        return left_to_driver(result, dptr, result == CUDA_SUCCESS ? *pitch * height : 0);
+    }
     size_t row = (width + PHOS_ALIGNMENT - 1) & ~(PHOS_ALIGNMENT - 1), size;
     if (__builtin_mul_overflow(row, height, &size))
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -135,8 +144,10 @@ CUresult serve_cuMemFree_v2(CUdeviceptr address)
         context = ours ? allocation->context : NULL;
         buffer = ours ? allocation->buffer : 0;
     }
-    if (!ours)
-        return phos_driver_shared_free(address, phos_real.cuMemFree_v2);
+    if (!ours) {
+        struct phos_uncarried_memory *left = phos_uncarried_take(address);
+        return phos_uncarried_freed(left, phos_driver_shared_free(address, phos_real.cuMemFree_v2));
+    }
     /* cuMemFree waits for the device, as programs that free what a kernel still reads rely on. Not under the lock: other
      * threads may allocate meanwhile. */
     bool captured, more;

@@ -343,7 +343,7 @@ CUresult serve_cuMemAllocFromPoolAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CU
     CUresult result = PHOS_RETRIED(phos_driver_recover, stream_device(stream),
                                    phos_real.cuMemAllocFromPoolAsync(dptr, bytesize, handle, stream));
     if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_POOL, 1, (int64_t)bytesize);
+        phos_uncarried_made(PHOS_UNCARRIED_POOL, *dptr, bytesize);
     return result;
 }
 
@@ -370,7 +370,7 @@ CUresult serve_cuMemAllocAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CUstream s
     CUresult result = PHOS_RETRIED(phos_driver_recover, stream_device(stream),
                                    phos_real.cuMemAllocAsync(dptr, bytesize, stream));
     if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_POOL, 1, (int64_t)bytesize);
+        phos_uncarried_made(PHOS_UNCARRIED_POOL, *dptr, bytesize);
     return result;
 }
 
@@ -390,7 +390,8 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
         PHOS_MEMORY_LOCKED;
         struct phos_allocation *allocation = phos_allocation_at(dptr);
         if (!allocation) {
-            CUresult result = phos_real.cuMemFreeAsync(dptr, stream);
+            struct phos_uncarried_memory *left = phos_uncarried_take(dptr);
+            CUresult result = phos_uncarried_freed(left, phos_real.cuMemFreeAsync(dptr, stream));
             if (result == CUDA_SUCCESS && !captured(stream))
                 phos_driver_shared_drop(PHOS_SHARED_POINTER, dptr);
             return result;

@@ -1,5 +1,6 @@
 /* Memory that stays with the driver: passed through, counted, reported. Never silently wrong. */
 #include "array_size.h"
+#include "cleanup.h"
 #include "graphs.h"
 #include "memory.h"
 #include "phos_api.h"
@@ -41,11 +42,94 @@ uint64_t phos_uncarried_version(void)
     return atomic_load(&version);
 }
 
+/* ---- memory, by its address ---- */
+
+#define BUCKETS 1024
+
+struct phos_uncarried_memory {
+    uint64_t address;
+    size_t bytes;
+    enum phos_uncarried kind;
+    CUcontext context;
+    struct phos_uncarried_memory *next;
+};
+
+static pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER; /* taken last */
+static struct phos_uncarried_memory *memories[BUCKETS];
+
+static struct phos_uncarried_memory **bucket_of(uint64_t address)
+{
+    return &memories[(address * 0x9e3779b97f4a7c15ull >> 32) % BUCKETS];
+}
+
+static void put(struct phos_uncarried_memory *memory)
+{
+    struct phos_uncarried_memory **bucket = bucket_of(memory->address);
+    PHOS_LOCKED(&memory_lock);
+    memory->next = *bucket;
+    *bucket = memory;
+}
+
+void phos_uncarried_made(enum phos_uncarried kind, uint64_t address, size_t bytes)
+{
+    CUcontext context = NULL;
+    phos_uncarried_add(kind, 1, (int64_t)bytes);
+    struct phos_uncarried_memory *memory = malloc(sizeof *memory);
+    if (!memory) /* then it counts for ever */
+        return;
+    if (kind != PHOS_UNCARRIED_POOL && phos_real.cuCtxGetCurrent(&context) == CUDA_SUCCESS)
+        context = phos_context_whole(context);
+    *memory = (struct phos_uncarried_memory){.address = address, .bytes = bytes, .kind = kind, .context = context};
+    put(memory);
+}
+
+struct phos_uncarried_memory *phos_uncarried_take(uint64_t address)
+{
+    PHOS_LOCKED(&memory_lock);
+    for (struct phos_uncarried_memory **link = bucket_of(address); *link; link = &(*link)->next)
+        if ((*link)->address == address) {
+            struct phos_uncarried_memory *memory = *link;
+            *link = memory->next;
+            return memory;
+        }
+    return NULL;
+}
+
+static void gone(struct phos_uncarried_memory *memory)
+{
+    phos_uncarried_add(memory->kind, -1, -(int64_t)memory->bytes);
+    free(memory);
+}
+
+CUresult phos_uncarried_freed(struct phos_uncarried_memory *memory, CUresult result)
+{
+    if (memory && result == CUDA_SUCCESS)
+        gone(memory);
+    else if (memory)
+        put(memory);
+    return result;
+}
+
+void phos_uncarried_context_ends(CUcontext context)
+{
+    PHOS_LOCKED(&memory_lock);
+    for (size_t i = 0; context && i < BUCKETS; i++)
+        for (struct phos_uncarried_memory **link = &memories[i]; *link;) {
+            struct phos_uncarried_memory *memory = *link;
+            if (memory->context != context) {
+                link = &memory->next;
+                continue;
+            }
+            *link = memory->next;
+            gone(memory);
+        }
+}
+
 CUresult serve_cuMemAllocManaged(CUdeviceptr_v2 *dptr, size_t bytesize, unsigned int flags)
 {
     CUresult result = PHOS_RETRIED_HERE(phos_real.cuMemAllocManaged(dptr, bytesize, flags));
     if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_MANAGED, 1, (int64_t)bytesize);
+        phos_uncarried_made(PHOS_UNCARRIED_MANAGED, *dptr, bytesize);
     return result;
 }
 

@@ -413,6 +413,56 @@ def test_one_unmap_of_our_memory_and_the_drivers(phosd: FakePhosd, host_first: b
         app.finish()
 
 
+def test_memory_that_is_left_to_the_driver_is_counted_until_it_is_gone(phosd: FakePhosd) -> None:
+    body = """
+    context = start()
+    flat, managed = ok(cu.cuMemAlloc(100 << 20)), ok(cu.cuMemAllocManaged(1 << 20, 1))
+    pitched, pitch = ok(cu.cuMemAllocPitch(1000, 10, 4))
+    pinned, plain = ok(cu.cuMemHostAlloc(3 << 20, 0)), ctypes.create_string_buffer(5000)
+    registered = ctypes.addressof(plain)
+    ok(cu.cuMemHostRegister(registered, 5000, 0))
+    pooled = ok(cu.cuMemAllocAsync(5 << 20, 0)), ok(cu.cuMemAllocAsync(6 << 20, 0))
+    say(pitch * 10)
+    heard()
+    for p in flat, managed, pitched, pooled[0]:
+        assert int(cu.cuMemFree(p)[0]) == 0 and int(cu.cuMemFree(p)[0]) != 0
+    ok(cu.cuMemFreeAsync(pooled[1], 0))
+    ok(cu.cuMemFreeHost(pinned))
+    ok(cu.cuMemHostUnregister(registered))
+    say("freed")
+    heard()
+    other = ok(cu.cuCtxCreate(None, 0, 0))
+    ok(cu.cuMemAlloc(1 << 20)), ok(cu.cuMemAllocManaged(1 << 20, 1)), ok(cu.cuMemHostAlloc(1 << 20, 0))
+    say("made")
+    heard()
+    ok(cu.cuCtxDestroy(other))
+    say("ended")
+    heard()
+    """
+    with program(phosd, body, PHOS_CARRY_DEVICE="0", PHOS_CARRY_HOST="0", PHOS_CARRY_POOLS="0") as (app, session):
+
+        def counted(**kinds: tuple[int, int]) -> bool:
+            names = {"device": (0, 0), "managed": (0, 0), "pinned-host": (0, 0), "pool": (0, 0)} | kinds
+            return {name: session.uncarried.get(name) for name in names} == names
+
+        pitched = int(app.line())
+        mib = 1 << 20
+        there = {"device": (2, 100 * mib + pitched), "managed": (1, mib), "pinned-host": (2, 3 * mib + 5000)}
+        eventually(lambda: counted(**there, pool=(2, 11 * mib)))
+        app.tell()
+        assert app.line() == "freed"
+        eventually(counted)
+        app.tell()
+        assert app.line() == "made"
+        there = {"device": (1, mib), "managed": (1, mib), "pinned-host": (1, mib)}
+        eventually(lambda: counted(**there))
+        app.tell()
+        assert app.line() == "ended"
+        eventually(counted)
+        app.tell()
+        app.finish()
+
+
 def test_managed_memory_and_arrays_are_reported(phosd: FakePhosd) -> None:
     body = """
     start()
