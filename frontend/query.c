@@ -61,6 +61,14 @@ static void adjust(const struct phos_allocation *allocation, CUpointer_attribute
     }
 }
 
+/* Of the application's own mapping: what it asked for, without the descriptors that we did. */
+static void adjust_own(CUdeviceptr address, CUpointer_attribute attribute, void *data)
+{
+    const struct phos_mapping *mapping = phos_mapping_at(address);
+    if (mapping && !mapping->span && attribute == CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES)
+        *(unsigned long long *)data = (unsigned long long)mapping->block->properties.requestedHandleTypes;
+}
+
 CUresult serve_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr_v2 address)
 {
     PHOS_LOCKED(&phos_memory_lock);
@@ -68,6 +76,8 @@ CUresult serve_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, 
     if (!data)
         return result;
     struct phos_allocation *allocation = phos_allocation_at(address);
+    if (!allocation && result == CUDA_SUCCESS)
+        adjust_own(address, attribute, data);
     if (!allocation)
         return result;
     /* Some are refused for VMM memory that cuMemAlloc memory has. */
@@ -86,8 +96,10 @@ CUresult serve_cuPointerGetAttributes(unsigned int count, CUpointer_attribute *a
     if (result != CUDA_SUCCESS || !attributes || !data)
         return result;
     struct phos_allocation *allocation = phos_allocation_at(address);
-    for (unsigned int i = 0; allocation && i < count; i++)
-        if (data[i])
+    for (unsigned int i = 0; i < count; i++)
+        if (data[i] && allocation)
             adjust(allocation, attributes[i], data[i]);
+        else if (data[i])
+            adjust_own(address, attributes[i], data[i]);
     return result;
 }

@@ -205,6 +205,16 @@ q, pitch = ok(cu.cuMemAllocPitch(1000, 10, 4))
 out.append(["pitch", pitch % 512, pitch >= 1000])
 ok(cu.cuMemFree(q))
 note("retain", cu.cuMemRetainAllocationHandle(int(ok(cu.cuMemAlloc(100)))))
+prop = cu.CUmemAllocationProp()
+prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+prop.location.type, prop.location.id = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, 0
+types = A.CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES
+for wanted in ("NONE", "POSIX_FILE_DESCRIPTOR"):
+    prop.requestedHandleTypes = getattr(cu.CUmemAllocationHandleType, "CU_MEM_HANDLE_TYPE_" + wanted)
+    base = ok(cu.cuMemAddressReserve(2 << 20, 0, 0, 0))
+    ok(cu.cuMemMap(base, 2 << 20, 0, ok(cu.cuMemCreate(2 << 20, prop, 0)), 0))
+    at_once = ok(cu.cuPointerGetAttributes(1, [types], base))
+    out.append([wanted, int(ok(cu.cuPointerGetAttribute(types, base))), int(at_once[0])])
 note("host zero", cu.cuMemHostAlloc(0, 0))
 note("host free wild", cu.cuMemFreeHost(0x1234000))
 note("async zero", cu.cuMemAllocAsync(0, 0))
