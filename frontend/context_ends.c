@@ -3,6 +3,7 @@
 #include "driver_shared.h"
 #include "functions.h"
 #include "host.h"
+#include "ipc.h"
 #include "log.h"
 #include "memory.h"
 #include "pool.h"
@@ -30,6 +31,7 @@ static void context_ends(CUcontext context, CUdevice device)
         PHOS_LOCKED(&phos_memory_lock);
         phos_pool_context_ends(context);
         phos_free_context(context);
+        phos_ipc_context_ends(context);
         phos_host_context_ends(context, false);
         context_forget(context);
         if (!phos_contexts_on(device))
@@ -48,6 +50,7 @@ static void primary_gone(CUcontext primary, CUdevice device)
         PHOS_LOCKED(&phos_memory_lock);
         phos_pool_context_ends(primary);
         phos_free_context(primary);
+        phos_ipc_context_ends(primary);
         phos_host_context_ends(primary, true);
         context_forget(primary);
         phos_cache_flush(device);

@@ -252,6 +252,8 @@ static CUresult open_token(CUdeviceptr *address, const struct phos_token *token)
             phos_debug("imported memory could not be released");
         return result;
     }
+    context = phos_context_whole(context);
+    span->opener = !span->opens || span->opener == context ? context : NULL;
     span->opens++;
     *address = span->mapping->range.address + token->offset;
     return CUDA_SUCCESS;
@@ -313,6 +315,18 @@ static CUresult close_last(CUdeviceptr address, CUcontext context, bool captured
         return CUDA_SUCCESS;
     span->opens++;
     return CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+void phos_ipc_context_ends(CUcontext context)
+{
+    for (size_t i = phos_mappings.count; i-- > 0;) {
+        struct phos_span *span = ((struct phos_mapping *)phos_mappings.items[i])->span;
+        if (!span || span->kind != PHOS_SPAN_IMPORTED || !span->opens || span->opener != context)
+            continue;
+        phos_deferred_drop(span);
+        if (phos_unmap_imported(span) != CUDA_SUCCESS)
+            phos_debug("memory of another process could not be unmapped with the context that had opened it");
+    }
 }
 
 CUresult serve_cuIpcCloseMemHandle(CUdeviceptr_v2 address)

@@ -21,5 +21,7 @@ _Static_assert(sizeof(struct phos_token) == 64, "the layout is the format");
 /* Writes a descriptor of a token for the block to *shareable. False: phosd does not know it, use the driver's. */
 bool phos_token_export(uint64_t block, void *shareable);
 bool phos_token_read(int descriptor, struct phos_token *token);
+/* What was opened in no other context goes with this one; with phos_memory_lock held. */
+void phos_ipc_context_ends(CUcontext context);
 /* The block behind a token, one more reference held. */
 CUresult phos_token_block(const struct phos_token *token, struct phos_block **block) PHOS_CHECKED;

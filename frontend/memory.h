@@ -51,7 +51,8 @@ struct phos_span {
     uint32_t slot_count, used, free_slot;
     uint16_t free_units;                   /* MEDIUM: a bit each */
     uint8_t unit_first[PHOS_MEDIUM_UNITS]; /* MEDIUM: where the run begins that a unit in use belongs to */
-    uint32_t opens;                        /* IMPORTED: cuIpcOpenMemHandle calls not closed yet */
+    uint32_t opens;                        /* IMPORTED: cuIpcOpenMemHandle calls not closed yet ... */
+    CUcontext opener;                      /* ... and the context that all of them were made in; NULL: several */
 };
 
 /* May unlock and lock again while it waits for memory to come back. */

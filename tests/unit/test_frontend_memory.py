@@ -283,6 +283,56 @@ def test_medium_memory_of_another_process(phosd: FakePhosd) -> None:
         one.finish()
 
 
+@pytest.mark.parametrize("end", ["cuDevicePrimaryCtxReset", "cuDevicePrimaryCtxRelease"])
+def test_memory_of_another_process_goes_with_the_context_that_opened_it(phosd: FakePhosd, end: str) -> None:
+    exporter = """
+    start()
+    say(*(bytes(ok(cu.cuIpcGetMemHandle(ok(cu.cuMemAlloc(size << 20)))).reserved).hex() for size in (20, 40)))
+    """
+    importer = f"""
+    first, second = start(0), start(1)
+
+    def opened(text):
+        h = cu.CUipcMemHandle()
+        h.reserved = bytes.fromhex(text)
+        return ok(cu.cuIpcOpenMemHandle(h, 1))
+
+    alone, shared = heard().split()
+    p = opened(shared)
+    ok(cu.cuCtxSetCurrent(first))
+    assert int(opened(shared)) == int(p)
+    opened(alone), opened(alone)
+    say("opened")
+    heard()
+    ok(cu.{end}(0))
+    ok(cu.cuCtxSetCurrent(second))
+    fill(p, 40 << 20, 5)
+    assert read(p, 40 << 20) == bytes([5]) * (40 << 20)
+    say("ended")
+    heard()
+    for _ in range(2):
+        ok(cu.cuIpcCloseMemHandle(p))
+    say("closed")
+    heard()
+    """
+    with (
+        program(phosd, exporter, SOFTGPU_DEVICES="2") as (one, _),
+        program(phosd, importer, SOFTGPU_DEVICES="2") as (two, second),
+    ):
+        two.tell(one.line())
+        assert two.line() == "opened"
+        eventually(lambda: len(second.blocks) == 2)
+        two.tell()
+        assert two.line() == "ended"
+        eventually(lambda: [b.size for b in second.blocks.values()] == [40 << 20])
+        two.tell()
+        assert two.line() == "closed"
+        eventually(lambda: not second.blocks)
+        two.tell()
+        two.finish()
+        one.finish()
+
+
 def test_memory_of_another_process_that_a_device_cannot_have_is_let_go_of(phosd: FakePhosd) -> None:
     exporter = """
     start()
