@@ -3,7 +3,6 @@
 #include "runtime.h"
 #include "control.h"
 #include "log.h"
-#include "track.h"
 #include "window.h"
 
 #include <stdlib.h>
@@ -33,16 +32,19 @@ pthread_mutex_t *phos_memory_taken(void)
     return &phos_memory_lock;
 }
 
+static __thread unsigned relaxed_scopes __attribute__((tls_model("initial-exec"))); /* that this thread is in */
+
 struct phos_relaxed phos_relax(void)
 {
     struct phos_relaxed relaxed = {false, CU_STREAM_CAPTURE_MODE_RELAXED};
-    if (phos_captures() && phos_real.cuThreadExchangeStreamCaptureMode(&relaxed.before) == CUDA_SUCCESS)
-        relaxed.changed = true;
+    if (!relaxed_scopes++)
+        relaxed.changed = phos_real.cuThreadExchangeStreamCaptureMode(&relaxed.before) == CUDA_SUCCESS;
     return relaxed;
 }
 
 void phos_unrelax(struct phos_relaxed *relaxed)
 {
+    relaxed_scopes--;
     if (relaxed->changed)
         phos_real.cuThreadExchangeStreamCaptureMode(&relaxed->before);
 }

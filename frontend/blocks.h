@@ -105,7 +105,7 @@ CUresult phos_unmapped(struct phos_mapping *mapping) PHOS_CHECKED;
 CUresult phos_set_access(CUdeviceptr address, size_t size, const CUmemAccessDesc *access, size_t count) PHOS_CHECKED;
 struct phos_mapping *phos_mapping_at(CUdeviceptr address);
 
-/* Stream captures: our own driver calls must neither fail because of one nor spoil it. Cheap while there is none. */
+/* Stream captures: our own driver calls must neither fail because of one nor spoil it, also if it begins between two of them. */
 struct phos_relaxed {
     bool changed;
     CUstreamCaptureMode before;

@@ -250,7 +250,6 @@ static CUresult large_get(CUdevice device, size_t size, struct phos_allocation *
 
 static CUresult try_allocate(CUdevice device, size_t size, struct phos_allocation **out)
 {
-    PHOS_RELAXED; /* a capture may have begun while memory was waited for */
     if (size <= SMALL_LARGEST)
         return small_get(device, size, out);
     if (size <= MEDIUM_LARGEST && MEDIUM_BYTES % phos_devices[device].granularity == 0) {
@@ -265,7 +264,6 @@ static CUresult try_allocate(CUdevice device, size_t size, struct phos_allocatio
 /* With phos_memory_lock, which others may have meanwhile. */
 static void give_back(CUdevice device)
 {
-    PHOS_RELAXED; /* since the caller's a capture may have begun */
     pthread_mutex_unlock(&phos_memory_lock);
     phos_window_stand_still();
     pthread_mutex_lock(&phos_memory_lock);

@@ -116,12 +116,6 @@ static CUresult no_primary(CUdevice device, unsigned int *flags, int *active)
     return CUDA_SUCCESS;
 }
 
-static CUresult exchanged(CUstreamCaptureMode *mode)
-{
-    (void)mode;
-    return CUDA_SUCCESS;
-}
-
 /* The frontend's too: how often it wakes its control thread. */
 ssize_t write(int descriptor, const void *bytes, size_t count)
 {

@@ -287,6 +287,7 @@ int main(void)
     phos_real.cuCtxGetDevice = current_device;
     phos_real.cuCtxGetApiVersion = context_version;
     phos_real.cuCtxSynchronize = synchronize;
+    phos_real.cuThreadExchangeStreamCaptureMode = exchanged;
     phos_real.cuMemAllocManaged = managed;
     phos_real.cuArrayCreate_v2 = array_v2;
     phos_real.cuArrayCreate = array_v1;

@@ -28,6 +28,16 @@ static CUresult current_device(CUdevice *device)
     return CUDA_SUCCESS;
 }
 
+static __thread CUstreamCaptureMode capture_mode;
+
+static CUresult exchanged(CUstreamCaptureMode *mode)
+{
+    CUstreamCaptureMode before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return CUDA_SUCCESS;
+}
+
 static CUresult context_version(CUcontext context, unsigned int *version)
 {
     (void)context;

@@ -414,6 +414,12 @@ static void sparse(void)
     freed(handle);
 }
 
+static CUresult exchange_mode(CUstreamCaptureMode *mode)
+{
+    (void)mode;
+    return CUDA_SUCCESS;
+}
+
 int main(void)
 {
     phos_real.cuMemCreate = create;
@@ -438,6 +444,7 @@ int main(void)
     phos_real.cuMemPoolCreate = create_pool;
     phos_real.cuMemPoolDestroy = destroy_pool;
     phos_real.cuDevicePrimaryCtxGetState = refuse_primary;
+    phos_real.cuThreadExchangeStreamCaptureMode = exchange_mode;
     phos_policy.carry_device = true;
     phos_device_count = 1;
     phos_devices[0] = (struct phos_device){.granularity = 2 * MiB, .carried = true};
