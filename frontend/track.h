@@ -70,8 +70,9 @@ enum phos_uncarried {
 };
 extern const char *const phos_uncarried_names[PHOS_UNCARRIED_KINDS];
 void phos_uncarried_add(enum phos_uncarried kind, int64_t count, int64_t bytes);
-/* Memory that the driver has given out or taken, which counts until it is freed or, other than a pool's, its context ends. Who
- * frees it takes it out of the record before, as its address may be anything's right afterwards, and says what came of it. */
+/* Memory that the driver has given out or taken, which counts until it is freed or, other than a pool's, its context ends; arrays
+ * go by their handles. Who frees it takes it out of the record before, as its address may be anything's right afterwards, and
+ * says what came of it. */
 struct phos_uncarried_memory;
 void phos_uncarried_made(enum phos_uncarried kind, uint64_t address, size_t bytes);
 struct phos_uncarried_memory *phos_uncarried_take(uint64_t address); /* NULL: there is none */

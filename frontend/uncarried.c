@@ -42,7 +42,7 @@ uint64_t phos_uncarried_version(void)
     return atomic_load(&version);
 }
 
-/* ---- memory, by its address ---- */
+/* ---- memory, by its address, and arrays, by their handles ---- */
 
 #define BUCKETS 1024
 
@@ -133,7 +133,7 @@ CUresult serve_cuMemAllocManaged(CUdeviceptr_v2 *dptr, size_t bytesize, unsigned
     return result;
 }
 
-/* ---- arrays: the driver's alone, for their layout is; their descriptors say how large they are, at both ends ---- */
+/* ---- arrays: the driver's alone, for their layout is; their descriptors say how large they are ---- */
 
 static uint64_t array_bytes(CUarray array)
 {
@@ -154,7 +154,7 @@ static uint64_t mipmapped_bytes(CUmipmappedArray array)
 static CUresult array_made(CUresult result, const CUarray *array)
 {
     if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_ARRAY, 1, (int64_t)array_bytes(*array));
+        phos_uncarried_made(PHOS_UNCARRIED_ARRAY, (uint64_t)(uintptr_t)*array, array_bytes(*array));
     return result;
 }
 
@@ -180,11 +180,8 @@ CUresult serve_cuArray3DCreate(CUarray *handle, const CUDA_ARRAY3D_DESCRIPTOR_v1
 
 CUresult serve_cuArrayDestroy(CUarray array)
 {
-    uint64_t bytes = array_bytes(array);
-    CUresult result = phos_real.cuArrayDestroy(array);
-    if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_ARRAY, -1, -(int64_t)bytes);
-    return result;
+    struct phos_uncarried_memory *memory = phos_uncarried_take((uint64_t)(uintptr_t)array);
+    return phos_uncarried_freed(memory, phos_real.cuArrayDestroy(array));
 }
 
 CUresult serve_cuMipmappedArrayCreate(CUmipmappedArray *handle, const CUDA_ARRAY3D_DESCRIPTOR_v2 *descriptor,
@@ -192,17 +189,14 @@ CUresult serve_cuMipmappedArrayCreate(CUmipmappedArray *handle, const CUDA_ARRAY
 {
     CUresult result = PHOS_RETRIED_HERE(phos_real.cuMipmappedArrayCreate(handle, descriptor, levels));
     if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_ARRAY, 1, (int64_t)mipmapped_bytes(*handle));
+        phos_uncarried_made(PHOS_UNCARRIED_ARRAY, (uint64_t)(uintptr_t)*handle, mipmapped_bytes(*handle));
     return result;
 }
 
 CUresult serve_cuMipmappedArrayDestroy(CUmipmappedArray array)
 {
-    uint64_t bytes = mipmapped_bytes(array);
-    CUresult result = phos_real.cuMipmappedArrayDestroy(array);
-    if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_ARRAY, -1, -(int64_t)bytes);
-    return result;
+    struct phos_uncarried_memory *memory = phos_uncarried_take((uint64_t)(uintptr_t)array);
+    return phos_uncarried_freed(memory, phos_real.cuMipmappedArrayDestroy(array));
 }
 
 CUresult serve_cuImportExternalMemory(CUexternalMemory *memory, const CUDA_EXTERNAL_MEMORY_HANDLE_DESC_v1 *descriptor)

@@ -111,8 +111,17 @@ CUcontext phos_context_whole(CUcontext context)
     return context;
 }
 
+static CUcontext here;
+
+static CUresult current(CUcontext *context)
+{
+    *context = here;
+    return CUDA_SUCCESS;
+}
+
 int main(void)
 {
+    phos_real.cuCtxGetCurrent = current;
     phos_real.cuArrayCreate_v2 = array_create_2d;
     phos_real.cuArray3DCreate_v2 = array_create;
     phos_real.cuArray3DGetDescriptor_v2 = array_describe;
@@ -141,6 +150,19 @@ int main(void)
     ARRAYS(2, 2000);
     serve_cuArrayDestroy(sparse), serve_cuArrayDestroy(line);
     ARRAYS(0, 0);
+
+    /* Those that nobody destroys go with their context. */
+    CUarray early, late;
+    here = (CUcontext)0x1000;
+    serve_cuArrayCreate_v2(&early, &(CUDA_ARRAY_DESCRIPTOR_v2){1000, 0, CU_AD_FORMAT_HALF, 1});
+    here = (CUcontext)0x2000;
+    serve_cuArrayCreate_v2(&late, &(CUDA_ARRAY_DESCRIPTOR_v2){500, 0, CU_AD_FORMAT_HALF, 1});
+    serve_cuMipmappedArrayCreate(&mipmapped, &(CUDA_ARRAY3D_DESCRIPTOR_v2){16, 8, 0, CU_AD_FORMAT_UNSIGNED_INT32, 1, 0}, 3);
+    phos_uncarried_context_ends(here);
+    ARRAYS(1, 2000);
+    serve_cuArrayDestroy(early);
+    ARRAYS(0, 0);
+    array_destroy(late), mipmapped_destroy(mipmapped);
 
     CUgraphNodeParams parameters = {.type = CU_GRAPH_NODE_TYPE_MEM_ALLOC};
     parameters.alloc.bytesize = 12345;
