@@ -220,7 +220,7 @@ def _at_work(pid: int, directory: int) -> bool:
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             words = process.cmdline()
-            if "checkpoint" not in words or words[-2] != str(pid) or process.uids().effective != os.geteuid():
+            if "checkpoint" not in words or str(pid) not in words or process.uids().effective != os.geteuid():
                 continue
             if os.path.samestat(os.stat(f"/proc/{process.pid}/cwd"), os.fstat(directory)):
                 return True
