@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -175,6 +175,7 @@ class State:
     __slots__ = (
         "addresses",
         "barriers",
+        "comparisons",
         "copied",
         "exclusive",
         "guarded",
@@ -182,6 +183,7 @@ class State:
         "registers",
         "slots",
         "spread",
+        "tests",
         "voted",
     )
 
@@ -199,6 +201,11 @@ class State:
         """What was last put into a register under a predicate, which holds for whoever reads it under the same."""
         self.predicate = ""
         """That of the instruction being carried out."""
+        self.tests: dict[str, str] = {}
+        """Predicates that hold what a comparison says, whose registers are as they were: compilers make one anew, in
+        another predicate, where they have none left."""
+        self.comparisons: dict[str, frozenset[int]] = {}
+        """The registers of these, and of those that no predicate holds any more."""
         self.voted: dict[str, str] = {}
         """Uniform predicates that are true if another predicate is true for any thread of the warp."""
         self.registers: dict[int, Word] = {}
@@ -212,6 +219,8 @@ class State:
         other = State()
         other.barriers = self.barriers.copy()
         other.guarded = self.guarded.copy()
+        other.tests = self.tests.copy()
+        other.comparisons = self.comparisons.copy()
         other.registers = self.registers.copy()
         other.slots = self.slots.copy()
         other.spread = self.spread
@@ -222,7 +231,7 @@ class State:
         """Take in what may hold on another way here. Returns whether that was anything new."""
         changed = _merge(self.registers, other.registers)
         changed |= _merge(self.slots, other.slots)
-        changed |= _agree(self.guarded, other.guarded)
+        changed |= self._agree(other)
         for name, places in other.barriers.items():
             both = self.barriers.get(name, frozenset()) | places
             changed |= both != self.barriers.get(name)
@@ -256,8 +265,10 @@ class State:
             return
         if self.exclusive:
             self._untie(register)
+        if self.comparisons:
+            self._forget_comparisons(register)
         if self.predicate:
-            self.guarded[register] = (self.predicate, word)
+            self.guarded[register] = (self._held(self.predicate), word)
             old = self.registers.get(register)
             if old is not None:
                 word = join(old, word)
@@ -277,15 +288,68 @@ class State:
             guarded = self.guarded.get(register)
             # What a vote makes sure of holds in the registers of the warp, and not in those of each thread.
             voted = self.voted.get(self.predicate) if register >= UNIFORM else None
-            if guarded is not None and guarded[0] in (self.predicate, voted):
+            if guarded is not None and guarded[0] in (
+                self.predicate,
+                self._held(self.predicate),
+                voted and self._held(voted),
+            ):
                 return guarded[1]
         return self.registers.get(register, NOTHING)
+
+    def _held(self, predicate: str) -> str:
+        """What a predicate stands for: the comparison that it holds, else itself."""
+        name = predicate.lstrip("!")
+        return predicate[: -len(name)] + self.tests.get(name, name)
+
+    def compare(self, predicate: str, comparison: str, registers: frozenset[int]) -> None:
+        """A predicate holds what a comparison of these registers says."""
+        before = self._held(predicate)
+        for register, (held, word) in self.guarded.items():
+            if held.lstrip("!") == before:
+                self.guarded[register] = held[: -len(before)] + comparison, word
+        self.tests[predicate] = comparison
+        self.comparisons[comparison] = registers
+
+    def _forget_comparisons(self, register: int) -> None:
+        """A register is changed: of what was put under a comparison of it predicates know that hold that one still."""
+        gone = [comparison for comparison, registers in self.comparisons.items() if register in registers]
+        if gone:
+            self._keep_comparisons(self.comparisons.keys() - gone)
+
+    def _keep_comparisons(self, kept: Collection[str]) -> None:
+        self.guarded = self._named(kept)
+        self.tests = {name: comparison for name, comparison in self.tests.items() if comparison in kept}
+        self.comparisons = {comparison: self.comparisons[comparison] for comparison in kept}
+
+    def _named(self, kept: Collection[str]) -> dict[int, tuple[str, Word]]:
+        """What was put into registers under predicates, without comparisons but these."""
+        names = {comparison: name for name, comparison in self.tests.items()}
+        result: dict[int, tuple[str, Word]] = {}
+        for register, (held, word) in self.guarded.items():
+            comparison = held.lstrip("!")
+            if comparison in kept or comparison not in self.comparisons:
+                result[register] = held, word
+            elif comparison in names:
+                result[register] = held[: -len(comparison)] + names[comparison], word
+        return result
+
+    def _agree(self, other: State) -> bool:
+        """What was put into registers under the same predicate on both ways; the rest is in the registers as well."""
+        if self.comparisons == other.comparisons and self.tests == other.tests:
+            return _agree(self.guarded, other.guarded)
+        # What a predicate holds on one way only is known by its name on both.
+        apart = {held for _, held in self.tests.items() ^ other.tests.items()}
+        kept = (self.comparisons.keys() & other.comparisons.keys()) - apart
+        before = len(self.comparisons), len(self.tests)
+        theirs = other._named(kept)
+        self._keep_comparisons(kept)
+        return _agree(self.guarded, theirs) or (len(self.comparisons), len(self.tests)) != before
 
     def forget(self, predicates: Iterable[str]) -> None:
         """Predicates have changed: what was put into registers under them is not sure any more."""
         for name in predicates:
             # What was sure in the warp's registers for the threads of a vote is so still by the vote itself.
-            votes = {held: uniform for uniform, held in self.voted.items() if held.lstrip("!") == name}
+            votes = {self._held(held): one for one, held in self.voted.items() if held.lstrip("!") == name}
             for register, (held, word) in self.guarded.items() if votes else ():
                 if register >= UNIFORM and held in votes:
                     self.guarded[register] = votes[held], word
@@ -296,6 +360,8 @@ class State:
             for uniform, held in list(self.voted.items()):
                 if name in ("PR", "UPR", uniform, held.lstrip("!")):
                     del self.voted[uniform]
+            for predicate in list(self.tests) if name in ("PR", "UPR") else [name]:
+                self.tests.pop(predicate, None)
 
     def load_stack(self, place: Word, part: int) -> Word:
         """The word ``part`` words after an address on the stack."""

@@ -74,6 +74,9 @@ _SILENT = _names(
 # What multiplies 0 by 0 and adds a register, as compilers copy one.
 _COPIES = (("U32",), ("MOV", "U32"), ("MOV",), ())
 
+_COMPARES = ("ISETP", "UISETP")
+COMPARISON_OPERANDS = 5
+
 _TEXTURES = ("TEX", "TLD", "TXD", "TMML", "TXQ", "SULD")
 
 
@@ -90,7 +93,7 @@ def step(instruction: Instruction, state: State, kernel: Kernel) -> None:
     handler(instruction, state, kernel)
     state.predicate = ""
     state.guarded.update(guards)
-    if state.guarded or state.voted or name == "VOTEU":
+    if state.guarded or state.voted or state.tests or name in _COMPARES or name in ("P2R", "VOTEU"):
         _change_predicates(instruction, state)
 
 
@@ -117,6 +120,8 @@ def _moved(instruction: Instruction, state: State) -> dict[int, tuple[str, Word]
 def _change_predicates(instruction: Instruction, state: State) -> None:
     """Predicates written stand first, or right behind the first register; those read stand last."""
     if instruction.name in ("P2R", "UP2UR"):
+        if instruction.name == "P2R" and instruction.always:
+            _note_saved(instruction, state)
         return  # puts them into a register
     written = []
     others = 0
@@ -136,6 +141,33 @@ def _change_predicates(instruction: Instruction, state: State) -> None:
     if instruction.name in ("PLOP3", "UPLOP3"):
         written = written[:2]
     state.forget(written)
+    if instruction.name in _COMPARES and instruction.always:
+        _note_comparison(instruction, state)
+
+
+def _note_saved(instruction: Instruction, state: State) -> None:
+    """``P2R R1, PR, RZ, 0x4``: P2 by itself, which ``ISETP.NE.AND P0, PT, R1, RZ, PT`` brings back."""
+    kinds = [operand.kind for operand in instruction.operands]
+    if kinds != [Kind.REGISTER, Kind.PREDICATE, Kind.REGISTER, Kind.IMMEDIATE] or instruction.modifiers:
+        return
+    to, _, rest, mask = instruction.operands
+    if rest.register < 0 <= to.register and mask.value.bit_count() == 1:
+        number = mask.value.bit_length() - 1
+        state.compare(f"P{number}", f"ISETP.NE.AND {to.text} RZ", frozenset([to.register]))
+
+
+def _note_comparison(instruction: Instruction, state: State) -> None:
+    """``ISETP.NE.AND P0, PT, R1, R2, PT``: of two numbers, and nothing else goes in."""
+    if len(instruction.operands) != COMPARISON_OPERANDS:
+        return
+    result, opposite, *compared, also = instruction.operands
+    if result.kind != Kind.PREDICATE or (opposite.text, also.text) not in (("PT", "PT"), ("UPT", "UPT")):
+        return
+    if any(operand.kind not in (Kind.REGISTER, Kind.IMMEDIATE) for operand in compared):
+        return
+    words = [".".join((instruction.name, *instruction.modifiers)), *(o.text.removesuffix(".reuse") for o in compared)]
+    registers = frozenset(operand.register for operand in compared if operand.register >= 0)
+    state.compare(result.text, " ".join(words), registers)
 
 
 def _find(name: str) -> Handler:

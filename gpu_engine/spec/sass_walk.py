@@ -287,6 +287,8 @@ class Walk:
             for result in _RESULTS:
                 state.registers[result] = heap
             state.guarded.clear()  # it may have changed predicates
+            state.tests.clear()
+            state.comparisons.clear()
             following += self._nodes(context, (after,))
         return following
 

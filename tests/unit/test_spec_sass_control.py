@@ -6,7 +6,7 @@ import pytest
 
 from phos.gpu_engine.spec.descriptor import Parameter
 from tests.unit.sass_snippets import P0, P1, flow
-from tests.unit.spec_access import BOTH, NONE, READ, SCAN, TENSOR_MAP, WRITE, Expected, pointers
+from tests.unit.spec_access import BOTH, NONE, POINTER, READ, SCAN, TENSOR_MAP, WRITE, Expected, pointers, table
 
 ANYTHING: Expected = ([(0, 0, 8, BOTH, SCAN), (1, 0, 8, BOTH, SCAN)], NONE)
 """Of a kernel with two pointers whose code cannot be followed."""
@@ -40,6 +40,61 @@ def test_what_is_set_and_used_under_one_predicate_is_nothing_else() -> None:
     changed = code.replace("@P0 STG", "ISETP.NE.AND P0, PT, R8, RZ, PT\n@P0 STG")
     assert flow(changed, P0, P1) == (pointers(BOTH, BOTH), NONE)
     assert flow(code.replace("@P0 STG", "@!P0 STG"), P0, P1) == (pointers(BOTH, BOTH), NONE)
+
+
+COMPARED_AGAIN = """
+    LDG.E.64 R2, desc[UR4][R6.64]
+    ISETP.NE.AND P0, PT, R9.reuse, R8, PT
+    @P0 LDC.64 R2, c[0x0][0x218]
+    ISETP.NE.AND P0, PT, R5, RZ, PT
+    MOV R10, R11
+    ISETP.NE.AND P1, PT, R9, R8.reuse, PT
+    @P1 STG.E desc[UR4][R2.64], R0
+    EXIT
+"""
+
+
+def test_a_comparison_that_is_made_again_is_the_same_predicate() -> None:
+    """Compilers make it anew, in another one, where they have none left to keep it in."""
+    code = "LDC.64 R6, c[0x0][0x210]\n" + COMPARED_AGAIN
+    assert flow(code, P0, P1) == (pointers(READ, WRITE), NONE)
+    both: Expected = ([(0, 0, 8, READ, POINTER), table(0, WRITE), (1, 0, 8, WRITE, POINTER)], NONE)
+    for changed in (
+        code.replace("MOV R10", "MOV R9"),
+        code.replace("MOV R10, R11", "@P2 IADD3 R8, R8, 0x1, RZ"),
+        code.replace("@P1 STG", "@!P1 STG"),
+        code.replace("P1, PT, R9, R8", "P1, PT, R8, R9"),
+        code.replace("ISETP.NE.AND P1", "ISETP.NE.U32.AND P1"),
+        code.replace("ISETP.NE.AND P1", "@P3 ISETP.NE.AND P1"),
+        code.replace("R8.reuse, PT", "R8, P3"),
+    ):
+        assert flow(changed, P0, P1) == both, changed
+
+
+def test_a_comparison_that_is_made_again_after_one_of_two_ways_changed_what_is_compared() -> None:
+    around = "@P4 BRA `(.L_x_0)\nMOV R10, R11\n.L_x_0:"
+    code = "LDC.64 R6, c[0x0][0x210]\n" + COMPARED_AGAIN.replace("MOV R10, R11", around)
+    assert flow(code, P0, P1) == (pointers(READ, WRITE), NONE)
+    both: Expected = ([(0, 0, 8, READ, POINTER), table(0, WRITE), (1, 0, 8, WRITE, POINTER)], NONE)
+    assert flow(code.replace("MOV R10", "MOV R9"), P0, P1) == both
+
+
+def test_a_predicate_that_is_put_into_a_register_and_brought_back() -> None:
+    code = """
+        LDC.64 R6, c[0x0][0x210]
+        LDG.E.64 R2, desc[UR4][R6.64]
+        ISETP.LT.OR P2, PT, R9, R8, P3
+        @!P2 LDC R2, c[0x0][0x218]
+        P2R R12, PR, RZ, 0x4
+        @!P2 LDC R3, c[0x0][0x21c]
+        ISETP.NE.AND P2, PT, R5, RZ, PT
+        ISETP.NE.AND P0, PT, R12, RZ, PT
+        @!P0 STG.E desc[UR4][R2.64], R0
+        EXIT
+    """
+    assert flow(code, P0, P1) == (pointers(READ, WRITE), NONE)
+    for changed in (code.replace("0x4", "0xc"), code.replace("0x4", "0x8"), code.replace("P2R R12", "P2R R13")):
+        assert flow(changed, P0, P1) != (pointers(READ, WRITE), NONE)
 
 
 def test_what_is_set_under_a_predicate_holds_beyond_branches_that_do_not_change_it() -> None:
