@@ -139,8 +139,10 @@ CUresult serve_cuMemFree_v2(CUdeviceptr address)
         if (allocation && allocation->address != address)
             return CUDA_ERROR_INVALID_VALUE;
         ours = allocation;
-        if (ours && allocation->pool)
-            return phos_pool_free_now(allocation);
+        if (ours && allocation->pool) {
+            phos_pool_free_now(allocation);
+            return CUDA_SUCCESS;
+        }
         context = ours ? allocation->context : NULL;
         buffer = ours ? allocation->buffer : 0;
     }

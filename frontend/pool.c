@@ -450,24 +450,10 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
     return CUDA_SUCCESS;
 }
 
-CUresult phos_pool_free_now(struct phos_allocation *allocation)
+void phos_pool_free_now(struct phos_allocation *allocation)
 {
-    CUdeviceptr address = allocation->address;
-    CUcontext context = allocation->context;
-    unsigned long long buffer = allocation->buffer;
-    bool captures = false;
-    pthread_mutex_unlock(&phos_memory_lock);
-    /* Without a context: that has ended, and its work with it. During a capture nobody waits: who calls cuMemFree on memory
-     * of this kind has to know that nothing uses it any more. */
-    CUresult result = context ? phos_synchronize(context, &captures) : CUDA_SUCCESS;
-    pthread_mutex_lock(&phos_memory_lock);
-    allocation = phos_allocation_at(address);
-    if (!allocation || allocation->buffer != buffer)
-        return CUDA_ERROR_INVALID_VALUE;
-    pool_forget(allocation);
     struct phos_pool *pool = allocation->pool;
+    pool_forget(allocation);
     phos_deallocate(allocation);
-    if (pool)
-        phos_pool_dispose_if_done(pool);
-    return result;
+    phos_pool_dispose_if_done(pool);
 }

@@ -15,7 +15,7 @@ void phos_pool_context_moves(CUcontext from, CUcontext to);
 /* Without the lock; the control thread's, now and then: gives back what was freed a while ago and not wanted since, but for what
  * a pool is to keep (CU_MEMPOOL_ATTR_RELEASE_THRESHOLD). */
 void phos_pool_rest(void);
-/* cuMemFree of stream-ordered memory, which the driver allows: waits for its context. Releases and retakes the lock. */
-CUresult phos_pool_free_now(struct phos_allocation *allocation);
+/* cuMemFree of stream-ordered memory, which waits for nothing: who calls it has to know that nothing uses it any more. */
+void phos_pool_free_now(struct phos_allocation *allocation);
 /* The application's handle of a pool; NULL for NULL. */
 CUmemoryPool phos_pool_handle(const struct phos_pool *pool);

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 
 import pytest
 
-from tests.unit.frontend_fake import FakePhosd, built, program
+from tests.unit.frontend_fake import WAITING, FakePhosd, built, program
 from tests.unit.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(240), built]
@@ -89,6 +90,33 @@ def test_stream_ordered_memory_outlives_its_context(phosd: FakePhosd) -> None:
     """
     with program(phosd, body) as (app, _):
         assert app.line() == "done"
+        app.finish()
+
+
+def test_stream_ordered_memory_is_freed_without_a_wait(phosd: FakePhosd) -> None:
+    """By cuMemFree, which cuda.h says of it; other work may wait for what the program does next."""
+    body = """
+    pool = ok(cu.cuMemPoolCreate(pool_properties()))
+    for size in (300, 5 << 20, 40 << 20):
+        for p in ok(cu.cuMemAllocAsync(size, 0)), ok(cu.cuMemAllocFromPoolAsync(size, pool, 0)):
+            fill(p, size, 1)
+            ok(cu.cuStreamSynchronize(0))
+            ok(cu.cuMemFree(p))
+            assert int(cu.cuMemFree(p)[0]) == 1
+    used = cu.CUmemPool_attribute.CU_MEMPOOL_ATTR_USED_MEM_CURRENT
+    assert int(ok(cu.cuMemPoolGetAttribute(pool, used))) == 0
+    say("freed", int(cu.cuStreamQuery(waiting)[0]))
+    let_go()
+    """
+    properties = """
+def pool_properties():
+    props = cu.CUmemPoolProps()
+    props.allocType = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    props.location.type, props.location.id = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, 0
+    return props
+"""
+    with program(phosd, WAITING + properties + textwrap.dedent(body)) as (app, _):
+        assert app.line() == "freed 600"
         app.finish()
 
 
