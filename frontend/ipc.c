@@ -216,6 +216,25 @@ CUresult serve_cuIpcGetMemHandle(CUipcMemHandle_v1 *handle, CUdeviceptr_v2 addre
     return CUDA_SUCCESS;
 }
 
+/* What was there before its owner has freed. Out of host memory: questions about it are answered for all that is mapped. */
+static void note_opened(struct phos_span *span, CUdeviceptr address, size_t size)
+{
+    for (struct phos_opened **link = &span->opened; *link;) {
+        struct phos_opened *before = *link;
+        if (before->address + before->size <= address || address + size <= before->address) {
+            link = &before->next;
+            continue;
+        }
+        *link = before->next;
+        free(before);
+    }
+    struct phos_opened *opened = malloc(sizeof *opened);
+    if (!opened)
+        return;
+    *opened = (struct phos_opened){address, size, span->opened};
+    span->opened = opened;
+}
+
 static CUresult open_token(CUdeviceptr *address, const struct phos_token *token)
 {
     CUcontext context;
@@ -256,6 +275,7 @@ static CUresult open_token(CUdeviceptr *address, const struct phos_token *token)
     span->opener = !span->opens || span->opener == context ? context : NULL;
     span->opens++;
     *address = span->mapping->range.address + token->offset;
+    note_opened(span, *address, token->size);
     return CUDA_SUCCESS;
 }
 

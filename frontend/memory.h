@@ -38,6 +38,13 @@ struct phos_allocation {
 
 enum phos_span_kind { PHOS_SPAN_LARGE, PHOS_SPAN_SMALL, PHOS_SPAN_MEDIUM, PHOS_SPAN_CACHED, PHOS_SPAN_IMPORTED };
 
+/* An allocation of another process's, in what is mapped of it. */
+struct phos_opened {
+    CUdeviceptr address;
+    size_t size;
+    struct phos_opened *next;
+};
+
 struct phos_span {
     enum phos_span_kind kind;
     CUdevice device;
@@ -52,7 +59,8 @@ struct phos_span {
     uint16_t free_units;                   /* MEDIUM: a bit each */
     uint8_t unit_first[PHOS_MEDIUM_UNITS]; /* MEDIUM: where the run begins that a unit in use belongs to */
     uint32_t opens;                        /* IMPORTED: cuIpcOpenMemHandle calls not closed yet ... */
-    CUcontext opener;                      /* ... and the context that all of them were made in; NULL: several */
+    CUcontext opener;                      /* ... the context that all of them were made in; NULL: several ... */
+    struct phos_opened *opened;            /* ... and what they asked for */
 };
 
 /* May unlock and lock again while it waits for memory to come back. */
@@ -90,6 +98,8 @@ struct phos_allocation *phos_allocation_in(const struct phos_mapping *mapping, C
 /* Another process's memory, mapped. */
 CUresult phos_map_imported(struct phos_block *block, struct phos_span **span) PHOS_CHECKED;
 CUresult phos_unmap_imported(struct phos_span *span) PHOS_CHECKED;
+/* The allocation of another process's that contains the address, if it was opened; or NULL. */
+const struct phos_opened *phos_opened_at(CUdeviceptr address);
 
 /* Gives freed memory that was kept mapped back to the driver; device -1: of all. */
 void phos_cache_flush(CUdevice device);

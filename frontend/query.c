@@ -26,6 +26,14 @@ CUresult serve_cuMemGetAddressRange_v2(CUdeviceptr_v2 *base, size_t *size, CUdev
                 *size = allocation->size;
             return CUDA_SUCCESS;
         }
+        const struct phos_opened *opened = phos_opened_at(address);
+        if (opened) {
+            if (base)
+                *base = opened->address;
+            if (size)
+                *size = opened->size;
+            return CUDA_SUCCESS;
+        }
         address = asked(address);
     }
     return phos_real.cuMemGetAddressRange_v2(base, size, address);
@@ -61,12 +69,18 @@ static void adjust(const struct phos_allocation *allocation, CUpointer_attribute
     }
 }
 
-/* Of the application's own mapping: what it asked for, without the descriptors that we did. */
-static void adjust_own(CUdeviceptr address, CUpointer_attribute attribute, void *data)
+/* Of the application's own mapping: what it asked for, without the descriptors that we did. And of another process's memory: the
+ * allocation, not all that is mapped with it. */
+static void adjust_other(CUdeviceptr address, CUpointer_attribute attribute, void *data)
 {
     const struct phos_mapping *mapping = phos_mapping_at(address);
+    const struct phos_opened *opened = phos_opened_at(address);
     if (mapping && !mapping->span && attribute == CU_POINTER_ATTRIBUTE_ALLOWED_HANDLE_TYPES)
         *(unsigned long long *)data = (unsigned long long)mapping->block->properties.requestedHandleTypes;
+    else if (opened && attribute == CU_POINTER_ATTRIBUTE_RANGE_START_ADDR)
+        *(CUdeviceptr *)data = opened->address;
+    else if (opened && attribute == CU_POINTER_ATTRIBUTE_RANGE_SIZE)
+        *(size_t *)data = opened->size;
 }
 
 CUresult serve_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, CUdeviceptr_v2 address)
@@ -77,7 +91,7 @@ CUresult serve_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, 
         return result;
     struct phos_allocation *allocation = phos_allocation_at(address);
     if (!allocation && result == CUDA_SUCCESS)
-        adjust_own(address, attribute, data);
+        adjust_other(address, attribute, data);
     if (!allocation)
         return result;
     /* Some are refused for VMM memory that cuMemAlloc memory has. */
@@ -100,6 +114,6 @@ CUresult serve_cuPointerGetAttributes(unsigned int count, CUpointer_attribute *a
         if (data[i] && allocation)
             adjust(allocation, attributes[i], data[i]);
         else if (data[i])
-            adjust_own(address, attributes[i], data[i]);
+            adjust_other(address, attributes[i], data[i]);
     return result;
 }

@@ -141,8 +141,21 @@ CUresult phos_map_imported(struct phos_block *block, struct phos_span **span)
 
 CUresult phos_unmap_imported(struct phos_span *span)
 {
+    for (struct phos_opened *opened = span->opened, *next; opened; opened = next) {
+        next = opened->next;
+        free(opened);
+    }
     span_destroy(span);
     return CUDA_SUCCESS;
+}
+
+const struct phos_opened *phos_opened_at(CUdeviceptr address)
+{
+    const struct phos_mapping *mapping = phos_mapping_at(address);
+    const struct phos_opened *opened = mapping && mapping->span ? mapping->span->opened : NULL;
+    while (opened && address - opened->address >= opened->size)
+        opened = opened->next;
+    return opened;
 }
 
 /* ---- freed spans that stay mapped ---- */

@@ -245,23 +245,50 @@ def test_medium_memory_of_another_process(phosd: FakePhosd) -> None:
     ok(cu.cuCtxSynchronize())
     say(*(bytes(ok(cu.cuIpcGetMemHandle(p)).reserved).hex() for p in pieces[1:]))
     heard()
-    assert [read(p, 5 << 20) for p in pieces] == [bytes([v]) * (5 << 20) for v in (1, 9, 3)]
+    ok(cu.cuMemFree(pieces[2]))
+    pieces[2] = ok(cu.cuMemAlloc(3 << 20))
+    fill(pieces[2], 3 << 20, 3)
+    ok(cu.cuCtxSynchronize())
+    say(bytes(ok(cu.cuIpcGetMemHandle(pieces[2])).reserved).hex())
+    heard()
+    assert [read(p, 3 << 20) for p in pieces] == [bytes([v]) * (3 << 20) for v in (1, 9, 3)]
     say("same")
     """
     importer = """
     start()
-    opened = []
-    for text in heard().split():
+    opened, sizes = [], [5 << 20, 5 << 20]
+
+    def open_handle(text):
         h = cu.CUipcMemHandle()
         h.reserved = bytes.fromhex(text)
-        opened.append(int(ok(cu.cuIpcOpenMemHandle(h, 1))))
+        return int(ok(cu.cuIpcOpenMemHandle(h, 1)))
+
+    for text in heard().split():
+        opened.append(open_handle(text))
     assert [read(p, 5 << 20)[0] for p in opened] == [2, 3]
+
+    def ranges():
+        start = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
+        size = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE
+        for p, whole in zip(opened, sizes):
+            inside = p + whole - 1
+            base, length = ok(cu.cuMemGetAddressRange(inside))
+            assert (int(base), length) == (p, whole)
+            assert int(ok(cu.cuPointerGetAttribute(start, inside))) == p
+            assert [int(v) for v in ok(cu.cuPointerGetAttributes(2, [start, size], inside))] == [p, whole]
+
+    ranges()
     say("opened")
     heard()
+    ranges()
+    say("asked")
+    assert open_handle(heard()) == opened[1]  # another allocation at the same place
+    sizes[1] = 3 << 20
+    ranges()
     assert [read(p, 5 << 20)[-1] for p in opened] == [2, 3]
     fill(opened[0], 5 << 20, 9)
     ok(cu.cuCtxSynchronize())
-    for p in opened:
+    for p in opened + opened[1:]:
         ok(cu.cuIpcCloseMemHandle(p))
     say("closed")
     """
@@ -276,6 +303,9 @@ def test_medium_memory_of_another_process(phosd: FakePhosd) -> None:
         assert not phosd.attach(second, given).error
         assert not phosd.open(second).error
         two.tell()
+        assert two.line() == "asked"
+        one.tell()
+        two.tell(one.line())
         assert two.line() == "closed"
         one.tell()
         assert one.line() == "same"
