@@ -162,7 +162,6 @@ class DumpedNamedMemory:
             self._failure = error
 
     def _save_file(self, inode: int, names: list[str]) -> None:
-        """Nothing is saved of one that has no name any more: of that, too, CRIU sees to what is mapped."""
         for name in names:
             with suppress(FileNotFoundError):  # somebody outside of the tree removes names
                 descriptor = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -175,6 +174,8 @@ class DumpedNamedMemory:
                         return
                 finally:
                     os.close(descriptor)
+        if _names([inode])[inode]:  # else CRIU sees to it, too, if it is mapped
+            raise FileNotFoundError(f"{SHARED_MEMORY / names[0]} is not there any more, or another file")
 
     def wait(self) -> None:
         """Return when nothing more is read.
