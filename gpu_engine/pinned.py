@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import signal
+import stat
 import struct
 import threading
 import time
@@ -318,6 +319,8 @@ def _region(image: Image | RemoteImage, name: str, size: int, watcher: _Watcher 
     directory = os.open(image.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         flags = os.O_CLOEXEC | os.O_NOFOLLOW
+        if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):
+            return Region(name, size)  # what it leads to may be another file by and by
         descriptor = os.open(name, os.O_RDONLY | flags, dir_fd=directory)
         try:
             status = os.fstat(descriptor)

@@ -1,8 +1,8 @@
 """CRIU's own image files: a header of two magic numbers, then messages, each behind its length.
 
 criu_pages.py, criu_mappings.py and criu_remaps.py change some of them. Names are those of files in a directory that is
-given as an open descriptor: whoever owns it may put links there, which are not followed. Facts are those of CRIU 4.1.1
-(criu/include/magic.h, criu/protobuf.c).
+given as an open descriptor: whoever owns it may put links there, which are not followed where something is changed.
+Facts are those of CRIU 4.1.1 (criu/include/magic.h, criu/protobuf.c).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from phos.images.errors import ImageError
+from phos.images.files import open_regular
 from phos.images.formats import IMG_COMMON, split_frames
 
 _U32 = struct.Struct("<I")
@@ -31,9 +32,13 @@ def header(magic: str) -> bytes:
     return _MAGICS.pack(IMG_COMMON, by_name[magic])
 
 
-def messages(directory: int, name: str, magic: str) -> list[bytes]:
-    """The messages in a file of CRIU's; ImageError if it is none of that kind, or cut off."""
-    with open_file(directory, name, "r") as file, naming(name):
+def messages(directory: int, name: str, magic: str, *, linked: bool = False) -> list[bytes]:
+    """The messages in a file of CRIU's; ImageError if it is none of that kind, or cut off.
+
+    ``linked``: it may be a link to one, as in an image that is restored, which is CRIU's to follow as well.
+    """
+    opened = io.FileIO(open_regular(directory, name)) if linked else open_file(directory, name, "r")
+    with opened as file, naming(name):
         raw = file.readall()
     if raw[:8] != header(magic):
         raise ImageError(f"{name} does not begin as an image of CRIU's of the kind {magic}")

@@ -38,7 +38,7 @@ def written_files(directory: int) -> dict[str, int]:
     from pycriu.images.fdinfo_pb2 import REG
 
     found = {}
-    nameless = {remap.orig_id for remap in criu_remaps.remaps(directory)}
+    nameless = {remap.orig_id for remap in criu_remaps.remaps(directory, linked=True)}
     for entry in _entries(directory):
         if (
             entry.id in nameless
@@ -77,5 +77,5 @@ def socket_folders(directory: int) -> dict[str, Owner]:
 def _entries(directory: int) -> Iterator[Any]:
     from pycriu.images.fdinfo_pb2 import file_entry
 
-    for body in criu_files.messages(directory, "files.img", "FILES"):
+    for body in criu_files.messages(directory, "files.img", "FILES", linked=True):
         yield criu_files.parse(file_entry, body, "files.img")

@@ -33,15 +33,17 @@ class Replaced:
     left: dict[str, str] = field(default_factory=dict)
 
 
-def remaps(directory: int) -> list[Any]:
+def remaps(directory: int, *, linked: bool = False) -> list[Any]:
     """What REMAPS in an open directory says of files whose names are gone; nothing, if CRIU has made none.
+
+    ``linked``: see :func:`~phos.images.criu_files.messages`.
 
     Raises: as :func:`name_again`.
     """
     from pycriu.images.remap_file_path_pb2 import remap_file_path_entry
 
     try:
-        bodies = criu_files.messages(directory, REMAPS, "REMAP_FPATH")
+        bodies = criu_files.messages(directory, REMAPS, "REMAP_FPATH", linked=linked)
     except FileNotFoundError:
         return []
     return [criu_files.parse(remap_file_path_entry, body, REMAPS) for body in bodies]

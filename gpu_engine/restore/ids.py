@@ -41,7 +41,7 @@ def _tree(directory: int) -> set[int]:
     from pycriu.images.pstree_pb2 import pstree_entry
 
     found: set[int] = set()
-    for body in criu_files.messages(directory, "pstree.img", "PSTREE"):
+    for body in criu_files.messages(directory, "pstree.img", "PSTREE", linked=True):
         task = criu_files.parse(pstree_entry, body, "pstree.img")
         found |= {task.pid, *task.threads}
     return found

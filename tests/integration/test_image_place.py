@@ -98,6 +98,20 @@ def test_an_image_on_a_read_only_file_system_is_restored(site: Site, options: tu
     assert sorted(dumped.image.iterdir()) == held
 
 
+@pytest.mark.parametrize("options", [(), ("--lazy",)])
+def test_an_image_of_links_is_restored(site: Site, options: tuple[str, ...]) -> None:
+    """What phos-gpu verify finds whole."""
+    dumped = Dumped(site, site.folder)
+    links = site.folder / "links"
+    subprocess.run(["cp", "-rs", str(dumped.image), str(links)], check=True)
+    site.run("phos-gpu", "verify", str(links))
+    site.run("phos-gpu", "image", "pin", str(links))
+    site.run("phos-gpu", "image", "unpin", str(links))
+    dumped.program.output.write_bytes(dumped.output)
+    site.run("phos-gpu", "restore", *options, str(links))
+    assert dumped.program.wait_result() == LAYERS_SUM
+
+
 REMOVALS: dict[str, Callable[[Path], object]] = {
     "directory": lambda image: wait_until(  # phosd may have made a file since the others were removed
         lambda: subprocess.run(["rm", "-rf", str(image)], check=False).returncode == 0, "the directory to be removed"

@@ -119,6 +119,11 @@ def test_what_others_may_write_to_or_has_a_disk_is_copied(shared: Path, tmp_path
     memory = load(shared)
     assert memory.copied >= first.stat().st_size
     memory.release()
+    os.chown(first, os.geteuid(), os.getegid())
+    first.symlink_to(shutil.move(first, tmp_path / "elsewhere"))
+    memory = load(shared)
+    assert memory.copied >= first.stat().st_size
+    memory.release()
 
 
 def alter(file: Path) -> None:

@@ -78,6 +78,18 @@ def test_those_that_are_missing_are_made_and_go_again(tmp_path: Path, image: tup
     assert all(path.exists() for path in made)
 
 
+def test_an_image_s_files_may_be_links(tmp_path: Path, image: tuple[int, Path]) -> None:
+    """As with `cp -rs`, or where what files have in common is kept once; CRIU follows them."""
+    directory, file = image
+    write_image(tmp_path / "elsewhere", "FILES", [bound(f"{tmp_path}/x/s")])
+    file.symlink_to(tmp_path / "elsewhere")
+    assert set(socket_folders(directory)) == {f"{tmp_path}/x"}
+    file.unlink()
+    file.symlink_to("/dev/null")
+    with pytest.raises(OSError, match="it is no regular file"):
+        socket_folders(directory)
+
+
 def test_a_name_may_be_any_bytes(tmp_path: Path, image: tuple[int, Path]) -> None:
     directory, file = image
     relative = with_bytes(bound("s", folder=f"{tmp_path}/ab"), "/ab", b"/\xff\xfe")
