@@ -174,6 +174,17 @@ static struct phos_touch *tables_of(const struct phos_touches *touches, uint32_t
     return tables;
 }
 
+/* What a kernel puts into a table itself is not there before: it may be given the table twice, and as what it writes to. */
+static bool fills(const struct phos_touches *touches, CUdeviceptr table)
+{
+    for (size_t i = 0; i < touches->count; i++) {
+        const struct phos_touch *touch = &touches->list[i];
+        if (touch->access & PHOS_WRITES && (touch->address == table || table - touch->address < touch->size))
+            return true;
+    }
+    return false;
+}
+
 void phos_window_follow(struct phos_touches *touches, uint32_t access, bool rested)
 {
     size_t count;
@@ -183,6 +194,8 @@ void phos_window_follow(struct phos_touches *touches, uint32_t access, bool rest
         return;
     }
     phos_touches_through_nothing(touches);
+    for (size_t i = 0; i < count; i++)
+        touches->anything |= fills(touches, tables[i].address) ? tables[i].access : 0;
     struct extent read = {0};
     uint32_t known = 0; /* the access that was added for all that lies there, to the end of the allocation */
     for (size_t i = 0; i < count; i++) {

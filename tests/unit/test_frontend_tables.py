@@ -58,13 +58,26 @@ PTX = """
     st.global.u32 [%to], %seven;
     ret;
 }
+.visible .entry filled(.param .u64 table, .param .u64 filled, .param .u64 to)
+{
+    .reg .u64 %a, %b, %to, %found;
+    .reg .u32 %seven;
+    ld.param.u64 %a, [filled];
+    ld.param.u64 %to, [to];
+    st.global.u64 [%a], %to;
+    ld.param.u64 %b, [table];
+    ld.global.u64 %found, [%b];
+    mov.u32 %seven, 7;
+    st.global.u32 [%found], %seven;
+    ret;
+}
 """
 
 BODY = f"""
 context = start()
 PTX = {PTX.encode() + bytes(1)!r}
 module = ok(cu.cuModuleLoadData(PTX))
-kernel, pair = [ok(cu.cuModuleGetFunction(module, name)) for name in (b"through", b"pair")]
+kernel, pair, filled = [ok(cu.cuModuleGetFunction(module, name)) for name in (b"through", b"pair", b"filled")]
 pool, p, q, other, table = [int(ok(cu.cuMemAlloc(size))) for size in ({POOL}, {P}, {Q}, {OTHER}, {TABLE})]
 stream = ok(cu.cuStreamCreate(1))
 host = int(ok(cu.cuMemHostAlloc(4096, 0)))
@@ -144,7 +157,7 @@ def opened(phosd: FakePhosd, body: str, mode: int = COW) -> Iterator[tuple[Progr
 
 
 def give_descriptor(session: Session) -> None:
-    eventually(lambda: len(session.kernels) == 2)
+    eventually(lambda: len(session.kernels) == 3)
     connection = session.connection
     assert connection is not None
     file = os.memfd_create("table")
@@ -174,6 +187,33 @@ ok(cu.cuStreamSynchronize(stream))
 assert read(other + 64, 4) == bytes([7, 0, 0, 0])
 """
     with opened(phosd, body + END) as (app, window):
+        assert app.line() == "through"
+        assert window.states(P) == window.states(OTHER) == {SHADOWED}
+        assert window.states(Q) == {UNSAVED}
+        assert window.table.counts().anything == 0
+
+
+FILLED = """
+say("ready")
+heard()
+u64 = ctypes.c_uint64
+places = (table + 24, WHERE, p + (8 << 20))
+addresses[:] = 1, 2, p + (8 << 20), 3
+ok(cu.cuMemcpyHtoDAsync(table + 8, host, 32, stream))
+ok(cu.cuLaunchKernel(filled, 1, 1, 1, 1, 1, 1, 0, stream, (places, (u64, u64, u64)), 0))
+"""
+
+
+def test_a_table_that_the_kernel_fills_under_another_name_may_hold_any_address(phosd: FakePhosd) -> None:
+    with opened(phosd, FILLED.replace("WHERE", "table + 24") + END) as (app, window):
+        eventually(lambda: window.table.culprit() == "filled")
+        window.chunks.close_window()
+        assert app.line() == "through"
+        assert window.table.counts().anything == 1
+
+
+def test_a_table_beside_what_the_kernel_fills_is_followed(phosd: FakePhosd) -> None:
+    with opened(phosd, FILLED.replace("WHERE", "other") + END) as (app, window):
         assert app.line() == "through"
         assert window.states(P) == window.states(OTHER) == {SHADOWED}
         assert window.states(Q) == {UNSAVED}
