@@ -66,7 +66,7 @@ _SILENT = _names(
     ERRBAR CCTLL CCTLT EXIT BRA BRX JMP JMX RET KILL BPT YIELD NANOSLEEP WARPSYNC WARPGROUP WARPGROUPSET FENCE
     ARRIVES PREEXIT ACQBULK CGABAR_ARV CGABAR_WAIT CGABAR_GET CGABAR_SET UTMACCTL UTMAPF UTMACMDFLUSH
     UTMAREDCMDFLUSH BLKPF ELECT SETMAXREG ENDCOLLECTIVE PMTRIG QSPC SETCTAID SETLMEMBASE UTCBAR UTCATOMSWS
-    UTCHMMA UTCIMMA UTCQMMA UTCOMMA UTCCP UTCSHIFT SYNCS CALL RPCMOV MEMSETS
+    UTCHMMA UTCIMMA UTCQMMA UTCOMMA UTCCP UTCSHIFT SYNCS CALL MEMSETS
     GETNEXTWORKID
     """
 )
@@ -78,6 +78,9 @@ _COMPARES = ("ISETP", "UISETP")
 COMPARISON_OPERANDS = 5
 
 _TEXTURES = ("TEX", "TLD", "TXD", "TMML", "TXQ", "SULD")
+
+_RETURN = {"Rpc": 1024, "Rpc.LO": 1024, "Rpc.HI": 1025}
+"""The halves of the register that says where to return to, numbered above all others."""
 
 
 def step(instruction: Instruction, state: State, kernel: Kernel) -> None:
@@ -418,6 +421,25 @@ def _across(instruction: Instruction, state: State, kernel: Kernel) -> None:
         put(instruction, state, register, [mix([word_of(sources[0], state, kernel)])])
 
 
+def _aside(instruction: Instruction, state: State, kernel: Kernel) -> None:
+    """``RPCMOV``: where a function is to return to; compilers put other words aside there, too."""
+    operands = [operand for operand in instruction.operands if operand.kind != Kind.PREDICATE]
+    if len(operands) < 2:
+        return
+    to, source = operands[:2]
+    place, origin = _RETURN.get(to.text), _RETURN.get(source.text)
+    for part in range(words_in(instruction)):
+        if origin is None:
+            word = word_of(source, state, kernel, part)
+        else:
+            word = state.registers.get(origin + part, UNKNOWN)
+        if place is None:
+            put(instruction, state, to.register + part, [word])
+        else:
+            old = state.registers.get(place + part)
+            state.registers[place + part] = word if instruction.always or old is None else join(old, word)
+
+
 def _special(instruction: Instruction, state: State, kernel: Kernel) -> None:
     register, sources = destination(instruction)
     text = sources[0].text if sources else ""
@@ -455,6 +477,7 @@ _TABLE: dict[str, Handler] = {
     **dict.fromkeys(("REDUX", "CREDUX", "MOVM"), _across),
     "HFMA2": _constant_halves,
     **dict.fromkeys(("S2R", "S2UR", "CS2R", "B2R", "LEPC"), _special),
+    "RPCMOV": _aside,
     **dict.fromkeys(("LDC", "LDCU", "ULDC"), memory.load_constant),
     "LDGSTS": memory.copy_to_shared,
     "CCTL": memory.cache,

@@ -411,6 +411,32 @@ def test_the_barrier_of_a_cooperative_launch_is_the_drivers(architecture: int, a
     assert flow(code, P0, architecture=architecture) == (pointers(WRITE), NONE)
 
 
+ASIDE = """
+    {code}
+    RPCMOV.32 Rpc.LO, R2
+    CS2R.32 R2, SR_CgaSize
+    IMAD R2, R2, -0xa0, RZ
+    R2UR UR7, R2
+    RPCMOV.32 R2, Rpc.LO
+    {use}
+    STG.E desc[UR4][R2.64], R0
+    EXIT
+"""
+
+
+def test_a_register_that_is_put_aside_has_its_word_again() -> None:
+    """As ptxas 13.0 does it for sm_100 where it asks for the size of a cluster and has no register left."""
+    found = flow(ASIDE.format(code="LDC.64 R2, c[0x0][0x380]", use=""), P0, architecture=100, base=0x380)
+    assert found == (pointers(WRITE), NONE)
+    # An index stays in units of addresses.
+    many = ASIDE.format(code="LDC R2, c[0x0][0x400]\nIMAD R2, R2, 0x8, RZ", use="LDC.64 R2, c[0x0][R2+0x3c0]")
+    both = Parameter(0, 128), Parameter(128, 4)
+    assert flow(many, *both, architecture=100, base=0x380) == ([(0, 0, 128, WRITE, SCAN)], NONE)
+    # What is there from before is no address, and nothing that is known.
+    never = ASIDE.format(code="", use="").replace("RPCMOV.32 Rpc.LO, R2", "LDC.64 R2, c[0x0][0x380]")
+    assert flow(never, P0, architecture=100, base=0x380)[1] == WRITE
+
+
 def test_a_store_through_a_parameter_or_an_address_from_memory_may_go_through_either() -> None:
     """`float *p = many ? many[i] : one`, as cuBLAS's products of many matrices have it."""
     code = """
