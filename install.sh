@@ -454,6 +454,13 @@ install_files() {
         $place "$source/$folder" "$home/$folder"
         [ -L "$home/$folder" ] || find "$home/$folder" -name __pycache__ -prune -exec rm -rf {} +
     done
+    # Programs of the tests that benchmarks run; those of a link find the clone's.
+    rm -rf "$home/tests"
+    for folder in tests/gpu/programs tests/integration/programs; do
+        [ ! -L "$home/bench" ] || continue
+        put "$source/$folder" "$home/$folder"
+        find "$home/$folder" -name __pycache__ -prune -exec rm -rf {} +
+    done
     # The lists of entry points, by which a benchmark finds the frontend's hooks.
     local list
     for list in cuda_api.def library_api.def gen_api.py gen_library.py own_code.py; do
@@ -561,7 +568,7 @@ let_everybody_read() {
 # Who may not write here compiled it at every call; and what root's first call left, a user could not remove again.
 compile_python() {
     [ -z "$dev" ] || return 0 # links into the clone
-    "$home/venv/bin/python" -I -m compileall -q "$home"/venv/lib/python3*/site-packages "$home"/{bench,examples,frontend} \
+    "$home/venv/bin/python" -I -m compileall -q "$home"/venv/lib/python3*/site-packages "$home"/{bench,examples,frontend,tests} \
         >/dev/null || true # some packages bring files for other versions of Python
 }
 

@@ -75,6 +75,18 @@ def test_a_bundle_is_small_and_whole(bundle: Path) -> None:
     assert not [path for path in bundle.rglob("*") if path.is_symlink() and not path.resolve().is_relative_to(bundle)]
 
 
+MISSING = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import audit, jobs, process
+scripts = [process.TEST_PROGRAMS / f"{program}.py" for _, program, *_ in audit.TESTED]
+for job in jobs.JOBS.values():
+    scripts += [jobs.GPU_PROGRAMS / job.script, jobs.SMOKE_PROGRAMS / (job.smoke or "unused_memory.py")]
+print([str(script) for script in scripts if not script.is_file()])
+"""
+"""What benchmarks run of the tests' programs and do not find."""
+
+
 def test_a_carried_bundle_works(installed: Path) -> None:
     assert "Version: 4." in call(installed / "bin" / "criu", "--version").stdout
     assert "The PhOS daemon" in call(installed / "bin" / "phosd", "--help").stdout
@@ -88,6 +100,7 @@ def test_a_carried_bundle_works(installed: Path) -> None:
     hooks = "import sys; sys.path.insert(0, sys.argv[1]); import bypass; print(len(list(bypass.Bypass._functions())))"
     programs = str(installed / "lib" / "phos" / "bench" / "programs")
     assert int(call(python, "-IB", "-c", hooks, programs).stdout) > 500
+    assert call(python, "-IB", "-c", MISSING, str(Path(programs).parent)).stdout == "[]\n"
 
 
 def test_no_call_leaves_a_file(bundle: Path, tmp_path: Path) -> None:
