@@ -7,6 +7,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,8 +36,11 @@ GROWN = "PHOS_GROWN_FILES"
 NO_TERMINAL = "Don't have tty to inherit session from"
 """CRIU's words where its standard input is no terminal, and who it restores had one."""
 
-_SIZE = re.compile(r"File .* has bad size (\d+) \(expect (\d+)\)")
-"""CRIU's words of a file that a process has open."""
+_SIZE = re.compile(r"File (.*) has bad size (\d+) \(expect (\d+)\)")
+"""CRIU's words of a file that a process has open, or mapped."""
+
+_MAPPED = re.compile(r"Can't open vma|Can't fixup VMA's fd")
+"""What it says then if that file was mapped."""
 
 END_SECONDS = 5.0
 """How long a process that was killed may take to end."""
@@ -150,11 +154,7 @@ def _finish(
             why = f"{pages.error}\n" if pages is not None and pages.error and HUNG_UP not in pages.error else ""
             if NO_TERMINAL in said:
                 why += "Its processes have a terminal open: run this command in one, with which they go on.\n"
-            if (size := _SIZE.search(said)) and int(size[1]) > int(size[2]) and os.environ.get(GROWN) != "cut":
-                why += (
-                    f"A file that they write to has grown since the dump. With {GROWN}=cut in this command's "
-                    "environment it gets the length that it had, and what came since is kept beside it.\n"
-                )
+            why += _of_files(said, directory)
             raise RestoreFailed(
                 f"The image in {image} could not be restored; nothing of it was left running.\n{why}{said}{log}"
             )
@@ -177,6 +177,38 @@ def _finish(
     tell(f"Restored process {', '.join(map(str, pids))} from {printable(image)} ({seconds:.2f} s).")
     if lazy:
         _show(answer)
+
+
+def _of_files(said: str, directory: Path) -> str:
+    """What to do about a file whose size is another one than at the dump, if CRIU has said that of one."""
+    size = _SIZE.search(said)
+    if size is None:
+        return ""
+    if _MAPPED.search(said):
+        return (
+            "A file that they have mapped, a library mostly, is another one than at the dump: an update of its "
+            "package, or of PhOS, has replaced it. Put the former one back.\n"
+        )
+    if int(size[2]) <= int(size[3]) or os.environ.get(GROWN) == "cut" or f"/{size[1]}" not in _written(directory):
+        return ""
+    return (
+        f"A file that they write to has grown since the dump. With {GROWN}=cut in this command's environment it gets "
+        "the length that it had, and what came since is kept beside it.\n"
+    )
+
+
+def _written(directory: Path) -> Collection[str]:
+    """The files that the processes of an image only write to."""
+    from phos.images.criu_open_files import written_files  # here, because other restores need it not
+
+    try:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return written_files(descriptor)
+        finally:
+            os.close(descriptor)
+    except (OSError, ImageError):
+        return ()
 
 
 def _interrupted(begun: Begun, status: int, image: str, directory: Path) -> NoReturn:

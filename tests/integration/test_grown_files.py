@@ -84,3 +84,33 @@ def test_it_is_not_where_the_restore_is_refused(site: Site) -> None:
     (logging.image / "away").rename(logging.image / "phos-commit.img")
     site.restore(logging.image, PHOS_GROWN_FILES="cut")
     assert logging.kept()
+
+
+MAPS = """
+import ctypes, mmap, runpy, sys
+with open(sys.argv[1], "rb") as library:  # as the dynamic linker does it: mmap.mmap() would keep it open
+    size = ctypes.c_size_t(8192)
+    ctypes.CDLL(None).mmap(None, size, mmap.PROT_READ, mmap.MAP_PRIVATE, library.fileno(), ctypes.c_long(0))
+sys.argv[:2] = []
+sys.path.insert(0, sys.argv[0].rpartition("/")[0])
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_a_library_that_was_replaced_is_no_log(site: Site) -> None:
+    """To cut it would be the wrong thing to do, and is not advised."""
+    library = site.folder / "library.so"
+    library.write_bytes(b"1" * 8192)
+    python, *words = example_words("mlp")
+    program = site.start(python, "-c", MAPS, str(library), *words, *OPTIONS)
+    program.wait_iterations(5)
+    image = site.image()
+    site.dump(program, image)
+    library.write_bytes(b"2" * 9000)
+    told = site.run("phos-gpu", "restore", str(image), check=False)
+    assert "has bad size 9000 (expect 8192)" in told.stderr
+    assert "A file that they have mapped, a library mostly, is another one than at the dump" in told.stderr
+    assert "PHOS_GROWN_FILES" not in told.stderr
+    library.write_bytes(b"1" * 8192)
+    site.restore(image)
+    assert program.wait_result() == site.reference("mlp", *OPTIONS[:2])
