@@ -148,6 +148,9 @@ class Requests:
         self._refuse(session.pid, peer, directory)
         while request.wait and self._registry.claims.has(tree_of(session.pid)):
             time.sleep(POLL_SECONDS)
+        if os.fstat(directory).st_nlink == 0:
+            path = describe_path(directory).removesuffix(" (deleted)")
+            raise CheckpointFailed(f"The image directory {path} has been removed since it was asked for.")
         with custody(directory, peer.uid, custody_folder(self._registry.path)) as image:
             try:
                 said = self._run(session.pid, request, image, by_descriptor=peer.uid != 0)

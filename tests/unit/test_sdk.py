@@ -415,6 +415,17 @@ def test_a_tree_with_processes_of_others(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not daemon.ran
 
 
+def test_a_directory_that_was_removed_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, folder = Requests._run, tmp_path / "image"
+    daemon = Daemon(monkeypatch)
+    monkeypatch.setattr(Requests, "_run", run)
+    folder.mkdir()
+    with daemon.registry.claims.hold([os.getpid()]):
+        daemon.ask(folder, wait=True)
+        folder.rmdir()
+    assert daemon.result().error == f"The image directory {folder} has been removed since it was asked for."
+
+
 def test_no_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     daemon = Daemon(monkeypatch)
     daemon.ask(None)
