@@ -147,7 +147,7 @@ def checkpoint(
         Busy: as asked for.
         ValueError: an argument has no meaning.
     """
-    name = os.fspath(directory)
+    name = os.fsdecode(directory)
     if if_busy not in ("wait", "skip", "error"):
         raise ValueError(f"if_busy={if_busy!r}: there are 'wait', 'skip' and 'error'.")
     if not name or "\0" in name:

@@ -258,7 +258,8 @@ def test_it_does_nothing_and_warns_once(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"directory": ""}, {"protocol": "fast"}, {"if_busy": "maybe"}, {"directory": "a\0b"}]
+    "arguments",
+    [{"directory": ""}, {"protocol": "fast"}, {"if_busy": "maybe"}, {"directory": "a\0b"}, {"directory": b"a\0b"}],
 )
 def test_arguments_without_a_meaning(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
