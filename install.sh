@@ -81,9 +81,9 @@ case $mode in
 install | offline)
     # Of a --dev installation the libraries are the clone's.
     for place in "$prefix" ${dev:+"$source"}; do
-        case $place in *[\ :]*)
-            fail "$place has a blank or a colon in its name, which the dynamic linker takes for the end of a library's name" \
-                "(LD_PRELOAD): no program could be started under PhOS. Choose another folder." ;;
+        case $place in *[\ :\;]*)
+            fail "$place has a blank, a colon or a semicolon in its name, which the dynamic linker takes for the end of a" \
+                "library's or a folder's (LD_PRELOAD, LD_LIBRARY_PATH): no program could be started under PhOS. Choose another folder." ;;
         esac
     done
     ;;

@@ -67,7 +67,7 @@ def test_help_lists_every_option() -> None:
         ["extra"],
         ["--offline"],
     ]
-    + [[f"--prefix={name}"] for name in ("a b", "a:b/c")],
+    + [[f"--prefix={name}"] for name in ("a b", "a:b/c", "a;b")],
 )
 def test_bad_options_are_refused(arguments: list[str], tmp_path: Path) -> None:
     done = subprocess.run([ROOT / "install.sh", *arguments], capture_output=True, text=True, check=False, cwd=tmp_path)

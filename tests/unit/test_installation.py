@@ -28,7 +28,7 @@ def test_no_program_is_started_without_the_frontend(name: str, tmp_path: Path, m
     words = [ROOT / "install.sh", "--prefix", tmp_path / name]
     refused = subprocess.run(words, capture_output=True, text=True, check=False)
     assert refused.returncode == 1
-    assert f"{os.path.realpath(tmp_path / name)} has a blank or a colon in its name" in refused.stderr
+    assert f"{os.path.realpath(tmp_path / name)} has a blank, a colon or a semicolon in its name" in refused.stderr
 
 
 @pytest.mark.parametrize("name", ["plain", "with a blank"])
