@@ -109,10 +109,13 @@ class Demo:
             said = "\n".join(f"   {line}" for line in lines if "Error" in line)
             raise CheckpointFailed(f"{str(error).rstrip()}\n{log} says:\n{said or '   no error'}") from error
 
-    def start(self, output: Path, pace: float = 0.0) -> subprocess.Popen[bytes]:
-        """Start the example under the frontend, with nothing of this terminal in it (CRIU would have to save that)."""
+    def start(self, output: Path, pace: float = 0.0, until: Path | None = None) -> subprocess.Popen[bytes]:
+        """Start the example under the frontend, with nothing of this terminal in it (CRIU would have to save that).
+
+        ``until``: it sleeps, and does not end, before there is this file.
+        """
         program = [sys.executable, str(examples_folder() / f"{self.example}.py"), "--iterations", str(self.iterations)]
-        program += ["--iteration-seconds", str(pace)]
+        program += ["--iteration-seconds", str(pace), *(["--until", str(until)] if until else [])]
         with open(output, "wb") as file:
             return subprocess.Popen(
                 [str(launcher("phos-gpu")), "run", "--", *program],
@@ -176,12 +179,14 @@ class Demo:
     def dump_half_way(self, output: Path) -> subprocess.Popen[bytes]:
         """Start the program and dump it in the middle of its work; the process, which is gone."""
         with self.timed("Start it again and let it compute half of the way"):
-            process = self.start(output, self.pace)
+            dumped = self.folder / "dumped"
+            process = self.start(output, self.pace, dumped)  # however late the dump comes, something is left to do
             self.wait_iteration(output, self.iterations // 2, process)
         self.image.mkdir()
         with self.timed(f"criu dump --lib phos -t {process.pid} -D image/"):
             self.criu("dump", "-t", str(process.pid))
             process.wait(60)  # and so its pid is free: the restored one has the same
+        dumped.touch()
         return process
 
     def run(self) -> None:

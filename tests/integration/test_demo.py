@@ -157,6 +157,17 @@ def test_a_signal_ends_it_with_all_that_it_has_started(site: Site, number: signa
     assert site.processes() == []
 
 
+@pytest.mark.parametrize("options", [(), ("--restore", "eager")], ids=" ".join)
+def test_a_dump_that_comes_late_finds_something_left_to_do(site: Site, options: tuple[str, ...]) -> None:
+    """On a machine that has become busy since phosd was started, by which the program's pace goes."""
+    slow = site.folder / "criu"
+    slow.write_text(f'#!/bin/sh\ncase " $* " in *" dump "*) sleep 3 ;; esac\nPHOS_CRIU= exec {launcher("criu")} "$@"\n')
+    slow.chmod(0o755)
+    done = demo(site, "--iterations", "8", *options, PHOS_CRIU=str(slow))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert left(site) == []
+
+
 def test_it_leaves_no_zombie_to_a_parent_that_does_not_reap(site: Site) -> None:
     """As in a container whose first process is the user's own program."""
     folder = site.folder / "tmp"
