@@ -131,11 +131,15 @@ static void fill(struct served *process)
 		print_on_level(3, "phos: %llu bytes of process %d are there after %.1f ms\n",
 			       (unsigned long long)process->filled.bytes, process->pid,
 			       (double)(ended.tv_sec - began.tv_sec) * 1e3 + (double)(ended.tv_nsec - began.tv_nsec) * 1e-6);
+	else if (print_on_level)
+		print_on_level(3, "phos: nothing of process %d could be brought at once: it is left to CRIU\n", process->pid);
 }
 
 /* Once CRIU has heard of a change, only CRIU knows what is where. */
 static void heard(struct served *process, const struct uffd_msg *message)
 {
+	if (!process->over && print_on_level)
+		print_on_level(3, "phos: process %d has changed its memory already: it is left to CRIU\n", process->pid);
 	process->over = true;
 	switch (message->event) {
 	case UFFD_EVENT_FORK: /* the child has what its parent has, and is none of those that are filled */

@@ -73,7 +73,10 @@ def test_a_program_that_changes_its_memory_finds_it_right(site: Site, image: Pat
     assert pages.wait() == 0
     assert KEEPER not in [one.name() for one in site.processes()]
     filled = [int(found[1]) for found in FILLED.finditer((image / "pages.log").read_text())]
-    assert bool(filled) == (threads != "0")
+    if threads == "0":
+        assert not filled
+    elif not filled:  # nobody waits for that here: the program may have been quicker
+        assert "it is left to CRIU" in (image / "pages.log").read_text()
     if filled:
         # Some of it may have been the program's to change by then; of a child, which has pages of its own, all of it.
         assert 1 << 20 <= sum(filled) <= sum(pages.stat().st_size for pages in image.glob("pages-*.img"))

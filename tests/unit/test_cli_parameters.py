@@ -220,7 +220,7 @@ def test_who_was_to_get_an_object_gets_one_that_says_what_failed(status: int, wo
     assert said in done.stderr
 
 
-@pytest.mark.parametrize("words", [["run", "--no-such-option", "true", "--json"], ["audit", "--no", "--", "--json"]])
+@pytest.mark.parametrize("words", [["audit", "no-such-program", "--json"], ["audit", "--no", "--", "--json"]])
 def test_an_option_of_the_program_s_own_is_none_of_the_command_s(words: list[str]) -> None:
     done = call(words)
     assert (done.exit_code, done.stdout) == (2, "")
