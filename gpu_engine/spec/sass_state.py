@@ -336,14 +336,14 @@ class State:
     def _agree(self, other: State) -> bool:
         """What was put into registers under the same predicate on both ways; the rest is in the registers as well."""
         if self.comparisons == other.comparisons and self.tests == other.tests:
-            return _agree(self.guarded, other.guarded)
+            return _keep_common(self.guarded, other.guarded)
         # What a predicate holds on one way only is known by its name on both.
         apart = {held for _, held in self.tests.items() ^ other.tests.items()}
         kept = (self.comparisons.keys() & other.comparisons.keys()) - apart
         before = len(self.comparisons), len(self.tests)
         theirs = other._named(kept)
         self._keep_comparisons(kept)
-        return _agree(self.guarded, theirs) or (len(self.comparisons), len(self.tests)) != before
+        return _keep_common(self.guarded, theirs) or (len(self.comparisons), len(self.tests)) != before
 
     def forget(self, predicates: Iterable[str]) -> None:
         """Predicates have changed: what was put into registers under them is not sure any more."""
@@ -389,7 +389,7 @@ def _one_slot(place: Word) -> bool:
     return place.scale == 0 and len(place.alternatives) == 1 and all(atom.origin in _STACK for atom in place.atoms)
 
 
-def _agree(mine: dict[int, tuple[str, Word]], theirs: dict[int, tuple[str, Word]]) -> bool:
+def _keep_common(mine: dict[int, tuple[str, Word]], theirs: dict[int, tuple[str, Word]]) -> bool:
     """What was put into registers under the same predicate on both ways here; the rest is in the registers as well."""
     changed = False
     for register, (predicate, word) in list(mine.items()):

@@ -1,5 +1,6 @@
 /* track.c over a driver of this file's own: captures of kinds that the software GPU does not have, from their begin to their
  * end. */
+#include "check.h"
 #include "track.h"
 
 #include <stdio.h>
@@ -69,15 +70,6 @@ static CUresult ends(bool graphics, CUstream stream)
 {
     return graphics ? serve_cuStreamEndCaptureToCig(stream) : serve_cuStreamEndCapture(stream, NULL);
 }
-
-static void expect(bool good, const char *what, int line)
-{
-    if (good)
-        return;
-    fprintf(stderr, "line %d: not so: %s\n", line, what);
-    exit(1);
-}
-#define CHECK(condition) expect(condition, #condition, __LINE__)
 
 int main(void)
 {

@@ -1,5 +1,6 @@
 /* The frontend over a driver of this file's own, in which another thread begins a capture in the middle of an allocation, in the
  * mode in which calls of all threads can spoil it. */
+#include "check.h"
 #include "memory.h"
 #include "runtime.h"
 #include "stub_driver.h"
@@ -12,15 +13,6 @@
 #define STREAM ((CUstream)0x1000)
 
 static bool capturing;
-
-static void expect(bool good, const char *what, int line)
-{
-    if (good)
-        return;
-    fprintf(stderr, "line %d: not so: %s\n", line, what);
-    exit(1);
-}
-#define CHECK(condition) expect(condition, #condition, __LINE__)
 
 /* As a driver calls it that would spoil a capture. */
 static CUresult unsafe(void)

@@ -1,6 +1,7 @@
 /* vmm.c, detach.c and pool_handle.c over a driver of this file's own: what must stay with the driver, and what must not be
  * taken from it. */
 #include "blocks.h"
+#include "check.h"
 #include "detach.h"
 #include "driver_shared.h"
 #include "driver_vmm.h"
@@ -186,15 +187,6 @@ static CUresult refuse_primary(CUdevice device, unsigned int *flags, int *active
     *active = 0;
     return CUDA_SUCCESS;
 }
-
-static void check(bool good, const char *what, int line)
-{
-    if (good)
-        return;
-    fprintf(stderr, "line %d: not so: %s\n", line, what);
-    exit(1);
-}
-#define CHECK(condition) check(condition, #condition, __LINE__)
 
 static CUmemGenericAllocationHandle made(CUmemLocationType type, int device)
 {
