@@ -20,6 +20,10 @@ bool phos_fail(struct phos_error *error, CUresult code, const char *format, ...)
     int used = vsnprintf(error->text, sizeof error->text, format, arguments);
     va_end(arguments);
     error->code = code;
+    if (code == CUDA_ERROR_DEINITIALIZED) { /* whatever was to be done, that is why it could not be */
+        snprintf(error->text, sizeof error->text, "the process is exiting");
+        return false;
+    }
     char text[64];
     if (code != CUDA_SUCCESS && used > 0 && (size_t)used < sizeof error->text)
         snprintf(error->text + used, sizeof error->text - (size_t)used, ": %s", phos_result_text(code, text));

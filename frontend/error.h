@@ -11,7 +11,8 @@ struct phos_error {
 
 #define PHOS_CHECKED __attribute__((warn_unused_result))
 
-/* Sets *error unless it is set already (the first failure is the cause) and answers false, to be returned. */
+/* Sets *error unless it is set already (the first failure is the cause) and answers false, to be returned.
+ * Of a driver that has shut down it says that the process is exiting. */
 __attribute__((format(printf, 3, 4))) bool phos_fail(struct phos_error *error, CUresult code, const char *format, ...);
 /* "out of memory (2)" and the like, from the driver. */
 const char *phos_result_text(CUresult result, char buffer[64]);

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, environment_for
+from tests.unit.frontend_fake import LIBPHOS, SOFTGPU, FakePhosd, Session, environment_for
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted(path.stem for path in HERE.glob("*.c"))
@@ -58,19 +58,23 @@ class Toggler(threading.Thread):
                 try:
                     if session.connection.ended.is_set():
                         break
-                    done = self.phosd.quiesce(session, 2000)
-                    if done.error:
-                        if "exiting" not in done.error:
-                            self.errors.append(done.error)
+                    if not self._toggle(session):
                         break
-                    for step in (self.phosd.detach, self.phosd.attach, self.phosd.open):
-                        error = step(session).error  # type: ignore[operator]
-                        if error:
-                            self.errors.append(f"{step.__name__}: {error}")
                     self.toggles += 1
                 except (OSError, queue.Empty, AssertionError, ValueError):
                     break  # it ended, or closed our socket, in the middle
                 self.stopping.wait(0.005)
+
+    def _toggle(self, session: Session) -> bool:
+        """Whether it can be toggled again."""
+        phosd = self.phosd
+        for step in (lambda one: phosd.quiesce(one, 2000), phosd.detach, phosd.attach, phosd.open):
+            error: str = step(session).error
+            if "exiting" in error:
+                return False
+            if error:
+                self.errors.append(error)
+        return True
 
 
 @pytest.mark.parametrize("toggled", [False, True], ids=["alone", "toggled"])

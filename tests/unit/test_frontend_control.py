@@ -585,3 +585,24 @@ def test_a_process_that_exits_while_quiesced(phosd: FakePhosd) -> None:
         time.sleep(0.2)
         phosd.open(session) if session.connection and not session.connection.ended.is_set() else None
         app.finish()
+
+
+def test_a_process_that_exits_before_it_is_detached_says_so(phosd: FakePhosd) -> None:
+    """Its driver has shut down while its exit handlers go on."""
+    body = """
+    libc = ctypes.CDLL(None)
+    libc.__cxa_atexit(libc.pause, None, None)  # before the driver's handler: it runs after it
+    start()
+    p = ok(cu.cuMemAlloc(17 << 20))
+    say("ready")
+    heard()
+    sys.exit(0)
+    """
+    with program(phosd, body) as (app, session):
+        app.line()
+        assert not phosd.quiesce(session).error
+        app.tell()
+        pausing = Path(f"/proc/{session.pid}/syscall")
+        eventually(lambda: pausing.read_text().startswith("34 "))
+        assert phosd.detach(session).error == "the process is exiting"
+        app.kill()
