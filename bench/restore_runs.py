@@ -46,6 +46,7 @@ POOLS: dict[str, dict[str, str]] = {
     # What phosd finds in its environment; one of its own is started where that is not what there is.
     "pool, allocation order": {"PHOS_PREFETCH": "allocation"},
     "pool, random order": {"PHOS_PREFETCH": "random"},
+    "pool, not pinned": {"PHOS_PIN_LIMIT": "0"},
     "pool": {},
 }
 

@@ -51,10 +51,11 @@ def goals(results: Results) -> list[tuple[str, float, str, bool]]:
             if row["driver_only"]:
                 what += "'s driver part"
             found.append((what, times_as_soon, "at least 10 at 32 GB", times_as_soon >= 10))
-    for size, row in lazy.items():
-        if "percent_of_copy" in row:
-            share = row["percent_of_copy"]
-            found.append((f"{size}: lazy, GPU data, % of copying", share, "at least 85", share >= 85))
+    for name, rows in (("lazy", lazy), ("pool", pool)):
+        for size, row in rows.items():
+            if "percent_of_copy" in row:
+                share = row["percent_of_copy"]
+                found.append((f"{size}: {name}, GPU data, % of copying", share, "at least 85", share >= 85))
     for system, ours in ((LAZY, lazy), ("pool", pool)):
         for other in WITHOUT:
             for size, without in by_label(results, f"{system}, {other}").items():

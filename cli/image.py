@@ -130,6 +130,7 @@ def list_(as_json: bool) -> None:
                 "checked": entry.checked,
                 "users": entry.users,
                 "since": entry.since,
+                "pools": list(entry.pools),
             }
             for entry in status.pinned
         ]
@@ -155,7 +156,7 @@ def show_pinned(console: Console, status: wire_pb2.Status) -> None:
         if state == "loading":
             state = f"loading, {size_text(entry.checked)} checked"
         table.add_row(
-            printable(entry.name),
+            printable(entry.name or ", ".join(f"pool {pool}" for pool in entry.pools)),
             printable(entry.image),
             state,
             size_text(entry.bytes),

@@ -27,6 +27,7 @@ from phos.gen import wire_pb2
 from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.errors import DaemonUnavailable, ExitStatus, RestoreFailed, UsageError
+from phos.gpu_engine.job_states import MISPREDICTED
 from phos.images import native
 from phos.images.errors import ImageError
 from phos.images.reader import Image
@@ -166,17 +167,17 @@ def _finish(
         raise RestoreFailed(f"{pages.error} {became}\nIts log: {begun.log(PAGES_LOG)}")
     seconds = time.perf_counter() - began
     answer: dict[str, Any] = {"pids": pids, "image": image, "seconds": round(seconds, 4)}
+    jobs: list[wire_pb2.Status.Job] = []
     if lazy:
-        job = wire_pb2.Status.Job()
         with suppress(DaemonUnavailable):  # phosd has ended since
-            job = _job(directory, begun.began_at)
-        answer |= _lazily(job, began_at)
+            jobs = _jobs(directory, begun.began_at)
+        answer |= _lazily(jobs[-1] if jobs else wire_pb2.Status.Job(), began_at)
     if as_json:
         tell(json.dumps(answer))
         return
     tell(f"Restored process {', '.join(map(str, pids))} from {printable(image)} ({seconds:.2f} s).")
     if lazy:
-        _show(answer)
+        _show(answer, jobs)
 
 
 def _of_files(said: str, directory: Path) -> str:
@@ -232,7 +233,7 @@ def _end_restored(directory: Path, since: float) -> None:
 
     ids = {path.name for path in directory.glob("core-*.img")}
     ended = []
-    for pid in _job(directory, since).pids:
+    for pid in [pid for job in _jobs(directory, since)[-1:] for pid in job.pids]:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             while (above := process.parent()) is not None and f"core-{above.pid}.img" in ids:
@@ -251,14 +252,14 @@ def _is_pinned(image: Image) -> bool:
     return False
 
 
-def _job(directory: Path, since: float) -> wire_pb2.Status.Job:
-    """phosd's restore from a directory that began after ``since``.
+def _jobs(directory: Path, since: float) -> list[wire_pb2.Status.Job]:
+    """phosd's restores from a directory that began after ``since``: after one with a wrong guess there is another.
 
     The processes of an earlier one run on, and so do those that somebody takes from a pool of the image meanwhile.
     """
     path = client.image_name(directory)
-    jobs = [job for job in client.status().jobs if job.kind == "restore" and job.mode != "pool" and job.image == path]
-    return jobs[-1] if jobs and jobs[-1].since >= since else wire_pb2.Status.Job()
+    of_image = [job for job in client.status().jobs if job.kind == "restore" and job.image == path]
+    return [job for job in of_image if job.mode != "pool" and job.since >= since]
 
 
 def _lazily(job: wire_pb2.Status.Job, began_at: float) -> dict[str, Any]:
@@ -277,11 +278,14 @@ def _lazily(job: wire_pb2.Status.Job, began_at: float) -> dict[str, Any]:
     }
 
 
-def _show(said: dict[str, Any]) -> None:
+def _show(said: dict[str, Any], jobs: list[wire_pb2.Status.Job]) -> None:
     if not said["mode"]:
         return  # nobody knows
     if said["mode"] != "lazy":
-        click.echo("A guess was wrong while memory was still coming: it was restored once more, eagerly.")
+        if any(job.state == MISPREDICTED for job in jobs):
+            click.echo("A guess was wrong while memory was still coming: it was restored once more, eagerly.")
+        else:
+            click.echo("It was restored eagerly: the image has chunks of another size than this PhOS makes.")
         return
     first, last = said["first_kernel"], said["last_byte"]
     click.echo(

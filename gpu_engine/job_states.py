@@ -8,7 +8,9 @@ from __future__ import annotations
 SUCCEEDED = ("committed", "attached")
 """A checkpoint whose image is whole; a restore whose processes compute."""
 
-FAILED = ("failed", "mispredicted")
-"""The second: a guess was wrong, and it can be had in another way."""
+MISPREDICTED = "mispredicted"
+"""A guess was wrong, and it can be had in another way."""
+
+FAILED = ("failed", MISPREDICTED)
 
 FINAL = (*SUCCEEDED, *FAILED)

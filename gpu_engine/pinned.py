@@ -329,8 +329,10 @@ def _region(image: Image | RemoteImage, name: str, size: int, watcher: _Watcher 
                 return Region(name, size)
         finally:
             os.close(descriptor)
-        # The driver locks memory only if it may be written to; nobody here writes to it.
-        descriptor = os.open(name, os.O_RDWR | flags, dir_fd=directory)
+        try:  # the driver locks memory only if it may be written to; nobody here writes to it
+            descriptor = os.open(name, os.O_RDWR | flags, dir_fd=directory)
+        except OSError:  # a file system that is mounted read-only
+            return Region(name, size)
         try:
             if os.fstat(descriptor).st_ino != status.st_ino or os.fstat(descriptor).st_size != size:
                 raise ImageError(f"{where} changes while it is being pinned")

@@ -22,6 +22,7 @@ from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.watch import Watch
 from phos.gpu_engine.cow.window import Windows
 from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError
+from phos.gpu_engine.job_states import MISPREDICTED
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.stop.dump import Assignment, StopDump
 from phos.gpu_engine.stop.tree import BorrowBlocks
@@ -243,7 +244,7 @@ class CowDump(StopDump):
         self._wait_for_data()  # before the image's memory, which is being compared, is let go
         super()._withdraw(reason)
         if isinstance(self._copy_failure, Mispredicted) or self._residues.changed:
-            self.state = "mispredicted"  # the world has to be stopped
+            self.state = MISPREDICTED  # the world has to be stopped
 
     def _give_up(self, reason: str) -> None:
         self._cancelled.set()

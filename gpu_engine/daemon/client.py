@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phos.gen import wire_pb2
-from phos.gpu_engine import procfs
+from phos.gpu_engine import job_states, procfs
 from phos.gpu_engine.daemon import wire
 from phos.gpu_engine.daemon.paths import log_file, socket_path
 from phos.gpu_engine.daemon.reach import ANSWER_SECONDS, connect
@@ -220,7 +220,7 @@ def main() -> int:
         return NOBODY_KNOWS
     if state.error:
         print(f"phos: {state.error}", file=sys.stderr)
-    if state.state == "mispredicted":
+    if state.state == job_states.MISPREDICTED:
         return MISPREDICTED
     return 0 if state.state in (*SUCCEEDED, "none") and not state.error else 1
 

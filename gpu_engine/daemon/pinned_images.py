@@ -66,9 +66,17 @@ class Pinned:
     record: bytes  # the commit record, serialised: what has the same is the same image
     image_id: bytes
     size: int
+    pools: dict[int, str] = field(default_factory=dict)
+    """The names of the pools for which it is pinned; none: somebody has asked for it."""
     memory: PinnedMemory = field(default_factory=PinnedMemory)
     state: str = "loading"
     since: float = field(default_factory=time.time)
+
+
+def _of_image(directory: int, name: str) -> Pinned:
+    wait_released()
+    with Image.open(directory) as image:
+        return Pinned(name, str(image.path), image.record.SerializeToString(), image.record.image_id, data_bytes(image))
 
 
 class PinnedImages:
@@ -88,35 +96,66 @@ class PinnedImages:
         """
         if name and not _NAME.fullmatch(name):
             raise UsageError(f"'{name}' is no name for an image: use letters, digits, '.', '_' and '-', at most 100.")
-        wait_released()
-        with Image.open(directory) as image:
-            made = Pinned(
-                name, str(image.path), image.record.SerializeToString(), image.record.image_id, data_bytes(image)
-            )
+        made = _of_image(directory, name)
         with self._lock:
             for other in self._images:
                 if other.record == made.record:
+                    if pools := ", ".join(other.pools.values()):
+                        raise PhosError(f"{made.path} is pinned already, for as long as there is pool {pools}.")
                     raise PhosError(f"{made.path} is pinned already, as {other.name or other.path}.")
                 if name and other.name == name:
                     raise PhosError(f"The name {name} is taken by {other.path}: choose another, or unpin that one.")
-            used = sum(other.size for other in self._images)
-            if used + made.size > self.limit:
-                raise PhosError(
-                    f"{made.path} has {made.size / 1e9:.2f} GB of GPU data. phosd may pin {self.limit / 1e9:.2f} GB, "
-                    f"of which {used / 1e9:.2f} GB are in use. Unpin another image, or raise PHOS_PIN_LIMIT (pin-limit "
-                    "in the configuration file) and restart phosd."
-                )
-            self._images.append(made)
+            self._enter(made)
         return made
 
-    def load(self, entry: Pinned, directory: int, *, copy: bool) -> None:
+    def _enter(self, made: Pinned) -> None:
+        """With the lock held."""
+        used = sum(other.size for other in self._images)
+        if used + made.size > self.limit:
+            raise PhosError(
+                f"{made.path} has {made.size / 1e9:.2f} GB of GPU data. phosd may pin {self.limit / 1e9:.2f} GB, "
+                f"of which {used / 1e9:.2f} GB are in use. Unpin another image, or raise PHOS_PIN_LIMIT (pin-limit "
+                "in the configuration file) and restart phosd."
+            )
+        self._images.append(made)
+
+    def hold(self, directory: int, pool: int, name: str) -> None:
+        """Pin an image where it lies, for a pool. What somebody has had pinned stays theirs.
+
+        ``pool``: a number that no other pool has.
+
+        Raises:
+            ImageError: there is no whole image. PhosError: why it is not pinned.
+        """
+        made = _of_image(directory, "")
+        with self._lock:
+            if other := next((other for other in self._images if other.record == made.record), None):
+                if other.pools:
+                    other.pools[pool] = name
+                return
+            self._enter(made)
+            made.pools[pool] = name
+        self.load(made, directory, copy=False, in_place=True)
+
+    def leave(self, pool: int) -> None:
+        """A pool needs no more what is pinned for it."""
+        with self._lock:
+            held = [entry for entry in self._images if entry.pools.pop(pool, None) is not None and not entry.pools]
+        for entry in held:
+            self._let_go(entry)
+
+    def load(self, entry: Pinned, directory: int, *, copy: bool, in_place: bool = False) -> None:
         """Bring the data in; afterwards the image is pinned, or no longer in the table.
+
+        ``in_place``: only if nothing need be copied.
 
         Raises:
             ImageError, PhosError: why it is not pinned.
         """
 
         def room(size: int) -> None:
+            if in_place and size:
+                raise PhosError(f"The data of {entry.path} does not lie in memory, or somebody else may write to it.")
             if size > (free := available_memory()):
                 raise PhosError(
                     f"{entry.path} needs {size / 1e9:.2f} GB of memory to be copied into; {free / 1e9:.2f} GB are "
@@ -242,6 +281,7 @@ class PinnedImages:
                 checked=entry.memory.done,
                 users=users,
                 since=entry.since,
+                pools=map(procfs.readable, list(entry.pools.values())),
             )
             for entry, users in entries
         ]

@@ -98,6 +98,8 @@ class Pool:
     dropped: bool = False
     criu_config: str = ""
     """A file with options for CRIU, beside those that it reads at any rate."""
+    held: bool = False
+    """It has been tried to pin its image."""
     tables: dict[bytes, bytes] = field(default_factory=dict)
     """What its processes' kernels touch, by the image's session, once one that was taken has been described."""
 
@@ -129,15 +131,16 @@ class Pools:
         park: Callable[[Entry], None],
         let_go: Callable[[Entry], None],
         failed: Callable[[], None] = lambda: None,
+        over: Callable[[Pool], None] = lambda _: None,
     ) -> None:
         """``folder`` is phosd's own. ``make`` opens a pool's image for one process, ``park`` prepares phosd for it, and
         ``let_go`` is told of one that has ended before anybody took it. ``failed`` is called when one could not be
-        parked.
+        parked, ``over`` with a pool of which no more processes are made.
         """
         self._folder = folder / "pool"
         self._state = folder / STATE_FILE
         self._socket = socket
-        self._make, self._park, self._let_go, self._failed = make, park, let_go, failed
+        self._make, self._park, self._let_go, self._failed, self._over = make, park, let_go, failed, over
         self._changed = threading.Condition()  # its lock guards _pools, _entries and all pools
         self._pools: dict[str, Pool] = {}
         self._entries: dict[str, Entry] = {}  # by number, those that are being opened too
@@ -286,6 +289,7 @@ class Pools:
             pool.failed, pool.error = True, reason
             entries = list(pool.entries)
             self._changed.notify_all()
+        self._over(pool)
         for entry in entries:
             self._end(pool, entry, opening_too=False)
 
@@ -299,6 +303,7 @@ class Pools:
             self._remember()
             entries = list(pool.entries)
             self._changed.notify_all()
+        self._over(pool)
         for entry in entries:
             self._end(pool, entry, opening_too=False)
         with self._changed:

@@ -63,7 +63,13 @@ class PoolServer:
         self._registry = registry
         self._restores = restores
         self.pools = Pools(
-            registry.path.parent, registry.path, self._make, self._park, self._let_go, registry.garbage.look_soon
+            registry.path.parent,
+            registry.path,
+            self._make,
+            self._park,
+            self._let_go,
+            failed=registry.garbage.look_soon,
+            over=lambda pool: registry.pinned.leave(id(pool)),
         )
 
     def revive(self) -> None:
@@ -235,11 +241,27 @@ class PoolServer:
 
     def _make(self, pool: Pool) -> PooledRestore:
         in_its_place(pool)
+        if not pool.held:
+            pool.held = True
+            self._hold_image(pool)
         settings = LazySettings.from_environment().changed(lazy=pool.lazy)
         registry = self._registry
         job = PooledRestore(pool.directory, pool.path, registry.copier, settings, registry.cow.touched)
         job.tables = pool.tables
         return job
+
+    def _hold_image(self, pool: Pool) -> None:
+        """What is pinned where it lies takes no memory, and is copied faster than files are read and checked."""
+        pinned = self._registry.pinned
+        try:
+            pinned.hold(pool.directory, id(pool), pool.name)
+        except ImageError as error:
+            self.pools.spoil(pool, str(error))
+            raise
+        except PhosError as error:
+            log.info("The image of pool %s is not pinned: %s", pool.name, error)
+        if pool.dropped or pool.failed:  # before there was anything to let go of
+            pinned.leave(id(pool))
 
     def _park(self, entry: Entry) -> None:
         entry.restore.park(lambda process, blocks: self._register(entry.restore, process))

@@ -22,6 +22,7 @@ from phos.gpu_engine.copy_work import Cancelled
 from phos.gpu_engine.cow.chunk_table import LAZY, STRICT, ChunkTable, WindowTable
 from phos.gpu_engine.errors import Mispredicted
 from phos.gpu_engine.fill_plan import FillPlan, Places
+from phos.gpu_engine.job_states import MISPREDICTED
 from phos.gpu_engine.restore.base import PARKED, UNDER_WAY, Restore
 from phos.gpu_engine.restore.filling import Filling
 from phos.gpu_engine.restore.plan import places_of
@@ -285,7 +286,7 @@ class LazyRestore(Restore):
                 self.fail(
                     f"Process {process.pid} ({process.message.executable}) waited in vain for GPU memory that no guess "
                     f"named: {twins.named()}. It has been ended; restore it eagerly.",
-                    "mispredicted",
+                    MISPREDICTED,
                 )
                 return
             if loading.fault:
@@ -294,7 +295,7 @@ class LazyRestore(Restore):
                     f"Process {process.pid} ({process.message.executable}) touched GPU memory that was not restored "
                     f"yet and that no guess named (error {loading.fault}). Kernels launched last, the newest first: "
                     f"{named}. It has been ended; restore it eagerly.",
-                    "mispredicted",
+                    MISPREDICTED,
                 )
                 return
 

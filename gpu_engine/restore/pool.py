@@ -28,9 +28,10 @@ from phos.gpu_engine.restore.gpus import require_room
 from phos.gpu_engine.restore.lazy import LazyRestore
 from phos.gpu_engine.restore.named_memory import RestoredNamedMemory
 from phos.gpu_engine.restore.settings import LazySettings
-from phos.gpu_engine.restore.sources import Manner, manner
+from phos.gpu_engine.restore.sources import Manner, confirm, manner
 from phos.gpu_engine.timeline import Timeline
 from phos.gpu_engine.touch_order import TouchOrder
+from phos.images.errors import ImageError
 from phos.images.formats import COMMIT_FILE
 
 log = logging.getLogger(__name__)
@@ -223,6 +224,10 @@ class PooledRestore(LazyRestore):
         """
         if identity(directory) != self.identity:
             raise RestoreFailed("Another image has been written in its place.")
+        try:
+            confirm(self._image)
+        except ImageError as error:
+            raise RestoreFailed(f"{error}.") from error
 
     def open(self, hold: Callable[[list[Block]], None], *, eager: bool) -> None:
         """Create the memory, begin to load it, let the processes go. ``hold`` takes the blocks over.

@@ -199,7 +199,7 @@ def test_cow_correctness(site: Site) -> None:
 
 
 WAYS = ("eager", "lazy, allocation order", "lazy, random order", "lazy", "lazy, fast", "eager, pinned", "lazy, pinned")
-POOLS = ("pool, allocation order", "pool, random order", "pool")
+POOLS = ("pool, allocation order", "pool, random order", "pool, not pinned", "pool")
 
 
 @alone

@@ -39,6 +39,14 @@ def pin(site: Site, image: Path, *options: str) -> dict[str, Any]:
     return said
 
 
+def damage_first(dumped: Dumped) -> None:
+    """Change a bit of its first data file."""
+    with open(dumped.data()[0], "r+b") as data:
+        byte = data.read(1)
+        data.seek(0)
+        data.write(bytes([byte[0] ^ 1]))
+
+
 def refused(site: Site, *words: str) -> str:
     done = site.run("phos-gpu", "image", *words, check=False)
     assert done.returncode != 0
@@ -142,11 +150,7 @@ def test_what_somebody_may_write_to_is_copied(shared: Path, site: Site) -> None:
 
 def test_a_damaged_image_is_not_pinned(shared: Path, site: Site) -> None:
     dumped = Dumped(site, shared)
-    file = dumped.data()[0]
-    with open(file, "r+b") as data:
-        byte = data.read(1)
-        data.seek(0)
-        data.write(bytes([byte[0] ^ 1]))
+    damage_first(dumped)
     for options in ([], ["--copy"]):
         assert "is damaged" in refused(site, "pin", *options, str(dumped.image))
         assert pinned(site) == []
@@ -229,6 +233,52 @@ def test_a_pool_takes_its_memory_from_what_is_pinned(shared: Path, site: Site) -
     site.run("phos-gpu", "pool", "take", "image")
     wait_until(lambda: dumped.program.result() is not None, "a result")
     assert dumped.program.result() == LAYERS_SUM
+
+
+def test_a_pool_has_its_image_pinned_where_it_lies_in_memory(shared: Path, site: Site) -> None:
+    dumped = Dumped(site, shared)
+    words = ("phos-gpu", "pool", "create", str(dumped.image), "--size", "1", "--name")
+    site.run(*words, "first")
+    (shown,) = pinned(site)
+    assert (shown["state"], shown["copied"], shown["pools"]) == ("pinned", 0, ["first"])
+    assert shown["bytes"] >= LAYERS * (4 << 20)
+    assert shown["users"] == 1
+    assert "pool first" in site.run("phos-gpu", "image", "list").stdout
+    dumped.program.output.write_bytes(dumped.output)
+    site.run("phos-gpu", "pool", "take", "first")
+    wait_until(lambda: dumped.program.result() is not None, "a result")
+    assert dumped.program.result() == LAYERS_SUM
+    site.run(*words, "second")
+    site.run("phos-gpu", "pool", "drop", "first")
+    assert [one["pools"] for one in pinned(site)] == [["second"]]
+    site.stop_phosd()  # the next has it anew, with the pool
+    site.run("phosd", "--ensure")
+    wait_until(lambda: [one["pools"] for one in pinned(site) if one["state"] == "pinned"] == [["second"]], "the pool")
+    site.run("phos-gpu", "pool", "drop", "second")
+    assert pinned(site) == []
+    assert "phos-data-" not in Path(f"/proc/{site.daemon_pid()}/maps").read_text()
+
+
+def test_a_pool_of_a_damaged_image_in_memory_is_refused(shared: Path, site: Site) -> None:
+    dumped = Dumped(site, shared)
+    damage_first(dumped)
+    done = site.run("phos-gpu", "pool", "create", str(dumped.image), "--size", "1", check=False)
+    assert done.returncode == 7
+    assert "there is no pool" in done.stderr
+    assert "is damaged" in done.stderr
+    assert (site.status()["pools"], pinned(site)) == ([], [])
+
+
+def test_what_has_changed_since_a_pool_had_it_pinned_is_not_taken(shared: Path, site: Site) -> None:
+    dumped = Dumped(site, shared)
+    site.run("phos-gpu", "pool", "create", str(dumped.image), "--size", "1")
+    damage_first(dumped)
+    done = site.run("phos-gpu", "pool", "take", "image", check=False)
+    assert done.returncode == 7
+    assert "was changed while phosd had it pinned" in done.stderr
+    (pool,) = site.status()["pools"]
+    assert (pool["state"], pool["parked"]) == ("failed", [])
+    assert pinned(site) == []
 
 
 def test_what_is_shown(shared: Path, site: Site) -> None:

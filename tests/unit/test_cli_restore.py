@@ -107,9 +107,23 @@ def test_other_restores_of_the_image_are_not_taken_for_this_one(
 
     said = wire_pb2.Status(jobs=[job(1, 5.0)])
     monkeypatch.setattr(client, "status", lambda: said)
-    assert not restore._job(tmp_path, 10.0).pids
+    assert not restore._jobs(tmp_path, 10.0)
     said.jobs.extend([job(2, 11.0), job(3, 12.0, "pool"), job(4, 12.0, kind="dump")])
-    assert list(restore._job(tmp_path, 10.0).pids) == [2]
+    assert [list(one.pids) for one in restore._jobs(tmp_path, 10.0)] == [[2]]
+
+
+@pytest.mark.parametrize(
+    ("states", "said"),
+    [(["mispredicted", "attached"], "A guess was wrong"), (["attached"], "chunks of another size")],
+)
+def test_why_a_lazy_restore_was_an_eager_one_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], states: list[str], said: str
+) -> None:
+    jobs = [wire_pb2.Status.Job(kind="restore", state=s, mode="eager", image=str(tmp_path), since=11) for s in states]
+    monkeypatch.setattr(client, "status", lambda: wire_pb2.Status(jobs=jobs))
+    found = restore._jobs(tmp_path, 10.0)
+    restore._show(restore._lazily(found[-1], 10.0), found)
+    assert said in capsys.readouterr().out
 
 
 def test_both_servers_are_started_and_the_one_knows_the_other(home: Path) -> None:

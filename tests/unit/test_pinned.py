@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 import threading
 import time
@@ -124,6 +125,16 @@ def test_what_others_may_write_to_or_has_a_disk_is_copied(shared: Path, tmp_path
     memory = load(shared)
     assert memory.copied >= first.stat().st_size
     memory.release()
+
+
+def test_what_nobody_may_write_to_cannot_be_locked_where_it_lies(shared: Path, tmp_path: Path) -> None:
+    subprocess.run(["mount", "--bind", "-o", "ro", shared, tmp_path], check=True)
+    try:
+        memory = load(tmp_path)
+        assert memory.copied == memory.bytes > 0
+        memory.release()
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def alter(file: Path) -> None:
@@ -347,6 +358,67 @@ def test_one_that_is_unpinned_at_the_last_moment_leaves_nothing(shared: Path, mo
     with pytest.raises(PhosError, match="was unpinned before all of it was loaded"):
         table.load(table.pin(directory, ""), directory, copy=False)
     assert not REGISTERED
+    os.close(directory)
+
+
+def test_pools_hold_what_takes_no_memory_until_the_last_has_left(shared: Path) -> None:
+    table = PinnedImages(1 << 30)
+    directory = os.open(shared, os.O_RDONLY)
+    table.hold(directory, 1, "one")
+    table.hold(directory, 2, "two")
+    (shown,) = table.report()
+    assert (shown.state, shown.copied, list(shown.pools)) == ("pinned", 0, ["one", "two"])
+    with pytest.raises(PhosError, match="is pinned already, for as long as there is pool one, two"):
+        table.pin(directory, "name")
+    table.leave(1)
+    table.leave(1)
+    (shown,) = table.report()
+    assert list(shown.pools) == ["two"]
+    table.leave(3)
+    assert REGISTERED
+    table.leave(2)
+    assert not REGISTERED
+    assert table.report() == []
+    os.close(directory)
+
+
+def test_what_somebody_has_pinned_stays_when_a_pool_leaves(shared: Path) -> None:
+    table = PinnedImages(1 << 30)
+    directory = os.open(shared, os.O_RDONLY)
+    table.load(table.pin(directory, "name"), directory, copy=True)
+    table.hold(directory, 1, "pool")
+    table.leave(1)
+    (shown,) = table.report()
+    assert (shown.name, shown.state, list(shown.pools)) == ("name", "pinned", [])
+    table.unpin("name", None)
+    os.close(directory)
+
+
+def test_a_pool_whose_image_would_be_copied_holds_nothing(shared: Path, tmp_path: Path) -> None:
+    table = PinnedImages(1 << 30)
+    (shared / "phos-data-0.raw").symlink_to(shutil.move(shared / "phos-data-0.raw", tmp_path))
+    directory = os.open(shared, os.O_RDONLY)
+    with pytest.raises(PhosError, match="does not lie in memory, or somebody else may write to it"):
+        table.hold(directory, 1, "pool")
+    assert table.report() == []
+    with pytest.raises(PhosError, match=r"phosd may pin 0\.00 GB"):
+        PinnedImages(0).hold(directory, 1, "pool")
+    os.close(directory)
+
+
+def test_a_pool_that_leaves_while_its_image_is_loaded_ends_that(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = PinnedImages(1 << 30)
+    directory = os.open(shared, os.O_RDONLY)
+    check = PinnedMemory._check
+
+    def interrupted(memory: PinnedMemory, image: Image) -> None:
+        table.leave(1)
+        check(memory, image)
+
+    monkeypatch.setattr(PinnedMemory, "_check", interrupted)
+    with pytest.raises(PhosError, match="was unpinned before all of it was loaded"):
+        table.hold(directory, 1, "pool")
+    assert table.report() == []
     os.close(directory)
 
 
