@@ -34,6 +34,7 @@ struct phos_allocation {
     uint32_t free_next;           /* in its small slab's list of free slots */
     uint8_t units;                /* how many of its medium slab are its own */
     uint8_t state;
+    bool synchronous;             /* CU_POINTER_ATTRIBUTE_SYNC_MEMOPS */
 };
 
 enum phos_span_kind { PHOS_SPAN_LARGE, PHOS_SPAN_SMALL, PHOS_SPAN_MEDIUM, PHOS_SPAN_CACHED, PHOS_SPAN_IMPORTED };
@@ -100,6 +101,10 @@ CUresult phos_map_imported(struct phos_block *block, struct phos_span **span) PH
 CUresult phos_unmap_imported(struct phos_span *span) PHOS_CHECKED;
 /* The allocation of another process's that contains the address, if it was opened; or NULL. */
 const struct phos_opened *phos_opened_at(CUdeviceptr address);
+
+/* What to ask the driver about in place of an address: one that the application does not own any more, though our block is
+ * still mapped there, must be as unknown as after a cuMemFree of the driver's. */
+CUdeviceptr phos_query_address(CUdeviceptr address);
 
 /* Gives freed memory that was kept mapped back to the driver; device -1: of all. */
 void phos_cache_flush(CUdevice device);

@@ -20,6 +20,12 @@ SERVED: dict[str, tuple[str, ...]] = {
         "cuPointerGetAttribute",
         "cuPointerGetAttributes",
     ),
+    "sync_memops.c": (
+        "cuPointerSetAttribute",
+        "cuCtxSetFlags",
+        "cuDevicePrimaryCtxSetFlags_v2",
+        "cuDevicePrimaryCtxSetFlags",
+    ),
     "vmm.c": (
         "cuMemCreate",
         "cuMemRelease",

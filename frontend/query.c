@@ -5,13 +5,18 @@
 #include "pool.h"
 #include "runtime.h"
 
-/* What to ask the driver about: an address that the application does not own any more, though our block is still mapped
- * there, must be as unknown as after a cuMemFree of the driver's. No allocation is at address 1. With the lock held. */
+/* With the lock held. */
 static CUdeviceptr asked(CUdeviceptr address)
 {
     struct phos_mapping *mapping = phos_mapping_at(address);
     bool ours = mapping && mapping->span && mapping->span->kind != PHOS_SPAN_IMPORTED;
-    return ours && !phos_allocation_at(address) ? 1 : address;
+    return ours && !phos_allocation_at(address) ? 1 : address; /* at 1 no allocation is */
+}
+
+CUdeviceptr phos_query_address(CUdeviceptr address)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    return asked(address);
 }
 
 CUresult serve_cuMemGetAddressRange_v2(CUdeviceptr_v2 *base, size_t *size, CUdeviceptr_v2 address)
@@ -64,6 +69,9 @@ static void adjust(const struct phos_allocation *allocation, CUpointer_attribute
     case CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE:
         *(CUmemoryPool *)data = phos_pool_handle(allocation->pool);
         break;
+    case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
+        *(unsigned *)data = allocation->synchronous;
+        break;
     default:
         break;
     }
@@ -96,7 +104,8 @@ CUresult serve_cuPointerGetAttribute(void *data, CUpointer_attribute attribute, 
         return result;
     /* Some are refused for VMM memory that cuMemAlloc memory has. */
     if (result != CUDA_SUCCESS && attribute != CU_POINTER_ATTRIBUTE_CONTEXT &&
-        attribute != CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE && attribute != CU_POINTER_ATTRIBUTE_BUFFER_ID)
+        attribute != CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE && attribute != CU_POINTER_ATTRIBUTE_BUFFER_ID &&
+        attribute != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS)
         return result;
     adjust(allocation, attribute, data);
     return CUDA_SUCCESS;

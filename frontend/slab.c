@@ -351,6 +351,7 @@ CUresult phos_allocate(CUdevice device, CUcontext context, size_t size, const ch
 void phos_allocation_renew(struct phos_allocation *allocation)
 {
     allocation->buffer = ++last_buffer;
+    allocation->synchronous = false;
 }
 
 size_t phos_allocation_capacity(const struct phos_allocation *allocation)

@@ -271,6 +271,8 @@ static CUresult attribute(void *data, CUpointer_attribute name, CUdeviceptr ptr)
         *(void **)data = (void *)(uintptr_t)ptr;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_SYNC_MEMOPS:
+        *(int *)data = part && allocation.synchronous;
+        return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
     case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE:
     case CU_POINTER_ATTRIBUTE_IS_HW_DECOMPRESS_CAPABLE:
@@ -362,7 +364,7 @@ CUresult softgpu_cuPointerSetAttribute(const void *value, CUpointer_attribute na
     struct sg_range range;
     if (!value || name != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS || !sg_find_range(ptr, &range))
         return CUDA_ERROR_INVALID_VALUE;
-    return CUDA_SUCCESS;
+    return range.kind == SG_MEM_VMM ? CUDA_ERROR_NOT_SUPPORTED : sg_make_synchronous(ptr, *(const unsigned *)value);
 }
 
 /* Hints about managed memory: there is one copy of it, so there is nothing to do. */

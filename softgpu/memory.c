@@ -211,6 +211,22 @@ bool sg_find_allocation(uint64_t address, struct sg_allocation *out)
     return found;
 }
 
+CUresult sg_make_synchronous(uint64_t address, bool synchronous)
+{
+    CUresult result = CUDA_SUCCESS;
+    pthread_mutex_lock(&sg_map_lock);
+    size_t at = sg_map_upper(&sg_allocations, address);
+    struct sg_allocation *allocation = at ? sg_allocations.items[at - 1] : NULL;
+    if (allocation && address - allocation->begin < allocation->size) {
+        if (allocation->pool)
+            result = CUDA_ERROR_NOT_SUPPORTED;
+        else
+            allocation->synchronous = synchronous;
+    }
+    pthread_mutex_unlock(&sg_map_lock);
+    return result;
+}
+
 /* ---- cuMemAlloc's memory ---- */
 
 /* A mapping of its own. The descriptor is not kept: the mapping alone holds the memory. */

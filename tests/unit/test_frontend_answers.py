@@ -4,114 +4,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
 from difflib import unified_diff
+from pathlib import Path
 
 import pytest
 
-from tests.unit.frontend_fake import PRELUDE, FakePhosd, built, environment_for
+from tests.unit.frontend_fake import FakePhosd, built, environment_for
 
 pytestmark = [pytest.mark.timeout(240), built]
 
-# What differs in earnest is left out: what was freed twice, and what is behind a buffer's end (an allocator's slack).
-CALLS = """
-driver = ctypes.CDLL("libcuda.so.1")
-out, other = ctypes.byref(ctypes.create_string_buffer(256)), ctypes.byref(ctypes.create_string_buffer(256))
-
-def tell(name, *arguments, value=False):
-    code = getattr(driver, name)(*[ctypes.c_uint64(a & (1 << 64) - 1) if isinstance(a, int) else a for a in arguments])
-    said = int.from_bytes(out._obj.raw[:4], "little") if value and not code else ""
-    print(name, *[a if isinstance(a, int) and 0 <= a < 4096 else "." for a in arguments], "->", code, said)
-
-tell("cuMemAlloc_v2", out, 16)
-tell("cuMemFree_v2", 0)
-ok(cu.cuInit(0))
-tell("cuMemAlloc_v2", out, 16)
-tell("cuMemAllocAsync", out, 16, 0)
-tell("cuMemHostAlloc", out, 16, 0)
-tell("cuMemFreeAsync", 4096, 0)
-tell("cuCtxDestroy_v2", 0)
-tell("cuDevicePrimaryCtxRelease_v2", 0)
-context = start()
-tell("cuCtxDestroy_v2", int(context))
-
-p = int(ok(cu.cuMemAlloc(10000)))
-for size in (0, ok(cu.cuMemGetInfo())[1] + 1, 1 << 63, -1):
-    tell("cuMemAlloc_v2", out, size)
-    tell("cuMemAllocAsync", out, size, 0)
-    tell("cuMemHostAlloc", out, size, 0)
-for width, height, element in ((0, 1, 4), (1, 0, 4), (4, 4, 3), (1 << 40, 4, 4)):
-    tell("cuMemAllocPitch_v2", out, other, width, height, element)
-for inside in (p + 1, p + 9999):
-    tell("cuMemFree_v2", inside)
-    tell("cuMemFreeAsync", inside, 0)
-    tell("cuMemGetAddressRange_v2", None, out, inside, value=True)
-
-stream, dead = (int(ok(cu.cuStreamCreate(1))) for _ in range(2))
-ok(cu.cuStreamDestroy(dead))
-q = int(ok(cu.cuMemAllocAsync(5000, stream)))
-for wrong in (dead, 12345678):
-    tell("cuMemAllocAsync", out, 16, wrong)
-    tell("cuMemFreeAsync", q, wrong)
-    tell("cuMemsetD8Async", p, 1, 10, wrong)
-tell("cuMemAllocFromPoolAsync", out, 16, 0, 0)
-
-for flags in (0, 1, 2, 4, 7):
-    for allocated, known in ((ok(cu.cuMemHostAlloc(8192, flags)), True), (ok(cu.cuMemAllocHost(8192)), False)):
-        allocated = int(allocated)
-        tell("cuMemHostGetFlags", out, allocated + 8191, value=known)
-        tell("cuMemHostGetFlags", None, allocated)
-        tell("cuMemHostUnregister", allocated)
-        tell("cuMemHostRegister_v2", allocated, 4096, 0)
-        tell("cuMemFreeHost", allocated + 1)
-        tell("cuMemFreeHost", allocated)
-        tell("cuMemFreeHost", allocated)
-        tell("cuMemHostGetFlags", out, allocated)
-memory = (ctypes.c_char * (1 << 20))()
-own = (ctypes.addressof(memory) + 4095) & ~4095
-for flags in (0, 1, 2, 255):
-    tell("cuMemHostRegister_v2", own, 65536, flags)
-    tell("cuMemHostRegister_v2", own, 65536, flags)
-    tell("cuMemHostGetFlags", out, own)
-    tell("cuMemFreeHost", own)
-    tell("cuMemHostUnregister", own + 4096)
-    tell("cuMemHostUnregister", own)
-
-unit = 2 << 20
-properties = cu.CUmemAllocationProp()
-properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-properties.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-for size in (0, 1, unit + 1, 1 << 63):
-    tell("cuMemCreate", out, size, ctypes.c_void_p(properties.getPtr()), 0)
-handles = [int(ok(cu.cuMemCreate(n * unit, properties, 0))) for n in (2, 1)]
-at = int(ok(cu.cuMemAddressReserve(4 * unit, 0, 0, 0)))
-wrong = [(at, 4 * unit, 0), (at, 0, 0), (at + 1, unit, 0), (at, unit, 1), (0, unit, 0), (at + 3 * unit, 2 * unit, 0)]
-for where, size, offset in wrong:
-    tell("cuMemMap", where, size, offset, handles[0], 0)
-ok(cu.cuMemMap(at, 2 * unit, 0, handles[0], 0))
-ok(cu.cuMemMap(at + 2 * unit, unit, 0, handles[1], 0))
-access = cu.CUmemAccessDesc()
-access.location.type = properties.location.type
-access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-for where, size in ((at, unit), (at, 4 * unit), (at, 0), (at + 3 * unit, unit), (at, -at), (at, 3 * unit)):
-    tell("cuMemSetAccess", where, size, ctypes.c_void_p(access.getPtr()), 1)
-for where in (at + 5, at + 3 * unit, p, 1, 0):
-    tell("cuMemRetainAllocationHandle", out, where)
-for where, size in ((at, unit), (at + unit, unit), (at, 0), (at, 4 * unit), (at + 1, unit), (at, -at)):
-    tell("cuMemUnmap", where, size)
-for _ in range(2):
-    tell("cuMemUnmap", at, 3 * unit)
-tell("cuMemAddressFree", at, unit)
-for _ in range(3):
-    tell("cuMemRelease", handles[0])
-"""
+PROGRAM = Path(__file__).resolve().parents[1] / "gpu" / "programs" / "driver_answers.py"
 
 
 def test_the_same_answers_as_without_the_frontend(phosd: FakePhosd) -> None:
     said = []
     for preload in (False, True):
         environment = environment_for(phosd.path, preload=preload)
-        command = [sys.executable, "-c", PRELUDE + textwrap.dedent(CALLS)]
+        command = [sys.executable, PROGRAM]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.splitlines())
