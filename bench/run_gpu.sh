@@ -12,7 +12,8 @@
 # steady; jobs: JAX, DataLoader's workers, NVML, shared tensors; copy-load, page-lock, driver-calls, driver-sharing,
 # ungated: what a decision of ours rests on; trace-cow64 trace-restore8 trace-restore32: when each piece was copied,
 # tables of which go to the logs and nothing to the results;
-# gpus: tests that need two GPUs; pytorch-jobs: loaders however workers are started, and torchrun.
+# gpus: tests that need two GPUs; pytorch-jobs: loaders however workers are started, and torchrun; samples: NVIDIA's CUDA
+# samples, of which there is a checkout in the folder PHOS_CUDA_SAMPLES.
 #
 # Each part has its own time limit and ends with a line `PART name: ...`; parts that do not fit into PHOS_GPU_SECONDS
 # (default 530) any more are named and left for another call. Results go to bench/results, and with the logs as one
@@ -196,6 +197,7 @@ for wanted in "$@"; do
     lazy-correctness) measure lazy-correctness 420 lazy_correctness ;;
     cow-correctness) measure cow-correctness 480 cow_correctness ;;
     soak) measure soak 500 soak --seconds 90 ;;
+    samples) measure samples 500 unmodified --samples "${PHOS_CUDA_SAMPLES:?the folder of a checkout}" ;;
     *)
         echo "run_gpu.sh: there is no part named $wanted" >&2
         exit 2

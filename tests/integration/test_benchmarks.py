@@ -403,3 +403,32 @@ def test_ungated(site: Site) -> None:
         assert row["refused"] == ("the process crashed" if crashes else "")
         if not crashes and not row["key"].startswith("all "):
             assert (row["answered_meanwhile"] == 0 < row["waited"]) is row["gated"]
+
+
+def program(folder: Path, name: str, text: str) -> None:
+    """A program as others write them."""
+    (folder / name).mkdir(parents=True)
+    file = folder / name / "program"
+    file.write_text(text)
+    file.chmod(0o755)
+
+
+def test_unmodified(site: Site) -> None:
+    """What ends well in each way, what does not under PhOS alone, and what never does."""
+    programs = site.folder / "programs"
+    example = ROOT / "examples" / "mlp.py"
+    mlp = f"exec {sys.executable} {example} --iterations 40 --iteration-seconds 0.1"
+    program(programs, "good", f"#!/bin/sh\n{mlp}\n")
+    program(programs, "particular", f'#!/bin/sh\n[ -z "$LD_PRELOAD" ] || exit 3\n{mlp}\n')
+    program(programs, "broken", "#!/bin/sh\necho no; exit 4\n")
+    done = run(site, "unmodified", "--programs", str(programs), "--image", str(site.folder))
+    assert done.returncode == 1, done.stdout + done.stderr
+    (stored,) = (site.folder / "results").glob("*-smoke-unmodified.json")
+    content = json.loads(stored.read_text())
+    rows = {row["key"]: row for row in content["rows"]}
+    assert set(rows) == {"good", "particular"}
+    assert (rows["good"]["under PhOS"], rows["good"]["guarded"]) == ("well", "well")
+    assert rows["good"]["checkpoints"] >= 2
+    assert rows["particular"]["under PhOS"].startswith("status 3")
+    assert content["notes"] == ["broken: left out, for alone it ends with status 4: no."]
+    assert content["summary"]["of these under PhOS"] == 1
