@@ -151,7 +151,7 @@ for wanted in "$@"; do
         [ "$bundle" = - ] || part install 180 "$installer" --offline --python "${PHOS_PYTHON:-$python}" || exit 1
         ;;
     doctor) part doctor 60 phos-gpu doctor ;;
-    tests) gpu_tests tests 340 tests/gpu/test_driver_answers.py tests/gpu/test_examples.py tests/gpu/test_lifecycle.py tests/gpu/test_concurrent.py ;;
+    tests) gpu_tests tests 400 tests/gpu/test_driver_answers.py tests/gpu/test_examples.py tests/gpu/test_lifecycle.py tests/gpu/test_concurrent.py ;;
     gpus) gpu_tests gpus 900 tests/gpu/test_several_gpus.py ;;
     frameworks) gpu_tests frameworks 560 tests/gpu/test_frameworks.py ;;
     libraries) gpu_tests libraries 400 tests/gpu/test_libraries.py ;;

@@ -2,25 +2,64 @@
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import subprocess
+import sys
 from difflib import unified_diff
 from pathlib import Path
 
 import process
+import pytest
 from gpu_support import DEVICE, PROGRAMS, Starter, without_repeats
 from process import PHOS_GPU
 
 
-def test_the_same_answers_as_without_the_frontend(tmp_path: Path) -> None:
+def both_ways(command: list[str], seconds: float) -> list[subprocess.CompletedProcess[str]]:
+    """What comes of a command alone, and under PhOS."""
+    return [
+        subprocess.run(
+            words,
+            env=process.device_environment(DEVICE),
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+        for words in (command, [PHOS_GPU, "run", "--device", DEVICE, "--", *command])
+    ]
+
+
+def test_the_same_answers_as_without_the_frontend() -> None:
     """A driver may crash with streams that are none: the program is told to leave those out."""
     command = process.python_program(PROGRAMS / "driver_answers.py", "careful")
     said = []
-    for words in (command, [PHOS_GPU, "run", "--device", DEVICE, "--", *command]):
-        environment = process.device_environment(DEVICE)
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    for done in both_ways(command, 120):
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.splitlines())
     assert list(unified_diff(*said, "without", "with", lineterm="", n=0)) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("numba_cuda") is None, reason="numba-cuda is not installed")
+@pytest.mark.parametrize(
+    "suite",
+    [
+        "cudadrv",  # what follows needs a GPU that takes machine code
+        pytest.param("cudapy.test_ipc", marks=pytest.mark.nvidia_only),
+        pytest.param("cudapy.test_multithreads", marks=pytest.mark.nvidia_only),
+        pytest.param("cudapy.test_cooperative_groups", marks=pytest.mark.nvidia_only),
+        pytest.param("cudapy.test_cuda_array_interface", marks=pytest.mark.nvidia_only),
+    ],
+)
+def test_numba_s_own_tests_pass_as_without_us(suite: str) -> None:
+    """They try much of the driver: memory of all kinds, contexts, streams, events, modules, linking, what is shared."""
+    command = [sys.executable, "-m", "numba.runtests", "-v", f"numba.cuda.tests.{suite}"]
+    alone, under = (
+        set(re.findall(r"^(\S+ \([\w.]+\)).* \.\.\. ok$", done.stdout + done.stderr, re.M))
+        for done in both_ways(command, 140)
+    )
+    assert len(alone) > (100 if suite == "cudadrv" else 0)
+    assert not alone - under
 
 
 def test_memory_that_is_synchronous_stays_so(start: Starter, image: Path) -> None:
