@@ -274,6 +274,8 @@ static CUresult attribute(void *data, CUpointer_attribute name, CUdeviceptr ptr)
         *(int *)data = part && allocation.synchronous;
         return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE:
+        *(int *)data = part && !allocation.pool && !allocation.range->imported;
+        return CUDA_SUCCESS;
     case CU_POINTER_ATTRIBUTE_IS_GPU_DIRECT_RDMA_CAPABLE:
     case CU_POINTER_ATTRIBUTE_IS_HW_DECOMPRESS_CAPABLE:
         *(int *)data = 0;

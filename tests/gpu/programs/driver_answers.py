@@ -125,6 +125,20 @@ access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 for where, size in ((at, unit), (at, 4 * unit), (at, 0), (at + 3 * unit, unit), (at, -at), (at, 3 * unit)):
     tell("cuMemSetAccess", where, size, ctypes.c_void_p(access.getPtr()), 1)
 synchronous(at + unit)
+
+# Of memory that is not managed: what the driver says of any, and refuses.
+for where in (p, q, host, at + unit):
+    for attribute in range(1, 24):
+        # Addresses, numbers that count, and what is behind our memory differ from process to process.
+        comparable = attribute in (2, 8, 9, 10, 13, 14, 16) or (attribute == 12 and where in (p, q))
+        tell("cuPointerGetAttribute", out, attribute, where, value=comparable)
+    for advice in (1, 3, 5):
+        tell("cuMemAdvise", where, 4096, advice, 0)
+    tell("cuMemPrefetchAsync", where, 4096, 0, 0)
+    tell("cuMemRangeGetAttribute", out, 4, 1, where, 4096)
+    tell("cuStreamAttachMemAsync", 0, where, 0, 4)
+    tell("cuMemHostGetDevicePointer_v2", out, where, 0)
+tell("cuMemDiscardBatchAsync", ctypes.byref(ctypes.c_uint64(p)), ctypes.byref(ctypes.c_size_t(4096)), 1, 0, 0)
 for where in (at + 5, at + 3 * unit, p, 1, 0):
     tell("cuMemRetainAllocationHandle", out, where)
 for where, size in ((at, unit), (at + unit, unit), (at, 0), (at, 4 * unit), (at + 1, unit), (at, -at)):
