@@ -46,11 +46,12 @@ static struct decl parse_type(struct ptx_parser *p) {
 }
 
 /* "[4][8]" multiplied out; *open is set by an empty first dimension. */
-static uint64_t parse_dimensions(struct ptx_parser *p, bool *array, bool *open) {
+static uint64_t parse_dimensions(struct ptx_parser *p, uint32_t *dimensions, bool *open) {
     uint64_t count = 1;
-    *array = *open = false;
+    *dimensions = 0;
+    *open = false;
     while (ptx_accept(p, '[')) {
-        *array = true;
+        ++*dimensions;
         if (ptx_accept(p, ']')) {
             *open = true;
             continue;
@@ -160,13 +161,15 @@ void ptx_parse_variable(struct ptx_parser *p, enum ptx_space space, bool externa
         if (ptx_at(p, '<')) { /* .param .b32 p<4>; : numbered like registers; rare, spelt out */
             ptx_fail(p, line, "numbered variables are not supported");
         }
-        bool array, open;
-        uint64_t count = parse_dimensions(p, &array, &open), size = d.size * (open ? 0 : count);
+        uint32_t dimensions;
+        bool open;
+        uint64_t count = parse_dimensions(p, &dimensions, &open), size = d.size * (open ? 0 : count);
         if (size > (uint64_t)1 << 40) ptx_fail(p, line, "this variable is too large");
         struct ptx_symbol *old = ptx_lookup(p, name);
+        struct ptx_symbol *s;
         bool again = old != NULL && old->kind == PTX_SYM_VAR && old->depth == p->depth && (old->place == PTX_PLACE_GLOBAL || old->place == PTX_PLACE_SHARED_MODULE);
         if (space == PTX_GLOBAL || space == PTX_CONST) {
-            struct ptx_symbol *s = again ? old : ptx_declare(p, name, PTX_SYM_VAR);
+            s = again ? old : ptx_declare(p, name, PTX_SYM_VAR);
             if (!again) {
                 s->place = PTX_PLACE_GLOBAL;
                 s->space = space;
@@ -191,7 +194,7 @@ void ptx_parse_variable(struct ptx_parser *p, enum ptx_space space, bool externa
             bool dynamic = external || open;
             if (size > PTX_MAX_SHARED) ptx_fail(p, line, "shared memory would pass %u bytes", PTX_MAX_SHARED);
             if (again) continue;
-            struct ptx_symbol *s = ptx_declare(p, name, PTX_SYM_VAR);
+            s = ptx_declare(p, name, PTX_SYM_VAR);
             s->space = PTX_SHARED;
             s->size = size;
             if (p->f != NULL && p->f->entry && !dynamic) {
@@ -210,8 +213,9 @@ void ptx_parse_variable(struct ptx_parser *p, enum ptx_space space, bool externa
             if (ptx_accept(p, '=')) ptx_fail(p, line, "shared memory cannot be initialised");
         } else {
             if (p->f == NULL) ptx_fail(p, line, "this variable can only be declared inside a function");
-            declare_local(p, name, size, d.align);
+            s = declare_local(p, name, size, d.align);
         }
+        s->element = dimensions == 1 ? d.size : 0;
     } while (ptx_accept(p, ','));
     ptx_expect(p, ';');
 }
@@ -253,8 +257,9 @@ void ptx_parse_params(struct ptx_parser *p, struct ptx_param **list, uint32_t *c
         if (reg && p->f->entry) ptx_fail(p, p->t.line, "a kernel's parameters cannot be registers");
         struct decl d = parse_type(p);
         struct ptx_str name = ptx_word(p, "a parameter's name");
-        bool array, open;
-        uint64_t n = parse_dimensions(p, &array, &open), size = open ? 0 : d.size * n;
+        uint32_t dimensions;
+        bool open;
+        uint64_t n = parse_dimensions(p, &dimensions, &open), size = open ? 0 : d.size * n;
         if (reg) ptx_fail(p, p->t.line, "registers as parameters of a function are not supported");
         if (size > 65536) ptx_fail(p, p->t.line, "this parameter is too large");
         *list = ptx_grow(p, *list, *count, &room, sizeof **list);

@@ -71,6 +71,10 @@ static struct ptx_value primary(struct ptx_parser *p, uint32_t depth) {
     v.symbol = ptx_lookup(p, name);
     if (v.symbol == NULL || (v.symbol->kind != PTX_SYM_VAR && v.symbol->kind != PTX_SYM_FUNC))
         ptx_fail(p, line, "'%.*s' is not declared", (int)(name.n > 100 ? 100 : name.n), name.s);
+    if (v.symbol->element && ptx_accept(p, '[')) {
+        v.bits = ptx_integer(p, "an index") * v.symbol->element;
+        ptx_expect(p, ']');
+    }
     return v;
 }
 

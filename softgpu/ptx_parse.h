@@ -52,6 +52,7 @@ struct ptx_symbol {
     uint32_t index;     /* VAR: of a global or module-scope shared variable; FUNC: of the function; TARGETS: of the list */
     uint64_t offset;    /* VAR: in own shared, local memory, or the kernel's parameters */
     uint64_t size;
+    uint64_t element;   /* VAR: of an array with one dimension, bytes of an element; else 0 */
 };
 
 struct ptx_arena_block {

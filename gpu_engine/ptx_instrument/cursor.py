@@ -33,6 +33,8 @@ class Cursor:
         self.kinds, self.texts, self.starts = tokens.kinds, tokens.texts, tokens.starts
         self.at = 0
         self._names: dict[str, Name] = {}
+        self.elements: dict[str, int] = {}
+        """Bytes of an element, of arrays with one dimension; 0 if several of a name have others."""
 
     def fail(self, sentence: str, at: int | None = None) -> NoReturn:
         """Raise PtxError for the line of token ``at`` (default: the present one)."""
@@ -141,9 +143,15 @@ class Cursor:
         return Complement("!", self.operand(depth + 1))
 
     def _name_with(self, depth: int) -> Operand:
-        """A name and what follows it: an offset, a second result."""
+        """A name and what follows it: an index (PTX ISA, "Arrays as Operands"), an offset, a second result."""
         text = self.word("a name")
         offset = 0
+        if self.accept("["):
+            element = self.elements.get(text, 0)
+            if not element:
+                self.fail(f"nothing says how large an element of {text} is.")
+            offset = self.number("an index") * element
+            self.expect("]")
         while self.texts[self.at] in ("+", "-") and self.kinds[self.at] == SYMBOL:
             # `a+-8` is how compilers write a negative offset.
             negative = self.texts[self.at] == "-"

@@ -186,7 +186,12 @@ class _Parser(Cursor):
             declarators.append(self._declarator())
         if ended:
             self.expect(";")
-        return Variable(start, self.end, linkage, space, type_, vector, alignment, attributes, tuple(declarators))
+        made = Variable(start, self.end, linkage, space, type_, vector, alignment, attributes, tuple(declarators))
+        for declarator in declarators:
+            if len(declarator.sizes) == 1:
+                size = made.element_bytes
+                self.elements[declarator.name] = size if self.elements.get(declarator.name, size) == size else 0
+        return made
 
     def _pointer(self) -> tuple[str, ...]:
         """What follows ``.ptr``: a space and an alignment, both optional."""

@@ -448,6 +448,59 @@ def test_graphs(phosd: FakePhosd, library: Path) -> None:
         app.finish()
 
 
+FORMER_FORMS = """
+start()
+a, b = ok(cu.cuMemAlloc(1 << 20)), ok(cu.cuMemAlloc(1 << 20))
+A, B = int(a), int(b)
+module, add = load()
+stream = ok(cu.cuStreamCreate(1))
+driver = ctypes.CDLL("libcuda.so.1")
+
+class Kernel(ctypes.Structure):  # CUDA_KERNEL_NODE_PARAMS_v1
+    _fields_ = [("func", ctypes.c_void_p), ("sizes", ctypes.c_uint * 7), ("kernelParams", ctypes.c_void_p),
+                ("extra", ctypes.c_void_p)]
+
+def packed(*pointers):
+    values = (u64 * 3)(*pointers, 1)
+    size = ctypes.c_size_t(20)
+    extra = (ctypes.c_void_p * 5)(1, ctypes.addressof(values), 2, ctypes.addressof(size), 0)
+    made = Kernel(int(add), (ctypes.c_uint * 7)(1, 1, 1, 1, 1, 1, 0), None, ctypes.addressof(extra))
+    made.kept = values, size, extra
+    return made
+
+graph = ok(cu.cuGraphCreate(0))
+node = ctypes.c_void_p()
+assert not driver.cuGraphAddKernelNode(
+    ctypes.byref(node), ctypes.c_void_p(int(graph)), None, ctypes.c_size_t(0), ctypes.byref(packed(A, B)))
+run_it = ok(cu.cuGraphInstantiate(graph, 0))
+def show():
+    for line in spoken(touched(lambda: ok(cu.cuGraphLaunch(run_it, stream))), a=A, b=B):
+        say(line.replace(f"{int(stream):x}", "stream"))
+show()
+assert not driver.cuGraphExecKernelNodeSetParams(
+    ctypes.c_void_p(int(run_it)), node, ctypes.byref(packed(A + 4096, B + 8192)))
+show()
+former = Kernel()
+assert not driver.cuGraphKernelNodeGetParams(node, ctypes.byref(former))
+assert former.func == int(add) and list(former.sizes) == [1, 1, 1, 1, 1, 1, 0]
+assert not driver.cuGraphKernelNodeSetParams(node, ctypes.byref(packed(A + 512, B)))
+run_it = ok(cu.cuGraphInstantiate(graph, 0))
+show()
+say("end")
+"""
+
+
+def test_kernels_in_graphs_by_names_of_former_forms_and_with_packed_arguments(phosd: FakePhosd, library: Path) -> None:
+    """As of programs that look the driver's symbols up by name, without cuGetProcAddress."""
+    with tracing(phosd, library, FORMER_FORMS) as (app, _):
+        assert rest_of(app) == [
+            "cuGraphLaunch 255 stream 0 0 0 0 a+0:0:b b+0:0:b",
+            "cuGraphLaunch 255 stream 0 0 0 0 a+4096:0:b b+8192:0:b",
+            "cuGraphLaunch 255 stream 0 0 0 0 a+512:0:b b+0:0:b",
+        ]
+        app.finish()
+
+
 KERNELS_OF_LIBRARIES = """
 start()
 a, b = ok(cu.cuMemAlloc(1 << 20)), ok(cu.cuMemAlloc(1 << 20))

@@ -26,6 +26,10 @@ FOLLOWED = {
         {P, Q},
     ),
     "behind the distance of two numbers": ("sad.u64 %d, %b, 5, %a;", {P}),
+    "beside an element of an array, which is named by its index": (
+        ".shared .align 8 .b64 t[8]; mov.u32 %r2, t[3]; st.shared.u64 [%r2], 1; mov.b64 %d, %a;",
+        {P},
+    ),
 }
 """What is added to an index that might be an address itself."""
 

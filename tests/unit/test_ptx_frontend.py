@@ -118,6 +118,18 @@ def statements(module: Module, name: str) -> list:
     return found
 
 
+def test_an_element_of_an_array_is_an_offset_from_its_name() -> None:
+    head = ".version 8.0\n.target sm_90\n.address_size 64\n.global .v2 .f32 pairs[4];\n"
+    body = ".reg .b64 %a; .shared .b8 pairs2[4]; mov.u64 %a, pairs[3]; mov.u64 %a, pairs2[3]+1;"
+    (kernel,) = parse(head + f".entry k() {{ {body} }}").functions
+    assert kernel.body is not None
+    moves = [s.operands[1] for s in kernel.body.statements if isinstance(s, Instruction)]
+    assert [str(operand) for operand in moves] == ["pairs+24", "pairs2+4"]
+    for unknown in (".shared .b8 pairs[4]; mov.u64 %a, pairs[1];", "mov.u64 %a, nothing[1];"):
+        with pytest.raises(PtxError, match=r"how large an element of (pairs|nothing) is"):
+            parse(head + f".entry k() {{ .reg .b64 %a; {unknown} }}")
+
+
 def test_parts_are_found_where_they_belong() -> None:
     module = parse(EVERYTHING)
     assert (module.version, module.target) == ((8, 5), "sm_90a")

@@ -75,6 +75,16 @@ def test_a_kernel_that_must_run_in_clusters_of_several_blocks_is_refused() -> No
     program("", ".explicitcluster .reqnctapercluster 1, 1, 1").run("k", 2, 32, Buffer(4))
 
 
+def test_the_address_of_an_element_of_an_array() -> None:
+    """PTX ISA, "Arrays as Operands": `mov.u32 s, a[1]` moves the address of a[1] into s."""
+    body = """
+    .shared .align 8 .b64 wide[4]; .shared .b8 bytes[9];
+    mov.u32 %r1, wide[1+2]; mov.u32 %r2, wide; sub.u32 %r1, %r1, %r2;
+    mov.u32 %r3, bytes[5]; mov.u32 %r4, bytes; sub.u32 %r3, %r3, %r4; mad.lo.u32 %r1, %r1, 1000, %r3;
+    """
+    assert words(body)[0] == 24005
+
+
 SATFINITE = {
     "cvt.rn.satfinite.f16.f32 %h1, %f1; cvt.u32.u16 %r1, %h1": (0x7BFF, 0xFBFF, 0x3C00, 0x7FFF),
     "cvt.rz.satfinite.bf16.f32 %h1, %f1; cvt.u32.u16 %r1, %h1": (0x7F7F, 0xFF7F, 0x3F80, 0x7FFF),
