@@ -134,6 +134,7 @@ CUresult phos_token_block(const struct phos_token *token, struct phos_block **ou
             return CUDA_SUCCESS;
         }
     }
+    phos_window_before_import();
     PHOS_CLOSES_HELD int descriptor = -1;
     size_t size = 0;
     CUdevice device = 0;

@@ -3,6 +3,7 @@
 #include "window_private.h"
 #include "arena.h"
 #include "cleanup.h"
+#include "clock.h"
 #include "connection.h"
 #include "detach.h"
 #include "gate.h"
@@ -292,6 +293,18 @@ void phos_window_end(void)
     is_open = false;
     phos_parts_rest();
     phos_twins_end();
+}
+
+void phos_window_before_import(void)
+{
+    bool traced = atomic_load_explicit(&phos_self.traced, memory_order_relaxed); /* else the window may end at any time */
+    if (!traced || !phos_window.table || phos_window.table->mode != PHOS_WINDOW_COW || phos_window_closed())
+        return;
+    uint64_t start = phos_now_ns();
+    while (!phos_window_closed())
+        nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
+    phos_count(&phos_window.table->counts.waits, 1);
+    phos_count(&phos_window.table->counts.wait_ns, phos_now_ns() - start);
 }
 
 void phos_window_watched(void)

@@ -35,6 +35,9 @@ void phos_window_look(void);
  * phos_window_go_on() no other begins, nor is the thread cancelled. To be called before phos_memory_lock is taken. */
 void phos_window_stand_still(void);
 void phos_window_go_on(void);
+/* Before a block of another process becomes this one's: what is mapped only in the window, the window knows nothing of, so all
+ * has to be saved first. To be called with no lock held. */
+void phos_window_before_import(void);
 /* With the gate closed for a checkpoint: it has been watched long enough. */
 void phos_window_watched(void);
 /* The open window is a lazy restore's: memory is still being loaded. */

@@ -285,6 +285,33 @@ def test_two_processes_with_one_buffer(site: Site) -> None:
     assert program.wait_result() == expected
 
 
+@pytest.mark.parametrize("validate", ["on", "off"])
+def test_memory_of_another_is_opened_in_the_window(site: Site, validate: str) -> None:
+    """What a process maps only then, its window knows nothing of: it waits until all is saved."""
+    site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(16 << 20), "PHOS_PROTOCOL": "cow", "PHOS_VALIDATE": validate}
+    handle, log = site.folder / "handle", site.folder / "run" / "phosd.log"
+    site.run("phosd", "--ensure")
+    command = [sys.executable, str(PROGRAMS / "shared_memory.py"), "late", "0", str(handle)]
+    program = site.start(*command, SOFTGPU_COPY_BANDWIDTH="0")
+    wait_until(handle.with_suffix(".ready").exists, "the child")
+    image = site.image()
+    dump = site.begin_dump(program, image, "--leave-running")
+    wait_until(lambda: log.read_text().count(" is attached: ") == 2, "the window of both")
+    handle.with_suffix(".go").touch()
+    wait_until(handle.with_suffix(".written").exists, "the memory to be overwritten")
+    committed(dump, image)
+    assert inventory(site, image)["protocol"] == "cow"
+    handle.with_suffix(".over").touch()
+    assert program.wait_result() == "0"
+    for suffix in (".go", ".over"):
+        handle.with_suffix(suffix).unlink()
+    site.gone(program)
+    program.output.write_bytes(b"")
+    site.restore(image)
+    handle.with_suffix(".over").touch()
+    assert program.wait_result() == "64"
+
+
 def test_the_order_of_first_touches_is_kept_over_windows(site: Site) -> None:
     """A window is too short to see all, and what an earlier one saw still counts."""
     go = site.folder / "go"

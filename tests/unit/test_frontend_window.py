@@ -55,6 +55,9 @@ def test_the_end_of_a_window_does_not_keep_phosds_answers_from_who_waits_for_the
             assert not begun.done.error
             assert not phosd.open(session).error
             second.tell(exported)
+            with pytest.raises(queue.Empty):
+                phosd.questions.get(timeout=0.3)  # the window would know nothing of what it maps now
+            chunks.close_window()
             question = phosd.questions.get(timeout=30)  # its thread is in a traced call
             connection.send(wire.Envelope(id=1, window_end=wire.WindowEnd()))
             connection.resolve(question)

@@ -3,7 +3,9 @@
 The parent allocates and exports, starts the child, and both add to the same word through their own mapping. Each checks
 at every step that it sees what the other wrote. Prints ITERATION and RESULT lines as the examples do. With "alone" for
 "parent" somebody else starts the child. "keeps" opens the parent's memory and keeps it open; "leaves" frees 64 MiB as
-soon as that one has it, says so by the file HANDLE.freed, and ends when there is a file HANDLE.over.
+soon as that one has it, says so by the file HANDLE.freed, and ends when there is a file HANDLE.over. "late" starts a
+child that opens 64 MiB and overwrites them when there is a file HANDLE.go, and then says so by the file HANDLE.written;
+when there is a file HANDLE.over, it says how many of 64 words, one a MiB, are as they were.
 """
 
 import ctypes
@@ -56,12 +58,41 @@ def outlive(owner, handle_file):
     time.sleep(60)
 
 
+def open_late(owner, handle_file):
+    go, written, over = (handle_file.with_suffix(suffix) for suffix in (".go", ".written", ".over"))
+    check(cuda.cuMemAlloc(4 << 20))
+    if owner:
+        base = int(check(cuda.cuMemAlloc(64 << 20)))
+        check(cuda.cuMemsetD32(base, 1, 16 << 20))
+        check(cuda.cuCtxSynchronize())
+        handle_file.write_bytes(bytes(check(cuda.cuIpcGetMemHandle(base)).reserved))
+        child = subprocess.Popen([sys.executable, __file__, "opens", "0", str(handle_file)])
+        while not over.exists():
+            time.sleep(0.01)
+        print(f"RESULT {sum(read(base + (n << 20)) == 1 for n in range(64))}", flush=True)
+        child.kill()
+        return
+    handle_file.with_suffix(".ready").touch()
+    while not go.exists():
+        time.sleep(0.01)
+    handle = cuda.CUipcMemHandle()
+    handle.reserved = handle_file.read_bytes()
+    base = check(cuda.cuIpcOpenMemHandle(handle, cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS))
+    check(cuda.cuMemsetD32(base, 2, 16 << 20))
+    check(cuda.cuCtxSynchronize())
+    written.touch()
+    time.sleep(60)
+
+
 def main():
     role, iterations, handle_file = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
     check(cuda.cuInit(0))
     check(cuda.cuCtxSetCurrent(check(cuda.cuDevicePrimaryCtxRetain(check(cuda.cuDeviceGet(0))))))
     if role in ("leaves", "keeps"):
         outlive(role == "leaves", handle_file)
+        return
+    if role in ("late", "opens"):
+        open_late(role == "late", handle_file)
         return
     parent = role != "child"
     if parent:
