@@ -21,7 +21,7 @@ from phos.gpu_engine.cow.feed import ChunkFeed
 from phos.gpu_engine.cow.settings import CowSettings
 from phos.gpu_engine.cow.watch import Watch
 from phos.gpu_engine.cow.window import Windows
-from phos.gpu_engine.errors import CheckpointFailed, Mispredicted, PhosError
+from phos.gpu_engine.errors import CheckpointFailed, DriverError, Mispredicted, PhosError
 from phos.gpu_engine.job_states import MISPREDICTED
 from phos.gpu_engine.process import GatedProcess
 from phos.gpu_engine.stop.dump import Assignment, StopDump
@@ -90,6 +90,7 @@ class CowDump(StopDump):
         self._watch = Watch()
         self._laid_out = threading.Event()  # the windows can be opened, or never will
         self._saved = threading.Event()  # all data is in the image, or will not be
+        self._unhashed = False  # nothing would show a wrong guess: the processes stand still until all is saved
         self._ended = False  # the windows
         self._counts: dict[str, int] = {}
 
@@ -123,7 +124,7 @@ class CowDump(StopDump):
             if not self._borrowed:
                 return
             self._mapped.add(self._borrowed)
-            expected = self._hash() if self._cow.validate else None
+            expected = self._hash_if_it_can() if self._cow.validate else None
             self._check_room(expected)
             feed = self._windows.lay_out(
                 self.gated,
@@ -152,6 +153,19 @@ class CowDump(StopDump):
                 self._windows.over()
             self._laid_out.set()
             self._saved.set()
+
+    def _hash_if_it_can(self) -> list[bytes] | None:
+        """A program may have left no memory on a GPU for the sums."""
+        try:
+            return self._hash()
+        except DriverError as error:
+            log.warning(
+                "%s: the GPU does not hash its memory, so the processes stand still until all is saved: %s",
+                self.path,
+                error,
+            )
+            self._unhashed = True
+            return None
 
     @contextmanager
     def _copying_data(self, feed: ChunkFeed) -> Iterator[None]:
@@ -182,6 +196,8 @@ class CowDump(StopDump):
             super().finish(criu_result)
             return
         self._laid_out.wait()
+        if self._unhashed:
+            self._wait_saved()
         if self._borrowed and self._copy_failure is None:
             for process in self.gated:
                 process.trace(self._windows.of(process))

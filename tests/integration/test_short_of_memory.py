@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.integration.site import Site, wait_until
 
 PROGRAM = Path(__file__).parent / "programs" / "reallocates.py"
+FILLS = PROGRAM.with_name("fills_memory.py")
 FIRST, SECOND = 120, 160
 """MiB, of 200: there is no room for both."""
 
@@ -32,6 +36,24 @@ def test_what_it_frees_in_a_window_is_its_own_again_when_that_is_saved(site: Sit
     site.restore(image, SOFTGPU_COPY_BANDWIDTH="0")
     wait_until(lambda: not program.alive(), "its second end")
     assert [line.split()[0] for line in program.lines()] == ["READY", "GOT", "GOT"]
+
+
+@pytest.mark.parametrize("left", [0])
+def test_a_gpu_without_memory_for_phosd_is_checkpointed_all_the_same(site: Site, left: int) -> None:
+    """With 4 MiB there is room for hashes, and for what the way back takes: a shadow pool takes none of that."""
+    site.environment["SOFTGPU_MEMORY"] = "200M"
+    site.run("phosd", "--ensure")
+    program = site.start(sys.executable, str(FILLS), str(left))
+    wait_until(lambda: "FULL" in program.lines() or not program.alive(), "the program")
+    image = site.image()
+    site.dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")
+    site.run("phos-gpu", "verify", str(image))
+    summary = json.loads(site.run("phos-gpu", "inspect", "--json", str(image)).stdout)
+    assert summary["protocol"] == "cow"
+    assert summary["window"]["calls"] == 0
+    log = (site.folder / "run" / "phosd.log").read_text()
+    assert ("stand still until all is saved" in log) == (not left)
+    assert (program.lines() == ["FULL"]) == bool(left), program.lines()
 
 
 def attached(site: Site) -> bool:
