@@ -14,7 +14,10 @@ from phos.gpu_engine.ring import CHUNK_BYTES
 log = logging.getLogger(__name__)
 
 MARGIN_BYTES = 512 << 20
-"""GPU memory that no pool takes: the driver needs some for the way back, and the application may allocate."""
+"""GPU memory that no slots take: the driver needs some for the way back, and the application may allocate."""
+
+LEAST_BYTES = 8 << 20
+"""And that not even pools without slots take: for hashes of *t1*, and the first kernel on the way back (detach.c)."""
 
 
 class ShadowPool:
@@ -86,10 +89,15 @@ class ShadowPool:
             self._context.use()
 
 
-def slots_for(device: int, wanted_bytes: int, processes: int) -> int:
-    """How many slots each of some processes gets on a GPU: what was asked for, or what there is room for."""
-    room = driver.context(device).free_memory() - MARGIN_BYTES - processes * POOL_FLAGS
-    return max(0, min(wanted_bytes, room)) // max(1, processes) // CHUNK_BYTES
+def slots_for(device: int, wanted_bytes: int, processes: int) -> int | None:
+    """How many slots each of some processes gets on a GPU: what was asked for, or what there is room for.
+
+    None: there is not even room for the flags of pools without slots.
+    """
+    left = driver.context(device).free_memory() - processes * POOL_FLAGS
+    if left < LEAST_BYTES:
+        return None
+    return max(0, min(wanted_bytes, left - MARGIN_BYTES)) // max(1, processes) // CHUNK_BYTES
 
 
 class LentPools:

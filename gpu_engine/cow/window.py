@@ -89,6 +89,9 @@ class Windows:
                     continue
                 try:
                     slots = slots_for(device, self._settings.pool_bytes, sharing[device])
+                    if slots is None:
+                        log.info("GPU %d: no room for a shadow pool for process %d", device, process.pid)
+                        continue
                     slots = min(slots, NO_SLOT - sum(pool.slots for pool in pools))  # those that can be named
                     pools.append(ShadowPool(device, slots, self._lane(device)))
                     self.pool_bytes += pools[-1].slots * CHUNK_BYTES

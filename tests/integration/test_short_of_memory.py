@@ -38,9 +38,9 @@ def test_what_it_frees_in_a_window_is_its_own_again_when_that_is_saved(site: Sit
     assert [line.split()[0] for line in program.lines()] == ["READY", "GOT", "GOT"]
 
 
-@pytest.mark.parametrize("left", [0])
+@pytest.mark.parametrize("left", [0, 4])
 def test_a_gpu_without_memory_for_phosd_is_checkpointed_all_the_same(site: Site, left: int) -> None:
-    """With 4 MiB there is room for hashes, and for what the way back takes: a shadow pool takes none of that."""
+    """With 4 MiB there is room for hashes, and for what the way back takes: a shadow pool takes nothing of these."""
     site.environment["SOFTGPU_MEMORY"] = "200M"
     site.run("phosd", "--ensure")
     program = site.start(sys.executable, str(FILLS), str(left))
