@@ -111,6 +111,7 @@ static void bind_to(void *handle, void *base)
         void *found = dlsym_real()(handle, phos_api_rows[row].symbol);
         phos_real.slot[row] = found ? found : (void *)absent_entry;
     }
+    dlerror(); /* whoever's dlsym this is in must not hear of what an older driver lacks */
     atomic_store_explicit(&bound_base, base, memory_order_release);
     atomic_fetch_and(&phos_gate_word, ~(uint32_t)PHOS_GATE_UNBOUND);
     phos_debug("bound to the driver library at %p", base);

@@ -97,6 +97,23 @@ print(where(libc.dlsym(other._handle, b"cuLaunchKernel")))
     ]
 
 
+@pytest.mark.parametrize("handle", ["driver._handle", "None"])
+def test_who_finds_a_symbol_hears_of_no_error(tmp_path: Path, handle: str) -> None:
+    """Of an older driver we look for more than there is, which is no matter of a program that asks dlerror."""
+    source = tmp_path / "older.c"
+    source.write_text("int cuInit(unsigned int flags) { return flags; }\n")
+    older = tmp_path / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", "-o", older, source], check=True)
+    printed = _run(WHERE + f"""
+driver = ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+dlerror = libc.dlerror
+dlerror.restype = ctypes.c_char_p
+for name in (b"cuInit", b"cuInit", b"cuLaunchKernel"):
+    print(where(libc.dlsym({handle}, name)), "silence" if dlerror() is None else "error")
+""", LD_LIBRARY_PATH=str(tmp_path))  # fmt: skip
+    assert printed.splitlines() == ["phos silence", "phos silence", "none error"]
+
+
 @pytest.mark.parametrize("driver", [13000, 13020, 13050])
 def test_cu_get_proc_address_gives_the_wrapper_of_the_right_form(driver: int) -> None:
     """For every name, version and stream kind: the wrapper of exactly what the driver alone would give."""
