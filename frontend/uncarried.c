@@ -215,14 +215,6 @@ CUresult serve_cuDestroyExternalMemory(CUexternalMemory memory)
     return result;
 }
 
-CUresult serve_cuMulticastCreate(CUmemGenericAllocationHandle_v1 *handle, const CUmulticastObjectProp_v1 *properties)
-{
-    CUresult result = phos_real.cuMulticastCreate(handle, properties);
-    if (result == CUDA_SUCCESS)
-        phos_uncarried_add(PHOS_UNCARRIED_MULTICAST, 1, (int64_t)(properties ? properties->size : 0));
-    return result;
-}
-
 CUresult serve_cuGraphAddMemAllocNode(CUgraphNode *node, CUgraph graph, const CUgraphNode *dependencies, size_t count,
                                       CUDA_MEM_ALLOC_NODE_PARAMS_v1 *parameters)
 {

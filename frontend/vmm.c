@@ -286,6 +286,17 @@ CUresult serve_cuMemImportFromShareableHandle(CUmemGenericAllocationHandle_v1 *h
  * To bind waits until all devices have been added to the object, which other threads may have to allocate for first: it
  * must not hold the lock. */
 
+/* Its handle is released, mapped and exported like one of memory. */
+CUresult serve_cuMulticastCreate(CUmemGenericAllocationHandle_v1 *handle, const CUmulticastObjectProp_v1 *properties)
+{
+    CUresult result = phos_real.cuMulticastCreate(handle, properties);
+    if (result == CUDA_SUCCESS) {
+        PHOS_LOCKED(&phos_memory_lock);
+        phos_driver_vmm_made(*handle, PHOS_UNCARRIED_MULTICAST, properties->size, false);
+    }
+    return result;
+}
+
 /* The block that a handle of ours stands for, which stays meanwhile, and the driver's handle in its place. */
 static struct phos_block *binding(CUmemGenericAllocationHandle *memory)
 {

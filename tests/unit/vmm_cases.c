@@ -87,6 +87,14 @@ static CUresult retain(CUmemGenericAllocationHandle *handle, void *address)
     return CUDA_SUCCESS;
 }
 
+static CUresult create_multicast(CUmemGenericAllocationHandle *handle, const CUmulticastObjectProp *properties)
+{
+    if (!properties->size)
+        return CUDA_ERROR_INVALID_VALUE;
+    *handle = ++last_handle;
+    return CUDA_SUCCESS;
+}
+
 static CUresult bind_memory(CUmemGenericAllocationHandle multicast, size_t at, CUmemGenericAllocationHandle memory,
                             size_t offset, size_t size, unsigned long long flags)
 {
@@ -358,7 +366,28 @@ static void bound(int form)
     CHECK(serve_cuMemUnmap(at, 2 * MiB) == CUDA_SUCCESS);
 }
 
-/* They are left to the driver, but not while another process may have them too. */
+/* They are left to the driver, but not while another process may have them too; and counted as long as there is a handle or a
+ * mapping of them. */
+static void multicast_objects(void)
+{
+    CUmulticastObjectProp properties = {.numDevices = 1, .size = 0};
+    CUmemGenericAllocationHandle handle;
+    CUdeviceptr at = 0x6000000000;
+    uint64_t count, bytes;
+    CHECK(serve_cuMulticastCreate(&handle, &properties) == CUDA_ERROR_INVALID_VALUE);
+    properties.size = 8 * MiB;
+    CHECK(serve_cuMulticastCreate(&handle, &properties) == CUDA_SUCCESS && handle == last_handle);
+    phos_uncarried_get(PHOS_UNCARRIED_MULTICAST, &count, &bytes);
+    CHECK(count == 1 && bytes == 8 * MiB && !phos_driver_vmm_shared());
+    CHECK(serve_cuMemMap(at, 8 * MiB, 0, handle, 0) == CUDA_SUCCESS);
+    CHECK(serve_cuMemExportToShareableHandle(NULL, handle, POSIX, 0) == CUDA_SUCCESS && refused(SHARED));
+    CHECK(serve_cuMemRelease(handle) == CUDA_SUCCESS && refused(SHARED));
+    CHECK(counted(PHOS_UNCARRIED_MULTICAST) == 1);
+    CHECK(serve_cuMemUnmap(at, 8 * MiB) == CUDA_SUCCESS && !phos_driver_vmm_shared());
+    CHECK(counted(PHOS_UNCARRIED_MULTICAST) == 0);
+}
+
+/* Likewise. */
 static void endpoints(void)
 {
     CUlogicalEndpointProp properties = {.type = CU_LOGICAL_ENDPOINT_TYPE_UNICAST};
@@ -422,6 +451,7 @@ int main(void)
     phos_real.cuMemExportToShareableHandle = export_handle;
     phos_real.cuMemImportFromShareableHandle = import_handle;
     phos_real.cuMemRetainAllocationHandle = retain;
+    phos_real.cuMulticastCreate = create_multicast;
     phos_real.cuMulticastBindMem = bind_memory;
     phos_real.cuMulticastBindAddr = bind_address;
     phos_real.cuMulticastBindMem_v2 = bind_memory_of;
@@ -446,6 +476,7 @@ int main(void)
     access_in_a_window();
     for (int form = 0; form < 3; form++)
         bound(form);
+    multicast_objects();
     endpoints();
     pools();
     sparse();
