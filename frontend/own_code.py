@@ -133,6 +133,7 @@ SERVED: dict[str, tuple[str, ...]] = {
         "cuCtxCreate_v2",
         "cuCtxCreate",
         "cuDevicePrimaryCtxRetain",
+        "cuGreenCtxCreate",
         "cuCtxFromGreenCtx",
         "cuCtxEnablePeerAccess",
         "cuCtxDisablePeerAccess",

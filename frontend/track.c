@@ -266,6 +266,13 @@ CUresult serve_cuCtxCreate(CUcontext *context, unsigned int flags, CUdevice_v1 d
     return result;
 }
 
+/* It takes its device's primary context. */
+CUresult serve_cuGreenCtxCreate(CUgreenCtx *green, CUdevResourceDesc description, CUdevice device, unsigned int flags)
+{
+    PHOS_LOCKED(&phos_primary_lock);
+    return phos_real.cuGreenCtxCreate(green, description, device, flags);
+}
+
 CUresult serve_cuCtxFromGreenCtx(CUcontext *context, CUgreenCtx green)
 {
     CUresult result = phos_real.cuCtxFromGreenCtx(context, green);

@@ -172,6 +172,35 @@ heard()
     toggled_at_ready(phosd, body)
 
 
+def test_what_ends_with_a_primary_context_ends_though_a_green_one_takes_it_anew(phosd: FakePhosd) -> None:
+    """Both at once: whoever lets go of it for the last time must not find it active again by then."""
+    body = """
+start()
+free = ok(cu.cuMemGetInfo())[0]
+ok(cu.cuDevicePrimaryCtxRelease(0))
+resource = ok(cu.cuDeviceGetDevResource(0, cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM))
+description = ok(cu.cuDevResourceGenerateDesc([resource], 1))
+through = threading.Event()
+def take():
+    while not through.is_set():
+        ok(cu.cuGreenCtxDestroy(ok(cu.cuGreenCtxCreate(description, 0, 1))))
+taker = threading.Thread(target=take)
+taker.start()
+for _ in range(2000):
+    ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+    ok(cu.cuMemAlloc(8 << 20))
+    ok(cu.cuDevicePrimaryCtxRelease(0))
+    ok(cu.cuCtxSetCurrent(0))
+through.set()
+taker.join()
+start()
+say(free - ok(cu.cuMemGetInfo())[0])
+"""
+    with program(phosd, body) as (app, _):
+        assert app.line() == "0"
+        app.finish()
+
+
 def test_a_green_context_that_ends_in_a_window_is_no_context_with_an_error(phosd: FakePhosd) -> None:
     body = (
         GREEN
