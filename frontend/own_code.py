@@ -306,6 +306,7 @@ RETRIED = {
     "cuStreamCreate",
     "cuStreamCreateWithPriority",
     "cuEventCreate",
+    "cuGraphUpload",
     *TOUCHED["touch_launch.c"],
 }
 

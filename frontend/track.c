@@ -270,7 +270,7 @@ CUresult serve_cuCtxCreate(CUcontext *context, unsigned int flags, CUdevice_v1 d
 CUresult serve_cuGreenCtxCreate(CUgreenCtx *green, CUdevResourceDesc description, CUdevice device, unsigned int flags)
 {
     PHOS_LOCKED(&phos_primary_lock);
-    return phos_real.cuGreenCtxCreate(green, description, device, flags);
+    return PHOS_RETRIED(phos_driver_recover, device, phos_real.cuGreenCtxCreate(green, description, device, flags));
 }
 
 CUresult serve_cuCtxFromGreenCtx(CUcontext *context, CUgreenCtx green)

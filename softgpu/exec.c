@@ -169,7 +169,8 @@ CUresult softgpu_cuGraphExecGetFlags(CUgraphExec hGraphExec, cuuint64_t *flags)
 CUresult softgpu_cuGraphUpload(CUgraphExec hGraphExec, CUstream hStream)
 {
     struct sg_stream *stream;
-    return handle_get(hGraphExec) ? sg_stream_get(hStream, &stream) : CUDA_ERROR_INVALID_VALUE;
+    CUresult result = handle_get(hGraphExec) ? sg_stream_get(hStream, &stream) : CUDA_ERROR_INVALID_VALUE;
+    return result == CUDA_SUCCESS && sg_fault(SG_FAULT_UPLOAD_OOM) ? CUDA_ERROR_OUT_OF_MEMORY : result;
 }
 
 CUresult softgpu_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)

@@ -166,6 +166,12 @@ static CUresult context_retained(CUcontext *context, CUdevice_v1 device)
     return context_v4(context, NULL, 0, device);
 }
 
+static CUresult green_context(CUgreenCtx *context, CUdevResourceDesc description, CUdevice device, unsigned int flags)
+{
+    (void)context, (void)description;
+    return context_v4(NULL, NULL, flags, device);
+}
+
 static void check(bool good, const char *what, int line)
 {
     if (good)
@@ -252,11 +258,13 @@ static void others(void)
 static void contexts(void)
 {
     CUcontext context;
+    CUgreenCtx green;
     MADE(serve_cuCtxCreate_v4(&context, NULL, 0, 0));
     MADE(serve_cuCtxCreate_v3(&context, NULL, 0, 0, 0));
     MADE(serve_cuCtxCreate_v2(&context, 0, 0));
     MADE(serve_cuCtxCreate(&context, 0, 0));
     MADE(serve_cuDevicePrimaryCtxRetain(&context, 0));
+    MADE(serve_cuGreenCtxCreate(&green, NULL, 0, CU_GREEN_CTX_DEFAULT_STREAM));
 }
 
 /* An answer that says nothing of memory, more than there is, and a thread without a context. */
@@ -308,6 +316,7 @@ int main(void)
     phos_real.cuCtxCreate_v2 = context_v2;
     phos_real.cuCtxCreate = context_v2;
     phos_real.cuDevicePrimaryCtxRetain = context_retained;
+    phos_real.cuGreenCtxCreate = green_context;
     phos_policy = (struct phos_policy){.carry_device = true, .cache_set = true, .cache_bytes = TOTAL};
     phos_device_count = 1;
     phos_devices[0] = (struct phos_device){.total = TOTAL, .granularity = 2 * MiB, .carried = true};

@@ -285,6 +285,20 @@ def test_memory_that_was_freed_serves_modules() -> None:
         app.finish()
 
 
+@pytest.mark.parametrize(("fault", "answer"), [("upload-oom-at:1", 0), ("upload-oom-at:1+", 2)])
+def test_memory_that_was_freed_serves_a_graph_that_is_uploaded(fault: str, answer: int) -> None:
+    """As one that is launched: its code and its memory nodes are mapped then."""
+    body = """
+    start()
+    graph = ok(cu.cuGraphInstantiate(ok(cu.cuGraphCreate(0)), 0))
+    ok(cu.cuMemFree(ok(cu.cuMemAlloc(120 << 20))))
+    say(int(cu.cuGraphUpload(graph, 0)[0]))
+    """
+    with alone(body, SOFTGPU_FAULTS=fault, **LEFT) as app:
+        assert app.line() == str(answer)
+        app.finish()
+
+
 @pytest.mark.parametrize(("fault", "answer"), [("launch-oom-at:1", 0), ("launch-oom-at:1+", 2)])
 def test_memory_that_was_freed_serves_code_that_is_loaded_at_its_first_launch(fault: str, answer: int) -> None:
     body = f"""
