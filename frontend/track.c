@@ -169,6 +169,16 @@ size_t phos_contexts_on(CUdevice device)
     return count;
 }
 
+/* Drivers before CUDA 13 refuse to say it of a stream that cuGreenCtxStreamCreate made, but for its green context. */
+static CUresult context_of(CUstream stream, CUcontext *context)
+{
+    CUgreenCtx green = NULL;
+    CUresult result = phos_real.cuStreamGetCtx(stream, context);
+    if (result == CUDA_ERROR_NOT_SUPPORTED)
+        result = phos_real.cuStreamGetCtx_v2(stream, context, &green);
+    return result == CUDA_SUCCESS && green ? phos_real.cuCtxFromGreenCtx(context, green) : result;
+}
+
 bool phos_stream_context(CUstream stream, CUcontext *context, CUdevice *device)
 {
     CUcontext current;
@@ -179,7 +189,7 @@ bool phos_stream_context(CUstream stream, CUcontext *context, CUdevice *device)
         *device = here;
         return have;
     }
-    if (phos_real.cuStreamGetCtx(stream, context) != CUDA_SUCCESS)
+    if (context_of(stream, context) != CUDA_SUCCESS)
         return false;
     if (have && *context == current) {
         *device = here;

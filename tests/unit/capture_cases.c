@@ -1,6 +1,7 @@
 /* track.c over a driver of this file's own: captures of kinds that the software GPU does not have, from their begin to their
  * end. */
 #include "check.h"
+#include "runtime.h"
 #include "track.h"
 
 #include <stdio.h>
@@ -59,6 +60,79 @@ static CUresult stream_context(CUstream stream, CUcontext *context)
     return CUDA_ERROR_INVALID_CONTEXT;
 }
 
+/* A stream of a green context's, before CUDA 13. */
+static const CUcontext primary = (CUcontext)0x30, green = (CUcontext)0x40;
+
+static CUresult stream_contexts(CUstream stream, CUcontext *context, CUgreenCtx *of)
+{
+    (void)stream;
+    *context = primary;
+    *of = (CUgreenCtx)0x50;
+    return CUDA_SUCCESS;
+}
+
+static CUresult not_supported(CUstream stream, CUcontext *context)
+{
+    (void)stream, (void)context;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+
+static CUresult from_green(CUcontext *context, CUgreenCtx of)
+{
+    *context = green;
+    return of == (CUgreenCtx)0x50 ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult version(CUcontext context, unsigned int *number)
+{
+    (void)context, (void)number;
+    return CUDA_SUCCESS;
+}
+
+static CUresult push(CUcontext context)
+{
+    (void)context;
+    return CUDA_SUCCESS;
+}
+
+static CUresult pop(CUcontext *context)
+{
+    (void)context;
+    return CUDA_SUCCESS;
+}
+
+static CUresult first_device(CUdevice *device)
+{
+    *device = 0;
+    return CUDA_SUCCESS;
+}
+
+static CUresult state(CUdevice device, unsigned int *flags, int *active)
+{
+    (void)device, (void)flags;
+    *active = 1;
+    return CUDA_SUCCESS;
+}
+
+static CUresult retain(CUcontext *context, CUdevice device)
+{
+    (void)device;
+    *context = primary;
+    return CUDA_SUCCESS;
+}
+
+static CUresult let_go(CUdevice device)
+{
+    (void)device;
+    return CUDA_SUCCESS;
+}
+
+static CUresult destroy_green(CUgreenCtx of)
+{
+    (void)of;
+    return CUDA_SUCCESS;
+}
+
 static CUresult begins(bool graphics, CUstream stream)
 {
     if (graphics)
@@ -69,6 +143,34 @@ static CUresult begins(bool graphics, CUstream stream)
 static CUresult ends(bool graphics, CUstream stream)
 {
     return graphics ? serve_cuStreamEndCaptureToCig(stream) : serve_cuStreamEndCapture(stream, NULL);
+}
+
+static CUresult exchange(CUstreamCaptureMode *mode)
+{
+    (void)mode;
+    return CUDA_SUCCESS;
+}
+
+static void in_a_green_context(CUstream stream)
+{
+    CUcontext context = NULL;
+    CUdevice device = -1;
+    phos_device_count = 1;
+    phos_real.cuStreamGetCtx = not_supported;
+    phos_real.cuStreamGetCtx_v2 = stream_contexts;
+    phos_real.cuCtxFromGreenCtx = from_green;
+    phos_real.cuCtxGetApiVersion = version;
+    phos_real.cuCtxPushCurrent_v2 = push;
+    phos_real.cuCtxPopCurrent_v2 = pop;
+    phos_real.cuCtxGetDevice = first_device;
+    phos_real.cuDevicePrimaryCtxGetState = state;
+    phos_real.cuDevicePrimaryCtxRetain = retain;
+    phos_real.cuDevicePrimaryCtxRelease_v2 = let_go;
+    phos_real.cuGreenCtxDestroy = destroy_green;
+    phos_real.cuThreadExchangeStreamCaptureMode = exchange;
+    CHECK(phos_stream_context(stream, &context, &device) && context == green && device == 0);
+    CHECK(begins(false, stream) == CUDA_SUCCESS && phos_captures() == 1);
+    CHECK(serve_cuGreenCtxDestroy((CUgreenCtx)0x50) == CUDA_SUCCESS && !phos_captures());
 }
 
 int main(void)
@@ -99,5 +201,6 @@ int main(void)
         CHECK(begins(graphics, one) == CUDA_SUCCESS && phos_captures() == 1);
         CHECK(serve_cuStreamDestroy_v2(one) == CUDA_SUCCESS && !phos_captures());
     }
+    in_a_green_context(one);
     return 0;
 }
