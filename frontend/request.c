@@ -208,6 +208,7 @@ static void on_attach_blocks(struct phos_packet *packet)
 static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
 {
     Phos__Wire__AttachDone done = PHOS__WIRE__ATTACH_DONE__INIT;
+    struct phos_told_devices devices;
     if (state != PHOS__WIRE__GATE_STATE__DETACHED)
         phos_fail(&attach_error, CUDA_SUCCESS, "only a detached process can be attached");
     else if (!attach_error.text[0] && phos_attach(attach->blocks, attach->shut, &done.map_ns, &done.undo_ns, &attach_error)) {
@@ -218,6 +219,9 @@ static bool on_attach(uint64_t id, const Phos__Wire__Attach *attach)
         residue_spent = true;
         phos_tell_known();
         if (attach->restored) {
+            phos_devices_restored();
+            done.n_devices = phos_tell_devices(&devices);
+            done.devices = devices.list;
             phos_modules_restored();
             phos_sdk_restored();
         }

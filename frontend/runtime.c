@@ -76,14 +76,25 @@ static int attribute(CUdevice device, CUdevice_attribute which)
     return phos_real.cuDeviceGetAttribute(&value, which, device) == CUDA_SUCCESS ? value : 0;
 }
 
+static void uuid_read(CUdevice d)
+{
+    CUuuid uuid = {{0}};
+    if (phos_real.cuDeviceGetUuid_v2(&uuid, d) != CUDA_SUCCESS)
+        phos_real.cuDeviceGetUuid(&uuid, d);
+    memcpy(phos_devices[d].uuid, uuid.bytes, sizeof phos_devices[d].uuid);
+}
+
+void phos_devices_restored(void)
+{
+    for (CUdevice d = 0; d < phos_device_count; d++)
+        uuid_read(d);
+}
+
 static void device_read(CUdevice d)
 {
     struct phos_device *device = &phos_devices[d];
     device->device = d;
-    CUuuid uuid = {{0}};
-    if (phos_real.cuDeviceGetUuid_v2(&uuid, d) != CUDA_SUCCESS)
-        phos_real.cuDeviceGetUuid(&uuid, d);
-    memcpy(device->uuid, uuid.bytes, sizeof device->uuid);
+    uuid_read(d);
     phos_real.cuDeviceTotalMem_v2(&device->total, d);
     device->rdma = attribute(d, CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED);
     device->host_pointers = attribute(d, CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM);

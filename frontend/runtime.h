@@ -20,14 +20,14 @@ extern uint8_t phos_session[16];
 #define PHOS_DEVICES 64
 struct phos_device {
     CUdevice device;
-    unsigned char uuid[16];
+    unsigned char uuid[16]; /* read by the control thread alone */
     size_t total;        /* bytes of memory */
     size_t granularity;  /* of cuMemCreate */
     bool carried;        /* has VMM with POSIX descriptors */
     bool host_pointers;  /* registered host memory keeps its address */
     bool rdma;           /* GPUDirect RDMA with VMM */
 };
-/* Written once before serving starts, constant afterwards. */
+/* Written once before serving starts, constant afterwards, but for the UUIDs. */
 extern struct phos_device phos_devices[PHOS_DEVICES];
 extern int phos_device_count;
 extern int phos_driver_version;
@@ -47,3 +47,5 @@ bool phos_exiting(void);
 
 /* From the cuInit hook. */
 void phos_runtime_started(void);
+/* After a restore, which may have put other GPUs of the same model in the place of those that there were. */
+void phos_devices_restored(void);

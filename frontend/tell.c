@@ -344,6 +344,17 @@ bool phos_tell_all(bool now)
            phos_kernels_tell(phos_modules_told(), send_kernels);
 }
 
+size_t phos_tell_devices(struct phos_told_devices *devices)
+{
+    for (int d = 0; d < phos_device_count; d++) {
+        devices->device[d] = (Phos__Wire__Device)PHOS__WIRE__DEVICE__INIT;
+        devices->device[d].ordinal = (uint32_t)d;
+        devices->device[d].uuid = (ProtobufCBinaryData){16, phos_devices[d].uuid};
+        devices->list[d] = &devices->device[d];
+    }
+    return (size_t)phos_device_count;
+}
+
 static bool say_hello(uint64_t blocks, Phos__Wire__GateState state)
 {
     Phos__Wire__Hello hello = PHOS__WIRE__HELLO__INIT;
@@ -353,21 +364,15 @@ static bool say_hello(uint64_t blocks, Phos__Wire__GateState state)
         executable[length > 0 ? length : 0] = 0;
         phos_utf8_mend(executable);
     }
-    Phos__Wire__Device devices[PHOS_DEVICES], *pointers[PHOS_DEVICES];
-    for (int d = 0; d < phos_device_count; d++) {
-        devices[d] = (Phos__Wire__Device)PHOS__WIRE__DEVICE__INIT;
-        devices[d].ordinal = (uint32_t)d;
-        devices[d].uuid = (ProtobufCBinaryData){16, phos_devices[d].uuid};
-        pointers[d] = &devices[d];
-    }
+    struct phos_told_devices devices;
     hello.session = (ProtobufCBinaryData){sizeof phos_session, phos_session};
     hello.protocol = 1;
     hello.pid = getpid();
     hello.state = state;
     hello.executable = executable;
     hello.driver_version = (uint32_t)phos_driver_version;
-    hello.n_devices = (size_t)phos_device_count;
-    hello.devices = pointers;
+    hello.n_devices = phos_tell_devices(&devices);
+    hello.devices = devices.list;
     hello.blocks = blocks;
     hello.frontend_version = (char *)PHOS_VERSION;
     hello.residue = true;

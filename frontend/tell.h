@@ -1,5 +1,6 @@
 /* What phosd is told, by the control thread. */
 #pragma once
+#include "runtime.h"
 #include "wire_link.h"
 #include <stdbool.h>
 #include <stddef.h>
@@ -14,6 +15,12 @@
 bool phos_tell_send(Phos__Wire__Envelope *envelope, const int *descriptors, size_t count);
 /* connection.c: the last attempt to connect failed. Any thread. */
 bool phos_tell_nobody(void);
+
+struct phos_told_devices {
+    Phos__Wire__Device device[PHOS_DEVICES], *list[PHOS_DEVICES];
+};
+/* The GPUs as messages have them. Returns how many there are; they refer to phos_devices. */
+size_t phos_tell_devices(struct phos_told_devices *devices);
 
 /* A new connection: hello, then every block there is (none while detached, phosd has them). */
 bool phos_tell_begin(Phos__Wire__GateState state);

@@ -426,6 +426,8 @@ class Session:
                 f"Process {self.pid} ({self.executable}) could not map its GPU memory again: {done.error}"
             )
         if self._from_image:  # not before: now it knows whether its data is still to come, and ends if phosd does
+            if done.devices:  # a frontend of before does not say it; in Hello it has said those that it had
+                self._blocks.sees(done.devices)
             self._broker.moved(self.session, self.pid)
         if self.takes_residue:
             self.residue_bytes = done.residue_bytes

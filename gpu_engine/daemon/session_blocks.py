@@ -36,6 +36,7 @@ class SessionBlocks:
         self._owner = owner
         self._broker = broker
         self._ordinals: dict[int, int] = {}  # the process's numbering of GPUs → phosd's
+        self._by_uuid: dict[bytes, int] = {}  # phosd's numbers
         self._granted: set[BlockKey] = set()  # blocks of others that the image says this process maps
         self._announced = 0
         self._seen: set[int] | None = None  # the blocks registered over this connection, until the table is whole
@@ -58,8 +59,13 @@ class SessionBlocks:
             self.returned()
         self._announced = hello.blocks
         self._seen = None if detached else set()
-        self._ordinals = {device.ordinal: ordinals[device.uuid] for device in hello.devices if device.uuid in ordinals}
+        self._by_uuid = ordinals
+        self.sees(hello.devices)
         self._settle_table()
+
+    def sees(self, devices: Iterable[wire_pb2.Device]) -> None:
+        """These are the process's GPUs, by its own numbers."""
+        self._ordinals = {d.ordinal: self._by_uuid[d.uuid] for d in devices if d.uuid in self._by_uuid}
 
     def restored(self, message: pb.Process, imports: dict[int, BlockKey]) -> Detached:
         """What an image says the process maps; ``imports`` of it are other sessions' blocks."""

@@ -19,7 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from phos.gpu_engine import landing, procfs, toggle
+from phos.gen import phos_image_pb2 as pb
+from phos.gpu_engine import driver, landing, procfs, toggle
 from phos.gpu_engine.copy_placed import PlacedSave
 from phos.gpu_engine.daemon import command_line
 from phos.gpu_engine.daemon.jobs import JobTable
@@ -30,6 +31,7 @@ from phos.gpu_engine.daemon.session_kernels import SessionKernels
 from phos.gpu_engine.daemon.session_window import SessionWindow
 from phos.gpu_engine.daemon.wire import Connection
 from phos.gpu_engine.errors import CheckpointFailed
+from phos.gpu_engine.restore import base
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.stop.dump import StopDump
 from phos.gpu_engine.task_pages import TaskPages
@@ -245,6 +247,16 @@ def counted() -> None:
     JobTable.report = counting  # type: ignore[method-assign]
 
 
+def swapped() -> None:
+    """What was on the first of two GPUs comes to the second, and the reverse: as if each were another machine's."""
+
+    def swap(wanted: list[pb.Gpu], present: list[driver.Gpu]) -> tuple[dict[int, int], dict[str, str]]:
+        first, second = present
+        return {0: 1, 1: 0}, {first.uuid: second.uuid, second.uuid: first.uuid}
+
+    base.match_gpus = swap
+
+
 def no_thread(name: str) -> Callable[[], None]:
     """A limit on processes is reached, for once, when a thread of such a name is to begin."""
 
@@ -300,6 +312,7 @@ if __name__ == "__main__":
             "patient": patient,
             "stingy": stingy,
             "full house": full_house,
+            "swapped": swapped,
             "no thread to save": no_thread("save"),
             "no thread for residue": no_thread("residue"),
             "no thread to watch CRIU": no_thread("watch-criu"),

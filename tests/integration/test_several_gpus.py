@@ -34,3 +34,36 @@ def test_what_two_gpus_hold_is_there_again(site: Site, tmp_path: Path, protocol:
     os.kill(program.pid, signal.SIGUSR1)
     wait_until(lambda: not program.alive(), "the end of the program")
     assert program.lines()[-1] == "GOOD"
+
+
+@pytest.mark.parametrize("how", ["eager", "lazy"])
+def test_on_another_gpu_it_is_that_one_s_process_from_then_on(site: Site, how: str) -> None:
+    """It sees one of two GPUs. Its memory stays where it computes, over generations and phosds."""
+    site.environment |= {"SOFTGPU_DEVICES": "2"}
+    first, second = site.image("first"), site.image("second")
+    site.run("phosd", "--ensure")
+    program = site.example("mlp", "--iterations", "100000", SOFTGPU_DEVICES="1")
+    program.wait_iterations(2)
+    assert (devices(site), held(site)) == ([0], [True, False])
+    site.dump(program, first)
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="swapped")
+    site.restore(first, PHOS_RESTORE=how)
+    program.wait_progress()
+    assert (devices(site), held(site)) == ([1], [False, True])
+    site.stop_phosd()
+    site.run("phosd", "--ensure")
+    wait_until(lambda: devices(site) == [1], "the program to connect anew")
+    site.dump(program, second)
+    site.restore(second, PHOS_RESTORE=how)
+    program.wait_progress()
+    assert (devices(site), held(site)) == ([1], [False, True])
+
+
+def devices(site: Site) -> list[int]:
+    """The GPUs that the one program sees, by phosd's numbers."""
+    return [device for process in site.status()["processes"] for device in process["devices"]]
+
+
+def held(site: Site) -> list[bool]:
+    """Whether phosd holds memory of it, on each GPU."""
+    return [bool(gpu["held"]) for gpu in site.status()["gpus"]]
