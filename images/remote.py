@@ -222,7 +222,11 @@ class RemoteImage:
             raise ImageError(f"{MARKER} in the image directory is damaged") from error
         links = Links(address, read_key(key_file))
         local = Image.open(directory)
-        links.expect(_record_hash(local.path))
+        try:
+            links.expect(digest(local.read_file(formats.COMMIT_FILE)))
+        except OSError as error:
+            local.close()
+            raise ImageError(f"{local.path / formats.COMMIT_FILE} cannot be read: {error.strerror}") from error
         return RemoteImage(local, links, only_data=only_data)
 
     @property
@@ -297,10 +301,6 @@ def stands_for_another(directory: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _record_hash(directory: Path) -> bytes:
-    return digest((directory / formats.COMMIT_FILE).read_bytes())
 
 
 def _copies(links: Links, file: pb.File) -> list[Callable[[int], None]]:

@@ -7,12 +7,14 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phos.gpu_engine.installation import launcher
 from tests.integration.dumped import LAYERS_SUM, Dumped
 from tests.integration.site import Site, wait_until
 from tests.integration.test_lazy import restores
@@ -168,6 +170,28 @@ def test_what_is_damaged_there_is_noticed_here(site: Site, other: Other, mode: s
         assert "damaged" in str(restore(dumped, address, *options, check=False)), pattern
         damage(file)
     restore(dumped, address, *options)
+    assert dumped.program.wait_result() == LAYERS_SUM
+
+
+def test_phosd_need_not_see_the_folder_that_stands_for_an_image(site: Site, other: Other) -> None:
+    """CRIU's mounts are others than phosd's: in a container, or where one of them has a /tmp of its own."""
+    dumped = Dumped(site, site.folder)
+    address = other.take(dumped)
+    other.start()
+    wait_until(lambda: not dumped.program.alive(), "the pid to be free")
+    dumped.program.output.write_bytes(dumped.output)
+    apart = site.folder / "apart"
+    apart.mkdir()
+    command = f"mount -t tmpfs tmpfs {apart} && exec {launcher('phos-gpu')} restore {address}"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command],
+        env={**site.environment, "TMPDIR": str(apart)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
     assert dumped.program.wait_result() == LAYERS_SUM
 
 
