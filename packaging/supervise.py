@@ -386,6 +386,7 @@ class Supervisor:
                 wait_for_free_pids(self._client, 10.0)
                 sys.stderr.write("criu: restoring once more, eagerly.\n")
                 os.environ["PHOS_RESTORE"] = "eager"
+                os.environ.pop("PHOS_LAZY_PAGES", None)  # that server has ended with who was restored first
                 self.command = eagerly(self.command)
             else:
                 sys.stderr.write("criu: dumping once more, by the stop protocol.\n")

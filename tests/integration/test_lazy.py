@@ -195,6 +195,18 @@ def test_a_wrong_guess_faults_and_the_image_is_restored_eagerly(site: Site, liar
     assert modes == [("lazy", "mispredicted"), ("eager", "attached")]
 
 
+def test_after_a_wrong_guess_phos_gpu_restores_eagerly_as_well(site: Site, liar: Path) -> None:
+    """Its `criu lazy-pages` has ended with the processes by then."""
+    program, image, expected = dumped_asleep(site)
+    start_liar(site)
+    with held(site):
+        said = json.loads(site.run("phos-gpu", "restore", "--lazy", "--json", str(image)).stdout)
+    assert said["mode"] == "eager"
+    assert program.wait_result() == expected
+    modes = [(job["mode"], job["state"]) for job in restores(site)]
+    assert modes == [("lazy", "mispredicted"), ("eager", "attached")]
+
+
 LAYERS = 24
 LAYERS_SUM = LAYERS * (LAYERS + 1) // 2
 LAYERS_PROGRAM = Path(__file__).parent / "programs" / "layers.py"
