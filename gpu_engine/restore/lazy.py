@@ -197,7 +197,10 @@ class LazyRestore(Restore):
             self._learnt.learn(session, touched, blocks)
         if order := self._learnt.of(self._windows):
             named = [(self._in_image(key), chunk) for key, chunk in order]
-            write_beside(self._directory, self._image.inventory.image_id, named)
+            # It ends where all was there: what earlier restores have seen, with more time, comes behind it.
+            image_id = self._image.inventory.image_id
+            known = [place for place in read_beside(self._directory, image_id) if place[0] in self._image.blocks]
+            write_beside(self._directory, image_id, dict.fromkeys([*named, *known]))
 
     def fail(self, reason: str, state: str = "failed") -> None:
         """See :class:`~phos.gpu_engine.restore.base.Restore`."""

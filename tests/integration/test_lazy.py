@@ -19,7 +19,7 @@ import pytest
 
 from phos.gpu_engine.errors import DaemonUnavailable
 from phos.gpu_engine.installation import examples_folder, launcher
-from phos.gpu_engine.touch_order import read_beside
+from phos.gpu_engine.touch_order import read_beside, write_beside
 from phos.images.reader import Image
 from tests.integration.site import PATIENCE, Program, Site, become_reaper, wait_until, words
 from tests.windows.lazily import LazyRun
@@ -475,6 +475,27 @@ def test_what_was_touched_first_is_loaded_first_the_next_time(site: Site) -> Non
     assert criu.wait() == 0
     second = restore_job(site)["window"]
     assert (second["waits"], second["on_demand"]) == (0, 0)
+
+
+def test_what_was_learnt_before_is_not_forgotten_for_a_shorter_look(site: Site) -> None:
+    """By a phosd that has not seen the program before; its window ends with the first chunk that it touches."""
+    layers = Layers(site, "last")
+    directory = os.open(layers.image, os.O_RDONLY)
+    try:
+        with Image.open(directory) as image:
+            number, tables = image.inventory.image_id, image.blocks
+            before = [(k, n) for k, table in tables.items() for n in range(-(-table.size // table.chunk_size))]
+        assert write_beside(directory, number, before)
+        criu = layers.begin(PHOS_LAZY="fast")
+        layers.go_on()
+        assert layers.program.wait_result() == str(LAYERS)
+        assert criu.wait() == 0
+        wait_until(lambda: read_beside(directory, number) != before, "what was touched to be written down")
+        after = read_beside(directory, number)
+    finally:
+        os.close(directory)
+    assert before.index(after[0]) > 0  # the program has touched its last buffer
+    assert sorted(after) == sorted(before)
 
 
 def test_random_programs(tmp_path: Path) -> None:
