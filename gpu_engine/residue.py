@@ -10,6 +10,7 @@ phosd holds a lock on it: a file without a lock was left behind by a phosd that 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -242,6 +243,8 @@ class RestoredResidues:
                 self._fill()
         except (ImageError, OSError) as error:
             self.error = str(error)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                self.error = self._no_room
         except Exception as error:
             log.exception("What the driver saved could not be put back")
             self.error = repr(error)
@@ -254,6 +257,14 @@ class RestoredResidues:
                 with suppress(OSError):  # copying will say what is missing
                     file.find_pages()
             self._image.copy_file(name, file.descriptor)
+
+    @property
+    def _no_room(self) -> str:
+        size = sum(residue.size for process in self._image.inventory.processes for residue in process.residues)
+        return (
+            f"{shared_memory.SHARED_MEMORY} has no room for its {size / 1e6:.0f} MB. Remove what fills that, or make "
+            "it larger (in a container, by --shm-size)."
+        )
 
     def wait(self) -> None:
         """Return when :meth:`fill` has ended."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from phos.gpu_engine.installation import launcher
 from tests.integration.site import Program, Site, Toggles, wait_until
 
 OPTIONS = ("--iterations", "400", "--iteration-seconds", "0.03")
@@ -153,3 +157,19 @@ def test_restored_twice_and_dumped_again(site: Site) -> None:
         assert program.wait_result() == expected
         site.gone(program)
     wait_until(lambda: not files(number), "the file to go")
+
+
+def test_where_there_is_no_room_for_it_the_restore_says_so(site: Site) -> None:
+    """In a container /dev/shm has 64 MiB, unless somebody asked for more."""
+    program = site.example("stencil", "--iterations", "100000")
+    program.wait_iterations(2)
+    image = site.image()
+    site.dump(program, image)
+    site.stop_phosd()
+    criu = shlex.join([str(launcher("criu")), "restore", "--lib", "phos", "-d", "-D", str(image)])
+    within = ["unshare", "--mount", "sh", "-c", f"mount -t tmpfs -o size=8m tmpfs /dev/shm && {criu}"]
+    done = subprocess.run(
+        within, env=site.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert re.search(r"/dev/shm has no room for its [0-9]+ MB\. Remove what fills that", done.stderr), done.stderr
