@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -286,7 +286,7 @@ class RemoteImage:
         file = self._local.added.get(name)
         if file is None:
             raise ImageError(f"{self.path / formats.COMMIT_FILE} lacks {name}")
-        run_in_threads([partial(copy, target) for copy in _copies(self._links, file)], COPY_THREADS)
+        _copy_all([partial(copy, target) for copy in _copies(self._links, file)])
 
     def close(self) -> None:
         """See :class:`~phos.images.source.ImageSource`."""
@@ -301,6 +301,22 @@ def stands_for_another(directory: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def _copy_all(jobs: Sequence[Callable[[], None]]) -> None:
+    """Do all of them, or until one fails: a host that has fallen silent would be waited for in each of the others."""
+    failed = threading.Event()
+
+    def unless_failed(job: Callable[[], None]) -> None:
+        if failed.is_set():
+            return
+        try:
+            job()
+        except BaseException:
+            failed.set()
+            raise
+
+    run_in_threads([partial(unless_failed, job) for job in jobs], COPY_THREADS)
 
 
 def _copies(links: Links, file: pb.File) -> list[Callable[[int], None]]:
@@ -425,7 +441,7 @@ def _fetch_files(links: Links, files: list[pb.File], directory: Path, made: list
                 os.close(descriptor)
             if copied(file):
                 jobs += [partial(into, file.name, copy) for copy in _copies(links, file)]
-        run_in_threads(jobs, COPY_THREADS)
+        _copy_all(jobs)
         return size
     finally:
         os.close(here)

@@ -15,8 +15,9 @@ import pytest
 from phos.cli.remote_image import remove
 from phos.gen import phos_image_pb2 as pb
 from phos.gen import remote_pb2
+from phos.gpu_engine.daemon.remote_server import _Shared
 from phos.gpu_engine.touch_order import ORDER_MOST
-from phos.images import formats, remote
+from phos.images import formats, remote, remote_wire
 from phos.images.errors import ImageError
 from phos.images.formats import digest
 from phos.images.reader import Image
@@ -131,6 +132,33 @@ def test_an_image_may_have_more_files_than_may_be_open(
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, most)
     assert {name: (here / name).read_bytes() for name in names} == names
+
+
+def test_a_host_that_has_fallen_silent_is_asked_no_more(
+    host: Host, key_file: Path, tmp_path: Path, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the files, and of the pieces of a large one, would be waited for as long as the first."""
+    write_small(shared / "many", others={f"core-{number}.img": b"core" for number in range(1000, 1200)})
+    monkeypatch.setattr(remote_wire, "ANSWER_SECONDS", 0.2)
+    over = threading.Event()
+    asked = []
+    send = _Shared.send
+
+    def silent(image: _Shared, connection: socket.socket, request: remote_pb2.Read) -> None:
+        if request.file == formats.COMMIT_FILE:
+            send(image, connection, request)
+            return
+        asked.append(request.file)
+        over.wait(20)
+        raise OSError
+
+    monkeypatch.setattr(_Shared, "send", silent)
+    try:
+        with pytest.raises(ImageError, match=r"the connection was lost while .* was read: no answer for"):
+            fetched(host, key_file, tmp_path / "here", "many")
+    finally:
+        over.set()
+    assert 0 < len(asked) <= remote.COPY_THREADS
 
 
 def test_a_directory_without_the_marker_is_not_remote(shared: Path) -> None:
