@@ -83,13 +83,13 @@ def checkpoint(
         arguments.append("--shell-job")
     if leave_running:
         arguments.append("--leave-running")
-    reach.ensure()
+    reach.ensure(without=reach.FOR_ONE_COMMAND)
     _require_cuda(pid)
     directory = image_directory(image, create=True)
     with ImageProgress(directory, restore=False, quiet=as_json):
         status, errors, interrupted = run_dump(arguments, directory.absolute(), beside)
     if beside is not None:
-        reach.ensure()  # had phosd died, nobody in there could have started one
+        reach.ensure(without=reach.FOR_ONE_COMMAND)  # had phosd died, nobody in there could have started one
     if interrupted and status == 0:
         raise Interrupted(interrupted, TOO_LATE.format(pid=pid, directory=directory))
     if interrupted:

@@ -96,7 +96,7 @@ def _restore(
     if begun is None:
         if bad is not None:
             refuse("restore", bad, as_json, ExitStatus.FAILED)
-        reach.ensure()
+        reach.ensure(without=reach.FOR_ONE_COMMAND)
         try:
             begun = Begun(str(directory), lazy)
         except Occupied as error:
@@ -149,7 +149,7 @@ def _finish(
         if status != 0 and bad is not None:
             refuse("restore", bad, as_json, ExitStatus.FAILED)
         if status != 0:
-            reach.ensure()
+            reach.ensure(without=reach.FOR_ONE_COMMAND)
             said = errors(status, begun.said(), Path(begun.work, RESTORE_LOG))
             log = named_log(begun.log(RESTORE_LOG))
             why = f"{pages.error}\n" if pages is not None and pages.error and HUNG_UP not in pages.error else ""

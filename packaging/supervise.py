@@ -24,6 +24,17 @@ FILLS = os.environ.pop("PHOS_FILL_PAGES", "")
 """The launcher has the plugin bring the memory of what is restored. For CRIU's environment, and nobody else's."""
 ENDING = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
+FOR_ONE_COMMAND = (
+    "PHOS_PROTOCOL",
+    "PHOS_COW_POOL",
+    "PHOS_VALIDATE",
+    "PHOS_PRIORITISE",
+    "PHOS_RESTORE",
+    "PHOS_LAZY",
+    "PHOS_GROWN_FILES",
+)
+"""What CRIU's plugin tells phosd: not for the environment of one that is started here, and serves others as well."""
+
 FAIL_SECONDS = 10.0
 """How long a CRIU whose restored processes are killed may take to fail, and they to end: pids are used again."""
 
@@ -146,8 +157,9 @@ def bring_back(phosd: str) -> None:
 
     Out of reach of who interrupts this process group once more.
     """
+    environment = {name: value for name, value in os.environ.items() if name not in FOR_ONE_COMMAND}
     try:
-        _, status = os.waitpid(os.posix_spawn(phosd, [phosd, "--ensure"], os.environ, setsid=True), 0)
+        _, status = os.waitpid(os.posix_spawn(phosd, [phosd, "--ensure"], environment, setsid=True), 0)
     except OSError:
         status = -1
     if status != 0:

@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,18 @@ ANSWER_SECONDS = 10.0
 
 NOT_FOR_PHOSD = ("LD_PRELOAD", "NOTIFY_SOCKET", "PHOS_GUARD")
 """Of the environment of whoever starts it: it is not phosd that his service manager waits for, nor part of his job."""
+
+FOR_ONE_COMMAND = (
+    "PHOS_PROTOCOL",
+    "PHOS_COW_POOL",
+    "PHOS_VALIDATE",
+    "PHOS_PRIORITISE",
+    "PHOS_RESTORE",
+    "PHOS_LAZY",
+    "PHOS_GROWN_FILES",
+)
+"""And of a command that checkpoints or restores: it tells phosd itself. Else it would hold for all that come later.
+packaging/criu and packaging/supervise.py have the same."""
 
 _CREDENTIALS = struct.Struct("3i")
 
@@ -63,8 +75,10 @@ def connect(path: Path | None = None) -> socket.socket:
     return connection
 
 
-def ensure(path: Path | None = None) -> None:
+def ensure(path: Path | None = None, without: Collection[str] = ()) -> None:
     """Start phosd in the background unless it runs, and wait until it answers.
+
+    ``without``: variables of the environment that are not for it.
 
     Raises:
         DaemonUnavailable: it did not come up; the message carries the end of its log. Hanging: one is there, but
@@ -74,7 +88,7 @@ def ensure(path: Path | None = None) -> None:
     if _answers(path):
         return
     make_folder(path)
-    environment = {name: value for name, value in os.environ.items() if name not in NOT_FOR_PHOSD}
+    environment = {name: value for name, value in os.environ.items() if name not in (*NOT_FOR_PHOSD, *without)}
     # As isolated as we are: an installed phosd must not find the packages of the folder that a user stands in.
     isolated = ["-I"] if sys.flags.isolated else []
     command = [sys.executable, *isolated, "-m", "phos.gpu_engine.daemon", "--socket", str(path)]

@@ -256,6 +256,23 @@ def test_memory_that_is_not_there_yet(site: Site, action: str, expected: int | N
         assert restore_job(site)["window"]["on_demand"] > 0
 
 
+def test_what_one_restore_asks_for_does_not_hold_for_the_next(site: Site) -> None:
+    """The first one starts phosd."""
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    image = dump_at(site, program)
+    slowly(site)
+    opened = []
+    for changes in ({"PHOS_LAZY": "fast"}, {}):
+        with held(site):
+            site.restore(image, PHOS_RESTORE="lazy", **changes)
+        wait_until(lambda: restore_job(site)["state"] == "attached", "the end of the restore")
+        opened.append(restore_job(site)["window"]["opened"])
+        os.kill(program.pid, signal.SIGKILL)
+        site.gone(program)
+    assert opened[0] == 0
+    assert opened[1] > 0  # what is strict has no access before
+
+
 def test_a_program_may_end_before_its_memory_is_there(site: Site) -> None:
     layers = Layers(site, "exit")
     criu = layers.begin()

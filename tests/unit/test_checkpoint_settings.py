@@ -221,7 +221,7 @@ def test_the_launcher_says_what_is_wrong_before_criu_is_started(
 def test_a_checkpoint_is_done_although_phosd_has_ended_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it could say besides is not there."""
     monkeypatch.setenv("PHOS_SOCKET", str(tmp_path / "phosd.sock"))
-    monkeypatch.setattr(command.reach, "ensure", lambda: None)
+    monkeypatch.setattr(command.reach, "ensure", lambda **_: None)
     monkeypatch.setattr(command, "_require_cuda", lambda _pid: None)
     monkeypatch.setattr(command, "run_dump", lambda *_: (0, "", 0))
     with subprocess.Popen(["sleep", "100"]) as process:

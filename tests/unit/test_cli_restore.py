@@ -227,7 +227,7 @@ def test_where_nothing_can_be_written_that_is_said(home: Path, closed: Path, mon
 
 def small_image(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An image that is whole, to be restored without a phosd."""
-    monkeypatch.setattr(reach, "ensure", lambda: None)
+    monkeypatch.setattr(reach, "ensure", lambda **_: None)
     image = home / "image"
     with monkeypatch.context() as real:
         real.delenv("PHOS_HOME")

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from phos.gpu_engine import procfs
+from phos.gpu_engine.daemon import reach
 from tests.unit.packaging_script import packaging_script
 from tests.unit.waiting import eventually
 
@@ -44,6 +45,12 @@ def test_without_an_image_the_first_one_does(supervise: ModuleType, tmp_path: Pa
     if child == 0:
         os._exit(0)
     assert os.waitpid(child, 0)[0] == child
+
+
+def test_what_is_for_one_command_is_the_same_for_all_that_start_phosd(supervise: ModuleType) -> None:
+    launcher = (Path(__file__).parents[2] / "packaging" / "criu").read_text()
+    (unset,) = (line.split()[1:] for line in launcher.splitlines() if line.startswith("        unset PHOS_"))
+    assert set(supervise.FOR_ONE_COMMAND) == set(reach.FOR_ONE_COMMAND) == set(unset)
 
 
 FORKS = """
