@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -74,5 +75,7 @@ def run(device: str | None, connections: int | None, command: tuple[str, ...]) -
     if connections is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)
     standard_streams.flush()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and ignoring is inherited
+        signal.signal(number, signal.SIG_DFL)
     with starting(program):
         os.execv(program, list(command))

@@ -12,6 +12,7 @@ import pytest
 
 from phos.cli import restore_first
 from tests.unit import image_sets
+from tests.unit.frontend_fake import built
 from tests.unit.waiting import eventually
 
 KEPT = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -140,6 +141,16 @@ standard_streams.occupy()
     script = 'exec "$0" -c "$1" <&- >&- 2>&-'
     assert subprocess.run(["sh", "-c", script, sys.executable, code], check=False).returncode == 0
     assert (tmp_path / "said").read_text() == "True [False, False, False]\n"
+
+
+@built
+def test_a_program_that_is_started_ends_by_a_reader_that_has_gone(environment: dict[str, str]) -> None:
+    """Python ignores two signals, and ignoring is inherited: by programs that would write for ever."""
+    code = "from phos.cli.main import main; from phos.gpu_engine.daemon import reach; reach.ensure = lambda *_: None; "
+    code += "main(['run', '--', 'grep', 'SigIgn', '/proc/self/status'])"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True)
+    ignored = int(done.stdout.split()[1], 16)
+    assert [number for number in (signal.SIGPIPE, signal.SIGXFSZ) if ignored >> (number - 1) & 1] == []
 
 
 def test_what_the_encoding_has_no_letters_for_is_shown(environment: dict[str, str]) -> None:
