@@ -39,6 +39,21 @@ FAIL_SECONDS = 10.0
 """How long a CRIU whose restored processes are killed may take to fail, and they to end: pids are used again."""
 
 
+class Messages:
+    """Standard error as it is written to here: what is done does not depend on anybody taking what is said of it."""
+
+    def write(self, text: str) -> int:
+        """Say it, if that can be."""
+        try:
+            os.write(2, text.encode(errors="backslashreplace"))
+        except OSError:
+            pass
+        return len(text)
+
+    def flush(self) -> None:
+        """All is written at once."""
+
+
 def state_of(pid: int) -> str:
     """The letter of a process's state: T stopped, Z ended."""
     with open(f"/proc/{pid}/stat", errors="replace") as stat:
@@ -414,6 +429,8 @@ class Supervisor:
 def main(argv: list[str]) -> int:
     """See the module's text."""
     action, images, phosd, command = argv[1], argv[2], argv[3], argv[4:]
+    # Python has none where there was no descriptor 2, which is another file's then.
+    sys.stderr = open(os.devnull, "w") if sys.stderr is None else Messages()  # type: ignore[assignment]  # noqa: SIM115
     if action == "dump" and (problem := configure()):
         sys.stderr.write(f"criu: {problem}\n")
         return 1

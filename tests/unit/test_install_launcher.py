@@ -23,6 +23,7 @@ PACKAGING = Path(__file__).resolve().parents[2] / "packaging"
 FAKE_CRIU = """#!/bin/sh
 printf '%s\\n' "$@" > "$FAKE/argv"
 printf %s "$PHOS_LINKS" > "$FAKE/links"
+echo "$PHOS_PROTOCOL$PHOS_RESTORE" >> "$FAKE/ways"
 cat > "$FAKE/stdin"
 [ -z "$FAKE_SLEEP" ] || { echo $$ > "$FAKE/pid"; exec sleep "$FAKE_SLEEP"; }
 [ -z "$FAKE_TRACE" ] || exec "$FAKE_PYTHON" -c "$FAKE_TRACER" "$FAKE_TRACE" "$FAKE/traced"
@@ -38,15 +39,19 @@ echo "$@" >> "$FAKE/phosd"
 exit "${FAKE_PHOSD_STATUS:-0}"
 """
 FAKE_CLIENT = """
-import json, os, sys
+import json, os, sys, types
 MISPREDICTED, NOBODY_KNOWS = 75, 3
 def has_come(directory, began):
     return directory == os.environ.get("FAKE_WHOLE") and os.path.getmtime(os.environ["FAKE"] + "/argv") >= began
 def main():
     json.dump(sys.argv[1:], open(os.environ["FAKE"] + "/client", "w"))
+    if "FAKE_CLIENT_SAYS" in os.environ:
+        print(os.environ["FAKE_CLIENT_SAYS"], file=sys.stderr)
     return int(os.environ.get("FAKE_CLIENT_STATUS", "0"))
 def show_undone(directory, restore, began):
     json.dump([directory, restore, began], open(os.environ["FAKE"] + "/undone", "w"))
+def status():
+    return types.SimpleNamespace(jobs=[])
 def interrupt(criu):
     json.dump(criu, open(os.environ["FAKE"] + "/interrupted", "w"))
 """
@@ -278,6 +283,25 @@ def test_what_failed_is_undone_by_a_living_phosd_before_it_returns(run: Run, wor
     directory, restore, began = outcome.undone
     assert (directory, restore) == ("image", words[0] == "restore")
     assert before <= began <= time.time()
+
+
+@pytest.mark.parametrize("stream", ["2>&-", "2>/dev/full"])
+@pytest.mark.parametrize(("action", "way"), [("dump", "stop"), ("restore", "eager")])
+def test_it_is_done_once_more_though_nobody_takes_what_is_said_of_that(
+    tree: Path, environment: dict[str, str], action: str, way: str, stream: str
+) -> None:
+    """Where a guess was wrong: the second try does not depend on who reads why there is one."""
+    script = f'exec "$0" {action} --lib phos -d -t 5 -D image {stream}'
+    settings = {"FAKE_CLIENT_STATUS": "75", "FAKE_CLIENT_SAYS": "phos: A guess was wrong."}
+    done = subprocess.run(
+        ["sh", "-c", script, str(tree / "packaging" / "criu")],
+        env={**environment, **settings},
+        stdin=subprocess.DEVNULL,
+        timeout=30,
+        check=False,
+    )
+    ways = Path(environment["FAKE"], "ways").read_text().splitlines()
+    assert (done.returncode, ways) == (1, ["", way])
 
 
 def test_nothing_is_dumped_without_phosd(run: Run) -> None:
