@@ -137,16 +137,22 @@ def audit(
     finally:
         opened.close()
     text = json.dumps(found, indent=1)
+    not_written = ""
     if output is not None:
-        output.write_text(text + "\n")
+        try:
+            output.write_text(text + "\n")
+        except OSError as error:  # what was found, perhaps in hours, is said all the same
+            not_written = f"{output} could not be written: {error.strerror}."
     if as_json:
         click.echo(text)
     else:
         show(found)
+    if not_written:
+        click.echo(f"phos-gpu audit: {printable(not_written)}", err=True)
     if status != 0:
         click.echo(f"phos-gpu audit: the program ended with status {status}.", err=True)
         raise SystemExit(status)
-    if any(row["wrong_launches"] for row in found["sources"]):
+    if not_written or any(row["wrong_launches"] for row in found["sources"]):
         raise SystemExit(ExitStatus.FAILED)
 
 

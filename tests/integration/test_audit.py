@@ -218,6 +218,19 @@ def test_status_of_the_program_and_of_mistakes(site: Site) -> None:
     assert site.run("phos-gpu", "audit", "--output", str(missing), "--", "true", check=False).returncode == 2
 
 
+@pytest.mark.parametrize("option", [(), ("--json",)], ids=["tables", "json"])
+def test_what_was_found_is_shown_though_its_file_cannot_be_written(site: Site, option: tuple[str, ...]) -> None:
+    done = site.run("phos-gpu", "audit", "--output", "/dev/full", *option, "--", "true", check=False)
+    assert (done.returncode, done.stderr) == (
+        7,
+        "phos-gpu audit: /dev/full could not be written: No space left on device.\n",
+    )
+    if option:
+        assert json.loads(done.stdout)["kernels"] == []
+    else:
+        assert "The program made no call that writes to GPU memory." in done.stdout
+
+
 def test_nothing_stays_when_it_is_over(site: Site) -> None:
     audit(site, str(PROGRAM), "kernels")
     site.wait_no_gpu_memory()
