@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import click
 
+from phos.cli.run import become
 from phos.gpu_engine.errors import Unsupported, UsageError
 from phos.gpu_engine.installation import launcher
 from phos.images.native import home
@@ -60,10 +60,10 @@ def bench(python: str | None, name: str | None, options: tuple[str, ...]) -> Non
         raise UsageError(f"There is no benchmark '{name}'. There are: {', '.join(BENCHMARKS)}.")
     # The venv of PhOS has no PyTorch, but it has all that a smoke run needs.
     program = python or (sys.executable if "--smoke" in options else shutil.which("python3") or sys.executable)
-    # The commands of this installation, whatever the PATH has.
-    commands = {"PHOS_BENCH_CRIU": str(launcher("criu")), "PHOS_BENCH_PHOS_GPU": str(launcher("phos-gpu"))}
-    environment = {**commands, **os.environ}
-    if shutil.which(program) is None:
+    found = shutil.which(program)
+    if found is None:
         raise UsageError(f"There is no program '{program}' for --python.")
-    done = subprocess.run([program, str(folder() / f"{script}.py"), *options], env=environment, check=False)
-    sys.exit(done.returncode)
+    # The commands of this installation, whatever the PATH has.
+    os.environ.setdefault("PHOS_BENCH_CRIU", str(launcher("criu")))
+    os.environ.setdefault("PHOS_BENCH_PHOS_GPU", str(launcher("phos-gpu")))
+    become(found, [program, str(folder() / f"{script}.py"), *options])  # it ends itself what it has started

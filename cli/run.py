@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import click
@@ -49,6 +49,19 @@ def starting(program: str) -> Iterator[None]:
         raise UsageError(f"{program} cannot be started: {error.strerror}.") from error
 
 
+def become(program: str, words: Sequence[str]) -> None:
+    """Let a program take the place of this process; ``words``: its name, and its arguments.
+
+    Raises:
+        UsageError: as :func:`starting`.
+    """
+    standard_streams.flush()
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and ignoring is inherited
+        signal.signal(number, signal.SIG_DFL)
+    with starting(program):
+        os.execv(program, list(words))
+
+
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @device_option
 @click.option(
@@ -74,8 +87,4 @@ def run(device: str | None, connections: int | None, command: tuple[str, ...]) -
     os.environ.update(application_environment(kind, socket))
     if connections is not None:
         os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(connections)
-    standard_streams.flush()
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and ignoring is inherited
-        signal.signal(number, signal.SIG_DFL)
-    with starting(program):
-        os.execv(program, list(command))
+    become(program, command)

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -264,3 +265,51 @@ def test_a_program_goes_through_criu_and_back(
         ticker.wait_iterations(2)
     lines = list(dict.fromkeys(ticker.finish()))
     assert [line.split()[1] for line in lines[:-1]] == [str(number) for number in range(1, 61)]
+
+
+BENCHMARK = """
+import os, signal, sys, time
+def tidy(number, frame):
+    time.sleep(1)
+    print("tidied up", flush=True)
+    os._exit(3)
+signal.signal(signal.SIGINT, tidy)
+signal.signal(signal.SIGTERM, tidy)
+print("at work", flush=True)
+if sys.argv[1:]:
+    os.kill(os.getpid(), int(sys.argv[1]))
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def benchmark(tmp_path: Path) -> dict[str, str]:
+    """The environment of a `phos-gpu bench` that has one benchmark, which takes a while to end what it has begun."""
+    (tmp_path / "bench").mkdir()
+    (tmp_path / "bench" / "harness.py").touch()
+    (tmp_path / "bench" / "soak.py").write_text(BENCHMARK)
+    return {**os.environ, "PHOS_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("everybody", [True, False], ids=["group", "alone"])
+def test_a_benchmark_that_is_interrupted_may_tidy_up(
+    benchmark: dict[str, str], number: signal.Signals, everybody: bool
+) -> None:
+    """Sent to the whole process group, as by a terminal, or to the command alone."""
+    command = [sys.executable, "-m", "phos.cli", "bench", "soak"]
+    with subprocess.Popen(command, env=benchmark, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "at work\n"
+        (os.killpg if everybody else os.kill)(run.pid, number)
+        try:
+            assert run.communicate(timeout=30) == ("tidied up\n", None)
+            assert run.returncode == 3
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)
+
+
+def test_a_benchmark_s_end_by_a_signal_is_the_command_s(benchmark: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "phos.cli", "bench", "soak", str(int(signal.SIGKILL))]
+    assert subprocess.run(command, env=benchmark, stdout=subprocess.DEVNULL, check=False).returncode == -signal.SIGKILL
