@@ -405,7 +405,7 @@ build_native() {
     step "Building the libraries"
     local log
     log=$(mktemp)
-    if ! make -C "$source" -j "$(nproc)" build PYTHON="$base_python" CUDA_INCLUDE="$cuda_include" CRIU_INCLUDE="$criu_include" >"$log" 2>&1; then
+    if ! make -C "$source" -j "$(nproc)" build BUILD=build PYTHON="$base_python" CUDA_INCLUDE="$cuda_include" CRIU_INCLUDE="$criu_include" >"$log" 2>&1; then
         grep -vE '^(gcc|cc|make) ' "$log" | tail -n 30 >&2
         rm -f "$log"
         fail "building failed; the messages are above."

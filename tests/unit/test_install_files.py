@@ -298,6 +298,18 @@ def test_a_blank_in_a_path_is_a_part_of_it(tmp_path: Path) -> None:
     assert {shlex.split(line)[0] for line in shown if place in line and "-isystem" not in line} == {place}
 
 
+def test_what_is_installed_is_what_was_built(tmp_path: Path) -> None:
+    """Whatever a variable of that name says in the environment of a build machine."""
+    (build,) = re.findall(r"^build_native\(\) \{.*?^\}$", (ROOT / "install.sh").read_text(), re.M | re.S)
+    script = "set -eu; step() { :; }; say() { :; }; fail() { echo $*; exit 1; }; "
+    script += f'make() {{ command make -n -B "$@" >"{tmp_path}/shown"; }}\n{build}\nbuild_native'
+    places = {"source": str(ROOT), "base_python": sys.executable, "cuda_include": "/cuda", "criu_include": "/criu"}
+    subprocess.run(["bash", "-c", script], env={**os.environ, **places, "BUILD": "release"}, check=True)
+    linked = re.findall(r" -o (\S+\.so\S*)", (tmp_path / "shown").read_text())
+    assert "build/lib/libphos.so" in linked
+    assert {library.split("/")[0] for library in linked} == {"build"}
+
+
 BASE_PYTHON = """#!/bin/sh
 # A Python that makes environments of itself.
 case $* in
