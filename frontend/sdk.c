@@ -25,6 +25,10 @@
 
 #define KEPT 64
 
+/* A flag of phos/__init__.py's own: it waits as PHOS_WAIT_IF_BUSY does, but here only for what others ask for. While a request
+ * of this process is in progress it is answered PHOS_BUSY and asks again, and Python handles signals in between. */
+#define ASKS_AGAIN 4u
+
 #define EXPORTED __attribute__((visibility("default")))
 EXPORTED int phos_checkpoint_request(const char *directory, const char *protocol, unsigned flags, uint64_t *request);
 EXPORTED int phos_checkpoint_result(uint64_t request, int timeout_ms, struct phos_result *result);
@@ -97,7 +101,7 @@ int phos_checkpoint_request(const char *directory, const char *protocol, unsigne
     if (request)
         *request = 0;
     if (!directory || !*directory || (protocol && strcmp(protocol, "cow") && strcmp(protocol, "stop")) ||
-        flags & ~(PHOS_END_AFTERWARDS | PHOS_WAIT_IF_BUSY))
+        flags & ~(PHOS_END_AFTERWARDS | PHOS_WAIT_IF_BUSY | ASKS_AGAIN))
         return PHOS_INVALID;
     for (;;) {
         if (!phos_serving())
@@ -180,7 +184,7 @@ bool phos_sdk_tell(void)
         request.asked_before = asked_before;
         request.number = last_request;
         request.end = flags_wanted & PHOS_END_AFTERWARDS;
-        request.wait = flags_wanted & PHOS_WAIT_IF_BUSY;
+        request.wait = flags_wanted & (PHOS_WAIT_IF_BUSY | ASKS_AGAIN);
         strcpy(path, directory_wanted);
         strcpy(protocol, protocol_wanted);
     }

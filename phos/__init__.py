@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 # include/phos.h.
 _OK, _NOT_UNDER, _NO_CUDA, _NO_DAEMON, _BUSY, _INVALID, _UNKNOWN, _TIMEOUT = range(8)
 _END_AFTERWARDS = 1
+_ASKS_AGAIN = 4  # frontend/sdk.c: wait for checkpoints of this process that others make
 _PENDING, _COMMITTED, _FAILED, _RESTORED = range(4)
 
 _WHY = {
@@ -157,8 +158,9 @@ def checkpoint(
     library = _library()
     if library is None:
         return _nothing(name, _NOT_UNDER)
+    flags = (0 if leave_running else _END_AFTERWARDS) | (_ASKS_AGAIN if if_busy == "wait" else 0)
     while True:
-        code, number = library.request(name, protocol, 0 if leave_running else _END_AFTERWARDS)
+        code, number = library.request(name, protocol, flags)
         if code == _OK:
             return Checkpoint(name, library, number)
         if code == _INVALID:

@@ -64,6 +64,7 @@ def test_a_request_and_its_result(phosd: FakePhosd, tmp_path: Path) -> None:
         assert directories == [str(tmp_path / "new" / "image")]
         assert os.stat(directories[0]).st_mode & 0o777 == 0o700  # the image of a process's memory
         assert (asked.number, asked.protocol, asked.end, asked.asked_before) == (1, "cow", False, False)
+        assert asked.wait  # also for a checkpoint that somebody else makes
         result(session, 1, seconds=2.5, stall=0.25)
         app.tell()
         assert app.line() == "True False 2.5 0.25 None"
@@ -72,10 +73,10 @@ def test_a_request_and_its_result(phosd: FakePhosd, tmp_path: Path) -> None:
 
 @built
 def test_keywords_reach_phosd(phosd: FakePhosd, tmp_path: Path) -> None:
-    with asking(phosd, tmp_path, "{'protocol': None, 'leave_running': False}") as (app, session):
+    with asking(phosd, tmp_path, "{'protocol': None, 'leave_running': False, 'if_busy': 'skip'}") as (app, session):
         app.line()
         asked, _ = request_of(session)
-        assert (asked.protocol, asked.end) == ("", True)
+        assert (asked.protocol, asked.end, asked.wait) == ("", True, False)
         result(session, 1, "It went wrong, as the test says.")
         app.tell()
         assert app.line() == "False False None None It went wrong, as the test says."
