@@ -311,9 +311,11 @@ def demo(
                 run.run()
         finally:
             interruption.raises = False  # what follows is done whatever comes
-    except (PhosError, subprocess.TimeoutExpired):
+    except (PhosError, subprocess.TimeoutExpired) as error:
         keep = True
         click.echo()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise CheckpointFailed(f"A program of the demo has not ended within {error.timeout:g} s.") from error
         raise
     except Interrupted:
         with suppress(OSError):  # of a terminal that is gone

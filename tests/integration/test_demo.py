@@ -65,6 +65,20 @@ def test_it_shows_every_step_and_the_same_result(site: Site, example: str) -> No
     assert site.processes() == []
 
 
+def test_a_program_that_takes_too_long_is_said_to(site: Site) -> None:
+    """For example with more iterations than it can do in the time that a demo has."""
+    code = "from phos.cli import demo, main; demo.PROGRAM_SECONDS = 2; main.main(['demo', '--iterations', '1000000'])"
+    environment = {
+        **site.environment,
+        "TMPDIR": str(site.folder),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (7, "phos-gpu demo: A program of the demo has not ended within 2 s.\n")
+    assert re.fullmatch(r"Kept: (.*)", done.stdout.splitlines()[-1])
+    assert site.processes() == []
+
+
 @pytest.mark.serial  # it measures: beside other programs one may be faster while it is checkpointed than before
 @pytest.mark.timeout(240)
 def test_it_compares_the_protocols(site: Site) -> None:
