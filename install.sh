@@ -466,6 +466,11 @@ install_files() {
     for list in cuda_api.def library_api.def gen_api.py gen_library.py own_code.py; do
         put "$source/frontend/$list" "$home/frontend/$list"
     done
+    # What a bundle that was set up here would set itself up with again: its release beside this one's libraries.
+    if [ "$mode" = install ]; then
+        rm -rf "$home/wheels" "$home/packaging" "$home/install.sh"
+        [ "$(readlink "$prefix/install.sh" || true)" != lib/phos/install.sh ] || rm -f "$prefix/install.sh"
+    fi
     # What was measured elsewhere and earlier is the clone's to keep.
     [ -L "$home/bench" ] || rm -rf "$home/bench/results"
     if [ "$mode" != bundle ]; then install_package; fi

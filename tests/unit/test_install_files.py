@@ -310,6 +310,30 @@ def test_what_is_installed_is_what_was_built(tmp_path: Path) -> None:
     assert {library.split("/")[0] for library in linked} == {"build"}
 
 
+@pytest.mark.parametrize("mode", ["install", "bundle"])
+def test_an_installation_keeps_nothing_that_would_set_up_the_bundle_of_before(mode: str, tmp_path: Path) -> None:
+    """Its script, run again, put the Python part of the older release beside the new libraries."""
+    text = (ROOT / "install.sh").read_text()
+    (files,) = re.findall(r"^install_files\(\) \{.*?^\}$", text, re.M | re.S)
+    script = 'set -euo pipefail; put() { mkdir -p "$2"; }; dev=\n'
+    for other in ("step", "install_package", "install_commit", "install_links", "install_unit"):
+        script += f"{other}() {{ :; }}\n"
+    home = tmp_path / "lib" / "phos"
+    (home / "wheels").mkdir(parents=True)
+    (home / "packaging").mkdir()
+    (home / "install.sh").touch()
+    (tmp_path / "install.sh").symlink_to("lib/phos/install.sh")
+    places = {"source": str(ROOT), "prefix": str(tmp_path), "home": str(home), "mode": mode}
+    subprocess.run(["bash", "-c", f"{script}{files}\ninstall_files"], env={**os.environ, **places}, check=True)
+    left = [
+        path
+        for path in (home / "wheels", home / "packaging", home / "install.sh", tmp_path / "install.sh")
+        if path.exists()
+    ]
+    assert len(left) == (4 if mode == "bundle" else 0)
+    assert (tmp_path / "install.sh").is_symlink() == (mode == "bundle")
+
+
 BASE_PYTHON = """#!/bin/sh
 # A Python that makes environments of itself.
 case $* in
