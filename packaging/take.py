@@ -20,6 +20,7 @@ VARINT, FIXED64, BYTES = 0, 1, 2
 WAIT_SECONDS = 60.0
 PATH_BYTES = 4095  # cli/parameters.py
 LONGEST_SECONDS = 1e8  # cli/parameters.py
+ANSWER_SECONDS = 10  # gpu_engine/daemon/reach.py
 
 
 def parse(words: list[str]) -> tuple[str, float, bool] | None:
@@ -91,9 +92,12 @@ def ask(words: list[str]) -> int | None:
     if wanted is None:
         return None
     connection = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+    limit = _socket.SOL_SOCKET, _socket.SO_SNDTIMEO  # of connecting as well
     try:
+        connection.setsockopt(*limit, _struct.pack("ll", ANSWER_SECONDS, 0))
         connection.connect(socket_path())
         connection.send(packet(*wanted))
+        connection.setsockopt(*limit, _struct.pack("ll", 0, 0))
     except OSError:
         connection.close()
         return None
@@ -102,12 +106,15 @@ def ask(words: list[str]) -> int | None:
 
 def main() -> None:
     """See the module's text."""
-    asked = ask(sys.argv[3:])
-    if sys.flags.no_site:
-        import site
+    try:
+        asked = ask(sys.argv[3:])
+        if sys.flags.no_site:
+            import site
 
-        site.main()
-    from phos.cli.main import main as command_line
+            site.main()
+        from phos.cli.main import main as command_line
+    except KeyboardInterrupt:
+        sys.exit(130)
 
     command_line(prog_name="phos-gpu", obj=asked)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,8 +17,8 @@ from click.testing import CliRunner
 
 from phos.cli import pool
 from phos.gen import wire_pb2
-from phos.gpu_engine.daemon import paths, wire
-from tests.unit.packaging_script import packaging_script
+from phos.gpu_engine.daemon import paths, reach, wire
+from tests.unit.packaging_script import FOLDER, packaging_script
 
 
 @pytest.fixture
@@ -116,3 +119,32 @@ def test_the_connection_is_handed_on(take: ModuleType, tmp_path: Path, monkeypat
         assert done.output == "Process 4711 computes (250.0 ms).\n"
         connection.settimeout(0.1)
         assert connection.recv(4096) == b"", "it has not asked again"
+
+
+def test_a_phosd_that_takes_nobody_is_waited_for_no_longer_than_by_the_command_line(
+    take: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped, and as many as may have come already; the command line says so then."""
+    assert getattr(take, "ANSWER_SECONDS", None) == reach.ANSWER_SECONDS
+    assert take.ANSWER_SECONDS == reach.ANSWER_SECONDS
+    monkeypatch.setattr(take, "ANSWER_SECONDS", 1)
+    monkeypatch.setenv("PHOS_SOCKET", str(tmp_path / "phosd.sock"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(tmp_path / "phosd.sock"))
+        listener.listen(0)
+        first = take.ask(["p"])
+        answers: list[int | None] = []
+        asking = threading.Thread(target=lambda: answers.append(take.ask(["p"])), daemon=True)
+        asking.start()
+        asking.join(10)
+        assert answers == [None]
+        os.close(first)
+
+
+def test_an_interruption_before_the_command_is_loaded_is_one(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("raise KeyboardInterrupt")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PHOS_")}
+    environment = inherited | {"PYTHONPATH": f"{tmp_path}:{FOLDER.parent}", "PHOS_SOCKET": str(tmp_path / "phosd.sock")}
+    command = [sys.executable, "-S", str(FOLDER / "take.py"), "pool", "take", "p"]
+    done = subprocess.run(command, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
