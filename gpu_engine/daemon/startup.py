@@ -121,6 +121,7 @@ def run(path: Path, *, verbose: bool) -> None:
         DaemonUnavailable: phosd cannot be in this pid namespace.
     """
     _refuse_a_pools_namespace()
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # whoever has started it may have some blocked
     service = Service()
     faulthandler.enable()  # should native code ever crash, the log has the stacks of all threads
     logging.basicConfig(

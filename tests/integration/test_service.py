@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from phos.gpu_engine import procfs
 from phos.gpu_engine.daemon import client, reach
 from phos.gpu_engine.installation import launcher
 from tests.integration.site import PATIENCE, Site, wait_until
@@ -58,6 +59,26 @@ def test_it_ends_whichever_thread_gets_the_signal(site: Site, manager: socket.so
         assert ctypes.CDLL(None).syscall(tgkill, phosd.pid, other, int(signal.SIGTERM)) == 0
         assert manager.recv(100) == b"STOPPING=1"
         assert phosd.wait(PATIENCE) == 0
+
+
+BLOCKS = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_it_ends_by_a_signal_that_who_started_it_has_blocked(site: Site) -> None:
+    """What is blocked stays so in every program that is started."""
+    command = [sys.executable, "-c", BLOCKS, str(launcher("phosd")), "--ensure"]
+    subprocess.run(command, env=site.environment, check=True)
+    pid = site.daemon_pid()
+    os.kill(pid, signal.SIGTERM)
+    try:
+        wait_until(lambda: procfs.has_ended(pid), "phosd to end", 10)
+    finally:
+        if not procfs.has_ended(pid):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_who_starts_phosd_on_demand_does_not_become_ready_by_that(site: Site, manager: socket.socket) -> None:
