@@ -149,7 +149,15 @@ if [ "$mode" = uninstall ]; then
     refuse_foreign "nothing was removed."
     found=
     for place in "$home" "$prefix"/{bin,sbin}/{criu,phos-gpu,phosd}; do
-        if [ "$place" = "$home" ] && [ -e "$place" ] || ours "$place"; then found=1; fi
+        if [ "$place" = "$home" ] && [ -e "$place" ]; then
+            folder=$home
+        elif ours "$place"; then
+            folder=${place%/*}
+        else
+            continue
+        fi
+        found=1
+        [ -w "$folder" ] || fail "$folder cannot be written, so nothing was removed; run as root, or as who installed it."
     done
     unit=/etc/systemd/system/phosd.service
     if [ -f "$unit" ] && grep -qF "ExecStart=\"$(unit_home)/bin/" "$unit"; then

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from phos.cli import doctor, probes
+from tests.unit.as_user import NOBODY, needs_root
 from tests.unit.packaging_script import packaging_script
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -124,6 +126,38 @@ def test_uninstall_removes_what_is_ours_and_brings_back_what_was_there(tmp_path:
     subprocess.run([ROOT / "install.sh", "--prefix", tmp_path, "--uninstall"], check=True, capture_output=True)
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == ["bin", "bin/criu"]
     assert (tmp_path / "bin" / "criu").read_text() == "someone else's"
+
+
+@needs_root
+@pytest.mark.parametrize("locked", ["bin", "lib"])
+def test_uninstall_says_who_could_where_this_user_cannot(locked: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="phos-test-", dir="/tmp") as name:  # pytest's folders are for one user
+        prefix = Path(name)
+        home = prefix / "lib" / "phos"
+        (home / "bin").mkdir(parents=True)
+        (home / "bin" / "layout.sh").touch()
+        (prefix / "bin").mkdir()
+        (prefix / "bin" / "criu").symlink_to("../lib/phos/bin/criu")
+        script = shutil.copy(ROOT / "install.sh", prefix / "script")
+        for path in (prefix, *prefix.rglob("*")):
+            os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        for path in (prefix / locked, *(prefix / locked).rglob("*")):
+            os.chown(path, 0, 0, follow_symlinks=False)
+        before = sorted(prefix.rglob("*"))
+        done = subprocess.run(
+            [script, "--prefix", prefix, "--uninstall"],
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        place = prefix / "bin" if locked == "bin" else home
+        said = f"install.sh: {place} cannot be written, so nothing was removed; run as root, or as who installed it.\n"
+        assert (done.returncode, done.stderr, done.stdout) == (1, said, "")
+        assert sorted(prefix.rglob("*")) == before
 
 
 @contextmanager
