@@ -75,7 +75,12 @@ class Speaker:
         return False
 
     def _relay(self) -> bool:
-        data = self._followed.read(PIECE_BYTES) if self._followed is not None else b""
+        if self._followed is None:
+            return False
+        data = self._followed.read(PIECE_BYTES)
+        if not data and os.fstat(self._followed.fileno()).st_size < self._followed.tell():
+            self._followed.seek(0)  # it has been emptied, as by who rotates logs
+            data = self._followed.read(PIECE_BYTES)
         self._write(STDOUT, data)
         return bool(data)
 

@@ -337,6 +337,26 @@ def test_all_that_was_said_and_put_out_is_written_before_the_end(tmp_path: Path)
     assert done.stderr.decode().splitlines() == [f"guard: {number}" for number in range(1000)]
 
 
+def test_what_a_job_puts_out_is_passed_on_though_its_file_is_emptied_meanwhile(tmp_path: Path) -> None:
+    """As by who rotates logs: the job appends, and goes on at the file's new end."""
+    text = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from phos.cli.guard_speaker import Speaker\n"
+        "speaker = Speaker(as_json=False)\n"
+        "output = Path(sys.argv[1])\n"
+        "speaker.follow(output)\n"
+        "with open(output, 'ab', buffering=0) as file:\n"
+        "    file.write(b'before' * 10)\n"
+        "    while speaker._written < 60: time.sleep(0.01)\n"
+        "    os.truncate(output, 0)\n"
+        "    file.write(b'after')\n"
+        "speaker.finish()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text, str(tmp_path / "output")], capture_output=True, check=True)
+    assert done.stdout == b"before" * 10 + b"after"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="makes namespaces")
 def test_a_process_in_a_namespace_of_its_own_is_refused(tmp_path: Path) -> None:
     """After a restore it would be sought under another number than it has."""
