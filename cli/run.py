@@ -28,12 +28,20 @@ def program_of(name: str) -> str:
     """Where the program lies that a command names.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or what is there can be none.
     """
     program = shutil.which(name)
-    if program is None:
+    if program is not None:
+        return program
+    if "/" not in name:
         raise UsageError(f"There is no program '{name}' on the PATH.")
-    return program
+    if os.path.isdir(name):
+        raise UsageError(f"'{name}' is a directory, and no program.")
+    if os.path.exists(name):
+        raise UsageError(
+            f"'{name}' is not executable: chmod +x makes it so, or name the program that reads it before it."
+        )
+    raise UsageError(f"There is no program '{name}'.")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from phos.cli.main import COMMANDS, main
+from phos.cli.run import program_of
 from phos.gpu_engine.daemon.command_line import main as phosd
+from phos.gpu_engine.errors import UsageError
 
 LONG = "x" * 5000
 NOT_UTF8 = os.fsdecode(b"\xff\xfe")
@@ -271,3 +274,22 @@ def test_a_socket_that_cannot_be_is_refused(value: str) -> None:
     os.environ["PHOS_SOCKET"] = value
     done = call(["status"])
     assert (done.exit_code, "phos-gpu status: " in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("no-such-program", "There is no program 'no-such-program' on the PATH."),
+        ("./missing", "There is no program './missing'."),
+        ("./text", "'./text' is not executable: chmod +x makes it so, or name the program that reads it before it."),
+        ("./folder", "'./folder' is a directory, and no program."),
+    ],
+)
+def test_a_program_that_cannot_be_one_is_told_apart_from_one_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text").touch()
+    Path("folder").mkdir()
+    with pytest.raises(UsageError, match=f"^{re.escape(said)}$"):
+        program_of(name)
