@@ -321,8 +321,10 @@ class PinnedImages:
             self._let_go(entry)
             raise PhosError(f"{entry.path} is not pinned: {NO_THREAD}") from error
         try:
-            while worker.is_alive():
+            loading = True
+            while loading:  # once more when all is there: whoever has gone meanwhile wants it no more
                 worker.join(REPORT_SECONDS)
+                loading = worker.is_alive()
                 state = wire_pb2.ImageState(state="loading", bytes_done=entry.memory.done, bytes_total=entry.size)
                 connection.send(wire_pb2.Envelope(id=envelope.id, image_state=state))
         except OSError:

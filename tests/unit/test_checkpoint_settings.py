@@ -203,14 +203,14 @@ def test_the_launcher_fills_in_what_is_not_set(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_launcher_says_what_is_wrong_before_criu_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path, "protocol = 1", monkeypatch)
     started = tmp_path / "started"
     assert (
         packaging_script("supervise").main(["supervise.py", "dump", str(tmp_path), "phosd", "touch", str(started)]) == 1
     )
-    assert "criu: " in (said := capsys.readouterr().err)
+    assert "criu: " in (said := capfd.readouterr().err)
     assert "protocol must be" in said
     assert not started.exists()
 

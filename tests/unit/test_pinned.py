@@ -422,13 +422,23 @@ def test_a_pool_that_leaves_while_its_image_is_loaded_ends_that(shared: Path, mo
     os.close(directory)
 
 
-def test_who_asked_and_is_gone_has_nothing_pinned(shared: Path) -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_who_asked_and_is_gone_has_nothing_pinned(shared: Path, monkeypatch: pytest.MonkeyPatch, quick: bool) -> None:
     """Of a command that is interrupted."""
     table = PinnedImages(1 << 30)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     theirs.close()
     directory = os.open(shared, os.O_RDONLY)
     request = wire_pb2.Envelope(id=1, pin_image=wire_pb2.PinImage(name="name"))
+    if quick:  # all is there before anybody is told how far it is
+        start = threading.Thread.start
+
+        def to_its_end(thread: threading.Thread) -> None:
+            start(thread)
+            if thread.name == "pin":
+                thread.join()
+
+        monkeypatch.setattr(threading.Thread, "start", to_its_end)
     with closing(ours):
         table.serve(wire.Connection(ours), request, [directory])
     assert table.report() == []
