@@ -78,7 +78,7 @@ def checkpoint(
         )
     refuse_own(pid)
     beside = pid if procfs.apart(pid) else None
-    arguments = ["-t", str(procfs.inner_pid(pid) if beside else pid)]
+    arguments = ["-t", str(procfs.inner_pid(pid) if beside else pid), "--file-locks"]
     if needs_shell_job(pid):
         arguments.append("--shell-job")
     if leave_running:

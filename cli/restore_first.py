@@ -111,7 +111,7 @@ class Begun(Launched):
         """Where the logs are, and the socket."""
         self._private = False
         criu, changes = native.launcher("criu"), {"PHOS_RESTORE": os.environ.get("PHOS_RESTORE", "")}
-        words = ["--restore-detached", "--shell-job"]
+        words = ["--restore-detached", "--shell-job", "--file-locks"]
         # Until there is somebody to end what is started here: a server that is left would keep the directory for ever.
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
         try:

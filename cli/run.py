@@ -64,10 +64,14 @@ def become(program: str, words: Sequence[str]) -> None:
         UsageError: as :func:`starting`.
     """
     standard_streams.flush()
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and ignoring is inherited
-        signal.signal(number, signal.SIG_DFL)
-    with starting(program):
-        os.execv(program, list(words))
+    # Python ignores them, and ignoring is inherited.
+    ignored = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGPIPE, signal.SIGXFSZ)}
+    try:
+        with starting(program):
+            os.execv(program, list(words))
+    finally:  # it could not be started
+        for number, handler in ignored.items():
+            signal.signal(number, handler)
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

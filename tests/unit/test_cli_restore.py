@@ -137,7 +137,7 @@ def test_both_servers_are_started_and_the_one_knows_the_other(home: Path) -> Non
     lines = begun.said().splitlines()
     assert f"//lazy-pages -D {image} -o lazy-pages.log -v2" in lines
     assert any(
-        line.startswith(f"lazy/{begun.pages}/restore --restore-detached --shell-job --lazy-pages") for line in lines
+        line.startswith(f"lazy/{begun.pages}/restore --restore-detached --shell-job --file-locks --lazy-pages") for line in lines
     )
     assert all(f"-D {image}" in line for line in lines)
 

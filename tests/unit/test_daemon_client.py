@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -185,6 +186,7 @@ def test_one_that_hangs_is_not_taken_for_one_that_answers(hangs: Path, monkeypat
     done = CliRunner().invoke(run, ["--device", "software", "--", "true"])
     assert (done.exit_code, len(started)) == (0, 1)
     assert said in done.output
+    assert signal.getsignal(signal.SIGPIPE) is signal.SIG_IGN  # who cannot be replaced is as before
 
 
 def test_a_phosd_that_accepts_nobody_is_not_waited_for_either(hangs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
