@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.pool_commands import create, ended, take
-from tests.integration.site import Site, wait_until
+from tests.integration.site import Program, Site, wait_until
 
 PROGRAM = Path(__file__).parent / "programs" / "locks_files.py"
 
@@ -31,19 +31,30 @@ def held(folder: Path) -> list[bool]:
     return found
 
 
-@pytest.mark.parametrize("lazy", [[], ["--lazy"]], ids=["eager", "lazy"])
-def test_locks_are_kept_and_taken_again(site: Site, lazy: list[str]) -> None:
-    program = site.start(
-        sys.executable, str(PROGRAM), "--iterations", "40", "--iteration-seconds", "0.1", LOCKED=str(site.folder)
-    )
+def locker(site: Site, iterations: int = 40) -> Program:
+    """The program, when it has its locks and computes."""
+    words = (str(PROGRAM), "--iterations", str(iterations), "--iteration-seconds", "0.1")
+    program = site.start(sys.executable, *words, LOCKED=str(site.folder))
     program.wait_iterations(5)
-    assert held(site.folder) == [True, True]
-    running, image = site.folder / "running", site.folder / "image"
-    site.run("phos-gpu", "checkpoint", "--leave-running", str(program.pid), str(running))
-    program.wait_iterations(2)
-    assert held(site.folder) == [True, True]
+    return program
+
+
+def dumped(site: Site, program: Program) -> Path:
+    """Its image, when it is gone."""
+    image = site.folder / "image"
     site.run("phos-gpu", "checkpoint", str(program.pid), str(image))
     wait_until(lambda: not program.alive(), "the pid to be free")
+    return image
+
+
+@pytest.mark.parametrize("lazy", [[], ["--lazy"]], ids=["eager", "lazy"])
+def test_locks_are_kept_and_taken_again(site: Site, lazy: list[str]) -> None:
+    program = locker(site)
+    assert held(site.folder) == [True, True]
+    site.run("phos-gpu", "checkpoint", "--leave-running", str(program.pid), str(site.folder / "running"))
+    program.wait_iterations(2)
+    assert held(site.folder) == [True, True]
+    image = dumped(site, program)
     assert held(site.folder) == [False, False]
     site.run("phos-gpu", "restore", *lazy, str(image))
     assert held(site.folder) == [True, True]
@@ -52,13 +63,8 @@ def test_locks_are_kept_and_taken_again(site: Site, lazy: list[str]) -> None:
 
 
 def test_a_restore_waits_for_a_lock_that_somebody_else_has_by_then(site: Site) -> None:
-    program = site.start(
-        sys.executable, str(PROGRAM), "--iterations", "40", "--iteration-seconds", "0.1", LOCKED=str(site.folder)
-    )
-    program.wait_iterations(5)
-    image = site.folder / "image"
-    site.run("phos-gpu", "checkpoint", str(program.pid), str(image))
-    wait_until(lambda: not program.alive(), "the pid to be free")
+    program = locker(site)
+    image = dumped(site, program)
     with open(site.folder / "whole", "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         restore = site.background("phos-gpu", "restore", str(image))
@@ -71,12 +77,8 @@ def test_a_restore_waits_for_a_lock_that_somebody_else_has_by_then(site: Site) -
 
 def test_processes_of_a_pool_take_no_locks(site: Site) -> None:
     """Two cannot have them, and the second would wait for ever."""
-    program = site.start(
-        sys.executable, str(PROGRAM), "--iterations", "20", "--iteration-seconds", "0.1", LOCKED=str(site.folder)
-    )
-    program.wait_iterations(5)
-    image = site.folder / "image"
-    site.run("phos-gpu", "checkpoint", str(program.pid), str(image))
+    program = locker(site, 20)
+    image = dumped(site, program)
     create(site, image, 2, "--name", "two")
     taken = [take(site, "two", "--quick") for _ in range(2)]
     assert held(site.folder) == [False, False]
