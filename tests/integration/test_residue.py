@@ -50,7 +50,7 @@ def test_it_is_kept_out_of_the_pages_and_comes_back(site: Site) -> None:
     program, number = start(site, LONG)
     without, with_ = site.image("without"), site.image("with")
     site.dump(program, with_, "--leave-running")
-    assert not files(number)
+    wait_until(lambda: not files(number), "the file to go")  # when the image is whole
     program.wait_progress()
     site.stop_phosd()
     site.dump(program, without, "--leave-running", PHOS_REDUCERS="stack-limit,huge-pages")
