@@ -21,14 +21,10 @@ static unsigned kept(unsigned flags)
 /* What was begun before is done as well then: it is in default streams, and all of those are waited for with the legacy one. */
 static CUresult wait_for_copies(void)
 {
-    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-    CUresult result = CUDA_SUCCESS, exchanged = phos_real.cuThreadExchangeStreamCaptureMode(&mode);
+    PHOS_RELAXED;
     pthread_rwlock_rdlock(&phos_capture_lock); /* as phos_synchronize() does, and why */
-    if (!phos_captures())
-        result = phos_real.cuStreamSynchronize(CU_STREAM_LEGACY);
+    CUresult result = phos_captures() ? CUDA_SUCCESS : phos_real.cuStreamSynchronize(CU_STREAM_LEGACY);
     pthread_rwlock_unlock(&phos_capture_lock);
-    if (exchanged == CUDA_SUCCESS)
-        phos_real.cuThreadExchangeStreamCaptureMode(&mode);
     return result;
 }
 
