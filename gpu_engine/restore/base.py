@@ -109,10 +109,12 @@ class Restore(ABC):
         self._attaching: set[int] = set()  # those that a thread gives their memory
         self._promised: set[int] = set()  # those whose driver's part is to be brought back while they stand still
         self._still: set[int] = set()  # and those of which that has begun, until CRIU has ended
+        self._let_go = False  # CRIU has ended, or lets them go: nothing is brought back standing still any more
         self._over = threading.Event()
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
-        # Guards _driver_ready, _pids, _beside, _computing, _reviving, _attaching, _promised, _still, state, error.
+        # Guards _driver_ready, _pids, _beside, _computing, _reviving, _attaching, _promised, _still, _let_go, state
+        # and error.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # what ready() goes by
         self._sessions: dict[bytes, GatedProcess] = {}
@@ -378,6 +380,8 @@ class Restore(ABC):
             RestoreFailed: one cannot be brought back; all processes of the restore have been ended.
         """
         with self._lock:
+            if self._let_go:
+                return  # CRIU was killed after it had asked: let_go() sees to them
             self._still |= set(pids)
             self._promised -= set(pids)
         try:
@@ -400,6 +404,7 @@ class Restore(ABC):
     def let_go(self) -> None:
         """Nobody holds the tasks any more: what was to be brought back standing still is so running."""
         with self._lock:
+            self._let_go = True
             promised, self._promised = self._promised, set()
             self._still.clear()
             self._settle()
@@ -430,23 +435,25 @@ class Restore(ABC):
             pidfd = os.pidfd_open(pid)
         except OSError:
             pidfd = -1
-        uses_cuda = inner_pid(pid) in self._image_pids
+        inner = inner_pid(pid)
+        uses_cuda = inner in self._image_pids
         strangers = self._image_pids - self._gated_pids
-        with self._lock:
+        standing_still = inner in strangers and self._thread(pid) != 0  # which the image may not name
+        with self._lock:  # all at once: if CRIU is killed here, let_go() comes before it or behind it
             (self._pids if uses_cuda else self._beside)[pid] = pidfd
             failed = self.state in FAILED
+            if uses_cuda and not failed:
+                self._reviving.add(pid)  # before it runs
+                standing_still = standing_still and not self._let_go
+                if standing_still:
+                    self._promised.add(pid)
         if failed:
             self._kill(pid, pidfd)  # it must not go on without its memory
             return {}
         if not uses_cuda:
             return {}
-        with self._lock:
-            self._reviving.add(pid)  # before it runs
-        if inner_pid(pid) in self._gated_pids or not self._thread(pid):  # which the image does not name
+        if not standing_still:
             self._revive_beside(pid)
-        else:
-            with self._lock:
-                self._promised.add(pid)
         with self._lock:
             all_here = strangers <= {inner_pid(taken) for taken in self._pids}
             return {promised: self._thread(promised) for promised in self._promised} if all_here else {}

@@ -106,6 +106,23 @@ def criu_killed() -> None:
     killed_at_first_task(lambda criu: criu)
 
 
+def criu_killed_late() -> None:
+    """When it has let the driver's threads run, and phosd is about to bring back what stands still."""
+    bring_back = Restore.bring_back
+
+    def bring(restore: Restore, pids: Sequence[int], *seconds: float) -> None:
+        os.kill(procfs.tracer(pids[0]), signal.SIGKILL)
+        time.sleep(SECONDS)
+        bring_back(restore, pids, *seconds)
+
+    Restore.bring_back = bring  # type: ignore[method-assign]
+
+
+def slow_take() -> None:
+    """Somebody else may see a task that CRIU's plugin names before all is noted about it."""
+    after(Restore, "_thread")
+
+
 def phosd_killed() -> None:
     """CRIU asks in vain."""
     killed_at_first_task(lambda _: os.getpid())
@@ -301,6 +318,8 @@ if __name__ == "__main__":
             "crossed": crossed,
             "no pidfd": no_pidfd,
             "criu killed": criu_killed,
+            "criu killed late": criu_killed_late,
+            "slow take": slow_take,
             "phosd killed": phosd_killed,
             "killed while attaching": killed_while_attaching,
             "full at the merge": full_at_the_merge,

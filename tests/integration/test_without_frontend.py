@@ -291,16 +291,18 @@ def test_the_driver_does_not_bring_one_back_and_nothing_runs_on(site: Site) -> N
     assert [job["state"] for job in site.status()["jobs"] if job["kind"] == "restore"] == ["failed"]
 
 
-def test_criu_is_killed_while_it_restores_one(site: Site, expected: str) -> None:
+@pytest.mark.parametrize("altered", ["criu killed", "criu killed,slow take", "criu killed late"])
+def test_criu_is_killed_while_it_restores_one(site: Site, expected: str, altered: str) -> None:
     """Its end lets the process go before the driver's part is back: that follows, as of one that runs."""
     program = site.until_awaited(sys.executable, str(STENCIL), *OPTIONS, "--until", under=False)
     program.wait_iterations(5)
     image = site.image()
     site.dump(program, image)
     site.stop_phosd()
-    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="criu killed")
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD=altered)
     words = ["criu", "restore", "--lib", "phos", "-D", str(image), "-o", "restore.log", "-v4"]
     assert site.background(*words).wait(60) != 0
+    wait_until(lambda: [job["state"] for job in site.status()["jobs"]] == ["attached"], "the restore to end well")
     assert program.wait_result() == expected
 
 
