@@ -109,7 +109,7 @@ class Landing:
         self.release_later()
 
     def release_later(self) -> None:
-        """:meth:`release` it in a thread of its own."""
+        """:meth:`release` it in a thread of its own, if there can be one."""
 
         def work() -> None:
             self.release()
@@ -117,9 +117,12 @@ class Landing:
                 _releasing.remove(thread)
 
         thread = threading.Thread(target=work, name="release")
-        with _lock:
-            _releasing.append(thread)
-            thread.start()
+        try:
+            with _lock:
+                thread.start()
+                _releasing.append(thread)
+        except RuntimeError:  # there can be no thread
+            self.release()
 
     def release(self) -> None:
         """Unlock and unmap it; no copy to it may be under way."""

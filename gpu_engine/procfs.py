@@ -7,6 +7,7 @@ import fcntl
 import mmap
 import os
 import select
+import signal
 import struct
 import time
 from collections.abc import Iterator, Sequence, Set
@@ -22,6 +23,7 @@ _START_TIME = 19
 _START_CODE, _END_CODE, _START_STACK = 23, 24, 25
 _ENV_END = 48
 
+_PF_EXITING = 0x00000004
 _PF_KTHREAD = 0x00200000
 
 EXEC_SECONDS = 1.0
@@ -112,6 +114,23 @@ def traces(tracer_pid: int, pid: int) -> bool:
             words = _status(task / "status", "TracerPid")
             if words and int(words[0]) == tracer_pid:
                 return True
+    return False
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a thread of a process ends, or is about to by SIGKILL: that of all of them may take a while.
+
+    False when there is no such process.
+    """
+    with suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            pending = _status(task / "status", "SigPnd")
+            if pending and int(pending[0], 16) >> (signal.SIGKILL - 1) & 1:
+                return True
+            with suppress(OSError):
+                stat = (task / "stat").read_text(errors="replace")
+                if int(stat.rpartition(")")[2].split()[_FLAGS]) & _PF_EXITING:
+                    return True
     return False
 
 

@@ -256,6 +256,10 @@ class AuditServer:
             with self._hashing:
                 mapped.add(borrowed)
                 self._blocks.update((block.key, block) for block in borrowed)
+                for key in fresh:
+                    if self._registry.broker.get(key) is None:  # freed since: nobody else unmaps it
+                        mapped.remove(key)
+                        self._blocks.pop(key, None)
                 known = {number: key for number, key in numbers.items() if key in mapped and key in self._blocks}
                 blocks = [self._blocks[key] for key in dict.fromkeys(known.values())]
                 flat = self._hasher.hash(blocks, mapped, SPAN_BYTES) if blocks else []

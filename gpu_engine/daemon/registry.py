@@ -105,10 +105,15 @@ class Registry:
         if not session.alive():
             self.forget(session)
 
-    def forget(self, session: Session) -> None:
-        """A session has ended: let go of its memory and of everything that waits for it."""
+    def forget(self, session: Session, connections: int | None = None) -> None:
+        """A session has ended: let go of its memory and of everything that waits for it.
+
+        ``connections``: unless it has come back, and made more than so many.
+        """
         with self.lock:
             if self.sessions.get(session.session) is not session:
+                return
+            if connections is not None and (session.connections != connections or session.is_connected):
                 return
             del self.sessions[session.session]
             self.restores.pop(session.session, None)
@@ -126,6 +131,11 @@ class Registry:
                 self.being_forgotten.discard(session.session)
                 self.forgotten.notify_all()
         log.info("Process %d has ended; %d bytes of GPU memory let go.", session.pid, freed)
+
+    def knows(self, session: Session) -> bool:
+        """Whether a session has not been forgotten: one that has made another connection before is not from then on."""
+        with self.lock:
+            return self.sessions.get(session.session) is session
 
     def wait_forgotten(self, number: bytes) -> None:
         """Return when nothing is left of the session's former life.

@@ -130,7 +130,7 @@ class ClientServer:
                     bytes=_clamped(sum(block.size for block in blocks)),
                     uncarried=[
                         wire_pb2.Uncarried(kind=u.kind, count=u.count, bytes=u.bytes)
-                        for u in session.uncarried.values()
+                        for u in list(session.uncarried.values())  # its own thread adds some
                     ],
                     modules=len(session.modules),
                     uid=session.uid,

@@ -153,6 +153,9 @@ class PoolServer:
             self.pools.put_back(pool, entry)
             self.pools.spoil(pool, f"{error} Drop the pool, and create one from an image that is there.")
             raise RestoreFailed(pool.error) from error
+        except BaseException:
+            self.pools.put_back(pool, entry)
+            raise
         try:
             self._open(pool, entry, eager=request.eager)
         except BaseException as error:
@@ -230,7 +233,12 @@ class PoolServer:
                         session.machine.adopt(SessionState.PARKED)
             raise
         self._registry.jobs.add(pool.directory, job, os.geteuid())
-        threading.Thread(target=self._follow, args=(entry,), daemon=True, name="taken").start()
+        try:
+            threading.Thread(target=self._follow, args=(entry,), daemon=True, name="taken").start()
+        except RuntimeError as error:
+            job.fail(f"phosd cannot see its loading through: {error}.")
+            self._follow(entry)
+            raise RestoreFailed(job.error) from error
 
     def _follow(self, entry: Entry) -> None:
         entry.restore.watch_to_the_end()
@@ -292,6 +300,12 @@ class PoolServer:
             connection.done(envelope.id, error="phosd parks no such process (PHOS_POOL is for phosd's own use).")
             return
         connection.done(envelope.id)
+        try:
+            self._serve_parking(connection, entry)
+        finally:
+            entry.restore.let_go()
+
+    def _serve_parking(self, connection: wire.Connection, entry: Entry) -> None:
         while (packet := connection.receive()) is not None:
             number, kind = packet[0].id, packet[0].WhichOneof("body")
             wire.close_all(packet[1])
@@ -311,7 +325,6 @@ class PoolServer:
                 done.error = wire.sentence(error)
             with suppress(OSError):
                 connection.send(wire_pb2.Envelope(id=number, done=done))
-        entry.restore.let_go()
 
     def _adopt(self, entry: Entry, pid: int) -> int:
         if not pid:

@@ -262,8 +262,6 @@ class RestoreServer:
                 job.socket_folders.keep()
             else:
                 job.socket_folders.discard()
-        if job.state != "attached" or job.unsound:
-            threading.Thread(target=self._registry.renew_if_broken, daemon=True, name="renew").start()
         if job.state != "attached":
             for process in job.processes:
                 with self._registry.lock:
@@ -277,6 +275,9 @@ class RestoreServer:
             self._registry.cow.forget(number)
         job.put_away.set()
         self._registry.jobs.settle(job)
+        if job.state != "attached" or job.unsound:
+            with suppress(RuntimeError):  # there can be no thread: the next that fails tries it
+                threading.Thread(target=self._registry.renew_if_broken, daemon=True, name="renew").start()
 
 
 def _take(job: Restore, criu: int, number: int) -> list[wire_pb2.Alone]:

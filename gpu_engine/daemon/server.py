@@ -203,6 +203,9 @@ class Daemon:
         if hello.state != wire_pb2.DETACHED:
             self._replace_program(session, connection.pid)
             session.connected(connection, hello, self._ordinals)
+            if not self._registry.knows(session):
+                session.disconnected(connection)
+                return  # forgotten just now; when it asks again, it is another session
             if session.machine.state in (SessionState.QUIESCED, SessionState.RETURNING, SessionState.ATTACHING):
                 # Its connection broke while it was quiesced, or had just been attached: it opened its gate for that.
                 session.machine.adopt(SessionState.RUNNING)
@@ -388,7 +391,7 @@ class Daemon:
             self._expire_later(session)  # it cannot come back now, or may just have been continued
             return
         log.info("Process %d has replaced its program, or closed its connection for good.", session.pid)
-        self._registry.forget(session)
+        self._registry.forget(session, connections)
 
 
 def _capability(gpus: Sequence[driver.Gpu]) -> int:

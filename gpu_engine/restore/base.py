@@ -101,6 +101,7 @@ class Restore(ABC):
         self._copier = copier
         self._cancelled = threading.Event()
         self._loaded = threading.Event()
+        self._whole = False  # all data is there
         self._driver_ready: set[int] = set()
         self._pids: dict[int, int] = {}  # the tasks that CRIU has put together → pidfd, or -1
         self._beside: dict[int, int] = {}  # and those of the tree that never used CUDA
@@ -113,8 +114,8 @@ class Restore(ABC):
         self._over = threading.Event()
         self.put_away = threading.Event()
         """Nothing is left of it that could be in the way of another restore of the same image."""
-        # Guards _driver_ready, _pids, _beside, _computing, _reviving, _attaching, _promised, _still, _let_go, state
-        # and error.
+        # Guards _whole, _driver_ready, _pids, _beside, _computing, _reviving, _attaching, _promised, _still, _let_go,
+        # state and error.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # what ready() goes by
         self._sessions: dict[bytes, GatedProcess] = {}
@@ -306,6 +307,7 @@ class Restore(ABC):
                 confirm(self._image)
             self._filled()
             with self._lock:
+                self._whole = True
                 if self.state == "loading":
                     self.state = "loaded"
                 self._changed.notify_all()
@@ -409,7 +411,10 @@ class Restore(ABC):
             self._still.clear()
             self._settle()
         for pid in promised:
-            self._revive_beside(pid)
+            try:
+                self._revive_beside(pid)
+            except RuntimeError:  # there can be no thread
+                self.task_restored(pid)
 
     def _share(self) -> None:
         """CRIU has opened what tasks share by a name, and is about to let them run."""
@@ -512,9 +517,18 @@ class Restore(ABC):
     def need(self, key: BlockKey, seconds: float) -> bool:
         """Whether a block's data is there within so many seconds; it goes before others.
 
-        Or the restore is over, however it ended.
+        Raises:
+            KeyError: it does not come any more.
         """
-        return self._loaded.wait(seconds)
+        if not self._loaded.wait(seconds):
+            return False
+        self._require_whole(key)
+        return True
+
+    def _require_whole(self, key: BlockKey) -> None:
+        with self._lock:
+            if not self._whole or self.state in FAILED:
+                raise KeyError(key)
 
     def fail(self, reason: str, state: str = "failed") -> None:
         """Give the whole restore up: no process of it may go on without its memory."""
@@ -590,7 +604,7 @@ class Restore(ABC):
     def _is_another_program(self, pid: int) -> bool:
         """Whether a process has no frontend any more that could ask for its memory."""
         names = thread_names(pid) if inner_pid(pid) in self._gated_pids else set()
-        return bool(names) and CONTROL_THREAD not in names
+        return bool(names) and CONTROL_THREAD not in names and not procfs.is_ending(pid)
 
     def _all_have_ended(self) -> None:
         """They computed, and need no memory any more."""

@@ -217,11 +217,12 @@ class LazyRestore(Restore):
         deadline = time.monotonic() + seconds
         while not self._loaded.is_set() and not self._over.is_set():
             with self._counting:
-                if self._laid_out and (self._table is None or (self._plan is not None and self._plan.want(key))):
+                if self._table is not None and self._plan is not None and self._plan.want(key):
                     return True
             if time.monotonic() > deadline:
                 return False
             self._over.wait(WATCH_SECONDS)
+        self._require_whole(key)
         return True
 
     def _end_windows(self) -> None:

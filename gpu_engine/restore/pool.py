@@ -163,6 +163,7 @@ class PooledRestore(LazyRestore):
         with self._lock:
             self._tasks[pid] = pidfd
             if inner_pid(pid) not in self._image_pids:
+                self._beside[pid] = os.dup(pidfd)
                 return 0  # a process of the tree that never used CUDA
             self._pids[pid] = os.dup(pidfd)
         thread = self._thread(pid) or toggle.restore_thread(pid, THREAD_SECONDS)
@@ -233,7 +234,7 @@ class PooledRestore(LazyRestore):
         """Create the memory, begin to load it, let the processes go. ``hold`` takes the blocks over.
 
         Raises:
-            RestoreFailed: there is too little memory; it is parked as before.
+            RestoreFailed: there is too little memory; it is parked as before. Or, if it is not, it can only be ended.
         """
         self.timeline = Timeline()
         self.since = self.timeline.since
@@ -259,7 +260,14 @@ class PooledRestore(LazyRestore):
             self._discarded = True  # by the loading thread
             tasks = list(self._tasks.items())
             self._tasks = {}
-        threading.Thread(target=self._load, args=(borrowed,), name="load").start()
+        try:
+            threading.Thread(target=self._load, args=(borrowed,), name="load").start()
+        except RuntimeError as error:  # it is ended: by discard(), as it is not being loaded
+            with self._lock:
+                self._discarded, self._tasks = False, dict(tasks)
+            for block in borrowed:
+                os.close(block.descriptor)
+            raise RestoreFailed(f"phosd cannot load its memory: {error}.") from error
         for _, pidfd in tasks:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGCONT)
@@ -309,11 +317,12 @@ class PooledRestore(LazyRestore):
             if self._discarded:
                 return
             self._discarded = True
-            descriptors = [*self._tasks.values(), *(fd for fd in self._pids.values() if fd >= 0)]
+            named = (*self._pids.values(), *self._beside.values())
+            descriptors = [*self._tasks.values(), *(fd for fd in named if fd >= 0)]
             for pidfd in self._tasks.values():
                 with suppress(ProcessLookupError):
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-            self._tasks, self._pids = {}, {}
+            self._tasks, self._pids, self._beside = {}, {}, {}
         for descriptor in descriptors:
             os.close(descriptor)
         with self._counting:

@@ -124,6 +124,7 @@ class StopDump:
         self._frozen_at = 0.0
         self._programs: dict[int, tuple[str, ...]] = {}  # of all GPU processes, when phosd had their part
         self._frozen: dict[int, tuple[str, ...]] = {}  # of all tasks that CRIU dumps
+        self._holders: dict[int, int] = {}  # the tasks that a CRIU holds → that CRIU
         self._froze_unknown = False  # and of one in a namespace of its own, whose number for us is not known
         self._failure = ""  # why the image cannot be completed
         self._writer = ImageWriter(assignment.directory, stripes=assignment.copier.threads)
@@ -309,6 +310,8 @@ class StopDump:
             self._froze_unknown = True
             return
         self._frozen[pid] = procfs.program(pid)
+        if procfs.tracer(pid) == tracer:
+            self._holders[pid] = tracer
         if self.settings.cpu_pages:
             self._pages.freeze(pid, criu_pid, table, tracer)
         self._named_memory.look(pid, tracer)
@@ -358,6 +361,7 @@ class StopDump:
                 with self.timeline.phase("wait for named memory", concurrent=True):
                     self._named_memory.wait()
                 self._check_tasks()
+                self._check_held()
                 self._tree.check_device_files(self._tasks_with_device_files)
         except CheckpointFailed as error:
             self._failure = str(error)
@@ -386,6 +390,15 @@ class StopDump:
                 )
             if self._frozen[pid] != program:
                 raise CheckpointFailed(f"Process {pid} replaced its program while it was being checkpointed.")
+
+    def _check_held(self) -> None:
+        """
+        Raises:
+            CheckpointFailed: what was read last of a task may be of when it ran again: its CRIU was killed.
+        """
+        for pid, tracer in self._holders.items():
+            if procfs.tracer(pid) != tracer:
+                raise CheckpointFailed(f"Process {pid} was let go before all of it was saved: CRIU ended too soon.")
 
     def finish(self, criu_result: int) -> None:
         """Bring back who is alive, and commit or withdraw the image. ``criu_result`` is CRIU's own, 0 for success.

@@ -31,8 +31,12 @@ from phos.gpu_engine.daemon.session_kernels import SessionKernels
 from phos.gpu_engine.daemon.session_window import SessionWindow
 from phos.gpu_engine.daemon.wire import Connection
 from phos.gpu_engine.errors import CheckpointFailed
+from phos.gpu_engine.job_states import MISPREDICTED
+from phos.gpu_engine.named_memory import DumpedNamedMemory
 from phos.gpu_engine.restore import base
 from phos.gpu_engine.restore.base import Restore
+from phos.gpu_engine.restore.lazy import LazyRestore
+from phos.gpu_engine.restore.pool import PooledRestore
 from phos.gpu_engine.stop.dump import StopDump
 from phos.gpu_engine.task_pages import TaskPages
 from phos.images.reader import Image
@@ -121,6 +125,35 @@ def criu_killed_late() -> None:
 def slow_take() -> None:
     """Somebody else may see a task that CRIU's plugin names before all is noted about it."""
     after(Restore, "_thread")
+
+
+def criu_killed_in_a_dump() -> None:
+    """When it has done its part, and what its tasks share by name is still being saved."""
+    save, wait = DumpedNamedMemory._save_file, DumpedNamedMemory.wait
+
+    def late(memory: DumpedNamedMemory, inode: int, names: list[str]) -> None:
+        time.sleep(SECONDS)
+        save(memory, inode, names)
+
+    def killed(memory: DumpedNamedMemory) -> None:
+        os.kill(procfs.tracer(next(iter(memory._tasks))), signal.SIGKILL)
+        wait(memory)
+
+    DumpedNamedMemory._save_file = late  # type: ignore[method-assign]
+    DumpedNamedMemory.wait = killed  # type: ignore[method-assign]
+
+
+def wrong_when_taken() -> None:
+    """A process from a pool computes for a while, and then a guess turns out wrong."""
+    look = LazyRestore._look
+
+    def looked(restore: LazyRestore) -> None:
+        if isinstance(restore, PooledRestore) and restore.running.is_set():
+            time.sleep(SECONDS)
+            restore.fail("A guess was wrong.", MISPREDICTED)
+        look(restore)
+
+    LazyRestore._look = looked  # type: ignore[method-assign]
 
 
 def phosd_killed() -> None:
@@ -318,6 +351,8 @@ if __name__ == "__main__":
             "crossed": crossed,
             "no pidfd": no_pidfd,
             "criu killed": criu_killed,
+            "criu killed in a dump": criu_killed_in_a_dump,
+            "wrong when taken": wrong_when_taken,
             "criu killed late": criu_killed_late,
             "slow take": slow_take,
             "phosd killed": phosd_killed,
@@ -336,6 +371,10 @@ if __name__ == "__main__":
             "no thread for residue": no_thread("residue"),
             "no thread to watch CRIU": no_thread("watch-criu"),
             "no thread to bring back": no_thread("revive-"),
+            "no thread to load": no_thread("load"),
+            "no thread to renew": no_thread("renew"),
+            "no thread to release": no_thread("release"),
+            "no thread to restore": no_thread("restore-"),
             "no thread to end a restore": no_thread("end-restore"),
             "no thread to quiesce": no_second_thread("quiesce"),
             "no thread to detach": no_second_thread("detach"),

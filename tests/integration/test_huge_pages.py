@@ -69,6 +69,19 @@ def test_dump_into_huge_pages_and_restore_from_them(site: Site, folder: Path, na
     assert program.wait_result() == expected
 
 
+def test_phosd_can_start_no_thread_to_unlock_the_pages(site: Site, folder: Path) -> None:
+    """The image is whole all the same, and nobody waits for such a thread."""
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="no thread to release,patient")
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    program.wait_iterations(5)
+    image = folder / "image"
+    image.mkdir()
+    site.dump(program, image)
+    assert "GPUs write into the image's own pages" in log_of(site)
+    assert [job["state"] for job in site.status()["jobs"]] == ["committed"]
+    site.run("phos-gpu", "image", "pin", str(image))
+
+
 @pytest.mark.parametrize("protocol", ["stop", "cow"])
 def test_what_is_zeros_is_not_made_room_for(site: Site, folder: Path, protocol: str) -> None:
     """Room for twice what there is to copy, and for a sixty-fourth of all memory."""

@@ -119,6 +119,19 @@ def test_a_program_that_ran_on_is_restored_as_it_was(
     assert program.wait_result() == expected
 
 
+@pytest.mark.parametrize("runs_on", [True, False])
+def test_it_is_saved_while_everything_stands_still_or_not_at_all(site: Site, expected: str, runs_on: bool) -> None:
+    """CRIU is killed meanwhile, and lets the tasks go with that: what they write then is not of that moment."""
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="criu killed in a dump")
+    program = working(site)
+    image = site.image()
+    assert site.dump(program, image, *(["--leave-running"] if runs_on else []), check=False).returncode != 0
+    (job,) = site.status()["jobs"]
+    assert (job["state"], "CRIU ended too soon" in job["error"]) == ("failed", True), job["error"]
+    assert not (image / "phos-commit.img").exists()
+    assert program.wait_result() == expected
+
+
 def test_what_was_restored_is_dumped_again(site: Site, expected: str, shared: Callable[[Path], Shared]) -> None:
     program = working(site)
     first, second = site.image("first"), site.image("second")

@@ -191,6 +191,23 @@ def test_nothing_of_a_parked_process_runs_with_or_without_cuda(site: Site) -> No
     wait_until(lambda: not wardens(site), "the end of the wardens")
 
 
+def test_nobody_of_a_tree_outlives_a_load_that_fails(site: Site) -> None:
+    """Nor do those without CUDA, when all computed already."""
+    site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(1 << 20)
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="wrong when taken")
+    words = site.folder / "words"
+    words.write_bytes(bytes(4096))
+    program = site.start(sys.executable, str(BESIDE), str(words), SOFTGPU_COPY_BANDWIDTH="0")
+    wait_until(lambda: "READY" in program.lines(), "the program")
+    image = site.image()
+    site.dump(program, image)
+    create(site, image, 1, "--name", "p")
+    refused = site.run("phos-gpu", "pool", "take", "p", check=False)
+    assert "A guess was wrong." in refused.stderr
+    site.run("phos-gpu", "pool", "drop", "p")
+    wait_until(lambda: not wardens(site), "the end of the wardens, and so of whom they look after")
+
+
 def test_as_many_takes_at_once_as_somebody_wants(site: Site) -> None:
     program, image, go = layers_image(site)
     create(site, image, 2, "--name", "p")

@@ -44,6 +44,18 @@ def test_a_parked_process_that_is_killed_is_replaced(site: Site) -> None:
     assert program.result() is not None
 
 
+def test_phosd_can_start_no_thread_to_load_one_that_is_taken(site: Site) -> None:
+    """It is ended, and nothing is left of its memory."""
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="no thread to load")
+    image = dump_at(site, site.example("mlp", *MLP))
+    (parked,) = create(site, image, 1, "--name", "p")["parked"]
+    refused = site.run("phos-gpu", "pool", "take", "p", check=False)
+    assert "cannot load its memory: can't start new thread" in refused.stderr
+    site.freed(parked["pids"][0])
+    site.run("phos-gpu", "pool", "drop", "p")
+    site.wait_no_gpu_memory()
+
+
 def test_parked_processes_end_with_phosd_and_a_new_one_parks_others(site: Site) -> None:
     program = site.example("mlp", *MLP)
     image = dump_at(site, program)

@@ -106,6 +106,20 @@ def test_no_task_runs_on_when_somebody_is_killed_at_the_last_moment(site: Site, 
     site.wait_no_gpu_memory()
 
 
+def test_phosd_can_start_no_threads_to_load_memory(site: Site) -> None:
+    """Nothing is left of the restore that fails for that."""
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="no thread to load,no thread to renew")
+    program = blocks(site)
+    image = site.image()
+    site.dump(program, image)
+    assert site.restore(image, check=False).returncode != 0
+    site.wait_no_gpu_memory()
+    assert [job["state"] for job in site.status()["jobs"] if job["kind"] == "restore"] == ["failed"]
+    site.restore(image)
+    program.wait_progress()
+    assert program.wait_result() == "right"
+
+
 def test_phosd_can_start_no_thread_to_see_a_restore_end(site: Site) -> None:
     """It is put away all the same, if only when CRIU has ended."""
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="no thread to end a restore")

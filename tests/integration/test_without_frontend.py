@@ -291,7 +291,9 @@ def test_the_driver_does_not_bring_one_back_and_nothing_runs_on(site: Site) -> N
     assert [job["state"] for job in site.status()["jobs"] if job["kind"] == "restore"] == ["failed"]
 
 
-@pytest.mark.parametrize("altered", ["criu killed", "criu killed,slow take", "criu killed late"])
+@pytest.mark.parametrize(
+    "altered", ["criu killed", "criu killed,slow take", "criu killed late", "criu killed,no thread to restore"]
+)
 def test_criu_is_killed_while_it_restores_one(site: Site, expected: str, altered: str) -> None:
     """Its end lets the process go before the driver's part is back: that follows, as of one that runs."""
     program = site.until_awaited(sys.executable, str(STENCIL), *OPTIONS, "--until", under=False)

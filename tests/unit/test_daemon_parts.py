@@ -178,13 +178,39 @@ def test_a_process_that_was_stopped_has_time_to_connect_again(monkeypatch: pytes
     monkeypatch.setattr(server, "RECONNECT_SECONDS", 0.02)
     monkeypatch.setattr(server.procfs, "is_stopped", is_stopped)
     daemon = server.Daemon.__new__(server.Daemon)  # no GPU is needed for this
-    registry: Any = SimpleNamespace(forget=lambda _session: forgotten.append(len(looks)))
+    registry: Any = SimpleNamespace(forget=lambda _session, _connections: forgotten.append(len(looks)))
     daemon._registry = registry
     state = SimpleNamespace(state=SessionState.RUNNING)
     session: Any = SimpleNamespace(pid=1, connections=1, is_connected=False, machine=state)
     daemon._expire_later(session)
     eventually(lambda: forgotten)
     assert looks.count(False) > 1, "it had no time after it was seen running"
+
+
+@pytest.mark.parametrize("back", ["", "and is away again", "and is there"])
+def test_one_that_comes_back_at_the_last_moment_is_not_forgotten(back: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would never be seen again: what it said over that connection is of a session that nobody has."""
+    machine = SimpleNamespace(state=SessionState.RUNNING)
+    session: Any = SimpleNamespace(session=SESSION, pid=1, connections=1, is_connected=False, machine=machine)
+    session.end = lambda: None
+
+    def is_stopped(_pid: int) -> bool:
+        if back:
+            session.connections, session.is_connected = 2, back == "and is there"
+        return False
+
+    monkeypatch.setattr(server.procfs, "is_stopped", is_stopped)
+    nothing: Any = SimpleNamespace(**dict.fromkeys(("forget", "release", "finish"), lambda *_, **_named: None))
+    nothing.drop_session = lambda _number: 0
+    registry: Any = Registry.__new__(Registry)
+    registry.lock = threading.Lock()
+    registry.forgotten = threading.Condition(registry.lock)
+    registry.sessions, registry.restores, registry.being_forgotten = {SESSION: session}, {}, set()
+    registry.reaper = registry.holds = registry.speculator = registry.cow = registry.broker = nothing
+    daemon = server.Daemon.__new__(server.Daemon)  # no GPU is needed for this
+    daemon._registry = registry
+    daemon._expire(session, 1, False)
+    assert registry.knows(session) == bool(back)
 
 
 @pytest.mark.parametrize("state", ["detached", "returning", "attaching", "lost"])
@@ -199,7 +225,7 @@ def test_one_that_replaces_its_program_before_it_is_back_keeps_nothing(
     monkeypatch.setattr(server.procfs, "thread_names", lambda _pid: threads.pop(0))
     daemon = server.Daemon.__new__(server.Daemon)  # no GPU is needed for this
     registry: Any = SimpleNamespace(lock=threading.Lock(), restores={}, claims=Claims())
-    registry.forget = lambda _session: forgotten.append(len(threads))
+    registry.forget = lambda _session, _connections: forgotten.append(len(threads))
     daemon._registry = registry
     machine = SimpleNamespace(state=SessionState(state))
     session: Any = SimpleNamespace(session=SESSION, pid=1, connections=1, is_connected=False, machine=machine)
