@@ -186,7 +186,10 @@ def full_at_the_merge() -> None:
 
 
 def cut_off() -> None:
-    """The connection to a process breaks when it has its memory again and its window is to be opened; once."""
+    """The connection to a process breaks when it has its memory again and its window is to be opened; once.
+
+    Copies that SOFTGPU_COPY_HOLD holds go on then: not all is saved before.
+    """
     opened = SessionWindow.open
     done: list[bool] = []
 
@@ -196,6 +199,8 @@ def cut_off() -> None:
             return
         done.append(True)
         window._conversation.hang_up()
+        if hold := os.environ.get("SOFTGPU_COPY_HOLD"):
+            Path(hold).unlink()
         time.sleep(SECONDS / 10)
         raise CheckpointFailed("The connection was cut off.")
 

@@ -40,10 +40,15 @@ def random_site(site: Site, tmp_path: Path) -> Site:
     return site
 
 
+def held_copies(site: Site) -> dict[str, str]:
+    """Of a phosd's environment: no copy of memory ends while this file exists."""
+    return {"SOFTGPU_COPY_HOLD": str(site.folder / "copies-held"), "SOFTGPU_COPY_HOLD_BYTES": "64K"}
+
+
 def start(site: Site, seed: int, become: str = "") -> Program:
     """The random program, at work."""
     numbers = [str(number) for number in (seed, 2, 16, 300, 0)]
-    site.run("phosd", "--ensure")  # its copies are slow; the program's are not
+    site.run("phosd", "--ensure", **held_copies(site))  # its copies are slow; the program's are not
     command = [str(site.folder / "program"), str(windows.HERE / "kernels.ptx"), *numbers]
     program = site.start(*command, SOFTGPU_COPY_BANDWIDTH="0", BECOME_ANOTHER=become)
     wait_until(lambda: "READY" in program.lines() or not program.alive(), "the program")
@@ -68,19 +73,22 @@ def come_back(site: Site, program: Program, image: Path) -> None:
     end(program)
 
 
-def begin(site: Site, program: Program, image: Path) -> subprocess.Popen[bytes]:
-    """A checkpoint in the background; returns in its window."""
-    log = site.folder / "run" / "phosd.log"
-    before = log.read_text().count(" is attached: ")
+@contextmanager
+def window(site: Site, program: Program, image: Path, processes: int = 1) -> Iterator[subprocess.Popen[bytes]]:
+    """A checkpoint in the background, and a block in its window: not all is saved before the block ends."""
+    log, hold = site.folder / "run" / "phosd.log", Path(held_copies(site)["SOFTGPU_COPY_HOLD"])
+    wanted = log.read_text().count(" is attached: ") + processes
     script = site.folder / f"{image.name}-post-dump"
     script.write_text(f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != post-dump ] || cp {program.output} {image}/output\n')
     script.chmod(0o755)
+    hold.touch()
     dump = site.begin_dump(program, image, "--leave-running", "--action-script", str(script))
     wait_until(
-        lambda: log.read_text().count(" is attached: ") > before or dump.poll() is not None, f"the window of {image}"
+        lambda: log.read_text().count(" is attached: ") >= wanted or dump.poll() is not None, f"the window of {image}"
     )
     assert dump.poll() is None, site.errors(image / "dump.log")
-    return dump
+    yield dump
+    hold.unlink()
 
 
 def committed(dump: subprocess.Popen[bytes], image: Path) -> None:
@@ -109,8 +117,8 @@ def test_a_program_that_exits(random_site: Site, pool: str) -> None:
     random_site.environment["PHOS_COW_POOL"] = pool
     program = start(random_site, 2)
     image = random_site.image()
-    dump = begin(random_site, program, image)
-    os.kill(program.pid, signal.SIGUSR2)
+    with window(random_site, program, image) as dump:
+        os.kill(program.pid, signal.SIGUSR2)
     committed(dump, image)
     come_back(random_site, program, image)
 
@@ -118,8 +126,8 @@ def test_a_program_that_exits(random_site: Site, pool: str) -> None:
 def test_a_program_that_is_killed(random_site: Site) -> None:
     program = start(random_site, 3)
     image = random_site.image()
-    dump = begin(random_site, program, image)
-    os.kill(program.pid, signal.SIGKILL)
+    with window(random_site, program, image) as dump:
+        os.kill(program.pid, signal.SIGKILL)
     committed(dump, image)
     come_back(random_site, program, image)
 
@@ -127,8 +135,8 @@ def test_a_program_that_is_killed(random_site: Site) -> None:
 def test_a_program_that_becomes_another(random_site: Site) -> None:
     program = start(random_site, 4, become="sleep")
     image = random_site.image()
-    dump = begin(random_site, program, image)
-    os.kill(program.pid, signal.SIGUSR2)
+    with window(random_site, program, image) as dump:
+        os.kill(program.pid, signal.SIGUSR2)
     wait_until(lambda: words(psutil.Process(program.pid))[:1] == ["sleep"], "the other program")
     committed(dump, image)
     os.kill(program.pid, signal.SIGKILL)
@@ -138,8 +146,8 @@ def test_a_program_that_becomes_another(random_site: Site) -> None:
 def test_a_program_that_is_stopped_and_goes_on(random_site: Site) -> None:
     program = start(random_site, 5)
     image = random_site.image()
-    dump = begin(random_site, program, image)
-    os.kill(program.pid, signal.SIGSTOP)
+    with window(random_site, program, image) as dump:
+        os.kill(program.pid, signal.SIGSTOP)
     time.sleep(15)
     os.kill(program.pid, signal.SIGCONT)
     committed(dump, image)
@@ -149,6 +157,7 @@ def test_a_program_that_is_stopped_and_goes_on(random_site: Site) -> None:
 
 def test_a_program_that_stays_stopped_keeps_no_image_from_being_whole(site: Site) -> None:
     site.environment |= {"PHOS_PROTOCOL": "cow", "SOFTGPU_COPY_BANDWIDTH": str(24 << 20)}
+    site.run("phosd", "--ensure", **held_copies(site))
     stencil = (*example_words("stencil"), "--iterations", "100000", "--iteration-seconds", "0.2", "--until")
     script = site.folder / "family.sh"
     script.write_text(f"{shlex.join(stencil)} $1 >other.log 2>&1 &\nexec {shlex.join(stencil)} $1\n")
@@ -161,11 +170,9 @@ def test_a_program_that_stays_stopped_keeps_no_image_from_being_whole(site: Site
 
     wait_until(lambda: iterations() >= 3, "the other one")
     image = site.image()
-    log = site.folder / "run" / "phosd.log"
-    dump = site.begin_dump(program, image, "--leave-running")
-    wait_until(lambda: log.read_text().count(" is attached: ") == 2, "the window")
-    assert not (image / "phos-commit.img").exists()
-    other.suspend()
+    with window(site, program, image, processes=2) as dump:
+        assert not (image / "phos-commit.img").exists()
+        other.suspend()
     seen = program.iterations()
     committed(dump, image)
     program.wait_iterations(seen + 3)
@@ -185,8 +192,8 @@ def test_phosd_is_killed(random_site: Site) -> None:
     program = start(random_site, 6)
     image = random_site.image()
     phosd = random_site.daemon_pid()
-    dump = begin(random_site, program, image)
-    os.kill(phosd, signal.SIGKILL)
+    with window(random_site, program, image) as dump:
+        os.kill(phosd, signal.SIGKILL)
     assert dump.wait(PATIENCE) != 0
     assert not (image / "phos-commit.img").exists()
     assert random_site.run("phos-gpu", "verify", str(image), check=False).returncode != 0
@@ -199,20 +206,19 @@ def test_phosd_is_killed(random_site: Site) -> None:
 def test_the_one_who_waits_for_the_image_is_killed(random_site: Site) -> None:
     program = start(random_site, 7)
     image = random_site.image()
-    dump = begin(random_site, program, image)
-    dump.kill()
-    dump.wait()
+    with window(random_site, program, image) as dump:
+        dump.kill()
+        dump.wait()
     wait_until((image / "phos-commit.img").exists, "the image")
     end(program)
     come_back(random_site, program, image)
 
 
 def test_a_second_request_is_refused(random_site: Site) -> None:
-    random_site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(8 << 20)  # it would wait for one that is about to end
     program = start(random_site, 8)
     image, other = random_site.image(), random_site.image("other")
-    dump = begin(random_site, program, image)
-    second = random_site.dump(program, other, "--leave-running", check=False)
+    with window(random_site, program, image) as dump:
+        second = random_site.dump(program, other, "--leave-running", check=False)
     assert second.returncode != 0
     said = second.stdout + second.stderr + random_site.errors(other / "dump.log")
     assert str(program.pid) in said
@@ -240,8 +246,11 @@ def test_the_disk_becomes_full(random_site: Site) -> None:
     with small_disk(random_site.folder / "small", 64) as disk:  # too little for phosd to reserve what it needs
         image = disk / "image"
         image.mkdir()
-        dump = begin(random_site, program, image)
-        with suppress(OSError), open(disk / "other", "wb", buffering=0) as other:
+        with (
+            window(random_site, program, image) as dump,
+            suppress(OSError),
+            open(disk / "other", "wb", buffering=0) as other,
+        ):
             while True:
                 other.write(bytes(1 << 20))
         no_image(dump, image)
@@ -255,14 +264,14 @@ def test_a_window_ends_while_a_transfer_is_queued(site: Site) -> None:
     go = site.folder / "go"
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(24 << 20)
     site.environment["PHOS_PROTOCOL"] = "cow"
-    site.run("phosd", "--ensure")
+    site.run("phosd", "--ensure", **held_copies(site))
     script = PROGRAMS / "pending_transfer.py"
     program = site.start(sys.executable, str(script), "32", str(go), SOFTGPU_COPY_BANDWIDTH="0")
     wait_until(lambda: "READY" in program.lines(), "the program")
     image = site.image()
-    dump = begin(site, program, image)
-    go.touch()
-    wait_until(lambda: "QUEUED" in program.lines(), "the transfer")
+    with window(site, program, image) as dump:
+        go.touch()
+        wait_until(lambda: "QUEUED" in program.lines(), "the transfer")
     time.sleep(3)  # all is saved by then
     go.unlink()
     wait_until(lambda: program.lines()[-1] != "QUEUED", "the transfer's end")
@@ -289,15 +298,14 @@ def test_two_processes_with_one_buffer(site: Site) -> None:
 def test_memory_of_another_is_opened_in_the_window(site: Site, validate: str) -> None:
     """What a process maps only then, its window knows nothing of: it waits until all is saved."""
     site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(16 << 20), "PHOS_PROTOCOL": "cow", "PHOS_VALIDATE": validate}
-    handle, log = site.folder / "handle", site.folder / "run" / "phosd.log"
-    site.run("phosd", "--ensure")
+    handle = site.folder / "handle"
+    site.run("phosd", "--ensure", **held_copies(site))
     command = [sys.executable, str(PROGRAMS / "shared_memory.py"), "late", "0", str(handle)]
     program = site.start(*command, SOFTGPU_COPY_BANDWIDTH="0")
     wait_until(handle.with_suffix(".ready").exists, "the child")
     image = site.image()
-    dump = site.begin_dump(program, image, "--leave-running")
-    wait_until(lambda: log.read_text().count(" is attached: ") == 2, "the window of both")
-    handle.with_suffix(".go").touch()
+    with window(site, program, image, processes=2) as dump:
+        handle.with_suffix(".go").touch()
     wait_until(handle.with_suffix(".written").exists, "the memory to be overwritten")
     committed(dump, image)
     assert inventory(site, image)["protocol"] == "cow"
@@ -316,16 +324,16 @@ def test_the_order_of_first_touches_is_kept_over_windows(site: Site) -> None:
     """A window is too short to see all, and what an earlier one saw still counts."""
     go = site.folder / "go"
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(12 << 20)  # 48 MiB take seconds
-    site.run("phosd", "--ensure")
+    site.run("phosd", "--ensure", **held_copies(site))
     program = site.start(sys.executable, str(PROGRAMS / "layers.py"), "ends", "12", str(go), SOFTGPU_COPY_BANDWIDTH="0")
     program.wait_iterations(1)
     seen = []
     for number, file in enumerate((go, Path(f"{go}.end"))):
         image = site.image(f"image-{number}")
-        checkpoint = begin(site, program, image)
-        file.touch()
-        if number == 0:
-            program.wait_iterations(2)
+        with window(site, program, image) as checkpoint:
+            file.touch()
+            if number == 0:
+                program.wait_iterations(2)
         assert checkpoint.wait(PATIENCE) == 0
         seen.append(inventory(site, image)["order"]["chunks"])
     assert seen == [1, 2]
@@ -342,10 +350,12 @@ def test_a_connection_that_breaks_before_the_window_is_open(site: Site, validate
     expected = site.reference("mlp", *options[:2])
     site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(8 << 20), "PHOS_PROTOCOL": "cow", "PHOS_RETURN_SECONDS": "5"}
     site.environment["PHOS_VALIDATE"] = validate
-    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="cut off")
+    held = held_copies(site)
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="cut off", **held)
     program = site.example("mlp", *options, SOFTGPU_COPY_BANDWIDTH="0")
     program.wait_iterations(5)
     image = site.image()
+    Path(held["SOFTGPU_COPY_HOLD"]).touch()  # not all is saved before the connection breaks
     done = site.dump(program, image, "--leave-running")
     assert "dumping once more, by the stop protocol" in done.stderr
     assert said in done.stderr

@@ -6,13 +6,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.integration.site import Program, Site, wait_until
 from tests.integration.test_cow import inventory
-from tests.integration.test_cow_window import PROGRAMS
+from tests.integration.test_cow_window import PROGRAMS, held_copies
 from tests.integration.test_lazy import analysed
 from tests.integration.test_stop_protocol import EXAMPLES, uninterrupted
 from tests.unit.image_sets import skip
@@ -182,12 +183,19 @@ def test_a_wrong_guess_is_found_in_what_the_gpu_wrote(site: Site, folder: Path) 
     lies = site.folder / "lies"
     lies.touch()
     site.environment |= {"LYING_PHOSD": str(lies), "SOFTGPU_COPY_BANDWIDTH": str(2 << 20)}
-    site.serve("tests.integration.lying_phosd")
+    held = held_copies(site)
+    site.serve("tests.integration.lying_phosd", **held)
     program = site.example("mlp", *options)
     wait_until(lambda: analysed(site, program), "the analysis of its kernels")
     program.wait_iterations(program.iterations() + 1)
     words = ["phos-gpu", "checkpoint", str(program.pid), str(folder / "image"), "--leave-running", "--protocol", "cow"]
-    site.run(*words)
+    hold = Path(held["SOFTGPU_COPY_HOLD"])
+    hold.touch()  # not all is saved before the program computes again
+    with ThreadPoolExecutor(1) as beside:
+        checkpoint = beside.submit(site.run, *words)
+        wait_until(lambda: " is attached: " in log_of(site) or checkpoint.done(), "the window")
+        hold.unlink()
+        checkpoint.result()
     assert "GPUs write into the image's own pages" in log_of(site)
     assert "GPU memory changed before it was saved" in log_of(site)
     states = [job["state"] for job in site.status()["jobs"] if job["kind"] == "dump"]
