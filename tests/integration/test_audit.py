@@ -194,9 +194,9 @@ def test_work_that_waits_for_later_work_is_left_alone(site: Site) -> None:
 
 def test_an_audited_process_is_not_checkpointed(site: Site) -> None:
     site.run("phosd", "--ensure")
-    program = site.start(
+    program = site.until_awaited(
         str(launcher("phos-gpu")), "audit", "--", sys.executable, str(examples_folder() / "stencil.py"),
-        "--iterations", "40", "--iteration-seconds", "0.2", under=False,
+        "--iterations", "40", "--iteration-seconds", "0.2", "--until", under=False,
     )  # fmt: skip
     wait_until(lambda: program.iterations() > 1, "the program to compute")
     (audited,) = site.status()["processes"]
@@ -238,9 +238,9 @@ def test_nothing_stays_when_it_is_over(site: Site) -> None:
 
 def test_a_program_outlives_phosd(site: Site) -> None:
     """It is no longer audited, and ends as it should."""
-    program = site.start(
+    program = site.until_awaited(
         str(launcher("phos-gpu")), "audit", "--", sys.executable, str(examples_folder() / "mlp.py"),
-        "--iterations", "30", "--iteration-seconds", "0.05", under=False,
+        "--iterations", "30", "--iteration-seconds", "0.05", "--until", under=False,
     )  # fmt: skip
     wait_until(lambda: program.iterations() > 1, "the program to compute")
     os.kill(site.daemon_pid(), signal.SIGKILL)

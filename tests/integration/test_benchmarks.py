@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phos.gpu_engine.errors import DaemonUnavailable
 from phos.gpu_engine.installation import launcher
-from tests.integration.site import Site
+from tests.integration.site import Site, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -413,15 +415,29 @@ def program(folder: Path, name: str, text: str) -> None:
     file.chmod(0o755)
 
 
+def committed(site: Site) -> int:
+    """How many checkpoints phosd has made; none where it does not run."""
+    try:
+        return sum(job["state"] == "committed" for job in site.status()["jobs"])
+    except DaemonUnavailable:
+        return 0
+
+
 def test_unmodified(site: Site) -> None:
     """What ends well in each way, what does not under PhOS alone, and what never does."""
     programs = site.folder / "programs"
     example = ROOT / "examples" / "mlp.py"
     mlp = f"exec {sys.executable} {example} --iterations 40 --iteration-seconds 0.1"
-    program(programs, "good", f"#!/bin/sh\n{mlp}\n")
+    go = site.folder / "go"  # what is guarded goes on to its end when it has been checkpointed twice
+    until = f'for images in {site.folder}/phos-bench-*-good; do [ ! -d "$images" ] || until="--until {go}"; done'
+    program(programs, "good", f"#!/bin/sh\n{until}\n{mlp} $until\n")
     program(programs, "particular", f'#!/bin/sh\n[ -z "$LD_PRELOAD" ] || exit 3\n{mlp}\n')
     program(programs, "broken", "#!/bin/sh\necho no; exit 4\n")
-    done = run(site, "unmodified", "--programs", str(programs), "--image", str(site.folder))
+    with ThreadPoolExecutor(1) as beside:
+        running = beside.submit(run, site, "unmodified", "--programs", str(programs), "--image", str(site.folder))
+        wait_until(lambda: committed(site) >= 2 or running.done(), "two checkpoints", 160)
+        go.touch()
+        done = running.result()
     assert done.returncode == 1, done.stdout + done.stderr
     (stored,) = (site.folder / "results").glob("*-smoke-unmodified.json")
     content = json.loads(stored.read_text())

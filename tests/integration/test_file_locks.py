@@ -33,8 +33,8 @@ def held(folder: Path) -> list[bool]:
 
 def locker(site: Site, iterations: int = 40) -> Program:
     """The program, when it has its locks and computes."""
-    words = (str(PROGRAM), "--iterations", str(iterations), "--iteration-seconds", "0.1")
-    program = site.start(sys.executable, *words, LOCKED=str(site.folder))
+    words = (str(PROGRAM), "--iterations", str(iterations), "--iteration-seconds", "0.1", "--until")
+    program = site.until_awaited(sys.executable, *words, LOCKED=str(site.folder))
     program.wait_iterations(5)
     return program
 

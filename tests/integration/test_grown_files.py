@@ -102,7 +102,7 @@ def test_a_library_that_was_replaced_is_no_log(site: Site) -> None:
     library = site.folder / "library.so"
     library.write_bytes(b"1" * 8192)
     python, *words = example_words("mlp")
-    program = site.start(python, "-c", MAPS, str(library), *words, *OPTIONS)
+    program = site.until_awaited(python, "-c", MAPS, str(library), *words, *OPTIONS, "--until")
     program.wait_iterations(5)
     image = site.image()
     site.dump(program, image)
