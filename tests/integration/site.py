@@ -202,6 +202,8 @@ class Site:
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     programs: list[Program] = field(default_factory=list)
+    commands: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    """Those in the background."""
     references: Path | None = None
     """A folder where the tests of one run of pytest share what references have come to; without, its own."""
 
@@ -355,6 +357,7 @@ class Site:
             stderr=subprocess.DEVNULL,
         )
         _started.add(process.pid)
+        self.commands.append(process)
         return process
 
     def restore(
@@ -497,9 +500,9 @@ class Site:
                 except psutil.Error:
                     pass
             time.sleep(0.01)
-        for program in self.programs:
-            program.process.poll()
-            _started.discard(program.pid)
+        for process in [*(program.process for program in self.programs), *self.commands]:
+            process.poll()
+            _started.discard(process.pid)
         reap()
 
 
