@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from phos.gpu_engine.cow.dump import DESCRIBE_SECONDS
 from phos.gpu_engine.spec import table
 from phos.gpu_engine.spec.descriptor import Source
 from phos.images.reader import Image
 from tests.integration.site import Program, Site, wait_until
+from tests.integration.test_lazy import analysed as all_is_known
+from tests.integration.test_lazy import held
 
 SLOW_WORKER = """
 import os, sys, time
@@ -56,6 +59,12 @@ def start(site: Site) -> Program:
     return program
 
 
+def wait_described(site: Site, program: Program) -> None:
+    """Wait until the kernels that a program has told of are analysed."""
+    wait_until(lambda: list((site.folder / "cache").glob("*.json")) != [], "the first descriptors")
+    wait_until(lambda: all_is_known(site, program), "the analysis of all")
+
+
 def go_on(site: Site) -> None:
     (site.folder / "analyse").touch()
 
@@ -93,8 +102,7 @@ def all_of_code(image: Path) -> bool:
 def test_a_first_checkpoint_finds_kernels_described(analysed: Site) -> None:
     go_on(analysed)
     program = start(analysed)
-    wait_until(lambda: list((analysed.folder / "cache").glob("*.json")) != [], "the first descriptors")
-    program.wait_progress(10)
+    wait_described(analysed, program)
     image = analysed.image()
     analysed.dump(program, image)
     assert all_of_code(image)
@@ -106,8 +114,7 @@ def test_a_lazy_restore_begins_with_what_the_image_names(analysed: Site) -> None
     """Another phosd, and no analysis: the process tells of its kernels while it computes, and no call waits for all."""
     go_on(analysed)
     program = start(analysed)
-    wait_until(lambda: list((analysed.folder / "cache").glob("*.json")) != [], "the first descriptors")
-    program.wait_progress(10)
+    wait_described(analysed, program)
     first = analysed.image("first")
     analysed.dump(program, first)
     assert names_all(first)
@@ -135,7 +142,7 @@ def test_no_checkpoint_waits_for_an_analysis(analysed: Site, leave: bool) -> Non
     assert described(image) == []
     assert not names_all(image)
     times = {said: when_logged(analysed, f"{image}: {said}") for said in ("CRIU has ended", "committed")}
-    assert times["committed"] - times["CRIU has ended"] < 1.5
+    assert times["committed"] - times["CRIU has ended"] < DESCRIBE_SECONDS
     assert Image.open(image).inventory.total_seconds < 30
 
 
@@ -152,8 +159,7 @@ def test_what_is_analysed_after_the_kill_is_known_to_a_later_phosd(analysed: Sit
     go_on(analysed)
     analysed.restore(first, PHOS_RESTORE="lazy", PHOS_LAZY=mode)
     program.wait_progress(5)
-    wait_until(lambda: list((analysed.folder / "cache").glob("*.json")) != [], "the descriptors")
-    program.wait_progress(10)
+    wait_described(analysed, program)
     second = analysed.image("second")
     analysed.dump(program, second)
     assert all_of_code(second)
@@ -175,8 +181,10 @@ def test_a_lazy_restore_names_what_waited_for_everything(analysed: Site) -> None
     image = analysed.image()
     analysed.dump(program, image)
     analysed.environment["SOFTGPU_COPY_BANDWIDTH"] = str(2 << 20)
+    analysed.environment["SOFTGPU_COPY_HOLD"] = str(analysed.folder / "copies-held")
     serve(analysed)
-    analysed.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY="fast")
+    with held(analysed):
+        analysed.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY="fast")
     program.wait_progress(2)
     wait_until(lambda: "while loading:" in phosd_log(analysed), "the end of the loading")
     named = re.findall(r": (\w+) may touch anything, as far as is known", phosd_log(analysed))
