@@ -146,9 +146,14 @@ def large(site: Site, image: Path, **changes: str) -> Program:
 
 
 def stopped_servers(image: Path) -> list[int]:
-    """Wait for the server, and stop it."""
-    wait_until(lambda: bool(servers(image)), "the server")
-    found = servers(image)
+    """Wait for the server, and stop it at once: it works for less than a second."""
+    found: list[int] = []
+
+    def is_there() -> bool:
+        found[:] = servers(image)
+        return bool(found)
+
+    wait_until(is_there, "the server")
     for pid in found:
         os.kill(pid, signal.SIGSTOP)
     return found

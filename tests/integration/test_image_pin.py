@@ -218,8 +218,8 @@ def test_an_image_that_is_unpinned_during_its_restore_stays_until_it_is_done(sha
     site.run("phos-gpu", "image", "unpin", "layers")
     assert pinned(site) == []
     dumped.go.touch()
-    assert dumped.program.wait_result() == LAYERS_SUM
     assert criu.wait() == 0
+    assert dumped.program.wait_result() == LAYERS_SUM
 
 
 def test_a_pool_takes_its_memory_from_what_is_pinned(shared: Path, site: Site) -> None:

@@ -33,8 +33,9 @@ def test_there_is_none_and_all_other_calls_are_as_ever(site: Site) -> None:
 
 def test_there_is_one_if_that_is_asked_for(site: Site) -> None:
     """And where the frontend is not: neither can be dumped."""
-    words = (sys.executable, str(PROGRAM), str(site.folder / "file"), str(site.folder / "go"))
-    programs = [site.start(*words, PHOS_IO_URING="on"), site.start(*words, under=False)]
+    # Each has a file of its own: both write to it, and read it again, at the same time.
+    first, second = ((sys.executable, str(PROGRAM), str(site.folder / name), str(site.folder / "go")) for name in "ab")
+    programs = [site.start(*first, PHOS_IO_URING="on"), site.start(*second, under=False)]
     for number, program in enumerate(programs):
         wait_until(lambda: "READY" in program.lines(), "the program")  # noqa: B023
         assert "io_uring: Success" in program.lines()

@@ -130,8 +130,8 @@ def listening(path: Path) -> str:
 
 @pytest.fixture
 def impatient(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A keeper that gives up after LONELY seconds."""
-    with start(tmp_path) as started:
+    """A keeper that gives up after LONELY seconds, the first of which begin when somebody has come."""
+    with start(tmp_path, "import select\nselect.select([keeper.listener], [], [])\n") as started:
         try:
             yield started
         finally:

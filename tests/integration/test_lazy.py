@@ -101,7 +101,7 @@ def dump_at(site: Site, program: Program, iterations: int = 5) -> Path:
 
 def dumped_asleep(site: Site) -> tuple[Program, Path, str]:
     """A program that was dumped between two iterations, and launches a kernel next; the image; what it is to print."""
-    options = ("--iterations", "6")
+    options = ("--iterations", "60")
     expected = site.reference("device_pointer", *options)
     program = site.example("device_pointer", *options, "--iteration-seconds", "2")
     program.wait_iterations(1)
@@ -388,10 +388,15 @@ def test_criu_lazy_pages_dies_in_the_middle(site: Site) -> None:
     layers = Layers(site, "ballast")
     log = site.folder / "run" / "phosd.log"
     restore = site.background("phos-gpu", "restore", "--lazy", str(layers.image), PHOS_FILL_THREADS="0")
-    # The server has most of a GiB to bring, which takes a quarter of a second.
+    servers: list[psutil.Process] = []
+
+    def is_there() -> bool:
+        servers[:] = [p for p in site.processes() if "lazy-pages" in words(p) and "criu" in " ".join(words(p)[:4])]
+        return bool(servers)
+
+    # It has most of a GiB to bring, which takes a quarter of a second; to look for it then may take as long.
+    wait_until(is_there, "the server")
     wait_until(lambda: log.exists() and "the driver's part of" in log.read_text(), "the process to be put together")
-    servers = [p for p in site.processes() if "lazy-pages" in words(p) and "criu" in " ".join(words(p)[:4])]
-    assert servers, "all pages were there already"
     for server in servers:
         server.kill()
     layers.go_on()
@@ -460,6 +465,7 @@ def test_a_lazy_restore_learns_in_which_order_memory_is_touched(site: Site) -> N
     directory = os.open(layers.image, os.O_RDONLY)
     try:
         with Image.open(directory) as image:
+            wait_until(lambda: read_beside(directory, image.inventory.image_id) != [], "the order to be written down")
             order = read_beside(directory, image.inventory.image_id)
             newest = max(block for _, block in image.blocks)
             chunks = sum(-(-table.size // table.chunk_size) for table in image.blocks.values())

@@ -16,13 +16,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.integration.site import Program, Site, launcher, wait_until
+from tests.integration.site import Program, Site, launcher, opened, wait_until
 from tests.integration.test_lazy import EXAMPLES
 
 CHANGES = Path(__file__).parent / "programs" / "changes_memory.py"
@@ -45,7 +45,16 @@ def rounds(program: Program) -> int:
 
 def userfaultfds(pid: int) -> int:
     """How many a process has."""
-    return sum(os.readlink(file) == "anon_inode:[userfaultfd]" for file in Path(f"/proc/{pid}/fd").iterdir())
+    return sum(name == "anon_inode:[userfaultfd]" for name, _ in opened(pid))
+
+
+def names(site: Site) -> list[str]:
+    """Of the site's processes."""
+    found = []
+    for process in site.processes():
+        with suppress(psutil.Error):  # it has ended just now
+            found.append(process.name())
+    return found
 
 
 def waits_for_a_page(pid: int) -> bool:
@@ -76,7 +85,7 @@ def test_a_program_that_changes_its_memory_finds_it_right(site: Site, image: Pat
     wait_until(lambda: rounds(program) >= before + 5 or not program.alive(), "the program to go on")
     assert rounds(program) >= before + 5, "it has ended"
     assert pages.wait() == 0
-    assert KEEPER not in [one.name() for one in site.processes()]
+    assert KEEPER not in names(site)
     filled = [int(found[1]) for found in FILLED.finditer((image / "pages.log").read_text())]
     if threads == "0":
         assert not filled
@@ -132,7 +141,7 @@ def test_nobody_goes_on_with_zeros_when_the_server_ends_too_soon(site: Site, ima
     until(lambda: userfaultfds(pages.pid) == 3, "CRIU to notice that one is another program now")
     kept = [one for one in [first, *first.children(recursive=True)] if one != copied]
     assert all(one.memory_info().rss < size for one in kept), "all pages were there already"
-    assert [one.name() for one in site.processes()].count(KEEPER) == 1
+    assert names(site).count(KEEPER) == 1
     # The dump may have met one at the end of its round, which it ends now.
     wait_until(lambda: all(waits_for_a_page(one.pid) for one in kept), "all to miss a page")
     before = rounds(program)
@@ -145,7 +154,7 @@ def test_nobody_goes_on_with_zeros_when_the_server_ends_too_soon(site: Site, ima
     else:
         os.killpg(pages.pid, signal.SIGKILL)
     assert pages.wait(timeout=30) != 0
-    wait_until(lambda: KEEPER not in [one.name() for one in site.processes()], "the keeper to end")
+    wait_until(lambda: KEEPER not in names(site), "the keeper to end")
     # It depends on nothing any more, but may be below the other one.
     assert copied.status() == (psutil.STATUS_SLEEPING if copied == first else psutil.STATUS_ZOMBIE)
     copied.kill()

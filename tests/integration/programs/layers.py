@@ -10,7 +10,7 @@ things is done with them, and a result printed:
     first    reads a word of the last buffer, says so by ITERATION 2, then as wait
     ends     reads a word of the last buffer, says so by ITERATION 2, waits for the file GO.end, reads one of the first,
              waits for the file GO.over
-    exit     ends at once
+    exit     ends without touching them
 
 Usage: layers.py ACTION LAYERS GO
 """
@@ -74,6 +74,7 @@ def act(action: str, layers: list[int], go: Path) -> int:
         time.sleep(DETACHED)
         return word
     elif action == "exit":
+        time.sleep(DETACHED)
         os._exit(0)
     elif action == "free":
         for i in range(0, len(layers), 2):
