@@ -34,7 +34,10 @@ VARIANTS = {
 
 
 class Heartbeat:
-    """Watches a program's report and remembers the longest time without a new line."""
+    """Watches a program's report and remembers the longest time without a new line.
+
+    It is never less than that was: a line may be as old as the look before the one that finds it.
+    """
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -45,13 +48,15 @@ class Heartbeat:
 
     def _watch(self) -> None:
         size, last = -1, time.perf_counter()
+        before = last
         while not self._stop.is_set():
+            looking = time.perf_counter()
             now = os.stat(self.program.report).st_size
             if now != size:
-                moment = time.perf_counter()
                 if size >= 0:
-                    self.longest = max(self.longest, moment - last)
-                size, last = now, moment
+                    self.longest = max(self.longest, time.perf_counter() - last)
+                size, last = now, before
+            before = looking
             time.sleep(process.POLL_SECONDS)
 
     def stop(self) -> float:
