@@ -124,8 +124,12 @@ struct phos_block *phos_block_adopt(CUmemGenericAllocationHandle handle, size_t 
 
 CUresult phos_block_settle(struct phos_block *block)
 {
-    if (block->references || block->mappings)
+    if (block->references || block->mappings) {
+        /* Opened again while a pin kept it: nobody need wait for its end any more. */
+        phos_blocks_lingering -= block->lingers;
+        block->lingers = false;
         return CUDA_SUCCESS;
+    }
     if (block->pins) {
         phos_blocks_lingering += !block->lingers;
         block->lingers = true;

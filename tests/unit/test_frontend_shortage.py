@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import threading
+from pathlib import Path
 
 import pytest
 
-from tests.unit.frontend_fake import WAITING, FakePhosd, Program, Session, alone, built, program
+from tests.unit.frontend_fake import LIBPHOS, ROOT, WAITING, FakePhosd, Program, Session, alone, built, program
 from tests.unit.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(240), built]
@@ -93,6 +96,62 @@ def test_nothing_freed_is_nothing_to_wait_for(phosd: FakePhosd) -> None:
         app.line()
         assert session.settled == 0
         app.kill()
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no compiler")
+def test_memory_opened_again_while_phosd_is_told_of_it_is_not_waited_for(tmp_path: Path) -> None:
+    """Between closing and opening only what is being told kept it."""
+    exporter = """
+    start()
+    say(bytes(ok(cu.cuIpcGetMemHandle(ok(cu.cuMemAlloc(1000)))).reserved).hex())
+    heard()
+    """
+    importer = """
+    start()
+    free, total = ok(cu.cuMemGetInfo())
+    handle = cu.CUipcMemHandle()
+    handle.reserved = bytes.fromhex(heard())
+    other = ok(cu.cuIpcOpenMemHandle(handle, 1))
+    def run_out():
+        begun = time.monotonic()
+        assert int(cu.cuMemAlloc(free + (1 << 20))[0]) == 2
+        return time.monotonic() - begun
+    say(run_out())
+    heard()
+    ok(cu.cuIpcCloseMemHandle(other))
+    ok(cu.cuIpcOpenMemHandle(handle, 1))
+    say("again")
+    heard()
+    say(run_out())
+    """
+    library, held_up = tmp_path / "sending_held_up.so", tmp_path / "held_up"
+    source = ROOT / "tests/unit/sending_held_up.c"
+    flags = ["-std=gnu11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+    subprocess.run(["gcc", *flags, "-o", library, source], check=True)
+    environment = {**SHORT, "LD_PRELOAD": f"{library} {LIBPHOS}", "SENDING_HELD_UP": str(held_up)}
+    with (
+        FakePhosd(tmp_path) as first,
+        program(first, exporter) as (owner, _),
+        program(first, importer, **environment) as (app, session),
+    ):
+        app.tell(owner.line())
+        usual = float(app.line())
+        eventually(lambda: len(session.blocks) == 1)
+        held_up.write_text("not yet")
+        first.stop()
+        with FakePhosd(tmp_path) as second:
+            eventually(lambda: not held_up.read_text())  # it says hello, and every block is about to be told
+            app.tell()
+            assert app.line() == "again"
+            held_up.unlink()
+            while (session := second.arrival()).pid != app.process.pid:
+                pass
+            eventually(lambda: len(session.blocks) == 1)
+            app.tell()
+            assert float(app.line()) - usual < 0.5
+            app.finish()
+            owner.tell()
+            owner.finish()
 
 
 def test_memory_that_was_freed_serves_physical_allocations_too() -> None:
