@@ -4,6 +4,7 @@
 #include "control.h"
 #include "deferred.h"
 #include "driver_shared.h"
+#include "gate.h"
 #include "held.h"
 #include "log.h"
 #include "memory.h"
@@ -65,6 +66,7 @@ static bool token_valid(struct phos_token *token)
  * over another connection, which phosd may read first. So this process asks as well, before it gives the token away. */
 static bool phosd_has(uint64_t id)
 {
+    phos_gate_untrace_self(); /* as an import does, and why */
     if (!phos_control_wait_registered(id, 1000))
         return false;
     uint8_t session[16];
@@ -135,6 +137,9 @@ CUresult phos_token_block(const struct phos_token *token, struct phos_block **ou
         }
     }
     phos_window_before_import();
+    /* The window may end before this call: if phosd dies it does, before the control thread connects to another, which is to
+     * answer. A mapping of this block is none of the window's. */
+    phos_gate_untrace_self();
     PHOS_CLOSES_HELD int descriptor = -1;
     size_t size = 0;
     CUdevice device = 0;

@@ -15,7 +15,7 @@ from phos.gen import wire_pb2 as wire
 from phos.gpu_engine.cow.chunk_table import LAZY, POOL_FLAGS, SHADOWED, UNSAVED, ChunkTable, PoolShape, WindowTable
 from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Field, FieldKind, Parameter, Source
 from phos.gpu_engine.spec.table import pack
-from tests.unit.frontend_fake import FakePhosd, Session, built, program
+from tests.unit.frontend_fake import Connection, FakePhosd, Session, built, program
 from tests.unit.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(120), built]
@@ -23,15 +23,15 @@ pytestmark = [pytest.mark.timeout(120), built]
 CHUNK = 4 << 20
 
 
-def test_the_end_of_a_window_does_not_keep_phosds_answers_from_who_waits_for_them(phosd: FakePhosd) -> None:
-    owner = """
+OWNER = """
     start()
     p = ok(cu.cuMemAlloc(4 << 20))
     fill(p, 4 << 20, 6)
     say(bytes(ok(cu.cuIpcGetMemHandle(p)).reserved).hex())
     heard()
-    """
-    reader = """
+"""
+
+READER = """
     start()
     say("ready")
     handle = cu.CUipcMemHandle()
@@ -39,26 +39,34 @@ def test_the_end_of_a_window_does_not_keep_phosds_answers_from_who_waits_for_the
     other = ok(cu.cuIpcOpenMemHandle(handle, 1))
     assert read(other, 4 << 20) == bytes([6]) * (4 << 20)
     say("read")
-    """
+"""
+
+
+def begin_empty(phosd: FakePhosd, session: Session, chunks: ChunkTable, table: WindowTable) -> Connection:
+    """Begin a window that saves nothing, copying nothing aside."""
+    assert not phosd.quiesce(session).error
+    connection = session.connection
+    assert connection is not None
+    tables = [chunks.descriptor, table.descriptor]
+    assert not connection.ask(descriptors=tables, window_begin=wire.WindowBegin())[0].done.error
+    assert not phosd.open(session).error
+    return connection
+
+
+def test_the_end_of_a_window_does_not_keep_phosds_answers_from_who_waits_for_them(phosd: FakePhosd) -> None:
     chunks = ChunkTable(4 << 20, 0)
     table = WindowTable(0, [], [], 16, prioritise=False)
     try:
-        with program(phosd, owner) as (first, _), program(phosd, reader) as (second, session):
+        with program(phosd, OWNER) as (first, _), program(phosd, READER) as (second, session):
             exported = first.line()
             assert second.line() == "ready"
             phosd.questions = queue.Queue()
-            assert not phosd.quiesce(session).error
-            connection = session.connection
-            assert connection is not None
-            tables = [chunks.descriptor, table.descriptor]
-            begun, _ = connection.ask(descriptors=tables, window_begin=wire.WindowBegin())
-            assert not begun.done.error
-            assert not phosd.open(session).error
+            connection = begin_empty(phosd, session, chunks, table)
             second.tell(exported)
             with pytest.raises(queue.Empty):
                 phosd.questions.get(timeout=0.3)  # the window would know nothing of what it maps now
             chunks.close_window()
-            question = phosd.questions.get(timeout=30)  # its thread is in a traced call
+            question = phosd.questions.get(timeout=30)  # its call began traced
             connection.send(wire.Envelope(id=1, window_end=wire.WindowEnd()))
             connection.resolve(question)
             assert second.line() == "read"
@@ -69,6 +77,65 @@ def test_the_end_of_a_window_does_not_keep_phosds_answers_from_who_waits_for_the
     finally:
         table.close()
         chunks.close()
+
+
+def test_who_imports_memory_when_phosd_dies_in_a_window_gets_it_by_the_next_one(tmp_path: Path) -> None:
+    """The window ends before anybody connects again, so its end must not wait for who needs that."""
+    with (
+        closing(ChunkTable(4 << 20, 0)) as chunks,
+        closing(WindowTable(0, [], [], 16, prioritise=False)) as table,
+        FakePhosd(tmp_path) as phosd,
+        program(phosd, OWNER) as (first, _),
+        program(phosd, READER) as (second, session),
+    ):
+        exported = first.line()
+        assert second.line() == "ready"
+        begin_empty(phosd, session, chunks, table)
+        second.tell(exported)
+        with pytest.raises(queue.Empty):
+            second.lines.get(timeout=0.3)
+        phosd.stop()
+        with FakePhosd(tmp_path):
+            assert second.line(15) == "read"
+            second.finish()
+            first.tell()
+            first.finish()
+
+
+@pytest.mark.parametrize("how", ["cuIpcGetMemHandle", "cuMemExportToShareableHandle"])
+def test_who_exports_memory_when_phosd_dies_in_a_window_has_it_held_by_the_next_one(tmp_path: Path, how: str) -> None:
+    exporter = f"""
+    start()
+    FD = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    prop = cu.CUmemAllocationProp()
+    prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    prop.requestedHandleTypes = FD
+    p, handle = ok(cu.cuMemAlloc(4 << 20)), ok(cu.cuMemCreate(2 << 20, prop, 0))
+    say("ready")
+    heard()
+    if "{how}" == "cuIpcGetMemHandle":
+        ok(cu.cuIpcGetMemHandle(p))
+    else:
+        token = ok(cu.cuMemExportToShareableHandle(handle, FD, 0))
+        assert os.readlink("/proc/self/fd/%d" % int(token)).startswith("/memfd:phos-memory")
+    say("exported")
+    """
+    with (
+        closing(ChunkTable(4 << 20, 0)) as chunks,
+        closing(WindowTable(0, [], [], 16, prioritise=False)) as table,
+        FakePhosd(tmp_path) as phosd,
+        program(phosd, exporter) as (app, session),
+    ):
+        assert app.line() == "ready"
+        begin_empty(phosd, session, chunks, table)
+        phosd.questions = queue.Queue()
+        app.tell()
+        phosd.questions.get(timeout=30)  # it is waiting for the answer
+        phosd.stop()
+        with FakePhosd(tmp_path):
+            assert app.line(4) == "exported"
+            app.finish()
 
 
 @contextmanager
