@@ -2,6 +2,7 @@
 #include "audit_link.h"
 #include "cleanup.h"
 #include "control.h"
+#include "held.h"
 #include "hold.h"
 #include "log.h"
 #include "memory.h"
@@ -12,7 +13,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
-#include <unistd.h>
 
 #define ANSWER_MS 300000 /* analysing a large module may take minutes */
 #define TOLD_MS 5000
@@ -23,7 +23,7 @@ static uint64_t last_number; /* of a question */
 void phos_audit_hang_up(void)
 {
     if (link_fd >= 0)
-        close(link_fd);
+        phos_held_close(link_fd);
     link_fd = -1;
 }
 

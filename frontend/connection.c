@@ -8,6 +8,7 @@
 #include "clock.h"
 #include "control.h"
 #include "descriptors.h"
+#include "held.h"
 #include "memory.h"
 #include "patience.h"
 #include "span.h"
@@ -185,7 +186,7 @@ bool phos_connection_take(int link, bool at_once)
     if (wake < 0 || fstat(link, &now)) {
         if (wake >= 0)
             close(wake);
-        close(link);
+        phos_held_close(link);
         return false;
     }
     link_fd = link;
@@ -225,7 +226,11 @@ void phos_connection_raise(void)
         close_spent();
     if (link_fd >= PHOS_DESCRIPTOR_FLOOR || !ours())
         return;
-    link_fd = phos_descriptor_raise(link_fd);
+    phos_held_lock();
+    int link = phos_descriptor_raise(link_fd);
+    phos_held_moved(link_fd, link);
+    link_fd = link;
+    phos_held_unlock();
     int wake = atomic_load(&wake_fd);
     int high = wake < PHOS_DESCRIPTOR_FLOOR && is_eventfd(wake) ? fcntl(wake, F_DUPFD_CLOEXEC, PHOS_DESCRIPTOR_FLOOR) : -1;
     if (high < 0)
@@ -239,7 +244,7 @@ void phos_connection_raise(void)
 static void close_link(void)
 {
     if (ours())
-        close(link_fd);
+        phos_held_close(link_fd);
     link_fd = -1;
 }
 

@@ -46,6 +46,15 @@ void phos_held_note(int descriptor)
     list[count++] = (struct held){descriptor, status.st_dev, status.st_ino};
 }
 
+void phos_held_moved(int descriptor, int now)
+{
+    for (size_t i = count; i > 0; i--)
+        if (list[i - 1].descriptor == descriptor) {
+            list[i - 1].descriptor = now;
+            break;
+        }
+}
+
 void phos_held_close(int descriptor)
 {
     int cancel;

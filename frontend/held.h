@@ -1,6 +1,6 @@
-/* Descriptors that the frontend holds for a while: of memory on its way to phosd and back, and of what else comes with
- * phosd's packets. A child that a thread of the program forks meanwhile has them as well, and would keep memory alive for as
- * long as it lives: it closes them. So each is noted in the same breath as it is made, and forgotten as it is closed; a
+/* Descriptors that the frontend holds for a while: of memory on its way to phosd and back, of what else comes with phosd's
+ * packets, and the sockets themselves. A child that a thread of the program forks meanwhile has them as well, and would keep
+ * memory or a connection alive for as long as it lives: it closes them. So each is noted in the same breath as it is made, and forgotten as it is closed; a
  * fork waits for the end of that. */
 #pragma once
 
@@ -8,6 +8,8 @@ void phos_held_lock(void);
 void phos_held_unlock(void);
 /* With the lock. */
 void phos_held_note(int descriptor);
+/* With the lock: it has another number now. */
+void phos_held_moved(int descriptor, int now);
 /* Takes the lock. */
 void phos_held_close(int descriptor);
 

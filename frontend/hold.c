@@ -9,6 +9,7 @@
  * namespace starts no phosd, which would belong there and end with it. */
 #include "hold.h"
 #include "descriptors.h"
+#include "held.h"
 #include "log.h"
 #include "runtime.h"
 #include "wire_link.h"
@@ -133,7 +134,7 @@ static bool listens(void)
 {
     int link = phos_link_connect(socket_path, true);
     if (link >= 0)
-        close(link);
+        phos_held_close(link);
     return link >= 0;
 }
 

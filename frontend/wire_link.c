@@ -21,14 +21,18 @@ int phos_link_connect(const char *path, bool at_once)
     /* Asked every 100 ms for as long as there is no phosd: then not even a socket is made. */
     if (access(path, F_OK))
         return -1;
+    phos_held_lock();
     int low = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-    if (low < 0)
+    int link = low < 0 ? low : at_once ? phos_descriptor_raise_at_once(low) : phos_descriptor_raise(low);
+    if (link >= 0)
+        phos_held_note(link);
+    phos_held_unlock();
+    if (link < 0)
         return -1;
-    int link = at_once ? phos_descriptor_raise_at_once(low) : phos_descriptor_raise(low);
     int wanted = 1 << 20;
     setsockopt(link, SOL_SOCKET, SO_SNDBUF, &wanted, sizeof wanted);
     if (connect(link, (struct sockaddr *)&address, sizeof address)) {
-        close(link);
+        phos_held_close(link);
         return -1;
     }
     return link;

@@ -15,7 +15,7 @@ struct phos_packet {
 
 enum phos_received { PHOS_RECEIVED, PHOS_RECEIVED_NOTHING, PHOS_RECEIVED_END };
 
-/* -1: nobody listens there. `at_once`: somebody waits (descriptors.h). */
+/* -1: nobody listens there. `at_once`: somebody waits (descriptors.h). To be closed with phos_held_close(). */
 int phos_link_connect(const char *path, bool at_once);
 /* False: the connection is gone. Blocks while the peer is slow. Descriptors stay the caller's. */
 bool phos_link_send(int link, const Phos__Wire__Envelope *envelope, const int *descriptors, size_t count);

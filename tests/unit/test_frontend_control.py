@@ -6,6 +6,7 @@ import json
 import os
 import queue
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -209,6 +210,36 @@ def test_a_forked_child_keeps_none_of_the_descriptors_that_the_frontend_holds_ju
         eventually(lambda: str(memory) not in app.descriptors())
         assert not phosd.open(session).error
         app.finish()
+
+
+def test_a_child_forked_while_the_frontend_connects_has_no_socket_of_it(tmp_path: Path) -> None:
+    """phosd would see no end of the connection while the child lives, and CRIU a peer outside the tree."""
+    body = """
+    def sockets():
+        return sum(path.startswith("socket:") for path in descriptors().values())
+    start()
+    while not sockets():
+        time.sleep(0.01)
+    child = os.fork()
+    if child == 0:
+        os._exit(sockets())
+    say(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    """
+    path = tmp_path / "phosd.sock"
+    with (
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other,
+    ):
+        listener.bind(str(path))
+        listener.listen(0)
+        other.connect(str(path))  # until this is accepted, there is no room for another
+        app = Program(path, body)
+        try:
+            assert app.line() == "0"
+            listener.close()
+            app.finish()
+        finally:
+            app.kill()
 
 
 def test_fork_before_cu_init_makes_two_sessions(phosd: FakePhosd) -> None:
