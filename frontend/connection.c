@@ -111,12 +111,13 @@ enum phos_received phos_connection_next(struct phos_packet *packet)
     return PHOS_RECEIVED;
 }
 
-void phos_connection_pump(void)
+bool phos_connection_pump(void)
 {
     if (!ours() || !phos_tell_all(false))
-        return;
+        return false;
     struct phos_packet packet;
-    while (!stash_full() && ours() && phos_link_receive(link_fd, &packet) == PHOS_RECEIVED) {
+    enum phos_received received = PHOS_RECEIVED_NOTHING;
+    while (!stash_full() && ours() && (received = phos_link_receive(link_fd, &packet)) == PHOS_RECEIVED) {
         if (packet.envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_TOKEN_RESOLVED) {
             phos_tell_answer(&packet);
             phos_packet_free(&packet);
@@ -126,6 +127,7 @@ void phos_connection_pump(void)
         } else
             stash[stashed++] = packet;
     }
+    return received != PHOS_RECEIVED_END;
 }
 
 /* A Done that comes meanwhile can only be for a thread that waited for memory, and none is inside. */

@@ -25,8 +25,8 @@ bool phos_connection_wait(int timeout_ms);
 enum phos_received phos_connection_next(struct phos_packet *packet);
 
 /* For whoever keeps the control thread from its loop. Tells phosd of blocks, and reads the answers to what other threads
- * asked; what else comes is kept for phos_connection_next. */
-void phos_connection_pump(void);
+ * asked; what else comes is kept for phos_connection_next. False: the connection is gone. */
+bool phos_connection_pump(void);
 /* The descriptor of a block that phosd holds, to be closed by the caller. What else comes is kept. For the way back from a
  * detach that failed, with phos_memory_lock held and the gate closed. */
 bool phos_connection_fetch(const uint8_t session[16], uint64_t block, int *descriptor, struct phos_error *error) PHOS_CHECKED;

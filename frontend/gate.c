@@ -158,18 +158,16 @@ static bool someone_inside(struct phos_gate_straggler *who)
     return found;
 }
 
-bool phos_gate_close(uint64_t timeout_ns, struct phos_gate_straggler *straggler, void (*pump)(void))
+bool phos_gate_close(uint64_t timeout_ns, struct phos_gate_straggler *straggler, bool (*pump)(void))
 {
     atomic_fetch_or(&phos_gate_word, PHOS_GATE_CLOSED);
     barrier_everywhere();
     uint64_t start = phos_now_ns();
     for (unsigned round = 0; someone_inside(straggler); round++) {
-        if (phos_now_ns() - start >= timeout_ns) {
+        if (phos_now_ns() - start >= timeout_ns || (pump && !pump())) {
             phos_gate_open();
             return false;
         }
-        if (pump)
-            pump();
         /* Threads leave without a word, to keep their way out free of atomics: look often at first, then less so. */
         nanosleep(&(struct timespec){.tv_nsec = round < 50 ? 20000 : 200000}, NULL);
     }
@@ -192,7 +190,7 @@ static bool someone_traced(void)
     return found;
 }
 
-void phos_gate_trace(bool on, void (*pump)(void))
+void phos_gate_trace(bool on, bool (*pump)(void))
 {
     if (on) {
         atomic_fetch_or(&phos_gate_word, PHOS_GATE_TRACED);

@@ -96,13 +96,14 @@ struct phos_gate_straggler {
 };
 
 /* Closes the gate and waits until no thread is inside. False: after timeout_ns one still was; the gate is open again.
- * `pump`, if any, is called while waiting: what a thread inside waits for may be the caller's to do. */
-bool phos_gate_close(uint64_t timeout_ns, struct phos_gate_straggler *straggler, void (*pump)(void));
+ * `pump`, if any, is called while waiting: what a thread inside waits for may be the caller's to do. The wait ends as well when
+ * it answers that there is nobody to wait for. */
+bool phos_gate_close(uint64_t timeout_ns, struct phos_gate_straggler *straggler, bool (*pump)(void));
 void phos_gate_open(void);
 /* From now on calls are traced: with the gate closed, so that none is inside untraced. Or no longer; then it returns once
  * no thread is between its TRACED_PASS and phos_gate_untrace_self(). Who waits in there must be let go first, or by
- * `pump`, which is called while waiting. */
-void phos_gate_trace(bool on, void (*pump)(void));
+ * `pump`, which is called while waiting, whatever it answers. */
+void phos_gate_trace(bool on, bool (*pump)(void));
 /* From now on every call is refused, waiting ones too. */
 void phos_gate_lose(void);
 bool phos_gate_is_closed(void);

@@ -33,17 +33,15 @@ CUevent phos_event_behind(CUcontext context, CUresult *result)
     return event;
 }
 
-CUresult phos_wait(CUcontext context, uint64_t end, void (*pump)(void))
+CUresult phos_wait(CUcontext context, uint64_t end, bool (*pump)(void))
 {
     CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
     CUresult result, exchanged = phos_real.cuThreadExchangeStreamCaptureMode(&mode);
     CUevent event = phos_event_behind(context, &result);
     for (unsigned round = 0; event; round++) {
         result = phos_real.cuEventQuery(event);
-        if (result != CUDA_ERROR_NOT_READY || phos_now_ns() >= end)
+        if (result != CUDA_ERROR_NOT_READY || phos_now_ns() >= end || (pump && !pump()))
             break;
-        if (pump)
-            pump();
         nanosleep(&(struct timespec){.tv_nsec = round < 50 ? 20000 : 200000}, NULL);
     }
     if (event)

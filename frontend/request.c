@@ -55,10 +55,8 @@ static bool close_gate(uint64_t timeout_ns, struct phos_error *error)
     for (;;) {
         /* A context cannot be synchronised while one of its streams is captured, and trying spoils the capture: captures
          * are short, let them end. */
-        while (phos_captures() && (spent = phos_now_ns() - start) < timeout_ns) {
-            phos_connection_pump();
+        while (phos_captures() && (spent = phos_now_ns() - start) < timeout_ns && phos_connection_pump())
             nanosleep(&(struct timespec){.tv_nsec = 200000}, NULL);
-        }
         if (phos_captures())
             return phos_fail(error, CUDA_SUCCESS, "a stream capture did not end in time");
         spent = phos_now_ns() - start;

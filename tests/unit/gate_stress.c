@@ -172,9 +172,10 @@ static void *linger(void *unused)
 
 static int pumped;
 
-static void pump(void)
+static bool pump(void)
 {
     pumped++;
+    return true;
 }
 
 static void straggler(void)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from phos.gen import wire_pb2 as wire
 from tests.unit.frontend_fake import WAITING, FakePhosd, alone, built, program
 
 pytestmark = [pytest.mark.timeout(120), built]
@@ -29,6 +30,55 @@ say("through")
         app.tell()
         assert app.line() == "through"
         phosd.toggle(session)
+        app.finish()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_quiesce_ends_with_its_phosd(phosd: FakePhosd, inside: bool) -> None:
+    """While it waits for the GPU, or for a thread that waits for it."""
+    body = (
+        f"inside = {inside}"
+        + WAITING
+        + """
+p = ok(cu.cuMemAlloc(1 << 20))
+context = ok(cu.cuCtxGetCurrent())
+calls, going = 0, True
+def call():
+    global calls
+    ok(cu.cuCtxSetCurrent(context))
+    while going:
+        fill(p, 4096, 1)
+        calls += 1
+threads = [threading.Thread(target=call)]
+if inside:
+    threads.append(threading.Thread(target=cu.cuStreamSynchronize, args=(waiting,)))
+for thread in threads:
+    thread.start()
+say("waiting")
+heard()
+before = -1
+while before != calls:
+    before = calls
+    time.sleep(0.3)
+say("closed")
+while before == calls:
+    time.sleep(0.01)
+say("open")
+let_go()
+going = False
+for thread in threads:
+    thread.join()
+"""
+    )
+    with program(phosd, body) as (app, session):
+        assert app.line() == "waiting"
+        connection = session.connection
+        assert connection is not None
+        connection.send(wire.Envelope(id=1, quiesce=wire.Quiesce(timeout_ms=30000)))
+        app.tell()
+        assert app.line() == "closed"
+        connection.close()
+        assert app.line(5) == "open"
         app.finish()
 
 
