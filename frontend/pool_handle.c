@@ -31,11 +31,18 @@ CUresult serve_cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps_v1 *prop
 
 CUresult serve_cuMemPoolDestroy(CUmemoryPool handle)
 {
+    bool was_shared;
+    {
+        PHOS_LOCKED(&phos_memory_lock); /* before: afterwards the handle may be another one's */
+        was_shared = phos_driver_shared_drop(PHOS_SHARED_POOL, (uintptr_t)handle);
+    }
     CUresult result = phos_real.cuMemPoolDestroy(handle);
-    if (result != CUDA_SUCCESS)
-        return result;
     PHOS_LOCKED(&phos_memory_lock);
-    phos_driver_shared_drop(PHOS_SHARED_POOL, (uintptr_t)handle);
+    if (result != CUDA_SUCCESS) {
+        if (was_shared)
+            phos_driver_shared_add(PHOS_SHARED_POOL, (uintptr_t)handle, NULL);
+        return result;
+    }
     /* The oldest: since the driver's answer another thread may have been given the handle for a pool of its own. */
     struct phos_pool *gone = NULL;
     for (struct phos_pool *pool = phos_pools; pool; pool = pool->next)

@@ -74,3 +74,10 @@ def test_a_capture_that_begins_between_two_calls_of_ours_is_not_spoilt(tmp_path:
 def test_captures_of_newer_kinds_are_known(tmp_path: Path) -> None:
     """What waits for work does so in another way meanwhile, and a checkpoint waits for their end."""
     over_a_driver_of_its_own(tmp_path, "capture_cases")
+
+
+@pytest.mark.timeout(60)
+@whole
+def test_a_pool_is_shared_though_its_handle_was_that_of_one_being_destroyed(tmp_path: Path) -> None:
+    """The call of another thread comes just between the driver's and what is done after it."""
+    over_a_driver_of_its_own(tmp_path, "shared_pool_cases")
