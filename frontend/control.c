@@ -3,6 +3,7 @@
 #include "control.h"
 #include "clock.h"
 #include "connection.h"
+#include "descriptors.h"
 #include "gate.h"
 #include "hold.h"
 #include "log.h"
@@ -140,6 +141,7 @@ void phos_control_start(void)
 
 void phos_control_forked(void)
 {
+    phos_descriptors_lower();
     phos_connection_forked();
     phos_window_forked();
     phos_residue_forked();

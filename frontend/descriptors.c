@@ -50,6 +50,7 @@ void phos_descriptors_lift(void)
         return;
     own_limit = now;
     now.rlim_cur = now.rlim_max;
+    lifted = true; /* before: a child forked just then lowers it */
     lifted = setrlimit(RLIMIT_NOFILE, &now) == 0;
 }
 

@@ -15,7 +15,7 @@ int phos_descriptor_raise(int low);
 int phos_descriptor_raise_at_once(int low);
 
 /* Until phos_descriptors_lower() the process may have as many descriptors as its hard limit allows: a program may have used
- * up its own. By the control thread. */
+ * up its own. By the control thread, and in a forked child. */
 void phos_descriptors_lift(void);
 void phos_descriptors_lower(void);
 /* At least how many more there can be then; no more than `enough` are counted. */

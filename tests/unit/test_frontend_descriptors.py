@@ -106,3 +106,36 @@ assert same()
         phosd.toggle(session)
         app.tell()
         app.finish()
+
+
+@built
+def test_a_child_forked_before_the_memory_is_back_has_the_programs_limit(phosd: FakePhosd) -> None:
+    """It may be lifted for the descriptors that come: for the whole process, and so for a child."""
+    body = """
+    import resource
+    start()
+    p = ok(cu.cuMemAlloc(17 << 20))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    say("ready")
+    heard()
+    lifted, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    child = os.fork()
+    if child == 0:
+        os._exit(resource.getrlimit(resource.RLIMIT_NOFILE) != (256, hard))
+    say(lifted > 256, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    heard()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (256, hard)
+    """
+    with program(phosd, body) as (app, session):
+        assert app.line() == "ready"
+        assert not phosd.quiesce(session).error
+        assert not phosd.detach(session).error
+        (phosd.folder / "hold" / session.number.hex()).unlink()
+        assert phosd.arrival() is session
+        app.tell()
+        assert app.line() == "True 0"
+        assert not phosd.give(session).error
+        assert not phosd.open(session).error
+        app.tell()
+        app.finish()
