@@ -30,7 +30,6 @@
  * that is not newer than the version asked for, of the stream kind that the flags ask for, by cuda_api.def. The answer
  * is cross-checked: where the driver's pointer equals what dlsym finds for one of the candidates, that one is it. */
 #include "resolve.h"
-#include "cleanup.h"
 #include "gate.h"
 #include "library.h"
 #include "log.h"
@@ -48,9 +47,11 @@
 
 typedef void *dlsym_function(void *restrict, const char *restrict);
 
-union phos_real phos_real; /* written under bind_lock until bound, constant afterwards */
-static pthread_mutex_t bind_lock = PTHREAD_MUTEX_INITIALIZER;
-static _Atomic(void *) bound_base; /* load address of the libcuda behind phos_real, NULL while unbound */
+/* Each slot is written once, by whoever finds it first; all have been when it is bound. No lock is held over the search
+ * (library_bind.c says why), and who needs the driver meanwhile searches as well: it may be a child without the others. */
+union phos_real phos_real;
+static _Atomic(void *) chosen_base; /* load address of the libcuda that phos_real is to stand for, the first one asked for */
+static _Atomic(void *) bound_base;  /* the same once it does, NULL while unbound */
 static _Atomic(dlsym_function *) dlsym_found;
 
 static PHOS_EARLY __attribute__((noinline)) dlsym_function *dlsym_find(void)
@@ -108,8 +109,9 @@ static bool is_libcuda(const char *path)
 static void bind_to(void *handle, void *base)
 {
     for (int row = 0; row < PHOS_API_COUNT; row++) {
-        void *found = dlsym_real()(handle, phos_api_rows[row].symbol);
-        phos_real.slot[row] = found ? found : (void *)absent_entry;
+        void *found = dlsym_real()(handle, phos_api_rows[row].symbol), *none = NULL;
+        __atomic_compare_exchange_n(&phos_real.slot[row], &none, found ? found : (void *)absent_entry, false,
+                                    __ATOMIC_RELAXED, __ATOMIC_RELAXED);
     }
     dlerror(); /* whoever's dlsym this is in must not hear of what an older driver lacks */
     atomic_store_explicit(&bound_base, base, memory_order_release);
@@ -128,12 +130,10 @@ static bool bind_holder_of(void *address)
         void *handle = dlopen(info.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
         if (!handle)
             return false;
-        PHOS_LOCKED(&bind_lock);
-        base = atomic_load(&bound_base);
-        if (!base) {
-            bind_to(handle, info.dli_fbase);
+        if (atomic_compare_exchange_strong(&chosen_base, &base, info.dli_fbase))
             base = info.dli_fbase;
-        }
+        if (base == info.dli_fbase)
+            bind_to(handle, base);
     }
     if (base != info.dli_fbase)
         phos_warn_once("a second CUDA driver library, %s, was opened: calls to it are not carried", info.dli_fname);

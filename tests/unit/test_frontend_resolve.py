@@ -256,6 +256,93 @@ def test_both_versions_of_dlsym_are_answered(tmp_path: Path) -> None:
     assert done.stdout.split() == ["1", "1"]
 
 
+SLOW_DLSYM = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <string.h>
+#include <unistd.h>
+volatile int step; /* 1: it waits in the middle of finding the driver, 2: it is to go on soon */
+__attribute__((noinline)) void *dlsym(void *handle, const char *name) {
+    void *(*next)(void *, const char *) = dlvsym(RTLD_NEXT, "dlsym", "GLIBC_2.34");
+    if (!strcmp(name, "cuLaunchKernel") && !step) {
+        step = 1;
+        while (step == 1)
+            usleep(1000);
+        usleep(200000);
+    }
+    void *volatile found = next(handle, name);
+    return found;
+}
+"""
+
+ASKING = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <unistd.h>
+extern volatile int step;
+__attribute__((constructor)) static void ask(void) {
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    step = 2;
+    if (!dlsym(driver, "cuInit"))
+        _exit(2);
+}
+"""
+
+FINDING = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sys/wait.h>
+#include <unistd.h>
+extern volatile int step;
+static void *driver;
+static void *find(void *unused) {
+    return dlsym(driver, "cuInit") ? unused : NULL;
+}
+int main(int argc, char **words) {
+    pthread_t thread;
+    void *found;
+    int status;
+    alarm(10);
+    driver = dlopen("libcuda.so.1", RTLD_NOW);
+    pthread_create(&thread, NULL, find, &driver);
+    while (!step)
+        usleep(1000);
+    if (argc > 1 && !dlopen(words[1], RTLD_NOW))
+        return 3;
+    if (argc == 1) {
+        pid_t child = fork();
+        if (!child) {
+            alarm(5);
+            _exit(dlsym(driver, "cuInit") ? 0 : 4);
+        }
+        if (waitpid(child, &status, 0) != child || status)
+            return 5;
+        step = 2;
+    }
+    pthread_join(thread, &found);
+    return found ? 0 : 6;
+}
+"""
+
+
+@pytest.mark.parametrize("how", ["a library's constructor", "a forked child"])
+def test_who_needs_the_driver_while_another_thread_finds_it_does_not_wait(tmp_path: Path, how: str) -> None:
+    """The other may need the dynamic linker's lock, which who runs a constructor has; a child has no other thread."""
+    (tmp_path / "versions").write_text("GLIBC_2.34 { dlsym; };")
+    for name, text in (("slow.c", SLOW_DLSYM), ("asking.c", ASKING), ("finding.c", FINDING)):
+        (tmp_path / name).write_text(text)
+    slow, asking, program = tmp_path / "slow.so", tmp_path / "asking.so", tmp_path / "finding"
+    script = f"-Wl,--version-script={tmp_path / 'versions'}"
+    subprocess.run(["gcc", "-shared", "-fPIC", script, "-o", slow, tmp_path / "slow.c"], check=True)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", asking, tmp_path / "asking.c"], check=True)
+    subprocess.run(["gcc", "-pthread", "-o", program, tmp_path / "finding.c", slow], check=True)
+    environment = environment_for(Path("/nonexistent/phosd.sock")) | {"LD_PRELOAD": f"{LIBPHOS} {slow}"}
+    words = [program, asking] if how == "a library's constructor" else [program]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_library_needs_no_glibc_newer_than_ubuntu_22_04() -> None:
     listing = subprocess.run(["objdump", "-T", LIBPHOS], capture_output=True, text=True, check=True).stdout
     versions = {tuple(map(int, v.split("."))) for v in re.findall(r"GLIBC_(\d+\.\d+)", listing)}
