@@ -48,9 +48,9 @@ class SessionWindow:
 
         Unless it is ``detached`` it computes, perhaps before its window was opened.
         """
-        self._adrift = False
         if self._tracing or (self._window is not None and not self._safe and not detached):
             self._broken = True
+        self._adrift = False  # last: the window may end between the two, and must find one of them
 
     def cut_off(self) -> None:
         """The connection broke after the process was asked to attach, and before its window was open."""

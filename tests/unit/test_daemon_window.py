@@ -7,13 +7,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from phos.gen import wire_pb2
 from phos.gpu_engine.daemon import wire
+from phos.gpu_engine.daemon.session_window import SessionWindow
 from phos.gpu_engine.errors import Mispredicted
 from tests.unit.session_fake import NUMBER, Frontend, open_descriptors
 from tests.unit.waiting import eventually
@@ -125,3 +126,24 @@ def test_a_connection_that_breaks_in_a_window_is_said(frontend: Frontend, window
     with pytest.raises(Mispredicted, match="broke while its memory was saved"):
         frontend.session.untrace()(5.0)
     frontend.session.untrace()(0.0)  # said once
+
+
+def test_a_window_that_ends_just_as_the_process_connects_again_is_not_taken_for_whole(
+    frontend: Frontend, window: Window, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was cut off before its window was open, and computes, unwatched."""
+    waits: list[Callable[[float], None]] = []
+    going = threading.Lock()
+
+    class Watched(SessionWindow):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if name == "_adrift" and going.acquire(blocking=False):  # once
+                waits.append(self.untrace())
+
+    frontend.session.trace(window)
+    frontend.session._window.cut_off()
+    monkeypatch.setattr(frontend.session._window, "__class__", Watched)
+    frontend.session._window.connected(detached=False)
+    with pytest.raises(Mispredicted, match="broke while its memory was saved"):
+        waits[0](0.0)
