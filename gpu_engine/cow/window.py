@@ -150,8 +150,11 @@ class Windows:
             prioritise=self._settings.prioritise,
             join_bytes=sink.place_limit if self.placed else CHUNK_BYTES,
         )
-        for process, window in zip(processes, windows, strict=True):
-            self._windows[process.session] = ProcessWindow(window.table, self._table, window.pools, feed)
+        # All at once: another thread may give the checkpoint up meanwhile, and goes through them.
+        self._windows = {
+            process.session: ProcessWindow(window.table, self._table, window.pools, feed)
+            for process, window in zip(processes, windows, strict=True)
+        }
         return feed
 
     def of(self, process: GatedProcess) -> ProcessWindow:

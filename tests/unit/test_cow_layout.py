@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +18,7 @@ from phos.gpu_engine.blocks import Block
 from phos.gpu_engine.cow import window
 from phos.gpu_engine.cow.layout import Layout, first_written_first
 from phos.gpu_engine.cow.settings import CowSettings
-from phos.gpu_engine.cow.window import Windows
+from phos.gpu_engine.cow.window import ProcessWindow, Windows
 from phos.gpu_engine.mapped_blocks import MappedBlocks
 from phos.gpu_engine.ring import CHUNK_BYTES as CHUNK
 from phos.gpu_engine.save_places import SavePlace, SavePlaces, places_of
@@ -120,6 +123,39 @@ def test_what_was_foreseen_is_taken_if_it_still_fits(monkeypatch: pytest.MonkeyP
     assert feed.places is made[-1].places
     taken = [feed.take() for _ in feed.places]
     assert [piece.chunk for piece in taken if piece] == [2, 0, 1, *([3, 4, 5] if changed else [])]
+    windows.close()
+
+
+def test_a_checkpoint_may_be_given_up_while_its_windows_are_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread, which ends what there is of them."""
+    blocks = [Block((bytes([number]) * 16, 1), CHUNK, 0, -1) for number in (1, 2)]
+    processes = [SimpleNamespace(session=b.key[0], pid=1, ordinals=dict, alive=lambda: True) for b in blocks]
+    detached = {b.key[0]: SimpleNamespace(blocks=[SimpleNamespace(number=1, size=b.size, key=b.key)]) for b in blocks}
+    sink = SimpleNamespace(placeable=0, place_limit=0)
+    windows = Windows(CowSettings(), driver.Lane)
+    windows.foresee(blocks, mapped(blocks), [])
+    ending, laid_out, made = threading.Event(), threading.Event(), itertools.count()
+    with ThreadPoolExecutor() as pool:
+        given_up: list[Future[None]] = []
+
+        class Slow(ProcessWindow):
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                if next(made):  # the first of two is there, if any is to be seen yet
+                    given_up.append(pool.submit(windows.over))
+                    ending.wait(0.5)
+
+            def end(self) -> None:
+                ending.set()
+                laid_out.wait(5)
+                super().end()
+
+        monkeypatch.setattr(window, "ProcessWindow", Slow)
+        windows.lay_out(processes, detached, blocks, mapped(blocks), None, sink)  # type: ignore[arg-type]
+        laid_out.set()
+        given_up[0].result(10)
+        windows.over()
+        assert [windows.of(process).descriptors() for process in processes] == [[], []]  # type: ignore[arg-type]
     windows.close()
 
 
