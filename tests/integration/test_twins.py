@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -15,12 +14,24 @@ from typing import Any
 import pytest
 
 from tests.integration.site import Program, Site, wait_until
-from tests.integration.test_lazy import EXAMPLES, analysed, attached, dump_at, held, restore_job, slowly, start_liar
+from tests.integration.test_lazy import (
+    EXAMPLES,
+    analysed,
+    attached,
+    dump_at,
+    held,
+    restore_job,
+    restores,
+    slowly,
+    start_liar,
+)
 
 pytestmark = pytest.mark.timeout(300)
 
 SLOW = str(2 << 20)
 """Bytes per second of phosd's copies: windows last for seconds."""
+HELD = "64K"
+"""Fewer bytes than this are not held: hashes, which come from the GPU before the window is opened."""
 LONG = ("--iterations", "400", "--iteration-seconds", "0.05")
 READER = Path(__file__).parent / "programs" / "reader.py"
 BUFFERS = 24
@@ -77,10 +88,8 @@ def dumped_with_twins(site: Site, program: Program) -> Path:
     program.wait_iterations(3)
     wait_until(lambda: analysed(site, program), "the analysis of its kernels")
     image = site.image()
-    dumping = site.begin_dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")
-    wait_until(lambda: attached_again(site), "the window")
     with copies_held(site, lambda: wait_until(lambda: has_twins(program), "twins")):
-        assert dumping.wait() == 0
+        site.dump(program, image, "--leave-running", PHOS_PROTOCOL="cow")
     return image
 
 
@@ -89,7 +98,7 @@ def test_a_checkpoint_with_twins(site: Site, name: str) -> None:
     """Guesses are right: twins compute what their kernels compute, and the image is the one that it was."""
     quickly = {"SOFTGPU_COPY_BANDWIDTH": "0", "SOFTGPU_COPY_HOLD": ""}
     site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(1 << 20)}  # once let go, that takes seconds
-    site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "hold")
+    site.environment |= {"SOFTGPU_COPY_HOLD": str(site.folder / "hold"), "SOFTGPU_COPY_HOLD_BYTES": HELD}
     expected = site.reference(name, *LONG[:2])
     site.run("phosd", "--ensure")
     program = site.example(name, *LONG, **quickly)
@@ -108,7 +117,7 @@ def test_a_checkpoint_with_twins(site: Site, name: str) -> None:
 def in_a_long_window(site: Site, name: str, *arguments: str, **environment: str) -> tuple[Program, dict[str, int]]:
     """A program of those for twins, whose own copies are quick and phosd's are held; and what its window counts."""
     site.environment |= {"PHOS_TWINS": "on", "SOFTGPU_COPY_BANDWIDTH": str(32 << 20)}
-    site.environment["SOFTGPU_COPY_HOLD"] = str(site.folder / "hold")
+    site.environment |= {"SOFTGPU_COPY_HOLD": str(site.folder / "hold"), "SOFTGPU_COPY_HOLD_BYTES": HELD}
     site.run("phosd", "--ensure")
     quickly = {"SOFTGPU_COPY_BANDWIDTH": "0", "SOFTGPU_COPY_HOLD": "", **environment}
     program = site.start(sys.executable, str(READER.with_name(name)), *arguments, **quickly)
@@ -166,10 +175,11 @@ def test_a_checkpoint_whose_guesses_are_wrong(site: Site, liar: Path, name: str,
     wait_until(lambda: analysed(site, program), "the analysis of its kernels")
     program.wait_iterations(program.iterations() + 1)
     image = site.image()
+    seen = program.iterations()
 
     def launched() -> None:
         wait_until(lambda: attached_again(site), "the window")
-        time.sleep(ASLEEP + 1)
+        wait_until(lambda: program.iterations() > seen, "its next launch")
 
     with copies_held(site, launched):
         site.dump(program, image, "--leave-running", PHOS_PROTOCOL="cow", PHOS_VALIDATE="off")
@@ -183,13 +193,18 @@ def test_a_checkpoint_whose_guesses_are_wrong(site: Site, liar: Path, name: str,
     assert program.wait_result() == expected
 
 
+def with_twins(site: Site, earlier: int) -> bool:
+    """Whether the program of a restore beside so many earlier ones has twins."""
+    return any(job["window"].get("twin_kernels", 0) > 0 for job in restores(site)[earlier:])
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_lazy_restore_with_twins(site: Site, name: str) -> None:
     expected = site.reference(name, *EXAMPLES[name][:2])
     program = site.example(name, *EXAMPLES[name])
     image = dump_at(site, program)
     slowly(site, str(1 << 20))
-    with held(site):
+    with held(site, with_twins):
         site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY="fast")
     assert program.wait_result() == expected
     counts = restore_job(site)["window"]
