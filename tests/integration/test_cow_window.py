@@ -282,8 +282,8 @@ def test_a_window_ends_while_a_transfer_is_queued(site: Site) -> None:
 
 def test_two_processes_with_one_buffer(site: Site) -> None:
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = str(16 << 20)
-    command = [sys.executable, str(PROGRAMS / "shared_memory.py"), "parent", "200", str(site.folder / "handle")]
-    program = site.start(*command, SOFTGPU_COPY_BANDWIDTH="0")
+    command = [sys.executable, str(PROGRAMS / "shared_memory.py"), "parent", "1000", str(site.folder / "handle")]
+    program = site.until_awaited(*command, SOFTGPU_COPY_BANDWIDTH="0")
     program.wait_iterations(10)
     image = dump_concurrently(site, program)
     expected = program.wait_result()

@@ -445,14 +445,14 @@ def test_a_process_that_runs_already_survives_the_server_of_a_restore_that_is_re
 
 @pytest.mark.parametrize("mode", ["strict", "fast"])
 def test_processes_that_share_memory(site: Site, mode: str) -> None:
-    program = site.start(
-        sys.executable, str(LAYERS_PROGRAM.parent / "shared_memory.py"), "parent", "200", str(site.folder / "handle")
+    program = site.until_awaited(
+        sys.executable, str(LAYERS_PROGRAM.parent / "shared_memory.py"), "parent", "1000", str(site.folder / "handle")
     )
     image = dump_at(site, program, 10)
     slowly(site, str(1 << 20))
     with held(site):
         site.restore(image, PHOS_RESTORE="lazy", PHOS_LAZY=mode)
-    assert program.wait_result() == "400"
+    assert program.wait_result() == "2000"
     assert restore_job(site)["window"]["waits"] > 0
 
 

@@ -221,7 +221,7 @@ def test_as_many_takes_at_once_as_somebody_wants(site: Site) -> None:
 
 def test_processes_that_share_memory_share_it_when_they_are_taken(site: Site) -> None:
     shared = Path(__file__).parent / "programs" / "shared_memory.py"
-    program = site.start(sys.executable, str(shared), "parent", "300", str(site.folder / "handle"))
+    program = site.until_awaited(sys.executable, str(shared), "parent", "1000", str(site.folder / "handle"))
     program.wait_iterations(10)
     image = site.image()
     site.dump(program, image)
@@ -229,7 +229,7 @@ def test_processes_that_share_memory_share_it_when_they_are_taken(site: Site) ->
     taken = take(site, "p")
     assert len(taken["pids"]) == 2
     ended(site, taken)
-    assert program.result() == "600"
+    assert program.result() == "2000"
 
 
 def test_a_hold_for_the_original_does_not_hold_who_is_taken(site: Site) -> None:

@@ -20,7 +20,7 @@ def wait_exported(handle: Path) -> None:
 
 
 def test_shared_buffer_survives_dump_kill_and_restore(site: Site) -> None:
-    program = site.start(sys.executable, str(PROGRAM), "parent", "200", str(site.folder / "handle"))
+    program = site.until_awaited(sys.executable, str(PROGRAM), "parent", "1000", str(site.folder / "handle"))
     program.wait_iterations(10)
     image = site.image()
     site.dump(program, image)
@@ -28,17 +28,17 @@ def test_shared_buffer_survives_dump_kill_and_restore(site: Site) -> None:
     assert len(summary["processes"]) == 2
     site.run("phos-gpu", "verify", str(image))
     site.restore(image)
-    assert program.wait_result() == "400"
+    assert program.wait_result() == "2000"
     site.wait_no_gpu_memory()
 
 
 def test_shared_buffer_survives_generations_that_run_on(site: Site) -> None:
-    program = site.start(sys.executable, str(PROGRAM), "parent", "300", str(site.folder / "handle"))
+    program = site.until_awaited(sys.executable, str(PROGRAM), "parent", "1000", str(site.folder / "handle"))
     program.wait_iterations(5)
     for generation in range(3):
         site.dump(program, site.image(f"generation-{generation}"), "--leave-running")
         program.wait_progress(3)
-    assert program.wait_result() == "600"
+    assert program.wait_result() == "2000"
 
 
 def test_memory_that_somebody_outside_the_tree_maps_is_refused(site: Site) -> None:

@@ -165,9 +165,8 @@ def test_names_that_are_not_utf8(site: Site, under: bool) -> None:
     words = example_words("stencil")[1:]
     # Since Python 3.12, extension modules whose path is not UTF-8 cannot be imported: the same ones by another path.
     packages = sysconfig.get_path("platlib")
-    started = site.start(
-        str(program), "-X", os.fsdecode(b"n\xf6ne"), *words, *options, under=under, PYTHONPATH=packages
-    )
+    command = (str(program), "-X", os.fsdecode(b"n\xf6ne"), *words, *options, "--until")
+    started = site.until_awaited(*command, under=under, PYTHONPATH=packages)
     started.wait_iterations(3)
     assert os.readlink(f"/proc/{started.pid}/exe") == str(program)
     image = folder / os.fsdecode(b"im\xe4ge")

@@ -1,7 +1,8 @@
 """Two processes that share one GPU buffer by a CUDA IPC handle, and each count it up in turn.
 
 The parent allocates and exports, starts the child, and both add to the same word through their own mapping. Each checks
-at every step that it sees what the other wrote. Prints ITERATION and RESULT lines as the examples do. With "alone" for
+at every step that it sees what the other wrote. Prints ITERATION and RESULT lines as the examples do. With a file UNTIL
+after HANDLE the parent pauses only until there is one, and does not begin its last iteration before. With "alone" for
 "parent" somebody else starts the child. "keeps" opens the parent's memory and keeps it open; "leaves" frees 64 MiB as
 soon as that one has it, says so by the file HANDLE.freed, and ends when there is a file HANDLE.over. "late" starts a
 child that opens 64 MiB and overwrites them when there is a file HANDLE.go, and then says so by the file HANDLE.written;
@@ -108,12 +109,16 @@ def main():
         handle.reserved = handle_file.read_bytes()
         base = int(check(cuda.cuIpcOpenMemHandle(handle, cuda.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS)))
     word = base + (1 << 20)
+    until = Path(sys.argv[4]) if len(sys.argv) > 4 else None
     for number in range(iterations):
         if parent:
+            while until and number == iterations - 1 and not until.exists():
+                time.sleep(0.01)
             wait_for(word, 2 * number)
             write(word, 2 * number + 1)
             print(f"ITERATION {number + 1}", flush=True)
-            time.sleep(0.03)
+            if not (until and until.exists()):
+                time.sleep(0.03)
         else:
             wait_for(word, 2 * number + 1)
             write(word, 2 * number + 2)
