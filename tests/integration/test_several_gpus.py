@@ -44,7 +44,7 @@ def test_on_another_gpu_it_is_that_one_s_process_from_then_on(site: Site, how: s
     site.run("phosd", "--ensure")
     program = site.example("mlp", "--iterations", "100000", SOFTGPU_DEVICES="1")
     program.wait_iterations(2)
-    assert (devices(site), held(site)) == ([0], [True, False])
+    wait_until(lambda: (devices(site), held(site)) == ([0], [True, False]), "phosd to know of its memory")
     site.dump(program, first)
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="swapped")
     site.restore(first, PHOS_RESTORE=how)

@@ -42,10 +42,10 @@ class Pair:
         self.program.wait_iterations(5)
         self.owner = owner_of(self.program)
         wait_until(lambda: len(site.status()["processes"]) == 2, "phosd to know both")
-        self.held = site.status()["gpus"][0]["held"]
         self.image = site.image()
         self.dump = site.begin_dump(self.program, self.image, "--leave-running", PHOS_PROTOCOL=protocol)
         self.toggles.wait(self.owner, self.program.pid)
+        self.held = site.status()["gpus"][0]["held"]  # phosd knows all blocks by now, not only the processes
 
     def end_owner(self, how: str) -> None:
         """Returns when phosd knows of it."""

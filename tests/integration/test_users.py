@@ -67,8 +67,8 @@ def test_what_is_anothers_can_neither_be_seen_nor_touched(site: Site, folder: Pa
         pids = [process.pid for process in seen.processes]
         Path("seen").write_text(json.dumps([pids, len(seen.gpus), len(seen.jobs), len(seen.pools)]))
 
+    wait_until(lambda: [process["pid"] for process in site.status()["processes"]] == [program.pid], "phosd to know it")
     processes = site.status()["processes"]
-    assert [process["pid"] for process in processes] == [program.pid]
     assert as_user(folder, look) == ""
     assert json.loads((folder / "seen").read_text()) == [[], 1, 0, 0]
 

@@ -1,8 +1,8 @@
 """Two processes that share host memory of the driver's (cuMemCreate), as NCCL's do, and count a word of it up in turn.
 
 The parent makes it, exports a descriptor, and starts the child, which imports that. After ITERATION 1 they go on until
-there is a file argv[1].freed-when; then both let the memory go, the parent says FREED, and counts by itself until it is
-told to end by a file argv[1].over.
+there is a file argv[1].freed-when; then both let the memory go, the child says so by a file argv[1].released and the
+parent, after that, by FREED; it counts by itself until it is told to end by a file argv[1].over.
 """
 
 import ctypes
@@ -70,10 +70,14 @@ def main():
         time.sleep(0.01)
     check(cuda.cuMemRelease(handle))
     check(cuda.cuMemUnmap(word, SIZE))
+    released = Path(f"{base}.released")
     if not child:
+        released.touch()
         while not Path(f"{base}.over").exists():
             time.sleep(0.01)
         return
+    while not released.exists():
+        time.sleep(0.01)
     print("FREED", flush=True)
     own = check(cuda.cuMemAlloc(4))
     while not Path(f"{base}.over").exists():
