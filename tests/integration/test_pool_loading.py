@@ -68,7 +68,7 @@ def test_a_checkpoint_ends_while_a_process_that_was_taken_is_loaded(site: Site) 
 
 def test_another_is_parked_while_the_one_before_is_loaded(site: Site) -> None:
     _, image, _ = layers_image(site, "first", 2 * LAYERS)
-    slow_copies(site)
+    slow_copies(site, 2 << 20)  # a pool whose process is taken waits before it parks another
     create(site, image, 1, "--name", "p")
     take(site, "p", "--quick")
     full(site, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 
 from phos.gpu_engine.installation import application_environment
 from phos.images.formats import COMMIT_FILE
-from tests.integration.site import CAP_SYS_RESOURCE, Program, Site, has_capability, wait_until, words
+from tests.integration.site import CAP_SYS_RESOURCE, Program, Site, Toggles, has_capability, wait_until, words
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).parent / "programs" / "asks_for_checkpoints.py"
@@ -46,7 +47,9 @@ def verify(site: Site, step: int) -> None:
 def test_a_program_checkpoints_itself_and_runs_on(site: Site) -> None:
     program = start(site, 80, "10")
     assert program.wait_result() == "80"
-    assert outcomes(program)[10].startswith("committed stall=0.")
+    said = re.match(r"committed stall=(\S+) seconds=(\S+)", outcomes(program)[10])
+    assert said
+    assert 0 < float(said[1]) < float(said[2])
     verify(site, 10)
     asked = next(line for line in program.lines() if line.startswith("ASKED"))
     assert int(asked.split()[2]) < 20000  # the first call also loads the library; what later ones cost is a unit test's
@@ -137,10 +140,12 @@ def test_without_phosd_it_does_nothing(site: Site) -> None:
 def test_phosd_is_killed_meanwhile(site: Site, word: str, delay: float) -> None:
     """The program gets an answer and runs on, whichever it is; and it is the right one. The command that phosd started
     may go on with the next phosd."""
-    program = start(site, 120, "10", SOFTGPU_TOGGLE_MS="200")
+    toggles = Toggles(site, "checkpoint")  # no command is over before it has been seen
+    program = start(site, 120, "10", SOFTGPU_TOGGLE_MS="200", **toggles.environment)
     wait_until(lambda: any(line.startswith("ASKED") for line in program.lines()), "the request")
     phosd = [p for p in site.processes() if "phos.gpu_engine.daemon" in words(p)]
     wait_until(lambda: any(word in words(p) for p in site.processes()), "the command, or CRIU")
+    toggles.let_go()
     time.sleep(delay)
     for process in phosd:
         process.kill()
