@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,7 +28,7 @@ from tests.integration.pool_commands import (
     take,
     wardens,
 )
-from tests.integration.site import Program, Site, wait_until, words
+from tests.integration.site import Program, Site, Toggles, wait_until, words
 
 
 def test_a_parked_process_that_is_killed_is_replaced(site: Site) -> None:
@@ -37,6 +38,7 @@ def test_a_parked_process_that_is_killed_is_replaced(site: Site) -> None:
     (pid,) = made["parked"][0]["pids"]
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not psutil.pid_exists(pid), "its end")
+    wait_until(lambda: [pid] not in [one["pids"] for one in pool(site)["parked"]], "phosd to notice it")
     again = full(site, 1)
     assert again["parked"][0]["pids"] != [pid]
     taken = take(site, "p")
@@ -137,14 +139,16 @@ def test_no_phosd_starts_among_those_of_a_pool(site: Site, keeper: str) -> None:
 def test_a_checkpoint_of_one_that_was_taken_outlives_phosd(site: Site) -> None:
     """CRIU, in its namespaces, cannot have another phosd; whoever asked for the checkpoint can."""
     expected = site.reference("mlp", *LONG[:2])
-    program = site.example("mlp", *LONG, SOFTGPU_TOGGLE_MS="500")
+    program = site.example("mlp", *LONG, SOFTGPU_TOGGLE_HOLD=str(site.folder / "toggles"))
     image = dump_at(site, program)
     create(site, image, 1, "--name", "p")
     taken = take(site, "p")
     again = site.folder / "again"
+    toggles = Toggles(site, "checkpoint")
     checkpoint = site.background("phos-gpu", "checkpoint", "--leave-running", str(taken["pids"][0]), str(again))
     wait_until((again / "dump.log").exists, "CRIU")
     os.kill(site.daemon_pid(), signal.SIGKILL)
+    toggles.let_go()
     assert checkpoint.wait(60) != 0
     ended(site, taken)
     assert program.result() == expected
@@ -214,17 +218,22 @@ def fill_memory(site: Site, left: int) -> Program:
     return filler
 
 
+def parked(site: Site) -> list[dict[str, Any]]:
+    """Who is parked, without what each has of the host's memory: that is of the moment."""
+    return [{key: value for key, value in one.items() if key != "host_bytes"} for one in pool(site)["parked"]]
+
+
 def test_too_little_memory_at_a_take_leaves_the_process_parked(site: Site) -> None:
     expected = site.reference("mlp", *MLP[:2])
     program = site.example("mlp", *MLP)
     image = dump_at(site, program)
     create(site, image, 1, "--name", "p")
-    before = pool(site)["parked"]
+    before = parked(site)
     filler = fill_memory(site, 0)
     refused = site.run("phos-gpu", "pool", "take", "p", check=False)
     assert refused.returncode == 7, refused.stdout
     assert "GB free" in refused.stderr
-    assert pool(site)["parked"] == before
+    assert parked(site) == before
     os.kill(filler.pid, signal.SIGKILL)
     site.gone(filler)
     taken = take(site, "p")
