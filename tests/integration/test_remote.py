@@ -22,13 +22,6 @@ from tests.integration.test_lazy import restores
 MODES = ["eager", "lazy"]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Other:
     """The other host. Its images are in `shared`; `address` leads there."""
 
@@ -41,7 +34,11 @@ class Other:
         self.key = folder / "key"
         self.key.write_bytes(os.urandom(32))
         self.key.chmod(0o600)
-        self.address = f"127.0.0.1:{free_port()}"
+        # Nobody else gets this port as long as it is bound; phosd does, as nobody listens here.
+        self.port = socket.socket()
+        self.port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self.port.bind(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.port.getsockname()[1]}"
         self.site.environment |= {
             "PHOS_LISTEN": self.address,
             "PHOS_SHARE": str(self.shared),
@@ -71,6 +68,7 @@ def other(site: Site) -> Iterator[Other]:
         yield made
     finally:
         made.site.close()
+        made.port.close()
 
 
 def restore(dumped: Dumped, address: str, *options: str, check: bool = True) -> dict[str, Any] | str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 
+import psutil
 import pytest
 
 from tests.integration.many_blocks import BLOCKS, blocks, fit_for_the_next, text_of
@@ -92,7 +94,8 @@ def test_tree_that_changes_while_it_is_dumped(site: Site, mode: str) -> None:
             site.run("phos-gpu", "verify", str(image))
         elif result.returncode != 0:
             assert not (image / "phos-commit.img").exists()
-            assert "Error" in text_of(image / "dump.log")
+            errors = [line for line in text_of(image / "dump.log").splitlines() if "Error" in line]
+            assert any("RLIMIT" not in line for line in errors)  # that one says no more than that CRIU lacks a right
         assert program.alive()
         before = text_of(log)
         wait_until(lambda before=before: text_of(log) != before, "the child's progress")  # type: ignore[misc]
@@ -100,9 +103,11 @@ def test_tree_that_changes_while_it_is_dumped(site: Site, mode: str) -> None:
         assert "ERROR" not in text_of(log)
     for process in site.processes():
         if "family.py" in " ".join(words(process)):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):  # one of its children, which end all the time
+                process.kill()
     for process in site.processes():
         if "blocks.py" in " ".join(words(process)):
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
     site.wait_no_gpu_memory()
     fit_for_the_next(site)
