@@ -67,7 +67,7 @@ class Guard:
         self.protocol = protocol
         self.say = say
         self.count_gpus = True
-        self.lock = -1  # inherited by checkpoints: one that outlives this process keeps other guards away
+        self.lock = -1  # inherited by checkpoints and restores: one that outlives this process keeps other guards away
         self.forwards = True
         self._job: Job | None = None
         self._checkpoint: subprocess.Popen[bytes] | None = None
@@ -395,8 +395,7 @@ class Guard:
                 unreadable=[str(each) for each in newer],
             )
 
-    @staticmethod
-    def restore(image: Path, pid: int) -> Job:
+    def restore(self, image: Path, pid: int) -> Job:
         """Restore an image and watch over the process of that pid in it.
 
         Raises:
@@ -410,6 +409,7 @@ class Guard:
             text=True,
             errors="replace",
             start_new_session=True,
+            pass_fds=(self.lock,) if self.lock >= 0 else (),
             check=False,
         )
         if done.returncode != 0:
@@ -557,7 +557,9 @@ def _lock(folder: Path) -> int:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        raise UsageError(f"Another guard, or a checkpoint that one began, still works in {folder}.") from error
+        raise UsageError(
+            f"Another guard, or a checkpoint or restore that one began, still works in {folder}."
+        ) from error
     return lock
 
 

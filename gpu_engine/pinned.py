@@ -316,7 +316,7 @@ class PinnedMemory:
 def _region(image: Image | RemoteImage, name: str, size: int, watcher: _Watcher | None) -> Region:
     """Of one data file; it is copied without a ``watcher``."""
     where = image.path / name
-    directory = os.open(image.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    directory = image.directory()
     try:
         flags = os.O_CLOEXEC | os.O_NOFOLLOW
         if stat.S_ISLNK(os.stat(name, dir_fd=directory, follow_symlinks=False).st_mode):

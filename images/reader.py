@@ -140,6 +140,10 @@ class Image:
     ) -> None:
         self.close()
 
+    def directory(self) -> int:
+        """A descriptor of its directory, the caller's: `path` may lead to another one by now."""
+        return fcntl.fcntl(self._directory, fcntl.F_DUPFD_CLOEXEC, 0)
+
     def close(self) -> None:
         for data in self._data.values():
             data.close()

@@ -244,6 +244,10 @@ class RemoteImage:
         """See :class:`~phos.images.source.ImageSource`."""
         return self._local.path
 
+    def directory(self) -> int:
+        """See :meth:`Image.directory`."""
+        return self._local.directory()
+
     @property
     def record(self) -> pb.CommitRecord:
         """The commit record."""

@@ -202,6 +202,14 @@ def entries(images: str) -> set[str]:
         return set()
 
 
+def by_descriptor(images: str) -> str:
+    """A name for the image directory that stays right, whatever it is called by the time that CRIU has ended."""
+    try:
+        return f"/proc/self/fd/{os.open(images, os.O_RDONLY | os.O_DIRECTORY)}"
+    except OSError:  # CRIU says what is wrong with it
+        return images
+
+
 def fork_beside(images: str) -> int:
     """os.fork(), of a child with a pid that no process or thread of the image needs: it could not be restored.
 
@@ -381,6 +389,10 @@ class Supervisor:
             bring_back(self.phosd)
             if not isinstance(client, Exception):
                 client.show_undone(self.images, restore=self.action == "restore", began=began)
+                if self.asked and self.action == "dump" and client.has_come(self.images, began):
+                    # phosd was not to be interrupted any more, and CRIU had ended what the image is of.
+                    sys.stderr.write("criu: the image is whole all the same.\n")
+                    return 0, False
             return code, False
         if isinstance(client, Exception):
             sys.stderr.write(f"criu: CRIU is done, but the GPU's part cannot be waited for: {client}\n")
@@ -434,7 +446,7 @@ def main(argv: list[str]) -> int:
     if action == "dump" and (problem := configure()):
         sys.stderr.write(f"criu: {problem}\n")
         return 1
-    return finish(Supervisor(action, images, phosd, command).run())
+    return finish(Supervisor(action, by_descriptor(images), phosd, command).run())
 
 
 if __name__ == "__main__":

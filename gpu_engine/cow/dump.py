@@ -259,8 +259,11 @@ class CowDump(StopDump):
         self._cancelled.set()
         self._wait_for_data()  # before the image's memory, which is being compared, is let go
         super()._withdraw(reason)
+
+    def _withdrawn(self) -> str:
         if isinstance(self._copy_failure, Mispredicted) or self._residues.changed:
-            self.state = MISPREDICTED  # the world has to be stopped
+            return MISPREDICTED  # the world has to be stopped
+        return super()._withdrawn()
 
     def _give_up(self, reason: str) -> None:
         self._cancelled.set()

@@ -114,18 +114,21 @@ def wait_image(
     timeout: float | None = None,
     progress: Callable[[wire_pb2.ImageState], None] | None = None,
     path: Path | None = None,
+    run: str = "",
 ) -> wire_pb2.ImageState:
     """Wait until the job on an image directory has ended, or ``timeout`` seconds have passed; with None,
     :data:`IDLE_SECONDS` without any data being copied.
 
-    ``progress`` is called about ten times a second.
+    ``progress`` is called about ten times a second. ``run``: see :meth:`JobTable.state`.
 
     Raises:
         DaemonUnavailable: phosd is not there, or died; the image is then not whole unless it says so itself.
     """
     done = -1
     while True:
-        state = _wait_so_long(directory, restore, IDLE_SECONDS if timeout is None else timeout, progress, path)
+        asked = wire_pb2.WaitImage(progress=progress is not None, restore=restore, run=run)
+        asked.timeout_s = IDLE_SECONDS if timeout is None else timeout
+        state = _wait_so_long(directory, asked, progress, path)
         if not state.timed_out or timeout is not None or state.bytes_done == done:
             return state
         done = state.bytes_done
@@ -133,24 +136,23 @@ def wait_image(
 
 def _wait_so_long(
     directory: Path,
-    restore: bool,
-    timeout: float,
+    asked: wire_pb2.WaitImage,
     progress: Callable[[wire_pb2.ImageState], None] | None,
     path: Path | None,
 ) -> wire_pb2.ImageState:
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    name = image_name(directory)
     try:
         with connect(path) as connection:
-            connection.settimeout(timeout + ANSWER_SECONDS)
-            asked = wire_pb2.WaitImage(timeout_s=timeout, progress=progress is not None, restore=restore)
+            connection.settimeout(asked.timeout_s + ANSWER_SECONDS)
             wire.send(connection, wire_pb2.Envelope(id=1, wait_image=asked), [descriptor])
             while True:
                 try:
                     answer = wire.receive(connection)
                 except TimeoutError as error:
-                    raise DaemonUnavailable(f"phosd does not answer what becomes of {directory}.") from error
+                    raise DaemonUnavailable(f"phosd does not answer what becomes of {name}.") from error
                 if answer is None:
-                    raise DaemonUnavailable(f"phosd died while the image in {directory} was being worked on.")
+                    raise DaemonUnavailable(f"phosd died while the image in {name} was being worked on.")
                 state = answer[0].image_state
                 if state.final:
                     return state
@@ -166,10 +168,11 @@ def show_undone(directory: str, *, restore: bool, began: float) -> None:
     ``began``: when CRIU was started, in seconds since 1970. A job of before that is none of this CRIU's.
     """
     try:
-        state = wait_image(Path(directory), restore=restore, timeout=0.001)
+        run = os.environ.get("PHOS_CRIU_RUN", "")
+        state = wait_image(Path(directory), restore=restore, timeout=0.001, run=run)
         if state.since < began:
             return
-        state = wait_image(Path(directory), restore=restore, timeout=UNDO_SECONDS)
+        state = wait_image(Path(directory), restore=restore, timeout=UNDO_SECONDS, run=run)
         if state.timed_out:
             print("phos: phosd is still undoing its part; 'phos-gpu status' shows it.", file=sys.stderr)
         elif state.error and state.error != CRIU_FAILED:
@@ -209,13 +212,13 @@ def main() -> int:
     if len(arguments) != 2 + restore or arguments[0] != "wait":
         print("usage: python -m phos.gpu_engine.daemon.client wait [--restore] DIRECTORY", file=sys.stderr)
         return 2
+    run = os.environ.get("PHOS_CRIU_RUN", "")
     try:
-        state = wait_image(Path(arguments[-1]), restore=restore)
+        state = wait_image(Path(arguments[-1]), restore=restore, run=run)
     except (PhosError, OSError) as error:
         print(f"phos: {error}", file=sys.stderr)
         return NOBODY_KNOWS
-    run = os.environ.get("PHOS_CRIU_RUN", "")
-    if run and state.run != run:  # else it is an earlier one's success
+    if run and state.run != run:
         print(NOTHING_DONE, file=sys.stderr)
         return NOBODY_KNOWS
     if state.error:

@@ -229,15 +229,15 @@ class JobTable:
         names = set(os.listdir(directory))
         return "inventory.img" in names and not any(name.startswith("phos-") for name in names)
 
-    def state(self, directory: int, kind: str, viewer: int) -> wire_pb2.ImageState:
+    def state(self, directory: int, kind: str, viewer: int, run: str = "") -> wire_pb2.ImageState:
         """Where the newest job of that kind for a directory stands; ``none`` if it had no GPU part.
 
-        Of another user's, user ``viewer`` is told nothing.
+        Of another user's, user ``viewer`` is told nothing. With ``run``: the newest that this run of a CRIU began.
         """
         wanted = identity(directory)
         with self._lock:
             for entry in reversed(self._jobs):
-                if entry.directory != wanted or not _shown(entry, viewer):
+                if entry.directory != wanted or not _shown(entry, viewer) or (run and entry.run != run):
                     continue
                 job = entry.job
                 if job is None:

@@ -79,8 +79,9 @@ class ClientServer:
     def _wait_image(self, connection: wire.Connection, envelope: wire_pb2.Envelope, directory: int) -> None:
         request = envelope.wait_image
         deadline = time.monotonic() + request.timeout_s
+        kind = "restore" if request.restore else "dump"
         while True:
-            state = self._registry.jobs.state(directory, "restore" if request.restore else "dump", connection.uid)
+            state = self._registry.jobs.state(directory, kind, connection.uid, request.run)
             state.final = state.state in SETTLED
             if not state.final and time.monotonic() > deadline:
                 state.final = state.timed_out = True

@@ -294,11 +294,16 @@ class PoolServer:
 
     def serve_criu(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
         """CRIU's plugin, from its first packet until CRIU has ended."""
-        wire.close_all(descriptors)
         entry = self.pools.entry(envelope.restore_begin.pool)
-        if entry is None or connection.uid not in (0, os.geteuid()):
-            connection.done(envelope.id, error="phosd parks no such process (PHOS_POOL is for phosd's own use).")
+        try:
+            if entry is None or connection.uid not in (0, os.geteuid()):
+                raise RestoreFailed("phosd parks no such process (PHOS_POOL is for phosd's own use).")
+            entry.restore.unchanged(wire.only(descriptors))  # CRIU was told a name, and phosd has it open
+        except (PhosError, OSError) as error:
+            connection.done(envelope.id, error=error)
             return
+        finally:
+            wire.close_all(descriptors)
         connection.done(envelope.id)
         try:
             self._serve_parking(connection, entry)

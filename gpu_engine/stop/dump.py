@@ -535,7 +535,11 @@ class StopDump:
             self._landing = None
         self._close_directory()
         self.error = reason
-        self.state = "failed"
+        self.state = self._withdrawn()
+
+    def _withdrawn(self) -> str:
+        """The state in which a checkpoint ends whose image is withdrawn."""
+        return "failed"
 
     def _close_directory(self) -> None:
         if self._directory >= 0:

@@ -143,6 +143,26 @@ def criu_killed_in_a_dump() -> None:
     DumpedNamedMemory.wait = killed  # type: ignore[method-assign]
 
 
+def slow_withdrawal() -> None:
+    """Others see for a while what is left of a checkpoint that is given up."""
+    after(StopDump, "_withdraw", SECONDS / 2)
+
+
+def swapped_image() -> None:
+    """When a process of a pool is to be parked, another image comes to its image's place; once."""
+    park = PooledRestore.park
+    done: list[bool] = []
+
+    def then(restore: PooledRestore, register: Callable[..., Any]) -> None:
+        park(restore, register)
+        if not done:
+            done.append(True)
+            os.rename(restore.path, f"{restore.path}-away")
+            os.rename(f"{restore.path}-other", restore.path)
+
+    PooledRestore.park = then  # type: ignore[method-assign]
+
+
 def wrong_when_taken() -> None:
     """A process from a pool computes for a while, and then a guess turns out wrong."""
     look = LazyRestore._look
@@ -357,6 +377,8 @@ if __name__ == "__main__":
             "no pidfd": no_pidfd,
             "criu killed": criu_killed,
             "criu killed in a dump": criu_killed_in_a_dump,
+            "slow withdrawal": slow_withdrawal,
+            "swapped image": swapped_image,
             "wrong when taken": wrong_when_taken,
             "criu killed late": criu_killed_late,
             "slow take": slow_take,

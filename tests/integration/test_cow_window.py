@@ -341,17 +341,18 @@ def test_the_order_of_first_touches_is_kept_over_windows(site: Site) -> None:
     assert program.wait_result() == "1"
 
 
+@pytest.mark.parametrize("altered", ["cut off", "cut off,slow withdrawal"])
 @pytest.mark.parametrize(
     ("validate", "said"), [("on", "changed before it was saved"), ("off", "broke while its memory was saved")]
 )
-def test_a_connection_that_breaks_before_the_window_is_open(site: Site, validate: str, said: str) -> None:
+def test_a_connection_that_breaks_before_the_window_is_open(site: Site, validate: str, said: str, altered: str) -> None:
     """The program opens its gate then and computes, and nobody traces what it writes: there is no such image."""
     options = ("--iterations", "400", "--iteration-seconds", "0.03")
     expected = site.reference("mlp", *options[:2])
     site.environment |= {"SOFTGPU_COPY_BANDWIDTH": str(8 << 20), "PHOS_PROTOCOL": "cow", "PHOS_RETURN_SECONDS": "5"}
     site.environment["PHOS_VALIDATE"] = validate
     held = held_copies(site)
-    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="cut off", **held)
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD=altered, **held)
     program = site.example("mlp", *options, SOFTGPU_COPY_BANDWIDTH="0")
     program.wait_iterations(5)
     image = site.image()

@@ -228,6 +228,26 @@ def test_a_guard_that_was_killed_is_resumed(site: Site) -> None:
     assert results(site) == [expected]
 
 
+def test_a_restore_outlives_its_guard_and_keeps_others_away(site: Site) -> None:
+    """The next would find that no image can be restored: the processes of all are being restored already."""
+    expected = expected_result(site)
+    hold = site.folder / "copies-held"
+    site.run("phosd", "--ensure", SOFTGPU_COPY_HOLD=str(hold), SOFTGPU_COPY_HOLD_BYTES="64K")
+    guarding = guard(site, "--interval", "0.5", "--", *job(site))
+    wait_event(guarding, "checkpoint")
+    hold.touch()
+    os.kill(job_pid(site), signal.SIGKILL)
+    wait_until(lambda: any("restore" in words(process) for process in site.processes()), "the restore")
+    os.kill(guarding.pid, signal.SIGKILL)
+    site.gone(guarding)
+    refused = guard(site, "--resume", "--", *job(site))
+    assert status_of(refused) == 2
+    assert "a checkpoint or restore that one began, still works in" in refused.lines()[-1]
+    hold.unlink()
+    (site.folder / "end").touch()
+    wait_until(lambda: results(site) == [expected], "the end of the job")
+
+
 def test_two_guards_do_not_share_a_directory(site: Site) -> None:
     guarding = guard(site, "--interval", "100", "--", *job(site))
     wait_event(guarding, "guarding")

@@ -58,6 +58,26 @@ def test_phosd_can_start_no_thread_to_load_one_that_is_taken(site: Site) -> None
     site.wait_no_gpu_memory()
 
 
+def test_no_image_is_mixed_with_another_that_has_come_to_its_place(site: Site) -> None:
+    """CRIU finds it by its name; what the GPU had comes from what phosd has open."""
+    expected = site.reference("mlp", *MLP[:2])
+    site.environment["PHOS_REDUCERS"] = "none"  # a file of what the driver saved is not found, and so saves the day
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="swapped image")
+    program = site.example("mlp", *MLP)
+    program.wait_iterations(5)
+    image = site.image()
+    site.dump(program, image, "--leave-running")
+    program.wait_progress(20)
+    site.dump(program, site.image(f"{image.name}-other"))
+    refused = site.run("phos-gpu", "pool", "create", str(image), "--size", "1", "--name", "p", check=False)
+    assert "Another image has been written in its place" in refused.stderr
+    image.rename(f"{image}-other")
+    image.with_name(f"{image.name}-away").rename(image)
+    create(site, image, 1, "--name", "p")
+    ended(site, take(site, "p"))
+    assert program.result() == expected
+
+
 def test_parked_processes_end_with_phosd_and_a_new_one_parks_others(site: Site) -> None:
     program = site.example("mlp", *MLP)
     image = dump_at(site, program)

@@ -55,6 +55,25 @@ def test_what_the_second_waits_for_comes_before_the_rest_of_the_first(site: Site
     assert loading(site) == ["loading", "loading"]
 
 
+def test_a_process_is_taken_while_another_is_restored_from_the_same_image(site: Site) -> None:
+    """Each command waits for what it has begun."""
+    program, image, go = layers_image(site)
+    site.stop_phosd()
+    hold = site.folder / "copies-held"
+    site.run("phosd", "--ensure", SOFTGPU_COPY_HOLD=str(hold), SOFTGPU_COPY_HOLD_BYTES="64K")
+    create(site, image, 1, "--name", "p")
+    hold.touch()
+    restoring = site.background("phos-gpu", "restore", str(image))
+    wait_until(lambda: "loading" in [job["state"] for job in site.status()["jobs"] if job["mode"] != "pool"], "it")
+    taking = site.background("phos-gpu", "pool", "take", "p")
+    wait_until(lambda: loading(site) == ["loading"], "the take")
+    hold.unlink()
+    assert [command.wait() for command in (restoring, taking)] == [0, 0]
+    go.touch()
+    wait_until(lambda: len(results(program)) == 2, "two results")
+    assert set(results(program)) == {str(LAYERS_SUM)}
+
+
 def test_a_checkpoint_ends_while_a_process_that_was_taken_is_loaded(site: Site) -> None:
     _, image, _ = layers_image(site, "first", 4 * LAYERS)
     other = site.example("mlp", *LONG)

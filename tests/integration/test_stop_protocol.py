@@ -239,3 +239,29 @@ def test_a_process_that_ends_while_others_are_quiesced_ends_the_checkpoint(site:
     assert dump.wait(PATIENCE) != 0
     assert f"Process {killed.pid} " in (said := site.errors(image / "dump.log"))
     assert "ended while it was being checkpointed" in said
+
+
+@pytest.mark.parametrize("what", ["dump", "restore"])
+def test_the_image_directory_is_called_otherwise_before_criu_ends(site: Site, what: str) -> None:
+    """CRIU and phosd have it open, and so has who waits for both; another of that name is nobody's business."""
+    expected = site.reference("mlp", *EXAMPLES["mlp"][:2])
+    program = site.example("mlp", *EXAMPLES["mlp"])
+    program.wait_iterations(5)
+    image, now = site.image(), site.folder / "now"
+    moment = "post-dump" if what == "dump" else "pre-resume"
+    script = site.folder / "renames"
+    script.write_text(
+        f'#!/bin/sh\n[ "$CRTOOLS_SCRIPT_ACTION" != {moment} ] || {{ mv {image} {now}; mkdir {image}; }}\n'
+    )
+    script.chmod(0o755)
+    scripted = ("--action-script", str(script))
+    if what == "dump":
+        site.dump(program, image, "--leave-running", *scripted)
+        program.process.kill()
+        site.gone(program)
+        site.restore(now)
+    else:
+        site.dump(program, image)
+        site.restore(image, *scripted)
+    assert list(image.iterdir()) == []
+    assert program.wait_result() == expected

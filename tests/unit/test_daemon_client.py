@@ -41,7 +41,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[wire_pb2.ImageState], 
     def set_answer(state: wire_pb2.ImageState) -> list[float]:
         waited: list[float] = []
 
-        def answer(_directory: Path, *, restore: bool, timeout: float) -> wire_pb2.ImageState:
+        def answer(_directory: Path, *, restore: bool, timeout: float, run: str) -> wire_pb2.ImageState:
             assert restore
             waited.append(timeout)
             return state
@@ -79,7 +79,7 @@ def test_a_directory_may_be_called_like_an_option(
     """CRIU takes it after -D."""
     waited: list[tuple[Path, bool]] = []
 
-    def answer(where: Path, *, restore: bool) -> wire_pb2.ImageState:
+    def answer(where: Path, *, restore: bool, run: str) -> wire_pb2.ImageState:
         waited.append((where, restore))
         return wire_pb2.ImageState(state="none")
 
@@ -427,8 +427,8 @@ def test_a_job_that_copies_is_waited_for_however_long_it_takes(
     done = [7, 8, 20, 20, 21]
     asked: list[float] = []
 
-    def so_long(_directory: Path, _restore: bool, seconds: float, *_: object) -> wire_pb2.ImageState:
-        asked.append(seconds)
+    def so_long(_directory: Path, wanted: wire_pb2.WaitImage, *_: object) -> wire_pb2.ImageState:
+        asked.append(wanted.timeout_s)
         return wire_pb2.ImageState(state="copying", timed_out=True, bytes_done=done[len(asked) - 1])
 
     monkeypatch.setattr(client, "_wait_so_long", so_long)

@@ -168,6 +168,22 @@ def test_job_table(tmp_path: Path) -> None:
     os.close(b)
 
 
+def test_whose_job_it_is_that_is_asked_after(tmp_path: Path) -> None:
+    """Somebody takes a process of a pool of the same image meanwhile, or restores one that has no GPU part."""
+    table = JobTable()
+    directory = os.open(tmp_path, os.O_RDONLY)
+    first = FakeJob("a", "restore")
+    table.add(directory, first, 0, "one")
+    first.state = "attached"
+    table.add(directory, FakeJob("a", "restore"), 0)
+    assert [table.state(directory, "restore", 0, run).state for run in ("one", "")] == ["attached", "writing"]
+    assert table.state(directory, "restore", 0, "other").state == "unknown"
+    for run in ("two", "three"):
+        table.none_for(directory, 0, run)
+    assert table.state(directory, "restore", 0, "two").run == "two"
+    os.close(directory)
+
+
 def test_an_image_that_was_removed_is_not_committed(tmp_path: Path) -> None:
     """Nor is another directory of its name, which mostly has its inode."""
     table, folder = JobTable(), tmp_path / "a"

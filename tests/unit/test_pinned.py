@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from phos.gen import wire_pb2
-from phos.gpu_engine import driver
+from phos.gpu_engine import driver, pinned
 from phos.gpu_engine.daemon import pinned_images, wire
 from phos.gpu_engine.daemon.pinned_images import PinnedImages, available_memory, limit_from
 from phos.gpu_engine.errors import DriverError, PhosError, UsageError
@@ -177,6 +177,35 @@ def test_reading_removing_and_renaming_are_no_changes(shared: Path) -> None:
     assert memory.changed() == []
     assert content(memory, shared) == before
     memory.release()
+
+
+def test_no_other_image_is_pinned_that_has_come_to_its_place(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hashes would be those of the one that was opened, and its data the other's."""
+    memory = load(shared, copy=True)
+    expected = content(memory, shared)
+    memory.release()
+    other = Path(tempfile.mkdtemp(prefix="phos-test-", dir="/dev/shm"))
+    away = other.with_name(f"{other.name}-away")
+    shutil.copytree(shared, other, dirs_exist_ok=True)
+    for file in other.glob("phos-data-*"):
+        alter(file)
+
+    class Swapping(pinned._Watcher):
+        def __init__(self) -> None:
+            super().__init__()
+            shared.rename(away)
+            other.rename(shared)
+
+    monkeypatch.setattr(pinned, "_Watcher", Swapping)
+    try:
+        memory = load(shared)
+        assert memory.copied == 0
+        assert content(memory, away) == expected
+        memory.release()
+    finally:
+        shared.rename(other)
+        away.rename(shared)
+        shutil.rmtree(other)
 
 
 @pytest.mark.parametrize("copy", [True, False])
