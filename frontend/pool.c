@@ -24,9 +24,11 @@
 struct pending {
     struct phos_allocation *allocation;
     CUevent event;
-    CUcontext context; /* of the event */
+    CUcontext context; /* of the event; NULL: it ended before that was recorded */
+    bool recorded;     /* until then only the thread that frees it may take it from the list */
     unsigned long long stream;
-    uint64_t freed_at; /* ns */
+    uint64_t freed_at;        /* ns */
+    struct phos_pool *former; /* whose it was; NULL: cuMemAlloc's */
     struct pending *next;
 };
 
@@ -128,12 +130,12 @@ void phos_pool_dispose_if_done(struct phos_pool *pool)
         }
 }
 
-void phos_pool_reap(struct phos_pool *pool, bool all)
+void phos_pool_reap(struct phos_pool *pool)
 {
     PHOS_RELAXED;
     for (struct pending **link = &pool->pending; *link;) {
         struct pending *p = *link;
-        if (all || phos_real.cuEventQuery(p->event) == CUDA_SUCCESS)
+        if (p->recorded && phos_real.cuEventQuery(p->event) == CUDA_SUCCESS)
             pending_free(pool, link);
         else
             link = &p->next;
@@ -145,7 +147,7 @@ void phos_pool_reclaim(CUdevice device)
     for (struct phos_pool *pool = phos_pools, *next; pool; pool = next) {
         next = pool->next;
         if (pool->device == device) {
-            phos_pool_reap(pool, false);
+            phos_pool_reap(pool);
             phos_pool_dispose_if_done(pool);
         }
     }
@@ -194,7 +196,7 @@ static void pool_rest(struct phos_pool *pool, uint64_t now, uint64_t *next)
     for (struct pending **link = &pool->pending; *link;) {
         struct pending *p = *link;
         uint64_t at = p->freed_at + REST_NS;
-        bool rested = now >= at && pool->used + pool->waiting > keep;
+        bool rested = p->recorded && now >= at && pool->used + pool->waiting > keep;
         if (rested && phos_real.cuEventQuery(p->event) == CUDA_SUCCESS) {
             pending_free(pool, link);
             continue;
@@ -229,10 +231,12 @@ void phos_pool_context_ends(CUcontext context)
     for (struct phos_pool *pool = phos_pools; pool; pool = pool->next)
         for (struct pending **link = &pool->pending; *link;) {
             struct pending *p = *link;
-            if (p->context == context)
+            if (p->context == context && p->recorded) {
                 pending_free(pool, link);
-            else
-                link = &p->next;
+                continue;
+            }
+            p->context = p->context == context ? NULL : p->context;
+            link = &p->next;
         }
     for (struct spare **link = &spares; *link;) {
         struct spare *spare = *link;
@@ -290,7 +294,7 @@ static CUresult pool_allocate(struct phos_pool *pool, CUcontext context, size_t 
         struct phos_allocation *a = (*link)->allocation;
         size_t capacity = phos_allocation_capacity(a);
         /* The default streams of two contexts may go by one number. */
-        if ((*link)->stream != number || (*link)->context != context || capacity < size ||
+        if (!(*link)->recorded || (*link)->stream != number || (*link)->context != context || capacity < size ||
             capacity > size + size / 8 + 4096)
             continue;
         allocation = a;
@@ -300,7 +304,7 @@ static CUresult pool_allocate(struct phos_pool *pool, CUcontext context, size_t 
     }
     pool->live++; /* before allocating, which may let go of the lock: a pool with something live stays */
     if (!allocation) {
-        phos_pool_reap(pool, false);
+        phos_pool_reap(pool);
         CUresult result = phos_allocate(pool->device, context, size, entry_point, &allocation);
         if (result != CUDA_SUCCESS) {
             pool->live--;
@@ -384,20 +388,98 @@ static void pool_forget(struct phos_allocation *allocation)
     pool->used -= allocation->size;
 }
 
+/* Takes it out of use, to wait in a pool; the event is not recorded yet. */
+static CUresult pending_begin(CUdeviceptr address, CUcontext context, CUstream stream, struct pending **out)
+{
+    PHOS_MEMORY_LOCKED;
+    struct phos_allocation *allocation = phos_allocation_at(address);
+    if (!allocation || allocation->address != address)
+        return CUDA_ERROR_INVALID_VALUE;
+    struct phos_pool *former = allocation->pool, *pool = former;
+    if (!pool) { /* memory of cuMemAlloc may be freed this way too: it waits with its device's usual pool */
+        CUmemoryPool usual;
+        CUresult result = phos_real.cuDeviceGetDefaultMemPool(&usual, allocation->span->device);
+        if (result != CUDA_SUCCESS)
+            return result;
+        pool = phos_pool_of(usual);
+    }
+    struct pending *p = pool ? malloc(sizeof *p) : NULL;
+    CUevent event;
+    if (!p || !event_get(context, &event)) {
+        free(p);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    pool_forget(allocation);
+    allocation->pool = pool; /* which has it now, and keeps it should its context end first */
+    allocation->state = PHOS_PENDING;
+    *p = (struct pending){.allocation = allocation,
+                          .event = event,
+                          .context = context,
+                          .stream = stream_number(stream),
+                          .freed_at = phos_now_ns(),
+                          .former = former,
+                          .next = pool->pending};
+    pool->pending = p;
+    pool->waiting += allocation->size;
+    if (!atomic_load(&rested_at))
+        atomic_store(&rested_at, p->freed_at + REST_NS);
+    *out = p;
+    return CUDA_SUCCESS;
+}
+
+/* `result`: of recording the event. */
+static void pending_end(struct pending *p, CUresult result)
+{
+    PHOS_MEMORY_LOCKED;
+    struct phos_allocation *allocation = p->allocation;
+    struct phos_pool *pool = allocation->pool, *former = p->former;
+    p->recorded = p->context && result == CUDA_SUCCESS;
+    if (p->recorded)
+        return;
+    struct pending **link = &pool->pending;
+    while (*link != p)
+        link = &(*link)->next;
+    *link = p->next;
+    pool->waiting -= allocation->size;
+    if (!p->context) /* the event has ended with it, and so had the work */
+        phos_deallocate(allocation);
+    else { /* it is not freed */
+        event_put(p->context, p->event);
+        allocation->state = PHOS_LIVE;
+        allocation->pool = former;
+        if (former) {
+            former->live++;
+            former->used += allocation->size;
+        }
+    }
+    free(p);
+    phos_pool_dispose_if_done(pool);
+}
+
 CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
 {
+    bool ours;
     {
         PHOS_MEMORY_LOCKED;
         struct phos_allocation *allocation = phos_allocation_at(dptr);
-        if (!allocation) {
-            struct phos_uncarried_memory *left = phos_uncarried_take(dptr);
-            CUresult result = phos_uncarried_freed(left, phos_real.cuMemFreeAsync(dptr, stream));
-            if (result == CUDA_SUCCESS && !captured(stream))
-                phos_driver_shared_drop(PHOS_SHARED_POINTER, dptr);
-            return result;
-        }
-        if (allocation->address != dptr)
+        if (allocation && allocation->address != dptr)
             return CUDA_ERROR_INVALID_VALUE;
+        ours = allocation;
+    }
+    /* Nothing is queued under the lock: if the stream is full, the driver waits for the GPU. */
+    if (!ours) {
+        struct phos_uncarried_memory *left = phos_uncarried_take(dptr);
+        bool shared = false;
+        if (!captured(stream)) { /* first: as soon as it is freed another thread may be given the address */
+            PHOS_MEMORY_LOCKED;
+            shared = phos_driver_shared_drop(PHOS_SHARED_POINTER, dptr);
+        }
+        CUresult result = phos_uncarried_freed(left, phos_real.cuMemFreeAsync(dptr, stream));
+        if (result != CUDA_SUCCESS && shared) {
+            PHOS_MEMORY_LOCKED;
+            phos_driver_shared_add(PHOS_SHARED_POINTER, dptr, NULL);
+        }
+        return result;
     }
     /* Freeing what was allocated outside into a graph: the driver knows no such memory, and says so. */
     if (captured(stream))
@@ -409,45 +491,18 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
         return problem != CUDA_SUCCESS ? problem : CUDA_ERROR_INVALID_CONTEXT;
     }
     PHOS_RELAXED;
-    PHOS_MEMORY_LOCKED;
-    struct phos_allocation *allocation = phos_allocation_at(dptr);
-    if (!allocation || allocation->address != dptr)
-        return CUDA_ERROR_INVALID_VALUE;
-    struct pending *p = malloc(sizeof *p);
-    CUevent event = NULL;
     CUcontext current = NULL;
     phos_real.cuCtxGetCurrent(&current);
     bool pushed = current != context && phos_real.cuCtxPushCurrent_v2(context) == CUDA_SUCCESS;
-    CUresult result = p && event_get(context, &event) ? phos_real.cuEventRecord(event, stream) : CUDA_ERROR_OUT_OF_MEMORY;
+    struct pending *p;
+    CUresult result = pending_begin(dptr, context, stream, &p);
+    if (result == CUDA_SUCCESS) {
+        result = phos_real.cuEventRecord(p->event, stream);
+        pending_end(p, result);
+    }
     if (pushed)
         phos_real.cuCtxPopCurrent_v2(&current);
-    if (result != CUDA_SUCCESS) {
-        if (event)
-            event_put(context, event);
-        free(p);
-        return result;
-    }
-    /* Memory of cuMemAlloc may be freed this way too: it waits with its device's usual pool. */
-    struct phos_pool *pool = allocation->pool;
-    pool_forget(allocation);
-    CUmemoryPool usual;
-    if (!pool && phos_real.cuDeviceGetDefaultMemPool(&usual, allocation->span->device) == CUDA_SUCCESS)
-        pool = phos_pool_of(usual);
-    if (!pool) {
-        result = phos_real.cuEventSynchronize(event);
-        event_put(context, event);
-        free(p);
-        phos_deallocate(allocation);
-        return result;
-    }
-    allocation->pool = pool; /* which has it now, and keeps it should its context end first */
-    allocation->state = PHOS_PENDING;
-    *p = (struct pending){allocation, event, context, stream_number(stream), phos_now_ns(), pool->pending};
-    pool->pending = p;
-    pool->waiting += allocation->size;
-    if (!atomic_load(&rested_at))
-        atomic_store(&rested_at, p->freed_at + REST_NS);
-    return CUDA_SUCCESS;
+    return result;
 }
 
 void phos_pool_free_now(struct phos_allocation *allocation)

@@ -50,7 +50,7 @@ CUresult serve_cuMemPoolDestroy(CUmemoryPool handle)
             gone = pool;
     if (gone) {
         gone->destroyed = true; /* it lives on until all its memory is freed */
-        phos_pool_reap(gone, false);
+        phos_pool_reap(gone);
         phos_pool_dispose_if_done(gone);
     }
     return result;
@@ -67,7 +67,7 @@ CUresult serve_cuMemPoolTrimTo(CUmemoryPool handle, size_t keep)
         PHOS_LOCKED(&phos_memory_lock);
         struct phos_pool *pool = phos_pool_of(handle);
         if (pool && pool->carried && pool->used + pool->waiting > keep) {
-            phos_pool_reap(pool, false);
+            phos_pool_reap(pool);
             phos_cache_flush(pool->device);
         }
     }

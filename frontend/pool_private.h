@@ -22,7 +22,7 @@ extern struct phos_pool *phos_pools;
 struct phos_pool *phos_pool_add(CUmemoryPool handle, CUdevice device, bool carried);
 /* The record of a pool that is ours to serve or was seen before; NULL: of any other. */
 struct phos_pool *phos_pool_of(CUmemoryPool handle);
-/* Gives back what the GPU is done with, or (`all`) everything. */
-void phos_pool_reap(struct phos_pool *pool, bool all);
+/* Gives back what the GPU is done with. */
+void phos_pool_reap(struct phos_pool *pool);
 /* A pool that was destroyed lives on until all its memory is freed. */
 void phos_pool_dispose_if_done(struct phos_pool *pool);

@@ -87,6 +87,7 @@ static void settings_read(void)
     path(settings.copy_hold, sizeof(settings.copy_hold), "SOFTGPU_COPY_HOLD");
     settings.copy_hold_bytes = (uint64_t)number("SOFTGPU_COPY_HOLD_BYTES", 0);
     settings.launch_latency = (unsigned)number("SOFTGPU_LAUNCH_LATENCY", 0);
+    settings.queue = (unsigned)number("SOFTGPU_QUEUE", 0);
     settings.registers = (unsigned)number("SOFTGPU_REGISTERS", 0);
     settings.driver_version = (int)number("SOFTGPU_DRIVER_VERSION", 13000);
     long cores = sysconf(_SC_NPROCESSORS_ONLN);

@@ -34,6 +34,7 @@ struct sg_settings {
     char copy_hold[256];      /* a file: as long as it exists, no copy to or from a device ends; empty: none */
     uint64_t copy_hold_bytes; /* but for shorter ones */
     unsigned launch_latency;  /* microseconds */
+    unsigned queue;           /* operations that a stream may hold before who submits waits; 0: any number */
     unsigned registers;       /* of a multiprocessor; 0: they are not counted */
     int driver_version;
     unsigned threads;         /* host threads per kernel launch */
@@ -332,8 +333,9 @@ struct sg_stream {
     uint64_t id;
     bool legacy, per_thread, marks, destroyed;
     bool worker; /* its thread exists */
-    pthread_cond_t wake;
+    pthread_cond_t wake, room;
     struct sg_op *head, *tail; /* queue; under context->lock */
+    unsigned queued;           /* in it; likewise */
     struct sg_op *last;        /* newest operation, held by a reference */
     CUstreamAttrValue sync_policy;
     struct sg_capture *capture; /* under sg_graph_lock */

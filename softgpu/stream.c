@@ -114,6 +114,8 @@ static void *worker(void *argument)
             stream->head = op->next;
             if (!stream->head)
                 stream->tail = NULL;
+            stream->queued--;
+            pthread_cond_signal(&stream->room);
             pthread_mutex_unlock(&context->lock);
             run(op);
             sg_op_unreference(op);
@@ -129,6 +131,7 @@ static void *worker(void *argument)
     pthread_mutex_unlock(&context->lock);
     sg_op_unreference(last);
     pthread_cond_destroy(&stream->wake);
+    pthread_cond_destroy(&stream->room);
     free(stream);
     return NULL;
 }
@@ -164,6 +167,7 @@ struct sg_stream *sg_stream_create(struct sg_context *context, unsigned flags, i
     stream->priority = priority;
     stream->id = sg_next_id();
     pthread_cond_init(&stream->wake, NULL);
+    pthread_cond_init(&stream->room, NULL);
     if (!sg_handle_add(stream, SG_STREAM)) {
         free(stream);
         return NULL;
@@ -197,6 +201,7 @@ void sg_stream_destroy(struct sg_stream *stream)
     pthread_mutex_unlock(&context->lock);
     sg_op_unreference(stream->last);
     pthread_cond_destroy(&stream->wake);
+    pthread_cond_destroy(&stream->room);
     free(stream);
 }
 
@@ -321,6 +326,8 @@ static CUresult submit(struct sg_stream *stream, struct sg_work *work, struct sg
     op->context = context;
     CUresult result = CUDA_SUCCESS;
     pthread_mutex_lock(&context->lock);
+    while (sg_settings()->queue && stream->queued >= sg_settings()->queue)
+        pthread_cond_wait(&stream->room, &context->lock);
     bool idle = sg_op_done(stream->last);
     if (!depend_on_streams(op, stream) || !depend(op, context->resize) || !depend(op, after))
         result = CUDA_ERROR_OUT_OF_MEMORY;
@@ -344,6 +351,7 @@ static CUresult submit(struct sg_stream *stream, struct sg_work *work, struct sg
         else
             stream->head = op;
         stream->tail = op;
+        stream->queued++;
         pthread_cond_signal(&stream->wake);
     }
     if (out)
@@ -383,7 +391,8 @@ CUresult sg_submit(struct sg_stream *stream, struct sg_work *work, bool wait, st
 CUresult sg_submit_after(struct sg_stream *stream, struct sg_op *dependency)
 {
     struct sg_work work = {.type = SG_WORK_EMPTY, .context = stream->context};
-    return sg_op_done(dependency) ? CUDA_SUCCESS : submit(stream, &work, dependency, false, NULL);
+    /* With a limit it takes its place in any case, as in the driver's queues. */
+    return sg_op_done(dependency) && !sg_settings()->queue ? CUDA_SUCCESS : submit(stream, &work, dependency, false, NULL);
 }
 
 /* ---- waiting ---- */

@@ -6,6 +6,7 @@
 #include "control.h"
 #include "memory.h"
 #include "patience.h"
+#include "pool.h"
 #include "runtime.h"
 #include "stub_driver.h"
 #include "wire_link.h"
@@ -437,6 +438,102 @@ static void endless(void)
     CHECK(exports >= before + 10);
 }
 
+/* ---- freeing in a stream ---- */
+
+static enum { WORKS, FAILS, ENDS } recording; /* what becomes of it; ENDS: of its context */
+static CUdeviceptr being_freed;
+static bool event_lives, happened;
+
+static CUresult usual_pool(CUmemoryPool *pool, CUdevice device)
+{
+    (void)device;
+    *pool = (CUmemoryPool)3;
+    return CUDA_SUCCESS;
+}
+
+static CUresult stream_id(CUstream stream, unsigned long long *number)
+{
+    *number = (uintptr_t)stream;
+    return CUDA_SUCCESS;
+}
+
+static CUresult not_its_own(CUdeviceptr at, CUstream stream)
+{
+    (void)at, (void)stream;
+    return CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult not_freed(CUdeviceptr at)
+{
+    (void)at;
+    return CUDA_ERROR_INVALID_VALUE;
+}
+
+static CUresult make_event(CUevent *event, unsigned int flags)
+{
+    (void)flags;
+    *event = (CUevent)9;
+    event_lives = true;
+    return CUDA_SUCCESS;
+}
+
+static CUresult ask_event(CUevent event)
+{
+    CHECK(event && event_lives);
+    return happened ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+
+static CUdeviceptr allocate_in_stream(void)
+{
+    CUdeviceptr at = 0;
+    CHECK(serve_cuMemAllocAsync(&at, SIZE, NULL) == CUDA_SUCCESS);
+    return at;
+}
+
+/* Whatever other threads do meanwhile. */
+static CUresult record_event(CUevent event, CUstream stream)
+{
+    CHECK(event && event_lives && !stream);
+    CHECK(pthread_mutex_trylock(&phos_memory_lock) == 0);
+    if (recording == ENDS) {
+        phos_pool_context_ends((CUcontext)1);
+        phos_free_context((CUcontext)1);
+        event_lives = false;
+    }
+    pthread_mutex_unlock(&phos_memory_lock);
+    CHECK(serve_cuMemFreeAsync(being_freed, NULL) == CUDA_ERROR_INVALID_VALUE);
+    CHECK(serve_cuMemFree_v2(being_freed) == CUDA_ERROR_INVALID_VALUE);
+    happened = true; /* the last time it was recorded */
+    CHECK(allocate_in_stream() != being_freed && allocate(SIZE) != being_freed);
+    happened = false;
+    return recording == FAILS ? CUDA_ERROR_UNKNOWN : CUDA_SUCCESS;
+}
+
+static void freed_in_a_stream(void)
+{
+    phos_real.cuDeviceGetMemPool = phos_real.cuDeviceGetDefaultMemPool = usual_pool;
+    phos_real.cuStreamGetId = stream_id;
+    phos_real.cuMemFreeAsync = not_its_own;
+    phos_real.cuMemFree_v2 = not_freed;
+    phos_real.cuEventCreate = make_event;
+    phos_real.cuEventRecord = record_event;
+    phos_real.cuEventQuery = ask_event;
+    phos_policy.carry_pools = true;
+    for (int pooled = 0; pooled < 2; pooled++) {
+        CUdeviceptr at = being_freed = pooled ? allocate_in_stream() : allocate(SIZE);
+        recording = FAILS;
+        CHECK(serve_cuMemFreeAsync(at, NULL) == CUDA_ERROR_UNKNOWN);
+        recording = WORKS;
+        CHECK(serve_cuMemFreeAsync(at, NULL) == CUDA_SUCCESS); /* for it still was the program's */
+        CHECK(allocate(SIZE) != at);
+        CHECK(allocate_in_stream() == at);
+        being_freed = at = pooled ? at : allocate(SIZE);
+        recording = ENDS;
+        CHECK(serve_cuMemFreeAsync(at, NULL) == CUDA_SUCCESS);
+        CHECK(allocate(SIZE) == at);
+    }
+}
+
 static void rdma_is_refused_once(void)
 {
     phos_devices[0].rdma = true;
@@ -456,6 +553,7 @@ int main(int argc, char **argv)
         {"nothing_kept", nothing_kept},             {"no_control_thread", no_control_thread},
         {"gate", gate},       {"bursts", bursts},   {"endless", endless},
         {"rdma_is_refused_once", rdma_is_refused_once}, {"in_between", in_between},
+        {"freed_in_a_stream", freed_in_a_stream},
     };
     phos_real.cuMemCreate = create;
     phos_real.cuMemRelease = release;

@@ -18,6 +18,7 @@ pytestmark = [pytest.mark.timeout(120)]
 CASES = [
     "freed", "alone", "large", "again", "bounded", "short_of_memory", "nothing_kept", "no_control_thread", "gate",
     "bursts", "endless", "in_between", "rdma_is_refused_once",
+    "freed_in_a_stream",
 ]  # fmt: skip
 
 

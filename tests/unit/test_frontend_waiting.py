@@ -472,6 +472,40 @@ say("done")
         app.finish()
 
 
+@pytest.mark.parametrize("left", ["", "PHOS_CARRY_POOLS"], ids=["ours", "the driver's"])
+def test_who_frees_in_a_stream_that_is_full_keeps_no_other_thread_waiting(left: str) -> None:
+    """The driver waits for room in the stream, which may wait for what the other thread does next."""
+    body = (
+        WAITING
+        + """
+context = ok(cu.cuCtxGetCurrent())
+other = ok(cu.cuStreamCreate(1))
+pieces = [ok(cu.cuMemAllocAsync(1 << 20, other)) for _ in range(8)]
+ok(cu.cuStreamSynchronize(other))
+def free():
+    ok(cu.cuCtxSetCurrent(context))
+    for piece in pieces:
+        ok(cu.cuMemFreeAsync(piece, waiting))
+freeing = threading.Thread(target=free)
+freeing.start()
+time.sleep(0.3)  # the stream is full by now, most likely
+p, q = ok(cu.cuMemAlloc(1 << 20)), ok(cu.cuMemAllocAsync(1 << 20, other))
+assert int(p) not in map(int, pieces) and int(q) not in map(int, pieces), "memory was given out that work still uses"
+ok(cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, p))
+ok(cu.cuMemFreeAsync(q, other))
+assert freeing.is_alive()
+let_go()
+freeing.join()
+ok(cu.cuCtxSynchronize())
+assert all(int(cu.cuMemFreeAsync(piece, waiting)[0]) for piece in pieces), "it is freed twice"
+say("done")
+"""
+    )
+    with alone(body, SOFTGPU_QUEUE="4", **{left or "PHOS_CARRY_POOLS": "0" if left else "1"}) as app:
+        assert app.line() == "done"
+        app.finish()
+
+
 def test_pinned_memory_can_be_registered_anew_while_another_thread_lets_go_of_it(phosd: FakePhosd) -> None:
     """Its record is the one of the last registration, whatever came between."""
     body = """

@@ -536,3 +536,33 @@ go.set()
 assert cu.cuEventSynchronize(event)[0] == E.CUDA_ERROR_ILLEGAL_ADDRESS
 """
     )
+
+
+def test_a_stream_that_is_full_makes_who_submits_wait() -> None:
+    run(
+        HOLD
+        + """
+a, b = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))
+context = ok(cu.cuCtxGetCurrent())
+hold(a)
+done = []
+def submit():
+    ok(cu.cuCtxSetCurrent(context))
+    for value in range(10):
+        ok(cu.cuMemsetD8Async(p, value, 16, a))
+        done.append(value)
+thread = threading.Thread(target=submit)
+thread.start()
+while len(done) < 4:
+    time.sleep(0.001)
+time.sleep(0.1)
+assert len(done) in (4, 5), done            # whether or not the one that waits has begun
+ok(cu.cuMemsetD8Async(int(p) + 16, 7, 16, b))
+ok(cu.cuStreamSynchronize(b))               # others are not held up
+go.set()
+thread.join()
+ok(cu.cuStreamSynchronize(a))
+assert get(p, 1) == bytes([9])
+""",
+        SOFTGPU_QUEUE="4",
+    )
