@@ -26,6 +26,7 @@ static void context_ends(CUcontext context, CUdevice device)
         phos_debug("a context ends with an error pending");
     phos_window_context_ends(context, false);
     phos_twins_context_ends(context, false);
+    struct host_memory *pinned;
     phos_window_stand_still();
     {
         PHOS_LOCKED(&phos_memory_lock);
@@ -33,11 +34,13 @@ static void context_ends(CUcontext context, CUdevice device)
         phos_free_context(context);
         phos_ipc_context_ends(context);
         phos_host_context_ends(context, false);
+        pinned = phos_host_leaving();
         context_forget(context);
         if (!phos_contexts_on(device))
             phos_cache_flush(device);
     }
     phos_window_go_on();
+    phos_host_unpin(pinned);
 }
 
 /* Too late to wait for its work, which the driver did; its memory goes now. */
@@ -45,6 +48,7 @@ static void primary_gone(CUcontext primary, CUdevice device)
 {
     phos_window_context_ends(primary, true);
     phos_twins_context_ends(primary, true);
+    struct host_memory *pinned;
     phos_window_stand_still();
     {
         PHOS_LOCKED(&phos_memory_lock);
@@ -52,10 +56,12 @@ static void primary_gone(CUcontext primary, CUdevice device)
         phos_free_context(primary);
         phos_ipc_context_ends(primary);
         phos_host_context_ends(primary, true);
+        pinned = phos_host_leaving();
         context_forget(primary);
         phos_cache_flush(device);
     }
     phos_window_go_on();
+    phos_host_unpin(pinned);
 }
 
 /* A primary or a green context is not to be destroyed: the driver refuses, and all that is in it stays. */

@@ -2,6 +2,7 @@
 #include "blocks.h"
 #include "cleanup.h"
 #include "clock.h"
+#include "host.h"
 #include "quiesce.h"
 #include "track.h"
 #include "window.h"
@@ -66,12 +67,15 @@ bool phos_deferred_release(CUcontext context, uint64_t upto)
 
 void phos_deferred_release_idle(CUcontext context, uint64_t upto)
 {
+    struct host_memory *pinned;
     phos_window_stand_still();
     {
         PHOS_MEMORY_LOCKED;
         phos_deferred_release(context, upto);
+        pinned = phos_host_leaving();
     }
     phos_window_go_on();
+    phos_host_unpin(pinned);
 }
 
 bool phos_deferred_in(CUcontext context)
@@ -97,7 +101,13 @@ bool phos_deferred_settle(uint64_t timeout_ns)
         phos_window_stand_still();
         pthread_mutex_lock(&phos_memory_lock);
         any |= result == CUDA_SUCCESS && phos_deferred_release(context, upto);
+        struct host_memory *pinned = phos_host_leaving();
         phos_window_go_on();
+        if (pinned) {
+            pthread_mutex_unlock(&phos_memory_lock);
+            phos_host_unpin(pinned);
+            pthread_mutex_lock(&phos_memory_lock);
+        }
     }
     return any;
 }

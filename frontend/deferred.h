@@ -17,7 +17,7 @@ void phos_deferred_drop(const void *what);
 bool phos_deferred_in(CUcontext context);
 /* Gives back what was deferred in a context (NULL: in all) that is idle now, up to what phos_deferred_ever() said when it
  * began to be waited for. Answers whether there was anything. It may be unmapped, and must not be copied aside meanwhile:
- * after phos_window_stand_still(), or with the process quiesced. */
+ * after phos_window_stand_still(), or with the process quiesced. What was pinned is in phos_host_leaving(). */
 bool phos_deferred_release(CUcontext context, uint64_t upto);
 /* Without the lock: the same for who has waited for the context and does not stand still. */
 void phos_deferred_release_idle(CUcontext context, uint64_t upto);

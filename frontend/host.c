@@ -28,9 +28,13 @@ struct host_memory {
     const char *entry_point;
     bool absent;
     bool freed; /* deferred: see deferred.h */
+    bool ends;  /* with its context, whatever the driver says */
+    struct host_memory *next; /* of those that leave */
 };
 
-static struct phos_ranges host_ranges; /* of struct host_memory; guarded by phos_memory_lock */
+/* Guarded by phos_memory_lock. */
+static struct phos_ranges host_ranges; /* of struct host_memory */
+static struct host_memory *leaving;    /* no longer in there */
 
 static struct host_memory *item(size_t index)
 {
@@ -144,14 +148,22 @@ static void leave(bool entered)
         phos_real.cuCtxPopCurrent_v2(&popped);
 }
 
+/* Of what nobody finds any more. Not under the lock: the driver may wait for the device. */
 static CUresult host_free(struct host_memory *host)
 {
     CUresult result = phos_real.cuMemHostUnregister(host->mapping);
-    phos_ranges_remove(&host_ranges, &host->range);
-    if (result == CUDA_SUCCESS || result == CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED)
+    if (result == CUDA_SUCCESS || result == CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED || host->ends)
         munmap(host->mapping, host->mapping_size);
     free(host);
     return result;
+}
+
+static void release(void *what)
+{
+    struct host_memory *host = what;
+    phos_ranges_remove(&host_ranges, &host->range);
+    host->next = leaving;
+    leaving = host;
 }
 
 void phos_host_context_ends(CUcontext context, bool gone)
@@ -160,10 +172,11 @@ void phos_host_context_ends(CUcontext context, bool gone)
         struct host_memory *host = item(i);
         if (host->context != context)
             continue;
-        bool entered = host->mapping && !gone && enter(host);
-        if (entered && phos_real.cuMemHostUnregister(host->mapping) != CUDA_SUCCESS)
-            phos_debug("pinned memory of a context that ends could not be unpinned");
-        leave(entered);
+        if (host->mapping && !gone) {
+            host->ends = true;
+            release(host);
+            continue;
+        }
         phos_ranges_remove(&host_ranges, &host->range);
         if (host->mapping)
             munmap(host->mapping, host->mapping_size);
@@ -171,28 +184,43 @@ void phos_host_context_ends(CUcontext context, bool gone)
     }
 }
 
-static void release(void *what)
+struct host_memory *phos_host_leaving(void)
 {
-    struct host_memory *host = what;
-    bool entered = enter(host);
-    if (host_free(host) != CUDA_SUCCESS)
-        phos_debug("pinned memory freed during a capture could not be unpinned");
-    leave(entered);
+    struct host_memory *list = leaving;
+    leaving = NULL;
+    return list;
+}
+
+void phos_host_unpin(struct host_memory *list)
+{
+    PHOS_RELAXED;
+    for (struct host_memory *host = list, *next; host; host = next) {
+        next = host->next;
+        bool entered = enter(host);
+        if (host_free(host) != CUDA_SUCCESS)
+            phos_debug("pinned memory that was freed during a capture, or whose context ends, could not be unpinned");
+        leave(entered);
+    }
 }
 
 /* `captured`: nobody could wait for the work that may use it. */
 static CUresult free_ours(void *p, CUcontext context, bool captured, bool *more)
 {
     PHOS_RELAXED;
-    PHOS_LOCKED(&phos_memory_lock);
-    struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
-    if (!host || host->mapping != p || host->freed)
-        return CUDA_ERROR_INVALID_VALUE;
-    *more = !captured && phos_deferred_in(context);
-    if (!captured)
-        return host_free(host);
-    host->freed = phos_deferred_add(context, release, host);
-    return host->freed ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    struct host_memory *host;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
+        if (!host || host->mapping != p || host->freed)
+            return CUDA_ERROR_INVALID_VALUE;
+        *more = !captured && phos_deferred_in(context);
+        if (captured) {
+            host->freed = phos_deferred_add(context, release, host);
+            return host->freed ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+        }
+        phos_ranges_remove(&host_ranges, &host->range);
+    }
+    return host_free(host);
 }
 
 CUresult serve_cuMemFreeHost(void *p)

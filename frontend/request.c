@@ -9,6 +9,7 @@
 #include "detach.h"
 #include "driver_memcpy.h"
 #include "gate.h"
+#include "host.h"
 #include "hold.h"
 #include "log.h"
 #include "memory.h"
@@ -155,14 +156,17 @@ static bool on_detach(uint64_t id, const Phos__Wire__Detach *detach)
     if (state != PHOS__WIRE__GATE_STATE__QUIESCED)
         phos_fail(&error, CUDA_SUCCESS, "only a quiesced process can be detached");
     else {
+        struct host_memory *pinned;
         {
             /* Freed memory that was only kept in reserve need not be carried. */
             PHOS_LOCKED(&phos_memory_lock);
             phos_deferred_release(NULL, UINT64_MAX);
+            pinned = phos_host_leaving();
             for (int d = 0; d < phos_device_count; d++)
                 phos_pool_reclaim(d);
             phos_cache_flush(-1);
         }
+        phos_host_unpin(pinned);
         if (!phos_tell_all(true))
             return false;
         struct phos_detached taken = {0};

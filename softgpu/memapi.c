@@ -217,6 +217,8 @@ CUresult softgpu_cuMemHostUnregister(void *p)
         return result;
     if (sg_fault(SG_FAULT_UNREGISTER))
         return CUDA_ERROR_UNKNOWN;
+    if (sg_fault(SG_FAULT_UNREGISTER_WAITS))
+        sg_streams_idle(0);
     struct sg_range *range = take(p, is_registered);
     if (!range)
         return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;

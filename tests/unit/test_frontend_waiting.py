@@ -506,6 +506,48 @@ say("done")
         app.finish()
 
 
+@pytest.mark.parametrize("how", ["at once", "after a capture", "with its context"])
+def test_who_unpins_memory_keeps_no_other_thread_waiting(how: str) -> None:
+    """Its own context is idle; another, whose work waits for the other thread, is not."""
+    body = (
+        WAITING
+        + CAPTURE
+        + f"""
+how = "{how}"
+waits = ok(cu.cuCtxGetCurrent())
+idle = ok(cu.cuCtxCreate(None, 0, 0))
+captured = ok(cu.cuStreamCreate(1))
+pinned = int(ok(cu.cuMemHostAlloc(1 << 20, 0)))
+p = ok(cu.cuMemAlloc(1 << 20))
+if how == "after a capture":
+    capture(lambda: ok(cu.cuMemFreeHost(pinned)))
+def free():
+    ok(cu.cuCtxSetCurrent(idle))
+    if how == "at once":
+        ok(cu.cuMemFreeHost(pinned))
+    elif how == "after a capture":
+        ok(cu.cuMemFree(p))  # what was freed during the capture goes now
+    else:
+        ok(cu.cuCtxDestroy(idle))
+ok(cu.cuCtxSetCurrent(waits))
+freeing = threading.Thread(target=free)
+freeing.start()
+time.sleep(0.3)
+q = ok(cu.cuMemAlloc(1 << 20))
+ok(cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, q))
+assert freeing.is_alive()
+let_go()
+freeing.join()
+assert int(cu.cuMemFreeHost(pinned)[0]) == 1
+assert int(cu.cuMemHostGetFlags(pinned)[0]), "it is still pinned"
+say("done")
+"""
+    )
+    with alone(body, SOFTGPU_FAULTS="unregister-waits") as app:
+        assert app.line() == "done"
+        app.finish()
+
+
 def test_pinned_memory_can_be_registered_anew_while_another_thread_lets_go_of_it(phosd: FakePhosd) -> None:
     """Its record is the one of the last registration, whatever came between."""
     body = """
