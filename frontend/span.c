@@ -197,8 +197,9 @@ static void cache_trim(struct device_spans *d, size_t limit)
 /* How much may wait for the control thread. A limit of 0 means that nothing is kept, not even for a moment. */
 static size_t may_wait(CUdevice device, size_t limit)
 {
-    /* What is unmapped in a window must not be copied aside at that moment, which only the control thread sees to. */
-    if (atomic_load(&phos_gate_word) & PHOS_GATE_TRACED)
+    /* What is unmapped in a window must not be copied aside at that moment, which only the control thread sees to. Copies may
+     * be under way for a while after calls are traced no more. */
+    if (atomic_load(&phos_gate_word) & PHOS_GATE_TRACED || atomic_load(&phos_window_shadows))
         return SIZE_MAX;
     return trimmed && limit ? phos_devices[device].total / WAITING_PART : 0;
 }

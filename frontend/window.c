@@ -20,7 +20,7 @@
 
 struct phos_window phos_window;
 pthread_mutex_t phos_window_lock = PTHREAD_MUTEX_INITIALIZER;
-atomic_bool phos_window_over;
+atomic_bool phos_window_over, phos_window_shadows;
 static bool is_open; /* the control thread's own */
 
 bool phos_window_is_open(void)
@@ -186,6 +186,7 @@ static bool pools_left(void)
             phos_real.cuEventDestroy_v2(slot->event);
     free(phos_window.slots);
     phos_window.slots = NULL;
+    atomic_store(&phos_window_shadows, false);
     return true;
 }
 
@@ -254,6 +255,7 @@ static bool begin(const int *descriptors, size_t count, bool computes, struct ph
         PHOS_LOCKED(&phos_window_lock);
         phos_window.slots = slots;
         slots = NULL;
+        atomic_store(&phos_window_shadows, true);
     }
     PHOS_LOCKED(&phos_memory_lock);
     return phos_window.table->mode != PHOS_WINDOW_STRICT || phos_mappings_open(all_there, error);
@@ -318,6 +320,7 @@ void phos_window_forked(void)
     /* The driver does not work in a child; the tables are the parent's business. */
     atomic_store(&phos_window_over, true);
     atomic_store(&phos_window_strict, false);
+    atomic_store(&phos_window_shadows, false);
     pthread_mutex_init(&phos_window_lock, NULL);
     if (phos_window.chunks)
         munmap(phos_window.chunks, phos_window.chunks_size);

@@ -47,6 +47,9 @@ void phos_window_abandoned(void);
 /* The same is known already. Does not return. */
 void phos_window_hopeless(void);
 
+/* Memory is copied aside, or may yet be by what is queued. */
+extern atomic_bool phos_window_shadows;
+
 /* Nothing may be accessed before its data is there; an error that says that something was is not the application's. */
 extern atomic_bool phos_window_strict;
 /* Whether memory of this block must not be given access now; with phos_memory_lock held. */

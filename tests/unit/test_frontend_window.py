@@ -15,7 +15,7 @@ from phos.gen import wire_pb2 as wire
 from phos.gpu_engine.cow.chunk_table import LAZY, POOL_FLAGS, SHADOWED, UNSAVED, ChunkTable, PoolShape, WindowTable
 from phos.gpu_engine.spec.descriptor import Access, AccessDescriptor, Field, FieldKind, Parameter, Source
 from phos.gpu_engine.spec.table import pack
-from tests.unit.frontend_fake import Connection, FakePhosd, Session, built, program
+from tests.unit.frontend_fake import WAITING, Connection, FakePhosd, Session, built, program
 from tests.unit.waiting import eventually
 
 pytestmark = [pytest.mark.timeout(120), built]
@@ -600,6 +600,55 @@ def test_nothing_is_unmapped_that_is_being_copied_aside(phosd: FakePhosd, unmap:
         with window(phosd, session, 34 << 20):
             app.tell()
             assert app.line() == "through"
+        app.finish()
+
+
+def test_nothing_is_unmapped_that_is_being_copied_aside_when_a_window_is_given_up(phosd: FakePhosd) -> None:
+    """Its calls are traced no more, and what they have queued is yet to be done."""
+    body = f"""{WAITING}
+pool = ok(cu.cuMemAlloc(34 << 20))
+p, q = ok(cu.cuMemAlloc(32 << 20)), ok(cu.cuMemAlloc(4 << 20))
+fill(p, 32 << 20, 3)
+ptx = b".version 7.0\\n.target sm_70\\n.address_size 64\\n.visible .entry one(.param .u64 to) {{ ret; }}\\n"
+ptx += b".visible .entry first() {{ ret; }}\\0"
+module = ok(cu.cuModuleLoadData(ptx))
+one, first = (ok(cu.cuModuleGetFunction(module, name)) for name in (b"one", b"first"))
+stream = ok(cu.cuStreamCreate(1))
+extra = ok(cu.cuMemAllocAsync(40 << 20, stream))
+let_go()
+ok(cu.cuCtxSynchronize())
+say("ready")
+heard()
+ok(cu.cuMemFree(p))
+ok(cu.cuMemFreeAsync(extra, stream))
+ok(cu.cuStreamSynchronize(stream))
+# All that is queued waits for the first kernel after that.
+ok(cu.cuCtxSetLimit(cu.CUlimit.CU_LIMIT_STACK_SIZE, 4096))
+ok(cu.cuStreamWaitValue32(waiting, flag, 2, 0))
+ok(cu.cuLaunchKernel(first, 1, 1, 1, 1, 1, 1, 0, waiting, 0, 0))
+ok(cu.cuLaunchKernel(one, 1, 1, 1, 1, 1, 1, 0, stream, ((int(p),), (ctypes.c_uint64,)), 0))
+say("queued")
+heard()
+ok(cu.cuMemAllocAsync(1 << 20, stream))  # what was freed in a stream is given back
+ctypes.memset(flag, 2, 1)
+ok(cu.cuCtxSynchronize())
+say("through")
+"""
+    with program(phosd, body, PHOS_CACHE_BYTES="0") as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 34 << 20) as (_, table):
+            there = len(session.blocks)
+            app.tell()
+            assert app.line() == "queued"
+            assert table.counts().shadowed == 8
+            connection = session.connection
+            assert connection is not None
+            connection.send(wire.Envelope(id=1, window_end=wire.WindowEnd()))
+            time.sleep(0.3)  # no call is traced by now, most likely
+            app.tell()
+            assert app.line() == "through"
+            assert not connection.replies.get(timeout=30)[0].done.error
+            eventually(lambda: len(session.blocks) == there - 1)  # two less, and one for what was allocated
         app.finish()
 
 

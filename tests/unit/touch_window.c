@@ -106,7 +106,7 @@ void phos_window_follow(struct phos_touches *touches, uint32_t access, bool rest
 }
 
 /* Nothing is loaded in these tests. */
-atomic_bool phos_window_strict;
+atomic_bool phos_window_strict, phos_window_shadows;
 
 bool phos_window_loading(void)
 {
