@@ -3,7 +3,8 @@
  * PHOS_GATE_TRACED). What such a call may write and phosd has not saved yet is copied aside first, and the call's stream
  * waits for that copy (DESIGN §4, "cow").
  *
- * Lock order: the window's lock, then phos_memory_lock. No lock is held while waiting for phosd. */
+ * Lock order: the window's lock, then phos_memory_lock. No lock is held while waiting for phosd, nor while queueing in a stream
+ * of the application's: if that is full the driver waits, and it may wait for a thread that waits for the lock. */
 #pragma once
 #include "error.h"
 #include "touch.h"

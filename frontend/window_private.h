@@ -25,6 +25,10 @@ struct phos_slot {
     CUevent event; /* recorded behind the copy into it, and those made with it; or behind a transfer's flag */
     CUcontext context;
     uint32_t leader; /* the slot whose event stands for this one's copy */
+    /* Calls that use the event without the lock: until they are through it stays, and the slot is not used anew. Grows with
+     * `lock` held. */
+    _Atomic uint32_t held;
+    bool ends; /* its context does, and the copy has been made */
 };
 
 /* Written by the control thread while no call is traced. What `slots` points to, `next`, `copies` and `context` of a pool,

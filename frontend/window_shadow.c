@@ -22,6 +22,7 @@ struct target {
     CUdeviceptr address; /* of its first byte; 0: it is not mapped as a whole */
     uint64_t devices;    /* bit d: device d has access to it there */
     uint32_t chunk, size, slot;
+    uint32_t behind; /* the call's stream goes on behind the event of this slot; PHOS_SLOT_NONE: not copied aside */
 };
 
 struct targets {
@@ -163,7 +164,7 @@ static uint32_t find_slot(struct phos_shadow_pool *pool)
     for (uint32_t i = 0; i < pool->slots; i++) {
         uint32_t slot = pool->next;
         pool->next = slot + 1 < pool->first_slot + pool->slots ? slot + 1 : pool->first_slot;
-        if (!__atomic_load_n(&slots[slot].ticket, __ATOMIC_ACQUIRE))
+        if (!__atomic_load_n(&slots[slot].ticket, __ATOMIC_ACQUIRE) && !atomic_load(&phos_window.slots[slot].held))
             return slot;
     }
     return UINT32_MAX;
@@ -177,6 +178,7 @@ static uint32_t next_ticket(void)
 
 static bool event_in(struct phos_slot *slot, CUcontext context)
 {
+    slot->ends = false;
     if (slot->event && slot->context == context)
         return true;
     if (slot->event)
@@ -250,38 +252,54 @@ void phos_window_go_on(void)
     pthread_setcancelstate(cancel, &cancel);
 }
 
-void phos_window_context_may_end(CUcontext context)
-{
-    PHOS_LOCKED(&phos_window_lock);
-    PHOS_RELAXED;
-    for (int d = 0; phos_window.slots && d < phos_device_count; d++)
-        if (phos_window.pools[d].context == context)
-            end_copies(&phos_window.pools[d]);
-}
-
-void phos_window_context_ends(CUcontext context, bool gone)
+/* What is copied in the context has been when this returns, and of its events those are destroyed that nobody uses. False: some
+ * are used. */
+static bool leave_context(CUcontext context, uint32_t transfers)
 {
     PHOS_LOCKED(&phos_window_lock);
     PHOS_RELAXED;
     if (!phos_window.slots)
-        return; /* not in a window */
-    for (int d = 0; d < phos_device_count; d++) {
-        struct phos_shadow_pool *pool = &phos_window.pools[d];
-        if (pool->context != context)
-            continue;
-        if (gone)
-            pool->copies = NULL;
-        else
-            end_copies(pool);
-    }
-    for (uint32_t s = 0; s < phos_window.table->slots + PHOS_TRANSFERS; s++) {
+        return true; /* not in a window */
+    bool left = true;
+    for (int d = 0; d < phos_device_count; d++)
+        if (phos_window.pools[d].context == context)
+            end_copies(&phos_window.pools[d]);
+    for (uint32_t s = 0; s < phos_window.table->slots + transfers; s++) {
         struct phos_slot *slot = &phos_window.slots[s];
         if (!slot->event || slot->context != context)
             continue;
-        if (!gone)
-            phos_real.cuEventDestroy_v2(slot->event);
+        slot->ends = atomic_load(&slot->held);
+        left &= !slot->ends;
+        if (slot->ends)
+            continue;
+        phos_real.cuEventDestroy_v2(slot->event);
         slot->event = NULL;
     }
+    return left;
+}
+
+/* The flags of transfers are not waited for: who queues in a context that may end has to see to that himself. */
+void phos_window_context_may_end(CUcontext context)
+{
+    while (!leave_context(context, 0))
+        nanosleep(&(struct timespec){.tv_nsec = SPIN_NS}, NULL);
+}
+
+void phos_window_context_ends(CUcontext context, bool gone)
+{
+    while (!gone && !leave_context(context, PHOS_TRANSFERS))
+        nanosleep(&(struct timespec){.tv_nsec = SPIN_NS}, NULL);
+    if (!gone)
+        return;
+    PHOS_LOCKED(&phos_window_lock);
+    if (!phos_window.slots)
+        return;
+    for (int d = 0; d < phos_device_count; d++)
+        if (phos_window.pools[d].context == context)
+            phos_window.pools[d].copies = NULL;
+    for (uint32_t s = 0; s < phos_window.table->slots + PHOS_TRANSFERS; s++)
+        if (phos_window.slots[s].context == context)
+            phos_window.slots[s].event = NULL;
 }
 
 /* Queues the copies of chunks whose slots are taken, neighbours in one; then the flags; then the event. Nobody has written
@@ -320,8 +338,8 @@ static bool can_copy(const struct target *target, CUdevice device)
     return target->address && target->devices >> device & 1;
 }
 
-/* Copies aside what it can, moves what it cannot to the front of `list` and answers how many those are. */
-static size_t shadow(struct target *list, size_t count, CUstream stream)
+/* Copies aside what it can of what is not yet. */
+static void shadow(struct target *list, size_t count)
 {
     CUcontext context;
     CUdevice device;
@@ -332,31 +350,28 @@ static size_t shadow(struct target *list, size_t count, CUstream stream)
                 pool = &phos_window.pools[d];
     if (pool && (!pool->slots || !stream_in(pool, context)))
         pool = NULL;
-    size_t taken = 0, left = 0;
+    size_t taken = 0;
     PHOS_FREES struct target *mine = pool ? malloc(count * sizeof *mine) : NULL;
-    for (size_t i = 0; i < count; i++) {
-        uint32_t slot = mine && can_copy(&list[i], device) ? find_slot(pool) : UINT32_MAX;
-        if (slot == UINT32_MAX || !claim(list[i].chunk)) {
-            if (chunk_state(list[i].chunk) != PHOS_CHUNK_SAVED)
-                list[left++] = list[i];
+    for (size_t i = 0; mine && i < count; i++) {
+        if (list[i].behind != PHOS_SLOT_NONE || !can_copy(&list[i], device))
             continue;
-        }
+        uint32_t slot = find_slot(pool);
+        if (slot == UINT32_MAX || !claim(list[i].chunk))
+            continue;
         mine[taken] = list[i];
         mine[taken++].slot = slot;
         /* Not found again; no flag says this. */
         __atomic_store_n(&phos_window_slots()[slot].ticket, UINT32_MAX, __ATOMIC_RELAXED);
     }
     if (!taken)
-        return left;
+        return;
     uint32_t ticket = next_ticket();
     bool queued = queue_copies(pool, mine, taken, ticket, context);
-    bool behind = queued && phos_real.cuStreamWaitEvent(stream, phos_window.slots[mine[0].slot].event, 0) == CUDA_SUCCESS;
-    for (size_t i = 0; i < taken; i++) {
+    for (size_t i = 0, at = 0; i < taken; i++) {
         struct phos_window_slot *slot = &phos_window_slots()[mine[i].slot];
         if (!queued) {
             /* Some copy may yet be made: the slot is not used again in this window. */
             set_chunk(mine[i].chunk, PHOS_CHUNK_UNSAVED);
-            list[left++] = mine[i];
             continue;
         }
         phos_window.slots[mine[i].slot].leader = mine[0].slot;
@@ -364,37 +379,58 @@ static size_t shadow(struct target *list, size_t count, CUstream stream)
         __atomic_store_n(&slot->ticket, ticket, __ATOMIC_RELEASE);
         set_chunk(mine[i].chunk, shadowed(mine[i].slot));
         phos_window_ask(mine[i].chunk);
-        if (!behind)
-            list[left++] = mine[i];
+        while (list[at].chunk != mine[i].chunk)
+            at++;
+        list[at].behind = mine[0].slot;
     }
     phos_count(queued ? &phos_window.table->counts.shadowed : &phos_window.table->counts.failures, taken);
-    return left;
 }
 
-/* Chunks that this process has copied aside already, perhaps for another stream: this stream goes on behind that copy.
- * Moves those for which that is not possible to the front, and answers how many those are. */
-static size_t follow(struct target *list, size_t count, CUstream stream)
+/* Finds the chunks that this process has copied aside already, perhaps for another stream: this stream is to go on behind that
+ * copy. What is saved, or certainly copied, is left out: answers how many are not, and in `alone` how many are not copied aside. */
+static size_t follow(struct target *list, size_t count, size_t *alone)
 {
-    size_t left = 0;
-    uint32_t last = UINT32_MAX;
+    size_t kept = 0;
+    uint32_t last = PHOS_SLOT_NONE;
     bool lost = __atomic_load_n(&phos_window.table->faulted, __ATOMIC_RELAXED); /* some may never be made */
+    *alone = 0;
     for (size_t i = 0; i < count; i++) {
         uint32_t state = chunk_state(list[i].chunk);
         if (state == PHOS_CHUNK_SAVED)
             continue;
+        list[kept] = list[i];
+        list[kept].behind = PHOS_SLOT_NONE;
         if (lost || state - (state & 0xffff) != shadowed(0) || (state & 0xffff) >= phos_window.table->slots) {
-            list[left++] = list[i];
+            kept++;
+            ++*alone;
             continue;
         }
         uint32_t leader = phos_window.slots[state & 0xffff].leader;
-        if (leader == last || !phos_window.slots[leader].event) /* none: its context has ended, and so had the copy */
+        if (!phos_window.slots[leader].event || phos_window.slots[leader].ends) /* the copy had ended before its context */
             continue;
+        list[kept++].behind = leader;
+        phos_count(&phos_window.table->counts.stream_waits, leader != last);
         last = leader;
-        if (phos_real.cuStreamWaitEvent(stream, phos_window.slots[leader].event, 0) != CUDA_SUCCESS) {
+    }
+    return kept;
+}
+
+/* Without the lock, with the events held: lets the stream go on behind the copies. Moves the chunks for which there is none, or
+ * that is not possible, to the front, and answers how many those are. */
+static size_t go_behind(struct target *list, size_t count, CUstream stream)
+{
+    PHOS_RELAXED;
+    size_t left = 0;
+    uint32_t last = PHOS_SLOT_NONE;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t behind = list[i].behind;
+        struct phos_slot *slot = behind == PHOS_SLOT_NONE ? NULL : &phos_window.slots[behind];
+        if (slot && behind != last && phos_real.cuStreamWaitEvent(stream, slot->event, 0) == CUDA_SUCCESS)
+            last = behind;
+        if (slot)
+            atomic_fetch_sub(&slot->held, 1);
+        if (slot ? behind != last : chunk_state(list[i].chunk) != PHOS_CHUNK_SAVED)
             list[left++] = list[i];
-            last = UINT32_MAX;
-        } else
-            phos_count(&phos_window.table->counts.stream_waits, 1);
     }
     return left;
 }
@@ -434,19 +470,23 @@ void phos_window_blame(const struct phos_touches *touches)
  * (phos_window_stand_still). */
 static bool copy_aside(struct targets *targets, CUstream stream)
 {
-    size_t left;
+    struct target *list = targets->list;
+    size_t count, alone;
     {
         PHOS_LOCKED(&phos_window_lock);
         PHOS_RELAXED;
         if (targets->version != phos_mappings_version)
             return false;
-        left = follow(targets->list, targets->count, stream);
-        left = left ? shadow(targets->list, left, stream) : 0;
-        for (size_t i = 0; i < left; i++)
-            if (chunk_state(targets->list[i].chunk) == PHOS_CHUNK_UNSAVED)
-                phos_window_ask(targets->list[i].chunk);
+        count = follow(list, targets->count, &alone);
+        if (alone)
+            shadow(list, count);
+        for (size_t i = 0; i < count; i++)
+            if (list[i].behind != PHOS_SLOT_NONE)
+                atomic_fetch_add(&phos_window.slots[list[i].behind].held, 1);
+            else if (chunk_state(list[i].chunk) == PHOS_CHUNK_UNSAVED)
+                phos_window_ask(list[i].chunk);
     }
-    wait_saved(targets->list, left);
+    wait_saved(list, go_behind(list, count, stream));
     return true;
 }
 
@@ -514,6 +554,24 @@ void phos_window_before(struct phos_touches *touches)
         __atomic_fetch_add(&phos_window.table->transferring, 1, __ATOMIC_RELEASE);
 }
 
+/* The number of a transfer record that nobody has, with an event; it is held. PHOS_TRANSFERS: none. */
+static uint32_t transfer_begins(CUcontext context, uint32_t *ticket)
+{
+    PHOS_LOCKED(&phos_window_lock);
+    for (uint32_t i = 0; i < PHOS_TRANSFERS; i++) {
+        uint32_t at = phos_window.transfer++ % PHOS_TRANSFERS;
+        struct phos_slot *behind = &phos_window.slots[phos_window.table->slots + at];
+        if (__atomic_load_n(&phos_window_transfers()[at].ticket, __ATOMIC_ACQUIRE) || atomic_load(&behind->held))
+            continue;
+        if (!event_in(behind, context))
+            return PHOS_TRANSFERS;
+        atomic_fetch_add(&behind->held, 1);
+        *ticket = next_ticket();
+        return at;
+    }
+    return PHOS_TRANSFERS; /* as many are under way: phosd steps aside anyway */
+}
+
 /* phosd steps aside until the GPU has set the flag behind a transfer. Not behind a synchronous one: what other threads queued
  * while it lasted may wait for this one, and in a default stream the flag would come behind that, and other streams behind
  * the flag. */
@@ -531,23 +589,17 @@ static void note_transfer(CUstream stream)
         const struct phos_shadow_pool *pool = &phos_window.pools[d];
         if (phos_devices[d].device != device || !pool->address)
             continue;
-        PHOS_LOCKED(&phos_window_lock);
-        for (uint32_t i = 0; i < PHOS_TRANSFERS; i++) {
-            uint32_t at = phos_window.transfer++ % PHOS_TRANSFERS, ticket;
-            if (__atomic_load_n(&transfers[at].ticket, __ATOMIC_ACQUIRE))
-                continue;
-            struct phos_slot *behind = &phos_window.slots[phos_window.table->slots + at];
-            if (!event_in(behind, context))
-                return;
-            ticket = next_ticket();
-            CUdeviceptr flag = pool->address + (CUdeviceptr)(pool->slots + at) * sizeof(uint32_t);
-            if (phos_real.cuMemsetD32Async(flag, ticket, 1, stream) == CUDA_SUCCESS &&
-                phos_real.cuEventRecord(behind->event, stream) == CUDA_SUCCESS) {
-                transfers[at].pool = pool->index;
-                __atomic_store_n(&transfers[at].ticket, ticket, __ATOMIC_RELEASE);
-            }
+        uint32_t ticket, at = transfer_begins(context, &ticket);
+        if (at == PHOS_TRANSFERS)
             return;
-        } /* as many are under way: phosd steps aside anyway */
+        struct phos_slot *behind = &phos_window.slots[phos_window.table->slots + at];
+        CUdeviceptr flag = pool->address + (CUdeviceptr)(pool->slots + at) * sizeof(uint32_t);
+        if (phos_real.cuMemsetD32Async(flag, ticket, 1, stream) == CUDA_SUCCESS &&
+            phos_real.cuEventRecord(behind->event, stream) == CUDA_SUCCESS) {
+            transfers[at].pool = pool->index;
+            __atomic_store_n(&transfers[at].ticket, ticket, __ATOMIC_RELEASE);
+        }
+        atomic_fetch_sub(&behind->held, 1);
     }
 }
 

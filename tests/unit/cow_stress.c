@@ -61,8 +61,10 @@ static unsigned draw(uint64_t *seed, unsigned below)
 
 /* ---- a GPU ---- */
 
-struct event { /* its numbers are guarded by gpu_lock */
+struct event { /* guarded by gpu_lock */
     uint64_t recorded, reached;
+    bool destroyed;
+    struct event *next; /* of those that were destroyed in this window */
 };
 enum kind { COPY, SET, RECORD, WAIT, KERNEL };
 struct work {
@@ -74,7 +76,7 @@ struct work {
     struct event *event;
     uint64_t number;
 };
-#define QUEUE 4096u
+#define QUEUE 4u /* often full */
 struct stream {
     struct work queue[QUEUE];
     uint64_t head, tail; /* guarded by gpu_lock */
@@ -90,7 +92,9 @@ static atomic_uint copies, events;
 static atomic_bool copying; /* there is a stream for copies */
 #define GARBAGE ((CUevent)8)
 #define HERE ((CUcontext)1)
-#define ELSEWHERE ((CUcontext)2)
+#define THERE ((CUcontext)2) /* a second one on the same device */
+#define ELSEWHERE ((CUcontext)3)
+static __thread CUcontext current = HERE;
 
 static CUresult enqueue(CUstream handle, struct work work)
 {
@@ -98,6 +102,7 @@ static CUresult enqueue(CUstream handle, struct work work)
     pthread_mutex_lock(&gpu_lock);
     while (stream->tail - stream->head == QUEUE)
         pthread_cond_wait(&gpu_changed, &gpu_lock);
+    check(!work.event || !work.event->destroyed, "an event is used that has been destroyed");
     if (work.kind == RECORD)
         work.number = ++work.event->recorded;
     if (work.kind == WAIT)
@@ -172,11 +177,16 @@ static CUresult fake_event_create(CUevent *event, unsigned flags)
     atomic_fetch_add(&events, 1);
     return CUDA_SUCCESS;
 }
+static struct event *destroyed;
 static CUresult fake_event_destroy(CUevent event)
 {
     check(event != GARBAGE, "an event is destroyed that was never made");
     atomic_fetch_sub(&events, 1);
-    free(event); /* only once all streams are idle */
+    pthread_mutex_lock(&gpu_lock);
+    ((struct event *)event)->destroyed = true;
+    ((struct event *)event)->next = destroyed; /* freed once all streams are idle */
+    destroyed = (struct event *)event;
+    pthread_mutex_unlock(&gpu_lock);
     return CUDA_SUCCESS;
 }
 static CUresult fake_record(CUevent event, CUstream stream)
@@ -208,12 +218,12 @@ static CUresult fake_synchronize(CUstream stream)
 }
 static CUresult fake_push(CUcontext context)
 {
-    check(context == HERE, "what copies is in another context");
+    check(context == HERE || context == THERE, "what copies is in another context");
     return CUDA_SUCCESS;
 }
 static CUresult fake_pop(CUcontext *context)
 {
-    *context = HERE;
+    *context = current;
     return CUDA_SUCCESS;
 }
 static CUresult fake_stream_destroy(CUstream stream)
@@ -246,7 +256,7 @@ bool phos_stream_context(CUstream stream, CUcontext *context, CUdevice *device)
 }
 CUresult phos_current(CUcontext *context, CUdevice *device)
 {
-    *context = HERE;
+    *context = current;
     *device = 0;
     return CUDA_SUCCESS;
 }
@@ -336,6 +346,7 @@ static void *compute(void *argument)
 {
     unsigned number = (unsigned)(uintptr_t)argument;
     uint64_t seed = number + 77;
+    current = number ? HERE : THERE;
     while (!atomic_load(&stop)) {
         CUstream stream = (CUstream)&streams[number * 2 + draw(&seed, 2)];
         /* Often a chunk or two, sometimes much, across blocks. */
@@ -353,6 +364,8 @@ static void *compute(void *argument)
                                       .value = draw(&seed, 1000)});
         phos_window_after(&touches, CUDA_SUCCESS);
         atomic_fetch_add(&launches, 1);
+        if (!draw(&seed, 50))
+            phos_window_context_may_end(draw(&seed, 2) ? HERE : THERE);
         if (!draw(&seed, 8))
             nanosleep(&(struct timespec){.tv_nsec = 20000}, NULL);
     }
@@ -505,7 +518,13 @@ static void window(uint32_t slots)
     phos_window_context_ends(ELSEWHERE, false);
     check(atomic_load(&events) == had && !pool->copies == !atomic_load(&copying), "a context took another's along");
     phos_window_context_ends(HERE, false);
+    phos_window_context_ends(THERE, false);
     check(!atomic_load(&events) && !pool->copies && !atomic_load(&copying), "a context left something behind");
+    for (struct event *event = destroyed, *next; event; event = next) {
+        next = event->next;
+        free(event);
+    }
+    destroyed = NULL;
     free((void *)pool->address);
     memset(noted, 0, chunk_count);
     for (int64_t touch; (touch = phos_window_next_touched(&view, &touched)) >= 0;) {

@@ -205,6 +205,55 @@ def test_in_a_window_no_stream_waits_for_work_that_waits_for_the_program(phosd: 
         app.finish()
 
 
+@pytest.mark.parametrize("how", ["shadows", "one shadow", "transfers"])
+def test_in_a_window_nobody_waits_for_who_waits_for_room_in_a_stream(phosd: FakePhosd, how: str) -> None:
+    """The stream waits for what another thread does next, whose memory is not saved either."""
+    body = f"""{WAITING}
+how = "{how}"
+context = ok(cu.cuCtxGetCurrent())
+size = 2 << 20
+pinned = int(ok(cu.cuMemHostAlloc(size, 0)))
+ctypes.memset(pinned, 5, size)
+pool = ok(cu.cuMemAlloc(70 << 20))
+p = int(ok(cu.cuMemAlloc(40 << 20)))
+other = ok(cu.cuStreamCreate(1))
+fill(p, 40 << 20, 3)
+let_go()
+ok(cu.cuCtxSynchronize())
+say("ready")
+heard()
+ok(cu.cuStreamWaitValue32(waiting, flag, 2, 0))
+time.sleep(0.1)  # it has begun by now, most likely
+def work():
+    ok(cu.cuCtxSetCurrent(context))
+    for at in range(4):
+        to = p + (0 if how == "one shadow" else at << 22)
+        if how == "transfers":
+            ok(cu.cuMemcpyHtoDAsync(to, pinned, size, waiting))
+        else:
+            ok(cu.cuMemsetD8Async(to, 5, size, waiting))
+working = threading.Thread(target=work, daemon=True)
+working.start()
+time.sleep(0.3)  # the stream is full by now, most likely
+for at in (1, 6, 7):
+    ok(cu.cuMemsetD8Async(p + (at << 22) + size, 6, size, other))
+ok(cu.cuMemcpyHtoDAsync(p + (8 << 22), pinned, size, other))
+ok(cu.cuStreamSynchronize(other))
+assert working.is_alive()
+ctypes.memset(flag, 2, 1)
+working.join()
+ok(cu.cuCtxSynchronize())
+assert read(p, size) == bytes([5]) * size and read(p + (1 << 22) + size, size) == bytes([6]) * size
+say("through")
+"""
+    with program(phosd, body, SOFTGPU_QUEUE="2") as (app, session):
+        assert app.line() == "ready"
+        with window(phosd, session, 70 << 20, prioritise=how == "transfers"):
+            app.tell()
+            assert app.line() == "through"
+        app.finish()
+
+
 NEWER = """
     start()
     pool = ok(cu.cuMemAlloc(34 << 20))
