@@ -283,6 +283,8 @@ static bool prepare(struct call *call, const struct phos_touches *touches, CUfun
 /* Whether that was it; else the original has to be launched. */
 static bool launched(const struct call *call, const struct phos_touches *touches, CUresult result)
 {
+    /* Not with the lock: if the stream is full the driver waits, and it may wait for who waits for the lock. */
+    bool behind = result == CUDA_SUCCESS && phos_real.cuEventRecord(call->stream->event, touches->stream) == CUDA_SUCCESS;
     PHOS_LOCKED(&phos_twin_lock);
     phos_twins.launching--;
     if (result != CUDA_SUCCESS) { /* it takes more registers than the original, for one */
@@ -293,7 +295,7 @@ static bool launched(const struct call *call, const struct phos_touches *touches
         return false;
     }
     phos_count(&phos_twins.window->launched, 1);
-    phos_twins.unknown |= phos_real.cuEventRecord(call->stream->event, touches->stream) != CUDA_SUCCESS;
+    phos_twins.unknown |= !behind;
     return true;
 }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from phos.gen import wire_pb2 as wire
 from tests.unit.frontend_fake import WAITING, FakePhosd, alone, built, program
+from tests.unit.test_frontend_uncarried import over_a_driver_of_its_own, whole
 
 pytestmark = [pytest.mark.timeout(120), built]
 
@@ -575,3 +578,9 @@ def test_pinned_memory_can_be_registered_anew_while_another_thread_lets_go_of_it
         assert app.line() == "ready"
         phosd.toggle(session)
         app.finish()
+
+
+@whole
+def test_who_launches_a_twin_in_a_stream_that_is_full_keeps_no_other_thread_waiting(tmp_path: Path) -> None:
+    """What stands behind the twin is queued without a lock."""
+    over_a_driver_of_its_own(tmp_path, "twin_cases")
