@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
@@ -41,27 +42,28 @@ int phos_descriptor_raise_at_once(int low)
 }
 
 static struct rlimit own_limit; /* the program's; while lifted */
-static bool lifted;
+static atomic_bool lifted;      /* a child forked at any moment finds it as it was then */
 
 void phos_descriptors_lift(void)
 {
     struct rlimit now;
-    if (lifted || getrlimit(RLIMIT_NOFILE, &now) || now.rlim_cur >= now.rlim_max)
+    if (atomic_load(&lifted) || getrlimit(RLIMIT_NOFILE, &now) || now.rlim_cur >= now.rlim_max)
         return;
     own_limit = now;
     now.rlim_cur = now.rlim_max;
-    lifted = true; /* before: a child forked just then lowers it */
-    lifted = setrlimit(RLIMIT_NOFILE, &now) == 0;
+    atomic_store(&lifted, true); /* before: a child forked just then lowers it */
+    if (setrlimit(RLIMIT_NOFILE, &now))
+        atomic_store(&lifted, false);
 }
 
 void phos_descriptors_lower(void)
 {
     struct rlimit now;
     /* Not if the program has set it meanwhile. */
-    if (lifted && getrlimit(RLIMIT_NOFILE, &now) == 0 && now.rlim_cur == own_limit.rlim_max &&
+    if (atomic_load(&lifted) && getrlimit(RLIMIT_NOFILE, &now) == 0 && now.rlim_cur == own_limit.rlim_max &&
         now.rlim_max == own_limit.rlim_max)
         setrlimit(RLIMIT_NOFILE, &own_limit);
-    lifted = false;
+    atomic_store(&lifted, false);
 }
 
 size_t phos_descriptors_left(size_t enough)

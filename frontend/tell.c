@@ -203,11 +203,9 @@ static bool tell_block(uint64_t id)
         block->given = false;
         export_failed = true;
     }
-    bool lingered = block->lingers;
     if (phos_block_settle(block) != CUDA_SUCCESS)
         phos_debug("a block freed while phosd was told of it could not be released");
-    if (lingered)
-        pthread_cond_broadcast(&settle_changed);
+    pthread_cond_broadcast(&settle_changed);
     return sent;
 }
 

@@ -452,10 +452,9 @@ class Restore(ABC):
                 standing_still = standing_still and not self._let_go
                 if standing_still:
                     self._promised.add(pid)
-        if failed:
-            self._kill(pid, pidfd)  # it must not go on without its memory
-            return {}
-        if not uses_cuda:
+            if failed:
+                self._kill(pid, pidfd)  # it must not go on without its memory
+        if failed or not uses_cuda:
             return {}
         if not standing_still:
             self._revive_beside(pid)

@@ -161,6 +161,9 @@ class PooledRestore(LazyRestore):
         except OSError as error:
             raise RestoreFailed(f"Process {pid} has ended while it was restored.") from error
         with self._lock:
+            if self._discarded:  # while CRIU waited for an answer
+                os.close(pidfd)
+                raise RestoreFailed("It was not taken.")
             self._tasks[pid] = pidfd
             if inner_pid(pid) not in self._image_pids:
                 self._beside[pid] = os.dup(pidfd)
