@@ -67,7 +67,7 @@ class Guard:
         self.protocol = protocol
         self.say = say
         self.count_gpus = True
-        self.lock = -1  # inherited by checkpoints and restores: one that outlives this process keeps other guards away
+        self.lock = -1
         self.forwards = True
         self._job: Job | None = None
         self._checkpoint: subprocess.Popen[bytes] | None = None
@@ -89,6 +89,11 @@ class Guard:
             self._signal, self._sent = number, time.monotonic()
         if self.forwards and self._job is not None:
             self._job.send(number)
+
+    @property
+    def _inherited(self) -> tuple[int, ...]:
+        """Of checkpoints and restores: one that outlives this process keeps other guards away."""
+        return (self.lock,) if self.lock >= 0 else ()
 
     # One life of the job after the other.
 
@@ -218,7 +223,7 @@ class Guard:
                 stdout=self._output.begin(),
                 stderr=self._errors.begin(),
                 start_new_session=True,  # Ctrl-C is for the job
-                pass_fds=(self.lock,) if self.lock >= 0 else (),
+                pass_fds=self._inherited,
             )
         except OSError as error:  # no memory left, for example
             self._failed(f"It cannot be started: {error}.", str(error), disturbs=False)
@@ -409,7 +414,7 @@ class Guard:
             text=True,
             errors="replace",
             start_new_session=True,
-            pass_fds=(self.lock,) if self.lock >= 0 else (),
+            pass_fds=self._inherited,
             check=False,
         )
         if done.returncode != 0:

@@ -127,10 +127,9 @@ def is_ending(pid: int) -> bool:
             pending = _status(task / "status", "SigPnd")
             if pending and int(pending[0], 16) >> (signal.SIGKILL - 1) & 1:
                 return True
-            with suppress(OSError):
-                stat = (task / "stat").read_text(errors="replace")
-                if int(stat.rpartition(")")[2].split()[_FLAGS]) & _PF_EXITING:
-                    return True
+            fields = _fields(int(task.name))  # the thread's own
+            if len(fields) > _FLAGS and int(fields[_FLAGS]) & _PF_EXITING:
+                return True
     return False
 
 

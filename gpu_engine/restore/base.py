@@ -447,13 +447,13 @@ class Restore(ABC):
         with self._lock:  # all at once: if CRIU is killed here, let_go() comes before it or behind it
             (self._pids if uses_cuda else self._beside)[pid] = pidfd
             failed = self.state in FAILED
-            if uses_cuda and not failed:
+            if failed:
+                self._kill(pid, pidfd)  # it must not go on without its memory
+            elif uses_cuda:
                 self._reviving.add(pid)  # before it runs
                 standing_still = standing_still and not self._let_go
                 if standing_still:
                     self._promised.add(pid)
-            if failed:
-                self._kill(pid, pidfd)  # it must not go on without its memory
         if failed or not uses_cuda:
             return {}
         if not standing_still:

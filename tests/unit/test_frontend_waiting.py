@@ -440,6 +440,19 @@ say("done")
         app.finish()
 
 
+# A thread frees, by free(), what work may use that waits for let_go(); this one needs memory meanwhile.
+WAITS_ALONE = """
+freeing = threading.Thread(target=free)
+freeing.start()
+time.sleep(0.3)
+q = ok(cu.cuMemAlloc(1 << 20))
+ok(cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, q))
+assert freeing.is_alive()
+let_go()
+freeing.join()
+"""
+
+
 @pytest.mark.parametrize(
     ("allocate", "free", "left"),
     [
@@ -459,14 +472,7 @@ context = ok(cu.cuCtxGetCurrent())
 def free():
     ok(cu.cuCtxSetCurrent(context))
     ok({free}(memory))
-freeing = threading.Thread(target=free)
-freeing.start()
-time.sleep(0.3)
-p = ok(cu.cuMemAlloc(1 << 20))
-ok(cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, p))
-assert freeing.is_alive()
-let_go()
-freeing.join()
+{WAITS_ALONE}
 say("done")
 """
     )
@@ -533,14 +539,7 @@ def free():
     else:
         ok(cu.cuCtxDestroy(idle))
 ok(cu.cuCtxSetCurrent(waits))
-freeing = threading.Thread(target=free)
-freeing.start()
-time.sleep(0.3)
-q = ok(cu.cuMemAlloc(1 << 20))
-ok(cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, q))
-assert freeing.is_alive()
-let_go()
-freeing.join()
+{WAITS_ALONE}
 assert int(cu.cuMemFreeHost(pinned)[0]) == 1
 assert int(cu.cuMemHostGetFlags(pinned)[0]), "it is still pinned"
 say("done")
