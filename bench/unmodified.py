@@ -122,7 +122,8 @@ def in_each_way(chosen: argparse.Namespace, program: Path) -> dict[str, Ended]:
     environment, limit = process.device_environment(chosen.device), LONGEST
     for way in WAYS:
         folder = chosen.work / f"{program.name}-{WAYS.index(way)}"
-        shutil.copytree(program, folder)
+        # Not by this process, of which another thread may fork: what somebody has open to write cannot be started.
+        subprocess.run(["cp", "-a", program, folder], check=True)
         try:
             ended[way], said = run([*prefixes[way], f"./{PROGRAM}"], folder, environment, limit)
         finally:

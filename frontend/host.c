@@ -41,6 +41,13 @@ static struct host_memory *item(size_t index)
     return (struct host_memory *)host_ranges.items[index];
 }
 
+/* What an address is in of what cuMemHostAlloc gave, or NULL. */
+static struct host_memory *made_at(const void *p)
+{
+    struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
+    return host && host->mapping ? host : NULL;
+}
+
 static bool carried(CUcontext *context)
 {
     CUdevice device;
@@ -210,7 +217,7 @@ static CUresult free_ours(void *p, CUcontext context, bool captured, bool *more)
     struct host_memory *host;
     {
         PHOS_LOCKED(&phos_memory_lock);
-        host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
+        host = made_at(p);
         if (!host || host->mapping != p || host->freed)
             return CUDA_ERROR_INVALID_VALUE;
         *more = !captured && phos_deferred_in(context);
@@ -231,8 +238,8 @@ CUresult serve_cuMemFreeHost(void *p)
     {
         PHOS_LOCKED(&phos_memory_lock);
         earlier = phos_deferred_ever();
-        struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
-        ours = host && host->mapping;
+        struct host_memory *host = made_at(p);
+        ours = host != NULL;
         if (ours && (host->mapping != p || host->freed))
             return CUDA_ERROR_INVALID_VALUE;
         context = ours ? host->context : NULL;
@@ -254,6 +261,11 @@ static CUresult host_register(void *p, size_t size, unsigned int flags, CUresult
                               const char *entry_point)
 {
     CUcontext context;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        if (made_at(p))
+            return CUDA_ERROR_INVALID_VALUE; /* as the driver says of what it has allocated */
+    }
     PHOS_RELAXED;
     CUresult result = call(p, size, flags);
     if (result != CUDA_SUCCESS)
@@ -293,9 +305,9 @@ CUresult serve_cuMemHostUnregister(void *p)
     struct host_memory *host;
     {
         PHOS_LOCKED(&phos_memory_lock);
+        if (made_at(p))
+            return CUDA_ERROR_INVALID_VALUE; /* as the driver says of what it has allocated */
         host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
-        if (host && host->mapping)
-            return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED; /* by the application */
         if (host && host->range.address != (uint64_t)(uintptr_t)p)
             host = NULL;
         if (host) /* first: as soon as the driver is done another thread may register it anew */
@@ -319,9 +331,12 @@ CUresult serve_cuMemHostGetFlags(unsigned int *flags, void *p)
 {
     if (flags) {
         PHOS_LOCKED(&phos_memory_lock);
-        struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);
-        if (host && host->mapping && !host->freed) {
-            *flags = host->flags | CU_MEMHOSTALLOC_DEVICEMAP; /* it reports this always where addresses are unified */
+        struct host_memory *host = made_at(p);
+        if (host && !host->freed) {
+            /* All is portable and mapped where addresses are unified: it reports the one only of write-combined memory (580),
+             * and the other always. */
+            bool combined = host->flags & CU_MEMHOSTALLOC_WRITECOMBINED;
+            *flags = (combined ? host->flags : 0) | CU_MEMHOSTALLOC_DEVICEMAP;
             return CUDA_SUCCESS;
         }
     }

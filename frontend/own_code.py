@@ -17,6 +17,8 @@ SERVED: dict[str, tuple[str, ...]] = {
     ),
     "query.c": (
         "cuMemGetAddressRange_v2",
+        "cuMemHostGetDevicePointer_v2",
+        "cuMemHostGetDevicePointer",
         "cuPointerGetAttribute",
         "cuPointerGetAttributes",
     ),

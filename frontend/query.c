@@ -44,6 +44,24 @@ CUresult serve_cuMemGetAddressRange_v2(CUdeviceptr_v2 *base, size_t *size, CUdev
     return phos_real.cuMemGetAddressRange_v2(base, size, address);
 }
 
+/* VMM memory has a "device pointer" for the driver, cuMemAlloc memory none. */
+static bool is_device_memory(const void *p)
+{
+    PHOS_LOCKED(&phos_memory_lock);
+    CUdeviceptr address = (CUdeviceptr)(uintptr_t)p;
+    return phos_allocation_at(address) || phos_opened_at(address);
+}
+
+CUresult serve_cuMemHostGetDevicePointer_v2(CUdeviceptr_v2 *pointer, void *p, unsigned int flags)
+{
+    return is_device_memory(p) ? CUDA_ERROR_INVALID_VALUE : phos_real.cuMemHostGetDevicePointer_v2(pointer, p, flags);
+}
+
+CUresult serve_cuMemHostGetDevicePointer(CUdeviceptr_v1 *pointer, void *p, unsigned int flags)
+{
+    return is_device_memory(p) ? CUDA_ERROR_INVALID_VALUE : phos_real.cuMemHostGetDevicePointer(pointer, p, flags);
+}
+
 /* What of an allocation of ours differs from what the driver would say of its block. */
 static void adjust(const struct phos_allocation *allocation, CUpointer_attribute attribute, void *data)
 {

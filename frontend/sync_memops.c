@@ -1,7 +1,7 @@
 /* CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, which programs set on memory that a network card or another process reads behind the
- * driver's back (MPI, UCX, GDRCopy): the driver has it for cuMemAlloc memory, and refuses it for VMM memory. What it brings
- * about, that a synchronous call's copies are done when it returns, a context can be told as well, and then holds for all of
- * its memory. */
+ * driver's back (MPI, UCX, GDRCopy): the driver has it for cuMemAlloc and cuMemAllocAsync memory, and refuses it for VMM
+ * memory. What it brings about, that a synchronous call's copies are done when it returns, a context can be told as well,
+ * and then holds for all of its memory. */
 #include "cleanup.h"
 #include "memory.h"
 #include "track.h"
@@ -51,14 +51,16 @@ CUresult serve_cuPointerSetAttribute(const void *value, CUpointer_attribute attr
 {
     CUcontext context = NULL;
     bool ours = false;
-    if (attribute == CU_POINTER_ATTRIBUTE_SYNC_MEMOPS && value) {
+    {
         PHOS_LOCKED(&phos_memory_lock);
         const struct phos_allocation *allocation = phos_allocation_at(address);
-        ours = allocation ? !allocation->pool : phos_opened_at(address) != NULL;
+        ours = allocation || phos_opened_at(address);
         context = allocation ? allocation->context : NULL;
     }
     if (!ours)
         return phos_real.cuPointerSetAttribute(value, attribute, phos_query_address(address));
+    if (!value || attribute != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS)
+        return CUDA_ERROR_INVALID_VALUE; /* of VMM memory, as ours is, the driver would say that nothing can be set */
     bool on = *(const unsigned *)value;
     CUresult result = context ? CUDA_SUCCESS : phos_real.cuCtxGetCurrent(&context);
     if (result == CUDA_SUCCESS && on)

@@ -198,10 +198,11 @@ CUresult softgpu_cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Fla
         return CUDA_ERROR_INVALID_VALUE; /* not memory of this process */
     pthread_mutex_lock(&sg_map_lock);
     size_t next = sg_map_upper(&sg_ranges, (uintptr_t)p + bytesize - 1);
-    bool taken = next && ((struct sg_range *)sg_ranges.items[next - 1])->end > (uintptr_t)p;
+    const struct sg_range *last = next ? sg_ranges.items[next - 1] : NULL;
+    bool taken = last && last->end > (uintptr_t)p, registered = taken && is_registered(last);
     pthread_mutex_unlock(&sg_map_lock);
     if (taken)
-        return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
+        return registered ? CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED : CUDA_ERROR_INVALID_VALUE;
     struct sg_range *range = sg_range_new((uintptr_t)p, bytesize, SG_MEM_REGISTERED, -1, context);
     if (!range)
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -220,8 +221,10 @@ CUresult softgpu_cuMemHostUnregister(void *p)
     if (sg_fault(SG_FAULT_UNREGISTER_WAITS))
         sg_streams_idle(0);
     struct sg_range *range = take(p, is_registered);
+    struct sg_range other;
     if (!range)
-        return CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
+        return sg_find_range((uintptr_t)p, &other) && other.kind == SG_MEM_HOST ? CUDA_ERROR_INVALID_VALUE
+                                                                               : CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED;
     free(range);
     return CUDA_SUCCESS;
 }
@@ -231,7 +234,7 @@ CUresult softgpu_cuMemHostGetDevicePointer_v2(CUdeviceptr *pdptr, void *p, unsig
     struct sg_range range;
     if (!pdptr || Flags)
         return CUDA_ERROR_INVALID_VALUE;
-    if (!sg_find_range((uintptr_t)p, &range) || range.kind == SG_MEM_DEVICE || range.kind == SG_MEM_VMM)
+    if (!sg_find_range((uintptr_t)p, &range) || range.kind == SG_MEM_DEVICE)
         return CUDA_ERROR_INVALID_VALUE;
     *pdptr = (uintptr_t)p;
     return CUDA_SUCCESS;
@@ -242,7 +245,8 @@ CUresult softgpu_cuMemHostGetFlags(unsigned int *pFlags, void *p)
     struct sg_range range;
     if (!pFlags || !sg_find_range((uintptr_t)p, &range) || range.kind != SG_MEM_HOST)
         return CUDA_ERROR_INVALID_VALUE;
-    *pFlags = range.flags;
+    /* As driver 580: whether it is portable is said of write-combined memory alone. */
+    *pFlags = range.flags & CU_MEMHOSTALLOC_WRITECOMBINED ? range.flags : CU_MEMHOSTALLOC_DEVICEMAP;
     return CUDA_SUCCESS;
 }
 
@@ -366,9 +370,14 @@ CUresult softgpu_cuPointerGetAttributes(unsigned int numAttributes, CUpointer_at
 CUresult softgpu_cuPointerSetAttribute(const void *value, CUpointer_attribute name, CUdeviceptr ptr)
 {
     struct sg_range range;
-    if (!value || name != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS || !sg_find_range(ptr, &range))
+    if (!value || !sg_find_range(ptr, &range))
         return CUDA_ERROR_INVALID_VALUE;
-    return range.kind == SG_MEM_VMM ? CUDA_ERROR_NOT_SUPPORTED : sg_make_synchronous(ptr, *(const unsigned *)value);
+    if (range.kind == SG_MEM_VMM)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    if (name != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS)
+        return CUDA_ERROR_INVALID_VALUE;
+    sg_make_synchronous(ptr, *(const unsigned *)value);
+    return CUDA_SUCCESS;
 }
 
 /* Hints about managed memory: there is one copy of it, so there is nothing to do. */

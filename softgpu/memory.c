@@ -211,20 +211,14 @@ bool sg_find_allocation(uint64_t address, struct sg_allocation *out)
     return found;
 }
 
-CUresult sg_make_synchronous(uint64_t address, bool synchronous)
+void sg_make_synchronous(uint64_t address, bool synchronous)
 {
-    CUresult result = CUDA_SUCCESS;
     pthread_mutex_lock(&sg_map_lock);
     size_t at = sg_map_upper(&sg_allocations, address);
     struct sg_allocation *allocation = at ? sg_allocations.items[at - 1] : NULL;
-    if (allocation && address - allocation->begin < allocation->size) {
-        if (allocation->pool)
-            result = CUDA_ERROR_NOT_SUPPORTED;
-        else
-            allocation->synchronous = synchronous;
-    }
+    if (allocation && address - allocation->begin < allocation->size)
+        allocation->synchronous = synchronous;
     pthread_mutex_unlock(&sg_map_lock);
-    return result;
 }
 
 /* ---- cuMemAlloc's memory ---- */

@@ -201,7 +201,7 @@ CUresult sg_free(uint64_t address, bool *found_pool_memory);
 CUresult sg_allocation_import(struct sg_context *context, uint64_t begin, size_t mapped, uint64_t offset, size_t size, int device,
                               struct sg_pool *pool);
 bool sg_find_allocation(uint64_t address, struct sg_allocation *out);
-CUresult sg_make_synchronous(uint64_t address, bool synchronous);
+void sg_make_synchronous(uint64_t address, bool synchronous);
 bool sg_find_range(uint64_t address, struct sg_range *out); /* a copy; the pointers in it are only for comparing */
 /* True when all of [address, address+size), which may span neighbouring ranges, may be accessed: by a kernel of `context`, or
  * (null) by a copy engine, which reaches what any device may. */

@@ -30,17 +30,22 @@ def both_ways(command: list[str], seconds: float) -> list[subprocess.CompletedPr
     ]
 
 
-def test_the_same_answers_as_without_the_frontend() -> None:
+@pytest.mark.parametrize("about", ["memory", "capture", "objects"])
+def test_the_same_answers_as_without_the_frontend(about: str) -> None:
     """A driver may crash with streams that are none: the program is told to leave those out."""
-    command = process.python_program(PROGRAMS / "driver_answers.py", "careful")
+    command = process.python_program(PROGRAMS / f"answers_{about}.py", *(["careful"] if about == "memory" else []))
     said = []
     for done in both_ways(command, 120):
         assert done.returncode == 0, done.stderr
         said.append(done.stdout.splitlines())
-    assert list(unified_diff(*said, "without", "with", lineterm="", n=0)) == []
+    difference = "\n".join(unified_diff(*said, "without", "with", lineterm="", n=0))
+    assert not difference, difference
 
 
-@pytest.mark.skipif(importlib.util.find_spec("numba_cuda") is None, reason="numba-cuda is not installed")
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("numba_cuda", "filecheck")),
+    reason="numba-cuda, or filecheck, which its tests need, is not installed",
+)
 @pytest.mark.parametrize(
     "suite",
     [
@@ -54,12 +59,10 @@ def test_the_same_answers_as_without_the_frontend() -> None:
 def test_numba_s_own_tests_pass_as_without_us(suite: str) -> None:
     """They try much of the driver: memory of all kinds, contexts, streams, events, modules, linking, what is shared."""
     command = [sys.executable, "-m", "numba.runtests", "-v", f"numba.cuda.tests.{suite}"]
-    alone, under = (
-        set(re.findall(r"^(\S+ \([\w.]+\)).* \.\.\. ok$", done.stdout + done.stderr, re.M))
-        for done in both_ways(command, 140)
-    )
-    assert len(alone) > (100 if suite == "cudadrv" else 0)
-    assert not alone - under
+    said = [done.stdout + done.stderr for done in both_ways(command, 140)]
+    alone, under = (set(re.findall(r"^(\S+ \([\w.]+\)).* \.\.\. ok$", text, re.M)) for text in said)
+    assert len(alone) > (100 if suite == "cudadrv" else 0), said[0]
+    assert not alone - under, said[1]
 
 
 def test_memory_that_is_synchronous_stays_so(start: Starter, image: Path) -> None:

@@ -1,37 +1,18 @@
-"""Calls whose answers must be the same with the frontend as without: one line each, on standard output.
+"""Calls about memory whose answers must be the same with the frontend as without.
 
 What differs in earnest is left out: what was freed twice, and what is behind a buffer's end (an allocator's slack).
-With an argument streams that are none are left out, and host memory that no machine has: a driver may crash, or try.
+With an argument streams that are none are left out, and what no machine has: a driver may crash, or try.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from typing import Any
 
 from cuda.bindings import driver as cu
+from driver_calls import ok, other, out, tell
 
 DANGEROUS = len(sys.argv) == 1
-
-
-def ok(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call that must succeed."""
-    if int(result[0]):
-        raise AssertionError(f"driver error {result[0]!r}")
-    return result[1] if len(result) == 2 else result[1:]
-
-
-driver = ctypes.CDLL("libcuda.so.1")
-out, other = ctypes.byref(ctypes.create_string_buffer(256)), ctypes.byref(ctypes.create_string_buffer(256))
-
-
-def tell(name: str, *arguments: Any, value: bool = False) -> None:
-    """Make a call and say what came of it; ``value``: and the first four bytes that it wrote."""
-    code = getattr(driver, name)(*[ctypes.c_uint64(a & (1 << 64) - 1) if isinstance(a, int) else a for a in arguments])
-    said = int.from_bytes(out._obj.raw[:4], "little") if value and not code else ""
-    print(name, *[a if isinstance(a, int) and 0 <= a < 4096 else "." for a in arguments], "->", code, said)
-
 
 tell("cuMemAlloc_v2", out, 16)
 tell("cuMemFree_v2", 0)
@@ -85,7 +66,7 @@ host = int(ok(cu.cuMemHostAlloc(4096, 0)))
 for pointer in (p, p + 9000, q, host, 4096):
     synchronous(pointer)
 
-for flags in (0, 1, 2, 4, 7):
+for flags in range(8):
     for made, known in ((cu.cuMemHostAlloc(8192, flags), True), (cu.cuMemAllocHost(8192), False)):
         allocated = int(ok(made))
         tell("cuMemHostGetFlags", out, allocated + 8191, value=known)
@@ -141,7 +122,7 @@ for where in (p, q, host, at + unit):
 tell("cuMemDiscardBatchAsync", ctypes.byref(ctypes.c_uint64(p)), ctypes.byref(ctypes.c_size_t(4096)), 1, 0, 0)
 for where in (at + 5, at + 3 * unit, p, 1, 0):
     tell("cuMemRetainAllocationHandle", out, where)
-for where, size in ((at, unit), (at + unit, unit), (at, 0), (at, 4 * unit), (at + 1, unit), (at, -at)):
+for where, size in ((at, unit), (at + unit, unit), (at, 0), (at, 4 * unit), (at + 1, unit)):
     tell("cuMemUnmap", where, size)
 for _ in range(2):
     tell("cuMemUnmap", at, 3 * unit)
