@@ -24,6 +24,8 @@ void check_at(CUresult result, const char *what, int line)
 {
     if (result == CUDA_SUCCESS)
         return;
+    while (result == CUDA_ERROR_DEINITIALIZED && atomic_load(&stop) == 2)
+        pause(); /* another thread is in exit(), and the driver has seen it */
     printf("BAD %s in line %d: error %d\n", what, line, result);
     fflush(stdout);
     _exit(3);
