@@ -3,6 +3,7 @@
 #include "runtime.h"
 #include "control.h"
 #include "log.h"
+#include "track.h"
 #include "window.h"
 
 #include <stdlib.h>
@@ -47,6 +48,14 @@ void phos_unrelax(struct phos_relaxed *relaxed)
     relaxed_scopes--;
     if (relaxed->changed)
         phos_real.cuThreadExchangeStreamCaptureMode(&relaxed->before);
+}
+
+CUresult phos_capture_permits(void)
+{
+    /* Freeing nothing is refused like freeing something. */
+    CUresult result = phos_captures() ? phos_real.cuMemFree_v2(0) : CUDA_SUCCESS;
+    bool refused = result >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED && result <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
+    return refused ? result : CUDA_SUCCESS;
 }
 
 static struct phos_block *block_new(size_t size, CUdevice device, enum phos_owner owner)

@@ -14,7 +14,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from own_code import FREQUENT, RETRIED, SERVED, TOUCHED, TWINNED, UNGATED_SERVED
+from own_code import FREQUENT, RETRIED, SERVED, TOUCHED, TWINNED, UNGATED_SERVED, UNSAFE
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -145,6 +145,8 @@ def header(entries: list[Entry]) -> str:
         raise ValueError(f"frequent, but not in the list: {', '.join(sorted(unknown))}")
     if unknown := RETRIED - {e.symbol for e in entries}:
         raise ValueError(f"tried again, but not in the list: {', '.join(sorted(unknown))}")
+    if unknown := UNSAFE - served:
+        raise ValueError(f"refused in the driver's place, but not served: {', '.join(sorted(unknown))}")
     if touched & served:
         raise ValueError(f"served, and touched as well: {', '.join(sorted(touched & served))}")
     out.append("\n/* What a call touches. */\nstruct phos_touches;\n")
@@ -171,6 +173,8 @@ def _call(entry: Entry, served: set[str]) -> str:
     call = f"phos_real.{entry.symbol}({entry.arguments})"
     if entry.symbol in served:
         call = f"serve_{entry.symbol}({entry.arguments})"
+        if entry.symbol in UNSAFE:
+            call = f"PHOS_PERMITTED({call})"
     elif entry.base in served:
         call = f"serve_{entry.base}({_explicit(entry)})"
     return f"PHOS_RETRIED(gave_back, answer_, {call})" if entry.base in RETRIED else call

@@ -184,6 +184,21 @@ SERVED: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# Of what is served: refused in the driver's place while a capture forbids it (the documentation of
+# cuThreadExchangeStreamCaptureMode calls them potentially unsafe). Those that an H200's driver 580.159.04 refuses; the
+# stream-ordered ones depend on the stream and ask by themselves (pool.c).
+UNSAFE = {
+    "cuMemAlloc_v2",
+    "cuMemAllocPitch_v2",
+    "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuMemAllocHost_v2",
+    "cuMemFreeHost",
+    "cuMemHostRegister_v2",
+    "cuMemHostRegister",
+    "cuMemHostUnregister",
+}
+
 # Entry points that read or write device memory, by the file with their touch_<name>(), which works out what they touch.
 # In the window of a concurrent checkpoint the wrapper calls it, and window.c, before the driver.
 TOUCHED: dict[str, tuple[str, ...]] = {

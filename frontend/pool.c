@@ -337,6 +337,9 @@ CUresult serve_cuMemAllocFromPoolAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CU
             phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)bytesize);
         return result;
     }
+    CUresult permitted = valid ? phos_capture_permits() : CUDA_SUCCESS;
+    if (permitted != CUDA_SUCCESS)
+        return permitted;
     if (valid && phos_stream_context(stream, &context, &device)) {
         phos_context_seen(context, device);
         PHOS_MEMORY_LOCKED;
@@ -363,6 +366,9 @@ CUresult serve_cuMemAllocAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CUstream s
             phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)bytesize);
         return result;
     }
+    CUresult permitted = valid ? phos_capture_permits() : CUDA_SUCCESS;
+    if (permitted != CUDA_SUCCESS)
+        return permitted;
     if (valid && phos_stream_context(stream, &context, &device) &&
         phos_real.cuDeviceGetMemPool(&handle, device) == CUDA_SUCCESS) {
         phos_context_seen(context, device);
@@ -484,6 +490,9 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
     /* Freeing what was allocated outside into a graph: the driver knows no such memory, and says so. */
     if (captured(stream))
         return phos_real.cuMemFreeAsync(dptr, stream);
+    CUresult result = phos_capture_permits();
+    if (result != CUDA_SUCCESS)
+        return result;
     CUcontext context;
     CUdevice device;
     if (!phos_stream_context(stream, &context, &device)) {
@@ -495,7 +504,7 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
     phos_real.cuCtxGetCurrent(&current);
     bool pushed = current != context && phos_real.cuCtxPushCurrent_v2(context) == CUDA_SUCCESS;
     struct pending *p;
-    CUresult result = pending_begin(dptr, context, stream, &p);
+    result = pending_begin(dptr, context, stream, &p);
     if (result == CUDA_SUCCESS) {
         result = phos_real.cuEventRecord(p->event, stream);
         pending_end(p, result);

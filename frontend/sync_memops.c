@@ -2,11 +2,15 @@
  * driver's back (MPI, UCX, GDRCopy): the driver has it for cuMemAlloc and cuMemAllocAsync memory, and refuses it for VMM
  * memory. What it brings about, that a synchronous call's copies are done when it returns, a context can be told as well,
  * and then holds for all of its memory. */
+#include "sync_memops.h"
+#include "blocks.h"
 #include "cleanup.h"
+#include "log.h"
 #include "memory.h"
 #include "track.h"
 
 #include <stdatomic.h>
+#include <stdlib.h>
 
 /* Those that can be set of a context that is there. */
 #define SETTABLE (CU_CTX_FLAGS_MASK & ~CU_CTX_MAP_HOST)
@@ -18,33 +22,78 @@ static unsigned kept(unsigned flags)
     return atomic_load(&wanted) ? flags | CU_CTX_SYNC_MEMOPS : flags;
 }
 
-/* What was begun before is done as well then: it is in default streams, and all of those are waited for with the legacy one. */
-static CUresult wait_for_copies(void)
+/* Contexts that are to have it as soon as no stream is captured. Guarded by phos_memory_lock. */
+static CUcontext *due;
+static size_t due_count;
+static atomic_bool any_due;
+
+static CUresult put_off(CUcontext context)
 {
-    PHOS_RELAXED;
-    pthread_rwlock_rdlock(&phos_capture_lock); /* as phos_synchronize() does, and why */
-    CUresult result = phos_captures() ? CUDA_SUCCESS : phos_real.cuStreamSynchronize(CU_STREAM_LEGACY);
-    pthread_rwlock_unlock(&phos_capture_lock);
-    return result;
+    PHOS_LOCKED(&phos_memory_lock);
+    for (size_t i = 0; i < due_count; i++)
+        if (due[i] == context)
+            return CUDA_SUCCESS;
+    CUcontext *more = realloc(due, (due_count + 1) * sizeof *due);
+    if (!more)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    due = more;
+    due[due_count++] = context;
+    atomic_store(&any_due, true);
+    return CUDA_SUCCESS;
 }
 
+static CUresult set_flag(void)
+{
+    unsigned flags = 0;
+    CUresult result = phos_real.cuCtxGetFlags(&flags);
+    if (result != CUDA_SUCCESS || flags & CU_CTX_SYNC_MEMOPS)
+        return result;
+    result = phos_real.cuCtxSetFlags((flags & SETTABLE) | CU_CTX_SYNC_MEMOPS);
+    if (result != CUDA_SUCCESS)
+        return result;
+    atomic_store(&wanted, true);
+    /* What was begun before is done as well then: it is in default streams, and all of those are waited for with this one. */
+    return phos_real.cuStreamSynchronize(CU_STREAM_LEGACY);
+}
+
+/* The driver synchronises the context when its flags are set (580.159.04, H200), which no capture in it survives in whichever
+ * mode, as none survives a wait for the default stream: then it is put off. */
 static CUresult synchronous(CUcontext context)
 {
     CUcontext former;
-    unsigned flags = 0;
+    PHOS_RELAXED;
     CUresult result = phos_real.cuCtxPushCurrent_v2(context);
     if (result != CUDA_SUCCESS)
         return result;
-    result = phos_real.cuCtxGetFlags(&flags);
-    if (result == CUDA_SUCCESS && !(flags & CU_CTX_SYNC_MEMOPS)) {
-        result = phos_real.cuCtxSetFlags((flags & SETTABLE) | CU_CTX_SYNC_MEMOPS);
-        if (result == CUDA_SUCCESS) {
-            atomic_store(&wanted, true);
-            result = wait_for_copies();
-        }
-    }
+    pthread_rwlock_rdlock(&phos_capture_lock); /* as phos_synchronize() does, and why */
+    bool captured = phos_captures();
+    if (!captured)
+        result = set_flag();
+    pthread_rwlock_unlock(&phos_capture_lock);
     phos_real.cuCtxPopCurrent_v2(&former);
-    return result;
+    return captured ? put_off(context) : result;
+}
+
+void phos_sync_memops_settle(void)
+{
+    if (!atomic_load(&any_due) || phos_captures())
+        return;
+    CUcontext *list;
+    size_t count;
+    {
+        PHOS_LOCKED(&phos_memory_lock);
+        list = due;
+        count = due_count;
+        due = NULL;
+        due_count = 0;
+        atomic_store(&any_due, false);
+    }
+    for (size_t i = 0; i < count; i++) {
+        CUresult result = phos_context_lives(list[i]) ? synchronous(list[i]) : CUDA_SUCCESS;
+        if (result != CUDA_SUCCESS)
+            phos_warn("a context could not be told to be done with copies when a synchronous call returns (error %d)", (int)result);
+    }
+    free(list);
 }
 
 CUresult serve_cuPointerSetAttribute(const void *value, CUpointer_attribute attribute, CUdeviceptr_v2 address)
@@ -62,7 +111,9 @@ CUresult serve_cuPointerSetAttribute(const void *value, CUpointer_attribute attr
     if (!value || attribute != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS)
         return CUDA_ERROR_INVALID_VALUE; /* of VMM memory, as ours is, the driver would say that nothing can be set */
     bool on = *(const unsigned *)value;
-    CUresult result = context ? CUDA_SUCCESS : phos_real.cuCtxGetCurrent(&context);
+    CUresult result = phos_capture_permits();
+    if (result == CUDA_SUCCESS && !context)
+        result = phos_real.cuCtxGetCurrent(&context);
     if (result == CUDA_SUCCESS && on)
         result = synchronous(context);
     if (result != CUDA_SUCCESS)

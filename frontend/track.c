@@ -7,6 +7,7 @@
 #include "memory.h"
 #include "parts.h"
 #include "runtime.h"
+#include "sync_memops.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -482,8 +483,10 @@ static CUresult capture_ends(CUresult result, CUstream stream)
     bool ended = result == CUDA_SUCCESS || phos_real.cuStreamIsCapturing(stream, &status) != CUDA_SUCCESS ||
                  status == CU_STREAM_CAPTURE_STATUS_NONE;
     struct capture *capture = ended ? capture_take(stream) : NULL;
-    if (capture)
+    if (capture) {
         capture_ended(capture);
+        phos_sync_memops_settle();
+    }
     return result;
 }
 

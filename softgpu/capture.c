@@ -154,6 +154,40 @@ bool sg_capture_among(struct sg_context *context, bool non_blocking, bool spoil)
     return found;
 }
 
+static _Thread_local CUstreamCaptureMode thread_mode = CU_STREAM_CAPTURE_MODE_GLOBAL;
+
+static uint64_t this_thread(void)
+{
+    static _Thread_local uint64_t own;
+    if (!own)
+        own = sg_next_id();
+    return own;
+}
+
+static bool forbids(const struct sg_capture_session *session)
+{
+    if (thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED || session->mode == CU_STREAM_CAPTURE_MODE_RELAXED)
+        return false;
+    bool everywhere = session->mode == CU_STREAM_CAPTURE_MODE_GLOBAL && thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
+    return everywhere || session->thread == this_thread();
+}
+
+/* Not under the lock. */
+CUresult sg_capture_permits(struct sg_stream *stream)
+{
+    if (!atomic_load(&sg_captures))
+        return CUDA_SUCCESS;
+    CUresult result = CUDA_SUCCESS;
+    pthread_mutex_lock(&sg_graph_lock);
+    for (struct sg_capture *capture = captures; capture; capture = capture->next)
+        if (capture->stream == stream || forbids(capture->session)) {
+            capture->session->invalid = true;
+            result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+        }
+    pthread_mutex_unlock(&sg_graph_lock);
+    return result;
+}
+
 CUresult sg_capture_event_record(struct sg_stream *stream, struct sg_event *event)
 {
     CUresult result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
@@ -185,7 +219,9 @@ CUresult sg_capture_event_wait(struct sg_stream *stream, struct sg_event *event,
         if (other->session->id == event->capture_id)
             session = other->session;
     *handled = capture || event->capture_id;
-    if (!event->capture_id && capture) {
+    if (capture && capture->session->invalid) {
+        result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
+    } else if (!event->capture_id && capture) {
         capture->session->invalid = true;
         result = CUDA_ERROR_STREAM_CAPTURE_ISOLATION;
     } else if (event->capture_id && !session) {
@@ -219,7 +255,8 @@ void sg_capture_forget_stream(struct sg_stream *stream)
 
 /* ---- entry points ---- */
 
-static CUresult begin(struct sg_stream *stream, struct sg_graph *graph, const CUgraphNode *dependencies, size_t count)
+static CUresult begin(struct sg_stream *stream, CUstreamCaptureMode mode, struct sg_graph *graph, const CUgraphNode *dependencies,
+                      size_t count)
 {
     if (stream->legacy)
         return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
@@ -234,6 +271,8 @@ static CUresult begin(struct sg_stream *stream, struct sg_graph *graph, const CU
         session->given = graph != NULL;
         session->graph = graph ? graph : sg_graph_new();
         session->origin = stream;
+        session->mode = mode;
+        session->thread = this_thread();
         capture = session->graph ? join(stream, session) : NULL;
     }
     if (result == CUDA_SUCCESS && (!capture || !set_nodes(capture, (struct sg_node *const *)dependencies, count, false))) {
@@ -256,7 +295,7 @@ CUresult softgpu_cuStreamBeginCapture_v2(CUstream hStream, CUstreamCaptureMode m
     CUresult result = sg_stream_get(hStream, &stream);
     if (result != CUDA_SUCCESS)
         return result;
-    return (unsigned)mode <= CU_STREAM_CAPTURE_MODE_RELAXED ? begin(stream, NULL, NULL, 0) : CUDA_ERROR_INVALID_VALUE;
+    return (unsigned)mode <= CU_STREAM_CAPTURE_MODE_RELAXED ? begin(stream, mode, NULL, NULL, 0) : CUDA_ERROR_INVALID_VALUE;
 }
 
 CUresult softgpu_cuStreamBeginCapture(CUstream hStream)
@@ -275,7 +314,7 @@ CUresult softgpu_cuStreamBeginCaptureToGraph(CUstream hStream, CUgraph hGraph, c
         return result;
     if (!graph || (numDependencies && !dependencies) || (unsigned)mode > CU_STREAM_CAPTURE_MODE_RELAXED)
         return CUDA_ERROR_INVALID_VALUE;
-    return begin(stream, graph, dependencies, numDependencies);
+    return begin(stream, mode, graph, dependencies, numDependencies);
 }
 
 /* Marks everything the node depends on. */
@@ -318,6 +357,9 @@ CUresult softgpu_cuStreamEndCapture(CUstream hStream, CUgraph *phGraph)
     } else if (session->origin != stream) {
         session->invalid = true;
         result = CUDA_ERROR_STREAM_CAPTURE_UNMATCHED;
+    } else if (session->mode != CU_STREAM_CAPTURE_MODE_RELAXED && session->thread != this_thread()) {
+        session->invalid = true;
+        result = CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
     } else {
         if (session->invalid)
             result = CUDA_ERROR_STREAM_CAPTURE_INVALIDATED;
@@ -430,14 +472,12 @@ CUresult softgpu_cuStreamUpdateCaptureDependencies(CUstream hStream, CUgraphNode
     return softgpu_cuStreamUpdateCaptureDependencies_v2(hStream, dependencies, NULL, numDependencies, flags);
 }
 
-/* Calls that would be unsafe during a capture are not refused here, whatever the thread's mode. */
 CUresult softgpu_cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode)
 {
-    static _Thread_local CUstreamCaptureMode current = CU_STREAM_CAPTURE_MODE_GLOBAL;
     if (!mode || (unsigned)*mode > CU_STREAM_CAPTURE_MODE_RELAXED)
         return CUDA_ERROR_INVALID_VALUE;
-    CUstreamCaptureMode before = current;
-    current = *mode;
+    CUstreamCaptureMode before = thread_mode;
+    thread_mode = *mode;
     *mode = before;
     return CUDA_SUCCESS;
 }

@@ -39,9 +39,13 @@ CUresult softgpu_cuCtxSetFlags(unsigned int flags)
 {
     struct sg_context *context;
     CUresult result = sg_context_current(&context);
-    if (result == CUDA_SUCCESS)
-        context->flags = flags;
-    return result;
+    if (result != CUDA_SUCCESS)
+        return result;
+    /* The driver synchronises the context for this one. */
+    if (flags & ~context->flags & CU_CTX_SYNC_MEMOPS && sg_capture_among(context, true, true))
+        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    context->flags = flags;
+    return CUDA_SUCCESS;
 }
 
 CUresult softgpu_cuCtxSetLimit(CUlimit limit, size_t value)
@@ -50,6 +54,7 @@ CUresult softgpu_cuCtxSetLimit(CUlimit limit, size_t value)
     CUresult result = sg_context_current(&context);
     if (result != CUDA_SUCCESS)
         return result;
+    SG_UNSAFE(NULL);
     if (limit >= CU_LIMIT_MAX)
         return CUDA_ERROR_INVALID_VALUE;
     if (limit == CU_LIMIT_STACK_SIZE)

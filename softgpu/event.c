@@ -144,6 +144,7 @@ CUresult softgpu_cuEventQuery(CUevent hEvent)
         return CUDA_ERROR_INVALID_HANDLE;
     if (event->capture_id)
         return CUDA_ERROR_CAPTURED_EVENT;
+    SG_UNSAFE(NULL);
     struct sg_op *op = sg_event_op(event);
     bool done = sg_op_done(op);
     sg_op_unreference(op);
@@ -157,6 +158,7 @@ CUresult softgpu_cuEventSynchronize(CUevent hEvent)
         return CUDA_ERROR_INVALID_HANDLE;
     if (event->capture_id)
         return CUDA_ERROR_CAPTURED_EVENT;
+    SG_UNSAFE(NULL);
     while (sg_fault(SG_FAULT_HANG_SYNC))
         for (;;)
             sg_sleep_ns(1000000000u);

@@ -106,6 +106,7 @@ CUresult softgpu_cuGraphInstantiateWithFlags(CUgraphExec *phGraphExec, CUgraph h
         return CUDA_ERROR_INVALID_VALUE;
     if (flags & CUDA_GRAPH_INSTANTIATE_FLAG_DEVICE_LAUNCH)
         return CUDA_ERROR_NOT_SUPPORTED;
+    SG_UNSAFE(NULL);
     struct handle *handle = calloc(1, sizeof(*handle));
     if (!handle)
         return CUDA_ERROR_OUT_OF_MEMORY;
@@ -148,6 +149,7 @@ CUresult softgpu_cuGraphInstantiateWithParams(CUgraphExec *phGraphExec, CUgraph 
 
 CUresult softgpu_cuGraphExecDestroy(CUgraphExec hGraphExec)
 {
+    SG_UNSAFE(NULL);
     if (!sg_handle_remove(hGraphExec, SG_EXEC))
         return CUDA_ERROR_INVALID_VALUE;
     struct handle *handle = (struct handle *)hGraphExec;

@@ -44,6 +44,8 @@ struct sg_capture_session {
     uint64_t id;
     struct sg_graph *graph;
     struct sg_stream *origin;
+    CUstreamCaptureMode mode;
+    uint64_t thread; /* that began it */
     bool invalid;
     bool given; /* the graph is the application's (cuStreamBeginCaptureToGraph) */
 };

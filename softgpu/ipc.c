@@ -111,6 +111,7 @@ CUresult softgpu_cuMemPoolExportToShareableHandle(void *handle_out, CUmemoryPool
                                                   unsigned long long flags)
 {
     struct sg_pool *pool = sg_handle_is(handle, SG_POOL) ? (struct sg_pool *)handle : NULL;
+    SG_UNSAFE(NULL);
     if (!handle_out || !pool || flags || pool->imported || !handleType || pool->props.handleTypes != handleType)
         return CUDA_ERROR_INVALID_VALUE;
     struct pool_place place = {.physical = atomic_load(&sg_device(pool->device)->physical)};

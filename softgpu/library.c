@@ -162,6 +162,7 @@ CUresult softgpu_cuLibraryLoadFromFile(CUlibrary *library, const char *fileName,
 
 CUresult softgpu_cuLibraryUnload(CUlibrary handle)
 {
+    SG_UNSAFE(NULL);
     if (!sg_handle_remove(handle, SG_LIBRARY))
         return CUDA_ERROR_INVALID_HANDLE;
     struct sg_library *library = (struct sg_library *)handle;

@@ -26,6 +26,7 @@ CUresult softgpu_cuMemAlloc_v2(CUdeviceptr *dptr, size_t bytesize)
     CUresult result = sg_context_current(&context);
     if (result != CUDA_SUCCESS)
         return result;
+    SG_UNSAFE(NULL);
     if (!dptr)
         return CUDA_ERROR_INVALID_VALUE;
     uint64_t address = 0;
@@ -54,6 +55,7 @@ CUresult softgpu_cuMemFree_v2(CUdeviceptr dptr)
     CUresult result = sg_context_current(&context);
     if (result != CUDA_SUCCESS)
         return result;
+    SG_UNSAFE(NULL);
     if (!dptr)
         return CUDA_SUCCESS;
     struct sg_allocation allocation;
@@ -102,6 +104,7 @@ static CUresult host_allocate(void **out, size_t size, unsigned flags, enum sg_m
     CUresult result = sg_context_current(&context);
     if (result != CUDA_SUCCESS)
         return result;
+    SG_UNSAFE(NULL);
     if (!out || !size)
         return CUDA_ERROR_INVALID_VALUE;
     size_t rounded = (size + 4095) / 4096 * 4096;
@@ -172,6 +175,7 @@ CUresult softgpu_cuMemFreeHost(void *p)
     CUresult result = sg_context_current(&context);
     if (result != CUDA_SUCCESS)
         return result;
+    SG_UNSAFE(NULL);
     if (!p)
         return CUDA_SUCCESS;
     result = sg_context_synchronize(context);
@@ -189,6 +193,7 @@ CUresult softgpu_cuMemHostRegister_v2(void *p, size_t bytesize, unsigned int Fla
     CUresult result = sg_context_current(&context);
     if (result != CUDA_SUCCESS)
         return result;
+    SG_UNSAFE(NULL);
     if (!p || !bytesize || (Flags & ~15u) || (uintptr_t)p + bytesize < (uintptr_t)p)
         return CUDA_ERROR_INVALID_VALUE;
     if (sg_fault(SG_FAULT_REGISTER))
@@ -216,6 +221,7 @@ CUresult softgpu_cuMemHostUnregister(void *p)
     CUresult result = sg_context_current(&context);
     if (result != CUDA_SUCCESS)
         return result;
+    SG_UNSAFE(NULL);
     if (sg_fault(SG_FAULT_UNREGISTER))
         return CUDA_ERROR_UNKNOWN;
     if (sg_fault(SG_FAULT_UNREGISTER_WAITS))
@@ -376,6 +382,7 @@ CUresult softgpu_cuPointerSetAttribute(const void *value, CUpointer_attribute na
         return CUDA_ERROR_NOT_SUPPORTED;
     if (name != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS)
         return CUDA_ERROR_INVALID_VALUE;
+    SG_UNSAFE(NULL);
     sg_make_synchronous(ptr, *(const unsigned *)value);
     return CUDA_SUCCESS;
 }

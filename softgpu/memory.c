@@ -196,28 +196,39 @@ bool sg_is_pinned(uint64_t address)
     return sg_find_range(address, &range);
 }
 
+/* Under sg_map_lock. */
+static struct sg_allocation *allocation_at(uint64_t address)
+{
+    size_t at = sg_map_upper(&sg_allocations, address);
+    struct sg_allocation *allocation = at ? sg_allocations.items[at - 1] : NULL;
+    return allocation && address - allocation->begin < allocation->size ? allocation : NULL;
+}
+
 bool sg_find_allocation(uint64_t address, struct sg_allocation *out)
 {
-    bool found = false;
     pthread_mutex_lock(&sg_map_lock);
-    size_t at = sg_map_upper(&sg_allocations, address);
-    if (at) {
-        struct sg_allocation *allocation = sg_allocations.items[at - 1];
-        found = address - allocation->begin < allocation->size;
-        if (found)
-            *out = *allocation;
-    }
+    const struct sg_allocation *allocation = allocation_at(address);
+    if (allocation)
+        *out = *allocation;
     pthread_mutex_unlock(&sg_map_lock);
-    return found;
+    return allocation != NULL;
 }
 
 void sg_make_synchronous(uint64_t address, bool synchronous)
 {
     pthread_mutex_lock(&sg_map_lock);
-    size_t at = sg_map_upper(&sg_allocations, address);
-    struct sg_allocation *allocation = at ? sg_allocations.items[at - 1] : NULL;
-    if (allocation && address - allocation->begin < allocation->size)
+    struct sg_allocation *allocation = allocation_at(address);
+    if (allocation)
         allocation->synchronous = synchronous;
+    pthread_mutex_unlock(&sg_map_lock);
+}
+
+void sg_make_of_graph(uint64_t address)
+{
+    pthread_mutex_lock(&sg_map_lock);
+    struct sg_allocation *allocation = allocation_at(address);
+    if (allocation)
+        allocation->graph = true;
     pthread_mutex_unlock(&sg_map_lock);
 }
 
@@ -398,10 +409,26 @@ CUresult sg_allocation_import(struct sg_context *context, uint64_t begin, size_t
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+/* Under sg_map_lock, or where nobody finds it any more. */
+static void no_longer_used(struct sg_allocation *allocation)
+{
+    if (allocation->pool && !allocation->range->imported && !allocation->unused)
+        atomic_fetch_sub(&allocation->pool->used, allocation->size);
+    allocation->unused = true;
+}
+
+void sg_freed_in_order(uint64_t address)
+{
+    pthread_mutex_lock(&sg_map_lock);
+    struct sg_allocation *allocation = allocation_at(address);
+    if (allocation)
+        no_longer_used(allocation);
+    pthread_mutex_unlock(&sg_map_lock);
+}
+
 static void release(struct sg_allocation *allocation)
 {
-    if (allocation->pool && !allocation->range->imported)
-        atomic_fetch_sub(&allocation->pool->used, allocation->size);
+    no_longer_used(allocation);
     if (allocation->range->slab)
         slab_free(allocation->range, allocation->begin, allocation->size);
     else

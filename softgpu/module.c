@@ -205,6 +205,7 @@ CUresult softgpu_cuModuleUnload(CUmodule hmod)
     struct sg_module *module = module_get(hmod);
     if (!module || module->library)
         return CUDA_ERROR_INVALID_HANDLE;
+    SG_UNSAFE(NULL);
     sg_context_synchronize(module->context);
     sg_module_destroy(module);
     return CUDA_SUCCESS;

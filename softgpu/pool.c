@@ -72,6 +72,7 @@ CUresult softgpu_cuDeviceSetMemPool(CUdevice dev, CUmemoryPool handle)
         return CUDA_ERROR_INVALID_DEVICE;
     if (!pool || pool->device != dev)
         return CUDA_ERROR_INVALID_VALUE;
+    SG_UNSAFE(NULL);
     pthread_mutex_lock(&device->lock);
     device->current_pool = pool;
     pthread_mutex_unlock(&device->lock);
@@ -113,6 +114,7 @@ CUresult softgpu_cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *poolP
         return CUDA_ERROR_NOT_SUPPORTED;
     if (!sg_device(poolProps->location.id))
         return CUDA_ERROR_INVALID_DEVICE;
+    SG_UNSAFE(NULL);
     *pool = (CUmemoryPool)sg_pool_new(poolProps->location.id, poolProps);
     return *pool ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
@@ -123,6 +125,7 @@ CUresult softgpu_cuMemPoolDestroy(CUmemoryPool handle)
     struct sg_pool *pool = pool_get(handle);
     if (!pool || pool->is_default)
         return CUDA_ERROR_INVALID_VALUE;
+    SG_UNSAFE(NULL);
     struct sg_device *device = sg_device(pool->device);
     pthread_mutex_lock(&device->lock);
     if (device->current_pool == pool)
@@ -136,6 +139,7 @@ CUresult softgpu_cuMemPoolDestroy(CUmemoryPool handle)
 CUresult softgpu_cuMemPoolTrimTo(CUmemoryPool pool, size_t minBytesToKeep)
 {
     (void)minBytesToKeep;
+    SG_UNSAFE(NULL);
     return pool_get(pool) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
@@ -144,6 +148,7 @@ CUresult softgpu_cuMemPoolSetAttribute(CUmemoryPool handle, CUmemPool_attribute 
     struct sg_pool *pool = pool_get(handle);
     if (!pool || !value)
         return CUDA_ERROR_INVALID_VALUE;
+    SG_UNSAFE(NULL);
     switch (attr) {
     case CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES:
         pool->reuse_follow = *(int *)value;
@@ -173,6 +178,7 @@ CUresult softgpu_cuMemPoolGetAttribute(CUmemoryPool handle, CUmemPool_attribute 
     struct sg_pool *pool = pool_get(handle);
     if (!pool || !value)
         return CUDA_ERROR_INVALID_VALUE;
+    SG_UNSAFE(NULL);
     switch (attr) {
     case CU_MEMPOOL_ATTR_REUSE_FOLLOW_EVENT_DEPENDENCIES:
         *(int *)value = pool->reuse_follow;
@@ -204,6 +210,7 @@ CUresult softgpu_cuMemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc *
     struct sg_pool *pool = pool_get(handle);
     if (!pool || (count && !map))
         return CUDA_ERROR_INVALID_VALUE;
+    SG_UNSAFE(NULL);
     for (size_t i = 0; i < count; i++) {
         if (map[i].location.type != CU_MEM_LOCATION_TYPE_DEVICE || !sg_device(map[i].location.id))
             return CUDA_ERROR_INVALID_VALUE;
@@ -217,6 +224,7 @@ CUresult softgpu_cuMemPoolGetAccess(CUmemAccess_flags *flags, CUmemoryPool handl
     struct sg_pool *pool = pool_get(handle);
     if (!flags || !pool || !location || location->type != CU_MEM_LOCATION_TYPE_DEVICE || !sg_device(location->id))
         return CUDA_ERROR_INVALID_VALUE;
+    SG_UNSAFE(NULL);
     *flags = pool->access[location->id];
     return CUDA_SUCCESS;
 }
@@ -231,6 +239,9 @@ static CUresult allocate(CUdeviceptr *dptr, size_t size, struct sg_pool *pool, C
         return result;
     if (!dptr)
         return CUDA_ERROR_INVALID_VALUE;
+    bool captured = atomic_load(&sg_captures) && stream->capture;
+    if (!captured)
+        SG_UNSAFE(NULL);
     if (!size) {
         *dptr = 0;
         return CUDA_SUCCESS;
@@ -249,8 +260,9 @@ static CUresult allocate(CUdeviceptr *dptr, size_t size, struct sg_pool *pool, C
     if (result != CUDA_SUCCESS)
         return result;
     *dptr = address;
-    if (!atomic_load(&sg_captures) || !stream->capture)
+    if (!captured)
         return CUDA_SUCCESS;
+    sg_make_of_graph(address);
     struct sg_work work = {.type = SG_WORK_ALLOC, .alloc = {address, size}, .context = stream->context};
     return sg_submit(stream, &work, false, NULL);
 }
@@ -275,10 +287,14 @@ CUresult softgpu_cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream)
         return result;
     if (!dptr)
         return CUDA_SUCCESS;
-    if (!sg_find_allocation(dptr, &allocation) || allocation.begin != dptr)
+    bool captured = atomic_load(&sg_captures) && stream->capture;
+    if (!captured)
+        SG_UNSAFE(NULL);
+    if (!sg_find_allocation(dptr, &allocation) || allocation.begin != dptr || (captured && !allocation.graph))
         return CUDA_ERROR_INVALID_VALUE;
     /* A graph is launched more than once: memory freed inside it stays, at its address, for the next launch. */
-    bool captured = atomic_load(&sg_captures) && stream->capture;
     struct sg_work work = {.type = captured ? SG_WORK_EMPTY : SG_WORK_FREE, .address = dptr, .context = stream->context};
+    if (!captured)
+        sg_freed_in_order(dptr);
     return sg_submit(stream, &work, false, NULL);
 }

@@ -190,8 +190,9 @@ struct sg_allocation { /* what cuMemAlloc gave: a whole range, or part of a slab
     struct sg_pool *pool;
     uint64_t id;
     int device;
-    bool graph; /* lives until its graph frees it */
+    bool graph; /* allocated in a capture: can be freed in one */
     bool synchronous;
+    bool unused; /* a stream will free it: CU_MEMPOOL_ATTR_USED_MEM_CURRENT counts it no more */
 };
 
 bool sg_memory_init(void);
@@ -202,6 +203,8 @@ CUresult sg_allocation_import(struct sg_context *context, uint64_t begin, size_t
                               struct sg_pool *pool);
 bool sg_find_allocation(uint64_t address, struct sg_allocation *out);
 void sg_make_synchronous(uint64_t address, bool synchronous);
+void sg_make_of_graph(uint64_t address);
+void sg_freed_in_order(uint64_t address);
 bool sg_find_range(uint64_t address, struct sg_range *out); /* a copy; the pointers in it are only for comparing */
 /* True when all of [address, address+size), which may span neighbouring ranges, may be accessed: by a kernel of `context`, or
  * (null) by a copy engine, which reaches what any device may. */
@@ -432,6 +435,15 @@ extern pthread_mutex_t sg_graph_lock;
 CUresult sg_capture_add(struct sg_stream *stream, struct sg_work *work); /* stream->capture is set */
 /* Whether a stream of it (a blocking one, or any) is capturing. `spoil`: those captures end with an error. */
 bool sg_capture_among(struct sg_context *context, bool non_blocking, bool spoil);
+/* For a call that the driver counts among the "potentially unsafe" ones (cuThreadExchangeStreamCaptureMode): refused, and the
+ * captures spoilt, if this thread may not make it now. `stream`, or null: what it is about; refused too if that is capturing. */
+CUresult sg_capture_permits(struct sg_stream *stream);
+#define SG_UNSAFE(stream) \
+    do { \
+        CUresult permitted_ = sg_capture_permits(stream); \
+        if (permitted_ != CUDA_SUCCESS) \
+            return permitted_; \
+    } while (0)
 CUresult sg_capture_event_record(struct sg_stream *stream, struct sg_event *event);
 CUresult sg_capture_event_wait(struct sg_stream *stream, struct sg_event *event, bool *handled);
 CUresult sg_exec_run(struct sg_exec *exec, struct sg_marks *marks, struct sg_context *context);

@@ -93,16 +93,14 @@ CUresult softgpu_cuStreamGetCtx_v2(CUstream hStream, CUcontext *pctx, CUgreenCtx
 CUresult softgpu_cuStreamQuery(CUstream hStream)
 {
     STREAM_OR_RETURN(true);
-    if (atomic_load(&sg_captures) && stream->capture)
-        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    SG_UNSAFE(stream);
     return sg_stream_idle(stream) ? (CUresult)atomic_load(&stream->context->sticky) : CUDA_ERROR_NOT_READY;
 }
 
 CUresult softgpu_cuStreamSynchronize(CUstream hStream)
 {
     STREAM_OR_RETURN(true);
-    if (atomic_load(&sg_captures) && stream->capture)
-        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
+    SG_UNSAFE(stream);
     return sg_stream_synchronize(stream);
 }
 

@@ -328,11 +328,11 @@ CUresult softgpu_cuMemExportToShareableHandle(void *shareableHandle, CUmemGeneri
     struct sg_physical *physical = physical_get(handle);
     if (!shareableHandle || !physical || flags)
         return CUDA_ERROR_INVALID_VALUE;
+    /* As on the real driver: a handle that came from a descriptor cannot become one again (DESIGN §2). */
+    if (physical->imported || !(physical->prop.requestedHandleTypes & (unsigned)handleType))
+        return CUDA_ERROR_INVALID_VALUE;
     if (handleType != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
         return CUDA_ERROR_NOT_SUPPORTED;
-    /* As on the real driver: a handle that came from a descriptor cannot become one again (DESIGN §2). */
-    if (physical->imported || !(physical->prop.requestedHandleTypes & CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR))
-        return CUDA_ERROR_INVALID_VALUE;
     if (sg_fault(SG_FAULT_EXPORT))
         return CUDA_ERROR_OPERATING_SYSTEM;
     int fd = fcntl(physical->fd, F_DUPFD_CLOEXEC, 0);

@@ -21,6 +21,12 @@ static CUresult unsafe(void)
     return CUDA_SUCCESS;
 }
 
+static CUresult free_memory(CUdeviceptr address)
+{
+    CHECK(!address);
+    return capturing && capture_mode != CU_STREAM_CAPTURE_MODE_RELAXED ? CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED : CUDA_SUCCESS;
+}
+
 static void begin_elsewhere(void)
 {
     if (!capturing)
@@ -124,6 +130,7 @@ static CUresult stream_context(CUstream stream, CUcontext *context)
 int main(void)
 {
     CUdeviceptr memory, small[3];
+    phos_real.cuMemFree_v2 = free_memory;
     phos_real.cuMemCreate = create;
     phos_real.cuMemAddressReserve = reserve;
     phos_real.cuMemMap = map_unsafely;
@@ -148,10 +155,14 @@ int main(void)
     CHECK(serve_cuMemAlloc_v2(&memory, 40 * MiB) == CUDA_SUCCESS);
     end_elsewhere();
 
-    for (int i = 0; i < 3; i++)
+    for (int i = 0; i < 3; i++) {
         CHECK(serve_cuMemAllocAsync(&small[i], 1000, NULL) == CUDA_SUCCESS);
-    if (capturing)
+        if (!capturing)
+            continue;
+        CHECK(serve_cuMemAllocAsync(&memory, 1000, NULL) == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+        CHECK(serve_cuMemFreeAsync(small[i], NULL) == CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
         end_elsewhere();
+    }
     for (int i = 0; i < 2; i++)
         CHECK(serve_cuMemFreeAsync(small[i], NULL) == CUDA_SUCCESS);
     CHECK(!capturing);

@@ -65,7 +65,7 @@ def test_what_the_driver_serves_is_not_short_of_memory_that_we_keep(tmp_path: Pa
 @pytest.mark.timeout(60)
 @whole
 def test_a_capture_that_begins_between_two_calls_of_ours_is_not_spoilt(tmp_path: Path) -> None:
-    """The software GPU refuses nothing for the sake of other threads' captures."""
+    """One that was there before has the call refused, as the driver would."""
     over_a_driver_of_its_own(tmp_path, "relaxed_cases")
 
 

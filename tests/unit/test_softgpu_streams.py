@@ -297,7 +297,6 @@ ok(cu.cuStreamWaitEvent(a, f, 0))
 ok(cu.cuMemcpyDtoDAsync(int(p) + 392, p, 4, a))
 info = ok(cu.cuStreamGetCaptureInfo(a))
 assert info[0] == cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
-assert cu.cuStreamQuery(a)[0] == E.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
 graph = ok(cu.cuStreamEndCapture(a))
 ok(cu.cuStreamSynchronize(a))
 assert words(p, 100) == [0] * 100           # nothing ran
@@ -333,7 +332,8 @@ assert cu.cuStreamEndCapture(blocking)[0] == E.CUDA_ERROR_STREAM_CAPTURE_INVALID
 ok(cu.cuStreamBeginCapture(blocking, MODE))
 assert cu.cuStreamIsCapturing(0)[0] == E.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
 ok(cu.cuStreamEndCapture(blocking))
-for too_much in (cu.cuCtxSynchronize, lambda: cu.cuCtxRecordEvent(ok(cu.cuCtxGetCurrent()), e)):
+for too_much in (cu.cuCtxSynchronize, lambda: cu.cuCtxRecordEvent(ok(cu.cuCtxGetCurrent()), e),
+                 lambda: cu.cuStreamQuery(a), lambda: cu.cuStreamSynchronize(b), lambda: cu.cuMemAlloc(16)):
     ok(cu.cuStreamBeginCapture(a, MODE))
     assert too_much()[0] == E.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED
     assert cu.cuStreamEndCapture(a)[0] == E.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED

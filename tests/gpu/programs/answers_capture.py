@@ -28,6 +28,10 @@ access = cu.CUmemAccessDesc()
 access.location.type = properties.location.type
 access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
 
+# A software GPU may not know it.
+PTX = b".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry nothing() { ret; }\n"
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
+
 
 def address(structure: Any) -> ctypes.c_void_p:
     """Of one of cuda-python's structures."""
@@ -37,7 +41,7 @@ def address(structure: Any) -> ctypes.c_void_p:
 class Things:
     """What calls are made with: new each time, because a call may use it up, and kept."""
 
-    all: ClassVar[list[Things]] = []
+    kept: ClassVar[list[Things]] = []
 
     def __init__(self) -> None:
         self.captured, self.idle, self.spare = (int(ok(cu.cuStreamCreate(1))) for _ in range(3))
@@ -56,8 +60,27 @@ class Things:
         ok(cu.cuMemMap(self.at, unit, 0, self.handle, 0))
         ok(cu.cuMemSetAccess(self.at, unit, [access], 1))
         self.pool = int(ok(cu.cuMemPoolCreate(pool_properties)))
+        self.default_pool = int(ok(cu.cuDeviceGetDefaultMemPool(0)))
+        loaded = cu.cuModuleLoadData(PTX)
+        self.module = int(loaded[1]) if not int(loaded[0]) else 0
+        loaded = cu.cuLibraryLoadData(PTX, [], [], 0, [], [], 0)
+        self.library = int(loaded[1]) if not int(loaded[0]) else 0
+        self.array_shape = cu.CUDA_ARRAY_DESCRIPTOR()
+        self.array_shape.Width, self.array_shape.Height, self.array_shape.NumChannels = 64, 4, 1
+        self.array_shape.Format = cu.CUarray_format.CU_AD_FORMAT_UNSIGNED_INT8
+        made = cu.cuArrayCreate(self.array_shape)
+        self.array = int(made[1]) if not int(made[0]) else 0
+        self.graph = int(ok(cu.cuGraphCreate(0)))
+        self.executable = int(ok(cu.cuGraphInstantiate(self.graph, 0)))
         ok(cu.cuCtxSynchronize())
-        self.all.append(self)
+        self.kept.append(self)
+
+    def release(self, used: set[int]) -> None:
+        """Destroy what there may only be some hundreds of, but for what a call may have destroyed."""
+        if self.pool not in used:
+            called("cuMemPoolDestroy", self.pool)
+        for stream in {self.captured, self.idle, self.blocking, self.spare} - used:
+            called("cuStreamDestroy_v2", stream)
 
 
 CALLS: list[tuple[str, Callable[[Things], tuple[Any, ...]]]] = [
@@ -81,7 +104,13 @@ CALLS: list[tuple[str, Callable[[Things], tuple[Any, ...]]]] = [
         ("cuMemPoolCreate", lambda t: (out, address(pool_properties))),
         ("cuMemPoolTrimTo", lambda t: (t.pool, 0)),
         ("cuMemPoolDestroy", lambda t: (t.pool,)),
-        ("cuMemPoolGetAttribute", lambda t: (t.pool, 7, out)),
+        ("cuMemPoolGetAttribute", lambda t: (t.pool, 7, out), lambda t: (t.pool, 4, out)),
+        ("cuMemPoolSetAttribute", lambda t: (t.pool, 4, ctypes.byref(ctypes.c_uint64(0)))),
+        ("cuMemPoolSetAccess", lambda t: (t.pool, address(access), 1)),
+        ("cuMemPoolGetAccess", lambda t: (out, t.pool, address(access))),
+        ("cuMemPoolExportToShareableHandle", lambda t: (out, t.pool, 1, 0)),
+        ("cuDeviceGetMemPool", lambda t: (out, 0)),
+        ("cuDeviceSetMemPool", lambda t: (0, t.default_pool)),
         ("cuMemcpyDtoH_v2", lambda t: (t.host, t.p, 16), lambda t: (t.host, t.p, 4096)),
         ("cuMemcpyHtoD_v2", lambda t: (t.p, t.host, 16)),
         ("cuMemcpyDtoD_v2", lambda t: (t.p, t.p2, 16)),
@@ -118,6 +147,25 @@ CALLS: list[tuple[str, Callable[[Things], tuple[Any, ...]]]] = [
         ("cuPointerSetAttribute", lambda t: (ctypes.byref(ctypes.c_uint(1)), 6, t.p)),
         ("cuMemGetAddressRange_v2", lambda t: (out, other, t.p)),
         ("cuModuleLoadData", lambda t: (out, ctypes.c_char_p(b"no module"))),
+        ("cuModuleLoadData", lambda t: (out, ctypes.c_char_p(PTX))),
+        ("cuModuleUnload", lambda t: (t.module,)),
+        ("cuLibraryUnload", lambda t: (t.library,)),
+        ("cuLaunchHostFunc", lambda t: (t.captured, HOST_FUNCTION, None), lambda t: (t.idle, HOST_FUNCTION, None)),
+        ("cuEventElapsedTime_v2", lambda t: (out, t.recorded, t.recorded)),
+        ("cuIpcCloseMemHandle", lambda t: (t.p,)),
+        ("cuArrayCreate_v2", lambda t: (out, address(t.array_shape))),
+        ("cuArrayDestroy", lambda t: (t.array,)),
+        ("cuGraphInstantiateWithFlags", lambda t: (out, t.graph, 0)),
+        ("cuGraphLaunch", lambda t: (t.executable, t.idle), lambda t: (t.executable, t.captured)),
+        ("cuGraphExecDestroy", lambda t: (t.executable,)),
+        ("cuGraphDestroy", lambda t: (t.graph,)),
+        ("cuMemcpyPeer", lambda t: (t.p, int(context), t.p2, int(context), 16)),
+        ("cuStreamEndCapture", lambda t: (t.idle, out)),
+        ("cuStreamGetAttribute", lambda t: (t.captured, 3, out), lambda t: (t.idle, 3, out)),
+        ("cuCtxSetFlags", lambda t: (0,), lambda t: (1,)),
+        ("cuDevicePrimaryCtxSetFlags_v2", lambda t: (0, 0)),
+        ("cuDeviceGetGraphMemAttribute", lambda t: (0, 0, out)),
+        ("cuDeviceGraphMemTrim", lambda t: (0,)),
         ("cuCtxGetFlags", lambda t: (out,)),
         ("cuCtxGetLimit", lambda t: (out, 0)),
         ("cuCtxSetLimit", lambda t: (0, 4096)),
@@ -158,6 +206,7 @@ for mode, mode_name in enumerate(MODES):
                 return called(name, *passed)
 
             code = call() if by == "itself" else in_another_thread(call)
+            again = code if code < 900 else call() if by == "itself" else in_another_thread(call)
             called("cuStreamIsCapturing", t.captured, out)
             state = written()
             graph = ctypes.c_void_p()
@@ -167,9 +216,10 @@ for mode, mode_name in enumerate(MODES):
                 called("cuGraphGetNodes", graph, None, ctypes.byref(nodes))
             streams = {t.captured: "captured", t.idle: "idle", t.blocking: "blocking"}
             shown = [streams.get(a, a if a < 4096 else ".") if isinstance(a, int) else "." for a in passed]
-            print(mode_name, by, name, *shown, "->", code, "capturing", state, "end", ended, "nodes", nodes.value)
+            print(
+                mode_name, by, name, *shown, "->", code, again, "capturing", state, "end", ended, "nodes", nodes.value
+            )
             # Whatever it was, nothing of it may be left over in the mode of this thread.
             called("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(0)))
-            for stream in (t.captured, t.idle, t.blocking):
-                called("cuStreamDestroy_v2", stream)
             called("cuCtxSynchronize")
+            t.release(set() if code else {a for a in passed if isinstance(a, int)})

@@ -126,7 +126,8 @@ def copy_2d(**fields: Any) -> None:
     tell("cuMemcpy2DAsync_v2", ctypes.c_void_p(copy.getPtr()), stream)
 
 
-for wrong in ("WidthInBytes=512", "Height=0", "srcPitch=0", "srcPitch=64", "dstXInBytes=200", "srcDevice=0"):
+# Of rows that end behind the pitch a driver tells only in cuMemAlloc memory, which ours is none of.
+for wrong in ("WidthInBytes=512", "Height=0", "srcPitch=0", "srcPitch=64", "srcDevice=0"):
     field, value = wrong.split("=")
     copy_2d(**{field: int(value)})
 copy_2d()
