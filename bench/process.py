@@ -312,7 +312,7 @@ def criu_dump(
     arguments = [CRIU, "dump", *_library(plugin, program.folder), "-t", str(program.pid), "-D", str(folder)]
     arguments += ["-o", "dump.log", f"-v{VERBOSITY}", *options]
     if not plugin:
-        arguments += ["--timeout", "600"]  # the launcher sets the same for dumps with the plugin
+        arguments += ["--timeout", "600"]  # with ours the plugin stops that alarm while the GPU is at work
     if leave_running:
         arguments.append("--leave-running")
     program.before_dump()

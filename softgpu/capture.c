@@ -119,12 +119,6 @@ CUresult sg_capture_add(struct sg_stream *stream, struct sg_work *work)
     struct sg_capture *capture = stream->capture;
     if (capture && !capture->session->invalid) {
         struct sg_node *node;
-        if (work->type == SG_WORK_GRAPH) { /* launching a graph while capturing makes it a child of this one */
-            struct sg_exec *exec = work->exec;
-            struct sg_graph *child = sg_graph_duplicate(exec->graph, false, true);
-            sg_work_clear(work);
-            *work = (struct sg_work){.type = child ? SG_WORK_CHILD : SG_WORK_EMPTY, .child = child, .context = stream->context};
-        }
         result = sg_graph_add(capture->session->graph, capture->nodes, capture->count, node_type(work->type), work, &node);
         if (result == CUDA_SUCCESS && node->type == CU_GRAPH_NODE_TYPE_MEMCPY)
             describe(&node->work.copy, &node->given.copy);
@@ -170,6 +164,17 @@ static bool forbids(const struct sg_capture_session *session)
         return false;
     bool everywhere = session->mode == CU_STREAM_CAPTURE_MODE_GLOBAL && thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
     return everywhere || session->thread == this_thread();
+}
+
+/* Not under the lock. */
+bool sg_capture_spoil(struct sg_stream *stream)
+{
+    pthread_mutex_lock(&sg_graph_lock);
+    bool captured = stream->capture;
+    if (captured)
+        stream->capture->session->invalid = true;
+    pthread_mutex_unlock(&sg_graph_lock);
+    return captured;
 }
 
 /* Not under the lock. */

@@ -184,14 +184,14 @@ CUresult softgpu_cuGraphLaunch(CUgraphExec hGraphExec, CUstream hStream)
     CUresult result = sg_stream_get(hStream, &stream);
     if (result != CUDA_SUCCESS)
         return result;
+    if (atomic_load(&sg_captures) && sg_capture_spoil(stream))
+        return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED; /* graphs become children of others by hand alone */
     pthread_mutex_lock(&sg_graph_lock);
     struct sg_work work = {.type = SG_WORK_GRAPH, .exec = handle->current, .context = stream->context};
     sg_exec_reference(work.exec);
-    bool captured = stream->capture;
-    struct sg_op *before = captured ? NULL : sg_op_reference(handle->last), *op = NULL;
+    struct sg_op *before = sg_op_reference(handle->last), *op = NULL;
     pthread_mutex_unlock(&sg_graph_lock);
-    if (!captured)
-        result = sg_marks_make(work.exec->graph, &work.marks);
+    result = sg_marks_make(work.exec->graph, &work.marks);
     if (result == CUDA_SUCCESS)
         result = sg_submit_after(stream, before);
     sg_op_unreference(before);

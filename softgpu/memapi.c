@@ -61,7 +61,8 @@ CUresult softgpu_cuMemFree_v2(CUdeviceptr dptr)
     struct sg_allocation allocation;
     if (sg_find_allocation(dptr, &allocation) && allocation.begin == dptr) {
         /* The driver's cuMemFree waits for the device; work of this context may be using the memory. */
-        result = sg_context_synchronize(allocation.context);
+        if (allocation.context)
+            result = sg_context_synchronize(allocation.context);
         CUresult freed = sg_free(dptr, NULL);
         return freed != CUDA_SUCCESS ? freed : result;
     }
@@ -265,6 +266,8 @@ static CUresult attribute(void *data, CUpointer_attribute name, CUdeviceptr ptr)
     if (!sg_find_range(ptr, &range))
         return CUDA_ERROR_INVALID_VALUE;
     bool part = sg_find_allocation(ptr, &allocation);
+    if (range.slab && !part)
+        return CUDA_ERROR_INVALID_VALUE;
     bool host = range.device < 0 && range.kind != SG_MEM_MANAGED;
     struct sg_context *context = part ? allocation.context : range.context;
     switch ((int)name) {

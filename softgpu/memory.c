@@ -454,28 +454,35 @@ CUresult sg_free(uint64_t address, bool *found_pool_memory)
     return CUDA_SUCCESS;
 }
 
-static void forget_registrations(const struct sg_context *context)
+static void forget_host_memory(const struct sg_context *context)
 {
     pthread_mutex_lock(&sg_map_lock);
     for (size_t i = sg_ranges.count; i-- > 0;) {
         struct sg_range *range = sg_ranges.items[i];
-        if (range->kind != SG_MEM_REGISTERED || range->context != context)
+        if ((range->kind != SG_MEM_REGISTERED && range->kind != SG_MEM_HOST) || range->context != context)
             continue;
         sg_map_remove(&sg_ranges, range);
+        if (range->kind == SG_MEM_HOST)
+            munmap((void *)(uintptr_t)range->begin, range->end - range->begin);
         free(range);
     }
     pthread_mutex_unlock(&sg_map_lock);
 }
 
+/* Memory of pools outlives it. */
 void sg_memory_free_context(struct sg_context *context)
 {
-    forget_registrations(context);
+    forget_host_memory(context);
     for (;;) {
         struct sg_allocation *allocation = NULL;
         pthread_mutex_lock(&sg_map_lock);
-        for (size_t i = 0; i < sg_allocations.count && !allocation; i++)
-            if (((struct sg_allocation *)sg_allocations.items[i])->context == context)
-                allocation = sg_allocations.items[i];
+        for (size_t i = 0; i < sg_allocations.count && !allocation; i++) {
+            struct sg_allocation *one = sg_allocations.items[i];
+            if (one->context != context)
+                continue;
+            one->context = NULL;
+            allocation = one->pool ? NULL : one;
+        }
         if (allocation)
             sg_map_remove(&sg_allocations, allocation);
         pthread_mutex_unlock(&sg_map_lock);

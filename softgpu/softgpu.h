@@ -186,7 +186,7 @@ struct sg_range {
 struct sg_allocation { /* what cuMemAlloc gave: a whole range, or part of a slab */
     uint64_t begin, size;
     struct sg_range *range;
-    struct sg_context *context;
+    struct sg_context *context; /* null: it has ended, which memory of a pool outlives */
     struct sg_pool *pool;
     uint64_t id;
     int device;
@@ -438,6 +438,7 @@ bool sg_capture_among(struct sg_context *context, bool non_blocking, bool spoil)
 /* For a call that the driver counts among the "potentially unsafe" ones (cuThreadExchangeStreamCaptureMode): refused, and the
  * captures spoilt, if this thread may not make it now. `stream`, or null: what it is about; refused too if that is capturing. */
 CUresult sg_capture_permits(struct sg_stream *stream);
+bool sg_capture_spoil(struct sg_stream *stream); /* whether it was capturing */
 #define SG_UNSAFE(stream) \
     do { \
         CUresult permitted_ = sg_capture_permits(stream); \

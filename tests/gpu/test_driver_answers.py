@@ -42,6 +42,20 @@ def test_the_same_answers_as_without_the_frontend(about: str) -> None:
     assert not difference, difference
 
 
+@pytest.mark.parametrize("about", ["memory", "capture", "objects"])
+def test_the_answers_are_the_same_after_a_dump_and_a_restore(start: Starter, image: Path, about: str) -> None:
+    words = ["careful"] if about == "memory" else []
+    command = process.python_program(PROGRAMS / "answers_again.py", "--iterations", "16", f"answers_{about}.py", *words)
+    expected = start(command, frontend=False, name="undisturbed").finish()
+    program = start([*command, "--iteration-seconds", "0.3"])
+    program.wait_for("^ITERATION 4 ")
+    process.criu_dump(program, image, leave_running=True)
+    program.wait_iterations(3)
+    program.kill()
+    process.criu_restore(program, image)
+    assert without_repeats(program.finish()) == expected
+
+
 @pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("numba_cuda", "filecheck")),
     reason="numba-cuda, or filecheck, which its tests need, is not installed",

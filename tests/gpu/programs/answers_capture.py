@@ -39,9 +39,9 @@ def address(structure: Any) -> ctypes.c_void_p:
 
 
 class Things:
-    """What calls are made with: new each time, because a call may use it up, and kept."""
+    """What calls are made with: new each time, because a call may use it up. Most goes with the context."""
 
-    kept: ClassVar[list[Things]] = []
+    kept: ClassVar[list[Things]] = []  # registered memory is given to nobody else
 
     def __init__(self) -> None:
         self.captured, self.idle, self.spare = (int(ok(cu.cuStreamCreate(1))) for _ in range(3))
@@ -76,11 +76,18 @@ class Things:
         self.kept.append(self)
 
     def release(self, used: set[int]) -> None:
-        """Destroy what there may only be some hundreds of, but for what a call may have destroyed."""
+        """Let go of what would stay, or of which there may only be some hundreds; not of what a call has used up."""
+        if self.stream_memory not in used:
+            called("cuMemFreeAsync", self.stream_memory, self.idle)
         if self.pool not in used:
             called("cuMemPoolDestroy", self.pool)
         for stream in {self.captured, self.idle, self.blocking, self.spare} - used:
             called("cuStreamDestroy_v2", stream)
+        for where in {self.at, self.at + unit}:
+            called("cuMemUnmap", where, unit)
+        called("cuMemAddressFree", self.at, 2 * unit)
+        if self.handle not in used:
+            called("cuMemRelease", self.handle)
 
 
 CALLS: list[tuple[str, Callable[[Things], tuple[Any, ...]]]] = [
@@ -177,6 +184,12 @@ CALLS: list[tuple[str, Callable[[Things], tuple[Any, ...]]]] = [
     )
     for arguments in all_arguments
 ]
+ENDING = {"cuMemPoolDestroy", "cuStreamDestroy_v2", "cuMemRelease", "cuMemFree_v2", "cuMemFreeAsync"}
+MADE_TO_STAY = {
+    "cuMemCreate": "cuMemRelease",
+    "cuMemAllocAsync": "cuMemFree_v2",
+    "cuMemAllocFromPoolAsync": "cuMemFree_v2",
+}
 MODES = ("global", "thread-local", "relaxed")
 
 
@@ -206,6 +219,7 @@ for mode, mode_name in enumerate(MODES):
                 return called(name, *passed)
 
             code = call() if by == "itself" else in_another_thread(call)
+            made = int.from_bytes(out._obj.raw[:8], "little")
             again = code if code < 900 else call() if by == "itself" else in_another_thread(call)
             called("cuStreamIsCapturing", t.captured, out)
             state = written()
@@ -222,4 +236,6 @@ for mode, mode_name in enumerate(MODES):
             # Whatever it was, nothing of it may be left over in the mode of this thread.
             called("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(0)))
             called("cuCtxSynchronize")
-            t.release(set() if code else {a for a in passed if isinstance(a, int)})
+            if name in MADE_TO_STAY and not code and not nodes.value:
+                called(MADE_TO_STAY[name], made)
+            t.release(set() if code or name not in ENDING else {a for a in passed if isinstance(a, int)})

@@ -127,5 +127,6 @@ for where, size in ((at, unit), (at + unit, unit), (at, 0), (at, 4 * unit), (at 
 for _ in range(2):
     tell("cuMemUnmap", at, 3 * unit)
 tell("cuMemAddressFree", at, unit)
-for _ in range(3):
-    tell("cuMemRelease", handles[0])
+for handle in (handles[0], handles[0], handles[1]):  # the first was retained above
+    tell("cuMemRelease", handle)
+tell("cuMemAddressFree", at, 4 * unit)

@@ -199,3 +199,43 @@ tell("cuGraphGetNodes", graph, None, out, value=True)
 tell("cuGraphCreate", out, 1)
 for value in (1, 0):
     tell("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(value)))
+tell("cuMemFreeAsync", q, stream)
+tell("cuStreamSynchronize", stream)
+
+
+def look_at(memory: int) -> None:
+    """Whether there is memory, and how much of its pool is in use."""
+    for attribute in (2, 9, 14, 17):
+        tell("cuPointerGetAttribute", out, attribute, memory)
+    tell("cuMemPoolGetAttribute", default, USED, out, value=True)
+
+
+# What outlives its context, of the ways in which one ends.
+for way in ("cuCtxDestroy_v2", "cuDevicePrimaryCtxReset_v2", "cuDevicePrimaryCtxRelease_v2"):
+    own = way == "cuCtxDestroy_v2"
+    ending = int(ok(cu.cuCtxCreate(None, 0, 0))) if own else int(ok(cu.cuDevicePrimaryCtxRetain(0)))
+    ok(cu.cuCtxSetCurrent(ending))
+    plain, pooled, freed = (
+        int(ok(cu.cuMemAlloc(5000))),
+        int(ok(cu.cuMemAllocAsync(6000, 2))),
+        int(ok(cu.cuMemAlloc(700))),
+    )
+    pinned = int(ok(cu.cuMemHostAlloc(4096, 0)))
+    pooled_too = int(ok(cu.cuMemAllocAsync(8000, 2)))
+    tell("cuMemFreeAsync", freed, 2)
+    tell("cuMemFreeAsync", pooled_too, 2)
+    ok(cu.cuCtxSynchronize())
+    if way == "cuDevicePrimaryCtxRelease_v2":
+        while called(way, 0) == 0:
+            pass
+    else:
+        tell(way, ending if own else 0)
+    tell("cuCtxGetCurrent", out, value=False)
+    ok(cu.cuCtxSetCurrent(ok(cu.cuDevicePrimaryCtxRetain(0))))
+    for memory in (plain, pooled, pooled_too, pinned):
+        look_at(memory)
+    tell("cuMemHostGetFlags", out, pinned)
+    tell("cuMemFree_v2", plain)
+    tell("cuMemFreeAsync", pooled, 2)
+    tell("cuCtxSynchronize")
+    look_at(pooled)
