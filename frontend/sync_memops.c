@@ -15,11 +15,20 @@
 /* Those that can be set of a context that is there. */
 #define SETTABLE (CU_CTX_FLAGS_MASK & ~CU_CTX_MAP_HOST)
 
-static atomic_bool wanted; /* of any context: from then on it stays, whatever flags are set */
+static atomic_bool wanted; /* of any context */
 
-static unsigned kept(unsigned flags)
+/* What a context has it keeps, whatever flags are set. NULL: the current one. */
+static unsigned kept(unsigned flags, CUcontext context)
 {
-    return atomic_load(&wanted) ? flags | CU_CTX_SYNC_MEMOPS : flags;
+    unsigned now = 0;
+    CUcontext former;
+    if (!atomic_load(&wanted) || (context && phos_real.cuCtxPushCurrent_v2(context) != CUDA_SUCCESS))
+        return flags;
+    if (phos_real.cuCtxGetFlags(&now) != CUDA_SUCCESS)
+        now = 0;
+    if (context)
+        phos_real.cuCtxPopCurrent_v2(&former);
+    return flags | (now & CU_CTX_SYNC_MEMOPS);
 }
 
 /* Contexts that are to have it as soon as no stream is captured. Guarded by phos_memory_lock. */
@@ -127,15 +136,23 @@ CUresult serve_cuPointerSetAttribute(const void *value, CUpointer_attribute attr
 
 CUresult serve_cuCtxSetFlags(unsigned flags)
 {
-    return phos_real.cuCtxSetFlags(kept(flags));
+    return phos_real.cuCtxSetFlags(kept(flags, NULL));
+}
+
+static unsigned kept_by_primary(unsigned flags, CUdevice device)
+{
+    CUcontext primary;
+    return phos_primary_of(device, &primary) ? kept(flags, primary) : flags;
 }
 
 CUresult serve_cuDevicePrimaryCtxSetFlags_v2(CUdevice_v1 device, unsigned flags)
 {
-    return phos_real.cuDevicePrimaryCtxSetFlags_v2(device, kept(flags));
+    PHOS_LOCKED(&phos_primary_lock);
+    return phos_real.cuDevicePrimaryCtxSetFlags_v2(device, kept_by_primary(flags, device));
 }
 
 CUresult serve_cuDevicePrimaryCtxSetFlags(CUdevice_v1 device, unsigned flags)
 {
-    return phos_real.cuDevicePrimaryCtxSetFlags(device, kept(flags));
+    PHOS_LOCKED(&phos_primary_lock);
+    return phos_real.cuDevicePrimaryCtxSetFlags(device, kept_by_primary(flags, device));
 }

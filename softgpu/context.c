@@ -206,6 +206,8 @@ static CUresult primary_drop(CUdevice dev, bool reset)
         victim = device->primary;
         device->primary = NULL;
         device->primary_references = 0;
+        if (reset)
+            device->primary_flags = 0;
     }
     pthread_mutex_unlock(&device->lock);
     if (victim) {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 from typing import Any
 
 from cuda.bindings import driver as cu
-from driver_calls import called, ok, other, out, tell
+from driver_calls import called, ok, other, out, tell, written
 
 ENTRY_POINTS = Path(__file__).resolve().parents[3] / "frontend" / "cuda_api.def"
 VERSIONS = (2000, 3020, 5000, 7000, 9020, 11000, 11020, 12000, 12030, 13000)
@@ -178,7 +179,10 @@ tell("cuIpcCloseMemHandle", p)
 tell("cuIpcCloseMemHandle", 0)
 for memory in (p, p + 1, host, 0):
     for kind in (1, 2):
+        ctypes.memset(out._obj, 0xFF, 4)
         tell("cuMemGetHandleForAddressRange", out, memory, 1 << 20, kind, 0)
+        if (descriptor := ctypes.c_int(written()).value) >= 0:
+            os.close(descriptor)  # CRIU saves none of a dmabuf
 
 unit = 2 << 20
 memory_properties = cu.CUmemAllocationProp()
