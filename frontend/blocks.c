@@ -50,10 +50,16 @@ void phos_unrelax(struct phos_relaxed *relaxed)
         phos_real.cuThreadExchangeStreamCaptureMode(&relaxed->before);
 }
 
-CUresult phos_capture_permits(void)
+CUresult phos_capture_permits(CUcontext context)
 {
-    /* Freeing nothing is refused like freeing something. */
-    CUresult result = phos_captures() ? phos_real.cuMemFree_v2(0) : CUDA_SUCCESS;
+    CUcontext current = NULL;
+    if (!phos_captures())
+        return CUDA_SUCCESS;
+    bool enter = context && phos_real.cuCtxGetCurrent(&current) == CUDA_SUCCESS && !current &&
+                 phos_real.cuCtxPushCurrent_v2(context) == CUDA_SUCCESS;
+    CUresult result = phos_real.cuMemFree_v2(0); /* freeing nothing is refused like freeing something */
+    if (enter)
+        phos_real.cuCtxPopCurrent_v2(&current);
     bool refused = result >= CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED && result <= CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD;
     return refused ? result : CUDA_SUCCESS;
 }

@@ -113,11 +113,12 @@ struct phos_relaxed {
 struct phos_relaxed phos_relax(void);
 void phos_unrelax(struct phos_relaxed *relaxed);
 /* What we do in the driver's place must not succeed where the driver would refuse it, and end the capture: memory that is
- * freed again after the capture would be in the graph. Its answer; CUDA_SUCCESS: no capture forbids it. */
-CUresult phos_capture_permits(void);
+ * freed again after the capture would be in the graph. Its answer; CUDA_SUCCESS: no capture forbids it. `context`: of who needs
+ * no current one; else NULL. */
+CUresult phos_capture_permits(CUcontext context);
 #define PHOS_PERMITTED(call) \
     ({ \
-        CUresult permitted_ = phos_capture_permits(); \
+        CUresult permitted_ = phos_capture_permits(NULL); \
         permitted_ == CUDA_SUCCESS ? (call) : permitted_; \
     })
 #define PHOS_RELAXED __attribute__((cleanup(phos_unrelax), unused)) struct phos_relaxed relaxed_ = phos_relax()

@@ -7,6 +7,7 @@
 #include "log.h"
 #include "memory.h"
 #include "pool.h"
+#include "sync_memops.h"
 #include "track.h"
 #include "window.h"
 
@@ -16,6 +17,7 @@ static void context_forget(CUcontext context)
     phos_functions_context_ends(context);
     phos_driver_shared_context_ends(context);
     phos_uncarried_context_ends(context);
+    phos_sync_memops_context_ends(context);
 }
 
 /* Everything in a context ends with it. */

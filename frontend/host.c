@@ -41,7 +41,7 @@ static struct host_memory *item(size_t index)
     return (struct host_memory *)host_ranges.items[index];
 }
 
-/* What an address is in of what cuMemHostAlloc gave, or NULL. */
+/* What cuMemHostAlloc or cuMemAllocHost gave that has this address in it, or NULL. */
 static struct host_memory *made_at(const void *p)
 {
     struct host_memory *host = (struct host_memory *)phos_ranges_find(&host_ranges, (uint64_t)(uintptr_t)p);

@@ -185,8 +185,9 @@ SERVED: dict[str, tuple[str, ...]] = {
 }
 
 # Of what is served: refused in the driver's place while a capture forbids it (the documentation of
-# cuThreadExchangeStreamCaptureMode calls them potentially unsafe). Those that an H200's driver 580.159.04 refuses; the
-# stream-ordered ones depend on the stream and ask by themselves (pool.c).
+# cuThreadExchangeStreamCaptureMode calls them potentially unsafe). Those that an H200's driver 580.159.04 refuses: what
+# we do ourselves, and what is forgotten before the driver is asked. Some depend on more and ask by themselves (pool.c,
+# sync_memops.c).
 UNSAFE = {
     "cuMemAlloc_v2",
     "cuMemAllocPitch_v2",
@@ -197,6 +198,9 @@ UNSAFE = {
     "cuMemHostRegister_v2",
     "cuMemHostRegister",
     "cuMemHostUnregister",
+    "cuModuleUnload",
+    "cuLibraryUnload",
+    "cuGraphExecDestroy",
 }
 
 # Entry points that read or write device memory, by the file with their touch_<name>(), which works out what they touch.

@@ -337,10 +337,10 @@ CUresult serve_cuMemAllocFromPoolAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CU
             phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)bytesize);
         return result;
     }
-    CUresult permitted = valid ? phos_capture_permits() : CUDA_SUCCESS;
-    if (permitted != CUDA_SUCCESS)
-        return permitted;
     if (valid && phos_stream_context(stream, &context, &device)) {
+        CUresult permitted = phos_capture_permits(context);
+        if (permitted != CUDA_SUCCESS)
+            return permitted;
         phos_context_seen(context, device);
         PHOS_MEMORY_LOCKED;
         struct phos_pool *pool = phos_pool_of(handle);
@@ -366,11 +366,11 @@ CUresult serve_cuMemAllocAsync(CUdeviceptr_v2 *dptr, size_t bytesize, CUstream s
             phos_uncarried_add(PHOS_UNCARRIED_GRAPH_MEMORY, 1, (int64_t)bytesize);
         return result;
     }
-    CUresult permitted = valid ? phos_capture_permits() : CUDA_SUCCESS;
-    if (permitted != CUDA_SUCCESS)
-        return permitted;
     if (valid && phos_stream_context(stream, &context, &device) &&
         phos_real.cuDeviceGetMemPool(&handle, device) == CUDA_SUCCESS) {
+        CUresult permitted = phos_capture_permits(context);
+        if (permitted != CUDA_SUCCESS)
+            return permitted;
         phos_context_seen(context, device);
         PHOS_MEMORY_LOCKED;
         struct phos_pool *pool = phos_pool_of(handle);
@@ -490,15 +490,15 @@ CUresult serve_cuMemFreeAsync(CUdeviceptr_v2 dptr, CUstream stream)
     /* Freeing what was allocated outside into a graph: the driver knows no such memory, and says so. */
     if (captured(stream))
         return phos_real.cuMemFreeAsync(dptr, stream);
-    CUresult result = phos_capture_permits();
-    if (result != CUDA_SUCCESS)
-        return result;
     CUcontext context;
     CUdevice device;
     if (!phos_stream_context(stream, &context, &device)) {
         CUresult problem = phos_real.cuStreamGetCtx(stream, &context);
         return problem != CUDA_SUCCESS ? problem : CUDA_ERROR_INVALID_CONTEXT;
     }
+    CUresult result = phos_capture_permits(context);
+    if (result != CUDA_SUCCESS)
+        return result;
     PHOS_RELAXED;
     CUcontext current = NULL;
     phos_real.cuCtxGetCurrent(&current);

@@ -126,8 +126,7 @@ static void fork_child(void)
     phos_driver_memcpy_forked();
     pthread_mutex_init(&phos_memory_lock, NULL);
     pthread_mutex_init(&start_lock, NULL);
-    phos_primary_lock = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
-    pthread_rwlock_init(&phos_capture_lock, NULL);
+    phos_track_forked();
 }
 
 void phos_runtime_started(void)

@@ -61,8 +61,9 @@ static CUresult set_flag(void)
     if (result != CUDA_SUCCESS)
         return result;
     atomic_store(&wanted, true);
-    /* What was begun before is done as well then: it is in default streams, and all of those are waited for with this one. */
-    return phos_real.cuStreamSynchronize(CU_STREAM_LEGACY);
+    /* What was begun before is done as well then: it is in default streams, and all of those are waited for with this one. Setting
+     * the flag may have taken so long that a capture has begun, which would not survive it. */
+    return phos_captures() ? CUDA_SUCCESS : phos_real.cuStreamSynchronize(CU_STREAM_LEGACY);
 }
 
 /* The driver synchronises the context when its flags are set (580.159.04, H200), which no capture in it survives in whichever
@@ -81,6 +82,13 @@ static CUresult synchronous(CUcontext context)
     pthread_rwlock_unlock(&phos_capture_lock);
     phos_real.cuCtxPopCurrent_v2(&former);
     return captured ? put_off(context) : result;
+}
+
+void phos_sync_memops_context_ends(CUcontext context)
+{
+    for (size_t i = 0; i < due_count; i++)
+        if (due[i] == context)
+            due[i--] = due[--due_count];
 }
 
 void phos_sync_memops_settle(void)
@@ -120,13 +128,14 @@ CUresult serve_cuPointerSetAttribute(const void *value, CUpointer_attribute attr
     if (!value || attribute != CU_POINTER_ATTRIBUTE_SYNC_MEMOPS)
         return CUDA_ERROR_INVALID_VALUE; /* of VMM memory, as ours is, the driver would say that nothing can be set */
     bool on = *(const unsigned *)value;
-    CUresult result = phos_capture_permits();
+    CUresult result = phos_capture_permits(NULL);
     if (result == CUDA_SUCCESS && !context)
         result = phos_real.cuCtxGetCurrent(&context);
     if (result == CUDA_SUCCESS && on)
         result = synchronous(context);
     if (result != CUDA_SUCCESS)
         return result;
+    phos_sync_memops_settle(); /* the last capture may have ended just before it was put off */
     PHOS_LOCKED(&phos_memory_lock);
     struct phos_allocation *allocation = phos_allocation_at(address);
     if (allocation)
@@ -142,17 +151,15 @@ CUresult serve_cuCtxSetFlags(unsigned flags)
 static unsigned kept_by_primary(unsigned flags, CUdevice device)
 {
     CUcontext primary;
-    return phos_primary_of(device, &primary) ? kept(flags, primary) : flags;
+    return atomic_load(&wanted) && phos_primary_of(device, &primary) ? kept(flags, primary) : flags;
 }
 
 CUresult serve_cuDevicePrimaryCtxSetFlags_v2(CUdevice_v1 device, unsigned flags)
 {
-    PHOS_LOCKED(&phos_primary_lock);
     return phos_real.cuDevicePrimaryCtxSetFlags_v2(device, kept_by_primary(flags, device));
 }
 
 CUresult serve_cuDevicePrimaryCtxSetFlags(CUdevice_v1 device, unsigned flags)
 {
-    PHOS_LOCKED(&phos_primary_lock);
     return phos_real.cuDevicePrimaryCtxSetFlags(device, kept_by_primary(flags, device));
 }

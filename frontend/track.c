@@ -356,6 +356,13 @@ CUresult serve_cuCtxDisablePeerAccess(CUcontext peer)
     return result;
 }
 
+void phos_track_forked(void)
+{
+    pthread_mutex_init(&context_lock, NULL);
+    pthread_rwlock_init(&phos_capture_lock, NULL);
+    phos_primary_lock = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+}
+
 /* ---- captures ---- */
 
 /* Counted before it begins: who has not asked yet is not waited for. Who has, and waits for work of the GPU, may wait for
@@ -430,6 +437,7 @@ static CUresult capture_begun(bool locked, CUstream stream, CUresult result)
     struct capture *capture = result == CUDA_SUCCESS ? calloc(1, sizeof *capture) : NULL;
     if (!capture) { /* or out of host memory */
         count_captures(-1);
+        phos_sync_memops_settle();
         return result;
     }
     capture->stream = stream;
@@ -503,10 +511,12 @@ CUresult serve_cuStreamEndCaptureToCig(CUstream stream)
 /* A capture ends with its stream as well. */
 static CUresult stream_destroyed(CUresult result, struct capture *capture)
 {
-    if (capture && result == CUDA_SUCCESS)
+    if (capture && result == CUDA_SUCCESS) {
         capture_ended(capture);
-    else if (capture)
+        phos_sync_memops_settle();
+    } else if (capture) {
         capture_put(capture);
+    }
     return result;
 }
 

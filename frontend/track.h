@@ -26,6 +26,8 @@ struct phos_context {
 };
 
 void phos_context_seen(CUcontext context, CUdevice device);
+/* In a child: another thread may have held a lock. */
+void phos_track_forked(void);
 /* The driver lets one that was destroyed be made current, answers most calls with it, and crashes at cuCtxGetDevice, for one,
  * and at any with a stream or an event of it (580.159.04, H100). A primary context that is not active does not live either. */
 bool phos_context_lives(CUcontext context);

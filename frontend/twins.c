@@ -423,6 +423,7 @@ static void tables_go(CUcontext context, bool gone)
         return;
     if (gone)
         t->memory_registered = t->chunks_registered = false;
+    PHOS_RELAXED;
     bool entered = !gone && phos_real.cuCtxPushCurrent_v2(context) == CUDA_SUCCESS;
     unregister();
     if (entered)

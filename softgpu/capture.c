@@ -85,14 +85,13 @@ static CUgraphNodeType node_type(enum sg_work_type type)
         return CU_GRAPH_NODE_TYPE_WAIT_EVENT;
     case SG_WORK_BATCH:
         return CU_GRAPH_NODE_TYPE_BATCH_MEM_OP;
-    case SG_WORK_GRAPH:
-    case SG_WORK_CHILD:
-        return CU_GRAPH_NODE_TYPE_GRAPH;
     case SG_WORK_ALLOC:
         return CU_GRAPH_NODE_TYPE_MEM_ALLOC;
     case SG_WORK_FREE:
         return CU_GRAPH_NODE_TYPE_MEM_FREE;
     case SG_WORK_EMPTY:
+    case SG_WORK_GRAPH: /* refused */
+    case SG_WORK_CHILD: /* by hand alone */
         break;
     }
     return CU_GRAPH_NODE_TYPE_EMPTY;
@@ -160,7 +159,7 @@ static uint64_t this_thread(void)
 
 static bool forbids(const struct sg_capture_session *session)
 {
-    if (thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED || session->mode == CU_STREAM_CAPTURE_MODE_RELAXED)
+    if (!session->origin || thread_mode == CU_STREAM_CAPTURE_MODE_RELAXED || session->mode == CU_STREAM_CAPTURE_MODE_RELAXED)
         return false;
     bool everywhere = session->mode == CU_STREAM_CAPTURE_MODE_GLOBAL && thread_mode == CU_STREAM_CAPTURE_MODE_GLOBAL;
     return everywhere || session->thread == this_thread();
@@ -252,7 +251,10 @@ void sg_capture_forget_stream(struct sg_stream *stream)
 {
     pthread_mutex_lock(&sg_graph_lock);
     if (stream->capture) {
-        stream->capture->session->invalid = true;
+        struct sg_capture_session *session = stream->capture->session;
+        session->invalid = true;
+        if (session->origin == stream)
+            session->origin = NULL; /* nobody can end it any more */
         leave(stream->capture);
     }
     pthread_mutex_unlock(&sg_graph_lock);

@@ -61,8 +61,7 @@ CUresult softgpu_cuMemFree_v2(CUdeviceptr dptr)
     struct sg_allocation allocation;
     if (sg_find_allocation(dptr, &allocation) && allocation.begin == dptr) {
         /* The driver's cuMemFree waits for the device; work of this context may be using the memory. */
-        if (allocation.context)
-            result = sg_context_synchronize(allocation.context);
+        result = sg_context_synchronize(allocation.context ? allocation.context : context);
         CUresult freed = sg_free(dptr, NULL);
         return freed != CUDA_SUCCESS ? freed : result;
     }

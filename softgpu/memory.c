@@ -410,25 +410,25 @@ CUresult sg_allocation_import(struct sg_context *context, uint64_t begin, size_t
 }
 
 /* Under sg_map_lock, or where nobody finds it any more. */
-static void no_longer_used(struct sg_allocation *allocation)
+static void set_unused(struct sg_allocation *allocation, bool unused)
 {
-    if (allocation->pool && !allocation->range->imported && !allocation->unused)
-        atomic_fetch_sub(&allocation->pool->used, allocation->size);
-    allocation->unused = true;
+    if (allocation->pool && !allocation->range->imported && allocation->unused != unused)
+        atomic_fetch_add(&allocation->pool->used, unused ? -allocation->size : allocation->size);
+    allocation->unused = unused;
 }
 
-void sg_freed_in_order(uint64_t address)
+void sg_set_unused(uint64_t address, bool unused)
 {
     pthread_mutex_lock(&sg_map_lock);
     struct sg_allocation *allocation = allocation_at(address);
     if (allocation)
-        no_longer_used(allocation);
+        set_unused(allocation, unused);
     pthread_mutex_unlock(&sg_map_lock);
 }
 
 static void release(struct sg_allocation *allocation)
 {
-    no_longer_used(allocation);
+    set_unused(allocation, true);
     if (allocation->range->slab)
         slab_free(allocation->range, allocation->begin, allocation->size);
     else
@@ -456,6 +456,7 @@ CUresult sg_free(uint64_t address, bool *found_pool_memory)
 
 static void forget_host_memory(const struct sg_context *context)
 {
+    sg_use_exclusive_begin();
     pthread_mutex_lock(&sg_map_lock);
     for (size_t i = sg_ranges.count; i-- > 0;) {
         struct sg_range *range = sg_ranges.items[i];
@@ -467,9 +468,10 @@ static void forget_host_memory(const struct sg_context *context)
         free(range);
     }
     pthread_mutex_unlock(&sg_map_lock);
+    sg_use_exclusive_end();
 }
 
-/* Memory of pools outlives it. */
+/* Memory of pools outlives it; that of graphs goes here, if it is not freed before. */
 void sg_memory_free_context(struct sg_context *context)
 {
     forget_host_memory(context);
@@ -481,7 +483,7 @@ void sg_memory_free_context(struct sg_context *context)
             if (one->context != context)
                 continue;
             one->context = NULL;
-            allocation = one->pool ? NULL : one;
+            allocation = one->pool && !one->graph ? NULL : one;
         }
         if (allocation)
             sg_map_remove(&sg_allocations, allocation);

@@ -295,6 +295,9 @@ CUresult softgpu_cuMemFreeAsync(CUdeviceptr dptr, CUstream hStream)
     /* A graph is launched more than once: memory freed inside it stays, at its address, for the next launch. */
     struct sg_work work = {.type = captured ? SG_WORK_EMPTY : SG_WORK_FREE, .address = dptr, .context = stream->context};
     if (!captured)
-        sg_freed_in_order(dptr);
-    return sg_submit(stream, &work, false, NULL);
+        sg_set_unused(dptr, true);
+    result = sg_submit(stream, &work, false, NULL);
+    if (result != CUDA_SUCCESS && !captured)
+        sg_set_unused(dptr, false);
+    return result;
 }

@@ -204,7 +204,7 @@ CUresult sg_allocation_import(struct sg_context *context, uint64_t begin, size_t
 bool sg_find_allocation(uint64_t address, struct sg_allocation *out);
 void sg_make_synchronous(uint64_t address, bool synchronous);
 void sg_make_of_graph(uint64_t address);
-void sg_freed_in_order(uint64_t address);
+void sg_set_unused(uint64_t address, bool unused);
 bool sg_find_range(uint64_t address, struct sg_range *out); /* a copy; the pointers in it are only for comparing */
 /* True when all of [address, address+size), which may span neighbouring ranges, may be accessed: by a kernel of `context`, or
  * (null) by a copy engine, which reaches what any device may. */

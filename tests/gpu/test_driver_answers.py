@@ -43,15 +43,18 @@ def test_the_same_answers_as_without_the_frontend(about: str) -> None:
 
 
 @pytest.mark.parametrize("about", ["memory", "capture", "objects"])
-def test_the_answers_are_the_same_after_a_dump_and_a_restore(start: Starter, image: Path, about: str) -> None:
+def test_the_answers_are_the_same_after_a_dump_and_a_restore(
+    start: Starter, image: Path, tmp_path: Path, about: str
+) -> None:
     words = ["careful"] if about == "memory" else []
-    command = process.python_program(PROGRAMS / "answers_again.py", "--iterations", "10", f"answers_{about}.py", *words)
+    command = process.python_program(PROGRAMS / "answers_again.py", "--iterations", "20", f"answers_{about}.py", *words)
     expected = start(command, frontend=False, name="undisturbed").finish()
-    program = start([*command, "--iteration-seconds", "0.3"])
+    end = tmp_path / "end"
+    program = start([*command, "--iteration-seconds", "0.1", "--until", str(end)])
     program.wait_for("^ITERATION 4 ")
     process.criu_dump(program, image, leave_running=True)
-    program.wait_iterations(3)
     program.kill()
+    end.touch()
     process.criu_restore(program, image)
     assert without_repeats(program.finish()) == expected
 

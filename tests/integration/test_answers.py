@@ -14,6 +14,7 @@ PROGRAMS = Path(__file__).resolve().parents[1] / "gpu" / "programs"
 ROUNDS = {"memory": 300, "capture": 14, "objects": 50}
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("about", ROUNDS)
 def test_the_answers_are_the_same_while_checkpoints_are_made(site: Site, about: str) -> None:
     command = (

@@ -92,6 +92,40 @@ say("done")
         app.finish()
 
 
+@pytest.mark.parametrize("end", ["stream", "other", "same"])
+def test_what_was_put_off_is_done_when_the_last_capture_has_ended(phosd: FakePhosd, end: str) -> None:
+    body = (
+        SETTING
+        + f"""
+context = start()
+p = ok(cu.cuMemAlloc(1 << 20))
+RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+one, two = ok(cu.cuStreamCreate(1)), ok(cu.cuStreamCreate(1))
+ok(cu.cuStreamBeginCapture(one, RELAXED))
+let(p)
+if {end!r} == "stream":
+    ok(cu.cuStreamDestroy(one))
+elif {end!r} == "other":
+    ok(cu.cuStreamBeginCapture(two, RELAXED))
+    ok(cu.cuStreamEndCapture(one))
+    assert not synchronous(), "there is another one"
+    ok(cu.cuStreamEndCapture(two))
+else:
+    ok(cu.cuStreamEndCapture(one))
+assert synchronous()
+ok(cu.cuMemFree(p))
+q, own = ok(cu.cuMemAlloc(1 << 20)), ok(cu.cuCtxCreate(None, 0, 0))
+assert not synchronous(), "no other context is given it"
+ok(cu.cuCtxSetFlags(int(cu.CUctx_flags.CU_CTX_SCHED_YIELD)))
+assert not synchronous()
+say("done")
+"""
+    )
+    with program(phosd, body) as (app, _):
+        assert app.line() == "done"
+        app.finish()
+
+
 def test_memory_of_another_process_takes_it_too(phosd: FakePhosd) -> None:
     exporter = """
     start()

@@ -524,6 +524,9 @@ graphs = [ok(cu.cuGraphInstantiate(graph, 0)) for graph in (captured(first), add
 other = ok(cu.cuCtxCreate(None, 0, 0))
 graphs.append(ok(cu.cuGraphInstantiate(added(first), 0)))
 theirs = ok(cu.cuStreamCreate(1))
+for call in (lambda: cu.cuGraphExecDestroy(graphs[0]), lambda: cu.cuLibraryUnload(libraries[0])):  # as if never asked
+    ok(cu.cuStreamBeginCapture(stream, cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
+    assert int(call()[0]) == 900 and int(cu.cuStreamEndCapture(stream)[0]) == 901
 say("ready")
 heard()
 for graph, where in zip(graphs, (stream, stream, stream, theirs)):

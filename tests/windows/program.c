@@ -18,7 +18,7 @@ static unsigned nap, rare;
 static bool race;                       /* PLANT_RACE: the sanitizer has something to find */
 static volatile unsigned long operations; /* then: of all threads, and nothing guards it */
 static pthread_mutex_t target_lock = PTHREAD_MUTEX_INITIALIZER; /* the module's variable `target` */
-pthread_rwlock_t capturing = PTHREAD_RWLOCK_INITIALIZER;
+pthread_rwlock_t capturing = PTHREAD_RWLOCK_WRITER_NONRECURSIVE_INITIALIZER_NP;
 
 void check_at(CUresult result, const char *what, int line)
 {
@@ -207,18 +207,18 @@ static void device_copy(struct worker *w)
         CHECK(cuMemcpyPeerAsync(a, to->gpu->context, b, from->gpu->context, bytes, stream));
         break;
     case 4: /* in the legacy stream, behind what is queued in that one */
-        CHECK(cuStreamSynchronize(stream));
+        UNSAFE(cuStreamSynchronize(stream));
         CHECK(cuMemcpyDtoD(a, b, bytes));
         break;
     case 5:
-        CHECK(cuStreamSynchronize(stream));
+        UNSAFE(cuStreamSynchronize(stream));
         CHECK(cuMemcpy2DUnaligned(&plane));
         break;
     default:
         CHECK(cuMemcpyDtoDAsync(a, b, bytes, stream));
     }
     /* The synchronous ones wait for nobody when both sides are on the device. */
-    CHECK(cuStreamSynchronize(CU_STREAM_LEGACY));
+    UNSAFE(cuStreamSynchronize(CU_STREAM_LEGACY));
     end_use(to, stream);
     end_use(from, stream);
     memcpy(to->model + r.first, from->model + r.first, r.pages * sizeof *to->model);
@@ -266,16 +266,16 @@ static void upload(struct worker *w)
     uint32_t value = draw(w, 1u << 30);
     bool pinned = draw(w, 2);
     char *host = pinned ? w->pinned : w->pageable;
-    CHECK(cuStreamSynchronize(w->pinned_in)); /* its content is wanted no more */
+    UNSAFE(cuStreamSynchronize(w->pinned_in)); /* its content is wanted no more */
     for (unsigned i = 0; i < r.pages; i++)
         *(uint32_t *)(host + (size_t)i * PAGE) = value + i;
     begin_use(b, stream);
     if (draw(w, 3))
         CHECK(cuMemcpyHtoDAsync(page(b, r.first), host, (size_t)r.pages * PAGE, stream));
     else {
-        CHECK(cuStreamSynchronize(stream));
+        UNSAFE(cuStreamSynchronize(stream));
         CHECK(cuMemcpyHtoD(page(b, r.first), host, (size_t)r.pages * PAGE));
-        CHECK(cuStreamSynchronize(CU_STREAM_LEGACY));
+        UNSAFE(cuStreamSynchronize(CU_STREAM_LEGACY));
     }
     if (pinned)
         w->pinned_in = stream;
@@ -293,7 +293,7 @@ void verify(struct worker *w, struct buffer *b, struct range r, CUstream stream)
     begin_use(b, stream);
     CHECK(cuMemcpy2DAsync(&plane, stream));
     end_use(b, stream);
-    CHECK(cuStreamSynchronize(stream));
+    UNSAFE(cuStreamSynchronize(stream));
     for (unsigned i = 0; i < r.pages; i++)
         if (words[i] != b->model[r.first + i])
             bad(b, r.first + i, words[i]);
@@ -315,7 +315,7 @@ static void hidden_write(struct worker *w)
         void *parameters[] = {&w->table, &two, &r.pages, &value};
         CHECK(cuMemcpyHtoDAsync(w->table, both, sizeof both, stream));
         launch(w, w->gpu->kernels.scatter, r.pages, stream, parameters);
-        CHECK(cuStreamSynchronize(stream)); /* the table is used again */
+        UNSAFE(cuStreamSynchronize(stream)); /* the table is used again */
         model_set(b, r, value, true);
         model_set(a, r, value, true);
         note(b, "scatter", r, value, stream);
@@ -326,7 +326,7 @@ static void hidden_write(struct worker *w)
         pthread_mutex_lock(&target_lock);
         launch(w, w->gpu->kernels.aim, 1, stream, aimed);
         launch(w, w->gpu->kernels.shoot, r.pages, stream, parameters);
-        CHECK(cuStreamSynchronize(stream));
+        UNSAFE(cuStreamSynchronize(stream));
         pthread_mutex_unlock(&target_lock);
         model_add(a, r, value);
         note(a, "shoot", r, value, stream);
@@ -349,7 +349,7 @@ static void new_module(struct worker *w)
     load_kernels(&own);
     simple_kernel(w, &own);
     synchronize_context();
-    CHECK(cuModuleUnload(own.module));
+    UNSAFE(cuModuleUnload(own.module));
 }
 
 static void new_process(void)
@@ -369,7 +369,7 @@ static void new_stream(struct worker *w)
         if (w->buffers[i].last == former)
             w->buffers[i].last = GONE;
     if (w->pinned_in == former) {
-        CHECK(cuStreamSynchronize(former));
+        UNSAFE(cuStreamSynchronize(former));
         w->pinned_in = CU_STREAM_LEGACY;
     }
     CHECK(cuStreamDestroy(former));
@@ -401,7 +401,7 @@ static void one_operation(struct worker *w)
     else if (kind < 97)
         new_stream(w);
     else if (kind < 98)
-        draw(w, 4) ? (void)CHECK(cuStreamSynchronize(any_stream(w))) : synchronize_context();
+        draw(w, 4) ? (void)UNSAFE(cuStreamSynchronize(any_stream(w))) : synchronize_context();
     else if (kind < 99)
         draw(w, 4) ? (void)0 : new_module(w);
     else if (!getenv("NO_FORK"))
@@ -453,7 +453,7 @@ static void *work(void *argument)
     for (unsigned i = 0; i < w->count; i++) /* the thread's own stream ends with it */
         if (w->buffers[i].last == CU_STREAM_PER_THREAD)
             w->buffers[i].last = GONE;
-    CHECK(cuStreamSynchronize(CU_STREAM_PER_THREAD));
+    UNSAFE(cuStreamSynchronize(CU_STREAM_PER_THREAD));
     if (w->pinned_in == CU_STREAM_PER_THREAD)
         w->pinned_in = CU_STREAM_LEGACY;
     return NULL;

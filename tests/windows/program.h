@@ -19,6 +19,8 @@
 #define GONE ((CUstream)(uintptr_t)~0ull) /* a stream that was destroyed: order behind it by event */
 
 #define CHECK(call) check_at(call, #call, __LINE__)
+/* One that a capture may forbid, and does not survive. */
+#define UNSAFE(call) (pthread_rwlock_rdlock(&capturing), CHECK(call), pthread_rwlock_unlock(&capturing))
 
 struct kernels {
     CUmodule module;
@@ -84,7 +86,9 @@ struct worker {
 
 extern char *ptx;
 extern atomic_int stop;
-extern pthread_rwlock_t capturing; /* read: a capture; write: the synchronisation of a context */
+/* Write: a capture in the mode that forbids unsafe calls to all threads, and the synchronisation of a context; read: such a
+ * call, and a capture that forbids nothing. */
+extern pthread_rwlock_t capturing;
 
 void check_at(CUresult result, const char *what, int line);
 unsigned draw(struct worker *w, unsigned below);

@@ -70,7 +70,7 @@ static void make_buffer(struct worker *w, struct buffer *b)
     switch (b->gpu == w->gpu ? draw(w, 4) : 1 + draw(w, 3)) {
     case 0:
         b->kind = "cuMemAllocAsync";
-        CHECK(cuMemAllocAsync(&b->address, bytes, stream));
+        UNSAFE(cuMemAllocAsync(&b->address, bytes, stream));
         break;
     case 1:
         b->kind = "cuMemMap";
@@ -79,7 +79,7 @@ static void make_buffer(struct worker *w, struct buffer *b)
     default:
         b->kind = "cuMemAlloc";
         CHECK(cuCtxPushCurrent(b->gpu->context));
-        CHECK(cuMemAlloc(&b->address, bytes));
+        UNSAFE(cuMemAlloc(&b->address, bytes));
         CHECK(cuCtxPopCurrent(NULL));
     }
     b->model = calloc(b->pages, sizeof *b->model);
@@ -94,7 +94,7 @@ static void drop_graph(struct worker *w)
 {
     if (!w->runnable)
         return;
-    CHECK(cuGraphExecDestroy(w->runnable));
+    UNSAFE(cuGraphExecDestroy(w->runnable));
     CHECK(cuGraphDestroy(w->graph));
     w->runnable = NULL;
 }
@@ -107,13 +107,13 @@ void replace_buffer(struct worker *w, unsigned which)
     CUstream stream = any_stream(w);
     begin_use(b, stream);
     if (!strcmp(b->kind, "cuMemAllocAsync") && draw(w, 3))
-        CHECK(cuMemFreeAsync(b->address, stream));
+        UNSAFE(cuMemFreeAsync(b->address, stream));
     else {
-        CHECK(cuStreamSynchronize(stream));
+        UNSAFE(cuStreamSynchronize(stream));
         if (b->mapped)
             unmap_own(b);
         else
-            CHECK(cuMemFree(b->address));
+            UNSAFE(cuMemFree(b->address));
     }
     CHECK(cuEventDestroy(b->event));
     free(b->model);
@@ -129,10 +129,10 @@ void set_up(struct worker *w, unsigned most)
     CHECK(cuStreamCreate(&w->streams[2], CU_STREAM_NON_BLOCKING));
     w->streams[3] = CU_STREAM_PER_THREAD;
     w->pinned_in = CU_STREAM_LEGACY;
-    CHECK(cuMemAllocHost((void **)&w->pinned, (size_t)HOST_PAGES * PAGE));
+    UNSAFE(cuMemAllocHost((void **)&w->pinned, (size_t)HOST_PAGES * PAGE));
     w->pageable = malloc((size_t)HOST_PAGES * PAGE);
     w->words = malloc(MOST_PAGES * sizeof *w->words);
-    CHECK(cuMemAlloc(&w->table, 64));
+    UNSAFE(cuMemAlloc(&w->table, 64));
     for (w->count = 0; w->count < BUFFERS / 2 || (w->count < BUFFERS && w->pages < most); w->count++)
         make_buffer(w, &w->buffers[w->count]);
     for (unsigned i = 0; i < w->count; i++)
@@ -176,15 +176,21 @@ static void make_graph(struct worker *w, struct buffer *a, struct buffer *b)
     } else {
         CUstream stream = w->streams[2];
         size_t nodes = 1;
-        pthread_rwlock_rdlock(&capturing);
-        CHECK(cuStreamBeginCapture(stream, CU_STREAM_CAPTURE_MODE_RELAXED));
+        bool alone = draw(w, 2);
+        if (alone)
+            pthread_rwlock_wrlock(&capturing);
+        else
+            pthread_rwlock_rdlock(&capturing);
+        CHECK(cuStreamBeginCapture(stream, alone ? CU_STREAM_CAPTURE_MODE_GLOBAL : CU_STREAM_CAPTURE_MODE_RELAXED));
         CHECK(cuLaunchKernel(kernel.func, kernel.gridDimX, 1, 1, kernel.blockDimX, 1, 1, 0, stream, parameters, NULL));
         CHECK(cuMemsetD32Async(page(b, w->set_to.first), w->value_set, (size_t)w->set_to.pages * PAGE / 4, stream));
+        if (alone) /* while other threads copy, and launch */
+            nanosleep(&(struct timespec){.tv_nsec = draw(w, 3000) * 1000}, NULL);
         CHECK(cuStreamEndCapture(stream, &w->graph));
         pthread_rwlock_unlock(&capturing);
         CHECK(cuGraphGetRootNodes(w->graph, &w->node, &nodes));
     }
-    CHECK(cuGraphInstantiate(&w->runnable, w->graph, 0));
+    UNSAFE(cuGraphInstantiate(&w->runnable, w->graph, 0));
 }
 
 void use_graph(struct worker *w, struct buffer *a, struct buffer *b)
@@ -237,10 +243,10 @@ static void ask(unsigned poll, CUstream stream, CUevent event)
     int active;
     switch (poll) {
     case 0:
-        CHECK(cuEventQuery(event));
+        UNSAFE(cuEventQuery(event));
         break;
     case 1:
-        CHECK(cuStreamQuery(stream));
+        UNSAFE(cuStreamQuery(stream));
         break;
     case 2: /* the first question about a thread's own stream makes it */
         if (!pthread_create(&other, NULL, ask_own, NULL))
@@ -269,7 +275,7 @@ void *poll_always(void *number)
     CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
     CHECK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));
     CHECK(cuEventRecord(event, stream));
-    CHECK(cuStreamSynchronize(stream));
+    UNSAFE(cuStreamSynchronize(stream));
     while (!atomic_load(&stop)) {
         ask((unsigned)(uintptr_t)number, stream, event);
         nanosleep(&(struct timespec){.tv_nsec = 500000}, NULL);

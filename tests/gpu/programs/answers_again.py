@@ -16,9 +16,8 @@ from driver_calls import ok
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 from report import Report, parser
 
-SETTLED = (
-    2  # rounds after which all is as in the rounds that follow: contexts were there before, limits and pools are set
-)
+# Rounds after which all is as in those that follow: contexts were there before, limits are set.
+SETTLED = 2
 
 
 def main() -> None:

@@ -57,8 +57,11 @@ def main():
         check(cuda.cuLaunchKernel(kernel, 1, 1, 1, 1, 1, 1, 0, 0, ((int(memory),), (ctypes.c_uint64,)), 0))
         with open("/proc/self/maps") as maps:
             with_twins += "phos-twins" in maps.read()
-        if with_twins == 40:
+        if with_twins == 40:  # a capture of the other context's survives it
+            stream = check(cuda.cuStreamCreate(1))
+            check(cuda.cuStreamBeginCapture(stream, cuda.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL))
             end(kind, first)
+            check(cuda.cuStreamEndCapture(stream))
         check(cuda.cuCtxSynchronize())
         number += 1
         print(f"ITERATION {number}", flush=True)
