@@ -11,7 +11,7 @@ from tests.integration.site import Site
 from tests.integration.test_cow import SLOW, dump_concurrently, restore_at
 
 PROGRAMS = Path(__file__).resolve().parents[1] / "gpu" / "programs"
-ROUNDS = {"memory": 300, "capture": 14, "objects": 50}
+ROUNDS = {"memory": 120, "capture": 10, "objects": 30}
 
 
 @pytest.mark.timeout(300)
@@ -24,7 +24,7 @@ def test_the_answers_are_the_same_while_checkpoints_are_made(site: Site, about: 
     expected = site.reference_of(*command)
     site.environment["SOFTGPU_COPY_BANDWIDTH"] = SLOW
     program = site.until_awaited(*command)
-    program.wait_iterations(4)
+    program.wait_iterations(3)
     for number in range(3):
         image = dump_concurrently(site, program, f"image-{number}")
     site.dump(program, site.image("stopped"), "--leave-running", check=True)

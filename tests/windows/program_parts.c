@@ -176,7 +176,7 @@ static void make_graph(struct worker *w, struct buffer *a, struct buffer *b)
     } else {
         CUstream stream = w->streams[2];
         size_t nodes = 1;
-        bool alone = draw(w, 2);
+        bool alone = !draw(w, 4);
         if (alone)
             pthread_rwlock_wrlock(&capturing);
         else
@@ -243,10 +243,10 @@ static void ask(unsigned poll, CUstream stream, CUevent event)
     int active;
     switch (poll) {
     case 0:
-        UNSAFE(cuEventQuery(event));
+        CHECK(cuEventQuery(event));
         break;
     case 1:
-        UNSAFE(cuStreamQuery(stream));
+        CHECK(cuStreamQuery(stream));
         break;
     case 2: /* the first question about a thread's own stream makes it */
         if (!pthread_create(&other, NULL, ask_own, NULL))
@@ -271,6 +271,8 @@ void *poll_always(void *number)
 {
     CUstream stream;
     CUevent event;
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED; /* it waits for no capture's end */
+    CHECK(cuThreadExchangeStreamCaptureMode(&mode));
     CHECK(cuCtxSetCurrent(gpus[0].context));
     CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
     CHECK(cuEventCreate(&event, CU_EVENT_DISABLE_TIMING));

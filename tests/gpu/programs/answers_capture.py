@@ -75,6 +75,12 @@ class Things:
         ok(cu.cuCtxSynchronize())
         self.kept.append(self)
 
+    def own_context(self) -> int:
+        """Another context, which is not current."""
+        made = int(ok(cu.cuCtxCreate(None, 0, 0)))
+        ok(cu.cuCtxPopCurrent())
+        return made
+
     def release(self, used: set[int]) -> None:
         """Let go of what would stay, or of which there may only be some hundreds; not of what a call has used up."""
         if self.stream_memory not in used:
@@ -177,6 +183,7 @@ CALLS: list[tuple[str, Callable[[Things], tuple[Any, ...]]]] = [
         ("cuCtxGetLimit", lambda t: (out, 0)),
         ("cuCtxSetLimit", lambda t: (0, 4096)),
         ("cuCtxResetPersistingL2Cache", lambda t: ()),
+        ("cuCtxDestroy_v2", lambda t: (t.own_context(),)),
         ("cuDevicePrimaryCtxRetain", lambda t: (out, 0)),
         ("cuDeviceGetAttribute", lambda t: (out, 16, 0)),
         ("cuGraphCreate", lambda t: (out, 0)),
@@ -211,8 +218,8 @@ for mode, mode_name in enumerate(MODES):
     for by in ("itself", "another"):
         for name, arguments in CALLS:
             t = Things()
-            ok(cu.cuStreamBeginCapture(t.captured, cu.CUstreamCaptureMode(mode)))
             passed = arguments(t)
+            ok(cu.cuStreamBeginCapture(t.captured, cu.CUstreamCaptureMode(mode)))
 
             def call(name: str = name, passed: tuple[Any, ...] = passed) -> int:
                 """The call in question."""
