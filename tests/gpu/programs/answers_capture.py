@@ -50,7 +50,7 @@ class Things:
         ok(cu.cuEventRecord(self.recorded, self.idle))
         self.p, self.p2, self.q = (int(ok(cu.cuMemAlloc(size))) for size in (MIB, 4096, 100))
         self.stream_memory = int(ok(cu.cuMemAllocAsync(4096, self.idle)))
-        self.host, self.host2 = (int(ok(cu.cuMemHostAlloc(4096, 0))) for _ in range(2))
+        self.host = int(ok(cu.cuMemHostAlloc(4096, 0)))
         self.plain = ctypes.create_string_buffer(3 * 4096)
         self.own = (ctypes.addressof(self.plain) + 4095) & ~4095
         self.unregistered = ctypes.create_string_buffer(3 * 4096)
@@ -226,7 +226,7 @@ for mode, mode_name in enumerate(MODES):
                 return called(name, *passed)
 
             code = call() if by == "itself" else in_another_thread(call)
-            made = int.from_bytes(out._obj.raw[:8], "little")
+            made = written(8)
             again = code if code < 900 else call() if by == "itself" else in_another_thread(call)
             called("cuStreamIsCapturing", t.captured, out)
             state = written()

@@ -28,9 +28,9 @@ def called(name: str, *arguments: Any) -> int:
     return code
 
 
-def written(where: Any = out) -> int:
-    """The first four bytes of what a call wrote."""
-    return int.from_bytes(where._obj.raw[:4], "little")
+def written(size: int = 4) -> int:
+    """The first ``size`` bytes of what a call wrote."""
+    return int.from_bytes(out._obj.raw[:size], "little")
 
 
 def tell(name: str, *arguments: Any, value: bool = False) -> None:
