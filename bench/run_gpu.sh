@@ -5,8 +5,8 @@
 #
 # BUNDLE: a folder made by `install.sh --bundle` where there was a registry, or a .tar, .tar.gz or .tar.zst of one, which
 # is unpacked under PHOS_UNPACK (default /opt/phos-bundle); `-` if PhOS is on the PATH already.
-# PARTs: install doctor tests cow dump32 correctness cow-correctness frameworks libraries steady dump8 toggle cow-variants audit
-# dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8
+# PARTs: install doctor tests answers cow dump32 correctness cow-correctness frameworks libraries steady dump8 toggle cow-variants
+# audit dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness (default: all, in this order); cow8
 # cow32 cow64: one size of `cow`, without the peer; cow-expandable: two, in expandable segments; soak: what grows with
 # checkpoints and restores; disk32: of dump32 only the disk, without the peer; launches, memory, training: one part of
 # steady; jobs: JAX, DataLoader's workers, NVML, shared tensors; copy-load, page-lock, driver-calls, driver-sharing,
@@ -23,7 +23,7 @@ cd "$(dirname "$0")/.." || exit 1
 
 bundle=${1:?usage: bench/run_gpu.sh BUNDLE|- [PART...]}
 shift
-[ $# -gt 0 ] || set -- install doctor tests cow dump32 correctness cow-correctness \
+[ $# -gt 0 ] || set -- install doctor tests answers cow dump32 correctness cow-correctness \
     frameworks libraries steady dump8 toggle cow-variants audit dump64 restore32 restore8 restore64 restore-order serverless lazy-correctness
 
 start=$(date +%s)
@@ -151,7 +151,8 @@ for wanted in "$@"; do
         [ "$bundle" = - ] || part install 180 "$installer" --offline --python "${PHOS_PYTHON:-$python}" || exit 1
         ;;
     doctor) part doctor 60 phos-gpu doctor ;;
-    tests) gpu_tests tests 400 tests/gpu/test_driver_answers.py tests/gpu/test_examples.py tests/gpu/test_lifecycle.py tests/gpu/test_concurrent.py ;;
+    tests) gpu_tests tests 400 tests/gpu/test_examples.py tests/gpu/test_lifecycle.py tests/gpu/test_concurrent.py ;;
+    answers) gpu_tests answers 300 tests/gpu/test_driver_answers.py ;;
     gpus) gpu_tests gpus 900 tests/gpu/test_several_gpus.py ;;
     frameworks) gpu_tests frameworks 560 tests/gpu/test_frameworks.py ;;
     libraries) gpu_tests libraries 400 tests/gpu/test_libraries.py ;;

@@ -11,8 +11,9 @@ import pytest
 from gpu_support import DEVICE, PROGRAMS, Starter, without_repeats
 from process import PHOS_GPU
 
-MOST_SHADOWED = 300
-"""Chunks of 4 MiB that pytorch_shards.py writes to in three windows, and more; all of its memory has a thousand."""
+MOST_SHADOWED = 1000
+"""Chunks of 4 MiB that pytorch_shards.py writes to in three windows, and more: some twenty in each of its iterations, two
+of which take a second; what is not saved yet when it runs on has some seven hundred in each window."""
 
 
 def checkpointed_in_windows(program: process.Program, images: Path, times: int) -> tuple[Path, dict[str, int]]:
@@ -65,7 +66,7 @@ def test_shards_are_copied_while_an_image_is_written(
     command = process.python_program(PROGRAMS / "pytorch_shards.py", "--size", "4096")
     undisturbed = start(command, frontend=False, name="undisturbed").finish()
     end = image.parent / "end"
-    program = start([*command, "--iteration-seconds", "0.2", "--until", str(end)], environment=environment)
+    program = start([*command, "--iteration-seconds", "0.5", "--until", str(end)], environment=environment)
     program.wait_for("^ITERATION 3 ", 120)
     folder, counts = checkpointed_in_windows(program, tmp_path / "images", 3)
     assert counts["anything"] == 0
