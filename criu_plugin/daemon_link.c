@@ -303,23 +303,26 @@ int phos_link_task_frozen(int pid)
 {
 	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
 	Phos__Wire__TaskFrozen frozen = PHOS__WIRE__TASK_FROZEN__INIT;
-	int table, ret;
 
 	if (!link_.gpu_part)
 		return 0;
-	table = memfd_create("phos-pages", MFD_CLOEXEC);
-	if (table < 0) {
-		pr_err("cannot make a table of pages: %s\n", strerror(errno));
-		return -1;
-	}
 	frozen.pid = pid;
 	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_FROZEN;
 	envelope.task_frozen = &frozen;
-	ret = request(&envelope, table, "save what a frozen task has", NULL);
-	if (!ret)
-		ret = phos_hide(pid, table);
-	close(table);
-	return ret;
+	return request(&envelope, -1, "save what a frozen task has", NULL) ? -1 : phos_hide(pid);
+}
+
+int phos_link_task_pages(int pid, int table)
+{
+	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
+	Phos__Wire__TaskPages pages = PHOS__WIRE__TASK_PAGES__INIT;
+
+	if (!link_.gpu_part)
+		return 0;
+	pages.pid = pid;
+	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TASK_PAGES;
+	envelope.task_pages = &pages;
+	return request(&envelope, table, "say which pages of a frozen task are copied", NULL);
 }
 
 /* Which links were not made, in as many packets as that takes. Returns 0 or -1. */

@@ -7,6 +7,9 @@
  * noted: phosd adds exactly that to CRIU's images afterwards (images/criu_pages.py). Where CRIU would not have looked at a
  * page, nothing is noted; where phosd has not got it, CRIU dumps it as ever.
  *
+ * phosd is asked which pages it has when CRIU asks for the first: it looks for them from when the task was frozen, and CRIU
+ * has a lot to do before. Where it has all that there are the kernel need not look through them once more.
+ *
  * CRIU dumps with one thread: no lock.
  */
 #include "phos_plugin.h"
@@ -30,11 +33,13 @@
 struct task {
 	struct task *next;
 	int pid;
-	size_t count;
-	const struct phos_pages *pages; /* by address; a mapping */
+	bool told; /* what follows, by phosd */
+	size_t count, mapping_count;
+	const struct phos_pages *pages; /* by address */
+	const struct phos_mapping *mappings;
 };
 
-static struct task *tasks;
+static struct task *tasks; /* that are frozen */
 
 static struct {
 	struct phos_hidden *ranges;
@@ -50,33 +55,54 @@ bool phos_can_hide(void)
 	return dlsym(RTLD_DEFAULT, "ioctl") == (void *)scan_ioctl;
 }
 
-int phos_hide(int pid, int table)
+int phos_hide(int pid)
 {
-	struct stat status;
-	struct task *task;
+	struct task *task = calloc(1, sizeof(*task));
 
-	if (fstat(table, &status)) {
-		pr_err("the table of task %d's pages cannot be read: %s\n", pid, strerror(errno));
-		return -1;
-	}
-	if (!status.st_size)
-		return 0;
-	task = malloc(sizeof(*task));
 	if (!task) {
-		pr_err("no memory for the table of task %d's pages\n", pid);
+		pr_err("no memory to note that task %d is frozen\n", pid);
 		return -1;
 	}
 	task->pid = pid;
-	task->count = status.st_size / sizeof(*task->pages);
-	task->pages = mmap(NULL, status.st_size, PROT_READ, MAP_SHARED, table, 0);
-	if (task->pages == MAP_FAILED) {
-		pr_err("the table of task %d's pages cannot be mapped: %s\n", pid, strerror(errno));
-		free(task);
-		return -1;
-	}
 	task->next = tasks;
 	tasks = task;
 	return 0;
+}
+
+/* What phosd has written into a table; it stays mapped. Returns 0 or -1. */
+static int read_table(struct task *task, int descriptor)
+{
+	const struct phos_task_table *table;
+	struct stat status;
+
+	if (fstat(descriptor, &status))
+		return -1;
+	if (!status.st_size)
+		return 0;
+	table = mmap(NULL, status.st_size, PROT_READ, MAP_SHARED, descriptor, 0);
+	if (table == MAP_FAILED)
+		return -1;
+	task->count = table->pages;
+	task->mapping_count = table->mappings;
+	task->pages = (const void *)(table + 1);
+	task->mappings = (const void *)(task->pages + task->count);
+	return 0;
+}
+
+static int ask_phosd(struct task *task)
+{
+	int table = memfd_create("phos-pages", MFD_CLOEXEC), ret;
+
+	if (table < 0) {
+		pr_err("cannot make a table of pages: %s\n", strerror(errno));
+		return -1;
+	}
+	ret = phos_link_task_pages(task->pid, table);
+	if (!ret && (ret = read_table(task, table)))
+		pr_err("the table of task %d's pages cannot be read: %s\n", task->pid, strerror(errno));
+	close(table);
+	task->told = !ret;
+	return ret;
 }
 
 int phos_hidden(int *table)
@@ -118,7 +144,7 @@ static int note(int pid, uint64_t start, uint64_t end)
 	return 0;
 }
 
-static const struct task *task_of(int pagemap)
+static struct task *task_of(int pagemap)
 {
 	char link[32], path[PATH_MAX];
 	ssize_t size;
@@ -134,7 +160,7 @@ static const struct task *task_of(int pagemap)
 		slashes += path[--size] == '/';
 	if (sscanf(path + size, "/%d/pagemap", &pid) != 1)
 		return NULL;
-	for (const struct task *task = tasks; task; task = task->next)
+	for (struct task *task = tasks; task; task = task->next)
 		if (task->pid == pid)
 			return task;
 	return NULL;
@@ -187,6 +213,41 @@ none:
 	return -1;
 }
 
+/* Whether phosd copies all that can be in [start, end). */
+static bool has_all(const struct task *task, uint64_t start, uint64_t end)
+{
+	uint64_t at = start;
+	size_t m = phos_first_behind(task->mappings, sizeof(*task->mappings), task->mapping_count, start);
+
+	for (; at < end && m < task->mapping_count; m++) {
+		const struct phos_mapping *mapping = &task->mappings[m];
+
+		if (mapping->address > at || mapping->kind != PHOS_COPIED)
+			break;
+		at = mapping->address + mapping->size;
+	}
+	if (at < end)
+		return false;
+	for (size_t p = first_behind(task, start); p < task->count && task->pages[p].address < end; p++)
+		if (!task->pages[p].copied)
+			return false;
+	return true;
+}
+
+/* Notes all that phosd has in [start, end). Returns 0, or -1 if there is no memory. */
+static int note_all(const struct task *task, uint64_t start, uint64_t end)
+{
+	for (size_t p = first_behind(task, start); p < task->count && task->pages[p].address < end; p++) {
+		const struct phos_pages *pages = &task->pages[p];
+		uint64_t from = pages->address > start ? pages->address : start;
+		uint64_t to = pages->address + pages->size < end ? pages->address + pages->size : end;
+
+		if (note(task->pid, from, to))
+			return -1;
+	}
+	return 0;
+}
+
 /* CRIU's question which pages it has to dump; later ones ask the same way for other kinds (guard regions). */
 static bool asks_for_pages(const struct phos_pm_scan *scan)
 {
@@ -198,21 +259,32 @@ static int scan_ioctl(int descriptor, unsigned long request, ...)
 	va_list list;
 	void *argument;
 	long result;
-	const struct task *task;
+	struct task *task = NULL;
 	struct phos_pm_scan *scan;
 
 	va_start(list, request);
 	argument = va_arg(list, void *);
 	va_end(list);
-	result = syscall(SYS_ioctl, descriptor, request, argument);
-	if (request != PHOS_PAGEMAP_SCAN || result <= 0 || !tasks || !asks_for_pages(argument))
-		return (int)result;
-	task = task_of(descriptor);
-	if (!task)
-		return (int)result;
 	scan = argument;
-	scan->walk_end = phos_pm_walked(scan, result); /* else CRIU asks for what is noted once more, and it is noted again */
-	result = take_away(task, scan, result);
+	if (request == PHOS_PAGEMAP_SCAN && tasks && asks_for_pages(scan))
+		task = task_of(descriptor);
+	if (!task)
+		return (int)syscall(SYS_ioctl, descriptor, request, argument);
+	if (!task->told && ask_phosd(task)) {
+		errno = EIO;
+		return -1;
+	}
+	if (task->count && has_all(task, scan->start, scan->end)) {
+		scan->walk_end = scan->end;
+		result = note_all(task, scan->start, scan->end);
+	} else {
+		result = syscall(SYS_ioctl, descriptor, request, argument);
+		if (result <= 0)
+			return (int)result;
+		/* else CRIU asks for what is noted once more, and it is noted again */
+		scan->walk_end = phos_pm_walked(scan, result);
+		result = take_away(task, scan, result);
+	}
 	if (result < 0)
 		errno = ENOMEM;
 	return (int)result;

@@ -55,8 +55,10 @@ struct phos_link {
 };
 /* Those; their number. */
 size_t phos_spared_links(const struct phos_link **links);
-/* A task is frozen: phosd begins to copy what it has, and says which pages CRIU need not dump (hidden_pages.c). */
+/* A task is frozen: phosd begins to copy what it has. */
 int phos_link_task_frozen(int pid);
+/* Fills `table`, an empty memfd, with what phosd copies of that task's pages (struct phos_task_table); or leaves it empty. */
+int phos_link_task_pages(int pid, int table);
 /* The tasks of which only the driver's threads run while phosd sees to them (phos_let_run); their number. */
 struct phos_alone {
 	int pid, thread;
@@ -67,8 +69,8 @@ size_t phos_link_alone(struct phos_alone **tasks);
 
 /* Whether what CRIU asks the kernel comes to us first. */
 bool phos_can_hide(void);
-/* Hides from CRIU what `table`, a memfd of struct phos_pages, lists of a task's pages; 0 or -1. */
-int phos_hide(int pid, int table);
+/* A task is frozen: of its pages those will be hidden from CRIU that phosd says it copies. Returns 0 or -1. */
+int phos_hide(int pid);
 /* *table: a memfd of struct phos_hidden, with what was hidden of all tasks; -1 if nothing was. Returns 0 or -1. */
 int phos_hidden(int *table);
 

@@ -102,27 +102,27 @@ static int try_reading(int pid, const struct finding *finding)
 	return 0;
 }
 
-EXPORT long phos_find_pages(int pid, struct phos_pages *found, long room)
+static void add_mapping(struct phos_mapping *found, long room, long *count, struct phos_mapping mapping)
 {
-	struct finding finding = { .found = found, .room = room, .guard = PHOS_PAGE_IS_GUARD };
+	if (*count < room)
+		found[*count] = mapping;
+	++*count;
+}
+
+EXPORT long phos_read_mappings(int pid, struct phos_mapping *found, long room)
+{
 	char path[64], *line = NULL;
 	size_t size = 0;
 	bool injected = false; /* we are past the page that CRIU puts its instructions into */
-	int pagemap, error = 0;
+	long count = 0;
+	int error = 0;
 	FILE *maps;
 
-	snprintf(path, sizeof(path), "/proc/%d/pagemap", pid);
-	pagemap = open(path, O_RDONLY | O_CLOEXEC);
-	if (pagemap < 0)
-		return -errno;
 	snprintf(path, sizeof(path), "/proc/%d/maps", pid);
 	maps = fopen(path, "re");
-	if (!maps) {
-		error = -errno;
-		close(pagemap);
-		return error;
-	}
-	while (!error && getline(&line, &size, maps) > 0) {
+	if (!maps)
+		return -errno;
+	while (getline(&line, &size, maps) > 0) {
 		uint64_t start, end;
 		char rights[5];
 		int name = 0;
@@ -134,26 +134,47 @@ EXPORT long phos_find_pages(int pid, struct phos_pages *found, long room)
 		if (start >> 63 || is_special(line + name))
 			continue;
 		if (!strcmp(line + name, "[vdso]")) {
-			add(&finding, start, end, false);
+			add_mapping(found, room, &count, (struct phos_mapping){ start, end - start, PHOS_LEFT_WHOLE });
 			continue;
 		}
 		if (rights[2] == 'x' && !injected) {
 			injected = true;
 			if (rights[3] == 'p') {
-				add(&finding, start, start + PAGE, false);
+				add_mapping(found, room, &count, (struct phos_mapping){ start, PAGE, PHOS_LEFT_WHOLE });
 				start += PAGE;
 			}
 		}
 		copy = rights[0] == 'r' && rights[2] != 'x';
-		if (rights[3] == 'p')
-			error = scan(pagemap, start, end, copy, &finding);
+		if (rights[3] == 'p' && start < end)
+			add_mapping(found, room, &count, (struct phos_mapping){ start, end - start, copy ? PHOS_COPIED : PHOS_LEFT });
 	}
-	if (!error && ferror(maps))
+	if (ferror(maps))
 		error = -EIO;
-	if (!error)
-		error = try_reading(pid, &finding);
 	free(line);
 	fclose(maps);
+	return error ? error : count;
+}
+
+EXPORT long phos_find_pages(int pid, const struct phos_mapping *mappings, long count, struct phos_pages *found, long room)
+{
+	struct finding finding = { .found = found, .room = room, .guard = PHOS_PAGE_IS_GUARD };
+	char path[64];
+	int pagemap, error = 0;
+
+	snprintf(path, sizeof(path), "/proc/%d/pagemap", pid);
+	pagemap = open(path, O_RDONLY | O_CLOEXEC);
+	if (pagemap < 0)
+		return -errno;
+	for (long i = 0; i < count && !error; i++) {
+		uint64_t start = mappings[i].address, end = start + mappings[i].size;
+
+		if (mappings[i].kind == PHOS_LEFT_WHOLE)
+			add(&finding, start, end, false);
+		else
+			error = scan(pagemap, start, end, mappings[i].kind == PHOS_COPIED, &finding);
+	}
+	if (!error)
+		error = try_reading(pid, &finding);
 	close(pagemap);
 	return error ? error : finding.count;
 }

@@ -7,11 +7,17 @@
 #include "task_pages.h"
 
 /*
- * The private pages of a frozen task that CRIU dumps, or may dump, by address: at most `room` of them into `found`. Returns
- * how many there are (if no more than `room`, none is missing), or -errno: the kernel knows no PAGEMAP_SCAN (-ENOTTY), the
+ * The private mappings of a frozen task that CRIU dumps, by address: at most `room` of them into `found`. Returns how many
+ * there are (if no more than `room`, none is missing), or -errno. Before CRIU has changed any: it adds one of its own, and
+ * rights.
+ */
+long phos_read_mappings(int pid, struct phos_mapping *found, long room);
+
+/*
+ * Which pages of them there are, likewise; while the task is frozen. -errno: the kernel knows no PAGEMAP_SCAN (-ENOTTY), the
  * task has ended, its memory may not be read, ...
  */
-long phos_find_pages(int pid, struct phos_pages *found, long room);
+long phos_find_pages(int pid, const struct phos_mapping *mappings, long count, struct phos_pages *found, long room);
 
 /* A copy by several threads, each of which calls phos_copy_pages(). The last three are 0 at first. */
 struct phos_page_copy {

@@ -36,7 +36,7 @@ SMALL_BYTES = 16 << 20
 """A task with less is copied by one thread."""
 
 FOUND = 32768
-"""How many runs of pages a task is expected to have at most: more take a second look."""
+"""How many runs of pages, and how many mappings, a task is expected to have at most: more take a second look."""
 
 POPULATE_BYTES = 32 << 20
 """What a thread populates at once."""
@@ -60,6 +60,16 @@ class _Pages(ctypes.Structure):
     )
 
 
+class _Mapping(ctypes.Structure):
+    """struct phos_mapping of include/task_pages.h."""
+
+    _fields_ = (("address", ctypes.c_uint64), ("size", ctypes.c_uint64), ("kind", ctypes.c_uint64))
+
+
+_TABLE = struct.Struct("=QQ")
+"""struct phos_task_table of include/task_pages.h."""
+
+
 class _PageCopy(ctypes.Structure):
     """struct phos_page_copy of page_copy.h."""
 
@@ -77,7 +87,9 @@ class _PageCopy(ctypes.Structure):
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(chunks_library()))
-    library.phos_find_pages.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_long]
+    library.phos_read_mappings.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_long]
+    library.phos_read_mappings.restype = ctypes.c_long
+    library.phos_find_pages.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p, ctypes.c_long]
     library.phos_find_pages.restype = ctypes.c_long
     library.phos_copy_pages.argtypes = [ctypes.POINTER(_PageCopy)]
     library.phos_copy_pages.restype = None
@@ -98,6 +110,10 @@ class _Task:
         self.name = task_pages_file(self.image_pid)
         self.found: ctypes.Array[_Pages] = (_Pages * FOUND)()
         self.count = 0
+        self._mappings: ctypes.Array[_Mapping] = (_Mapping * FOUND)()
+        self._mapping_count = 0
+        self._finder: threading.Thread | None = None
+        self._error: OSError | RuntimeError | None = None  # why what there is was not found, or is not copied
         self._directory = directory
         self._address = self._mapped = 0
         self._threads: list[threading.Thread] = []
@@ -122,23 +138,59 @@ class _Task:
             [partial(advise, self._address + at, POPULATE_BYTES, MADV_POPULATE_WRITE) for at in pieces], THREADS
         )
 
-    def find(self) -> None:
+    def freeze(self) -> None:
+        """It is frozen, and CRIU has not changed its mappings yet. Its pages are looked for, and copied, from now on.
+
+        Raises:
+            OSError: the kernel does not say which mappings there are.
+            RuntimeError: there can be no thread.
+        """
+        count = _library().phos_read_mappings(self.pid, self._mappings, len(self._mappings))
+        while count > len(self._mappings):
+            self._mappings = (_Mapping * (2 * count))()
+            count = _library().phos_read_mappings(self.pid, self._mappings, len(self._mappings))
+        self._mapping_count = _checked(count)
+        finder = threading.Thread(target=self._find_and_copy, name="find-pages")
+        finder.start()
+        self._finder = finder
+
+    def table(self) -> bytes:
+        """What is copied, as the plugin reads it (include/task_pages.h), when it has been found.
+
+        Raises:
+            OSError: the kernel does not say which pages there are, or there is no room for so many.
+            RuntimeError: there can be no thread that copies them.
+        """
+        self._join_finder()
+        if self._error is not None:
+            raise self._error
+        pages = memoryview(self.found).cast("B")[: self.count * ctypes.sizeof(_Pages)]
+        mappings = memoryview(self._mappings).cast("B")[: self._mapping_count * ctypes.sizeof(_Mapping)]
+        return b"".join((_TABLE.pack(self.count, self._mapping_count), pages, mappings))
+
+    def _find_and_copy(self) -> None:
+        try:
+            self._find()
+            self._start()
+        except (OSError, RuntimeError) as error:
+            self._error = error
+
+    def _find(self) -> None:
         """
         Raises:
             OSError: the kernel does not say which pages there are, or there is no room for so many.
         """
-        while (count := _library().phos_find_pages(self.pid, self.found, len(self.found))) > len(self.found):
+        find = partial(_library().phos_find_pages, self.pid, self._mappings, self._mapping_count)
+        while (count := find(self.found, len(self.found))) > len(self.found):
             self.found = (_Pages * (2 * count))()
-        if count < 0:
-            raise OSError(-count, os.strerror(-count))
-        self.count = count
+        self.count = _checked(count)
         size = self._size()
         if size > os.fstat(self.file).st_size:
             os.ftruncate(self.file, size)
         if size > self._mapped:
             self._map(size)
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Copy what was found, in threads of their own.
 
         Raises:
@@ -160,6 +212,7 @@ class _Task:
         Raises:
             CheckpointFailed: not everything could be copied.
         """
+        self._join_finder()
         if self._threads:
             self._join()
             if procfs.tracer(self.pid) != self.tracer:  # it may have become another program, of another user
@@ -192,7 +245,12 @@ class _Task:
         """Of the file, with room for what is left to CRIU."""
         return self.found[self.count - 1].offset + self.found[self.count - 1].size if self.count else 0
 
+    def _join_finder(self) -> None:
+        if self._finder is not None:
+            self._finder.join()
+
     def _join(self) -> None:
+        self._join_finder()
         for thread in self._threads:
             thread.join()
         self._threads = []
@@ -203,6 +261,17 @@ class _Task:
         self._address = self._mapped = 0
         if size:
             self._address, self._mapped = map_memory(size, self.file), size
+
+
+def _checked(count: int) -> int:
+    """A count that native code has returned.
+
+    Raises:
+        OSError: it is an error's number, negative.
+    """
+    if count < 0:
+        raise OSError(-count, os.strerror(-count))
+    return count
 
 
 def _advice(error: int) -> str:
@@ -242,29 +311,45 @@ class TaskPages:
         """CRIU has been kept from dumping pages, and its images have not been completed."""
         return bool(self._frozen)
 
-    def freeze(self, pid: int, criu_pid: int, table: int, tracer: int) -> None:
-        """A task is frozen: begin to copy its pages, and write into ``table`` (a memfd) which CRIU need not dump.
+    def freeze(self, pid: int, criu_pid: int, tracer: int) -> None:
+        """A task is frozen, and CRIU has not changed its mappings yet: begin to find its pages, and to copy them.
 
-        Nothing is written, and CRIU dumps all, if the kernel does not say which pages there are or may not be asked,
-        or if it is not ``tracer`` who keeps the task from changing into another program.
-
-        Raises:
-            OSError: the table cannot be written.
+        CRIU dumps all, if it is not ``tracer`` who keeps the task from changing into another program.
         """
         if not self._merges or procfs.tracer(pid) != tracer or criu_pid in self._frozen:
             return
         try:
             task = self._task(pid)
             task.tracer = tracer
-            task.find()
-            task.start()
+            task.freeze()
         except (OSError, RuntimeError) as error:
-            log.info("The pages of process %d are left to CRIU: %s", pid, error)
-            if pid in self._tasks:
-                self._tasks.pop(pid).remove()  # CRIU may need the room
+            self._leave(pid, error)
+        else:
+            self._frozen[criu_pid] = task
+
+    def tell(self, criu_pid: int, table: int) -> None:
+        """Write into ``table`` (a memfd) which pages of a frozen task CRIU need not dump.
+
+        Nothing is written, and CRIU dumps all, if the kernel does not say which pages there are or may not be asked.
+
+        Raises:
+            OSError: the table cannot be written.
+        """
+        task = self._frozen.get(criu_pid)
+        if task is None:
             return
-        os.write(table, memoryview(task.found).cast("B")[: task.count * ctypes.sizeof(_Pages)])  # all of it: a memfd
-        self._frozen[criu_pid] = task
+        try:
+            told = task.table()
+        except (OSError, RuntimeError) as error:
+            del self._frozen[criu_pid]
+            self._leave(task.pid, error)
+        else:
+            os.write(table, told)  # all of it: a memfd
+
+    def _leave(self, pid: int, error: Exception) -> None:
+        log.info("The pages of process %d are left to CRIU: %s", pid, error)
+        if pid in self._tasks:
+            self._tasks.pop(pid).remove()  # CRIU may need the room
 
     def wait(self) -> None:
         """Return when nothing more is read from the tasks.

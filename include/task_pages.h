@@ -51,6 +51,23 @@ struct phos_pages {
 	uint64_t copied; /* 0: CRIU is to dump it, if it is there; phosd only leaves room for it */
 };
 
+/* What is done about a mapping of a frozen task. */
+enum phos_mapping_kind {
+	PHOS_LEFT,	 /* CRIU dumps what pages there are */
+	PHOS_LEFT_WHOLE, /* it may dump all, whatever pages there are now */
+	PHOS_COPIED,	 /* phosd copies all that can be read */
+};
+
+struct phos_mapping {
+	uint64_t address, size;
+	uint64_t kind;
+};
+
+/* What phosd says of a frozen task's pages: this, then the pages by address, then the mappings by address. */
+struct phos_task_table {
+	uint64_t pages, mappings;
+};
+
 /* Pages that CRIU asked for and was not shown. */
 struct phos_hidden {
 	uint64_t pid; /* as CRIU sees it */

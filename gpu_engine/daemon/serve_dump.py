@@ -134,8 +134,12 @@ class DumpServer:
             envelope, descriptors = packet
             try:
                 match envelope.WhichOneof("body"):
-                    case "task_frozen":
-                        self._freeze(connection, job, envelope.task_frozen.pid, wire.only(descriptors))
+                    case "task_frozen" if job:
+                        # One in a pid namespace below CRIU's is not found, and CRIU dumps it alone.
+                        criu_pid = envelope.task_frozen.pid
+                        job.task_frozen(procfs.outer_pid(connection.pid, criu_pid), criu_pid, connection.pid)
+                    case "task_pages" if job:
+                        job.tell_pages(envelope.task_pages.pid, wire.only(descriptors))
                     case "task_runs" if job:
                         job.tasks_run(_outer(connection.pid, envelope.task_runs), back=envelope.task_runs.back)
                     case "spared_links":
@@ -163,12 +167,6 @@ class DumpServer:
             finally:
                 wire.close_all(descriptors)
         return result
-
-    @staticmethod
-    def _freeze(connection: wire.Connection, job: StopDump | None, criu_pid: int, table: int) -> None:
-        # One in a pid namespace below CRIU's is not found, and CRIU dumps it alone.
-        if job:
-            job.task_frozen(procfs.outer_pid(connection.pid, criu_pid), criu_pid, table, connection.pid)
 
     def serve_lost(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
         """CRIU's plugin, about to let tasks go whose phosd has died: the driver's part of each is brought back."""

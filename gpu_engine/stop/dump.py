@@ -295,14 +295,13 @@ class StopDump:
 
     # Step 2: CRIU dumps.
 
-    def task_frozen(self, pid: int, criu_pid: int, table: int, tracer: int) -> None:
+    def task_frozen(self, pid: int, criu_pid: int, tracer: int) -> None:
         """CRIU, which is process ``tracer``, has frozen a task of the tree, and calls it ``criu_pid``. ``pid``: our
         number of it; 0: it is in a pid namespace below CRIU's, and not known.
 
-        Copies its pages; ``table`` is a memfd for what CRIU need not dump (task_pages.py). And what it shares by name.
+        Copies its pages (task_pages.py), and what it shares by name.
 
         Raises:
-            OSError: the table cannot be written.
             CheckpointFailed: somebody has asked for the end of it.
         """
         self._interruption.check()
@@ -313,8 +312,20 @@ class StopDump:
         if procfs.tracer(pid) == tracer:
             self._holders[pid] = tracer
         if self.settings.cpu_pages:
-            self._pages.freeze(pid, criu_pid, table, tracer)
+            self._pages.freeze(pid, criu_pid, tracer)
         self._named_memory.look(pid, tracer)
+
+    def tell_pages(self, criu_pid: int, table: int) -> None:
+        """CRIU is about to look at the pages of a task that it has frozen.
+
+        ``table`` is a memfd for what it need not dump (task_pages.py).
+
+        Raises:
+            OSError: the table cannot be written.
+            CheckpointFailed: somebody has asked for the end of it.
+        """
+        self._interruption.check()
+        self._pages.tell(criu_pid, table)
 
     def tasks_run(self, pids: Sequence[int], *, back: bool) -> None:
         """Of frozen processes without the frontend the driver's threads run, and no others.

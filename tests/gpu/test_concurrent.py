@@ -12,8 +12,8 @@ from gpu_support import DEVICE, PROGRAMS, Starter, without_repeats
 from process import PHOS_GPU
 
 MOST_SHADOWED = 1000
-"""Chunks of 4 MiB that pytorch_shards.py writes to in three windows, and more: some twenty in each of its iterations, two
-of which take a second; what is not saved yet when it runs on has some seven hundred in each window."""
+"""Chunks of 4 MiB that pytorch_shards.py writes to in three windows, and more: some twenty in each iteration, two a
+second. What is not saved yet when it runs on has some seven hundred in each window."""
 
 
 def checkpointed_in_windows(program: process.Program, images: Path, times: int) -> tuple[Path, dict[str, int]]:

@@ -24,7 +24,6 @@ from phos.gpu_engine import driver, landing, procfs, toggle
 from phos.gpu_engine.copy_placed import PlacedSave
 from phos.gpu_engine.daemon import command_line
 from phos.gpu_engine.daemon.jobs import JobTable
-from phos.gpu_engine.daemon.serve_dump import DumpServer
 from phos.gpu_engine.daemon.server import Daemon
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.session_kernels import SessionKernels
@@ -255,12 +254,12 @@ def unhurried() -> None:
 def frozen() -> None:
     """CRIU has frozen a task, and is not told to go on as long as it lives."""
 
-    def late(criu: Connection, *_: Any) -> None:
+    def late(_dump: StopDump, _pid: int, _criu_pid: int, criu: int) -> None:
         logging.getLogger(__name__).info("all is frozen")
-        while procfs.is_alive(criu.pid):
+        while procfs.is_alive(criu):
             time.sleep(SECONDS / 10)
 
-    DumpServer._freeze = late  # type: ignore[method-assign]
+    StopDump.task_frozen = late  # type: ignore[method-assign]
 
 
 def full_house() -> None:

@@ -1,7 +1,8 @@
 /*
  * criu_plugin/hidden_pages.c against the kernel: this program has pages here and there, hides some of them, and asks by
  * PAGEMAP_SCAN as CRIU does, with little room for the answer. What comes back must be what the kernel says, less what is
- * hidden, each page once and in order; and what is noted must be what was hidden of what was asked for.
+ * hidden, each page once and in order; and what is noted must be what was hidden of what was asked for. Of mappings all of
+ * whose pages are copied the kernel is not asked: what it would say by then is not what was copied.
  *
  * hidden_cases SEED ROUNDS
  */
@@ -23,6 +24,7 @@
 
 #define PAGE 4096ul
 #define PAGES 3000ul
+#define MAPPINGS 10
 #define ROOM 4096 /* regions */
 
 static unsigned room; /* a call: few, fewer than one answer of the kernel may become; or more than one turn of its */
@@ -31,33 +33,78 @@ enum kind { ABSENT, SHOWN, HIDDEN };
 
 static enum kind wanted[PAGES]; /* of a page that the program has: whether the table hides it */
 static bool present[PAGES], copied[PAGES];
+static unsigned asked; /* phosd */
 
 static unsigned long number(uint64_t address, const char *memory)
 {
 	return (address - (uintptr_t)memory) / PAGE;
 }
 
-/* A table with runs of pages, copied and left out, which may reach over pages that are not there. */
-static int table_of(const char *memory)
-{
-	int table = memfd_create("table", 0);
-	uint64_t offset = 0;
+static struct phos_pages runs[PAGES];
+static struct phos_mapping mappings[MAPPINGS];
+static size_t run_count, mapping_count;
 
-	assert(table >= 0);
+static void add_run(const char *memory, unsigned long page, unsigned long count, bool is_copied)
+{
+	uint64_t offset = run_count ? runs[run_count - 1].offset + runs[run_count - 1].size : 0;
+
+	runs[run_count++] = (struct phos_pages){ (uintptr_t)memory + page * PAGE, count * PAGE, offset, is_copied };
+	for (unsigned long i = page; i < page + count; i++)
+		copied[i] = is_copied;
+}
+
+/* Runs of pages, copied and left out, which may reach over pages that are not there; and nothing is said of mappings. */
+static void loose_table(const char *memory)
+{
 	for (unsigned long page = rand() % 9; page < PAGES;) {
 		unsigned long count = 1 + rand() % (rand() % 4 ? 6 : 90);
-		struct phos_pages pages = { (uintptr_t)memory + page * PAGE, 0, offset, rand() % 3 != 0 };
 
 		if (count > PAGES - page)
 			count = PAGES - page;
-		pages.size = count * PAGE;
-		offset += pages.size;
-		for (unsigned long i = page; i < page + count; i++)
-			copied[i] = pages.copied;
-		assert(write(table, &pages, sizeof(pages)) == sizeof(pages));
+		add_run(memory, page, count, rand() % 3 != 0);
 		page += count + (rand() % 2 ? rand() % 20 : 0);
 	}
-	return table;
+}
+
+/* What phosd says of the memory as it is, in several mappings: all of some is copied, but for guard pages perhaps. */
+static void exact_table(const char *memory)
+{
+	unsigned long each = PAGES / MAPPINGS;
+
+	for (; mapping_count < MAPPINGS; mapping_count++) {
+		unsigned long first = mapping_count * each;
+		bool copies = rand() % 3 != 0, guards = rand() % 4 == 0;
+
+		mappings[mapping_count] = (struct phos_mapping){ (uintptr_t)memory + first * PAGE, each * PAGE,
+								 copies ? PHOS_COPIED : PHOS_LEFT };
+		for (unsigned long i = first; i < first + each; i++)
+			if (present[i])
+				add_run(memory, i, 1, copies && !(guards && rand() % 50 == 0));
+	}
+}
+
+/* Whether no page of these is left to CRIU, and all mappings that they lie in are said to be copied. */
+static bool all_copied(unsigned long from, unsigned long to)
+{
+	if (!mapping_count)
+		return false;
+	for (unsigned long i = from; i < to; i++)
+		if (mappings[i / (PAGES / MAPPINGS)].kind != PHOS_COPIED || (present[i] && !copied[i]))
+			return false;
+	return true;
+}
+
+/* phosd's answer. */
+int phos_link_task_pages(int pid, int table)
+{
+	struct phos_task_table head = { run_count, mapping_count };
+
+	assert(pid == getpid());
+	asked++;
+	assert(write(table, &head, sizeof(head)) == sizeof(head));
+	assert(write(table, runs, run_count * sizeof(*runs)) == (ssize_t)(run_count * sizeof(*runs)));
+	assert(write(table, mappings, mapping_count * sizeof(*mappings)) == (ssize_t)(mapping_count * sizeof(*mappings)));
+	return 0;
 }
 
 static void ask(int pagemap, const char *memory, unsigned long from, unsigned long to, bool with_table,
@@ -99,7 +146,7 @@ static void ask(int pagemap, const char *memory, unsigned long from, unsigned lo
 static void round_of(bool with_table)
 {
 	char *memory = mmap(NULL, PAGES * PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-	int pagemap = open("/proc/self/pagemap", O_RDONLY), table, noted;
+	int pagemap = open("/proc/self/pagemap", O_RDONLY), noted;
 	unsigned long from = rand() % PAGES, to = from + 1 + rand() % (PAGES - from);
 	static enum kind seen[PAGES];
 	struct phos_hidden hidden;
@@ -114,14 +161,27 @@ static void round_of(bool with_table)
 	for (unsigned long i = 0; i < PAGES; i++)
 		if ((present[i] = rand() % sparse != 0))
 			memory[i * PAGE] = 1;
-	if (with_table) {
-		table = table_of(memory);
-		assert(!phos_hide(getpid(), table));
-		close(table);
+	bool exact = with_table && rand() % 2;
+	if (exact)
+		exact_table(memory);
+	else if (with_table)
+		loose_table(memory);
+	if (with_table)
+		assert(!phos_hide(getpid()));
+	for (unsigned long at = from, next; at < to; at = next) {
+		/* As CRIU asks: of one mapping, or of several that lie near each other. */
+		next = exact ? (at / (PAGES / MAPPINGS) + 1 + rand() % 2) * (PAGES / MAPPINGS) : to;
+		if (next > to)
+			next = to;
+		bool unasked = all_copied(at, next);
+		for (unsigned long i = at; i < next; i++) {
+			wanted[i] = !present[i] ? ABSENT : copied[i] ? HIDDEN : SHOWN;
+			if (unasked && rand() % 2)
+				madvise(memory + i * PAGE, PAGE, MADV_DONTNEED);
+		}
+		ask(pagemap, memory, at, next, with_table, seen);
 	}
-	for (unsigned long i = 0; i < PAGES; i++)
-		wanted[i] = i < from || i >= to || !present[i] ? ABSENT : copied[i] ? HIDDEN : SHOWN;
-	ask(pagemap, memory, from, to, with_table, seen);
+	assert(asked == with_table);
 	for (unsigned long i = 0; i < PAGES; i++)
 		assert((seen[i] == SHOWN) == (wanted[i] == SHOWN));
 

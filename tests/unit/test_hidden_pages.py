@@ -59,9 +59,11 @@ def test_only_a_preloaded_plugin_can_hide(tmp_path: Path) -> None:
     """As CRIU loads it: by dlopen(), whether the launcher has preloaded it or not."""
     plugin, program, source = tmp_path / "plugin.so", tmp_path / "loads", tmp_path / "loads.c"
     source.write_text(LOADS)
+    other = tmp_path / "other.c"
+    other.write_text("int phos_link_task_pages(int pid, int table) { return pid - table; }\n")
     include = [f"-I{ROOT / 'criu_plugin'}", f"-I{ROOT / 'include'}", "-isystem", str(HEADER)]
     common = ["gcc", "-std=gnu11", "-D_GNU_SOURCE=", *include]
-    shared = ["-shared", "-fPIC", "-Wl,-z,relro,-z,now", "-o", plugin, ROOT / "criu_plugin/hidden_pages.c"]
+    shared = ["-shared", "-fPIC", "-Wl,-z,relro,-z,now", "-o", plugin, ROOT / "criu_plugin/hidden_pages.c", other]
     subprocess.run([*common, *shared], check=True)
     subprocess.run([*common, "-rdynamic", "-o", program, source], check=True)
     for preload, says in (("", "cannot"), (str(plugin), "can hide")):

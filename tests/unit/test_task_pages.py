@@ -27,6 +27,9 @@ MIB = 1 << 20
 
 pytestmark = needs_page_scan
 
+COPIED = 2
+"""enum phos_mapping_kind of include/task_pages.h."""
+
 RUNS = 700
 """Pages of the program that stand alone, in one mapping: two turns of the kernel's, of which the second is not full."""
 
@@ -72,10 +75,26 @@ def stop(task: subprocess.Popen[str]) -> None:
 def frozen(pages: TaskPages, pid: int, tracer: int = 0) -> list[tuple[int, int, int, int]]:
     """What phosd tells the plugin of a task: address, size, offset, whether it is copied."""
     table = os.memfd_create("table")
-    pages.freeze(pid, pid, table, tracer)
+    pages.freeze(pid, pid, tracer)
+    pages.tell(pid, table)
     raw = os.pread(table, os.fstat(table).st_size, 0)
     os.close(table)
-    return list(struct.iter_unpack("=QQQQ", raw))
+    if not raw:
+        return []
+    runs, mappings = struct.unpack_from("=QQ", raw)
+    assert len(raw) == 16 + 32 * runs + 24 * mappings
+    assert_within(list(struct.iter_unpack("=QQQ", raw[16 + 32 * runs :])), raw[16 : 16 + 32 * runs])
+    return list(struct.iter_unpack("=QQQQ", raw[16 : 16 + 32 * runs]))
+
+
+def assert_within(mappings: list[tuple[int, int, int]], runs: bytes) -> None:
+    """Every page that is copied is one of a mapping of which that is said."""
+    assert mappings == sorted(mappings)
+    copied = [(address, address + size) for address, size, kind in mappings if kind == COPIED]
+    for address, size, _, is_copied in struct.iter_unpack("=QQQQ", runs):
+        at = address if is_copied else address + size
+        while at < address + size:
+            at = next(stop for start, stop in copied if start <= at < stop)
 
 
 def whole(task: subprocess.Popen[str], file: Path, runs: list[tuple[int, int, int, int]]) -> int:
@@ -173,14 +192,14 @@ def test_a_task_that_has_ended_is_left_to_criu(task: subprocess.Popen[str], dire
 def test_a_task_that_ends_while_it_is_copied(
     task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = task_pages._Task.start
+    start = task_pages._Task._start
 
     def kill_first(self: task_pages._Task) -> None:
         task.kill()
         task.wait()
         start(self)
 
-    monkeypatch.setattr(task_pages._Task, "start", kill_first)
+    monkeypatch.setattr(task_pages._Task, "_start", kill_first)
     pages = TaskPages(directory)
     stop(task)
     assert frozen(pages, task.pid)
@@ -231,6 +250,7 @@ def test_the_structures_are_those_of_the_headers(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[2]
     fields = {
         "phos_pages": (task_pages._Pages, ["address", "size", "offset", "copied"]),
+        "phos_mapping": (task_pages._Mapping, ["address", "size", "kind"]),
         "phos_page_copy": (
             task_pages._PageCopy,
             ["file", "pages", "count", "pid", "error", "next", "failed_at"],
@@ -245,8 +265,9 @@ def test_the_structures_are_those_of_the_headers(tmp_path: Path) -> None:
             lines.append(f'printf("%zu\\n", offsetof(struct {name}, {field}));')
             expected.append(getattr(kind, field).offset)
         assert [field for field, *_ in kind._fields_] == names
-    lines.append('printf("%zu\\n", sizeof(struct phos_hidden)); }')
-    expected.append(task_pages._HIDDEN.size)
+    lines.append('printf("%zu\\n%zu\\n", sizeof(struct phos_hidden), sizeof(struct phos_task_table));')
+    lines.append('printf("%d\\n", PHOS_COPIED); }')
+    expected += [task_pages._HIDDEN.size, task_pages._TABLE.size, COPIED]
     source = tmp_path / "sizes.c"
     source.write_text("\n".join(lines))
     include = [f"-I{root / 'gpu_engine'}", f"-I{root / 'include'}"]
@@ -300,11 +321,32 @@ def test_a_task_is_frozen_once(task: subprocess.Popen[str], directory: int, tmp_
     stop(task)
     first = frozen(pages, task.pid)
     assert first
-    assert frozen(pages, task.pid) == []
+    assert frozen(pages, task.pid) == first
     pages.wait()
     task.kill()
-    assert frozen(pages, task.pid) == []
+    assert frozen(pages, task.pid) == first
     assert [path.name for path in tmp_path.iterdir()] == [f"phos-pages-{task.pid}.raw"]
+    pages.discard()
+
+
+def test_who_freezes_does_not_wait_until_pages_are_found(
+    task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CRIU has much to do before it looks at them."""
+    find, goes_on = task_pages._Task._find, threading.Event()
+
+    def find_late(self: task_pages._Task) -> None:
+        assert goes_on.wait(30)
+        find(self)
+
+    monkeypatch.setattr(task_pages._Task, "_find", find_late)
+    pages = TaskPages(directory)
+    stop(task)
+    pages.freeze(task.pid, task.pid, 0)
+    threading.Timer(0.1, goes_on.set).start()
+    runs = frozen(pages, task.pid)
+    pages.wait()
+    assert whole(task, tmp_path / f"phos-pages-{task.pid}.raw", runs) > 6 * MIB
     pages.discard()
 
 

@@ -213,11 +213,7 @@ class Workshop:
                 _ask(connection, [directory], dump_begin=begin)
             finally:
                 os.close(directory)
-            pages = os.memfd_create("pages")
-            try:
-                _ask(connection, [pages], task_frozen=wire_pb2.TaskFrozen(pid=self.program.pid))
-            finally:
-                os.close(pages)
+            _ask(connection, [], task_frozen=wire_pb2.TaskFrozen(pid=self.program.pid))
             _ask(connection, [], dump_end=wire_pb2.DumpEnd(result=0))
         if late is not None:
             late.start()
