@@ -21,9 +21,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include "wire.pb-c.h"
-
-#define PACKET_LIMIT (64 << 10)
+#include "packets.h"
 
 /* Of the links in one packet. Each is short: it lies in /dev/shm itself (file_links.c). */
 #define LINKS_AT_ONCE 512
@@ -34,11 +32,6 @@
 /* The end of a dump that kills: the image is completed behind it. Slow disks are slow; only phosd's death ends it earlier. */
 #define COMPLETION_TIMEOUT_S 86400
 
-/* The number of an answer to whatever was asked, or will be: a phosd that does not serve this connection says so. */
-#define REFUSAL 0
-
-typedef Phos__Wire__Envelope Envelope;
-
 /* CRIU calls hooks from its main thread only: no lock. */
 static struct {
 	int fd;
@@ -46,6 +39,7 @@ static struct {
 	bool dumping;
 	bool gpu_part; /* of what is dumped */
 	bool names;    /* phosd sees to the names of files in shared memory */
+	bool copies;   /* phosd copies what tasks share without a name */
 	struct phos_alone *alone;
 	size_t alone_count;
 } link_ = { .fd = -1, .next_id = 1 };
@@ -94,90 +88,9 @@ static int link_open(void)
 	return 0;
 }
 
-static int send_packet(const Envelope *envelope, int descriptor)
-{
-	union {
-		struct cmsghdr header;
-		char space[CMSG_SPACE(sizeof(int))];
-	} control = {};
-	uint8_t packet[PACKET_LIMIT];
-	struct iovec data = { .iov_base = packet };
-	struct msghdr message = { .msg_iov = &data, .msg_iovlen = 1 };
-	size_t size = phos__wire__envelope__get_packed_size(envelope);
-	ssize_t sent;
-
-	if (size > sizeof(packet))
-		return -EMSGSIZE;
-	data.iov_len = phos__wire__envelope__pack(envelope, packet);
-	if (descriptor >= 0) {
-		message.msg_control = &control;
-		message.msg_controllen = sizeof(control);
-		control.header.cmsg_level = SOL_SOCKET;
-		control.header.cmsg_type = SCM_RIGHTS;
-		control.header.cmsg_len = CMSG_LEN(sizeof(int));
-		memcpy(CMSG_DATA(&control.header), &descriptor, sizeof(int));
-	}
-	do {
-		sent = sendmsg(link_.fd, &message, MSG_NOSIGNAL);
-	} while (sent < 0 && errno == EINTR);
-	return sent < 0 ? -errno : 0;
-}
-
-/* Seconds of a clock that nobody sets. */
-static time_t now_s(void)
-{
-	struct timespec now;
-
-	clock_gettime(CLOCK_MONOTONIC, &now);
-	return now.tv_sec;
-}
-
-/*
- * Wait for the answer. A signal that CRIU handles meanwhile is not the end of the request: EINTR only leads to another look
- * at the clock.
- */
-static Envelope *receive_packet(uint64_t id, int timeout_s)
-{
-	static uint8_t packet[PACKET_LIMIT];
-	struct pollfd ready = { .fd = link_.fd, .events = POLLIN };
-	time_t deadline = now_s() + timeout_s;
-
-	for (;;) {
-		Envelope *envelope;
-		ssize_t size;
-		int count = poll(&ready, 1, 1000);
-
-		if (count < 0 && errno != EINTR)
-			return NULL;
-		if (count <= 0) {
-			if (now_s() > deadline) {
-				errno = ETIMEDOUT;
-				return NULL;
-			}
-			continue;
-		}
-		size = recv(link_.fd, packet, sizeof(packet), MSG_DONTWAIT);
-		if (size < 0 && (errno == EINTR || errno == EAGAIN))
-			continue;
-		if (size <= 0) {
-			if (size == 0)
-				errno = ECONNRESET;
-			return NULL;
-		}
-		envelope = phos__wire__envelope__unpack(NULL, size, packet);
-		if (!envelope) {
-			errno = EPROTO;
-			return NULL;
-		}
-		if (envelope->id == id || envelope->id == REFUSAL)
-			return envelope;
-		phos__wire__envelope__free_unpacked(envelope, NULL);
-	}
-}
-
 /* What Done says beside how it went. */
 struct answer {
-	bool gpu_part, park, kept, names;
+	bool gpu_part, park, kept, names, copies;
 };
 
 static int note_alone(Phos__Wire__Alone **tasks, size_t count)
@@ -208,18 +121,18 @@ static int request(Envelope *envelope, int descriptor, const char *what, struct 
 	int ret = -1, error, timeout_s;
 
 	envelope->id = link_.next_id++;
-	error = send_packet(envelope, descriptor);
+	error = phos_send_packet(link_.fd, envelope, &descriptor, descriptor >= 0);
 	if (error && error != -EPIPE) { /* a phosd that has hung up may have said why */
 		pr_err("phosd has gone away before '%s': %s\n", what, strerror(-error));
 		return -1;
 	}
 	timeout_s = envelope->body_case == PHOS__WIRE__ENVELOPE__BODY_DUMP_END ? COMPLETION_TIMEOUT_S : REQUEST_TIMEOUT_S;
-	answer = receive_packet(envelope->id, timeout_s);
+	answer = phos_receive_packet(link_.fd, envelope->id, timeout_s);
 	if (answer && answer->body_case == PHOS__WIRE__ENVELOPE__BODY_STRANGERS) {
 		if (note_alone(answer->strangers->alone, answer->strangers->n_alone))
 			goto out;
 		phos__wire__envelope__free_unpacked(answer, NULL);
-		answer = receive_packet(envelope->id, timeout_s);
+		answer = phos_receive_packet(link_.fd, envelope->id, timeout_s);
 	}
 	if (!answer) {
 		pr_err("phosd gave no answer to '%s': %s\n", what, strerror(errno));
@@ -243,7 +156,7 @@ static int request(Envelope *envelope, int descriptor, const char *what, struct 
 		goto out;
 	if (said)
 		*said = (struct answer){ answer->done->gpu_part, answer->done->park, answer->done->kept,
-					answer->done->names };
+					answer->done->names, answer->done->copies };
 	ret = 0;
 out:
 	phos__wire__envelope__free_unpacked(answer, NULL);
@@ -287,6 +200,7 @@ int phos_link_dump_begin(int pid)
 	link_.dumping = true;
 	link_.gpu_part = said.gpu_part;
 	link_.names = said.names;
+	link_.copies = said.copies;
 	if (said.gpu_part && add_inventory_plugin && add_inventory_plugin(PHOS_INVENTORY_NAME)) {
 		pr_err("no memory to note in the image that it has a GPU part\n");
 		return -1;
@@ -297,6 +211,39 @@ int phos_link_dump_begin(int pid)
 bool phos_link_sees_to_names(void)
 {
 	return link_.names;
+}
+
+/* phosd does not answer this. Returns 0, or -1 if there is no phosd any more. */
+static int give(Envelope *envelope, const int *descriptors, size_t count)
+{
+	if (!link_.copies)
+		return -1;
+	envelope->id = link_.next_id++;
+	return phos_send_packet(link_.fd, envelope, descriptors, count) ? -1 : 0;
+}
+
+int phos_link_take_memory(int descriptor, uint64_t inode)
+{
+	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
+	Phos__Wire__TakeMemory memory = PHOS__WIRE__TAKE_MEMORY__INIT;
+
+	memory.inode = inode;
+	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TAKE_MEMORY;
+	envelope.take_memory = &memory;
+	return give(&envelope, &descriptor, 1);
+}
+
+int phos_link_take_range(int from, int to, uint64_t offset, uint64_t place, uint64_t size)
+{
+	Envelope envelope = PHOS__WIRE__ENVELOPE__INIT;
+	Phos__Wire__TakeRange range = PHOS__WIRE__TAKE_RANGE__INIT;
+
+	range.offset = offset;
+	range.place = place;
+	range.size = size;
+	envelope.body_case = PHOS__WIRE__ENVELOPE__BODY_TAKE_RANGE;
+	envelope.take_range = &range;
+	return give(&envelope, (int[]){ from, to }, 2);
 }
 
 int phos_link_task_frozen(int pid)

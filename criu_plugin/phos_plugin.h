@@ -59,6 +59,12 @@ size_t phos_spared_links(const struct phos_link **links);
 int phos_link_task_frozen(int pid);
 /* Fills `table`, an empty memfd, with what phosd copies of that task's pages (struct phos_task_table); or leaves it empty. */
 int phos_link_task_pages(int pid, int table);
+/*
+ * Gives phosd something to copy in CRIU's place: shared memory, by its inode, or a range of a file, to that place in another.
+ * Returns 0; -1: phosd copies nothing, and CRIU is to do it.
+ */
+int phos_link_take_memory(int descriptor, uint64_t inode);
+int phos_link_take_range(int from, int to, uint64_t offset, uint64_t place, uint64_t size);
 /* The tasks of which only the driver's threads run while phosd sees to them (phos_let_run); their number. */
 struct phos_alone {
 	int pid, thread;

@@ -6,6 +6,8 @@ have written:
     pagemap-<PID>.img     the number N of the pages file, then entries of address, number of pages and flags, by address
     pages-<N>.img         the pages of the entries that have PE_PRESENT, one behind the other, in the entries' order
 
+and likewise, with pagemap-shmem-<INODE>.img, of memory that tasks share without a name.
+
 Facts are those of CRIU 4.1.1: images/pagemap.proto and criu/include/pagemap.h say what an entry is; criu/include/vma.h,
 criu/include/image.h and generate_iovs() in criu/mem.c say which pages may be restored lazily. CRIU itself begins a new
 entry wherever one of its pipes was full; here neighbours with equal flags are one entry.
@@ -129,10 +131,23 @@ def merge(
         os.unlink(name, dir_fd=directory)
         return False
 
-    pagemap = f"pagemap-{task}.img"
+    return _merge(directory, f"pagemap-{task}.img", name, file, _ours(directory, task, name, copied, ranges))
+
+
+def merge_shared(directory: int, inode: int, name: str, file: int, copied: Sequence[Run]) -> bool:
+    """Put all pages of the file `name` into CRIU's images of memory that tasks share without a name (criu/shmem.c).
+
+    CRIU calls it by the ``inode`` of the file that it is; an address is an offset in it. The rest, and what is raised, is
+    as with :func:`merge`.
+    """
+    ours = [_Part(run.address, run.address + run.size, PE_PRESENT, run.offset, False) for run in copied]
+    return _merge(directory, f"pagemap-shmem-{inode}.img", name, file, ours)
+
+
+def _merge(directory: int, pagemap: str, name: str, file: int, added: Sequence[_Part]) -> bool:
     head, number, own, wide = _own(directory, pagemap)
     pages = f"pages-{number}.img"
-    parts = sorted([*own, *_ours(directory, task, name, copied, ranges)], key=itemgetter(0))
+    parts = sorted([*own, *added], key=itemgetter(0))
     for part, following in pairwise(parts):
         if part.end > following.address:
             what = "twice" if part.own and following.own else "that CRIU was kept from dumping"

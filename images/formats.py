@@ -50,7 +50,7 @@ _U32 = struct.Struct("<I")
 # As data_file() writes a number, and in no other way: two names of one stripe would be two files.
 _DATA_NAME = re.compile(r"phos-data-(0|[1-9][0-9]*)\.raw")
 _ADDED_NAME = re.compile(r"phos-(residue|shared)-\d+\.raw")
-_TASK_PAGES_NAME = re.compile(r"phos-pages-\d+\.raw")
+_PAGES_NAME = re.compile(r"phos-pages-(shared-)?\d+\.raw")
 
 
 def data_file(stripe: int) -> str:
@@ -83,9 +83,14 @@ def task_pages_file(pid: int) -> str:
     return f"phos-pages-{pid}.raw"
 
 
+def shared_pages_file(inode: int) -> str:
+    """Likewise, of a file with pages of memory that tasks share without a name."""
+    return f"phos-pages-shared-{inode}.raw"
+
+
 def is_ours(name: str) -> bool:
     named = name in (INVENTORY_FILE, CHUNKS_FILE, COMMIT_FILE, COMMIT_TEMPORARY, ORDER_FILE)
-    return named or stripe_of(name) is not None or is_added(name) or _TASK_PAGES_NAME.fullmatch(name) is not None
+    return named or stripe_of(name) is not None or is_added(name) or _PAGES_NAME.fullmatch(name) is not None
 
 
 def is_criu_image(name: str) -> bool:

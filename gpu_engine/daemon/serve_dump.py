@@ -91,6 +91,7 @@ class DumpServer:
                 gpu_part=job is not None,
                 device_files=driver.device_files() if job else (),
                 names=job is not None and job.shares_names,
+                copies=job is not None and job.settings.cpu_pages,
             )
             result = -1
             over = threading.Event()
@@ -132,6 +133,8 @@ class DumpServer:
         links: dict[str, int] = {}
         while (packet := connection.receive()) is not None:
             envelope, descriptors = packet
+            if job and self._takes(job, envelope, descriptors):
+                continue
             try:
                 match envelope.WhichOneof("body"):
                     case "task_frozen" if job:
@@ -167,6 +170,28 @@ class DumpServer:
             finally:
                 wire.close_all(descriptors)
         return result
+
+    @staticmethod
+    def _takes(job: StopDump, envelope: wire_pb2.Envelope, descriptors: list[int]) -> bool:
+        """Whether the plugin gives something to copy in CRIU's place. It waits for no answer.
+
+        Raises:
+            ProtocolError: it has been told that phosd copies nothing, or something is missing.
+        """
+        body = envelope.WhichOneof("body")
+        if body not in ("take_memory", "take_range"):
+            return False
+        try:
+            if not job.settings.cpu_pages or len(descriptors) != (1 if body == "take_memory" else 2):
+                raise ProtocolError("phosd has not asked for files to copy, or one is missing.")
+            if body == "take_memory":
+                job.shared_files.take_memory(envelope.take_memory.inode, descriptors[0])
+            else:
+                taken = envelope.take_range
+                job.shared_files.take_range(descriptors[0], descriptors[1], taken.offset, taken.place, taken.size)
+        finally:
+            wire.close_all(descriptors)
+        return True
 
     def serve_lost(self, connection: wire.Connection, envelope: wire_pb2.Envelope, descriptors: list[int]) -> None:
         """CRIU's plugin, about to let tasks go whose phosd has died: the driver's part of each is brought back."""

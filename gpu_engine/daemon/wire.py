@@ -172,11 +172,12 @@ class Connection:
         kept: bool = False,
         device_files: Iterable[str] = (),
         names: bool = False,
+        copies: bool = False,
     ) -> None:
         """Answer a request that wants no more than to know whether it was carried out.
 
         ``gpu_part``: of the begin of a dump, that the image will have a part of ours, without which it is useless.
-        ``alone``, ``kept``, ``device_files`` and ``names``: see Done in proto/wire.proto.
+        ``alone``, ``kept``, ``device_files``, ``names`` and ``copies``: see Done in proto/wire.proto.
         """
         done = wire_pb2.Done(
             error=sentence(error),
@@ -186,6 +187,7 @@ class Connection:
             kept=kept,
             device_files=device_files,
             names=names,
+            copies=copies,
         )
         self.reply(request_id, done=done)
 

@@ -34,6 +34,7 @@ from phos.gpu_engine.named_memory import DumpedNamedMemory
 from phos.gpu_engine.process import Detached, ForeignProcess, GatedProcess
 from phos.gpu_engine.procfs import is_alive
 from phos.gpu_engine.residue import DumpedResidues
+from phos.gpu_engine.shared_files import SharedFiles
 from phos.gpu_engine.stop.settings import Settings
 from phos.gpu_engine.stop.tree import BorrowBlocks, ProcessTree
 from phos.gpu_engine.task_pages import TaskPages
@@ -131,6 +132,8 @@ class StopDump:
         self._landing: Landing | None = None
         self._directory = os.dup(assignment.directory)
         self._pages = TaskPages(self._directory)
+        self.shared_files = SharedFiles(self._directory)
+        """What the plugin gives, in CRIU's place, if the settings say ``cpu_pages``."""
         self._named_memory = DumpedNamedMemory(self._writer, assignment.shares_names)
         self._hidden = b""
         self._links: Mapping[str, int] = {}
@@ -367,6 +370,7 @@ class StopDump:
         try:
             with self.timeline.phase("wait for CPU pages", concurrent=True):
                 self._pages.wait()
+                self.shared_files.wait()
             self._interruption.check()
             if result == 0:
                 with self.timeline.phase("wait for named memory", concurrent=True):
@@ -470,6 +474,7 @@ class StopDump:
                 )
             with self.timeline.phase("merge CPU pages", concurrent=True):
                 self._pages.merge(self._hidden)
+                self.shared_files.merge()
             if self._has_device_mappings:
                 left_out = criu_mappings.leave_out_device_mappings(self._directory)
                 log.info("%s: mappings of device files left out, by task: %s", self.path, left_out)
@@ -535,10 +540,11 @@ class StopDump:
     def _withdraw(self, reason: str) -> None:
         self._residues.drop(self.gated)
         self._residues.discard()
-        if self._pages.unmerged:  # CRIU's part looks whole, and lacks most of the memory
+        if self._pages.unmerged or self.shared_files.unmerged:  # CRIU's part looks whole, and lacks most of the memory
             with suppress(OSError):
                 os.unlink(CRIU_INVENTORY_FILE, dir_fd=self._directory)
         self._pages.discard()
+        self.shared_files.discard()
         self._named_memory.discard()
         self._writer.abort()
         if self._landing is not None:  # whoever tries again needs the room

@@ -1,0 +1,123 @@
+/*
+ * What tasks share without a name that lasts: anonymous shared memory and memfds, and files whose name is gone. CRIU copies
+ * both with one thread, while everything stands still. phosd copies them with several, beside whatever else CRIU does
+ * (gpu_engine/shared_files.py). The launcher preloads this library into a CRIU that dumps (hidden_pages.c), so that these
+ * calls come here first:
+ *
+ *   lseek(SEEK_DATA) of memory (next_data_segment() in criu/shmem.c): there is no data, is the answer. phosd has been given
+ *   the file, and completes CRIU's image of it.
+ *   sendfile() of a file's data (copy_chunk_from_file() in criu/files-reg.c): all has been sent, is the answer. phosd has been
+ *   given both files, and writes it to where CRIU would have.
+ *
+ * CRIU dumps with one thread: no lock.
+ */
+#include "phos_plugin.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define LEAST ((off64_t)1 << 20) /* bytes: what is smaller CRIU has copied before phosd knows of it */
+#define MOST_AT_ONCE ((size_t)1 << 30) /* CRIU takes what is returned for an int */
+#define MEMORIES 256		 /* each is a file that phosd has open until the image is whole; the others are CRIU's */
+
+static uint64_t taken[MEMORIES]; /* inodes */
+static size_t taken_count;
+
+/* The device that all memory without a name is on: the kernel has one file system for it. 0: not known. */
+static dev_t memory_device(void)
+{
+	static dev_t device;
+	struct stat status;
+	int memory;
+
+	if (device)
+		return device;
+	memory = memfd_create("phos-device", MFD_CLOEXEC);
+	if (memory >= 0 && !fstat(memory, &status))
+		device = status.st_dev;
+	if (memory >= 0)
+		close(memory);
+	return device;
+}
+
+/* What CRIU calls by its inode. System V's, on the same device, it calls by their numbers. */
+static bool goes_by_inode(int descriptor)
+{
+	char link[32], path[PATH_MAX];
+	ssize_t size;
+
+	snprintf(link, sizeof(link), "/proc/self/fd/%d", descriptor);
+	size = readlink(link, path, sizeof(path) - 1);
+	if (size < 0)
+		return false;
+	path[size] = 0;
+	return !strncmp(path, "/memfd:", 7) || !strncmp(path, "/dev/zero", 9);
+}
+
+static bool take_memory(int descriptor)
+{
+	struct stat status;
+
+	if (fstat(descriptor, &status) || !S_ISREG(status.st_mode) || status.st_dev != memory_device())
+		return false;
+	for (size_t i = 0; i < taken_count; i++)
+		if (taken[i] == status.st_ino)
+			return true;
+	if (status.st_size < LEAST || taken_count == MEMORIES || !goes_by_inode(descriptor) ||
+	    phos_link_take_memory(descriptor, status.st_ino))
+		return false;
+	taken[taken_count++] = status.st_ino;
+	return true;
+}
+
+static off64_t seek(int descriptor, off64_t offset, int whence)
+{
+	return syscall(SYS_lseek, descriptor, offset, whence);
+}
+
+__attribute__((visibility("default"))) off64_t lseek64(int descriptor, off64_t offset, int whence)
+{
+	if (whence == SEEK_DATA && take_memory(descriptor)) {
+		errno = ENXIO;
+		return -1;
+	}
+	return seek(descriptor, offset, whence);
+}
+
+/* Where CRIU writes next; the file is that much larger afterwards. -1: this is not for us. */
+static off64_t make_place(int to, int from, size_t size)
+{
+	struct stat source, target;
+	off64_t place;
+
+	if (fstat(from, &source) || !S_ISREG(source.st_mode) || fstat(to, &target) || !S_ISREG(target.st_mode))
+		return -1;
+	place = seek(to, 0, SEEK_CUR);
+	if (place < 0 || place < target.st_size) /* not at its end: nothing that we know */
+		return -1;
+	return ftruncate(to, place + (off64_t)size) ? -1 : place;
+}
+
+__attribute__((visibility("default"))) ssize_t sendfile64(int to, int from, off64_t *offset, size_t count)
+{
+	size_t size = count < MOST_AT_ONCE ? count : MOST_AT_ONCE;
+	off64_t place = -1;
+
+	if (offset && count >= (size_t)LEAST && (place = make_place(to, from, size)) >= 0) {
+		if (!phos_link_take_range(from, to, *offset, place, size)) {
+			seek(to, place + (off64_t)size, SEEK_SET);
+			*offset += size;
+			return (ssize_t)size;
+		}
+		if (ftruncate(to, place)) /* what is there is written over; that it is too long would be read */
+			return -1;
+	}
+	return syscall(SYS_sendfile, to, from, offset, count);
+}

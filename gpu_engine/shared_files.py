@@ -1,0 +1,299 @@
+"""What tasks share without a name that lasts, copied beside CRIU while they are frozen.
+
+That is anonymous shared memory and memfds, of which the driver has some in every process, and files whose name is gone
+(ghost files), as those in /dev/shm are by which PyTorch's loaders hand batches over. CRIU copies a gigabyte of either in
+half a second and more, with one thread, while everything stands still. Its plugin hands phosd the files instead
+(criu_plugin/shared_files.c), and phosd copies them with several threads:
+
+  - a range of a file to a place in one of CRIU's image files, as sendfile(2) would have;
+  - shared memory into a file of its own, which becomes CRIU's pages file when CRIU is done (images/criu_pages.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from phos.gpu_engine.errors import CheckpointFailed
+from phos.images import criu_pages
+from phos.images.files import describe_path, free_bytes
+from phos.images.formats import shared_pages_file
+from phos.images.mapping import MADV_POPULATE_WRITE, advise, map_memory, unmap_memory
+
+log = logging.getLogger(__name__)
+
+THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
+
+SHARE_BYTES = 4 << 20
+"""What a thread copies at once."""
+
+OPEN_MOST = 64
+"""Copies under way, each of which has two files open: who begins another waits."""
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+class _FileCopy:
+    """Ranges of one file that are on their way into another."""
+
+    def __init__(self, source: int, target: int, end: int) -> None:
+        """``source``, ``target``: descriptors, which this object closes; ``end``: of what is written.
+
+        Raises:
+            OSError: the target cannot be mapped.
+        """
+        self._source, self._target, self._end = source, target, end
+        self._address = map_memory(end, target)
+        self.left = 0  # shares
+
+    def run(self, source_offset: int, target_offset: int, size: int, *, may_end: bool) -> None:
+        """Copy one share. ``may_end``: what is behind the source's end is zeros.
+
+        Raises:
+            OSError: it cannot be read, or there is no room for it (EFAULT).
+        """
+        first = target_offset - target_offset % _PAGE
+        with suppress(OSError):  # reading says why
+            advise(self._address + first, target_offset + size - first, MADV_POPULATE_WRITE)
+        while size:
+            place = (ctypes.c_char * size).from_address(self._address + target_offset)
+            count = os.preadv(self._source, [place], source_offset)
+            if not count and may_end:
+                return
+            if not count:
+                raise OSError(errno.EIO, "the file was cut off while it was read")
+            source_offset, target_offset, size = source_offset + count, target_offset + count, size - count
+
+    def no_room(self) -> bool:
+        return free_bytes(self._target) < SHARE_BYTES
+
+    def close(self) -> None:
+        unmap_memory(self._address, self._end)
+        os.close(self._source)
+        os.close(self._target)
+
+
+class _SharedMemory:
+    """One file of memory without a name."""
+
+    def __init__(self, directory: int, inode: int) -> None:
+        """
+        Raises:
+            OSError: the file cannot be made.
+        """
+        self.inode, self.name = inode, shared_pages_file(inode)
+        self.runs: list[criu_pages.Run] = []  # the address of one: its offset in the memory
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.file = os.open(self.name, flags, 0o600, dir_fd=directory)
+
+    def find(self, source: int) -> int:
+        """What of the memory there is, one run behind the other; the size of all.
+
+        Raises:
+            OSError: the kernel does not say.
+        """
+        at = size = 0
+        while True:
+            try:
+                at = os.lseek(source, at, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno == errno.ENXIO:  # there is no data behind
+                    return size
+                raise
+            end = -(-os.lseek(source, at, os.SEEK_HOLE) // _PAGE) * _PAGE
+            self.runs.append(criu_pages.Run(at, end - at, size))
+            at, size = end, size + end - at
+
+
+class SharedFiles:
+    """Those of one dump. One thread at a time."""
+
+    def __init__(self, directory: int) -> None:
+        """``directory``: an open descriptor of the image directory, which stays the caller's, and open."""
+        self._directory = directory
+        self._memory: list[_SharedMemory] = []
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._workers: list[threading.Thread] = []
+        self._open = threading.BoundedSemaphore(OPEN_MOST)
+        self._changed = threading.Condition()
+        self._left = 0  # jobs; with the lock of the one above
+        self._failure: Exception | None = None  # likewise: the first
+        self.unmerged = False
+        """CRIU has been kept from copying something, and its images have not been completed."""
+
+    def take_memory(self, inode: int, source: int) -> None:
+        """Begin to copy shared memory, which CRIU's plugin hides from CRIU. ``source``: a descriptor of the caller's."""
+        self.unmerged = True
+        self._begin(source, partial(self._copy_memory, inode))
+
+    def take_range(self, source: int, target: int, source_offset: int, target_offset: int, size: int) -> None:
+        """Begin to copy a range of a file into an image file of CRIU's, which is that large already.
+
+        ``source`` and ``target``: descriptors of the caller's. Whatever opened the target may write to it.
+        """
+        self.unmerged = True
+        if fcntl.fcntl(target, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            self._fail(OSError(errno.EBADF, "CRIU's file was not opened to be written"))
+            return
+        ranges = [(source_offset, target_offset, size)]
+        try:
+            # What is mapped to be written has to be read as well.
+            opened = os.open(f"/proc/self/fd/{target}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            self._fail(error)
+            return
+        copy = partial(self._copy, target=opened, ranges=ranges, end=target_offset + size, may_end=False)
+        if not self._begin(source, copy):
+            os.close(opened)
+
+    def wait(self) -> None:
+        """Return when nothing more is read.
+
+        Raises:
+            CheckpointFailed: not everything could be copied.
+        """
+        self._finish()
+        if self._failure is not None:
+            raise CheckpointFailed(
+                f"Copying what the processes share without a name into {describe_path(self._directory)} failed: "
+                f"{getattr(self._failure, 'strerror', None) or self._failure}."
+            )
+
+    def merge(self) -> None:
+        """Complete CRIU's images, which CRIU has finished.
+
+        Raises:
+            CheckpointFailed: not everything could be copied.
+            ImageError, OSError: see :func:`phos.images.criu_pages.merge_shared`.
+        """
+        self.wait()
+        for memory in self._memory:
+            criu_pages.merge_shared(self._directory, memory.inode, memory.name, memory.file, memory.runs)
+            log.info("%d bytes of shared memory %d were copied beside CRIU", sum(r.size for r in memory.runs), memory.inode)
+        self.unmerged = False
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove what is left of files that CRIU's images do not need."""
+        self._finish()
+        for memory in self._memory:
+            os.close(memory.file)
+            with suppress(OSError):
+                os.unlink(memory.name, dir_fd=self._directory)
+        self._memory = []
+
+    def _begin(self, source: int, copy: Callable[[int], None]) -> bool:
+        """Have it called with a descriptor of its own; False if there can be none."""
+        self._open.acquire()
+        try:
+            held = os.dup(source)
+        except OSError as error:
+            self._open.release()
+            self._fail(error)
+            return False
+        while len(self._workers) < THREADS:
+            worker = threading.Thread(target=self._work, name="shared-files")
+            try:
+                worker.start()
+            except RuntimeError:  # there can be no more threads; without any, it is done here
+                break
+            self._workers.append(worker)
+        self._put([partial(copy, held)])
+        return True
+
+    def _put(self, jobs: list[Callable[[], None]]) -> None:
+        with self._changed:
+            self._left += len(jobs)
+        for job in jobs:
+            if self._workers:
+                self._jobs.put(job)
+            else:
+                self._run(job)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._run(job)
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            self._fail(error)
+        with self._changed:
+            self._left -= 1
+            self._changed.notify_all()
+
+    def _fail(self, error: Exception) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+
+    def _copy_memory(self, inode: int, source: int) -> None:
+        """The first job of some memory: find what there is of it."""
+        try:
+            memory = _SharedMemory(self._directory, inode)
+            with self._changed:
+                self._memory.append(memory)
+            size = memory.find(source)
+            os.ftruncate(memory.file, size)
+            target = os.dup(memory.file)
+        except OSError:
+            self._close(source)
+            raise
+        ranges = [(run.address, run.offset, run.size) for run in memory.runs]
+        self._copy(source, target, ranges, size, may_end=True)
+
+    def _copy(self, source: int, target: int, ranges: list[tuple[int, int, int]], end: int, *, may_end: bool) -> None:
+        """Have the ranges copied, by all threads. Closes both files, then or at once."""
+        if not end:
+            self._close(source, target)
+            return
+        try:
+            copy = _FileCopy(source, target, end)
+        except OSError:
+            self._close(source, target)
+            raise
+        shares = [
+            (source_offset + at, target_offset + at, min(SHARE_BYTES, size - at))
+            for source_offset, target_offset, size in ranges
+            for at in range(0, size, SHARE_BYTES)
+        ]
+        copy.left = len(shares)
+        self._put([partial(self._copy_share, copy, *share, may_end) for share in shares])
+
+    def _copy_share(self, copy: _FileCopy, source_offset: int, target_offset: int, size: int, may_end: bool) -> None:
+        try:
+            if self._failure is None:
+                copy.run(source_offset, target_offset, size, may_end=may_end)
+        except OSError as error:
+            if error.errno == errno.EFAULT and copy.no_room():
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
+            raise
+        finally:
+            with self._changed:
+                copy.left -= 1
+                last = not copy.left
+            if last:
+                copy.close()
+                self._open.release()
+
+    def _close(self, *descriptors: int) -> None:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        self._open.release()
+
+    def _finish(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._left)
+        for _ in self._workers:
+            self._jobs.put(None)
+        for worker in self._workers:
+            worker.join()
+        self._workers = []
