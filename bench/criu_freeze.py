@@ -112,6 +112,8 @@ class Bench:
         command = process.python_program(script, "--bytes", str(size), "--buffers", "16")
         if software:
             command += ["--host-bytes", str(chosen.host_bytes)]
+        if chosen.shared_mib:
+            command[2:2] = [str(process.PROGRAMS / "holds_shared_memory.py"), str(chosen.shared_mib)]
         environment = dict(changes)
         if software:
             environment["SOFTGPU_RESIDUE"] = os.environ.get("SOFTGPU_RESIDUE", "12M" if chosen.smoke else "400M")
@@ -139,7 +141,13 @@ class Bench:
             program.kill()
         medians = {name: harness.median(run.get(name, 0.0) for run in runs) for name in runs[-1]}
         self.results.add(
-            key, reducers=daemon["PHOS_REDUCERS"], dumps=len(runs), **medians, gaps=longest, private_bytes=owners
+            key,
+            reducers=daemon["PHOS_REDUCERS"],
+            shared_mib=chosen.shared_mib,
+            dumps=len(runs),
+            **medians,
+            gaps=longest,
+            private_bytes=owners,
         )
         for seconds, when, what in longest:
             print(f"    {seconds * 1e3:8.1f} ms after {when:8.3f} s: {what}", flush=True)
@@ -170,6 +178,9 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, metavar="N", help="of the program's buffers (8 GB; software: 4 MB)")
     parser.add_argument(
         "--host-bytes", type=int, default=0, metavar="N", help="of the software GPU's program's own memory (none)"
+    )
+    parser.add_argument(
+        "--shared-mib", type=int, default=0, metavar="N", help="of memory that the program shares without a name (none)"
     )
     parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--only", action="append", choices=VARIANTS, help="of the settings; may be repeated")

@@ -1,8 +1,8 @@
 """What tasks share without a name that lasts, copied beside CRIU while they are frozen.
 
 That is anonymous shared memory and memfds, of which the driver has some in every process, and files whose name is gone
-(ghost files), as those in /dev/shm are by which PyTorch's loaders hand batches over. CRIU copies a gigabyte of either in
-half a second and more, with one thread, while everything stands still. Its plugin hands phosd the files instead
+(ghost files), as those in /dev/shm are by which PyTorch's loaders hand batches over. CRIU copies them with one thread,
+while everything stands still, and takes half a second and more for a gigabyte. Its plugin hands phosd the files instead
 (criu_plugin/shared_files.c), and phosd copies them with several threads:
 
   - a range of a file to a place in one of CRIU's image files, as sendfile(2) would have;
@@ -126,11 +126,12 @@ class SharedFiles:
         self._changed = threading.Condition()
         self._left = 0  # jobs; with the lock of the one above
         self._failure: Exception | None = None  # likewise: the first
+        self._ranges = 0  # bytes
         self.unmerged = False
         """CRIU has been kept from copying something, and its images have not been completed."""
 
     def take_memory(self, inode: int, source: int) -> None:
-        """Begin to copy shared memory, which CRIU's plugin hides from CRIU. ``source``: a descriptor of the caller's."""
+        """Begin to copy shared memory, which the plugin hides from CRIU. ``source``: a descriptor of the caller's."""
         self.unmerged = True
         self._begin(source, partial(self._copy_memory, inode))
 
@@ -140,6 +141,7 @@ class SharedFiles:
         ``source`` and ``target``: descriptors of the caller's. Whatever opened the target may write to it.
         """
         self.unmerged = True
+        self._ranges += size
         if fcntl.fcntl(target, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
             self._fail(OSError(errno.EBADF, "CRIU's file was not opened to be written"))
             return
@@ -177,7 +179,11 @@ class SharedFiles:
         self.wait()
         for memory in self._memory:
             criu_pages.merge_shared(self._directory, memory.inode, memory.name, memory.file, memory.runs)
-            log.info("%d bytes of shared memory %d were copied beside CRIU", sum(r.size for r in memory.runs), memory.inode)
+            log.info(
+                "%d bytes of shared memory %d were copied beside CRIU", sum(r.size for r in memory.runs), memory.inode
+            )
+        if self._ranges:
+            log.info("%d bytes of files without a name were copied beside CRIU", self._ranges)
         self.unmerged = False
         self.discard()
 

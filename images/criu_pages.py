@@ -137,8 +137,8 @@ def merge(
 def merge_shared(directory: int, inode: int, name: str, file: int, copied: Sequence[Run]) -> bool:
     """Put all pages of the file `name` into CRIU's images of memory that tasks share without a name (criu/shmem.c).
 
-    CRIU calls it by the ``inode`` of the file that it is; an address is an offset in it. The rest, and what is raised, is
-    as with :func:`merge`.
+    CRIU calls it by the ``inode`` of the file that it is; an address is an offset in it. The rest, and what is raised,
+    is as with :func:`merge`.
     """
     ours = [_Part(run.address, run.address + run.size, PE_PRESENT, run.offset, False) for run in copied]
     return _merge(directory, f"pagemap-shmem-{inode}.img", name, file, ours)

@@ -1,0 +1,113 @@
+"""What tasks share without a name that lasts, copied by phosd beside CRIU: the image is as if CRIU had copied it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.many_blocks import daemon, log_of
+from tests.integration.site import Program, Site, wait_until
+from tests.page_scan import needs_page_scan
+
+pytestmark = needs_page_scan
+
+PROGRAM = Path(__file__).parent / "programs" / "shared_files.py"
+MIB, PAGE = 1 << 20, 4096
+
+
+def started(site: Site, go: Path, *options: str) -> Program:
+    program = site.start(sys.executable, str(PROGRAM), str(site.folder), str(go), *options)
+    wait_until(lambda: "READY" in program.lines(), "the program", 60)
+    return program
+
+
+def copied(site: Site) -> list[int]:
+    """The bytes of each piece of shared memory that phosd copied."""
+    return sorted(int(size) for size in re.findall(r"(\d+) bytes of shared memory \d+ were copied", log_of(site)))
+
+
+def contents(image: Path, inodes: list[int]) -> dict[str, object]:
+    """What CRIU's images hold of the program's shared memory, page by page, and of its files without a name."""
+    from pycriu.images import images
+
+    found: dict[str, object] = {}
+    for inode in inodes:
+        path = image / f"pagemap-shmem-{inode}.img"
+        if path.exists():
+            with open(path, "rb") as file:
+                head, *entries = images.load(file)["entries"]
+            with open(image / f"pages-{head['pages_id']}.img", "rb") as pages:
+                at = [int(str(e["vaddr"]), 0) + n * PAGE for e in entries for n in range(e["nr_pages"])]
+                found[path.name] = {address: pages.read(PAGE) for address in at}
+                assert pages.read(1) == b""
+    for path in image.glob("ghost-file-*.img"):
+        with open(path, "rb") as file:
+            head, *chunks = images.load(file)["entries"]
+        assert head["ino"] in inodes
+        found[f"ghost {head['ino']}"] = chunks
+    return found
+
+
+def test_the_image_holds_what_criu_would_have_written(site: Site) -> None:
+    """Both of one state: nothing is written in between."""
+    go = site.folder / "go"
+    program = started(site, go, "still")
+    inodes = [int(word) for line in program.lines() if line.startswith("INODES") for word in line.split()[1:]]
+    held = []
+    for who in ("off", "on"):
+        if site.answers():
+            site.stop_phosd()
+        daemon(site, PHOS_CPU_PAGES=who)
+        image = site.image(who)
+        site.dump(program, image, "--leave-running")
+        site.run("phos-gpu", "verify", str(image))
+        held.append(contents(image, inodes))
+    assert copied(site)
+    assert len(held[0]) == 7
+    assert held[0] == held[1]
+    go.touch()
+    assert program.wait_result() == "right"
+
+
+@pytest.mark.parametrize("how", [(), ("--lazy",)], ids=["eager", "lazy"])
+@pytest.mark.parametrize("who", ["phosd", "CRIU"])
+def test_what_was_shared_is_restored_and_shared(site: Site, how: tuple[str, ...], who: str) -> None:
+    daemon(site, PHOS_CPU_PAGES="on" if who == "phosd" else "off")
+    go = site.folder / "go"
+    program = started(site, go)
+    image = site.image()
+    site.dump(program, image)
+    assert not list(image.glob("phos-pages-*"))
+    if who == "phosd":  # the driver has some, too
+        sizes = copied(site)
+        assert f"{(7 + 3 + 2 + 6) * MIB + 77} bytes of files without a name were copied" in log_of(site)
+        assert {0, 2 * MIB, 2 * MIB + PAGE, 5 * MIB + PAGE, 6 * MIB} <= set(sizes)
+    else:
+        assert not copied(site)
+    site.gone(program)
+    site.run("phos-gpu", "restore", *how, str(image))
+    go.touch()
+    assert program.wait_result() == "right"
+
+
+def test_a_full_disk_leaves_the_program_running(site: Site) -> None:
+    go = site.folder / "go"
+    small = site.image("small")
+    program = started(site, go)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=60M", "tmpfs", str(small)], check=True)
+    try:
+        image = small / "image"
+        image.mkdir()
+        result = site.dump(program, image, "--leave-running", check=False)
+        assert result.returncode != 0
+        assert "No space left on device" in result.stderr
+        assert not list(image.glob("phos-*"))
+        assert not (image / "inventory.img").exists()
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+    go.touch()
+    assert program.wait_result() == "right"
