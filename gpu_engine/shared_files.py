@@ -38,6 +38,7 @@ SHARE_BYTES = 4 << 20
 OPEN_MOST = 64
 """Copies under way, each of which has two files open: who begins another waits."""
 
+_BUFFER_BYTES = 1 << 20
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -45,38 +46,46 @@ class _FileCopy:
     """Ranges of one file that are on their way into another."""
 
     def __init__(self, source: int, target: int, end: int) -> None:
-        """``source``, ``target``: descriptors, which this object closes; ``end``: of what is written.
-
-        Raises:
-            OSError: the target cannot be mapped.
-        """
+        """``source``, ``target``: descriptors, which this object closes; ``end``: of what is written."""
         self._source, self._target, self._end = source, target, end
-        self._address = map_memory(end, target)
         self.left = 0  # shares
+        # Several threads write into a mapping at once; write(2) lets one at a time. Not every file system maps files.
+        try:
+            self._address = map_memory(end, target)
+        except OSError:
+            self._address = 0
 
     def run(self, source_offset: int, target_offset: int, size: int, *, may_end: bool) -> None:
         """Copy one share. ``may_end``: what is behind the source's end is zeros.
 
         Raises:
-            OSError: it cannot be read, or there is no room for it (EFAULT).
+            OSError: it cannot be read, or there is no room for it (EFAULT if the target is mapped).
         """
-        first = target_offset - target_offset % _PAGE
-        with suppress(OSError):  # reading says why
-            advise(self._address + first, target_offset + size - first, MADV_POPULATE_WRITE)
+        if self._address:
+            first = target_offset - target_offset % _PAGE
+            with suppress(OSError):  # reading says why
+                advise(self._address + first, target_offset + size - first, MADV_POPULATE_WRITE)
         while size:
-            place = (ctypes.c_char * size).from_address(self._address + target_offset)
-            count = os.preadv(self._source, [place], source_offset)
+            count = self._copy(source_offset, target_offset, size)
             if not count and may_end:
                 return
             if not count:
                 raise OSError(errno.EIO, "the file was cut off while it was read")
             source_offset, target_offset, size = source_offset + count, target_offset + count, size - count
 
+    def _copy(self, source_offset: int, target_offset: int, size: int) -> int:
+        """How much of it was copied."""
+        if self._address:
+            place = (ctypes.c_char * size).from_address(self._address + target_offset)
+            return os.preadv(self._source, [place], source_offset)
+        return os.pwrite(self._target, os.pread(self._source, min(size, _BUFFER_BYTES), source_offset), target_offset)
+
     def no_room(self) -> bool:
         return free_bytes(self._target) < SHARE_BYTES
 
     def close(self) -> None:
-        unmap_memory(self._address, self._end)
+        if self._address:
+            unmap_memory(self._address, self._end)
         os.close(self._source)
         os.close(self._target)
 
@@ -113,6 +122,18 @@ class _SharedMemory:
             at, size = end, size + end - at
 
 
+def _readable(target: int) -> int:
+    """The same file, so that it can be mapped to be written: that needs the right to read it as well.
+
+    Raises:
+        OSError: there can be no more descriptors.
+    """
+    try:
+        return os.open(f"/proc/self/fd/{target}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return os.dup(target)  # then it is written to by calls
+
+
 class SharedFiles:
     """Those of one dump. One thread at a time."""
 
@@ -147,8 +168,7 @@ class SharedFiles:
             return
         ranges = [(source_offset, target_offset, size)]
         try:
-            # What is mapped to be written has to be read as well.
-            opened = os.open(f"/proc/self/fd/{target}", os.O_RDWR | os.O_CLOEXEC)
+            opened = _readable(target)
         except OSError as error:
             self._fail(error)
             return
@@ -261,11 +281,7 @@ class SharedFiles:
         if not end:
             self._close(source, target)
             return
-        try:
-            copy = _FileCopy(source, target, end)
-        except OSError:
-            self._close(source, target)
-            raise
+        copy = _FileCopy(source, target, end)
         shares = [
             (source_offset + at, target_offset + at, min(SHARE_BYTES, size - at))
             for source_offset, target_offset, size in ranges

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import subprocess
@@ -108,8 +109,17 @@ def test_many_at_once(files: SharedFiles, tmp_path: Path, monkeypatch: pytest.Mo
         assert held(tmp_path, number, len(content)) == content
 
 
-def test_ranges_lie_where_criu_would_have_written_them(files: SharedFiles, tmp_path: Path) -> None:
-    """Behind what it has written, at no boundary; what lies between them is its own."""
+def refuse(*_: int) -> int:
+    raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+
+
+@pytest.mark.parametrize("maps", [True, False], ids=["mapped", "written"])
+def test_ranges_lie_where_criu_would_have_written_them(
+    files: SharedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maps: bool
+) -> None:
+    """Behind what it has written, at no boundary; what lies between them is its own. Not every file can be mapped."""
+    if not maps:
+        monkeypatch.setattr(shared_files, "map_memory", refuse)
     source, content = memory(11 * MIB)
     target = os.open(tmp_path / "ghost", os.O_WRONLY | os.O_CREAT)
     os.write(target, b"head")
