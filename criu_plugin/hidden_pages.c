@@ -46,6 +46,9 @@ static struct {
 	size_t count, room;
 } noted;
 
+/* A question of CRIU's could not be answered. CRIU 4.1 takes that for the end of a mapping, if it is not the first of it. */
+static bool unanswered;
+
 static int scan_ioctl(int descriptor, unsigned long request, ...);
 __attribute__((visibility("default"), alias("scan_ioctl"))) int ioctl(int descriptor, unsigned long request, ...);
 
@@ -79,9 +82,20 @@ static int read_table(struct task *task, int descriptor)
 		return -1;
 	if (!status.st_size)
 		return 0;
+	errno = EPROTO;
+	if (status.st_size < (off_t)sizeof(*table))
+		return -1;
 	table = mmap(NULL, status.st_size, PROT_READ, MAP_SHARED, descriptor, 0);
 	if (table == MAP_FAILED)
 		return -1;
+	if (table->pages > (uint64_t)status.st_size / sizeof(*task->pages) ||
+	    table->mappings > (uint64_t)status.st_size / sizeof(*task->mappings) ||
+	    sizeof(*table) + table->pages * sizeof(*task->pages) + table->mappings * sizeof(*task->mappings) !=
+		    (uint64_t)status.st_size) {
+		munmap((void *)table, status.st_size);
+		errno = EPROTO;
+		return -1;
+	}
 	task->count = table->pages;
 	task->mapping_count = table->mappings;
 	task->pages = (const void *)(table + 1);
@@ -110,6 +124,10 @@ int phos_hidden(int *table)
 	size_t size = noted.count * sizeof(*noted.ranges);
 
 	*table = -1;
+	if (unanswered) {
+		pr_err("CRIU was not told which pages there are: there was no memory, or no phosd\n");
+		return -1;
+	}
 	if (!size)
 		return 0;
 	*table = memfd_create("phos-hidden", MFD_CLOEXEC);
@@ -271,6 +289,7 @@ static int scan_ioctl(int descriptor, unsigned long request, ...)
 	if (!task)
 		return (int)syscall(SYS_ioctl, descriptor, request, argument);
 	if (!task->told && ask_phosd(task)) {
+		unanswered = true;
 		errno = EIO;
 		return -1;
 	}
@@ -285,7 +304,9 @@ static int scan_ioctl(int descriptor, unsigned long request, ...)
 		scan->walk_end = phos_pm_walked(scan, result);
 		result = take_away(task, scan, result);
 	}
-	if (result < 0)
+	if (result < 0) {
+		unanswered = true;
 		errno = ENOMEM;
+	}
 	return (int)result;
 }

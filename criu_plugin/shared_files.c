@@ -17,6 +17,7 @@
 #include <limits.h>
 #include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -61,17 +62,20 @@ static bool goes_by_inode(int descriptor)
 	return !strncmp(path, "/memfd:", 7) || !strncmp(path, "/dev/zero", 9);
 }
 
-static bool take_memory(int descriptor)
+/* CRIU asks from the beginning on: what it has begun to copy it goes on with. */
+static bool take_memory(int descriptor, off64_t offset)
 {
 	struct stat status;
 
-	if (fstat(descriptor, &status) || !S_ISREG(status.st_mode) || status.st_dev != memory_device())
+	if (fstat(descriptor, &status) || !S_ISREG(status.st_mode) || status.st_dev != memory_device() ||
+	    !goes_by_inode(descriptor))
 		return false;
 	for (size_t i = 0; i < taken_count; i++)
 		if (taken[i] == status.st_ino)
 			return true;
-	if (status.st_size < LEAST || taken_count == MEMORIES || !goes_by_inode(descriptor) ||
-	    phos_link_take_memory(descriptor, status.st_ino))
+	/* CRIU keeps the number in 32 bits, and with that variable copies what has changed, whatever is said here. */
+	if (offset || status.st_size < LEAST || taken_count == MEMORIES || status.st_ino > UINT32_MAX ||
+	    getenv("CRIU_TRACK_SHMEM") || phos_link_take_memory(descriptor, status.st_ino))
 		return false;
 	taken[taken_count++] = status.st_ino;
 	return true;
@@ -84,7 +88,7 @@ static off64_t seek(int descriptor, off64_t offset, int whence)
 
 __attribute__((visibility("default"))) off64_t lseek64(int descriptor, off64_t offset, int whence)
 {
-	if (whence == SEEK_DATA && take_memory(descriptor)) {
+	if (whence == SEEK_DATA && take_memory(descriptor, offset)) {
 		errno = ENXIO;
 		return -1;
 	}

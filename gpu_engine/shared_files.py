@@ -17,14 +17,16 @@ import fcntl
 import logging
 import os
 import queue
+import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
 from phos.gpu_engine.errors import CheckpointFailed
+from phos.gpu_engine.task_pages import pages_advice
 from phos.images import criu_pages
-from phos.images.files import describe_path, free_bytes
+from phos.images.files import describe_path
 from phos.images.formats import shared_pages_file
 from phos.images.mapping import MADV_POPULATE_WRITE, advise, map_memory, unmap_memory
 
@@ -34,6 +36,8 @@ THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
 
 SHARE_BYTES = 4 << 20
 """What a thread copies at once."""
+
+CHECK_SECONDS = 0.1
 
 OPEN_MOST = 64
 """Copies under way, each of which has two files open: who begins another waits."""
@@ -59,14 +63,19 @@ class _FileCopy:
         """Copy one share. ``may_end``: what is behind the source's end is zeros.
 
         Raises:
-            OSError: it cannot be read, or there is no room for it (EFAULT if the target is mapped).
+            OSError: it cannot be read, or there is no room for it.
         """
         if self._address:
             first = target_offset - target_offset % _PAGE
-            with suppress(OSError):  # reading says why
+            with suppress(OSError):  # copying says why
                 advise(self._address + first, target_offset + size - first, MADV_POPULATE_WRITE)
         while size:
-            count = self._copy(source_offset, target_offset, size)
+            try:
+                count = self._copy(source_offset, target_offset, size)
+            except OSError as error:
+                if error.errno == errno.EFAULT:  # a page of the target cannot be had, and this says why
+                    os.posix_fallocate(self._target, target_offset, size)
+                raise
             if not count and may_end:
                 return
             if not count:
@@ -80,14 +89,10 @@ class _FileCopy:
             return os.preadv(self._source, [place], source_offset)
         return os.pwrite(self._target, os.pread(self._source, min(size, _BUFFER_BYTES), source_offset), target_offset)
 
-    def no_room(self) -> bool:
-        return free_bytes(self._target) < SHARE_BYTES
-
     def close(self) -> None:
         if self._address:
             unmap_memory(self._address, self._end)
-        os.close(self._source)
-        os.close(self._target)
+        _close(self._source, self._target)
 
 
 class _SharedMemory:
@@ -122,12 +127,22 @@ class _SharedMemory:
             at, size = end, size + end - at
 
 
+def _close(*descriptors: int) -> None:
+    """What is amiss with a file that was written to is said when the image is synced."""
+    for descriptor in descriptors:
+        with suppress(OSError):
+            os.close(descriptor)
+
+
 def _readable(target: int) -> int:
     """The same file, so that it can be mapped to be written: that needs the right to read it as well.
 
     Raises:
-        OSError: there can be no more descriptors.
+        OSError: there can be no more descriptors, or it was not opened to be written.
     """
+    flags = fcntl.fcntl(target, fcntl.F_GETFL)
+    if flags & (os.O_ACCMODE | os.O_PATH) not in (os.O_WRONLY, os.O_RDWR) or not stat.S_ISREG(os.fstat(target).st_mode):
+        raise OSError(errno.EBADF, "CRIU's file was not opened to be written")
     try:
         return os.open(f"/proc/self/fd/{target}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -163,9 +178,6 @@ class SharedFiles:
         """
         self.unmerged = True
         self._ranges += size
-        if fcntl.fcntl(target, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
-            self._fail(OSError(errno.EBADF, "CRIU's file was not opened to be written"))
-            return
         ranges = [(source_offset, target_offset, size)]
         try:
             opened = _readable(target)
@@ -174,19 +186,23 @@ class SharedFiles:
             return
         copy = partial(self._copy, target=opened, ranges=ranges, end=target_offset + size, may_end=False)
         if not self._begin(source, copy):
-            os.close(opened)
+            _close(opened)
 
-    def wait(self) -> None:
-        """Return when nothing more is read.
+    def wait(self, check: Callable[[], None] = lambda: None) -> None:
+        """Return when nothing more is read. ``check``: called now and then meanwhile.
 
         Raises:
             CheckpointFailed: not everything could be copied.
+            Exception: what ``check`` raises.
         """
+        while not self._is_done(CHECK_SECONDS):
+            check()
         self._finish()
         if self._failure is not None:
+            code = self._failure.errno if isinstance(self._failure, OSError) else None
             raise CheckpointFailed(
                 f"Copying what the processes share without a name into {describe_path(self._directory)} failed: "
-                f"{getattr(self._failure, 'strerror', None) or self._failure}."
+                f"{getattr(self._failure, 'strerror', None) or repr(self._failure)}.{pages_advice(code)}"
             )
 
     def merge(self) -> None:
@@ -208,13 +224,16 @@ class SharedFiles:
         self.discard()
 
     def discard(self) -> None:
-        """Remove what is left of files that CRIU's images do not need."""
+        """Remove what is left of files that CRIU's images do not need. What is not copied yet is not."""
+        with self._changed:
+            if self._left:
+                self._failure = self._failure or CheckpointFailed("The image was given up.")
         self._finish()
-        for memory in self._memory:
-            os.close(memory.file)
+        while self._memory:
+            memory = self._memory.pop()
+            _close(memory.file)
             with suppress(OSError):
                 os.unlink(memory.name, dir_fd=self._directory)
-        self._memory = []
 
     def _begin(self, source: int, copy: Callable[[int], None]) -> bool:
         """Have it called with a descriptor of its own; False if there can be none."""
@@ -235,7 +254,7 @@ class SharedFiles:
         self._put([partial(copy, held)])
         return True
 
-    def _put(self, jobs: list[Callable[[], None]]) -> None:
+    def _put(self, jobs: Sequence[Callable[[], None]]) -> None:
         with self._changed:
             self._left += len(jobs)
         for job in jobs:
@@ -263,6 +282,7 @@ class SharedFiles:
 
     def _copy_memory(self, inode: int, source: int) -> None:
         """The first job of some memory: find what there is of it."""
+        target = -1
         try:
             memory = _SharedMemory(self._directory, inode)
             with self._changed:
@@ -270,34 +290,35 @@ class SharedFiles:
             size = memory.find(source)
             os.ftruncate(memory.file, size)
             target = os.dup(memory.file)
-        except OSError:
-            self._close(source)
+            ranges = [(run.address, run.offset, run.size) for run in memory.runs]
+        except BaseException:
+            self._end(source, target)
             raise
-        ranges = [(run.address, run.offset, run.size) for run in memory.runs]
         self._copy(source, target, ranges, size, may_end=True)
 
     def _copy(self, source: int, target: int, ranges: list[tuple[int, int, int]], end: int, *, may_end: bool) -> None:
         """Have the ranges copied, by all threads. Closes both files, then or at once."""
-        if not end:
-            self._close(source, target)
+        try:
+            shares = [
+                (source_offset + at, target_offset + at, min(SHARE_BYTES, size - at))
+                for source_offset, target_offset, size in ranges
+                for at in range(0, size, SHARE_BYTES)
+            ]
+            copy = _FileCopy(source, target, end) if shares else None
+            jobs = [partial(self._copy_share, copy, *share, may_end) for share in shares] if copy else []
+        except BaseException:
+            self._end(source, target)
+            raise
+        if copy is None:
+            self._end(source, target)
             return
-        copy = _FileCopy(source, target, end)
-        shares = [
-            (source_offset + at, target_offset + at, min(SHARE_BYTES, size - at))
-            for source_offset, target_offset, size in ranges
-            for at in range(0, size, SHARE_BYTES)
-        ]
-        copy.left = len(shares)
-        self._put([partial(self._copy_share, copy, *share, may_end) for share in shares])
+        copy.left = len(jobs)
+        self._put(jobs)
 
     def _copy_share(self, copy: _FileCopy, source_offset: int, target_offset: int, size: int, may_end: bool) -> None:
         try:
             if self._failure is None:
                 copy.run(source_offset, target_offset, size, may_end=may_end)
-        except OSError as error:
-            if error.errno == errno.EFAULT and copy.no_room():
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from error
-            raise
         finally:
             with self._changed:
                 copy.left -= 1
@@ -306,14 +327,17 @@ class SharedFiles:
                 copy.close()
                 self._open.release()
 
-    def _close(self, *descriptors: int) -> None:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    def _end(self, *descriptors: int) -> None:
+        """Of a copy that does not come about."""
+        _close(*descriptors)
         self._open.release()
 
-    def _finish(self) -> None:
+    def _is_done(self, seconds: float | None) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: not self._left)
+            return self._changed.wait_for(lambda: not self._left, seconds)
+
+    def _finish(self) -> None:
+        self._is_done(None)
         for _ in self._workers:
             self._jobs.put(None)
         for worker in self._workers:

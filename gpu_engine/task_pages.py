@@ -113,7 +113,7 @@ class _Task:
         self._mappings: ctypes.Array[_Mapping] = (_Mapping * FOUND)()
         self._mapping_count = 0
         self._finder: threading.Thread | None = None
-        self._error: OSError | RuntimeError | None = None  # why what there is was not found, or is not copied
+        self._error: Exception | None = None  # why what there is was not found, or is not copied
         self._directory = directory
         self._address = self._mapped = 0
         self._threads: list[threading.Thread] = []
@@ -158,8 +158,7 @@ class _Task:
         """What is copied, as the plugin reads it (include/task_pages.h), when it has been found.
 
         Raises:
-            OSError: the kernel does not say which pages there are, or there is no room for so many.
-            RuntimeError: there can be no thread that copies them.
+            Exception: the kernel does not say which pages there are, there is no room for so many, or no thread.
         """
         self._join_finder()
         if self._error is not None:
@@ -172,7 +171,7 @@ class _Task:
         try:
             self._find()
             self._start()
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             self._error = error
 
     def _find(self) -> None:
@@ -222,7 +221,7 @@ class _Task:
         if self._copy.error:
             raise CheckpointFailed(
                 f"Copying the pages of process {self.pid} into {describe_path(self._directory)}/{self.name} failed at "
-                f"address {self._copy.failed_at:#x}: {os.strerror(self._copy.error)}.{_advice(self._copy.error)}"
+                f"address {self._copy.failed_at:#x}: {os.strerror(self._copy.error)}.{pages_advice(self._copy.error)}"
             )
 
     def runs(self) -> list[criu_pages.Run]:
@@ -274,8 +273,8 @@ def _checked(count: int) -> int:
     return count
 
 
-def _advice(error: int) -> str:
-    """What to do about it, if CRIU would not fail as well."""
+def pages_advice(error: int | None) -> str:
+    """What to do about an error in copying memory, if CRIU would not fail as well."""
     if error in (errno.ENOSPC, errno.EDQUOT):
         return " Make room, or choose another directory."
     return "" if error == errno.ESRCH else " With PHOS_CPU_PAGES=off in phosd's environment CRIU copies them."
@@ -305,6 +304,11 @@ class TaskPages:
         for pid in pids:
             with suppress(OSError):
                 self._task(pid).make_room()
+
+    @property
+    def merges(self) -> bool:
+        """What is copied can be put into CRIU's images; after :meth:`prepare`."""
+        return self._merges
 
     @property
     def unmerged(self) -> bool:
@@ -340,11 +344,12 @@ class TaskPages:
             return
         try:
             told = task.table()
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             del self._frozen[criu_pid]
             self._leave(task.pid, error)
         else:
-            os.write(table, told)  # all of it: a memfd
+            while told:
+                told = told[os.write(table, told) :]
 
     def _leave(self, pid: int, error: Exception) -> None:
         log.info("The pages of process %d are left to CRIU: %s", pid, error)

@@ -52,6 +52,7 @@ _LAZY_MASK = _LAZY | _MAP_LOCKED | _MAP_HUGETLB
 _SPECIAL = 1 << 2 | 1 << 3 | 1 << 12  # VMA_AREA_VSYSCALL, VMA_AREA_VDSO, VMA_AREA_VVAR
 
 # Where copy_file_range(2) cannot be had: between these two file systems, for these files, in this kernel.
+_MEMFDS = "memfd.img"
 _REFUSALS = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _BUFFER_SIZE = 1 << 20
 
@@ -138,8 +139,18 @@ def merge_shared(directory: int, inode: int, name: str, file: int, copied: Seque
     """Put all pages of the file `name` into CRIU's images of memory that tasks share without a name (criu/shmem.c).
 
     CRIU calls it by the ``inode`` of the file that it is; an address is an offset in it. The rest, and what is raised,
-    is as with :func:`merge`.
+    is as with :func:`merge`; and ImageError, if CRIU does not restore it as a file of that size: a restore would leave
+    out what it takes to be behind the end, and say nothing.
     """
+    from pycriu.images.memfd_pb2 import memfd_inode_entry
+
+    entries = (
+        criu_files.parse(memfd_inode_entry, body, _MEMFDS)
+        for body in criu_files.messages(directory, _MEMFDS, "MEMFD_INODE")
+    )
+    size = next((entry.size for entry in entries if entry.shmid == inode), 0)
+    if any(run.address >= size for run in copied):
+        raise ImageError(f"{_MEMFDS} does not say that shared memory {inode} is as large as it was")
     ours = [_Part(run.address, run.address + run.size, PE_PRESENT, run.offset, False) for run in copied]
     return _merge(directory, f"pagemap-shmem-{inode}.img", name, file, ours)
 

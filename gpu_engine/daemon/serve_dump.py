@@ -74,7 +74,8 @@ class DumpServer:
         """From the plugin's first packet until CRIU's process has ended and the image is whole or given up."""
         request = envelope.dump_begin
         # CRIU may be in a pid namespace of its own, with a process from a pool.
-        request.pid = procfs.outer_pid(connection.pid, request.pid) or request.pid
+        known = procfs.outer_pid(connection.pid, request.pid)
+        request.pid = known or request.pid
         with self._registry.runs.entered(connection, request.criu_pid) as interruption, ExitStack() as claim:
             try:
                 job = self._begin(connection, envelope, wire.only(descriptors), claim, interruption)
@@ -91,7 +92,8 @@ class DumpServer:
                 gpu_part=job is not None,
                 device_files=driver.device_files() if job else (),
                 names=job is not None and job.shares_names,
-                copies=job is not None and job.settings.cpu_pages,
+                # Of one that is not known nobody could say whether CRIU has held it until all was copied.
+                copies=job is not None and job.copies and bool(known),
             )
             result = -1
             over = threading.Event()
@@ -182,7 +184,7 @@ class DumpServer:
         if body not in ("take_memory", "take_range"):
             return False
         try:
-            if not job.settings.cpu_pages or len(descriptors) != (1 if body == "take_memory" else 2):
+            if not job.copies or len(descriptors) != (1 if body == "take_memory" else 2):
                 raise ProtocolError("phosd has not asked for files to copy, or one is missing.")
             if body == "take_memory":
                 job.shared_files.take_memory(envelope.take_memory.inode, descriptors[0])

@@ -133,7 +133,7 @@ class StopDump:
         self._directory = os.dup(assignment.directory)
         self._pages = TaskPages(self._directory)
         self.shared_files = SharedFiles(self._directory)
-        """What the plugin gives, in CRIU's place, if the settings say ``cpu_pages``."""
+        """What the plugin gives, to be copied in CRIU's place."""
         self._named_memory = DumpedNamedMemory(self._writer, assignment.shares_names)
         self._hidden = b""
         self._links: Mapping[str, int] = {}
@@ -298,6 +298,11 @@ class StopDump:
 
     # Step 2: CRIU dumps.
 
+    @property
+    def copies(self) -> bool:
+        """Whether what the processes share without a name is copied here, not by CRIU; once all is prepared."""
+        return self.settings.cpu_pages and self._pages.merges
+
     def task_frozen(self, pid: int, criu_pid: int, tracer: int) -> None:
         """CRIU, which is process ``tracer``, has frozen a task of the tree, and calls it ``criu_pid``. ``pid``: our
         number of it; 0: it is in a pid namespace below CRIU's, and not known.
@@ -370,7 +375,7 @@ class StopDump:
         try:
             with self.timeline.phase("wait for CPU pages", concurrent=True):
                 self._pages.wait()
-                self.shared_files.wait()
+                self.shared_files.wait(self._interruption.check)
             self._interruption.check()
             if result == 0:
                 with self.timeline.phase("wait for named memory", concurrent=True):

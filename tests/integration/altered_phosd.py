@@ -36,6 +36,7 @@ from phos.gpu_engine.restore import base
 from phos.gpu_engine.restore.base import Restore
 from phos.gpu_engine.restore.lazy import LazyRestore
 from phos.gpu_engine.restore.pool import PooledRestore
+from phos.gpu_engine.shared_files import _FileCopy
 from phos.gpu_engine.stop.dump import StopDump
 from phos.gpu_engine.task_pages import TaskPages
 from phos.images.reader import Image
@@ -140,6 +141,18 @@ def criu_killed_in_a_dump() -> None:
 
     DumpedNamedMemory._save_file = late  # type: ignore[method-assign]
     DumpedNamedMemory.wait = killed  # type: ignore[method-assign]
+
+
+def slow_shared_files() -> None:
+    """What tasks share without a name takes its time to be copied."""
+    run = _FileCopy.run
+
+    def slowly(copy: _FileCopy, *arguments: Any, **named: Any) -> None:
+        logging.getLogger(__name__).info("shared memory is being copied")
+        time.sleep(SECONDS)
+        run(copy, *arguments, **named)
+
+    _FileCopy.run = slowly  # type: ignore[method-assign]
 
 
 def slow_withdrawal() -> None:
@@ -376,6 +389,7 @@ if __name__ == "__main__":
             "no pidfd": no_pidfd,
             "criu killed": criu_killed,
             "criu killed in a dump": criu_killed_in_a_dump,
+            "slow shared files": slow_shared_files,
             "slow withdrawal": slow_withdrawal,
             "swapped image": swapped_image,
             "wrong when taken": wrong_when_taken,
@@ -394,6 +408,8 @@ if __name__ == "__main__":
             "full house": full_house,
             "swapped": swapped,
             "no thread to save": no_thread("save"),
+            "no thread to find pages": no_thread("find-pages"),
+            "no thread for shared files": no_thread("shared-files"),
             "no thread for residue": no_thread("residue"),
             "no thread to watch CRIU": no_thread("watch-criu"),
             "no thread to bring back": no_thread("revive-"),

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integration.many_blocks import daemon, log_of
+from tests.integration.many_blocks import daemon, log_of, nothing_of_ours
 from tests.integration.site import Program, Site, wait_until
+from tests.integration.test_kills import criu_processes
 from tests.page_scan import needs_page_scan
 
 pytestmark = needs_page_scan
@@ -67,7 +70,7 @@ def test_the_image_holds_what_criu_would_have_written(site: Site) -> None:
         site.run("phos-gpu", "verify", str(image))
         held.append(contents(image, inodes))
     assert copied(site)
-    assert len(held[0]) == 7
+    assert len(held[0]) == 8
     assert held[0] == held[1]
     go.touch()
     assert program.wait_result() == "right"
@@ -109,5 +112,40 @@ def test_a_full_disk_leaves_the_program_running(site: Site) -> None:
         assert not (image / "inventory.img").exists()
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
+    go.touch()
+    assert program.wait_result() == "right"
+
+
+@pytest.mark.parametrize("killed", ["phosd", "CRIU", "the dump"])
+def test_whoever_is_killed_meanwhile_leaves_the_program_running(site: Site, killed: str) -> None:
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="slow shared files")
+    go, image = site.folder / "go", site.image()
+    program = started(site, go)
+    dump = site.begin_dump(program, image)
+    wait_until(lambda: "shared memory is being copied" in log_of(site), "phosd to copy it")
+    if killed == "the dump":
+        os.kill(dump.pid, signal.SIGINT)
+    else:
+        os.kill(site.daemon_pid() if killed == "phosd" else criu_processes(site)[0], signal.SIGKILL)
+    assert dump.wait(60)
+    if killed == "phosd":
+        site.run("phosd", "--ensure")
+    else:
+        wait_until(lambda: nothing_of_ours(image), "phosd to withdraw the image")
+    go.touch()
+    assert program.wait_result() == "right"
+    site.gone(program)
+    assert site.restore(image, check=False).returncode
+
+
+@pytest.mark.parametrize("what", ["no thread to find pages", "no thread for shared files"])
+def test_a_thread_less_is_no_image_less(site: Site, what: str) -> None:
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD=what)
+    go, image = site.folder / "go", site.image()
+    program = started(site, go)
+    site.dump(program, image)
+    assert copied(site)
+    site.gone(program)
+    site.restore(image)
     go.touch()
     assert program.wait_result() == "right"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.shared_files import SharedFiles
 from phos.images import criu_files, criu_pages
 from phos.images.errors import ImageError
+from tests.unit.test_hidden_pages import HEADER, ROOT
 
 MIB, PAGE = 1 << 20, 4096
 
@@ -44,10 +46,15 @@ def memory(size: int, *places: tuple[int, int]) -> tuple[int, bytes]:
     return descriptor, os.pread(descriptor, size, 0)
 
 
-def as_criu_leaves_it(folder: Path, inode: int, number: int = 3) -> None:
-    """CRIU's images of memory of which it was told that there is no data."""
+def as_criu_leaves_it(folder: Path, inode: int, number: int = 3, size: int = 1 << 30) -> None:
+    """CRIU's images of memory of which it was told that there is no data; it is as large as it says in another."""
+    from pycriu.images.memfd_pb2 import memfd_inode_entry
     from pycriu.images.pagemap_pb2 import pagemap_head
 
+    entry = memfd_inode_entry(name="x", uid=0, gid=0, size=size, shmid=inode, seals=0, inode_id=number)
+    beginning = b"" if (folder / "memfd.img").exists() else criu_files.header("MEMFD_INODE")
+    with open(folder / "memfd.img", "ab") as memfds:
+        memfds.write(beginning + criu_files.framed(entry.SerializeToString()))
     head = criu_files.framed(pagemap_head(pages_id=number).SerializeToString())
     (folder / f"pagemap-shmem-{inode}.img").write_bytes(criu_files.header("PAGEMAP") + head)
     (folder / f"pages-{number}.img").write_bytes(b"")
@@ -91,7 +98,7 @@ def test_memory_becomes_criu_s_pages(
     files.merge()
     assert not files.unmerged
     assert held(tmp_path, 77, size) == wanted
-    assert {path.name for path in tmp_path.iterdir()} == {"pages-3.img", "pagemap-shmem-77.img"}
+    assert {path.name for path in tmp_path.iterdir()} == {"memfd.img", "pages-3.img", "pagemap-shmem-77.img"}
     if places:  # holes are not copied
         assert (tmp_path / "pages-3.img").stat().st_size == sum(length for _, length in places)
 
@@ -175,7 +182,7 @@ def test_what_criu_has_dumped_as_well_is_refused(files: SharedFiles, tmp_path: P
     assert other.unmerged
     other.discard()
     assert held(tmp_path, 7, 2 * MIB) == content
-    assert {path.name for path in tmp_path.iterdir()} == {"pages-3.img", "pagemap-shmem-7.img"}
+    assert {path.name for path in tmp_path.iterdir()} == {"memfd.img", "pages-3.img", "pagemap-shmem-7.img"}
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
@@ -209,6 +216,64 @@ def test_a_machine_without_another_thread(files: SharedFiles, tmp_path: Path, mo
     assert held(tmp_path, 1, 9 * MIB) == content
 
 
+@pytest.mark.parametrize("size", [0, MIB], ids=["not a file", "smaller"])
+def test_what_criu_would_not_restore_whole_is_refused(files: SharedFiles, tmp_path: Path, size: int) -> None:
+    """It takes what is behind the end for a mistake in the image, and goes on (restore in criu/shmem.c)."""
+    source, _ = memory(2 * MIB, (0, PAGE), (MIB, PAGE))
+    files.take_memory(7, source)
+    as_criu_leaves_it(tmp_path, 7 if size else 8, size=size or 2 * MIB)
+    os.close(source)
+    if not size:
+        (tmp_path / "pagemap-shmem-8.img").rename(tmp_path / "pagemap-shmem-7.img")
+    with pytest.raises(ImageError, match=r"memfd\.img does not say that shared memory 7 is as large"):
+        files.merge()
+
+
+def test_what_is_given_up_is_not_copied(files: SharedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for it has asked for the end, or the image is withdrawn: the rest is left."""
+    copied, goes_on = [], threading.Event()
+
+    def slowly(copy: shared_files._FileCopy, *share: int, **_: bool) -> None:
+        copied.append(share)
+        assert goes_on.wait(30)
+
+    def interrupted() -> None:
+        raise CheckpointFailed("It was interrupted.")
+
+    monkeypatch.setattr(shared_files, "SHARE_BYTES", 64 << 10)
+    monkeypatch.setattr(shared_files._FileCopy, "run", slowly)
+    source, _ = memory(16 * MIB)
+    files.take_memory(7, source)
+    os.close(source)
+    with pytest.raises(CheckpointFailed, match="It was interrupted"):
+        files.wait(interrupted)
+    threading.Timer(0.2, goes_on.set).start()
+    files.discard()
+    assert len(copied) <= shared_files.THREADS
+    assert not list(tmp_path.iterdir())
+
+
+def test_closing_that_fails_is_done_once(files: SharedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with file systems that say only then what went wrong: the number may be another file's by the next time."""
+    source, _ = memory(2 * MIB)
+    files.take_memory(7, source)
+    files.wait()
+    close, closed = os.close, []
+
+    def failing(descriptor: int) -> None:
+        closed.append(descriptor)
+        close(descriptor)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "close", failing)
+    for _ in range(2):
+        files.discard()
+    monkeypatch.undo()
+    assert len(closed) == 1
+    assert not list(tmp_path.iterdir())
+    os.close(source)
+
+
 def test_no_descriptor_is_left(directory: int, tmp_path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     files = SharedFiles(directory)
@@ -221,9 +286,12 @@ def test_no_descriptor_is_left(directory: int, tmp_path: Path) -> None:
     with open(tmp_path / "ghost", "wb") as target:
         os.ftruncate(target.fileno(), 2 * MIB)
         files.take_range(source, target.fileno(), 0, 0, 2 * MIB)
+        files.take_range(source, target.fileno(), 0, MIB, 0)
     with pytest.raises(CheckpointFailed, match="File exists"):
         files.merge()
     files.discard()
+    for _ in range(shared_files.OPEN_MOST):  # nobody who begins another has to wait
+        assert files._open.acquire(blocking=False)
     os.close(source)
     os.close(empty)
     assert set(os.listdir("/proc/self/fd")) == before
@@ -239,4 +307,16 @@ def test_runs_need_not_be_in_order(directory: int, tmp_path: Path) -> None:
     assert not criu_pages.merge_shared(directory, 5, "phos-pages-shared-5.raw", file, runs)
     os.close(file)
     assert held(tmp_path, 5, 9 * PAGE) == content[PAGE:] + bytes(6 * PAGE) + content[:PAGE]
-    assert {path.name for path in tmp_path.iterdir()} == {"pages-3.img", "pagemap-shmem-5.img"}
+    assert {path.name for path in tmp_path.iterdir()} == {"memfd.img", "pages-3.img", "pagemap-shmem-5.img"}
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None or HEADER is None, reason="no C compiler, or no criu-plugin.h")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root opens /proc/PID/map_files")
+def test_what_the_plugin_gives_and_what_it_leaves_to_criu(tmp_path: Path) -> None:
+    flags = ["-std=gnu11", "-D_GNU_SOURCE=", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-rdynamic"]
+    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    include = [f"-I{ROOT / 'criu_plugin'}", f"-I{ROOT / 'include'}", "-isystem", str(HEADER)]
+    sources = [ROOT / "tests/unit/shared_file_calls.c", ROOT / "criu_plugin/shared_files.c"]
+    subprocess.run(["gcc", *flags, *sanitize, *include, "-o", tmp_path / "calls", *sources], check=True)
+    done = subprocess.run([tmp_path / "calls", tmp_path / "file"], capture_output=True, text=True, check=False)
+    assert done.stdout == "right\n", done.stderr

@@ -73,6 +73,10 @@ fill(dense, 0, 7 * MIB + 77)
 sparse = ghost("/dev/shm", 64 * MIB)  # CRIU reads the first word of a mapping, so the first page is there
 for at, size in ((0, 4096), (2 * MIB, 3 * MIB), (10 * MIB, 4096), (62 * MIB, 2 * MIB)):
     fill(sparse, at, size)
+trimmed = mmap.mmap(-1, 4 * MIB)  # of which only the first half is still mapped
+trimmed[:] = pattern(4, 4 * MIB)
+at = ctypes.addressof(ctypes.c_char.from_buffer(trimmed))
+assert not ctypes.CDLL(None).munmap(ctypes.c_void_p(at + 2 * MIB), ctypes.c_size_t(2 * MIB))
 on_disk = ghost(folder, 6 * MIB)
 fill(on_disk, 0, 6 * MIB)
 MAPPINGS = {"anonymous": anonymous, "odd": odd, "empty": empty, "small": small, "dense": dense, "sparse": sparse}
@@ -98,7 +102,7 @@ def state_of_unmapped():
 
 def spans():
     """Where these are mapped, as the names in /proc/PID/map_files say it."""
-    at = {f"{ctypes.addressof(ctypes.c_char.from_buffer(memory)):x}" for memory in MAPPINGS.values()}
+    at = {f"{ctypes.addressof(ctypes.c_char.from_buffer(memory)):x}" for memory in (*MAPPINGS.values(), trimmed)}
     return [span for span in os.listdir("/proc/self/map_files") if span.split("-")[0] in at]
 
 
@@ -132,6 +136,7 @@ while not all(now > then for now, then in zip(counts(), before, strict=True)) an
     time.sleep(0.005)
 found = state()
 wrong = [name for name in wanted if found[name] != wanted[name]]
+wrong += ["trimmed"] if trimmed[: 2 * MIB] != pattern(4, 2 * MIB) else []
 wrong += ["unmapped"] if list(state_of_unmapped()) != wanted_of_unmapped else []
 wrong += ["counts"] if time.monotonic() >= late else []
 check(cuda.cuMemcpyDtoH(ctypes.addressof(host), int(block), 64))
