@@ -7,6 +7,7 @@
  * Mapping something else in a restore (UPDATE_VMA_MAP) would leak a descriptor into the task: open_filemap() of
  * files-reg.c, CRIU 4.1.1, takes one only for the first of neighbouring mappings.
  */
+#include "descriptor_name.h"
 #include "phos_plugin.h"
 
 #include <errno.h>
@@ -40,16 +41,10 @@ int phos_device_files_begin(char **begins, size_t count)
 
 static bool is_ours(int fd)
 {
-	char link[sizeof("/proc/self/fd/") + 3 * sizeof(int)], name[PATH_MAX];
-	ssize_t length;
+	char name[PATH_MAX];
 
-	if (!files.count)
+	if (!files.count || !phos_name_of(fd, name, sizeof(name)))
 		return false;
-	snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
-	length = readlink(link, name, sizeof(name) - 1);
-	if (length < 0)
-		return false;
-	name[length] = '\0';
 	for (size_t i = 0; i < files.count; i++)
 		if (!strncmp(name, files.begins[i], strlen(files.begins[i])))
 			return true;

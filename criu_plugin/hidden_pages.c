@@ -27,6 +27,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "descriptor_name.h"
 #include "ranges.h"
 #include "task_pages.h"
 
@@ -164,19 +165,17 @@ static int note(int pid, uint64_t start, uint64_t end)
 
 static struct task *task_of(int pagemap)
 {
-	char link[32], path[PATH_MAX];
-	ssize_t size;
+	char path[PATH_MAX];
+	size_t at;
 	int pid;
 
-	snprintf(link, sizeof(link), "/proc/self/fd/%d", pagemap);
-	size = readlink(link, path, sizeof(path) - 1);
-	if (size < 0)
+	if (!phos_name_of(pagemap, path, sizeof(path)))
 		return NULL;
-	path[size] = 0;
 	/* Wherever CRIU has its /proc: the last two components. */
-	for (int slashes = 0; size && slashes < 2;)
-		slashes += path[--size] == '/';
-	if (sscanf(path + size, "/%d/pagemap", &pid) != 1)
+	at = strlen(path);
+	for (int slashes = 0; at && slashes < 2;)
+		slashes += path[--at] == '/';
+	if (sscanf(path + at, "/%d/pagemap", &pid) != 1)
 		return NULL;
 	for (struct task *task = tasks; task; task = task->next)
 		if (task->pid == pid)

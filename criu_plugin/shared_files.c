@@ -24,6 +24,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "descriptor_name.h"
+
 #define LEAST ((off64_t)1 << 20) /* bytes: what is smaller CRIU has copied before phosd knows of it */
 #define MOST_AT_ONCE ((size_t)1 << 30) /* CRIU takes what is returned for an int */
 #define MEMORIES 256		 /* each is a file that phosd has open until the image is whole; the others are CRIU's */
@@ -51,15 +53,10 @@ static dev_t memory_device(void)
 /* What CRIU calls by its inode. System V's, on the same device, it calls by their numbers. */
 static bool goes_by_inode(int descriptor)
 {
-	char link[32], path[PATH_MAX];
-	ssize_t size;
+	char name[PATH_MAX];
 
-	snprintf(link, sizeof(link), "/proc/self/fd/%d", descriptor);
-	size = readlink(link, path, sizeof(path) - 1);
-	if (size < 0)
-		return false;
-	path[size] = 0;
-	return !strncmp(path, "/memfd:", 7) || !strncmp(path, "/dev/zero", 9);
+	return phos_name_of(descriptor, name, sizeof(name)) &&
+	       (!strncmp(name, "/memfd:", 7) || !strncmp(name, "/dev/zero", 9));
 }
 
 /* CRIU asks from the beginning on: what it has begun to copy it goes on with. */

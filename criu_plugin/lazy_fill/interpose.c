@@ -15,6 +15,7 @@
  *
  * CRIU's one thread calls all of this: no lock.
  */
+#include "descriptor_name.h"
 #include "lazy_fill.h"
 #include "lazy_fill_address.h"
 
@@ -87,15 +88,9 @@ static struct served *room(void)
 
 static bool is_userfaultfd(int descriptor)
 {
-	char link[32], target[64];
-	ssize_t size;
+	char name[64];
 
-	snprintf(link, sizeof(link), "/proc/self/fd/%d", descriptor);
-	size = readlink(link, target, sizeof(target) - 1);
-	if (size <= 0)
-		return false;
-	target[size] = 0;
-	return !strcmp(target, "anon_inode:[userfaultfd]");
+	return phos_name_of(descriptor, name, sizeof(name)) && !strcmp(name, "anon_inode:[userfaultfd]");
 }
 
 /* Who restores the process waits for the end of this, before the process runs (lazy_pages.c). */
