@@ -2,7 +2,7 @@
 
 That is anonymous shared memory and memfds, of which the driver has some in every process, and files whose name is gone
 (ghost files), as those in /dev/shm are by which PyTorch's loaders hand batches over. CRIU copies them with one thread,
-while everything stands still, and takes half a second and more for a gigabyte. Its plugin hands phosd the files instead
+while everything stands still, and takes half a second for a gigabyte. Its plugin hands phosd the files instead
 (criu_plugin/shared_files.c), and phosd copies them with several threads:
 
   - a range of a file to a place in one of CRIU's image files, as sendfile(2) would have;
