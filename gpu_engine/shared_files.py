@@ -19,9 +19,10 @@ import os
 import queue
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.task_pages import pages_advice
@@ -46,6 +47,29 @@ _BUFFER_BYTES = 1 << 20
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
+class _Piece(NamedTuple):
+    """Bytes of one file, and where in another they go."""
+
+    source: int
+    target: int
+    size: int
+
+
+def _shares(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
+    """What the threads take one after another: pieces cut up, or several small ones, which lie side by side."""
+    shares: list[list[_Piece]] = []
+    room = 0
+    for source, target, size in pieces:
+        for at in range(0, size, SHARE_BYTES):
+            piece = _Piece(source + at, target + at, min(SHARE_BYTES, size - at))
+            if piece.size > room:
+                shares.append([])
+                room = SHARE_BYTES
+            shares[-1].append(piece)
+            room -= piece.size
+    return shares
+
+
 class _FileCopy:
     """Ranges of one file that are on their way into another."""
 
@@ -59,16 +83,20 @@ class _FileCopy:
         except OSError:
             self._address = 0
 
-    def run(self, source_offset: int, target_offset: int, size: int, *, may_end: bool) -> None:
+    def run(self, share: Sequence[_Piece], *, may_end: bool) -> None:
         """Copy one share. ``may_end``: what is behind the source's end is zeros.
 
         Raises:
             OSError: it cannot be read, or there is no room for it.
         """
         if self._address:
-            first = target_offset - target_offset % _PAGE
+            first = share[0].target - share[0].target % _PAGE
             with suppress(OSError):  # copying says why
-                advise(self._address + first, target_offset + size - first, MADV_POPULATE_WRITE)
+                advise(self._address + first, share[-1].target + share[-1].size - first, MADV_POPULATE_WRITE)
+        for piece in share:
+            self._copy_piece(*piece, may_end)
+
+    def _copy_piece(self, source_offset: int, target_offset: int, size: int, may_end: bool) -> None:
         while size:
             try:
                 count = self._copy(source_offset, target_offset, size)
@@ -178,15 +206,20 @@ class SharedFiles:
         """
         self.unmerged = True
         self._ranges += size
-        ranges = [(source_offset, target_offset, size)]
+        pieces = [_Piece(source_offset, target_offset, size)]
         try:
             opened = _readable(target)
         except OSError as error:
             self._fail(error)
             return
-        copy = partial(self._copy, target=opened, ranges=ranges, end=target_offset + size, may_end=False)
+        copy = partial(self._copy, target=opened, pieces=pieces, may_end=False)
         if not self._begin(source, copy):
             _close(opened)
+
+    def lacks(self, error: Exception) -> None:
+        """Something that CRIU was kept from copying has not come here."""
+        self.unmerged = True
+        self._fail(error)
 
     def wait(self, check: Callable[[], None] = lambda: None) -> None:
         """Return when nothing more is read. ``check``: called now and then meanwhile.
@@ -213,8 +246,9 @@ class SharedFiles:
             ImageError, OSError: see :func:`phos.images.criu_pages.merge_shared`.
         """
         self.wait()
+        sizes = criu_pages.shared_sizes(self._directory) if self._memory else {}
         for memory in self._memory:
-            criu_pages.merge_shared(self._directory, memory.inode, memory.name, memory.file, memory.runs)
+            criu_pages.merge_shared(self._directory, memory.inode, memory.name, memory.file, memory.runs, sizes)
             log.info(
                 "%d bytes of shared memory %d were copied beside CRIU", sum(r.size for r in memory.runs), memory.inode
             )
@@ -225,15 +259,18 @@ class SharedFiles:
 
     def discard(self) -> None:
         """Remove what is left of files that CRIU's images do not need. What is not copied yet is not."""
-        with self._changed:
-            if self._left:
-                self._failure = self._failure or CheckpointFailed("The image was given up.")
+        self.give_up()
         self._finish()
         while self._memory:
             memory = self._memory.pop()
             _close(memory.file)
             with suppress(OSError):
                 os.unlink(memory.name, dir_fd=self._directory)
+
+    def give_up(self) -> None:
+        """Copy no more of what CRIU's images lack: they will not be whole. Waits for nothing."""
+        if self.unmerged:
+            self._fail(CheckpointFailed("The image was given up."))
 
     def _begin(self, source: int, copy: Callable[[int], None]) -> bool:
         """Have it called with a descriptor of its own; False if there can be none."""
@@ -290,22 +327,18 @@ class SharedFiles:
             size = memory.find(source)
             os.ftruncate(memory.file, size)
             target = os.dup(memory.file)
-            ranges = [(run.address, run.offset, run.size) for run in memory.runs]
+            pieces = [_Piece(run.address, run.offset, run.size) for run in memory.runs]
         except BaseException:
             self._end(source, target)
             raise
-        self._copy(source, target, ranges, size, may_end=True)
+        self._copy(source, target, pieces, may_end=True)
 
-    def _copy(self, source: int, target: int, ranges: list[tuple[int, int, int]], end: int, *, may_end: bool) -> None:
-        """Have the ranges copied, by all threads. Closes both files, then or at once."""
+    def _copy(self, source: int, target: int, pieces: Sequence[_Piece], *, may_end: bool) -> None:
+        """Have them copied, by all threads; in order of both. Closes both files, then or at once."""
         try:
-            shares = [
-                (source_offset + at, target_offset + at, min(SHARE_BYTES, size - at))
-                for source_offset, target_offset, size in ranges
-                for at in range(0, size, SHARE_BYTES)
-            ]
-            copy = _FileCopy(source, target, end) if shares else None
-            jobs = [partial(self._copy_share, copy, *share, may_end) for share in shares] if copy else []
+            shares = _shares(pieces)
+            copy = _FileCopy(source, target, pieces[-1].target + pieces[-1].size) if shares else None
+            jobs = [partial(self._copy_share, copy, share, may_end) for share in shares] if copy else []
         except BaseException:
             self._end(source, target)
             raise
@@ -315,10 +348,10 @@ class SharedFiles:
         copy.left = len(jobs)
         self._put(jobs)
 
-    def _copy_share(self, copy: _FileCopy, source_offset: int, target_offset: int, size: int, may_end: bool) -> None:
+    def _copy_share(self, copy: _FileCopy, share: Sequence[_Piece], may_end: bool) -> None:
         try:
             if self._failure is None:
-                copy.run(source_offset, target_offset, size, may_end=may_end)
+                copy.run(share, may_end=may_end)
         finally:
             with self._changed:
                 copy.left -= 1

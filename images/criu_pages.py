@@ -27,7 +27,7 @@ import io
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
@@ -94,7 +94,7 @@ class _Move(NamedTuple):
 
 def prepare() -> None:
     """Import what :func:`merge` needs of CRIU's Python package, which takes longer than a merge."""
-    from pycriu.images import magic, mm_pb2, pagemap_pb2  # noqa: F401
+    from pycriu.images import magic, memfd_pb2, mm_pb2, pagemap_pb2  # noqa: F401
 
 
 def merge(
@@ -135,12 +135,11 @@ def merge(
     return _merge(directory, f"pagemap-{task}.img", name, file, _ours(directory, task, name, copied, ranges))
 
 
-def merge_shared(directory: int, inode: int, name: str, file: int, copied: Sequence[Run]) -> bool:
-    """Put all pages of the file `name` into CRIU's images of memory that tasks share without a name (criu/shmem.c).
+def shared_sizes(directory: int) -> dict[int, int]:
+    """Of memory that tasks share without a name, by its inode, as CRIU restores it; bytes, whole pages.
 
-    CRIU calls it by the ``inode`` of the file that it is; an address is an offset in it. The rest, and what is raised,
-    is as with :func:`merge`; and ImageError, if CRIU does not restore it as a file of that size: a restore would leave
-    out what it takes to be behind the end, and say nothing.
+    Raises:
+        ImageError, OSError: CRIU's list of it cannot be read.
     """
     from pycriu.images.memfd_pb2 import memfd_inode_entry
 
@@ -148,10 +147,27 @@ def merge_shared(directory: int, inode: int, name: str, file: int, copied: Seque
         criu_files.parse(memfd_inode_entry, body, _MEMFDS)
         for body in criu_files.messages(directory, _MEMFDS, "MEMFD_INODE")
     )
-    size = next((entry.size for entry in entries if entry.shmid == inode), 0)
-    if any(run.address >= size for run in copied):
-        raise ImageError(f"{_MEMFDS} does not say that shared memory {inode} is as large as it was")
-    ours = [_Part(run.address, run.address + run.size, PE_PRESENT, run.offset, False) for run in copied]
+    return {entry.shmid: -(-entry.size // _PAGE) * _PAGE for entry in entries}
+
+
+def merge_shared(
+    directory: int, inode: int, name: str, file: int, copied: Sequence[Run], sizes: Mapping[int, int]
+) -> bool:
+    """Put the pages of the file `name` into CRIU's images of memory that tasks share without a name (criu/shmem.c).
+
+    CRIU calls it by the ``inode`` of the file that it is; an address is an offset in it. ``sizes``: as of
+    :func:`shared_sizes`. What lies behind that end was not there when CRIU looked, and is left out: a restore would
+    take an entry that reaches over it for the end of all, and say nothing. The rest, and what is raised, is as with
+    :func:`merge`; and ImageError, if CRIU has no such memory.
+    """
+    end = sizes.get(inode)
+    if end is None:
+        raise ImageError(f"{_MEMFDS} does not know shared memory {inode}, which CRIU was kept from dumping")
+    ours = [
+        _Part(run.address, min(run.address + run.size, end), PE_PRESENT, run.offset, False)
+        for run in copied
+        if run.address < end
+    ]
     return _merge(directory, f"pagemap-shmem-{inode}.img", name, file, ours)
 
 

@@ -175,18 +175,14 @@ class DumpServer:
 
     @staticmethod
     def _takes(job: StopDump, envelope: wire_pb2.Envelope, descriptors: list[int]) -> bool:
-        """Whether the plugin gives something to copy in CRIU's place. It waits for no answer.
-
-        Raises:
-            ProtocolError: it has been told that phosd copies nothing, or something is missing.
-        """
+        """Whether the plugin gives something to copy in CRIU's place. It is told at the end what came of it."""
         body = envelope.WhichOneof("body")
         if body not in ("take_memory", "take_range"):
             return False
         try:
             if not job.copies or len(descriptors) != (1 if body == "take_memory" else 2):
-                raise ProtocolError("phosd has not asked for files to copy, or one is missing.")
-            if body == "take_memory":
+                job.shared_files.lacks(ProtocolError("phosd has not asked for files to copy, or one is missing."))
+            elif body == "take_memory":
                 job.shared_files.take_memory(envelope.take_memory.inode, descriptors[0])
             else:
                 taken = envelope.take_range

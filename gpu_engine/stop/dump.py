@@ -374,8 +374,11 @@ class StopDump:
         self._hidden, self._links = hidden, links
         try:
             with self.timeline.phase("wait for CPU pages", concurrent=True):
+                if result:
+                    self.shared_files.give_up()
                 self._pages.wait()
-                self.shared_files.wait(self._interruption.check)
+                if not result:
+                    self.shared_files.wait(self._interruption.check)
             self._interruption.check()
             if result == 0:
                 with self.timeline.phase("wait for named memory", concurrent=True):
@@ -534,6 +537,7 @@ class StopDump:
     def _give_up(self, reason: str) -> None:
         """Undo everything, in the reverse order of doing it; but who only waits for that goes on at once."""
         self._cancelled.set()
+        self.shared_files.give_up()
         opening = self._tree.open_gates(but=set(self._tree.detached))
         if self._copying:
             self._copying.join()

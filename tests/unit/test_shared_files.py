@@ -216,16 +216,25 @@ def test_a_machine_without_another_thread(files: SharedFiles, tmp_path: Path, mo
     assert held(tmp_path, 1, 9 * MIB) == content
 
 
-@pytest.mark.parametrize("size", [0, MIB], ids=["not a file", "smaller"])
-def test_what_criu_would_not_restore_whole_is_refused(files: SharedFiles, tmp_path: Path, size: int) -> None:
-    """It takes what is behind the end for a mistake in the image, and goes on (restore in criu/shmem.c)."""
-    source, _ = memory(2 * MIB, (0, PAGE), (MIB, PAGE))
+@pytest.mark.parametrize("size", [MIB, 2 * MIB, 2 * MIB + 123, 4 * MIB + 1, 6 * MIB])
+def test_what_grew_when_criu_had_looked_is_cut_off(files: SharedFiles, tmp_path: Path, size: int) -> None:
+    """It takes an entry that reaches over the end for the end of all, and says nothing (criu/shmem.c)."""
+    source, content = memory(6 * MIB, (0, 2 * MIB), (3 * MIB, 3 * MIB))
     files.take_memory(7, source)
-    as_criu_leaves_it(tmp_path, 7 if size else 8, size=size or 2 * MIB)
     os.close(source)
-    if not size:
-        (tmp_path / "pagemap-shmem-8.img").rename(tmp_path / "pagemap-shmem-7.img")
-    with pytest.raises(ImageError, match=r"memfd\.img does not say that shared memory 7 is as large"):
+    as_criu_leaves_it(tmp_path, 7, size=size)
+    files.merge()
+    end = -(-size // PAGE) * PAGE
+    assert held(tmp_path, 7, end) == content[:end]
+
+
+def test_what_criu_does_not_know_is_refused(files: SharedFiles, tmp_path: Path) -> None:
+    source, _ = memory(2 * MIB)
+    files.take_memory(7, source)
+    os.close(source)
+    as_criu_leaves_it(tmp_path, 8)
+    (tmp_path / "pagemap-shmem-8.img").rename(tmp_path / "pagemap-shmem-7.img")
+    with pytest.raises(ImageError, match=r"memfd\.img does not know shared memory 7"):
         files.merge()
 
 
@@ -233,7 +242,7 @@ def test_what_is_given_up_is_not_copied(files: SharedFiles, tmp_path: Path, monk
     """Who waits for it has asked for the end, or the image is withdrawn: the rest is left."""
     copied, goes_on = [], threading.Event()
 
-    def slowly(copy: shared_files._FileCopy, *share: int, **_: bool) -> None:
+    def slowly(_copy: shared_files._FileCopy, share: object, **_: bool) -> None:
         copied.append(share)
         assert goes_on.wait(30)
 
@@ -251,6 +260,37 @@ def test_what_is_given_up_is_not_copied(files: SharedFiles, tmp_path: Path, monk
     files.discard()
     assert len(copied) <= shared_files.THREADS
     assert not list(tmp_path.iterdir())
+
+
+def test_a_dump_that_has_failed_is_not_waited_for(files: SharedFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU holds the tasks until it is answered."""
+    goes_on = threading.Event()
+    monkeypatch.setattr(shared_files._FileCopy, "run", lambda *_, **__: goes_on.wait(30))
+    source, _ = memory(2 * MIB)
+    files.take_memory(7, source)
+    os.close(source)
+    files.give_up()
+    goes_on.set()
+    with pytest.raises(CheckpointFailed, match="given up"):
+        files.merge()
+
+
+def test_many_small_runs_are_few_jobs(files: SharedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [(at, PAGE) for at in range(0, 32 * MIB, 2 * PAGE)]
+    source, content = memory(32 * MIB, *places)
+    run, sizes = shared_files._FileCopy.run, []
+
+    def counted(copy: shared_files._FileCopy, share: list[shared_files._Piece], **named: bool) -> None:
+        sizes.append(sum(piece.size for piece in share))
+        run(copy, share, **named)
+
+    monkeypatch.setattr(shared_files._FileCopy, "run", counted)
+    files.take_memory(7, source)
+    os.close(source)
+    as_criu_leaves_it(tmp_path, 7)
+    files.merge()
+    assert sizes == [shared_files.SHARE_BYTES] * 4
+    assert held(tmp_path, 7, len(content)) == content
 
 
 def test_closing_that_fails_is_done_once(files: SharedFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,7 +344,9 @@ def test_runs_need_not_be_in_order(directory: int, tmp_path: Path) -> None:
     as_criu_leaves_it(tmp_path, 5)
     file = os.open(tmp_path / "phos-pages-shared-5.raw", os.O_RDWR)
     runs = [criu_pages.Run(8 * PAGE, PAGE, 0), criu_pages.Run(0, 2 * PAGE, PAGE)]
-    assert not criu_pages.merge_shared(directory, 5, "phos-pages-shared-5.raw", file, runs)
+    sizes = criu_pages.shared_sizes(directory)
+    assert sizes == {5: 1 << 30}
+    assert not criu_pages.merge_shared(directory, 5, "phos-pages-shared-5.raw", file, runs, sizes)
     os.close(file)
     assert held(tmp_path, 5, 9 * PAGE) == content[PAGE:] + bytes(6 * PAGE) + content[:PAGE]
     assert {path.name for path in tmp_path.iterdir()} == {"memfd.img", "pages-3.img", "pagemap-shmem-5.img"}
