@@ -21,12 +21,14 @@ def test_who_was_only_quiesced_goes_on_before_anybody_is_brought_back() -> None:
     dump: Any = StopDump.__new__(StopDump)
     dump._cancelled = threading.Event()
     dump._tree = SimpleNamespace(detached={b"a": None}, open_gates=open_gates)
+    dump.shared_files = SimpleNamespace(give_up=lambda: done.append("copy no more"))
     dump._copying = SimpleNamespace(join=lambda: done.append("copies end"))
     dump._return_blocks = lambda: done.append("return blocks")
     dump._bring_back = lambda: done.append("bring back") or ""
     dump._withdraw = done.append
     dump._give_up("it failed")
     assert done == [
+        "copy no more",
         "open all but [b'a']",
         "copies end",
         "return blocks",
