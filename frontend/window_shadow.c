@@ -425,7 +425,8 @@ static size_t go_behind(struct target *list, size_t count, CUstream stream)
     for (size_t i = 0; i < count; i++) {
         uint32_t behind = list[i].behind;
         struct phos_slot *slot = behind == PHOS_SLOT_NONE ? NULL : &phos_window.slots[behind];
-        if (slot && behind != last && phos_real.cuStreamWaitEvent(stream, slot->event, 0) == CUDA_SUCCESS)
+        /* Between follow() and now the slot may have been taken for another copy, whose event could not be made. */
+        if (slot && slot->event && behind != last && phos_real.cuStreamWaitEvent(stream, slot->event, 0) == CUDA_SUCCESS)
             last = behind;
         if (slot)
             atomic_fetch_sub(&slot->held, 1);

@@ -102,6 +102,7 @@ static CUresult enqueue(CUstream handle, struct work work)
     pthread_mutex_lock(&gpu_lock);
     while (stream->tail - stream->head == QUEUE)
         pthread_cond_wait(&gpu_changed, &gpu_lock);
+    check(work.event || (work.kind != RECORD && work.kind != WAIT), "an event is used that could not be made");
     check(!work.event || !work.event->destroyed, "an event is used that has been destroyed");
     if (work.kind == RECORD)
         work.number = ++work.event->recorded;

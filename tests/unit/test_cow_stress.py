@@ -83,3 +83,9 @@ def test_no_data_race(raced: Path, slots: int) -> None:
 
 def test_no_access_out_of_bounds(bounded: Path) -> None:
     _run("setarch", "-R", bounded, "20", "20", "4", "4")
+
+
+@pytest.mark.parametrize("one_in", [3, 4, 8, 12, 14])
+def test_an_event_that_could_not_be_made_is_not_waited_for(bounded: Path, one_in: int) -> None:
+    """Few slots are taken again and again, and one copy in so many is refused."""
+    _run("setarch", "-R", bounded, "20", "4", "1", str(one_in))
