@@ -14,11 +14,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <sys/wait.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "packets.h"
@@ -213,7 +211,7 @@ bool phos_link_sees_to_names(void)
 	return link_.names;
 }
 
-/* phosd does not answer this. Returns 0, or -1 if there is no phosd any more. */
+/* phosd does not answer this. Returns 0; -1: it has said that it copies nothing, or there is none any more. */
 static int give(Envelope *envelope, const int *descriptors, size_t count)
 {
 	if (!link_.copies)

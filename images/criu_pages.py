@@ -51,8 +51,9 @@ _LAZY = mmap.MAP_ANONYMOUS | mmap.MAP_PRIVATE
 _LAZY_MASK = _LAZY | _MAP_LOCKED | _MAP_HUGETLB
 _SPECIAL = 1 << 2 | 1 << 3 | 1 << 12  # VMA_AREA_VSYSCALL, VMA_AREA_VDSO, VMA_AREA_VVAR
 
+_MEMFDS = "memfd.img"  # which CRIU lists memory without a name in
+
 # Where copy_file_range(2) cannot be had: between these two file systems, for these files, in this kernel.
-_MEMFDS = "memfd.img"
 _REFUSALS = frozenset({errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 _BUFFER_SIZE = 1 << 20
 

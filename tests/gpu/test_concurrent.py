@@ -11,7 +11,7 @@ import pytest
 from gpu_support import DEVICE, PROGRAMS, Starter, without_repeats
 from process import PHOS_GPU
 
-MOST_SHADOWED = 1000
+MOST_SHADOWED = 300
 """Chunks of 4 MiB that pytorch_shards.py writes to in three windows, and more: some twenty in each iteration, two a
 second. What is not saved yet when it runs on has some seven hundred in each window."""
 
