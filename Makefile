@@ -35,7 +35,7 @@ SOFTGPU_SRC := $(wildcard softgpu/*.c)
 CAN_FILL_SRC := $(wildcard criu_plugin/can_fill.c)
 PLUGIN_SRC := $(filter-out $(CAN_FILL_SRC),$(wildcard criu_plugin/*.c))
 LAZY_FILL_SRC := $(wildcard criu_plugin/lazy_fill/*.c)
-CHUNKS_SRC := $(wildcard gpu_engine/copy_loop.c gpu_engine/fill_loop.c gpu_engine/fill_plan.c gpu_engine/save_loop.c gpu_engine/save_plan.c gpu_engine/page_copy.c gpu_engine/cow/chunk_table.c images/append.c images/chunk_hash.c)
+CHUNKS_SRC := $(wildcard gpu_engine/copy_loop.c gpu_engine/fill_loop.c gpu_engine/fill_plan.c gpu_engine/save_loop.c gpu_engine/save_plan.c gpu_engine/page_copy.c gpu_engine/page_find.c gpu_engine/cow/chunk_table.c images/append.c images/chunk_hash.c)
 
 # A folder whose sources do not exist (a partial checkout) is skipped.
 FRONTEND := $(if $(FRONTEND_SRC),$(BUILD)/lib/libphos.so)

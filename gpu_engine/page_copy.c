@@ -1,186 +1,71 @@
 /*
- * The private memory of a frozen task: which pages it has, and copying them into a file.
+ * The private memory of frozen tasks, copied into files by several threads.
  *
- * Which pages are asked for as CRIU asks (criu/pagemap-cache.c: in RAM or swap, neither zero pages nor the file's own), and
- * of which mappings (criu/mem.c: private ones, but for what the kernel itself maps). To be copied is all that CRIU's own
- * work leaves alone and that can be read without changing the mapping. What is left to CRIU:
- *   - executable mappings: it puts a few instructions of its own there for a moment, at the start of the first that has a
- *     page (compel), which makes that page a private one;
- *   - mappings without the right to read, which it gives them for the time of its dump;
- *   - the vDSO, which it dumps whole.
+ * The threads are there before the tasks are frozen, and belong to the pool: a task that is small, or whose pages have not
+ * been found yet, keeps none of them from another. The thread that begins with a task finds its pages, and the others copy
+ * what has been found so far. Everything that two threads use is guarded by the pool's lock, but for the runs of pages that
+ * have been shown: these stay as they are.
  */
 #include "page_copy.h"
 
 #include <errno.h>
-#include <fcntl.h>
-#include <inttypes.h>
+#include <pthread.h>
+#include <signal.h>
 #include <stdbool.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-#define PAGE 4096u
+#include "page_find.h"
+
 #define SHARE (1u << 20) /* of the file, which a thread takes at once */
-#define REGIONS 1024
+#define STACK (256u << 10)
 
 #define EXPORT __attribute__((visibility("default")))
 
-struct finding {
-	struct phos_pages *found;
-	long count, room;
-	uint64_t offset;
-	uint64_t guard; /* PHOS_PAGE_IS_GUARD, unless the kernel does not know it */
+enum search { TO_BEGIN, UNDER_WAY, OVER };
+
+struct phos_page_copy {
+	struct phos_page_pool *pool;
+	struct phos_page_copy *next;
+	int pid, file;
+	char *place;
+	uint64_t mapped;
+	struct phos_mapping *mappings;
+	long mapping_count;
+	struct phos_found found;
+
+	/* With the pool's lock: */
+	enum search search;
+	int search_error; /* -errno */
+	char *own_place; /* a mapping of the same file that was made here, as the other was too small; or NULL */
+	uint64_t runs, end; /* of what may be copied: found, and there is room for it in the file */
+	uint64_t begun, run; /* up to where in the file it has been begun with, and the run of pages there */
+	int busy; /* threads that find its pages, or copy some */
+	int error; /* errno of the first copy that failed */
+	uint64_t failed_at;
+	bool dropped;
 };
 
-static void add(struct finding *finding, uint64_t address, uint64_t end, bool copied)
-{
-	struct phos_pages *last = finding->count ? &finding->found[finding->count - 1] : NULL;
+struct phos_page_pool {
+	pthread_mutex_t lock;
+	pthread_cond_t work, done;
+	struct phos_page_copy *copies;
+	bool ends;
+	long count;
+	pthread_t threads[];
+};
 
-	if (finding->count <= finding->room && last && last->address + last->size == address && last->copied == copied)
-		last->size += end - address;
-	else if (finding->count++ < finding->room)
-		finding->found[finding->count - 1] = (struct phos_pages){ address, end - address, finding->offset, copied };
-	finding->offset += end - address;
-}
+/* What one thread copies at once: of the file [begin, end), which begins in a run of pages. */
+struct share {
+	uint64_t run, begin, end;
+	char *place;
+};
 
-static int scan(int pagemap, uint64_t start, uint64_t end, bool copy, struct finding *finding)
-{
-	struct phos_pm_region regions[REGIONS];
-	struct phos_pm_scan arguments = {
-		.size = sizeof(arguments),
-		.end = end,
-		.vec = (uintptr_t)regions,
-		.vec_len = REGIONS,
-		.category_inverted = PHOS_PAGE_IS_PFNZERO | PHOS_PAGE_IS_FILE,
-		.category_mask = PHOS_PAGE_IS_PFNZERO | PHOS_PAGE_IS_FILE,
-		.category_anyof_mask = PHOS_PAGE_IS_PRESENT | PHOS_PAGE_IS_SWAPPED,
-	};
-
-	while (start < end) {
-		int count;
-
-		arguments.start = start;
-		arguments.return_mask = PHOS_PAGE_IS_PRESENT | PHOS_PAGE_IS_SWAPPED | finding->guard;
-		count = ioctl(pagemap, PHOS_PAGEMAP_SCAN, &arguments);
-		if (count < 0 && errno == EINVAL && finding->guard) {
-			finding->guard = 0;
-			continue;
-		}
-		if (count < 0)
-			return -errno;
-		for (int i = 0; i < count; i++) /* nothing can be read in a guard region */
-			add(finding, regions[i].start, regions[i].end, copy && !(regions[i].categories & finding->guard));
-		arguments.walk_end = phos_pm_walked(&arguments, count);
-		if (arguments.walk_end <= start)
-			return -EIO;
-		start = arguments.walk_end;
-	}
-	return 0;
-}
-
-/* What CRIU never dumps, or has rules of its own for: the kernel's mappings, rings of asynchronous I/O, device memory. */
-static bool is_special(const char *name)
-{
-	return !strncmp(name, "[vvar", 5) || !strcmp(name, "[vsyscall]") || !strncmp(name, "/[aio]", 6) ||
-	       (!strncmp(name, "/dev/", 5) && strncmp(name, "/dev/zero", 9) && strncmp(name, "/dev/shm/", 9));
-}
-
-/* Whether the task's memory may be read at all: the right to attach to it is more than that to look at its maps. */
-static int try_reading(int pid, const struct finding *finding)
-{
-	char byte;
-	struct iovec to = { .iov_base = &byte, .iov_len = 1 };
-
-	for (long i = 0; i < finding->count && i < finding->room; i++) {
-		struct iovec from = { .iov_base = (void *)(uintptr_t)finding->found[i].address, .iov_len = 1 };
-
-		if (finding->found[i].copied)
-			return process_vm_readv(pid, &to, 1, &from, 1, 0) == 1 ? 0 : -errno;
-	}
-	return 0;
-}
-
-static void add_mapping(struct phos_mapping *found, long room, long *count, struct phos_mapping mapping)
-{
-	if (*count < room)
-		found[*count] = mapping;
-	++*count;
-}
-
-EXPORT long phos_read_mappings(int pid, struct phos_mapping *found, long room)
-{
-	char path[64], *line = NULL;
-	size_t size = 0;
-	bool injected = false; /* we are past the page that CRIU puts its instructions into */
-	long count = 0;
-	int error = 0;
-	FILE *maps;
-
-	snprintf(path, sizeof(path), "/proc/%d/maps", pid);
-	maps = fopen(path, "re");
-	if (!maps)
-		return -errno;
-	while (getline(&line, &size, maps) > 0) {
-		uint64_t start, end;
-		char rights[5];
-		int name = 0;
-		bool copy;
-
-		if (sscanf(line, "%" SCNx64 "-%" SCNx64 " %4s %*s %*s %*s %n", &start, &end, rights, &name) < 3 || !name)
-			continue;
-		line[strcspn(line, "\n")] = 0;
-		if (start >> 63 || is_special(line + name))
-			continue;
-		if (!strcmp(line + name, "[vdso]")) {
-			add_mapping(found, room, &count, (struct phos_mapping){ start, end - start, PHOS_LEFT_WHOLE });
-			continue;
-		}
-		if (rights[2] == 'x' && !injected) {
-			injected = true;
-			if (rights[3] == 'p') {
-				add_mapping(found, room, &count, (struct phos_mapping){ start, PAGE, PHOS_LEFT_WHOLE });
-				start += PAGE;
-			}
-		}
-		copy = rights[0] == 'r' && rights[2] != 'x';
-		if (rights[3] == 'p' && start < end)
-			add_mapping(found, room, &count, (struct phos_mapping){ start, end - start, copy ? PHOS_COPIED : PHOS_LEFT });
-	}
-	if (ferror(maps))
-		error = -EIO;
-	free(line);
-	fclose(maps);
-	return error ? error : count;
-}
-
-EXPORT long phos_find_pages(int pid, const struct phos_mapping *mappings, long count, struct phos_pages *found, long room)
-{
-	struct finding finding = { .found = found, .room = room, .guard = PHOS_PAGE_IS_GUARD };
-	char path[64];
-	int pagemap, error = 0;
-
-	snprintf(path, sizeof(path), "/proc/%d/pagemap", pid);
-	pagemap = open(path, O_RDONLY | O_CLOEXEC);
-	if (pagemap < 0)
-		return -errno;
-	for (long i = 0; i < count && !error; i++) {
-		uint64_t start = mappings[i].address, end = start + mappings[i].size;
-
-		if (mappings[i].kind == PHOS_LEFT_WHOLE)
-			add(&finding, start, end, false);
-		else
-			error = scan(pagemap, start, end, mappings[i].kind == PHOS_COPIED, &finding);
-	}
-	if (!error)
-		error = try_reading(pid, &finding);
-	close(pagemap);
-	return error ? error : finding.count;
-}
-
-/* Copies what of [address, address + size) there is; false if something cannot be copied. */
-static bool copy_range(struct phos_page_copy *copy, uint64_t address, uint64_t size, char *place)
+/* Copies what of [address, address + size) there is; an errno, and where, if something cannot be copied. */
+static int copy_range(const struct phos_page_copy *copy, uint64_t address, uint64_t size, char *place, uint64_t *failed_at)
 {
 	while (size) {
 		struct iovec to = { .iov_base = place, .iov_len = size };
@@ -188,36 +73,321 @@ static bool copy_range(struct phos_page_copy *copy, uint64_t address, uint64_t s
 		ssize_t read = process_vm_readv(copy->pid, &to, 1, &from, 1, 0);
 
 		if (read <= 0) {
-			atomic_store(&copy->failed_at, address);
-			atomic_store(&copy->error, read ? errno : EIO);
-			return false;
+			*failed_at = address;
+			return read ? errno : EIO;
 		}
 		address += read;
 		place += read;
 		size -= read;
 	}
-	return true;
+	return 0;
 }
 
-EXPORT void phos_copy_pages(struct phos_page_copy *copy)
+static int copy_share(const struct phos_page_copy *copy, const struct share *share, uint64_t *failed_at)
 {
-	uint64_t first = 0; /* no share that is still to be had begins before these pages */
+	uint64_t at = share->begin;
 
-	while (!atomic_load(&copy->error)) {
-		uint64_t begin = atomic_fetch_add(&copy->next, SHARE), end = begin + SHARE;
+	for (uint64_t number = share->run; at < share->end; number++) {
+		const struct phos_pages *pages = phos_found_at(&copy->found, number);
+		uint64_t end = pages->offset + pages->size < share->end ? pages->offset + pages->size : share->end;
+		uint64_t address = pages->address + (at - pages->offset);
+		int error = pages->copied ? copy_range(copy, address, end - at, share->place + at, failed_at) : 0;
 
-		while (first < copy->count && copy->pages[first].offset + copy->pages[first].size <= begin)
-			first++;
-		if (first == copy->count)
-			break;
-		for (uint64_t number = first; number < copy->count && copy->pages[number].offset < end; number++) {
-			const struct phos_pages *pages = &copy->pages[number];
-			uint64_t from = pages->offset > begin ? pages->offset : begin;
-			uint64_t to = pages->offset + pages->size < end ? pages->offset + pages->size : end;
-
-			if (pages->copied &&
-			    !copy_range(copy, pages->address + (from - pages->offset), to - from, copy->file + from))
-				break;
-		}
+		if (error)
+			return error;
+		at = end;
 	}
+	return 0;
+}
+
+/* What is behind the end of the file gets room in it, and, if it needs one, another place. Returns 0 or -errno. */
+static int extend(const struct phos_page_copy *copy, char **own_place)
+{
+	struct stat status;
+	void *place;
+
+	if (fstat(copy->file, &status) || ((uint64_t)status.st_size < copy->found.end && ftruncate(copy->file, copy->found.end)))
+		return -errno;
+	if (copy->found.end <= copy->mapped)
+		return 0;
+	place = mmap(NULL, copy->found.end, PROT_READ | PROT_WRITE, MAP_SHARED, copy->file, 0);
+	if (place == MAP_FAILED)
+		return -errno;
+	*own_place = place;
+	return 0;
+}
+
+/* More has been found; the file is as large as that already, or there will be no more, and it has been made so. */
+static int show(void *of)
+{
+	struct phos_page_copy *copy = of;
+	struct stat status;
+	uint64_t room;
+	int error;
+
+	if (fstat(copy->file, &status))
+		return -errno;
+	room = (uint64_t)status.st_size < copy->mapped ? (uint64_t)status.st_size : copy->mapped;
+	pthread_mutex_lock(&copy->pool->lock);
+	error = copy->dropped ? -ECANCELED : 0;
+	if (!error && copy->found.end <= room) {
+		copy->runs = copy->found.count;
+		copy->end = copy->found.end;
+		pthread_cond_broadcast(&copy->pool->work);
+	}
+	pthread_mutex_unlock(&copy->pool->lock);
+	return error;
+}
+
+/* With the lock, as all below that are not exported. */
+static void find(struct phos_page_copy *copy)
+{
+	struct phos_page_pool *pool = copy->pool;
+	char *own_place = NULL;
+	int error;
+
+	copy->search = UNDER_WAY;
+	copy->busy++;
+	pthread_mutex_unlock(&pool->lock);
+	error = phos_find_pages(copy->pid, copy->mappings, copy->mapping_count, &copy->found, SHARE, show, copy);
+	if (!error)
+		error = extend(copy, &own_place);
+	pthread_mutex_lock(&pool->lock);
+	copy->own_place = own_place;
+	copy->search = OVER;
+	copy->search_error = error;
+	if (!error) {
+		copy->runs = copy->found.count;
+		copy->end = copy->found.end;
+	}
+	copy->busy--;
+	pthread_cond_broadcast(&pool->work);
+	pthread_cond_broadcast(&pool->done);
+}
+
+static bool is_wanted(const struct phos_page_copy *copy)
+{
+	return !copy->dropped && !copy->error && !copy->search_error;
+}
+
+/* Only whole shares are taken while more is being found. */
+static bool has_share(const struct phos_page_copy *copy)
+{
+	return is_wanted(copy) && copy->begun < copy->end && (copy->search == OVER || copy->end - copy->begun >= SHARE);
+}
+
+static void copy_next(struct phos_page_copy *copy)
+{
+	struct phos_page_pool *pool = copy->pool;
+	uint64_t left = copy->end - copy->begun, failed_at = 0;
+	struct share share = { .run = copy->run, .begin = copy->begun, .end = copy->begun + (left < SHARE ? left : SHARE) };
+	int error;
+
+	share.place = copy->own_place ? copy->own_place : copy->place;
+	copy->begun = share.end;
+	while (copy->run < copy->runs) {
+		const struct phos_pages *pages = phos_found_at(&copy->found, copy->run);
+
+		if (pages->offset + pages->size > share.end)
+			break;
+		copy->run++;
+	}
+	copy->busy++;
+	pthread_mutex_unlock(&pool->lock);
+	error = copy_share(copy, &share, &failed_at);
+	pthread_mutex_lock(&pool->lock);
+	copy->busy--;
+	if (error && !copy->error) {
+		copy->error = error;
+		copy->failed_at = failed_at;
+	}
+	if (!copy->busy)
+		pthread_cond_broadcast(&pool->done);
+}
+
+static void *work(void *of)
+{
+	struct phos_page_pool *pool = of;
+
+	pthread_mutex_lock(&pool->lock);
+	for (;;) {
+		struct phos_page_copy *copy = pool->copies;
+
+		while (copy && (copy->search != TO_BEGIN || copy->dropped))
+			copy = copy->next;
+		if (copy) {
+			find(copy);
+			continue;
+		}
+		copy = pool->copies;
+		while (copy && !has_share(copy))
+			copy = copy->next;
+		if (copy)
+			copy_next(copy);
+		else if (pool->ends)
+			break;
+		else
+			pthread_cond_wait(&pool->work, &pool->lock);
+	}
+	pthread_mutex_unlock(&pool->lock);
+	return NULL;
+}
+
+/* Without any signals, which are for the threads that were there before. Returns an errno. */
+static int start_thread(struct phos_page_pool *pool)
+{
+	pthread_attr_t attributes;
+	sigset_t all, before;
+	int error = pthread_attr_init(&attributes);
+
+	if (error)
+		return error;
+	pthread_attr_setstacksize(&attributes, STACK);
+	sigfillset(&all);
+	pthread_sigmask(SIG_SETMASK, &all, &before);
+	error = pthread_create(&pool->threads[pool->count], &attributes, work, pool);
+	pthread_sigmask(SIG_SETMASK, &before, NULL);
+	pthread_attr_destroy(&attributes);
+	if (error)
+		return error;
+	pthread_setname_np(pool->threads[pool->count++], "copy-pages");
+	return 0;
+}
+
+EXPORT int phos_page_pool_open(long threads, struct phos_page_pool **opened)
+{
+	struct phos_page_pool *pool = calloc(1, sizeof(*pool) + threads * sizeof(pool->threads[0]));
+	int error = 0;
+
+	if (!pool)
+		return -ENOMEM;
+	pthread_mutex_init(&pool->lock, NULL);
+	pthread_cond_init(&pool->work, NULL);
+	pthread_cond_init(&pool->done, NULL);
+	while (pool->count < threads && !error)
+		error = start_thread(pool);
+	if (!pool->count) {
+		phos_page_pool_close(pool);
+		return -error;
+	}
+	*opened = pool;
+	return 0;
+}
+
+EXPORT void phos_page_pool_close(struct phos_page_pool *pool)
+{
+	pthread_mutex_lock(&pool->lock);
+	pool->ends = true;
+	pthread_cond_broadcast(&pool->work);
+	pthread_mutex_unlock(&pool->lock);
+	for (long i = 0; i < pool->count; i++)
+		pthread_join(pool->threads[i], NULL);
+	pthread_cond_destroy(&pool->done);
+	pthread_cond_destroy(&pool->work);
+	pthread_mutex_destroy(&pool->lock);
+	free(pool);
+}
+
+static void free_copy(struct phos_page_copy *copy)
+{
+	if (copy->own_place)
+		munmap(copy->own_place, copy->found.end);
+	phos_found_free(&copy->found);
+	free(copy->mappings);
+	free(copy);
+}
+
+EXPORT int phos_page_copy_begin(struct phos_page_pool *pool, int pid, int file, char *place, uint64_t mapped,
+				struct phos_page_copy **begun)
+{
+	struct phos_page_copy *copy = calloc(1, sizeof(*copy));
+	int error;
+
+	if (!copy)
+		return -ENOMEM;
+	*copy = (struct phos_page_copy){ .pool = pool, .pid = pid, .file = file, .place = place, .mapped = mapped };
+	error = phos_found_init(&copy->found);
+	if (!error)
+		copy->mapping_count = phos_read_mappings(pid, &copy->mappings);
+	if (!error && copy->mapping_count < 0)
+		error = copy->mapping_count;
+	if (error) {
+		free_copy(copy);
+		return error;
+	}
+	pthread_mutex_lock(&pool->lock);
+	copy->next = pool->copies;
+	pool->copies = copy;
+	pthread_cond_broadcast(&pool->work);
+	pthread_mutex_unlock(&pool->lock);
+	*begun = copy;
+	return 0;
+}
+
+EXPORT long phos_page_copy_mappings(const struct phos_page_copy *copy, struct phos_mapping *mappings, long room)
+{
+	for (long i = 0; i < copy->mapping_count && i < room; i++)
+		mappings[i] = copy->mappings[i];
+	return copy->mapping_count;
+}
+
+/* Runs that were cut, so that the first part could be copied, are one again. */
+static long join_runs(const struct phos_page_copy *copy, struct phos_pages *joined, long room)
+{
+	struct phos_pages last = { 0 };
+	long count = 0;
+
+	for (uint64_t i = 0; i < copy->found.count; i++) {
+		struct phos_pages pages = *phos_found_at(&copy->found, i);
+
+		if (count && last.address + last.size == pages.address && last.copied == pages.copied) {
+			last.size += pages.size;
+		} else {
+			count++;
+			last = pages;
+		}
+		if (count <= room)
+			joined[count - 1] = last;
+	}
+	return count;
+}
+
+EXPORT long phos_page_copy_found(struct phos_page_copy *copy, struct phos_pages *found, long room)
+{
+	int error;
+
+	pthread_mutex_lock(&copy->pool->lock);
+	while (copy->search != OVER)
+		pthread_cond_wait(&copy->pool->done, &copy->pool->lock);
+	error = copy->search_error;
+	pthread_mutex_unlock(&copy->pool->lock);
+	return error ? error : join_runs(copy, found, room);
+}
+
+EXPORT int phos_page_copy_wait(struct phos_page_copy *copy, uint64_t *failed_at)
+{
+	int error;
+
+	pthread_mutex_lock(&copy->pool->lock);
+	while (copy->busy || copy->search != OVER || has_share(copy))
+		pthread_cond_wait(&copy->pool->done, &copy->pool->lock);
+	error = copy->search_error ? 0 : copy->error; /* then it is for CRIU to copy */
+	*failed_at = copy->failed_at;
+	pthread_mutex_unlock(&copy->pool->lock);
+	return error;
+}
+
+EXPORT void phos_page_copy_drop(struct phos_page_copy *copy)
+{
+	struct phos_page_copy **at = &copy->pool->copies;
+
+	pthread_mutex_lock(&copy->pool->lock);
+	copy->dropped = true;
+	while (copy->busy)
+		pthread_cond_wait(&copy->pool->done, &copy->pool->lock);
+	while (*at != copy)
+		at = &(*at)->next;
+	*at = copy->next;
+	pthread_mutex_unlock(&copy->pool->lock);
+	free_copy(copy);
 }

@@ -1,36 +1,46 @@
 #ifndef PHOS_PAGE_COPY_H
 #define PHOS_PAGE_COPY_H
 
-#include <stdatomic.h>
 #include <stdint.h>
 
 #include "task_pages.h"
 
-/*
- * The private mappings of a frozen task that CRIU dumps, by address: at most `room` of them into `found`. Returns how many
- * there are (if no more than `room`, none is missing), or -errno. Before CRIU has changed any: it adds one of its own, and
- * rights.
- */
-long phos_read_mappings(int pid, struct phos_mapping *found, long room);
+/* Threads that wait for frozen tasks, to find their pages and to copy them. */
+struct phos_page_pool;
+
+/* One task, whose pages are copied into a file. */
+struct phos_page_copy;
+
+/* At least one thread, and `threads` if there can be so many. Returns 0 or -errno. */
+int phos_page_pool_open(long threads, struct phos_page_pool **opened);
+
+/* No task may have been left in it. */
+void phos_page_pool_close(struct phos_page_pool *pool);
 
 /*
- * Which pages of them there are, likewise; while the task is frozen. -errno: the kernel knows no PAGEMAP_SCAN (-ENOTTY), the
- * task has ended, its memory may not be read, ...
+ * A task is frozen, and CRIU has not changed its mappings yet: read which there are, and begin to find its pages and to copy
+ * those that are found, by the threads of the pool. `file`, of which `mapped` bytes are mapped at `place`, becomes as large
+ * as all; both are the caller's, and stay until phos_page_copy_drop(). Returns 0 or -errno.
  */
-long phos_find_pages(int pid, const struct phos_mapping *mappings, long count, struct phos_pages *found, long room);
+int phos_page_copy_begin(struct phos_page_pool *pool, int pid, int file, char *place, uint64_t mapped,
+			 struct phos_page_copy **begun);
 
-/* A copy by several threads, each of which calls phos_copy_pages(). The last three are 0 at first. */
-struct phos_page_copy {
-	char *file; /* the mapping of it */
-	const struct phos_pages *pages;
-	uint64_t count;
-	int32_t pid;
-	_Atomic int32_t error; /* errno; 0: none. EFAULT, too, if the file system is full */
-	_Atomic uint64_t next; /* what of the file no thread has begun: an offset */
-	_Atomic uint64_t failed_at; /* an address of the task's, if there is an error */
-};
+/* At most `room` of the task's mappings. Returns how many there are. */
+long phos_page_copy_mappings(const struct phos_page_copy *copy, struct phos_mapping *mappings, long room);
 
-/* Returns when nothing is left to begin, or something has failed. */
-void phos_copy_pages(struct phos_page_copy *copy);
+/*
+ * At most `room` of its runs of pages, by address, once all have been found. Returns how many there are, or -errno: they
+ * cannot be found (phos_find_pages()), or there is no room for so many.
+ */
+long phos_page_copy_found(struct phos_page_copy *copy, struct phos_pages *found, long room);
+
+/*
+ * Returns 0 when all is copied, or an errno with the address of the task's that could not be: EFAULT, too, if the file
+ * system is full.
+ */
+int phos_page_copy_wait(struct phos_page_copy *copy, uint64_t *failed_at);
+
+/* Copy no more, and forget it. */
+void phos_page_copy_drop(struct phos_page_copy *copy);
 
 #endif

@@ -14,10 +14,10 @@ import functools
 import logging
 import os
 import struct
-import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
+from typing import TypeVar
 
 from phos.gpu_engine import procfs
 from phos.gpu_engine.errors import CheckpointFailed
@@ -30,10 +30,7 @@ from phos.images.native import chunks_library
 log = logging.getLogger(__name__)
 
 THREADS = max(2, min(8, (os.cpu_count() or 1) // 2))
-"""That copy one task's pages. The others copy GPU memory meanwhile."""
-
-SMALL_BYTES = 16 << 20
-"""A task with less is copied by one thread."""
+"""That find and copy the pages of a dump's tasks. The others copy GPU memory meanwhile."""
 
 FOUND = 32768
 """How many runs of pages, and how many mappings, a task is expected to have at most: more take a second look."""
@@ -70,30 +67,58 @@ _TABLE = struct.Struct("=QQ")
 """struct phos_task_table of include/task_pages.h."""
 
 
-class _PageCopy(ctypes.Structure):
-    """struct phos_page_copy of page_copy.h."""
-
-    _fields_ = (
-        ("file", ctypes.c_void_p),
-        ("pages", ctypes.POINTER(_Pages)),
-        ("count", ctypes.c_uint64),
-        ("pid", ctypes.c_int32),
-        ("error", ctypes.c_int32),
-        ("next", ctypes.c_uint64),
-        ("failed_at", ctypes.c_uint64),
-    )
-
-
 @functools.cache
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(str(chunks_library()))
-    library.phos_read_mappings.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_long]
-    library.phos_read_mappings.restype = ctypes.c_long
-    library.phos_find_pages.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_long, ctypes.c_void_p, ctypes.c_long]
-    library.phos_find_pages.restype = ctypes.c_long
-    library.phos_copy_pages.argtypes = [ctypes.POINTER(_PageCopy)]
-    library.phos_copy_pages.restype = None
+    pointer = ctypes.c_void_p
+    for name, result, *arguments in (
+        ("phos_page_pool_open", ctypes.c_int, ctypes.c_long, ctypes.POINTER(pointer)),
+        ("phos_page_pool_close", None, pointer),
+        (
+            "phos_page_copy_begin",
+            ctypes.c_int,
+            pointer,
+            ctypes.c_int,
+            ctypes.c_int,
+            pointer,
+            ctypes.c_uint64,
+            ctypes.POINTER(pointer),
+        ),
+        ("phos_page_copy_mappings", ctypes.c_long, pointer, pointer, ctypes.c_long),
+        ("phos_page_copy_found", ctypes.c_long, pointer, pointer, ctypes.c_long),
+        ("phos_page_copy_wait", ctypes.c_int, pointer, ctypes.POINTER(ctypes.c_uint64)),
+        ("phos_page_copy_drop", None, pointer),
+    ):
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     return library
+
+
+_Structure = TypeVar("_Structure", _Pages, _Mapping)
+
+
+def _list(kind: type[_Structure], write: Callable[[ctypes.Array[_Structure], int], int]) -> memoryview:
+    """The bytes of what native code writes into an array, of which it returns how many there are."""
+    entries = (kind * FOUND)()
+    while (count := _checked(write(entries, len(entries)))) > len(entries):
+        entries = (kind * count)()
+    return memoryview(entries).cast("B")[: count * ctypes.sizeof(kind)]
+
+
+class _Pool:
+    """Threads of native code (page_copy.c) that find and copy pages."""
+
+    def __init__(self) -> None:
+        """
+        Raises:
+            OSError: there can be no thread.
+        """
+        self.address = ctypes.c_void_p()
+        _checked(_library().phos_page_pool_open(THREADS, ctypes.byref(self.address)))
+
+    def close(self) -> None:
+        """No task uses it any more."""
+        _library().phos_page_pool_close(self.address)
 
 
 class _Task:
@@ -108,16 +133,11 @@ class _Task:
         self.tracer = 0
         self.image_pid = procfs.inner_pid(pid)
         self.name = task_pages_file(self.image_pid)
-        self.found: ctypes.Array[_Pages] = (_Pages * FOUND)()
-        self.count = 0
-        self._mappings: ctypes.Array[_Mapping] = (_Mapping * FOUND)()
-        self._mapping_count = 0
-        self._finder: threading.Thread | None = None
-        self._error: Exception | None = None  # why what there is was not found, or is not copied
         self._directory = directory
         self._address = self._mapped = 0
-        self._threads: list[threading.Thread] = []
-        self._copy = _PageCopy()
+        self._copy: ctypes.c_void_p | None = None  # a struct phos_page_copy
+        self._waited = False
+        self._failure: CheckpointFailed | None = None
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self.file = os.open(self.name, flags, 0o600, dir_fd=directory)
 
@@ -138,100 +158,64 @@ class _Task:
             [partial(advise, self._address + at, POPULATE_BYTES, MADV_POPULATE_WRITE) for at in pieces], THREADS
         )
 
-    def freeze(self) -> None:
+    def freeze(self, pool: _Pool) -> None:
         """It is frozen, and CRIU has not changed its mappings yet. Its pages are looked for, and copied, from now on.
 
         Raises:
             OSError: the kernel does not say which mappings there are.
-            RuntimeError: there can be no thread.
         """
-        count = _library().phos_read_mappings(self.pid, self._mappings, len(self._mappings))
-        while count > len(self._mappings):
-            self._mappings = (_Mapping * (2 * count))()
-            count = _library().phos_read_mappings(self.pid, self._mappings, len(self._mappings))
-        self._mapping_count = _checked(count)
-        finder = threading.Thread(target=self._find_and_copy, name="find-pages")
-        finder.start()
-        self._finder = finder
+        copy = ctypes.c_void_p()
+        begin = _library().phos_page_copy_begin
+        _checked(begin(pool.address, self.pid, self.file, self._address, self._mapped, ctypes.byref(copy)))
+        self._copy = copy
 
     def table(self) -> bytes:
         """What is copied, as the plugin reads it (include/task_pages.h), when it has been found.
 
         Raises:
-            Exception: the kernel does not say which pages there are, there is no room for so many, or no thread.
-        """
-        self._join_finder()
-        if self._error is not None:
-            raise self._error
-        pages = memoryview(self.found).cast("B")[: self.count * ctypes.sizeof(_Pages)]
-        mappings = memoryview(self._mappings).cast("B")[: self._mapping_count * ctypes.sizeof(_Mapping)]
-        return b"".join((_TABLE.pack(self.count, self._mapping_count), pages, mappings))
-
-    def _find_and_copy(self) -> None:
-        try:
-            self._find()
-            self._start()
-        except Exception as error:
-            self._error = error
-
-    def _find(self) -> None:
-        """
-        Raises:
             OSError: the kernel does not say which pages there are, or there is no room for so many.
         """
-        find = partial(_library().phos_find_pages, self.pid, self._mappings, self._mapping_count)
-        while (count := find(self.found, len(self.found))) > len(self.found):
-            self.found = (_Pages * (2 * count))()
-        self.count = _checked(count)
-        size = self._size()
-        if size > os.fstat(self.file).st_size:
-            os.ftruncate(self.file, size)
-        if size > self._mapped:
-            self._map(size)
-
-    def _start(self) -> None:
-        """Copy what was found, in threads of their own.
-
-        Raises:
-            RuntimeError: there can be no thread.
-        """
-        self._copy = _PageCopy(self._address, self.found, self.count, self.pid)
-        for number in range(THREADS if self._size() > SMALL_BYTES else 1):
-            thread = threading.Thread(target=_library().phos_copy_pages, args=(self._copy,), name="copy-pages")
-            try:
-                thread.start()
-            except RuntimeError:
-                if not number:
-                    raise
-                break
-            self._threads.append(thread)
+        pages = self._found()
+        mappings = _list(_Mapping, partial(_library().phos_page_copy_mappings, self._copy))
+        counts = _TABLE.pack(len(pages) // ctypes.sizeof(_Pages), len(mappings) // ctypes.sizeof(_Mapping))
+        return b"".join((counts, pages, mappings))
 
     def wait(self) -> None:
         """
         Raises:
             CheckpointFailed: not everything could be copied.
         """
-        self._join_finder()
-        if self._threads:
-            self._join()
+        if self._copy is not None and not self._waited:
+            failed_at = ctypes.c_uint64()
+            error = _library().phos_page_copy_wait(self._copy, ctypes.byref(failed_at))
             if procfs.tracer(self.pid) != self.tracer:  # it may have become another program, of another user
-                self._copy.error = errno.ESRCH
-        if self._copy.error == errno.EFAULT and free_bytes(self.file) < POPULATE_BYTES:
-            self._copy.error = errno.ENOSPC
-        if self._copy.error:
-            raise CheckpointFailed(
-                f"Copying the pages of process {self.pid} into {describe_path(self._directory)}/{self.name} failed at "
-                f"address {self._copy.failed_at:#x}: {os.strerror(self._copy.error)}.{pages_advice(self._copy.error)}"
-            )
+                error = errno.ESRCH
+            if error == errno.EFAULT and free_bytes(self.file) < POPULATE_BYTES:
+                error = errno.ENOSPC
+            if error:
+                self._failure = CheckpointFailed(
+                    f"Copying the pages of process {self.pid} into {describe_path(self._directory)}/{self.name} failed "
+                    f"at address {failed_at.value:#x}: {os.strerror(error)}.{pages_advice(error)}"
+                )
+            self._waited = True  # from now on the task may run
+        if self._failure is not None:
+            raise self._failure
 
     def runs(self) -> list[criu_pages.Run]:
-        """What was copied, and where to."""
-        found = (self.found[number] for number in range(self.count))
-        return [criu_pages.Run(pages.address, pages.size, pages.offset) for pages in found if pages.copied]
+        """What was copied, and where to.
+
+        Raises:
+            OSError: as for :meth:`table`.
+        """
+        found = struct.iter_unpack("=QQQQ", self._found())
+        return [criu_pages.Run(address, size, offset) for address, size, offset, copied in found if copied]
+
+    def _found(self) -> memoryview:
+        return _list(_Pages, partial(_library().phos_page_copy_found, self._copy))
 
     def remove(self) -> None:
         """As if there had been no file; it may be gone already, or CRIU's own by now."""
-        self._join()
+        self._drop()
         with suppress(OSError):
             self._map(0)
         descriptor, self.file = self.file, -1  # the number may soon be another file's
@@ -240,19 +224,10 @@ class _Task:
         with suppress(OSError):
             os.unlink(self.name, dir_fd=self._directory)
 
-    def _size(self) -> int:
-        """Of the file, with room for what is left to CRIU."""
-        return self.found[self.count - 1].offset + self.found[self.count - 1].size if self.count else 0
-
-    def _join_finder(self) -> None:
-        if self._finder is not None:
-            self._finder.join()
-
-    def _join(self) -> None:
-        self._join_finder()
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
+    def _drop(self) -> None:
+        if self._copy is not None:
+            _library().phos_page_copy_drop(self._copy)
+            self._copy = None
 
     def _map(self, size: int) -> None:
         if self._mapped:
@@ -289,6 +264,7 @@ class TaskPages:
         self._tasks: dict[int, _Task] = {}  # by pid
         self._frozen: dict[int, _Task] = {}  # by the pid that CRIU knows it by
         self._merges = True  # what is copied can be put into CRIU's images
+        self._pool: _Pool | None = None
 
     def prepare(self, pids: Iterable[int]) -> None:
         """Make room for the memory of tasks that still run; what cannot be done is left to CRIU, or done later."""
@@ -301,6 +277,8 @@ class TaskPages:
             log.warning("The pages of frozen processes are left to CRIU: %s. Run install.sh again.", error)
             self._merges = False
             return
+        with suppress(OSError):
+            self._threads()
         for pid in pids:
             with suppress(OSError):
                 self._task(pid).make_room()
@@ -325,8 +303,8 @@ class TaskPages:
         try:
             task = self._task(pid)
             task.tracer = tracer
-            task.freeze()
-        except (OSError, RuntimeError) as error:
+            task.freeze(self._threads())
+        except OSError as error:
             self._leave(pid, error)
         else:
             self._frozen[criu_pid] = task
@@ -344,7 +322,7 @@ class TaskPages:
             return
         try:
             told = task.table()
-        except Exception as error:
+        except OSError as error:
             del self._frozen[criu_pid]
             self._leave(task.pid, error)
         else:
@@ -396,6 +374,18 @@ class TaskPages:
         for task in self._tasks.values():
             task.remove()
         self._tasks, self._frozen = {}, {}
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _threads(self) -> _Pool:
+        """
+        Raises:
+            OSError: there can be no thread.
+        """
+        if self._pool is None:
+            self._pool = _Pool()
+        return self._pool
 
     def _task(self, pid: int) -> _Task:
         if pid not in self._tasks:

@@ -38,7 +38,7 @@ from phos.gpu_engine.restore.lazy import LazyRestore
 from phos.gpu_engine.restore.pool import PooledRestore
 from phos.gpu_engine.shared_files import _FileCopy
 from phos.gpu_engine.stop.dump import StopDump
-from phos.gpu_engine.task_pages import TaskPages
+from phos.gpu_engine.task_pages import TaskPages, _Pool
 from phos.images.reader import Image
 from phos.images.writer import ImageWriter
 
@@ -344,6 +344,20 @@ def swapped() -> None:
     base.match_gpus = swap
 
 
+def no_thread_to_copy_pages() -> None:
+    """Likewise; they are native code's."""
+    begin = _Pool.__init__
+    asked: list[bool] = []
+
+    def refused(pool: _Pool) -> None:
+        asked.append(True)
+        if len(asked) <= 2:  # before the tasks are frozen, and when one is
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        begin(pool)
+
+    _Pool.__init__ = refused  # type: ignore[method-assign]
+
+
 def no_thread(name: str) -> Callable[[], None]:
     """A limit on processes is reached, for once, when a thread of such a name is to begin."""
 
@@ -408,7 +422,7 @@ if __name__ == "__main__":
             "full house": full_house,
             "swapped": swapped,
             "no thread to save": no_thread("save"),
-            "no thread to find pages": no_thread("find-pages"),
+            "no thread to copy pages": no_thread_to_copy_pages,
             "no thread for shared files": no_thread("shared-files"),
             "no thread for residue": no_thread("residue"),
             "no thread to watch CRIU": no_thread("watch-criu"),

@@ -138,7 +138,7 @@ def test_whoever_is_killed_meanwhile_leaves_the_program_running(site: Site, kill
     assert site.restore(image, check=False).returncode
 
 
-@pytest.mark.parametrize("what", ["no thread to find pages", "no thread for shared files"])
+@pytest.mark.parametrize("what", ["no thread to copy pages", "no thread for shared files"])
 def test_a_thread_less_is_no_image_less(site: Site, what: str) -> None:
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD=what)
     go, image = site.folder / "go", site.image()

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -189,17 +189,23 @@ def test_a_task_that_has_ended_is_left_to_criu(task: subprocess.Popen[str], dire
     assert not list(tmp_path.iterdir())
 
 
+class Altered:
+    """The native library, but for some functions."""
+
+    def __init__(self, **functions: Callable[..., int]) -> None:
+        self._library = task_pages._library()
+        self._functions = functions
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        function: Callable[..., int] = self._functions.get(name) or getattr(self._library, name)
+        return function
+
+
 def test_a_task_that_ends_while_it_is_copied(
     task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = task_pages._Task._start
-
-    def kill_first(self: task_pages._Task) -> None:
-        task.kill()
-        task.wait()
-        start(self)
-
-    monkeypatch.setattr(task_pages._Task, "_start", kill_first)
+    altered = Altered(phos_page_copy_wait=lambda _copy, _failed_at: errno.ESRCH)
+    monkeypatch.setattr(task_pages, "_library", lambda: altered)
     pages = TaskPages(directory)
     stop(task)
     assert frozen(pages, task.pid)
@@ -251,12 +257,8 @@ def test_the_structures_are_those_of_the_headers(tmp_path: Path) -> None:
     fields = {
         "phos_pages": (task_pages._Pages, ["address", "size", "offset", "copied"]),
         "phos_mapping": (task_pages._Mapping, ["address", "size", "kind"]),
-        "phos_page_copy": (
-            task_pages._PageCopy,
-            ["file", "pages", "count", "pid", "error", "next", "failed_at"],
-        ),
     }
-    lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "page_copy.h"', "int main(void) {"]
+    lines = ["#include <stddef.h>", "#include <stdio.h>", '#include "task_pages.h"', "int main(void) {"]
     expected = []
     for name, (kind, names) in fields.items():
         lines.append(f'printf("%zu\\n", sizeof(struct {name}));')
@@ -270,8 +272,7 @@ def test_the_structures_are_those_of_the_headers(tmp_path: Path) -> None:
     expected += [task_pages._HIDDEN.size, task_pages._TABLE.size, COPIED]
     source = tmp_path / "sizes.c"
     source.write_text("\n".join(lines))
-    include = [f"-I{root / 'gpu_engine'}", f"-I{root / 'include'}"]
-    subprocess.run(["gcc", "-std=gnu11", *include, "-o", tmp_path / "sizes", source], check=True)
+    subprocess.run(["gcc", "-std=gnu11", f"-I{root / 'include'}", "-o", tmp_path / "sizes", source], check=True)
     done = subprocess.run([tmp_path / "sizes"], capture_output=True, text=True, check=True)
     assert [int(word) for word in done.stdout.split()] == expected
 
@@ -329,27 +330,6 @@ def test_a_task_is_frozen_once(task: subprocess.Popen[str], directory: int, tmp_
     pages.discard()
 
 
-def test_who_freezes_does_not_wait_until_pages_are_found(
-    task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CRIU has much to do before it looks at them."""
-    find, goes_on = task_pages._Task._find, threading.Event()
-
-    def find_late(self: task_pages._Task) -> None:
-        assert goes_on.wait(30)
-        find(self)
-
-    monkeypatch.setattr(task_pages._Task, "_find", find_late)
-    pages = TaskPages(directory)
-    stop(task)
-    pages.freeze(task.pid, task.pid, 0)
-    threading.Timer(0.1, goes_on.set).start()
-    runs = frozen(pages, task.pid)
-    pages.wait()
-    assert whole(task, tmp_path / f"phos-pages-{task.pid}.raw", runs) > 6 * MIB
-    pages.discard()
-
-
 def test_a_task_whose_tracer_goes_away_is_not_believed(
     task: subprocess.Popen[str], directory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,11 +346,12 @@ def test_a_task_whose_tracer_goes_away_is_not_believed(
 def test_a_machine_without_another_thread(
     task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
+    altered = Altered(phos_page_pool_open=lambda _threads, _opened: -errno.EAGAIN)
+    monkeypatch.setattr(task_pages, "_library", lambda: altered)
     pages = TaskPages(directory)
+    pages.prepare([task.pid])
     stop(task)
-    monkeypatch.setattr(threading.Thread, "start", none)
     assert frozen(pages, task.pid) == []
+    assert not pages.unmerged
+    pages.discard()
     assert not list(tmp_path.iterdir())
