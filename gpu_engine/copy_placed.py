@@ -27,9 +27,17 @@ is what came instead."""
 class PlacedSave:
     """One job. Any thread."""
 
-    def __init__(self, plan: SavePlan, sink: Sink, changed: Changed | None, trace: CopyTrace | None = None) -> None:
-        """``changed`` None: nothing is compared."""
+    def __init__(
+        self,
+        plan: SavePlan,
+        sink: Sink,
+        changed: Changed | None,
+        trace: CopyTrace | None = None,
+        settling: threading.Event | None = None,
+    ) -> None:
+        """``changed`` None: nothing is compared. ``settling``: set while pieces that have come may be seen to."""
         self.plan = plan
+        self._settling = settling
         self._sink = sink
         self._changed = changed
         self._trace = trace
@@ -66,6 +74,8 @@ class PlacedSave:
 
         Raises: what ``changed`` says, or the sink raises.
         """
+        if self._settling is not None and not self._settling.is_set():
+            return 0
         with self._lock:
             saved = next(filter(None, (pump.next_record() for pump in self._pumps)), None)
         if saved is None:

@@ -90,6 +90,10 @@ class CowDump(StopDump):
         self._watch = Watch()
         self._laid_out = threading.Event()  # the windows can be opened, or never will
         self._saved = threading.Event()  # all data is in the image, or will not be
+        # Set while what has been copied may be told to the image and compared. Not while the processes stand still for
+        # CRIU: its plugin waits for answers of phosd's, and threads that take piece after piece would delay them.
+        self._settling = threading.Event()
+        self._settling.set()
         self._unhashed = False  # nothing would show a wrong guess: the processes stand still until all is saved
         self._ended = False  # the windows
         self._counts: dict[str, int] = {}
@@ -176,19 +180,26 @@ class CowDump(StopDump):
         self._saved.set()
 
     def _copy_into_image(self, feed: ChunkFeed, trace: CopyTrace | None) -> None:
-        save = PlacedSave(feed.plan, self._writer, feed.changed if feed.validates else None, trace)
+        changed = feed.changed if feed.validates else None
+        save = PlacedSave(feed.plan, self._writer, changed, trace, self._settling)
         with self._copying_data(feed):
             try:
                 self._copier.save_placed(save, self._writer, self.progress, self._cancelled)
             except Cancelled:
                 feed.shadows.check()  # it has failed, and ended the copies
                 raise
+        self._settling.wait()
         with self.timeline.phase("compare GPU data", concurrent=True):
             self._copier.settle_placed(save, self.progress, self._cancelled)
 
     def _keep_residues(self) -> None:
         """Copying can wait until the processes run again; the driver is not expected to write there (DESIGN §2)."""
         self._residues.start_hashing()
+
+    def task_frozen(self, pid: int, criu_pid: int, tracer: int) -> None:
+        """See :meth:`StopDump.task_frozen`."""
+        self._settling.clear()
+        super().task_frozen(pid, criu_pid, tracer)
 
     def finish(self, criu_result: int) -> None:
         """See :meth:`StopDump.finish`."""
@@ -203,6 +214,7 @@ class CowDump(StopDump):
                 process.trace(self._windows.of(process))
         self._windows.bringing_back()
         back = self._bring_back()
+        self._settling.set()
         self._windows.runs_on()
         began = next((phase.start for phase in self.timeline.phases() if phase.name in STALL_BEGINS), None)
         if began is not None:
@@ -257,6 +269,7 @@ class CowDump(StopDump):
 
     def _withdraw(self, reason: str) -> None:
         self._cancelled.set()
+        self._settling.set()
         self._wait_for_data()  # before the image's memory, which is being compared, is let go
         super()._withdraw(reason)
 
@@ -267,6 +280,7 @@ class CowDump(StopDump):
 
     def _give_up(self, reason: str) -> None:
         self._cancelled.set()
+        self._settling.set()
         self._watch.give_up()  # waits for nobody: gates are closed
         self._windows.over()
         self._windows.runs_on()
@@ -275,6 +289,7 @@ class CowDump(StopDump):
         self._forget_ended()
 
     def _complete(self) -> None:
+        self._settling.set()
         if not self._ended:  # CRIU is about to kill the processes: nobody traces
             self._windows.runs_on()
             self._wait_saved()

@@ -137,12 +137,14 @@ class DumpServer:
             envelope, descriptors = packet
             if job and self._takes(job, envelope, descriptors):
                 continue
+            frozen: int | None = None
             try:
                 match envelope.WhichOneof("body"):
                     case "task_frozen" if job:
                         # One in a pid namespace below CRIU's is not found, and CRIU dumps it alone.
                         criu_pid = envelope.task_frozen.pid
-                        job.task_frozen(procfs.outer_pid(connection.pid, criu_pid), criu_pid, connection.pid)
+                        frozen = procfs.outer_pid(connection.pid, criu_pid)
+                        job.task_frozen(frozen, criu_pid, connection.pid)
                     case "task_pages" if job:
                         job.tell_pages(envelope.task_pages.pid, wire.only(descriptors))
                     case "task_runs" if job:
@@ -169,6 +171,8 @@ class DumpServer:
                 connection.done(envelope.id, error=error)
             else:
                 connection.done(envelope.id, kept=kept)
+                if job and frozen is not None:
+                    job.look_at(frozen, connection.pid)
             finally:
                 wire.close_all(descriptors)
         return result

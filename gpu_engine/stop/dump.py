@@ -307,20 +307,23 @@ class StopDump:
         """CRIU, which is process ``tracer``, has frozen a task of the tree, and calls it ``criu_pid``. ``pid``: our
         number of it; 0: it is in a pid namespace below CRIU's, and not known.
 
-        Copies its pages (task_pages.py), and what it shares by name.
+        CRIU waits for this: it only begins to copy the task's pages (task_pages.py). :meth:`look_at` does the rest.
 
         Raises:
             CheckpointFailed: somebody has asked for the end of it.
         """
         self._interruption.check()
+        if pid and self.settings.cpu_pages:
+            self._pages.freeze(pid, criu_pid, tracer)
+
+    def look_at(self, pid: int, tracer: int) -> None:
+        """What else there is of such a task, while CRIU goes on and still keeps it frozen."""
         if not pid:
             self._froze_unknown = True
             return
         self._frozen[pid] = procfs.program(pid)
         if procfs.tracer(pid) == tracer:
             self._holders[pid] = tracer
-        if self.settings.cpu_pages:
-            self._pages.freeze(pid, criu_pid, tracer)
         self._named_memory.look(pid, tracer)
 
     def tell_pages(self, criu_pid: int, table: int) -> None:

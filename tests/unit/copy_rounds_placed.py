@@ -261,11 +261,12 @@ def placed_settled_beside_others(folder: Path) -> None:
     others = machine.blocks(["xx" * 6])
     with placing(80 * CHUNK) as sink:
         plan = SavePlan(machine.places(blocks), range(40), None, join_bytes=CHUNK)
-        placed = PlacedSave(plan, sink, None)  # type: ignore[arg-type]
-        # Nobody sees to anything before all has been copied.
-        one, never = placed.one, threading.Event()
-        placed.one = lambda worker: 0  # type: ignore[method-assign]
+        settling, never = threading.Event(), threading.Event()
+        placed = PlacedSave(plan, sink, None, settling=settling)  # type: ignore[arg-type]
+        one = placed.one
         machine.copier.save_placed(placed, sink, machine.progress(), never)  # type: ignore[arg-type]
+        assert not sink.taken, "nobody was to see to anything yet"
+        settling.set()
         begun = threading.Event()
 
         def slowly(worker: int) -> int:
