@@ -7,6 +7,9 @@ while everything stands still, and takes half a second for a gigabyte. Its plugi
 
   - a range of a file to a place in one of CRIU's image files, as sendfile(2) would have;
   - shared memory into a file of its own, which becomes CRIU's pages file when CRIU is done (images/criu_pages.py).
+
+What is large is copied into a file with pages that was made before (shared_rooms.py). In the first case that file takes
+the place of CRIU's when CRIU is done, with what CRIU has written.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from functools import partial
 from typing import NamedTuple
 
 from phos.gpu_engine.errors import CheckpointFailed
+from phos.gpu_engine.shared_rooms import Room, SharedRooms
 from phos.gpu_engine.task_pages import pages_advice
 from phos.images import criu_pages
 from phos.images.files import describe_path
@@ -73,15 +77,21 @@ def _shares(pieces: Iterable[_Piece]) -> list[list[_Piece]]:
 class _FileCopy:
     """Ranges of one file that are on their way into another."""
 
-    def __init__(self, source: int, target: int, end: int) -> None:
-        """``source``, ``target``: descriptors, which this object closes; ``end``: of what is written."""
+    def __init__(self, source: int, target: int, end: int, address: int = 0) -> None:
+        """``source``, ``target``: descriptors, which this object closes; ``end``: of what is written.
+
+        ``address``: where the target is mapped already, and populated.
+        """
         self._source, self._target, self._end = source, target, end
         self.left = 0  # shares
+        self._address, self._mapped = address, not address
+        if address:
+            return
         # Several threads write into a mapping at once; write(2) lets one at a time. Not every file system maps files.
         try:
             self._address = map_memory(end, target)
         except OSError:
-            self._address = 0
+            self._mapped = False
 
     def run(self, share: Sequence[_Piece], *, may_end: bool) -> None:
         """Copy one share. ``may_end``: what is behind the source's end is zeros.
@@ -89,7 +99,7 @@ class _FileCopy:
         Raises:
             OSError: it cannot be read, or there is no room for it.
         """
-        if self._address:
+        if self._mapped:
             first = share[0].target - share[0].target % _PAGE
             with suppress(OSError):  # copying says why
                 advise(self._address + first, share[-1].target + share[-1].size - first, MADV_POPULATE_WRITE)
@@ -118,41 +128,90 @@ class _FileCopy:
         return os.pwrite(self._target, os.pread(self._source, min(size, _BUFFER_BYTES), source_offset), target_offset)
 
     def close(self) -> None:
-        if self._address:
+        if self._mapped:
             unmap_memory(self._address, self._end)
         _close(self._source, self._target)
+
+
+def _find(source: int) -> tuple[list[criu_pages.Run], int]:
+    """What there is of some memory, one run behind the other: the address of each is its offset in it; the size of all.
+
+    Raises:
+        OSError: the kernel does not say.
+    """
+    runs: list[criu_pages.Run] = []
+    at = size = 0
+    while True:
+        try:
+            at = os.lseek(source, at, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # there is no data behind
+                return runs, size
+            raise
+        end = -(-os.lseek(source, at, os.SEEK_HOLE) // _PAGE) * _PAGE
+        runs.append(criu_pages.Run(at, end - at, size))
+        at, size = end, size + end - at
 
 
 class _SharedMemory:
     """One file of memory without a name."""
 
-    def __init__(self, directory: int, inode: int) -> None:
+    def __init__(self, directory: int, inode: int, runs: list[criu_pages.Run], room: Room | None) -> None:
         """
         Raises:
-            OSError: the file cannot be made.
+            OSError: there is no ``room``, and no file can be made.
         """
-        self.inode, self.name = inode, shared_pages_file(inode)
-        self.runs: list[criu_pages.Run] = []  # the address of one: its offset in the memory
+        self.inode, self.runs, self.room = inode, runs, room
+        if room is not None:
+            self.name, self.file = room.name, room.file
+            return
+        self.name = shared_pages_file(inode)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self.file = os.open(self.name, flags, 0o600, dir_fd=directory)
 
-    def find(self, source: int) -> int:
-        """What of the memory there is, one run behind the other; the size of all.
+    def close(self) -> None:
+        if self.room is not None:
+            self.room.close()
+        else:
+            _close(self.file)
+
+
+class _Replacement:
+    """A room that one of CRIU's files is written into instead, and takes the place of that file."""
+
+    def __init__(self, name: str, inode: int, room: Room) -> None:
+        """``name``, ``inode``: CRIU's file."""
+        self.name, self.inode, self.room = name, inode, room
+        self._covered: list[tuple[int, int]] = []
+
+    def cover(self, begin: int, end: int) -> bool:
+        """This part of CRIU's file is written here; False: it does not fit."""
+        if end > self.room.size:
+            return False
+        self._covered.append((begin, end))
+        return True
+
+    def put(self, directory: int) -> None:
+        """CRIU has written the rest.
 
         Raises:
-            OSError: the kernel does not say.
+            OSError: it is not as CRIU has left it, or cannot be replaced.
         """
-        at = size = 0
-        while True:
-            try:
-                at = os.lseek(source, at, os.SEEK_DATA)
-            except OSError as error:
-                if error.errno == errno.ENXIO:  # there is no data behind
-                    return size
-                raise
-            end = -(-os.lseek(source, at, os.SEEK_HOLE) // _PAGE) * _PAGE
-            self.runs.append(criu_pages.Run(at, end - at, size))
-            at, size = end, size + end - at
+        theirs = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
+        try:
+            status = os.fstat(theirs)
+            if status.st_ino != self.inode:
+                raise OSError(errno.ESTALE, "it is not the file any more that CRIU has written", self.name)
+            os.ftruncate(self.room.file, status.st_size)
+            at = 0
+            for begin, end in (*sorted(self._covered), (status.st_size, status.st_size)):
+                while at < begin:
+                    at += os.pwrite(self.room.file, os.pread(theirs, min(begin - at, _BUFFER_BYTES), at), at)
+                at = end
+            os.fchmod(self.room.file, stat.S_IMODE(status.st_mode))
+            os.rename(self.room.name, self.name, src_dir_fd=directory, dst_dir_fd=directory)
+        finally:
+            os.close(theirs)
 
 
 def _close(*descriptors: int) -> None:
@@ -160,6 +219,15 @@ def _close(*descriptors: int) -> None:
     for descriptor in descriptors:
         with suppress(OSError):
             os.close(descriptor)
+
+
+def _name_in(directory: int, file: int) -> str | None:
+    """What a file is called in a directory; None: it is in another, or not known."""
+    with suppress(OSError):
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{file}"))
+        if os.path.samestat(os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(file)):
+            return name
+    return None
 
 
 def _readable(target: int) -> int:
@@ -183,7 +251,10 @@ class SharedFiles:
     def __init__(self, directory: int) -> None:
         """``directory``: an open descriptor of the image directory, which stays the caller's, and open."""
         self._directory = directory
+        self._rooms = SharedRooms(directory)
         self._memory: list[_SharedMemory] = []
+        self._replacements: dict[int, _Replacement] = {}  # by the inode of CRIU's file
+        self._merged: list[Callable[[], None]] = []  # what is to be let go
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
         self._open = threading.BoundedSemaphore(OPEN_MOST)
@@ -193,6 +264,10 @@ class SharedFiles:
         self._ranges = 0  # bytes
         self.unmerged = False
         """CRIU has been kept from copying something, and its images have not been completed."""
+
+    def prepare(self, pids: Iterable[int]) -> None:
+        """Make room for what tasks share that still run; what cannot be done is done later."""
+        self._rooms.prepare(pids, THREADS)
 
     def take_memory(self, inode: int, source: int) -> None:
         """Begin to copy shared memory, which the plugin hides from CRIU. ``source``: a descriptor of the caller's."""
@@ -208,11 +283,14 @@ class SharedFiles:
         self._ranges += size
         pieces = [_Piece(source_offset, target_offset, size)]
         try:
-            opened = _readable(target)
+            opened, address = _readable(target), 0
+            if room := self._replace(opened, target_offset, target_offset + size):
+                _close(opened)
+                opened, address = os.dup(room.file), room.address
         except OSError as error:
             self._fail(error)
             return
-        copy = partial(self._copy, target=opened, pieces=pieces, may_end=False)
+        copy = partial(self._copy, target=opened, pieces=pieces, may_end=False, address=address)
         if not self._begin(source, copy):
             _close(opened)
 
@@ -247,30 +325,68 @@ class SharedFiles:
         """
         self.wait()
         sizes = criu_pages.shared_sizes(self._directory) if self._memory else {}
-        for memory in self._memory:
+        while self._memory:
+            memory = self._memory[-1]
             criu_pages.merge_shared(self._directory, memory.inode, memory.name, memory.file, memory.runs, sizes)
             log.info(
-                "%d bytes of shared memory %d were copied beside CRIU", sum(r.size for r in memory.runs), memory.inode
+                "%d bytes of shared memory %d were copied beside CRIU%s",
+                sum(run.size for run in memory.runs),
+                memory.inode,
+                "" if memory.room is None else ", into room that had been made",
             )
+            self._merged.append(self._memory.pop().close)
+        while self._replacements:
+            inode, replacement = next(iter(self._replacements.items()))
+            replacement.put(self._directory)
+            log.info("%s was copied into room that had been made", replacement.name)
+            self._merged.append(self._replacements.pop(inode).room.close)
         if self._ranges:
             log.info("%d bytes of files without a name were copied beside CRIU", self._ranges)
         self.unmerged = False
-        self.discard()
+        self._rooms.remove()
 
     def discard(self) -> None:
-        """Remove what is left of files that CRIU's images do not need. What is not copied yet is not."""
+        """Remove what is left of files that CRIU's images do not need. What is not copied yet is not.
+
+        When all has been merged, the directory may be closed, and nobody need wait for this: to unmap gigabytes takes
+        a while.
+        """
         self.give_up()
         self._finish()
         while self._memory:
             memory = self._memory.pop()
-            _close(memory.file)
+            memory.close()
             with suppress(OSError):
                 os.unlink(memory.name, dir_fd=self._directory)
+        while self._replacements:
+            _, replacement = self._replacements.popitem()
+            replacement.room.close()
+            with suppress(OSError):
+                os.unlink(replacement.room.name, dir_fd=self._directory)
+        while self._merged:
+            self._merged.pop()()
+        self._rooms.discard()
 
     def give_up(self) -> None:
         """Copy no more of what CRIU's images lack: they will not be whole. Waits for nothing."""
         if self.unmerged:
             self._fail(CheckpointFailed("The image was given up."))
+
+    def _replace(self, file: int, begin: int, end: int) -> Room | None:
+        """The room that this part of a file of CRIU's is to be written into instead; None: into that file.
+
+        Raises:
+            OSError: the file cannot be looked at.
+        """
+        inode = os.fstat(file).st_ino
+        replacement = self._replacements.get(inode)
+        if replacement is None:
+            name = _name_in(self._directory, file)
+            room = self._rooms.take(end) if name is not None else None
+            if name is None or room is None:
+                return None
+            replacement = self._replacements[inode] = _Replacement(name, inode, room)
+        return replacement.room if replacement.cover(begin, end) else None
 
     def _begin(self, source: int, copy: Callable[[int], None]) -> bool:
         """Have it called with a descriptor of its own; False if there can be none."""
@@ -321,23 +437,26 @@ class SharedFiles:
         """The first job of some memory: find what there is of it."""
         target = -1
         try:
-            memory = _SharedMemory(self._directory, inode)
+            runs, size = _find(source)
+            room = self._rooms.take(size)
+            memory = _SharedMemory(self._directory, inode, runs, room)
             with self._changed:
                 self._memory.append(memory)
-            size = memory.find(source)
-            os.ftruncate(memory.file, size)
+            if room is None:
+                os.ftruncate(memory.file, size)
             target = os.dup(memory.file)
-            pieces = [_Piece(run.address, run.offset, run.size) for run in memory.runs]
+            pieces = [_Piece(run.address, run.offset, run.size) for run in runs]
         except BaseException:
             self._end(source, target)
             raise
-        self._copy(source, target, pieces, may_end=True)
+        self._copy(source, target, pieces, may_end=True, address=0 if room is None else room.address)
 
-    def _copy(self, source: int, target: int, pieces: Sequence[_Piece], *, may_end: bool) -> None:
+    def _copy(self, source: int, target: int, pieces: Sequence[_Piece], *, may_end: bool, address: int = 0) -> None:
         """Have them copied, by all threads; in order of both. Closes both files, then or at once."""
         try:
             shares = _shares(pieces)
-            copy = _FileCopy(source, target, pieces[-1].target + pieces[-1].size) if shares else None
+            end = pieces[-1].target + pieces[-1].size if shares else 0
+            copy = _FileCopy(source, target, end, address) if shares else None
             jobs = [partial(self._copy_share, copy, share, may_end) for share in shares] if copy else []
         except BaseException:
             self._end(source, target)

@@ -50,7 +50,7 @@ _U32 = struct.Struct("<I")
 # As data_file() writes a number, and in no other way: two names of one stripe would be two files.
 _DATA_NAME = re.compile(r"phos-data-(0|[1-9][0-9]*)\.raw")
 _ADDED_NAME = re.compile(r"phos-(residue|shared)-\d+\.raw")
-_PAGES_NAME = re.compile(r"phos-pages-(shared-)?\d+\.raw")
+_PAGES_NAME = re.compile(r"phos-pages-(shared-|room-)?\d+\.raw")
 
 
 def data_file(stripe: int) -> str:
@@ -86,6 +86,11 @@ def task_pages_file(pid: int) -> str:
 def shared_pages_file(inode: int) -> str:
     """Likewise, of a file with pages of memory that tasks share without a name."""
     return f"phos-pages-shared-{inode}.raw"
+
+
+def shared_room_file(number: int) -> str:
+    """Likewise, of a file that was made before it was known what it is for."""
+    return f"phos-pages-room-{number}.raw"
 
 
 def is_ours(name: str) -> bool:

@@ -208,6 +208,9 @@ class StopDump:
     def _prepare_pages(self) -> None:
         with self.timeline.phase("prepare CPU pages", concurrent=True):
             self._pages.prepare(self.pids)
+        if self.copies:
+            with self.timeline.phase("prepare shared memory", concurrent=True):
+                self.shared_files.prepare(self.pids)
 
     def _prepare_gpu(self, borrow: BorrowBlocks) -> None:
         blocks = [block for process in self.gated for block in process.own_blocks()]
@@ -525,6 +528,7 @@ class StopDump:
         self._close_directory()
         self.state = "committed"
         log.info("%s: committed, %d bytes of GPU memory", self.path, self.progress.total)
+        self.shared_files.discard()
         self._residues.discard()
 
     def _add_to(self, message: pb.Inventory) -> None:

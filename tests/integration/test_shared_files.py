@@ -89,6 +89,8 @@ def test_what_was_shared_is_restored_and_shared(site: Site, how: tuple[str, ...]
         sizes = copied(site)
         assert f"{(7 + 3 + 2 + 6) * MIB + 77} bytes of files without a name were copied" in log_of(site)
         assert {0, 2 * MIB, 2 * MIB + PAGE, 5 * MIB + PAGE, 6 * MIB} <= set(sizes)
+        roomy = re.findall(r"(?:shared memory \d+ were|(ghost)-file-\w+\.img was) copied.*into room", log_of(site))
+        assert {"", "ghost"} == set(roomy), "what is large of both"
     else:
         assert not copied(site)
     site.gone(program)

@@ -1,0 +1,135 @@
+"""Room for what tasks share without a name, made while they still run (shared_files.py copies it once they are frozen).
+
+To find a page of a memory-backed file system takes longer than to fill it. So a file with pages is made, and mapped,
+for each large piece of shared memory before anything stands still, and of what is copied later each gets one that holds
+it. By then it may be other pieces, as with the batches that PyTorch's loaders hand over, but those are often as large.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
+
+from phos.images.files import allocate, free_bytes, run_in_threads
+from phos.images.formats import shared_room_file
+from phos.images.mapping import MADV_POPULATE_WRITE, advise, map_memory, unmap_memory
+
+LEAST_BYTES = 4 << 20
+"""What is smaller gets its pages while it is copied."""
+
+LARGER_BYTES = 1 << 20
+"""So much larger than a file its room may be, or by a sixteenth: CRIU puts its own words before it."""
+
+POPULATE_BYTES = 32 << 20
+"""What a thread populates at once."""
+
+_GONE = " (deleted)"
+_OTHERS = ("/SYSV", "/memfd:phos-")
+"""System V's, which CRIU dumps; and ours, which are not mapped any more when it does."""
+
+
+class Room:
+    """A file of the image directory, populated and mapped."""
+
+    def __init__(self, directory: int, name: str, size: int) -> None:
+        """
+        Raises:
+            OSError: the file cannot be made, or not be mapped, or there is no room for it.
+        """
+        self.name, self.size = name, size
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self.file = os.open(name, flags, 0o600, dir_fd=directory)
+        try:
+            if not allocate(self.file, 0, size):
+                raise OSError("there is no room for it")
+            self.address = map_memory(size, self.file)
+        except BaseException:
+            os.close(self.file)
+            os.unlink(name, dir_fd=directory)
+            raise
+
+    def close(self) -> None:
+        """The file stays. What is amiss with it is said when the image is synced."""
+        unmap_memory(self.address, self.size)
+        with suppress(OSError):
+            os.close(self.file)
+
+
+class SharedRooms:
+    """Those of one dump. Any thread."""
+
+    def __init__(self, directory: int) -> None:
+        """``directory``: an open descriptor of the image directory, which stays the caller's, and open."""
+        self._directory = directory
+        self._lock = threading.Lock()
+        self._free: list[Room] = []  # with the lock
+        self._removed: list[Room] = []
+
+    def prepare(self, pids: Iterable[int], threads: int) -> None:
+        """Make room for what these share now; what cannot be made is not there later."""
+        made: list[Room] = []
+        for number, least in enumerate(sorted(_sizes(pids), reverse=True)):
+            size = least + max(LARGER_BYTES, least // 16)
+            if free_bytes(self._directory) < 2 * size:
+                break
+            try:
+                made.append(Room(self._directory, shared_room_file(number), size))
+            except OSError:
+                break
+        run_in_threads(
+            [
+                partial(advise, room.address + at, min(POPULATE_BYTES, room.size - at), MADV_POPULATE_WRITE)
+                for room in made
+                for at in range(0, room.size, POPULATE_BYTES)
+            ],
+            threads,
+        )
+        with self._lock:
+            self._free += made
+
+    def take(self, size: int) -> Room | None:
+        """The smallest one that holds so much, and is not meant for something far larger. It is the caller's then."""
+        if size < LEAST_BYTES:
+            return None
+        most = 2 * size
+        with self._lock:
+            fitting = [room for room in self._free if size <= room.size <= most]
+            if not fitting:
+                return None
+            room = min(fitting, key=lambda room: room.size)
+            self._free.remove(room)
+            return room
+
+    def remove(self) -> None:
+        """Those that nobody has taken have no name any more. That they are gone as well is for :meth:`discard`."""
+        with self._lock:
+            rooms, self._free = self._free, []
+        for room in rooms:
+            with suppress(OSError):
+                os.unlink(room.name, dir_fd=self._directory)
+        self._removed += rooms
+
+    def discard(self) -> None:
+        """Let those go that nobody has taken. The directory may be closed after :meth:`remove`."""
+        self.remove()
+        while self._removed:
+            self._removed.pop().close()
+
+
+def _sizes(pids: Iterable[int]) -> list[int]:
+    """How much there is of each file without a name that some of these processes map and share; of the large ones."""
+    found: dict[tuple[int, int], int] = {}
+    for pid in pids:
+        with suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as lines:
+            for line in lines:
+                words = line.rstrip("\n").split(maxsplit=5)
+                if len(words) < 6 or words[1][3] != "s" or not words[5].endswith(_GONE) or words[5].startswith(_OTHERS):
+                    continue
+                start, end = (int(word, 16) for word in words[0].split("-"))
+                with suppress(OSError):  # unmapped since, or we have no right to look
+                    status = os.stat(f"/proc/{pid}/map_files/{start:x}-{end:x}")
+                    found[status.st_dev, status.st_ino] = status.st_blocks * 512
+    return [size for size in found.values() if size >= LEAST_BYTES]
