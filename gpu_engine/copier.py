@@ -318,6 +318,8 @@ class Copier:
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
             while not (save.copied() or lease.leave()):
+                if save.rests():
+                    continue
                 if size := save.one(worker.number):
                     progress.done_by_worker[worker.number] += size
                 else:
@@ -386,6 +388,8 @@ class Copier:
 
         def work(worker: _Worker, lease: Lease[_Worker]) -> None:
             while not lease.leave():
+                if save.rests():
+                    continue
                 size = save.one(worker.number)
                 if not size:
                     lease.over()

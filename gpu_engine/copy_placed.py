@@ -19,6 +19,8 @@ from phos.gpu_engine.ring import CHUNK_BYTES
 from phos.gpu_engine.save_plan import Pump, SavedPiece, SavePlan
 from phos.images.mapping import view_of
 
+REST_SECONDS = 0.01
+
 Changed = Callable[[Piece, int, memoryview], Exception]
 """What to fail with because a chunk of a piece, counted from its beginning, has not the hash that it should; the memory
 is what came instead."""
@@ -69,13 +71,15 @@ class PlacedSave:
                 raise self._failure
             return not self._running
 
+    def rests(self) -> bool:
+        """Whether nobody is to see to anything; who asks is kept until that has changed, or for a moment."""
+        return self._settling is not None and not self._settling.wait(REST_SECONDS)
+
     def one(self, worker: int) -> int:
-        """See to a piece that has come: its bytes, or 0: there is none now.
+        """See to a piece that has come: its bytes, or 0: there is none now. Not while it :meth:`rests`.
 
         Raises: what ``changed`` says, or the sink raises.
         """
-        if self._settling is not None and not self._settling.is_set():
-            return 0
         with self._lock:
             saved = next(filter(None, (pump.next_record() for pump in self._pumps)), None)
         if saved is None:

@@ -256,7 +256,7 @@ def pages_advice(error: int | None) -> str:
 
 
 class TaskPages:
-    """The tasks of one dump. One thread at a time, but for :meth:`wait`."""
+    """The tasks of one dump. One thread at a time."""
 
     def __init__(self, directory: int) -> None:
         """``directory``: an open descriptor of the image directory, which stays the caller's, and open."""
@@ -360,7 +360,8 @@ class TaskPages:
             wanted[pid].append((start, end))
         for pid, task in self._frozen.items():
             size = sum(end - start for start, end in wanted[pid])
-            in_place = criu_pages.merge(self._directory, task.image_pid, task.name, task.file, task.runs(), wanted[pid])
+            runs = task.runs() if size else []  # else nobody has asked what was found, if anything
+            in_place = criu_pages.merge(self._directory, task.image_pid, task.name, task.file, runs, wanted[pid])
             log.info(
                 "Process %d: %d bytes of its pages were copied beside CRIU%s",
                 task.pid,

@@ -188,7 +188,6 @@ class CowDump(StopDump):
             except Cancelled:
                 feed.shadows.check()  # it has failed, and ended the copies
                 raise
-        self._settling.wait()
         with self.timeline.phase("compare GPU data", concurrent=True):
             self._copier.settle_placed(save, self.progress, self._cancelled)
 

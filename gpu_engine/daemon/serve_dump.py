@@ -59,6 +59,11 @@ LEAVE = re.compile(r"--leave-(r\w*|s\w*)|-[A-CE-IKNP-VX-Za-npqsu-z]*[Rs].*")
 SCRIPT = re.compile(r"--ac.*")
 """How ``--action-script`` may look there. One that fails after the dump keeps the tasks."""
 
+CRIU_END_SECONDS = 20.0
+"""How long a CRIU whose dump has failed may take to let the tasks go and to end: twice its own alarm."""
+
+END_LOOK_SECONDS = 0.02
+
 SILENT_SECONDS = 1.0
 """How long one with the frontend may have the driver at work and be silent before it counts as one that only asks NVML:
 it may be within cuInit, or about to end."""
@@ -106,8 +111,10 @@ class DumpServer:
                 result = self._follow_criu(connection, job, interruption, request.pid)
             except (PhosError, OSError) as error:
                 log.error("Checkpoint of process %d: CRIU's plugin is not to be understood: %s", request.pid, error)
+                _end_criu(connection)
             except Exception:
                 log.exception("Checkpoint of process %d", request.pid)
+                _end_criu(connection)
             finally:
                 over.set()
             # CRIU's process has ended: its tasks are killed, or run.
@@ -485,6 +492,26 @@ def _free_criu(criu: int, over: threading.Event) -> None:
         log.error("CRIU (process %d) waits for ever for process %d, which was killed: it is ended.", criu, task)
         with suppress(ProcessLookupError):
             os.kill(criu, number)
+
+
+def _end_criu(connection: wire.Connection) -> None:
+    """Return when a CRIU has ended that nobody listens to any more: before, it may hold the tasks.
+
+    Its plugin's next request fails, and with it the dump, which lets them go.
+    """
+    connection.shutdown()
+    with suppress(ProcessLookupError):
+        criu = os.pidfd_open(connection.pid)
+        try:
+            until = time.monotonic() + CRIU_END_SECONDS
+            while not procfs.has_ended(connection.pid, criu):
+                if time.monotonic() > until:  # with it goes what it holds
+                    log.error("CRIU (process %d) does not end: it is killed.", connection.pid)
+                    signal.pidfd_send_signal(criu, signal.SIGKILL)
+                    until += CRIU_END_SECONDS
+                time.sleep(END_LOOK_SECONDS)
+        finally:
+            os.close(criu)
 
 
 def _leaves_alive(criu: int) -> bool:

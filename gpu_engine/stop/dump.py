@@ -126,6 +126,7 @@ class StopDump:
         self._programs: dict[int, tuple[str, ...]] = {}  # of all GPU processes, when phosd had their part
         self._frozen: dict[int, tuple[str, ...]] = {}  # of all tasks that CRIU dumps
         self._holders: dict[int, int] = {}  # the tasks that a CRIU holds → that CRIU
+        self._unlooked = ""  # why all that there is of them is not known
         self._froze_unknown = False  # and of one in a namespace of its own, whose number for us is not known
         self._failure = ""  # why the image cannot be completed
         self._writer = ImageWriter(assignment.directory, stripes=assignment.copier.threads)
@@ -320,14 +321,18 @@ class StopDump:
             self._pages.freeze(pid, criu_pid, tracer)
 
     def look_at(self, pid: int, tracer: int) -> None:
-        """What else there is of such a task, while CRIU goes on and still keeps it frozen."""
+        """What else there is of such a task, while CRIU goes on and still keeps it frozen. What fails is said later."""
         if not pid:
             self._froze_unknown = True
             return
-        self._frozen[pid] = procfs.program(pid)
-        if procfs.tracer(pid) == tracer:
-            self._holders[pid] = tracer
-        self._named_memory.look(pid, tracer)
+        try:
+            self._frozen[pid] = procfs.program(pid)
+            if procfs.tracer(pid) == tracer:
+                self._holders[pid] = tracer
+            self._named_memory.look(pid, tracer)
+        except Exception as error:
+            log.exception("Looking at process %d, which CRIU has frozen", pid)
+            self._unlooked = self._unlooked or f"Process {pid} could not be looked at while it was frozen: {error}"
 
     def tell_pages(self, criu_pid: int, table: int) -> None:
         """CRIU is about to look at the pages of a task that it has frozen.
@@ -386,6 +391,8 @@ class StopDump:
                 if not result:
                     self.shared_files.wait(self._interruption.check)
             self._interruption.check()
+            if self._unlooked:
+                raise CheckpointFailed(self._unlooked)
             if result == 0:
                 with self.timeline.phase("wait for named memory", concurrent=True):
                     self._named_memory.wait()

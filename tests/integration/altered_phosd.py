@@ -28,8 +28,8 @@ from phos.gpu_engine.daemon.server import Daemon
 from phos.gpu_engine.daemon.session import Session
 from phos.gpu_engine.daemon.session_kernels import SessionKernels
 from phos.gpu_engine.daemon.session_window import SessionWindow
-from phos.gpu_engine.daemon.wire import Connection
-from phos.gpu_engine.errors import CheckpointFailed
+from phos.gpu_engine.daemon.wire import Connection, close_all
+from phos.gpu_engine.errors import CheckpointFailed, ProtocolError
 from phos.gpu_engine.job_states import MISPREDICTED
 from phos.gpu_engine.named_memory import DumpedNamedMemory
 from phos.gpu_engine.restore import base
@@ -344,6 +344,41 @@ def swapped() -> None:
     base.match_gpus = swap
 
 
+def blind() -> None:
+    """What a frozen task shares by name cannot be looked at; once."""
+    look = DumpedNamedMemory.look
+    done: list[bool] = []
+
+    def fails(memory: DumpedNamedMemory, pid: int, criu: int) -> None:
+        if done:
+            look(memory, pid, criu)
+            return
+        done.append(True)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    DumpedNamedMemory.look = fails  # type: ignore[method-assign]
+
+
+def cut_packet(body: str) -> Callable[[], None]:
+    """A packet with such a message is cut off, once: phosd may open no more files than it has, for example."""
+
+    def alter() -> None:
+        receive = Connection.receive
+        done: list[bool] = []
+
+        def cut(connection: Connection) -> Any:
+            packet = receive(connection)
+            if done or packet is None or packet[0].WhichOneof("body") != body:
+                return packet
+            done.append(True)
+            close_all(packet[1])
+            raise ProtocolError("A packet was cut off: too long, or more descriptors than this process may open.")
+
+        Connection.receive = cut  # type: ignore[method-assign]
+
+    return alter
+
+
 def no_thread_to_copy_pages() -> None:
     """Likewise; they are native code's."""
     begin = _Pool.__init__
@@ -423,6 +458,12 @@ if __name__ == "__main__":
             "swapped": swapped,
             "no thread to save": no_thread("save"),
             "no thread to copy pages": no_thread_to_copy_pages,
+            "blind": blind,
+            "cut task_frozen": cut_packet("task_frozen"),
+            "cut task_pages": cut_packet("task_pages"),
+            "cut take_memory": cut_packet("take_memory"),
+            "cut take_range": cut_packet("take_range"),
+            "cut dump_end": cut_packet("dump_end"),
             "no thread for shared files": no_thread("shared-files"),
             "no thread for residue": no_thread("residue"),
             "no thread to watch CRIU": no_thread("watch-criu"),

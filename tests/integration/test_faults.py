@@ -266,6 +266,38 @@ def test_phosd_can_start_no_thread(site: Site, what: str) -> None:
     program.wait_progress(3)
 
 
+@pytest.mark.parametrize("kills", [False, True], ids=["left running", "to be killed"])
+@pytest.mark.parametrize("body", ["task_frozen", "task_pages", "dump_end"])
+def test_a_packet_of_crius_plugin_is_cut_off(site: Site, body: str, kills: bool) -> None:
+    """While CRIU holds the processes: it fails and lets them go before phosd brings them back."""
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD=f"cut {body}")
+    program = blocks(site, "--blocks", "9")
+    image = site.image()
+    began = time.monotonic()
+    result = site.dump(program, image, *(() if kills else ("--leave-running",)), check=False)
+    assert time.monotonic() - began < 20
+    assert result.returncode != 0
+    assert "phosd" in result.stderr + (image / "dump.log").read_text()
+    assert not (image / "phos-commit.img").exists()
+    program.wait_progress(3)
+    assert [job["state"] for job in site.status()["jobs"]] == ["failed"]
+    site.dump(program, site.image("next"), "--leave-running")
+    program.wait_progress(3)
+
+
+def test_a_frozen_process_cannot_be_looked_at(site: Site) -> None:
+    """CRIU has gone on by then, and is told at its end."""
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="blind")
+    program = blocks(site, "--blocks", "9")
+    image = site.image()
+    result = site.dump(program, image, check=False)
+    assert result.returncode != 0
+    assert "could not be looked at while it was frozen" in result.stderr + (image / "dump.log").read_text()
+    program.wait_progress(3)
+    site.dump(program, site.image("next"), "--leave-running")
+    program.wait_progress(3)
+
+
 @pytest.mark.parametrize("what", ["to quiesce", "to detach"])
 def test_phosd_can_start_no_thread_for_another_process(site: Site, tmp_path: Path, what: str) -> None:
     """The first process has its gate closed by then, or is detached."""

@@ -140,6 +140,21 @@ def test_whoever_is_killed_meanwhile_leaves_the_program_running(site: Site, kill
     assert site.restore(image, check=False).returncode
 
 
+@pytest.mark.parametrize("body", ["take_memory", "take_range"])
+def test_what_is_given_and_does_not_come(site: Site, body: str) -> None:
+    """CRIU's plugin waits for no answer to it, and counts on phosd to copy it."""
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD=f"cut {body}")
+    go, image = site.folder / "go", site.image()
+    program = started(site, go)
+    assert site.dump(program, image, check=False).returncode != 0
+    assert nothing_of_ours(image)
+    site.dump(program, site.image("next"))
+    site.gone(program)
+    site.restore(site.folder / "next")
+    go.touch()
+    assert program.wait_result() == "right"
+
+
 @pytest.mark.parametrize("what", ["no thread to copy pages", "no thread for shared files"])
 def test_a_thread_less_is_no_image_less(site: Site, what: str) -> None:
     site.serve("tests.integration.altered_phosd", ALTERED_PHOSD=what)

@@ -285,6 +285,39 @@ def placed_settled_beside_others(folder: Path) -> None:
         right(machine, sink, blocks)
 
 
+def placed_resting(folder: Path, ends: bool) -> None:
+    """Who is to rest while a job is settled leaves nothing out, and goes on, or is given up."""
+    machine = Machine(2)
+    blocks = machine.blocks(["xx" * 20] * 2)
+    with placing(80 * CHUNK) as sink:
+        plan = SavePlan(machine.places(blocks), range(40), None, join_bytes=CHUNK)
+        settling, cancelled = threading.Event(), threading.Event()
+        placed = PlacedSave(plan, sink, None, settling=settling)  # type: ignore[arg-type]
+        machine.copier.save_placed(placed, sink, machine.progress(), cancelled)  # type: ignore[arg-type]
+        one = placed.one
+
+        def slowly(worker: int) -> int:
+            time.sleep(0.02)
+            return one(worker)
+
+        placed.one = slowly  # type: ignore[method-assign]
+        settling.set()
+        thread, failures = started(lambda: machine.copier.settle_placed(placed, machine.progress(), cancelled))
+        eventually(lambda: len(sink.taken) > 4)
+        settling.clear()
+        time.sleep(0.1)  # what is under way ends
+        before = len(sink.taken)
+        time.sleep(0.2)
+        assert thread.is_alive()
+        assert len(sink.taken) == before < len(plan.places)
+        (cancelled if ends else settling).set()
+        thread.join(30)
+        assert [type(failure) for failure in failures] == ([Cancelled] if ends else [])
+        if not ends:
+            right(machine, sink, blocks)
+    machine.saves_still(folder / "next")
+
+
 def placed_failing_for_good(folder: Path) -> None:
     """If nothing can be put away after a failure either, the first failure is what is said."""
     machine = Machine(2)

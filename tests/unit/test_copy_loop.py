@@ -185,6 +185,11 @@ def test_a_job_whose_workers_are_wanted_elsewhere_is_settled_to_its_end(tmp_path
 
 
 @needs_softgpu
+def test_workers_that_rest_while_a_job_is_settled(tmp_path: Path) -> None:
+    play(tmp_path, "placed_resting", [False], [True])
+
+
+@needs_softgpu
 def test_the_first_failure_is_what_is_said(tmp_path: Path) -> None:
     play(tmp_path, "placed_failing_for_good")
 

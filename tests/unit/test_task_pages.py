@@ -343,6 +343,20 @@ def test_a_task_whose_tracer_goes_away_is_not_believed(
     pages.discard()
 
 
+def test_what_nobody_asked_about_and_was_not_found(
+    task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then CRIU has dumped it all."""
+    altered = Altered(phos_page_copy_found=lambda *_: -errno.EPERM)
+    monkeypatch.setattr(task_pages, "_library", lambda: altered)
+    pages = TaskPages(directory)
+    stop(task)
+    pages.freeze(task.pid, task.pid, 0)
+    pages.wait()
+    pages.merge(b"")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_machine_without_another_thread(
     task: subprocess.Popen[str], directory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
