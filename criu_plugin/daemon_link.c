@@ -211,13 +211,19 @@ bool phos_link_sees_to_names(void)
 	return link_.names;
 }
 
-/* phosd does not answer this. Returns 0; -1: it has said that it copies nothing, or there is none any more. */
+/* phosd does not answer this. See phos_link_take_memory(). */
 static int give(Envelope *envelope, const int *descriptors, size_t count)
 {
+	int error;
+
 	if (!link_.copies)
-		return -1;
+		return 1;
 	envelope->id = link_.next_id++;
-	return phos_send_packet(link_.fd, envelope, descriptors, count) ? -1 : 0;
+	error = phos_send_packet(link_.fd, envelope, descriptors, count);
+	if (error != -EPIPE && error != -ECONNRESET)
+		return error ? 1 : 0;
+	pr_err("phosd has gone away while it copied what the tasks share\n");
+	return -1;
 }
 
 int phos_link_take_memory(int descriptor, uint64_t inode)

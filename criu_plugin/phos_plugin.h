@@ -61,7 +61,7 @@ int phos_link_task_frozen(int pid);
 int phos_link_task_pages(int pid, int table);
 /*
  * Gives phosd something to copy in CRIU's place: shared memory, by its inode, or a range of a file, to that place in another.
- * Returns 0; -1: phosd copies nothing, and CRIU is to do it.
+ * Returns 0; 1: phosd copies nothing, and CRIU is to do it; -1: phosd has gone away, and the dump cannot succeed any more.
  */
 int phos_link_take_memory(int descriptor, uint64_t inode);
 int phos_link_take_range(int from, int to, uint64_t offset, uint64_t place, uint64_t size);

@@ -59,23 +59,26 @@ static bool goes_by_inode(int descriptor)
 	       (!strncmp(name, "/memfd:", 7) || !strncmp(name, "/dev/zero", 9));
 }
 
-/* CRIU asks from the beginning on: what it has begun to copy it goes on with. */
-static bool take_memory(int descriptor, off64_t offset)
+/* CRIU asks from the beginning on: what it has begun to copy it goes on with. See phos_link_take_memory(). */
+static int take_memory(int descriptor, off64_t offset)
 {
 	struct stat status;
+	int ret;
 
 	if (fstat(descriptor, &status) || !S_ISREG(status.st_mode) || status.st_dev != memory_device() ||
 	    !goes_by_inode(descriptor))
-		return false;
+		return 1;
 	for (size_t i = 0; i < taken_count; i++)
 		if (taken[i] == status.st_ino)
-			return true;
+			return 0;
 	/* CRIU keeps the number in 32 bits, and with that variable copies what has changed, whatever is said here. */
 	if (offset || status.st_size < LEAST || taken_count == MEMORIES || status.st_ino > UINT32_MAX ||
-	    getenv("CRIU_TRACK_SHMEM") || phos_link_take_memory(descriptor, status.st_ino))
-		return false;
-	taken[taken_count++] = status.st_ino;
-	return true;
+	    getenv("CRIU_TRACK_SHMEM"))
+		return 1;
+	ret = phos_link_take_memory(descriptor, status.st_ino);
+	if (!ret)
+		taken[taken_count++] = status.st_ino;
+	return ret;
 }
 
 static off64_t seek(int descriptor, off64_t offset, int whence)
@@ -85,11 +88,12 @@ static off64_t seek(int descriptor, off64_t offset, int whence)
 
 __attribute__((visibility("default"))) off64_t lseek64(int descriptor, off64_t offset, int whence)
 {
-	if (whence == SEEK_DATA && take_memory(descriptor, offset)) {
-		errno = ENXIO;
-		return -1;
-	}
-	return seek(descriptor, offset, whence);
+	int taken_by = whence == SEEK_DATA ? take_memory(descriptor, offset) : 1;
+
+	if (taken_by > 0)
+		return seek(descriptor, offset, whence);
+	errno = taken_by ? EIO : ENXIO;
+	return -1;
 }
 
 /* Where CRIU writes next; the file is that much larger afterwards. -1: this is not for us. */
@@ -112,10 +116,16 @@ __attribute__((visibility("default"))) ssize_t sendfile64(int to, int from, off6
 	off64_t place = -1;
 
 	if (offset && count >= (size_t)LEAST && (place = make_place(to, from, size)) >= 0) {
-		if (!phos_link_take_range(from, to, *offset, place, size)) {
+		int ret = phos_link_take_range(from, to, *offset, place, size);
+
+		if (!ret) {
 			seek(to, place + (off64_t)size, SEEK_SET);
 			*offset += size;
 			return (ssize_t)size;
+		}
+		if (ret < 0) {
+			errno = EIO;
+			return -1;
 		}
 		if (ftruncate(to, place)) /* what is there is written over; that it is too long would be read */
 			return -1;

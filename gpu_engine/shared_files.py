@@ -30,7 +30,7 @@ from typing import NamedTuple
 from phos.gpu_engine.errors import CheckpointFailed
 from phos.gpu_engine.shared_rooms import Room, SharedRooms
 from phos.gpu_engine.task_pages import pages_advice
-from phos.images import criu_pages
+from phos.images import criu_files, criu_pages
 from phos.images.files import describe_path
 from phos.images.formats import shared_pages_file
 from phos.images.mapping import MADV_POPULATE_WRITE, advise, map_memory, unmap_memory
@@ -179,9 +179,10 @@ class _SharedMemory:
 class _Replacement:
     """A room that one of CRIU's files is written into instead, and takes the place of that file."""
 
-    def __init__(self, name: str, inode: int, room: Room) -> None:
-        """``name``, ``inode``: CRIU's file."""
+    def __init__(self, name: str, device: int, inode: int, room: Room) -> None:
+        """``name``, ``device``, ``inode``: CRIU's file."""
         self.name, self.inode, self.room = name, inode, room
+        self._device = device
         self._covered: list[tuple[int, int]] = []
 
     def cover(self, begin: int, end: int) -> bool:
@@ -197,21 +198,23 @@ class _Replacement:
         Raises:
             OSError: it is not as CRIU has left it, or cannot be replaced.
         """
-        theirs = os.open(self.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory)
-        try:
-            status = os.fstat(theirs)
-            if status.st_ino != self.inode:
+        with criu_files.open_file(directory, self.name, "r") as theirs:
+            status = os.fstat(theirs.fileno())
+            if (status.st_dev, status.st_ino) != (self._device, self.inode) or not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.ESTALE, "it is not the file any more that CRIU has written", self.name)
+            if max(end for _, end in self._covered) > status.st_size:
+                raise OSError(errno.EIO, "it has been cut off", self.name)
             os.ftruncate(self.room.file, status.st_size)
             at = 0
             for begin, end in (*sorted(self._covered), (status.st_size, status.st_size)):
                 while at < begin:
-                    at += os.pwrite(self.room.file, os.pread(theirs, min(begin - at, _BUFFER_BYTES), at), at)
+                    read = os.pread(theirs.fileno(), min(begin - at, _BUFFER_BYTES), at)
+                    if not read:
+                        raise OSError(errno.EIO, "it has been cut off", self.name)
+                    at += os.pwrite(self.room.file, read, at)
                 at = end
             os.fchmod(self.room.file, stat.S_IMODE(status.st_mode))
             os.rename(self.room.name, self.name, src_dir_fd=directory, dst_dir_fd=directory)
-        finally:
-            os.close(theirs)
 
 
 def _close(*descriptors: int) -> None:
@@ -265,9 +268,12 @@ class SharedFiles:
         self.unmerged = False
         """CRIU has been kept from copying something, and its images have not been completed."""
 
-    def prepare(self, pids: Iterable[int]) -> None:
-        """Make room for what tasks share that still run; what cannot be done is done later."""
-        self._rooms.prepare(pids, THREADS)
+    def prepare(self, pids: Iterable[int], needed: int = 0) -> None:
+        """Make room for what tasks share that still run; what cannot be done is done later.
+
+        ``needed``: bytes that the image needs for other things, of which none have been reserved.
+        """
+        self._rooms.prepare(pids, needed, THREADS)
 
     def take_memory(self, inode: int, source: int) -> None:
         """Begin to copy shared memory, which the plugin hides from CRIU. ``source``: a descriptor of the caller's."""
@@ -284,7 +290,9 @@ class SharedFiles:
         pieces = [_Piece(source_offset, target_offset, size)]
         try:
             opened, address = _readable(target), 0
-            if room := self._replace(opened, target_offset, target_offset + size):
+            # CRIU gives a file with holes piece by piece, and a large one as well.
+            whole = max(size, os.fstat(source).st_blocks * 512 - source_offset)
+            if room := self._replace(opened, target_offset, target_offset + size, target_offset + whole):
                 _close(opened)
                 opened, address = os.dup(room.file), room.address
         except OSError as error:
@@ -372,20 +380,23 @@ class SharedFiles:
         if self.unmerged:
             self._fail(CheckpointFailed("The image was given up."))
 
-    def _replace(self, file: int, begin: int, end: int) -> Room | None:
+    def _replace(self, file: int, begin: int, end: int, expected: int) -> Room | None:
         """The room that this part of a file of CRIU's is to be written into instead; None: into that file.
+
+        ``expected``: how large the file may become.
 
         Raises:
             OSError: the file cannot be looked at.
         """
-        inode = os.fstat(file).st_ino
-        replacement = self._replacements.get(inode)
+        status = os.fstat(file)
+        replacement = self._replacements.get(status.st_ino)
         if replacement is None:
             name = _name_in(self._directory, file)
-            room = self._rooms.take(end) if name is not None else None
+            room = self._rooms.take(expected) if name is not None else None
             if name is None or room is None:
                 return None
-            replacement = self._replacements[inode] = _Replacement(name, inode, room)
+            replacement = _Replacement(name, status.st_dev, status.st_ino, room)
+            self._replacements[status.st_ino] = replacement
         return replacement.room if replacement.cover(begin, end) else None
 
     def _begin(self, source: int, copy: Callable[[int], None]) -> bool:

@@ -13,12 +13,17 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 
-from phos.images.files import allocate, free_bytes, run_in_threads
+import psutil
+
+from phos.images.files import allocate, free_bytes, lives_in_memory, run_in_threads
 from phos.images.formats import shared_room_file
-from phos.images.mapping import MADV_POPULATE_WRITE, advise, map_memory, unmap_memory
+from phos.images.mapping import HUGE_PAGE, MADV_POPULATE_WRITE, advise, map_memory, unmap_memory
 
 LEAST_BYTES = 4 << 20
 """What is smaller gets its pages while it is copied."""
+
+ROOMS_MOST = 64
+"""Each is a file that is open and mapped until the image is whole."""
 
 LARGER_BYTES = 1 << 20
 """So much larger than a file its room may be, or by a sixteenth: CRIU puts its own words before it."""
@@ -68,40 +73,61 @@ class SharedRooms:
         self._free: list[Room] = []  # with the lock
         self._removed: list[Room] = []
 
-    def prepare(self, pids: Iterable[int], threads: int) -> None:
-        """Make room for what these share now; what cannot be made is not there later."""
+    def prepare(self, pids: Iterable[int], needed: int, threads: int) -> None:
+        """Make room for what these share now, the largest first; what cannot be made is not there later.
+
+        Half of what is left stays so: what is copied may be other files by then, which no room fits. ``needed``: bytes
+        of it that are needed for other things. On a disk nothing is made: all would be written twice.
+        """
+        if not lives_in_memory(self._directory):
+            return
+        left = min(free_bytes(self._directory), psutil.virtual_memory().available) - needed
         made: list[Room] = []
-        for number, least in enumerate(sorted(_sizes(pids), reverse=True)):
+        for number, least in enumerate(sorted(_sizes(pids), reverse=True)[:ROOMS_MOST]):
             size = least + max(LARGER_BYTES, least // 16)
-            if free_bytes(self._directory) < 2 * size:
-                break
+            if left < 2 * size:
+                continue
             try:
                 made.append(Room(self._directory, shared_room_file(number), size))
             except OSError:
                 break
-        run_in_threads(
-            [
-                partial(advise, room.address + at, min(POPULATE_BYTES, room.size - at), MADV_POPULATE_WRITE)
-                for room in made
-                for at in range(0, room.size, POPULATE_BYTES)
-            ],
-            threads,
-        )
+            left -= 2 * size
         with self._lock:
             self._free += made
+        with suppress(RuntimeError):  # there can be no more threads: then they have pages only where they need them
+            run_in_threads(
+                [
+                    partial(advise, room.address + at, min(POPULATE_BYTES, room.size - at), MADV_POPULATE_WRITE)
+                    for room in made
+                    for at in range(0, room.size, POPULATE_BYTES)
+                ],
+                threads,
+            )
 
     def take(self, size: int) -> Room | None:
-        """The smallest one that holds so much, and is not meant for something far larger. It is the caller's then."""
+        """The smallest one that holds so much, and is not meant for something far larger. It is the caller's then.
+
+        If there is none, and little room for another, the largest ones are let go.
+        """
         if size < LEAST_BYTES:
             return None
         most = 2 * size
         with self._lock:
             fitting = [room for room in self._free if size <= room.size <= most]
-            if not fitting:
-                return None
-            room = min(fitting, key=lambda room: room.size)
-            self._free.remove(room)
-            return room
+            if fitting:
+                room = min(fitting, key=lambda room: room.size)
+                self._free.remove(room)
+                return room
+            while self._free and free_bytes(self._directory) < most:
+                room = max(self._free, key=lambda room: room.size)
+                self._free.remove(room)
+                self._let_go(room)
+        return None
+
+    def _let_go(self, room: Room) -> None:
+        with suppress(OSError):
+            os.unlink(room.name, dir_fd=self._directory)
+        room.close()
 
     def remove(self) -> None:
         """Those that nobody has taken have no name any more. That they are gone as well is for :meth:`discard`."""
@@ -130,6 +156,9 @@ def _sizes(pids: Iterable[int]) -> list[int]:
                     continue
                 start, end = (int(word, 16) for word in words[0].split("-"))
                 with suppress(OSError):  # unmapped since, or we have no right to look
-                    status = os.stat(f"/proc/{pid}/map_files/{start:x}-{end:x}")
-                    found[status.st_dev, status.st_ino] = status.st_blocks * 512
+                    path = f"/proc/{pid}/map_files/{start:x}-{end:x}"
+                    status = os.stat(path)
+                    # One that has another name is no copy in the image, and CRIU copies huge pages itself.
+                    if not status.st_nlink and os.statvfs(path).f_bsize < HUGE_PAGE:
+                        found[status.st_dev, status.st_ino] = status.st_blocks * 512
     return [size for size in found.values() if size >= LEAST_BYTES]

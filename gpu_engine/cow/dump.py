@@ -188,6 +188,7 @@ class CowDump(StopDump):
             except Cancelled:
                 feed.shadows.check()  # it has failed, and ended the copies
                 raise
+        self._settling.wait()  # else all workers rest here, and a restore may want some
         with self.timeline.phase("compare GPU data", concurrent=True):
             self._copier.settle_placed(save, self.progress, self._cancelled)
 

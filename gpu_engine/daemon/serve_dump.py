@@ -111,10 +111,10 @@ class DumpServer:
                 result = self._follow_criu(connection, job, interruption, request.pid)
             except (PhosError, OSError) as error:
                 log.error("Checkpoint of process %d: CRIU's plugin is not to be understood: %s", request.pid, error)
-                _end_criu(connection)
-            except Exception:
+                _wait_for_end(connection, error)
+            except Exception as error:
                 log.exception("Checkpoint of process %d", request.pid)
-                _end_criu(connection)
+                _wait_for_end(connection, repr(error))
             finally:
                 over.set()
             # CRIU's process has ended: its tasks are killed, or run.
@@ -494,23 +494,24 @@ def _free_criu(criu: int, over: threading.Event) -> None:
             os.kill(criu, number)
 
 
-def _end_criu(connection: wire.Connection) -> None:
+def _wait_for_end(connection: wire.Connection, why: object) -> None:
     """Return when a CRIU has ended that nobody listens to any more: before, it may hold the tasks.
 
-    Its plugin's next request fails, and with it the dump, which lets them go.
+    Its plugin's next request fails, and with it the dump, which lets them go. After a while it is no longer waited for.
     """
+    connection.done(0, error=why)
     connection.shutdown()
-    with suppress(ProcessLookupError):
-        criu = os.pidfd_open(connection.pid)
-        try:
-            until = time.monotonic() + CRIU_END_SECONDS
-            while not procfs.has_ended(connection.pid, criu):
-                if time.monotonic() > until:  # with it goes what it holds
-                    log.error("CRIU (process %d) does not end: it is killed.", connection.pid)
-                    signal.pidfd_send_signal(criu, signal.SIGKILL)
-                    until += CRIU_END_SECONDS
-                time.sleep(END_LOOK_SECONDS)
-        finally:
+    criu = connection.peer_pidfd()
+    try:
+        until = time.monotonic() + CRIU_END_SECONDS
+        # A pid of 0: it is in no namespace that we see.
+        while connection.pid and not procfs.has_ended(connection.pid, criu):
+            if time.monotonic() > until:
+                log.error("CRIU (process %d), whose dump has failed, does not end.", connection.pid)
+                break
+            time.sleep(END_LOOK_SECONDS)
+    finally:
+        if criu >= 0:
             os.close(criu)
 
 

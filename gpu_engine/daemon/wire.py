@@ -26,6 +26,8 @@ PROTOCOL_VERSION = 1
 
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
+_SO_PEERPIDFD = 77  # asm-generic/socket.h
+
 TEXT_LIMIT = 8000
 """Longest sentence in a packet, in bytes."""
 
@@ -204,6 +206,16 @@ class Connection:
     def receive(self) -> tuple[wire_pb2.Envelope, list[int]] | None:
         """See :func:`receive`."""
         return receive(self._socket)
+
+    def peer_pidfd(self) -> int:
+        """A pidfd of the process that has connected (SO_PEERPIDFD, Linux 6.5), the caller's; -1: it is not to be had.
+
+        Its pid may be another's by now; of this there is no doubt.
+        """
+        try:
+            return self._socket.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        except OSError:
+            return -1
 
     def shutdown(self) -> None:
         """Wake the receiving thread with an end of file."""

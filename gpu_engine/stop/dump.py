@@ -131,6 +131,7 @@ class StopDump:
         self._failure = ""  # why the image cannot be completed
         self._writer = ImageWriter(assignment.directory, stripes=assignment.copier.threads)
         self._landing: Landing | None = None
+        self._unreserved = 0  # bytes of GPU memory that no room has been made for
         self._directory = os.dup(assignment.directory)
         self._pages = TaskPages(self._directory)
         self.shared_files = SharedFiles(self._directory)
@@ -205,13 +206,13 @@ class StopDump:
             self._prepare_gpu(borrow)
             if pages:
                 pages.result()
+        if self.copies:  # of what is left of the room
+            with self.timeline.phase("prepare shared memory"):
+                self.shared_files.prepare(self.pids, self._unreserved)
 
     def _prepare_pages(self) -> None:
         with self.timeline.phase("prepare CPU pages", concurrent=True):
             self._pages.prepare(self.pids)
-        if self.copies:
-            with self.timeline.phase("prepare shared memory", concurrent=True):
-                self.shared_files.prepare(self.pids)
 
     def _prepare_gpu(self, borrow: BorrowBlocks) -> None:
         blocks = [block for process in self.gated for block in process.own_blocks()]
@@ -229,6 +230,7 @@ class StopDump:
             with self.timeline.phase("prepare residue"):
                 estimate = self.settings.residue_bytes or USUAL_RESIDUE[driver.kind()]
                 self._residues.prepare(self.gated, estimate, self._criu)
+        self._unreserved = sum(block.size for block in blocks)
         size = self._room_for(blocks)
         # What is reserved for data that turns out to be zeros would be missing for CRIU's pages.
         room = free_bytes(self._directory) - sum(_resident_bytes(pid) for pid in self.pids)
@@ -239,6 +241,8 @@ class StopDump:
                     self._landing = Landing.prepare(self._writer, size + more if room > size + 2 * more else size, room)
                 if self._landing is None and not self._writer.reserve(size):
                     log.info("%s: less room than %d bytes of GPU memory need", self.path, size)
+                else:
+                    self._unreserved = 0
 
     def _room_for(self, blocks: Sequence[Block]) -> int:
         """For how many bytes of blocks room is made. What is zeros takes none in the image.

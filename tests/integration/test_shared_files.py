@@ -7,6 +7,8 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,12 @@ def started(site: Site, go: Path, *options: str) -> Program:
     program = site.start(sys.executable, str(PROGRAM), str(site.folder), str(go), *options)
     wait_until(lambda: "READY" in program.lines(), "the program", 60)
     return program
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="phos-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 def copied(site: Site) -> list[int]:
@@ -55,8 +63,9 @@ def contents(image: Path, inodes: list[int]) -> dict[str, object]:
     return found
 
 
-def test_the_image_holds_what_criu_would_have_written(site: Site) -> None:
-    """Both of one state: nothing is written in between."""
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_the_image_holds_what_criu_would_have_written(site: Site, in_memory: Path, place: str) -> None:
+    """Both of one state: nothing is written in between. In memory there is room that was made before."""
     go = site.folder / "go"
     program = started(site, go, "still")
     inodes = [int(word) for line in program.lines() if line.startswith("INODES") for word in line.split()[1:]]
@@ -65,11 +74,13 @@ def test_the_image_holds_what_criu_would_have_written(site: Site) -> None:
         if site.answers():
             site.stop_phosd()
         daemon(site, PHOS_CPU_PAGES=who)
-        image = site.image(who)
+        image = in_memory / who if place == "memory" else site.image(who)
+        image.mkdir(exist_ok=True)
         site.dump(program, image, "--leave-running")
         site.run("phos-gpu", "verify", str(image))
         held.append(contents(image, inodes))
     assert copied(site)
+    assert ("into room that had been made" in log_of(site)) == (place == "memory")
     assert len(held[0]) == 8
     assert held[0] == held[1]
     go.touch()
@@ -78,11 +89,12 @@ def test_the_image_holds_what_criu_would_have_written(site: Site) -> None:
 
 @pytest.mark.parametrize("how", [(), ("--lazy",)], ids=["eager", "lazy"])
 @pytest.mark.parametrize("who", ["phosd", "CRIU"])
-def test_what_was_shared_is_restored_and_shared(site: Site, how: tuple[str, ...], who: str) -> None:
+def test_what_was_shared_is_restored_and_shared(site: Site, in_memory: Path, how: tuple[str, ...], who: str) -> None:
     daemon(site, PHOS_CPU_PAGES="on" if who == "phosd" else "off")
     go = site.folder / "go"
     program = started(site, go)
-    image = site.image()
+    image = in_memory / "image" if who == "phosd" else site.image()
+    image.mkdir(exist_ok=True)
     site.dump(program, image)
     assert not list(image.glob("phos-pages-*"))
     if who == "phosd":  # the driver has some, too
@@ -124,7 +136,9 @@ def test_whoever_is_killed_meanwhile_leaves_the_program_running(site: Site, kill
     go, image = site.folder / "go", site.image()
     program = started(site, go)
     dump = site.begin_dump(program, image)
-    wait_until(lambda: "shared memory is being copied" in log_of(site), "phosd to copy it")
+    # Not before: a CRIU that is killed while a task executes instructions of its leaves them to it.
+    wait_until(lambda: "CRIU has ended" in log_of(site), "CRIU to wait for phosd, which copies")
+    assert "shared memory is being copied" in log_of(site)
     if killed == "the dump":
         os.kill(dump.pid, signal.SIGINT)
     else:

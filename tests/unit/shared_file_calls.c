@@ -22,7 +22,7 @@
 #define MIB (1l << 20)
 
 /* volatile: libc's headers say that these calls call nothing of ours (attribute leaf). */
-static volatile bool refuses;
+static volatile bool refuses, gone;
 static volatile unsigned memories, ranges;
 static volatile uint64_t last[3]; /* offset, place, size */
 
@@ -32,7 +32,7 @@ int phos_link_take_memory(int descriptor, uint64_t inode)
 
 	assert(!fstat(descriptor, &status) && status.st_ino == inode);
 	memories++;
-	return refuses ? -1 : 0;
+	return gone ? -1 : refuses;
 }
 
 int phos_link_take_range(int from, int to, uint64_t offset, uint64_t place, uint64_t size)
@@ -40,7 +40,7 @@ int phos_link_take_range(int from, int to, uint64_t offset, uint64_t place, uint
 	assert(from != to);
 	ranges++;
 	last[0] = offset, last[1] = place, last[2] = size;
-	return refuses ? -1 : 0;
+	return gone ? -1 : refuses;
 }
 
 static int memory_of(off64_t size)
@@ -113,6 +113,10 @@ static void memory_is_given(const char *disk)
 	unsetenv("CRIU_TRACK_SHMEM");
 	assert(memories == 3);
 
+	gone = true;
+	assert(lseek64(memory_of(2 * MIB), 0, SEEK_DATA) == -1 && errno == EIO && memories == 4);
+	gone = false;
+
 	/* phosd has only so many files open. */
 	for (int i = 2; i < 256; i++) {
 		memory = memory_of(MIB);
@@ -136,6 +140,11 @@ static void data_is_given(const char *disk)
 	off64_t offset = 4096;
 
 	assert(to >= 0 && write(to, "head", 4) == 4);
+	gone = true;
+	assert(sendfile64(to, from, &offset, 2 * MIB) == -1 && errno == EIO && offset == 4096 && ranges == 1);
+	gone = false;
+	ranges = 0;
+	assert(!ftruncate(to, 4));
 	assert(sendfile64(to, from, &offset, 2 * MIB) == 2 * MIB && ranges == 1);
 	assert(last[0] == 4096 && last[1] == 4 && last[2] == 2 * MIB);
 	assert(offset == 4096 + 2 * MIB && size_of(to) == 4 + 2 * MIB && lseek(to, 0, SEEK_CUR) == 4 + 2 * MIB);
