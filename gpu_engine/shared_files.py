@@ -28,9 +28,9 @@ from functools import partial
 from typing import NamedTuple
 
 from phos.gpu_engine.errors import CheckpointFailed
-from phos.gpu_engine.shared_rooms import Room, SharedRooms
+from phos.gpu_engine.shared_rooms import Replacement, Room, SharedRooms, name_in
 from phos.gpu_engine.task_pages import pages_advice
-from phos.images import criu_files, criu_pages
+from phos.images import criu_pages
 from phos.images.files import describe_path
 from phos.images.formats import shared_pages_file
 from phos.images.mapping import MADV_POPULATE_WRITE, advise, map_memory, unmap_memory
@@ -176,61 +176,11 @@ class _SharedMemory:
             _close(self.file)
 
 
-class _Replacement:
-    """A room that one of CRIU's files is written into instead, and takes the place of that file."""
-
-    def __init__(self, name: str, device: int, inode: int, room: Room) -> None:
-        """``name``, ``device``, ``inode``: CRIU's file."""
-        self.name, self.inode, self.room = name, inode, room
-        self._device = device
-        self._covered: list[tuple[int, int]] = []
-
-    def cover(self, begin: int, end: int) -> bool:
-        """This part of CRIU's file is written here; False: it does not fit."""
-        if end > self.room.size:
-            return False
-        self._covered.append((begin, end))
-        return True
-
-    def put(self, directory: int) -> None:
-        """CRIU has written the rest.
-
-        Raises:
-            OSError: it is not as CRIU has left it, or cannot be replaced.
-        """
-        with criu_files.open_file(directory, self.name, "r") as theirs:
-            status = os.fstat(theirs.fileno())
-            if (status.st_dev, status.st_ino) != (self._device, self.inode) or not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.ESTALE, "it is not the file any more that CRIU has written", self.name)
-            if max(end for _, end in self._covered) > status.st_size:
-                raise OSError(errno.EIO, "it has been cut off", self.name)
-            os.ftruncate(self.room.file, status.st_size)
-            at = 0
-            for begin, end in (*sorted(self._covered), (status.st_size, status.st_size)):
-                while at < begin:
-                    read = os.pread(theirs.fileno(), min(begin - at, _BUFFER_BYTES), at)
-                    if not read:
-                        raise OSError(errno.EIO, "it has been cut off", self.name)
-                    at += os.pwrite(self.room.file, read, at)
-                at = end
-            os.fchmod(self.room.file, stat.S_IMODE(status.st_mode))
-            os.rename(self.room.name, self.name, src_dir_fd=directory, dst_dir_fd=directory)
-
-
 def _close(*descriptors: int) -> None:
     """What is amiss with a file that was written to is said when the image is synced."""
     for descriptor in descriptors:
         with suppress(OSError):
             os.close(descriptor)
-
-
-def _name_in(directory: int, file: int) -> str | None:
-    """What a file is called in a directory; None: it is in another, or not known."""
-    with suppress(OSError):
-        name = os.path.basename(os.readlink(f"/proc/self/fd/{file}"))
-        if os.path.samestat(os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(file)):
-            return name
-    return None
 
 
 def _readable(target: int) -> int:
@@ -256,7 +206,7 @@ class SharedFiles:
         self._directory = directory
         self._rooms = SharedRooms(directory)
         self._memory: list[_SharedMemory] = []
-        self._replacements: dict[int, _Replacement] = {}  # by the inode of CRIU's file
+        self._replacements: dict[int, Replacement] = {}  # by the inode of CRIU's file
         self._merged: list[Callable[[], None]] = []  # what is to be let go
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._workers: list[threading.Thread] = []
@@ -391,11 +341,11 @@ class SharedFiles:
         status = os.fstat(file)
         replacement = self._replacements.get(status.st_ino)
         if replacement is None:
-            name = _name_in(self._directory, file)
+            name = name_in(self._directory, file)
             room = self._rooms.take(expected) if name is not None else None
             if name is None or room is None:
                 return None
-            replacement = _Replacement(name, status.st_dev, status.st_ino, room)
+            replacement = Replacement(name, status.st_dev, status.st_ino, room)
             self._replacements[status.st_ino] = replacement
         return replacement.room if replacement.cover(begin, end) else None
 

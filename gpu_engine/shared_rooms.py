@@ -7,7 +7,9 @@ it. By then it may be other pieces, as with the batches that PyTorch's loaders h
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
@@ -15,6 +17,7 @@ from functools import partial
 
 import psutil
 
+from phos.images import criu_files
 from phos.images.files import allocate, free_bytes, lives_in_memory, run_in_threads
 from phos.images.formats import shared_room_file
 from phos.images.mapping import HUGE_PAGE, MADV_POPULATE_WRITE, advise, map_memory, unmap_memory
@@ -30,6 +33,8 @@ LARGER_BYTES = 1 << 20
 
 POPULATE_BYTES = 32 << 20
 """What a thread populates at once."""
+
+_BUFFER_BYTES = 1 << 20
 
 _GONE = " (deleted)"
 _OTHERS = ("/SYSV", "/memfd:phos-")
@@ -143,6 +148,56 @@ class SharedRooms:
         self.remove()
         while self._removed:
             self._removed.pop().close()
+
+
+class Replacement:
+    """A room that one of CRIU's files is written into instead, and takes the place of that file."""
+
+    def __init__(self, name: str, device: int, inode: int, room: Room) -> None:
+        """``name``, ``device``, ``inode``: CRIU's file."""
+        self.name, self.inode, self.room = name, inode, room
+        self._device = device
+        self._covered: list[tuple[int, int]] = []
+
+    def cover(self, begin: int, end: int) -> bool:
+        """This part of CRIU's file is written here; False: it does not fit."""
+        if end > self.room.size:
+            return False
+        self._covered.append((begin, end))
+        return True
+
+    def put(self, directory: int) -> None:
+        """CRIU has written the rest.
+
+        Raises:
+            OSError: it is not as CRIU has left it, or cannot be replaced.
+        """
+        with criu_files.open_file(directory, self.name, "r") as theirs:
+            status = os.fstat(theirs.fileno())
+            if (status.st_dev, status.st_ino) != (self._device, self.inode) or not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.ESTALE, "it is not the file any more that CRIU has written", self.name)
+            if max(end for _, end in self._covered) > status.st_size:
+                raise OSError(errno.EIO, "it has been cut off", self.name)
+            os.ftruncate(self.room.file, status.st_size)
+            at = 0
+            for begin, end in (*sorted(self._covered), (status.st_size, status.st_size)):
+                while at < begin:
+                    read = os.pread(theirs.fileno(), min(begin - at, _BUFFER_BYTES), at)
+                    if not read:
+                        raise OSError(errno.EIO, "it has been cut off", self.name)
+                    at += os.pwrite(self.room.file, read, at)
+                at = end
+            os.fchmod(self.room.file, stat.S_IMODE(status.st_mode))
+            os.rename(self.room.name, self.name, src_dir_fd=directory, dst_dir_fd=directory)
+
+
+def name_in(directory: int, file: int) -> str | None:
+    """What a file is called in a directory; None: it is in another, or not known."""
+    with suppress(OSError):
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{file}"))
+        if os.path.samestat(os.stat(name, dir_fd=directory, follow_symlinks=False), os.fstat(file)):
+            return name
+    return None
 
 
 def _sizes(pids: Iterable[int]) -> list[int]:
