@@ -102,7 +102,7 @@ class DumpServer:
             )
             result = -1
             over = threading.Event()
-            watch = threading.Thread(target=_free_criu, args=(connection.pid, over), daemon=True, name="watch-criu")
+            watch = threading.Thread(target=_free_criu, args=(connection, over), daemon=True, name="watch-criu")
             try:
                 watch.start()
             except RuntimeError as error:  # the processes stand still: whatever fails here, they are to come back
@@ -472,13 +472,13 @@ def _outer(criu: int, request: wire_pb2.TaskRuns) -> list[int]:
     return [procfs.outer_pid(criu, pid) for pid in request.pids]
 
 
-def _free_criu(criu: int, over: threading.Event) -> None:
+def _free_criu(connection: wire.Connection, over: threading.Event) -> None:
     """End a CRIU that waits for ever, until its connection is ``over``.
 
     If a task is killed while CRIU puts its parasite into it, CRIU 4.1.1 waits for the task's first thread alone. That
     is not to be had before the other threads have been collected, which is CRIU's work, too, as their tracer.
     """
-    step = 0.5
+    criu, step = connection.pid, 0.5
     # By the first CRIU's own alarm goes off, which interrupts the wait: it fails then, and undoes what it has done.
     for number in (signal.SIGALRM, signal.SIGKILL):
         stuck_for, task = 0.0, 0
@@ -490,8 +490,14 @@ def _free_criu(criu: int, over: threading.Event) -> None:
             stuck = task and procfs.is_remains(task) and not procfs.is_stopped(criu)
             stuck_for = stuck_for + step if stuck else 0.0
         log.error("CRIU (process %d) waits for ever for process %d, which was killed: it is ended.", criu, task)
+        pidfd = connection.peer_pidfd()
         with suppress(ProcessLookupError):
-            os.kill(criu, number)
+            if pidfd >= 0:
+                signal.pidfd_send_signal(pidfd, number)
+            else:
+                os.kill(criu, number)
+        if pidfd >= 0:
+            os.close(pidfd)
 
 
 def _wait_for_end(connection: wire.Connection, why: object) -> None:

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
 from phos.gpu_engine import procfs
-from phos.gpu_engine.daemon import serve_dump
+from phos.gpu_engine.daemon import serve_dump, wire
 from tests.unit.waiting import eventually
 
 TASK = "import threading, time; threading.Thread(target=time.sleep, args=(100,)).start(); print('READY', flush=True)"
 
 # As CRIU does it: seizes all threads, and then waits for the first one alone.
 TRACER = """
-import ctypes, os, signal, sys
+import ctypes, os, signal, socket, sys
+phosd = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+phosd.connect(sys.argv[3])
 PTRACE_SEIZE, WALL = 0x4206, 0x40000000
 ptrace = ctypes.CDLL(None, use_errno=True).ptrace
 ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
@@ -35,6 +39,17 @@ if sys.argv[2] != "seize":
 print("WAITS", flush=True)
 os.waitpid(task, WALL)
 """
+
+
+@contextmanager
+def tracing(folder: Path, task: int, how: str) -> Iterator[tuple[subprocess.Popen[str], wire.Connection]]:
+    """Such a tracer of a task, and its connection to phosd."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+        listening.bind(str(folder / "socket"))
+        listening.listen()
+        with python(TRACER, str(task), how, str(folder / "socket")) as tracer:
+            accepted, _ = listening.accept()
+            yield tracer, wire.Connection(accepted)
 
 
 @contextmanager
@@ -54,15 +69,23 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve_dump, "NOTICE_SECONDS", 1.0)
 
 
+@pytest.mark.parametrize("pidfd", [True, False], ids=["pidfd", "no descriptor left"])
 @pytest.mark.parametrize(("how", "ends_by"), [("kill", signal.SIGALRM), ("deaf", signal.SIGKILL)])
 def test_one_that_waits_for_a_killed_task_is_ended(
-    caplog: pytest.LogCaptureFixture, how: str, ends_by: signal.Signals
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    ends_by: signal.Signals,
+    pidfd: bool,
 ) -> None:
-    with python(TASK) as task, python(TRACER, str(task.pid), how) as tracer:
+    if not pidfd:
+        monkeypatch.setattr(wire.Connection, "peer_pidfd", lambda _connection: -1)
+    with python(TASK) as task, tracing(tmp_path, task.pid, how) as (tracer, criu):
         eventually(lambda: procfs.is_remains(task.pid), "the end of the task")
         eventually(lambda: procfs.waited_for(tracer.pid) == task.pid, "the wait for it")
         began, over = time.monotonic(), threading.Event()
-        watch = threading.Thread(target=serve_dump._free_criu, args=(tracer.pid, over))
+        watch = threading.Thread(target=serve_dump._free_criu, args=(criu, over))
         watch.start()
         assert tracer.wait(20) == -ends_by
         assert time.monotonic() - began >= 1.0
@@ -73,11 +96,11 @@ def test_one_that_waits_for_a_killed_task_is_ended(
         task.wait(5)
 
 
-def test_one_that_waits_for_a_living_task_goes_on() -> None:
+def test_one_that_waits_for_a_living_task_goes_on(tmp_path: Path) -> None:
     over = threading.Event()
-    with python(TASK) as task, python(TRACER, str(task.pid), "seize") as tracer:
+    with python(TASK) as task, tracing(tmp_path, task.pid, "seize") as (tracer, criu):
         eventually(lambda: procfs.waited_for(tracer.pid) == task.pid, "the wait")
-        watch = threading.Thread(target=serve_dump._free_criu, args=(tracer.pid, over))
+        watch = threading.Thread(target=serve_dump._free_criu, args=(criu, over))
         watch.start()
         time.sleep(2)
         assert tracer.poll() is None
