@@ -158,8 +158,10 @@ class PooledRestore(LazyRestore):
         self._share()
         try:
             pidfd = os.pidfd_open(pid)
-        except OSError as error:
+        except ProcessLookupError as error:
             raise RestoreFailed(f"Process {pid} has ended while it was restored.") from error
+        except OSError as error:
+            raise RestoreFailed(f"Process {pid} cannot be watched while it is parked: {error}.") from error
         with self._lock:
             if self._discarded:  # while CRIU waited for an answer
                 os.close(pidfd)
