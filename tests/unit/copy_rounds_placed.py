@@ -305,11 +305,12 @@ def placed_resting(folder: Path, ends: bool) -> None:
         thread, failures = started(lambda: machine.copier.settle_placed(placed, machine.progress(), cancelled))
         eventually(lambda: len(sink.taken) > 4)
         settling.clear()
-        time.sleep(0.1)  # what is under way ends
-        before = len(sink.taken)
-        time.sleep(0.2)
+        before = -1
+        while len(sink.taken) != before:  # what is under way ends
+            before = len(sink.taken)
+            time.sleep(0.3)
         assert thread.is_alive()
-        assert len(sink.taken) == before < len(plan.places)
+        assert before < len(plan.places)
         (cancelled if ends else settling).set()
         thread.join(30)
         assert [type(failure) for failure in failures] == ([Cancelled] if ends else [])
