@@ -14,7 +14,9 @@ import os
 import re
 import shutil
 import sys
+import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,8 @@ STALLING = (
 )
 STAMP = re.compile(r"^\(([\d.]+)\)\s*(.*)")
 GAPS = 8
+FORGOTTEN_SECONDS = 1.5
+"""After so long the kernel has switched off what it had switched on for the breakpoints of a program that has ended."""
 
 
 def gaps(log: Path, count: int = GAPS) -> list[tuple[float, float, str]]:
@@ -117,13 +121,19 @@ class Bench:
         environment = dict(changes)
         if software:
             environment["SOFTGPU_RESIDUE"] = os.environ.get("SOFTGPU_RESIDUE", "12M" if chosen.smoke else "400M")
-        program = Program(command, chosen.work, chosen.device, True, environment, name="frozen")
+        make = partial(Program, command, chosen.work, chosen.device, True, environment, name="frozen")
+        program = make()
         runs: list[dict[str, float]] = []
         longest: list[tuple[float, float, str]] = []
         owners: dict[str, int] = {}
         try:
             program.start().wait_for("^READY", 300)
-            for _ in range(self.repeats):
+            for number in range(self.repeats):
+                if chosen.first and number:
+                    program.kill()
+                    program = make()
+                    time.sleep(FORGOTTEN_SECONDS)
+                    program.start().wait_for("^READY", 300)
                 program.wait_iterations(20)
                 folder = Path(chosen.image) / "phos-criu-freeze"
                 shutil.rmtree(folder, ignore_errors=True)
@@ -144,6 +154,7 @@ class Bench:
             key,
             reducers=daemon["PHOS_REDUCERS"],
             shared_mib=chosen.shared_mib,
+            first_dumps=chosen.first,
             dumps=len(runs),
             **medians,
             gaps=longest,
@@ -181,6 +192,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--shared-mib", type=int, default=0, metavar="N", help="of memory that the program shares without a name (none)"
+    )
+    parser.add_argument(
+        "--first", action="store_true", help="measure a program's first dump only, each of a new program"
     )
     parser.add_argument("--image", type=Path, default=Path("/dev/shm"), metavar="DIR", help="(%(default)s)")
     parser.add_argument("--only", action="append", choices=VARIANTS, help="of the settings; may be repeated")

@@ -33,6 +33,7 @@ from phos.gpu_engine.errors import (
 )
 from phos.gpu_engine.interruption import Interruption
 from phos.gpu_engine.process import CONTROL_THREAD, Detached, ForeignProcess, GatedProcess
+from phos.gpu_engine.scheduler_hooks import SchedulerHooks
 from phos.gpu_engine.stop.dump import Assignment, StopDump
 from phos.gpu_engine.stop.settings import Settings
 
@@ -82,6 +83,8 @@ class DumpServer:
         known = procfs.outer_pid(connection.pid, request.pid)
         request.pid = known or request.pid
         with self._registry.runs.entered(connection, request.criu_pid) as interruption, ExitStack() as claim:
+            hooks = SchedulerHooks()
+            claim.callback(hooks.close)
             try:
                 job = self._begin(connection, envelope, wire.only(descriptors), claim, interruption)
             except Exception as error:

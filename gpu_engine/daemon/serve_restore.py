@@ -24,6 +24,7 @@ from phos.gpu_engine.restore.eager import EagerRestore
 from phos.gpu_engine.restore.lazy import LazyRestore
 from phos.gpu_engine.restore.settings import LazySettings
 from phos.gpu_engine.restore.socket_folders import SocketFolders
+from phos.gpu_engine.scheduler_hooks import SchedulerHooks
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,11 @@ class RestoreServer:
             wire.close_all(descriptors)
             return
         with self._registry.runs.entered(connection, envelope.restore_begin.criu_pid) as interruption:
-            self._serve(connection, envelope, descriptors, interruption)
+            hooks = SchedulerHooks()
+            try:
+                self._serve(connection, envelope, descriptors, interruption, hooks)
+            finally:
+                hooks.close()
 
     def _serve(
         self,
@@ -60,6 +65,7 @@ class RestoreServer:
         envelope: wire_pb2.Envelope,
         descriptors: list[int],
         interruption: Interruption,
+        hooks: SchedulerHooks,
     ) -> None:
         try:
             grown_files.check(envelope.restore_begin.grown_files)
@@ -106,6 +112,7 @@ class RestoreServer:
             say_failure(f"{job.path if job else 'Restore'}: CRIU's plugin", error)
             if job is not None:
                 job.fail(f"What CRIU's plugin asked for failed: {error or repr(error)}")
+        hooks.close()
         if job is None:
             return
         if result not in (None, 0) or (result is None and not job.pids):

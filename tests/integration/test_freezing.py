@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +14,10 @@ from pathlib import Path
 import pytest
 
 from phos.gpu_engine import procfs
+from tests.integration.many_blocks import log_of
 from tests.integration.site import PATIENCE, Site, Toggles, examples_folder, wait_until
+from tests.integration.test_kills import criu_processes
+from tests.unit.test_scheduler_hooks import allowed, events
 
 pytestmark = pytest.mark.root
 
@@ -100,4 +105,23 @@ def test_what_the_driver_takes_is_not_freezing(site: Site) -> None:
     assert "Timeout reached" not in (image / "dump.log").read_text()
     site.gone(program)
     site.restore(image)
+    program.wait_progress(3)
+
+
+def test_the_kernel_need_not_prepare_for_breakpoints_meanwhile(site: Site) -> None:
+    """phosd has a performance event from before CRIU freezes the tasks until they run again, and no longer."""
+    if not allowed():
+        pytest.skip("this machine allows no performance events")
+    site.serve("tests.integration.altered_phosd", ALTERED_PHOSD="frozen")
+    phosd = site.daemon_pid()
+    program = site.example("stencil", "--iterations", "1000", "--iteration-seconds", "0.02")
+    program.wait_iterations(3)
+    assert not events(phosd)
+    dump = site.begin_dump(program, site.image(), "--leave-running")
+    wait_until(lambda: "all is frozen" in log_of(site), "CRIU to freeze it")
+    assert events(phosd) == 1
+    (criu,) = criu_processes(site)
+    os.kill(criu, signal.SIGKILL)
+    assert dump.wait(60) != 0
+    wait_until(lambda: not events(phosd), "the end of the event")
     program.wait_progress(3)
